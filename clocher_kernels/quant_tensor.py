@@ -1,0 +1,58 @@
+"""A tensor is a logical shape, a format, and the planes (arrays) that the format names."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from clocher_kernels.errors import ShapeError
+from clocher_kernels.formats.base import Format
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantTensor:
+    """A tensor as it is stored.
+
+    Attributes:
+        shape: logical shape, [N, K] for a matrix or [E, N, K] for experts; never the packed shape.
+        format: the codec that knows what the bytes mean.
+        planes: the stored arrays by plane name ("data", "codes", "scales", "zeros", ...). They may
+            be read-only views of a memory-mapped file.
+    """
+
+    shape: tuple[int, ...]
+    format: Format
+    planes: Mapping[str, np.ndarray]
+
+    def __post_init__(self) -> None:
+        expected = self.format.planes(self.shape)
+        if set(expected) != set(self.planes):
+            raise ShapeError(
+                f"{self.format.name}: planes {sorted(self.planes)}, expected {sorted(expected)}"
+            )
+        for name, plane in expected.items():
+            got = self.planes[name]
+            if got.shape != plane.shape or got.dtype != plane.storage:
+                raise ShapeError(
+                    f"{self.format.name}: plane {name!r} of a {list(self.shape)} tensor is "
+                    f"{got.dtype}{list(got.shape)}, expected {plane.storage}{list(plane.shape)}"
+                )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all planes."""
+        return sum(plane.nbytes for plane in self.planes.values())
+
+    def decode(self) -> np.ndarray:
+        """Return the values as fp32, in the logical shape."""
+        return self.format.decode(self.planes, self.shape)
+
+    def check(self) -> None:
+        """Raise FormatError if a stored code is one that the format forbids."""
+        self.format.check(self.planes, self.shape)
+
+
+def encode(values: np.ndarray, fmt: Format) -> QuantTensor:
+    """Encode fp32 values [..., N, K] in a format."""
+    values = np.ascontiguousarray(values, dtype=np.float32)
+    return QuantTensor(values.shape, fmt, fmt.encode(values))
