@@ -1,0 +1,152 @@
+"""Formats: what the bytes of a tensor mean, one module per family.
+
+`parse_format` turns a format's name, as it stands in files and on command lines, into the format.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from clocher_kernels.errors import FormatError
+from clocher_kernels.formats.base import Format, Plane
+from clocher_kernels.formats.bsr import Bsr
+from clocher_kernels.formats.float import Float
+from clocher_kernels.formats.fp8 import Fp8
+from clocher_kernels.formats.int4 import Int4
+from clocher_kernels.formats.int8 import Int8
+from clocher_kernels.formats.mxfp4 import Mxfp4
+from clocher_kernels.formats.ternary import Ternary
+
+__all__ = [
+    "FAMILIES",
+    "Bsr",
+    "Family",
+    "Float",
+    "Format",
+    "Fp8",
+    "Int4",
+    "Int8",
+    "Mxfp4",
+    "Plane",
+    "Ternary",
+    "known_formats",
+    "parse_format",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family of formats, for the parser and for the documentation.
+
+    Attributes:
+        spelling: how its names are built: alternatives in braces, numbers in angle brackets.
+        summary: one line on what it holds.
+        examples: the names that are tested, benchmarked and documented.
+        pattern: what a name matches whole.
+        build: takes the groups of the pattern.
+    """
+
+    spelling: str
+    summary: str
+    examples: tuple[str, ...]
+    pattern: re.Pattern[str]
+    build: Callable[..., Format]
+
+
+def _group(text: str) -> Any:
+    return int(text[1:]) if text.startswith("g") else text
+
+
+_FLOAT = "(f32|f16|bf16)"
+_COUNT = "[1-9][0-9]{0,5}"
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        "{f32|f16|bf16}",
+        "plain floats",
+        ("f32", "f16", "bf16"),
+        re.compile(_FLOAT),
+        Float,
+    ),
+    Family(
+        "int8_{tensor|row|g<G>}_{f32|f16|bf16}",
+        "8-bit integers, symmetric; a scale per matrix, per row or per G columns of a row",
+        ("int8_tensor_f32", "int8_row_f32", "int8_row_bf16", "int8_g32_f16", "int8_g128_bf16"),
+        re.compile(f"int8_(tensor|row|g{_COUNT})_{_FLOAT}"),
+        lambda group, scale: Int8(_group(group), scale),
+    ),
+    Family(
+        "int4_{sym|asym}_{row|g<G>}_{f32|f16|bf16}",
+        "4-bit integers, symmetric or with zero points; a scale per row or per G columns, G even",
+        tuple(
+            f"int4_{kind}_{group}_{scale}"
+            for kind in ("sym", "asym")
+            for group, scale in (("g32", "f16"), ("g64", "f16"), ("g128", "bf16"), ("row", "f32"))
+        ),
+        re.compile(f"int4_(sym|asym)_(row|g{_COUNT})_{_FLOAT}"),
+        lambda kind, group, scale: Int4(kind == "sym", _group(group), scale),
+    ),
+    Family(
+        "fp8_{e4m3|e5m2}_{tensor|row|b128}_{f32|f16|bf16}",
+        "fp8; a scale per matrix, per row or per 128 x 128 block",
+        (
+            "fp8_e4m3_tensor_f32",
+            "fp8_e4m3_row_f32",
+            "fp8_e4m3_row_bf16",
+            "fp8_e4m3_b128_f32",
+            "fp8_e4m3_b128_bf16",
+            "fp8_e5m2_tensor_f32",
+            "fp8_e5m2_row_f32",
+            "fp8_e5m2_b128_f32",
+        ),
+        re.compile(f"fp8_(e4m3|e5m2)_(tensor|row|b128)_{_FLOAT}"),
+        Fp8,
+    ),
+    Family(
+        "ternary",
+        "-1, 0, 1 times a scale (BitNet, linear_class autobitlinear)",
+        ("ternary",),
+        re.compile("ternary"),
+        Ternary,
+    ),
+    Family(
+        "ternary_inverse",
+        "-1, 0, 1 divided by a scale (BitNet, linear_class bitlinear)",
+        ("ternary_inverse",),
+        re.compile("ternary_inverse"),
+        lambda: Ternary(inverse=True),
+    ),
+    Family(
+        "mxfp4",
+        "FP4 with a power-of-two scale per 32 columns (OCP MX, gpt-oss)",
+        ("mxfp4",),
+        re.compile("mxfp4"),
+        Mxfp4,
+    ),
+    Family(
+        "bsr_<R>x<C>_{f32|f16|bf16}",
+        "block-sparse rows, blocks of R x C",
+        ("bsr_16x32_f32", "bsr_8x8_bf16", "bsr_1x16_f16"),
+        re.compile(f"bsr_({_COUNT})x({_COUNT})_{_FLOAT}"),
+        lambda rows, cols, inner: Bsr((int(rows), int(cols)), inner),
+    ),
+)
+
+
+def parse_format(name: str) -> Format:
+    """Return the format with this name.
+
+    Raises:
+        FormatError: no family spells its names like that.
+    """
+    for family in FAMILIES:
+        if match := family.pattern.fullmatch(name):
+            return family.build(*match.groups())
+    spellings = ", ".join(family.spelling for family in FAMILIES)
+    raise FormatError(f"unknown format {name!r}; expected one of {spellings}")
+
+
+def known_formats() -> tuple[str, ...]:
+    """Return the names that are tested, benchmarked and documented, family by family."""
+    return tuple(name for family in FAMILIES for name in family.examples)

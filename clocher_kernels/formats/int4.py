@@ -1,0 +1,107 @@
+"""4-bit integers, symmetric or affine, with one scale per row or per group."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from clocher_kernels.dtypes import look_up, to_f32
+from clocher_kernels.errors import FormatError
+from clocher_kernels.formats import scaling
+from clocher_kernels.formats.base import Format, Plane, Planes, Shape
+
+_BYTES = np.arange(256)
+_NIBBLES = np.stack([_BYTES & 15, _BYTES >> 4], axis=1).astype(np.float32)
+
+
+@dataclass(frozen=True, repr=False)
+class Int4(Format):
+    """value = (code - 8) * scale if symmetric, (code - zero) * scale if not; codes 0..15.
+
+    Planes:
+        codes: u8 [..., N, ceil(K/2)]; the low nibble is the even index. For odd K the last high
+            nibble is the code of the value zero.
+        scales: f32, f16 or bf16 [..., N] or [..., N, ceil(K/G)]. Symmetric ones may be negative.
+        zeros: u8 of the shape of the scales, 0..15; only if not symmetric.
+
+    Symmetric encoding: the element of largest magnitude (the positive one of two) becomes -8, as in
+    ggml's Q4_0, so scale = element / -8 and all 16 codes are used. The error of an element is at
+    most half a step, or 1.04 steps for elements of the other sign beyond 7.5 steps.
+    Affine encoding: scale = (max - min) / 15 of the group's range widened to include zero, zero =
+    rint(-min / scale). The error is at most 0.56 of a step.
+    Scales are rounded to their stored type before the codes are chosen; ties go to even. The bounds
+    include the rounding of a bf16 scale and hold while the scale is a normal number of its type.
+
+    Attributes:
+        symmetric: whether the code of zero is 8 everywhere.
+        group: "row" or the group length along K, even.
+        scale_dtype: "f32", "f16" or "bf16".
+    """
+
+    symmetric: bool
+    group: int | Literal["row"]
+    scale_dtype: str
+
+    def __post_init__(self) -> None:
+        scaling.check_scale_dtype(self.name, self.scale_dtype)
+        if isinstance(self.group, int) and (self.group < 2 or self.group % 2):
+            raise FormatError(f"{self.name}: group {self.group}; expected an even number")
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """Canonical name: "int4_sym_g64_f16", "int4_asym_row_bf16"."""
+        kind = "sym" if self.symmetric else "asym"
+        return f"int4_{kind}_{scaling.spell(self.group)}_{self.scale_dtype}"
+
+    def planes(self, shape: Shape) -> dict[str, Plane]:
+        lead, n, k = scaling.matrix_shape(self.name, shape)
+        scales = scaling.scales_shape(self.group, shape)
+        planes = {
+            "codes": Plane("u8", (*lead, n, -(-k // 2))),
+            "scales": Plane(self.scale_dtype, scales),
+        }
+        if not self.symmetric:
+            planes["zeros"] = Plane("u8", scales)
+        return planes
+
+    def encode(self, values: np.ndarray) -> dict[str, np.ndarray]:
+        lead, n, k = scaling.matrix_shape(self.name, values.shape)
+        scaling.require_finite(self.name, values)
+        if k % 2:
+            values = np.concatenate([values, np.zeros((*lead, n, 1), np.float32)], axis=-1)
+        cells = scaling.split(values, self.group)
+        low, high = cells.min(axis=-1), cells.max(axis=-1)
+        if self.symmetric:
+            ideal = np.where(-low > high, low, high) / np.float32(-8)
+        else:
+            low, high = np.minimum(low, 0), np.maximum(high, 0)
+            # Divided before the difference, which could overflow.
+            ideal = high / np.float32(15) - low / np.float32(15)
+        scales, step = scaling.store(self.name, ideal, self.scale_dtype)
+        zero = np.full_like(step, 8) if self.symmetric else np.clip(np.rint(-low / step), 0, 15)
+
+        steps = cells / step[..., None]
+        np.rint(steps, out=steps)
+        steps += zero[..., None]
+        np.clip(steps, 0, 15, out=steps)
+        codes = scaling.join(steps.astype(np.uint8), values.shape)
+        planes = {"codes": codes[..., 0::2] | codes[..., 1::2] << 4, "scales": scales}
+        if not self.symmetric:
+            planes["zeros"] = zero.astype(np.uint8)
+        return planes
+
+    def decode(self, planes: Planes, shape: Shape) -> np.ndarray:
+        *lead, n, k = shape
+        steps = look_up(_NIBBLES, planes["codes"]).reshape(*lead, n, -1)[..., :k]
+        cells = scaling.split(steps, self.group)
+        cells -= np.float32(8) if self.symmetric else planes["zeros"][..., None].astype(np.float32)
+        cells *= to_f32(planes["scales"], self.scale_dtype)[..., None]
+        return scaling.join(cells, shape)
+
+    def check(self, planes: Planes, shape: Shape) -> None:
+        scaling.check_scales(self.name, planes["scales"], self.scale_dtype)
+        if not self.symmetric and planes["zeros"].max() > 15:
+            raise FormatError(
+                f"{self.name}: a zero point of {planes['zeros'].max()}; expected 0..15; "
+                "the file is damaged or was written by another program"
+            )

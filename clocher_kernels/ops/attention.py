@@ -1,0 +1,335 @@
+"""KV cache append and attention over a paged cache.
+
+The cache of a layer is two planes [P, H, T, D]: P pages of T cells for H key/value heads of D
+values. `pages` [S, B] maps block b of slot s to a page, so cell c of slot s is cell c % T of page
+pages[s, c // T]. With KV dtype i8 each (page, head, cell) has an fp32 scale.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from clocher_kernels.dtypes import STORAGE, from_f32, to_f32
+from clocher_kernels.ops.contract import EXACT, Case, Cost, OpSpec, Param, Tolerance, Value
+from clocher_kernels.plan import Attr
+
+Array = np.ndarray
+
+KV_DTYPES = ("f32", "bf16", "f16", "e4m3", "e5m2", "i8")
+
+
+def cell_of(position: int, end: int, ancestors: int) -> int:
+    """Return the cache cell of a token: its position, or its tree node's cell after `end`."""
+    return end + int(ancestors).bit_length() - 1 if ancestors else position
+
+
+def visible_cells(position: int, end: int, ancestors: int, window: int) -> list[int]:
+    """Return the cells a token sees, in the order they are summed.
+
+    `window` is the number of visible keys, the query's own included (0: no limit). Committed cells
+    0 .. end-1 hold their own positions. The ancestors of a tree node are a chain that ends at the
+    node, so the position of one is that of the node minus the number of later bits.
+    """
+    first = max(0, position - window + 1) if window else 0
+    cells = list(range(first, end))
+    for bit in range(64):
+        if ancestors >> bit & 1:
+            behind = (ancestors >> (bit + 1)).bit_count()
+            if not window or behind < window:
+                cells.append(end + bit)
+    return cells
+
+
+def kv_append(
+    *,
+    k: Array,
+    v: Array,
+    slots: Array,
+    positions: Array,
+    ends: Array,
+    ancestors: Array,
+    pages: Array,
+    k_cache: Array,
+    v_cache: Array,
+    kv_dtype: str,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
+) -> None:
+    """Write the keys and values of this step's tokens into the cache.
+
+    Args:
+        k: [M, F] fp32, F = H * D.
+        v: [M, F] fp32.
+        slots: [M] i32.
+        positions: [M] i32.
+        ends: [M] i32.
+        ancestors: [M] u64.
+        pages: [S, B] i32.
+        k_cache: [P, H, T, D], updated.
+        v_cache: [P, H, T, D], updated.
+        kv_dtype: f32, bf16, f16, e4m3, e5m2 (round to nearest even, fp8 saturates), or i8: codes
+            clamp(rint(x / scale), -127, 127) with scale = absmax / 127 of the head (1 if all zero).
+        k_scale: [P, H, T] fp32, updated; i8 only.
+        v_scale: [P, H, T] fp32, updated; i8 only.
+    """
+    heads, size, dim = k_cache.shape[1:]
+    for m in range(len(k)):
+        cell = cell_of(int(positions[m]), int(ends[m]), int(ancestors[m]))
+        page, offset = pages[slots[m], cell // size], cell % size
+        for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+            row = x[m].reshape(heads, dim)
+            if scale is None:
+                cache[page, :, offset] = from_f32(row, kv_dtype)
+            else:
+                absmax = np.abs(row).max(axis=1)
+                step = np.where(absmax > 0, absmax / np.float32(127), np.float32(1))
+                scale[page, :, offset] = step
+                cache[page, :, offset] = np.clip(np.rint(row / step[:, None]), -127, 127)
+
+
+def attention(
+    *,
+    q: Array,
+    slots: Array,
+    positions: Array,
+    ends: Array,
+    ancestors: Array,
+    pages: Array,
+    k_cache: Array,
+    v_cache: Array,
+    y: Array,
+    kv_dtype: str,
+    scale: float,
+    window: int,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
+    sinks: Array | None = None,
+) -> None:
+    """Attend from each token to the visible cells of its slot.
+
+    y = softmax([q k * scale, sink])[:-1] v for each query head; query head h reads key/value head
+    h // (heads of q / H). A sink enlarges the denominator and has no value. A token that sees
+    nothing gets zeros.
+
+    Args:
+        q: [M, F] fp32, F = query heads * D.
+        slots: [M] i32.
+        positions: [M] i32.
+        ends: [M] i32, committed keys that the token may see.
+        ancestors: [M] u64, see `plan`.
+        pages: [S, B] i32.
+        k_cache: [P, H, T, D].
+        v_cache: [P, H, T, D].
+        y: [M, F] fp32, written.
+        kv_dtype: storage of the cache.
+        scale: factor of the dot product, usually D^-0.5.
+        window: visible keys, the query included; 0 for all.
+        k_scale: [P, H, T] fp32, i8 only.
+        v_scale: [P, H, T] fp32, i8 only.
+        sinks: [N] fp32, one logit per query head.
+
+    Source: gpt-oss (sinks, alternating window); transformers GptOssAttention.
+    """
+    kv_heads, size, dim = k_cache.shape[1:]
+    heads = q.shape[1] // dim
+    group = heads // kv_heads
+    for m in range(len(q)):
+        cells = np.array(
+            visible_cells(int(positions[m]), int(ends[m]), int(ancestors[m]), window), np.int64
+        )
+        if not len(cells):
+            y[m] = 0
+            continue
+        page, offset = pages[slots[m]][cells // size], cells % size
+        planes = []
+        for cache, step in ((k_cache, k_scale), (v_cache, v_scale)):
+            plane = to_f32(cache[page, :, offset], kv_dtype).astype(np.float64)  # [S, H, D]
+            if step is not None:
+                plane *= step[page, :, offset][..., None]
+            planes.append(plane.repeat(group, axis=1))
+        keys, values = planes
+        query = q[m].reshape(heads, dim).astype(np.float64)
+        logits = np.einsum("hd,shd->hs", query, keys) * scale
+        top = logits.max(axis=1)
+        if sinks is not None:
+            top = np.maximum(top, sinks)
+        weights = np.exp(logits - top[:, None])
+        total = weights.sum(axis=1)
+        if sinks is not None:
+            total += np.exp(sinks - top)
+        y[m] = (np.einsum("hs,shd->hd", weights, values) / total[:, None]).reshape(-1)
+
+
+def _tokens(case: Case, rng: np.random.Generator) -> dict[str, Value]:
+    """Make the four integers of each token and a shuffled page table."""
+    m, s, b, t = (case.sizes[d] for d in "MSBT")
+    capacity = b * t
+    kind = case.options.get("tokens", "decode")
+    slots = np.arange(m, dtype=np.int32) % s
+    ancestors = np.zeros(m, np.uint64)
+    if kind == "prefill":  # the tokens of slot 0 are consecutive
+        slots[:] = 0
+        positions = np.arange(capacity - m, capacity, dtype=np.int32)
+        ends = positions + 1
+    elif kind == "block":  # block diffusion: all see the whole block
+        slots[:] = 0
+        positions = np.arange(capacity - m, capacity, dtype=np.int32)
+        ends = np.full(m, capacity, np.int32)
+    elif kind == "tree":  # node i hangs from node (i - 1) // 2
+        slots[:] = 0
+        committed = capacity - m
+        ends = np.full(m, committed, np.int32)
+        positions = np.zeros(m, np.int32)
+        for i in range(m):
+            mask, depth, node = 1 << i, 0, i
+            while node:
+                node = (node - 1) // 2
+                mask, depth = mask | 1 << node, depth + 1
+            ancestors[i], positions[i] = mask, committed + depth
+    else:
+        positions = rng.integers(0, capacity, m).astype(np.int32)
+        positions[0], positions[-1] = 0, capacity - 1
+        ends = positions + 1
+    pages = rng.permutation(s * b).reshape(s, b).astype(np.int32)
+    return {
+        "slots": slots,
+        "positions": positions,
+        "ends": ends.astype(np.int32),
+        "ancestors": ancestors,
+        "pages": pages,
+    }
+
+
+def _cache(case: Case, rng: np.random.Generator) -> dict[str, Value]:
+    shape = tuple(case.sizes[d] for d in "PHTD")
+    dtype = str(case.attrs["kv_dtype"])
+    cache: dict[str, Value] = {}
+    for name in "kv":
+        if dtype == "i8":
+            cache[f"{name}_cache"] = rng.integers(-127, 128, shape).astype(np.int8)
+            cache[f"{name}_scale"] = rng.random(shape[:3], dtype=np.float32) * np.float32(0.02)
+        else:
+            cache[f"{name}_cache"] = from_f32(rng.standard_normal(shape, dtype=np.float32), dtype)
+    return cache
+
+
+def _make_append(case: Case, rng: np.random.Generator) -> dict[str, Value]:
+    m, f = case.sizes["M"], case.sizes["H"] * case.sizes["D"]
+    k, v = (rng.standard_normal((m, f), dtype=np.float32) * np.float32(9) for _ in "kv")
+    k[0] = 0
+    return {"k": k, "v": v, **_tokens(case, rng), **_cache(case, rng)}
+
+
+def _make_attention(case: Case, rng: np.random.Generator) -> dict[str, Value]:
+    m, n = case.sizes["M"], case.sizes["N"]
+    values: dict[str, Value] = {
+        "q": rng.standard_normal((m, n * case.sizes["D"]), dtype=np.float32) * np.float32(2),
+        **_tokens(case, rng),
+        **_cache(case, rng),
+    }
+    if case.options.get("sinks", False):
+        values["sinks"] = rng.standard_normal(n, dtype=np.float32)
+    return values
+
+
+def _append_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
+    k = values["k"]
+    assert isinstance(k, np.ndarray)
+    item = STORAGE[str(attrs["kv_dtype"])].itemsize
+    return Cost(2 * k.size * (4 + item), 2 * k.size)
+
+
+def _attention_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
+    q, cache, positions, ends = (values[n] for n in ("q", "k_cache", "positions", "ends"))
+    assert isinstance(q, np.ndarray) and isinstance(cache, np.ndarray)
+    window = int(attrs["window"])
+    rows: Iterator[tuple[int, int]] = zip(positions, ends, strict=True)  # type: ignore[arg-type]
+    keys = sum(int(e) - (max(0, int(p) - window + 1) if window else 0) for p, e in rows)
+    cell = cache.shape[1] * cache.shape[3] * cache.itemsize
+    return Cost(2 * keys * cell + 2 * q.nbytes, 4 * keys * q.shape[1])
+
+
+def _case(name: str, kv: str, m: int, kind: str, n: int, h: int, d: int, **rest: object) -> Case:
+    """Spell one attention case: M tokens of a kind, N query heads over H of D values."""
+    slots, blocks, size = int(str(rest.get("slots", 3))), int(str(rest.get("blocks", 4))), 16
+    sizes = {"M": m, "N": n, "H": h, "D": d, "F": n * d, "S": slots, "B": blocks, "T": size}
+    sizes["P"] = slots * blocks
+    attrs = {"kv_dtype": kv, "scale": d**-0.5, "window": int(str(rest.get("window", 0)))}
+    options = {"tokens": kind, "sinks": rest.get("sinks", False)}
+    return Case(f"{name}-{kv}-m{m}-n{n}-h{h}-d{d}", sizes, attrs, {}, options)
+
+
+_ATTENTION_CASES = (
+    *(_case("decode", kv, 1, "decode", 8, 2, 32, sinks=True) for kv in KV_DTYPES),
+    *(_case("batch-window", kv, 5, "decode", 6, 2, 20, window=17) for kv in KV_DTYPES),
+    _case("prefill", "bf16", 37, "prefill", 4, 4, 64, sinks=True),
+    _case("prefill-window", "f32", 33, "prefill", 4, 1, 32, window=8),
+    _case("block", "bf16", 8, "block", 4, 2, 32),
+    _case("block-window", "f16", 8, "block", 4, 2, 32, window=20),
+    _case("tree", "bf16", 15, "tree", 4, 2, 32, sinks=True),
+    _case("tree-window", "f32", 31, "tree", 4, 2, 16, window=4),
+    _case("window-one", "f32", 3, "decode", 4, 2, 16, window=1),
+    _case("long", "bf16", 2, "decode", 4, 2, 128, blocks=40),
+)
+_APPEND_CASES = (
+    *(
+        Case(c.id, c.sizes | {"F": 2 * 20}, {"kv_dtype": kv}, {}, c.options)
+        for kv in KV_DTYPES
+        for c in (_case("append", kv, 3, "decode", 2, 2, 20),)
+    ),
+    *(
+        Case(c.id, c.sizes | {"F": 64}, {"kv_dtype": "bf16"}, {}, c.options)
+        for c in (
+            _case("append-tree", "bf16", 7, "tree", 2, 2, 32),
+            _case("append-chunk", "bf16", 33, "prefill", 2, 2, 32),
+        )
+    ),
+)
+
+_TOKEN = (
+    Param("slots", "in", "M", "i32"),
+    Param("positions", "in", "M", "i32"),
+    Param("ends", "in", "M", "i32"),
+    Param("ancestors", "in", "M", "u64"),
+    Param("pages", "in", "S B", "i32"),
+)
+
+SPECS = (
+    OpSpec(
+        "kv_append",
+        "write keys and values into the paged cache, quantising",
+        (
+            Param("k", "in", "M F"),
+            Param("v", "in", "M F"),
+            *_TOKEN,
+            Param("k_cache", "inout", "P H T D", ""),
+            Param("v_cache", "inout", "P H T D", ""),
+            Param("k_scale", "inout", "P H T", optional=True),
+            Param("v_scale", "inout", "P H T", optional=True),
+        ),
+        kv_append,
+        _make_append,
+        _APPEND_CASES,
+        EXACT,
+        _append_cost,
+    ),
+    OpSpec(
+        "attention",
+        "softmax attention over a paged cache: GQA, sinks, window, trees",
+        (
+            Param("q", "in", "M F"),
+            *_TOKEN,
+            Param("k_cache", "in", "P H T D", ""),
+            Param("v_cache", "in", "P H T D", ""),
+            Param("k_scale", "in", "P H T", optional=True),
+            Param("v_scale", "in", "P H T", optional=True),
+            Param("sinks", "vector", "N", optional=True),
+            Param("y", "out", "M F"),
+        ),
+        attention,
+        _make_attention,
+        _ATTENTION_CASES,
+        Tolerance(5e-6, 5e-5),
+        _attention_cost,
+    ),
+)

@@ -1,0 +1,174 @@
+"""Choose the next tokens, and step the token inputs on, so that a decode step needs no host."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from clocher_kernels.ops.contract import EXACT, Case, Cost, OpSpec, Param, Value
+from clocher_kernels.plan import Attr
+
+Array = np.ndarray
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def uniform(seed: int, draw: int) -> float:
+    """Return the draw-th number in [0, 1) of a seed: SplitMix64 of seed + (draw + 1) * golden.
+
+    Counter based, so a sequence draws the same numbers whatever batch it is in.
+
+    Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
+    """
+    z = (seed + (draw + 1) * _GOLDEN) & _MASK
+    z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _MASK
+    z ^= z >> 31
+    return float((z >> 11) * 2.0**-53)
+
+
+def sample(
+    *,
+    logits: Array,
+    temperature: Array,
+    top_k: Array,
+    top_p: Array,
+    seeds: Array,
+    draws: Array,
+    ids: Array,
+) -> None:
+    """Draw one token per row; greedy where temperature is 0.
+
+    In this order: scale by 1 / temperature; keep the top_k largest (0: all); of those keep the
+    shortest descending run whose probability reaches top_p, at least one; draw by the inverse
+    distribution function, walking kept tokens by ascending id. Equal logits rank by ascending id.
+
+    Args:
+        logits: [R, V] fp32.
+        temperature: [R] fp32, >= 0.
+        top_k: [R] i32.
+        top_p: [R] fp32, in (0, 1].
+        seeds: [R] u64.
+        draws: [R] i32, how many tokens the sequence has drawn.
+        ids: [R] i32, written.
+    """
+    for r, row in enumerate(logits):
+        if temperature[r] == 0:
+            ids[r] = np.argmax(row)
+            continue
+        probability = np.exp((row.astype(np.float64) - row.max()) / np.float64(temperature[r]))
+        order = np.argsort(-row, kind="stable")
+        if top_k[r] > 0:
+            order = order[: top_k[r]]
+        if top_p[r] < 1:
+            mass = np.cumsum(probability[order])
+            order = order[: int(np.searchsorted(mass, np.float64(top_p[r]) * mass[-1])) + 1]
+        kept = np.sort(order)
+        mass = np.cumsum(probability[kept])
+        target = uniform(int(seeds[r]), int(draws[r])) * mass[-1]
+        ids[r] = kept[min(int(np.searchsorted(mass, target, side="right")), len(kept) - 1)]
+
+
+def advance(
+    *, sampled: Array, rows: Array, ids: Array, positions: Array, ends: Array, draws: Array
+) -> None:
+    """Make the sampled tokens the next step's tokens, one position on.
+
+    Args:
+        sampled: [R] i32.
+        rows: [R] i32, the token each row came from.
+        ids: [M] i32, updated.
+        positions: [M] i32, updated.
+        ends: [M] i32, updated.
+        draws: [R] i32, updated.
+    """
+    ids[rows] = sampled
+    positions[rows] += 1
+    ends[rows] += 1
+    draws += 1
+
+
+def _make_sample(case: Case, rng: np.random.Generator) -> dict[str, Value]:
+    r, v = case.sizes["R"], case.sizes["V"]
+    logits = rng.standard_normal((r, v), dtype=np.float32) * np.float32(3)
+    logits[0, v // 2 :] = np.round(logits[0, v // 2 :])  # ties
+    return {
+        "logits": logits,
+        "temperature": np.full(r, case.options["temperature"], np.float32),
+        "top_k": np.full(r, case.options["top_k"], np.int32),
+        "top_p": np.full(r, case.options["top_p"], np.float32),
+        "seeds": rng.integers(0, 2**63, r).astype(np.uint64),
+        "draws": rng.integers(0, 1000, r).astype(np.int32),
+    }
+
+
+def _make_advance(case: Case, rng: np.random.Generator) -> dict[str, Value]:
+    m, r = case.sizes["M"], case.sizes["R"]
+    positions = rng.integers(0, 100, m).astype(np.int32)
+    return {
+        "sampled": rng.integers(0, 1000, r).astype(np.int32),
+        "rows": rng.permutation(m)[:r].astype(np.int32),
+        "ids": rng.integers(0, 1000, m).astype(np.int32),
+        "positions": positions,
+        "ends": positions + 1,
+        "draws": rng.integers(0, 9, r).astype(np.int32),
+    }
+
+
+def _sample_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
+    logits = values["logits"]
+    assert isinstance(logits, np.ndarray)
+    return Cost(logits.nbytes, 4 * logits.size)
+
+
+def _advance_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
+    rows = values["rows"]
+    assert isinstance(rows, np.ndarray)
+    return Cost(32 * len(rows), 3 * len(rows))
+
+
+SPECS = (
+    OpSpec(
+        "sample",
+        "greedy, temperature, top-k, top-p",
+        (
+            Param("logits", "in", "R V"),
+            Param("temperature", "in", "R"),
+            Param("top_k", "in", "R", "i32"),
+            Param("top_p", "in", "R"),
+            Param("seeds", "in", "R", "u64"),
+            Param("draws", "in", "R", "i32"),
+            Param("ids", "out", "R", "i32"),
+        ),
+        sample,
+        _make_sample,
+        tuple(
+            Case(
+                f"t{temperature}-k{k}-p{p}-r{r}-v{v}",
+                {"R": r, "V": v},
+                options={"temperature": temperature, "top_k": k, "top_p": p},
+            )
+            for r, v in ((1, 1024), (5, 37))
+            for temperature, k, p in ((0, 0, 1), (1, 0, 1), (0.7, 20, 1), (1.3, 0, 0.9), (1, 8, 0.5))
+        ),
+        EXACT,
+        _sample_cost,
+    ),
+    OpSpec(
+        "advance",
+        "feed the sampled tokens back",
+        (
+            Param("sampled", "in", "R", "i32"),
+            Param("rows", "in", "R", "i32"),
+            Param("ids", "inout", "M", "i32"),
+            Param("positions", "inout", "M", "i32"),
+            Param("ends", "inout", "M", "i32"),
+            Param("draws", "inout", "R", "i32"),
+        ),
+        advance,
+        _make_advance,
+        (Case("r1-m1", {"M": 1, "R": 1}), Case("r3-m7", {"M": 7, "R": 3})),
+        EXACT,
+        _advance_cost,
+    ),
+)

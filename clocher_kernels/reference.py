@@ -1,0 +1,55 @@
+"""The reference executor: walk a Plan in NumPy, one op reference after another."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+
+from clocher_kernels.ops import OPS
+from clocher_kernels.plan import Plan
+from clocher_kernels.quant_tensor import QuantTensor
+
+
+class ReferenceExecutor:
+    """Execute a Plan with the NumPy references of the op table. Slow, obvious, always available.
+
+    Args:
+        plan: what to execute.
+        weights: a QuantTensor for each "matrix" parameter, an fp32 array for each "vector".
+    """
+
+    name = "reference"
+
+    def __init__(self, plan: Plan, weights: Mapping[str, np.ndarray | QuantTensor]) -> None:
+        self.plan = plan
+        self._values: dict[str, np.ndarray | QuantTensor] = {
+            **{name: b.allocate() for name, b in plan.buffers.items()},
+            **plan.consts,
+            **{name: weights[name] for name in plan.weights},
+        }
+
+    def array(self, name: str) -> np.ndarray:
+        """Return the live array of a buffer, at capacity."""
+        value = self._values[name]
+        assert isinstance(value, np.ndarray)
+        return value
+
+    def step(self, tokens: int, rows: int) -> None:
+        """Execute the Plan for the first `tokens` tokens and `rows` output rows."""
+        count = {"M": tokens, "R": rows}
+        for call in self.plan.calls:
+            values = {}
+            for param, name in call.args.items():
+                value = self._values[name]
+                buffer = self.plan.buffers.get(name)
+                if buffer is not None and buffer.rows:
+                    value = value[: count[buffer.rows]]  # type: ignore[index]
+                values[param] = value
+            OPS[call.op].reference(**values, **call.attrs)
+
+    def running(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing: no threads are kept."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Release nothing: NumPy owns it all."""

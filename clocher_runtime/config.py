@@ -1,0 +1,67 @@
+"""A run, fully decided."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Given(NamedTuple):
+    """How a field was set: the flag or variable, and the text it was given."""
+
+    source: str
+    raw: str
+
+    def __str__(self) -> str:
+        return f"{self.source}={self.raw}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Every setting that a run acts on. `settings.SETTINGS` says how each is given.
+
+    Attributes:
+        precision: None keeps weights as stored.
+        context: None leaves it to the session.
+        threads: None leaves it to `topology.default_threads`.
+        isa: None takes the best of the host. The CPU back end reads its variable itself.
+        act_prec: None takes the model's.
+        given: field -> how it was set; fields with their default are absent.
+        hints_ignored: "source=value" of what was given and this version does not act on.
+    """
+
+    model_dir: Path | None = None
+    model_json: Path | None = None
+    model_bin: Path | None = None
+    require_model: bool = False
+    stub: bool = False
+    precision: str | None = None
+    kv_dtype: str = "f32"
+    context: int | None = None
+
+    prompt: str | None = None
+    prompt_ids: tuple[int, ...] | None = None
+    prompts_file: Path | None = None
+
+    max_new: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    ignore_eos: bool = False
+
+    device: str = "auto"
+    isa: str | None = None
+    threads: int | None = None
+    batch: int = 1
+    rounds: int = 1
+    warmup: int = 0
+    aggregate: bool = False
+
+    bytes_per_token: int = 0
+    stride_bytes: int = 256
+    verify_touch: bool = False
+    act_prec: str | None = None
+
+    given: Mapping[str, Given] = field(default_factory=dict)
+    hints_ignored: tuple[str, ...] = ()

@@ -1,0 +1,98 @@
+"""What a person sees of a run, on standard error. Standard output belongs to the JSON line."""
+
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+COMPILING = "compiling kernels (once)"
+_QUARTERS = 4
+
+# A completion may hold any bytes; a terminal must not obey them.
+_CONTROL = {*range(32), *range(127, 160)} - {ord("\n"), ord("\t")}
+_INERT = dict.fromkeys(_CONTROL, "\N{REPLACEMENT CHARACTER}")
+
+
+class Console:
+    """Writes to standard error, and stops quietly when nobody reads it any more.
+
+    Use it as a context manager: leaving it ends an open progress bar.
+
+    Args:
+        stream: where to write.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._is_terminal = self._stream.isatty()
+        self._has_reader = True
+        self._at_line_start = True
+        self._bar: tuple[Progress, TaskID] | None = None
+        self._quarter = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end_bar()
+        self.end_line()
+
+    def note(self, text: str) -> None:
+        """Write a message on a line of its own."""
+        self.end_line()
+        self.completion(f"clocher-run: {text}\n")
+
+    def completion(self, text: str) -> None:
+        """Write a piece of generated text, at once."""
+        if text:
+            self._at_line_start = text.endswith("\n")
+            self._write(text.translate(_INERT) if self._is_terminal else text)
+
+    def end_line(self) -> None:
+        """Begin a new line unless one has just begun."""
+        if not self._at_line_start:
+            self.completion("\n")
+
+    def compiling(self, done: int, total: int, name: str = "") -> None:
+        """Show how far the compilation of kernels is: a bar on a terminal, else a few lines."""
+        if self._is_terminal:
+            self._advance_bar(done, total, name)
+            return
+        quarter = _QUARTERS * done // max(total, 1)
+        if quarter > self._quarter:
+            self._quarter = quarter
+            self.note(f"{COMPILING}: {done} of {total}")
+
+    def _advance_bar(self, done: int, total: int, name: str) -> None:
+        if self._bar is None:
+            from rich.console import Console as RichConsole
+            from rich.progress import Progress
+
+            progress = Progress(console=RichConsole(file=self._stream), transient=True)
+            progress.start()
+            self._bar = progress, progress.add_task(COMPILING, total=total)
+        progress, task = self._bar
+        progress.update(task, completed=done, total=total, description=f"{COMPILING} {name}")
+        if done >= total:
+            self._end_bar()
+
+    def _end_bar(self) -> None:
+        if self._bar is not None:
+            self._bar[0].stop()
+            self._bar = None
+
+    def _write(self, text: str) -> None:
+        if not self._has_reader:
+            return
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):
+            self._has_reader = False

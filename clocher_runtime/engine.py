@@ -1,0 +1,155 @@
+"""The engine of a run: a loaded model bound to a back end, or the stub, and how both are made."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from clocher_kernels.errors import ModelNotFound
+from clocher_runtime.backends import Progress, choose
+from clocher_runtime.config import RunConfig
+from clocher_runtime.model_choice import choose_model
+from clocher_runtime.models.load import load_model
+from clocher_runtime.session import Sampling, Session, Token
+from clocher_runtime.stub import StubSession, StubTokenizer
+from clocher_runtime.timing import TimedWindow
+from clocher_runtime.tokenizer import Tokenizer
+from clocher_runtime.topology import default_threads
+
+
+class Generates(Protocol):
+    """What a run needs of a session; see `Session`."""
+
+    context: int
+    kv_hits: int
+    kv_misses: int
+
+    def warm(self) -> None:
+        """Compile and load every kernel."""
+
+    def close(self) -> None:
+        """Release threads and buffers."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new: int,
+        sampling: Sampling | None = None,
+        stop_ids: frozenset[int] | None = None,
+        window: TimedWindow | None = None,
+        after_token: Callable[[int], None] | None = None,
+    ) -> Iterator[Token]:
+        """Generate tokens for some prompts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """Something that generates, and what the JSON line says about it.
+
+    Attributes:
+        tokenizer: None where the model has none.
+        files: contents of the mapped weight files, u8 [size] each.
+        stop_ids: ids that end a sequence.
+        bytes_per_token: weight bytes that one token reads.
+        hints_ignored: what the run asked for and this engine does not act on.
+    """
+
+    session: Generates
+    tokenizer: Tokenizer | StubTokenizer | None
+    device: str
+    backend_reason: str
+    model: str
+    model_source: str
+    precision: str
+    act_prec: str
+    kv_dtype: str
+    threads: int
+    files: tuple[np.ndarray, ...]
+    stop_ids: frozenset[int]
+    bytes_per_token: int
+    hints_ignored: tuple[str, ...]
+
+
+def load_engine(config: RunConfig, batch: int, progress: Progress) -> Engine:
+    """Load the model of a run and compile what it needs.
+
+    Args:
+        config: the run.
+        batch: sequences side by side.
+        progress: called while kernels compile.
+
+    Raises:
+        ModelError: the model is missing, invalid or not supported.
+        DeviceError: the device is not available.
+        OutOfMemory: the model or its cache does not fit.
+    """
+    device, reason = choose(config.device)
+    choice = choose_model(config, Path.cwd())
+    checkpoint = choice.open()
+    model = load_model(checkpoint, config.precision)
+    tokenizer = _tokenizer(config, checkpoint.tokenizer_json, checkpoint.tokenizer_config)
+    threads = config.threads or default_threads()
+    session = Session(
+        model,
+        backend=device,
+        threads=threads,
+        batch=batch,
+        context=config.context,
+        kv_dtype=config.kv_dtype,
+        progress=progress,
+    )
+    act_prec_ignored = config.act_prec not in (None, model.act_prec)
+    return Engine(
+        session=session,
+        tokenizer=tokenizer,
+        device=device,
+        backend_reason=reason,
+        model=choice.name,
+        model_source=choice.source,
+        precision=model.precision,
+        act_prec=model.act_prec,
+        kv_dtype=config.kv_dtype,
+        threads=threads,
+        files=tuple(file.bytes(0, file.nbytes) for file in checkpoint.files),
+        stop_ids=frozenset() if config.ignore_eos else frozenset(model.spec.eos_ids),
+        bytes_per_token=model.bytes_per_token,
+        hints_ignored=(str(config.given["act_prec"]),) if act_prec_ignored else (),
+    )
+
+
+def load_stub(config: RunConfig, batch: int) -> Engine:
+    """Return the stub. It acts on the prompt and on counts only; the rest is listed as ignored."""
+    acted_on = {"stub", "prompt", "prompt_ids", "prompts_file", "max_new", "batch"}
+    acted_on |= {"rounds", "warmup", "aggregate", "require_model"}
+    return Engine(
+        session=StubSession(batch),
+        tokenizer=StubTokenizer(),
+        device="stub",
+        backend_reason="asked for by --stub",
+        model="stub",
+        model_source="--stub",
+        precision="none",
+        act_prec="none",
+        kv_dtype="none",
+        threads=1,
+        files=(),
+        stop_ids=frozenset(),
+        bytes_per_token=0,
+        hints_ignored=tuple(
+            str(given) for name, given in config.given.items() if name not in acted_on
+        ),
+    )
+
+
+def _tokenizer(config: RunConfig, path: Path, settings: Mapping[str, Any]) -> Tokenizer | None:
+    """Load the tokenizer. A prompt of token ids does without one."""
+    if config.prompt_ids is not None and not path.exists():
+        return None
+    try:
+        return Tokenizer(path, settings)
+    except ModelNotFound:
+        raise ModelNotFound(
+            f"{path}: no such file; a model without it takes --prompt-ids"
+        ) from None

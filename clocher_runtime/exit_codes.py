@@ -1,0 +1,36 @@
+"""Exit codes of the commands, and the one map from exceptions to them."""
+
+from enum import IntEnum
+
+from clocher_kernels import errors
+
+
+class ExitCode(IntEnum):
+    """What the process says to its caller."""
+
+    OK = 0
+    BUG = 1  # unexpected: a defect of Clocher, not of the request
+    USAGE = 2  # bad flag, environment variable or number
+    MODEL = 3  # model missing, invalid or not supported
+    DEVICE = 5  # device or engine not available
+    MEMORY = 6  # out of memory
+    INTERRUPTED = 130  # Ctrl-C: 128 + SIGINT
+
+
+_CODES: tuple[tuple[type[BaseException], ExitCode], ...] = (
+    (errors.UsageError, ExitCode.USAGE),
+    (errors.ModelError, ExitCode.MODEL),
+    (errors.DeviceError, ExitCode.DEVICE),
+    (errors.UnsupportedOp, ExitCode.DEVICE),
+    (errors.OutOfMemory, ExitCode.MEMORY),
+    (MemoryError, ExitCode.MEMORY),
+    (KeyboardInterrupt, ExitCode.INTERRUPTED),
+)
+
+
+def exit_code(error: BaseException) -> ExitCode:
+    """Return the exit code for an exception."""
+    for kind, code in _CODES:
+        if isinstance(error, kind):
+            return code
+    return ExitCode.BUG

@@ -1,0 +1,115 @@
+"""The JSON line: its keys, their meaning and their derivation. docs/json-line.md describes it."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from clocher_runtime.exit_codes import exit_code
+
+SCHEMA = "clocher.run/1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkTouchFields:
+    """The work-touch: see `probes.WorkTouch`."""
+
+    bytes_per_token: int
+    stride: int
+    bytes_touched: int
+    bytes_read: int
+    checksum: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputFields:
+    """What was generated for one prompt."""
+
+    token_ids: list[int]
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLine:
+    """The line of a run that succeeded, in the order of its keys."""
+
+    schema: str = SCHEMA
+    status: str = "ok"
+    version: str
+    device: str
+    backend_reason: str
+    model: str
+    model_source: str
+    mode: str
+    precision: str
+    act_prec: str
+    kv_dtype: str
+    threads: int
+    context: int
+    batch: int
+    prompts: int
+    rounds: int
+    tokens_generated: int
+    wall_time_s: float
+    tps_true: float
+    latency_p50_ms: float
+    latency_p95_ms: float
+    prefill_tokens: int
+    prefill_s: float
+    ttft_ms: float
+    rss_peak_mb: float
+    kv_hits: int
+    kv_misses: int
+    bytes_per_token: int
+    forward_passes: int
+    work_touch: WorkTouchFields
+    bytes_touched: int
+    coverage: float
+    effective_gbps: float
+    hints_ignored: list[str]
+    outputs: list[OutputFields]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorLine:
+    """The line of a run that failed, in the order of its keys."""
+
+    schema: str = SCHEMA
+    status: str = "error"
+    version: str
+    code: int
+    type: str
+    message: str
+
+
+def error_line(error: BaseException) -> ErrorLine:
+    """Return the line for an exception."""
+    return ErrorLine(
+        version=clocher_version(),
+        code=int(exit_code(error)),
+        type=type(error).__name__,
+        message=str(error) or type(error).__name__,
+    )
+
+
+def to_json(line: RunLine | ErrorLine) -> str:
+    """Return a line as JSON text: ASCII only, without a line break, NaN and infinities as null."""
+    return json.dumps(_finite(asdict(line)), allow_nan=False)
+
+
+def clocher_version() -> str:
+    """Return the version of the installed distribution."""
+    try:
+        return version("clocher")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,80 @@
+"""Which model a run uses: a named one, one in the current directory, or the embedded one."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from clocher_kernels.errors import ModelNotFound
+from clocher_runtime.config import RunConfig
+from clocher_runtime.weights import Checkpoint, open_checkpoint, open_iebin
+from clocher_runtime.weights.iebin import BIN_NAME, JSON_NAME
+
+EMBEDDED = "clocher-tiny-gptoss"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """A model, not opened yet.
+
+    Attributes:
+        name: what the run calls it.
+        source: why it was chosen: a flag, a variable, "current directory" or "embedded".
+        path: its directory, or the metadata file of an IEBIN pair.
+        data: the data file of an IEBIN pair.
+    """
+
+    name: str
+    source: str
+    path: Path
+    data: Path | None = None
+
+    def open(self) -> Checkpoint:
+        """Open its checkpoint.
+
+        Raises:
+            ModelError: it is missing or invalid.
+        """
+        if self.data is not None:
+            return open_iebin(self.path, self.data)
+        return open_checkpoint(self.path)
+
+
+def choose_model(config: RunConfig, cwd: Path) -> ModelChoice:
+    """Return the model of a run.
+
+    In this order: `--model-json` and `--model-bin`; `--model-dir` or MODEL_DIR; an IEBIN pair in
+    the current directory; the embedded model. Of a pair, the file that is not named is the one of
+    the usual name in the model directory if that is given, else beside the other file.
+
+    Raises:
+        ModelNotFound: a named directory does not exist, or nothing is named or found although
+            IE_REQUIRE_MODEL=1.
+    """
+    if config.model_dir is not None and not config.model_dir.is_dir():
+        source, raw = config.given["model_dir"]
+        raise ModelNotFound(
+            f"{source}: {raw!r} is not a directory; give the directory of a model that is on this "
+            "machine (nothing is downloaded)"
+        )
+    named = config.model_json or config.model_bin
+    if named is not None:
+        directory = config.model_dir or named.parent
+        json = config.model_json or directory / JSON_NAME
+        data = config.model_bin or directory / BIN_NAME
+        source = "--model-json" if config.model_json else "--model-bin"
+        return ModelChoice(str(json), source, json, data)
+    if config.model_dir is not None:
+        source = config.given["model_dir"].source
+        return ModelChoice(str(config.model_dir), source, config.model_dir)
+    if (cwd / JSON_NAME).is_file():
+        return ModelChoice(str(cwd), "current directory", cwd)
+    if config.require_model:
+        raise ModelNotFound(
+            f"IE_REQUIRE_MODEL=1, but no model is named and {cwd} has no {JSON_NAME}; "
+            "give --model-dir, or unset IE_REQUIRE_MODEL to use the embedded model"
+        )
+    return ModelChoice(EMBEDDED, "embedded", embedded_model())
+
+
+def embedded_model() -> Path:
+    """Return the directory of the model that ships with the package."""
+    return Path(__file__).parent / "assets" / EMBEDDED

@@ -1,0 +1,231 @@
+"""Turn a ModelSpec into a Plan. One builder serves every family."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from clocher_kernels.formats.base import Format
+from clocher_kernels.formats.ternary import Ternary
+from clocher_kernels.plan import Attr, Buffer, Call, Plan, Role, Rows
+from clocher_runtime.models.inventory import EMBED, NORM, head_name, layer_name
+from clocher_runtime.models.rope import rope_tables
+from clocher_runtime.models.spec import ModelSpec
+
+PAGE_CELLS = 64  # cells of a KV page
+
+_TOKEN_ARGS = {n: n for n in ("slots", "positions", "ends", "ancestors", "pages")}
+
+
+def build_plan(
+    spec: ModelSpec,
+    formats: Mapping[str, Format],
+    *,
+    tokens: int,
+    rows: int,
+    slots: int,
+    context: int,
+    kv_dtype: str = "f32",
+) -> Plan:
+    """Build the forward pass of a model.
+
+    Args:
+        spec: the model.
+        formats: format of each matrix by tensor name; a ternary one gets int8 activations.
+        tokens: capacity M of a step.
+        rows: capacity R: tokens of a step whose logits are wanted.
+        slots: sequences that the KV cache holds.
+        context: cells of each slot.
+        kv_dtype: f32, bf16, f16, e4m3, e5m2 or i8.
+
+    Returns:
+        The Plan. Inputs: ids, slots, positions, ends, ancestors, pages, rows, temperature, top_k,
+        top_p, seeds, draws. Outputs: logits [R, V], sampled [R].
+    """
+    return _Builder(spec, formats, tokens, rows, slots, context, kv_dtype).build()
+
+
+class _Builder:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        formats: Mapping[str, Format],
+        tokens: int,
+        rows: int,
+        slots: int,
+        context: int,
+        kv_dtype: str,
+    ) -> None:
+        self.spec, self.formats = spec, formats
+        self.tokens, self.rows, self.slots, self.context = tokens, rows, slots, context
+        self.kv_dtype = kv_dtype
+        self.blocks = -(-context // PAGE_CELLS)
+        self.buffers: dict[str, Buffer] = {}
+        self.weights: dict[str, None] = {}
+        self.calls: list[Call] = []
+        self.quantized: set[str] = set()  # buffers whose int8 copy is current
+
+    def build(self) -> Plan:
+        spec, hidden = self.spec, self.spec.hidden_size
+        self._inputs()
+        cos, sin = rope_tables(spec.rope, spec.head_dim, self.context)
+        self._scratch("h", hidden)
+        self._call("embed", {"ids": "ids", "table": EMBED, "y": "h"})
+        for layer, window in enumerate(spec.windows):
+            self._attention(layer, window)
+            if spec.moe is None:
+                self._dense_mlp(layer)
+            else:
+                self._experts(layer)
+        self._buffer("last", (self.rows, hidden), "f32", "R")
+        self._buffer("logits", (self.rows, spec.vocab_size), "f32", "R", "output")
+        self._buffer("sampled", (self.rows,), "i32", "R", "output")
+        self._call("gather_rows", {"x": "h", "rows": "rows", "y": "last"})
+        self._norm("last", NORM, "last")
+        self._linear("last", head_name(spec), "logits")
+        draw = {n: n for n in ("logits", "temperature", "top_k", "top_p", "seeds", "draws")}
+        self._call("sample", {**draw, "ids": "sampled"})
+        step = {n: n for n in ("sampled", "rows", "ids", "positions", "ends", "draws")}
+        self._call("advance", step)
+        consts = {"rope.cos": cos, "rope.sin": sin}
+        return Plan(
+            self.tokens, self.rows, self.buffers, consts, tuple(self.weights), tuple(self.calls)
+        )
+
+    def _inputs(self) -> None:
+        for name in ("ids", "slots", "positions", "ends"):
+            self._buffer(name, (self.tokens,), "i32", "M", "input")
+        self._buffer("ancestors", (self.tokens,), "u64", "M", "input")
+        self._buffer("pages", (self.slots, self.blocks), "i32", "", "input")
+        for name, dtype in (
+            ("rows", "i32"),
+            ("temperature", "f32"),
+            ("top_k", "i32"),
+            ("top_p", "f32"),
+            ("seeds", "u64"),
+            ("draws", "i32"),
+        ):
+            self._buffer(name, (self.rows,), dtype, "R", "input")
+
+    def _attention(self, layer: int, window: int) -> None:
+        spec, dim = self.spec, self.spec.head_dim
+        prefix = layer_name(layer, "self_attn.")
+        self._scratch("x", spec.hidden_size)
+        self._scratch("q", spec.num_heads * dim)
+        self._scratch("k", spec.num_kv_heads * dim)
+        self._scratch("v", spec.num_kv_heads * dim)
+        self._scratch("attended", spec.num_heads * dim)
+        self._norm("h", layer_name(layer, "input_layernorm.weight"), "x")
+        for name in "qkv":
+            self._linear("x", f"{prefix}{name}_proj.weight", name, bias=spec.qkv_bias)
+        for name in "qk":
+            if spec.qk_norm:
+                self._norm(name, f"{prefix}{name}_norm.weight", name)
+            tables = {"cos": "rope.cos", "sin": "rope.sin"}
+            self._call("rope", {"x": name, "positions": "positions", **tables})
+        cache = self._cache(layer)
+        kv: dict[str, Attr] = {"kv_dtype": self.kv_dtype}
+        self._call("kv_append", {"k": "k", "v": "v", **_TOKEN_ARGS, **cache}, **kv)
+        args = {"q": "q", **_TOKEN_ARGS, **cache, "y": "attended"}
+        if spec.sinks:
+            args["sinks"] = f"{prefix}sinks"
+        self._call("attention", args, **kv, scale=dim**-0.5, window=window)
+        if spec.sub_norms:
+            self._norm("attended", f"{prefix}attn_sub_norm.weight", "attended")
+        out = f"{prefix}o_proj.weight"
+        self._linear("attended", out, "h", bias=spec.o_bias, residual="h")
+
+    def _cache(self, layer: int) -> dict[str, str]:
+        """Declare the KV cache of a layer; return its arguments by parameter."""
+        pages = self.slots * self.blocks
+        shape = (pages, self.spec.num_kv_heads, PAGE_CELLS, self.spec.head_dim)
+        args = {}
+        for name in "kv":
+            args[f"{name}_cache"] = f"kv.{layer}.{name}"
+            self._buffer(f"kv.{layer}.{name}", shape, self.kv_dtype, "", "state")
+            if self.kv_dtype == "i8":
+                args[f"{name}_scale"] = f"kv.{layer}.{name}_scale"
+                self._buffer(f"kv.{layer}.{name}_scale", shape[:3], "f32", "", "state")
+        return args
+
+    def _dense_mlp(self, layer: int) -> None:
+        spec, prefix = self.spec, layer_name(layer, "mlp.")
+        self._scratch("gate", spec.intermediate_size)
+        self._scratch("up", spec.intermediate_size)
+        self._norm("h", layer_name(layer, "post_attention_layernorm.weight"), "x")
+        self._linear("x", f"{prefix}gate_proj.weight", "gate", bias=spec.mlp_bias)
+        self._linear("x", f"{prefix}up_proj.weight", "up", bias=spec.mlp_bias)
+        self._call("glu", {"gate": "gate", "up": "up", "y": "gate"}, act=spec.act)
+        if spec.sub_norms:
+            self._norm("gate", f"{prefix}ffn_sub_norm.weight", "gate")
+        down = f"{prefix}down_proj.weight"
+        self._linear("gate", down, "h", bias=spec.mlp_bias, residual="h")
+
+    def _experts(self, layer: int) -> None:
+        spec, moe, prefix = self.spec, self.spec.moe, layer_name(layer, "mlp.")
+        assert moe is not None
+        self._scratch("router", moe.experts)
+        self._buffer("experts", (self.tokens, moe.active), "i32", "M")
+        self._scratch("expert_weights", moe.active)
+        self._buffer("gated", (self.tokens, moe.active, spec.intermediate_size), "f32", "M")
+        self._norm("h", layer_name(layer, "post_attention_layernorm.weight"), "x")
+        self._linear("x", f"{prefix}router.weight", "router", bias=True)
+        route = {"logits": "router", "ids": "experts", "weights": "expert_weights"}
+        self._call("topk_softmax", route)
+        up, down = f"{prefix}experts.gate_up_proj", f"{prefix}experts.down_proj"
+        args = {"x": "x", "ids": "experts", "w": up, "bias": f"{up}_bias", "y": "gated"}
+        self._call("moe_gate_up", args, limit=moe.limit, alpha=moe.alpha)
+        args = {"x": "gated", "ids": "experts", "weights": "expert_weights", "w": down}
+        self._call("moe_down", {**args, "bias": f"{down}_bias", "residual": "h", "y": "h"})
+
+    def _linear(
+        self, x: str, weight: str, y: str, *, bias: bool = False, residual: str = ""
+    ) -> None:
+        tail = {"y": y}
+        stem = weight.removesuffix(".weight")
+        if bias:
+            tail["bias"] = f"{stem}.bias"
+        if residual:
+            tail["residual"] = residual
+        if not isinstance(self.formats[weight], Ternary):
+            self._call("linear", {"x": x, "w": weight, **tail})
+            return
+        size = self.buffers[x].shape[-1]
+        source, rows = x, self.buffers[x].rows
+        capacity = self.buffers[x].shape[0]
+        if self.spec.input_norm_eps:  # each linear has its own norm, so nothing is shared
+            source = f"{x}.normed"
+            self._buffer(source, (capacity, size), "f32", rows)
+            self._norm(x, f"{stem}.rms_norm.weight", source, self.spec.input_norm_eps)
+        codes, scale = f"{source}.codes", f"{source}.scale"
+        if source not in self.quantized:
+            self._buffer(codes, (capacity, size), "i8", rows)
+            self._buffer(scale, (capacity,), "f32", rows)
+            self._call("quantize_act", {"x": source, "q": codes, "scale": scale})
+            self.quantized.add(source)
+        self._call("linear_i8", {"q": codes, "scale": scale, "w": weight, **tail})
+
+    def _norm(self, x: str, weight: str, y: str, eps: float | None = None) -> None:
+        args = {"x": x, "weight": weight, "y": y}
+        self._call("rms_norm", args, eps=self.spec.norm_eps if eps is None else eps)
+
+    def _scratch(self, name: str, size: int) -> None:
+        self._buffer(name, (self.tokens, size), "f32", "M")
+
+    def _buffer(
+        self, name: str, shape: tuple[int, ...], dtype: str, rows: Rows, role: Role = "scratch"
+    ) -> None:
+        self.buffers[name] = Buffer(shape, dtype, rows, role)
+
+    def _call(self, op: str, args: Mapping[str, str], **attrs: Attr) -> None:
+        """Append a call; note the weights it reads and the int8 copies it makes stale."""
+        for name in args.values():
+            if name not in self.buffers and not name.startswith("rope."):
+                self.weights[name] = None
+        written = args.get("x") if op == "rope" else args.get("y")
+        self.quantized.discard(str(written))
+        self.calls.append(Call(op, dict(args), attrs))
+
+
+def page_table(slots: int, blocks: int) -> np.ndarray:
+    """Return the plain page table [S, B] i32: slot s owns pages s*B .. s*B + B - 1."""
+    return np.arange(slots * blocks, dtype=np.int32).reshape(slots, blocks)

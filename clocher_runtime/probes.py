@@ -1,0 +1,108 @@
+"""What a run does to memory: peak resident set size, and the work-touch."""
+
+import resource
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from clocher_kernels.errors import ModelError
+
+LINE_BYTES = 64
+_MIB = 1 << 20
+
+
+def _getrusage_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def rss_peak_bytes(
+    status: Path = Path("/proc/self/status"), fallback: Callable[[], int] = _getrusage_bytes
+) -> int:
+    """Return the peak resident set size of this process in bytes; 0 where no source knows it.
+
+    Sources, in order: `VmHWM` of the status file (kB), then `getrusage`, whose `ru_maxrss` is in
+    kB on Linux and in bytes on macOS.
+    """
+    try:
+        for line in status.read_text(encoding="ascii", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name == "VmHWM":
+                return int(value.split()[0]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        return max(fallback(), 0)
+    except OSError:
+        return 0
+
+
+def rss_peak_mib() -> float:
+    """Return the peak resident set size of this process in MiB."""
+    return rss_peak_bytes() / _MIB
+
+
+class WorkTouch:
+    """Reads mapped weights with a stride for every generated token, to emulate memory pressure.
+
+    The files count as one ring of n bytes, one after another. The touch of token t = 0, 1, ...
+    reads the bytes at (t * bytes_per_token + k * stride) mod n for every k >= 0 with
+    k * stride < bytes_per_token. The next token goes on where this one stopped.
+
+    Args:
+        files: contents of the mapped files, u8 [size] each. They are read in place.
+        bytes_per_token: bytes that a token walks over; 0 switches the touch off.
+        stride: distance of the bytes that are read.
+
+    Attributes:
+        tokens: tokens touched so far.
+        checksum: sum of all bytes read, modulo 2^64.
+    """
+
+    def __init__(self, files: Sequence[np.ndarray], bytes_per_token: int, stride: int) -> None:
+        self._files = [file for file in files if file.size]
+        self._size = sum(file.size for file in self._files)
+        if bytes_per_token and not self._size:
+            raise ModelError("work-touch: the model has no weight files to touch")
+        self.bytes_per_token, self.stride = bytes_per_token, stride
+        self.tokens = 0
+        self.checksum = 0
+
+    @property
+    def bytes_touched(self) -> int:
+        """Bytes walked over so far."""
+        return self.tokens * self.bytes_per_token
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that had to move: one cache line of 64 bytes per read, or all of a finer walk."""
+        if self.stride <= LINE_BYTES:
+            return self.bytes_touched
+        reads = -(-self.bytes_per_token // self.stride)
+        return self.tokens * reads * LINE_BYTES
+
+    def __call__(self, tokens: int) -> None:
+        """Touch the weights for some tokens that were just made."""
+        if not self.bytes_per_token:
+            return
+        for _ in range(tokens):
+            self.checksum = (self.checksum + self._walk()) % (1 << 64)
+            self.tokens += 1
+
+    def _walk(self) -> int:
+        """Return the sum of the bytes that one token reads."""
+        # Counted from the start of the ring's first lap: the walk is [at, stop).
+        at = self.tokens * self.bytes_per_token % self._size
+        stop = at + self.bytes_per_token
+        total, begin = 0, 0
+        while True:
+            for file in self._files:
+                end = begin + file.size
+                piece = file[at - begin : min(stop, end) - begin : self.stride]
+                total += int(piece.sum(dtype=np.uint64))
+                at += piece.size * self.stride
+                if end >= stop:
+                    return total
+                begin = end

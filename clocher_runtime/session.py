@@ -1,0 +1,338 @@
+"""A session: one Plan bound to one back end, and the generate loop. It knows ids, not text."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+
+from clocher_kernels.errors import OutOfMemory, UsageError
+from clocher_runtime.backends import Progress, make_executor
+from clocher_runtime.models.build import build_plan, page_table
+from clocher_runtime.models.load import Model
+from clocher_runtime.timing import TimedWindow
+
+_INPUTS = (
+    "ids",
+    "slots",
+    "positions",
+    "ends",
+    "ancestors",
+    "pages",
+    "rows",
+    "temperature",
+    "top_k",
+    "top_p",
+    "seeds",
+    "draws",
+)
+KV_DTYPES = ("f32", "bf16", "f16", "e4m3", "e5m2", "i8")
+DEFAULT_CONTEXT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen; greedy by default.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the shortest run of most likely tokens with this probability.
+        seed: the same seed draws the same tokens, whatever the batch.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, good in (
+            ("temperature", self.temperature, 0 <= self.temperature < float("inf")),
+            ("top_k", self.top_k, 0 <= self.top_k < 1 << 31),
+            ("top_p", self.top_p, 0 < self.top_p <= 1),
+            ("seed", self.seed, 0 <= self.seed < 1 << 64),
+        ):
+            if not good:
+                raise UsageError(
+                    f"{name} is {value!r}; expected temperature >= 0, top_k >= 0, "
+                    "0 < top_p <= 1, 0 <= seed < 2^64"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token.
+
+    Attributes:
+        sequence: index of its prompt in the call.
+        last: nothing follows: the length is reached, or the id ends the sequence.
+    """
+
+    sequence: int
+    id: int
+    last: bool
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """A sequence in its decode phase: the slot it lives in and the token to feed next."""
+
+    slot: int
+    position: int
+    budget: int
+    token: int = 0
+    made: int = 0
+
+    def take(self, token: int, stop: frozenset[int]) -> Token:
+        """Accept a generated token."""
+        self.token = token
+        self.made += 1
+        return Token(self.slot, token, self.made >= self.budget or token in stop)
+
+
+class Session:
+    """A model bound to a back end.
+
+    Args:
+        model: from `load_model`.
+        backend: "cpu" or "reference".
+        threads: threads of the CPU team.
+        batch: sequences generated side by side.
+        context: cells of each sequence, prompt and output; None: the model's, at most 4096.
+        kv_dtype: storage of the KV cache: f32, bf16, f16, e4m3, e5m2 or i8.
+        chunk: tokens of a prefill step.
+        all_logits: keep logits of every token of a step, for scoring.
+        progress: called with (done, total, name) while kernels compile.
+
+    Raises:
+        UsageError: a size is out of range.
+        OutOfMemory: the KV cache and the buffers do not fit in memory.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        backend: str = "cpu",
+        threads: int = 1,
+        batch: int = 1,
+        context: int | None = None,
+        kv_dtype: str = "f32",
+        chunk: int = 128,
+        all_logits: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        if kv_dtype not in KV_DTYPES:
+            raise UsageError(f"kv_dtype is {kv_dtype!r}; known: {', '.join(KV_DTYPES)}")
+        if min(batch, chunk, threads) < 1:
+            raise UsageError(f"{batch=}, {chunk=}, {threads=}; each must be at least 1")
+        longest = model.spec.max_positions
+        context = min(longest, DEFAULT_CONTEXT) if context is None else context
+        if not 1 <= context <= longest:
+            raise UsageError(f"context is {context}; this model takes 1 to {longest}")
+        self.model, self.batch, self.context = model, batch, context
+        self._chunk = max(chunk, batch)
+        plan = build_plan(
+            model.spec,
+            model.formats,
+            tokens=self._chunk,
+            rows=self._chunk if all_logits else batch,
+            slots=batch,
+            context=context,
+            kv_dtype=kv_dtype,
+        )
+        _check_memory(plan.scratch_bytes())
+        self._executor = make_executor(backend, plan, model.weights, threads, progress)
+        self._inputs = {b: self._executor.array(b) for b in _INPUTS}
+        self._inputs["pages"][...] = page_table(batch, self._inputs["pages"].shape[1])
+        self._sampled = self._executor.array("sampled")
+        self._logits = self._executor.array("logits")
+        self._all_logits = all_logits
+        self.kv_hits = self.kv_misses = 0
+
+    def warm(self) -> None:
+        """Run one step, so that every kernel is compiled and loaded."""
+        self._set_sampling(Sampling())
+        self._stage([0], [0], [0], [0], [0])
+        self._executor.step(1, 1)
+
+    def close(self) -> None:
+        """Stop the threads and release the buffers."""
+        self._executor.close()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new: int,
+        sampling: Sampling | None = None,
+        stop_ids: frozenset[int] | None = None,
+        window: TimedWindow | None = None,
+        after_token: Callable[[int], None] | None = None,
+    ) -> Iterator[Token]:
+        """Generate tokens for up to `batch` prompts.
+
+        Every step is one span of `window`: first "prefill" spans, then "decode" spans. What the
+        caller does between two tokens is outside the window.
+
+        Args:
+            prompts: token ids of each prompt, at least one each.
+            max_new: tokens to generate for each prompt; fewer where the context ends.
+            sampling: how tokens are chosen; greedy by default.
+            stop_ids: ids that end a sequence; None: the model's; empty: none.
+            window: measures the steps.
+            after_token: called inside the span with the number of tokens that the step made.
+
+        Yields:
+            Tokens, in the order of their steps.
+
+        Raises:
+            UsageError: too many prompts, an empty or too long one, or an id that is no token.
+        """
+        self._check(prompts, max_new)
+        stop = frozenset(self.model.spec.eos_ids) if stop_ids is None else stop_ids
+        span = window.span if window is not None else _no_span
+        self._set_sampling(sampling or Sampling())
+        sequences = [
+            _Sequence(slot, len(p), min(max_new, self.context - len(p)))
+            for slot, p in enumerate(prompts)
+        ]
+        active: list[_Sequence] = []
+        with self._executor.running():
+            for slots, positions, ids in self._chunks(prompts):
+                ends = [i for i, p in enumerate(positions) if p == len(prompts[slots[i]]) - 1]
+                with span("prefill", len(ids)):
+                    self._stage(ids, slots, positions, ends, [0] * len(ends))
+                    self._executor.step(len(ids), len(ends))
+                    if ends and after_token is not None:
+                        after_token(len(ends))
+                self._count(positions)
+                for row, i in enumerate(ends):
+                    sequence = sequences[slots[i]]
+                    token = sequence.take(int(self._sampled[row]), stop)
+                    if not token.last:
+                        active.append(sequence)
+                    yield token
+            staged: list[_Sequence] = []
+            while active:
+                count = len(active)
+                with span("decode", count):
+                    if staged != active:
+                        self._stage_decode(active)
+                        staged = active
+                    self._executor.step(count, count)
+                    if after_token is not None:
+                        after_token(count)
+                tokens = [
+                    s.take(i, stop)
+                    for s, i in zip(active, self._sampled[:count].tolist(), strict=True)
+                ]
+                self._count([s.position for s in active])
+                for s in active:
+                    s.position += 1
+                if any(t.last for t in tokens):
+                    active = [s for s, t in zip(active, tokens, strict=True) if not t.last]
+                yield from tokens
+
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """Return the logits after each token of one sequence, [T, V] fp32.
+
+        Raises:
+            UsageError: the session was not made with `all_logits`, or an id is no token.
+        """
+        if not self._all_logits:
+            raise UsageError("logits: make the session with all_logits=True")
+        self._check([ids], 1)
+        self._set_sampling(Sampling())
+        out = np.empty((len(ids), self.model.spec.vocab_size), np.float32)
+        with self._executor.running():
+            for slots, positions, tokens in self._chunks([ids]):
+                count = len(tokens)
+                self._stage(tokens, slots, positions, list(range(count)), [0] * count)
+                self._executor.step(count, count)
+                out[positions[0] : positions[0] + count] = self._logits[:count]
+        return out
+
+    def _chunks(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[list[int], list[int], list[int]]]:
+        """Cut all prompts, one after another, into steps: slots, positions and ids of each."""
+        flat = [
+            (slot, position, token)
+            for slot, prompt in enumerate(prompts)
+            for position, token in enumerate(prompt)
+        ]
+        for start in range(0, len(flat), self._chunk):
+            slots, positions, ids = zip(*flat[start : start + self._chunk], strict=True)
+            yield list(slots), list(positions), list(ids)
+
+    def _stage(
+        self,
+        ids: Sequence[int],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        rows: Sequence[int],
+        draws: Sequence[int],
+    ) -> None:
+        """Write the inputs of a step of causal tokens."""
+        count = len(ids)
+        inputs = self._inputs
+        inputs["ids"][:count] = ids
+        inputs["slots"][:count] = slots
+        inputs["positions"][:count] = positions
+        inputs["ends"][:count] = inputs["positions"][:count] + 1
+        inputs["rows"][: len(rows)] = rows
+        inputs["draws"][: len(rows)] = draws
+
+    def _stage_decode(self, active: Sequence[_Sequence]) -> None:
+        """Write the inputs of the next decode steps; the Plan itself then steps them on."""
+        self._stage(
+            [s.token for s in active],
+            [s.slot for s in active],
+            [s.position for s in active],
+            range(len(active)),
+            [s.made for s in active],
+        )
+
+    def _set_sampling(self, sampling: Sampling) -> None:
+        self._inputs["temperature"][...] = sampling.temperature
+        self._inputs["top_k"][...] = sampling.top_k
+        self._inputs["top_p"][...] = sampling.top_p
+        self._inputs["seeds"][...] = np.uint64(sampling.seed)
+
+    def _count(self, positions: Sequence[int]) -> None:
+        self.kv_misses += len(positions)
+        self.kv_hits += sum(positions)
+
+    def _check(self, prompts: Sequence[Sequence[int]], max_new: int) -> None:
+        if not 1 <= len(prompts) <= self.batch:
+            raise UsageError(f"{len(prompts)} prompts; this session takes 1 to {self.batch}")
+        if max_new < 1:
+            raise UsageError(f"max_new is {max_new}; expected at least 1")
+        vocab = self.model.spec.vocab_size
+        for number, prompt in enumerate(prompts):
+            if not prompt:
+                raise UsageError(f"prompt {number} has no tokens; give it at least one")
+            if len(prompt) > self.context:
+                raise UsageError(
+                    f"prompt {number} has {len(prompt)} tokens, the context holds {self.context}; "
+                    "shorten it or raise --context"
+                )
+            if min(prompt) < 0 or max(prompt) >= vocab:
+                raise UsageError(f"prompt {number} has an id outside 0..{vocab - 1}")
+
+
+def _no_span(kind: str, tokens: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _check_memory(needed: int) -> None:
+    """Refuse before allocating what the machine does not have."""
+    import psutil
+
+    available = int(psutil.virtual_memory().available)
+    if needed > available:
+        raise OutOfMemory(
+            f"KV cache and buffers need {needed >> 20} MiB, {available >> 20} MiB are available; "
+            "lower --context or --batch, or choose a smaller --kv-dtype"
+        )

@@ -1,0 +1,158 @@
+"""Text to token ids and back. Nothing else in the runtime knows text."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from clocher_kernels.errors import FormatError, UsageError
+from clocher_runtime.weights.files import read_bytes
+
+MAX_FILE_BYTES = 128 << 20
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Tokenizer:
+    """A tokenizer.json with the settings that its tokenizer_config.json adds.
+
+    Args:
+        tokenizer_json: the file of the `tokenizers` library.
+        config: contents of tokenizer_config.json.
+
+    Raises:
+        ModelNotFound: there is no such file.
+        FormatError: the file, or a setting, is not one that can be used.
+    """
+
+    def __init__(self, tokenizer_json: Path, config: Mapping[str, Any]) -> None:
+        self._tokenizer = _parse(tokenizer_json)
+        # The file may ask for both, for training; a prompt is neither cut nor filled up.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._special = {
+            name: _content(name, config[name]) for name in _SPECIAL if config.get(name) is not None
+        }
+        self._explicit = "add_bos_token" in config or "add_eos_token" in config
+        self._prefix = self._ids_of("bos_token") if config.get("add_bos_token") is True else []
+        self._suffix = self._ids_of("eos_token") if config.get("add_eos_token") is True else []
+        self._template = config.get("chat_template")
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, added tokens included."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Return the ids of a text.
+
+        Args:
+            text: any text; special tokens spelled out in it become their ids.
+            special: add what the model expects around a text, usually a token that begins it. As
+                in transformers, `add_bos_token` and `add_eos_token` of the configuration decide,
+                and without them the post-processor of tokenizer.json.
+
+        Raises:
+            UsageError: the text is not valid Unicode.
+        """
+        try:
+            ids = self._tokenizer.encode(
+                text, add_special_tokens=special and not self._explicit
+            ).ids
+        except (TypeError, UnicodeError):
+            raise UsageError("the prompt is not valid Unicode text; give it in UTF-8") from None
+        return [*self._prefix, *ids, *self._suffix] if special else list(ids)
+
+    def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
+        """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+
+    def stream(self) -> "TextStream":
+        """Return a decoder that takes one id at a time."""
+        return TextStream(self.decode)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return the text of a conversation, to be encoded with `special=False`.
+
+        Raises:
+            UsageError: the model has no chat template, or the template refuses these messages.
+            FormatError: the template is not one that can be used.
+        """
+        if self._template is None:
+            raise UsageError("this model has no chat template; give it plain text")
+        # Completing text, the common case, does not pay for importing Jinja.
+        from clocher_runtime.chat_template import ChatTemplate
+
+        return ChatTemplate(self._template).render(
+            messages=messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            **self._special,
+        )
+
+    def _ids_of(self, name: str) -> list[int]:
+        """Return the id of a special token in a list, [] where the tokenizer has none."""
+        found = self._tokenizer.token_to_id(self._special.get(name, ""))
+        return [] if found is None else [found]
+
+
+class TextStream:
+    """Decodes ids as they come and gives out text only when it can no longer change.
+
+    For byte-level tokenizers the pieces joined are the text of all ids, whatever the ids are.
+
+    Args:
+        decode: returns the text of ids.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []  # the last finished piece, for context, then the open one
+        self._context = 0
+
+    def push(self, token: int) -> str:
+        """Return the text that an id completes: "" while a character is still open."""
+        self._ids.append(token)
+        piece = self._open_text()
+        if not piece or piece.endswith(_REPLACEMENT):
+            return ""
+        self._ids = self._ids[self._context :]
+        self._context = len(self._ids)
+        return piece
+
+    def flush(self) -> str:
+        """Return what is left at the end of the ids."""
+        piece = self._open_text()
+        self._ids, self._context = [], 0
+        return piece
+
+    def _open_text(self) -> str:
+        # Decoded with its context: some decoders drop the space before the first token.
+        done = self._decode(self._ids[: self._context])
+        return self._decode(self._ids)[len(done) :]
+
+
+def _parse(path: Path) -> tokenizers.Tokenizer:
+    data = read_bytes(path, MAX_FILE_BYTES)
+    try:
+        return tokenizers.Tokenizer.from_str(data.decode("utf-8"))
+    except BaseException as error:
+        # A Rust panic reaches Python as a BaseException of its own.
+        if isinstance(error, KeyboardInterrupt | MemoryError | SystemExit):
+            raise
+        raise FormatError(f"{path}: not a tokenizer that can be loaded: {error}") from None
+
+
+def _content(name: str, value: object) -> str:
+    """Return the text of a special token, which is a string or an object with `content`."""
+    content = value.get("content") if isinstance(value, Mapping) else value
+    if not isinstance(content, str):
+        raise FormatError(f"tokenizer_config.json: {name} is {value!r:.60}; expected a string")
+    return content

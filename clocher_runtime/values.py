@@ -1,0 +1,132 @@
+"""What a flag or an environment variable takes: strict parsers that can say what they expect."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clocher_kernels.errors import UsageError
+
+_INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A kind of value.
+
+    Attributes:
+        metavar: its place holder in help.
+        takes: what is accepted, as a noun phrase.
+        parse: text to value; raises ValueError.
+    """
+
+    metavar: str
+    takes: str
+    parse: Callable[[str], Any]
+
+    def read(self, source: str, raw: str) -> Any:
+        """Return the value that a flag or variable named `source` was given.
+
+        Raises:
+            UsageError: the text is not what this kind takes.
+        """
+        try:
+            return self.parse(raw)
+        except ValueError:
+            shown = raw if len(raw) <= 60 else f"{raw[:60]}..."
+            raise UsageError(f"{source}: got {shown!r}, expected {self.takes}") from None
+
+
+def integer(low: int, high: int, *words: str) -> Value:
+    """Take a decimal integer of a closed range, or one of some words."""
+
+    def parse(raw: str) -> int | str:
+        return raw if raw in words else _bounded(raw, low, high)
+
+    takes = f"an integer from {low} to {high}"
+    return Value("|".join([*words, "N"]), " or ".join([*words, takes]), parse)
+
+
+def number(low: float, high: float) -> Value:
+    """Take a decimal number of a closed range."""
+
+    def parse(raw: str) -> float:
+        if not _NUMBER.fullmatch(raw) or not low <= float(raw) <= high:
+            raise ValueError(raw)
+        return float(raw)
+
+    return Value("X", f"a number from {low:g} to {high:g}", parse)
+
+
+def one_of(*names: str) -> Value:
+    """Take one of some names."""
+
+    def parse(raw: str) -> str:
+        if raw not in names:
+            raise ValueError(raw)
+        return raw
+
+    return Value("|".join(names), f"one of {', '.join(names)}", parse)
+
+
+def switch() -> Value:
+    """Take 1 (on) or 0 (off)."""
+
+    def parse(raw: str) -> bool:
+        if raw not in ("0", "1"):
+            raise ValueError(raw)
+        return raw == "1"
+
+    return Value("0|1", "0 or 1", parse)
+
+
+def text(metavar: str = "TEXT") -> Value:
+    """Take any text in UTF-8."""
+
+    def parse(raw: str) -> str:
+        raw.encode("utf-8")
+        return raw
+
+    return Value(metavar, "text in UTF-8", parse)
+
+
+def path() -> Value:
+    """Take a path."""
+
+    def parse(raw: str) -> Path:
+        if not raw:
+            raise ValueError(raw)
+        return Path(raw)
+
+    return Value("PATH", "a path", parse)
+
+
+def id_list() -> Value:
+    """Take token ids separated by commas."""
+
+    def parse(raw: str) -> tuple[int, ...]:
+        return tuple(_bounded(part.strip(), 0, (1 << 31) - 1) for part in raw.split(","))
+
+    return Value("1,2,3", "token ids separated by commas, such as 1,2,3", parse)
+
+
+def socket_policy() -> Value:
+    """Take a NUMA policy: a word, or the number of a socket."""
+
+    def parse(raw: str) -> str:
+        if raw not in ("auto", "compact", "scatter"):
+            kind, _, number_text = raw.partition(":")
+            if kind != "socket":
+                raise ValueError(raw)
+            _bounded(number_text, 0, 1023)
+        return raw
+
+    return Value("POLICY", "one of auto, compact, scatter, socket:<id>", parse)
+
+
+def _bounded(raw: str, low: int, high: int) -> int:
+    if not _INTEGER.fullmatch(raw) or not low <= int(raw) <= high:
+        raise ValueError(raw)
+    return int(raw)

@@ -1,0 +1,125 @@
+"""A checkpoint: the common face of every container that weights come in."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from clocher_kernels.errors import FormatError, ModelError, ShapeError
+from clocher_kernels.formats.base import Format
+from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.weights.files import MappedFile
+
+CHECK_LIMIT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """Weights and settings of one model, structurally valid in full, nothing copied yet.
+
+    Attributes:
+        path: directory of the model's files.
+        kind: the container: a Hugging Face directory or IEBIN.
+        config: contents of config.json.
+        generation_config: contents of generation_config.json, {} without one.
+        tokenizer_config: contents of tokenizer_config.json, {} without one; its "chat_template" is
+            that of chat_template.jinja where the model has that file.
+        tokenizer_json: the file that the tokenizer loads. It may be absent.
+        tensors: logical tensors by name: views of mapped files, in no promised alignment.
+        files: the mapped weight files.
+    """
+
+    path: Path
+    kind: Literal["hf", "iebin"]
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    tokenizer_config: Mapping[str, Any]
+    tokenizer_json: Path
+    tensors: Mapping[str, QuantTensor]
+    files: tuple[MappedFile, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Logical tensor names."""
+        return tuple(self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def data_files(self) -> tuple[Path, ...]:
+        """Files that hold the weights."""
+        return tuple(file.path for file in self.files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the logical shape of a tensor."""
+        return self._stored(name).shape
+
+    def tensor(self, name: str, verify: bool = False) -> QuantTensor:
+        """Return a tensor whose planes are aligned to their element type.
+
+        They are read-only views of the mapped file, except where a safetensors file puts a tensor
+        at an odd place; then they are copies.
+
+        Codes that the format forbids are looked for in tensors of at most 64 MiB, in the scales of
+        MXFP4 whatever their size, and everywhere with `verify`. Such a code would give a wrong
+        number, never a fault.
+
+        Raises:
+            ModelError: there is no such tensor.
+            FormatError: a stored code is one that the format forbids.
+        """
+        stored = self._stored(name)
+        planes = {key: np.require(plane, requirements="A") for key, plane in stored.planes.items()}
+        tensor = QuantTensor(stored.shape, stored.format, planes)
+        if verify or tensor.nbytes <= CHECK_LIMIT_BYTES or tensor.format.name == "mxfp4":
+            try:
+                tensor.check()
+            except FormatError as error:
+                raise FormatError(f"{self.path}: tensor {name!r}: {error}") from None
+        return tensor
+
+    def verify(self) -> None:
+        """Look for forbidden codes in every tensor.
+
+        Raises:
+            FormatError: there is one.
+        """
+        for name in self.tensors:
+            self.tensor(name, verify=True)
+            self.release()
+
+    def release(self) -> None:
+        """Let the kernel take back the resident pages of the weight files."""
+        for file in self.files:
+            file.release()
+
+    def close(self) -> None:
+        """Finish with the files. A mapping lasts until the last view of it is gone."""
+        self.release()
+
+    def _stored(self, name: str) -> QuantTensor:
+        if name not in self.tensors:
+            raise ModelError(
+                f"{self.path}: the model has no tensor {name!r}; it has {len(self.tensors)} "
+                f"tensors, such as {', '.join(self.names[:4])}"
+            )
+        return self.tensors[name]
+
+
+def stored_tensor(
+    shape: tuple[int, ...], fmt: Format, planes: Mapping[str, np.ndarray], where: str
+) -> QuantTensor:
+    """Return a tensor of planes found in a file.
+
+    Raises:
+        FormatError: the planes are not those that the format stores for this shape.
+    """
+    try:
+        return QuantTensor(shape, fmt, planes)
+    except ShapeError as error:
+        raise FormatError(f"{where}: {error}") from None

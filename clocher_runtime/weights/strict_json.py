@@ -1,0 +1,145 @@
+"""JSON from files that nobody vouches for: bounded, without ambiguity, checked field by field."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from clocher_kernels.errors import FormatError
+
+MAX_JSON_BYTES = 100_000_000
+MAX_JSON_VALUES = 4_000_000
+MAX_JSON_DEPTH = 64
+MAX_NAME_CHARS = 512
+MAX_RANK = 8
+MAX_ELEMENTS = 1 << 48
+
+
+def parse_json(data: bytes, where: str) -> Any:
+    """Parse JSON text.
+
+    Refused, beside malformed text: invalid UTF-8, lone surrogates, duplicate keys, NaN and
+    infinities, more than `MAX_JSON_VALUES` values and more than `MAX_JSON_DEPTH` levels. The limits
+    hold before anything is built.
+
+    Args:
+        data: the whole text.
+        where: what it is, for messages: usually the file.
+
+    Raises:
+        FormatError: the text is refused.
+    """
+    _check_size(data, where)
+    try:
+        value = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+        )
+        if b"\\ud" in data or b"\\uD" in data:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except ValueError as error:
+        raise FormatError(f"{where}: not valid JSON: {error}") from None
+    return value
+
+
+def parse_object(data: bytes, where: str) -> dict[str, Any]:
+    """Parse JSON text that must be an object; see `parse_json`."""
+    value = parse_json(data, where)
+    if not isinstance(value, dict):
+        raise FormatError(f"{where}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def fields(
+    value: object,
+    where: str,
+    required: Mapping[str, type],
+    optional: Mapping[str, type] | None = None,
+) -> dict[str, Any]:
+    """Return an object whose keys and types are exactly as declared.
+
+    Args:
+        value: what was parsed.
+        where: what it describes, for messages.
+        required: key -> type of each key that must be there. A bool is not an int.
+        optional: key -> type of each key that may be there.
+
+    Raises:
+        FormatError: not an object, a key is missing or unknown, or a value has another type.
+    """
+    if not isinstance(value, dict):
+        raise FormatError(f"{where}: expected an object, got {type(value).__name__}")
+    known = {**required, **(optional or {})}
+    if unknown := sorted(set(value) - set(known)):
+        raise FormatError(f"{where}: unknown field {unknown[0]!r}; known: {', '.join(known)}")
+    if missing := [key for key in required if key not in value]:
+        raise FormatError(f"{where}: field {missing[0]!r} is missing")
+    for key, item in value.items():
+        if type(item) is not known[key]:
+            raise FormatError(
+                f"{where}: field {key!r} is {type(item).__name__}, expected {known[key].__name__}"
+            )
+    return value
+
+
+def checked_name(value: object, where: str) -> str:
+    """Return a tensor name: 1 to `MAX_NAME_CHARS` printable characters."""
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS:
+        raise FormatError(f"{where}: a tensor name needs 1 to {MAX_NAME_CHARS} characters")
+    if not value.isprintable():
+        raise FormatError(f"{where}: tensor name {value!r} has unprintable characters")
+    return value
+
+
+def checked_shape(value: object, where: str) -> tuple[int, ...]:
+    """Return a shape: at most `MAX_RANK` integers >= 0 and at most `MAX_ELEMENTS` elements."""
+    if not isinstance(value, list) or len(value) > MAX_RANK:
+        raise FormatError(f"{where}: a shape is a list of at most {MAX_RANK} integers")
+    count = 1
+    for dim in value:
+        if type(dim) is not int or dim < 0:
+            raise FormatError(f"{where}: a dimension must be an integer >= 0, got {dim!r:.40}")
+        # A zero must not hide the size of the other dimensions.
+        count *= max(dim, 1)
+        if count > MAX_ELEMENTS:
+            raise FormatError(f"{where}: the shape has more than 2^48 elements")
+    return tuple(value)
+
+
+def _check_size(data: bytes, where: str) -> None:
+    if len(data) > MAX_JSON_BYTES:
+        raise FormatError(f"{where}: {len(data)} bytes of JSON; the limit is {MAX_JSON_BYTES}")
+    codes = np.frombuffer(data.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
+    # Between an odd and an even quote lies a string; a count modulo 256 keeps its parity.
+    codes = codes[np.cumsum(codes == ord('"'), dtype=np.uint8) & 1 == 0]
+    opening = (codes == ord("[")) | (codes == ord("{"))
+    closing = (codes == ord("]")) | (codes == ord("}"))
+    if np.count_nonzero(opening) + np.count_nonzero(codes == ord(",")) > MAX_JSON_VALUES:
+        raise FormatError(f"{where}: more than {MAX_JSON_VALUES} JSON values")
+    steps = opening.view(np.int8) - closing.view(np.int8)
+    if np.cumsum(steps[steps != 0], dtype=np.int32).max(initial=0) > MAX_JSON_DEPTH:
+        raise FormatError(f"{where}: JSON nested deeper than {MAX_JSON_DEPTH} levels")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"key {key!r:.80} appears twice in one object")
+        result[key] = value
+    return result
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text:.40} is out of range")
+    return value

@@ -1,0 +1,158 @@
+"""From an op call of a Plan to launches: checked arrays on one side, raw addresses on the other.
+
+Every kernel module exports LOWER, a table from op name to a function that takes a `BoundCall` and
+returns launches:
+
+    def _rms_norm(call: BoundCall) -> list[Launch]:
+        fields = [call.count("x"), call.address("x"), call.address("y"), call.dim("D"), bits(eps)]
+        return [call.launch(rms_norm, fields)]
+
+    LOWER = {"rms_norm": _rms_norm}
+
+By then dtype, shape and contiguity of every argument have been checked against the op's contract, so a
+kernel may use the addresses as they are. A field holds an int64: an address, a size, the bits of an fp32
+(`bits`, read by `read_f32`), the address of another kernel (give the Kernel itself), or a count.
+
+A count is a number, or -1 for the step's M, or -2 for its R; kernels turn it into a number with
+`counted(ctl, field)`.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from clocher_kernels.dtypes import STORAGE
+from clocher_kernels.errors import ShapeError
+from clocher_kernels.ops.contract import OpSpec, Param, Value
+from clocher_kernels.plan import Attr, Buffer, Call
+from clocher_kernels.quant_tensor import QuantTensor
+from cpu_fallback.jit import Kernel, device
+from cpu_fallback.memory import read_i64
+from cpu_fallback.tape import Launch
+
+_COUNT = {"M": -1, "R": -2}
+
+
+@device
+def counted(ctl, count):
+    """Return the number that a count field stands for in this step."""
+    if count < 0:
+        return read_i64(ctl - 8 * (count + 1))
+    return count
+
+
+@device
+def share(total, rank, size):
+    """Return the contiguous range [first, last) of `total` units that is this thread's."""
+    return total * rank // size, total * (rank + 1) // size
+
+
+def bits(value: float) -> int:
+    """Return the field that holds an fp32."""
+    return int(np.float32(value).view(np.int32))
+
+
+class BoundCall:
+    """An op call with its arrays, checked against the op's contract.
+
+    Args:
+        spec: the op.
+        call: the call in the Plan.
+        values: every array and tensor of the Plan by name.
+        buffers: the Plan's buffers.
+
+    Raises:
+        ShapeError: an argument is missing, or its dtype, shape or layout is not the contract's.
+    """
+
+    def __init__(
+        self,
+        spec: OpSpec,
+        call: Call,
+        values: Mapping[str, Value],
+        buffers: Mapping[str, Buffer],
+    ) -> None:
+        self.spec = spec
+        self._call = call
+        self._values = {param: values[name] for param, name in call.args.items()}
+        self._rows = {param: buffers[n].rows for param, n in call.args.items() if n in buffers}
+        self._buffers = buffers
+        self._dims: dict[str, int] = {}
+        for param in spec.params:
+            if param.name in self._values:
+                self._check(param)
+            elif not param.optional:
+                raise ShapeError(f"{spec.name}: no argument for {param.name!r}")
+
+    def has(self, param: str) -> bool:
+        """Return whether an optional parameter is there."""
+        return param in self._values
+
+    def array(self, param: str) -> np.ndarray:
+        """Return the array of a buffer or vector parameter, at capacity."""
+        value = self._values[param]
+        assert isinstance(value, np.ndarray)
+        return value
+
+    def tensor(self, param: str) -> QuantTensor:
+        """Return the tensor of a matrix parameter."""
+        value = self._values[param]
+        assert isinstance(value, QuantTensor)
+        return value
+
+    def address(self, param: str) -> int:
+        """Return the address of a buffer or vector parameter, 0 if it is absent."""
+        return int(self.array(param).ctypes.data) if self.has(param) else 0
+
+    def attr(self, name: str) -> Attr:
+        """Return an attribute of the call."""
+        if name not in self._call.attrs:
+            raise ShapeError(f"{self.spec.name}: no attribute {name!r}")
+        return self._call.attrs[name]
+
+    def dim(self, letter: str) -> int:
+        """Return the size that a dimension letter stands for, at capacity."""
+        return self._dims[letter]
+
+    def count(self, param: str) -> int:
+        """Return the field for the leading dimension of a buffer: the step's M or R, or its size."""
+        rows = self._rows.get(param, "")
+        return _COUNT[rows] if rows else int(self.array(param).shape[0])
+
+    def launch(self, kernel: Kernel, fields: Sequence[int | Kernel], scratch: int = 0) -> Launch:
+        """Return a launch that reads the call's inputs and writes its outputs.
+
+        Args:
+            kernel: what to call.
+            fields: what it finds at `rec`.
+            scratch: bytes of scratch memory that it needs per thread.
+        """
+        reads, writes = set(), set()
+        for param, name in self._call.args.items():
+            if name in self._buffers:
+                kind = self.spec.param(param).kind
+                if kind != "out":
+                    reads.add(name)
+                if kind in ("out", "inout"):
+                    writes.add(name)
+        return Launch(kernel, tuple(fields), frozenset(reads), frozenset(writes), scratch)
+
+    def _check(self, param: Param) -> None:
+        value = self._values[param.name]
+        where = f"{self.spec.name}: {param.name!r} ({self._call.args[param.name]})"
+        if (param.kind == "matrix") != isinstance(value, QuantTensor):
+            raise ShapeError(f"{where} is a {type(value).__name__}; a {param.kind} is wanted")
+        arrays = value.planes.values() if isinstance(value, QuantTensor) else (value,)
+        if not all(array.flags.c_contiguous for array in arrays):
+            raise ShapeError(f"{where} is not contiguous; copy it with numpy.ascontiguousarray")
+        if isinstance(value, np.ndarray) and param.dtype and value.dtype != STORAGE[param.dtype]:
+            raise ShapeError(f"{where} is {value.dtype}; expected {STORAGE[param.dtype]}")
+        letters = param.dims.split()
+        if len(letters) != len(value.shape):
+            raise ShapeError(f"{where} has shape {list(value.shape)}; expected [{param.dims}]")
+        for letter, size in zip(letters, value.shape, strict=True):
+            if self._dims.setdefault(letter, size) != size:
+                raise ShapeError(
+                    f"{where} has shape {list(value.shape)}, [{param.dims}], but {letter} is "
+                    f"{self._dims[letter]} elsewhere in the call"
+                )

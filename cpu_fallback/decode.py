@@ -1,0 +1,327 @@
+"""Stored weights to fp32 panels: one decoder per format, shared by every op that reads a matrix.
+
+A decoder turns columns k0 .. k1-1 of up to ROWS rows into fp32, exactly as the format's own `decode` does,
+and returns the address of the first row. Rows are `PITCH` bytes apart in the panel; f32 needs no panel and
+returns the stored rows, K * 4 bytes apart.
+
+    decoder(weight, expert, row, count, k0, k1, panel) -> address
+
+`weight` is the address of WORDS fields that `fields` makes, first of all the decoder itself:
+
+     0  decoder                            7  bytes per stored row
+     1  bytes between decoded rows         8  kind of scale (the _SCALES table)
+     2  N                                  9  columns per scale, G
+     3  K                                 10  rows per scale
+     4  address of the codes              11  scales per row of scales
+     5  address of the scales             12  rows of scales per expert
+     6  address of the zero points        13  one scale for the tensor, fp32 bits
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from clocher_kernels.errors import UnsupportedOp
+from clocher_kernels.formats import Float, Fp8, Int4, Int8, Mxfp4, Ternary
+from clocher_kernels.quant_tensor import QuantTensor
+from cpu_fallback.bind import bits
+from cpu_fallback.jit import Kernel, device
+from cpu_fallback.memory import (
+    load_i8,
+    load_i8_n,
+    load_u4,
+    load_u4_n,
+    load_u8,
+    load_u8_n,
+    load_u16,
+    load_u16_n,
+    read_f32,
+    read_i64,
+    read_u8,
+    read_u16,
+    store_f32,
+    store_f32_n,
+)
+from cpu_fallback.narrow import (
+    bf16_scalar,
+    e2m1_table,
+    e8m0_scalar,
+    f16_scalar,
+    from_bf16,
+    from_e4m3,
+    from_e5m2,
+    from_f16,
+)
+from cpu_fallback.simd import (
+    i64,
+    iand,
+    isplat,
+    isub,
+    lookup,
+    mul,
+    op,
+    shr,
+    splat,
+    to_f32,
+)
+
+WORDS = 14
+ROWS = 8
+COLUMNS = 512
+PITCH = 4 * COLUMNS
+PANEL_BYTES = ROWS * PITCH
+
+_SCALES = {"one": 0, "f32": 1, "f16": 2, "bf16": 3, "e8m0": 4}
+
+_I64 = ir.IntType(64)
+
+
+@op(i64, i64, i64, i64, i64, i64, i64, i64)
+def decode(b, weight, expert, row, count, k0, k1, panel):
+    """Call the decoder of a weight and return the address of the decoded rows."""
+    kind = ir.FunctionType(_I64, [_I64] * 7)
+    decoder = b.load(b.inttoptr(weight, _I64.as_pointer()))
+    args = [weight, expert, row, count, k0, k1, panel]
+    return b.call(b.inttoptr(decoder, kind.as_pointer()), args)
+
+
+@device
+def _scale(weight, index):
+    kind = read_i64(weight + 64)
+    scales = read_i64(weight + 40)
+    if kind == 0:
+        return read_f32(weight + 104)
+    if kind == 1:
+        return read_f32(scales + 4 * index)
+    if kind == 2:
+        return f16_scalar(read_u16(scales + 2 * index))
+    if kind == 3:
+        return bf16_scalar(read_u16(scales + 2 * index))
+    return e8m0_scalar(read_u8(scales + index))
+
+
+@device
+def _zero(weight, index):
+    zeros = read_i64(weight + 48)
+    if zeros == 0:
+        return 8
+    return read_u8(zeros + index)
+
+
+@device
+def _spread(weight, expert, row, count, k0, k1, panel, load, load_n):
+    """Decode by runs of columns that share a scale: load(line, column, zero) * scale."""
+    n, codes, stride = read_i64(weight + 16), read_i64(weight + 32), read_i64(weight + 56)
+    group, tall = read_i64(weight + 72), read_i64(weight + 80)
+    wide, high = read_i64(weight + 88), read_i64(weight + 96)
+    for r in range(row, row + count):
+        line = codes + (expert * n + r) * stride
+        out = panel + (r - row) * PITCH - 4 * k0
+        base = (expert * high + r // tall) * wide
+        k = k0
+        while k < k1:
+            index = base + k // group
+            end = min(k - k % group + group, k1)
+            scale = splat(_scale(weight, index))
+            zero = isplat(_zero(weight, index))
+            while k + 16 <= end:
+                store_f32(out + 4 * k, mul(load(line, k, zero), scale))
+                k += 16
+            if k < end:
+                store_f32_n(out + 4 * k, mul(load_n(line, k, zero, end - k), scale), end - k)
+                k = end
+    return panel
+
+
+def _f32(weight, expert, row, count, k0, k1, panel):
+    n, k = read_i64(weight + 16), read_i64(weight + 24)
+    return read_i64(weight + 32) + 4 * ((expert * n + row) * k + k0)
+
+
+@device
+def _load_bf16(line, k, zero):
+    return from_bf16(load_u16(line + 2 * k))
+
+
+@device
+def _load_bf16_n(line, k, zero, n):
+    return from_bf16(load_u16_n(line + 2 * k, n))
+
+
+def _bf16(weight, expert, row, count, k0, k1, panel):
+    return _spread(weight, expert, row, count, k0, k1, panel, _load_bf16, _load_bf16_n)
+
+
+@device
+def _load_f16(line, k, zero):
+    return from_f16(load_u16(line + 2 * k))
+
+
+@device
+def _load_f16_n(line, k, zero, n):
+    return from_f16(load_u16_n(line + 2 * k, n))
+
+
+def _f16(weight, expert, row, count, k0, k1, panel):
+    return _spread(weight, expert, row, count, k0, k1, panel, _load_f16, _load_f16_n)
+
+
+@device
+def _load_int8(line, k, zero):
+    return to_f32(load_i8(line + k))
+
+
+@device
+def _load_int8_n(line, k, zero, n):
+    return to_f32(load_i8_n(line + k, n))
+
+
+def _int8(weight, expert, row, count, k0, k1, panel):
+    return _spread(weight, expert, row, count, k0, k1, panel, _load_int8, _load_int8_n)
+
+
+@device
+def _load_int4(line, k, zero):
+    return to_f32(isub(load_u4(line + (k >> 1)), zero))
+
+
+@device
+def _load_int4_n(line, k, zero, n):
+    return to_f32(isub(load_u4_n(line + (k >> 1), n), zero))
+
+
+def _int4(weight, expert, row, count, k0, k1, panel):
+    return _spread(weight, expert, row, count, k0, k1, panel, _load_int4, _load_int4_n)
+
+
+@device
+def _load_e4m3(line, k, zero):
+    return from_e4m3(load_u8(line + k))
+
+
+@device
+def _load_e4m3_n(line, k, zero, n):
+    return from_e4m3(load_u8_n(line + k, n))
+
+
+def _e4m3(weight, expert, row, count, k0, k1, panel):
+    return _spread(weight, expert, row, count, k0, k1, panel, _load_e4m3, _load_e4m3_n)
+
+
+@device
+def _load_e5m2(line, k, zero):
+    return from_e5m2(load_u8(line + k))
+
+
+@device
+def _load_e5m2_n(line, k, zero, n):
+    return from_e5m2(load_u8_n(line + k, n))
+
+
+def _e5m2(weight, expert, row, count, k0, k1, panel):
+    return _spread(weight, expert, row, count, k0, k1, panel, _load_e5m2, _load_e5m2_n)
+
+
+@device
+def _load_mxfp4(line, k, zero):
+    return lookup(e2m1_table(), load_u4(line + (k >> 1)))
+
+
+@device
+def _load_mxfp4_n(line, k, zero, n):
+    return lookup(e2m1_table(), load_u4_n(line + (k >> 1), n))
+
+
+def _mxfp4(weight, expert, row, count, k0, k1, panel):
+    return _spread(weight, expert, row, count, k0, k1, panel, _load_mxfp4, _load_mxfp4_n)
+
+
+def _ternary(weight, expert, row, count, k0, k1, panel):
+    packed, codes, stride = read_i64(weight + 16) >> 2, read_i64(weight + 32), read_i64(weight + 56)
+    scale = splat(_scale(weight, 0))
+    one, three = isplat(1), isplat(3)
+    for r in range(row, row + count):
+        line = codes + r % packed * stride
+        shift = 2 * (r // packed)
+        out = panel + (r - row) * PITCH - 4 * k0
+        k = k0
+        while k + 16 <= k1:
+            digit = isub(iand(shr(load_u8(line + k), shift), three), one)
+            store_f32(out + 4 * k, mul(to_f32(digit), scale))
+            k += 16
+        if k < k1:
+            digit = isub(iand(shr(load_u8_n(line + k, k1 - k), shift), three), one)
+            store_f32_n(out + 4 * k, mul(to_f32(digit), scale), k1 - k)
+    return panel
+
+
+def _decoder(function: Callable[..., int]) -> Kernel:
+    return Kernel(function, types.int64)
+
+
+DECODERS = {
+    "f32": _decoder(_f32),
+    "bf16": _decoder(_bf16),
+    "f16": _decoder(_f16),
+    "int8": _decoder(_int8),
+    "int4": _decoder(_int4),
+    "e4m3": _decoder(_e4m3),
+    "e5m2": _decoder(_e5m2),
+    "mxfp4": _decoder(_mxfp4),
+    "ternary": _decoder(_ternary),
+}
+"""Stored kind of code -> decoder."""
+
+
+def fields(op_name: str, tensor: QuantTensor) -> list[int | Kernel]:
+    """Return the WORDS fields that describe a weight to decoders.
+
+    Raises:
+        UnsupportedOp: there is no decoder for its format.
+    """
+    fmt, planes = tensor.format, tensor.planes
+    *lead, n, k = tensor.shape
+    zeros, scale, scope, multiplier = 0, "one", "tensor", np.float32(1)
+    match fmt:
+        case Float(name=kind):
+            codes = planes["data"]
+        case Int8(group=scope, scale_dtype=scale):
+            kind, codes = "int8", planes["codes"]
+        case Int4(group=scope, scale_dtype=scale):
+            kind, codes = "int4", planes["codes"]
+        case Fp8(code_dtype=kind, scope=scope, scale_dtype=scale):
+            codes = planes["codes"]
+        case Mxfp4():
+            kind, codes, scope, scale = "mxfp4", planes["blocks"], 32, "e8m0"
+        case Ternary():
+            kind, codes, multiplier = "ternary", planes["codes"], fmt.multiplier(planes)
+        case _:
+            raise UnsupportedOp(
+                f"{op_name}: no CPU kernel reads the format {fmt.name}; there are decoders for "
+                f"{', '.join(DECODERS)}"
+            )
+    group, tall = {"tensor": (k, n), "row": (k, 1), "b128": (128, 128)}.get(scope, (scope, 1))
+    stored_rows = math.prod(lead) * (n // 4 if kind == "ternary" else n)
+    return [
+        DECODERS[kind],
+        4 * k if kind == "f32" else PITCH,
+        n,
+        k,
+        _address(codes),
+        0 if scale == "one" else _address(planes["scales"]),
+        _address(planes["zeros"]) if "zeros" in planes else 0,
+        codes.nbytes // stored_rows,
+        _SCALES[scale],
+        group,
+        tall,
+        -(-k // group),
+        -(-n // tall),
+        bits(multiplier),
+    ]
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.ctypes.data)

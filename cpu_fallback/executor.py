@@ -1,0 +1,111 @@
+"""The CPU executor: bind a Plan once, then execute it in one compiled call per step."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+
+import numpy as np
+
+from clocher_kernels.dtypes import STORAGE
+from clocher_kernels.errors import ShapeError, UnsupportedOp
+from clocher_kernels.ops import OPS
+from clocher_kernels.ops.contract import Value
+from clocher_kernels.plan import Buffer, Plan
+from clocher_kernels.quant_tensor import QuantTensor
+from cpu_fallback import jit, tape
+from cpu_fallback.bind import BoundCall
+from cpu_fallback.jit import Kernel, Progress
+from cpu_fallback.lowering import LOWER
+from cpu_fallback.tape import Launch
+from cpu_fallback.team import Team, aligned
+
+
+class CpuExecutor:
+    """Execute a Plan with compiled kernels on a team of threads.
+
+    A token's result depends neither on the other tokens of the step nor on the number of threads.
+
+    Args:
+        plan: what to execute.
+        weights: a QuantTensor for each "matrix" parameter, an fp32 array for each "vector". They are
+            used where they lie and must not change.
+        threads: size of the team, the calling thread included.
+        progress: called with (done, total) while kernels are compiled; never if none has to be.
+
+    Raises:
+        ShapeError: an array does not fit its op.
+        UnsupportedOp: there is no kernel for an op, or for an op with a format.
+    """
+
+    name = "cpu"
+
+    def __init__(
+        self,
+        plan: Plan,
+        weights: Mapping[str, np.ndarray | QuantTensor],
+        threads: int,
+        progress: Progress | None = None,
+    ) -> None:
+        self.plan = plan
+        self._values: dict[str, Value] = {
+            **{name: _allocate(buffer) for name, buffer in plan.buffers.items()},
+            **plan.consts,
+            **{name: weights[name] for name in plan.weights},
+        }
+        launches = self._lower()
+        jit.warm(_kernels(launches), progress)
+        scratch = max((launch.scratch for launch in launches), default=0)
+        self._team = Team(threads, tape.encode(launches), scratch)
+
+    def array(self, name: str) -> np.ndarray:
+        """Return the live array of a buffer, at capacity."""
+        value = self._values[name]
+        assert isinstance(value, np.ndarray)
+        return value
+
+    def step(self, tokens: int, rows: int) -> None:
+        """Execute the Plan for the first `tokens` tokens and `rows` output rows.
+
+        Raises:
+            ShapeError: more than the Plan's capacity.
+        """
+        if not (0 <= tokens <= self.plan.tokens and 0 <= rows <= self.plan.rows):
+            raise ShapeError(
+                f"a step of {tokens} tokens and {rows} rows; the Plan has room for "
+                f"{self.plan.tokens} and {self.plan.rows}"
+            )
+        self._team.step(tokens, rows)
+
+    def running(self) -> AbstractContextManager[None]:
+        """Keep the team awake between steps: `with executor.running(): ...`, once per generation."""
+        return self._team.running()
+
+    def close(self) -> None:
+        """End the team's threads."""
+        self._team.close()
+
+    def _lower(self) -> list[Launch]:
+        launches: list[Launch] = []
+        for call in self.plan.calls:
+            if call.op not in LOWER:
+                raise UnsupportedOp(
+                    f"the CPU back end has no kernel for {call.op!r}; it has {', '.join(sorted(LOWER))}"
+                )
+            bound = BoundCall(OPS[call.op], call, self._values, self.plan.buffers)
+            launches += LOWER[call.op](bound)
+        return launches
+
+
+def _allocate(buffer: Buffer) -> np.ndarray:
+    storage = STORAGE[buffer.dtype]
+    count = 1
+    for size in buffer.shape:
+        count *= size
+    return aligned(count * storage.itemsize).view(storage).reshape(buffer.shape)
+
+
+def _kernels(launches: list[Launch]) -> Iterator[Kernel]:
+    yield tape.lead
+    yield tape.serve
+    for launch in launches:
+        yield launch.kernel
+        yield from (field for field in launch.fields if isinstance(field, Kernel))
