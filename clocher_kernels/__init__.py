@@ -1,0 +1,1 @@
+"""What every back end shares: errors, formats, the op table with its NumPy references, the Plan."""

@@ -1,4 +1,4 @@
-"""The Plan: a model's forward pass as a flat list of op calls over named, statically shaped buffers.
+"""The Plan: a forward pass as a flat list of op calls over named, statically shaped buffers.
 
 A Plan is built once for a capacity of M tokens and R output rows. A step may fill fewer: buffers
 whose leading dimension is "M" or "R" are then used up to the step's token or row count. Decode,

@@ -81,5 +81,3 @@ def make_executor(
         executor: Executor = CpuExecutor(plan, weights, threads=threads, progress=progress)
         return executor
     raise UsageError(f"back end is {name!r}; known: cpu, reference")
-
-

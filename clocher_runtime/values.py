@@ -46,7 +46,9 @@ def integer(low: int, high: int, *words: str) -> Value:
         return raw if raw in words else _bounded(raw, low, high)
 
     takes = f"an integer from {low} to {high}"
-    return Value("|".join([*words, "N"]), " or ".join([*words, takes]), parse)
+    if words:
+        takes = f"{', '.join(words)} or {takes}"
+    return Value("|".join([*words, "N"]), takes, parse)
 
 
 def number(low: float, high: float) -> Value:
@@ -123,7 +125,7 @@ def socket_policy() -> Value:
             _bounded(number_text, 0, 1023)
         return raw
 
-    return Value("POLICY", "one of auto, compact, scatter, socket:<id>", parse)
+    return Value("POLICY", "one of auto, compact, scatter, socket:N", parse)
 
 
 def _bounded(raw: str, low: int, high: int) -> int:

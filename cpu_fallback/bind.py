@@ -9,12 +9,13 @@ returns launches:
 
     LOWER = {"rms_norm": _rms_norm}
 
-By then dtype, shape and contiguity of every argument have been checked against the op's contract, so a
-kernel may use the addresses as they are. A field holds an int64: an address, a size, the bits of an fp32
-(`bits`, read by `read_f32`), the address of another kernel (give the Kernel itself), or a count.
+By then dtype, shape and contiguity of every argument have been checked against the op's contract,
+so a kernel may use the addresses as they are. A field holds an int64: an address, a size, the bits
+of an fp32 (`bits`), the address of another kernel (give the Kernel itself), or a count. Kernels
+read them with `memory.field(rec, i)` and `memory.field_f32(rec, i)`.
 
-A count is a number, or -1 for the step's M, or -2 for its R; kernels turn it into a number with
-`counted(ctl, field)`.
+A count is a number, or -1 for the step's M, or -2 for its R; `counted(ctl, field(rec, i))` is the
+number.
 """
 
 from collections.abc import Mapping, Sequence
@@ -78,6 +79,7 @@ class BoundCall:
         self._rows = {param: buffers[n].rows for param, n in call.args.items() if n in buffers}
         self._buffers = buffers
         self._dims: dict[str, int] = {}
+        self._leads: dict[str, str] = {}
         for param in spec.params:
             if param.name in self._values:
                 self._check(param)
@@ -150,6 +152,13 @@ class BoundCall:
         letters = param.dims.split()
         if len(letters) != len(value.shape):
             raise ShapeError(f"{where} has shape {list(value.shape)}; expected [{param.dims}]")
+        if letters and param.name in self._rows:
+            rows = self._rows[param.name]
+            if self._leads.setdefault(letters[0], rows) != rows:
+                raise ShapeError(
+                    f"{where}: {letters[0]} follows {rows or 'nothing'} in this buffer and "
+                    f"{self._leads[letters[0]] or 'nothing'} elsewhere in the call"
+                )
         for letter, size in zip(letters, value.shape, strict=True):
             if self._dims.setdefault(letter, size) != size:
                 raise ShapeError(

@@ -1,8 +1,8 @@
 """Stored weights to fp32 panels: one decoder per format, shared by every op that reads a matrix.
 
-A decoder turns columns k0 .. k1-1 of up to ROWS rows into fp32, exactly as the format's own `decode` does,
-and returns the address of the first row. Rows are `PITCH` bytes apart in the panel; f32 needs no panel and
-returns the stored rows, K * 4 bytes apart.
+A decoder turns columns k0 .. k1-1 of up to ROWS rows into fp32, exactly as the format's own
+`decode` does, and returns the address of the first row. Rows are `PITCH` bytes apart in the panel;
+f32 needs no panel and returns the stored rows, K * 4 bytes apart.
 
     decoder(weight, expert, row, count, k0, k1, panel) -> address
 
@@ -17,7 +17,6 @@ returns the stored rows, K * 4 bytes apart.
      6  address of the zero points        13  one scale for the tensor, fp32 bits
 """
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -30,6 +29,8 @@ from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.bind import bits
 from cpu_fallback.jit import Kernel, device
 from cpu_fallback.memory import (
+    field,
+    field_f32,
     load_i8,
     load_i8_n,
     load_u4,
@@ -39,7 +40,6 @@ from cpu_fallback.memory import (
     load_u16,
     load_u16_n,
     read_f32,
-    read_i64,
     read_u8,
     read_u16,
     store_f32,
@@ -55,18 +55,8 @@ from cpu_fallback.narrow import (
     from_e5m2,
     from_f16,
 )
-from cpu_fallback.simd import (
-    i64,
-    iand,
-    isplat,
-    isub,
-    lookup,
-    mul,
-    op,
-    shr,
-    splat,
-    to_f32,
-)
+from cpu_fallback.simd import iand, isplat, isub, lookup, mul, shr, splat, to_f32
+from cpu_fallback.vector import i64, op
 
 WORDS = 14
 ROWS = 8
@@ -90,10 +80,10 @@ def decode(b, weight, expert, row, count, k0, k1, panel):
 
 @device
 def _scale(weight, index):
-    kind = read_i64(weight + 64)
-    scales = read_i64(weight + 40)
+    kind = field(weight, 8)
+    scales = field(weight, 5)
     if kind == 0:
-        return read_f32(weight + 104)
+        return field_f32(weight, 13)
     if kind == 1:
         return read_f32(scales + 4 * index)
     if kind == 2:
@@ -105,7 +95,7 @@ def _scale(weight, index):
 
 @device
 def _zero(weight, index):
-    zeros = read_i64(weight + 48)
+    zeros = field(weight, 6)
     if zeros == 0:
         return 8
     return read_u8(zeros + index)
@@ -114,9 +104,9 @@ def _zero(weight, index):
 @device
 def _spread(weight, expert, row, count, k0, k1, panel, load, load_n):
     """Decode by runs of columns that share a scale: load(line, column, zero) * scale."""
-    n, codes, stride = read_i64(weight + 16), read_i64(weight + 32), read_i64(weight + 56)
-    group, tall = read_i64(weight + 72), read_i64(weight + 80)
-    wide, high = read_i64(weight + 88), read_i64(weight + 96)
+    n, codes, stride = field(weight, 2), field(weight, 4), field(weight, 7)
+    group, tall = field(weight, 9), field(weight, 10)
+    wide, high = field(weight, 11), field(weight, 12)
     for r in range(row, row + count):
         line = codes + (expert * n + r) * stride
         out = panel + (r - row) * PITCH - 4 * k0
@@ -137,8 +127,8 @@ def _spread(weight, expert, row, count, k0, k1, panel, load, load_n):
 
 
 def _f32(weight, expert, row, count, k0, k1, panel):
-    n, k = read_i64(weight + 16), read_i64(weight + 24)
-    return read_i64(weight + 32) + 4 * ((expert * n + row) * k + k0)
+    n, k = field(weight, 2), field(weight, 3)
+    return field(weight, 4) + 4 * ((expert * n + row) * k + k0)
 
 
 @device
@@ -240,7 +230,7 @@ def _mxfp4(weight, expert, row, count, k0, k1, panel):
 
 
 def _ternary(weight, expert, row, count, k0, k1, panel):
-    packed, codes, stride = read_i64(weight + 16) >> 2, read_i64(weight + 32), read_i64(weight + 56)
+    packed, codes, stride = field(weight, 2) >> 2, field(weight, 4), field(weight, 7)
     scale = splat(_scale(weight, 0))
     one, three = isplat(1), isplat(3)
     for r in range(row, row + count):
@@ -283,11 +273,12 @@ def fields(op_name: str, tensor: QuantTensor) -> list[int | Kernel]:
         UnsupportedOp: there is no decoder for its format.
     """
     fmt, planes = tensor.format, tensor.planes
-    *lead, n, k = tensor.shape
-    zeros, scale, scope, multiplier = 0, "one", "tensor", np.float32(1)
+    *_, n, k = tensor.shape
     match fmt:
         case Float(name=kind):
-            codes = planes["data"]
+            return plain(kind, planes["data"], n, k)
+        case Ternary():
+            return plain("ternary", planes["codes"], n, k, fmt.multiplier(planes))
         case Int8(group=scope, scale_dtype=scale):
             kind, codes = "int8", planes["codes"]
         case Int4(group=scope, scale_dtype=scale):
@@ -296,31 +287,35 @@ def fields(op_name: str, tensor: QuantTensor) -> list[int | Kernel]:
             codes = planes["codes"]
         case Mxfp4():
             kind, codes, scope, scale = "mxfp4", planes["blocks"], 32, "e8m0"
-        case Ternary():
-            kind, codes, multiplier = "ternary", planes["codes"], fmt.multiplier(planes)
         case _:
             raise UnsupportedOp(
                 f"{op_name}: no CPU kernel reads the format {fmt.name}; there are decoders for "
                 f"{', '.join(DECODERS)}"
             )
     group, tall = {"tensor": (k, n), "row": (k, 1), "b128": (128, 128)}.get(scope, (scope, 1))
-    stored_rows = math.prod(lead) * (n // 4 if kind == "ternary" else n)
-    return [
-        DECODERS[kind],
-        4 * k if kind == "f32" else PITCH,
-        n,
-        k,
-        _address(codes),
-        0 if scale == "one" else _address(planes["scales"]),
-        _address(planes["zeros"]) if "zeros" in planes else 0,
-        codes.nbytes // stored_rows,
-        _SCALES[scale],
-        group,
-        tall,
-        -(-k // group),
-        -(-n // tall),
-        bits(multiplier),
-    ]
+    stride = -(-k // 2) if kind in ("int4", "mxfp4") else k
+    zeros = _address(planes["zeros"]) if "zeros" in planes else 0
+    pointers = [_address(codes), _address(planes["scales"]), zeros]
+    scales = [_SCALES[scale], group, tall, -(-k // group), -(-n // tall), 0]
+    return [DECODERS[kind], PITCH, n, k, *pointers, stride, *scales]
+
+
+def plain(
+    kind: str, codes: np.ndarray, n: int, k: int, multiplier: float = 1.0
+) -> list[int | Kernel]:
+    """Return the WORDS fields of a weight without a plane of scales.
+
+    Args:
+        kind: name of its decoder.
+        codes: the stored array.
+        n: rows.
+        k: columns.
+        multiplier: what every decoded value is multiplied by; f32 ignores it.
+    """
+    pitch = 4 * k if kind == "f32" else PITCH
+    stride = k * codes.itemsize
+    scales = [_SCALES["one"], k, n, 1, 1, bits(multiplier)]
+    return [DECODERS[kind], pitch, n, k, _address(codes), 0, 0, stride, *scales]
 
 
 def _address(array: np.ndarray) -> int:

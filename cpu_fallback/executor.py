@@ -26,7 +26,8 @@ class CpuExecutor:
 
     Args:
         plan: what to execute.
-        weights: a QuantTensor for each "matrix" parameter, an fp32 array for each "vector". They are
+        weights: a QuantTensor for each "matrix" parameter, an fp32 array for each "vector". They
+        are
             used where they lie and must not change.
         threads: size of the team, the calling thread included.
         progress: called with (done, total) while kernels are compiled; never if none has to be.

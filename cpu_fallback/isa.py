@@ -4,12 +4,13 @@
     avx2         x86-64-v3: two registers of 8 lanes, FMA, F16C
     generic      the platform's baseline (SSE2, NEON): no fused multiply-add, no table permutes
 
-`CLOCHER_ISA` forces one. Kernels have one source: 16-lane vectors that LLVM splits as far as it must.
-Only integer dot products, table look-ups and fp16 conversion differ, and those are exact everywhere.
-The machine code depends on the ISA and not on the host, so a kernel cache may be shared by hosts.
+`CLOCHER_ISA` forces one. Kernels have one source: 16-lane vectors that LLVM splits as far as it
+must. Only integer dot products, table look-ups and fp16 conversion differ, and those are exact
+everywhere. The machine code depends on the ISA and not on the host, so a kernel cache may be
+shared by hosts.
 
-"generic" multiplies and adds with two roundings where the others have one, so its fp32 results differ
-from theirs in the last bits.
+"generic" multiplies and adds with two roundings where the others have one, so its fp32 results
+differ from theirs in the last bits.
 """
 
 import os

@@ -1,4 +1,5 @@
-"""Compile Python functions to machine code once per machine: the only place that knows Numba's options.
+"""Compile Python functions to machine code once per machine: the only place that knows Numba's
+options.
 
 `@device` marks a piece that is inlined into kernels. `@kernel` marks what the tape calls:
 
@@ -11,14 +12,15 @@
         size     threads in the team
         scratch  address of this thread's scratch memory, 64-byte aligned
 
-Nothing is compiled at import. `warm` compiles the kernels it is given, `Kernel.address` the one. Numba
-types the function and lowers it to LLVM; machine code for the chosen ISA is emitted from that, stored as
-an object file, and later processes load the file without starting Numba's compiler.
+Nothing is compiled at import. `warm` compiles the kernels it is given, `Kernel.address` the one.
+Numba types the function and lowers it to LLVM; machine code for the chosen ISA is emitted from
+that, stored as an object file, and later processes load the file without starting Numba's
+compiler.
 
-The cache is a directory per (sources, versions, ISA) below $CLOCHER_CACHE_DIR, $XDG_CACHE_HOME/clocher or
-~/.cache/clocher. Compiling happens under a file lock, files appear by rename, and each carries a hash of
-itself. Numba's own cache is not used: processes that fill it at once crash (numba issue 4807), and it does
-not see edits in inlined callees.
+The cache is a directory per (sources, versions, ISA) below $CLOCHER_CACHE_DIR,
+$XDG_CACHE_HOME/clocher or ~/.cache/clocher. Compiling happens under a file lock, files appear by
+rename, and each carries a hash of itself. Numba's own cache is not used: processes that fill it at
+once crash (numba issue 4807), and it does not see edits in inlined callees.
 """
 
 import logging
@@ -41,9 +43,7 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck"
 
 Progress = Callable[[int, int], None]
 
-device = numba.njit(
-    **_OPTIONS, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True
-)
+device = numba.njit(**_OPTIONS, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 """Decorator: a function inlined into the kernels that call it. Not callable from Python."""
 
 _EXTERNAL = frozenset({"memcpy", "memset", "memmove", "sched_yield", "nanosleep"})
@@ -95,7 +95,8 @@ def warm(kernels: Iterable[Kernel], progress: Progress | None = None) -> None:
 
     Args:
         kernels: any number of them.
-        progress: called with (done, total) before the first compilation and after each; never if all
+        progress: called with (done, total) before the first compilation and after each; never if
+        all
             are in the cache.
 
     Raises:

@@ -5,11 +5,11 @@ from cpu_fallback.bind import BoundCall, counted, share
 from cpu_fallback.decode import ROWS
 from cpu_fallback.jit import device, kernel
 from cpu_fallback.memory import (
+    field,
     load_f32,
     load_f32_n,
     read_f32,
     read_i32,
-    read_i64,
     store_f32,
     store_f32_n,
     write_f32,
@@ -36,10 +36,10 @@ def linear(rec, ctl, rank, size, scratch):
 
     Fields: M, N, K, x, y, bias, residual, product, weight.
     """
-    m, n, k = counted(ctl, read_i64(rec)), read_i64(rec + 8), read_i64(rec + 16)
-    x, y = read_i64(rec + 24), read_i64(rec + 32)
-    bias, residual = read_i64(rec + 40), read_i64(rec + 48)
-    multiplier, weight = read_i64(rec + 56), rec + 64
+    m, n, k = counted(ctl, field(rec, 0)), field(rec, 1), field(rec, 2)
+    x, y = field(rec, 3), field(rec, 4)
+    bias, residual = field(rec, 5), field(rec, 6)
+    multiplier, weight = field(rec, 7), rec + 64
     first, last = share((n + ROWS - 1) // ROWS, rank, size)
     for unit in range(first, last):
         row = unit * ROWS
@@ -66,8 +66,8 @@ def embed(rec, ctl, rank, size, scratch):
 
     Fields: M, K, ids, y, weight.
     """
-    m, k = counted(ctl, read_i64(rec)), read_i64(rec + 8)
-    ids, y, weight = read_i64(rec + 16), read_i64(rec + 24), rec + 32
+    m, k = counted(ctl, field(rec, 0)), field(rec, 1)
+    ids, y, weight = field(rec, 2), field(rec, 3), rec + 32
     first, last = share(m, rank, size)
     for t in range(first, last):
         out = y + 4 * t * k

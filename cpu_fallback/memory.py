@@ -1,12 +1,12 @@
 """Loads and stores by address: scalars, 16-lane vectors, and their first n lanes.
 
-An address is an int64. Kernels get addresses and sizes that were checked when the Plan was bound, so
-nothing is checked here, and nothing is read or written past what the caller names: weights are views
-of a mapped file, whose last row may end where the mapping does.
+An address is an int64. Kernels get addresses and sizes that were checked when the Plan was bound,
+so nothing is checked here, and nothing is read or written past what the caller names: weights are
+views of a mapped file, whose last row may end where the mapping does.
 
 Names: `read_*` and `write_*` move one scalar (integers as int64), `load_*` and `store_*` 16 lanes,
-`load_*_n` and `store_*_n` the first n lanes, n in 0 .. 16; other lanes load as zero. Alignment is never
-assumed.
+`load_*_n` and `store_*_n` the first n lanes, n in 0 .. 16; other lanes load as zero. Alignment is
+never assumed.
 """
 
 from typing import Any
@@ -15,19 +15,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from cpu_fallback.isa import CURRENT
-from cpu_fallback.simd import (
-    BYTES,
-    F32,
-    I32,
-    LANES,
-    call,
-    f32,
-    i64,
-    op,
-    pick,
-    spread,
-    void,
-)
+from cpu_fallback.vector import BYTES, F32, I32, LANES, call, f32, i64, op, pick, void
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOAT = ir.FloatType()
@@ -47,7 +35,9 @@ def emit_store(b: Any, value: Any, address: Any) -> None:
 
 def _masked(element: ir.Type) -> bool:
     """Return whether the ISA has masked loads and stores for elements of this width."""
-    return CURRENT.avx512 or (CURRENT.avx2 and element.width == 32 if _is_int(element) else CURRENT.avx2)
+    return CURRENT.avx512 or (
+        CURRENT.avx2 and element.width == 32 if _is_int(element) else CURRENT.avx2
+    )
 
 
 def _is_int(element: ir.Type) -> bool:
@@ -111,6 +101,18 @@ def read_f32(b, address):
 def read_i64(b, address):
     """Return an int64."""
     return emit_load(b, _I64, address)
+
+
+@op(i64, i64, i64)
+def field(b, rec, index):
+    """Return the index-th int64 of an array."""
+    return emit_load(b, _I64, b.add(rec, b.shl(index, ir.Constant(_I64, 3))))
+
+
+@op(f32, i64, i64)
+def field_f32(b, rec, index):
+    """Return the fp32 in the low half of the index-th int64 of an array."""
+    return emit_load(b, _FLOAT, b.add(rec, b.shl(index, ir.Constant(_I64, 3))))
 
 
 @op(i64, i64)

@@ -1,8 +1,8 @@
 """Narrow floats, 16 lanes at a time: bf16, fp16, fp8, fp4 codes to fp32, and fp32 to codes.
 
-Codes are int32 lanes, as `memory.load_u16` and `load_u8` give them and `store_u16`, `store_u8` take them.
-Every conversion equals `clocher_kernels.dtypes` bit by bit (a NaN's payload aside): rounding is to nearest
-even, fp8 saturates, fp16 and bf16 overflow to infinity.
+Codes are int32 lanes, as `memory.load_u16` and `load_u8` give them and `store_u16`, `store_u8`
+take them. Every conversion equals `clocher_kernels.dtypes` bit by bit (a NaN's payload aside):
+rounding is to nearest even, fp8 saturates, fp16 and bf16 overflow to infinity.
 """
 
 import numpy as np
@@ -12,14 +12,10 @@ from clocher_kernels.dtypes import E2M1_VALUES
 from cpu_fallback.isa import CURRENT
 from cpu_fallback.jit import device
 from cpu_fallback.simd import (
-    F32,
-    I32,
-    LANES,
     absolute,
     add,
     bits_f32,
     bits_i32,
-    constant,
     eq,
     iadd,
     iand,
@@ -31,13 +27,13 @@ from cpu_fallback.simd import (
     isub,
     lane,
     mul,
-    op,
     shl,
     shr,
     splat,
     sub,
     to_f32,
 )
+from cpu_fallback.vector import F32, I32, LANES, constant, op
 
 _HALF = ir.VectorType(ir.HalfType(), LANES)
 _U16 = ir.VectorType(ir.IntType(16), LANES)

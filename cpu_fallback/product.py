@@ -1,13 +1,14 @@
 """Rows of a stored weight times tokens: the one fp32 dot product of the back end.
 
-Every dot product is one accumulator of 16 lanes that walks K in steps of 16, the last step masked, and
-then the fixed tree sum. Tiles of several rows by several tokens only decide which accumulators are in
-registers together, so a result depends neither on the tile nor on the other tokens nor on the thread.
+Every dot product is one accumulator of 16 lanes that walks K in steps of 16, the last step masked,
+and then the fixed tree sum. Tiles of several rows by several tokens only decide which accumulators
+are in registers together, so a result depends neither on the tile nor on the other tokens nor on
+the thread.
 
-`product` is a kernel that others call by address. It computes up to 8 rows by up to 64 tokens in two
-stages, block of columns by block of columns: decode the rows into a panel that stays in cache, then
-multiply the panel with every token. Formats with a fused kernel of their own would put another kernel of
-the same signature in its place.
+`product` is a kernel that others call by address. It computes up to 8 rows by up to 64 tokens in
+two stages, block of columns by block of columns: decode the rows into a panel that stays in cache,
+then multiply the panel with every token. Formats with a fused kernel of their own would put
+another kernel of the same signature in its place.
 """
 
 from typing import Any
@@ -22,12 +23,13 @@ from cpu_fallback.memory import (
     emit_load,
     emit_load_n,
     emit_store,
+    field,
     load_f32,
-    read_i64,
     store_f32,
     write_f32,
 )
-from cpu_fallback.simd import F32, LANES, emit_fma, hsum, i64, op, void, zero
+from cpu_fallback.simd import emit_fma, hsum, zero
+from cpu_fallback.vector import F32, LANES, i64, op, void
 
 TOKENS = 64
 _VECTOR = 4 * LANES
@@ -37,8 +39,10 @@ XS = 0
 SUMS = XS + 8 * TOKENS
 """In the scratch of a product: the results, fp32 [TOKENS, ROWS]."""
 _ACC = SUMS + 4 * TOKENS * ROWS
-_PANEL = _ACC + _VECTOR * TOKENS * ROWS
-SCRATCH = _PANEL + PANEL_BYTES
+PANEL = _ACC + _VECTOR * TOKENS * ROWS
+"""In the scratch of a product: decoded rows."""
+SCRATCH = PANEL + PANEL_BYTES
+"""Bytes of scratch that a product needs."""
 
 _I64, _VOID = ir.IntType(64), ir.VoidType()
 
@@ -65,9 +69,7 @@ def _emit_tile(b: Any, rows: int, w: Any, pitch: Any, xs: list[Any], k: Any, acc
                 slot = slots[t * rows + r]
                 b.store(emit_fma(b, weights[r], activations, b.load(slot)), slot)
 
-    loop = cgutils.for_range_slice(
-        b, ir.Constant(_I64, 0), whole, ir.Constant(_I64, LANES), _I64
-    )
+    loop = cgutils.for_range_slice(b, ir.Constant(_I64, 0), whole, ir.Constant(_I64, LANES), _I64)
     with loop as (offset, _):
         step(offset, lambda address: emit_load(b, F32.llvm, address))
     tail = b.sub(k, whole)
@@ -102,7 +104,17 @@ def _one(b, w, pitch, xs, k0, k, acc):
 
 
 @device
-def _block(w, pitch, count, xs, tokens, k0, k, acc):
+def clear(scratch, tokens):
+    """Begin a product: set the accumulators of the tokens to zero."""
+    nothing = zero()
+    for i in range(tokens * ROWS):
+        store_f32(scratch + _ACC + _VECTOR * i, nothing)
+
+
+@device
+def accumulate(w, pitch, count, tokens, k0, k, scratch):
+    """Add rows w [count, k] times columns k0 .. k0+k-1 of the tokens at scratch + XS."""
+    xs, acc = scratch + XS, scratch + _ACC
     t = 0
     if count == ROWS:
         while t + _WIDE <= tokens:
@@ -119,6 +131,13 @@ def _block(w, pitch, count, xs, tokens, k0, k, acc):
         t += 1
 
 
+@device
+def finish(scratch, tokens):
+    """End a product: write the sums of the accumulators to scratch + SUMS."""
+    for i in range(tokens * ROWS):
+        write_f32(scratch + SUMS + 4 * i, hsum(load_f32(scratch + _ACC + _VECTOR * i)))
+
+
 def _product(weight, expert, row, count, tokens, scratch):
     """Multiply `count` rows of a weight by the tokens whose addresses are at scratch + XS.
 
@@ -130,19 +149,15 @@ def _product(weight, expert, row, count, tokens, scratch):
         tokens: 1 .. TOKENS.
         scratch: SCRATCH bytes; the results are at scratch + SUMS, fp32 [tokens, ROWS].
     """
-    pitch, columns = read_i64(weight + 8), read_i64(weight + 24)
-    xs, sums, acc = scratch + XS, scratch + SUMS, scratch + _ACC
-    nothing = zero()
-    for i in range(tokens * ROWS):
-        store_f32(acc + _VECTOR * i, nothing)
+    pitch, columns = field(weight, 1), field(weight, 3)
+    clear(scratch, tokens)
     k0 = 0
     while k0 < columns:
         k1 = min(k0 + COLUMNS, columns)
-        w = decode(weight, expert, row, count, k0, k1, scratch + _PANEL)
-        _block(w, pitch, count, xs, tokens, k0, k1 - k0, acc)
+        w = decode(weight, expert, row, count, k0, k1, scratch + PANEL)
+        accumulate(w, pitch, count, tokens, k0, k1 - k0, scratch)
         k0 = k1
-    for i in range(tokens * ROWS):
-        write_f32(sums + 4 * i, hsum(load_f32(acc + _VECTOR * i)))
+    finish(scratch, tokens)
 
 
 product = Kernel(_product)

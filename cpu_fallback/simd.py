@@ -1,112 +1,42 @@
-"""Vector types for Numba: 16 lanes of fp32 or int32, and the operations on them.
+"""Operations on 16 lanes of fp32 or int32, for Numba kernels.
 
-Numba has no vector types, so this module adds them: a type whose data model is an LLVM vector, and
-one intrinsic per operation. Kernels call these like functions and compile to single instructions.
-`memory.py` has the loads and stores, scalar and vector; `sync.py` the atomics.
+Kernels call these like functions, and each compiles to one instruction or a few. `memory` has the
+loads and stores, scalar and vector; `narrow` the small floats; `sync` the atomics.
 
 Conventions:
-    F32, I32, MASK   16 lanes of fp32, int32, bool. Every ISA sees the same 16 lanes, so the order of
-                     every fp32 sum is the same on all of them.
-    names            fp32 operations are plain (`add`, `mul`), int32 ones start with i (`iadd`),
-                     conversions end in the type they return.
-    no fast-math     every fp32 operation rounds once, in the order written. `fma` is fused except on
-                     the generic ISA.
-    scalars          Python floats are fp64 in Numba: write np.float32(0.5), never 0.5, and keep
-                     integers int64, for int64 with uint64 gives fp64.
+    F32, I32, MASK  16 lanes of fp32, int32, bool. Every ISA sees the same 16 lanes, so the order
+        of every fp32 sum is the same on all of them.
+    names  fp32 operations are plain (`add`, `mul`), int32 ones start with i (`iadd`), conversions
+        end in the type they return.
+    no fast-math  every fp32 operation rounds once, in the order written. `fma` is fused except on
+        the generic ISA.
+    scalars  Python floats are fp64 in Numba: write np.float32(0.5), never 0.5. Keep integers
+        int64: int64 with uint64 gives fp64.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
-from numba.core.datamodel import models
-from numba.extending import intrinsic, register_model
 
 from cpu_fallback.isa import CURRENT
+from cpu_fallback.vector import (
+    F32,
+    I32,
+    LANES,
+    MASK,
+    call,
+    constant,
+    f32,
+    i64,
+    op,
+    pick,
+    spread,
+)
 
-LANES = 16
-
-
-class VecT(types.Type):
-    """A vector of n elements of an LLVM type."""
-
-    def __init__(self, element: ir.Type, n: int) -> None:
-        self.llvm = ir.VectorType(element, n)
-        super().__init__(name=f"{element}x{n}")
-
-
-@register_model(VecT)
-class _VecModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, vector: VecT) -> None:
-        super().__init__(manager, vector, vector.llvm)
-
-
-_I1, _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
 _FLOAT = ir.FloatType()
-
-F32 = VecT(_FLOAT, LANES)
-I32 = VecT(_I32, LANES)
-MASK = VecT(_I1, LANES)
-BYTES = VecT(_I8, 64)
-"""64 bytes, signed or unsigned as the operation says."""
-
-f32, i32, i64, void = types.float32, types.int32, types.int64, types.void
-
-
-def op(result: Any, *params: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Make an intrinsic of a function that emits LLVM.
-
-    Args:
-        result: Numba type of the result.
-        params: Numba types of the parameters; arguments are cast to them.
-
-    Returns:
-        A decorator for a function (builder, *values) -> value.
-    """
-
-    def decorate(emit: Callable[..., Any]) -> Any:
-        def typing(context: Any, *args: Any) -> Any:
-            def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-                made = emit(builder, *values)
-                return context.get_dummy_value() if result is void else made
-
-            return result(*params), generate
-
-        typing.__name__ = emit.__name__
-        typing.__doc__ = emit.__doc__
-        typing.__signature__ = inspect.signature(emit)  # type: ignore[attr-defined]
-        return intrinsic(typing)
-
-    return decorate
-
-
-def call(builder: Any, name: str, result: ir.Type, *values: Any) -> Any:
-    """Emit a call of an LLVM intrinsic or of a C function."""
-    function = ir.FunctionType(result, [value.type for value in values])
-    return builder.call(cgutils.get_or_insert_function(builder.module, function, name), values)
-
-
-def constant(vector: VecT, values: Any) -> ir.Constant:
-    """Return a constant vector of 16 values, or of 16 times one value."""
-    n = vector.llvm.count
-    return ir.Constant(vector.llvm, list(values) if isinstance(values, (list, tuple)) else [values] * n)
-
-
-def spread(builder: Any, vector: VecT, scalar: Any) -> Any:
-    """Emit a vector with a scalar in every lane."""
-    undefined = ir.Constant(vector.llvm, ir.Undefined)
-    first = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
-    zeros = ir.Constant(ir.VectorType(_I32, vector.llvm.count), None)
-    return builder.shuffle_vector(first, undefined, zeros)
-
-
-def pick(builder: Any, vector: Any, lanes: list[int]) -> Any:
-    """Emit a shuffle: the lanes of one vector, in another order or number."""
-    mask = ir.Constant(ir.VectorType(_I32, len(lanes)), lanes)
-    return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask)
 
 
 def halve(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
@@ -114,7 +44,10 @@ def halve(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
     n = vector.type.count
     while n > 1:
         n //= 2
-        low, high = pick(builder, vector, list(range(n))), pick(builder, vector, list(range(n, 2 * n)))
+        low, high = (
+            pick(builder, vector, list(range(n))),
+            pick(builder, vector, list(range(n, 2 * n))),
+        )
         vector = combine(low, high)
     return builder.extract_element(vector, ir.Constant(_I32, 0))
 
@@ -382,8 +315,8 @@ def rint(b, x):
 def exp(b, x):
     """Return e^x within 2 units in the last place (3 on generic).
 
-    x = n ln 2 + r with |r| <= ln 2 / 2, and e^r by a polynomial of degree 6. Below -87.33, where the
-    result would be subnormal, it is 0; above 88.72 infinity; NaN stays NaN.
+    x = n ln 2 + r with |r| <= ln 2 / 2, and e^r by a polynomial of degree 6. Below -87.33, where
+    the result would be subnormal, it is 0; above 88.72 infinity; NaN stays NaN.
 
     Source: the range reduction and coefficients of Cephes `expf`.
     """
@@ -396,7 +329,13 @@ def exp(b, x):
     r = emit_fma(b, b.fneg(n), constant(F32, 0.693359375), inside)
     r = emit_fma(b, b.fneg(n), constant(F32, float.fromhex("-0x1.bd0106p-13")), r)
     p = constant(F32, float.fromhex("0x1.a0d2cep-13"))
-    for coefficient in ("0x1.6e879cp-10", "0x1.1112fap-7", "0x1.555506p-5", "0x1.555558p-3", "0x1p-1"):
+    for coefficient in (
+        "0x1.6e879cp-10",
+        "0x1.1112fap-7",
+        "0x1.555506p-5",
+        "0x1.555558p-3",
+        "0x1p-1",
+    ):
         p = emit_fma(b, p, r, constant(F32, float.fromhex(coefficient)))
     y = b.fadd(emit_fma(b, p, b.fmul(r, r), r), constant(F32, 1.0))
     # Scaled in two halves: n may be 128, and 2^128 is not a number.

@@ -20,7 +20,7 @@ from llvmlite import ir
 from llvmlite.binding import get_process_triple
 
 from cpu_fallback.jit import device
-from cpu_fallback.simd import call, i64, op, void
+from cpu_fallback.vector import call, i64, op, void
 
 M, R, SIZE, TAPE, TAPE_END, SCRATCH, SCRATCH_BYTES = range(7)
 EPOCH, STOP, ARRIVED, PASSED = 8, 16, 24, 32

@@ -4,9 +4,9 @@ A tape is an int64 array, one record per launch:
 
     [address of the kernel, 1 to meet at the barrier first, number of fields n, n fields]
 
-`lead` is what the calling thread does for a step, `serve` what a worker does until it is told to stop.
-Every thread walks the same tape, and each kernel divides its work by rank. Nothing of a model is
-compiled in: another Plan is another array.
+`lead` is what the calling thread does for a step, `serve` what a worker does until it is told to
+stop. Every thread walks the same tape, and each kernel divides its work by rank. Nothing of a
+model is compiled in: another Plan is another array.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from numba import types
 from cpu_fallback import sync
 from cpu_fallback.jit import Kernel, device
 from cpu_fallback.memory import read_i64, write_i64
-from cpu_fallback.simd import i64, op, void
 from cpu_fallback.sync import barrier, load_acquire, store_release, wait_a_little
+from cpu_fallback.vector import i64, op, void
 
 _I64 = ir.IntType(64)
 
@@ -48,8 +48,8 @@ class Launch:
 def barriers(launches: Sequence[Launch]) -> list[bool]:
     """Return, for each launch, whether the team must meet before it.
 
-    It must if the launch touches what an earlier one wrote since the last meeting, or writes what an
-    earlier one read: then a slow thread may still be at the earlier one.
+    It must if the launch touches what an earlier one wrote since the last meeting, or writes what
+    an earlier one read: then a slow thread may still be at the earlier one.
     """
     flags = []
     read: set[str] = set()

@@ -416,10 +416,10 @@ BAD: list[tuple[str, dict[str, Array], dict[str, Any], type[ModelError], str]] =
     ),
     (
         "scale dtype",
-        changed(TERNARY, p__weight_scale=array("F32", 1)),
+        changed(TERNARY, p__weight_scale=array("I32", 1)),
         config("bitnet"),
         FormatError,
-        "F32, expected BF16",
+        "I32, expected F32 or F16 or BF16",
     ),
     (
         "two scales",

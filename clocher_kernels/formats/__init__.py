@@ -104,18 +104,11 @@ FAMILIES: tuple[Family, ...] = (
         Fp8,
     ),
     Family(
-        "ternary",
-        "-1, 0, 1 times a scale (BitNet, linear_class autobitlinear)",
-        ("ternary",),
-        re.compile("ternary"),
-        Ternary,
-    ),
-    Family(
-        "ternary_inverse",
-        "-1, 0, 1 divided by a scale (BitNet, linear_class bitlinear)",
-        ("ternary_inverse",),
-        re.compile("ternary_inverse"),
-        lambda: Ternary(inverse=True),
+        "ternary{|_inverse}{|_f16|_f32}",
+        "-1, 0, 1 times a scale (BitNet, linear_class autobitlinear) or divided by it (bitlinear)",
+        ("ternary", "ternary_inverse", "ternary_f32", "ternary_inverse_f32"),
+        re.compile("ternary(_inverse)?(?:_(f16|f32))?"),
+        lambda inverse, scale: Ternary(inverse is not None, scale or "bf16"),
     ),
     Family(
         "mxfp4",

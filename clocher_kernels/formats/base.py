@@ -40,7 +40,10 @@ class Format(ABC):
     `decode`. Leading dimensions before the last two are batch dimensions (experts).
     """
 
-    name: str
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Canonical name, as `parse_format` reads it."""
 
     @abstractmethod
     def planes(self, shape: Shape) -> dict[str, Plane]:
@@ -55,7 +58,8 @@ class Format(ABC):
         """Encode fp32 values into planes.
 
         Raises:
-            ValueError: a value is not finite, where the format has no way to store it.
+            FormatError: a value cannot be stored: NaN, infinite, or beyond the largest number.
+            ShapeError: the format cannot hold this shape.
         """
 
     @abstractmethod

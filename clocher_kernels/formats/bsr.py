@@ -50,7 +50,7 @@ class Bsr(Format):
             raise FormatError(f"{self.name}: {self.nnzb} blocks; expected 0 .. 2^31 - 1")
 
     @property
-    def name(self) -> str:  # type: ignore[override]
+    def name(self) -> str:
         """Canonical name: "bsr_16x32_f32"."""
         return f"bsr_{self.block[0]}x{self.block[1]}_{self.inner}"
 

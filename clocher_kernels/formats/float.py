@@ -19,20 +19,28 @@ class Float(Format):
         data: f32, f16 or bf16 [*shape].
 
     Any shape is allowed. For f32 encode and decode return the array they were given.
+
+    Attributes:
+        dtype: "f32", "f16" or "bf16".
     """
 
-    name: str
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        """Canonical name: that of the element type."""
+        return self.dtype
 
     def planes(self, shape: Shape) -> dict[str, Plane]:
         if shape and min(shape) < 1:
             raise ShapeError(f"{self.name}: shape {list(shape)}; expected dimensions of at least 1")
-        return {"data": Plane(self.name, shape)}
+        return {"data": Plane(self.dtype, shape)}
 
     def encode(self, values: np.ndarray) -> dict[str, np.ndarray]:
-        return {"data": round_to(self.name, values, self.name)}
+        return {"data": round_to(self.name, values, self.dtype)}
 
     def decode(self, planes: Planes, shape: Shape) -> np.ndarray:
-        return to_f32(planes["data"], self.name)
+        return to_f32(planes["data"], self.dtype)
 
 
 def round_to(name: str, values: np.ndarray, dtype: str) -> np.ndarray:

@@ -41,7 +41,7 @@ class Fp8(Format):
         scaling.check_scale_dtype(self.name, self.scale_dtype)
 
     @property
-    def name(self) -> str:  # type: ignore[override]
+    def name(self) -> str:
         """Canonical name: "fp8_e4m3_row_f32", "fp8_e4m3_b128_bf16"."""
         return f"fp8_{self.code_dtype}_{self.scope}_{self.scale_dtype}"
 

@@ -48,7 +48,7 @@ class Int4(Format):
             raise FormatError(f"{self.name}: group {self.group}; expected an even number")
 
     @property
-    def name(self) -> str:  # type: ignore[override]
+    def name(self) -> str:
         """Canonical name: "int4_sym_g64_f16", "int4_asym_row_bf16"."""
         kind = "sym" if self.symmetric else "asym"
         return f"int4_{kind}_{scaling.spell(self.group)}_{self.scale_dtype}"

@@ -36,7 +36,7 @@ class Int8(Format):
             raise FormatError(f"{self.name}: group {self.group}; expected at least 1")
 
     @property
-    def name(self) -> str:  # type: ignore[override]
+    def name(self) -> str:
         """Canonical name: "int8_row_f32", "int8_g32_f16"."""
         return f"int8_{scaling.spell(self.group)}_{self.scale_dtype}"
 

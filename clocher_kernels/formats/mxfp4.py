@@ -32,7 +32,7 @@ class Mxfp4(Format):
     """
 
     @property
-    def name(self) -> str:  # type: ignore[override]
+    def name(self) -> str:
         """Canonical name: "mxfp4"."""
         return "mxfp4"
 

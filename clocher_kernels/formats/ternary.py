@@ -22,25 +22,31 @@ class Ternary(Format):
     Planes:
         codes: u8 [N/4, K], strided along N: with R = N/4, bits 2i and 2i+1 of byte [r, c] hold
             digit + 1 of row r + i*R. The code 3 is forbidden.
-        scale: bf16 [1]. The multiplier itself, or its inverse.
+        scale: bf16, f16 or f32 [1]. The multiplier itself, or its inverse.
 
     The two meanings of the scale are two formats because no byte of the planes tells them apart: a
     BitNet checkpoint says "linear_class": "autobitlinear" for the first and "bitlinear" for the
     second.
 
+    Published checkpoints store a bf16 scale, which the names leave unspelled: "ternary" has one,
+    "ternary_f32" an fp32 scale.
+
     Encoding: mean = max(mean of |value|, 1e-5), digit = clip(rint(value * (1 / mean)), -1, 1) with
-    ties to even, in fp32 as in the BitNet code; the scale is then stored as bf16.
+    ties to even, in fp32 as in the BitNet code; the scale is then rounded to its dtype.
 
     Attributes:
         inverse: the stored scale divides.
+        scale_dtype: "bf16", "f16" or "f32".
     """
 
     inverse: bool = False
+    scale_dtype: str = "bf16"
 
     @property
-    def name(self) -> str:  # type: ignore[override]
-        """Canonical name: "ternary" or "ternary_inverse"."""
-        return "ternary_inverse" if self.inverse else "ternary"
+    def name(self) -> str:
+        """Canonical name: ternary[_inverse][_f16|_f32]."""
+        suffix = "" if self.scale_dtype == "bf16" else f"_{self.scale_dtype}"
+        return f"ternary{'_inverse' if self.inverse else ''}{suffix}"
 
     def planes(self, shape: Shape) -> dict[str, Plane]:
         lead, n, k = scaling.matrix_shape(self.name, shape)
@@ -49,7 +55,7 @@ class Ternary(Format):
                 f"{self.name}: shape {list(shape)}; expected [N, K] with N a multiple of 4; "
                 "keep this tensor in another format"
             )
-        return {"codes": Plane("u8", (n // _PER_BYTE, k)), "scale": Plane("bf16", (1,))}
+        return {"codes": Plane("u8", (n // _PER_BYTE, k)), "scale": Plane(self.scale_dtype, (1,))}
 
     def encode(self, values: np.ndarray) -> dict[str, np.ndarray]:
         self.planes(values.shape)
@@ -63,7 +69,7 @@ class Ternary(Format):
         digits += 1
         rows = digits.astype(np.uint8).reshape(_PER_BYTE, -1, values.shape[1])
         codes = rows[0] | rows[1] << 2 | rows[2] << 4 | rows[3] << 6
-        scale = from_f32(np.array([inverse if self.inverse else mean]), "bf16")
+        scale = from_f32(np.array([inverse if self.inverse else mean]), self.scale_dtype)
         return {"codes": codes, "scale": scale}
 
     def decode(self, planes: Planes, shape: Shape) -> np.ndarray:
@@ -86,7 +92,7 @@ class Ternary(Format):
                 f"{self.name}: the code 3 is stored; expected 0, 1 or 2 (digit + 1); the file is "
                 "damaged or packed in another order"
             )
-        scale = float(to_f32(planes["scale"], "bf16")[0])
+        scale = float(to_f32(planes["scale"], self.scale_dtype)[0])
         if not np.isfinite(scale) or (self.inverse and scale == 0):
             raise FormatError(
                 f"{self.name}: a scale of {scale}; expected a finite number"
@@ -95,5 +101,5 @@ class Ternary(Format):
 
     def multiplier(self, planes: Planes) -> np.float32:
         """Return what a digit is multiplied by: the scale, or 1 / scale computed in fp32."""
-        scale = np.float32(to_f32(planes["scale"], "bf16")[0])
+        scale = np.float32(to_f32(planes["scale"], self.scale_dtype)[0])
         return np.float32(1) / scale if self.inverse else scale

@@ -273,12 +273,12 @@ _ATTENTION_CASES = (
 )
 _APPEND_CASES = (
     *(
-        Case(c.id, c.sizes | {"F": 2 * 20}, {"kv_dtype": kv}, {}, c.options)
+        Case(c.id, {**c.sizes, "F": 2 * 20}, {"kv_dtype": kv}, {}, c.options)
         for kv in KV_DTYPES
         for c in (_case("append", kv, 3, "decode", 2, 2, 20),)
     ),
     *(
-        Case(c.id, c.sizes | {"F": 64}, {"kv_dtype": "bf16"}, {}, c.options)
+        Case(c.id, {**c.sizes, "F": 64}, {"kv_dtype": "bf16"}, {}, c.options)
         for c in (
             _case("append-tree", "bf16", 7, "tree", 2, 2, 32),
             _case("append-chunk", "bf16", 33, "prefill", 2, 2, 32),

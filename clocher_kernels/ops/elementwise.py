@@ -23,7 +23,7 @@ def rms_norm(*, x: Array, weight: Array, y: Array, eps: float) -> None:
 
     Source: Zhang and Sennrich 2019 (arXiv 1910.07467), eq. 4.
     """
-    groups = x.reshape(len(x), -1, len(weight)).astype(np.float64)
+    groups = x.reshape(len(x), x.shape[1] // len(weight), len(weight)).astype(np.float64)
     inverse = 1.0 / np.sqrt(np.mean(groups * groups, axis=-1, keepdims=True) + eps)
     y[...] = (groups * inverse * weight).reshape(x.shape)
 
@@ -40,7 +40,7 @@ def rope(*, x: Array, positions: Array, cos: Array, sin: Array) -> None:
     Source: Su et al. 2021 (arXiv 2104.09864); pairing as in transformers' rotate_half.
     """
     half = cos.shape[1]
-    heads = x.reshape(len(x), -1, 2, half)
+    heads = x.reshape(len(x), x.shape[1] // (2 * half), 2, half)
     first, second = heads[:, :, 0].astype(np.float64), heads[:, :, 1].astype(np.float64)
     c, s = cos[positions][:, None], sin[positions][:, None]
     heads[:, :, 0] = first * c - second * s

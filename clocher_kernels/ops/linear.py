@@ -35,6 +35,7 @@ LINEAR_FORMATS = (
     "fp8_e5m2_b128_f32",
     "ternary",
     "ternary_inverse",
+    "ternary_f32",
     "mxfp4",
 )
 
@@ -176,7 +177,9 @@ def _bytes(values: Mapping[str, Value]) -> int:
 def _linear_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
     x, w = values.get("x", values.get("q")), values["w"]
     assert isinstance(x, np.ndarray) and isinstance(w, QuantTensor)
-    return Cost(_bytes(values) + 4 * x.shape[0] * w.shape[0], 2 * x.shape[0] * w.shape[0] * x.shape[1])
+    return Cost(
+        _bytes(values) + 4 * x.shape[0] * w.shape[0], 2 * x.shape[0] * w.shape[0] * x.shape[1]
+    )
 
 
 def _bsr_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
@@ -254,7 +257,7 @@ SPECS = (
         ),
         linear_i8,
         _make_linear_i8,
-        _linear_cases(("ternary", "ternary_inverse")),
+        _linear_cases(("ternary", "ternary_inverse", "ternary_f32")),
         EXACT,
         _linear_cost,
     ),
@@ -265,10 +268,20 @@ SPECS = (
         bsr_linear,
         _make_bsr,
         (
-            Case("16x32-aligned", {"M": 2, "N": 64, "K": 128}, options={"block": (16, 32), "density": 0.3}),
-            Case("16x32-tails", {"M": 1, "N": 70, "K": 100}, options={"block": (16, 32), "density": 0.5}),
+            Case(
+                "16x32-aligned",
+                {"M": 2, "N": 64, "K": 128},
+                options={"block": (16, 32), "density": 0.3},
+            ),
+            Case(
+                "16x32-tails",
+                {"M": 1, "N": 70, "K": 100},
+                options={"block": (16, 32), "density": 0.5},
+            ),
             Case("4x4-odd", {"M": 3, "N": 37, "K": 41}, options={"block": (4, 4), "density": 0.2}),
-            Case("8x8-empty", {"M": 1, "N": 24, "K": 24}, options={"block": (8, 8), "density": 0.0}),
+            Case(
+                "8x8-empty", {"M": 1, "N": 24, "K": 24}, options={"block": (8, 8), "density": 0.0}
+            ),
             Case(
                 "16x16-bf16",
                 {"M": 2, "N": 48, "K": 50},

@@ -117,7 +117,9 @@ def _make_gate_up(case: Case, rng: np.random.Generator) -> dict[str, Value]:
     values: dict[str, Value] = {
         "x": _normal(rng, m, k) * np.float32(2),
         "ids": _chosen(case, rng),
-        "w": encode(_normal(rng, e, j, k) * np.float32(3 * k**-0.5), parse_format(case.formats["w"])),
+        "w": encode(
+            _normal(rng, e, j, k) * np.float32(3 * k**-0.5), parse_format(case.formats["w"])
+        ),
     }
     if case.options.get("bias", True):
         values["bias"] = _normal(rng, e, j)
@@ -149,7 +151,9 @@ def _experts_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cos
     assert isinstance(ids, np.ndarray) and isinstance(w, QuantTensor) and isinstance(x, np.ndarray)
     experts = len(np.unique(ids))
     n, k = w.shape[1:]
-    return Cost(experts * w.nbytes // w.shape[0] + x.nbytes + 4 * ids.size * n, 2 * ids.size * n * k)
+    return Cost(
+        experts * w.nbytes // w.shape[0] + x.nbytes + 4 * ids.size * n, 2 * ids.size * n * k
+    )
 
 
 _FORMATS = ("mxfp4", "bf16", "f32", "f16", "int8_row_f32", "int4_sym_g64_bf16")

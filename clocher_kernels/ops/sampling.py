@@ -149,7 +149,13 @@ SPECS = (
                 options={"temperature": temperature, "top_k": k, "top_p": p},
             )
             for r, v in ((1, 1024), (5, 37))
-            for temperature, k, p in ((0, 0, 1), (1, 0, 1), (0.7, 20, 1), (1.3, 0, 0.9), (1, 8, 0.5))
+            for temperature, k, p in (
+                (0, 0, 1),
+                (1, 0, 1),
+                (0.7, 20, 1),
+                (1.3, 0, 0.9),
+                (1, 8, 0.5),
+            )
         ),
         EXACT,
         _sample_cost,

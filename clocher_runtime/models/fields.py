@@ -99,7 +99,9 @@ class Fields:
             raise UnsupportedModel(f"{self._where}: {name} is {value!r}; Clocher knows {listed}")
 
 
-def rope_spec(fields: Fields, theta: float, max_positions: int, default: RopeSpec | None) -> RopeSpec:
+def rope_spec(
+    fields: Fields, theta: float, max_positions: int, default: RopeSpec | None
+) -> RopeSpec:
     """Read the rotary embedding in either spelling.
 
     Old: `rope_theta` beside `rope_scaling` {"type" or "rope_type", ...}. New (transformers 5):

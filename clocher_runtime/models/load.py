@@ -123,7 +123,7 @@ def _matrix(need: Need, tensor: QuantTensor, precision: str | None, ternarize: b
     if not isinstance(tensor.format, Float):
         return tensor
     if ternarize and need.kind == "linear":
-        return encode(tensor.decode(), parse_format("ternary"))
+        return encode(tensor.decode(), parse_format("ternary_f32"))
     if precision in CASTS:
         target = CASTS[str(precision)]
         same = tensor.format.name == target
@@ -144,7 +144,7 @@ def _label(matrices: list[QuantTensor]) -> str:
 def _bytes_per_token(spec: ModelSpec, weights: Weights) -> int:
     """Return the bytes of all weights that one token reads: of the experts the active ones."""
     total = 0
-    for name, need in inventory(spec).items():
+    for name in inventory(spec):
         nbytes = weights[name].nbytes
         if name == EMBED:
             total += nbytes // spec.vocab_size

@@ -22,7 +22,7 @@ def inverse_frequencies(spec: RopeSpec, head_dim: int) -> np.ndarray:
     if spec.kind == "llama3":
         return _llama3(spec, plain, stretched)
     keep = 1 - _yarn_ramp(spec, head_dim)
-    return (stretched * (1 - keep) + plain * keep).astype(np.float32)
+    return np.asarray(stretched * (1 - keep) + plain * keep, np.float32)
 
 
 def rope_tables(spec: RopeSpec, head_dim: int, positions: int) -> tuple[np.ndarray, np.ndarray]:
@@ -60,4 +60,4 @@ def _yarn_ramp(spec: RopeSpec, head_dim: int) -> np.ndarray:
     if low == high:
         high += 0.001  # as transformers does, to avoid dividing by zero
     ramp = (np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low)
-    return np.clip(ramp, 0, 1)
+    return np.asarray(np.clip(ramp, 0, 1))

@@ -63,18 +63,18 @@ class Checkpoint:
         """Return a tensor whose planes are aligned to their element type.
 
         They are read-only views of the mapped file, except where a safetensors file puts a tensor
-        at an odd place; then they are copies.
+        at an odd place or transposes it; then they are copies.
 
         Codes that the format forbids are looked for in tensors of at most 64 MiB, in the scales of
         MXFP4 whatever their size, and everywhere with `verify`. Such a code would give a wrong
-        number, never a fault.
+        number, never a fault: no container carries the index arrays of block-sparse rows.
 
         Raises:
             ModelError: there is no such tensor.
             FormatError: a stored code is one that the format forbids.
         """
         stored = self._stored(name)
-        planes = {key: np.require(plane, requirements="A") for key, plane in stored.planes.items()}
+        planes = {key: np.require(plane, requirements="CA") for key, plane in stored.planes.items()}
         tensor = QuantTensor(stored.shape, stored.format, planes)
         if verify or tensor.nbytes <= CHECK_LIMIT_BYTES or tensor.format.name == "mxfp4":
             try:

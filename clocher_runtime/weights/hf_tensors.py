@@ -34,6 +34,10 @@ Settings = Mapping[str, Any]
 
 _FLOATS = ("F32", "F16", "BF16")
 
+# transformers multiplies float experts from the right and stores them [E, K, N]; here, and in MXFP4
+# checkpoints, they are [E, N, K].
+_TRANSPOSED = (".experts.gate_up_proj", ".experts.down_proj")
+
 
 def logical_tensors(arrays: Mapping[str, StoredArray], settings: Settings | None) -> Tensors:
     """Return the logical tensors of a checkpoint.
@@ -65,7 +69,10 @@ def logical_tensors(arrays: Mapping[str, StoredArray], settings: Settings | None
                 f"quantization_config: {', '.join(_FLOATS)}"
             )
         fmt = Float(DTYPES[stored.dtype])
-        tensors[name] = stored_tensor(stored.array.shape, fmt, {"data": stored.array}, stored.where)
+        array = stored.array
+        if array.ndim == 3 and name.endswith(_TRANSPOSED):
+            array = array.transpose(0, 2, 1)
+        tensors[name] = stored_tensor(array.shape, fmt, {"data": array}, stored.where)
     return tensors
 
 
@@ -98,13 +105,14 @@ def _bitnet(rest: Arrays, settings: Settings) -> Tensors:
             raise FormatError(f"{odd.where}: packed, but quantization_mode is online")
         return {}
     tensors: Tensors = {}
-    fmt = Ternary(inverse=linear_class == "bitlinear")
+    inverse = linear_class == "bitlinear"
     for name in packed:
-        codes, scale = _pair(rest, name, f"{name}_scale", ("U8", "BF16"))
+        codes, scale = _pair(rest, name, f"{name}_scale", ("U8", *_FLOATS))
         if codes.array.ndim != 2:
             raise FormatError(f"{codes.where}: {codes.array.ndim} dimensions, expected 2")
         rows, columns = codes.array.shape
         planes = {"codes": codes.array, "scale": scale.array}
+        fmt = Ternary(inverse, DTYPES[scale.dtype])
         tensors[name] = stored_tensor((4 * rows, columns), fmt, planes, codes.where)
     if alone := [name for name in scales if name in rest]:
         raise FormatError(f"{rest[alone[0]].where}: no packed weight belongs to this scale")
@@ -133,16 +141,22 @@ _METHODS: dict[str, Callable[[Arrays, Settings], Tensors]] = {
 
 
 def _pair(
-    rest: Arrays, name: str, scale: str, dtypes: tuple[str, str]
+    rest: Arrays, name: str, scale: str, dtypes: tuple[str, ...]
 ) -> tuple[StoredArray, StoredArray]:
-    """Take a packed array and its scales out of the rest."""
+    """Take a packed array and its scales out of the rest.
+
+    Args:
+        dtypes: that of the packed array, then those that its scales may have.
+    """
     codes = rest.pop(name)
     if scale not in rest:
         raise FormatError(f"{codes.where}: packed, but {scale!r} is missing")
     scales = rest.pop(scale)
-    for stored, dtype in zip((codes, scales), dtypes, strict=True):
-        if stored.dtype != dtype:
-            raise FormatError(f"{stored.where}: dtype {stored.dtype}, expected {dtype}")
+    for stored, expected in ((codes, dtypes[:1]), (scales, dtypes[1:])):
+        if stored.dtype not in expected:
+            raise FormatError(
+                f"{stored.where}: dtype {stored.dtype}, expected {' or '.join(expected)}"
+            )
     return codes, scales
 
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
-
 from clocher_runtime.models.fields import Fields, rope_spec
 
 LAYER_TYPES = ("sliding_attention", "full_attention")

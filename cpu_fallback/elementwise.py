@@ -1,0 +1,260 @@
+"""Norms, rotary embedding, gated activations, row gathers, and the router of a mixture of experts."""
+
+import numpy as np
+
+from clocher_kernels.errors import ShapeError, UnsupportedOp
+from cpu_fallback.bind import BoundCall, bits, counted, share
+from cpu_fallback.jit import device, kernel
+from cpu_fallback.linear import copy_f32
+from cpu_fallback.memory import (
+    field,
+    field_f32,
+    load_f32,
+    load_f32_n,
+    read_f32,
+    read_i32,
+    store_f32,
+    store_f32_n,
+    write_f32,
+    write_i32,
+)
+from cpu_fallback.simd import (
+    add,
+    div,
+    exp,
+    fma,
+    hsum,
+    lane,
+    maximum,
+    mul,
+    neg,
+    splat,
+    sqrt,
+    sub,
+    zero,
+)
+from cpu_fallback.tape import Launch
+
+
+@device
+def _square_sum(x, d):
+    """Sum squares: four accumulators of 16 lanes in turn, then a fixed tree."""
+    a, b, c, e = zero(), zero(), zero(), zero()
+    for i in range(0, d - 63, 64):
+        p, q = load_f32(x + 4 * i), load_f32(x + 4 * i + 64)
+        r, s = load_f32(x + 4 * i + 128), load_f32(x + 4 * i + 192)
+        a, b, c, e = fma(p, p, a), fma(q, q, b), fma(r, r, c), fma(s, s, e)
+    i = d & -64
+    while i + 16 <= d:
+        p = load_f32(x + 4 * i)
+        a = fma(p, p, a)
+        i += 16
+    if i < d:
+        p = load_f32_n(x + 4 * i, d - i)
+        b = fma(p, p, b)
+    return hsum(add(add(a, b), add(c, e)))
+
+
+@kernel
+def rms_norm(rec, ctl, rank, size, scratch):
+    """Normalise groups of D values; each thread has a range of groups.
+
+    Fields: M, groups per token, D, x, weight, y, eps.
+    """
+    groups, d = counted(ctl, field(rec, 0)) * field(rec, 1), field(rec, 2)
+    weight = field(rec, 4)
+    first, last = share(groups, rank, size)
+    for group in range(first, last):
+        x, y = field(rec, 3) + 4 * group * d, field(rec, 5) + 4 * group * d
+        mean = _square_sum(x, d) / np.float32(d) + field_f32(rec, 6)
+        inverse = div(splat(np.float32(1)), sqrt(splat(mean)))
+        for i in range(0, d - 15, 16):
+            normal = mul(load_f32(x + 4 * i), inverse)
+            store_f32(y + 4 * i, mul(normal, load_f32(weight + 4 * i)))
+        i = d & -16
+        if i < d:
+            normal = mul(load_f32_n(x + 4 * i, d - i), inverse)
+            store_f32_n(y + 4 * i, mul(normal, load_f32_n(weight + 4 * i, d - i)), d - i)
+
+
+@kernel
+def rope(rec, ctl, rank, size, scratch):
+    """Rotate the halves of heads in place; each thread has a range of (token, head).
+
+    Fields: M, heads, half a head P, x, positions, cos, sin.
+    """
+    heads, half = field(rec, 1), field(rec, 2)
+    first, last = share(counted(ctl, field(rec, 0)) * heads, rank, size)
+    for unit in range(first, last):
+        position = read_i32(field(rec, 4) + 4 * (unit // heads))
+        cos, sin = field(rec, 5) + 4 * position * half, field(rec, 6) + 4 * position * half
+        low = field(rec, 3) + 8 * unit * half
+        high = low + 4 * half
+        for i in range(0, half - 15, 16):
+            x, y = load_f32(low + 4 * i), load_f32(high + 4 * i)
+            c, s = load_f32(cos + 4 * i), load_f32(sin + 4 * i)
+            store_f32(low + 4 * i, fma(x, c, neg(mul(y, s))))
+            store_f32(high + 4 * i, fma(y, c, mul(x, s)))
+        i = half & -16
+        n = half - i
+        if n:
+            x, y = load_f32_n(low + 4 * i, n), load_f32_n(high + 4 * i, n)
+            c, s = load_f32_n(cos + 4 * i, n), load_f32_n(sin + 4 * i, n)
+            store_f32_n(low + 4 * i, fma(x, c, neg(mul(y, s))), n)
+            store_f32_n(high + 4 * i, fma(y, c, mul(x, s)), n)
+
+
+@device
+def _silu(x):
+    return div(x, add(splat(np.float32(1)), exp(neg(x))))
+
+
+@device
+def _relu2(x):
+    positive = maximum(zero(), x)
+    return mul(positive, positive)
+
+
+@device
+def _gated(rec, ctl, rank, size, act):
+    """Compute y = act(gate) * up over all values at once. Fields: M, I, gate, up, y."""
+    total = counted(ctl, field(rec, 0)) * field(rec, 1)
+    gate, up, y = field(rec, 2), field(rec, 3), field(rec, 4)
+    first, last = share((total + 15) // 16, rank, size)
+    for unit in range(first, last):
+        i, n = 64 * unit, total - 16 * unit
+        if n >= 16:
+            store_f32(y + i, mul(act(load_f32(gate + i)), load_f32(up + i)))
+        else:
+            store_f32_n(y + i, mul(act(load_f32_n(gate + i, n)), load_f32_n(up + i, n)), n)
+
+
+@kernel
+def silu(rec, ctl, rank, size, scratch):
+    """Compute y = gate / (1 + e^-gate) * up; below a gate of -88.72 that is 0."""
+    _gated(rec, ctl, rank, size, _silu)
+
+
+@kernel
+def relu2(rec, ctl, rank, size, scratch):
+    """Compute y = max(gate, 0)^2 * up."""
+    _gated(rec, ctl, rank, size, _relu2)
+
+
+@kernel
+def gather_rows(rec, ctl, rank, size, scratch):
+    """Copy rows; each thread has a range of them.
+
+    Fields: R, K, x, rows, y.
+    """
+    k = field(rec, 1)
+    first, last = share(counted(ctl, field(rec, 0)), rank, size)
+    for r in range(first, last):
+        row = read_i32(field(rec, 3) + 4 * r)
+        copy_f32(field(rec, 2) + 4 * row * k, field(rec, 4) + 4 * r * k, k)
+
+
+@device
+def _next_largest(x, count, value, index):
+    """Return the index of the largest value that ranks after (value, index), 0 if there is none.
+
+    Equal values rank by ascending index.
+    """
+    best, found = np.float32(0), 0
+    any_yet = False
+    for i in range(count):
+        v = read_f32(x + 4 * i)
+        after = v < value or (v == value and i > index)
+        if after and (v > best or not any_yet):
+            best, found, any_yet = v, i, True
+    return found
+
+
+@kernel
+def topk_softmax(rec, ctl, rank, size, scratch):
+    """Choose the A largest of E logits and softmax over them; each thread has a range of tokens.
+
+    Logits that are NaN are not chosen; if too few others are left, expert 0 is chosen again.
+
+    Fields: M, E, A, logits, ids, weights.
+    """
+    e, a = field(rec, 1), field(rec, 2)
+    first, last = share(counted(ctl, field(rec, 0)), rank, size)
+    for t in range(first, last):
+        logits, ids = field(rec, 3) + 4 * t * e, field(rec, 4) + 4 * t * a
+        weights = field(rec, 5) + 4 * t * a
+        value, index = np.float32(np.inf), -1
+        top, total = np.float32(0), np.float32(0)
+        for i in range(a):
+            index = _next_largest(logits, e, value, index)
+            value = read_f32(logits + 4 * index)
+            if i == 0:
+                top = value
+            weight = lane(exp(sub(splat(value), splat(top))), 0)
+            total += weight
+            write_i32(ids + 4 * i, index)
+            write_f32(weights + 4 * i, weight)
+        for i in range(a):
+            write_f32(weights + 4 * i, read_f32(weights + 4 * i) / total)
+
+
+def parts(call: BoundCall, param: str, width: int) -> int:
+    """Return how many vectors of `width` values make up a row of a buffer.
+
+    Raises:
+        ShapeError: the row is not a whole number of them.
+    """
+    row = call.array(param).shape[1]
+    if row % width:
+        raise ShapeError(
+            f"{call.spec.name}: a row of {param!r} has {row} values, not a multiple of {width}"
+        )
+    return row // width
+
+
+def _addresses(call: BoundCall, *params: str) -> list[int]:
+    return [call.address(param) for param in params]
+
+
+def _rms_norm(call: BoundCall) -> list[Launch]:
+    d = call.dim("D")
+    arrays = _addresses(call, "x", "weight", "y")
+    fields = [call.count("x"), parts(call, "x", d), d, *arrays, bits(float(call.attr("eps")))]
+    return [call.launch(rms_norm, fields)]
+
+
+def _rope(call: BoundCall) -> list[Launch]:
+    half = call.dim("P")
+    arrays = _addresses(call, "x", "positions", "cos", "sin")
+    return [call.launch(rope, [call.count("x"), parts(call, "x", 2 * half), half, *arrays])]
+
+
+def _glu(call: BoundCall) -> list[Launch]:
+    acts = {"silu": silu, "relu2": relu2}
+    act = str(call.attr("act"))
+    if act not in acts:
+        raise UnsupportedOp(f"glu: no CPU kernel for act={act!r}; there are {', '.join(acts)}")
+    arrays = _addresses(call, "gate", "up", "y")
+    return [call.launch(acts[act], [call.count("gate"), call.dim("I"), *arrays])]
+
+
+def _gather_rows(call: BoundCall) -> list[Launch]:
+    arrays = _addresses(call, "x", "rows", "y")
+    return [call.launch(gather_rows, [call.count("rows"), call.dim("K"), *arrays])]
+
+
+def _topk_softmax(call: BoundCall) -> list[Launch]:
+    e, a = call.dim("E"), call.dim("A")
+    if a > e:
+        raise ShapeError(f"topk_softmax: {a} experts of {e} are to be chosen")
+    arrays = _addresses(call, "logits", "ids", "weights")
+    return [call.launch(topk_softmax, [call.count("logits"), e, a, *arrays])]
+
+
+LOWER = {
+    "rms_norm": _rms_norm,
+    "rope": _rope,
+    "glu": _glu,
+    "gather_rows": _gather_rows,
+    "topk_softmax": _topk_softmax,
+}

@@ -1,0 +1,217 @@
+"""The table of settings: what each flag and variable takes, who wins, and what is ignored aloud."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from clocher_kernels.errors import UsageError
+from clocher_runtime.config import RunConfig
+from clocher_runtime.env import resolve
+from clocher_runtime.settings import ALL, HINTS, SETTINGS
+
+ROOT = Path(__file__).parent.parent
+
+# What the original documents name, with a value that each takes and one that it refuses.
+SEED_VARIABLES = {
+    "THREADS": ("12", "all"),
+    "BATCH": ("4", "0"),
+    "PROMPTS": ("prompts_10..txt", None),
+    "ROUNDS": ("3", "-1"),
+    "MODEL_DIR": ("models/gpt-oss-20b", None),
+    "MAX_NEW": ("128", "1e3"),
+    "WARMUP_TOKENS": ("0", "x"),
+    "PREFETCH": ("256", "maybe"),
+    "PRETRANSPOSE": ("all", "yes"),
+    "IE_PRECISION": ("int4w", "int5"),
+    "PRECISION": ("fp32", "double"),
+    "IE_ACT_PREC": ("fp8", "e4m3"),
+    "IE_REQUIRE_MODEL": ("1", "true"),
+    "IE_BYTES_PER_TOKEN": ("64000000", "64M"),
+    "IE_STRIDE_BYTES": ("256", "0"),
+    "IE_VERIFY_TOUCH": ("1", "2"),
+    "AFFINITY": ("compact", "tight"),
+    "IE_TP_USE_AFFINITY": ("1", "yes"),
+    "NUMA_POLICY": ("socket:1", "socket:x"),
+    "IE_HOT_REPLICATE": ("1", "on"),
+    "IE_HOT_REPL_LIMIT_MB": ("512", "-1"),
+    "IE_DEDUP": ("1", "y"),
+    "IE_DEDUP_STRICT": ("1", "y"),
+    "IE_DEDUP_POLICY": ("cache", "always"),
+    "IE_DEDUP_CACHE_MB": ("64", "1.5"),
+    "IE_DEDUP_HOT_BYTES": ("1024", "1k"),
+    "IE_DEDUP_HOT_LIST": ("a,b", None),
+    "IE_PREFETCH_DISTANCE": ("auto", "far"),
+    "IE_NT_LOADS": ("1", "2"),
+    "IE_NT_RATIO": ("50", "101"),
+    "IE_NT_THRESHOLD_RATIO": ("1.5", "nan"),
+    "IE_L3_BYTES": ("1000000", "1_000"),
+    "IE_STREAM_BLOCK_BYTES": ("4096", "4 KiB"),
+    "IE_REUSE_GUARD_WINDOWS": ("2", "two"),
+    "CLOCHER_ISA": ("avx2", "sse2"),
+}
+SEED_FLAGS = [
+    "--device",
+    "--model-dir",
+    "--model-json",
+    "--model-bin",
+    "--pretranspose",
+    "--prefetch",
+    "--warmup",
+    "--rounds",
+    "--prompts-file",
+    "--aggregate",
+    "--threads",
+    "--precision",
+    "--batch",
+    "--max-new",
+    "--prompt",
+    "--prompt-ids",
+    "--temperature",
+    "--top-k",
+    "--top-p",
+    "--seed",
+    "--ignore-eos",
+    "--stub",
+    "--kv-dtype",
+    "--context",
+]
+
+
+def doc_row(name: str) -> str:
+    """Return the row of docs/cli.md that describes a setting."""
+    setting = ALL[name]
+    default = RunConfig.__dataclass_fields__[name].default if name in SETTINGS else None
+    shown = f"{default:g}" if isinstance(default, float) else f"{default}"
+    if default is None or default is False:
+        shown = ""
+    takes = "no value" if setting.flag and setting.takes.metavar == "0|1" else setting.takes.takes
+    flag = f"`{setting.flag}`" if setting.flag else ""
+    variables = ", ".join(f"`{v}`" for v in setting.env)
+    return f"| {flag} | {variables} | {takes} | {shown} | {setting.help} |"
+
+
+def test_every_variable_and_flag_of_the_original_documents_is_in_the_table():
+    assert {v for s in ALL.values() for v in s.env} == set(SEED_VARIABLES)
+    assert {s.flag for s in ALL.values() if s.flag} == set(SEED_FLAGS)
+
+
+def test_the_table_describes_exactly_the_fields_of_the_config():
+    fields = {f.name for f in dataclasses.fields(RunConfig)}
+    assert fields - {"given", "hints_ignored"} == set(SETTINGS)
+    assert not set(SETTINGS) & set(HINTS)
+
+
+@pytest.mark.parametrize("variable", SEED_VARIABLES)
+def test_variable_is_parsed_strictly(variable):
+    good, bad = SEED_VARIABLES[variable]
+    resolve({}, {variable: good})
+    if bad is not None:
+        with pytest.raises(UsageError) as error:
+            resolve({}, {variable: bad})
+        message = str(error.value)
+        name = next(n for n, s in ALL.items() if variable in s.env)
+        assert message == f"{variable}: got {bad!r}, expected {ALL[name].takes.takes}"
+
+
+@pytest.mark.parametrize("flag", SEED_FLAGS)
+def test_flag_error_names_the_flag(flag):
+    name = next(n for n, s in ALL.items() if s.flag == flag)
+    bad = {"--prompt": "\udcff", "--model-dir": "", "--model-json": "", "--model-bin": ""}
+    bad["--prompts-file"] = ""
+    with pytest.raises(UsageError, match=f"^{flag}: got "):
+        resolve({name: bad.get(flag, "?")}, {})
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "field", "expected"),
+    [
+        ({}, {}, "max_new", 64),
+        ({}, {"MAX_NEW": "7"}, "max_new", 7),
+        ({"max_new": "9"}, {"MAX_NEW": "7"}, "max_new", 9),
+        ({"threads": "4"}, {"THREADS": "all"}, "threads", 4),
+        ({}, {"THREADS": ""}, "threads", None),
+        ({}, {"MODEL_DIR": "a b"}, "model_dir", Path("a b")),
+        ({"prompt_ids": "1, 2,3"}, {}, "prompt_ids", (1, 2, 3)),
+        ({"temperature": ".7"}, {}, "temperature", 0.7),
+        ({"seed": str(2**64 - 1)}, {}, "seed", 2**64 - 1),
+        ({"stub": "1"}, {}, "stub", True),
+    ],
+    ids=lambda value: str(value),
+)
+def test_flag_beats_variable_beats_default(flags, environ, field, expected):
+    assert getattr(resolve(flags, environ), field) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "precision", "ignored"),
+    [
+        ({}, {"PRECISION": "bf16"}, "bf16", ()),
+        ({}, {"PRECISION": "int4"}, "int4", ()),
+        ({}, {"IE_PRECISION": "int4w", "PRECISION": "fp32"}, "int4w", ()),
+        ({}, {"IE_PRECISION": "int4w", "PRECISION": "int4w"}, "int4w", ()),
+        ({}, {"IE_PRECISION": "int4w", "PRECISION": "bf16"}, "int4w", ("PRECISION=bf16",)),
+        ({}, {"IE_PRECISION": "fp16", "PRECISION": "int8w"}, "fp16", ("PRECISION=int8w",)),
+        ({"precision": "int8w"}, {"IE_PRECISION": "int4w", "PRECISION": "bf16"}, "int8w", ()),
+    ],
+    ids=lambda value: str(value),
+)
+def test_weight_label_wins_over_the_float_hint(flags, environ, precision, ignored):
+    config = resolve(flags, environ)
+    assert config.precision == precision
+    assert config.hints_ignored == ignored
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_hint_is_listed_unless_it_asks_for_what_happens_anyway(name):
+    variable = HINTS[name].env[0]
+    value = SEED_VARIABLES[variable][0]
+    listed = () if value in HINTS[name].idle else (f"{variable}={value}",)
+    assert resolve({}, {variable: value}).hints_ignored == listed
+    for idle in HINTS[name].idle:
+        assert resolve({}, {variable: idle}).hints_ignored == ()
+
+
+def test_hint_given_by_flag_is_listed_under_its_flag():
+    config = resolve({"pretranspose": "all", "prefetch": "off"}, {"PREFETCH": "on"})
+    assert config.hints_ignored == ("--pretranspose=all",)
+
+
+def test_two_prompt_flags_exclude_each_other():
+    with pytest.raises(UsageError, match="--prompt and --prompt-ids exclude each other"):
+        resolve({"prompt": "a", "prompt_ids": "1"}, {})
+
+
+def test_prompt_flag_beats_the_prompts_variable():
+    config = resolve({"prompt": "a"}, {"PROMPTS": "file.txt"})
+    assert config.prompt == "a"
+    assert config.prompts_file is None
+    assert "prompts_file" not in config.given
+
+
+def test_stub_contradicts_a_model():
+    with pytest.raises(UsageError, match="--stub and --model-dir"):
+        resolve({"stub": "1", "model_dir": "x"}, {})
+    with pytest.raises(UsageError, match="IE_REQUIRE_MODEL"):
+        resolve({"stub": "1"}, {"IE_REQUIRE_MODEL": "1"})
+    assert resolve({"stub": "1"}, {"MODEL_DIR": "x"}).model_dir is None
+
+
+def test_given_tells_where_a_value_came_from():
+    config = resolve({"threads": "2"}, {"THREADS": "3", "IE_ACT_PREC": "fp8"})
+    assert {name: str(given) for name, given in config.given.items()} == {
+        "threads": "--threads=2",
+        "act_prec": "IE_ACT_PREC=fp8",
+    }
+
+
+def test_long_value_is_cut_in_the_message():
+    with pytest.raises(UsageError) as error:
+        resolve({}, {"THREADS": "9" * 5000})
+    assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_document_has_the_row_of_every_setting(name):
+    lines = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8").splitlines()
+    assert doc_row(name) in lines

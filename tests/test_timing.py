@@ -1,0 +1,82 @@
+"""The strict window: what it counts, what it refuses."""
+
+import pytest
+
+from clocher_kernels import guards
+from clocher_kernels.errors import WindowError
+from clocher_runtime.timing import Span, TimedWindow
+
+
+class Clock:
+    """A clock that advances only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1_000
+
+    def __call__(self) -> int:
+        return self.now
+
+
+def test_spans_and_total_hold_only_the_time_inside():
+    clock = Clock()
+    window = TimedWindow("generate", clock)
+    with window.span("prefill", 5):
+        clock.now += 70
+    clock.now += 1_000_000  # the consumer writes text
+    with window.span("decode", 1):
+        clock.now += 30
+    assert window.spans == [Span("prefill", 5, 70), Span("decode", 1, 30)]
+    assert window.total_ns == 100
+
+
+def test_compiling_and_reading_refuse_inside_and_work_outside():
+    window = TimedWindow("generate")
+    with (
+        window.span("decode", 1),
+        pytest.raises(WindowError, match=r"refused to read a file.*'generate'"),
+    ):
+        guards.refuse_in_window("read a file")
+    guards.refuse_in_window("read a file")
+
+
+def test_spans_never_nest():
+    window, other = TimedWindow("generate"), TimedWindow("inner")
+    with (
+        window.span("decode", 1),
+        pytest.raises(WindowError, match=r"'inner' opened inside 'generate'"),
+        other.span("decode", 1),
+    ):
+        pytest.fail("a span opened inside a span")
+    assert other.spans == []
+
+
+def test_step_that_raises_leaves_no_span_and_no_open_window():
+    window = TimedWindow("generate", Clock())
+    with pytest.raises(ZeroDivisionError), window.span("decode", 1):
+        raise ZeroDivisionError
+    assert window.spans == []
+    assert window.total_ns == 0
+    with window.span("decode", 1):
+        pass
+    assert len(window.spans) == 1
+
+
+def test_device_is_synchronised_inside_the_span_at_both_ends():
+    clock = Clock()
+    pending = [50]  # work queued before the span, which must not count
+
+    def synchronize() -> None:
+        clock.now += sum(pending)
+        pending.clear()
+
+    window = TimedWindow("generate", clock, synchronize)
+    with window.span("decode", 1):
+        pending.append(7)  # queued by the step: it must count although nobody waits for it
+    assert window.spans == [Span("decode", 1, 7)]
+
+
+def test_default_clock_advances():
+    window = TimedWindow("generate")
+    with window.span("decode", 1):
+        sum(range(1000))
+    assert window.total_ns > 0

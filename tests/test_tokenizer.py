@@ -1,0 +1,294 @@
+"""Text to ids and back, streams that never show half a character, templates that cannot escape."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, processors
+
+from clocher_kernels.errors import FormatError, ModelNotFound, UsageError
+from clocher_runtime.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate
+from clocher_runtime.model_choice import embedded_model
+from clocher_runtime.tokenizer import Tokenizer
+
+MODEL = embedded_model()
+CONFIG = json.loads((MODEL / "tokenizer_config.json").read_text(encoding="utf-8"))
+VALID = (Path(__file__).parent / "data" / "valid.txt").read_text(encoding="utf-8")[:20_000]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(MODEL / "tokenizer.json", CONFIG)
+
+
+def test_equals_transformers(tokenizer):
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(MODEL)
+    messages = [{"role": "system", "content": "é€😀"}, {"role": "user", "content": "a\n b"}]
+    for text in (VALID, "", "é€😀\r\n\t\0", "<|start|>x<|end|>", " " * 50):
+        ids = tokenizer.encode(text)
+        assert ids == theirs.encode(text)
+        assert tokenizer.decode(ids) == theirs.decode(ids) == text
+        skipped = theirs.decode(ids, skip_special_tokens=True)
+        assert tokenizer.decode(ids, skip_special=True) == skipped
+    assert tokenizer.vocab_size == len(theirs)
+    for prompt in (True, False):
+        expected = theirs.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=prompt
+        )
+        got = tokenizer.apply_chat_template(messages, add_generation_prompt=prompt)
+        assert got == expected
+
+
+def byte_ids(tokenizer):
+    """The ids of the 256 single bytes: any byte string is a sequence of them."""
+    alphabet = RawTokenizer.from_file(str(MODEL / "tokenizer.json")).get_vocab()
+    return [i for token, i in alphabet.items() if len(token) == 1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 4095), max_size=40))
+def test_pieces_joined_are_the_text_of_random_ids(tokenizer, ids):
+    stream = tokenizer.stream()
+    pieces = [stream.push(i) for i in ids] + [stream.flush()]
+    assert "".join(pieces) == tokenizer.decode(ids)
+
+
+def test_pieces_joined_are_the_text_of_random_bytes(tokenizer):
+    singles = byte_ids(tokenizer)
+    draw = random.Random(0)
+    for _ in range(200):
+        ids = draw.choices(singles, k=draw.randrange(12))
+        stream = tokenizer.stream()
+        pieces = [stream.push(i) for i in ids] + [stream.flush()]
+        assert "".join(pieces) == tokenizer.decode(ids)
+
+
+def test_stream_never_shows_half_a_character(tokenizer):
+    text = "naïve 😀 € end"
+    stream = tokenizer.stream()
+    pieces = [stream.push(i) for i in tokenizer.encode(text)]
+    assert "".join(pieces) == text
+    assert stream.flush() == ""
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+
+
+def test_stream_shows_an_unfinished_character_at_the_end(tokenizer):
+    ids = tokenizer.encode("😀")
+    stream = tokenizer.stream()
+    assert [stream.push(i) for i in ids[:-1]] == [""] * (len(ids) - 1)
+    assert stream.flush() == "\N{REPLACEMENT CHARACTER}"
+    assert stream.flush() == ""
+
+
+def metaspace_tokenizer(path, template=None):
+    """A SentencePiece-like tokenizer: its decoder drops the space before the first word."""
+    raw = RawTokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "▁a": 2, "▁b": 3, "?": 4}, "?"))
+    raw.decoder = decoders.Metaspace()
+    if template is not None:
+        raw.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=[("<s>", 0), ("</s>", 1)]
+        )
+    raw.save(str(path))
+    return path
+
+
+def test_stream_keeps_the_space_between_words(tmp_path):
+    tokenizer = Tokenizer(metaspace_tokenizer(tmp_path / "tokenizer.json"), {})
+    stream = tokenizer.stream()
+    assert [stream.push(i) for i in (2, 3, 2)] == ["a", " b", " a"]
+    assert tokenizer.decode([2, 3, 2]) == "a b a"
+
+
+BOS_EOS = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}}
+
+
+@pytest.mark.parametrize(
+    ("template", "config", "ids"),
+    [
+        (None, {}, [2]),
+        (None, BOS_EOS, [2]),
+        ("<s> $A", {}, [0, 2]),
+        ("<s> $A", BOS_EOS | {"add_bos_token": False}, [2]),
+        (None, BOS_EOS | {"add_bos_token": True}, [0, 2]),
+        ("<s> $A", BOS_EOS | {"add_bos_token": True}, [0, 2]),
+        ("<s> $A", BOS_EOS | {"add_eos_token": True}, [2, 1]),
+        (None, {"add_bos_token": True}, [2]),
+    ],
+    ids=[
+        "nothing",
+        "tokens-known",
+        "by-file",
+        "config-says-no",
+        "config-says-yes",
+        "not-twice",
+        "config-says-eos",
+        "no-such-token",
+    ],
+)
+def test_configuration_decides_what_surrounds_a_text(tmp_path, template, config, ids):
+    tokenizer = Tokenizer(metaspace_tokenizer(tmp_path / "tokenizer.json", template), config)
+    assert tokenizer.encode("▁a") == ids
+    assert tokenizer.encode("▁a", special=False) == [2]
+
+
+def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
+    raw = RawTokenizer.from_file(str(MODEL / "tokenizer.json"))
+    raw.enable_truncation(3)
+    raw.enable_padding(length=10)
+    raw.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json", CONFIG)
+    assert len(tokenizer.encode("a" * 2)) < 10
+    assert len(tokenizer.encode("one two three four five six")) > 3
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"{}", b"[]", b"\xff\xfe", b'{"model": {"type": "BPE"}}', b"[" * 100_000],
+    ids=["empty", "cut", "object", "list", "not-utf8", "partial", "deep"],
+)
+def test_bad_file_is_a_format_error(tmp_path, content):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    with pytest.raises(FormatError, match=r"tokenizer\.json: not a tokenizer"):
+        Tokenizer(path, {})
+
+
+def test_damaged_files_are_refused_or_load_but_never_crash(tmp_path):
+    whole = metaspace_tokenizer(tmp_path / "whole.json", "<s> $A").read_bytes()
+    path = tmp_path / "tokenizer.json"
+    draw = random.Random(0)
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(draw.randrange(1, 4)):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        path.write_bytes(data)
+        try:
+            Tokenizer(path, BOS_EOS)
+        except FormatError:
+            continue
+
+
+def test_missing_file_is_not_found(tmp_path):
+    with pytest.raises(ModelNotFound):
+        Tokenizer(tmp_path / "tokenizer.json", {})
+
+
+def test_special_token_of_a_wrong_type_is_a_format_error():
+    with pytest.raises(FormatError, match="bos_token is 7"):
+        Tokenizer(MODEL / "tokenizer.json", {"bos_token": 7})
+
+
+def test_text_that_is_not_unicode_is_a_usage_error(tokenizer):
+    with pytest.raises(UsageError, match="not valid Unicode"):
+        tokenizer.encode("\udcff")
+
+
+def test_model_without_a_template_says_so():
+    with pytest.raises(UsageError, match="no chat template"):
+        Tokenizer(MODEL / "tokenizer.json", {}).apply_chat_template([])
+
+
+MESSAGES = [{"role": "user", "content": "é"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{% for m in messages %}\n{{ m.role }}\n{% endfor %}\n", "user\nassistant\n"),
+        ("    {% if true %}x{% endif %}", "x"),
+        ("{% for m in messages %}{% break %}{% endfor %}ok", "ok"),
+        ("{{ messages | tojson }}", json.dumps(MESSAGES, ensure_ascii=False)),
+        ("{{ '<&>' | tojson(indent=2) }}", '"<&>"'),
+        ("{{ strftime_now('%Y') | length }}", "4"),
+        ("{% set ns = namespace(n=1) %}{% set ns.n = ns.n + 1 %}{{ ns.n * 3 % 4 ** 2 }}", "6"),
+        ("{{ messages | selectattr('role', 'equalto', 'user') | list | length }}", "1"),
+        ("{{ bos_token }}{{ 'a,b'.split(',')[1].upper() }}", "<s>B"),
+        ([{"name": "tool_use", "template": "x"}, {"name": "default", "template": "y"}], "y"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_template_renders_as_in_transformers(source, text):
+    assert ChatTemplate(source).render(messages=MESSAGES, bos_token="<s>") == text
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% if %}", "chat template"),
+        ("{{ " + "(" * 3000 + ")" * 3000 + " }}", "chat template"),
+        (" " * (MAX_TEMPLATE_BYTES + 1), "the limit is"),
+        (7, "expected text"),
+        ([{"name": "x", "template": "y"}], "one named 'default'"),
+        ("{{ x | no_such_filter }}", "No filter named"),
+        ("{{ '%9d' | format(1) }}", "No filter named"),
+    ],
+    ids=["syntax", "deep", "large", "number", "unnamed", "filter", "format"],
+)
+def test_template_that_cannot_be_used_is_a_format_error(source, message):
+    with pytest.raises(FormatError, match=message):
+        ChatTemplate(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ joiner.__init__.__globals__['os'].system('true') }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ messages.__class__.__base__ }}",
+        "{{ messages.append(1) }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ range(65537) }}",
+        "{{ 'a' * 1000000000 }}",
+        "{{ [0] * 1000000000 }}",
+        "{{ 10 ** 10 ** 10 }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '{:1000000000}'.format(1) }}",
+        "{{ 'a' | center(1000000000) }}",
+        "{{ 'a'.rjust(1000000000) }}",
+        "{{ messages | tojson(indent=1000000000) }}",
+        "{{ [1] | batch(1000000000, 'x') | list }}",
+        "{% set r = range(9999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% for i in range(9999) %}{{ 'abc' | center(60000) }}{% endfor %}",
+    ],
+)
+def test_template_that_breaks_out_or_does_not_end_is_stopped(source):
+    with pytest.raises(FormatError, match="chat template stopped"):
+        ChatTemplate(source).render(messages=MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ nothing.here }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[5].role }}",
+        "{{ messages + 1 }}",
+    ],
+)
+def test_template_that_refuses_the_messages_is_a_usage_error(source):
+    with pytest.raises(UsageError, match="refused the messages"):
+        ChatTemplate(source).render(messages=MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ ''['__class__'] }}", "{{ '' | attr('__class__') }}", "{{ raise_exception.__globals__ }}"],
+)
+def test_attribute_of_python_is_undefined(source):
+    assert ChatTemplate(source).render(messages=MESSAGES) == ""
+
+
+@pytest.mark.parametrize("source", ["{% include 'x' %}", "{% import 'os' as os %}"])
+def test_template_cannot_load_files(source):
+    with pytest.raises((FormatError, UsageError)):
+        ChatTemplate(source).render(messages=MESSAGES)
