@@ -3,7 +3,6 @@
 import json
 import sys
 from pathlib import Path
-from typing import TextIO
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.config import RunConfig
@@ -12,7 +11,7 @@ DEFAULT_PROMPT = "def fibonacci(n):\n"
 MAX_BYTES = 64 << 20
 
 
-def read_prompts(config: RunConfig, stdin: TextIO = sys.stdin) -> list[str]:
+def read_prompts(config: RunConfig) -> list[str]:
     """Return the prompt texts of a run whose prompt is not given as token ids.
 
     Raises:
@@ -22,11 +21,11 @@ def read_prompts(config: RunConfig, stdin: TextIO = sys.stdin) -> list[str]:
         return read_prompts_file(config.prompts_file)
     if config.prompt == "-":
         try:
-            text = stdin.read(MAX_BYTES)
+            text = sys.stdin.read(MAX_BYTES + 1)
         except UnicodeDecodeError as error:
             raise UsageError(f"--prompt -: standard input is not UTF-8: {error}") from None
-        if not text:
-            raise UsageError("--prompt -: standard input is empty")
+        if not 0 < len(text) <= MAX_BYTES:
+            raise UsageError(f"--prompt -: expected 1 to {MAX_BYTES} characters on standard input")
         return [text]
     return [DEFAULT_PROMPT if config.prompt is None else config.prompt]
 

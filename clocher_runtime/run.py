@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import nan
+from math import isnan, nan
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime import metrics
@@ -85,7 +85,8 @@ def measure(
     """
     session = engine.session
     window = TimedWindow("generate")
-    touch = WorkTouch(engine.files, config.bytes_per_token, config.stride_bytes)
+    per_token = config.bytes_per_token if engine.files else 0  # the stub has none
+    touch = WorkTouch(engine.files, per_token, config.stride_bytes)
     sampling = Sampling(config.temperature, config.top_k, config.top_p, config.seed)
     hits, misses = session.kv_hits, session.kv_misses
     outputs: list[list[int]] = []
@@ -189,11 +190,11 @@ def summary(line: RunLine) -> str:
         f"{line.tokens_generated} tokens in {line.wall_time_s:.3f} s",
         f"{line.tps_true:.1f} tok/s",
         f"first token {line.ttft_ms:.1f} ms",
-        f"p50 {line.latency_p50_ms:.2f} ms",
+        "p50 -" if isnan(line.latency_p50_ms) else f"p50 {line.latency_p50_ms:.2f} ms",
         f"{line.bytes_per_token / 1e6:.2f} MB/token",
         f"{line.effective_gbps:.2f} GB/s",
         f"peak {line.rss_peak_mb:.0f} MiB",
-        f"{line.model} {line.precision} on {line.device}, {line.threads} threads",
+        f"{line.model} {line.precision} on {line.device}, {line.threads} thread(s)",
     ]
     return " | ".join(parts)
 

@@ -117,7 +117,7 @@ class BoundCall:
         return self._dims[letter]
 
     def count(self, param: str) -> int:
-        """Return the field for the leading dimension of a buffer: the step's M or R, or its size."""
+        """Return the count field of a leading dimension: the M or R of the step, or its size."""
         rows = self._rows.get(param, "")
         return _COUNT[rows] if rows else int(self.array(param).shape[0])
 

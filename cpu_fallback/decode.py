@@ -110,13 +110,13 @@ def _spread(weight, expert, row, count, k0, k1, panel, load, load_n):
     for r in range(row, row + count):
         line = codes + (expert * n + r) * stride
         out = panel + (r - row) * PITCH - 4 * k0
-        base = (expert * high + r // tall) * wide
-        k = k0
+        index = (expert * high + r // tall) * wide + k0 // group
+        k, end = k0, k0 - k0 % group
         while k < k1:
-            index = base + k // group
-            end = min(k - k % group + group, k1)
+            end = min(end + group, k1)
             scale = splat(_scale(weight, index))
             zero = isplat(_zero(weight, index))
+            index += 1
             while k + 16 <= end:
                 store_f32(out + 4 * k, mul(load(line, k, zero), scale))
                 k += 16

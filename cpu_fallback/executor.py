@@ -77,7 +77,7 @@ class CpuExecutor:
         self._team.step(tokens, rows)
 
     def running(self) -> AbstractContextManager[None]:
-        """Keep the team awake between steps: `with executor.running(): ...`, once per generation."""
+        """Keep the team awake between steps; a context, entered once per generation."""
         return self._team.running()
 
     def close(self) -> None:
@@ -89,7 +89,8 @@ class CpuExecutor:
         for call in self.plan.calls:
             if call.op not in LOWER:
                 raise UnsupportedOp(
-                    f"the CPU back end has no kernel for {call.op!r}; it has {', '.join(sorted(LOWER))}"
+                    f"the CPU back end has no kernel for {call.op!r}; it has "
+                    f"{', '.join(sorted(LOWER))}"
                 )
             bound = BoundCall(OPS[call.op], call, self._values, self.plan.buffers)
             launches += LOWER[call.op](bound)

@@ -1,5 +1,4 @@
-"""Compile Python functions to machine code once per machine: the only place that knows Numba's
-options.
+"""Compile Python functions to machine code, once per machine.
 
 `@device` marks a piece that is inlined into kernels. `@kernel` marks what the tape calls:
 
@@ -188,7 +187,8 @@ def _check(k: Kernel, module: llvm.ModuleRef) -> None:
     if foreign or messages:
         raise RuntimeError(
             f"kernel {k.name} may raise, allocate or call Python: it needs "
-            f"{', '.join(sorted(foreign | messages))}; of C it may call {', '.join(sorted(_EXTERNAL))}"
+            f"{', '.join(sorted(foreign | messages))}; of C it may call "
+            f"{', '.join(sorted(_EXTERNAL))}"
         )
 
 

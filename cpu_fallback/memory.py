@@ -251,7 +251,7 @@ def load_u4(b, address):
 
 @op(I32, i64, i64)
 def load_u4_n(b, address, count):
-    """Return the first `count` of 16 nibbles; an odd count leaves its last byte's high nibble too."""
+    """Return the first `count` of 16 nibbles, and one more if the count is odd."""
     size = b.lshr(b.add(count, ir.Constant(_I64, 1)), ir.Constant(_I64, 1))
     return _nibbles(b, emit_load_n(b, ir.VectorType(_I8, 8), address, size))
 

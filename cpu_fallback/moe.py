@@ -69,7 +69,7 @@ def _odds(b, x):
 
 @device
 def _swiglu(sums, limit, alpha):
-    """Return (clamp(up) + 1) * g * sigmoid(alpha g), g = min(gate, limit), of 8 (gate, up) pairs."""
+    """Return (clamp(up) + 1) * g * sigmoid(alpha g) of 8 (gate, up) pairs, g = min(gate, limit)."""
     top = splat(limit)
     gate = minimum(_evens(sums), top)
     up = minimum(maximum(_odds(sums), neg(top)), top)

@@ -51,7 +51,7 @@ _TALL, _WIDE = (8, 4) if CURRENT.avx512 else (4, 2) if CURRENT.avx2 else (2, 1)
 
 
 def _emit_tile(b: Any, rows: int, w: Any, pitch: Any, xs: list[Any], k: Any, acc: Any) -> None:
-    """Emit acc[t, r] += w[r] * xs[t] over k columns, 16 lanes at a time; acc is [.., ROWS] in memory."""
+    """Emit acc[t, r] += w[r] * xs[t] over k columns, 16 lanes at a time; acc is [.., ROWS]."""
     tiles = [(t, r) for t in range(len(xs)) for r in range(rows)]
     lines = [b.add(w, b.mul(pitch, ir.Constant(_I64, r))) for r in range(rows)]
     places = [b.add(acc, ir.Constant(_I64, _VECTOR * (t * ROWS + r))) for t, r in tiles]

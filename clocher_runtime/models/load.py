@@ -1,7 +1,8 @@
 """From a checkpoint to a Model: check every tensor, decode the vectors, requantise if asked."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from clocher_kernels.formats.ternary import Ternary
 from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.models.families import spec_from_config
+from clocher_runtime.models.fields import Fields
 from clocher_runtime.models.inventory import EMBED, HEAD, Need, head_name, inventory
 from clocher_runtime.models.spec import ModelSpec
 from clocher_runtime.weights.checkpoint import Checkpoint
@@ -69,7 +71,7 @@ def load_model(checkpoint: Checkpoint, precision: str | None = None) -> Model:
     refuse_in_window("load weights")
     if precision is not None and precision not in PRECISIONS:
         raise UsageError(f"precision is {precision!r}; known: {', '.join(PRECISIONS)}")
-    spec = spec_from_config(checkpoint.config)
+    spec = _with_stop_ids(spec_from_config(checkpoint.config), checkpoint.generation_config)
     needs = inventory(spec)
     _account(spec, needs, checkpoint)
     weights: dict[str, np.ndarray | QuantTensor] = {}
@@ -94,6 +96,13 @@ def load_model(checkpoint: Checkpoint, precision: str | None = None) -> Model:
         act_prec="int8" if ternary else "fp32",
         bytes_per_token=_bytes_per_token(spec, weights),
     )
+
+
+def _with_stop_ids(spec: ModelSpec, generation_config: Mapping[str, Any]) -> ModelSpec:
+    """Add the ids of generation_config.json, where chat models list all that end a turn."""
+    fields = Fields(generation_config, "generation_config.json")
+    more = fields.token_ids("eos_token_id", spec.vocab_size)
+    return replace(spec, eos_ids=tuple(dict.fromkeys((*spec.eos_ids, *more))))
 
 
 def _account(spec: ModelSpec, needs: Mapping[str, Need], checkpoint: Checkpoint) -> None:

@@ -74,7 +74,9 @@ class Checkpoint:
             FormatError: a stored code is one that the format forbids.
         """
         stored = self._stored(name)
-        planes = {key: np.require(plane, requirements="CA") for key, plane in stored.planes.items()}
+        planes = {
+            key: np.require(plane, requirements=["C", "A"]) for key, plane in stored.planes.items()
+        }
         tensor = QuantTensor(stored.shape, stored.format, planes)
         if verify or tensor.nbytes <= CHECK_LIMIT_BYTES or tensor.format.name == "mxfp4":
             try:

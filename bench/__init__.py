@@ -1,0 +1,1 @@
+"""Benchmarks. Nothing of the product imports this."""

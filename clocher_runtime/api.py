@@ -1,0 +1,142 @@
+"""The Python API: load a model, generate text.
+
+    import clocher_runtime as clocher
+
+    model = clocher.load()                       # or a directory
+    print(model.generate("def fibonacci(n):", max_new=48))
+    for piece in model.stream_generate("import "):
+        print(piece, end="", flush=True)
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from clocher_kernels.errors import UsageError
+from clocher_runtime.backends import choose
+from clocher_runtime.model_choice import embedded_model
+from clocher_runtime.models.load import Model, load_model
+from clocher_runtime.session import Sampling, Session
+from clocher_runtime.tokenizer import Tokenizer
+from clocher_runtime.topology import default_threads
+from clocher_runtime.weights import open_checkpoint
+
+Prompt = str | Sequence[int]
+
+
+class LanguageModel:
+    """A model bound to a back end, with its tokenizer.
+
+    Attributes:
+        model: weights and ModelSpec.
+        session: what generates, in token ids.
+        tokenizer: text to ids and back.
+    """
+
+    def __init__(self, model: Model, session: Session, tokenizer: Tokenizer) -> None:
+        self.model, self.session, self.tokenizer = model, session, tokenizer
+
+    def generate(self, prompt: Prompt, max_new: int = 64, **sampling: Any) -> str:
+        """Return the completion of a prompt.
+
+        Args:
+            prompt: text, or token ids.
+            max_new: tokens to generate at most.
+            **sampling: fields of `Sampling`: temperature, top_k, top_p, seed.
+        """
+        return "".join(self.stream_generate(prompt, max_new, **sampling))
+
+    def stream_generate(
+        self, prompt: Prompt, max_new: int = 64, **sampling: Any
+    ) -> Iterator[str]:
+        """Yield the completion of a prompt in pieces, as tokens are made.
+
+        Args:
+            prompt: text, or token ids.
+            max_new: tokens to generate at most.
+            **sampling: fields of `Sampling`: temperature, top_k, top_p, seed.
+        """
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        pieces = self.tokenizer.stream()
+        for token in self.session.generate([ids], max_new, Sampling(**sampling)):
+            if token.id not in self.model.spec.eos_ids:
+                yield pieces.push(token.id)
+        yield pieces.flush()
+
+    def generate_batch(
+        self, prompts: Sequence[Prompt], max_new: int = 64, **sampling: Any
+    ) -> list[str]:
+        """Return the completions of several prompts, generated side by side.
+
+        Args:
+            prompts: at most as many as the `batch` given to `load`.
+            max_new: tokens to generate at most, each.
+            **sampling: fields of `Sampling`: temperature, top_k, top_p, seed.
+        """
+        ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
+        made: list[list[int]] = [[] for _ in ids]
+        for token in self.session.generate(ids, max_new, Sampling(**sampling)):
+            if token.id not in self.model.spec.eos_ids:
+                made[token.sequence].append(token.id)
+        return [self.tokenizer.decode(out) for out in made]
+
+    def close(self) -> None:
+        """Stop the threads and release the buffers."""
+        self.session.close()
+
+    def __enter__(self) -> "LanguageModel":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def load(
+    path: str | Path | None = None,
+    *,
+    device: str = "auto",
+    precision: str | None = None,
+    threads: int | None = None,
+    **session: Any,
+) -> LanguageModel:
+    """Load a model.
+
+    Args:
+        path: a Hugging Face directory or one with an IEBIN pair; None: the embedded model.
+        device: "auto", "cpu", "cuda" or "ze".
+        precision: None keeps the weights as stored; see `load_model`.
+        threads: None: as many as this process may use.
+        **session: arguments of `Session`: batch, context, kv_dtype, chunk, progress.
+
+    Raises:
+        ModelError: the model is missing, damaged or not supported.
+        DeviceError: the device is not available.
+    """
+    backend, _ = choose(device)
+    if path is not None and not Path(path).is_dir():
+        raise UsageError(f"{path} is not a directory; give the directory of a model")
+    checkpoint = open_checkpoint(embedded_model() if path is None else Path(path))
+    model = load_model(checkpoint, precision)
+    tokenizer = Tokenizer(checkpoint.tokenizer_json, checkpoint.tokenizer_config)
+    bound = Session(model, backend=backend, threads=threads or default_threads(), **session)
+    return LanguageModel(model, bound, tokenizer)
+
+
+def generate(prompt: Prompt, path: str | Path | None = None, **options: Any) -> str:
+    """Load a model and return one completion; `options` are those of `LanguageModel.generate`."""
+    with load(path) as model:
+        return model.generate(prompt, **options)
+
+
+def stream_generate(
+    prompt: Prompt, path: str | Path | None = None, **options: Any
+) -> Iterator[str]:
+    """Load a model and yield one completion in pieces."""
+    with load(path) as model:
+        yield from model.stream_generate(prompt, **options)

@@ -1,0 +1,382 @@
+"""The paged KV cache: where a cell lies, and how each KV dtype is written and read.
+
+A line is the D values of one (page, head, cell), numbered as the planes [P, H, T, D] and [P, H, T] lie in
+memory. A KV dtype is a pair of kernels that others call by address:
+
+    writer(source, plane, scales, line, d)                  fp32 values -> one line
+    reader(plane, scales, lines, count, d, panel)           up to CELLS lines -> fp32 rows
+
+A reader fills a panel of CELLS rows, `padded(d)` values apart; what is beyond d, or beyond the last line,
+is zero.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from clocher_kernels.dtypes import STORAGE
+from clocher_kernels.errors import ShapeError, UnsupportedOp
+from cpu_fallback.bind import BoundCall, counted, share
+from cpu_fallback.jit import Kernel, device, kernel
+from cpu_fallback.maths import highest_bit
+from cpu_fallback.memory import (
+    field,
+    load_f32,
+    load_f32_n,
+    load_i8,
+    load_i8_n,
+    load_u8,
+    load_u8_n,
+    load_u16,
+    load_u16_n,
+    read_f32,
+    read_i32,
+    read_i64,
+    store_f32,
+    store_f32_n,
+    store_u8,
+    store_u8_n,
+    store_u16,
+    store_u16_n,
+    write_f32,
+)
+from cpu_fallback.narrow import (
+    from_bf16,
+    from_e4m3,
+    from_e5m2,
+    from_f16,
+    to_bf16,
+    to_e4m3,
+    to_e5m2,
+    to_f16,
+)
+from cpu_fallback.simd import (
+    absolute,
+    div,
+    hmax,
+    i64,
+    maximum,
+    minimum,
+    mul,
+    op,
+    rint,
+    splat,
+    to_f32,
+    to_i32,
+    void,
+    zero,
+)
+from cpu_fallback.tape import Launch
+
+CELLS = 16
+"""Cells that attention takes at a time: as many as a vector has lanes."""
+
+_I64, _VOID = ir.IntType(64), ir.VoidType()
+
+
+@device
+def padded(d):
+    """Round up to whole vectors."""
+    return (d + 15) & -16
+
+
+@op(void, i64, i64, i64, i64, i64, i64)
+def write_line(b, writer, source, plane, scales, line, d):
+    """Call a writer."""
+    kind = ir.FunctionType(_VOID, [_I64] * 5)
+    b.call(b.inttoptr(writer, kind.as_pointer()), [source, plane, scales, line, d])
+
+
+@op(void, i64, i64, i64, i64, i64, i64, i64)
+def read_lines(b, reader, plane, scales, lines, count, d, panel):
+    """Call a reader."""
+    kind = ir.FunctionType(_VOID, [_I64] * 6)
+    b.call(b.inttoptr(reader, kind.as_pointer()), [plane, scales, lines, count, d, panel])
+
+
+@device
+def _write(source, target, d, item, put, put_n):
+    for i in range(0, d - 15, 16):
+        put(target + item * i, load_f32(source + 4 * i))
+    i = d & -16
+    if i < d:
+        put_n(target + item * i, load_f32_n(source + 4 * i, d - i), d - i)
+
+
+@device
+def _read(plane, scales, lines, count, d, panel, item, get, get_n):
+    pitch = 4 * padded(d)
+    for r in range(count):
+        line = field(lines, r)
+        source, target = plane + item * line * d, panel + r * pitch
+        # Times one is exact, so one path serves all dtypes.
+        scale = splat(np.float32(1))
+        if scales:
+            scale = splat(read_f32(scales + 4 * line))
+        for i in range(0, d - 15, 16):
+            store_f32(target + 4 * i, mul(get(source + item * i), scale))
+        i = d & -16
+        if i < d:
+            store_f32(target + 4 * i, mul(get_n(source + item * i, d - i), scale))
+    for at in range(panel + count * pitch, panel + CELLS * pitch, 64):
+        store_f32(at, zero())
+
+
+def _write_f32(source, plane, scales, line, d):
+    _write(source, plane + 4 * line * d, d, 4, store_f32, store_f32_n)
+
+
+def _read_f32(plane, scales, lines, count, d, panel):
+    _read(plane, scales, lines, count, d, panel, 4, load_f32, load_f32_n)
+
+
+@device
+def _put_bf16(address, x):
+    store_u16(address, to_bf16(x))
+
+
+@device
+def _put_bf16_n(address, x, n):
+    store_u16_n(address, to_bf16(x), n)
+
+
+@device
+def _get_bf16(address):
+    return from_bf16(load_u16(address))
+
+
+@device
+def _get_bf16_n(address, n):
+    return from_bf16(load_u16_n(address, n))
+
+
+def _write_bf16(source, plane, scales, line, d):
+    _write(source, plane + 2 * line * d, d, 2, _put_bf16, _put_bf16_n)
+
+
+def _read_bf16(plane, scales, lines, count, d, panel):
+    _read(plane, scales, lines, count, d, panel, 2, _get_bf16, _get_bf16_n)
+
+
+@device
+def _put_f16(address, x):
+    store_u16(address, to_f16(x))
+
+
+@device
+def _put_f16_n(address, x, n):
+    store_u16_n(address, to_f16(x), n)
+
+
+@device
+def _get_f16(address):
+    return from_f16(load_u16(address))
+
+
+@device
+def _get_f16_n(address, n):
+    return from_f16(load_u16_n(address, n))
+
+
+def _write_f16(source, plane, scales, line, d):
+    _write(source, plane + 2 * line * d, d, 2, _put_f16, _put_f16_n)
+
+
+def _read_f16(plane, scales, lines, count, d, panel):
+    _read(plane, scales, lines, count, d, panel, 2, _get_f16, _get_f16_n)
+
+
+@device
+def _put_e4m3(address, x):
+    store_u8(address, to_e4m3(x))
+
+
+@device
+def _put_e4m3_n(address, x, n):
+    store_u8_n(address, to_e4m3(x), n)
+
+
+@device
+def _get_e4m3(address):
+    return from_e4m3(load_u8(address))
+
+
+@device
+def _get_e4m3_n(address, n):
+    return from_e4m3(load_u8_n(address, n))
+
+
+def _write_e4m3(source, plane, scales, line, d):
+    _write(source, plane + line * d, d, 1, _put_e4m3, _put_e4m3_n)
+
+
+def _read_e4m3(plane, scales, lines, count, d, panel):
+    _read(plane, scales, lines, count, d, panel, 1, _get_e4m3, _get_e4m3_n)
+
+
+@device
+def _put_e5m2(address, x):
+    store_u8(address, to_e5m2(x))
+
+
+@device
+def _put_e5m2_n(address, x, n):
+    store_u8_n(address, to_e5m2(x), n)
+
+
+@device
+def _get_e5m2(address):
+    return from_e5m2(load_u8(address))
+
+
+@device
+def _get_e5m2_n(address, n):
+    return from_e5m2(load_u8_n(address, n))
+
+
+def _write_e5m2(source, plane, scales, line, d):
+    _write(source, plane + line * d, d, 1, _put_e5m2, _put_e5m2_n)
+
+
+def _read_e5m2(plane, scales, lines, count, d, panel):
+    _read(plane, scales, lines, count, d, panel, 1, _get_e5m2, _get_e5m2_n)
+
+
+@device
+def _code(x, step):
+    least, most = splat(np.float32(-127)), splat(np.float32(127))
+    return to_i32(minimum(maximum(rint(div(x, step)), least), most))
+
+
+@device
+def _get_i8(address):
+    return to_f32(load_i8(address))
+
+
+@device
+def _get_i8_n(address, n):
+    return to_f32(load_i8_n(address, n))
+
+
+def _write_i8(source, plane, scales, line, d):
+    largest, tail = zero(), d & -16
+    for i in range(0, tail, 16):
+        largest = maximum(absolute(load_f32(source + 4 * i)), largest)
+    if tail < d:
+        largest = maximum(absolute(load_f32_n(source + 4 * tail, d - tail)), largest)
+    scale = np.float32(1)
+    if hmax(largest) > np.float32(0):
+        scale = hmax(largest) / np.float32(127)
+    write_f32(scales + 4 * line, scale)
+    step, target = splat(scale), plane + line * d
+    for i in range(0, tail, 16):
+        store_u8(target + i, _code(load_f32(source + 4 * i), step))
+    if tail < d:
+        store_u8_n(target + tail, _code(load_f32_n(source + 4 * tail, d - tail), step), d - tail)
+
+
+def _read_i8(plane, scales, lines, count, d, panel):
+    _read(plane, scales, lines, count, d, panel, 1, _get_i8, _get_i8_n)
+
+
+@dataclass(frozen=True, slots=True)
+class KvDtype:
+    """How lines of a KV dtype are written and read."""
+
+    writer: Kernel
+    reader: Kernel
+
+
+def _dtype(write: Callable[..., Any], read: Callable[..., Any]) -> KvDtype:
+    return KvDtype(Kernel(write), Kernel(read))
+
+
+KV_DTYPES = {
+    "f32": _dtype(_write_f32, _read_f32),
+    "bf16": _dtype(_write_bf16, _read_bf16),
+    "f16": _dtype(_write_f16, _read_f16),
+    "e4m3": _dtype(_write_e4m3, _read_e4m3),
+    "e5m2": _dtype(_write_e5m2, _read_e5m2),
+    "i8": _dtype(_write_i8, _read_i8),
+}
+"""KV dtype -> kernels."""
+
+
+@device
+def line_of(pages, blocks, heads, size, slot, head, cell):
+    """Return the line of a cell. pages is int32 [slots, blocks]; a page has `size` cells."""
+    page = read_i32(pages + 4 * (slot * blocks + cell // size))
+    return (page * heads + head) * size + cell % size
+
+
+@kernel
+def kv_append(rec, ctl, rank, size, scratch):
+    """Write keys and values into the cache; each thread has a range of (token, head).
+
+    Fields: M, H, D, T, B, slots, positions, ends, ancestors, pages, k, k_cache, k_scale, v, v_cache,
+    v_scale, writer.
+    """
+    heads, d, page, blocks = field(rec, 1), field(rec, 2), field(rec, 3), field(rec, 4)
+    writer = field(rec, 16)
+    first, last = share(counted(ctl, field(rec, 0)) * heads, rank, size)
+    for unit in range(first, last):
+        t, head = unit // heads, unit % heads
+        cell, tree = read_i32(field(rec, 6) + 4 * t), read_i64(field(rec, 8) + 8 * t)
+        if tree:
+            cell = read_i32(field(rec, 7) + 4 * t) + highest_bit(tree)
+        slot = read_i32(field(rec, 5) + 4 * t)
+        line = line_of(field(rec, 9), blocks, heads, page, slot, head, cell)
+        source = 4 * unit * d
+        write_line(writer, field(rec, 10) + source, field(rec, 11), field(rec, 12), line, d)
+        write_line(writer, field(rec, 13) + source, field(rec, 14), field(rec, 15), line, d)
+
+
+def kv_dtype(call: BoundCall) -> KvDtype:
+    """Return the KV dtype of a call, after checking that its planes are of it.
+
+    Raises:
+        UnsupportedOp: no such KV dtype.
+        ShapeError: the planes are of another dtype, or scales are missing or one too many.
+    """
+    name = str(call.attr("kv_dtype"))
+    if name not in KV_DTYPES:
+        raise UnsupportedOp(
+            f"{call.spec.name}: no CPU kernel for kv_dtype={name!r}; there are {', '.join(KV_DTYPES)}"
+        )
+    for param in ("k_cache", "v_cache"):
+        if call.array(param).dtype != STORAGE[name]:
+            raise ShapeError(
+                f"{call.spec.name}: {param!r} is {call.array(param).dtype}; kv_dtype={name!r} is "
+                f"stored as {STORAGE[name]}"
+            )
+    for param in ("k_scale", "v_scale"):
+        if call.has(param) != (name == "i8"):
+            raise ShapeError(
+                f"{call.spec.name}: {param!r} is {'there' if call.has(param) else 'missing'}; "
+                "kv_dtype='i8' has scales, the others have none"
+            )
+    return KV_DTYPES[name]
+
+
+def _kv_append(call: BoundCall) -> list[Launch]:
+    heads, d = call.dim("H"), call.dim("D")
+    if call.dim("F") != heads * d:
+        raise ShapeError(f"kv_append: 'k' has {call.dim('F')} columns; expected {heads} x {d}")
+    names = ("slots", "positions", "ends", "ancestors", "pages")
+    names += ("k", "k_cache", "k_scale", "v", "v_cache", "v_scale")
+    fields = [
+        call.count("k"),
+        heads,
+        d,
+        call.dim("T"),
+        call.dim("B"),
+        *(call.address(name) for name in names),
+        kv_dtype(call).writer,
+    ]
+    return [call.launch(kv_append, fields)]
+
+
+LOWER = {"kv_append": _kv_append}

@@ -1,0 +1,216 @@
+"""config.json to ModelSpec: both spellings, published defaults, refusals that list what is known."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    BitNetConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from clocher_kernels.errors import FormatError, ModelError, UnsupportedModel
+from clocher_runtime.models.families import FAMILIES, spec_from_config
+from clocher_runtime.models.inventory import inventory
+from clocher_runtime.models.rope import inverse_frequencies, rope_tables
+from clocher_runtime.models.spec import RopeSpec
+
+CONFIGS = {
+    "LlamaForCausalLM": LlamaConfig,
+    "MistralForCausalLM": MistralConfig,
+    "Qwen2ForCausalLM": Qwen2Config,
+    "Qwen3ForCausalLM": Qwen3Config,
+    "GptOssForCausalLM": GptOssConfig,
+    "BitNetForCausalLM": BitNetConfig,
+}
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def spec_of(**changes: Any):
+    return spec_from_config({**TINY, **changes})
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_fields_left_out_get_the_published_default(name: str) -> None:
+    full = json.loads(CONFIGS[name]().to_json_string(use_diff=False)) | {"architectures": [name]}
+    bare = spec_from_config({"architectures": [name]})
+    assert replace(bare, eos_ids=()) == replace(spec_from_config(full), eos_ids=())
+
+
+def test_model_type_names_the_architecture_when_none_is_listed() -> None:
+    config = {k: v for k, v in TINY.items() if k != "architectures"} | {"model_type": "llama"}
+    assert spec_from_config(config) == spec_of()
+
+
+ROPES = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    },
+    "yarn": {"factor": 16.0, "original_max_position_embeddings": 256},
+    "yarn-untruncated": {
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+    "yarn-mscale": {
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
+    },
+    "yarn-factor": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "attention_factor": 1.25,
+    },
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+@pytest.mark.parametrize("head_dim", [8, 64, 128])
+def test_rope_equals_transformers(name: str, head_dim: int) -> None:
+    kind = name.split("-")[0]
+    rope = {"rope_type": kind, "rope_theta": 150000.0, **ROPES[name]}
+    spec = spec_of(rope_parameters=rope, head_dim=head_dim).rope
+    got = inverse_frequencies(spec, head_dim)
+    if kind == "default":
+        expected = 1.0 / (150000.0 ** (np.arange(0, head_dim, 2) / head_dim))
+        factor = 1.0
+    else:
+        config = LlamaConfig(
+            **{k: v for k, v in TINY.items() if k != "architectures"},
+            head_dim=head_dim,
+            rope_parameters=dict(rope),
+        )
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        expected = frequencies.numpy()
+    np.testing.assert_allclose(got, expected, rtol=2e-6)
+    assert spec.attention_factor == pytest.approx(factor)
+    cos, sin = rope_tables(spec, head_dim, 50)
+    np.testing.assert_allclose(cos[7], np.cos(7 * got) * factor, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(cos**2 + sin**2, factor**2, rtol=1e-5)
+
+
+def test_published_yarn_of_gpt_oss() -> None:
+    spec = spec_from_config({"architectures": ["GptOssForCausalLM"]}).rope
+    assert spec.attention_factor == pytest.approx(1.34657, abs=1e-5)
+    assert (spec.theta, spec.factor, spec.truncate) == (150000.0, 32.0, False)
+
+
+@pytest.mark.parametrize(
+    "old",
+    [
+        {"rope_theta": 5e5, "rope_scaling": None},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **ROPES["llama3"]}},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "yarn", **ROPES["yarn-untruncated"]}},
+    ],
+    ids=["none", "type-linear", "llama3", "yarn"],
+)
+def test_old_and_new_spelling_mean_the_same(old: dict) -> None:
+    scaling = dict(old["rope_scaling"] or {})
+    kind = scaling.pop("type", scaling.pop("rope_type", "default"))
+    new = {"rope_parameters": {"rope_type": kind, "rope_theta": 5e5, **scaling}}
+    assert spec_of(**old) == spec_of(**new)
+
+
+def test_windows() -> None:
+    def windows(name: str, **fields: Any) -> tuple[int, ...]:
+        return spec_of(architectures=[name], head_dim=8, num_key_value_heads=2, **fields).windows
+
+    assert windows("MistralForCausalLM") == (4096, 4096)
+    assert windows("MistralForCausalLM", sliding_window=None) == (0, 0)
+    assert windows("Qwen2ForCausalLM", sliding_window=9) == (0, 0)
+    sliding = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+    assert windows("Qwen2ForCausalLM", **sliding) == (0, 9)
+    assert windows("GptOssForCausalLM") == (128, 0)
+    kinds = ["full_attention", "sliding_attention"]
+    assert windows("GptOssForCausalLM", layer_types=kinds) == (0, 128)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"architectures": ["FooForCausalLM"]}, UnsupportedModel, "Clocher runs .*LlamaForCausalLM"),
+        ({"architectures": ["A", "B"]}, FormatError, "list of one name"),
+        ({"architectures": None, "model_type": "foo"}, UnsupportedModel, "'foo' is not known"),
+        ({"hidden_act": "gelu"}, UnsupportedModel, "Clocher knows silu"),
+        ({"rope_parameters": {"rope_type": "su"}}, UnsupportedModel, "default, linear, llama3, yarn"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, FormatError, "needs a factor"),
+        ({"rope_scaling": 3}, FormatError, "expected an object"),
+        ({"partial_rotary_factor": 0.5}, UnsupportedModel, "partial_rotary_factor"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 2}, FormatError, "do not divide"),
+        ({"head_dim": 7}, FormatError, "even"),
+        ({"hidden_size": "32"}, FormatError, "hidden_size is '32'"),
+        ({"hidden_size": True}, FormatError, "hidden_size is True"),
+        ({"hidden_size": 0}, FormatError, "from 1"),
+        ({"num_hidden_layers": 10**30}, FormatError, "num_hidden_layers"),
+        ({"rms_norm_eps": float("nan")}, FormatError, "rms_norm_eps"),
+        ({"tie_word_embeddings": 1}, FormatError, "true or false"),
+        ({"eos_token_id": ["x"]}, FormatError, "token ids"),
+        (
+            {"architectures": ["GptOssForCausalLM"], "layer_types": ["full_attention", "x"]},
+            UnsupportedModel,
+            "sliding_attention, full_attention",
+        ),
+        (
+            {"architectures": ["GptOssForCausalLM"], "layer_types": ["full_attention"]},
+            FormatError,
+            "expected 2 names",
+        ),
+    ],
+)
+def test_refusals_name_the_field_and_what_is_known(
+    changes: dict, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        spec_of(**changes)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = sorted(
+    {name for kind in CONFIGS.values() for name in json.loads(kind().to_json_string(use_diff=False))}
+    | {"rope_scaling", "rope_theta", "quantization_config", "num_experts"}
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.sampled_from(sorted(FAMILIES)),
+    st.dictionaries(st.sampled_from(FIELDS), JSON_VALUES, min_size=1, max_size=3),
+)
+def test_any_field_value_gives_a_spec_or_a_typed_error(name: str, changes: dict) -> None:
+    try:
+        spec = spec_from_config({**TINY, "architectures": [name], **changes})
+    except ModelError:
+        return
+    assert len(inventory(spec)) > 0
+    assert isinstance(spec.rope, RopeSpec)

@@ -1,0 +1,84 @@
+"""Perplexity on held-out text equals what transformers gives; quantised loads stay near it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from clocher_kernels.errors import UsageError
+from clocher_runtime.model_choice import embedded_model
+from clocher_runtime.models.load import load_model
+from clocher_runtime.perplexity import perplexity, window_loss
+from clocher_runtime.session import Session
+from clocher_runtime.tokenizer import Tokenizer
+from clocher_runtime.weights import open_checkpoint
+
+DATA = Path(__file__).parent / "data"
+MODELS = {
+    "gptoss": embedded_model(),
+    "bitnet": DATA / "clocher-tiny-bitnet",
+    "llama": DATA / "clocher-tiny-llama",
+}
+# Mean loss by transformers 5.23.0 (torch 2.13.0, CPU) over the same 61 windows of 256 tokens of the
+# first 60 000 characters of valid.txt; fp32, BitNet in bf16, which is what transformers runs it in.
+TRANSFORMERS_LOSS = {
+    "gptoss": 2.9177955779872957,
+    "bitnet": 3.3427704045029936,
+    "llama": 3.409585802281489,
+}
+
+
+def score(name: str, precision: str | None = None, limit: int | None = None) -> float:
+    checkpoint = open_checkpoint(MODELS[name])
+    tokenizer = Tokenizer(checkpoint.tokenizer_json, checkpoint.tokenizer_config)
+    ids = tokenizer.encode((DATA / "valid.txt").read_text(encoding="utf-8")[:60_000])
+    model = load_model(checkpoint, precision)
+    session = Session(model, threads=2, context=256, chunk=256, all_logits=True)
+    try:
+        return perplexity(session, ids, 256, limit).perplexity
+    finally:
+        session.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_transformers_to_three_digits(name: str) -> None:
+    assert f"{score(name):.3g}" == f"{np.exp(TRANSFORMERS_LOSS[name]):.3g}"
+    assert score(name) == pytest.approx(np.exp(TRANSFORMERS_LOSS[name]), rel=5e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "increase"), [("int8w", 0.005), ("int4w", 0.10)])
+@pytest.mark.parametrize("name", ["gptoss", "llama"])
+def test_weight_only_increase(name: str, precision: str, increase: float) -> None:
+    assert score(name, precision) < (1 + increase) * np.exp(TRANSFORMERS_LOSS[name])
+
+
+@pytest.mark.parametrize(("name", "expected"), [("gptoss", 16.9), ("bitnet", 26.6)])
+def test_first_windows(name: str, expected: float) -> None:
+    assert score(name, limit=3) == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["gptoss", "llama"])
+def test_int8w_first_windows(name: str) -> None:
+    assert score(name, "int8w", limit=3) == pytest.approx(score(name, limit=3), rel=0.005)
+
+
+def test_window_loss_is_cross_entropy() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((5, 7)).astype(np.float32) * 30
+    ids = [0, 3, 6, 1, 2]
+    probability = np.exp(logits - logits.max(axis=1, keepdims=True))
+    probability /= probability.sum(axis=1, keepdims=True)
+    expected = -np.mean([np.log(probability[i, ids[i + 1]]) for i in range(4)])
+    assert window_loss(logits, ids) == pytest.approx(expected, rel=1e-4)
+
+
+def test_too_short_a_text() -> None:
+    session = Session(
+        load_model(open_checkpoint(MODELS["gptoss"])), backend="reference", all_logits=True
+    )
+    with pytest.raises(UsageError, match="longer text"):
+        perplexity(session, [1, 2, 3], 256)
+    with pytest.raises(UsageError, match="at least 2"):
+        perplexity(session, [1, 2, 3], 1)
