@@ -11,7 +11,7 @@ from clocher_kernels.plan import Plan
 from clocher_kernels.quant_tensor import QuantTensor
 
 DEVICES = ("auto", "cpu", "cuda", "ze")
-Progress = Callable[[int, int, str], None]
+Progress = Callable[[int, int], None]
 
 
 class Executor(Protocol):
@@ -69,7 +69,7 @@ def make_executor(
         plan: what to execute.
         weights: tensors by name.
         threads: threads of the CPU team.
-        progress: called with (done, total, name) while kernels compile.
+        progress: called with (done, total) while kernels compile.
     """
     if name == "reference":
         from clocher_kernels.reference import ReferenceExecutor

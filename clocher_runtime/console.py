@@ -60,17 +60,17 @@ class Console:
         if not self._at_line_start:
             self.completion("\n")
 
-    def compiling(self, done: int, total: int, name: str = "") -> None:
+    def compiling(self, done: int, total: int) -> None:
         """Show how far the compilation of kernels is: a bar on a terminal, else a few lines."""
         if self._is_terminal:
-            self._advance_bar(done, total, name)
+            self._advance_bar(done, total)
             return
         quarter = _QUARTERS * done // max(total, 1)
         if quarter > self._quarter:
             self._quarter = quarter
             self.note(f"{COMPILING}: {done} of {total}")
 
-    def _advance_bar(self, done: int, total: int, name: str) -> None:
+    def _advance_bar(self, done: int, total: int) -> None:
         if self._bar is None:
             from rich.console import Console as RichConsole
             from rich.progress import Progress
@@ -79,7 +79,7 @@ class Console:
             progress.start()
             self._bar = progress, progress.add_task(COMPILING, total=total)
         progress, task = self._bar
-        progress.update(task, completed=done, total=total, description=f"{COMPILING} {name}")
+        progress.update(task, completed=done, total=total)
         if done >= total:
             self._end_bar()
 

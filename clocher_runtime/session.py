@@ -103,7 +103,7 @@ class Session:
         kv_dtype: storage of the KV cache: f32, bf16, f16, e4m3, e5m2 or i8.
         chunk: tokens of a prefill step.
         all_logits: keep logits of every token of a step, for scoring.
-        progress: called with (done, total, name) while kernels compile.
+        progress: called with (done, total) while kernels compile.
 
     Raises:
         UsageError: a size is out of range.

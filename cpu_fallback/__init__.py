@@ -1,11 +1,12 @@
 """The CPU back end: Numba kernels on a persistent thread team, one compiled call per step.
 
-isa       the instruction set of this process
-simd      vector types and operations for Numba;  memory  loads and stores;  sync  atomics, barrier
-narrow    fp16, bf16, fp8 lanes <-> fp32
-jit       @device, @kernel, compiling;  objects  the cache of machine code
-tape      launches, the compiled interpreter;  team  threads
-bind      from an op call to launches;  executor  from a Plan to a running team
-lowering  op name -> lowering function
-linear, moe, ...   kernels and how their ops are lowered to them
+isa        the instruction set of this process
+vector     vector types for Numba, and what makes an intrinsic
+simd       operations on 16 lanes;  memory  loads and stores;  narrow  bf16, fp16, fp8, fp4
+sync       atomics, bounded waiting, the barrier, the control block
+jit        @device, @kernel, compiling;  objects  the cache of machine code
+tape       launches, the compiled interpreter;  team  its threads
+bind       from an op call to launches;  lowering  the table of ops;  executor  the whole
+decode     stored weights to fp32;  product  rows times tokens, the one fp32 dot product
+linear, integer, bsr, moe, attention, kv, elementwise, sampling   kernels by op
 """

@@ -36,28 +36,21 @@ from cpu_fallback.memory import (
     write_i64,
 )
 from cpu_fallback.simd import (
-    F32,
-    LANES,
-    constant,
     emit_fma,
     exp,
-    f32,
     first,
     fma,
     hmax,
     hsum,
-    i64,
     lane,
     mul,
-    op,
     select,
     splat,
-    spread,
     sub,
-    void,
     zero,
 )
 from cpu_fallback.tape import Launch
+from cpu_fallback.vector import F32, LANES, constant, f32, i64, op, spread, void
 
 _I32, _I64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _VECTOR = 4 * LANES
@@ -122,7 +115,9 @@ def _scores(b, q, panel, pitch):
     return _emit_totals(b, parts)
 
 
-def _emit_mix(b: Any, vectors: int, sums: Any, factor: Any, weights: Any, panel: Any, pitch: Any) -> None:
+def _emit_mix(
+    b: Any, vectors: int, sums: Any, factor: Any, weights: Any, panel: Any, pitch: Any
+) -> None:
     places = [b.add(sums, ir.Constant(_I64, _VECTOR * v)) for v in range(vectors)]
     scale = spread(b, F32, factor)
     values = [b.fmul(emit_load(b, F32.llvm, place), scale) for place in places]
@@ -159,8 +154,11 @@ def attention(rec, ctl, rank, size, scratch):
     panel of 16 keys or values.
     """
     m = counted(ctl, field(rec, 0))
-    for unit in range(rank, m * field(rec, 1), size):
-        _attend(rec, unit % m, unit // m, scratch)
+    units = m * field(rec, 1)
+    # Not range(): its step might be zero, and that raises.
+    while rank < units:
+        _attend(rec, rank % m, rank // m, scratch)
+        rank += size
 
 
 @device

@@ -23,6 +23,7 @@ once crash (numba issue 4807), and it does not see edits in inlined callees.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -44,6 +45,8 @@ Progress = Callable[[int, int], None]
 
 device = numba.njit(**_OPTIONS, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 """Decorator: a function inlined into the kernels that call it. Not callable from Python."""
+
+_one_thread = threading.RLock()
 
 _EXTERNAL = frozenset({"memcpy", "memset", "memmove", "sched_yield", "nanosleep"})
 
@@ -95,13 +98,16 @@ def warm(kernels: Iterable[Kernel], progress: Progress | None = None) -> None:
     Args:
         kernels: any number of them.
         progress: called with (done, total) before the first compilation and after each; never if
-        all
-            are in the cache.
+            all are in the cache.
 
     Raises:
         WindowError: a kernel would have to be compiled inside a timed window.
     """
-    wanted = [k for k in dict.fromkeys(kernels) if not k.ready]
+    with _one_thread:
+        _warm([k for k in dict.fromkeys(kernels) if not k.ready], progress)
+
+
+def _warm(wanted: list[Kernel], progress: Progress | None) -> None:
     cache = ObjectCache.get()
     missing = []
     for k in wanted:

@@ -57,19 +57,17 @@ from cpu_fallback.simd import (
     absolute,
     div,
     hmax,
-    i64,
     maximum,
     minimum,
     mul,
-    op,
     rint,
     splat,
     to_f32,
     to_i32,
-    void,
     zero,
 )
 from cpu_fallback.tape import Launch
+from cpu_fallback.vector import i64, op, void
 
 CELLS = 16
 """Cells that attention takes at a time: as many as a vector has lanes."""

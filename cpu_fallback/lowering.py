@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from cpu_fallback import attention, bsr, elementwise, integer, kv, linear, moe
+from cpu_fallback import attention, bsr, elementwise, integer, kv, linear, moe, sampling
 from cpu_fallback.bind import BoundCall
 from cpu_fallback.tape import Launch
 
-_MODULES = (attention, bsr, elementwise, integer, kv, linear, moe)
+_MODULES = (attention, bsr, elementwise, integer, kv, linear, moe, sampling)
 
 LOWER: Mapping[str, Callable[[BoundCall], Sequence[Launch]]] = MappingProxyType(
     {name: lower for module in _MODULES for name, lower in module.LOWER.items()}

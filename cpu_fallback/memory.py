@@ -35,13 +35,11 @@ def emit_store(b: Any, value: Any, address: Any) -> None:
 
 def _masked(element: ir.Type) -> bool:
     """Return whether the ISA has masked loads and stores for elements of this width."""
-    return CURRENT.avx512 or (
-        CURRENT.avx2 and element.width == 32 if _is_int(element) else CURRENT.avx2
-    )
+    return CURRENT.avx512 or (CURRENT.avx2 and _bytes(element) == 4)
 
 
-def _is_int(element: ir.Type) -> bool:
-    return isinstance(element, ir.IntType)
+def _bytes(element: ir.Type) -> int:
+    return 4 if element == _FLOAT else element.width // 8
 
 
 def _mask(b: Any, lanes: int, count: Any) -> Any:
@@ -53,7 +51,7 @@ def _mask(b: Any, lanes: int, count: Any) -> Any:
 
 
 def _name(kind: ir.VectorType) -> str:
-    letter = f"i{kind.element.width}" if _is_int(kind.element) else "f32"
+    letter = "f32" if kind.element == _FLOAT else f"i{kind.element.width}"
     return f"v{kind.count}{letter}.p0"
 
 
@@ -67,8 +65,12 @@ def emit_load_n(b: Any, kind: ir.VectorType, address: Any, count: Any) -> Any:
         return call(b, f"llvm.masked.load.{_name(kind)}", kind, pointer, align, mask, nothing)
     slot = cgutils.alloca_once(b, kind)
     b.store(nothing, slot)
-    width = (element.width if _is_int(element) else 32) // 8
-    _memcpy(b, slot, b.inttoptr(address, _I8.as_pointer()), b.mul(count, ir.Constant(_I64, width)))
+    _memcpy(
+        b,
+        slot,
+        b.inttoptr(address, _I8.as_pointer()),
+        b.mul(count, ir.Constant(_I64, _bytes(element))),
+    )
     return b.load(slot)
 
 
@@ -82,8 +84,12 @@ def emit_store_n(b: Any, value: Any, address: Any, count: Any) -> None:
         return
     slot = cgutils.alloca_once(b, kind)
     b.store(value, slot)
-    width = (element.width if _is_int(element) else 32) // 8
-    _memcpy(b, b.inttoptr(address, _I8.as_pointer()), slot, b.mul(count, ir.Constant(_I64, width)))
+    _memcpy(
+        b,
+        b.inttoptr(address, _I8.as_pointer()),
+        slot,
+        b.mul(count, ir.Constant(_I64, _bytes(element))),
+    )
 
 
 def _memcpy(b: Any, target: Any, source: Any, size: Any) -> None:

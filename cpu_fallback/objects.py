@@ -67,7 +67,7 @@ class ObjectCache:
         """Keep other processes from compiling for the same cache."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            lock = open(self.directory / ".lock", "w")
+            lock = os.open(self.directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             self._writable = False
             _log.warning(
@@ -78,9 +78,11 @@ class ObjectCache:
             )
             yield
             return
-        with lock:
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+        finally:
+            os.close(lock)
 
 
 def cache_root() -> Path:

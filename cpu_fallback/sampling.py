@@ -1,46 +1,74 @@
-"""Choose the next tokens, and step the token inputs on."""
+"""Choose the next tokens, and step the token inputs on.
+
+A row of logits belongs to one thread. Sampling narrows a list of candidates, kept in ascending order of id:
+all, then the top_k largest, then the shortest descending run that has top_p of the mass, then one of them.
+The narrowing is a radix selection on the bits of the logits, so nothing is sorted. Masses are fp64.
+"""
 
 import numpy as np
-from llvmlite import ir
 
 from cpu_fallback.bind import BoundCall, counted, share
 from cpu_fallback.jit import device, kernel
-from cpu_fallback.maths import lowest_bit
+from cpu_fallback.maths import (
+    boltzmann,
+    lowest_bit,
+    mask_bits,
+    ones64,
+    read_f64,
+    store_f64,
+    uniform,
+    write_f64,
+)
 from cpu_fallback.memory import (
     field,
     load_f32,
     load_f32_n,
     read_f32,
     read_i32,
+    read_i64,
+    store_f32,
+    store_i32,
     write_i32,
+    write_i64,
 )
 from cpu_fallback.simd import (
-    MASK,
+    add,
+    bits_i32,
     eq,
     first,
     hmax,
-    i64,
+    iadd,
+    iand,
+    ieq,
+    ilt,
+    ior,
+    iota,
+    iselect,
+    isplat,
+    isub,
+    izero,
     maximum,
-    op,
     select,
+    shr,
     splat,
+    zero,
 )
 from cpu_fallback.tape import Launch
 
-_I16, _I64 = ir.IntType(16), ir.IntType(64)
-LOWEST = np.float32(-np.inf)
+_LOWEST = np.float32(-np.inf)
+_SIGN = 1 << 31
+_BINS = 256
 
-
-@op(i64, MASK)
-def mask_bits(b, mask):
-    """Return the lanes of a mask as bits."""
-    return b.zext(b.bitcast(mask, _I16), _I64)
+# The candidates of a row, at the start of the scratch memory: the addresses of their logits, fp32, of their
+# ids, int32, and of their weights, fp64; then the bins of the selection, fp64; then the arrays.
+_ARRAYS = 64 + 8 * _BINS
+_LEAST = np.float64(np.finfo(np.float64).tiny)
 
 
 @device
 def _largest(row, v):
     """Return the largest of v values; NaN is passed over."""
-    lowest = splat(LOWEST)
+    lowest = splat(_LOWEST)
     a, b, c, d = lowest, lowest, lowest, lowest
     for i in range(0, v - 63, 64):
         at = row + 4 * i
@@ -56,13 +84,203 @@ def _largest(row, v):
 
 @device
 def _greedy(row, v):
-    """Return the index of the first largest value."""
-    top = splat(_largest(row, v))
+    """Return the index of the first largest value, 0 if all are NaN."""
+    top = _largest(row, v)
     for i in range(0, v - 15, 16):
-        found = mask_bits(eq(load_f32(row + 4 * i), top))
+        found = mask_bits(eq(load_f32(row + 4 * i), splat(top)))
         if found:
             return i + lowest_bit(found)
     for i in range(v & -16, v):
-        if read_f32(row + 4 * i) == _lane(top):
+        if read_f32(row + 4 * i) == top:
             return i
     return 0
+
+
+@device
+def _keys(x):
+    """Map fp32 lanes to int32 lanes of the same order; both zeros become 0."""
+    code = bits_i32(add(x, zero()))
+    magnitude = iand(code, isplat(0x7FFFFFFF))
+    negative = ior(isub(isplat(0x7FFFFFFF), magnitude), isplat(_SIGN))
+    return iselect(ilt(code, izero()), negative, code)
+
+
+@device
+def _key(address):
+    """Do that for one fp32, plus 2^31: a number in 0 .. 2^32 - 1."""
+    code = read_i32(address)
+    if code == -_SIGN:
+        code = 0
+    if code < 0:
+        code ^= 0x7FFFFFFF
+    return code + _SIGN
+
+
+@device
+def _candidates(row, v, scratch):
+    """Make every token a candidate of weight 1."""
+    room = (v + 15) & -16
+    x = scratch + _ARRAYS
+    ids, weights = x + 4 * room, x + 8 * room
+    write_i64(scratch, x)
+    write_i64(scratch + 8, ids)
+    write_i64(scratch + 16, weights)
+    for i in range(0, v, 16):
+        store_f32(x + 4 * i, load_f32_n(row + 4 * i, min(16, v - i)))
+        store_i32(ids + 4 * i, iadd(iota(), isplat(i)))
+        store_f64(weights + 8 * i, ones64())
+
+
+@device
+def _lanes(mask, count):
+    """Return the first `count` lanes of a mask as bits, all 16 if it has no more."""
+    return mask_bits(mask) & ((1 << min(16, count)) - 1)
+
+
+@device
+def _gather(scratch, n, target):
+    """Walk n candidates by descending logit and ascending id until they weigh `target`, and keep those.
+
+    A radix selection finds where the walk ends, 8 bits of the key at a time; if all do not weigh enough,
+    it ends at the last. `target` must be positive, so one is kept.
+
+    Returns:
+        How many are kept.
+    """
+    x, weights, bins = field(scratch, 0), field(scratch, 2), scratch + 64
+    prefix, above = np.int64(0), np.float64(0)
+    for shift in range(24, -1, -8):
+        for digit in range(_BINS):
+            write_f64(bins + 8 * digit, np.float64(0))
+        for i in range(0, n, 16):
+            keys = iadd(_keys(load_f32(x + 4 * i)), isplat(_SIGN))
+            # Two shifts, for one by 32 is undefined.
+            lanes = _lanes(ieq(shr(shr(keys, shift), 8), isplat(prefix)), n - i)
+            while lanes:
+                j = i + lowest_bit(lanes)
+                lanes &= lanes - 1
+                at = bins + 8 * ((_key(x + 4 * j) >> shift) & 255)
+                write_f64(at, read_f64(at) + read_f64(weights + 8 * j))
+        chosen, total = np.int64(0), above
+        for back in range(_BINS):
+            digit = _BINS - 1 - back
+            weight = read_f64(bins + 8 * digit)
+            if weight > 0 and total < target:
+                chosen, above = digit, total
+                total += weight
+        prefix = (prefix << 8) | chosen
+    return _keep(scratch, n, prefix, above, target)
+
+
+@device
+def _keep(scratch, n, last, above, target):
+    """Keep the candidates above the key `last`, and those at it until they weigh `target`."""
+    x, ids, weights = field(scratch, 0), field(scratch, 1), field(scratch, 2)
+    kept = np.int64(0)
+    for i in range(0, n, 16):
+        lanes = _lanes(ilt(_keys(load_f32(x + 4 * i)), isplat(last - _SIGN)), 16)
+        lanes = (lanes ^ 0xFFFF) & ((1 << min(16, n - i)) - 1)
+        while lanes:
+            j = i + lowest_bit(lanes)
+            lanes &= lanes - 1
+            weight, tie = read_f64(weights + 8 * j), _key(x + 4 * j) == last
+            if not tie or above < target:
+                write_i32(ids + 4 * kept, read_i32(ids + 4 * j))
+                write_f64(weights + 8 * kept, weight)
+                write_i32(x + 4 * kept, read_i32(x + 4 * j))
+                kept += 1
+            if tie:
+                above += weight
+    return kept
+
+
+@device
+def _accumulate(scratch, n):
+    """Replace weights by their running sums, in order, and return the last."""
+    weights, total = field(scratch, 2), np.float64(0)
+    for i in range(n):
+        total += read_f64(weights + 8 * i)
+        write_f64(weights + 8 * i, total)
+    return total
+
+
+@device
+def _drawn(row, v, temperature, top_k, top_p, number, scratch):
+    """Return the id of one candidate; `number` in [0, 1) decides."""
+    _candidates(row, v, scratch)
+    x, ids, weights = field(scratch, 0), field(scratch, 1), field(scratch, 2)
+    top, n = _largest(row, v), v
+    if 0 < top_k < v:
+        n = _gather(scratch, n, np.float64(top_k))
+    total = np.float64(0)
+    for i in range(0, n, 16):
+        store_f64(weights + 8 * i, boltzmann(load_f32(x + 4 * i), top, temperature))
+    if top_p < np.float32(1):
+        for i in range(n):
+            total += read_f64(weights + 8 * i)
+        n = _gather(scratch, n, max(np.float64(top_p) * total, _LEAST))
+    target = number * _accumulate(scratch, n)
+    low, high = np.int64(0), n - 1
+    while low < high:
+        middle = (low + high) >> 1
+        if read_f64(weights + 8 * middle) > target:
+            high = middle
+        else:
+            low = middle + 1
+    return read_i32(ids + 4 * low)
+
+
+@kernel
+def sample(rec, ctl, rank, size, scratch):
+    """Choose a token per row; each thread has a range of rows.
+
+    Where logits are NaN or infinite the choice is any token.
+
+    Fields: R, V, logits, temperature, top_k, top_p, seeds, draws, ids.
+    """
+    v = field(rec, 1)
+    begin, end = share(counted(ctl, field(rec, 0)), rank, size)
+    for r in range(begin, end):
+        row, temperature = field(rec, 2) + 4 * r * v, read_f32(field(rec, 3) + 4 * r)
+        if temperature == np.float32(0):
+            chosen = _greedy(row, v)
+        else:
+            top_k, top_p = read_i32(field(rec, 4) + 4 * r), read_f32(field(rec, 5) + 4 * r)
+            number = uniform(read_i64(field(rec, 6) + 8 * r), read_i32(field(rec, 7) + 4 * r))
+            chosen = _drawn(row, v, temperature, top_k, top_p, number, scratch)
+        write_i32(field(rec, 8) + 4 * r, chosen)
+
+
+@kernel
+def advance(rec, ctl, rank, size, scratch):
+    """Make the sampled tokens the next step's tokens; each thread has a range of rows.
+
+    Fields: R, sampled, rows, ids, positions, ends, draws.
+    """
+    begin, end = share(counted(ctl, field(rec, 0)), rank, size)
+    for r in range(begin, end):
+        t = 4 * read_i32(field(rec, 2) + 4 * r)
+        write_i32(field(rec, 3) + t, read_i32(field(rec, 1) + 4 * r))
+        _increment(field(rec, 4) + t)
+        _increment(field(rec, 5) + t)
+        _increment(field(rec, 6) + 4 * r)
+
+
+@device
+def _increment(address):
+    write_i32(address, read_i32(address) + 1)
+
+
+def _sample(call: BoundCall) -> list[Launch]:
+    v = call.dim("V")
+    names = ("logits", "temperature", "top_k", "top_p", "seeds", "draws", "ids")
+    fields = [call.count("logits"), v, *(call.address(name) for name in names)]
+    return [call.launch(sample, fields, _ARRAYS + 16 * (-(-v // 16) * 16))]
+
+
+def _advance(call: BoundCall) -> list[Launch]:
+    names = ("sampled", "rows", "ids", "positions", "ends", "draws")
+    return [call.launch(advance, [call.count("sampled"), *(call.address(name) for name in names)])]
+
+
+LOWER = {"sample": _sample, "advance": _advance}

@@ -21,6 +21,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from cpu_fallback.isa import CURRENT
+from cpu_fallback.vector import BYTES as BYTES
 from cpu_fallback.vector import (
     F32,
     I32,
@@ -34,6 +35,8 @@ from cpu_fallback.vector import (
     pick,
     spread,
 )
+from cpu_fallback.vector import i32 as i32
+from cpu_fallback.vector import void as void
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _FLOAT = ir.FloatType()

@@ -18,6 +18,7 @@ from typing import Any
 
 from llvmlite import ir
 from llvmlite.binding import get_process_triple
+from numba.core import cgutils
 
 from cpu_fallback.jit import device
 from cpu_fallback.vector import call, i64, op, void
@@ -74,12 +75,11 @@ def yield_core(b):
 @op(void, i64)
 def sleep_ns(b, nanoseconds):
     """Sleep; less than a second."""
-    timespec = b.alloca(ir.ArrayType(_I64, 2))
-    b.store(ir.Constant(timespec.type.pointee, None), timespec)
-    part = b.gep(timespec, [ir.Constant(_I32, 0), ir.Constant(_I32, 1)])
-    b.store(nanoseconds, part)
-    nothing = ir.Constant(timespec.type, None)
-    call(b, "nanosleep", _I32, timespec, nothing)
+    seconds_and_rest = ir.VectorType(_I64, 2)
+    zeros = ir.Constant(seconds_and_rest, [0, 0])
+    slot = cgutils.alloca_once(b, seconds_and_rest)
+    b.store(b.insert_element(zeros, nanoseconds, ir.Constant(_I32, 1)), slot)
+    call(b, "nanosleep", _I32, slot, ir.Constant(slot.type, None))
 
 
 @device

@@ -47,6 +47,7 @@ class Team:
         self.threads = threads
         scratch = -(-max(scratch, 1) // _LINE) * _LINE
         self._scratch = aligned(threads * scratch)
+        self._words = words
         self._control = aligned(8 * sync.WORDS).view(np.int64)
         self._control[[sync.SIZE, sync.TAPE, sync.TAPE_END, sync.SCRATCH, sync.SCRATCH_BYTES]] = (
             threads,

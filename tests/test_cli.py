@@ -493,7 +493,7 @@ def test_more_threads_than_cpus_are_accepted_with_a_warning(inside):
 def test_compilation_shows_a_few_lines_where_there_is_no_terminal(capsys):
     with Console() as console:
         for done in range(41):
-            console.compiling(done, 40, f"kernel_{done}")
+            console.compiling(done, 40)
     lines = capsys.readouterr().err.splitlines()
     assert [line.removeprefix(f"clocher-run: {COMPILING}: ") for line in lines] == [
         f"{done} of 40" for done in (0, 10, 20, 30, 40)
@@ -518,8 +518,8 @@ def test_terminal_gets_a_bar_and_no_control_characters(tmp_path):
     with Console(terminal) as console:
         console.completion("a\x1b]0;title\x07\tb\n\x9b31m")
         assert terminal.written == "a\ufffd]0;title\ufffd\tb\n\ufffd31m"
-        console.compiling(0, 2, "linear")
-        console.compiling(2, 2, "attention")
+        console.compiling(0, 2)
+        console.compiling(2, 2)
     assert COMPILING in terminal.written
 
 

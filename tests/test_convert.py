@@ -173,7 +173,7 @@ def test_the_template_quantises_the_matrices_of_llama(tmp_path: Path) -> None:
     path.write_text(json.dumps(TEMPLATE))
     conversion = convert(LLAMA, tmp_path / "out", path)
     source, result = open_checkpoint(LLAMA), open_checkpoint(tmp_path / "out", verify=True)
-    fmt = parse_format("int4_sym_g64_bf16")
+    fmt = parse_format("int4_sym_g64_f16")
     for name in source.names:
         old, new = source.tensor(name), result.tensor(name)
         if "_proj" in name:
@@ -193,7 +193,7 @@ def test_the_template_keeps_biases_and_experts_of_gpt_oss_and_says_so(tmp_path: 
     conversion = convert(GPTOSS, tmp_path / "out", path)
     assert sorted({name.rsplit(".", 1)[-1] for name in conversion.quantised}) == ["weight"]
     assert len(conversion.quantised) == 16
-    assert "16 matrices become int4_sym_g64_bf16; 16 tensors are kept (bf16)" in conversion.notes[0]
+    assert "16 matrices become int4_sym_g64_f16; 16 tensors are kept (bf16)" in conversion.notes[0]
     assert "0 matrices become" in conversion.notes[1] and "mxfp4" in conversion.notes[1]
     open_checkpoint(tmp_path / "out", verify=True)
 
@@ -201,12 +201,12 @@ def test_the_template_keeps_biases_and_experts_of_gpt_oss_and_says_so(tmp_path: 
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [
-        ({"dtype": "int4w"}, "int4_sym_row_bf16"),
-        ({"dtype": "int4", "group": 32}, "int4_sym_g32_bf16"),
+        ({"dtype": "int4w"}, "int4_sym_row_f16"),
+        ({"dtype": "int4", "group": 32}, "int4_sym_g32_f16"),
         ({"dtype": "int4w", "group": 64, "zero": "per-group"}, "int4_asym_g64_f16"),
-        ({"dtype": "int4w", "group": 128, "zero": "per-tensor"}, "int4_sym_g128_bf16"),
+        ({"dtype": "int4w", "group": 128, "zero": "per-tensor"}, "int4_sym_g128_f16"),
         ({"dtype": "int8w"}, "int8_row_f32"),
-        ({"dtype": "int8w", "scale": "per-channel", "group": 64}, "int8_g64_bf16"),
+        ({"dtype": "int8w", "scale": "per-channel", "group": 64}, "int8_g64_f16"),
         ({"dtype": "int8w", "scale": "per-tensor"}, "int8_tensor_f32"),
     ],
     ids=lambda value: str(value),
@@ -232,7 +232,7 @@ def test_the_first_rule_that_matches_decides(tmp_path: Path) -> None:
         write_hf(tmp_path / "hf", SMALL), tmp_path, manifest(tmp_path / "q4.json", *rules)
     )
     names = {name: fmt.name for name, fmt in conversion.formats.items()}
-    assert names["embed.weight"] == "int8_row_f32" and names["proj.weight"] == "int4_sym_row_bf16"
+    assert names["embed.weight"] == "int8_row_f32" and names["proj.weight"] == "int4_sym_row_f16"
     assert names["norm.weight"] == "f32" and names["proj.bias"] == "f16"
 
 

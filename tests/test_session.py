@@ -1,5 +1,6 @@
 """The generate loop, and the law that a token's logits depend on nothing but its own text."""
 
+import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from clocher_runtime.models.load import Model, load_model
 from clocher_runtime.session import Sampling, Session
 from clocher_runtime.timing import TimedWindow
 from clocher_runtime.weights import open_checkpoint
+from clocher_runtime.weights.convert import convert
 
 DATA = Path(__file__).parent / "data"
 MODELS = {
@@ -189,3 +191,28 @@ def test_an_abandoned_generation_leaves_the_session_usable(session: Session) -> 
     next(stream)
     stream.close()
     assert [t.id for t in session.generate(prompt, 12, stop_ids=frozenset())] == expected
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_iebin_gives_the_same_logits_and_ids(name: str, tmp_path: Path) -> None:
+    convert(MODELS[name], tmp_path / "iebin")
+    converted = load_model(open_checkpoint(tmp_path / "iebin"))
+    session = Session(converted, threads=2, context=256, chunk=LENGTH, all_logits=True)
+    assert np.array_equal(session.logits(ids_of(0, LENGTH)), logits_of(name, LENGTH, 2))
+    made = [t.id for t in session.generate([ids_of(5, 9)], 12, stop_ids=frozenset())]
+    session.close()
+    original = Session(model_of(name), threads=1, context=256)
+    assert [t.id for t in original.generate([ids_of(5, 9)], 12, stop_ids=frozenset())] == made
+    original.close()
+
+
+def test_a_quantised_iebin_gives_the_logits_of_a_quantised_load(tmp_path: Path) -> None:
+    q4_map = tmp_path / "map.json"
+    rule = {"pattern": ".*_proj.weight", "dtype": "int8w", "scale": "per-channel"}
+    q4_map.write_text(json.dumps({"version": 1, "rules": [rule]}))
+    convert(MODELS["llama"], tmp_path / "iebin", q4_map=q4_map)
+    model = load_model(open_checkpoint(tmp_path / "iebin"))
+    session = Session(model, threads=2, context=256, chunk=LENGTH, all_logits=True)
+    expected = logits_of("llama", LENGTH, 2, "int8w")
+    assert np.array_equal(session.logits(ids_of(0, LENGTH)), expected)
+    session.close()

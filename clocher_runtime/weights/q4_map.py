@@ -149,11 +149,11 @@ def _format(rule: Mapping[str, Any]) -> Format:
         if whole and group:
             raise FormatError("scale per-tensor leaves no place for a group")
         if group:
-            return Int8(group, "bf16")
+            return Int8(group, "f16")
         return Int8("tensor" if whole else "row", "f32")
     if whole:
         raise FormatError("scale per-tensor is for int8w; int4 needs per-channel")
-    return Int4(not affine, group or "row", "f16" if affine else "bf16")
+    return Int4(not affine, group or "row", "f16")
 
 
 def _quantisable(name: str, tensor: QuantTensor) -> bool:

@@ -1,0 +1,161 @@
+"""Write docs/ops.md and docs/formats.md from the op table and the formats."""
+
+import inspect
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import click
+
+from clocher_kernels.formats import FAMILIES, Family, parse_format
+from clocher_kernels.ops import OPS, OpSpec
+from clocher_kernels.ops.contract import Param
+
+DOCS = Path(__file__).parents[1] / "docs"
+NOTE = "<!-- Written by scripts/render_docs.py. Edit the source that it reads, not this file. -->"
+
+OPS_INTRO = """# Ops
+
+An op is its contract: a NumPy reference, the cases on which every back end is compared with it,
+and the error that is allowed. `clocher_kernels/ops` holds the contracts; this page lists them.
+
+`in`, `out` and `inout` are buffers of the Plan. A `matrix` is a tensor in any
+[format](formats.md), used as stored. A `vector` is an fp32 array that the loader decoded. Sizes
+are capacities: the leading M or R of a buffer is used up to the tokens or output rows of a step.
+
+Errors are relative to the RMS of the reference's output: RMS error / largest error. `exact` asks
+for equality."""
+
+FORMATS_INTRO = """# Formats
+
+A tensor has a logical shape and a format; the format says which arrays (planes) store it and what
+their bytes mean. The codecs in `clocher_kernels/formats` are the definition: kernels must use the
+numbers that `decode` gives. All arrays are little-endian and in C order. N and K are the rows and
+columns of a matrix W in y = x W^T; dimensions in front of them (experts) stay in front of every
+plane, and G is the length of a group along K."""
+
+EXAMPLE_SHAPE = (256, 4096)
+
+# What a table of parameters says in a column of its own.
+STORED_AS = re.compile(r"^\[[\w, ]*\](?: (?:fp32|int8|i32|u64))?[.,;]? *")
+
+
+@click.command(help=__doc__)
+@click.option(
+    "--check", is_flag=True, help="Write nothing; exit with 1 if a file is not up to date."
+)
+@click.option("--docs", type=click.Path(path_type=Path), default=DOCS, help="Where the files are.")
+def main(check: bool, docs: Path) -> None:
+    """Render both files."""
+    stale = []
+    for name, text in (("ops.md", render_ops()), ("formats.md", render_formats())):
+        path = docs / name
+        if check:
+            if not path.exists() or path.read_text(encoding="utf-8") != text:
+                stale.append(name)
+        else:
+            path.write_text(text, encoding="utf-8")
+    if stale:
+        click.echo(f"not up to date: {', '.join(stale)}; run scripts/render_docs.py", err=True)
+        sys.exit(1)
+
+
+def render_ops() -> str:
+    """Return docs/ops.md."""
+    rows = [
+        (f"[`{spec.name}`](#{spec.name})", spec.summary, error(spec), str(len(spec.cases)))
+        for spec in OPS.values()
+    ]
+    parts = [NOTE, OPS_INTRO, table(("op", "what it does", "error", "cases"), rows)]
+    return "\n\n".join([*parts, *map(render_op, OPS.values())]) + "\n"
+
+
+def render_op(spec: OpSpec) -> str:
+    """Return the section of one op."""
+    text, meanings, source = read_docstring(spec.reference)
+    parts = [f"## {spec.name}", *text]
+    rows = [
+        (f"`{p.name}`{' (optional)' if p.optional else ''}", p.kind, shape(p), meanings[p.name])
+        for p in spec.params
+    ]
+    parts.append(table(("parameter", "kind", "stored as", "meaning"), rows))
+    settings = [name for name in meanings if name not in {p.name for p in spec.params}]
+    if settings:
+        parts.append(table(("setting", "meaning"), [(f"`{n}`", meanings[n]) for n in settings]))
+    tested = f"Error: {error(spec)}. Compared on {len(spec.cases)} cases"
+    formats = dict.fromkeys(f"`{f}`" for case in spec.cases for f in case.formats.values())
+    parts.append(f"{tested}, {', '.join(formats)}." if formats else f"{tested}.")
+    return "\n\n".join([*parts, *source])
+
+
+def shape(param: Param) -> str:
+    """Return a parameter's element type and dimensions."""
+    stored = param.dtype or ("any format" if param.kind == "matrix" else "`kv_dtype`")
+    return f"{stored} [{', '.join(param.dims.split())}]"
+
+
+def error(spec: OpSpec) -> str:
+    """Return the tolerance of an op."""
+    limit = spec.tolerance
+    return "exact" if limit.max == 0 else f"{limit.rms:g} / {limit.max:g}"
+
+
+def read_docstring(function: object) -> tuple[list[str], dict[str, str], list[str]]:
+    """Split a Google-style docstring.
+
+    Returns:
+        Its paragraphs, the meaning of each argument, and the paragraph that names the source.
+    """
+    paragraphs = inspect.cleandoc(getattr(function, "__doc__", None) or "").split("\n\n")
+    text: list[str] = []
+    meanings: dict[str, str] = {}
+    source: list[str] = []
+    for paragraph in paragraphs:
+        if paragraph.startswith("Args:"):
+            for name, meaning in re.findall(r"^    (\w+): ((?:.|\n {8})+)", paragraph, re.M):
+                meanings[name] = STORED_AS.sub("", re.sub(r"\s+", " ", meaning))
+        elif paragraph.startswith("Source:"):
+            source.append(paragraph)
+        else:
+            text.append(paragraph)
+    return text, meanings, source
+
+
+def render_formats() -> str:
+    """Return docs/formats.md."""
+    parts = [NOTE, FORMATS_INTRO, table(("names", "what they hold"), map(family_row, FAMILIES))]
+    for family in FAMILIES:
+        codec = type(parse_format(family.examples[0]))
+        definition = re.sub(r"^", "    ", inspect.cleandoc(codec.__doc__ or ""), flags=re.M)
+        parts += [f"## {codec.__name__}", re.sub(r" +$", "", definition, flags=re.M)]
+        if codec.__name__ != "Bsr":
+            parts.append(example_table(family))
+    return "\n\n".join(parts) + "\n"
+
+
+def family_row(family: Family) -> tuple[str, str]:
+    """Return the row of a family of formats."""
+    return f"`{family.spelling}`".replace("|", "\\|"), family.summary
+
+
+def example_table(family: Family) -> str:
+    """Return the planes and the size of each documented name of a family."""
+    n, k = EXAMPLE_SHAPE
+    rows = []
+    for name in family.examples:
+        codec = parse_format(name)
+        planes = codec.planes(EXAMPLE_SHAPE)
+        stored = "; ".join(f"{p} {plane.dtype} {list(plane.shape)}" for p, plane in planes.items())
+        rows.append((f"`{name}`", stored, f"{8 * codec.nbytes(EXAMPLE_SHAPE) / (n * k):.3f}"))
+    return table(("format", f"planes of a [{n}, {k}] matrix", "bits per weight"), rows)
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+if __name__ == "__main__":
+    main()

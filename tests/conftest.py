@@ -1,0 +1,19 @@
+"""What every test run prints: how many tests it left out, and why."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+_left_out: Counter[str] = Counter()
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        markers = [name for name in ("gpu", "slow") if item.get_closest_marker(name)]
+        _left_out[" and ".join(markers) or "not asked for"] += 1
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for reason, count in sorted(_left_out.items()):
+        terminalreporter.write_line(f"not run: {count} test(s), {reason}")

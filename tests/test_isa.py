@@ -1,0 +1,72 @@
+"""Every instruction set that this host has: same results, nothing read past an array's end."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from op_cases import ALL
+
+from clocher_kernels.errors import DeviceError, UsageError
+from cpu_fallback import isa
+
+_TESTS = Path(__file__).parent
+_NAMES = isa.available()
+
+
+def _python(name: str, *args: str) -> str:
+    environment = {**os.environ, isa.VARIABLE: name, "PYTHONPATH": str(_TESTS.parent)}
+    done = subprocess.run(
+        [sys.executable, *args], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, (name, done.returncode, done.stdout[-3000:], done.stderr[-3000:])
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", [n for n in _NAMES if n != isa.CURRENT.name])
+def test_parity_on_the_other_isas(name: str) -> None:
+    path = str(_TESTS / "test_ops_parity.py")
+    _python(name, "-m", "pytest", "-q", "-p", "no:cacheprovider", path)
+
+
+def test_guard_pages_and_equal_bits() -> None:
+    results = {name: _python(name, str(_TESTS / "guarded_ops.py")).split() for name in _NAMES}
+    assert {int(done) for done, _ in results.values()} == {len(ALL)}
+    with_fma = {digest for name, (_, digest) in results.items() if isa.ISAS[name].fma}
+    assert len(with_fma) <= 1, results
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "forbidden"),
+    [
+        ("avx512vnni", r"\bvfmadd.*zmm", r"\bcall.*fma"),
+        ("avx2", r"\bvfmadd.*ymm", r"zmm|%k[1-7]"),
+        ("generic", r"\bmulps.*xmm", r"[yz]mm|vfmadd|fmaf"),
+    ],
+)
+def test_code_is_for_the_isa(name: str, wanted: str, forbidden: str) -> None:
+    if name not in _NAMES or "x86" not in os.uname().machine:
+        return
+    code = _python(
+        name,
+        "-c",
+        "from cpu_fallback import jit, product; print(jit.assembly(product.product))",
+    )
+    assert re.search(wanted, code)
+    assert not re.search(forbidden, code)
+
+
+def test_choice() -> None:
+    assert isa.choose(None) is isa.ISAS[_NAMES[0]]
+    assert isa.choose("generic").name == "generic"
+    with pytest.raises(UsageError, match="avx512vnni, avx2, generic"):
+        isa.choose("sse5")
+
+
+def test_a_missing_isa_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isa.llvm, "get_host_cpu_features", lambda: {"avx2": True})
+    assert isa.available() == ("generic",)
+    with pytest.raises(DeviceError, match=r"lacks .*avx512f.*it can run generic"):
+        isa.choose("avx512vnni")

@@ -1,0 +1,333 @@
+"""The structure of the source: layers, late imports, banned calls, sizes, names, start-up."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("clocher_kernels", "cpu_fallback", "clocher_runtime")
+OUTSIDE = ("scripts", "bench", "tests")
+MAX_LINES = 450
+
+# Layer -> its modules; ".*" stands for everything in a package. Imports go down or stay.
+LAYERS: dict[int, str] = {
+    0: """clocher_kernels clocher_kernels.errors clocher_kernels.guards clocher_kernels.dtypes
+        clocher_kernels.formats.* clocher_kernels.quant_tensor""",
+    1: "clocher_kernels.plan clocher_kernels.ops.* clocher_kernels.reference",
+    2: "cpu_fallback.* clocher_kernels.cuda.*",
+    3: """clocher_runtime.backends clocher_runtime.models.* clocher_runtime.weights.*
+        clocher_runtime.tokenizer clocher_runtime.chat_template clocher_runtime.config
+        clocher_runtime.env clocher_runtime.settings clocher_runtime.values
+        clocher_runtime.exit_codes clocher_runtime.timing clocher_runtime.metrics
+        clocher_runtime.probes clocher_runtime.topology""",
+    4: "clocher_runtime.session clocher_runtime.stub clocher_runtime.perplexity",
+    5: """clocher_runtime clocher_runtime.api clocher_runtime.model_choice clocher_runtime.engine
+        clocher_runtime.prompts clocher_runtime.console clocher_runtime.jsonline
+        clocher_runtime.run clocher_runtime.cli clocher_runtime.cli_help""",
+    6: "scripts.* bench.*",
+}
+# What a package may import besides the standard library and itself and those below.
+LIBRARIES: dict[str, str] = {
+    "clocher_kernels": "numpy",
+    "cpu_fallback": "numpy numba llvmlite",
+    "clocher_runtime": "numpy tokenizers jinja2 psutil click rich",
+    "scripts": "numpy click rich",
+    "bench": "numpy click rich pytest",
+}
+BACK_ENDS = ("cpu_fallback", "clocher_kernels.cuda")
+HEAVY = ("torch", "triton", "cupy", "numba", "llvmlite", "transformers", "safetensors")
+
+BANNED_MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "joblib", "runpy"}
+BANNED_NAMES = {"eval", "exec", "compile", "__import__", "breakpoint"}
+BANNED_ATTRIBUTES = {
+    "torch": {"load"},
+    "yaml": {"load", "load_all", "unsafe_load", "full_load"},
+    "importlib": {"import_module", "util", "machinery"},
+    "os": {"system", "popen"},
+    "np": {"load", "fromfile"},
+    "numpy": {"load", "fromfile"},
+}
+BANNED_KEYWORDS = {"allow_pickle", "trust_remote_code", "shell"}
+BANNED_STEMS = {"utils", "util", "helpers", "helper", "common", "misc"}
+HALF_DONE = re.compile(
+    r"TODO|FIXME|\bXXX\b|NotImplementedError|xfail|pytest\.skip|# type: ignore(?!\[)|# noqa(?!:)"
+)
+# Split, so that this file does not name them.
+MACHINE_PATHS = re.compile("/(?:work|root|home/[a-z]+|Users/[A-Za-z]+|tmp/[a-z]+)/")
+
+
+class Import(NamedTuple):
+    """One import statement: what it names, its line, whether it runs with the module."""
+
+    target: str
+    line: int
+    eager: bool
+
+
+class Module(NamedTuple):
+    """A parsed source file."""
+
+    name: str
+    path: Path
+    tree: ast.Module
+
+
+def source_files(*folders: str) -> list[Path]:
+    return sorted(p for folder in folders for p in (ROOT / folder).rglob("*.py"))
+
+
+def parse(path: Path) -> Module:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return Module(name, path, ast.parse(path.read_text(encoding="utf-8")))
+
+
+MODULES = {m.name: m for m in map(parse, source_files(*PACKAGES, "scripts", "bench"))}
+
+
+def imports(module: Module) -> Iterator[Import]:
+    """Yield every import; `from package import name` names the module if `name` is one."""
+
+    def walk(node: ast.AST, eager: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield Import(alias.name, child.lineno, eager)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{module.name}:{child.lineno}: relative import"
+                for alias in child.names:
+                    inner = f"{child.module}.{alias.name}"
+                    target = inner if inner in MODULES else str(child.module)
+                    yield Import(target, child.lineno, eager)
+            else:
+                late = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                late = late or (
+                    isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
+                )
+                yield from walk(child, eager and not late)
+
+    return walk(module.tree, True)
+
+
+def layer_of(name: str) -> int | None:
+    for layer, patterns in LAYERS.items():
+        for pattern in patterns.split():
+            stem = pattern.removesuffix(".*")
+            if name == stem or (pattern.endswith(".*") and name.startswith(f"{stem}.")):
+                return layer
+    return None
+
+
+def back_end_of(name: str) -> str | None:
+    return next((b for b in BACK_ENDS if name == b or name.startswith(f"{b}.")), None)
+
+
+def complain(faults: list[str]) -> None:
+    assert not faults, "\n" + "\n".join(faults)
+
+
+def test_every_module_has_a_layer() -> None:
+    complain([f"{name}: add it to LAYERS" for name in MODULES if layer_of(name) is None])
+
+
+def test_the_table_names_no_module_that_is_gone() -> None:
+    listed = [p for patterns in LAYERS.values() for p in patterns.split() if "*" not in p]
+    complain([f"{name}: no such module" for name in listed if name not in MODULES])
+
+
+def test_imports_go_down() -> None:
+    faults = []
+    for module in MODULES.values():
+        own = layer_of(module.name)
+        for target, line, eager in imports(module):
+            layer = layer_of(target)
+            facade = module.name == target.split(".")[0] and not eager
+            if layer is not None and own is not None and layer > own and not facade:
+                faults.append(f"{module.name}:{line}: layer {own} imports {target}, layer {layer}")
+    complain(faults)
+
+
+def test_imports_have_no_cycle() -> None:
+    graph = {
+        m.name: {i.target for i in imports(m) if i.eager and i.target in MODULES} - {m.name}
+        for m in MODULES.values()
+    }
+    tuple(TopologicalSorter(graph).static_order())
+
+
+def test_back_ends_do_not_know_each_other() -> None:
+    faults = []
+    for module in MODULES.values():
+        own = back_end_of(module.name)
+        for target, line, _ in imports(module):
+            if own and back_end_of(target) not in (None, own):
+                faults.append(f"{module.name}:{line}: imports {target}")
+    complain(faults)
+
+
+def test_the_runtime_reaches_back_ends_late_and_in_one_place() -> None:
+    faults = []
+    for module in MODULES.values():
+        if not module.name.startswith("clocher_runtime"):
+            continue
+        for target, line, eager in imports(module):
+            if back_end_of(target) and (eager or module.name != "clocher_runtime.backends"):
+                faults.append(f"{module.name}:{line}: imports {target}")
+    complain(faults)
+
+
+def test_nobody_imports_the_outside() -> None:
+    faults = []
+    for path in source_files(*PACKAGES, *OUTSIDE):
+        module = parse(path)
+        here = module.name.split(".")[0]
+        for target, line, _ in imports(module):
+            if target.split(".")[0] in OUTSIDE and target.split(".")[0] != here:
+                faults.append(f"{module.name}:{line}: imports {target}")
+    complain(faults)
+
+
+def names_of(requirements: list[str]) -> set[str]:
+    return {re.split(r"[^\w-]", requirement)[0] for requirement in requirements}
+
+
+def test_only_the_timed_window_reads_the_clock() -> None:
+    library = [m for m in MODULES.values() if m.name.split(".")[0] in PACKAGES]
+    readers = [m.name for m in library if any(i.target == "time" for i in imports(m))]
+    assert readers == ["clocher_runtime.timing"]
+
+
+def test_only_declared_libraries() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    core = names_of(project["dependencies"])
+    faults = []
+    for module in MODULES.values():
+        package = module.name.split(".")[0]
+        declared = core | names_of(extras["bench"] + extras["test"] if package == "bench" else [])
+        allowed = set(LIBRARIES[package].split()) & declared
+        for target, line, _ in imports(module):
+            top = target.split(".")[0]
+            if top in sys.stdlib_module_names or top in PACKAGES or top == package:
+                continue
+            if top not in allowed:
+                faults.append(f"{module.name}:{line}: imports {top}")
+    complain(faults)
+
+
+def banned(node: ast.AST) -> str | None:
+    """Return what a node does that could execute a file's contents, None if nothing."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else [str(node.module)]
+        found = [n for n in names if n.split(".")[0] in BANNED_MODULES]
+        if isinstance(node, ast.ImportFrom):
+            banned_here = BANNED_ATTRIBUTES.get(str(node.module), set())
+            found += [f"{node.module}.{a.name}" for a in node.names if a.name in banned_here]
+        return ", ".join(found) or None
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        if node.attr in BANNED_ATTRIBUTES.get(node.value.id, set()):
+            return f"{node.value.id}.{node.attr}"
+    elif isinstance(node, ast.Name) and node.id in BANNED_NAMES:
+        return node.id
+    elif isinstance(node, ast.keyword) and node.arg in BANNED_KEYWORDS:
+        return f"{node.arg}="
+    return None
+
+
+def test_no_file_becomes_code() -> None:
+    faults = []
+    for module in MODULES.values():
+        for node in ast.walk(module.tree):
+            if what := banned(node):
+                faults.append(f"{module.name}:{getattr(node, 'lineno', '?')}: {what}")
+    complain(faults)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import torch\ntorch.load(p)",
+        "from torch import load",
+        "eval('1')",
+        "exec(text)",
+        "yaml.load(text)",
+        "np.load(p, allow_pickle=True)",
+        "f(trust_remote_code=True)",
+        "importlib.import_module(name)",
+        "subprocess.run(c, shell=True)",
+    ],
+)
+def test_the_gate_itself(line: str) -> None:
+    assert any(banned(node) for node in ast.walk(ast.parse(line)))
+
+
+def test_modules_are_short() -> None:
+    lengths = {m.path: len(m.path.read_text().splitlines()) for m in MODULES.values()}
+    complain([f"{path}: {n} lines" for path, n in lengths.items() if n > MAX_LINES])
+
+
+def test_names_say_what_is_inside() -> None:
+    paths = [*source_files(*PACKAGES, *OUTSIDE)]
+    complain([str(p) for p in paths if {p.stem, p.parent.name} & BANNED_STEMS])
+
+
+def test_nothing_is_half_done() -> None:
+    faults = []
+    for path in source_files(*PACKAGES, *OUTSIDE):
+        if path == Path(__file__):
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if HALF_DONE.search(line):
+                faults.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    complain(faults)
+
+
+def test_no_path_of_somebodys_machine() -> None:
+    folders = (*PACKAGES, *OUTSIDE, "docs", ".ci")
+    suffixes = {".py", ".md", ".toml", ".txt", ".json", ".sh", ""}
+    paths = [p for folder in folders for p in (ROOT / folder).rglob("*")]
+    paths += [p for p in ROOT.iterdir() if not p.name.endswith(".lock")]
+    data = ROOT / "tests" / "data"
+    faults = []
+    for path in paths:
+        if not path.is_file() or path.suffix not in suffixes or data in path.parents:
+            continue
+        for found in MACHINE_PATHS.findall(path.read_text(encoding="utf-8")):
+            faults.append(f"{path.relative_to(ROOT)}: {found}")
+    complain(faults)
+
+
+def loaded_by(code: str) -> set[str]:
+    """Return the heavy modules that a fresh interpreter has loaded after running some code."""
+    probe = f"{code}\nimport sys\nprint(*[m for m in {HEAVY!r} if m in sys.modules])"
+    run = subprocess.run(
+        [sys.executable, "-c", probe], check=True, capture_output=True, text=True, cwd=ROOT
+    )
+    return set(run.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import clocher_runtime, clocher_kernels.ops, clocher_kernels.reference",
+        "import clocher_runtime.cli, clocher_runtime.run, clocher_runtime.api",
+        "import clocher_runtime.weights.convert",
+    ],
+)
+def test_import_loads_nothing_heavy(code: str) -> None:
+    assert loaded_by(code) == set()
+
+
+def test_a_cpu_run_loads_no_torch() -> None:
+    code = "import clocher_runtime\nwith clocher_runtime.load() as m: m.generate('import ', 2)"
+    assert loaded_by(code) <= {"numba", "llvmlite"}

@@ -1,0 +1,203 @@
+"""The thread team: barriers, parking, oversubscription, shutdown, and when barriers are needed."""
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from kernel_run import kernel_cache
+
+from clocher_kernels.errors import UsageError
+from cpu_fallback import tape
+from cpu_fallback.jit import kernel, warm
+from cpu_fallback.memory import field, read_i64, write_i64
+from cpu_fallback.sync import fetch_add
+from cpu_fallback.tape import Launch
+from cpu_fallback.team import Team
+
+pytestmark = pytest.mark.usefixtures("kernel_cache")
+__all__ = ["kernel_cache"]
+
+
+@kernel
+def mark(rec, ctl, rank, size, scratch):
+    """Count up this thread's slot. Fields: slots, errors."""
+    slot = field(rec, 0) + 8 * rank
+    write_i64(slot, read_i64(slot) + 1)
+
+
+@kernel
+def compare(rec, ctl, rank, size, scratch):
+    """Count the slots that differ from this thread's. Fields: slots, errors."""
+    mine = read_i64(field(rec, 0) + 8 * rank)
+    for other in range(size):
+        if read_i64(field(rec, 0) + 8 * other) != mine:
+            fetch_add(field(rec, 1), 1)
+
+
+@kernel
+def touch(rec, ctl, rank, size, scratch):
+    """Write this thread's scratch. Fields: bytes."""
+    for i in range(0, field(rec, 0), 8):
+        write_i64(scratch + i, rank)
+
+
+SLOTS = frozenset({"slots"})
+NOTHING: frozenset[str] = frozenset()
+
+
+def _rounds(slots: np.ndarray, errors: np.ndarray, rounds: int) -> np.ndarray:
+    fields = (slots.ctypes.data, errors.ctypes.data)
+    launches = [Launch(mark, fields, SLOTS, SLOTS), Launch(compare, fields, SLOTS, NOTHING)]
+    assert tape.barriers(launches * 2) == [False, True, True, True]
+    warm([mark, compare, tape.lead, tape.serve])
+    return tape.encode(launches * rounds)
+
+
+@pytest.fixture
+def state() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    before = set(threading.enumerate())
+    yield np.zeros(16, np.int64), np.zeros(1, np.int64)
+    gc.collect()
+    assert set(threading.enumerate()) <= before, "a test left a thread behind"
+
+
+@pytest.mark.parametrize(("threads", "steps"), [(1, 500), (2, 2000), (3, 30), (5, 10)])
+def test_every_thread_sees_every_write(
+    state: tuple[np.ndarray, np.ndarray], threads: int, steps: int
+) -> None:
+    slots, errors = state
+    team = Team(threads, _rounds(slots, errors, 5), 0)
+    with team.running():
+        for _ in range(steps):
+            team.step(1, 1)
+    for _ in range(5):
+        team.step(1, 1)
+    team.close()
+    assert errors[0] == 0
+    assert (slots[:threads] == 5 * (steps + 5)).all() and not slots[threads:].any()
+
+
+def test_scratch_is_private_and_as_large_as_asked(state: tuple[np.ndarray, np.ndarray]) -> None:
+    warm([touch, tape.lead, tape.serve])
+    team = Team(2, tape.encode([Launch(touch, (200,), NOTHING, NOTHING, 200)]), 200)
+    team.step(1, 1)
+    words = team._scratch.view(np.int64)
+    assert team._scratch.ctypes.data % 64 == 0 and len(words) == 64
+    assert not words[:32].any() and (words[32:57] == 1).all() and not words[57:].any()
+    team.close()
+
+
+def test_parked_threads_cost_nothing(state: tuple[np.ndarray, np.ndarray]) -> None:
+    team = Team(2, _rounds(*state, 1), 0)
+    with team.running():
+        team.step(1, 1)
+    time.sleep(0.05)
+    used = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - used < 0.01
+    team.close()
+
+
+def test_waiting_for_the_next_step_is_not_a_busy_loop(state: tuple[np.ndarray, np.ndarray]) -> None:
+    team = Team(2, _rounds(*state, 1), 0)
+    with team.running():
+        team.step(1, 1)
+        used = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - used < 0.2
+        team.step(1, 1)
+    team.close()
+
+
+def test_more_threads_than_cores_slow_down_but_finish(
+    state: tuple[np.ndarray, np.ndarray],
+) -> None:
+    slots, errors = state
+    words = _rounds(slots, errors, 10)
+    other_slots = np.zeros(16, np.int64)
+    teams = [Team(2, words, 0), Team(2, _rounds(other_slots, errors, 10), 0)]
+
+    def work(team: Team) -> None:
+        with team.running():
+            for _ in range(100):
+                team.step(1, 1)
+
+    start = time.perf_counter()
+    runners = [threading.Thread(target=work, args=(team,)) for team in teams]
+    for runner in runners:
+        runner.start()
+    for runner in runners:
+        runner.join()
+    seconds = time.perf_counter() - start
+    for team in teams:
+        team.close()
+    # 4000 barriers. A plain spin barrier loses a time slice of milliseconds at each of them.
+    assert seconds < 2
+    assert errors[0] == 0 and (slots[:2] == 1000).all() and (other_slots[:2] == 1000).all()
+
+
+def test_an_exception_leaves_the_team_usable(state: tuple[np.ndarray, np.ndarray]) -> None:
+    slots, errors = state
+    team = Team(2, _rounds(slots, errors, 1), 0)
+    for _ in range(20):
+        with pytest.raises(KeyboardInterrupt), team.running():
+            team.step(1, 1)
+            raise KeyboardInterrupt
+        with team.running(), team.running():
+            team.step(1, 1)
+    team.close()
+    assert errors[0] == 0 and (slots[:2] == 40).all()
+
+
+def test_entering_and_leaving_without_a_step(state: tuple[np.ndarray, np.ndarray]) -> None:
+    slots, errors = state
+    team = Team(3, _rounds(slots, errors, 1), 0)
+    for turn in range(300):
+        with team.running():
+            if turn % 7 == 0:
+                team.step(1, 1)
+    team.close()
+    assert errors[0] == 0 and (slots[:3] == 43).all()
+
+
+def test_a_forgotten_team_ends_its_threads(state: tuple[np.ndarray, np.ndarray]) -> None:
+    team = Team(2, _rounds(*state, 1), 0)
+    worker = team._workers[0].thread
+    del team
+    gc.collect()
+    worker.join(5)
+    assert not worker.is_alive()
+
+
+def test_a_closed_team_says_so(state: tuple[np.ndarray, np.ndarray]) -> None:
+    team = Team(2, _rounds(*state, 1), 0)
+    team.close()
+    team.close()
+    with pytest.raises(UsageError, match="closed"):
+        team.step(1, 1)
+    with pytest.raises(UsageError, match="at least 1"):
+        Team(0, np.zeros(0, np.int64), 0)
+
+
+def _launch(reads: str, writes: str) -> Launch:
+    return Launch(mark, (), frozenset(reads), frozenset(writes))
+
+
+@pytest.mark.parametrize(
+    ("launches", "expected"),
+    [
+        ("a>b c>d", "00"),
+        ("a>b b>c", "01"),
+        ("a>b a>c", "00"),
+        ("a>b c>a", "01"),
+        ("a>b c>b", "01"),
+        ("a>b c>d b>e d>f", "0010"),
+        ("a>b b>c a>d c>e", "0101"),
+    ],
+)
+def test_barriers_stand_where_a_hazard_is(launches: str, expected: str) -> None:
+    made = [_launch(*pair.split(">")) for pair in launches.split()]
+    assert "".join(str(int(flag)) for flag in tape.barriers(made)) == expected
