@@ -1,4 +1,4 @@
-"""Norms, rotary embedding, gated activations, row gathers, and the router of a mixture of experts."""
+"""Norms, rotary embedding, gated activations, row gathers, and the router of the experts."""
 
 import numpy as np
 

@@ -1,13 +1,13 @@
 """The paged KV cache: where a cell lies, and how each KV dtype is written and read.
 
-A line is the D values of one (page, head, cell), numbered as the planes [P, H, T, D] and [P, H, T] lie in
-memory. A KV dtype is a pair of kernels that others call by address:
+A line is the D values of one (page, head, cell), numbered as the planes [P, H, T, D] and [P, H, T] lie
+in memory. A KV dtype is a pair of kernels that others call by address:
 
     writer(source, plane, scales, line, d)                  fp32 values -> one line
     reader(plane, scales, lines, count, d, panel)           up to CELLS lines -> fp32 rows
 
-A reader fills a panel of CELLS rows, `padded(d)` values apart; what is beyond d, or beyond the last line,
-is zero.
+A reader fills a panel of CELLS rows, `padded(d)` values apart; what is beyond d, or beyond the last
+line, is zero.
 """
 
 from collections.abc import Callable
@@ -314,8 +314,8 @@ def line_of(pages, blocks, heads, size, slot, head, cell):
 def kv_append(rec, ctl, rank, size, scratch):
     """Write keys and values into the cache; each thread has a range of (token, head).
 
-    Fields: M, H, D, T, B, slots, positions, ends, ancestors, pages, k, k_cache, k_scale, v, v_cache,
-    v_scale, writer.
+    Fields: M, H, D, T, B, slots, positions, ends, ancestors, pages, k, k_cache, k_scale, v,
+    v_cache, v_scale, writer.
     """
     heads, d, page, blocks = field(rec, 1), field(rec, 2), field(rec, 3), field(rec, 4)
     writer = field(rec, 16)
@@ -342,7 +342,8 @@ def kv_dtype(call: BoundCall) -> KvDtype:
     name = str(call.attr("kv_dtype"))
     if name not in KV_DTYPES:
         raise UnsupportedOp(
-            f"{call.spec.name}: no CPU kernel for kv_dtype={name!r}; there are {', '.join(KV_DTYPES)}"
+            f"{call.spec.name}: no CPU kernel for kv_dtype={name!r}; there are "
+            f"{', '.join(KV_DTYPES)}"
         )
     for param in ("k_cache", "v_cache"):
         if call.array(param).dtype != STORAGE[name]:

@@ -1,8 +1,9 @@
 """Choose the next tokens, and step the token inputs on.
 
-A row of logits belongs to one thread. Sampling narrows a list of candidates, kept in ascending order of id:
-all, then the top_k largest, then the shortest descending run that has top_p of the mass, then one of them.
-The narrowing is a radix selection on the bits of the logits, so nothing is sorted. Masses are fp64.
+A row of logits belongs to one thread. Sampling narrows a list of candidates, kept in ascending order
+of id: all, then the top_k largest, then the shortest descending run that has top_p of the mass, then
+one of them. The narrowing is a radix selection on the bits of the logits, so nothing is sorted, and
+masses are fp64, so the choice is that of the reference but for its last bits.
 """
 
 import numpy as np
@@ -59,8 +60,8 @@ _LOWEST = np.float32(-np.inf)
 _SIGN = 1 << 31
 _BINS = 256
 
-# The candidates of a row, at the start of the scratch memory: the addresses of their logits, fp32, of their
-# ids, int32, and of their weights, fp64; then the bins of the selection, fp64; then the arrays.
+# Scratch: the addresses of the candidates' logits, fp32, of their ids, int32, and of their weights,
+# fp64; then the bins of the selection, fp64; then the three arrays.
 _ARRAYS = 64 + 8 * _BINS
 _LEAST = np.float64(np.finfo(np.float64).tiny)
 
@@ -132,17 +133,17 @@ def _candidates(row, v, scratch):
 
 
 @device
-def _lanes(mask, count):
-    """Return the first `count` lanes of a mask as bits, all 16 if it has no more."""
-    return mask_bits(mask) & ((1 << min(16, count)) - 1)
+def _present(count):
+    """Return a bit for each of the first `count` lanes."""
+    return (1 << min(16, count)) - 1
 
 
 @device
 def _gather(scratch, n, target):
-    """Walk n candidates by descending logit and ascending id until they weigh `target`, and keep those.
+    """Walk by descending logit and ascending id until n candidates weigh `target`; keep those.
 
-    A radix selection finds where the walk ends, 8 bits of the key at a time; if all do not weigh enough,
-    it ends at the last. `target` must be positive, so one is kept.
+    A radix selection finds where the walk ends, 8 bits of the key at a time; if all together do not weigh
+    enough, it ends at the last. `target` must be positive, so one is kept.
 
     Returns:
         How many are kept.
@@ -155,7 +156,7 @@ def _gather(scratch, n, target):
         for i in range(0, n, 16):
             keys = iadd(_keys(load_f32(x + 4 * i)), isplat(_SIGN))
             # Two shifts, for one by 32 is undefined.
-            lanes = _lanes(ieq(shr(shr(keys, shift), 8), isplat(prefix)), n - i)
+            lanes = mask_bits(ieq(shr(shr(keys, shift), 8), isplat(prefix))) & _present(n - i)
             while lanes:
                 j = i + lowest_bit(lanes)
                 lanes &= lanes - 1
@@ -178,8 +179,8 @@ def _keep(scratch, n, last, above, target):
     x, ids, weights = field(scratch, 0), field(scratch, 1), field(scratch, 2)
     kept = np.int64(0)
     for i in range(0, n, 16):
-        lanes = _lanes(ilt(_keys(load_f32(x + 4 * i)), isplat(last - _SIGN)), 16)
-        lanes = (lanes ^ 0xFFFF) & ((1 << min(16, n - i)) - 1)
+        below = mask_bits(ilt(_keys(load_f32(x + 4 * i)), isplat(last - _SIGN)))
+        lanes = ~below & _present(n - i)
         while lanes:
             j = i + lowest_bit(lanes)
             lanes &= lanes - 1
@@ -212,10 +213,10 @@ def _drawn(row, v, temperature, top_k, top_p, number, scratch):
     top, n = _largest(row, v), v
     if 0 < top_k < v:
         n = _gather(scratch, n, np.float64(top_k))
-    total = np.float64(0)
     for i in range(0, n, 16):
         store_f64(weights + 8 * i, boltzmann(load_f32(x + 4 * i), top, temperature))
     if top_p < np.float32(1):
+        total = np.float64(0)
         for i in range(n):
             total += read_f64(weights + 8 * i)
         n = _gather(scratch, n, max(np.float64(top_p) * total, _LEAST))
@@ -234,7 +235,7 @@ def _drawn(row, v, temperature, top_k, top_p, number, scratch):
 def sample(rec, ctl, rank, size, scratch):
     """Choose a token per row; each thread has a range of rows.
 
-    Where logits are NaN or infinite the choice is any token.
+    A logit of -infinity is never drawn; where one is NaN or infinity, any token may be.
 
     Fields: R, V, logits, temperature, top_k, top_p, seeds, draws, ids.
     """

@@ -2,6 +2,7 @@
 
 import json
 import os
+from math import gcd
 from pathlib import Path
 from zlib import crc32
 
@@ -39,7 +40,7 @@ def draw_config(family: str, rng: np.random.Generator):
     kv_heads = int(rng.choice([1, 2, 3]))
     heads = kv_heads * int(rng.choice([1, 2, 4]))
     head_dim = int(rng.choice([8, 16, 20, 32]))
-    hidden = int(rng.choice([32, 48, 64, 100]))
+    hidden = heads * int(rng.choice([8, 13, 20]))  # transformers wants a multiple of the heads
     window = int(rng.choice([4, 8, 13, 32]))
     layers = int(rng.choice([2, 3, 4]))
     tied = bool(rng.integers(2))
@@ -72,7 +73,7 @@ def draw_config(family: str, rng: np.random.Generator):
             base["attention_bias"] = bool(rng.integers(2))
         return kind(**base, use_sliding_window=flag, sliding_window=window, max_window_layers=1)
     if family == "gpt_oss":
-        base |= {"hidden_size": 32 * int(rng.choice([1, 2, 3])), "tie_word_embeddings": False}
+        base |= {"hidden_size": 32 * heads // gcd(32, heads), "tie_word_embeddings": False}
         base["intermediate_size"] = 32 * int(rng.choice([1, 2]))
         base["rope_parameters"] = {
             "rope_type": "yarn",

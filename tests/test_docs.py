@@ -1,0 +1,227 @@
+"""The documentation is true: commands run, links resolve, generated pages are current."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from clocher_runtime.exit_codes import ExitCode
+from clocher_runtime.jsonline import RunLine
+from clocher_runtime.models.families import FAMILIES
+from clocher_runtime.settings import ALL
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("tests/**/*.md"),
+        *ROOT.glob("clocher_runtime/assets/**/*.md"),
+    ]
+)
+RUN_BY_NAME = {"bash", "python"}
+NOT_COMMANDS = {"", "json"}
+VARIABLES = {variable for setting in ALL.values() for variable in setting.env}
+
+# Blocks that test_block does not execute, by their first line, each with the reason.
+ELSEWHERE = {
+    "make run": "needs a package index: test_make_run_in_a_fresh_copy, marked slow",
+    "make test": "is what runs this test",
+    "python3 -m venv .venv": "needs a package index: what make run does, with an extra",
+}
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.page.relative_to(ROOT).as_posix()}-{self.line}"
+
+    @property
+    def first(self) -> str:
+        return self.text.splitlines()[0]
+
+
+def blocks() -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S):
+            line = text.count("\n", 0, match.start()) + 1
+            found.append(Block(page, line, match[1], match[2]))
+    return found
+
+
+BLOCKS = blocks()
+COMMANDS = [b for b in BLOCKS if b.language in RUN_BY_NAME]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A directory that looks like the repository, in which commands may write."""
+    for entry in ROOT.iterdir():
+        if not entry.name.startswith("."):
+            (tmp_path / entry.name).symlink_to(entry)
+    return tmp_path
+
+
+def run(arguments: list[str], cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with the `python` and `clocher-run` of this interpreter."""
+    environment = {k: v for k, v in os.environ.items() if k not in VARIABLES}
+    bin_dir = str(Path(sys.executable).parent)
+    environment["PATH"] = os.pathsep.join([bin_dir, environment.get("PATH", "")])
+    return subprocess.run(
+        arguments, cwd=cwd, env=environment | more, capture_output=True, text=True, timeout=280
+    )
+
+
+def command_line(block: Block) -> list[str]:
+    if block.language == "python":
+        return [sys.executable, "-c", block.text]
+    return ["bash", "-euo", "pipefail", "-c", block.text]
+
+
+def json_lines(output: str) -> list[dict]:
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+def block_of(text: str) -> Block:
+    return next(b for b in BLOCKS if b.page == README and text in b.text)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(b, id=b.where) for b in COMMANDS if b.first not in ELSEWHERE],
+)
+def test_block(block: Block, checkout: Path) -> None:
+    done = run(command_line(block), checkout)
+    assert done.returncode == 0, f"{block.text}\n{done.stdout}\n{done.stderr}"
+    lines = json_lines(done.stdout)
+    assert len(lines) == sum(
+        bool(re.match(r"(\w+=\S+ )*(clocher-run|python scripts/perplexity)", line))
+        for line in block.text.splitlines()
+    ) + block.text.count("bench.step_overhead")
+    assert all(line.get("status", "ok") == "ok" for line in lines)
+
+
+def test_no_block_is_left_out_silently() -> None:
+    assert {b.language for b in BLOCKS} <= RUN_BY_NAME | NOT_COMMANDS
+    assert any(b.page == README for b in COMMANDS)
+    first_lines = {b.first for b in COMMANDS}
+    assert set(ELSEWHERE) <= first_lines, "an entry of ELSEWHERE that no page has"
+    plain = [b for b in BLOCKS if b.language == "" and b.page == README]
+    assert not plain, "name the language of every block of README.md"
+
+
+def test_the_json_of_the_readme_is_what_its_command_prints(checkout: Path) -> None:
+    shown = json.loads(block_of('"schema"').text.replace("\n", " "))
+    command = block_of("--prompt")
+    (printed,) = json_lines(run(command_line(command), checkout).stdout)
+    assert list(shown) == list(printed) == [f.name for f in fields(RunLine)]
+    for key in ("schema", "version", "model", "precision", "outputs", "bytes_touched", "kv_hits"):
+        assert shown[key] == printed[key], key
+
+
+def test_the_readme_converts_to_the_same_tokens(checkout: Path) -> None:
+    (printed,) = json_lines(run(command_line(block_of("hf_to_iebin")), checkout).stdout)
+    shown = json.loads(block_of('"schema"').text.replace("\n", " "))
+    assert printed["outputs"] == shown["outputs"]
+
+
+def test_the_readme_names_every_architecture_and_exit_code() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert [name for name in FAMILIES if f"`{name}`" not in text] == []
+    assert [code for code in ExitCode if not re.search(rf"^\| {code:d} \|", text, re.M)] == []
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def test_links_resolve() -> None:
+    broken = []
+    for page in PAGES:
+        text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.S)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            name, _, anchor = target.partition("#")
+            if name.startswith(("https://", "http://")):
+                continue
+            path = page.parent / name if name else page
+            if not path.exists() or (anchor and anchor not in anchors(path)):
+                broken.append(f"{page.relative_to(ROOT)}: {target}")
+    assert broken == []
+
+
+def test_every_page_is_linked() -> None:
+    linked = set()
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
+            if not target.startswith("http"):
+                path = (page.parent / target).resolve()
+                linked |= {path, *(path.glob("*.md") if path.is_dir() else ())}
+    assert [p for p in PAGES if p not in linked | {README, ROOT / "tests/data/README.md"}] == []
+
+
+def render(*flags: str) -> int:
+    script = ROOT / "scripts" / "render_docs.py"
+    return subprocess.run([sys.executable, script, *flags], capture_output=True).returncode
+
+
+def test_generated_pages_are_current() -> None:
+    assert render("--check") == 0, "run: python scripts/render_docs.py"
+
+
+@pytest.mark.parametrize("name", ["ops.md", "formats.md"])
+def test_a_stale_page_is_noticed(name: str, tmp_path: Path) -> None:
+    assert render("--docs", str(tmp_path)) == 0
+    assert render("--docs", str(tmp_path), "--check") == 0
+    page = tmp_path / name
+    page.write_text(page.read_text(encoding="utf-8").replace("fp32", "fp23", 1), encoding="utf-8")
+    assert render("--docs", str(tmp_path), "--check") == 1
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def test_the_changelog_has_this_version() -> None:
+    versions = re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert versions[:2] == ["Unreleased", project()["version"]]
+
+
+def test_constraints_pin_everything_that_is_installed_for_the_tests() -> None:
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            name, version = line.split("==")
+            pins[re.sub(r"[-_.]+", "-", name).lower()] = version
+    wanted = project()["dependencies"] + project()["optional-dependencies"]["test"]
+    names = {re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", w)[0]).lower() for w in wanted}
+    assert names <= set(pins)
+
+
+@pytest.mark.slow
+def test_make_run_in_a_fresh_copy(tmp_path: Path) -> None:
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist")
+    copy = tmp_path / "clocher"
+    shutil.copytree(ROOT, copy, ignore=left_out)
+    done = run(["make", "run", f"PYTHON={sys.executable}"], copy, ARGS="--max-new 8")
+    assert done.returncode == 0, done.stderr
+    (line,) = json_lines(done.stdout)
+    assert line["status"] == "ok" and line["tokens_generated"] == 8
