@@ -19,6 +19,7 @@ class ReferenceExecutor:
     """
 
     name = "reference"
+    isa = "numpy"
 
     def __init__(self, plan: Plan, weights: Mapping[str, np.ndarray | QuantTensor]) -> None:
         self.plan = plan

@@ -18,6 +18,7 @@ class Executor(Protocol):
     """What executes a Plan."""
 
     plan: Plan
+    isa: str
 
     def array(self, name: str) -> np.ndarray:
         """Return the live host array of an input or output buffer, at capacity."""

@@ -60,6 +60,7 @@ class Engine:
     tokenizer: Tokenizer | StubTokenizer | None
     device: str
     backend_reason: str
+    isa: str
     model: str
     model_source: str
     precision: str
@@ -106,6 +107,7 @@ def load_engine(config: RunConfig, batch: int, progress: Progress) -> Engine:
         tokenizer=tokenizer,
         device=device,
         backend_reason=reason,
+        isa=session.isa,
         model=choice.name,
         model_source=choice.source,
         precision=model.precision,
@@ -128,6 +130,7 @@ def load_stub(config: RunConfig, batch: int) -> Engine:
         tokenizer=StubTokenizer(),
         device="stub",
         backend_reason="asked for by --stub",
+        isa="none",
         model="stub",
         model_source="--stub",
         precision="none",

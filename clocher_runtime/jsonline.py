@@ -40,6 +40,7 @@ class RunLine:
     version: str
     device: str
     backend_reason: str
+    isa: str
     model: str
     model_source: str
     mode: str

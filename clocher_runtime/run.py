@@ -145,6 +145,7 @@ def run_line(
         version=clocher_version(),
         device=engine.device,
         backend_reason=engine.backend_reason,
+        isa=engine.isa,
         model=engine.model,
         model_source=engine.model_source,
         mode="stub" if config.stub else "strict" if config.require_model else "default",

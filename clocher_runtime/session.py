@@ -151,6 +151,11 @@ class Session:
         self._all_logits = all_logits
         self.kv_hits = self.kv_misses = 0
 
+    @property
+    def isa(self) -> str:
+        """Instruction set that the kernels were compiled for."""
+        return self._executor.isa
+
     def warm(self) -> None:
         """Run one step, so that every kernel is compiled and loaded."""
         self._set_sampling(Sampling())

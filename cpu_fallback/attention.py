@@ -1,10 +1,11 @@
 """Attention over the paged cache.
 
 The unit of work is one token and one key/value head with all of its query heads, so a key or value
-is decoded once for the group. A unit walks the token's visible cells in order, 16 at a time from the
-first one, with a running maximum (online softmax). What a block holds depends on the token alone, so
-the result depends neither on the other tokens nor on the threads, and a chain of a speculative tree
-gives the bits that decoding token by token gives. Cells that are not visible are not read.
+is decoded once for the group. A unit walks the token's visible cells in order, 16 at a time from
+the first one, with a running maximum (online softmax). What a block holds depends on the token
+alone, so the result depends neither on the other tokens nor on the threads, and a chain of a
+speculative tree gives the bits that decoding token by token gives. Cells that are not visible are
+not read.
 
 Source: Milakov and Gimelshein 2018 (arXiv 1805.02867); Dao et al. 2022 (arXiv 2205.14135).
 """
@@ -150,7 +151,7 @@ def attention(rec, ctl, rank, size, scratch):
     Fields: M, H, G, D, T, B, slots, positions, ends, ancestors, pages, k_cache, k_scale, v_cache,
     v_scale, q, sinks, y, scale, window, reader.
 
-    Scratch: the lines of a block, int64 [16]; for each query head its state, then its query, then its
+    Scratch: the lines of a block, int64 [16]; the states of the query heads; their queries; their
     sums; a panel of 16 keys or values.
     """
     m = counted(ctl, field(rec, 0))
@@ -216,8 +217,8 @@ def _committed(rec, t, head, cell, count, lines):
         done += run
 
 
-# The state of a query head: 16 partial sums of the weights, the 16 weights of the block, the maximum
-# so far, and what the sums of the past must be multiplied by.
+# The state of a query head: 16 partial sums of the weights, the 16 weights of the block, the
+# maximum so far, and what the sums of the past must be multiplied by.
 _WEIGHTS, _TOP, _FACTOR, _STATE = 64, 128, 132, 192
 
 

@@ -13,6 +13,7 @@ from clocher_kernels.plan import Buffer, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback import jit, tape
 from cpu_fallback.bind import BoundCall
+from cpu_fallback.isa import CURRENT
 from cpu_fallback.jit import Kernel, Progress
 from cpu_fallback.lowering import LOWER
 from cpu_fallback.tape import Launch
@@ -38,6 +39,7 @@ class CpuExecutor:
     """
 
     name = "cpu"
+    isa = CURRENT.name
 
     def __init__(
         self,

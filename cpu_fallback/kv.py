@@ -1,7 +1,7 @@
 """The paged KV cache: where a cell lies, and how each KV dtype is written and read.
 
-A line is the D values of one (page, head, cell), numbered as the planes [P, H, T, D] and [P, H, T] lie
-in memory. A KV dtype is a pair of kernels that others call by address:
+A line is the D values of one (page, head, cell), numbered as the planes [P, H, T, D] and [P, H, T]
+lie in memory. A KV dtype is a pair of kernels that others call by address:
 
     writer(source, plane, scales, line, d)                  fp32 values -> one line
     reader(plane, scales, lines, count, d, panel)           up to CELLS lines -> fp32 rows

@@ -1,9 +1,9 @@
 """Choose the next tokens, and step the token inputs on.
 
-A row of logits belongs to one thread. Sampling narrows a list of candidates, kept in ascending order
-of id: all, then the top_k largest, then the shortest descending run that has top_p of the mass, then
-one of them. The narrowing is a radix selection on the bits of the logits, so nothing is sorted, and
-masses are fp64, so the choice is that of the reference but for its last bits.
+A row of logits belongs to one thread. Sampling narrows a list of candidates, kept in ascending
+order of id: all, then the top_k largest, then the shortest descending run that has top_p of the
+mass, then one of them. The narrowing is a radix selection on the bits of the logits, so nothing is
+sorted, and masses are fp64, so the choice is that of the reference.
 """
 
 import numpy as np
@@ -142,8 +142,8 @@ def _present(count):
 def _gather(scratch, n, target):
     """Walk by descending logit and ascending id until n candidates weigh `target`; keep those.
 
-    A radix selection finds where the walk ends, 8 bits of the key at a time; if all together do not weigh
-    enough, it ends at the last. `target` must be positive, so one is kept.
+    A radix selection finds where the walk ends, 8 bits of the key at a time; if all together do
+    not weigh enough, it ends at the last. `target` must be positive, so one is kept.
 
     Returns:
         How many are kept.

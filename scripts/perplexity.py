@@ -58,7 +58,9 @@ def main(
             chunk=window,
             all_logits=True,
         )
-        with Progress(console=Console(stderr=True), transient=True) as bars:
+        terminal = Console(stderr=True)
+        quiet = not terminal.is_terminal
+        with Progress(console=terminal, transient=True, disable=quiet) as bars:
             bar = bars.add_task("windows", total=None)
             score = perplexity(
                 session,

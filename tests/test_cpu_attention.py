@@ -1,0 +1,318 @@
+"""Attention, KV cache and element-wise kernels of the CPU beyond the op table's cases."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from op_cases import error
+
+from clocher_kernels.dtypes import from_f32
+from clocher_kernels.errors import ShapeError, UnsupportedOp
+from clocher_kernels.ops import OPS
+from clocher_kernels.ops.attention import KV_DTYPES, visible_cells
+from clocher_kernels.ops.contract import Case, Value, case_plan
+from clocher_kernels.plan import Attr
+from clocher_kernels.reference import ReferenceExecutor
+from cpu_fallback.executor import CpuExecutor
+
+Values = dict[str, np.ndarray]
+
+SEEN = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def run(
+    op: str,
+    sizes: Mapping[str, int],
+    attrs: Mapping[str, Attr],
+    values: Mapping[str, Value],
+    threads: int = 2,
+) -> Values:
+    """Run one op and return its written buffers; threads 0 is the reference."""
+    plan = case_plan(OPS[op], Case("drawn", sizes, attrs), values)
+    weights = {name: values[name] for name in plan.weights}
+    made = CpuExecutor(plan, weights, threads) if threads else ReferenceExecutor(plan, weights)
+    try:
+        for name, buffer in plan.buffers.items():
+            array = made.array(name)
+            array[...] = values[name] if buffer.role != "output" else np.nan
+        made.step(plan.tokens, plan.rows)
+        written = [p.name for p in OPS[op].params if p.kind in ("out", "inout")]
+        return {name: made.array(name).copy() for name in written if name in plan.buffers}
+    finally:
+        made.close()
+
+
+class Cache:
+    """A cache whose every cell is NaN, and whose pages are shuffled.
+
+    Args:
+        kv: KV dtype.
+        slots: sequences.
+        blocks: pages of each.
+        size: cells of a page.
+        heads: key/value heads.
+        dim: values of a head.
+    """
+
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        kv: str,
+        slots: int,
+        blocks: int,
+        size: int,
+        heads: int,
+        dim: int,
+    ) -> None:
+        self.rng, self.kv = rng, kv
+        self.pages = rng.permutation(slots * blocks).reshape(slots, blocks).astype(np.int32)
+        self.shape = (slots * blocks, heads, size, dim)
+        self.sizes = {"S": slots, "B": blocks, "P": slots * blocks, "H": heads, "T": size, "D": dim}
+        self.planes: Values = {}
+        for name in "kv":
+            if kv == "i8":
+                self.planes[f"{name}_cache"] = rng.integers(-127, 128, self.shape).astype(np.int8)
+                self.planes[f"{name}_scale"] = np.full(self.shape[:3], np.nan, np.float32)
+            else:
+                nothing = np.full(self.shape, np.nan, np.float32)
+                self.planes[f"{name}_cache"] = from_f32(nothing, kv)
+
+    def fill(self, slot: int, cells: list[int]) -> None:
+        """Give some cells of a slot values."""
+        heads, size, dim = self.shape[1:]
+        index = np.array(cells, np.int64)
+        page, offset = self.pages[slot][index // size], index % size
+        for name in "kv":
+            if self.kv == "i8":
+                scale = self.rng.random((len(cells), heads), dtype=np.float32) * np.float32(0.03)
+                self.planes[f"{name}_scale"][page, :, offset] = scale
+            else:
+                values = self.rng.standard_normal((len(cells), heads, dim), dtype=np.float32)
+                self.planes[f"{name}_cache"][page, :, offset] = from_f32(values, self.kv)
+
+
+def tokens(*rows: tuple[int, int, int, int]) -> Values:
+    """Return the token inputs of (slot, position, end, ancestors)."""
+    slots, positions, ends, ancestors = zip(*rows, strict=True)
+    return {
+        "slots": np.array(slots, np.int32),
+        "positions": np.array(positions, np.int32),
+        "ends": np.array(ends, np.int32),
+        "ancestors": np.array(ancestors, np.uint64),
+    }
+
+
+def attend(cache: Cache, group: int, window: int, values: Values, threads: int = 2) -> np.ndarray:
+    """Attend on the CPU, or in the reference if threads is 0."""
+    heads, dim = cache.sizes["H"] * group, cache.sizes["D"]
+    sizes = {**cache.sizes, "M": len(values["slots"]), "N": heads, "F": heads * dim}
+    attrs = {"kv_dtype": cache.kv, "scale": dim**-0.5, "window": window}
+    return run(
+        "attention", sizes, attrs, {**values, "pages": cache.pages, **cache.planes}, threads
+    )["y"]
+
+
+def queries(rng: np.random.Generator, count: int, cache: Cache, group: int) -> np.ndarray:
+    width = cache.sizes["H"] * group * cache.sizes["D"]
+    return rng.standard_normal((count, width), dtype=np.float32)
+
+
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("kv", KV_DTYPES)
+def test_cells_that_are_not_visible_are_not_read(kv: str, window: int) -> None:
+    rng = np.random.default_rng(11)
+    cache = Cache(rng, kv, 2, 130, 16, 2, 20)
+    rows = (
+        (0, 1999, 2000, 0),
+        (1, 777, 778, 0),
+        (1, 2003, 2000, 0b101101),
+        (0, 40, 64, 0),
+    )
+    if not window:  # every cell is visible to somebody, but for other slots and pages
+        rows = rows[:1]
+    for slot, *token in rows:
+        cache.fill(slot, visible_cells(*token, window))
+    values = {**tokens(*rows), "q": queries(rng, len(rows), cache, 3)}
+    got = attend(cache, 3, window, values)
+    assert np.isfinite(got).all()
+    rms, largest = error(got, attend(cache, 3, window, values, threads=0))
+    assert rms <= 5e-6 and largest <= 5e-5
+
+
+@pytest.mark.parametrize("window", [0, 9])
+def test_a_chunk_single_steps_and_a_chain_give_the_same_bits(window: int) -> None:
+    rng = np.random.default_rng(5)
+    cache = Cache(rng, "bf16", 1, 6, 16, 2, 36)
+    start, count = 41, 23
+    cache.fill(0, list(range(start + count)))
+    q = queries(rng, count, cache, 2)
+    sinks = rng.standard_normal(4, dtype=np.float32)
+    causal = [(0, start + i, start + i + 1, 0) for i in range(count)]
+    chain = [(0, start + i, start, (1 << (i + 1)) - 1) for i in range(count)]
+    chunk = attend(cache, 2, window, {**tokens(*causal), "q": q, "sinks": sinks})
+    tree = attend(cache, 2, window, {**tokens(*chain), "q": q, "sinks": sinks}, threads=3)
+    assert chunk.tobytes() == tree.tobytes()
+    for i in range(count):
+        one = {**tokens(causal[i]), "q": q[i : i + 1], "sinks": sinks}
+        assert attend(cache, 2, window, one, threads=1)[0].tobytes() == chunk[i].tobytes()
+
+
+@st.composite
+def _drawn(draw: st.DrawFn) -> tuple[Cache, int, int, Values]:
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    slots, blocks, size = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.integers(1, 40))
+    heads, group, dim = draw(st.integers(1, 3)), draw(st.integers(1, 8)), draw(st.integers(2, 130))
+    cache = Cache(rng, draw(st.sampled_from(KV_DTYPES)), slots, blocks, size, heads, dim)
+    window = draw(st.one_of(st.just(0), st.integers(1, 50)))
+    rows = []
+    for _ in range(draw(st.integers(1, 4))):
+        slot, end = draw(st.integers(0, slots - 1)), draw(st.integers(1, blocks * size))
+        room = min(64, blocks * size - end)
+        ancestors = draw(st.integers(0, (1 << room) - 1))
+        position = end - 1 + ancestors.bit_count()
+        rows.append((slot, position, end, ancestors))
+        cache.fill(slot, visible_cells(position, end, ancestors, window))
+    values = {**tokens(*rows), "q": queries(rng, len(rows), cache, group)}
+    if draw(st.booleans()):
+        values["sinks"] = rng.standard_normal(heads * group, dtype=np.float32)
+    return cache, group, window, values
+
+
+@SEEN
+@given(_drawn())
+def test_attention_of_any_shape(drawn: tuple[Cache, int, int, Values]) -> None:
+    cache, group, window, values = drawn
+    rms, largest = error(
+        attend(cache, group, window, values), attend(cache, group, window, values, threads=0)
+    )
+    assert rms <= 5e-6 and largest <= 5e-5
+
+
+@SEEN
+@given(
+    st.sampled_from(KV_DTYPES),
+    st.integers(1, 3),
+    st.integers(1, 130),
+    st.integers(1, 40),
+    st.integers(0, 2**32),
+)
+def test_append_of_any_shape(kv: str, heads: int, dim: int, size: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    cache = Cache(rng, kv, 3, 2, size, heads, dim)
+    rows = tokens(*((slot, position, 0, 0) for slot, position in ((0, 0), (1, 2 * size - 1))))
+    k, v = (
+        rng.standard_normal((2, heads * dim), dtype=np.float32)
+        * np.exp(rng.uniform(-12, 6, (2, heads * dim))).astype(np.float32)
+        for _ in "kv"
+    )
+    values = {"k": k, "v": v, **rows, "pages": cache.pages, **cache.planes}
+    sizes = {**cache.sizes, "M": 2, "F": heads * dim}
+    got, expected = (run("kv_append", sizes, {"kv_dtype": kv}, values, n) for n in (2, 0))
+    for name in got:
+        np.testing.assert_array_equal(got[name], expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_token_that_sees_nothing_gets_zeros(sinks: bool) -> None:
+    rng = np.random.default_rng(1)
+    cache = Cache(rng, "f32", 1, 1, 16, 2, 32)
+    values = {**tokens((0, 0, 0, 0)), "q": queries(rng, 1, cache, 2)}
+    if sinks:
+        values["sinks"] = np.array([-50, 0, 3, 80], np.float32)
+    assert not attend(cache, 2, 0, values).any()
+
+
+@pytest.mark.parametrize("order", ["rising", "falling"])
+def test_logits_of_a_wide_range_are_rescaled(order: str) -> None:
+    rng = np.random.default_rng(2)
+    cache = Cache(rng, "f32", 1, 10, 16, 1, 16)
+    cache.fill(0, list(range(160)))
+    line = np.linspace(-300, 300, 160, dtype=np.float32)
+    if order == "falling":
+        line = line[::-1]
+    keys = np.zeros((10, 16, 16), np.float32)
+    keys[..., 0] = line.reshape(10, 16)
+    cache.planes["k_cache"][cache.pages[0], 0] = keys
+    q = np.zeros((1, 16), np.float32)
+    q[0, 0] = 4
+    values = {**tokens((0, 159, 160, 0)), "q": q}
+    rms, _ = error(attend(cache, 1, 0, values), attend(cache, 1, 0, values, threads=0))
+    assert rms <= 3e-5  # an fp32 logit of 300 is known to 2e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"kv_dtype": "f64"}, UnsupportedOp, "kv_dtype='f64'; there are f32, bf16"),
+        ({"kv_dtype": "f16"}, ShapeError, "is uint16; kv_dtype='f16' is stored as float16"),
+        ({"sinks": np.zeros(3, np.float32)}, ShapeError, "3 sinks; expected one for each of 4"),
+        ({"q": np.zeros((1, 96), np.float32)}, ShapeError, "multiple of 2 key/value heads x 32"),
+        ({"k_scale": np.zeros((1, 2, 16), np.float32)}, ShapeError, "'k_scale' is there"),
+    ],
+    ids=["unknown", "other-storage", "sinks", "width", "scale"],
+)
+def test_what_does_not_fit_is_refused(
+    change: dict[str, str | np.ndarray], kind: type[Exception], message: str
+) -> None:
+    rng = np.random.default_rng(3)
+    cache = Cache(rng, "bf16", 1, 1, 16, 2, 32)
+    values = {**tokens((0, 0, 1, 0)), "q": queries(rng, 1, cache, 2)}
+    values |= {"pages": cache.pages, **cache.planes}
+    attrs: dict[str, Attr] = {"kv_dtype": "bf16", "scale": 1.0, "window": 0}
+    for name, value in change.items():
+        if isinstance(value, str):
+            attrs[name] = value
+        else:
+            values[name] = value
+    case = Case("wrong", {"M": 1, "F": values["q"].shape[1]}, {**attrs, "kv_dtype": "bf16"})
+    plan = case_plan(OPS["attention"], case, values)
+    call = plan.calls[0]
+    object.__setattr__(call, "attrs", attrs)
+    with pytest.raises(kind, match=message):
+        CpuExecutor(plan, {name: values[name] for name in plan.weights}, 1)
+
+
+def test_silu_over_its_range() -> None:
+    gate = np.linspace(-100, 100, 200_000, dtype=np.float32)[None]
+    sizes, ones = {"M": 1, "I": gate.shape[1]}, np.ones_like(gate)
+    got = run("glu", sizes, {"act": "silu"}, {"gate": gate, "up": ones})["y"].astype(np.float64)
+    x = gate.astype(np.float64)
+    exact = x / (1 + np.exp(-x))
+    inside = gate > -87
+    assert np.abs(got / exact - 1)[inside & (gate != 0)].max() <= 4e-7
+    assert np.abs(got - exact)[~inside].max() <= 1e-35
+
+
+@SEEN
+@given(
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.one_of(st.integers(1, 200), st.just(2880)),
+    st.sampled_from([1e-4, 1.0, 1e4]),
+    st.integers(0, 2**32),
+)
+def test_norm_of_any_shape(m: int, heads: int, d: int, size: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    x = (rng.standard_normal((m, heads * d)) * size).astype(np.float32)
+    values = {"x": x, "weight": rng.standard_normal(d, dtype=np.float32)}
+    sizes, attrs = {"M": m, "F": heads * d, "D": d}, {"eps": 1e-6}
+    got, expected = (run("rms_norm", sizes, attrs, values, n)["y"] for n in (2, 0))
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-12)
+
+
+def test_router_ranks_equal_logits_by_expert() -> None:
+    logits = np.array([[1, 3, 3, -np.inf, 3, 2], [0, -0.0, 0, -0.0, 0, 0]], np.float32)
+    sizes = {"M": 2, "E": 6, "A": 5}
+    got, expected = (run("topk_softmax", sizes, {}, {"logits": logits}, n) for n in (2, 0))
+    np.testing.assert_array_equal(got["ids"], expected["ids"])
+    np.testing.assert_allclose(got["weights"], expected["weights"], rtol=1e-6)
+
+
+def test_router_stays_in_range_on_nan() -> None:
+    logits = np.full((1, 6), np.nan, np.float32)
+    logits[0, 4] = 1
+    got = run("topk_softmax", {"M": 1, "E": 6, "A": 3}, {}, {"logits": logits})
+    assert got["ids"][0, 0] == 4
+    assert ((0 <= got["ids"]) & (got["ids"] < 6)).all()
