@@ -1,4 +1,6 @@
-"""Show what a decode step costs besides its compiled call: python -m bench.step_overhead
+"""Show what a decode step costs besides its compiled call.
+
+    python -m bench.step_overhead
 
 Generates with the embedded model (or --model-dir) and reads the clock around each compiled call and
 around the whole loop. The difference is Python: the generate loop, the window, the token objects.
@@ -29,7 +31,7 @@ def main(model_dir: Path | None, steps: int, threads: int | None, limit: float) 
     model = load_model(open_checkpoint(model_dir or embedded_model()))
     session = Session(model, threads=threads or default_threads(), context=steps + 2)
     inside: list[int] = []
-    team = session._executor._team  # the compiled call is below everything public
+    team = session._executor._team  # type: ignore[attr-defined]  # below everything public
     call = team._lead
 
     def timed(*args: int) -> None:

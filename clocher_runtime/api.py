@@ -1,11 +1,11 @@
 """The Python API: load a model, generate text.
 
-    import clocher_runtime as clocher
+import clocher_runtime as clocher
 
-    model = clocher.load()                       # or a directory
-    print(model.generate("def fibonacci(n):", max_new=48))
-    for piece in model.stream_generate("import "):
-        print(piece, end="", flush=True)
+model = clocher.load()                       # or a directory
+print(model.generate("def fibonacci(n):", max_new=48))
+for piece in model.stream_generate("import "):
+    print(piece, end="", flush=True)
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,9 +47,7 @@ class LanguageModel:
         """
         return "".join(self.stream_generate(prompt, max_new, **sampling))
 
-    def stream_generate(
-        self, prompt: Prompt, max_new: int = 64, **sampling: Any
-    ) -> Iterator[str]:
+    def stream_generate(self, prompt: Prompt, max_new: int = 64, **sampling: Any) -> Iterator[str]:
         """Yield the completion of a prompt in pieces, as tokens are made.
 
         Args:

@@ -28,6 +28,7 @@ from cpu_fallback.memory import (
     field_f32,
     load_f32,
     load_f32_n,
+    prefetch,
     read_f32,
     read_i32,
     read_i64,
@@ -149,10 +150,10 @@ def attention(rec, ctl, rank, size, scratch):
     """Attend from each token to its visible cells; each thread has every size-th (head, token).
 
     Fields: M, H, G, D, T, B, slots, positions, ends, ancestors, pages, k_cache, k_scale, v_cache,
-    v_scale, q, sinks, y, scale, window, reader.
+    v_scale, q, sinks, y, scale, window, reader, bytes of a line.
 
-    Scratch: the lines of a block, int64 [16]; the states of the query heads; their queries; their
-    sums; a panel of 16 keys or values.
+    Scratch: the lines of a block and of the next, int64 [2, 16]; the states of the query heads;
+    their queries; their sums; a panel of 16 keys or values.
     """
     m = counted(ctl, field(rec, 0))
     units = m * field(rec, 1)
@@ -166,7 +167,7 @@ def attention(rec, ctl, rank, size, scratch):
 def _attend(rec, t, head, scratch):
     group, d = field(rec, 2), field(rec, 3)
     pitch = 4 * padded(d)
-    state = scratch + 8 * CELLS
+    state = scratch + 16 * CELLS
     queries = state + _STATE * group
     sums = queries + group * pitch
     panel = sums + group * pitch
@@ -188,10 +189,14 @@ def _attend(rec, t, head, scratch):
             write_i64(scratch + 8 * count, line)
             tree &= tree - 1
             count += 1
+        _ask_for(rec, t, head, cell, min(CELLS, max(0, end - cell)), scratch + 8 * CELLS)
         read_lines(field(rec, 20), field(rec, 11), field(rec, 12), scratch, count, d, panel)
         for g in range(group):
             scores = mul(_scores(queries + g * pitch, panel, pitch), splat(field_f32(rec, 18)))
-            _weigh(state + _STATE * g, select(first(count), scores, splat(LOWEST)))
+            at = state + _STATE * g + _WEIGHTS
+            store_f32(at, select(first(count), scores, splat(LOWEST)))
+        for g in range(group):
+            _weigh(state + _STATE * g)
         read_lines(field(rec, 20), field(rec, 13), field(rec, 14), scratch, count, d, panel)
         for g in range(group):
             _mix(state + _STATE * g, sums + g * pitch, panel, pitch)
@@ -215,6 +220,18 @@ def _committed(rec, t, head, cell, count, lines):
         for i in range(run):
             write_i64(lines + 8 * (done + i), line + i)
         done += run
+
+
+@device
+def _ask_for(rec, t, head, cell, count, lines):
+    """Prefetch the next cells: pages are scattered, and hardware does not foresee the next one."""
+    nbytes = field(rec, 21)
+    _committed(rec, t, head, cell, count, lines)
+    for i in range(count):
+        offset = field(lines, i) * nbytes
+        for at in range(offset, offset + nbytes, 64):
+            prefetch(field(rec, 11) + at)
+            prefetch(field(rec, 13) + at)
 
 
 # The state of a query head: 16 partial sums of the weights, the 16 weights of the block, the
@@ -245,16 +262,17 @@ def _begin(rec, t, head, state, queries, sums):
 
 
 @device
-def _weigh(state, scores):
-    """Turn the scores of a block into weights, and rescale the past if the maximum grows."""
-    before = read_f32(state + _TOP)
-    top = max(before, hmax(scores))
+def _weigh(state):
+    """Turn the scores of a block into weights; a maximum that grows shrinks the past."""
+    scores, before = load_f32(state + _WEIGHTS), read_f32(state + _TOP)
+    top, factor = max(before, hmax(scores)), np.float32(1)
+    if top > before:
+        factor = lane(exp(splat(before - top)), 0)
     weights = exp(sub(scores, splat(top)))
-    factor = exp(splat(before - top))
-    store_f32(state, fma(load_f32(state), factor, weights))
+    store_f32(state, fma(load_f32(state), splat(factor), weights))
     store_f32(state + _WEIGHTS, weights)
     write_f32(state + _TOP, top)
-    write_f32(state + _FACTOR, lane(factor, 0))
+    write_f32(state + _FACTOR, factor)
 
 
 @device
@@ -311,9 +329,10 @@ def _attention(call: BoundCall) -> list[Launch]:
         bits(float(call.attr("scale"))),
         int(call.attr("window")),
         kv_dtype(call).reader,
+        d * call.array("k_cache").itemsize,
     ]
     rows = -(-d // LANES) * _VECTOR
-    return [call.launch(attention, fields, 8 * CELLS + group * (_STATE + 2 * rows) + CELLS * rows)]
+    return [call.launch(attention, fields, 16 * CELLS + group * (_STATE + 2 * rows) + CELLS * rows)]
 
 
 LOWER = {"attention": _attention}

@@ -114,11 +114,20 @@ def _read(plane, scales, lines, count, d, panel, item, get, get_n):
         scale = splat(np.float32(1))
         if scales:
             scale = splat(read_f32(scales + 4 * line))
-        for i in range(0, d - 15, 16):
-            store_f32(target + 4 * i, mul(get(source + item * i), scale))
-        i = d & -16
-        if i < d:
-            store_f32(target + 4 * i, mul(get_n(source + item * i, d - i), scale))
+        i = np.int64(0)
+        while i + 64 <= d:
+            at, to = source + item * i, target + 4 * i
+            a, b = get(at), get(at + 16 * item)
+            c, e = get(at + 32 * item), get(at + 48 * item)
+            store_f32(to, mul(a, scale))
+            store_f32(to + 64, mul(b, scale))
+            store_f32(to + 128, mul(c, scale))
+            store_f32(to + 192, mul(e, scale))
+            i += 64
+        while i < d:
+            n = min(16, d - i)
+            store_f32(target + 4 * i, mul(get_n(source + item * i, n), scale))
+            i += 16
     for at in range(panel + count * pitch, panel + CELLS * pitch, 64):
         store_f32(at, zero())
 

@@ -1,7 +1,7 @@
 """Print the perplexity of a model on a text, one JSON line on stdout.
 
-    python scripts/perplexity.py --text tests/data/valid.txt --chars 60000
-    python scripts/perplexity.py --text tests/data/valid.txt --chars 60000 --precision int4w
+python scripts/perplexity.py --text tests/data/valid.txt --chars 60000
+python scripts/perplexity.py --text tests/data/valid.txt --chars 60000 --precision int4w
 """
 
 import json

@@ -1,17 +1,15 @@
-"""Random tiny models made by transformers, with varied shapes, saved as Hugging Face directories."""
+"""Random tiny models of varied shapes, made by transformers, saved as Hugging Face directories."""
 
 import json
-import os
 from math import gcd
 from pathlib import Path
 from zlib import crc32
-
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # transformers compiles BitNet's quantisers
 
 import numpy as np
 import torch
 from safetensors.numpy import save_file
 from transformers import (
+    AutoModelForCausalLM,
     BitNetConfig,
     GptOssConfig,
     LlamaConfig,
@@ -20,7 +18,6 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
-from transformers import AutoModelForCausalLM
 from transformers.integrations.bitnet import AutoBitLinear, BitLinear, pack_weights
 
 from clocher_kernels.formats import parse_format
@@ -29,6 +26,8 @@ from clocher_kernels.quant_tensor import encode
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt_oss")
 BITNET = ("offline-autobitlinear", "offline-bitlinear", "online-autobitlinear")
 CONTEXT = 160
+
+torch._dynamo.config.disable = True  # transformers compiles BitNet's quantisers with a C++ compiler
 
 
 def rng_of(name: str) -> np.random.Generator:
@@ -169,7 +168,7 @@ def make_mxfp4(seed: int, folder: Path) -> PreTrainedModel:
 
 
 def make_bitnet(kind: str, seed: int, folder: Path, use_rms_norm: bool = False) -> PreTrainedModel:
-    """Make a random BitNet checkpoint; return a model of transformers' own BitNet linears in fp32."""
+    """Make a random BitNet checkpoint; return a model of transformers' BitNet linears in fp32."""
     rng = rng_of(f"bitnet-{kind}-{seed}")
     mode, linear_class = kind.split("-")
     config = draw_config("bitnet", rng)

@@ -1,4 +1,4 @@
-"""config.json to ModelSpec: both spellings, published defaults, refusals that list what is known."""
+"""config.json to ModelSpec: both spellings, published defaults, refusals that list the known."""
 
 import json
 from dataclasses import replace
@@ -155,11 +155,19 @@ def test_windows() -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"architectures": ["FooForCausalLM"]}, UnsupportedModel, "Clocher runs .*LlamaForCausalLM"),
+        (
+            {"architectures": ["FooForCausalLM"]},
+            UnsupportedModel,
+            "Clocher runs .*LlamaForCausalLM",
+        ),
         ({"architectures": ["A", "B"]}, FormatError, "list of one name"),
         ({"architectures": None, "model_type": "foo"}, UnsupportedModel, "'foo' is not known"),
         ({"hidden_act": "gelu"}, UnsupportedModel, "Clocher knows silu"),
-        ({"rope_parameters": {"rope_type": "su"}}, UnsupportedModel, "default, linear, llama3, yarn"),
+        (
+            {"rope_parameters": {"rope_type": "su"}},
+            UnsupportedModel,
+            "default, linear, llama3, yarn",
+        ),
         ({"rope_parameters": {"rope_type": "yarn"}}, FormatError, "needs a factor"),
         ({"rope_scaling": 3}, FormatError, "expected an object"),
         ({"partial_rotary_factor": 0.5}, UnsupportedModel, "partial_rotary_factor"),
@@ -193,11 +201,17 @@ def test_refusals_name_the_field_and_what_is_known(
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 FIELDS = sorted(
-    {name for kind in CONFIGS.values() for name in json.loads(kind().to_json_string(use_diff=False))}
+    {
+        name
+        for kind in CONFIGS.values()
+        for name in json.loads(kind().to_json_string(use_diff=False))
+    }
     | {"rope_scaling", "rope_theta", "quantization_config", "num_experts"}
 )
 

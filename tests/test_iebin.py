@@ -143,7 +143,7 @@ def test_every_changed_byte_of_the_weights_is_noticed_with_verify(model: Path) -
     sound = path.read_bytes()
     for index in range(len(sound)):
         path.write_bytes(sound[:index] + bytes([sound[index] ^ 1]) + sound[index + 1 :])
-        with pytest.raises(FormatError, match="sha256|SHA-256"):
+        with pytest.raises(FormatError, match=r"sha256|SHA-256"):
             open_checkpoint(model, verify=True)
     path.write_bytes(sound)
     open_checkpoint(model, verify=True)
@@ -309,7 +309,7 @@ def test_a_forbidden_code_is_refused_when_the_tensor_is_loaded(model: Path) -> N
     data[offset] = 3
     path.write_bytes(data)
     checkpoint = open_checkpoint(model)
-    with pytest.raises(FormatError, match="tensor 'ternary'.*code 3"):
+    with pytest.raises(FormatError, match=r"tensor 'ternary'.*code 3"):
         checkpoint.tensor("ternary")
 
 

@@ -23,7 +23,7 @@ COUNT = 20
 GREEDY = 64
 FP32_RMS = 1e-4
 
-# Both sides quantise activations to int8. Where x * 127 / absmax lies within fp32 rounding of a half,
+# Both sides quantise activations to int8. Where x * 127 / absmax is within fp32 rounding of a half,
 # they may round to neighbouring codes; one such flip moves logits by up to about this much.
 INT8_RMS = 2e-2
 
@@ -56,7 +56,9 @@ def compare(model, folder: Path, name: str, limit: float, backend: str = "cpu") 
 @pytest.mark.parametrize("seed", range(COUNT))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_equals_transformers(family: str, seed: int, tmp_path: Path) -> None:
-    compare(make(family, seed, tmp_path / "model"), tmp_path / "model", f"{family}-{seed}", FP32_RMS)
+    compare(
+        make(family, seed, tmp_path / "model"), tmp_path / "model", f"{family}-{seed}", FP32_RMS
+    )
 
 
 @pytest.mark.parametrize("seed", range(COUNT))

@@ -35,7 +35,9 @@ def ids_of(seed: int, length: int) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(1, 4096, length).tolist())
 
 
-def logits_of(name: str, chunk: int, threads: int, precision: str | None = None, **more) -> np.ndarray:
+def logits_of(
+    name: str, chunk: int, threads: int, precision: str | None = None, **more
+) -> np.ndarray:
     session = Session(
         model_of(name, precision),
         threads=threads,

@@ -1,4 +1,4 @@
-"""From the arrays of a Hugging Face checkpoint to logical tensors, as `quantization_config` says."""
+"""From arrays of a Hugging Face checkpoint to logical tensors, as `quantization_config` says."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,0 +1,142 @@
+"""Sampling on the CPU: the reference's ids, and the distribution that was asked for."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_run import compiled, kernel_cache
+from one_op import run
+
+from cpu_fallback.maths import boltzmann, store_f64
+from cpu_fallback.memory import load_f32, read_f32
+
+__all__ = ["kernel_cache"]
+
+Settings = tuple[float, int, float]
+
+
+def drawn(
+    logits: np.ndarray, chosen: Settings, seeds: np.ndarray, draws: np.ndarray, threads: int = 2
+) -> np.ndarray:
+    """Return the ids drawn for the rows of logits [R, V], all with (temperature, top_k, top_p)."""
+    rows, v = logits.shape
+    temperature, top_k, top_p = chosen
+    values = {
+        "logits": logits.astype(np.float32),
+        "temperature": np.full(rows, temperature, np.float32),
+        "top_k": np.full(rows, top_k, np.int32),
+        "top_p": np.full(rows, top_p, np.float32),
+        "seeds": seeds.astype(np.uint64),
+        "draws": draws.astype(np.int32),
+    }
+    return run("sample", {"R": rows, "V": v}, {}, values, threads)["ids"]
+
+
+def _same(logits: np.ndarray, chosen: Settings, rng: np.random.Generator) -> None:
+    seeds = rng.integers(0, 2**64, len(logits), dtype=np.uint64)
+    draws = rng.integers(0, 5000, len(logits))
+    got, expected = (drawn(logits, chosen, seeds, draws, threads) for threads in (2, 0))
+    np.testing.assert_array_equal(got, expected)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.integers(1, 300),
+    st.sampled_from([0, 0.3, 1.0, 2.5]),
+    st.integers(0, 310),
+    st.one_of(st.just(1.0), st.floats(1e-6, 1.0)),
+    st.sampled_from(["plain", "ties", "zeros", "masked", "wide"]),
+    st.integers(0, 2**32),
+)
+def test_ids_are_those_of_the_reference(
+    v: int, temperature: float, top_k: int, top_p: float, kind: str, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.standard_normal((4, v)) * (300 if kind == "wide" else 2)
+    if kind == "ties":
+        logits = np.round(logits)
+    elif kind == "zeros":
+        logits = np.where(logits < 1, np.copysign(0, logits), logits)
+    elif kind == "masked":
+        logits[:, 1:][rng.random((4, v - 1)) < 0.5] = -np.inf
+    _same(logits, (temperature, top_k, top_p), rng)
+
+
+@pytest.mark.parametrize("chosen", [(0, 0, 1), (1, 0, 1), (0.8, 50, 0.95), (1.2, 0, 0.9)], ids=str)
+def test_a_real_vocabulary(chosen: Settings) -> None:
+    rng = np.random.default_rng(21)
+    logits = rng.standard_normal((3, 201_088)) * 3
+    logits[1] = np.round(logits[1])
+    _same(logits, chosen, rng)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "kept"),
+    [((1.0, 0, 1.0), 12), ((1.7, 0, 1.0), 12), ((1.0, 5, 1.0), 5), ((1.0, 0, 0.75), 5)],
+    ids=["plain", "hot", "top-k", "top-p"],
+)
+def test_draws_have_the_distribution(chosen: Settings, kept: int) -> None:
+    count, v = 20_000, 12
+    logits = np.linspace(1.5, -1.5, v)
+    expected = np.exp(logits / chosen[0])
+    expected[kept:] = 0
+    expected *= count / expected.sum()
+    seeds = np.full(count, 1234567)
+    ids = drawn(np.tile(logits, (count, 1)), chosen, seeds, np.arange(count))
+    seen = np.bincount(ids, minlength=v)
+    assert not seen[kept:].any()
+    chi_square = ((seen - expected)[:kept] ** 2 / expected[:kept]).sum()
+    # 99.9 % of draws from the right distribution are below; with 11 and 4 degrees of freedom.
+    assert chi_square < {12: 31.3, 5: 18.5}[kept]
+
+
+@pytest.mark.parametrize("kind", ["equal", "falling", "rising"])
+def test_a_run_that_reaches_top_p_exactly_ends_there(kind: str) -> None:
+    # So close that every probability is 1, but not equal, so that they have an order.
+    logits = {"equal": 0.0, "falling": -1e-30, "rising": 1e-30}[kind] * np.arange(8)
+    nothing = np.zeros(200)
+    rows, draws = np.tile(logits, (200, 1)), np.arange(200)
+    got, expected = (drawn(rows, (1, 0, 0.5), nothing, draws, threads) for threads in (2, 0))
+    np.testing.assert_array_equal(got, expected)
+    assert set(got) == set(range(4, 8) if kind == "rising" else range(4))
+
+
+def test_greedy_takes_the_first_of_equals() -> None:
+    v = 77
+    logits = np.zeros((v, v))
+    for row in range(v):
+        logits[row, row:] = 5
+    logits[-1] = -np.inf
+    nothing = np.zeros(v)
+    ids = drawn(logits, (0, 0, 1), nothing, nothing)
+    assert ids.tolist() == [*range(v - 1), 0]
+
+
+@pytest.mark.parametrize("chosen", [(0, 0, 1), (1, 0, 1), (1, 3, 1), (1, 0, 0.5), (1, 9, 0.5)])
+@pytest.mark.parametrize("odd", [np.nan, -np.nan, np.inf], ids=["nan", "-nan", "inf"])
+def test_odd_logits_give_some_token(chosen: Settings, odd: float) -> None:
+    v = 40
+    logits = np.zeros((3, v))
+    logits[0], logits[1, 7], logits[2, 1:] = odd, odd, odd
+    nothing = np.zeros(3)
+    ids = drawn(logits, chosen, nothing, nothing)
+    assert ((ids >= 0) & (ids < v)).all()
+
+
+@pytest.mark.usefixtures("kernel_cache")
+def test_probabilities_are_within_their_bound() -> None:
+    def probabilities(x, settings, y, n):
+        for i in range(0, n, 16):
+            values = load_f32(x + 4 * i)
+            store_f64(y + 8 * i, boltzmann(values, read_f32(settings), read_f32(settings + 4)))
+
+    x = np.concatenate([np.linspace(-800, 0, 160_000), -np.geomspace(1e-30, 1, 16_000)])
+    x = x.astype(np.float32)
+    scale = np.array([0, 1], np.float32)
+    y = np.full(len(x), np.nan)
+    compiled(probabilities)(x.ctypes.data, scale.ctypes.data, y.ctypes.data, len(x))
+    exact = np.exp(x.astype(np.longdouble))
+    inside = x >= -708
+    assert np.abs(y / exact - 1)[inside].max() <= 2 * np.finfo(np.float64).eps
+    assert not y[~inside].any()
+    assert y[x == 0].tolist() == [1.0] * int((x == 0).sum())
