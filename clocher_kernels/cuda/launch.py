@@ -1,0 +1,100 @@
+"""A kernel launch as data, and the device it is made for.
+
+Lowering an op call returns launches and runs nothing. The same list is then executed (on a GPU, or
+by Triton's interpreter on CPU tensors), captured into a CUDA graph, or compiled ahead of time from
+meta tensors (`aot`), so what is checked without a GPU is what runs on one.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Arg = torch.Tensor | int | float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What launches are made for.
+
+    Attributes:
+        torch_device: where tensors live: "cuda", "cpu" (interpreter) or "meta" (compile only).
+        capability: 80, 86, 89, 90, 100 or 120; 0 is Triton's interpreter.
+        sms: streaming multiprocessors.
+    """
+
+    torch_device: str
+    capability: int
+    sms: int
+    _scratch: dict[tuple[str, tuple[int, ...], torch.dtype], torch.Tensor] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    @property
+    def asm(self) -> bool:
+        """Whether kernels may use inline assembly."""
+        return self.capability > 0
+
+    @property
+    def pdl(self) -> bool:
+        """Whether a kernel may start before its predecessor ends (programmatic launch)."""
+        return self.capability >= 90
+
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a zeroed array that lives as long as the device object.
+
+        Launches of one stream run one after another, so all calls that ask for the same name,
+        shape and type share it. A kernel that relies on zeros (counters) leaves zeros behind.
+        """
+        key = (name, shape, dtype)
+        if key not in self._scratch:
+            self._scratch[key] = torch.zeros(shape, dtype=dtype, device=self.torch_device)
+        return self._scratch[key]
+
+
+INTERPRETER = Device("cpu", 0, 4)
+
+
+def current_device() -> Device:
+    """Return the current GPU.
+
+    Raises:
+        RuntimeError: torch finds no usable GPU.
+    """
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    capability = properties.major * 10 + properties.minor
+    return Device("cuda", capability, properties.multi_processor_count)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch.
+
+    Attributes:
+        kernel: a `triton.jit` function.
+        grid: programs along x, y and z.
+        args: run-time arguments by name, in the kernel's order. None stands for an absent tensor.
+        constants: constexpr arguments by name.
+        num_warps: warps of a program.
+        pdl: the kernel waits for its predecessor by itself (`gdc_wait`), so it may start early.
+        weights: weights that one thread reads per turn of the main loop; what instruction budgets
+            are counted by. 0: not a weight-streaming kernel.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: Mapping[str, Arg]
+    constants: Mapping[str, Any]
+    num_warps: int = 4
+    pdl: bool = False
+    weights: int = 0
+
+
+def execute(launches: Iterable[Launch]) -> None:
+    """Run launches in order on the current stream."""
+    for launch in launches:
+        options: dict[str, Any] = {"num_warps": launch.num_warps, "num_stages": 1}
+        if launch.pdl:
+            options["launch_pdl"] = True
+        launch.kernel[launch.grid](**launch.args, **launch.constants, **options)

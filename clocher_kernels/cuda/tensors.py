@@ -1,0 +1,62 @@
+"""Tensors on the device: the stored planes as torch tensors, and the copy that puts them there."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from clocher_kernels.formats.base import Format
+from clocher_kernels.quant_tensor import QuantTensor
+
+# fp8 and e8m0 codes travel as bytes: what they mean is the kernel's business, on every
+# architecture alike.
+TORCH_DTYPES = {
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+    "e4m3": torch.uint8,
+    "e5m2": torch.uint8,
+    "e8m0": torch.uint8,
+    "i32": torch.int32,
+    "u64": torch.int64,
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceTensor:
+    """A QuantTensor on the device.
+
+    Attributes:
+        shape: logical shape.
+        format: what the canonical planes mean.
+        planes: the planes by name. Those that `prepack` has rearranged have the layout that the
+            kernels read; the rest are as stored.
+    """
+
+    shape: tuple[int, ...]
+    format: Format
+    planes: Mapping[str, torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all planes."""
+        return sum(plane.nbytes for plane in self.planes.values())
+
+
+def as_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
+    """View a stored NumPy array as the torch type of a dtype name, on the CPU, without a copy."""
+    wanted = TORCH_DTYPES[dtype]
+    if dtype in ("bf16", "f16"):
+        return torch.from_numpy(np.ascontiguousarray(array).view(np.int16)).view(wanted)
+    if dtype == "u64":
+        return torch.from_numpy(np.ascontiguousarray(array).view(np.int64))
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def planes_as_torch(tensor: QuantTensor) -> dict[str, torch.Tensor]:
+    """View the planes of a stored tensor as torch tensors on the CPU, without a copy."""
+    expected = tensor.format.planes(tensor.shape)
+    return {name: as_torch(tensor.planes[name], p.dtype) for name, p in expected.items()}
