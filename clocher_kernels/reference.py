@@ -48,6 +48,19 @@ class ReferenceExecutor:
                 values[param] = value
             OPS[call.op].reference(**values, **call.attrs)
 
+    def upload(self) -> None:
+        """Do nothing: steps read the host's arrays."""
+
+    def fetch(self, name: str, count: int) -> np.ndarray:
+        """Return the first rows of a buffer; the next step overwrites them."""
+        return self.array(name)[:count]
+
+    def synchronize(self) -> None:
+        """Do nothing: a step is done when it returns."""
+
+    def warm(self) -> None:
+        """Do nothing: a step of any size runs the same code."""
+
     def running(self) -> AbstractContextManager[None]:
         """Return a context that does nothing: no threads are kept."""
         return nullcontext()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from typing import Protocol
 
 import numpy as np
@@ -11,6 +12,14 @@ from clocher_kernels.plan import Plan
 from clocher_kernels.quant_tensor import QuantTensor
 
 DEVICES = ("auto", "cpu", "cuda", "ze")
+KV_DEFAULT = {"cpu": "f32", "reference": "f32", "cuda": "bf16"}
+"""Back end -> storage of the KV cache unless a run asks for another."""
+ACTIVATIONS: Mapping[str, Mapping[str, str]] = {
+    "cpu": {"fp32": "f32"},
+    "reference": {"fp32": "f32"},
+    "cuda": {"fp16": "f16", "bf16": "bf16", "fp32": "f32"},
+}
+"""Back end -> precision of activations that a run may ask for -> type; the first is the default."""
 Progress = Callable[[int, int], None]
 
 
@@ -21,10 +30,22 @@ class Executor(Protocol):
     isa: str
 
     def array(self, name: str) -> np.ndarray:
-        """Return the live host array of an input or output buffer, at capacity."""
+        """Return the host array of an input buffer, at capacity."""
+
+    def upload(self) -> None:
+        """Hand the inputs that were written over to the device, before the next step."""
 
     def step(self, tokens: int, rows: int) -> None:
         """Execute the Plan for the first `tokens` tokens and `rows` output rows."""
+
+    def fetch(self, name: str, count: int) -> np.ndarray:
+        """Return the first rows of an output buffer after the steps so far."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all steps."""
+
+    def warm(self) -> None:
+        """Compile and capture what steps of any size need."""
 
     def running(self) -> AbstractContextManager[object]:
         """Keep what executes steps awake between them, while the context is open."""
@@ -47,13 +68,30 @@ def choose(device: str) -> tuple[str, str]:
         raise UsageError(f"device is {device!r}; known: {', '.join(DEVICES)}")
     if device == "cpu":
         return "cpu", "asked for by --device cpu"
+    if device == "ze":
+        raise DeviceError(
+            "device 'ze': Clocher has no Level Zero back end; use --device cpu or --device auto"
+        )
+    from clocher_kernels.cuda.probe import unusable
+
+    reason = unusable()
+    if not reason:
+        return "cuda", "asked for by --device cuda" if device == "cuda" else "auto: a GPU is here"
     if device == "auto":
-        return "cpu", "auto: this version has no CUDA back end yet"
-    missing = {
-        "cuda": "this version of Clocher has no CUDA back end yet",
-        "ze": "Clocher has no Level Zero back end",
-    }
-    raise DeviceError(f"device {device!r}: {missing[device]}; use --device cpu or --device auto")
+        return "cpu", f"auto: {reason}"
+    raise DeviceError(f"device 'cuda': {reason}; use --device cpu or --device auto")
+
+
+def gpu() -> dict[str, str | int]:
+    """Return what is known about the current GPU: name, driver, clocks, memory."""
+    from clocher_kernels.cuda.probe import describe
+
+    return asdict(describe())
+
+
+def default_act_prec(name: str) -> str:
+    """Return the precision of activations that a back end takes unless told otherwise."""
+    return next(iter(ACTIVATIONS[name]))
 
 
 def make_executor(
@@ -62,15 +100,17 @@ def make_executor(
     weights: Mapping[str, np.ndarray | QuantTensor],
     threads: int,
     progress: Progress | None = None,
+    act_prec: str | None = None,
 ) -> Executor:
     """Bind a Plan to a back end.
 
     Args:
-        name: "cpu" or "reference".
+        name: "cpu", "cuda" or "reference".
         plan: what to execute.
         weights: tensors by name.
         threads: threads of the CPU team.
-        progress: called with (done, total) while kernels compile.
+        progress: called with (done, total) while kernels compile, or weights are copied to the GPU.
+        act_prec: one of `ACTIVATIONS[name]`; None: its first.
     """
     if name == "reference":
         from clocher_kernels.reference import ReferenceExecutor
@@ -81,4 +121,10 @@ def make_executor(
 
         executor: Executor = CpuExecutor(plan, weights, threads=threads, progress=progress)
         return executor
-    raise UsageError(f"back end is {name!r}; known: cpu, reference")
+    if name == "cuda":
+        from clocher_kernels.cuda.executor import CudaExecutor
+
+        activations = ACTIVATIONS["cuda"][act_prec or default_act_prec("cuda")]
+        on_gpu: Executor = CudaExecutor(plan, weights, activations=activations, progress=progress)
+        return on_gpu
+    raise UsageError(f"back end is {name!r}; known: cpu, cuda, reference")

@@ -25,7 +25,8 @@ class RunConfig:
         context: None leaves it to the session.
         threads: None leaves it to `topology.default_threads`.
         isa: None takes the best of the host. The CPU back end reads its variable itself.
-        act_prec: None takes the model's.
+        kv_dtype: None takes the back end's: f32 on the CPU, bf16 on a GPU.
+        act_prec: None takes the back end's, or the model's if it quantises its activations.
         given: field -> how it was set; fields with their default are absent.
         hints_ignored: "source=value" of what was given and this version does not act on.
     """
@@ -36,7 +37,7 @@ class RunConfig:
     require_model: bool = False
     stub: bool = False
     precision: str | None = None
-    kv_dtype: str = "f32"
+    kv_dtype: str | None = None
     context: int | None = None
 
     prompt: str | None = None

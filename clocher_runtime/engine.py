@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from clocher_kernels.errors import ModelNotFound
-from clocher_runtime.backends import Progress, choose
+from clocher_runtime.backends import ACTIVATIONS, Progress, choose, default_act_prec, gpu
 from clocher_runtime.config import RunConfig
 from clocher_runtime.model_choice import choose_model
 from clocher_runtime.models.load import load_model
@@ -25,6 +25,9 @@ class Generates(Protocol):
     context: int
     kv_hits: int
     kv_misses: int
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all steps."""
 
     def warm(self) -> None:
         """Compile and load every kernel."""
@@ -53,6 +56,7 @@ class Engine:
         files: contents of the mapped weight files, u8 [size] each.
         stop_ids: ids that end a sequence.
         bytes_per_token: weight bytes that one token reads.
+        gpu: name, driver, clocks and memory of the GPU; None on the CPU.
         hints_ignored: what the run asked for and this engine does not act on.
     """
 
@@ -70,6 +74,7 @@ class Engine:
     files: tuple[np.ndarray, ...]
     stop_ids: frozenset[int]
     bytes_per_token: int
+    gpu: Mapping[str, str | int] | None
     hints_ignored: tuple[str, ...]
 
 
@@ -92,6 +97,10 @@ def load_engine(config: RunConfig, batch: int, progress: Progress) -> Engine:
     model = load_model(checkpoint, config.precision)
     tokenizer = _tokenizer(config, checkpoint.tokenizer_json, checkpoint.tokenizer_config)
     threads = config.threads or default_threads()
+    # Ternary linears quantise their input, whatever the other activations are stored as.
+    wanted = config.act_prec if config.act_prec in ACTIVATIONS[device] else None
+    stored = wanted or default_act_prec(device)
+    act_prec = model.act_prec if model.act_prec == "int8" else stored
     session = Session(
         model,
         backend=device,
@@ -99,9 +108,10 @@ def load_engine(config: RunConfig, batch: int, progress: Progress) -> Engine:
         batch=batch,
         context=config.context,
         kv_dtype=config.kv_dtype,
+        act_prec=wanted,
         progress=progress,
     )
-    act_prec_ignored = config.act_prec not in (None, model.act_prec)
+    act_prec_ignored = config.act_prec not in (None, act_prec)
     return Engine(
         session=session,
         tokenizer=tokenizer,
@@ -111,12 +121,13 @@ def load_engine(config: RunConfig, batch: int, progress: Progress) -> Engine:
         model=choice.name,
         model_source=choice.source,
         precision=model.precision,
-        act_prec=model.act_prec,
-        kv_dtype=config.kv_dtype,
+        act_prec=act_prec,
+        kv_dtype=session.kv_dtype,
         threads=threads,
         files=tuple(file.bytes(0, file.nbytes) for file in checkpoint.files),
         stop_ids=frozenset() if config.ignore_eos else frozenset(model.spec.eos_ids),
         bytes_per_token=model.bytes_per_token,
+        gpu=gpu() if device == "cuda" else None,
         hints_ignored=(str(config.given["act_prec"]),) if act_prec_ignored else (),
     )
 
@@ -140,6 +151,7 @@ def load_stub(config: RunConfig, batch: int) -> Engine:
         files=(),
         stop_ids=frozenset(),
         bytes_per_token=0,
+        gpu=None,
         hints_ignored=tuple(
             str(given) for name, given in config.given.items() if name not in acted_on
         ),

@@ -41,6 +41,7 @@ class RunLine:
     device: str
     backend_reason: str
     isa: str
+    gpu: Mapping[str, str | int] | None
     model: str
     model_source: str
     mode: str

@@ -84,7 +84,7 @@ def measure(
     happen between its spans.
     """
     session = engine.session
-    window = TimedWindow("generate")
+    window = TimedWindow("generate", synchronize=session.synchronize)
     per_token = config.bytes_per_token if engine.files else 0  # the stub has none
     touch = WorkTouch(engine.files, per_token, config.stride_bytes)
     sampling = Sampling(config.temperature, config.top_k, config.top_p, config.seed)
@@ -146,6 +146,7 @@ def run_line(
         device=engine.device,
         backend_reason=engine.backend_reason,
         isa=engine.isa,
+        gpu=engine.gpu,
         model=engine.model,
         model_source=engine.model_source,
         mode="stub" if config.stub else "strict" if config.require_model else "default",

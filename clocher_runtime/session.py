@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from clocher_kernels.errors import OutOfMemory, UsageError
-from clocher_runtime.backends import Progress, make_executor
+from clocher_runtime.backends import KV_DEFAULT, Progress, make_executor
 from clocher_runtime.models.build import build_plan, page_table
 from clocher_runtime.models.load import Model
 from clocher_runtime.timing import TimedWindow
@@ -96,14 +96,15 @@ class Session:
 
     Args:
         model: from `load_model`.
-        backend: "cpu" or "reference".
+        backend: "cpu", "cuda" or "reference".
         threads: threads of the CPU team.
         batch: sequences generated side by side.
         context: cells of each sequence, prompt and output; None: the model's, at most 4096.
-        kv_dtype: storage of the KV cache: f32, bf16, f16, e4m3, e5m2 or i8.
+        kv_dtype: storage of the KV cache: f32, bf16, f16, e4m3, e5m2 or i8; None: the back end's.
         chunk: tokens of a prefill step.
+        act_prec: one of `backends.ACTIVATIONS[backend]`; None: its first.
         all_logits: keep logits of every token of a step, for scoring.
-        progress: called with (done, total) while kernels compile.
+        progress: called with (done, total) while kernels compile, or weights are copied.
 
     Raises:
         UsageError: a size is out of range.
@@ -118,11 +119,13 @@ class Session:
         threads: int = 1,
         batch: int = 1,
         context: int | None = None,
-        kv_dtype: str = "f32",
+        kv_dtype: str | None = None,
         chunk: int = 128,
+        act_prec: str | None = None,
         all_logits: bool = False,
         progress: Progress | None = None,
     ) -> None:
+        kv_dtype = KV_DEFAULT.get(backend, "f32") if kv_dtype is None else kv_dtype
         if kv_dtype not in KV_DTYPES:
             raise UsageError(f"kv_dtype is {kv_dtype!r}; known: {', '.join(KV_DTYPES)}")
         if min(batch, chunk, threads) < 1:
@@ -132,6 +135,7 @@ class Session:
         if not 1 <= context <= longest:
             raise UsageError(f"context is {context}; this model takes 1 to {longest}")
         self.model, self.batch, self.context = model, batch, context
+        self.kv_dtype = kv_dtype
         self._chunk = max(chunk, batch)
         plan = build_plan(
             model.spec,
@@ -142,12 +146,11 @@ class Session:
             context=context,
             kv_dtype=kv_dtype,
         )
-        _check_memory(plan.scratch_bytes())
-        self._executor = make_executor(backend, plan, model.weights, threads, progress)
+        if backend != "cuda":  # the GPU's memory is checked where it is known
+            _check_memory(plan.scratch_bytes())
+        self._executor = make_executor(backend, plan, model.weights, threads, progress, act_prec)
         self._inputs = {b: self._executor.array(b) for b in _INPUTS}
         self._inputs["pages"][...] = page_table(batch, self._inputs["pages"].shape[1])
-        self._sampled = self._executor.array("sampled")
-        self._logits = self._executor.array("logits")
         self._all_logits = all_logits
         self.kv_hits = self.kv_misses = 0
 
@@ -158,9 +161,15 @@ class Session:
 
     def warm(self) -> None:
         """Run one step, so that every kernel is compiled and loaded."""
+        self._executor.warm()
         self._set_sampling(Sampling())
         self._stage([0], [0], [0], [0], [0])
         self._executor.step(1, 1)
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all steps."""
+        self._executor.synchronize()
 
     def close(self) -> None:
         """Stop the threads and release the buffers."""
@@ -212,9 +221,10 @@ class Session:
                     if ends and after_token is not None:
                         after_token(len(ends))
                 self._count(positions)
+                sampled = self._sampled(len(ends))
                 for row, i in enumerate(ends):
                     sequence = sequences[slots[i]]
-                    token = sequence.take(int(self._sampled[row]), stop)
+                    token = sequence.take(sampled[row], stop)
                     if not token.last:
                         active.append(sequence)
                     yield token
@@ -228,10 +238,8 @@ class Session:
                     self._executor.step(count, count)
                     if after_token is not None:
                         after_token(count)
-                tokens = [
-                    s.take(i, stop)
-                    for s, i in zip(active, self._sampled[:count].tolist(), strict=True)
-                ]
+                    sampled = self._sampled(count)
+                tokens = [s.take(i, stop) for s, i in zip(active, sampled, strict=True)]
                 self._count([s.position for s in active])
                 for s in active:
                     s.position += 1
@@ -255,7 +263,7 @@ class Session:
                 count = len(tokens)
                 self._stage(tokens, slots, positions, list(range(count)), [0] * count)
                 self._executor.step(count, count)
-                out[positions[0] : positions[0] + count] = self._logits[:count]
+                out[positions[0] : positions[0] + count] = self._executor.fetch("logits", count)
         return out
 
     def _chunks(
@@ -288,6 +296,12 @@ class Session:
         inputs["ends"][:count] = inputs["positions"][:count] + 1
         inputs["rows"][: len(rows)] = rows
         inputs["draws"][: len(rows)] = draws
+        self._executor.upload()
+
+    def _sampled(self, count: int) -> list[int]:
+        """Return the token ids that the last step drew."""
+        ids: list[int] = self._executor.fetch("sampled", count).tolist() if count else []
+        return ids
 
     def _stage_decode(self, active: Sequence[_Sequence]) -> None:
         """Write the inputs of the next decode steps; the Plan itself then steps them on."""

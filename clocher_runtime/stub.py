@@ -53,6 +53,9 @@ class StubSession:
     def __init__(self, batch: int) -> None:
         self.batch = batch
 
+    def synchronize(self) -> None:
+        """There is nothing to wait for."""
+
     def warm(self) -> None:
         """There is nothing to warm up."""
 

@@ -78,6 +78,19 @@ class CpuExecutor:
             )
         self._team.step(tokens, rows)
 
+    def upload(self) -> None:
+        """Do nothing: steps read the host's arrays."""
+
+    def fetch(self, name: str, count: int) -> np.ndarray:
+        """Return the first rows of a buffer; the next step overwrites them."""
+        return self.array(name)[:count]
+
+    def synchronize(self) -> None:
+        """Do nothing: a step is done when it returns."""
+
+    def warm(self) -> None:
+        """Do nothing: a step of any size runs the same code."""
+
     def running(self) -> AbstractContextManager[None]:
         """Keep the team awake between steps; a context, entered once per generation."""
         return self._team.running()

@@ -23,7 +23,6 @@ from clocher_kernels.cuda.tensors import as_torch
 from clocher_kernels.quant_tensor import QuantTensor
 
 
-
 def run_interpreted(run: OpRun, narrow: Mapping[str, torch.dtype] | None = None) -> Arrays:
     """Run a case in the interpreter and return what it wrote, as the reference would have it.
 
@@ -86,4 +85,3 @@ def aot_report(script: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr[-4000:]
     report: dict[str, Any] = json.loads(done.stdout)
     return report
-

@@ -30,6 +30,7 @@ RUN_KEYS = [
     "device",
     "backend_reason",
     "isa",
+    "gpu",
     "model",
     "model_source",
     "mode",
@@ -103,6 +104,9 @@ class ScriptedSession:
         self.clock, self.calls = clock, []
         self.kv_hits = self.kv_misses = 1000  # left by a warm-up
 
+    def synchronize(self):
+        pass
+
     def generate(self, prompts, max_new, sampling, stop_ids, window, after_token):
         self.calls.append([list(p) for p in prompts])
         for sequence, prompt in enumerate(prompts):
@@ -147,6 +151,7 @@ def engine():
         files=(WEIGHTS,),
         stop_ids=frozenset({STOP}),
         bytes_per_token=1000,
+        gpu=None,
         hints_ignored=("IE_ACT_PREC=fp8",),
     )
 

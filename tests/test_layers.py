@@ -37,11 +37,14 @@ LAYERS: dict[int, str] = {
 # What a package may import besides the standard library and itself and those below.
 LIBRARIES: dict[str, str] = {
     "clocher_kernels": "numpy",
+    "clocher_kernels.cuda": "numpy torch triton cupy pynvml",
     "cpu_fallback": "numpy numba llvmlite",
     "clocher_runtime": "numpy tokenizers jinja2 psutil click rich",
     "scripts": "numpy click rich",
     "bench": "numpy click rich pytest",
 }
+# Distributions whose modules have another name.
+PROVIDED_BY = {"cupy-cuda12x": "cupy", "nvidia-ml-py": "pynvml"}
 BACK_ENDS = ("cpu_fallback", "clocher_kernels.cuda")
 HEAVY = ("torch", "triton", "cupy", "numba", "llvmlite", "transformers", "safetensors")
 
@@ -211,12 +214,14 @@ def test_only_declared_libraries() -> None:
     core = names_of(project["dependencies"])
     faults = []
     for module in MODULES.values():
-        package = module.name.split(".")[0]
-        declared = core | names_of(extras["bench"] + extras["test"] if package == "bench" else [])
-        allowed = set(LIBRARIES[package].split()) & declared
+        top_package = module.name.split(".")[0]
+        package = next(p for p in sorted(LIBRARIES, reverse=True) if module.name.startswith(p))
+        extra = {"bench": ("bench", "test"), "clocher_kernels.cuda": ("cuda",)}.get(package, ())
+        declared = core.union(*(names_of(extras[name]) for name in extra))
+        allowed = {PROVIDED_BY.get(n, n) for n in declared} & set(LIBRARIES[package].split())
         for target, line, _ in imports(module):
             top = target.split(".")[0]
-            if top in sys.stdlib_module_names or top in PACKAGES or top == package:
+            if top in sys.stdlib_module_names or top in PACKAGES or top == top_package:
                 continue
             if top not in allowed:
                 faults.append(f"{module.name}:{line}: imports {top}")

@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from clocher_kernels.cuda.launch import Arg, Launch
+from clocher_kernels.cuda.launch import Arg, Launch, options
 
 ARCHITECTURES = (80, 86, 89, 90)
 PTX_ONLY = (100, 120)
@@ -102,8 +102,8 @@ def _compile(launch: Launch, capability: int) -> Any:
         if isinstance(value, torch.Tensor):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(launch.kernel, signature, constants, attributes)
-    options = {"num_warps": launch.num_warps, "num_stages": 1, "launch_pdl": launch.pdl}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options=options(launch))
 
 
 def _type_of(value: Arg) -> str:

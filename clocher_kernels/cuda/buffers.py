@@ -1,0 +1,109 @@
+"""The Plan's buffers on the device: their types, their memory, and the block that inputs share."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from clocher_kernels.cuda.launch import Device
+from clocher_kernels.cuda.tensors import TORCH_DTYPES
+from clocher_kernels.dtypes import STORAGE
+from clocher_kernels.plan import Buffer, Plan
+
+# Parameters whose kernels take 16-bit activations. What quantises its input (quantize_act) stays
+# fp32, so that its integers are those of the other back ends.
+_NARROW = {
+    ("linear", "x"),
+    ("bsr_linear", "x"),
+    ("moe_gate_up", "x"),
+    ("moe_down", "x"),
+    ("glu", "gate"),
+    ("glu", "up"),
+}
+_ALIGNMENT = 256
+
+
+def activation_types(plan: Plan, act: str) -> dict[str, str]:
+    """Return the element type of each buffer when activations are stored as `act`.
+
+    A scratch buffer is an activation if all that read it are matrix products and gates. The
+    residual stream, queries, keys, values and logits stay fp32.
+
+    Args:
+        plan: the Plan.
+        act: "f16", "bf16" or "f32".
+    """
+    readers: dict[str, set[tuple[str, str]]] = {name: set() for name in plan.buffers}
+    for call in plan.calls:
+        for param, name in call.args.items():
+            if name in readers and param not in ("y", "ids", "weights"):
+                readers[name].add((call.op, param))
+    types = {}
+    for name, buffer in plan.buffers.items():
+        narrow = buffer.role == "scratch" and buffer.dtype == "f32" and bool(readers[name])
+        types[name] = act if narrow and readers[name] <= _NARROW else buffer.dtype
+    return types
+
+
+def buffer_bytes(plan: Plan, types: Mapping[str, str]) -> int:
+    """Return the bytes of all buffers."""
+    return sum(_nbytes(b, types[name]) for name, b in plan.buffers.items())
+
+
+def allocate(plan: Plan, types: Mapping[str, str], device: Device) -> dict[str, torch.Tensor]:
+    """Return zeroed device memory for every buffer that is no input."""
+    return {
+        name: torch.zeros(buffer.shape, dtype=TORCH_DTYPES[types[name]], device=device.torch_device)
+        for name, buffer in plan.buffers.items()
+        if buffer.role != "input"
+    }
+
+
+class InputBlock:
+    """The inputs of a Plan in one block, so that one copy takes them to the device.
+
+    Attributes:
+        host: NumPy arrays by name; what the host writes.
+        tensors: the device's arrays by name; what kernels read, and step on.
+    """
+
+    def __init__(self, plan: Plan, device: Device) -> None:
+        inputs = {n: b for n, b in plan.buffers.items() if b.role == "input"}
+        offsets, size = {}, 0
+        for name, buffer in inputs.items():
+            offsets[name] = size
+            size += -(-_nbytes(buffer, buffer.dtype) // _ALIGNMENT) * _ALIGNMENT
+        size = max(size, _ALIGNMENT)
+        self._block = torch.zeros(size, dtype=torch.uint8, device=device.torch_device)
+        self._bytes = np.zeros(size, np.uint8)
+        self.host: dict[str, np.ndarray] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        for name, buffer in inputs.items():
+            piece = slice(offsets[name], offsets[name] + _nbytes(buffer, buffer.dtype))
+            storage = STORAGE[buffer.dtype]
+            self.host[name] = self._bytes[piece].view(storage).reshape(buffer.shape)
+            dtype = TORCH_DTYPES[buffer.dtype]
+            self.tensors[name] = self._block[piece].view(dtype).view(buffer.shape)
+        # Two pinned copies: one may still be on its way while the host fills the other.
+        self._pinned: list[torch.Tensor] = []
+        self._sent: list[torch.cuda.Event] = []
+        if device.torch_device == "cuda":
+            self._pinned = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in "ab"]
+            self._sent = [torch.cuda.Event() for _ in "ab"]
+        self._turn = 0
+
+    def upload(self) -> None:
+        """Send what the host wrote, in the order of the current stream."""
+        if not self._pinned:
+            self._block.copy_(torch.from_numpy(self._bytes))
+            return
+        pinned, sent = self._pinned[self._turn], self._sent[self._turn]
+        sent.synchronize()
+        pinned.numpy()[...] = self._bytes
+        self._block.copy_(pinned, non_blocking=True)
+        sent.record()
+        self._turn ^= 1
+
+
+def _nbytes(buffer: Buffer, dtype: str) -> int:
+    return int(np.prod(buffer.shape, dtype=np.int64)) * STORAGE[dtype].itemsize

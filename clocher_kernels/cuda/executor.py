@@ -1,0 +1,249 @@
+"""The CUDA executor: bind a Plan once, then replay one CUDA graph per step."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import numpy as np
+import torch
+
+from clocher_kernels.cuda.buffers import InputBlock, activation_types, allocate, buffer_bytes
+from clocher_kernels.cuda.graph import (
+    bucket,
+    capture,
+    context_buckets,
+    row_buckets,
+    token_buckets,
+)
+from clocher_kernels.cuda.launch import Device, Launch, current_device
+from clocher_kernels.cuda.lowering import LOWER
+from clocher_kernels.cuda.tensors import as_torch
+from clocher_kernels.cuda.upload import Progress, Weight, check_memory, host_bytes, place
+from clocher_kernels.errors import OutOfMemory, ShapeError, UnsupportedOp
+from clocher_kernels.guards import refuse_in_window
+from clocher_kernels.plan import Call, Plan
+
+Key = tuple[int, int, int]
+
+
+class CudaExecutor:
+    """Execute a Plan as CUDA graphs, one for each bucket of (tokens, output rows, cache cells).
+
+    Positions, tokens and draws live on the device and step on there; the host sends inputs when it
+    has new ones (`upload`) and reads results when it wants them (`fetch`). `step` itself only puts
+    a graph on the stream.
+
+    Args:
+        plan: what to execute.
+        weights: a QuantTensor for each "matrix" parameter, an fp32 array for each "vector", or what
+            `upload.place` made of them.
+        activations: storage of activations between matrix products: "f16", "bf16" or "f32".
+        device: None: the current GPU.
+        progress: called with (bytes copied, bytes in all) while weights are copied.
+
+    Raises:
+        OutOfMemory: weights and buffers do not fit; nothing stays allocated.
+        ShapeError: an array does not fit its op.
+        UnsupportedOp: there is no kernel for an op, or for an op with a format.
+    """
+
+    name = "cuda"
+
+    def __init__(
+        self,
+        plan: Plan,
+        weights: Mapping[str, Weight],
+        *,
+        activations: str = "f16",
+        device: Device | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.plan = plan
+        self.device = current_device() if device is None else device
+        self.isa = f"sm_{self.device.capability}" if self.device.capability else "interpreter"
+        on_gpu = self.device.torch_device == "cuda"
+        self._stream = torch.cuda.Stream() if on_gpu else None
+        self._token_buckets = token_buckets(plan.tokens, plan.rows)
+        self._page_cells, cells = _cache_cells(plan)
+        self._context_buckets = context_buckets(cells)
+        self._graphs: dict[Key, Callable[[], None]] = {}
+        self._longest = 0
+        self._fresh = False
+        types = activation_types(plan, activations)
+        needed = {name: weights[name] for name in plan.weights}
+        if on_gpu:
+            free, _ = torch.cuda.mem_get_info()
+            check_memory(host_bytes(needed), buffer_bytes(plan, types), free)
+        with self._out_of_memory(), self._on_stream():
+            self._inputs = InputBlock(plan, self.device)
+            self._values = {
+                **allocate(plan, types, self.device),
+                **self._inputs.tensors,
+                **{
+                    name: as_torch(table, "f32").to(self.device.torch_device)
+                    for name, table in plan.consts.items()
+                },
+                **place(needed, self.device, progress),
+            }
+            self._pinned = {
+                name: torch.empty(b.shape, dtype=self._values[name].dtype, pin_memory=on_gpu)
+                for name, b in plan.buffers.items()
+                if b.role == "output"
+            }
+
+    def array(self, name: str) -> np.ndarray:
+        """Return the host array of an input buffer, at capacity; `upload` sends it."""
+        return self._inputs.host[name]
+
+    def upload(self) -> None:
+        """Send the inputs that the host wrote to the device, before the next step."""
+        with self._on_stream():
+            self._inputs.upload()
+        self._fresh = True
+
+    def step(self, tokens: int, rows: int) -> None:
+        """Put a step for the first `tokens` tokens and `rows` output rows on the stream.
+
+        Raises:
+            ShapeError: more than the Plan's capacity.
+        """
+        if not (0 < tokens <= self.plan.tokens and 0 <= rows <= self.plan.rows):
+            raise ShapeError(
+                f"a step of {tokens} tokens and {rows} rows; the Plan has room for "
+                f"{self.plan.tokens} and {self.plan.rows}"
+            )
+        wide = bucket(tokens, self._token_buckets)
+        high = bucket(rows, row_buckets(wide, self.plan.rows))
+        if self._fresh:
+            self._fill_up(tokens, wide, rows, high)
+            self._longest = _longest(self._inputs.host, tokens)
+            self._fresh = False
+        key = wide, high, bucket(self._longest, self._context_buckets)
+        if key not in self._graphs:
+            self._prepare(key)
+        self._graphs[key]()
+        self._longest += 1 if rows else 0
+
+    def fetch(self, name: str, count: int) -> np.ndarray:
+        """Return the first rows of an output buffer, after the steps so far.
+
+        The array is valid until the next fetch of the buffer.
+        """
+        pinned = self._pinned[name][:count]
+        with self._on_stream():
+            pinned.copy_(self._values[name][:count], non_blocking=True)
+        self.synchronize()
+        return pinned.numpy()
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all steps."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def warm(self) -> None:
+        """Compile every kernel and capture every graph."""
+        for wide in self._token_buckets:
+            for high in row_buckets(wide, self.plan.rows):
+                for cells in self._context_buckets:
+                    if (wide, high, cells) not in self._graphs:
+                        self._prepare((wide, high, cells))
+
+    def running(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing: a GPU needs no thread kept awake."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Free graphs, weights and buffers."""
+        self.synchronize()
+        self._graphs.clear()
+        self._values.clear()
+        self._pinned.clear()
+
+    def lower(self, key: Key) -> list[Launch]:
+        """Return the launches of a step of (tokens, output rows, cache cells)."""
+        tokens, rows, cells = key
+        launches: list[Launch] = []
+        for call in self.plan.calls:
+            if rows == 0 and self._follows_rows(call):
+                continue
+            if call.op not in LOWER:
+                raise UnsupportedOp(
+                    f"the CUDA back end has no kernel for {call.op!r}; it has "
+                    f"{', '.join(sorted(LOWER))}"
+                )
+            arguments = {}
+            for param, name in call.args.items():
+                value = self._values[name]
+                follows = self.plan.buffers[name].rows if name in self.plan.buffers else ""
+                if follows:
+                    value = value[: tokens if follows == "M" else rows]
+                elif name == "pages":
+                    value = value[:, : -(-cells // self._page_cells)]
+                arguments[param] = value
+            launches += LOWER[call.op](**arguments, **call.attrs, device=self.device)
+        return launches
+
+    def _prepare(self, key: Key) -> None:
+        refuse_in_window("capture a CUDA graph")
+        with self._out_of_memory(), self._on_stream():
+            # The launches run once before they are captured; what they step on is put back.
+            kept = {name: t.clone() for name, t in self._inputs.tensors.items()}
+            self._graphs[key] = capture(self.lower(key), self._stream)
+            for name, tensor in kept.items():
+                self._inputs.tensors[name].copy_(tensor)
+
+    def _follows_rows(self, call: Call) -> bool:
+        names = (n for n in call.args.values() if n in self.plan.buffers)
+        return any(self.plan.buffers[n].rows == "R" for n in names)
+
+    def _fill_up(self, tokens: int, wide: int, rows: int, high: int) -> None:
+        """Fill the step up to its bucket with copies of its last token and its last row.
+
+        A copied row belongs to a copied token as long as there is one: in a decode step each then
+        steps its own token on. A prefill step may have none left; its tokens are not stepped on.
+        """
+        if tokens == wide and rows == high:
+            return
+        host = self._inputs.host
+        for name, array in host.items():
+            follows = self.plan.buffers[name].rows
+            if follows == "M":
+                array[tokens:wide] = array[tokens - 1]
+            elif follows == "R" and rows:
+                array[rows:high] = array[rows - 1]
+        if "rows" in host and rows:
+            host["rows"][rows:high] = np.minimum(tokens + np.arange(high - rows), wide - 1)
+        self.upload()
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    @contextmanager
+    def _out_of_memory(self) -> Iterator[None]:
+        """Turn the device's failure to allocate into an error that says what to do."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            self._graphs.clear()
+            self._values = {}
+            torch.cuda.empty_cache()
+            raise OutOfMemory(
+                f"the GPU ran out of memory: {str(error).splitlines()[0]}; lower --context or "
+                "--batch, or choose a smaller --kv-dtype"
+            ) from None
+
+
+def _cache_cells(plan: Plan) -> tuple[int, int]:
+    """Return the cells of a page and of a whole sequence; (1, 1) without a cache."""
+    for call in plan.calls:
+        if call.op == "attention":
+            page = plan.buffers[call.args["k_cache"]].shape[2]
+            return page, page * plan.buffers[call.args["pages"]].shape[1]
+    return 1, 1
+
+
+def _longest(inputs: Mapping[str, np.ndarray], tokens: int) -> int:
+    """Return the number of cells that the longest of the step's tokens may read."""
+    if "ends" not in inputs:
+        return 1
+    ends = int(inputs["ends"][:tokens].max())
+    return ends + (64 if inputs["ancestors"][:tokens].any() else 0)

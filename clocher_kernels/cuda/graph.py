@@ -1,0 +1,64 @@
+"""Which shapes of step exist, and the CUDA graph of each."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from clocher_kernels.cuda.launch import Launch, execute
+
+DECODE_TOKENS = (1, 2, 4, 8, 16, 32)
+CONTEXT_CELLS = (512, 2048, 8192, 32768)
+
+
+def bucket(value: int, sizes: Sequence[int]) -> int:
+    """Return the smallest of the ascending sizes that holds a value, or the largest."""
+    return next((size for size in sizes if size >= value), sizes[-1])
+
+
+def token_buckets(tokens: int, rows: int) -> tuple[int, ...]:
+    """Return the numbers of tokens that steps are captured for, ascending.
+
+    Batches get powers of two; prompt chunks get 16 tokens and the capacity. A step in between is
+    filled up with copies of its last token, which compute and store the same values again.
+
+    Args:
+        tokens: capacity M of the Plan.
+        rows: capacity R, the largest batch of a decode step.
+    """
+    sizes = {m for m in DECODE_TOKENS if m < rows} | {rows, 16, tokens}
+    return tuple(sorted(m for m in sizes if m <= tokens))
+
+
+def row_buckets(tokens: int, rows: int) -> tuple[int, ...]:
+    """Return the numbers of output rows that a step of `tokens` tokens is captured for."""
+    return (0, min(tokens, rows))
+
+
+def context_buckets(cells: int) -> tuple[int, ...]:
+    """Return the numbers of cache cells that steps are captured for, ascending."""
+    return (*(c for c in CONTEXT_CELLS if c < cells), cells)
+
+
+def capture(launches: Sequence[Launch], stream: "torch.cuda.Stream | None") -> Callable[[], None]:
+    """Return a function that runs the launches again and again, as one CUDA graph.
+
+    The launches run once first, so that every kernel is compiled and loaded before the capture.
+
+    Args:
+        launches: of one step; their tensors must stay alive.
+        stream: where to capture and replay; None executes them one by one (no GPU).
+    """
+    if stream is None:
+        return lambda: execute(launches)
+    with torch.cuda.stream(stream):
+        execute(launches)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            execute(launches)
+
+    def replay() -> None:
+        with torch.cuda.stream(stream):
+            graph.replay()
+
+    return replay

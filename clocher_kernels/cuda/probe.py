@@ -1,0 +1,101 @@
+"""Whether this machine has a GPU that the CUDA back end can use. Imports nothing heavy by itself."""
+
+import ctypes
+from dataclasses import dataclass
+
+LOWEST_CAPABILITY = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """The GPU in use, for the numbers that are printed beside its speed.
+
+    Attributes:
+        name: as the driver spells it.
+        capability: 90 for sm_90.
+        sms: streaming multiprocessors.
+        memory_mib: device memory.
+        driver: version of the driver; "" if NVML does not answer.
+        sm_clock_mhz: highest clock of the multiprocessors; 0 if NVML does not answer.
+        memory_clock_mhz: highest clock of the memory; 0 if NVML does not answer.
+    """
+
+    name: str
+    capability: int
+    sms: int
+    memory_mib: int
+    driver: str
+    sm_clock_mhz: int
+    memory_clock_mhz: int
+
+
+def no_driver() -> str:
+    """Return why there is no GPU driver to talk to, "" if there is one with a device.
+
+    Asks the driver library itself, so that a machine without a GPU never imports torch.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "no NVIDIA driver on this machine (libcuda.so.1 is missing)"
+    status = driver.cuInit(0)
+    if status:
+        return f"the NVIDIA driver does not start (cuInit returned {status})"
+    count = ctypes.c_int()
+    if driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return "the NVIDIA driver finds no GPU"
+    return ""
+
+
+def unusable() -> str:
+    """Return why the CUDA back end cannot run here, "" if it can."""
+    reason = no_driver()
+    if reason:
+        return reason
+    try:
+        import torch
+        import triton  # noqa: F401  asked for here, so that its absence is explained
+    except ImportError as error:
+        return f"{error.name or error} is not installed; pip install 'clocher[cuda]'"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} finds no GPU; it may be a CPU build"
+    major, minor = torch.cuda.get_device_capability()
+    if major * 10 + minor < LOWEST_CAPABILITY:
+        name = torch.cuda.get_device_name()
+        return f"{name} is sm_{major}{minor}; sm_{LOWEST_CAPABILITY} or newer is needed"
+    return ""
+
+
+def describe() -> Gpu:
+    """Return what is known about the current GPU."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    driver, sm_clock, memory_clock = _nvml(torch.cuda.current_device())
+    return Gpu(
+        name=properties.name,
+        capability=properties.major * 10 + properties.minor,
+        sms=properties.multi_processor_count,
+        memory_mib=properties.total_memory >> 20,
+        driver=driver,
+        sm_clock_mhz=sm_clock,
+        memory_clock_mhz=memory_clock,
+    )
+
+
+def _nvml(index: int) -> tuple[str, int, int]:
+    try:
+        import pynvml
+    except ImportError:
+        return "", 0, 0
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        version = pynvml.nvmlSystemGetDriverVersion()
+        clocks = [
+            int(pynvml.nvmlDeviceGetMaxClockInfo(handle, kind))
+            for kind in (pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM)
+        ]
+    except pynvml.NVMLError:
+        return "", 0, 0
+    return version if isinstance(version, str) else version.decode(), clocks[0], clocks[1]

@@ -1,0 +1,161 @@
+"""Rows of a tensor as ggml stores them: the same numbers, in other bytes.
+
+Nothing is rounded except by the types that are asked for as floats. ggml's 4-bit blocks hold the
+elements 0..15 in the low nibbles and 16..31 in the high ones; Clocher's hold neighbours in a byte.
+
+Source: ggml-common.h (block_q4_0, block_q8_0, block_mxfp4, block_tq2_0).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from clocher_kernels.dtypes import from_f32
+from clocher_kernels.errors import FormatError
+from clocher_kernels.formats import Float, Format, Int4, Int8, Mxfp4, Ternary
+from clocher_kernels.quant_tensor import QuantTensor
+
+_QUARTERS = np.arange(4, dtype=np.uint8)[:, None] * 2
+
+
+@dataclass(frozen=True, slots=True)
+class GgmlType:
+    """A ggml element type.
+
+    Attributes:
+        name: lower case, as llama.cpp spells it.
+        code: its number in GGUF files.
+        block: elements of a block.
+        nbytes: bytes of a block.
+        file_type: number of a file that is mostly of this type (`general.file_type`).
+    """
+
+    name: str
+    code: int
+    block: int
+    nbytes: int
+    file_type: int
+
+    def row_bytes(self, columns: int) -> int:
+        """Return the bytes of a row.
+
+        Raises:
+            FormatError: the row is not a whole number of blocks.
+        """
+        if columns % self.block:
+            raise FormatError(
+                f"{self.name}: rows of {columns} elements; expected a multiple of {self.block}"
+            )
+        return columns // self.block * self.nbytes
+
+
+F32 = GgmlType("f32", 0, 1, 4, 0)
+F16 = GgmlType("f16", 1, 1, 2, 1)
+BF16 = GgmlType("bf16", 30, 1, 2, 32)
+Q4_0 = GgmlType("q4_0", 2, 32, 18, 2)
+Q8_0 = GgmlType("q8_0", 8, 32, 34, 7)
+TQ2_0 = GgmlType("tq2_0", 35, 256, 66, 37)
+MXFP4 = GgmlType("mxfp4", 39, 32, 17, 38)
+
+FLOATS = {kind.name: kind for kind in (F32, F16, BF16)}
+
+
+def same_type(fmt: Format) -> GgmlType:
+    """Return the ggml type that holds a format's values exactly.
+
+    Raises:
+        FormatError: there is none.
+    """
+    if isinstance(fmt, Float):
+        return FLOATS[fmt.dtype]
+    if isinstance(fmt, Mxfp4):
+        return MXFP4
+    if isinstance(fmt, Ternary):
+        return TQ2_0
+    if isinstance(fmt, Int4 | Int8) and fmt.scale_dtype == "f16":
+        whole = isinstance(fmt.group, int) and fmt.group % 32 == 0
+        if whole and isinstance(fmt, Int8):
+            return Q8_0
+        if whole and isinstance(fmt, Int4) and fmt.symmetric:
+            return Q4_0
+    raise FormatError(
+        f"{fmt.name}: no type of ggml holds these values exactly; it has f32, f16, bf16, "
+        "symmetric int4 and int8 with f16 scales and groups of a multiple of 32, ternary and "
+        f"mxfp4; ask for one of {', '.join(FLOATS)}"
+    )
+
+
+def row_blocks(tensor: QuantTensor, rows: np.ndarray, kind: GgmlType) -> np.ndarray:
+    """Return rows of a matrix, or of a stack of them, as ggml stores them.
+
+    Args:
+        tensor: [N, K] or [E, N, K].
+        rows: numbers of the rows, those of a stack counted through.
+        kind: `same_type` of its format, or a float type.
+
+    Returns:
+        u8 [rows, bytes of a row].
+
+    Raises:
+        FormatError: a scale is not a number of ggml's scale type, or K is not whole blocks.
+    """
+    columns = tensor.shape[-1]
+    nbytes = kind.row_bytes(columns)
+    if isinstance(tensor.format, Ternary):
+        blocks = _ternary(tensor, tensor.format, rows, kind)
+    else:
+        picked = {
+            key: plane.reshape(-1, *plane.shape[len(tensor.shape) - 1 :])[rows]
+            for key, plane in tensor.planes.items()
+        }
+        blocks = _blocks(QuantTensor((len(rows), columns), tensor.format, picked), kind)
+    return np.ascontiguousarray(blocks).reshape(len(rows), -1).view(np.uint8).reshape(-1, nbytes)
+
+
+def _blocks(part: QuantTensor, kind: GgmlType) -> np.ndarray:
+    if kind in (Q4_0, Q8_0):
+        rows, columns = part.shape
+        scales = part.planes["scales"]
+        group = part.format.group  # type: ignore[attr-defined]
+        scales = np.repeat(scales, group // 32, axis=1)[:, : columns // 32]
+        codes = part.planes["codes"].reshape(rows, columns // 32, -1)
+        codes = _halves(codes) if kind == Q4_0 else codes.view(np.uint8)
+        return np.concatenate([scales[..., None].view(np.uint8), codes], axis=-1)
+    if kind == MXFP4:
+        scales = part.planes["scales"][..., None]
+        return np.concatenate([scales, _halves(part.planes["blocks"])], axis=-1)
+    return _float(part.decode(), part.format.name, kind)
+
+
+def _float(values: np.ndarray, source: str, kind: GgmlType) -> np.ndarray:
+    stored = from_f32(values, kind.name)
+    if kind == F16 and np.isinf(stored).any():
+        raise FormatError(f"{source}: a value beyond f16; ask for bf16 or f32")
+    return stored
+
+
+def _halves(codes: np.ndarray) -> np.ndarray:
+    """Turn pairs of neighbours into pairs of i and i + 16, u8 [..., 16]."""
+    out = np.empty_like(codes)
+    for start, nibbles in ((0, codes & 15), (1, codes >> 4)):
+        out[..., start::2] = nibbles[..., :8] | nibbles[..., 8:] << 4
+    return out
+
+
+def _ternary(tensor: QuantTensor, fmt: Ternary, rows: np.ndarray, kind: GgmlType) -> np.ndarray:
+    codes = tensor.planes["codes"]
+    step = len(codes)
+    digits = codes[rows % step] >> (2 * (rows // step)).astype(np.uint8)[:, None] & 3
+    multiplier = fmt.multiplier(tensor.planes)
+    if kind != TQ2_0:
+        return _float((digits.astype(np.float32) - 1) * multiplier, fmt.name, kind)
+    scale = np.float16(multiplier)
+    if np.float32(scale) != multiplier:
+        raise FormatError(
+            f"{fmt.name}: the scale {multiplier} is no f16, which is what tq2_0 stores; ask for "
+            f"one of {', '.join(FLOATS)}"
+        )
+    quarters = digits.reshape(len(rows), -1, 2, 4, 32) << _QUARTERS
+    packed = np.bitwise_or.reduce(quarters, axis=3).reshape(len(rows), -1, 64)
+    scales = np.broadcast_to(np.array([scale]).view(np.uint8), (*packed.shape[:2], 2))
+    return np.concatenate([packed, scales], axis=-1)
