@@ -1,5 +1,6 @@
 """Tensors on the device: the stored planes as torch tensors, and the copy that puts them there."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -48,12 +49,16 @@ class DeviceTensor:
 
 def as_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
     """View a stored NumPy array as the torch type of a dtype name, on the CPU, without a copy."""
-    wanted = TORCH_DTYPES[dtype]
+    array = np.ascontiguousarray(array)
     if dtype in ("bf16", "f16"):
-        return torch.from_numpy(np.ascontiguousarray(array).view(np.int16)).view(wanted)
-    if dtype == "u64":
-        return torch.from_numpy(np.ascontiguousarray(array).view(np.int64))
-    return torch.from_numpy(np.ascontiguousarray(array))
+        array = array.view(np.int16)
+    elif dtype == "u64":
+        array = array.view(np.int64)
+    with warnings.catch_warnings():
+        # torch has no read-only tensors; nobody writes to the view of a mapped file.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        tensor = torch.from_numpy(array)
+    return tensor.view(TORCH_DTYPES[dtype])
 
 
 def planes_as_torch(tensor: QuantTensor) -> dict[str, torch.Tensor]:

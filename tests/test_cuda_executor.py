@@ -1,0 +1,201 @@
+"""The CUDA executor without a GPU: buckets, filled-up steps, inputs that step on, contexts.
+
+Kernels are stood in for by the NumPy references, run launch by launch on CPU tensors, so that what
+is tested is the executor's own work. The kernels have their own tests.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from clocher_kernels.cuda import executor as executor_module
+from clocher_kernels.cuda import graph, prepack
+from clocher_kernels.cuda.buffers import activation_types
+from clocher_kernels.cuda.executor import CudaExecutor
+from clocher_kernels.cuda.graph import bucket, context_buckets, token_buckets
+from clocher_kernels.cuda.launch import INTERPRETER, Device, Launch
+from clocher_kernels.cuda.tensors import DeviceTensor
+from clocher_kernels.cuda.upload import check_memory
+from clocher_kernels.errors import OutOfMemory, ShapeError, WindowError
+from clocher_kernels.ops import OPS
+from clocher_kernels.plan import Plan
+from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime import session as session_module
+from clocher_runtime.model_choice import embedded_model
+from clocher_runtime.models.load import Model, load_model
+from clocher_runtime.session import Sampling, Session
+from clocher_runtime.timing import TimedWindow
+from clocher_runtime.weights import open_checkpoint
+
+PROMPTS = [[5, 9, 300, 41, 7], [88, 1, 2000], list(range(10, 61))]
+LENGTH = 12
+
+
+class ReferenceKernel:
+    """Stands in for a Triton kernel: runs the reference of an op when it is launched."""
+
+    def __init__(self, op: str, log: list[tuple[str, int]]) -> None:
+        self.op, self.log = op, log
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launched(**arguments: Any) -> None:
+            for option in ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl"):
+                arguments.pop(option, None)
+            given = {name: as_numpy(value) for name, value in arguments.items()}
+            first = next(v for v in given.values() if isinstance(v, np.ndarray))
+            self.log.append((self.op, len(first)))
+            OPS[self.op].reference(**given)
+
+        return launched
+
+
+def as_numpy(value: Any) -> Any:
+    if isinstance(value, DeviceTensor):
+        planes = {n: as_numpy(p) for n, p in value.planes.items()}
+        return QuantTensor(value.shape, value.format, planes)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.dtype == torch.bfloat16:
+        return value.view(torch.int16).numpy().view(np.uint16)
+    return value.numpy().view(np.uint64) if value.dtype == torch.int64 else value.numpy()
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
+    """Put the references in the place of the kernels; return what is launched, with its rows."""
+    launched: list[tuple[str, int]] = []
+
+    def lower(op: str) -> Callable[..., list[Launch]]:
+        def lowered(*, device: Device, **arguments: Any) -> list[Launch]:
+            assert device is INTERPRETER
+            return [Launch(ReferenceKernel(op, launched), (1,), arguments, {})]
+
+        return lowered
+
+    def make(name: str, plan: Plan, weights: Mapping[str, Any], *rest: object) -> CudaExecutor:
+        assert name == "cuda"
+        return CudaExecutor(plan, weights, activations="f32", device=INTERPRETER)
+
+    monkeypatch.setattr(executor_module, "LOWER", {op: lower(op) for op in OPS})
+    monkeypatch.setattr(prepack, "REARRANGE", {})
+    monkeypatch.setattr(graph, "CONTEXT_CELLS", (64,))
+    monkeypatch.setattr(session_module, "make_executor", make)
+    yield launched
+
+
+@cache
+def model() -> Model:
+    return load_model(open_checkpoint(embedded_model()))
+
+
+def generate(backend: str, batch: int, prompts: int) -> list[list[int]]:
+    session = Session(model(), backend=backend, batch=batch, context=96, chunk=32, kv_dtype="bf16")
+    try:
+        out: list[list[int]] = [[] for _ in range(prompts)]
+        sampling = Sampling(temperature=0.8, top_k=20, seed=3)
+        for token in session.generate(PROMPTS[:prompts], LENGTH, sampling, stop_ids=frozenset()):
+            out[token.sequence].append(token.id)
+        return out
+    finally:
+        session.close()
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """What the CPU back end generates; no kernel of this file takes part."""
+    return generate("cpu", 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("batch", "prompts", "tokens", "rows"),
+    [
+        (1, 1, {1, 16}, {1}),
+        (4, 3, {4, 32}, {4}),  # each decode step is filled up with a copy of the third sequence
+    ],
+)
+def test_generates_what_the_cpu_generates(
+    log: list[tuple[str, int]],
+    expected: list[list[int]],
+    batch: int,
+    prompts: int,
+    tokens: set[int],
+    rows: set[int],
+) -> None:
+    assert generate("cuda", batch, prompts) == expected[:prompts]
+    assert {count for op, count in log if op == "embed"} == tokens
+    assert {count for op, count in log if op == "sample"} == rows
+
+
+def test_pages_are_cut_to_the_context_bucket(log: list[tuple[str, int]]) -> None:
+    seen = []
+    session = Session(model(), backend="cuda", context=128, chunk=32, kv_dtype="bf16")
+    executor = session._executor
+    assert isinstance(executor, CudaExecutor)
+    lower = executor.lower
+    executor.lower = lambda key: (seen.append(key), lower(key))[1]  # type: ignore[method-assign]
+    list(session.generate([list(range(1, 60))], 12, stop_ids=frozenset()))
+    assert [key for key in seen if key[0] == 1] == [(1, 1, 64), (1, 1, 128)]
+    pages = [
+        launch.args["pages"].shape
+        for key in ((1, 1, 64), (1, 1, 128))
+        for launch in lower(key)
+        if isinstance(launch.kernel, ReferenceKernel) and launch.kernel.op == "attention"
+    ]
+    assert set(pages) == {(1, 1), (1, 2)}
+    session.close()
+
+
+def test_a_warm_session_captures_nothing_in_the_window(log: list[tuple[str, int]]) -> None:
+    window = TimedWindow("test")
+    cold = Session(model(), backend="cuda", context=96, chunk=32)
+    with pytest.raises(WindowError, match="capture a CUDA graph"):
+        list(cold.generate(PROMPTS[:1], 2, window=window))
+    cold.close()
+    warm = Session(model(), backend="cuda", context=96, chunk=32)
+    warm.warm()
+    tokens = list(warm.generate([list(range(1, 60))], 12, stop_ids=frozenset(), window=window))
+    assert len(tokens) == 12
+    warm.close()
+
+
+def test_prefill_without_output_rows_skips_the_head(log: list[tuple[str, int]]) -> None:
+    session = Session(model(), backend="cuda", context=96, chunk=32)
+    log.clear()
+    next(session.generate([list(range(1, 60))], 1))
+    assert [rows for op, rows in log if op == "sample"] == [1]  # of the two chunks, the last
+    session.close()
+
+
+def test_buckets() -> None:
+    assert token_buckets(128, 1) == (1, 16, 128)
+    assert token_buckets(128, 6) == (1, 2, 4, 6, 16, 128)
+    assert token_buckets(8, 8) == (1, 2, 4, 8)
+    assert token_buckets(12, 2) == (1, 2, 12)
+    assert context_buckets(4096) == (512, 2048, 4096)
+    assert context_buckets(300) == (300,)
+    assert [bucket(n, (1, 4, 16)) for n in (1, 2, 4, 5, 16)] == [1, 4, 4, 16, 16]
+
+
+def test_activations_are_narrow_and_the_residual_stream_is_not() -> None:
+    session = Session(model(), backend="cpu", context=64)
+    types = activation_types(session._executor.plan, "f16")
+    session.close()
+    assert types["h"] == types["logits"] == types["router"] == "f32"
+    assert types["x"] == types["gated"] == "f16"
+
+
+def test_memory_is_checked_before_it_is_taken() -> None:
+    check_memory(10 << 30, 1 << 30, 12 << 30)
+    with pytest.raises(OutOfMemory, match=r"11776 MiB free; weights need 10240 MiB"):
+        check_memory(10 << 30, 2 << 30, 11776 << 20)
+
+
+def test_a_step_beyond_the_capacity_is_refused(log: list[tuple[str, int]]) -> None:
+    session = Session(model(), backend="cuda", context=64, chunk=8)
+    with pytest.raises(ShapeError, match="room for 8 and 1"):
+        session._executor.step(9, 1)
+    session.close()
