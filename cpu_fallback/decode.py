@@ -6,7 +6,8 @@ f32 needs no panel and returns the stored rows, K * 4 bytes apart.
 
     decoder(weight, expert, row, count, k0, k1, panel) -> address
 
-`weight` is the address of WORDS fields that `fields` makes, first of all the decoder itself:
+`weight` is the address of WORDS fields, first of all the decoder itself. `fields` makes those that
+decoders read, `stream.weight_fields` all:
 
      0  decoder                            7  bytes per stored row
      1  bytes between decoded rows         8  kind of scale (the _SCALES table)
@@ -15,6 +16,7 @@ f32 needs no panel and returns the stored rows, K * 4 bytes apart.
      4  address of the codes              11  scales per row of scales
      5  address of the scales             12  rows of scales per expert
      6  address of the zero points        13  one scale for the tensor, fp32 bits
+                                          14  product kernel for many tokens
 """
 
 from collections.abc import Callable
@@ -58,7 +60,8 @@ from cpu_fallback.narrow import (
 from cpu_fallback.simd import iand, isplat, isub, lookup, mul, shr, splat, to_f32
 from cpu_fallback.vector import i64, op
 
-WORDS = 14
+WORDS = 15
+MANY = 14
 ROWS = 8
 COLUMNS = 512
 PITCH = 4 * COLUMNS
@@ -91,6 +94,13 @@ def _scale(weight, index):
     if kind == 3:
         return bf16_scalar(read_u16(scales + 2 * index))
     return e8m0_scalar(read_u8(scales + index))
+
+
+@device
+def row_scale(weight, expert, row, column):
+    """Return the scale of an element, fp32."""
+    index = (expert * field(weight, 12) + row // field(weight, 10)) * field(weight, 11)
+    return _scale(weight, index + column // field(weight, 9))
 
 
 @device
@@ -267,7 +277,7 @@ DECODERS = {
 
 
 def fields(op_name: str, tensor: QuantTensor) -> list[int | Kernel]:
-    """Return the WORDS fields that describe a weight to decoders.
+    """Return the first WORDS - 1 fields that describe a weight: all that decoders read.
 
     Raises:
         UnsupportedOp: there is no decoder for its format.
@@ -303,7 +313,7 @@ def fields(op_name: str, tensor: QuantTensor) -> list[int | Kernel]:
 def plain(
     kind: str, codes: np.ndarray, n: int, k: int, multiplier: float = 1.0
 ) -> list[int | Kernel]:
-    """Return the WORDS fields of a weight without a plane of scales.
+    """Return the first WORDS - 1 fields of a weight without a plane of scales.
 
     Args:
         kind: name of its decoder.

@@ -15,7 +15,8 @@ from cpu_fallback.memory import (
     write_f32,
     write_i64,
 )
-from cpu_fallback.product import SCRATCH, SUMS, TOKENS, XS, multiply, product
+from cpu_fallback.product import SCRATCH, SUMS, TOKENS, XS, multiply
+from cpu_fallback.stream import weight_fields
 from cpu_fallback.tape import Launch
 
 
@@ -85,8 +86,7 @@ def _linear(call: BoundCall) -> list[Launch]:
         call.address("y"),
         call.address("bias"),
         call.address("residual"),
-        product,
-        *decode.fields("linear", call.tensor("w")),
+        *weight_fields("linear", call.tensor("w")),
     ]
     return [call.launch(linear, fields, SCRATCH)]
 

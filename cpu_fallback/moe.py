@@ -7,7 +7,6 @@ tokens; a pair is a token and one of its experts, numbered m * A + a.
 
 import numpy as np
 
-from cpu_fallback import decode, product
 from cpu_fallback.bind import BoundCall, bits, counted, share
 from cpu_fallback.decode import ROWS
 from cpu_fallback.jit import device, kernel
@@ -24,6 +23,7 @@ from cpu_fallback.memory import (
 )
 from cpu_fallback.product import SCRATCH, SUMS, TOKENS, XS, multiply
 from cpu_fallback.simd import add, div, exp, maximum, minimum, mul, neg, splat
+from cpu_fallback.stream import weight_fields
 from cpu_fallback.tape import Launch
 from cpu_fallback.vector import F32, op, pick
 
@@ -195,8 +195,7 @@ def _moe_gate_up(call: BoundCall) -> list[Launch]:
         call.address("y"),
         bits(float(call.attr("limit"))),
         bits(float(call.attr("alpha"))),
-        product.product,
-        *decode.fields("moe_gate_up", call.tensor("w")),
+        *weight_fields("moe_gate_up", call.tensor("w")),
     ]
     order = 4 * (call.dim("E") + call.dim("M") * call.dim("A"))
     return [call.launch(moe_gate_up, fields, SCRATCH + order)]
@@ -215,8 +214,7 @@ def _moe_down(call: BoundCall) -> list[Launch]:
         call.address("bias"),
         call.address("residual"),
         call.address("y"),
-        product.product,
-        *decode.fields("moe_down", call.tensor("w")),
+        *weight_fields("moe_down", call.tensor("w")),
     ]
     pairs = call.dim("M") * call.dim("A")
     order = 4 * (call.dim("E") + pairs)

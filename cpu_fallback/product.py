@@ -38,16 +38,17 @@ XS = 0
 """In the scratch of a product: the address of each token's activations, int64 [TOKENS]."""
 SUMS = XS + 8 * TOKENS
 """In the scratch of a product: the results, fp32 [TOKENS, ROWS]."""
-_ACC = SUMS + 4 * TOKENS * ROWS
-PANEL = _ACC + _VECTOR * TOKENS * ROWS
+ACC = SUMS + 4 * TOKENS * ROWS
+"""In the scratch of a product: accumulators of 16 lanes, fp32 [TOKENS, ROWS, 16]."""
+PANEL = ACC + _VECTOR * TOKENS * ROWS
 """In the scratch of a product: decoded rows."""
 SCRATCH = PANEL + PANEL_BYTES
 """Bytes of scratch that a product needs."""
 
 _I64, _VOID = ir.IntType(64), ir.VoidType()
 
-# Rows x tokens of the tiles, by how many registers of 16 lanes the ISA has: 32, 8 and 4.
-_TALL, _WIDE = (8, 4) if CURRENT.avx512 else (4, 2) if CURRENT.avx2 else (2, 1)
+TALL, WIDE = (8, 4) if CURRENT.avx512 else (4, 2) if CURRENT.avx2 else (2, 1)
+"""Tiles: TALL rows by one token, WIDE by WIDE; the ISAs have 32, 8 and 4 registers of 16 lanes."""
 
 
 def _emit_tile(b: Any, rows: int, w: Any, pitch: Any, xs: list[Any], k: Any, acc: Any) -> None:
@@ -79,7 +80,8 @@ def _emit_tile(b: Any, rows: int, w: Any, pitch: Any, xs: list[Any], k: Any, acc
         emit_store(b, b.load(slot), place)
 
 
-def _emit_tokens(b: Any, xs: Any, k0: Any, tokens: int) -> list[Any]:
+def emit_tokens(b: Any, xs: Any, k0: Any, tokens: int) -> list[Any]:
+    """Emit the addresses of column k0 of the first tokens."""
     start = b.mul(k0, ir.Constant(_I64, 4))
     addresses = [b.add(xs, ir.Constant(_I64, 8 * t)) for t in range(tokens)]
     return [b.add(emit_load(b, _I64, address), start) for address in addresses]
@@ -87,20 +89,20 @@ def _emit_tokens(b: Any, xs: Any, k0: Any, tokens: int) -> list[Any]:
 
 @op(void, i64, i64, i64, i64, i64, i64)
 def _tall(b, w, pitch, xs, k0, k, acc):
-    """Multiply _TALL rows by one token."""
-    _emit_tile(b, _TALL, w, pitch, _emit_tokens(b, xs, k0, 1), k, acc)
+    """Multiply TALL rows by one token."""
+    _emit_tile(b, TALL, w, pitch, emit_tokens(b, xs, k0, 1), k, acc)
 
 
 @op(void, i64, i64, i64, i64, i64, i64)
 def _wide(b, w, pitch, xs, k0, k, acc):
-    """Multiply _WIDE rows by _WIDE tokens."""
-    _emit_tile(b, _WIDE, w, pitch, _emit_tokens(b, xs, k0, _WIDE), k, acc)
+    """Multiply WIDE rows by WIDE tokens."""
+    _emit_tile(b, WIDE, w, pitch, emit_tokens(b, xs, k0, WIDE), k, acc)
 
 
 @op(void, i64, i64, i64, i64, i64, i64)
 def _one(b, w, pitch, xs, k0, k, acc):
     """Multiply one row by one token."""
-    _emit_tile(b, 1, w, pitch, _emit_tokens(b, xs, k0, 1), k, acc)
+    _emit_tile(b, 1, w, pitch, emit_tokens(b, xs, k0, 1), k, acc)
 
 
 @device
@@ -108,21 +110,21 @@ def clear(scratch, tokens):
     """Begin a product: set the accumulators of the tokens to zero."""
     nothing = zero()
     for i in range(tokens * ROWS):
-        store_f32(scratch + _ACC + _VECTOR * i, nothing)
+        store_f32(scratch + ACC + _VECTOR * i, nothing)
 
 
 @device
 def accumulate(w, pitch, count, tokens, k0, k, scratch):
     """Add rows w [count, k] times columns k0 .. k0+k-1 of the tokens at scratch + XS."""
-    xs, acc = scratch + XS, scratch + _ACC
+    xs, acc = scratch + XS, scratch + ACC
     t = 0
     if count == ROWS:
-        while t + _WIDE <= tokens:
-            for r in range(0, ROWS, _WIDE):
+        while t + WIDE <= tokens:
+            for r in range(0, ROWS, WIDE):
                 _wide(w + r * pitch, pitch, xs + 8 * t, k0, k, acc + _VECTOR * (t * ROWS + r))
-            t += _WIDE
+            t += WIDE
         while t < tokens:
-            for r in range(0, ROWS, _TALL):
+            for r in range(0, ROWS, TALL):
                 _tall(w + r * pitch, pitch, xs + 8 * t, k0, k, acc + _VECTOR * (t * ROWS + r))
             t += 1
     while t < tokens:
@@ -135,7 +137,7 @@ def accumulate(w, pitch, count, tokens, k0, k, scratch):
 def finish(scratch, tokens):
     """End a product: write the sums of the accumulators to scratch + SUMS."""
     for i in range(tokens * ROWS):
-        write_f32(scratch + SUMS + 4 * i, hsum(load_f32(scratch + _ACC + _VECTOR * i)))
+        write_f32(scratch + SUMS + 4 * i, hsum(load_f32(scratch + ACC + _VECTOR * i)))
 
 
 def _product(weight, expert, row, count, tokens, scratch):

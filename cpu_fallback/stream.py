@@ -1,0 +1,217 @@
+"""Products of few tokens with weights that are read straight from memory: no panel in between.
+
+A row is decoded in registers, 16 columns at a time, and multiplied at once; the rows of a tile run
+side by side over all columns, so memory is read as a few long streams. Every dot product is the
+same chain of the same operations as in `product`, so the results are the same bits, and which of
+the two computed a token nobody can tell.
+
+For more than FEW tokens decoding once into a panel costs less, and the product kernel that the
+weight names takes over.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+
+from clocher_kernels.quant_tensor import QuantTensor
+from cpu_fallback.decode import DECODERS, MANY, ROWS, fields, row_scale
+from cpu_fallback.isa import CURRENT
+from cpu_fallback.jit import Kernel
+from cpu_fallback.memory import (
+    emit_load,
+    emit_load_n,
+    emit_store,
+    field,
+    write_f32,
+)
+from cpu_fallback.product import (
+    ACC,
+    PANEL,
+    TALL,
+    WIDE,
+    XS,
+    clear,
+    emit_tokens,
+    finish,
+    multiply,
+    product,
+)
+from cpu_fallback.simd import emit_fma
+from cpu_fallback.vector import F32, I32, LANES, constant, i64, op, spread, void
+
+FEW = 8
+"""Tokens up to which weights are decoded in registers."""
+LEAST_GROUP = 64
+"""Columns that must share a scale for that to pay."""
+
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_HALF = ir.VectorType(ir.HalfType(), LANES)
+_SHORT = ir.VectorType(_I16, LANES)
+_VECTOR = 4 * LANES
+
+Load = Callable[[Any, ir.VectorType, Any], Any]
+
+
+def _f32(b: Any, load: Load, address: Any) -> Any:
+    return load(b, F32.llvm, address)
+
+
+def _bf16(b: Any, load: Load, address: Any) -> Any:
+    codes = b.zext(load(b, _SHORT, address), I32.llvm)
+    return b.bitcast(b.shl(codes, constant(I32, 16)), F32.llvm)
+
+
+def _f16(b: Any, load: Load, address: Any) -> Any:
+    return b.fpext(b.bitcast(load(b, _SHORT, address), _HALF), F32.llvm)
+
+
+def _e5m2(b: Any, load: Load, address: Any) -> Any:
+    """An e5m2 code is the upper byte of an fp16."""
+    codes = b.zext(load(b, ir.VectorType(_I8, LANES), address), _SHORT)
+    half = b.shl(codes, ir.Constant(_SHORT, [8] * LANES))
+    return b.fpext(b.bitcast(half, _HALF), F32.llvm)
+
+
+def _e4m3(b: Any, load: Load, address: Any) -> Any:
+    """An e4m3 code shifted into an fp16 is 2^-8 of its value, subnormal ones included.
+
+    The scale makes up for it: powers of two move from one factor to the other without rounding.
+    """
+    codes = b.sext(load(b, ir.VectorType(_I8, LANES), address), _SHORT)
+    half = b.shl(codes, ir.Constant(_SHORT, [7] * LANES))
+    half = b.and_(half, ir.Constant(_SHORT, [0xBFFF] * LANES))
+    return b.fpext(b.bitcast(half, _HALF), F32.llvm)
+
+
+def _int8(b: Any, load: Load, address: Any) -> Any:
+    codes = b.sext(load(b, ir.VectorType(_I8, LANES), address), I32.llvm)
+    return b.sitofp(codes, F32.llvm)
+
+
+# Kind of code -> how 16 columns are decoded, bytes per column, factor of the scales (0: none).
+_KINDS = {
+    "f32": (_f32, 4, 0.0),
+    "bf16": (_bf16, 2, 0.0),
+    "int8": (_int8, 1, 1.0),
+}
+if CURRENT.f16c:
+    _KINDS |= {"f16": (_f16, 2, 0.0), "e4m3": (_e4m3, 1, 256.0), "e5m2": (_e5m2, 1, 1.0)}
+
+
+def _emit_tile(
+    b: Any, kind: str, rows: int, w: Any, stride: Any, scales: Any, xs: list[Any], k: Any, acc: Any
+) -> None:
+    """Emit acc[t, r] += decode(w[r]) * xs[t] over k columns; acc is [.., ROWS] vectors."""
+    emit_decode, width, scaled = _KINDS[kind]
+    tiles = [(t, r) for t in range(len(xs)) for r in range(rows)]
+    lines = [b.add(w, b.mul(stride, ir.Constant(_I64, r))) for r in range(rows)]
+    factors = []
+    for r in range(rows if scaled else 0):
+        scale = emit_load(b, ir.FloatType(), b.add(scales, ir.Constant(_I64, 4 * r)))
+        factors.append(spread(b, F32, scale))
+    places = [b.add(acc, ir.Constant(_I64, _VECTOR * (t * ROWS + r))) for t, r in tiles]
+    slots = [cgutils.alloca_once(b, F32.llvm) for _ in tiles]
+    for slot, place in zip(slots, places, strict=True):
+        b.store(emit_load(b, F32.llvm, place), slot)
+
+    def step(offset: Any, load: Load) -> None:
+        column = b.mul(offset, ir.Constant(_I64, width))
+        weights = []
+        for r, line in enumerate(lines):
+            value = emit_decode(b, load, b.add(line, column))
+            weights.append(b.fmul(value, factors[r]) if scaled else value)
+        for t, x in enumerate(xs):
+            activations = load(b, F32.llvm, b.add(x, b.mul(offset, ir.Constant(_I64, 4))))
+            for r in range(rows):
+                slot = slots[t * rows + r]
+                b.store(emit_fma(b, weights[r], activations, b.load(slot)), slot)
+
+    whole = b.and_(k, ir.Constant(_I64, -LANES))
+    loop = cgutils.for_range_slice(b, ir.Constant(_I64, 0), whole, ir.Constant(_I64, LANES), _I64)
+    with loop as (offset, _):
+        step(offset, emit_load)
+    tail = b.sub(k, whole)
+    with b.if_then(b.icmp_signed(">", tail, ir.Constant(_I64, 0))):
+        step(whole, lambda b, shape, address: emit_load_n(b, shape, address, tail))
+    for slot, place in zip(slots, places, strict=True):
+        emit_store(b, b.load(slot), place)
+
+
+def _tile(kind: str, rows: int, tokens: int) -> Any:
+    """Return an intrinsic (w, stride, scales, xs, k0, k, acc) of a tile of rows by tokens."""
+
+    def tile(b, w, stride, scales, xs, k0, k, acc):
+        start = b.add(w, b.mul(k0, ir.Constant(_I64, _KINDS[kind][1])))
+        _emit_tile(b, kind, rows, start, stride, scales, emit_tokens(b, xs, k0, tokens), k, acc)
+
+    return op(void, i64, i64, i64, i64, i64, i64, i64)(tile)
+
+
+def _stream(kind: str) -> Kernel:
+    """Return the product kernel of a kind of code, called like `product.product`."""
+    tall, wide, one = _tile(kind, TALL, 1), _tile(kind, WIDE, WIDE), _tile(kind, 1, 1)
+    factor = np.float32(_KINDS[kind][2])
+    scaled = bool(factor)
+
+    def stream(weight, expert, row, count, tokens, scratch):
+        if tokens > FEW:
+            multiply(field(weight, MANY), weight, expert, row, count, tokens, scratch)
+            return
+        n, columns = field(weight, 2), field(weight, 3)
+        codes, stride = field(weight, 4), field(weight, 7)
+        w = codes + (expert * n + row) * stride
+        xs, acc, scales = scratch + XS, scratch + ACC, scratch + PANEL
+        clear(scratch, tokens)
+        run = columns
+        if scaled:
+            run = field(weight, 9)
+        k0 = 0
+        while k0 < columns:
+            k = min(run, columns - k0)
+            if scaled:
+                for r in range(count):
+                    write_f32(scales + 4 * r, row_scale(weight, expert, row + r, k0) * factor)
+            t = 0
+            if count == ROWS:
+                while t + WIDE <= tokens:
+                    for r in range(0, ROWS, WIDE):
+                        at = acc + _VECTOR * (t * ROWS + r)
+                        wide(w + r * stride, stride, scales + 4 * r, xs + 8 * t, k0, k, at)
+                    t += WIDE
+                while t < tokens:
+                    for r in range(0, ROWS, TALL):
+                        at = acc + _VECTOR * (t * ROWS + r)
+                        tall(w + r * stride, stride, scales + 4 * r, xs + 8 * t, k0, k, at)
+                    t += 1
+            while t < tokens:
+                for r in range(count):
+                    at = acc + _VECTOR * (t * ROWS + r)
+                    one(w + r * stride, stride, scales + 4 * r, xs + 8 * t, k0, k, at)
+                t += 1
+            k0 += k
+        finish(scratch, tokens)
+
+    kernel = Kernel(stream)
+    kernel.name = f"stream.{kind}"
+    return kernel
+
+
+STREAMS = {kind: _stream(kind) for kind in _KINDS}
+"""Kind of code -> product kernel that streams it."""
+
+
+def weight_fields(op_name: str, tensor: QuantTensor) -> list[int | Kernel]:
+    """Return the product kernel of a weight and the fields that describe it to the kernel.
+
+    Raises:
+        UnsupportedOp: there is no decoder for its format.
+    """
+    described = fields(op_name, tensor)
+    kind = next(kind for kind, decoder in DECODERS.items() if decoder is described[0])
+    columns, group = described[3], described[9]
+    assert isinstance(columns, int) and isinstance(group, int)
+    streams = kind in STREAMS and group >= min(LEAST_GROUP, columns)
+    return [STREAMS[kind] if streams else product, *described, product]
