@@ -149,7 +149,8 @@ def _ternary(tensor: QuantTensor, fmt: Ternary, rows: np.ndarray, kind: GgmlType
     multiplier = fmt.multiplier(tensor.planes)
     if kind != TQ2_0:
         return _float((digits.astype(np.float32) - 1) * multiplier, fmt.name, kind)
-    scale = np.float16(multiplier)
+    with np.errstate(over="ignore"):
+        scale = np.float16(multiplier)
     if np.float32(scale) != multiplier:
         raise FormatError(
             f"{fmt.name}: the scale {multiplier} is no f16, which is what tq2_0 stores; ask for "

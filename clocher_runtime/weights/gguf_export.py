@@ -178,12 +178,10 @@ def _items(spec: ModelSpec, source: str, need: Need, fmt: Format, kind: str) -> 
     layer, rest = match.groups()
     if rest.startswith(_GATE_UP):
         tail = "bias" if rest.endswith("_bias") else "weight"
-        axis = 1
-        shape = tuple(d // 2 if i == axis else d for i, d in enumerate(need.shape))
-        return [
-            _Item(GgufEntry(f"blk.{layer}.ffn_{half}_exps.{tail}", shape, ggml), source, order)
-            for half, order in (("gate", "even"), ("up", "odd"))
-        ]
+        shape = (need.shape[0], need.shape[1] // 2, *need.shape[2:])
+        gate = GgufEntry(f"blk.{layer}.ffn_gate_exps.{tail}", shape, ggml)
+        up = GgufEntry(f"blk.{layer}.ffn_up_exps.{tail}", shape, ggml)
+        return [_Item(gate, source, "even"), _Item(up, source, "odd")]
     for suffix in (".weight", ".bias", "_bias", ""):
         stem = rest.removesuffix(suffix) if suffix else rest
         if rest.endswith(suffix) and stem in _LAYER_NAMES:

@@ -21,6 +21,7 @@ from clocher_runtime.models.inventory import Need, inventory
 from clocher_runtime.models.presets import find_preset
 from clocher_runtime.models.spec import ModelSpec
 from clocher_runtime.weights.gguf_export import GgufExport, plan_gguf
+from clocher_runtime.weights.hf import CONFIG
 from clocher_runtime.weights.iebin import JSON_NAME, open_iebin, place
 from clocher_runtime.weights.iebin_writer import IebinWriter
 from clocher_runtime.weights.random_tensors import normal_matrix, normal_vector
@@ -71,7 +72,7 @@ class Precision:
         Raises:
             UsageError: a tensor of the model does not fit its format.
         """
-        native = {"gpt_oss": "mxfp4", "bitnet": "ternary"}.get(spec.family, "bf16")
+        native = _native(spec)
         linears = native if self.linears == "native" else self.linears
         attention = self.attention or linears
         if spec.family == "gpt_oss" and linears == native:
@@ -127,7 +128,7 @@ class Synthesis:
     free_bytes: int
 
     def run(self, progress: Progress | None = None) -> None:
-        """Write the model.
+        """Write the model. A model.gguf of another model that is there is removed.
 
         Args:
             progress: called after each tensor with the bytes written so far and its name.
@@ -137,6 +138,7 @@ class Synthesis:
             OSError: the output cannot be written; nothing of what failed is left.
         """
         self.out_dir.mkdir(parents=True, exist_ok=True)
+        (self.out_dir / GGUF_NAME).unlink(missing_ok=True)
         needs = inventory(spec_from_config(self.config))
         with IebinWriter(self.out_dir) as writer:
             for name, fmt in self.formats.items():
@@ -180,13 +182,14 @@ def plan_synthesis(
         FormatError: ggml cannot hold the weights.
         OSError: the disk is too small.
     """
+    if (out_dir / CONFIG).exists():
+        raise UsageError(
+            f"{out_dir}: holds a Hugging Face model (config.json); choose another --out-dir"
+        )
     config = find_preset(preset).config(layers)
     spec = spec_from_config(config)
     formats = precision.formats(spec)
-    if precision.linears not in (
-        "native",
-        {"gpt_oss": "mxfp4", "bitnet": "ternary"}.get(spec.family),
-    ):
+    if precision.linears not in ("native", _native(spec)):
         config.pop("quantization_config", None)
     source = {
         "container": "synthetic",
@@ -210,6 +213,11 @@ def plan_synthesis(
         message = f"the model needs {nbytes} bytes, the disk has {free} free: {nbytes - free} short"
         raise OSError(errno.ENOSPC, message, str(out_dir))
     return Synthesis(preset, config, formats, seed, out_dir, export, source, nbytes, free)
+
+
+def _native(spec: ModelSpec) -> str:
+    """Return the precision of the published models of a family."""
+    return {"gpt_oss": "mxfp4", "bitnet": "ternary"}.get(spec.family, "bf16")
 
 
 def random_tensor(name: str, need: Need, fmt: Format, seed: int) -> QuantTensor:
@@ -245,7 +253,7 @@ def byte_tokenizer(vocab_size: int) -> bytes:
         "trim_offsets": True,
         "use_regex": False,
     }
-    document = {
+    document: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,

@@ -1,0 +1,176 @@
+"""Read bandwidth of the memory: the limit that decode is measured against.
+
+    python -m bench.bandwidth [--threads 1,2] [--pages 4k,2m] [--json FILE]
+
+A compiled loop reads a buffer that no cache holds, each thread a contiguous share, as the matrix
+kernels do. "2m" asks for huge pages and says how many came; "4k" refuses them.
+"""
+
+import ctypes
+import mmap
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import click
+import numpy as np
+from rich.table import Table
+
+from bench.measure import Rows, interleave, machine, print_table, write_json
+from clocher_runtime.topology import default_threads
+from cpu_fallback.isa import CURRENT
+from cpu_fallback.jit import Kernel
+from cpu_fallback.memory import load_i32, write_i64
+from cpu_fallback.simd import ihsum, ior, izero
+
+PAGES = ("4k", "2m")
+DEFAULT_BYTES = 512 << 20
+
+_HUGE = 2 << 20
+_LINES = 512
+
+
+def read_lines(start, nbytes, out):  # type: ignore[no-untyped-def]  # Numba infers the types
+    """Read `nbytes` bytes, a multiple of 512, and store a value that depends on all of them."""
+    a, b, c, d = izero(), izero(), izero(), izero()
+    e, f, g, h = izero(), izero(), izero(), izero()
+    at, end = start, start + nbytes
+    while at < end:
+        a = ior(a, load_i32(at))
+        b = ior(b, load_i32(at + 64))
+        c = ior(c, load_i32(at + 128))
+        d = ior(d, load_i32(at + 192))
+        e = ior(e, load_i32(at + 256))
+        f = ior(f, load_i32(at + 320))
+        g = ior(g, load_i32(at + 384))
+        h = ior(h, load_i32(at + 448))
+        at += 512
+    write_i64(out, ihsum(ior(ior(ior(a, b), ior(c, d)), ior(ior(e, f), ior(g, h)))))
+
+
+_KERNEL = Kernel(read_lines)
+
+
+class Reader:
+    """A buffer to read.
+
+    Args:
+        pages: "4k" or "2m".
+        nbytes: its size, rounded down to 2 MiB; at least that.
+
+    Attributes:
+        nbytes: its size.
+        huge_share: share of it that lies in huge pages, 0 .. 1.
+    """
+
+    def __init__(self, pages: str, nbytes: int = DEFAULT_BYTES) -> None:
+        self.nbytes = max(nbytes // _HUGE, 1) * _HUGE
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._map = mmap.mmap(-1, self.nbytes + _HUGE, flags=private)
+        wanted = "MADV_HUGEPAGE" if pages == "2m" else "MADV_NOHUGEPAGE"
+        if hasattr(mmap, wanted):
+            self._map.madvise(getattr(mmap, wanted))
+        whole = np.frombuffer(self._map, np.uint8)
+        start = -whole.ctypes.data % _HUGE
+        self._data = whole[start : start + self.nbytes]
+        self._data[:] = 1
+        self.huge_share = _huge_bytes(self._data.ctypes.data) / self.nbytes
+        signature = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+        self._call = signature(_KERNEL.address)
+
+    def gbps(self, threads: int) -> float:
+        """Read the buffer once with some threads and return 10^9 bytes a second."""
+        units = self.nbytes // _LINES
+        shares = [units * i // threads * _LINES for i in range(threads + 1)]
+        times = np.zeros((threads, 2), np.int64)
+        sums = np.zeros((threads, 8), np.int64)
+        gate = threading.Barrier(threads)
+
+        def work(rank: int) -> None:
+            gate.wait()
+            times[rank, 0] = time.perf_counter_ns()
+            start = self._data.ctypes.data + shares[rank]
+            self._call(start, shares[rank + 1] - shares[rank], sums[rank].ctypes.data)
+            times[rank, 1] = time.perf_counter_ns()
+
+        helpers = [threading.Thread(target=work, args=(rank,)) for rank in range(1, threads)]
+        for helper in helpers:
+            helper.start()
+        work(0)
+        for helper in helpers:
+            helper.join()
+        if not (sums[:, 0] == 16 * 0x01010101).all():
+            raise RuntimeError("the read loop did not read what is there")
+        return float(self.nbytes / (times[:, 1].max() - times[:, 0].min()))
+
+
+def _huge_bytes(address: int) -> int:
+    """Return the bytes of huge pages in the mapping that holds an address."""
+    inside = False
+    try:
+        lines = Path("/proc/self/smaps").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return 0
+    for line in lines:
+        if match := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(match[1], 16) <= address < int(match[2], 16)
+        elif inside and line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def parse_counts(context: click.Context, option: click.Parameter, value: str) -> tuple[int, ...]:
+    """Read "1,2,4"."""
+    parts = value.split(",")
+    if not all(re.fullmatch("[1-9][0-9]{0,5}", part) for part in parts):
+        raise click.BadParameter(f"{value!r}; expected numbers from 1, such as 1,2")
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def default_counts() -> str:
+    """Return the thread counts 1 and that of a run, as an option's text."""
+    return ",".join(str(n) for n in sorted({1, default_threads()}))
+
+
+@click.command(help=__doc__)
+@click.option("--threads", default=default_counts, callback=parse_counts, show_default="1 and all")
+@click.option("--pages", type=click.Choice([*PAGES, "4k,2m"]), default="4k,2m", show_default=True)
+@click.option("--mib", type=click.IntRange(2), default=DEFAULT_BYTES >> 20, show_default=True)
+@click.option("--rounds", type=click.IntRange(1), default=11, show_default=True)
+@click.option("--json", "out", type=click.Path(path_type=Path), help="Write rows there.")
+def main(threads: tuple[int, ...], pages: str, mib: int, rounds: int, out: Path | None) -> None:
+    """Measure and print."""
+    readers = {kind: Reader(kind, mib << 20) for kind in pages.split(",")}
+    cases = {f"{kind} {count}": (kind, count) for kind in readers for count in threads}
+    runs: dict[str, Callable[[], float]] = {
+        name: (lambda kind=kind, count=count: readers[kind].gbps(count))
+        for name, (kind, count) in cases.items()
+    }
+    found = interleave(runs, rounds)
+    table = Table("pages", "huge", "threads", "GB/s", "best", title=f"read, {machine()}")
+    rows: Rows = []
+    for name, (kind, count) in cases.items():
+        share = readers[kind].huge_share
+        rows.append(
+            {
+                "op": "read",
+                "pages": kind,
+                "huge_share": share,
+                "threads": count,
+                "isa": CURRENT.name,
+                "gbps": median(found[name]),
+                "samples": found[name],
+            }
+        )
+        values = f"{median(found[name]):.1f}", f"{max(found[name]):.1f}"
+        table.add_row(kind, f"{share:.0%}", str(count), *values)
+    print_table(table)
+    if out:
+        write_json(out, rows)
+
+
+if __name__ == "__main__":
+    main()

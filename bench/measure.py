@@ -1,0 +1,139 @@
+"""How things are compared: in turns, by medians, with an interval for every ratio.
+
+A shared machine drifts from minute to minute, so what is compared runs in the same minute: in every
+round each contestant runs once, and the order turns by one from round to round. A ratio is that of
+the medians; its interval comes from drawing rounds anew, contestants of a round together, because
+they shared the machine's mood.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from clocher_runtime.topology import usable_cpus
+
+Rows = list[dict[str, Any]]
+
+REST_S = 0.05
+"""Pause between two contestants: thread pools spin for a while after their work."""
+
+_DRAWS = 2000
+_ABOVE_LIMIT = 105.0
+
+
+class NotMeasured(Exception):
+    """A contestant that cannot run here; its text is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A ratio of medians and its bootstrap 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f}x [{self.low:.2f}, {self.high:.2f}]"
+
+
+def interleave(
+    runs: Mapping[str, Callable[[], float]],
+    rounds: int,
+    progress: Callable[[int, str], None] | None = None,
+    rest_s: float = REST_S,
+) -> dict[str, list[float]]:
+    """Run every contestant once a round.
+
+    Args:
+        runs: what to call, by name; it returns its measurement.
+        rounds: how often; one more round comes first and is thrown away.
+        progress: called with (calls done, name of the next).
+        rest_s: pause before each call, in seconds.
+
+    Returns:
+        The measurements of each contestant, by round.
+    """
+    names = list(runs)
+    found: dict[str, list[float]] = {name: [] for name in names}
+    done = 0
+    for number in range(-1, rounds):
+        turn = number % max(len(names), 1)
+        for name in names[turn:] + names[:turn]:
+            if progress:
+                progress(done, name)
+            time.sleep(rest_s)
+            value = runs[name]()
+            done += 1
+            if number >= 0:
+                found[name].append(value)
+    return found
+
+
+def ratio(numerator: Sequence[float], denominator: Sequence[float], seed: int = 0) -> Ratio:
+    """Return median(numerator) / median(denominator) of rounds that were run together."""
+    over, under = np.asarray(numerator), np.asarray(denominator)
+    rounds = np.random.default_rng(seed).integers(len(over), size=(_DRAWS, len(over)))
+    drawn = np.median(over[rounds], axis=1) / np.median(under[rounds], axis=1)
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return Ratio(median(over.tolist()) / median(under.tolist()), float(low), float(high))
+
+
+def seconds(call: Callable[[], object], at_least: float = 0.0) -> float:
+    """Return the seconds of one call; it is repeated until `at_least` seconds have passed."""
+    calls = 0
+    start = time.perf_counter()
+    while True:
+        call()
+        calls += 1
+        elapsed = time.perf_counter() - start
+        if elapsed >= at_least:
+            return elapsed / calls
+
+
+def limit_note(percent: float) -> str:
+    """Return a warning where a speed is above the limit that memory sets, else ""."""
+    if percent <= _ABOVE_LIMIT:
+        return ""
+    return "above the limit: the weights lie in a cache, or the limit was read too low"
+
+
+def machine() -> str:
+    """Return the processor, the CPUs that may be used, and how busy the machine is."""
+    return f"{cpu_name()}, {len(usable_cpus())} CPUs, load {os.getloadavg()[0]:.1f} at the end"
+
+
+def cpu_name(path: Path = Path("/proc/cpuinfo")) -> str:
+    """Return what the processor calls itself."""
+    try:
+        lines = path.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "unknown processor")
+
+
+def print_table(table: Table) -> None:
+    """Print a table, wide where there is no terminal to fit it to."""
+    console = Console()
+    (console if console.is_terminal else Console(width=140)).print(table)
+
+
+def write_json(path: Path, rows: Rows) -> None:
+    """Write rows as a JSON list, a row a line; the file appears whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    lines = ",\n".join(json.dumps(row, allow_nan=False) for row in rows)
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(f"[\n{lines}\n]\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)

@@ -1,0 +1,239 @@
+"""The benchmarks run on tiny models, and what they print comes from measurements."""
+
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from bench import bandwidth, decode, peers
+from bench.llama_cpp import LlamaCpp
+from bench.matmuls import ENGINES, Problem, clocher, exact_product
+from bench.measure import NotMeasured, cpu_name, interleave, limit_note, ratio, seconds, write_json
+from clocher_runtime.weights.synthetic import Precision, plan_synthesis
+
+FAST = ["--rounds", "2", "--mib", "2"]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out_dir = tmp_path_factory.mktemp("tiny-llama")
+    plan_synthesis("tiny-llama", Precision("int4"), out_dir, gguf="same").run()
+    return out_dir
+
+
+@pytest.fixture
+def llama_bench(tmp_path: Path) -> Path:
+    """Stand in for llama-bench: 64 tokens a second, failing for other than its tests."""
+    path = tmp_path / "llama-bench"
+    path.write_text(
+        f"#!{sys.executable}\n"
+        "import sys\n"
+        "line = ' '.join(sys.argv[1:])\n"
+        "if '-t 2' not in line or '-r 1 -o json' not in line:\n"
+        "    sys.exit('unexpected: ' + line)\n"
+        'print(\'[{"avg_ts": 64.0, "build_commit": "abc", "model_type": "llama Q4_0"}]\')\n'
+    )
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def test_rounds_interleave_and_turn() -> None:
+    calls = []
+
+    def contestant(name: str) -> float:
+        calls.append(name)
+        return float(len(calls))
+
+    runs = {name: (lambda name=name: contestant(name)) for name in "abc"}
+    found = interleave(runs, 3, rest_s=0)
+    # The first round, in the order of turn -1, is thrown away.
+    assert "".join(calls) == "cab" + "abc" + "bca" + "cab"
+    assert found == {"a": [4, 9, 11], "b": [5, 7, 12], "c": [6, 8, 10]}
+
+
+def test_ratio_follows_the_rounds() -> None:
+    drifting = [10.0, 20.0, 30.0, 40.0, 50.0]
+    found = ratio([2 * value for value in drifting], drifting)
+    assert (found.value, found.low, found.high) == (2, 2, 2)
+    noisy = ratio([1.0, 2.0, 3.0, 4.0, 5.0], [2.0, 1.0, 4.0, 3.0, 5.0])
+    assert noisy.low < noisy.value == 1 < noisy.high
+    assert str(found) == "2.00x [2.00, 2.00]"
+
+
+def test_short_calls_are_repeated() -> None:
+    calls = []
+    mean = seconds(lambda: calls.append(None), at_least=0.01)
+    assert len(calls) > 10
+    assert mean < 0.001
+
+
+def test_cpu_name_comes_from_the_system(tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor\t: 0\nmodel name\t: Some CPU\n")
+    assert cpu_name(path) == "Some CPU"
+    assert cpu_name(tmp_path / "none") == "unknown processor"
+
+
+def test_rows_are_json_and_never_half_written(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    write_json(path, [{"a": 1.5}, {"a": None}])
+    assert json.loads(path.read_text()) == [{"a": 1.5}, {"a": None}]
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_json(path, [{"a": float("nan")}])
+    assert json.loads(path.read_text()) == [{"a": 1.5}, {"a": None}]
+
+
+def test_a_speed_above_the_limit_is_named() -> None:
+    assert limit_note(99) == ""
+    assert "above the limit" in limit_note(120)
+
+
+def test_bandwidth(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    arguments = [*FAST, "--threads", "1,2", "--json", str(out)]
+    result = CliRunner().invoke(bandwidth.main, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(out.read_text())
+    assert [(row["pages"], row["threads"]) for row in rows] == [
+        ("4k", 1),
+        ("4k", 2),
+        ("2m", 1),
+        ("2m", 2),
+    ]
+    assert all(0.05 < row["gbps"] < 5000 for row in rows)
+    assert rows[0]["huge_share"] == 0
+
+
+def test_bandwidth_reads_every_byte() -> None:
+    reader = bandwidth.Reader("4k", 2 << 20)
+    reader.gbps(3)
+    reader._data[:] = 0
+    with pytest.raises(RuntimeError, match="did not read"):
+        reader.gbps(3)
+
+
+@pytest.mark.parametrize("text", ["0", "1,", "x", "-1"])
+def test_thread_counts_are_checked(text: str) -> None:
+    result = CliRunner().invoke(bandwidth.main, [*FAST, "--threads", text])
+    assert result.exit_code == 2
+    assert "expected numbers from 1" in result.output
+
+
+def test_decode(model_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    arguments = [*FAST, "--model-dir", str(model_dir), "--tokens", "6", "--json", str(out)]
+    result = CliRunner().invoke(
+        decode.main, [*arguments, "--threads", "1,2"], catch_exceptions=False
+    )
+    assert result.exit_code == 0, result.output
+    one, two = json.loads(out.read_text())
+    assert (one["threads"], two["threads"]) == (1, 2)
+    assert one["test"] == "tg6"
+    assert one["format"] == "int4_sym_g32_f16"
+    assert one["correct"]
+    assert one["tokens_sha256"] == two["tokens_sha256"]
+    assert one["scaling"] == 1
+    assert 0 < one["outside_share"] < 1
+    assert len(one["samples"]) == 2
+    assert one["gbps"] == pytest.approx(one["tok_s"] * one["bytes_per_token"] / 1e9)
+
+
+def test_decode_says_what_is_wrong_with_a_model(tmp_path: Path) -> None:
+    result = CliRunner().invoke(decode.main, ["--model-dir", str(tmp_path), *FAST])
+    assert result.exit_code == 1
+    assert "no model there" in result.output
+
+
+@pytest.mark.parametrize("name", ["int4_sym_g32_f16", "int8_row_f32", "bf16", "ternary", "mxfp4"])
+def test_clocher_multiplies_correctly(name: str) -> None:
+    problem = Problem.filling(name, 64, 256, 2, 40_000)
+    weights = problem.weights()
+    engine = clocher(problem, weights, 2)
+    exact = exact_product(problem, weights)
+    try:
+        assert engine.correct(exact)
+        assert not engine.correct(exact * 1.1)
+        assert engine.gbps(problem.nbytes) > 0
+    finally:
+        engine.close()
+
+
+def test_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "rows.json"
+    # As if not installed: importing a module that is None fails.
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    arguments = [*FAST, "--shape", "64x256", "--format", "int4_sym_g32_f16", "--json", str(out)]
+    result = CliRunner().invoke(peers.main, [*arguments, "--threads", "2"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    rows = {row["engine"]: row for row in json.loads(out.read_text())}
+    assert list(rows) == list(ENGINES)
+    ours, torch, missing = rows["clocher"], rows["torch"], rows["onnxruntime"]
+    wanted = {"op", "format", "N", "K", "M", "threads", "isa", "gbps", "read_gbps", "pct_of_limit"}
+    assert wanted | {"correct"} <= set(ours)
+    assert (ours["N"], ours["K"], ours["M"], ours["correct"]) == (64, 256, 1, True)
+    assert torch["correct"]
+    assert torch["ratio_low"] <= torch["ratio"] <= torch["ratio_high"]
+    assert missing["note"].startswith("not measured: onnxruntime and onnx cannot be imported")
+    assert "gbps" not in missing
+
+
+def test_models(model_dir: Path, llama_bench: Path, tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    arguments = ["--model-dir", str(model_dir), "--llama-bench", str(llama_bench), *FAST]
+    arguments += ["--test", "pp8", "--test", "tg4", "--threads", "2", "--json", str(out)]
+    result = CliRunner().invoke(peers.main, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(out.read_text())
+    assert [(row["engine"], row["test"]) for row in rows] == [
+        ("clocher", "pp8"),
+        ("llama.cpp model.gguf", "pp8"),
+        ("clocher", "tg4"),
+        ("llama.cpp model.gguf", "tg4"),
+    ]
+    assert rows[1]["tok_s"] == 64
+    assert rows[1]["ratio"] == pytest.approx(rows[0]["tok_s"] / 64)
+    assert rows[1]["note"] == "abc llama Q4_0"
+
+
+def test_a_peer_that_fails_has_a_reason_and_no_number(
+    model_dir: Path, llama_bench: Path, tmp_path: Path
+) -> None:
+    llama_bench.write_text("#!/bin/sh\necho cannot load >&2\nexit 1\n")
+    out = tmp_path / "rows.json"
+    arguments = ["--model-dir", str(model_dir), "--llama-bench", str(llama_bench), *FAST]
+    arguments += ["--test", "tg2", "--json", str(out)]
+    result = CliRunner().invoke(peers.main, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    ours, peer = json.loads(out.read_text())
+    assert "tok_s" in ours
+    assert peer["note"] == "not measured: cannot load"
+    assert "tok_s" not in peer
+
+
+def test_llama_cpp_without_llama_bench(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = model_dir / "blocked"
+    blocked.mkdir(exist_ok=True)
+    (blocked / "llama_cpp.py").write_text("raise ImportError('blocked by the test')\n")
+    paths = [str(blocked), str(Path(__file__).parents[1])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    with pytest.raises(NotMeasured, match="llama_cpp cannot be imported: blocked"):
+        LlamaCpp(None, model_dir / "model.gguf", 2).speed("tg2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--shape", "64"], "expected NxK"),
+        (["--test", "xx1"], "expected pp or tg"),
+        (["--format", "int5"], "unknown format"),
+    ],
+    ids=["shape", "test", "format"],
+)
+def test_wrong_arguments_are_named(arguments: list[str], text: str) -> None:
+    result = CliRunner().invoke(peers.main, [*FAST, *arguments])
+    assert result.exit_code in (1, 2)
+    assert text in result.output
