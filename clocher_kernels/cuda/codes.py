@@ -1,0 +1,131 @@
+"""What the bytes of int8 and fp8 weights mean, in registers.
+
+Two forms: an fp32 value per code, and a 32-bit register that holds two fp16 values (a pair), for
+packed arithmetic. No form uses the fp8 conversions of newer architectures: e5m2 is the upper half
+of an fp16 number, e4m3 is one whose exponent is off by 8, so shifts and masks do.
+
+Codes come out divided by their `unit`, a power of two, so that fp16 sums stay far from its limits.
+"""
+
+import triton
+import triton.language as tl
+
+# Four int8 codes -> four fp16: with the sign bit flipped a code is 0..255 and becomes the last
+# byte of 1024 + code; one exact multiply-add turns 1024..1279 into (code - 128) / 128.
+_INT8 = tl.constexpr("""{
+.reg .b32 u, a, b, s, o;
+mov.b32 s, 0x20002000;
+mov.b32 o, 0xc880c880;
+xor.b32 u, $2, 0x80808080;
+prmt.b32 a, u, 0x64646464, 0x4140;
+prmt.b32 b, u, 0x64646464, 0x4342;
+fma.rn.f16x2 $0, a, s, o;
+fma.rn.f16x2 $1, b, s, o;
+}""")
+
+# Four e4m3 codes -> four fp16 (divided by 256): bytes are sign-extended to 16 bits and shifted
+# until the exponent is in place; the mask drops the copy of the sign in bit 14.
+_E4M3 = tl.constexpr("""{
+.reg .b32 a, b;
+prmt.b32 a, $2, 0, 0x9180;
+prmt.b32 b, $2, 0, 0xb3a2;
+shl.b32 a, a, 7;
+shl.b32 b, b, 7;
+and.b32 $0, a, 0xbf80bf80;
+and.b32 $1, b, 0xbf80bf80;
+}""")
+
+# Four e5m2 codes -> four fp16: each is the upper byte of one.
+_E5M2 = tl.constexpr("""{
+prmt.b32 $0, $2, 0, 0x1404;
+prmt.b32 $1, $2, 0, 0x3424;
+}""")
+
+
+def unit(code: str, math: str) -> float:
+    """Return what decoded weights must be multiplied by.
+
+    Args:
+        code: "float", "int8", "e4m3", ...
+        math: "pairs" if they come from `pairs` or `to_f16`, "fp32" if from `to_f32`.
+    """
+    if code == "int8":
+        return 128.0 if math == "pairs" else 1.0
+    return 256.0 if code == "e4m3" else 1.0
+
+
+@triton.jit
+def _f16_bits(code, CODE: tl.constexpr):
+    """Turn fp8 codes (0..255, int32) into the bits of fp16 values, int32."""
+    if CODE == "e4m3":
+        return ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+    else:
+        return code << 8
+
+
+@triton.jit
+def to_f16(code, CODE: tl.constexpr, ASM: tl.constexpr):
+    """Decode int8 or fp8 codes of any shape into fp16, divided by the code's unit."""
+    if ASM and CODE == "int8":
+        return tl.inline_asm_elementwise(_INT8, "=r,=r,r", [code], tl.float16, True, 4)
+    elif ASM and CODE == "e4m3":
+        return tl.inline_asm_elementwise(_E4M3, "=r,=r,r", [code], tl.float16, True, 4)
+    elif ASM:
+        return tl.inline_asm_elementwise(_E5M2, "=r,=r,r", [code], tl.float16, True, 4)
+    elif CODE == "int8":
+        return (code.to(tl.float32) * 0.0078125).to(tl.float16)
+    else:
+        return _f16_bits(code.to(tl.int32), CODE).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def to_f32(code, CODE: tl.constexpr, ASM: tl.constexpr):
+    """Decode floats, int8 or fp8 codes of any shape into fp32, divided by the code's unit."""
+    if CODE == "float" or CODE == "int8":
+        return code.to(tl.float32)
+    else:
+        return to_f16(code, CODE, ASM).to(tl.float32)
+
+
+@triton.jit
+def _as_pair(low, high):
+    """Pack two fp16 tensors into int32 registers, the first one low."""
+    low_bits = low.to(tl.int16, bitcast=True).to(tl.int32)
+    return (low_bits & 0xFFFF) | (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def halves(pair):
+    """Unpack int32 registers into the two fp32 values they hold."""
+    low = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def pairs(word, CODE: tl.constexpr, ASM: tl.constexpr):
+    """Decode words of four codes into two pairs, in order, divided by the code's unit."""
+    if ASM and CODE == "int8":
+        return tl.inline_asm_elementwise(_INT8, "=r,=r,r", [word], (tl.int32, tl.int32), True, 1)
+    elif ASM:
+        return tl.inline_asm_elementwise(_E4M3, "=r,=r,r", [word], (tl.int32, tl.int32), True, 1)
+    else:
+        a = to_f16(word << 24 >> 24, CODE, False)
+        b = to_f16(word << 16 >> 24, CODE, False)
+        c = to_f16(word << 8 >> 24, CODE, False)
+        d = to_f16(word >> 24, CODE, False)
+        return _as_pair(a, b), _as_pair(c, d)
+
+
+@triton.jit
+def fma_pairs(a, b, c, ASM: tl.constexpr):
+    """Return a * b + c on pairs, rounded once."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.int32, True, 1
+        )
+    else:
+        a0, a1 = halves(a)
+        b0, b1 = halves(b)
+        c0, c1 = halves(c)
+        return _as_pair((a0 * b0 + c0).to(tl.float16), (a1 * b1 + c1).to(tl.float16))

@@ -1,0 +1,193 @@
+"""y = x W^T + bias + residual for more than 8 tokens: tiles, with weights decoded in the kernel.
+
+A program owns a tile of W's rows and tokens, and walks along K in steps that do not depend on M.
+The weights are the left operand, so that tensor cores can take them from registers, straight from
+the decoder. Operands have the type of the activations (fp16, bf16, or fp32 without tensor cores),
+sums are fp32.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from clocher_kernels.cuda.codes import to_f16, unit
+from clocher_kernels.cuda.dots import decode_int4, decode_mxfp4, decode_ternary
+from clocher_kernels.cuda.launch import Device, Launch
+from clocher_kernels.cuda.pdl import start
+from clocher_kernels.cuda.stored import stored
+from clocher_kernels.cuda.tensors import DeviceTensor
+
+
+@triton.jit
+def _operand(held, CODE: tl.constexpr, OPERAND: tl.constexpr, ASM: tl.constexpr):
+    """Decode loaded weights to [BN, BK], without scale and zero, in the type of the operands."""
+    if CODE == "int4":
+        return decode_int4(held, OPERAND)
+    elif CODE == "mxfp4":
+        return decode_mxfp4(held, OPERAND)
+    elif CODE == "ternary":
+        return decode_ternary(held, OPERAND)
+    elif CODE == "float":
+        return held.to(OPERAND)
+    else:
+        return to_f16(held, CODE, ASM).to(OPERAND)
+
+
+@triton.jit
+def _scale(at, mask, CODE: tl.constexpr):
+    """Load scales as fp32."""
+    scale = tl.load(at, mask, 0)
+    if CODE == "mxfp4":
+        # e8m0 is the exponent of an fp32 number; 2^-127 is a subnormal one.
+        exponent = scale.to(tl.int32)
+        bits = tl.where(exponent == 0, 0x400000, exponent << 23)
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return scale.to(tl.float32)
+
+
+@triton.jit
+def _gemm(
+    x, w, scales, zeros, bias, residual, y,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    CODE: tl.constexpr, PER: tl.constexpr, STRIDE: tl.constexpr, UNIT: tl.constexpr,
+    SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    OPERAND: tl.constexpr, ONCE: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    start(PDL)
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    # Rows and tokens beyond the last repeat it and are not stored: loads need no mask for them.
+    row = tl.minimum(n, N - 1)
+    w_rows = w + row.to(tl.int64)[:, None] * STRIDE
+    x_rows = x + tl.minimum(m, M - 1)[None, :] * K
+    if SPAN > 0:
+        first_scale = (row // SCALE_ROWS).to(tl.int64) * tl.cdiv(K, SPAN)
+    else:
+        first_scale = row * SCALE_ROWS
+
+    total = tl.zeros((BN, BM), tl.float32)
+    for k0 in range(0, K, BK):
+        k = k0 + tl.arange(0, BK)
+        inside = k < K
+        element = k0 // PER + tl.arange(0, BK // PER)
+        at = w_rows + element[None, :]
+        stored = (element < STRIDE)[None, :]
+        if ONCE:
+            held = tl.load(at, stored, 0, eviction_policy="evict_first")
+        else:
+            held = tl.load(at, stored, 0)
+        xt = tl.load(x_rows + k[:, None], inside[:, None], 0).to(OPERAND)
+        wt = _operand(held, CODE, OPERAND, ASM)
+
+        if SPAN % BK == 0:
+            # The step lies in one group of columns.
+            group = first_scale[:, None] + (k0 // SPAN if SPAN > 0 else 0)
+            grouped = (row < N)[:, None]
+        else:
+            group = first_scale[:, None] + (k // SPAN)[None, :]
+            grouped = inside[None, :]
+        if zeros is not None:
+            wt -= tl.load(zeros + group, grouped, 0).to(OPERAND)
+        elif CODE == "int4":
+            wt -= 8
+        if SPAN == 0:
+            total = tl.dot(wt, xt, total, input_precision="ieee")
+        elif SPAN % BK == 0:
+            # Codes are exact in the operands' type; the sum is what is scaled.
+            part = tl.dot(wt, xt, input_precision="ieee")
+            total += part * _scale(scales + group, grouped, CODE)
+        else:
+            wt *= _scale(scales + group, grouped, CODE)
+            total = tl.dot(wt, xt, total, input_precision="ieee")
+
+    total *= UNIT
+    if SPAN == 0 and scales is not None:
+        total *= tl.load(scales + first_scale).to(tl.float32)[:, None]
+    if bias is not None:
+        total += tl.load(bias + row)[:, None]
+    to = m.to(tl.int64)[None, :] * N + n[:, None]
+    kept = (n < N)[:, None] & (m < M)[None, :]
+    if residual is not None:
+        total += tl.load(residual + to, kept, 0).to(tl.float32)
+    tl.store(y + to, total.to(y.dtype.element_ty), kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a GEMM is cut: rows of W, tokens and columns of a step; warps of a program."""
+
+    bn: int
+    bm: int
+    bk: int
+    warps: int
+
+
+def tile_for(operand: torch.dtype, span: int, m: int, n: int, k: int, device: Device) -> Tile:
+    """Choose the tile; `bk` must not depend on M."""
+    if operand == torch.float32:
+        return Tile(64, min(max(16, triton.next_power_of_2(m)), 32), 32, 4)
+    bm = min(max(16, triton.next_power_of_2(m)), 128)
+    bn = 128 if triton.cdiv(m, bm) * triton.cdiv(n, 128) >= device.sms else 64
+    bk = 64
+    while span % bk:
+        bk //= 2
+    return Tile(bn, bm, bk, 8 if bn * bm > 64 * 64 else 4)
+
+
+TL_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def operand_type(x_dtype: torch.dtype, device: Device) -> torch.dtype:
+    """Return the type that tiles are multiplied in: that of the activations."""
+    # Triton's interpreter cannot multiply bf16.
+    return torch.float32 if x_dtype == torch.bfloat16 and not device.asm else x_dtype
+
+
+def gemm(
+    *,
+    x: torch.Tensor,
+    w: DeviceTensor,
+    y: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    device: Device,
+) -> list[Launch]:
+    """Lower `ops.linear.linear` for any number of tokens."""
+    (m, k), n = x.shape, w.shape[0]
+    held = stored(w)
+    # Groups that no step of 16 columns fits in are scaled before the product, which wants fp32.
+    operand = torch.float32 if held.span % 16 else operand_type(x.dtype, device)
+    tile = tile_for(operand, held.span, m, n, k, device)
+    constants = {
+        "M": m,
+        "N": n,
+        "K": k,
+        "BM": tile.bm,
+        "BN": tile.bn,
+        "BK": tile.bk,
+        "CODE": held.code,
+        "PER": held.per,
+        "STRIDE": held.data.shape[-1],
+        "UNIT": unit(held.code, "pairs"),
+        "SPAN": held.span,
+        "SCALE_ROWS": held.scale_rows,
+        "OPERAND": TL_TYPES[operand],
+        "ONCE": m <= tile.bm,
+        "ASM": device.asm,
+        "PDL": device.pdl,
+    }
+    args = {
+        "x": x,
+        "w": held.data,
+        "scales": held.scales,
+        "zeros": held.zeros,
+        "bias": bias,
+        "residual": residual,
+        "y": y,
+    }
+    grid = (triton.cdiv(m, tile.bm), triton.cdiv(n, tile.bn))
+    return [Launch(_gemm, grid, args, constants, tile.warps, device.pdl)]

@@ -1,0 +1,268 @@
+"""y = x W^T + bias + residual for 1 to 8 tokens and weights of whole bytes: floats, int8, fp8.
+
+A program owns a few rows of W and walks along K. Each thread reads 16 bytes of a row (a chunk: 16
+int8 or fp8 weights), sums the chunk's products on its own, applies the scale that the chunk has if
+rows are cut into groups, and keeps one sum per row and token. Threads are added up at the end.
+
+How K is divided among threads, warps and turns depends on K and the format alone, and a token's
+arithmetic on nothing but its own row of x, so its result is the same bit by bit whatever M is.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from clocher_kernels.cuda.chunks import dot, token_factors, weight_factors
+from clocher_kernels.cuda.codes import unit
+from clocher_kernels.cuda.launch import Device, Launch
+from clocher_kernels.cuda.pdl import start
+from clocher_kernels.cuda.stored import Stored, stored
+from clocher_kernels.cuda.tensors import DeviceTensor
+
+MAX_TOKENS = 8
+
+
+@triton.jit
+def load_rows(w, n0, k, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr):
+    """Load columns k of ROWS rows. Rows beyond N repeat the last one; nobody stores them."""
+    rows = ()
+    for r in tl.static_range(ROWS):
+        row = w + tl.minimum(n0 + r, N - 1).to(tl.int64) * K
+        if TAIL:
+            value = tl.load(row + k, mask=k < K, other=0, eviction_policy="evict_first")
+        else:
+            value = tl.load(row + k, eviction_policy="evict_first")
+        rows = rows + (value,)
+    return rows
+
+
+@triton.jit
+def _load_scales(
+    scales, n0, k,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Load the scales of the chunks that begin in columns k, of ROWS rows."""
+    factors = ()
+    for r in tl.static_range(ROWS):
+        row = tl.minimum(n0 + r, N - 1) // SCALE_ROWS
+        at = scales + row.to(tl.int64) * ((K + SPAN - 1) // SPAN) + k // SPAN
+        factors = factors + (tl.load(at, mask=k < K, other=0).to(tl.float32),)
+    return factors
+
+
+@triton.jit
+def _turn(
+    totals, rows, x, scales, n0, k0,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    ROWS: tl.constexpr, LANE: tl.constexpr, BLOCK: tl.constexpr,
+    CODE: tl.constexpr, XCODE: tl.constexpr, MATH: tl.constexpr,
+    SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, TAIL: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Add BLOCK columns from k0 on to the sums."""
+    LANES: tl.constexpr = BLOCK // LANE
+    FACTORS: tl.constexpr = 8 if MATH == "pairs" else 4 if MATH == "dp4a" else 1
+    k = k0 + tl.arange(0, BLOCK)
+    if SPAN > 0:
+        first = k0 + tl.arange(0, LANES) * LANE
+        factors = _load_scales(scales, n0, first, N, K, ROWS, SPAN, SCALE_ROWS)
+    w = ()
+    for r in tl.static_range(ROWS):
+        w = w + weight_factors(rows[r], LANES, CODE, MATH, ASM)
+    out = ()
+    for m in tl.static_range(M):
+        at = x + m * K + k
+        loaded = tl.load(at, mask=k < K, other=0) if TAIL else tl.load(at)
+        token = token_factors(loaded, LANES, XCODE, MATH, ASM)
+        for r in tl.static_range(ROWS):
+            total = totals[m * ROWS + r]
+            chunk = dot(w, token, FACTORS * r, LANES, LANE, MATH, ASM)
+            if SPAN > 0:
+                total = tl.fma(chunk.to(tl.float32), factors[r], total)
+            else:
+                total += chunk
+            out = out + (total,)
+    return out
+
+
+@triton.jit
+def stack(parts, first: tl.constexpr, step: tl.constexpr, count: tl.constexpr):
+    """Join `count` (a power of two) tensors [L], first, first + step, ..., into [L, 1, 2, 2, ...].
+
+    Reshaped to [L, count] they are in order.
+    """
+    if count == 1:
+        return tl.expand_dims(parts[first], 1)
+    else:
+        even = stack(parts, first, 2 * step, count // 2)
+        return tl.join(even, stack(parts, first + step, 2 * step, count // 2))
+
+
+@triton.jit
+def _gemv(
+    x, x_scales, w, scales, bias, residual, y,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    ROWS: tl.constexpr, LANE: tl.constexpr, BLOCK: tl.constexpr,
+    CODE: tl.constexpr, XCODE: tl.constexpr, MATH: tl.constexpr, UNIT: tl.constexpr,
+    SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Multiply. K, LANE, BLOCK and SPAN count loaded elements: weights, or words of four."""
+    n0 = tl.program_id(0) * ROWS
+    TURNS: tl.constexpr = K // BLOCK
+    EXACT: tl.constexpr = (MATH == "dp4a" or MATH == "int32") and SPAN == 0
+
+    totals = ()
+    for _i in tl.static_range(M * ROWS):
+        totals = totals + (tl.zeros((BLOCK // LANE,), tl.int32 if EXACT else tl.float32),)
+
+    # Weights never depend on the predecessor: they are on their way before x is waited for.
+    rows = load_rows(w, n0, tl.arange(0, BLOCK), N, K, ROWS, TURNS == 0)
+    start(PDL)
+    totals = _turn(
+        totals, rows, x, scales, n0, 0,
+        M, N, K, ROWS, LANE, BLOCK, CODE, XCODE, MATH, SPAN, SCALE_ROWS, TURNS == 0, ASM,
+    )  # fmt: skip
+    for turn in range(1, TURNS):
+        k0 = turn * BLOCK
+        rows = load_rows(w, n0, k0 + tl.arange(0, BLOCK), N, K, ROWS, False)
+        totals = _turn(
+            totals, rows, x, scales, n0, k0,
+            M, N, K, ROWS, LANE, BLOCK, CODE, XCODE, MATH, SPAN, SCALE_ROWS, False, ASM,
+        )  # fmt: skip
+    if TURNS > 0 and K % BLOCK != 0:
+        k0 = TURNS * BLOCK
+        rows = load_rows(w, n0, k0 + tl.arange(0, BLOCK), N, K, ROWS, True)
+        totals = _turn(
+            totals, rows, x, scales, n0, k0,
+            M, N, K, ROWS, LANE, BLOCK, CODE, XCODE, MATH, SPAN, SCALE_ROWS, True, ASM,
+        )  # fmt: skip
+
+    n = n0 + tl.arange(0, ROWS)
+    inside = n < N
+    for m in tl.static_range(M):
+        total = tl.reshape(tl.sum(stack(totals, m * ROWS, 1, ROWS), 0), (ROWS,)).to(tl.float32)
+        factor = tl.full((ROWS,), UNIT, tl.float32)
+        if SPAN == 0 and scales is not None:
+            factor *= tl.load(scales + n * SCALE_ROWS, mask=inside, other=0).to(tl.float32)
+        if x_scales is not None:
+            factor *= tl.load(x_scales + m)
+        total *= factor
+        if bias is not None:
+            total += tl.load(bias + n, mask=inside, other=0)
+        if residual is not None:
+            total += tl.load(residual + m * N + n, mask=inside, other=0).to(tl.float32)
+        tl.store(y + m * N + n, total.to(y.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a GEMV is cut.
+
+    Attributes:
+        rows: rows of W in a program, a power of two.
+        lane: weights that a thread reads at once.
+        warps: warps of a program; they share each row.
+    """
+
+    rows: int
+    lane: int
+    warps: int
+
+
+def tile_for(held: Stored, n: int, k: int, device: Device) -> Tile:
+    """Choose the tile, which must not depend on the number of tokens."""
+    # 16 bytes, or what keeps rows aligned and chunks within a group.
+    lane = 16 // held.data.element_size()
+    while k % lane or held.span % lane:
+        lane //= 2
+    rows, warps = 4, 1
+    while warps < 4 and n * warps < 12 * rows * device.sms:
+        wider = 2 * warps * 32 * lane
+        # The last turn of a row leaves threads idle.
+        if -(-k // wider) * wider > 1.15 * k:
+            break
+        warps *= 2
+    return Tile(rows, lane, warps)
+
+
+def _arithmetic(code: str, x_code: str, x_dtype: torch.dtype, words: bool) -> str:
+    """Choose how products are made.
+
+    Args:
+        code: of the weights.
+        x_code: of the activations.
+        x_dtype: element type of the activations.
+        words: whether weights can be read four codes at a time.
+
+    Returns:
+        "dp4a" or "int32" (exact), "pairs" (packed fp16), "fp32". The range of e5m2 is too wide for
+        sums in fp16, that of bf16 activations for fp16 itself.
+    """
+    if code == "int8" and x_code == "int8":
+        return "dp4a" if words else "int32"
+    fits = x_code == "e4m3" or x_dtype == torch.float16
+    return "pairs" if words and fits and code in ("int8", "e4m3") else "fp32"
+
+
+def launch_gemv(
+    *,
+    x: torch.Tensor,
+    x_code: str,
+    x_scales: torch.Tensor | None,
+    w: DeviceTensor,
+    y: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    device: Device,
+) -> Launch:
+    """Return the launch for at most 8 tokens of "float", "int8", "e4m3" or "e5m2" activations."""
+    (m, k), n = x.shape, w.shape[0]
+    held = stored(w)
+    tile = tile_for(held, n, k, device)
+    math = _arithmetic(held.code, x_code, x.dtype, tile.lane == 16)
+    per = 4 if math in ("pairs", "dp4a") else 1
+    constants = {
+        "M": m,
+        "N": n,
+        "K": k // per,
+        "ROWS": tile.rows,
+        "LANE": tile.lane // per,
+        "BLOCK": tile.lane * 32 * tile.warps // per,
+        "CODE": held.code,
+        "XCODE": x_code,
+        "MATH": math,
+        "UNIT": unit(held.code, math) * (unit(x_code, math) if math == "fp32" else 1.0),
+        "SPAN": held.span // per,
+        "SCALE_ROWS": held.scale_rows,
+        "ASM": device.asm,
+        "PDL": device.pdl,
+    }
+    if per == 4:
+        x = x.view(torch.int64 if x_code == "float" else torch.int32)
+    args = {
+        "x": x,
+        "x_scales": x_scales,
+        "w": held.data.view(torch.int32) if per == 4 else held.data,
+        "scales": held.scales,
+        "bias": bias,
+        "residual": residual,
+        "y": y,
+    }
+    grid = (triton.cdiv(n, tile.rows),)
+    return Launch(_gemv, grid, args, constants, tile.warps, device.pdl, tile.rows * tile.lane)
+
+
+def gemv_bytes(
+    *,
+    x: torch.Tensor,
+    w: DeviceTensor,
+    y: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    device: Device,
+) -> list[Launch]:
+    """Lower `ops.linear.linear` for at most 8 tokens and weights of whole bytes."""
+    call = {"x": x, "w": w, "y": y, "bias": bias, "residual": residual, "device": device}
+    return [launch_gemv(x_code="float", x_scales=None, **call)]

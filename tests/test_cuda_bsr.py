@@ -1,0 +1,100 @@
+"""Block-sparse products in Triton's interpreter, against the NumPy reference.
+
+Their machine code is checked together with the dense ones', in test_cuda_linear.py.
+"""
+
+import zlib
+
+import interpreter_range  # noqa: F401
+import numpy as np
+import pytest
+import torch
+from cuda_cases import run_interpreted
+from op_cases import ALL, OpRun, error, name_of
+
+from clocher_kernels.cuda.bsr import bsr_linear, gemv_tile
+from clocher_kernels.cuda.launch import INTERPRETER, execute
+from clocher_kernels.cuda.prepack import prepack
+from clocher_kernels.formats.bsr import Bsr
+from clocher_kernels.ops.contract import Case, OpSpec
+from clocher_kernels.quant_tensor import QuantTensor, encode
+from clocher_kernels.reference import ReferenceExecutor
+
+
+@pytest.mark.parametrize(
+    ("spec", "case"),
+    [pytest.param(s, c, id=name_of(s, c)) for s, c in ALL if s.name == "bsr_linear"],
+)
+def test_parity(spec: OpSpec, case: Case) -> None:
+    op = OpRun(spec, case)
+    got, expected = run_interpreted(op), op.run(ReferenceExecutor)
+    rms, largest = error(got["y"], expected["y"])
+    assert rms <= spec.tolerance.rms and largest <= spec.tolerance.max, (rms, largest)
+
+
+def _sparse(
+    block: tuple[int, int], inner: str, shape: tuple[int, int], density: float = 0.5
+) -> QuantTensor:
+    rng = np.random.default_rng(zlib.crc32(f"{block}{inner}{shape}".encode()))
+    n, k = shape
+    weight = rng.standard_normal(shape, dtype=np.float32)
+    keep = rng.random((-(-n // block[0]), -(-k // block[1]))) < density
+    weight *= np.kron(keep, np.ones(block, np.float32))[:n, :k]
+    return encode(weight, Bsr.for_values(weight, block, inner))
+
+
+def _run(w: QuantTensor, x: torch.Tensor) -> torch.Tensor:
+    """Multiply, with NaN behind x and around y."""
+    behind = torch.full((x.numel() + 64,), float("nan"), dtype=x.dtype)
+    behind[: x.numel()] = x.flatten()
+    y = torch.full((len(x) + 2, w.shape[0]), float("nan"))
+    tokens = behind[: x.numel()].view(x.shape)
+    packed = prepack(w, INTERPRETER)
+    execute(bsr_linear(x=tokens, w=packed, y=y[1:-1], device=INTERPRETER))
+    assert y[0].isnan().all() and y[-1].isnan().all()
+    return y[1:-1]
+
+
+@pytest.mark.parametrize(
+    ("block", "inner", "m", "shape"),
+    [
+        pytest.param(*case, id="{}-{}-m{}-{}".format(*case))
+        for case in [
+            ((1, 16), "f16", 1, (5, 100)),
+            ((64, 64), "f16", 2, (70, 130)),
+            ((3, 5), "f32", 3, (10, 23)),
+            ((16, 16), "bf16", 17, (40, 50)),
+            ((8, 128), "f16", 9, (20, 260)),
+            ((3, 5), "f32", 9, (10, 23)),
+            ((128, 1), "bf16", 1, (130, 7)),
+        ]
+    ],
+)
+@pytest.mark.parametrize("x_type", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_blocks_of_any_size(
+    block: tuple[int, int], inner: str, m: int, shape: tuple[int, int], x_type: torch.dtype
+) -> None:
+    w = _sparse(block, inner, shape)
+    rng = np.random.default_rng(m)
+    x = torch.from_numpy(rng.standard_normal((m, shape[1]), dtype=np.float32)).to(x_type)
+    expected = x.double().numpy() @ w.decode().astype(np.float64).T
+    rms, _ = error(_run(w, x).numpy(), expected)
+    assert rms <= (1e-3 if x_type == torch.float16 else 2e-6), rms
+
+
+def test_a_token_is_the_same_in_any_batch() -> None:
+    w = _sparse((16, 16), "f16", (16, 200), 0.8)
+    x = torch.randn((8, 200), generator=torch.Generator().manual_seed(0)).half()
+    together = _run(w, x)
+    for m in range(1, 8):
+        assert torch.equal(_run(w, x[8 - m :]), together[8 - m :])
+
+
+@pytest.mark.parametrize("element", [2, 4])
+def test_gemv_tiles_fill_their_warps(element: int) -> None:
+    for height in (1, 2, 3, 4, 16, 20, 64, 1024):
+        for width in (1, 4, 5, 16, 64, 600, 1024):
+            tile = gemv_tile((height, width), element, 4096)
+            threads = tile.blocks * tile.across * tile.cols // tile.lane
+            assert threads == 32 * tile.warps and tile.blocks >= 1, tile
+            assert width % tile.lane == 0 and tile.cols % tile.lane == 0, tile

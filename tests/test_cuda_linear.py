@@ -1,0 +1,267 @@
+"""The CUDA matrix products in Triton's interpreter, and their machine code."""
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cuda_cases import aot_report, run_interpreted
+from op_cases import ALL, OpRun, error, name_of
+
+from clocher_kernels.cuda import codes
+from clocher_kernels.cuda.act8 import linear_act8, quantize_act8
+from clocher_kernels.cuda.launch import INTERPRETER, execute
+from clocher_kernels.cuda.linear import linear
+from clocher_kernels.cuda.prepack import prepack
+from clocher_kernels.cuda.tensors import DeviceTensor
+from clocher_kernels.dtypes import from_f32, to_f32
+from clocher_kernels.formats import parse_format
+from clocher_kernels.ops.contract import Case, OpSpec
+from clocher_kernels.ops.linear import quantize_act
+from clocher_kernels.quant_tensor import encode
+from clocher_kernels.reference import ReferenceExecutor
+
+PACKED = ("int4", "mxfp4", "ternary")
+TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+def _chosen(spec: OpSpec, case: Case) -> bool:
+    """Take the cases with tails: tiles of every format, rows of those of whole bytes."""
+    if spec.name != "linear":
+        return False
+    fmt, packed = case.formats["w"], case.formats["w"].startswith(PACKED)
+    if case.id.startswith("large"):
+        return fmt in ("int4_asym_g34_f32", "int8_g37_bf16", "fp8_e4m3_b128_bf16")
+    if fmt in ("ternary_inverse", "ternary_f32", "int4_asym_row_f32", "fp8_e5m2_tensor_f32"):
+        return False
+    return "wide-m37" in case.id or ("odd-m2" in case.id and not packed)
+
+
+@pytest.mark.parametrize(
+    ("spec", "case"), [pytest.param(s, c, id=name_of(s, c)) for s, c in ALL if _chosen(s, c)]
+)
+def test_parity(spec: OpSpec, case: Case) -> None:
+    op = OpRun(spec, case)
+    got, expected = run_interpreted(op), op.run(ReferenceExecutor)
+    rms, largest = error(got["y"], expected["y"])
+    assert rms <= spec.tolerance.rms and largest <= spec.tolerance.max, (rms, largest)
+
+
+class Product:
+    """Operands of one product in the device's memory, in the middle of NaN, and the answer.
+
+    Attributes:
+        x: [M, K], what the kernel reads.
+        y: [M, N], not a number anywhere.
+        expected: [M, N] fp64, of the stored weights and activations.
+    """
+
+    def __init__(self, fmt: str, m: int, n: int, k: int, x_type: str = "f32") -> None:
+        name = f"{fmt}-m{m}-n{n}-k{k}-{x_type}"
+        rng = np.random.default_rng(zlib.crc32(name.encode()))
+        weight = rng.standard_normal((n, k), dtype=np.float32) * np.float32(k**-0.5)
+        held = encode(weight, parse_format(fmt))
+        packed = prepack(held, INTERPRETER)
+        planes = {name: _amid_nan(plane) for name, plane in packed.planes.items()}
+        self.w = DeviceTensor(packed.shape, packed.format, planes)
+        x = torch.from_numpy(rng.standard_normal((m, k), dtype=np.float32)).to(TYPES[x_type])
+        self.x = _amid_nan(x)
+        self.bias = _amid_nan(torch.from_numpy(rng.standard_normal(n, dtype=np.float32)))
+        # The interpreter truncates where a GPU rounds to bf16.
+        y_type = torch.float16 if x_type == "f16" else torch.float32
+        self.y = _amid_nan(torch.full((m, n), float("nan"), dtype=y_type))
+        self.decoded = held.decode().astype(np.float64)
+        self.expected = x.double().numpy() @ self.decoded.T + self.bias.double().numpy()
+
+    def run(self) -> np.ndarray:
+        """Multiply; return fp32 [M, N]."""
+        call: dict[str, Any] = {"x": self.x, "w": self.w, "y": self.y, "bias": self.bias}
+        execute(linear(**call, device=INTERPRETER))
+        _require_nan_around(self.y)
+        return self.y.float().numpy()
+
+
+_MARGIN = 64
+
+
+def _amid_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor between two margins of 0xff bytes, which is NaN in every float type."""
+    size = tensor.nbytes
+    memory = torch.full((size + 2 * _MARGIN,), 0xFF, dtype=torch.uint8)
+    inner = memory[_MARGIN : _MARGIN + size].view(tensor.dtype).view(tensor.shape)
+    inner.copy_(tensor)
+    return inner
+
+
+def _require_nan_around(tensor: torch.Tensor) -> None:
+    """Fail if a kernel wrote outside a tensor made by `_amid_nan`."""
+    memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    assert (memory[:_MARGIN] == 0xFF).all() and (memory[-_MARGIN:] == 0xFF).all()
+
+
+@pytest.mark.parametrize("x_type", TYPES)
+@pytest.mark.parametrize(
+    ("fmt", "m", "n", "k"),
+    [
+        pytest.param(*shape, id="-".join(map(str, shape)))
+        for shape in [
+            ("int8_row_f32", 2, 6, 2880),
+            ("int8_g32_f16", 1, 5, 96),
+            ("int8_g37_f16", 12, 5, 100),
+            ("fp8_e4m3_b128_f32", 2, 3, 2880),
+            ("fp8_e4m3_row_bf16", 1, 5, 113),
+            ("fp8_e5m2_b128_f32", 3, 5, 272),
+            ("f32", 1, 5, 101),
+            ("f16", 5, 3, 1041),
+            ("bf16", 17, 9, 100),
+            ("int4_asym_g34_f32", 9, 5, 101),
+            ("mxfp4", 9, 5, 96),
+        ]
+    ],
+)
+def test_activations(fmt: str, m: int, n: int, k: int, x_type: str) -> None:
+    product = Product(fmt, m, n, k, x_type)
+    rms, largest = error(product.run(), product.expected)
+    limit = 1e-3 if x_type == "f16" else 2e-6
+    assert rms <= limit and largest <= 10 * limit, (rms, largest)
+
+
+@pytest.mark.parametrize("k", [100, 1040])
+@pytest.mark.parametrize("fmt", ["int8_row_f32", "fp8_e4m3_b128_f32", "fp8_e5m2_row_f32", "bf16"])
+def test_a_token_is_the_same_in_any_batch(fmt: str, k: int) -> None:
+    whole = Product(fmt, 8, 3, k, "f16")
+    together = whole.run()
+    for m in (1, 3) if k == 1040 else range(1, 8):
+        part = Product(fmt, m, 3, k, "f16")
+        part.w, part.bias = whole.w, whole.bias
+        part.x.copy_(whole.x[8 - m :])
+        np.testing.assert_array_equal(part.run(), together[8 - m :])
+
+
+@pytest.mark.parametrize("shape", [(1, 256), (3, 100), (2, 4500)], ids="m{0[0]}-k{0[1]}".format)
+@pytest.mark.parametrize("code", ["int8", "e4m3", "e5m2"])
+def test_quantized_activations(code: str, shape: tuple[int, int]) -> None:
+    rng = np.random.default_rng(zlib.crc32(f"{code}{shape}".encode()))
+    x = rng.standard_normal(shape, dtype=np.float32) * np.exp(rng.normal(0, 4, shape), dtype="f4")
+    q, scale = _quantized(x, code)
+    largest = np.abs(x).max(axis=1)
+    if code == "int8":
+        expected, steps = np.empty(shape, np.int8), np.empty(len(x), np.float32)
+        quantize_act(x=x, q=expected, scale=steps)
+    else:
+        limit = np.float32({"e4m3": 448, "e5m2": 57344}[code])
+        expected, steps = from_f32(x * (limit / largest)[:, None], code), largest / limit
+    np.testing.assert_array_equal(q.numpy(), expected)
+    np.testing.assert_array_equal(scale.numpy(), steps)
+
+
+def _quantized(x: np.ndarray, code: str) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = torch.int8 if code == "int8" else torch.uint8
+    q = _amid_nan(torch.full(x.shape, 0x7F, dtype=dtype))
+    scale = _amid_nan(torch.full((len(x),), float("nan")))
+    tokens = _amid_nan(torch.from_numpy(x))
+    execute(quantize_act8(x=tokens, q=q, scale=scale, code=code, device=INTERPRETER))
+    _require_nan_around(q)
+    _require_nan_around(scale)
+    return q, scale
+
+
+@pytest.mark.parametrize(
+    ("fmt", "code", "m", "k"),
+    [
+        ("int8_row_f32", "int8", 2, 2880),
+        ("int8_tensor_f32", "int8", 1, 101),
+        ("int8_g32_f16", "int8", 3, 96),
+        ("fp8_e4m3_row_f32", "e4m3", 1, 2880),
+        ("fp8_e4m3_b128_f32", "e4m3", 1, 272),
+        ("fp8_e5m2_row_f32", "e4m3", 9, 100),
+        ("fp8_e4m3_row_f32", "e5m2", 1, 112),
+        ("int8_row_f32", "e4m3", 2, 112),
+        ("bf16", "int8", 1, 64),
+    ],
+)
+def test_eight_bit_activations(fmt: str, code: str, m: int, k: int) -> None:
+    product = Product(fmt, m, 6, k)
+    q, scale = _quantized(product.x.numpy(), code)
+    call: dict[str, Any] = {"q": q, "scale": scale, "w": product.w, "y": product.y}
+    execute(linear_act8(**call, bias=product.bias, code=code, device=INTERPRETER))
+    _require_nan_around(product.y)
+    values = q.numpy() if code == "int8" else to_f32(q.numpy(), code)
+    x = values.astype(np.float64) * scale.double().numpy()[:, None]
+    expected = x @ product.decoded.T + product.bias.double().numpy()
+    rms, _ = error(product.y.numpy(), expected)
+    assert rms <= (2e-6 if code == "int8" else 1e-3), rms
+
+
+def _run_ptx(text: str, outputs: int, *inputs: int) -> list[int]:
+    """Run the few instructions that decoders use, on 32-bit registers."""
+    registers = {f"${outputs + i}": value for i, value in enumerate(inputs)}
+
+    def halves(value: int) -> np.ndarray:
+        return np.array([value], np.uint32).view(np.float16).astype(np.float64)
+
+    for line in text.replace("{", "").replace("}", "").split(";"):
+        op, _, rest = line.strip().partition(" ")
+        if not op or op == ".reg":
+            continue
+        to, *names = (name.strip() for name in rest.split(","))
+        a, *others = (registers[n] if n in registers else int(n, 0) for n in names)
+        if op == "mov.b32":
+            result = a
+        elif op == "xor.b32":
+            result = a ^ others[0]
+        elif op == "and.b32":
+            result = a & others[0]
+        elif op == "shl.b32":
+            result = a << others[0]
+        elif op == "prmt.b32":
+            source = (a | others[0] << 32).to_bytes(8, "little")
+            picks = [others[1] >> 4 * i & 15 for i in range(4)]
+            chosen = [(source[p & 7] >> 7) * 255 if p & 8 else source[p] for p in picks]
+            result = int.from_bytes(bytes(chosen), "little")
+        else:
+            assert op == "fma.rn.f16x2", op
+            total = halves(a) * halves(others[0]) + halves(others[1])
+            result = int(total.astype(np.float16).view(np.uint32)[0])
+        registers[to] = result & 0xFFFFFFFF
+    return [registers[f"${i}"] for i in range(outputs)]
+
+
+@pytest.mark.parametrize("code", ["int8", "e4m3", "e5m2"])
+def test_inline_assembly_decodes_every_code(code: str) -> None:
+    text = {"int8": codes._INT8, "e4m3": codes._E4M3, "e5m2": codes._E5M2}[code].value
+    every = np.arange(256, dtype=np.uint8)
+    values = every.view(np.int8).astype(np.float32) if code == "int8" else to_f32(every, code)
+    decoded = [_run_ptx(text, 2, int(word)) for word in every.view(np.uint32)]
+    got = np.array(decoded, np.uint32).reshape(-1).view(np.float16).astype(np.float32)
+    # fp8's NaN and infinity are refused when a file is read.
+    finite = np.isfinite(values)
+    np.testing.assert_array_equal(got[finite] * codes.unit(code, "pairs"), values[finite])
+
+
+BUDGETS = Path(__file__).parent / "data/sass_budgets/linear.json"
+SHARED_LIMIT = {"sm_86": 99 << 10, "sm_89": 99 << 10}
+PER_WEIGHT_LIMIT = 3.8
+
+
+def test_machine_code_keeps_its_budgets() -> None:
+    report, budgets = aot_report("cuda_aot_linear.py"), json.loads(BUDGETS.read_text())
+    assert report["code"].keys() == budgets.keys()
+    for name, architectures in report["code"].items():
+        assert architectures.keys() == budgets[name].keys(), name
+        for arch, got in architectures.items():
+            where, budget = f"{name} on {arch}", budgets[name][arch]
+            for figure in ("per_weight", "registers", "shared"):
+                assert got[figure] <= budget[figure], (where, figure, got)
+            assert got["local"] == 0, where
+            assert got["shared"] <= SHARED_LIMIT.get(arch, 160 << 10), where
+            if "gemv" in name:
+                assert got["wide_streaming_loads"] > 0, where
+            if name.startswith("gemv"):
+                assert got["waits_after_first_load"] is (arch == "sm_90"), where
+            if name.startswith(("gemv-int8", "gemv-fp8", "gemv-act8")):
+                assert 0 < got["per_weight"] <= PER_WEIGHT_LIMIT, where
+    assert all(report["ptx"].values())
