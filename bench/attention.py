@@ -1,0 +1,166 @@
+"""Attention of one decode step or of a prefill chunk, beside the read bandwidth of the same run.
+
+    python -m bench.attention [--context 1024,8192] [--kv bf16,f32,i8] [--tokens 1] [--json FILE]
+
+A step attends in many layers, so that their caches exceed every cache of the processor. GB/s counts
+the keys and values that the step must read once; with several tokens the limit is arithmetic, and
+GFLOP/s says how far it is.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import click
+import numpy as np
+from rich.table import Table
+
+from bench.bandwidth import Reader
+from bench.measure import Rows, interleave, machine, print_table, ratio, seconds, write_json
+from clocher_kernels.dtypes import STORAGE, from_f32
+from clocher_kernels.ops.attention import KV_DTYPES
+from clocher_kernels.plan import Buffer, Call, Plan
+from clocher_runtime.topology import default_threads
+from cpu_fallback.executor import CpuExecutor
+from cpu_fallback.isa import CURRENT
+
+SHAPES = {
+    "llama-1b": (32, 8, 64, 0),
+    "gpt-oss-20b": (64, 8, 64, 0),
+    "gpt-oss-20b window": (64, 8, 64, 128),
+    "bitnet-2b": (20, 5, 128, 0),
+}
+"""Model -> query heads, key/value heads, values of a head, window."""
+
+_PAGE = 64
+_BYTES = 192 << 20
+_MAX_LAYERS = 64
+
+
+class Step:
+    """A step that attends and does nothing else.
+
+    Args:
+        model: a key of SHAPES.
+        kv: KV dtype.
+        context: cells of the slot; the tokens are its last ones.
+        tokens: tokens of the step.
+        threads: size of the team.
+    """
+
+    def __init__(self, model: str, kv: str, context: int, tokens: int, threads: int) -> None:
+        heads, kv_heads, dim, window = SHAPES[model]
+        blocks, width = -(-context // _PAGE), heads * dim
+        item = STORAGE[kv].itemsize
+        seen = min(context, window + tokens - 1) if window else context
+        layer = 2 * blocks * _PAGE * kv_heads * dim * item
+        layers = max(1, min(_MAX_LAYERS, _BYTES // layer)) if tokens == 1 else 1
+        self.nbytes = layers * 2 * seen * kv_heads * dim * item
+        ends = np.arange(context - tokens + 1, context + 1)
+        cells = np.minimum(ends, window).sum() if window else ends.sum()
+        self.flops = 4.0 * layers * float(cells) * width
+        shape = (blocks, kv_heads, _PAGE, dim)
+        buffers = {name: Buffer((tokens,), "i32", "M", "input") for name in _TOKEN[:3]}
+        buffers["ancestors"] = Buffer((tokens,), "u64", "M", "input")
+        buffers["pages"] = Buffer((1, blocks), "i32", "", "input")
+        buffers["q"] = Buffer((tokens, width), "f32", "M", "input")
+        buffers["y"] = Buffer((tokens, width), "f32", "M", "output")
+        calls = []
+        for i in range(layers):
+            args = {name: name for name in (*_TOKEN, "pages", "q", "y")}
+            for name in ("k", "v"):
+                args[f"{name}_cache"] = f"{name}{i}"
+                buffers[f"{name}{i}"] = Buffer(shape, kv, "", "state")
+                if kv == "i8":
+                    args[f"{name}_scale"] = f"{name}{i}s"
+                    buffers[f"{name}{i}s"] = Buffer(shape[:3], "f32", "", "state")
+            attrs = {"kv_dtype": kv, "scale": dim**-0.5, "window": window}
+            calls.append(Call("attention", args, attrs))
+        plan = Plan(tokens, 1, buffers, {}, (), tuple(calls))
+        self.tokens, self.executor = tokens, CpuExecutor(plan, {}, threads)
+        rng = np.random.default_rng(0)
+        values = rng.standard_normal((1, *shape[1:]), dtype=np.float32)
+        for name, buffer in buffers.items():
+            array = self.executor.array(name)
+            if buffer.role == "state" and buffer.shape == shape:
+                codes = (values * 30).astype(np.int8) if kv == "i8" else from_f32(values, kv)
+                array[...] = codes
+            elif buffer.role == "state":
+                array[...] = 0.03
+        self.executor.array("q")[...] = rng.standard_normal((tokens, width), dtype=np.float32)
+        self.executor.array("pages")[0] = rng.permutation(blocks)
+        self.executor.array("positions")[...] = ends - 1
+        self.executor.array("ends")[...] = ends
+
+    def seconds(self) -> float:
+        """Return the seconds of a step."""
+        with self.executor.running():
+            return seconds(lambda: self.executor.step(self.tokens, 1), 0.01)
+
+
+_TOKEN = ("slots", "positions", "ends", "ancestors")
+
+
+def _names(known: tuple[str, ...]) -> Callable[..., tuple[str, ...]]:
+    def read(context: click.Context, option: click.Parameter, value: str) -> tuple[str, ...]:
+        parts = tuple(value.split(","))
+        if not set(parts) <= set(known):
+            raise click.BadParameter(f"{value!r}; expected some of {', '.join(known)}")
+        return parts
+
+    return read
+
+
+@click.command(help=__doc__)
+@click.option("--models", default=",".join(SHAPES), callback=_names(tuple(SHAPES)))
+@click.option("--kv", "kinds", default="f32,bf16,e4m3,i8", callback=_names(KV_DTYPES))
+@click.option("--context", type=click.IntRange(1), multiple=True, default=(1024, 8192))
+@click.option("--tokens", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--threads", type=click.IntRange(1), default=default_threads, show_default="all")
+@click.option("--rounds", type=click.IntRange(1), default=11, show_default=True)
+@click.option("--json", "out", type=click.Path(path_type=Path), help="Write rows there.")
+def main(
+    models: tuple[str, ...],
+    kinds: tuple[str, ...],
+    context: tuple[int, ...],
+    tokens: int,
+    threads: int,
+    rounds: int,
+    out: Path | None,
+) -> None:
+    """Measure and print."""
+    title = f"attention, {tokens} tokens, {threads} threads, {CURRENT.name}, {machine()}"
+    table = Table("model", "kv", "context", "us a layer", "GB/s", "of read", "GFLOP/s", title=title)
+    reader, rows = Reader("2m"), Rows()
+    for model in models:
+        for length in context:
+            for kind in kinds:
+                step = Step(model, kind, length, tokens, threads)
+                runs = {"step": step.seconds, "read": lambda: reader.gbps(threads)}
+                found = interleave(runs, rounds, rest_s=0.01)
+                step.executor.close()
+                gbps = [step.nbytes / value / 1e9 for value in found["step"]]
+                share, took = ratio(gbps, found["read"]), median(found["step"])
+                layers = len(step.executor.plan.calls)
+                gflops = step.flops / took / 1e9
+                row = {"op": "attention", "model": model, "kv": kind, "context": length}
+                row |= {"tokens": tokens, "threads": threads, "isa": CURRENT.name}
+                row |= {"gbps": median(gbps), "read_gbps": median(found["read"])}
+                row |= {"pct_of_limit": 100 * share.value, "gflops": gflops}
+                rows.append(row)
+                table.add_row(
+                    model,
+                    kind,
+                    str(length),
+                    f"{took / layers * 1e6:.1f}",
+                    f"{median(gbps):.1f}",
+                    f"{share.value:.0%}",
+                    f"{gflops:.0f}",
+                )
+    print_table(table)
+    if out:
+        write_json(out, rows)
+
+
+if __name__ == "__main__":
+    main()

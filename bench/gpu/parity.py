@@ -1,0 +1,278 @@
+"""Every op on every case of its contract: the kernels against the references, on this device.
+
+The weights are quantised, the reference computes in fp64 on what they decode to. Outputs are NaN
+before each run; a second run and the replay of a CUDA graph must give the same bits; a token alone
+must give the bits that it gives in a batch of up to eight.
+"""
+
+import math
+import zlib
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.gpu.record import Row
+from bench.gpu.setting import Item, Setting
+from bench.gpu.timer import reason
+from clocher_kernels.cuda.launch import execute
+from clocher_kernels.cuda.lowering import LOWER
+from clocher_kernels.cuda.prepack import prepack
+from clocher_kernels.cuda.tensors import TORCH_DTYPES, as_torch
+from clocher_kernels.errors import ShapeError, UnsupportedOp
+from clocher_kernels.ops import OPS
+from clocher_kernels.ops.contract import Case, OpSpec, Value, case_plan
+from clocher_kernels.plan import Plan
+from clocher_kernels.quant_tensor import QuantTensor
+
+ACTIVATIONS = ("f32", "f16", "bf16")
+# Parameters that may be 16-bit; ops that turn activations into integers keep theirs in fp32.
+_NARROW = {"x", "q", "k", "v", "y", "residual", "gate", "up"}
+_FULL_WIDTH = ("quantize_", "topk_softmax", "sample", "advance")
+# Ops that may round their products to 16 bits on the way, whatever the activations are stored as.
+_PRODUCTS = ("linear", "bsr_linear", "moe_", "attention")
+_RMS_LIMIT = {"f32": 1e-3, "f16": 1e-3, "bf16": 5e-3}
+_DRY_CASES = ("glu-silu-m2-i37", "gather_rows-r5-k37")
+_MOST_ALONE = 8
+
+Outputs = dict[str, np.ndarray]
+
+
+def items(dry: bool) -> list[Item]:
+    """Return one item for each case, and one for the ops that no kernel or no contract names."""
+    cases = [(spec, case) for spec in OPS.values() for case in spec.cases]
+    found = [Item(f"{s.name}-{c.id}", partial(_check_case, spec=s, case=c)) for s, c in cases]
+    if dry:
+        found = [item for item in found if item.id in _DRY_CASES]
+    return [Item("coverage", _coverage), *found]
+
+
+def run_once(setting: Setting, spec: OpSpec, case: Case) -> list[Row]:
+    """Run a case without comparing it, for tools that watch the kernels."""
+    trial = _Trial(setting, spec, case, "f16" if narrow_names(spec) else "f32")
+    trial.launch()
+    return [{"op": spec.name, "case": case.id}]
+
+
+def limits(op: str, act: str) -> tuple[float, float]:
+    """Return the largest RMS and the largest single error accepted, relative to the RMS.
+
+    (0, 0) asks for equality.
+    """
+    spec = OPS[op]
+    if spec.tolerance.max == 0:
+        return 0.0, 0.0
+    if op.startswith(_PRODUCTS) or act != "f32":
+        return _RMS_LIMIT[act], 12 * _RMS_LIMIT[act]
+    return 5 * spec.tolerance.rms, 5 * spec.tolerance.max
+
+
+def judge(op: str, act: str, got: np.ndarray, expected: np.ndarray) -> Row:
+    """Compare an output with its reference; NaN never passes.
+
+    Args:
+        op: name of the op.
+        act: how activations are stored.
+        got: fp32, or the stored integers.
+        expected: the same, of the same shape.
+    """
+    rms_limit, max_limit = limits(op, act)
+    if rms_limit == 0 or got.dtype.kind != "f":
+        wrong = int(np.count_nonzero(got != expected))
+        if wrong:
+            return {"wrong": wrong, "status": "failed", "reason": f"{wrong} values differ"}
+        return {"wrong": 0, "status": "ok"}
+    a, b = got.astype(np.float64), expected.astype(np.float64)
+    scale = float(np.sqrt(np.mean(b * b))) or 1.0
+    rms = float(np.sqrt(np.mean((a - b) ** 2))) / scale
+    largest = float(np.abs(a - b).max()) / scale
+    if rms <= rms_limit and largest <= max_limit:
+        return {"rms": rms, "max": largest, "status": "ok"}
+    # Not a number would not be JSON either.
+    row: Row = {"status": "failed", "reason": f"rms {rms:.3g}, largest error {largest:.3g}"}
+    return row | ({"rms": rms, "max": largest} if math.isfinite(rms) else {})
+
+
+def _coverage(setting: Setting) -> list[Row]:
+    """Report ops without a kernel, and kernels that no contract describes."""
+    rows: list[Row] = [
+        {"op": op, "status": "not measured", "reason": "there is no kernel"}
+        for op in OPS
+        if op not in LOWER
+    ]
+    extra = sorted(set(LOWER) - set(OPS))
+    return [*rows, {"ops": len(OPS), "kernels": len(LOWER), "without_contract": extra}]
+
+
+def _check_case(setting: Setting, spec: OpSpec, case: Case) -> list[Row]:
+    if spec.name not in LOWER:
+        return []
+    rows = []
+    for act in ACTIVATIONS:
+        narrow = narrow_names(spec)
+        if act != "f32" and not narrow:
+            continue
+        if act == "bf16" and case.sizes.get("M", 1) not in (1, 2):
+            continue
+        row: Row = {"op": spec.name, "case": case.id, "act": act}
+        try:
+            rows.append(row | _Trial(setting, spec, case, act).check())
+        except (UnsupportedOp, ShapeError) as error:
+            rows.append({**row, "status": "refused", "reason": reason(error)})
+    return rows
+
+
+def narrow_names(spec: OpSpec) -> set[str]:
+    """Return the parameters of an op that hold activations."""
+    if spec.name.startswith(_FULL_WIDTH):
+        return set()
+    return {
+        p.name
+        for p in spec.params
+        if p.name in _NARROW and p.dtype == "f32" and p.kind in ("in", "out", "inout")
+    }
+
+
+class _Trial:
+    """One case with its activations stored in one type."""
+
+    def __init__(self, setting: Setting, spec: OpSpec, case: Case, act: str) -> None:
+        self.setting, self.spec, self.case, self.act = setting, spec, case, act
+        seed = zlib.crc32(f"{spec.name}-{case.id}-{act}".encode())
+        values = spec.make(case, np.random.default_rng(seed))
+        self.types = dict.fromkeys(narrow_names(spec), TORCH_DTYPES[act])
+        self.values: Mapping[str, Value] = {n: self._rounded(n, v) for n, v in values.items()}
+        self.plan: Plan = case_plan(spec, case, self.values)
+        self.written = [
+            p.name
+            for p in spec.params
+            if p.name in self.plan.buffers and p.kind in ("out", "inout")
+        ]
+
+    def launch(self) -> None:
+        """Run the kernels once."""
+        execute(self.setting.lower(self.spec.name, **self._tensors(), **self.case.attrs))
+        self.setting.timer.synchronize()
+
+    def check(self) -> Row:
+        """Run the kernels and compare what they write with the reference and with itself."""
+        tensors = self._tensors()
+        kept = {n: tensors[n].clone() for n in self.written if n in self.values}
+        launches = self.setting.lower(self.spec.name, **tensors, **self.case.attrs)
+        first = self._run(partial(execute, launches), tensors, kept)
+        row: Row = {"status": "ok"}
+        for name, expected in self._reference().items():
+            part = judge(self.spec.name, self.act, *self._comparable(name, first[name], expected))
+            row["rms"] = max(row.get("rms", 0.0), part.get("rms", 0.0))
+            row["max"] = max(row.get("max", 0.0), part.get("max", 0.0))
+            if part["status"] != "ok":
+                row |= {"status": "failed", "reason": f"{name}: {part['reason']}"}
+        again = self._run(partial(execute, launches), tensors, kept)
+        replay = self.setting.timer.replay([partial(execute, launches)])
+        graph = self._run(replay, tensors, kept)
+        for what, other in (("a second run", again), ("the graph's replay", graph)):
+            if any(not _same(first[n], other[n]) for n in self.written):
+                row |= {"status": "failed", "reason": f"{what} gave other bits"}
+        return self._check_alone(row, tensors, first)
+
+    def _check_alone(self, row: Row, tensors: dict[str, Any], batch: dict[str, Any]) -> Row:
+        """Compare each token of a small batch with the same token alone, bit by bit."""
+        leads = {self.plan.buffers[name].rows for name in self.written}
+        count = self.plan.tokens
+        if leads != {"M"} or not 1 < count <= _MOST_ALONE or self.act == "bf16":
+            return row
+        shared = {n: t for n, t in tensors.items() if self._rows(n) != "M"}
+        one = {n: tensors[n][:1].clone() for n in tensors if self._rows(n) == "M"}
+        launches = self.setting.lower(self.spec.name, **shared, **one, **self.case.attrs)
+        for index in range(count):
+            for name, tensor in one.items():
+                if name in self.values:
+                    source = self._tensor(name, self.values[name])
+                    tensor.copy_(source[index : index + 1])
+                else:
+                    _poison(tensor)
+            execute(launches)
+            for name in self.written:
+                if not _same(one[name], batch[name][index : index + 1]):
+                    return row | {
+                        "status": "failed",
+                        "reason": f"{name}: token {index} alone gives other bits",
+                    }
+        return row | {"alone": True}
+
+    def _tensors(self) -> dict[str, Any]:
+        """Return the arguments on the device; outputs are poisoned."""
+        tensors = {name: self._tensor(name, value) for name, value in self.values.items()}
+        for name in self.written:
+            if name not in tensors:
+                tensors[name] = self._empty(name, self.plan.buffers[name].shape)
+                _poison(tensors[name])
+        return tensors
+
+    def _run(
+        self, run: Any, tensors: dict[str, Any], kept: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        for name in self.written:
+            if name in kept:
+                tensors[name].copy_(kept[name])
+            else:
+                _poison(tensors[name])
+        run()
+        self.setting.timer.synchronize()
+        return {name: tensors[name].clone() for name in self.written}
+
+    def _reference(self) -> Outputs:
+        arrays: dict[str, Value] = {
+            n: v.copy() if isinstance(v, np.ndarray) else v for n, v in self.values.items()
+        }
+        for name in self.written:
+            if name not in arrays:
+                arrays[name] = self.plan.buffers[name].allocate()
+        self.spec.reference(**arrays, **self.case.attrs)
+        return {name: arrays[name] for name in self.written}  # type: ignore[misc]
+
+    def _comparable(
+        self, name: str, got: torch.Tensor, expected: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return both as fp32 or as stored integers; equality is asked of rounded references."""
+        got = got.cpu()
+        if expected.dtype == np.uint16:  # a cache of bf16
+            return got.view(torch.int16).numpy().view(np.uint16), expected
+        if expected.dtype.kind != "f":
+            return got.numpy().view(expected.dtype), expected
+        if name in self.types and limits(self.spec.name, self.act) == (0.0, 0.0):
+            expected = torch.from_numpy(expected).to(self.types[name]).float().numpy()
+        return got.float().numpy(), expected.astype(np.float32)
+
+    def _rows(self, name: str) -> str:
+        return self.plan.buffers[name].rows if name in self.plan.buffers else ""
+
+    def _rounded(self, name: str, value: Value) -> Value:
+        if name not in self.types or isinstance(value, QuantTensor):
+            return value
+        return torch.from_numpy(value.copy()).to(self.types[name]).float().numpy()
+
+    def _tensor(self, name: str, value: Value) -> Any:
+        if isinstance(value, QuantTensor):
+            return prepack(value, self.setting.device)
+        if name in self.plan.buffers:
+            tensor = as_torch(value.copy(), self.plan.buffers[name].dtype)
+            tensor = tensor.to(self.types.get(name, tensor.dtype))
+        else:
+            tensor = as_torch(value.copy(), "f32" if value.dtype.kind == "f" else "i32")
+        return tensor.to(self.setting.place)
+
+    def _empty(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        dtype = self.types.get(name, TORCH_DTYPES[self.plan.buffers[name].dtype])
+        return torch.empty(shape, dtype=dtype, device=self.setting.place)
+
+
+def _poison(tensor: torch.Tensor) -> None:
+    """Fill with NaN, or with 0x7f bytes."""
+    tensor.view(torch.uint8).fill_(0xFF if tensor.is_floating_point() else 0x7F)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
