@@ -91,13 +91,19 @@ def _turn(
 def stack(parts, first: tl.constexpr, step: tl.constexpr, count: tl.constexpr):
     """Join `count` (a power of two) tensors [L], first, first + step, ..., into [L, 1, 2, 2, ...].
 
-    Reshaped to [L, count] they are in order.
+    Reshaped to [L, count] they are in order. Pairs are joined from the highest bit of the index
+    down. (Triton 3.4 has no recursive functions.)
     """
-    if count == 1:
-        return tl.expand_dims(parts[first], 1)
-    else:
-        even = stack(parts, first, 2 * step, count // 2)
-        return tl.join(even, stack(parts, first + step, 2 * step, count // 2))
+    level = ()
+    for i in tl.static_range(count):
+        level = level + (tl.expand_dims(parts[first + i * step], 1),)
+    for bit in tl.static_range(1, 8):
+        if count >> bit > 0:
+            joined = ()
+            for i in tl.static_range(count >> bit):
+                joined = joined + (tl.join(level[i], level[i + (count >> bit)]),)
+            level = joined
+    return level[0]
 
 
 @triton.jit

@@ -10,8 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import triton
 
 Arg = torch.Tensor | int | float | None
+
+# gdc_wait of Triton 3.4 does not compile.
+_HAS_PDL = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ class Device:
     @property
     def pdl(self) -> bool:
         """Whether a kernel may start before its predecessor ends (programmatic launch)."""
-        return self.capability >= 90
+        return self.capability >= 90 and _HAS_PDL
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a zeroed array that lives as long as the device object.
