@@ -21,7 +21,7 @@ from clocher_kernels.cuda.tensors import DeviceTensor
 
 
 @triton.jit
-def _operand(held, CODE: tl.constexpr, OPERAND: tl.constexpr, ASM: tl.constexpr):
+def decoded(held, CODE: tl.constexpr, OPERAND: tl.constexpr, ASM: tl.constexpr):
     """Decode loaded weights to [BN, BK], without scale and zero, in the type of the operands."""
     if CODE == "int4":
         return decode_int4(held, OPERAND)
@@ -81,7 +81,7 @@ def _gemm(
         else:
             held = tl.load(at, stored, 0)
         xt = tl.load(x_rows + k[:, None], inside[:, None], 0).to(OPERAND)
-        wt = _operand(held, CODE, OPERAND, ASM)
+        wt = decoded(held, CODE, OPERAND, ASM)
 
         if SPAN % BK == 0:
             # The step lies in one group of columns.

@@ -2,9 +2,16 @@
 
 from collections.abc import Callable
 
-from clocher_kernels.cuda import elementwise
+from clocher_kernels.cuda import attention, bsr, elementwise, integer, kv, linear, moe, sampling
 from clocher_kernels.cuda.launch import Launch
 
 LOWER: dict[str, Callable[..., list[Launch]]] = {
     **elementwise.LOWER,
+    **linear.LOWER,
+    **integer.LOWER,
+    **moe.LOWER,
+    **bsr.LOWER,
+    **kv.LOWER,
+    **attention.LOWER,
+    **sampling.LOWER,
 }

@@ -1,26 +1,53 @@
 """Rearrange stored planes into the layout that the kernels read, on the device, at load.
 
-Only bytes that lie within the same 16 change places, so a plane keeps its size and its rows.
+Kernels read rows of whole 16-byte vectors, K contiguous, as 32-bit words:
+
+    int4     codes  i32 [..., N, W], W = ceil(K / 32) * 4. Element 2p + h of a word's 8 is the
+                    nibble at bit 4p + 16h, so one mask leaves the pair (2p, 2p + 1) in the two
+                    halves.
+    mxfp4    blocks i32 [..., N, K / 8]. In half h of a word, element 2p + h has its three bits of
+                    magnitude at bit 9 - 3p, and the signs of p = 0, 1, 2, 3 are bits 15, 12, 14,
+                    13. Bits 11..9 and 15 are where fp16 has the magnitude and the sign.
+    ternary  codes  i32 [N, W], W = ceil(K / 64) * 4. Element 4g + b of a word's 16 is the two bits
+                    at 8b + 2g, so one mask leaves the bytes of a 4-way integer dot product.
+             scale  f32 [1], what a digit is multiplied by, also where the format stores its
+                    inverse.
+    bsr      codes  i32 [nnzb, R, W] if the blocks are int4, words as those of int4. Up to 16
+                    columns are two words; W is a multiple of four beyond.
+
+Only a row that is no whole number of vectors grows, by zeros; everything else stays in place.
+Planes that are not named here are as stored.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from clocher_kernels.cuda.launch import Device
 from clocher_kernels.cuda.tensors import DeviceTensor, planes_as_torch
 from clocher_kernels.formats.base import Format
+from clocher_kernels.formats.bsr import Bsr
+from clocher_kernels.formats.int4 import Int4
+from clocher_kernels.formats.mxfp4 import Mxfp4
+from clocher_kernels.formats.ternary import Ternary
 from clocher_kernels.quant_tensor import QuantTensor
 
 Planes = dict[str, torch.Tensor]
 
-# Format class -> what rearranges its planes; the others are read as they are stored.
-REARRANGE: dict[type[Format], Callable[[Planes, tuple[int, ...]], Planes]] = {}
+VECTOR = 16
+"""Bytes that a lane loads at once; rows of packed weights are whole vectors."""
+
+# Words that are changed at a time: with at most 8 temporaries of this size, 64 MB.
+_PIECE = 1 << 21
 
 
 def prepack(tensor: QuantTensor, device: Device) -> DeviceTensor:
     """Copy a stored tensor to the device and rearrange its planes there."""
-    planes = {n: p.to(device.torch_device) for n, p in planes_as_torch(tensor).items()}
+    planes = {
+        name: plane.to(device.torch_device, copy=True)
+        for name, plane in planes_as_torch(tensor).items()
+    }
     return rearrange(tensor.format, tensor.shape, planes)
 
 
@@ -30,4 +57,99 @@ def rearrange(fmt: Format, shape: tuple[int, ...], planes: Planes) -> DeviceTens
     The planes given may be overwritten.
     """
     change = REARRANGE.get(type(fmt))
-    return DeviceTensor(shape, fmt, planes if change is None else change(planes, shape))
+    return DeviceTensor(shape, fmt, planes if change is None else change(fmt, planes, shape))
+
+
+def _int4(fmt: Int4, planes: Planes, shape: tuple[int, ...]) -> Planes:
+    words = _whole_vectors(planes["codes"])
+    for piece in words.view(-1).split(_PIECE):
+        piece.copy_(_pair_nibbles(piece))
+    return {**planes, "codes": words}
+
+
+def _mxfp4(fmt: Mxfp4, planes: Planes, shape: tuple[int, ...]) -> Planes:
+    words = planes["blocks"].flatten(-2).view(torch.int32)
+    for piece in words.view(-1).split(_PIECE):
+        piece.copy_(_fp16_bits(_pair_nibbles(piece)))
+    return {**planes, "blocks": words}
+
+
+def _ternary(fmt: Ternary, planes: Planes, shape: tuple[int, ...]) -> Planes:
+    packed = planes["codes"]
+    quarter, k = packed.shape
+    width = -(-k // (4 * VECTOR)) * VECTOR
+    out = torch.empty((4, quarter, width), dtype=torch.uint8, device=packed.device)
+    step = max(1, _PIECE // k)
+    for start in range(0, quarter, step):
+        rows = packed[start : start + step]
+        codes = torch.zeros((len(rows), width * 4), dtype=torch.uint8, device=packed.device)
+        for i in range(4):
+            codes[:, :k] = rows >> 2 * i & 3
+            g0, g1, g2, g3 = codes.view(len(rows), width // 4, 4, 4).unbind(2)
+            out[i, start : start + step] = (g0 | g1 << 2 | g2 << 4 | g3 << 6).flatten(1)
+    scale = planes["scale"].to(torch.float32)
+    return {
+        "codes": out.view(4 * quarter, width).view(torch.int32),
+        "scale": scale.reciprocal() if fmt.inverse else scale,
+    }
+
+
+def _bsr(fmt: Bsr, planes: Planes, shape: tuple[int, ...]) -> Planes:
+    if fmt.inner != "int4":
+        return planes
+    width = VECTOR // 2 if fmt.block[1] <= VECTOR else VECTOR
+    # What is added beside a block must be zero, for it meets activations: code 8.
+    words = _whole_vectors(planes["codes"], width, 0x88)
+    for piece in words.view(-1).split(_PIECE):
+        piece.copy_(_pair_nibbles(piece))
+    return {**planes, "codes": words}
+
+
+REARRANGE: dict[type[Format], Callable[[Any, Planes, tuple[int, ...]], Planes]] = {
+    Int4: _int4,
+    Mxfp4: _mxfp4,
+    Ternary: _ternary,
+    Bsr: _bsr,
+}
+"""Format class -> what rearranges its planes; the others are read as they are stored."""
+
+
+def _whole_vectors(rows: torch.Tensor, width: int = VECTOR, fill: int = 0) -> torch.Tensor:
+    """View bytes [..., B] as words, after padding rows to whole vectors of `width` bytes."""
+    missing = -rows.shape[-1] % width
+    if missing:
+        rows = torch.nn.functional.pad(rows, (0, missing), value=fill)
+    return rows.view(torch.int32)
+
+
+def _pair_nibbles(words: torch.Tensor) -> torch.Tensor:
+    """Move nibble 2p + h of each word to bit 4p + 16h."""
+    even, odd = words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F
+    for nibbles in (even, odd):
+        nibbles |= nibbles >> 4
+        nibbles &= 0x00FF00FF
+        nibbles |= nibbles >> 8
+        nibbles &= 0x0000FFFF
+    odd <<= 16
+    return even.bitwise_or_(odd)
+
+
+def _fp16_bits(words: torch.Tensor) -> torch.Tensor:
+    """Spread the four nibbles of each half over the places that the kernels' masks expect."""
+    # (shift left, bits that it puts in place); negative shifts go right.
+    moves = (
+        (9, 0x0E00),
+        (2, 0x01C0),
+        (-5, 0x0038),
+        (-12, 0x0007),
+        (12, 0x8000),
+        (5, 0x1000),
+        (3, 0x4000),
+        (-2, 0x2000),
+    )
+    out = torch.zeros_like(words)
+    for left, mask in moves:
+        moved = words << left if left > 0 else words >> -left
+        both = mask | mask << 16
+        out |= moved.bitwise_and_(both - (1 << 32) if both >> 31 else both)
+    return out

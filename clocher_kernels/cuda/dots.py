@@ -1,0 +1,318 @@
+"""Dot products of 16-byte vectors of stored weights with activations, in registers.
+
+A lane reads one vector of a row at a time: four 32-bit words, 4 to 64 weights. Tiles are
+[L, BM, R]: L lanes, BM tokens, R rows of W that a lane works on; weights have BM = 1, activations
+R = 1. Lanes come first so that Triton gives the first dimension to threads and the others to
+registers. Which rows and columns a lane reads is the caller's choice.
+
+4-bit weights times fp16 activations use packed arithmetic: a word becomes four registers of two
+exact fp16 values (pairs), products are summed in fp16 over 16 weights and in fp32 beyond. Eight
+products must stay below 65504, so activations of more than about 1000 need fp32 or bf16. All other
+combinations convert to fp32 and use fp32 multiply-adds; so does the plain twin.
+"""
+
+import triton
+import triton.language as tl
+
+from clocher_kernels.cuda.decode import (
+    decode_int4,
+    decode_mxfp4,
+    decode_ternary,
+    int4_code,
+    mxfp4_value,
+    ternary_digit,
+)
+
+__all__ = [
+    "decode_int4",
+    "decode_mxfp4",
+    "decode_ternary",
+    "split4",
+    "vector_dot",
+]
+
+# A word of int4 -> four pairs of code - zero. A nibble becomes the last bits of an fp16 number
+# between 1024 and 2048: 1024 + code in bits 3..0, 1024 + 16 code in bits 7..4.
+# $5 = 1024 + zero, $6 = -(64 + zero), in both halves.
+_INT4_PAIRS = tl.constexpr("""{
+.reg .b32 u, a, b, c, d, s;
+mov.b32 s, 0x2c002c00;
+shr.u32 u, $4, 8;
+lop3.b32 a, $4, 0x000f000f, 0x64006400, 0xea;
+lop3.b32 b, $4, 0x00f000f0, 0x64006400, 0xea;
+lop3.b32 c, u, 0x000f000f, 0x64006400, 0xea;
+lop3.b32 d, u, 0x00f000f0, 0x64006400, 0xea;
+sub.f16x2 $0, a, $5;
+fma.rn.f16x2 $1, b, s, $6;
+sub.f16x2 $2, c, $5;
+fma.rn.f16x2 $3, d, s, $6;
+}""")
+
+# A word of mxfp4 -> four pairs, 2^14 times too small: three bits of magnitude in bits 11..9 and the
+# sign in bit 15 of an fp16 number. 0.5 becomes a subnormal one.
+_MXFP4_PAIRS = tl.constexpr("""{
+.reg .b32 c, d, t;
+and.b32 $0, $4, 0x8e008e00;
+shl.b32 t, $4, 3;
+and.b32 $1, t, 0x8e008e00;
+shl.b32 t, $4, 6;
+and.b32 c, t, 0x0e000e00;
+shl.b32 t, $4, 1;
+lop3.b32 $2, t, 0x80008000, c, 0xea;
+shl.b32 t, $4, 9;
+and.b32 d, t, 0x0e000e00;
+shl.b32 t, $4, 2;
+lop3.b32 $3, t, 0x80008000, d, 0xea;
+}""")
+
+_TIMES_2_14 = tl.constexpr("""{
+.reg .b32 s;
+mov.b32 s, 0x74007400;
+mul.f16x2 $0, $1, s;
+}""")
+
+# Adds the products of four pairs of weights and four of activations to $9.
+_FMA_PAIRS = tl.constexpr("""{
+.reg .b32 t;
+fma.rn.f16x2 t, $1, $5, $9;
+fma.rn.f16x2 t, $2, $6, t;
+fma.rn.f16x2 t, $3, $7, t;
+fma.rn.f16x2 $0, $4, $8, t;
+}""")
+
+_ADD_HALVES = tl.constexpr("""{
+.reg .f16 l, h;
+.reg .f32 a, b;
+mov.b32 {l, h}, $1;
+cvt.f32.f16 a, l;
+cvt.f32.f16 b, h;
+add.f32 $0, a, b;
+}""")
+
+_UNPACK = tl.constexpr("""{
+.reg .f16 l, h;
+mov.b32 {l, h}, $2;
+cvt.f32.f16 $0, l;
+cvt.f32.f16 $1, h;
+}""")
+
+
+@triton.jit
+def split4(words):
+    """Split [L, BM, R, 4] along its last dimension."""
+    a, b = tl.split(words.reshape(words.shape[0], words.shape[1], words.shape[2], 2, 2))
+    w0, w2 = tl.split(a)
+    w1, w3 = tl.split(b)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def _load(x, k, inside, K: tl.constexpr, COUNT: tl.constexpr):
+    """Load x[k .. k + COUNT - 1], 0 beyond K: [L, BM, 1, COUNT].
+
+    Args:
+        x: pointers to the tokens' first elements [1, BM, 1].
+        k: [L, 1, 1].
+        inside: whether a token exists [1, BM, 1].
+    """
+    at = k[:, :, :, None] + tl.arange(0, COUNT)[None, None, None, :]
+    return tl.load(x[:, :, :, None] + at, (at < K) & inside[:, :, :, None], other=0.0)
+
+
+@triton.jit
+def _load8(x, k, inside, K: tl.constexpr):
+    """Load x[k .. k + 7] as 8 tiles [L, BM, 1], 16 bytes at a time."""
+    if x.dtype.element_ty == tl.float32:
+        return split4(_load(x, k, inside, K, 4)) + split4(_load(x, k + 4, inside, K, 4))
+    else:
+        t = _load(x, k, inside, K, 8)
+        even, odd = tl.split(t.reshape(t.shape[0], t.shape[1], t.shape[2], 4, 2))
+        x0, x2, x4, x6 = split4(even)
+        x1, x3, x5, x7 = split4(odd)
+        return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def _times_2_14(pair):
+    return tl.inline_asm_elementwise(_TIMES_2_14, "=r,r", [pair], tl.int32, True, 1)
+
+
+@triton.jit
+def _pack(low, high):
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, {$1, $2};", "=r,h,h", [low, high], tl.int32, True, 1
+    )
+
+
+@triton.jit
+def _unpack(pair):
+    return tl.inline_asm_elementwise(_UNPACK, "=f,=f,r", [pair], (tl.float32, tl.float32), True, 1)
+
+
+@triton.jit
+def _pairs(w, low, high, FORMAT: tl.constexpr):
+    """Return the four pairs of 4-bit words, those of mxfp4 2^14 times too small.
+
+    `low` and `high` hold the zero point of int4.
+    """
+    TYPES: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
+    if FORMAT == "int4":
+        return tl.inline_asm_elementwise(
+            _INT4_PAIRS, "=&r,=&r,=&r,=&r,r,r,r", [w, low, high], TYPES, True, 1
+        )
+    else:
+        return tl.inline_asm_elementwise(_MXFP4_PAIRS, "=&r,=&r,=&r,=&r,r", [w], TYPES, True, 1)
+
+
+@triton.jit
+def _fma_word(xs, word, zero, sums, FORMAT: tl.constexpr):
+    """Add a 4-bit word times eight fp16 activations to pairs of partial sums."""
+    low, high = _zero_pairs(zero)
+    p0, p1, p2, p3 = _pairs(word, low, high, FORMAT)
+    if FORMAT == "mxfp4":
+        p0, p1, p2, p3 = _times_2_14(p0), _times_2_14(p1), _times_2_14(p2), _times_2_14(p3)
+    x01, x23 = _pack(xs[0], xs[1]), _pack(xs[2], xs[3])
+    x45, x67 = _pack(xs[4], xs[5]), _pack(xs[6], xs[7])
+    return tl.inline_asm_elementwise(
+        _FMA_PAIRS,
+        "=r,r,r,r,r,r,r,r,r,r",
+        [p0, p1, p2, p3, x01, x23, x45, x67, sums],
+        tl.int32,
+        True,
+        1,
+    )
+
+
+@triton.jit
+def _add_halves(pair):
+    return tl.inline_asm_elementwise(_ADD_HALVES, "=f,r", [pair], tl.float32, True, 1)
+
+
+@triton.jit
+def _element(words, J: tl.constexpr, zero, FORMAT: tl.constexpr):
+    """Return weight J of each vector in fp32, not scaled."""
+    if FORMAT == "int4":
+        return (int4_code(words[J // 8], J % 8) - zero).to(tl.float32)
+    elif FORMAT == "mxfp4":
+        return mxfp4_value(words[J // 8], J % 8).to(tl.float32)
+    elif FORMAT == "ternary":
+        return ternary_digit(words[J // 16], J % 16).to(tl.float32)
+    elif FORMAT == "int8":
+        return (words[J // 4] << (24 - J % 4 * 8) >> 24).to(tl.float32)
+    elif FORMAT == "bf16":
+        upper = words[J // 2] & -65536 if J % 2 else words[J // 2] << 16
+        return upper.to(tl.float32, bitcast=True)
+    elif FORMAT == "f16":
+        bits = words[J // 2] >> (J % 2 * 16)
+        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return words[J].to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _eight(word, zero, FORMAT: tl.constexpr):
+    """Return the weights of 4-bit words in fp32, not scaled; mxfp4 is 2^14 times too small."""
+    low, high = _zero_pairs(zero)
+    p0, p1, p2, p3 = _pairs(word, low, high, FORMAT)
+    v0, v1 = _unpack(p0)
+    v2, v3 = _unpack(p1)
+    v4, v5 = _unpack(p2)
+    v6, v7 = _unpack(p3)
+    return v0, v1, v2, v3, v4, v5, v6, v7
+
+
+@triton.jit
+def _zero_pairs(zero):
+    """Return the pairs 1024 + zero and -(64 + zero) of zero points 0..15."""
+    return zero * 0x00010001 + 0x64006400, zero * 0x00100010 - 0x2BFF2C00
+
+
+@triton.jit
+def to_scale(stored, FORMAT: tl.constexpr):
+    """Return stored scales in fp32; those of mxfp4 are powers of two, code 0 a subnormal one."""
+    if FORMAT == "mxfp4":
+        return tl.maximum(stored.to(tl.int32) << 23, 0x00400000).to(tl.float32, bitcast=True)
+    else:
+        return stored.to(tl.float32)
+
+
+@triton.jit
+def _group(scales, zeros, zero, k, K: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr):
+    """Return the scale and the zero point of column k of each row."""
+    inside = k < K
+    scale = to_scale(tl.load(scales + k // GROUP, inside, other=0), FORMAT)
+    if zeros is not None:
+        zero = tl.load(zeros + k // GROUP, inside, other=0).to(tl.int32)
+    return scale, zero
+
+
+@triton.jit
+def vector_dot(
+    x, tokens, k, words, scales, zeros, zero,
+    K: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, WEIGHTS: tl.constexpr,
+    HALF: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Multiply a vector of weights of each row by each token's activations: fp32 [L, BM, R].
+
+    Args:
+        x: pointers to the tokens' activations [1, BM, 1].
+        tokens: which of them exist [1, BM, 1].
+        k: the vectors' first columns [L, 1, 1].
+        words: the vectors, four words [L, 1, R]. Beyond K they may be any weights.
+        scales: pointers to the rows' scales [L, 1, R]; unused if GROUP is 0.
+        zeros: the same for zero points; None if all groups have `zero`.
+        zero: int4's zero point of each row, [L, 1, R] or [1, 1, 1]; other formats ignore it.
+        K: columns.
+        GROUP: columns that share a scale, an even number; 0 leaves the scale to the caller.
+        FORMAT: "int4", "mxfp4", "ternary", "int8", "bf16", "f16" or "f32".
+        WEIGHTS: weights of a vector.
+        HALF: packed arithmetic; needs 4-bit weights, fp16 activations and groups of whole words.
+        ASM: inline assembly is allowed.
+    """
+    # What surely shares a scale: a vector, else eight columns, else two.
+    VECTOR: tl.constexpr = GROUP % WEIGHTS == 0
+    EIGHT: tl.constexpr = not VECTOR and GROUP % 8 == 0
+    STEP: tl.constexpr = 8 if WEIGHTS > 8 else WEIGHTS
+    PACKED: tl.constexpr = FORMAT == "int4" or FORMAT == "mxfp4"
+    scale = tl.full((1, 1, 1), 1.0, tl.float32)
+    if VECTOR and GROUP > 0:
+        scale, zero = _group(scales, zeros, zero, k, K, GROUP, FORMAT)
+    total = tl.zeros((1, 1, 1), tl.float32)
+    sums = tl.zeros((1, 1, 1), tl.int32)
+    for c in tl.static_range(0, WEIGHTS // STEP):
+        at = k + c * STEP
+        if EIGHT:
+            scale, zero = _group(scales, zeros, zero, at, K, GROUP, FORMAT)
+        xs = _load8(x, at, tokens, K)
+        if HALF:
+            sums = _fma_word(xs, words[c], zero, sums, FORMAT)
+            if EIGHT:
+                total += _add_halves(sums) * scale
+                sums = tl.zeros((1, 1, 1), tl.int32)
+            elif c % 2 == 1:
+                total += _add_halves(sums)
+                sums = tl.zeros((1, 1, 1), tl.int32)
+        elif not VECTOR and not EIGHT:
+            for j in tl.static_range(0, STEP, 2):
+                scale, zero = _group(scales, zeros, zero, at + j, K, GROUP, FORMAT)
+                even = xs[j].to(tl.float32) * _element(words, c * STEP + j, zero, FORMAT)
+                odd = xs[j + 1].to(tl.float32) * _element(words, c * STEP + j + 1, zero, FORMAT)
+                total += (even + odd) * scale
+        else:
+            part = tl.zeros((1, 1, 1), tl.float32)
+            if ASM and PACKED:
+                values = _eight(words[c], zero, FORMAT)
+                for j in tl.static_range(0, STEP):
+                    part += xs[j].to(tl.float32) * values[j]
+            else:
+                for j in tl.static_range(0, STEP):
+                    value = _element(words, c * STEP + j, zero, FORMAT)
+                    part += xs[j].to(tl.float32) * value
+            if EIGHT:
+                part *= scale
+            total += part
+    if ASM and FORMAT == "mxfp4" and not HALF:
+        total *= 16384.0
+    if VECTOR and GROUP > 0:
+        total *= scale
+    return total

@@ -1,0 +1,156 @@
+"""y = x W^T + bias + residual for 1 to 8 tokens and weights of less than a byte.
+
+A program streams a few rows of W once, for all tokens. Its lanes stand side by side in a row, a
+16-byte vector each, so a token's sum has one order whatever the number of tokens.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from clocher_kernels.cuda.dots import split4, to_scale, vector_dot
+from clocher_kernels.cuda.launch import Device, Launch
+from clocher_kernels.cuda.pdl import start
+from clocher_kernels.cuda.tensors import DeviceTensor
+from clocher_kernels.cuda.tiles import gemv_tile
+from clocher_kernels.cuda.vectors import vectors_of
+
+
+@triton.jit
+def load_vectors(w, v, V: tl.constexpr):
+    """Load vectors of rows, once: i32 [L, 1, R, 4]. Beyond a row's V vectors the last one repeats.
+
+    That is harmless, as activations are 0 there, and cheaper than registers cleared for a mask.
+
+    Args:
+        w: pointers to the first words of rows [L, 1, R].
+        v: vectors of the rows [L, 1, 1].
+        V: vectors of a row.
+    """
+    at = tl.minimum(v, V - 1)[:, :, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
+    return tl.load(w[:, :, :, None] + at, eviction_policy="evict_first")
+
+
+@triton.jit
+def stream_rows(
+    x, tokens, w, scales, zeros, zero,
+    K: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, WEIGHTS: tl.constexpr,
+    HALF: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    L: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Multiply rows of W by tokens: partial sums fp32 [L, BM, R].
+
+    BV lanes stand side by side in the same rows. The arguments are those of `vector_dot`; `w`
+    points to the first words of rows [L, 1, R].
+    """
+    V: tl.constexpr = (K + WEIGHTS - 1) // WEIGHTS
+    lane = (tl.arange(0, L) % BV)[:, None, None]
+    total = tl.zeros((L, BM, R), tl.float32)
+    # The next turn's weights are on their way while this turn's are multiplied.
+    ahead = load_vectors(w, lane, V)
+    start(PDL)
+    for first in range(0, V, BV):
+        v = first + lane
+        words = split4(ahead)
+        if V > BV:
+            ahead = load_vectors(w, v + BV, V)
+        total += vector_dot(
+            x, tokens, v * WEIGHTS, words, scales, zeros, zero,
+            K, GROUP, FORMAT, WEIGHTS, HALF, ASM,
+        )  # fmt: skip
+    return total
+
+
+@triton.jit
+def rows_of(first, L: tl.constexpr, BV: tl.constexpr, R: tl.constexpr):
+    """Return the rows that lanes work on, [L, R], when a program starts at row `first`."""
+    return first + (tl.arange(0, L) // BV * R)[:, None] + tl.arange(0, R)[None, :]
+
+
+@triton.jit
+def add_lanes(total, BV: tl.constexpr):
+    """Add up the lanes that share rows: [L, BM, R] -> [L / BV, BM, R]."""
+    L: tl.constexpr = total.shape[0]
+    return tl.sum(total.reshape(L // BV, BV, total.shape[1], total.shape[2]), axis=1)
+
+
+@triton.jit
+def _gemv_bits(
+    x, w, scales, zeros, bias, residual, y,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    L: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, R: tl.constexpr,
+    FORMAT: tl.constexpr, WEIGHTS: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    HALF: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    BN: tl.constexpr = L // BV * R
+    V: tl.constexpr = (K + WEIGHTS - 1) // WEIGHTS
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
+    first = tl.program_id(0) * BN
+    m = tl.arange(0, BM)[None, :, None]
+    row = rows_of(first, L, BV, R)[:, None, :]
+    # Rows beyond the last one repeat it and are not stored, so that loads need no mask for them.
+    row = (row if N % BN == 0 else tl.minimum(row, N - 1)).to(tl.int64)
+    zero = tl.full((1, 1, 1), 8, tl.int32)
+    if GROUP == 0 and zeros is not None:
+        zero = tl.load(zeros + row).to(tl.int32)
+    total = stream_rows(
+        x + m * K, m < M, w + row * (V * 4), scales + row * GROUPS,
+        None if zeros is None else zeros + row * GROUPS, zero,
+        K, GROUP, FORMAT, WEIGHTS, HALF, ASM, PDL, L, BV, BM, R,
+    )  # fmt: skip
+
+    total = add_lanes(total, BV)
+    n = rows_of(first, L // BV, 1, R)[:, None, :]
+    rows = n < N
+    if GROUP == 0:
+        total *= to_scale(tl.load(scales + n * SCALE_ROWS, rows, other=0), FORMAT)
+    if bias is not None:
+        total += tl.load(bias + n, rows, other=0.0)
+    at = m * N + n
+    inside = (m < M) & rows
+    if residual is not None:
+        total += tl.load(residual + at, inside, other=0.0).to(tl.float32)
+    tl.store(y + at, total.to(y.dtype.element_ty), inside)
+
+
+def gemv_bits(
+    *,
+    x: torch.Tensor,
+    w: DeviceTensor,
+    y: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    device: Device,
+) -> list[Launch]:
+    """Lower `ops.linear.linear` for up to 8 tokens and int4, mxfp4 or ternary weights."""
+    (m, k), n = x.shape, w.shape[0]
+    held = vectors_of(w)
+    tile = gemv_tile(rows=n, vectors=-(-k // held.weights), tokens=m, copies=1, device=device)
+    constants = {
+        "M": m,
+        "N": n,
+        "K": k,
+        "L": 32 * tile.warps,
+        "BV": tile.vectors,
+        "BM": tile.tokens,
+        "R": tile.rows_of_lane,
+        "FORMAT": held.kind,
+        "WEIGHTS": held.weights,
+        "GROUP": held.group,
+        "SCALE_ROWS": held.scale_rows,
+        "HALF": held.packed_arithmetic(x, device),
+        "ASM": device.asm,
+        "PDL": device.pdl,
+    }
+    args = {
+        "x": x,
+        "w": held.words,
+        "scales": held.scales,
+        "zeros": held.zeros,
+        "bias": bias,
+        "residual": residual,
+        "y": y,
+    }
+    weights = tile.rows_of_lane * held.weights
+    grid = (triton.cdiv(n, tile.rows),)
+    return [Launch(_gemv_bits, grid, args, constants, tile.warps, device.pdl, weights)]

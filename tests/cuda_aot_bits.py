@@ -1,0 +1,163 @@
+"""Compile the kernels of sub-byte weights ahead of time and print what they cost, as JSON.
+
+`python tests/cuda_aot_bits.py --budgets` prints the part that data/sass_budgets/bits.json keeps.
+Names that start with "budget" are held to the limits of their format.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from cuda_cases import meta, meta_device
+
+from clocher_kernels.cuda.aot import ARCHITECTURES, PTX_ONLY, Code, compile_code, compile_ptx
+from clocher_kernels.cuda.gemv_bits import gemv_bits
+from clocher_kernels.cuda.integer import linear_i8
+from clocher_kernels.cuda.launch import Launch
+from clocher_kernels.cuda.moe import moe_down, moe_gate_up
+from clocher_kernels.cuda.prepack import rearrange
+from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
+from clocher_kernels.formats import parse_format
+
+FP16, FP32, BF16 = torch.float16, torch.float32, torch.bfloat16
+
+EXPERTS, CHOSEN, WIDTH = 32, 4, 2880
+
+
+def weights(name: str, *shape: int) -> DeviceTensor:
+    """Return prepacked weights without memory."""
+    fmt = parse_format(name)
+    planes = {n: meta(p.shape, TORCH_DTYPES[p.dtype]) for n, p in fmt.planes(shape).items()}
+    return rearrange(fmt, shape, planes)
+
+
+def product(
+    fmt: str, m: int, n: int, k: int, capability: int, x_type: torch.dtype = FP16
+) -> Launch:
+    """Return the launch of `linear`."""
+    (launch,) = gemv_bits(
+        x=meta((m, k), x_type),
+        w=weights(fmt, n, k),
+        y=meta((m, n), x_type),
+        bias=meta((n,), FP32),
+        residual=meta((m, n), FP32),
+        device=meta_device(capability),
+    )
+    return launch
+
+
+def exact(m: int, n: int, k: int, capability: int) -> Launch:
+    """Return the launch of `linear_i8`."""
+    (launch,) = linear_i8(
+        q=meta((m, k), torch.int8),
+        scale=meta((m,), FP32),
+        w=weights("ternary", n, k),
+        y=meta((m, n), FP16),
+        residual=meta((m, n), FP32),
+        device=meta_device(capability),
+    )
+    return launch
+
+
+def gate_up(fmt: str, m: int, capability: int, x_type: torch.dtype = FP16) -> Launch:
+    """Return the launch of `moe_gate_up` in the shape of gpt-oss-20b."""
+    (launch,) = moe_gate_up(
+        x=meta((m, WIDTH), x_type),
+        ids=meta((m, CHOSEN), torch.int32),
+        w=weights(fmt, EXPERTS, 2 * WIDTH, WIDTH),
+        y=meta((m, CHOSEN, WIDTH), x_type),
+        limit=7.0,
+        alpha=1.702,
+        bias=meta((EXPERTS, 2 * WIDTH), FP32),
+        device=meta_device(capability),
+    )
+    return launch
+
+
+def down(fmt: str, m: int, capability: int, x_type: torch.dtype = FP16) -> Launch:
+    """Return the launch of `moe_down` in the shape of gpt-oss-20b."""
+    (launch,) = moe_down(
+        x=meta((m, CHOSEN, WIDTH), x_type),
+        ids=meta((m, CHOSEN), torch.int32),
+        weights=meta((m, CHOSEN), FP32),
+        w=weights(fmt, EXPERTS, WIDTH, WIDTH),
+        y=meta((m, WIDTH), FP32),
+        bias=meta((EXPERTS, WIDTH), FP32),
+        residual=meta((m, WIDTH), FP32),
+        device=meta_device(capability),
+    )
+    return launch
+
+
+def launches() -> Iterator[tuple[str, int, Launch]]:
+    """Yield (id, capability, launch)."""
+    for cc in ARCHITECTURES:
+        for fmt in ("int4_sym_g128_f16", "mxfp4"):
+            yield f"budget-{fmt}-m1-n14336-k4096", cc, product(fmt, 1, 14336, 4096, cc)
+        yield "budget-ternary_i8-m1-n13824-k2560", cc, exact(1, 13824, 2560, cc)
+        yield "budget-mxfp4-experts-gate_up-m1", cc, gate_up("mxfp4", 1, cc)
+    for cc in (86, 90):
+        yield "budget-mxfp4-experts-down-m1", cc, down("mxfp4", 1, cc)
+    for fmt, cc in (("int4_sym_g32_f16", 80), ("int4_asym_g64_f16", 89)):
+        yield f"budget-{fmt}-m1-n14336-k4096", cc, product(fmt, 1, 14336, 4096, cc)
+    yield (
+        "budget-int4_sym_g128_f16-m1-n4096-k14336",
+        90,
+        product("int4_sym_g128_f16", 1, 4096, 14336, 90),
+    )
+    yield "int4_asym_g34_f16-m1-n4096-k4096", 86, product("int4_asym_g34_f16", 1, 4096, 4096, 86)
+    for m in (4, 8):
+        yield (
+            f"int4_sym_g128_f16-m{m}-n14336-k4096",
+            90,
+            product("int4_sym_g128_f16", m, 14336, 4096, 90),
+        )
+    yield "mxfp4-m8-n14336-k4096", 80, product("mxfp4", 8, 14336, 4096, 80)
+    yield "mxfp4-bf16-m1-n14336-k4096", 90, product("mxfp4", 1, 14336, 4096, 90, BF16)
+    yield "ternary_i8-m8-n13824-k2560", 86, exact(8, 13824, 2560, 86)
+    yield "bf16-experts-gate_up-m1", 90, gate_up("bf16", 1, 90, BF16)
+
+
+def describe(code: Code, launch: Launch) -> dict[str, Any]:
+    """Return the figures of a launch."""
+    load, wait = code.ptx.find("evict_first"), code.ptx.find("griddepcontrol.wait")
+    return {
+        "per_weight": round(code.per_weight(launch), 2),
+        "registers": code.registers,
+        "shared": code.shared_bytes,
+        "local": code.local_bytes,
+        "wide_streaming_loads": code.instructions["LDG.E.EF.128"],
+        "waits_after_first_load": 0 <= load < wait,
+    }
+
+
+def main() -> None:
+    report: dict[str, dict[str, Any]] = {}
+    for name, capability, launch in launches():
+        code = compile_code(launch, capability)
+        report.setdefault(name, {})[f"sm_{capability}"] = describe(code, launch)
+    if "--budgets" in sys.argv:
+        kept = ("per_weight", "registers", "shared")
+        budgets = {
+            name: {arch: {key: got[key] for key in kept} for arch, got in archs.items()}
+            for name, archs in report.items()
+        }
+        print(json.dumps(budgets, indent=1))
+        return
+    ptx = {}
+    for cc in PTX_ONLY:
+        for name, launch in (
+            ("int4", product("int4_sym_g128_f16", 1, 4096, 4096, cc)),
+            ("mxfp4", gate_up("mxfp4", 1, cc)),
+            ("ternary", exact(1, 2560, 2560, cc)),
+        ):
+            ptx[f"{name}-sm_{cc}"] = "evict_first" in compile_ptx(launch, cc)
+    print(json.dumps({"code": report, "ptx": ptx}))
+
+
+main()

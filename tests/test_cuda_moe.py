@@ -1,0 +1,157 @@
+"""The CUDA mixture of experts in Triton's interpreter (its machine code: test_cuda_bits.py)."""
+
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from cuda_cases import run_interpreted
+from op_cases import ALL, OpRun, error, name_of
+
+from clocher_kernels.cuda.launch import INTERPRETER, execute
+from clocher_kernels.cuda.moe import moe_down, moe_gate_up, topk_softmax
+from clocher_kernels.cuda.prepack import prepack
+from clocher_kernels.cuda.tensors import DeviceTensor
+from clocher_kernels.formats import parse_format
+from clocher_kernels.ops import moe
+from clocher_kernels.ops.contract import Case, OpSpec
+from clocher_kernels.quant_tensor import encode
+from clocher_kernels.reference import ReferenceExecutor
+
+
+def _chosen(spec: OpSpec, case: Case) -> bool:
+    """Take one token in every format, and many in the two that models ship."""
+    if spec.name not in ("topk_softmax", "moe_gate_up", "moe_down") or "large" in case.id:
+        return False
+    return case.sizes["M"] == 1 or case.formats.get("w", "mxfp4") in ("mxfp4", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("spec", "case"),
+    [pytest.param(spec, case, id=name_of(spec, case)) for spec, case in ALL if _chosen(spec, case)],
+)
+def test_parity(spec: OpSpec, case: Case) -> None:
+    op = OpRun(spec, case)
+    got, expected = run_interpreted(op), op.run(ReferenceExecutor)
+    for name in op.written:
+        rms, largest = error(got[name], expected[name])
+        assert rms <= spec.tolerance.rms and largest <= spec.tolerance.max, (name, rms, largest)
+
+
+def _amid_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor between two margins of 0xff bytes, which is NaN in every float type."""
+    memory = torch.full((tensor.nbytes + 128,), 0xFF, dtype=torch.uint8)
+    return memory[64 : 64 + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+class Experts:
+    """Two layers of experts in memory surrounded by NaN, and tokens that chose some of them."""
+
+    def __init__(self, fmt: str, tokens: int, chosen: int, x_type: torch.dtype) -> None:
+        rng = np.random.default_rng(zlib.crc32(f"{fmt}-{tokens}-{chosen}".encode()))
+        # Vectors of 4-bit weights: a row has one more than a turn takes.
+        experts, rows, k = 5, 6, 288
+
+        def normal(*shape: int) -> np.ndarray:
+            return rng.standard_normal(shape, dtype=np.float32)
+
+        self.up = encode(normal(experts, rows, k) * np.float32(k**-0.5), parse_format(fmt))
+        self.down = encode(normal(experts, 5, k) * np.float32(k**-0.5), parse_format(fmt))
+        self.bias = {"up": normal(experts, rows), "down": normal(experts, 5)}
+        self.x = torch.from_numpy(normal(tokens, k)).to(x_type)
+        self.hidden = torch.from_numpy(normal(tokens, chosen, k)).to(x_type)
+        self.residual = normal(tokens, 5)
+        self.ids = np.stack([rng.permutation(experts)[:chosen] for _ in range(tokens)])
+        self.ids = self.ids.astype(np.int32)
+        self.weights = rng.random((tokens, chosen), dtype=np.float32)
+
+    def run(self, which: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
+        """Run both kernels for some of the tokens; return fp32 [M, A, I] and [M, N]."""
+        ids = _amid_nan(torch.from_numpy(self.ids[which]))
+        common = {"ids": ids, "device": INTERPRETER}
+        y_up = _amid_nan(torch.full((*ids.shape, self.up.shape[1] // 2), float("nan")))
+        y_down = _amid_nan(torch.from_numpy(self.residual[which]))
+        execute(
+            moe_gate_up(
+                x=_amid_nan(self.x[which]),
+                w=self._packed("up"),
+                bias=self._bias("up"),
+                y=y_up,
+                limit=7.0,
+                alpha=1.702,
+                **common,
+            )
+        )
+        execute(
+            moe_down(
+                x=_amid_nan(self.hidden[which]),
+                weights=_amid_nan(torch.from_numpy(self.weights[which])),
+                w=self._packed("down"),
+                bias=self._bias("down"),
+                residual=y_down,
+                y=y_down,
+                **common,
+            )
+        )
+        return y_up.numpy(), y_down.numpy()
+
+    def expected(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return what the references write."""
+        up = np.empty((*self.ids.shape, self.up.shape[1] // 2), np.float32)
+        down = np.empty_like(self.residual)
+        moe.moe_gate_up(
+            x=self.x.float().numpy(),
+            ids=self.ids,
+            w=self.up,
+            y=up,
+            limit=7.0,
+            alpha=1.702,
+            bias=self.bias["up"],
+        )
+        moe.moe_down(
+            x=self.hidden.float().numpy(),
+            ids=self.ids,
+            weights=self.weights,
+            w=self.down,
+            y=down,
+            bias=self.bias["down"],
+            residual=self.residual,
+        )
+        return up, down
+
+    def _packed(self, name: str) -> DeviceTensor:
+        packed = prepack(getattr(self, name), INTERPRETER)
+        planes = {plane: _amid_nan(values) for plane, values in packed.planes.items()}
+        return DeviceTensor(packed.shape, packed.format, planes)
+
+    def _bias(self, name: str) -> torch.Tensor:
+        return _amid_nan(torch.from_numpy(self.bias[name]))
+
+
+@pytest.mark.parametrize("x_type", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
+@pytest.mark.parametrize(
+    "fmt", ["mxfp4", "int4_asym_g34_f32", "int4_sym_row_f16", "int8_tensor_f32", "int8_g40_f16"]
+)
+def test_formats_in_the_middle_of_nan(fmt: str, x_type: torch.dtype) -> None:
+    experts = Experts(fmt, 2, 3, x_type)
+    for got, expected in zip(experts.run(), experts.expected(), strict=True):
+        rms, largest = error(got, expected)
+        assert rms <= 2e-6 and largest <= 2e-5, (rms, largest)
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "bf16"])
+def test_a_token_is_the_same_in_any_batch(fmt: str) -> None:
+    experts = Experts(fmt, 3, 2, torch.float16)
+    together = experts.run()
+    for which in (slice(2, 3), slice(1, 3)):
+        for alone, all_of_them in zip(experts.run(which), together, strict=True):
+            np.testing.assert_array_equal(alone, all_of_them[which])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_router_never_names_an_expert_that_does_not_exist() -> None:
+    logits = torch.full((1, 6), float("nan"))
+    ids = torch.full((1, 4), 99, dtype=torch.int32)
+    weights = torch.empty((1, 4))
+    execute(topk_softmax(logits=logits, ids=ids, weights=weights, device=INTERPRETER))
+    assert ((ids >= 0) & (ids < 6)).all()
