@@ -1,17 +1,26 @@
 """The element-wise CUDA kernels in Triton's interpreter, against the NumPy references."""
 
+import numpy as np
 import pytest
+import torch
 from cuda_cases import run_interpreted
 from op_cases import ALL, OpRun, error, name_of
 
+from clocher_kernels.cuda.launch import INTERPRETER, execute
+from clocher_kernels.cuda.lowering import LOWER
+from clocher_kernels.cuda.prepack import prepack
+from clocher_kernels.errors import UnsupportedOp
+from clocher_kernels.formats import parse_format
+from clocher_kernels.ops import OPS
 from clocher_kernels.ops.contract import Case, OpSpec
+from clocher_kernels.quant_tensor import encode
 from clocher_kernels.reference import ReferenceExecutor
 
-OPS = ("glu",)
+NAMES = ("rms_norm", "rope", "glu", "embed", "gather_rows")
 
 
 @pytest.mark.parametrize(
-    ("spec", "case"), [pytest.param(s, c, id=name_of(s, c)) for s, c in ALL if s.name in OPS]
+    ("spec", "case"), [pytest.param(s, c, id=name_of(s, c)) for s, c in ALL if s.name in NAMES]
 )
 def test_parity(spec: OpSpec, case: Case) -> None:
     op = OpRun(spec, case)
@@ -19,3 +28,83 @@ def test_parity(spec: OpSpec, case: Case) -> None:
     for name in op.written:
         rms, largest = error(got[name], expected[name])
         assert rms <= spec.tolerance.rms and largest <= spec.tolerance.max, (name, rms, largest)
+
+
+@pytest.mark.parametrize(
+    "fmt",
+    [
+        "int4_asym_g34_f32",
+        "int4_sym_row_f16",
+        "int8_tensor_f32",
+        "int8_g37_bf16",
+        "fp8_e4m3_b128_bf16",
+        "fp8_e5m2_row_f32",
+    ],
+)
+def test_embed_of_every_kind_of_table(fmt: str) -> None:
+    case = Case(f"{fmt}-m3-k301", {"M": 3, "V": 140, "K": 301}, formats={"table": fmt})
+    op = OpRun(OPS["embed"], case)
+    got, expected = run_interpreted(op)["y"], op.run(ReferenceExecutor)["y"]
+    rms, largest = error(got, expected)
+    assert rms <= 2e-6 and largest <= 2e-5, (rms, largest)
+
+
+def test_embed_names_the_formats_that_it_has() -> None:
+    values = np.random.default_rng(0).standard_normal((8, 64), dtype=np.float32)
+    table = prepack(encode(values, parse_format("mxfp4")), INTERPRETER)
+    ids, y = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 64)
+    with pytest.raises(UnsupportedOp, match=r"mxfp4.*int8, fp8 and int4"):
+        LOWER["embed"](ids=ids, table=table, y=y, device=INTERPRETER)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
+@pytest.mark.parametrize(
+    ("op", "sizes", "attrs", "narrow"),
+    [
+        ("rms_norm", {"M": 2, "F": 2880, "D": 2880}, {"eps": 1e-5}, ("x", "y")),
+        ("glu", {"M": 2, "I": 1100}, {"act": "silu"}, ("gate", "up", "y")),
+        ("rope", {"M": 2, "F": 1152, "P": 32, "C": 9}, {}, ("x",)),
+        ("gather_rows", {"M": 4, "R": 2, "K": 1100}, {}, ("y",)),
+    ],
+    ids=["rms_norm", "glu", "rope", "gather_rows"],
+)
+def test_narrow_activations(
+    op: str,
+    sizes: dict[str, int],
+    attrs: dict[str, float],
+    narrow: tuple[str, ...],
+    dtype: torch.dtype,
+) -> None:
+    run = OpRun(OPS[op], Case("narrow", sizes, attrs))
+    for name in narrow:
+        if name in run.values:
+            values = torch.from_numpy(run.values[name])
+            run.values[name][...] = values.to(dtype).float().numpy()
+    got = run_interpreted(run, dict.fromkeys(narrow, dtype))
+    for name, expected in run.run(ReferenceExecutor).items():
+        rms, _ = error(got[name], expected)
+        # The interpreter truncates where a GPU rounds to bf16.
+        assert rms <= (1e-3 if dtype == torch.float16 else 1e-2), (name, rms)
+
+
+def test_rows_of_a_wider_buffer() -> None:
+    """Queries and keys may be columns of one product; what is beside them must stay."""
+    rng = np.random.default_rng(3)
+    wide = torch.from_numpy(rng.standard_normal((3, 200), dtype=np.float32))
+    kept = wide.clone()
+    x, y = wide[:, 40:104], torch.full((3, 200), float("nan"))
+    weight = torch.from_numpy(rng.standard_normal(32, dtype=np.float32))
+    execute(LOWER["rms_norm"](x=x, weight=weight, y=y[:, 8:72], eps=1e-6, device=INTERPRETER))
+    expected = np.empty((3, 64), np.float32)
+    OPS["rms_norm"].reference(x=x.numpy(), weight=weight.numpy(), y=expected, eps=1e-6)
+    np.testing.assert_allclose(y[:, 8:72].numpy(), expected, rtol=2e-5, atol=1e-6)
+    assert y[:, :8].isnan().all() and y[:, 72:].isnan().all()
+
+    tables = [torch.from_numpy(rng.standard_normal((5, 16), dtype=np.float32)) for _ in "cs"]
+    positions = torch.tensor([4, 0, 2], dtype=torch.int32)
+    cos, sin = tables
+    execute(LOWER["rope"](x=x, positions=positions, cos=cos, sin=sin, device=INTERPRETER))
+    rotated = kept[:, 40:104].numpy().copy()
+    OPS["rope"].reference(x=rotated, positions=positions.numpy(), cos=cos.numpy(), sin=sin.numpy())
+    np.testing.assert_allclose(x.numpy(), rotated, rtol=2e-5, atol=1e-6)
+    assert torch.equal(wide[:, :40], kept[:, :40]) and torch.equal(wide[:, 104:], kept[:, 104:])

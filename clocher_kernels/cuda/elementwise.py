@@ -1,34 +1,301 @@
-"""Norms, rotary embedding, gated activations, row gathers."""
+"""Norms, rotary embedding, gated activations, embeddings, row gathers."""
 
 import torch
 import triton
 import triton.language as tl
 
+from clocher_kernels.cuda.codes import to_f32, unit
 from clocher_kernels.cuda.launch import Device, Launch
+from clocher_kernels.cuda.pdl import start
+from clocher_kernels.cuda.tensors import DeviceTensor
+from clocher_kernels.errors import UnsupportedOp
+from clocher_kernels.formats.float import Float
+from clocher_kernels.formats.fp8 import BLOCK as FP8_BLOCK
+from clocher_kernels.formats.fp8 import Fp8
+from clocher_kernels.formats.int4 import Int4
+from clocher_kernels.formats.int8 import Int8
+
+_BLOCK = 1024
 
 
 @triton.jit
-def _glu(gate, up, y, SIZE: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm(
+    x,
+    weight,
+    y,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    X_ROW: tl.constexpr,
+    Y_ROW: tl.constexpr,
+    EPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row, group = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS
+    at = tl.arange(0, BLOCK)
+    inside = at < SIZE
+    factor = tl.load(weight + at, inside, other=0.0)
+    start(PDL)
+    value = tl.load(x + row * X_ROW + group * SIZE + at, inside, other=0.0).to(tl.float32)
+    mean_square = tl.sum(value * value) / SIZE
+    value = value * (1.0 / tl.sqrt(mean_square + EPS)) * factor
+    tl.store(y + row * Y_ROW + group * SIZE + at, value.to(y.dtype.element_ty), inside)
+
+
+def rms_norm(
+    *, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, eps: float, device: Device
+) -> list[Launch]:
+    """Lower `ops.elementwise.rms_norm`; one program per group."""
+    size = len(weight)
+    groups = x.shape[1] // size
+    block = triton.next_power_of_2(size)
+    constants = {
+        "SIZE": size,
+        "GROUPS": groups,
+        "X_ROW": x.stride(0),
+        "Y_ROW": y.stride(0),
+        "EPS": eps,
+        "BLOCK": block,
+        "PDL": device.pdl,
+    }
+    warps = min(max(block // 256, 1), 16)
+    args = {"x": x, "weight": weight, "y": y}
+    return [Launch(_rms_norm, (len(x) * groups,), args, constants, warps, pdl=device.pdl)]
+
+
+@triton.jit
+def _rope(
+    x,
+    positions,
+    cos,
+    sin,
+    PAIRS: tl.constexpr,
+    HALF: tl.constexpr,
+    X_ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start(PDL)
+    row = tl.program_id(1)
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = pair < PAIRS
+    head, at = pair // HALF, pair % HALF
+    angle = tl.load(positions + row) * HALF + at
+    c = tl.load(cos + angle, inside, other=0.0)
+    s = tl.load(sin + angle, inside, other=0.0)
+    first = x + row * X_ROW + head * (2 * HALF) + at
+    a = tl.load(first, inside, other=0.0).to(tl.float32)
+    b = tl.load(first + HALF, inside, other=0.0).to(tl.float32)
+    tl.store(first, (a * c - b * s).to(x.dtype.element_ty), inside)
+    tl.store(first + HALF, (b * c + a * s).to(x.dtype.element_ty), inside)
+
+
+def rope(
+    *,
+    x: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    device: Device,
+) -> list[Launch]:
+    """Lower `ops.elementwise.rope`; a thread owns both halves of a pair."""
+    pairs = x.shape[1] // 2
+    block = min(triton.next_power_of_2(pairs), 512)
+    constants = {
+        "PAIRS": pairs,
+        "HALF": cos.shape[1],
+        "X_ROW": x.stride(0),
+        "BLOCK": block,
+        "PDL": device.pdl,
+    }
+    args = {"x": x, "positions": positions, "cos": cos, "sin": sin}
+    grid = (triton.cdiv(pairs, block), len(x))
+    return [Launch(_rope, grid, args, constants, pdl=device.pdl)]
+
+
+@triton.jit
+def _glu(
+    gate,
+    up,
+    y,
+    SIZE: tl.constexpr,
+    GATE_ROW: tl.constexpr,
+    UP_ROW: tl.constexpr,
+    Y_ROW: tl.constexpr,
+    ACT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start(PDL)
+    row = tl.program_id(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < SIZE
-    g = tl.load(gate + at, inside, other=0.0).to(tl.float32)
-    u = tl.load(up + at, inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + row * GATE_ROW + at, inside, other=0.0).to(tl.float32)
+    u = tl.load(up + row * UP_ROW + at, inside, other=0.0).to(tl.float32)
     if ACT == "relu2":
         g = tl.maximum(g, 0.0)
         g = g * g
     else:
         g = g / (1.0 + tl.exp(-g))
-    tl.store(y + at, (g * u).to(y.dtype.element_ty), inside)
+    tl.store(y + row * Y_ROW + at, (g * u).to(y.dtype.element_ty), inside)
 
 
 def glu(
     *, gate: torch.Tensor, up: torch.Tensor, y: torch.Tensor, act: str, device: Device
 ) -> list[Launch]:
     """Lower `ops.elementwise.glu`."""
-    block = 1024
-    constants = {"SIZE": gate.numel(), "ACT": act, "BLOCK": block}
-    grid = (triton.cdiv(gate.numel(), block),)
-    return [Launch(_glu, grid, {"gate": gate, "up": up, "y": y}, constants)]
+    size = gate.shape[1]
+    constants = {
+        "SIZE": size,
+        "GATE_ROW": gate.stride(0),
+        "UP_ROW": up.stride(0),
+        "Y_ROW": y.stride(0),
+        "ACT": act,
+        "BLOCK": _BLOCK,
+        "PDL": device.pdl,
+    }
+    grid = (triton.cdiv(size, _BLOCK), len(gate))
+    return [Launch(_glu, grid, {"gate": gate, "up": up, "y": y}, constants, pdl=device.pdl)]
 
 
-LOWER = {"glu": glu}
+@triton.jit
+def _embed(
+    ids,
+    codes,
+    scales,
+    zeros,
+    y,
+    SIZE: tl.constexpr,
+    ROW: tl.constexpr,
+    Y_ROW: tl.constexpr,
+    CODE: tl.constexpr,
+    UNIT: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_ROW: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start(PDL)
+    row = tl.program_id(1)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < SIZE
+    token = tl.load(ids + row).to(tl.int64)
+    # Codes 0..15 of a word lie in the order 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits.
+    nibble = at // 8 * 8 + at % 2 * 4 + at % 8 // 2
+    if CODE == "int4":
+        byte = tl.load(codes + token * ROW + nibble // 2, inside, other=0).to(tl.int32)
+        value = ((byte >> (nibble % 2 * 4)) & 15).to(tl.float32)
+    else:
+        value = to_f32(tl.load(codes + token * ROW + at, inside, other=0), CODE, False) * UNIT
+    if GROUP > 0:
+        scale = token // SCALE_ROWS * SCALE_ROW + at // GROUP
+        if CODE == "int4":
+            value -= (
+                8.0 if zeros is None else tl.load(zeros + scale, inside, other=0).to(tl.float32)
+            )
+        value *= tl.load(scales + scale, inside, other=0.0).to(tl.float32)
+    tl.store(y + row * Y_ROW + at, value.to(y.dtype.element_ty), inside)
+
+
+def embed(
+    *, ids: torch.Tensor, table: DeviceTensor, y: torch.Tensor, device: Device
+) -> list[Launch]:
+    """Lower `ops.elementwise.embed` for plain floats, int8, fp8 and int4.
+
+    Raises:
+        UnsupportedOp: a table of another format.
+    """
+    fmt, (rows, size) = table.format, table.shape
+    group: int | str = ""
+    if isinstance(fmt, Float):
+        code = "float"
+    elif isinstance(fmt, Int8):
+        code, group = "int8", fmt.group
+    elif isinstance(fmt, Fp8):
+        code, group = fmt.code_dtype, fmt.scope
+    elif isinstance(fmt, Int4):
+        code, group = "int4", fmt.group
+    else:
+        raise UnsupportedOp(
+            f"the CUDA back end has no embed for a {fmt.name} table; it has it for float, int8, "
+            "fp8 and int4 formats; convert the embedding to one of them"
+        )
+    # Scales are [rows / scale_rows, scale_row]; a column serves `length` elements.
+    scale_rows, length = 1, size
+    if group == "tensor":
+        scale_rows = rows
+    elif group == "b128":
+        scale_rows = length = FP8_BLOCK
+    elif isinstance(group, int):
+        length = group
+    codes = table.planes["data" if code == "float" else "codes"]
+    if code == "int4":
+        codes = codes.view(torch.uint8)
+    constants = {
+        "SIZE": size,
+        "ROW": codes.shape[-1],
+        "Y_ROW": y.stride(0),
+        "CODE": code,
+        "UNIT": unit(code, "fp32"),
+        "SCALE_ROWS": scale_rows,
+        "SCALE_ROW": triton.cdiv(size, length),
+        "GROUP": length if group else 0,
+        "BLOCK": _BLOCK,
+        "PDL": device.pdl,
+    }
+    args = {
+        "ids": ids,
+        "codes": codes,
+        "scales": table.planes.get("scales"),
+        "zeros": table.planes.get("zeros"),
+        "y": y,
+    }
+    grid = (triton.cdiv(size, _BLOCK), len(ids))
+    return [Launch(_embed, grid, args, constants, pdl=device.pdl)]
+
+
+@triton.jit
+def _gather_rows(
+    x,
+    rows,
+    y,
+    SIZE: tl.constexpr,
+    X_ROW: tl.constexpr,
+    Y_ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start(PDL)
+    row = tl.program_id(1)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < SIZE
+    value = tl.load(x + tl.load(rows + row) * X_ROW + at, inside, other=0.0)
+    if x.dtype != y.dtype:
+        value = value.to(tl.float32).to(y.dtype.element_ty)
+    tl.store(y + row * Y_ROW + at, value, inside)
+
+
+def gather_rows(
+    *, x: torch.Tensor, rows: torch.Tensor, y: torch.Tensor, device: Device
+) -> list[Launch]:
+    """Lower `ops.elementwise.gather_rows`."""
+    size = x.shape[1]
+    constants = {
+        "SIZE": size,
+        "X_ROW": x.stride(0),
+        "Y_ROW": y.stride(0),
+        "BLOCK": _BLOCK,
+        "PDL": device.pdl,
+    }
+    grid = (triton.cdiv(size, _BLOCK), len(rows))
+    return [Launch(_gather_rows, grid, {"x": x, "rows": rows, "y": y}, constants, pdl=device.pdl)]
+
+
+LOWER = {
+    "rms_norm": rms_norm,
+    "rope": rope,
+    "glu": glu,
+    "embed": embed,
+    "gather_rows": gather_rows,
+}

@@ -1,0 +1,221 @@
+"""One block of keys and values, for a tile of rows: the step of online softmax.
+
+Keys and values are multiplied as bf16 or fp16 numbers that hold them exactly. The other factor,
+fp32, goes in as two of these numbers, its rounding and what that left over, so that products are
+as good as fp32 ones at the price of two instructions of the tensor cores.
+"""
+
+import triton
+import triton.language as tl
+
+from clocher_kernels.cuda.codes import to_f16
+from clocher_kernels.cuda.launch import Device
+
+NEVER = tl.constexpr(0x7FFFFFFF)
+
+
+def work_type(kv_dtype: str, device: Device) -> tl.dtype:
+    """Return the type in which keys and values are multiplied; it holds each of them exactly.
+
+    The interpreter has no bf16 arithmetic and takes fp32 instead.
+    """
+    if kv_dtype in ("f16", "e4m3", "e5m2"):
+        return tl.float16
+    return tl.bfloat16 if kv_dtype in ("bf16", "i8") and device.asm else tl.float32
+
+
+@triton.jit
+def load_query(q, at, live, DIM: tl.constexpr, WIDTH: tl.constexpr, WORK: tl.constexpr):
+    """Load rows of the query [ROWS, WIDTH] as two numbers of the type WORK."""
+    dim = tl.arange(0, WIDTH)
+    inside = live[:, None] & (dim < DIM)[None, :]
+    return _in_two(tl.load(q + at[:, None] + dim[None, :], inside, other=0.0).to(tl.float32), WORK)
+
+
+@triton.jit
+def _in_two(x, WORK: tl.constexpr):
+    """Round fp32 to WORK, and round what that left over."""
+    high = x.to(WORK)
+    return high, (x - high.to(tl.float32)).to(WORK)
+
+
+@triton.jit
+def _product(high, rest, b, acc):
+    """Return (high + rest) @ b + acc in fp32."""
+    if high.dtype == tl.float32:
+        return tl.dot(high, b, acc, input_precision="tf32x3")
+    else:
+        return tl.dot(high, b, tl.dot(rest, b, acc))
+
+
+@triton.jit
+def _cells(
+    pages,
+    cell0,
+    cell,
+    seen,
+    head,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return the index of (page, head, cell in page) of a block of cells, int64."""
+    if PAGE % BLOCK == 0:
+        page = tl.load(pages + cell0 // PAGE).to(tl.int64)
+    else:
+        page = tl.load(pages + cell // PAGE, seen, other=0).to(tl.int64)
+    return (page * HEADS + head) * PAGE + cell % PAGE
+
+
+@triton.jit
+def _load(cache, at, seen, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    dim = tl.arange(0, WIDTH)
+    inside = seen[:, None] & (dim < DIM)[None, :]
+    return tl.load(cache + at[:, None] * DIM + dim[None, :], inside, other=0)
+
+
+@triton.jit
+def _widen(stored, KV: tl.constexpr, WORK: tl.constexpr, ASM: tl.constexpr):
+    """Turn stored keys or values into WORK; fp8 is divided by its unit."""
+    if KV == "e4m3" or KV == "e5m2":
+        return to_f16(stored, KV, ASM)
+    elif KV == "i8":
+        return stored.to(tl.float32).to(WORK)
+    else:
+        return stored.to(WORK)
+
+
+@triton.jit
+def attend_block(
+    top,
+    total,
+    acc,
+    query,
+    rest,
+    cell0,
+    seen,
+    visible,
+    pages,
+    k_cache,
+    v_cache,
+    k_scale,
+    v_scale,
+    head,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCALE: tl.constexpr,
+    KV: tl.constexpr,
+    WORK: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Take a block of keys and values into the state of a tile.
+
+    Args:
+        top: largest logit so far, in units of log 2, [ROWS].
+        total: sum of weights so far, [ROWS].
+        acc: weighted sum of values so far, [ROWS, WIDTH].
+        query: rows of the query, rounded to WORK, [ROWS, WIDTH].
+        rest: what the rounding left over.
+        cell0: first cell of the block, a multiple of BLOCK; one of its cells is in the page table.
+        seen: whether a cell may be read, [BLOCK].
+        visible: whether a row sees a cell, [ROWS, BLOCK]; such a cell must be `seen`.
+        pages: the slot's row of the page table.
+        head: key/value head.
+
+    Returns:
+        (top, total, acc). A row that sees none of the block keeps its state, bit for bit.
+    """
+    cell = cell0 + tl.arange(0, BLOCK)
+    at = _cells(pages, cell0, cell, seen, head, HEADS, PAGE, BLOCK)
+    k_stored = _load(k_cache, at, seen, DIM, WIDTH)
+    v_stored = _load(v_cache, at, seen, DIM, WIDTH)
+    keys = _widen(k_stored, KV, WORK, ASM)
+    logits = tl.zeros((acc.shape[0], BLOCK), tl.float32)
+    logits = _product(query, rest, tl.trans(keys), logits) * SCALE
+    if KV == "i8":
+        logits *= tl.load(k_scale + at, seen, other=0.0)[None, :]
+    logits = tl.where(visible, logits, float("-inf"))
+    higher = tl.maximum(top, tl.max(logits, 1))
+    # Where nothing was seen yet, infinity minus infinity would be NaN.
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    fade = tl.exp2(top - base)
+    weight = tl.exp2(logits - base[:, None])
+    total = total * fade + tl.sum(weight, 1)
+    if KV == "i8":
+        weight *= tl.load(v_scale + at, seen, other=0.0)[None, :]
+    high, low = _in_two(weight, WORK)
+    values = _widen(v_stored, KV, WORK, ASM)
+    return higher, total, _product(high, low, values, acc * fade[:, None])
+
+
+@triton.jit
+def visible_cells(
+    cell0,
+    mine,
+    first,
+    end,
+    tree,
+    lowest,
+    highest,
+    branch,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Return which rows see which cells of a block, [ROWS, BLOCK], and which may be read, [BLOCK].
+
+    Args:
+        cell0: first cell of the block.
+        mine: whether a row takes part, [ROWS].
+        first: first committed cell in the window of a row, [ROWS] or a scalar.
+        end: end of the committed cells of a row, likewise.
+        tree: ancestor mask of a row, likewise.
+        lowest: least `first` of the rows.
+        highest: greatest `end` of the rows.
+        branch: least `end` of the rows that have ancestors; NEVER if none has.
+    """
+    cell = cell0 + tl.arange(0, BLOCK)
+    seen = (cell >= lowest) & (cell < highest)
+    visible = mine & (cell[None, :] >= first) & (cell[None, :] < end)
+    if cell0 + BLOCK > branch:
+        visible = visible | (mine & _sees_tree(cell[None, :], end, tree, WINDOW))
+        seen = seen | (tl.max(visible.to(tl.int32), 0) > 0)
+    return visible, seen
+
+
+@triton.jit
+def _sees_tree(cell, end, tree, WINDOW: tl.constexpr):
+    """Return whether a row sees cells by its ancestor mask.
+
+    Later bits of the mask lie between an ancestor and the token, so they count its distance.
+    """
+    bit = cell - end
+    inside = (bit >= 0) & (bit < 64)
+    later = tree.to(tl.uint64, bitcast=True) >> tl.where(inside, bit, 0).to(tl.uint64)
+    seen = inside & ((later & 1) != 0)
+    if WINDOW > 0:
+        seen = seen & (_count_bits(later >> 1) < WINDOW)
+    return seen
+
+
+@triton.jit
+def _count_bits(x):
+    """Return the number of set bits of 64-bit integers, by sums of 2, 4 and 8 neighbours."""
+    x = x - ((x >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((x * 0x0101010101010101) >> 56).to(tl.int32)
+
+
+@triton.jit
+def finish(top, total, acc, sinks, query_head, live, UNIT: tl.constexpr):
+    """Divide by the sum of weights, with the sink in it; rows that saw nothing become zeros."""
+    if sinks is not None:
+        sink = tl.load(sinks + query_head, live, other=0.0) * 1.4426950408889634
+        highest = tl.maximum(top, sink)
+        fade = tl.exp2(top - highest)
+        acc = acc * fade[:, None]
+        total = total * fade + tl.exp2(sink - highest)
+    return acc * (UNIT / tl.where(total > 0, total, 1.0))[:, None]

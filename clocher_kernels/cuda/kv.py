@@ -1,0 +1,162 @@
+"""KV cache: where a token's keys and values go, and how they are narrowed.
+
+Narrowing is integer arithmetic on the bits of fp32, so it is exact on every architecture and in
+Triton's interpreter, and equal to `dtypes.from_f32`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from clocher_kernels.cuda.launch import Device, Launch
+from clocher_kernels.cuda.pdl import start
+
+
+@triton.jit
+def tree_length(ancestors):
+    """Return the number of bits up to the highest one that is set; 0 for a token of no tree."""
+    rest = ancestors.to(tl.uint64, bitcast=True)
+    length = (rest * 0).to(tl.int32)
+    for power in tl.static_range(5, -1, -1):
+        high = rest >> (1 << power)
+        length += tl.where(high != 0, 1 << power, 0)
+        rest = tl.where(high != 0, high, rest)
+    return length + (rest != 0).to(tl.int32)
+
+
+@triton.jit
+def _minifloat(x, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, LARGEST: tl.constexpr):
+    """Return the codes of fp32 values: nearest, ties to even, saturating; as `dtypes` does it."""
+    BIAS: tl.constexpr = (1 << (EXPONENT - 1)) - 1
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    SMALLEST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS)
+    MAGIC: tl.constexpr = 2.0 ** (1 - BIAS - MANTISSA + 23)
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    nan = magnitude > 0x7F800000
+    value = tl.minimum(tl.where(nan, 0, magnitude).to(tl.float32, bitcast=True), LARGEST)
+    rounded = value.to(tl.int32, bitcast=True)
+    rounded += ((rounded >> SHIFT) & 1) + ((1 << (SHIFT - 1)) - 1)
+    normal = (rounded >> SHIFT) - ((127 - BIAS) << MANTISSA)
+    # The sum rounds off at the step of the subnormals, and its last bits are the code.
+    subnormal = (value + MAGIC).to(tl.int32, bitcast=True) & ((1 << (MANTISSA + 1)) - 1)
+    code = tl.where(value < SMALLEST_NORMAL, subnormal, normal)
+    code = tl.where(nan, (1 << (EXPONENT + MANTISSA)) - 1, code)
+    return code | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def narrow(x, KV: tl.constexpr):
+    """Round fp32 values to a KV dtype; fp8 comes as the bytes that hold it."""
+    if KV == "e4m3":
+        return _minifloat(x, 4, 3, 448.0).to(tl.uint8)
+    elif KV == "e5m2":
+        return _minifloat(x, 5, 2, 57344.0).to(tl.uint8)
+    elif KV == "bf16":
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = bits + ((bits >> 16) & 1) + 0x7FFF
+        rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, bits | 0x400000, rounded)
+        return (rounded >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    elif KV == "f16":
+        return x.to(tl.float16)
+    else:
+        return x
+
+
+@triton.jit
+def _append(x, cache, scale, cell, dim, KV: tl.constexpr, DIM: tl.constexpr):
+    """Write one head of one token into its cell."""
+    value = tl.load(x + dim, dim < DIM, other=0.0).to(tl.float32)
+    if KV == "i8":
+        absmax = tl.max(tl.abs(value))
+        step = tl.where(absmax > 0, tl.div_rn(absmax, 127.0), 1.0)
+        tl.store(scale + cell, step)
+        # Adding 1.5 * 2^23 rounds to an integer, ties to even.
+        steps = (tl.div_rn(value, step + tl.zeros_like(value)) + 12582912.0) - 12582912.0
+        tl.store(cache + cell * DIM + dim, steps.to(tl.int8), dim < DIM)
+    else:
+        tl.store(cache + cell * DIM + dim, narrow(value, KV), dim < DIM)
+
+
+@triton.jit
+def _kv_append(
+    k,
+    v,
+    slots,
+    positions,
+    ends,
+    ancestors,
+    pages,
+    k_cache,
+    v_cache,
+    k_scale,
+    v_scale,
+    K_ROW: tl.constexpr,
+    V_ROW: tl.constexpr,
+    PAGES_ROW: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KV: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start(PDL)
+    head, token = tl.program_id(0), tl.program_id(1)
+    # A tree node's own bit is its highest.
+    length = tree_length(tl.load(ancestors + token))
+    node = tl.load(ends + token) + length - 1
+    cell = tl.where(length > 0, node, tl.load(positions + token))
+    page = tl.load(pages + tl.load(slots + token) * PAGES_ROW + cell // PAGE).to(tl.int64)
+    at = (page * HEADS + head) * PAGE + cell % PAGE
+    dim = tl.arange(0, BLOCK)
+    _append(k + token * K_ROW + head * DIM, k_cache, k_scale, at, dim, KV, DIM)
+    _append(v + token * V_ROW + head * DIM, v_cache, v_scale, at, dim, KV, DIM)
+
+
+def kv_append(
+    *,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    ends: torch.Tensor,
+    ancestors: torch.Tensor,
+    pages: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_dtype: str,
+    device: Device,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> list[Launch]:
+    """Lower `ops.attention.kv_append`; one program per token and key/value head."""
+    _, heads, page, dim = k_cache.shape
+    constants = {
+        "K_ROW": k.stride(0),
+        "V_ROW": v.stride(0),
+        "PAGES_ROW": pages.stride(0),
+        "HEADS": heads,
+        "PAGE": page,
+        "DIM": dim,
+        "BLOCK": triton.next_power_of_2(dim),
+        "KV": kv_dtype,
+        "PDL": device.pdl,
+    }
+    args = {
+        "k": k,
+        "v": v,
+        "slots": slots,
+        "positions": positions,
+        "ends": ends,
+        "ancestors": ancestors,
+        "pages": pages,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    return [Launch(_kv_append, (heads, len(k)), args, constants, num_warps=1, pdl=device.pdl)]
+
+
+LOWER = {"kv_append": kv_append}

@@ -1,0 +1,126 @@
+"""CUDA C++ kernels, compiled by NVRTC through CuPy: the work-touch.
+
+Importing this needs neither CuPy nor a GPU; making a `DeviceWorkTouch` needs both.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clocher_kernels.errors import DeviceError, ModelError
+from clocher_kernels.guards import refuse_in_window
+
+OPTIONS = ("--std=c++14",)
+"""What NVRTC compiles the sources with, besides the architecture."""
+
+_THREADS = 256
+_LINE_BYTES = 64
+_STATE = ("tokens", "checksum", "position", "arrived")
+
+
+def source(name: str = "work_touch") -> str:
+    """Return the text of a .cu file of this package."""
+    return Path(__file__).with_name(f"{name}.cu").read_text(encoding="utf-8")
+
+
+class DeviceWorkTouch:
+    """Reads device memory with a stride for every generated token; see `probes.WorkTouch`.
+
+    The count of tokens and the checksum live on the device, so a call can be captured in a CUDA
+    graph: each replay goes on where the last one stopped. The checksum is that of `WorkTouch` over
+    the same bytes.
+
+    Args:
+        buffers: CUDA tensors, read as bytes, one after another. They are kept alive.
+        bytes_per_token: bytes that a token walks over; 0 switches the touch off.
+        stride: distance of the bytes that are read.
+
+    Raises:
+        DeviceError: CuPy is not installed.
+        ModelError: there is nothing to touch, or a buffer is not contiguous.
+    """
+
+    def __init__(self, buffers: Sequence[torch.Tensor], bytes_per_token: int, stride: int) -> None:
+        self.bytes_per_token, self.stride = bytes_per_token, stride
+        if not bytes_per_token:
+            return
+        self._parts = [buffer for buffer in buffers if buffer.nbytes]
+        if not self._parts:
+            raise ModelError("work-touch: the model has no weights on the device to touch")
+        if not all(part.is_contiguous() for part in self._parts):
+            raise ModelError("work-touch: a buffer is not contiguous; pass it as it was allocated")
+        refuse_in_window("compile a CUDA kernel")
+        self._cupy = _import_cupy()
+        module = self._cupy.RawModule(code=source(), options=OPTIONS)
+        self._kernel = module.get_function("work_touch")
+
+        ends, end = [], 0
+        for part in self._parts:
+            end += part.nbytes
+            ends.append(end)
+        device = self._parts[0].device
+        bases = [part.data_ptr() for part in self._parts]
+        self._bases = torch.tensor(bases, dtype=torch.int64, device=device)
+        self._ends = torch.tensor(ends, dtype=torch.int64, device=device)
+        self._state = torch.zeros(len(_STATE), dtype=torch.int64, device=device)
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        reads = -(-bytes_per_token // stride)
+        self._blocks = min(-(-reads // _THREADS), 8 * sms)
+
+    def __call__(self, tokens: int) -> None:
+        """Put the touch for some tokens that were just made on torch's current stream."""
+        if not self.bytes_per_token or not tokens:
+            return
+        u32, u64 = self._cupy.uint32, self._cupy.uint64
+        arguments = (
+            u64(self._bases.data_ptr()),
+            u64(self._ends.data_ptr()),
+            u32(len(self._parts)),
+            u64(self.bytes_per_token),
+            u64(self.stride),
+            u32(tokens),
+            u64(self._state.data_ptr()),
+        )
+        stream = torch.cuda.current_stream().cuda_stream
+        with self._cupy.cuda.ExternalStream(stream):
+            self._kernel((self._blocks,), (_THREADS,), arguments)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens touched so far. Waits for the device."""
+        return self._read("tokens")
+
+    @property
+    def checksum(self) -> int:
+        """Sum of all bytes read, modulo 2^64. Waits for the device."""
+        return self._read("checksum")
+
+    @property
+    def bytes_touched(self) -> int:
+        """Bytes walked over so far. Waits for the device."""
+        return self.tokens * self.bytes_per_token
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that had to move, counted as `WorkTouch` does. Waits for the device."""
+        if self.stride <= _LINE_BYTES:
+            return self.bytes_touched
+        return self.tokens * -(-self.bytes_per_token // self.stride) * _LINE_BYTES
+
+    def _read(self, field: str) -> int:
+        if not self.bytes_per_token:
+            return 0
+        return int(self._state[_STATE.index(field)]) % (1 << 64)
+
+
+def _import_cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise DeviceError(
+            f"the work-touch on a GPU needs CuPy, which cannot be imported ({error}); install "
+            "clocher[cuda] or clocher[cuda13], or switch the touch off"
+        ) from None
+    return cupy

@@ -1,0 +1,380 @@
+"""Choose the next tokens, and step the token inputs on, in a few launches of fixed size.
+
+A row takes four launches: the largest logit (which is all that greedy rows need), the bins, the
+cuts, the draw. What a launch leaves for the next is in scratch; the program of a row that ends last
+does the part that needs all of the row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from clocher_kernels.cuda.launch import Device, Launch
+from clocher_kernels.cuda.pdl import start
+from clocher_kernels.cuda.sampling_cuts import (
+    BINS,
+    KEEP_ALL,
+    bin_of,
+    find_bins,
+    find_cut,
+    load_logits,
+    rank_of,
+    share_of,
+    unit_for,
+    weight_of,
+)
+
+# Tokens of a program.
+_BLOCK = 2048
+
+# What a row keeps between launches, int64: kept ranks are at least CUT; the rest says in which bins
+# the cuts are, what is before them, and how many tokens are in these bins.
+CUT = tl.constexpr(0)
+K_BIN = tl.constexpr(1)
+K_NEED = tl.constexpr(2)
+K_ABOVE = tl.constexpr(3)
+P_LOW = tl.constexpr(4)
+P_HIGH = tl.constexpr(5)
+P_ABOVE = tl.constexpr(6)
+LISTED = tl.constexpr(7)
+STATE = tl.constexpr(8)
+
+
+@triton.jit
+def _uniform(seed, draw):
+    """Return `ops.sampling.uniform` of int64 seeds, fp64."""
+    z = seed.to(tl.uint64, bitcast=True) + (draw + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    z = z ^ (z >> 31)
+    return (z >> 11).to(tl.float64) * (2.0**-53)
+
+
+@triton.jit
+def _is_last(arrivals, PROGRAMS: tl.constexpr):
+    """Return whether all programs of the row have written what they have to."""
+    tl.debug_barrier()
+    last = tl.atomic_add(arrivals, 1, sem="acq_rel") == PROGRAMS - 1
+    if last:
+        tl.store(arrivals, 0)
+    return last
+
+
+@triton.jit
+def _largest(
+    logits,
+    largest,
+    tops,
+    firsts,
+    ids,
+    arrivals,
+    V: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Find the largest logit of a row, and the lowest id that has it: what greedy rows choose."""
+    start(PDL)
+    part, row = tl.program_id(0), tl.program_id(1)
+    x = load_logits(logits, row, part * BLOCK + tl.arange(0, BLOCK), V, ROW)
+    top, index = tl.max(x, 0, return_indices=True)
+    tl.store(tops + row * PROGRAMS + part, top)
+    tl.store(firsts + row * PROGRAMS + part, part * BLOCK + index)
+    if _is_last(arrivals + row, PROGRAMS):
+        each = tl.arange(0, WIDTH)
+        at, inside = row * PROGRAMS + each, each < PROGRAMS
+        top_of = tl.load(tops + at, inside, other=float("-inf"), cache_modifier=".cg")
+        first_of = tl.load(firsts + at, inside, other=V - 1, cache_modifier=".cg")
+        best = tl.max(top_of)
+        tl.store(largest + row, best)
+        tl.store(ids + row, tl.min(tl.where(top_of == best, first_of, V - 1)))
+
+
+@triton.jit
+def _fill_bins(
+    logits,
+    largest,
+    temperature,
+    top_k,
+    top_p,
+    counts,
+    masses,
+    state,
+    arrivals,
+    V: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    UNIT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Count the tokens of each bin and add up their weights; find the bins that the cuts are in."""
+    start(PDL)
+    part, row = tl.program_id(0), tl.program_id(1)
+    heat, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
+    state += row * STATE
+    if heat == 0:
+        return
+    by_count = (k > 0) & (k < V)
+    if (by_count == 0) & (p >= 1):
+        if part == 0:
+            tl.store(state + CUT, KEEP_ALL)
+            tl.store(state + K_BIN, -1)
+            tl.store(state + P_LOW, 0)
+            tl.store(state + P_HIGH, -1)
+        return
+    at, top = part * BLOCK + tl.arange(0, BLOCK), tl.load(largest + row)
+    x = load_logits(logits, row, at, V, ROW)
+    counts += row * BINS
+    masses += row * BINS
+    which = bin_of(x, top, heat)
+    tl.atomic_add(counts + which, 1, at < V, sem="relaxed")
+    tl.atomic_add(masses + which, weight_of(x, top, heat, UNIT), at < V, sem="relaxed")
+    if _is_last(arrivals + row, PROGRAMS):
+        k_bin, k_need, k_above, p_low, p_high, p_above = find_bins(
+            counts, masses, tl.where(by_count, k, 0), p
+        )
+        tl.store(state + CUT, KEEP_ALL)
+        tl.store(state + K_BIN, k_bin)
+        tl.store(state + K_NEED, k_need)
+        tl.store(state + K_ABOVE, k_above)
+        tl.store(state + P_LOW, p_low)
+        tl.store(state + P_HIGH, p_high)
+        tl.store(state + P_ABOVE, p_above)
+        tl.store(state + LISTED, 0)
+
+
+@triton.jit
+def _cut(
+    logits,
+    largest,
+    temperature,
+    top_p,
+    ranks,
+    state,
+    arrivals,
+    V: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    UNIT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """List the tokens of the bins that the cuts are in, in any order, and find the cuts there."""
+    start(PDL)
+    part, row = tl.program_id(0), tl.program_id(1)
+    heat = tl.load(temperature + row)
+    state += row * STATE
+    if heat == 0:
+        return
+    k_bin = tl.load(state + K_BIN)
+    p_low, p_high = tl.load(state + P_LOW), tl.load(state + P_HIGH)
+    if (k_bin < 0) & (p_high < p_low):
+        return
+    at, top = part * BLOCK + tl.arange(0, BLOCK), tl.load(largest + row)
+    x = load_logits(logits, row, at, V, ROW)
+    which = bin_of(x, top, heat)
+    listed = (at < V) & ((which == k_bin) | ((which >= p_low) & (which <= p_high)))
+    nth = tl.cumsum(listed.to(tl.int32), 0)
+    begin = tl.atomic_add(state + LISTED, tl.sum(listed.to(tl.int64)), sem="relaxed")
+    ranks += row.to(tl.int64) * V
+    tl.store(ranks + begin + nth - 1, rank_of(x, at), listed)
+    if _is_last(arrivals + row, PROGRAMS):
+        count = tl.load(state + LISTED, cache_modifier=".cg")
+        mass = tl.load(state + K_ABOVE)
+        cut = mass * 0 + KEEP_ALL
+        if k_bin >= 0:
+            need = tl.load(state + K_NEED)
+            cut, inside = find_cut(ranks, count, k_bin, k_bin, need, top, heat, False, UNIT)
+            mass += inside
+        if p_high >= p_low:
+            need = share_of(tl.load(top_p + row), mass) - tl.load(state + P_ABOVE)
+            p_cut, _ = find_cut(ranks, count, p_low, p_high, need, top, heat, True, UNIT)
+            cut = tl.maximum(cut, p_cut)
+        tl.store(state + CUT, cut)
+
+
+@triton.jit
+def _draw(
+    logits,
+    largest,
+    temperature,
+    seeds,
+    draws,
+    masses,
+    state,
+    ids,
+    arrivals,
+    V: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    UNIT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Add up kept weights by ascending id, and find where the drawn share of them is reached."""
+    start(PDL)
+    part, row = tl.program_id(0), tl.program_id(1)
+    heat = tl.load(temperature + row)
+    if heat == 0:
+        return
+    cut, top = tl.load(state + row * STATE + CUT), tl.load(largest + row)
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    x = load_logits(logits, row, at, V, ROW)
+    kept = tl.where(rank_of(x, at) >= cut, weight_of(x, top, heat, UNIT), 0)
+    masses += row * PROGRAMS
+    tl.store(masses + part, tl.sum(kept))
+    if _is_last(arrivals + row, PROGRAMS):
+        each = tl.arange(0, WIDTH)
+        mass = tl.load(masses + each, each < PROGRAMS, other=0, cache_modifier=".cg")
+        total = tl.sum(mass)
+        share = _uniform(tl.load(seeds + row), tl.load(draws + row)) * total.to(tl.float64)
+        target = tl.minimum(share.to(tl.int64), total - 1)
+        chosen = tl.sum((tl.cumsum(mass, 0) <= target).to(tl.int32))
+        target -= tl.sum(tl.where(each < chosen, mass, 0))
+        at = chosen * BLOCK + tl.arange(0, BLOCK)
+        x = load_logits(logits, row, at, V, ROW)
+        kept = tl.where(rank_of(x, at) >= cut, weight_of(x, top, heat, UNIT), 0)
+        inside = tl.sum((tl.cumsum(kept, 0) <= target).to(tl.int32))
+        tl.store(ids + row, tl.minimum(chosen * BLOCK + inside, V - 1))
+
+
+def sample(
+    *,
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    seeds: torch.Tensor,
+    draws: torch.Tensor,
+    ids: torch.Tensor,
+    device: Device,
+) -> list[Launch]:
+    """Lower `ops.sampling.sample`.
+
+    What is drawn is what the reference draws, up to its rounding: weights are integers of 2^-44 of
+    the largest (of fewer, beyond 2^18 tokens), so that sums are exact in any order.
+    """
+    rows, vocabulary = logits.shape
+    programs = triton.cdiv(vocabulary, _BLOCK)
+    common = {
+        "V": vocabulary,
+        "ROW": logits.stride(0),
+        "BLOCK": _BLOCK,
+        "PROGRAMS": programs,
+    }
+    width = {"WIDTH": triton.next_power_of_2(programs)}
+    unit = {"UNIT": unit_for(vocabulary)}
+    pdl = {"PDL": device.pdl}
+
+    def scratch(name: str, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        return device.scratch(f"sample_{name}", (rows, columns), dtype)
+
+    largest = scratch("largest", 1, torch.float32)
+    state = scratch("state", STATE.value, torch.int64)
+    arrivals = scratch("arrivals", 1, torch.int32)
+    bins = BINS.value
+    row = {"logits": logits, "largest": largest, "temperature": temperature}
+    steps = (
+        (
+            _largest,
+            {
+                "logits": logits,
+                "largest": largest,
+                "tops": scratch("tops", programs, torch.float32),
+                "firsts": scratch("firsts", programs, torch.int32),
+                "ids": ids,
+            },
+            {**common, **width, **pdl},
+        ),
+        (
+            _fill_bins,
+            {
+                **row,
+                "top_k": top_k,
+                "top_p": top_p,
+                "counts": scratch("counts", bins, torch.int32),
+                "masses": scratch("bin_masses", bins, torch.int64),
+                "state": state,
+            },
+            {**common, **unit, **pdl},
+        ),
+        (
+            _cut,
+            {
+                **row,
+                "top_p": top_p,
+                "ranks": scratch("ranks", vocabulary, torch.int64),
+                "state": state,
+            },
+            {**common, **unit, **pdl},
+        ),
+        (
+            _draw,
+            {
+                **row,
+                "seeds": seeds,
+                "draws": draws,
+                "masses": scratch("masses", programs, torch.int64),
+                "state": state,
+                "ids": ids,
+            },
+            {**common, **width, **unit, **pdl},
+        ),
+    )
+    return [
+        Launch(kernel, (programs, rows), {**args, "arrivals": arrivals}, constants, pdl=device.pdl)
+        for kernel, args, constants in steps
+    ]
+
+
+@triton.jit
+def _advance(
+    sampled,
+    rows,
+    ids,
+    positions,
+    ends,
+    draws,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start(PDL)
+    at = tl.arange(0, BLOCK)
+    inside = at < R
+    token = tl.load(rows + at, inside, other=0)
+    tl.store(ids + token, tl.load(sampled + at, inside, other=0), inside)
+    tl.store(positions + token, tl.load(positions + token, inside, other=0) + 1, inside)
+    tl.store(ends + token, tl.load(ends + token, inside, other=0) + 1, inside)
+    tl.store(draws + at, tl.load(draws + at, inside, other=0) + 1, inside)
+
+
+def advance(
+    *,
+    sampled: torch.Tensor,
+    rows: torch.Tensor,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    ends: torch.Tensor,
+    draws: torch.Tensor,
+    device: Device,
+) -> list[Launch]:
+    """Lower `ops.sampling.advance`; a token has at most one row."""
+    args = {
+        "sampled": sampled,
+        "rows": rows,
+        "ids": ids,
+        "positions": positions,
+        "ends": ends,
+        "draws": draws,
+    }
+    count = len(sampled)
+    constants = {"R": count, "BLOCK": triton.next_power_of_2(count), "PDL": device.pdl}
+    return [Launch(_advance, (1,), args, constants, num_warps=1, pdl=device.pdl)]
+
+
+LOWER = {"sample": sample, "advance": advance}

@@ -1,0 +1,192 @@
+"""KV append and attention on CUDA: the interpreter against the references, and the machine code."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import interpreter_range  # noqa: F401
+import numpy as np
+import pytest
+import torch
+from cuda_cases import aot_report, run_interpreted
+from op_cases import ALL, Arrays, OpRun, error, name_of
+
+from clocher_kernels.cuda.launch import INTERPRETER
+from clocher_kernels.dtypes import from_f32
+from clocher_kernels.ops import OPS
+from clocher_kernels.ops.attention import KV_DTYPES, visible_cells
+from clocher_kernels.ops.contract import Case, OpSpec, case_plan
+from clocher_kernels.reference import ReferenceExecutor
+
+ATTENTION = OPS["attention"]
+BUDGETS = Path(__file__).parent / "data/sass_budgets/attention.json"
+PER_TOKEN = ("q", "slots", "positions", "ends", "ancestors")
+
+
+@pytest.mark.parametrize(
+    ("spec", "case"),
+    [pytest.param(s, c, id=name_of(s, c)) for s, c in ALL if s.name in ("kv_append", "attention")],
+)
+def test_parity(spec: OpSpec, case: Case) -> None:
+    op = OpRun(spec, case)
+    got, expected = run_interpreted(op), op.run(ReferenceExecutor)
+    for name in op.written:
+        if spec.name == "kv_append":
+            assert got[name].tobytes() == expected[name].tobytes(), name
+        else:
+            close(got[name], expected[name])
+
+
+def close(got: np.ndarray, expected: np.ndarray, rms: float = 5e-6, largest: float = 5e-5) -> None:
+    """Hold a result to a tolerance, by default that of the op."""
+    errors = error(got, expected)
+    assert errors[0] <= rms and errors[1] <= largest, errors
+
+
+@pytest.mark.parametrize("kv", KV_DTYPES)
+def test_append_rounds_every_kind_of_number(kv: str) -> None:
+    sizes = {"M": 2, "H": 2, "D": 64, "F": 128, "S": 1, "B": 1, "T": 4, "P": 1, "N": 2}
+    op = OpRun(OPS["kv_append"], Case(f"numbers-{kv}", sizes, {"kv_dtype": kv}))
+    bits = np.random.default_rng(1).integers(0, 1 << 32, 256, dtype=np.uint64).astype(np.uint32)
+    hard = bits.view(np.float32)
+    steps = np.arange(128, dtype=np.float32) / 8
+    # Ties of each narrow type, among normals and subnormals; then limits.
+    hard[:128] = np.where(steps < 8, 1 + steps / 32, np.ldexp(steps - 8, -15).astype(np.float32))
+    hard[128:140] = [0, -0.0, 448, 464, 480, 57344, 61440, 65504, 1e38, -1e38, 2**-10, 3 * 2.0**-17]
+    if kv == "i8":
+        hard = np.where(np.abs(hard) < 1e30, hard, np.float32(3))
+        hard[np.isnan(hard)] = 1
+    else:
+        hard[140:143] = [np.inf, -np.inf, np.nan]
+    with np.errstate(over="ignore", invalid="ignore"):
+        op.values["k"][...] = hard[:256].reshape(2, 128)[:, ::-1]
+        op.values["v"][...] = hard[:256].reshape(2, 128)
+        got, expected = run_interpreted(op), op.run(ReferenceExecutor)
+    for name in op.written:
+        assert got[name].tobytes() == expected[name].tobytes(), name
+
+
+def paged(name: str, kv: str, count: int, page: int, **options: Any) -> OpRun:
+    """Make a case of 384 cells."""
+    slots, blocks = 2, 384 // page
+    sizes = {"M": count, "N": 6, "H": 2, "D": 24, "F": 144, "S": slots, "B": blocks, "T": page}
+    sizes["P"] = slots * blocks
+    attrs = {"kv_dtype": kv, "scale": 24**-0.5, "window": options.pop("window", 0)}
+    return OpRun(ATTENTION, Case(f"{name}-{kv}-m{count}-t{page}", sizes, attrs, {}, options))
+
+
+def poison(op: OpRun) -> None:
+    """Put NaN, or the largest number, wherever no token of the step may look."""
+    values, attrs = op.values, op.case.attrs
+    cache, page = values["k_cache"], values["k_cache"].shape[2]
+    hidden = np.ones((cache.shape[0], page), bool)
+    tokens = zip(*(values[n] for n in ("slots", "positions", "ends", "ancestors")), strict=True)
+    for slot, position, end, tree in tokens:
+        cells = visible_cells(int(position), int(end), int(tree), int(attrs["window"]))
+        for cell in cells:
+            hidden[values["pages"][slot][cell // page], cell % page] = False
+    kv = str(attrs["kv_dtype"])
+    bad = np.int8(127) if kv == "i8" else from_f32(np.float32([np.nan]), kv)[0]
+    for name in ("k_cache", "v_cache"):
+        values[name].transpose(0, 2, 1, 3)[hidden] = bad
+    for name in ("k_scale", "v_scale"):
+        if name in values:
+            values[name].transpose(0, 2, 1)[hidden] = np.nan
+
+
+def alone(op: OpRun, token: int, cells: int) -> OpRun:
+    """Return the case with one of its tokens only, and a page table cut to some cells."""
+    one = copy.copy(op)
+    page = op.values["k_cache"].shape[2]
+    one.values = dict(op.values)
+    for name in PER_TOKEN:
+        one.values[name] = op.values[name][token : token + 1]
+    one.values["pages"] = np.ascontiguousarray(op.values["pages"][:, : -(-cells // page)])
+    case = Case(op.case.id, {**op.case.sizes, "M": 1}, op.case.attrs, {}, op.case.options)
+    one.plan = case_plan(op.spec, case, one.values)
+    return one
+
+
+@pytest.mark.parametrize(
+    ("kv", "page", "window"),
+    [("bf16", 64, 0), ("i8", 64, 100), ("e4m3", 16, 0), ("f32", 64, 40), ("f16", 128, 0)],
+    ids=lambda v: str(v),
+)
+def test_a_token_has_the_same_bits_in_every_batch(kv: str, page: int, window: int) -> None:
+    op = paged("batch", kv, 4, page, window=window, sinks=True)
+    op.values["positions"][...] = [383, 0, 200, 63]
+    op.values["ends"][...] = op.values["positions"] + 1
+    poison(op)
+    together = run_interpreted(op)["y"]
+    close(together, op.run(ReferenceExecutor)["y"])
+    for token in (0, 2):
+        single = run_interpreted(alone(op, token, int(op.values["ends"][token])))["y"]
+        assert single[0].tobytes() == together[token].tobytes()
+    arrivals = [t for key, t in INTERPRETER._scratch.items() if key[0] == "attention_arrivals"]
+    assert arrivals and not any(t.any() for t in arrivals)
+
+
+@pytest.mark.parametrize(
+    ("kv", "kind", "page", "window"),
+    [("bf16", "decode", 64, 0), ("i8", "decode", 16, 30), ("f16", "tree", 64, 0)],
+    ids=lambda v: str(v),
+)
+def test_chunks_of_mixed_slots(kv: str, kind: str, page: int, window: int) -> None:
+    op = paged("mixed", kv, 34, page, window=window, tokens=kind, sinks=True)
+    if kind == "tree":  # a causal token beside them
+        op.values["ancestors"][7] = 0
+        op.values["slots"][20:] = 1
+    poison(op)
+    close(run_interpreted(op)["y"], op.run(ReferenceExecutor)["y"])
+
+
+def test_a_block_may_see_far_beyond_its_window() -> None:
+    op = paged("beyond", "f16", 2, 64, window=8, tokens="block")
+    op.values["positions"][...] = [10, 40]
+    poison(op)
+    close(run_interpreted(op)["y"], op.run(ReferenceExecutor)["y"])
+
+
+def test_chunks_of_an_fp32_cache() -> None:
+    op = paged("chunk", "f32", 34, 64, tokens="prefill", window=50)
+    poison(op)
+    close(run_interpreted(op)["y"], op.run(ReferenceExecutor)["y"])
+
+
+def test_a_token_that_sees_nothing_gets_zeros() -> None:
+    for tokens in (2, 34):
+        op = paged("nothing", "bf16", tokens, 64)
+        op.values["ends"][1] = 0
+        poison(op)
+        assert not run_interpreted(op)["y"][1].any()
+
+
+def test_narrow_activations() -> None:
+    op = paged("narrow", "bf16", 3, 64, sinks=True)
+    op.values["q"][...] = op.values["q"].astype(np.float16)
+    expected: Arrays = op.run(ReferenceExecutor)
+    got = run_interpreted(op, {"q": torch.float16, "y": torch.float16})
+    close(got["y"], expected["y"], 1e-3, 5e-3)
+
+
+def test_machine_code_stays_within_its_budget() -> None:
+    report, budgets = aot_report("cuda_aot_attention.py"), json.loads(BUDGETS.read_text())
+    assert set(report) == set(budgets)
+    for name, architectures in report.items():
+        assert set(architectures) == set(budgets[name]), name
+        for architecture, used in architectures.items():
+            budget = budgets[name][architecture]
+            where = f"{name} {architecture}: {used}, budget {budget}"
+            assert used["local"] == 0, where
+            assert used["registers"] <= budget["registers"], where
+            assert used["shared"] <= min(budget["shared"], 99 << 10), where
+            assert used["wide_loads"] >= budget["wide_loads"], where
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_no_kv_dtype_spills_on_any_architecture() -> None:
+    for name, architectures in aot_report("cuda_aot_attention_all.py").items():
+        for architecture, used in architectures.items():
+            assert used["local"] == 0 and used["shared"] <= 99 << 10, (name, architecture, used)
