@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constrain
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint clean
+.PHONY: help run test lint microbench-block-sparse clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +22,10 @@ lint: $(VENV)/.installed-test  ## check style and types only
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet . || { echo 'to reformat: $(BIN)/ruff format .' >&2; exit 1; }
 	@$(BIN)/mypy --no-error-summary
+
+microbench-block-sparse: $(VENV)/.installed  ## dense against block-sparse: a table, and a plot in build/
+	@mkdir -p build
+	@$(BIN)/python -m bench.block_sparse --plot build/block-sparse.png $(ARGS)
 
 clean:  ## remove build products and caches; .venv stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -29,7 +29,7 @@ from cpu_fallback.isa import CURRENT
 
 _BYTES = 128 << 20
 _MAX_COPIES = 256
-_DENSE = {"f32": "f32", "f16": "f16", "bf16": "bf16", "int8": "int8_row_f16"}
+_DENSE = {"f32": "f32", "f16": "f16", "bf16": "bf16", "int8": "int8_row_bf16"}
 _DENSE["int4"] = "int4_sym_g32_f16"
 
 
@@ -230,7 +230,8 @@ def _draw(path: Path, rows: Rows, title: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        Console(stderr=True).print("no plot: matplotlib is missing; pip install 'clocher[bench]'")
+        note = "no plot: matplotlib is missing; pip install 'clocher[bench]'"
+        Console(stderr=True).print(note, markup=False)
         return
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()

@@ -12,11 +12,14 @@ import numpy as np
 
 from bench.measure import NotMeasured, seconds
 from clocher_kernels.dtypes import to_f32
-from clocher_kernels.formats import Float, Int4, Int8, Ternary, parse_format
+from clocher_kernels.formats import Float, Fp8, Int4, Int8, Ternary, parse_format
 from clocher_kernels.plan import Buffer, Call, Plan
-from clocher_kernels.quant_tensor import QuantTensor
+from clocher_kernels.quant_tensor import QuantTensor, encode
+from clocher_runtime.models.rewrite import INTEGER_PRODUCTS, quantize_activations
+from clocher_runtime.session import ACT_GROUP
 from clocher_runtime.weights.random_tensors import normal_matrix
 from cpu_fallback.executor import CpuExecutor
+from cpu_fallback.hints import Hints
 
 _MAX_COPIES = 64
 
@@ -50,7 +53,15 @@ class Problem:
     def weights(self) -> list[QuantTensor]:
         """Return the matrices."""
         fmt, std = parse_format(self.format), self.k**-0.5
-        return [normal_matrix(f"w{i}", (self.n, self.k), 0, std, fmt) for i in range(self.copies)]
+        shape = (self.n, self.k)
+        if not isinstance(fmt, Fp8):
+            return [normal_matrix(f"w{i}", shape, 0, std, fmt) for i in range(self.copies)]
+        values = np.random.default_rng(0).standard_normal(shape, np.float32) * np.float32(std)
+        one = encode(values, fmt)
+        return [
+            QuantTensor(shape, fmt, {name: plane.copy() for name, plane in one.planes.items()})
+            for _ in range(self.copies)
+        ]
 
     def x(self) -> np.ndarray:
         """Return X, fp32."""
@@ -91,8 +102,18 @@ def exact_product(problem: Problem, weights: list[QuantTensor]) -> np.ndarray:
     return np.asarray(problem.x().astype(np.float64) @ weights[0].decode().T.astype(np.float64))
 
 
-def clocher(problem: Problem, weights: list[QuantTensor], threads: int) -> Engine:
-    """Return Clocher's CPU back end."""
+def clocher(
+    problem: Problem, weights: list[QuantTensor], threads: int, act_group: int | None = ACT_GROUP
+) -> Engine:
+    """Return Clocher's CPU back end.
+
+    Args:
+        problem: what to compute.
+        weights: the matrices.
+        threads: threads of the team.
+        act_group: columns per scale of int8 activations, where the weights are integers; None
+            keeps them fp32.
+    """
     buffers = {"x": Buffer((problem.m, problem.k), "f32", "M", "input")}
     calls = []
     op, read, tolerance, note = "linear", {"x": "x"}, 1e-3, ""
@@ -107,7 +128,12 @@ def clocher(problem: Problem, weights: list[QuantTensor], threads: int) -> Engin
         buffers[f"y{i}"] = Buffer((problem.m, problem.n), "f32", "M", "output")
         calls.append(Call(op, {**read, "w": f"w{i}", "y": f"y{i}"}))
     plan = Plan(problem.m, 1, buffers, {}, tuple(tensors), tuple(calls))
-    executor = CpuExecutor(plan, tensors, threads)
+    if act_group is not None:
+        plan = quantize_activations(plan, {n: w.format for n, w in tensors.items()}, act_group)
+        if plan.calls[-1].op in INTEGER_PRODUCTS:
+            tolerance, note = 0.03, f"int8 activations, groups of {act_group}"
+    # A team that is free to use fewer threads would make "2 threads" mean something else.
+    executor = CpuExecutor(plan, tensors, threads, hints=Hints(adaptive=False))
     executor.array("x")[...] = problem.x()
 
     def run() -> None:

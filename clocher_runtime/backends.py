@@ -1,25 +1,29 @@
 """Which back ends exist, which one a run gets and why. The one door to cpu_fallback and cuda."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from clocher_kernels.errors import DeviceError, UsageError
 from clocher_kernels.plan import Plan
 from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.tuning import Tuning
 
 DEVICES = ("auto", "cpu", "cuda", "ze")
 KV_DEFAULT = {"cpu": "f32", "reference": "f32", "cuda": "bf16"}
 """Back end -> storage of the KV cache unless a run asks for another."""
 ACTIVATIONS: Mapping[str, Mapping[str, str]] = {
-    "cpu": {"fp32": "f32"},
-    "reference": {"fp32": "f32"},
+    "cpu": {"int8": "i8", "fp32": "f32"},
+    "reference": {"fp32": "f32", "int8": "i8"},
     "cuda": {"fp16": "f16", "bf16": "bf16", "fp32": "f32"},
 }
-"""Back end -> precision of activations that a run may ask for -> type; the first is the default."""
+"""Back end -> precision of activations that a run may ask for -> type; the first is the default.
+
+On the CPU int8 is for products with integer weights; what meets float weights stays fp32.
+"""
 Progress = Callable[[int, int], None]
 
 
@@ -89,6 +93,41 @@ def gpu() -> dict[str, str | int]:
     return asdict(describe())
 
 
+def require_gpu(purpose: str) -> None:
+    """Fail if the CUDA back end cannot run here.
+
+    Args:
+        purpose: what needs it, as an error names it.
+
+    Raises:
+        DeviceError: there is no GPU that it can use.
+    """
+    from clocher_kernels.cuda.probe import unusable
+
+    reason = unusable()
+    if reason:
+        raise DeviceError(f"{purpose} needs a GPU: {reason}; run it on a machine that has one")
+
+
+def tune_tiles(weights: Iterable[tuple[str, int, int]], progress: Progress) -> dict[str, Any]:
+    """Return the table of the fastest tiles of the current GPU.
+
+    Args:
+        weights: format name, N and K of each weight that is multiplied by.
+        progress: called with (weights done, weights in all).
+    """
+    from clocher_kernels.cuda.tune import tune_model
+
+    table: dict[str, Any] = tune_model(weights, progress)
+    return table
+
+
+def acted_on(executor: Executor) -> frozenset[str]:
+    """Return the fields of a `Tuning` that change what an executor does."""
+    names: frozenset[str] = getattr(executor, "acted_on", frozenset())
+    return names
+
+
 def default_act_prec(name: str) -> str:
     """Return the precision of activations that a back end takes unless told otherwise."""
     return next(iter(ACTIVATIONS[name]))
@@ -101,6 +140,7 @@ def make_executor(
     threads: int,
     progress: Progress | None = None,
     act_prec: str | None = None,
+    tuning: Tuning | None = None,
 ) -> Executor:
     """Bind a Plan to a back end.
 
@@ -111,6 +151,7 @@ def make_executor(
         threads: threads of the CPU team.
         progress: called with (done, total) while kernels compile, or weights are copied to the GPU.
         act_prec: one of `ACTIVATIONS[name]`; None: its first.
+        tuning: placement and memory access of the CPU team.
     """
     if name == "reference":
         from clocher_kernels.reference import ReferenceExecutor
@@ -118,8 +159,18 @@ def make_executor(
         return ReferenceExecutor(plan, weights)
     if name == "cpu":
         from cpu_fallback.executor import CpuExecutor
+        from cpu_fallback.hints import Hints
+        from cpu_fallback.placement import Placement
 
-        executor: Executor = CpuExecutor(plan, weights, threads=threads, progress=progress)
+        tuning = tuning or Tuning()
+        hints = Hints(
+            prefetch_distance=tuning.prefetch_distance,
+            stream_block_bytes=tuning.stream_block_bytes,
+            placement=Placement(tuning.cpus, tuning.sockets),
+            hot_replicate=tuning.hot_replicate,
+            hot_limit=tuning.hot_limit,
+        )
+        executor: Executor = CpuExecutor(plan, weights, threads, progress, hints)
         return executor
     if name == "cuda":
         from clocher_kernels.cuda.executor import CudaExecutor

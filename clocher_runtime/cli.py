@@ -12,7 +12,14 @@ from clocher_runtime.cli_help import ABOUT, HelpfulCommand, stands_alone
 from clocher_runtime.console import Console
 from clocher_runtime.env import resolve
 from clocher_runtime.exit_codes import ExitCode, exit_code
-from clocher_runtime.jsonline import ErrorLine, RunLine, clocher_version, error_line, to_json
+from clocher_runtime.jsonline import (
+    ErrorLine,
+    RunLine,
+    TuneLine,
+    clocher_version,
+    error_line,
+    to_json,
+)
 from clocher_runtime.settings import ALL
 
 NAME = "clocher-run"
@@ -24,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments after the name of the command; those of the process by default.
     """
-    line: RunLine | ErrorLine
+    line: RunLine | TuneLine | ErrorLine
     with Console() as console:
         try:
             flags = parse(sys.argv[1:] if argv is None else argv)
@@ -32,10 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return ExitCode.OK
             config = resolve(flags, os.environ)
             # NumPy and all that needs it is imported after the flags have been checked.
-            from clocher_runtime.run import run, summary
+            if config.tune:
+                from clocher_runtime.tile_tuning import tune
 
-            line, code = run(config, console), ExitCode.OK
-            console.note(summary(line))
+                line, code = tune(config, console), ExitCode.OK
+            else:
+                from clocher_runtime.run import run, summary
+
+                line, code = run(config, console), ExitCode.OK
+                console.note(summary(line))
         except (Exception, KeyboardInterrupt) as error:
             line, code = error_line(error), exit_code(error)
             if code == ExitCode.BUG:

@@ -25,6 +25,8 @@ class RunConfig:
         context: None leaves it to the session.
         threads: None leaves it to `topology.default_threads`.
         isa: None takes the best of the host. The CPU back end reads its variable itself.
+        tile_table: None leaves tiles to the shipped tables. The CUDA back end reads its variable
+            itself.
         kv_dtype: None takes the back end's: f32 on the CPU, bf16 on a GPU.
         act_prec: None takes the back end's, or the model's if it quantises its activations.
         given: field -> how it was set; fields with their default are absent.
@@ -54,6 +56,8 @@ class RunConfig:
     device: str = "auto"
     isa: str | None = None
     threads: int | None = None
+    tile_table: Path | None = None
+    tune: bool = False
     batch: int = 1
     rounds: int = 1
     warmup: int = 0
@@ -63,6 +67,13 @@ class RunConfig:
     stride_bytes: int = 256
     verify_touch: bool = False
     act_prec: str | None = None
+    affinity: str = "auto"
+    use_affinity: bool = False
+    numa_policy: str = "auto"
+    hot_replicate: bool = False
+    hot_repl_limit_mb: int = 0
+    prefetch_distance: int | str = "auto"
+    stream_block_bytes: int | None = None
 
     given: Mapping[str, Given] = field(default_factory=dict)
     hints_ignored: tuple[str, ...] = ()

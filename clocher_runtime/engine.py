@@ -8,15 +8,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from clocher_kernels.errors import ModelNotFound
-from clocher_runtime.backends import ACTIVATIONS, Progress, choose, default_act_prec, gpu
+from clocher_runtime.backends import ACTIVATIONS, Progress, choose, gpu
 from clocher_runtime.config import RunConfig
 from clocher_runtime.model_choice import choose_model
 from clocher_runtime.models.load import load_model
+from clocher_runtime.probes import Touch
 from clocher_runtime.session import Sampling, Session, Token
+from clocher_runtime.settings import SETTINGS
 from clocher_runtime.stub import StubSession, StubTokenizer
 from clocher_runtime.timing import TimedWindow
 from clocher_runtime.tokenizer import Tokenizer
-from clocher_runtime.topology import default_threads
+from clocher_runtime.tuning import choose_threads, not_acted_on, tune
 
 
 class Generates(Protocol):
@@ -28,6 +30,9 @@ class Generates(Protocol):
 
     def synchronize(self) -> None:
         """Wait until the device has done all steps."""
+
+    def work_touch(self, bytes_per_token: int, stride: int) -> Touch | None:
+        """Return a work-touch of weights on a device; None: they are the mapped files."""
 
     def warm(self) -> None:
         """Compile and load every kernel."""
@@ -96,11 +101,9 @@ def load_engine(config: RunConfig, batch: int, progress: Progress) -> Engine:
     checkpoint = choice.open()
     model = load_model(checkpoint, config.precision)
     tokenizer = _tokenizer(config, checkpoint.tokenizer_json, checkpoint.tokenizer_config)
-    threads = config.threads or default_threads()
-    # Ternary linears quantise their input, whatever the other activations are stored as.
+    threads = choose_threads(config)
+    tuning = tune(config, threads)
     wanted = config.act_prec if config.act_prec in ACTIVATIONS[device] else None
-    stored = wanted or default_act_prec(device)
-    act_prec = model.act_prec if model.act_prec == "int8" else stored
     session = Session(
         model,
         backend=device,
@@ -109,9 +112,12 @@ def load_engine(config: RunConfig, batch: int, progress: Progress) -> Engine:
         context=config.context,
         kv_dtype=config.kv_dtype,
         act_prec=wanted,
+        tuning=tuning,
         progress=progress,
     )
-    act_prec_ignored = config.act_prec not in (None, act_prec)
+    ignored = not_acted_on(config, session.acted_on)
+    if config.act_prec not in (None, session.act_prec):
+        ignored = (str(config.given["act_prec"]), *ignored)
     return Engine(
         session=session,
         tokenizer=tokenizer,
@@ -121,14 +127,14 @@ def load_engine(config: RunConfig, batch: int, progress: Progress) -> Engine:
         model=choice.name,
         model_source=choice.source,
         precision=model.precision,
-        act_prec=act_prec,
+        act_prec=session.act_prec,
         kv_dtype=session.kv_dtype,
         threads=threads,
         files=tuple(file.bytes(0, file.nbytes) for file in checkpoint.files),
         stop_ids=frozenset() if config.ignore_eos else frozenset(model.spec.eos_ids),
         bytes_per_token=model.bytes_per_token,
         gpu=gpu() if device == "cuda" else None,
-        hints_ignored=(str(config.given["act_prec"]),) if act_prec_ignored else (),
+        hints_ignored=ignored,
     )
 
 
@@ -153,7 +159,9 @@ def load_stub(config: RunConfig, batch: int) -> Engine:
         bytes_per_token=0,
         gpu=None,
         hints_ignored=tuple(
-            str(given) for name, given in config.given.items() if name not in acted_on
+            str(given)
+            for name, given in config.given.items()
+            if name not in acted_on and given.raw not in SETTINGS[name].idle
         ),
     )
 

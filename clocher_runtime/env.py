@@ -54,6 +54,7 @@ def _sources(
 def _exclude(values: dict[str, Any], given: dict[str, Given]) -> None:
     """Settle settings that exclude each other: two flags are an error, a flag beats a variable."""
     _keep_one(("prompt", "prompt_ids", "prompts_file"), values, given)
+    _keep_one(("stub", "tune"), values, given)
     if "stub" in given:
         if values.get("require_model"):
             raise UsageError("--stub runs without a model, but IE_REQUIRE_MODEL=1; drop one")

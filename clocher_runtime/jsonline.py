@@ -86,6 +86,22 @@ class ErrorLine:
     message: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneLine:
+    """The line of `--tune`, in the order of its keys."""
+
+    schema: str = SCHEMA
+    status: str = "tuned"
+    version: str
+    gpu: Mapping[str, str | int]
+    model: str
+    model_source: str
+    precision: str
+    weights: int
+    faster: int
+    table: str
+
+
 def error_line(error: BaseException) -> ErrorLine:
     """Return the line for an exception."""
     return ErrorLine(
@@ -96,7 +112,7 @@ def error_line(error: BaseException) -> ErrorLine:
     )
 
 
-def to_json(line: RunLine | ErrorLine) -> str:
+def to_json(line: RunLine | TuneLine | ErrorLine) -> str:
     """Return a line as JSON text: ASCII only, without a line break, NaN and infinities as null."""
     return json.dumps(_finite(asdict(line)), allow_nan=False)
 

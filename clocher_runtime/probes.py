@@ -4,6 +4,7 @@ import resource
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -44,6 +45,28 @@ def rss_peak_mib() -> float:
     return rss_peak_bytes() / _MIB
 
 
+class Touch(Protocol):
+    """A work-touch: `WorkTouch`, or what a back end has in the memory of its device."""
+
+    bytes_per_token: int
+    stride: int
+
+    @property
+    def bytes_touched(self) -> int:
+        """Bytes walked over so far."""
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that had to move."""
+
+    @property
+    def checksum(self) -> int:
+        """Sum of all bytes read, modulo 2^64."""
+
+    def __call__(self, tokens: int) -> None:
+        """Touch the weights for some tokens that were just made."""
+
+
 class WorkTouch:
     """Reads mapped weights with a stride for every generated token, to emulate memory pressure.
 
@@ -58,7 +81,6 @@ class WorkTouch:
 
     Attributes:
         tokens: tokens touched so far.
-        checksum: sum of all bytes read, modulo 2^64.
     """
 
     def __init__(self, files: Sequence[np.ndarray], bytes_per_token: int, stride: int) -> None:
@@ -68,12 +90,17 @@ class WorkTouch:
             raise ModelError("work-touch: the model has no weight files to touch")
         self.bytes_per_token, self.stride = bytes_per_token, stride
         self.tokens = 0
-        self.checksum = 0
+        self._checksum = 0
 
     @property
     def bytes_touched(self) -> int:
         """Bytes walked over so far."""
         return self.tokens * self.bytes_per_token
+
+    @property
+    def checksum(self) -> int:
+        """Sum of all bytes read, modulo 2^64."""
+        return self._checksum
 
     @property
     def bytes_read(self) -> int:
@@ -88,7 +115,7 @@ class WorkTouch:
         if not self.bytes_per_token:
             return
         for _ in range(tokens):
-            self.checksum = (self.checksum + self._walk()) % (1 << 64)
+            self._checksum = (self._checksum + self._walk()) % (1 << 64)
             self.tokens += 1
 
     def _walk(self) -> int:

@@ -10,7 +10,7 @@ from clocher_runtime.config import RunConfig
 from clocher_runtime.console import Console
 from clocher_runtime.engine import Engine, load_engine, load_stub
 from clocher_runtime.jsonline import OutputFields, RunLine, WorkTouchFields, clocher_version
-from clocher_runtime.probes import WorkTouch, rss_peak_mib
+from clocher_runtime.probes import Touch, WorkTouch, rss_peak_mib
 from clocher_runtime.prompts import read_prompts
 from clocher_runtime.session import Sampling
 from clocher_runtime.timing import TimedWindow
@@ -35,7 +35,7 @@ class Measured:
     first_token_ns: list[int]
     tokens: int
     outputs: list[list[int]]
-    touch: WorkTouch
+    touch: Touch
     kv_hits: int
     kv_misses: int
     rss_peak_mib: float
@@ -86,7 +86,9 @@ def measure(
     session = engine.session
     window = TimedWindow("generate", synchronize=session.synchronize)
     per_token = config.bytes_per_token if engine.files else 0  # the stub has none
-    touch = WorkTouch(engine.files, per_token, config.stride_bytes)
+    touch = session.work_touch(per_token, config.stride_bytes)
+    if touch is None:
+        touch = WorkTouch(engine.files, per_token, config.stride_bytes)
     sampling = Sampling(config.temperature, config.top_k, config.top_p, config.seed)
     hits, misses = session.kv_hits, session.kv_misses
     outputs: list[list[int]] = []

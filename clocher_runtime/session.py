@@ -7,10 +7,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from clocher_kernels.errors import OutOfMemory, UsageError
-from clocher_runtime.backends import KV_DEFAULT, Progress, make_executor
+from clocher_kernels.plan import Plan
+from clocher_runtime.backends import (
+    ACTIVATIONS,
+    KV_DEFAULT,
+    Progress,
+    acted_on,
+    default_act_prec,
+    make_executor,
+)
 from clocher_runtime.models.build import build_plan, page_table
 from clocher_runtime.models.load import Model
+from clocher_runtime.models.rewrite import INTEGER_PRODUCTS, quantize_activations
+from clocher_runtime.probes import Touch
 from clocher_runtime.timing import TimedWindow
+from clocher_runtime.tuning import Tuning
 
 _INPUTS = (
     "ids",
@@ -28,6 +39,8 @@ _INPUTS = (
 )
 KV_DTYPES = ("f32", "bf16", "f16", "e4m3", "e5m2", "i8")
 DEFAULT_CONTEXT = 4096
+ACT_GROUP = 128
+"""Columns per scale of int8 activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +116,7 @@ class Session:
         kv_dtype: storage of the KV cache: f32, bf16, f16, e4m3, e5m2 or i8; None: the back end's.
         chunk: tokens of a prefill step.
         act_prec: one of `backends.ACTIVATIONS[backend]`; None: its first.
+        tuning: placement and memory access of the CPU team.
         all_logits: keep logits of every token of a step, for scoring.
         progress: called with (done, total) while kernels compile, or weights are copied.
 
@@ -122,6 +136,7 @@ class Session:
         kv_dtype: str | None = None,
         chunk: int = 128,
         act_prec: str | None = None,
+        tuning: Tuning | None = None,
         all_logits: bool = False,
         progress: Progress | None = None,
     ) -> None:
@@ -146,9 +161,18 @@ class Session:
             context=context,
             kv_dtype=kv_dtype,
         )
+        act_prec = default_act_prec(backend) if act_prec is None else act_prec
+        if act_prec not in ACTIVATIONS[backend]:
+            known = ", ".join(ACTIVATIONS[backend])
+            raise UsageError(f"act_prec is {act_prec!r}; the {backend} back end knows {known}")
+        if act_prec == "int8":
+            plan = quantize_activations(plan, model.formats, ACT_GROUP)
+        self.act_prec = _act_prec(plan, act_prec)
         if backend != "cuda":  # the GPU's memory is checked where it is known
             _check_memory(plan.scratch_bytes())
-        self._executor = make_executor(backend, plan, model.weights, threads, progress, act_prec)
+        self._executor = make_executor(
+            backend, plan, model.weights, threads, progress, act_prec, tuning
+        )
         self._inputs = {b: self._executor.array(b) for b in _INPUTS}
         self._inputs["pages"][...] = page_table(batch, self._inputs["pages"].shape[1])
         self._all_logits = all_logits
@@ -159,6 +183,11 @@ class Session:
         """Instruction set that the kernels were compiled for."""
         return self._executor.isa
 
+    @property
+    def acted_on(self) -> frozenset[str]:
+        """Fields of the tuning that change what happens."""
+        return acted_on(self._executor)
+
     def warm(self) -> None:
         """Run one step, so that every kernel is compiled and loaded."""
         self._executor.warm()
@@ -166,6 +195,12 @@ class Session:
         self._stage([0], [0], [0], [0], [0])
         self._executor.step(1, 1)
         self.synchronize()
+
+    def work_touch(self, bytes_per_token: int, stride: int) -> Touch | None:
+        """Return a work-touch of the weights on the device; None: they are the mapped files."""
+        make = getattr(self._executor, "work_touch", None)
+        touch: Touch | None = make(bytes_per_token, stride) if make else None
+        return touch
 
     def synchronize(self) -> None:
         """Wait until the device has done all steps."""
@@ -343,6 +378,12 @@ class Session:
 
 def _no_span(kind: str, tokens: int) -> AbstractContextManager[None]:
     return nullcontext()
+
+
+def _act_prec(plan: Plan, stored: str) -> str:
+    """Return "int8" if the Plan has integer products, else how activations are stored."""
+    integer = any(call.op in ("linear_i8", *INTEGER_PRODUCTS) for call in plan.calls)
+    return "int8" if integer else "fp32" if stored == "int8" else stored
 
 
 def _check_memory(needed: int) -> None:

@@ -34,7 +34,8 @@ class Setting:
         help: one phrase.
         flag: "--name", or "" without one. The flag of a setting that takes 0 or 1 takes no value.
         env: environment variables, the strongest first.
-        idle: values of a hint that ask for nothing else than what happens anyway.
+        idle: values of a hint, or of a setting that is not always acted on, that ask for nothing
+            else than what happens anyway.
     """
 
     group: Group
@@ -49,6 +50,10 @@ def _set(
     group: Group, takes: Value, help: str, flag: str = "", env: tuple[str, ...] = ()
 ) -> Setting:
     return Setting(group, takes, help, flag, env)
+
+
+def _soft(env: str, takes: Value, help: str, *idle: str) -> Setting:
+    return Setting("Hints", takes, help, "", (env,), idle)
 
 
 def _hint(env: str, takes: Value, help: str, *idle: str, flag: str = "") -> Setting:
@@ -137,6 +142,18 @@ SETTINGS: Mapping[str, Setting] = {
         "--threads",
         ("THREADS",),
     ),
+    "tile_table": _set(
+        "Run",
+        _PATH,
+        "JSON table of tiles that GPU kernels follow; --tune writes it",
+        env=("CLOCHER_TILE_TABLE",),
+    ),
+    "tune": _set(
+        "Run",
+        _SWITCH,
+        "generate nothing: time the tiles of GPU kernels on the model's weights, write a table",
+        "--tune",
+    ),
     "batch": _set(
         "Run",
         integer(1, 1024),
@@ -179,29 +196,53 @@ SETTINGS: Mapping[str, Setting] = {
     "act_prec": _set(
         "Hints", _ACT_PREC, "precision of activations (unset: the model's)", env=("IE_ACT_PREC",)
     ),
+    "affinity": _soft(
+        "AFFINITY",
+        _PLACEMENT,
+        "pinned threads: compact takes neighbouring cores and fills sockets, scatter one of each "
+        "cache and socket in turn",
+        "auto",
+    ),
+    "use_affinity": _soft("IE_TP_USE_AFFINITY", _SWITCH, "1: pin each thread to a CPU", "0"),
+    "numa_policy": _soft(
+        "NUMA_POLICY",
+        socket_policy(),
+        "pin threads: fill sockets, one of each in turn, or one socket only",
+        "auto",
+    ),
+    "hot_replicate": _soft(
+        "IE_HOT_REPLICATE", _SWITCH, "1: copies per socket of weights that every token reads", "0"
+    ),
+    "hot_repl_limit_mb": _soft(
+        "IE_HOT_REPL_LIMIT_MB", _COUNT, "cap of the copies of a socket in MiB; 0: none", "0"
+    ),
+    "prefetch_distance": _soft(
+        "IE_PREFETCH_DISTANCE",
+        integer(0, 1 << 40, "auto"),
+        "bytes of weights to load ahead (auto: the kernel's)",
+        "auto",
+    ),
+    "stream_block_bytes": _soft(
+        "IE_STREAM_BLOCK_BYTES",
+        _BYTES,
+        "stored bytes of float weights to decode at a time for many tokens",
+    ),
 }
 """Field of `RunConfig` -> how it is given."""
 
 _HINTS = (
     _hint("PRETRANSPOSE", _LAYOUT, "prepack weights", "none", flag="--pretranspose"),
     _hint("PREFETCH", _AHEAD, "prepare prompts ahead", "off", "auto", "0", flag="--prefetch"),
-    _hint("AFFINITY", _PLACEMENT, "thread placement", "auto"),
-    _hint("IE_TP_USE_AFFINITY", _SWITCH, "pin threads", "0"),
-    _hint("NUMA_POLICY", socket_policy(), "thread and memory placement", "auto"),
-    _hint("IE_HOT_REPLICATE", _SWITCH, "keep hot weights once per socket", "0"),
-    _hint("IE_HOT_REPL_LIMIT_MB", _COUNT, "cap of these copies in MiB; 0: none", "0"),
     _hint("IE_DEDUP", _SWITCH, "use deduplicated weights", "0"),
     _hint("IE_DEDUP_STRICT", _SWITCH, "refuse a model without them", "0"),
     _hint("IE_DEDUP_POLICY", _DEDUP, "when they are expanded", "off"),
     _hint("IE_DEDUP_CACHE_MB", _COUNT, "cache of expanded weights in MiB"),
     _hint("IE_DEDUP_HOT_BYTES", _BYTES, "bytes to keep expanded"),
     _hint("IE_DEDUP_HOT_LIST", _TEXT, "tensors to keep expanded"),
-    _hint("IE_PREFETCH_DISTANCE", integer(0, 1 << 40, "auto"), "bytes to load ahead", "auto"),
     _hint("IE_NT_LOADS", one_of("0", "1", "auto"), "non-temporal loads", "0", "auto"),
     _hint("IE_NT_RATIO", integer(0, 100), "per cent of loads that are non-temporal", "0"),
     _hint("IE_NT_THRESHOLD_RATIO", number(0, 1e6), "working set / cache where they begin"),
     _hint("IE_L3_BYTES", _BYTES, "cache budget of hot slices"),
-    _hint("IE_STREAM_BLOCK_BYTES", _BYTES, "block of a weight stream"),
     _hint("IE_REUSE_GUARD_WINDOWS", _COUNT, "blocks to guard against eviction"),
 )
 

@@ -56,6 +56,9 @@ class StubSession:
     def synchronize(self) -> None:
         """There is nothing to wait for."""
 
+    def work_touch(self, bytes_per_token: int, stride: int) -> None:
+        """There are no weights to touch."""
+
     def warm(self) -> None:
         """There is nothing to warm up."""
 

@@ -1,10 +1,41 @@
-"""How many threads a run should have: usable CPUs, physical cores and the container's CPU quota."""
+"""The machine as sysfs describes it: how many threads a run should have, and where they should run.
+
+Without sysfs every usable CPU is a core of its own on one socket.
+"""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from clocher_kernels.errors import UsageError
+
 _ROOT = Path("/")
+_CPUS = "sys/devices/system/cpu"
+_NODES = "sys/devices/system/node"
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """A CPU that this process may run on.
+
+    Attributes:
+        id: its number.
+        core: the lowest number among the CPUs of its physical core.
+        rank: its place among the usable CPUs of its core; 0 unless they are siblings (SMT).
+        socket: number of its package.
+        node: its NUMA node.
+        cache: the lowest number among the CPUs that share its last-level cache.
+        cache_bytes: size of that cache; 0 if it is not known.
+    """
+
+    id: int
+    core: int
+    rank: int
+    socket: int
+    node: int
+    cache: int
+    cache_bytes: int
 
 
 def usable_cpus() -> frozenset[int]:
@@ -24,12 +55,72 @@ def physical_cores(cpus: frozenset[int], root: Path = _ROOT) -> int:
         cpus: CPU numbers.
         root: root of the file system; tests pass a recorded tree.
     """
-    cores = set()
-    for cpu in cpus:
-        topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        text = _read(topology / "core_cpus_list") or _read(topology / "thread_siblings_list")
-        cores.add(frozenset(parse_cpu_list(text) or {cpu}))
-    return len(cores)
+    return len({_siblings(cpu, root) for cpu in cpus})
+
+
+def read_cpus(usable: frozenset[int] | None = None, root: Path = _ROOT) -> tuple[Cpu, ...]:
+    """Return the usable CPUs, by number. CPUs that are off line are not among them.
+
+    Args:
+        usable: CPU numbers; None: those that this process may run on.
+        root: root of the file system; tests pass a recorded tree.
+    """
+    usable = usable_cpus() if usable is None else usable
+    online = parse_cpu_list(_read(root / _CPUS / "online"))
+    nodes = {
+        cpu: int(folder.name[4:])
+        for folder in (root / _NODES).glob("node[0-9]*")
+        for cpu in parse_cpu_list(_read(folder / "cpulist"))
+    }
+    found: list[Cpu] = []
+    for cpu in sorted(usable & online if online else usable):
+        core = min(_siblings(cpu, root))
+        socket = _read(root / _CPUS / f"cpu{cpu}/topology/physical_package_id")
+        cache, nbytes = _last_cache(cpu, root)
+        rank = sum(other.core == core for other in found)
+        number = int(socket) if socket.isdigit() else 0
+        found.append(Cpu(cpu, core, rank, number, nodes.get(cpu, 0), cache, nbytes))
+    return tuple(found)
+
+
+def cache_bytes(cpus: Sequence[Cpu]) -> int:
+    """Return the bytes of last-level cache that some CPUs have together, 0 if it is not known."""
+    return sum({cpu.cache: cpu.cache_bytes for cpu in cpus}.values())
+
+
+def in_order(cpus: Sequence[Cpu], affinity: str = "auto", policy: str = "auto") -> tuple[Cpu, ...]:
+    """Return CPUs in the order in which the threads of a team are given them.
+
+    Physical cores come first, their SMT siblings after all of them.
+
+    Args:
+        cpus: the CPUs to choose from.
+        affinity: "compact" takes neighbouring cores, "scatter" and "auto" one of each last-level
+            cache in turn.
+        policy: "compact" fills one socket after the other, "scatter" takes one of each socket in
+            turn, "socket:N" takes that socket only; "auto" does as `affinity` says, and fills
+            sockets for "auto".
+
+    Raises:
+        UsageError: none of the CPUs is on the socket.
+    """
+    if policy.startswith("socket:"):
+        wanted = int(policy.partition(":")[2])
+        sockets = sorted({cpu.socket for cpu in cpus})
+        cpus = [cpu for cpu in cpus if cpu.socket == wanted]
+        if not cpus:
+            known = ", ".join(map(str, sockets)) or "none"
+            raise UsageError(
+                f"NUMA_POLICY={policy}: no usable CPU is on that socket; there are usable CPUs on "
+                f"sockets {known}"
+            )
+    turns = affinity == "scatter" if policy == "auto" else policy == "scatter"
+    spread = affinity != "compact"
+    near = sorted(cpus, key=lambda c: (c.socket, c.node, c.cache, c.core, c.id))
+    in_cache = _places(near, lambda c: (c.cache, c.rank))
+    local = sorted(near, key=lambda c: (c.rank, in_cache[c.id] if spread else 0))
+    on_socket = _places(local, lambda c: (c.socket, c.rank))
+    return tuple(sorted(local, key=lambda c: (c.rank, on_socket[c.id] if turns else 0, c.socket)))
 
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
@@ -43,14 +134,18 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
     return min(limits, default=None)
 
 
-def default_threads(root: Path = _ROOT) -> int:
+def default_threads(root: Path = _ROOT, cpus: frozenset[int] | None = None) -> int:
     """Return the thread count of a run that does not name one.
 
     It is the number of physical cores among the usable CPUs, and not more than the CPU quota
     rounded down; at least 1. A second thread on a core competes for the same vector units and
     the same memory port, so it does not help.
+
+    Args:
+        root: root of the file system; tests pass a recorded tree.
+        cpus: CPUs to count instead of all usable ones.
     """
-    cores = physical_cores(usable_cpus(), root)
+    cores = physical_cores(usable_cpus() if cpus is None else cpus, root)
     quota = cpu_quota(root)
     return max(1, cores if quota is None else min(cores, int(quota)))
 
@@ -65,6 +160,34 @@ def parse_cpu_list(text: str) -> frozenset[int]:
     except ValueError:
         return frozenset()
     return frozenset(cpus)
+
+
+def _places(cpus: Sequence[Cpu], group: Callable[[Cpu], tuple[int, int]]) -> dict[int, int]:
+    """Return the place of each CPU among those of its group."""
+    counts: dict[tuple[int, int], int] = {}
+    places: dict[int, int] = {}
+    for cpu in cpus:
+        places[cpu.id] = counts[group(cpu)] = counts.get(group(cpu), -1) + 1
+    return places
+
+
+def _siblings(cpu: int, root: Path) -> frozenset[int]:
+    """Return the CPUs of the physical core of a CPU."""
+    topology = root / _CPUS / f"cpu{cpu}/topology"
+    text = _read(topology / "core_cpus_list") or _read(topology / "thread_siblings_list")
+    return parse_cpu_list(text) or frozenset({cpu})
+
+
+def _last_cache(cpu: int, root: Path) -> tuple[int, int]:
+    """Return the lowest CPU that shares the last-level cache of a CPU, and the cache's bytes."""
+    found = (0, 0, 0)
+    for folder in sorted((root / _CPUS / f"cpu{cpu}/cache").glob("index[0-9]*")):
+        level, size = _read(folder / "level"), _read(folder / "size")
+        sharing = parse_cpu_list(_read(folder / "shared_cpu_list")) or {cpu}
+        if level.isdigit() and int(level) > max(found[0], 1):
+            kib = int(size[:-1]) if size[:-1].isdigit() and size[-1:] == "K" else 0
+            found = (int(level), min(sharing), kib << 10)
+    return found[1], found[2]
 
 
 def _limits(root: Path) -> Iterator[float | None]:

@@ -5,7 +5,8 @@ vector     vector types for Numba, and what makes an intrinsic
 simd       operations on 16 lanes;  memory  loads and stores;  narrow  bf16, fp16, fp8, fp4
 sync       atomics, bounded waiting, the barrier, the control block
 jit        @device, @kernel, compiling;  objects  the cache of machine code
-tape       launches, the compiled interpreter;  team  its threads
+tape       launches, the compiled interpreter;  team  its threads;  pace  how many take part
+hints      what a run may ask of memory access;  placement  CPUs of threads, copies near them
 bind       from an op call to launches;  lowering  the table of ops;  executor  the whole
 decode     stored weights to fp32;  product  rows times tokens, the one fp32 dot product
 linear, integer, bsr, moe, attention, kv, elementwise, sampling   kernels by op

@@ -27,6 +27,7 @@ from clocher_kernels.errors import ShapeError
 from clocher_kernels.ops.contract import OpSpec, Param, Value
 from clocher_kernels.plan import Attr, Buffer, Call
 from clocher_kernels.quant_tensor import QuantTensor
+from cpu_fallback.hints import Asked
 from cpu_fallback.jit import Kernel, device
 from cpu_fallback.memory import read_i64
 from cpu_fallback.tape import Launch
@@ -61,6 +62,7 @@ class BoundCall:
         call: the call in the Plan.
         values: every array and tensor of the Plan by name.
         buffers: the Plan's buffers.
+        hints: what the executor was asked for, for kernels that act on it.
 
     Raises:
         ShapeError: an argument is missing, or its dtype, shape or layout is not the contract's.
@@ -72,8 +74,10 @@ class BoundCall:
         call: Call,
         values: Mapping[str, Value],
         buffers: Mapping[str, Buffer],
+        hints: Asked | None = None,
     ) -> None:
         self.spec = spec
+        self.hints = hints or Asked()
         self._call = call
         self._values = {param: values[name] for param, name in call.args.items()}
         self._rows = {param: buffers[n].rows for param, n in call.args.items() if n in buffers}
@@ -121,13 +125,16 @@ class BoundCall:
         rows = self._rows.get(param, "")
         return _COUNT[rows] if rows else int(self.array(param).shape[0])
 
-    def launch(self, kernel: Kernel, fields: Sequence[int | Kernel], scratch: int = 0) -> Launch:
+    def launch(
+        self, kernel: Kernel, fields: Sequence[int | Kernel], scratch: int = 0, shares: int = 1
+    ) -> Launch:
         """Return a launch that reads the call's inputs and writes its outputs.
 
         Args:
             kernel: what to call.
             fields: what it finds at `rec`.
             scratch: bytes of scratch memory that it needs per thread.
+            shares: shares per thread that its work is divided into (`tape`).
         """
         reads, writes = set(), set()
         for param, name in self._call.args.items():
@@ -137,7 +144,7 @@ class BoundCall:
                     reads.add(name)
                 if kind in ("out", "inout"):
                     writes.add(name)
-        return Launch(kernel, tuple(fields), frozenset(reads), frozenset(writes), scratch)
+        return Launch(kernel, tuple(fields), frozenset(reads), frozenset(writes), scratch, shares)
 
     def _check(self, param: Param) -> None:
         value = self._values[param.name]

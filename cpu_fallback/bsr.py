@@ -1,57 +1,198 @@
-"""Block-sparse rows: the product of `product`, over the stored blocks only."""
+"""Block-sparse rows: products over the stored blocks only.
+
+Threads divide the stored blocks, not the rows: a unit is up to TALL rows of a block row, and weighs
+as much as the blocks it has. Tokens go in chunks whose activations stay in cache, so the blocks are
+read once for up to CHUNK tokens.
+"""
+
+import numpy as np
 
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats import Bsr
-from cpu_fallback import decode
-from cpu_fallback.bind import BoundCall, counted, share
-from cpu_fallback.decode import COLUMNS, ROWS
-from cpu_fallback.jit import device, kernel
-from cpu_fallback.memory import field, read_f32, read_i32, write_f32, write_i64
-from cpu_fallback.product import PANEL, SCRATCH, SUMS, TOKENS, XS, accumulate, clear, finish
+from cpu_fallback.bind import BoundCall, counted
+from cpu_fallback.bsr_tiles import ACC, TILES, Tiles, totals
+from cpu_fallback.jit import Kernel, device
+from cpu_fallback.memory import (
+    field,
+    load_f32,
+    load_f32_n,
+    read_f32,
+    read_i32,
+    store_f32,
+    store_f32_n,
+    write_f32,
+)
+from cpu_fallback.simd import add, zero
 from cpu_fallback.tape import Launch
+from cpu_fallback.vector import LANES
 
+TALL = 32
+"""Rows of a unit."""
+CHUNK = 32
+"""Tokens for which the blocks are read once."""
 
-@kernel
-def bsr_linear(rec, ctl, rank, size, scratch):
-    """Compute y = x W^T; each thread has a range of block rows.
+# Bytes of blocks that one token's tiles read before the rows below them: near what was asked for.
+_NEAR = 4096
+_SUMS = ACC * (TALL + LANES)
 
-    Fields: M, N, K, block height, block width, block rows, x, y, row_ptr, col_idx, stored blocks
-    as a matrix [blocks * height, width].
-    """
-    m, n, height = counted(ctl, field(rec, 0)), field(rec, 1), field(rec, 3)
-    first, last = share(field(rec, 5), rank, size)
-    for block_row in range(first, last):
-        top = block_row * height
-        bottom = min(top + height, n)
-        for row in range(top, bottom, ROWS):
-            count = min(ROWS, bottom - row)
-            for start in range(0, m, TOKENS):
-                _rows(rec, block_row, row, count, start, min(TOKENS, m - start), scratch)
+(
+    _M,
+    _N,
+    _K,
+    _HEIGHT,
+    _WIDTH,
+    _BLOCK_ROWS,
+    _X,
+    _Y,
+    _BIAS,
+    _RESIDUAL,
+    _ROW_PTR,
+    _COL_IDX,
+    _CODES,
+    _SCALES,
+    _ROW_BYTES,
+) = range(15)
 
 
 @device
-def _rows(rec, block_row, row, count, start, tokens, scratch):
-    n, k, height, width = field(rec, 1), field(rec, 2), field(rec, 3), field(rec, 4)
-    x, y, row_ptr, col_idx = field(rec, 6), field(rec, 7), field(rec, 8), field(rec, 9)
-    blocks = rec + 80
-    pitch = field(blocks, 1)
+def _first_unit(rec, rank, size):
+    """Return the first unit of a thread: units before it have rank / size of all blocks."""
+    groups, row_ptr = -(-field(rec, _HEIGHT) // TALL), field(rec, _ROW_PTR)
+    units = field(rec, _BLOCK_ROWS) * groups
+    all_blocks = read_i32(row_ptr + 4 * field(rec, _BLOCK_ROWS))
+    target = (all_blocks * groups + units) * rank // size
+    low, high = np.int64(0), units
+    while low < high:
+        unit = (low + high) >> 1
+        row = unit // groups
+        begin = read_i32(row_ptr + 4 * row)
+        count = read_i32(row_ptr + 4 * min(row + 1, field(rec, _BLOCK_ROWS))) - begin
+        if begin * groups + unit % groups * count + unit < target:
+            low = unit + 1
+        else:
+            high = unit
+    return low
+
+
+@device
+def _clear(acc, count):
+    for at in range(acc, acc + ACC * count, ACC):
+        store_f32(at, zero())
+
+
+@device
+def _write(rec, sums, row, rows, token, tokens):
+    """Write the sums [.., tokens] of `rows` rows, with bias and residual."""
+    n, y, bias, residual = (
+        field(rec, _N),
+        field(rec, _Y),
+        field(rec, _BIAS),
+        field(rec, _RESIDUAL),
+    )
+    if tokens == 1:
+        at, total = 4 * (token * n + row), load_f32(sums)
+        if bias:
+            total = add(total, load_f32_n(bias + 4 * row, rows))
+        if residual:
+            total = add(total, load_f32_n(residual + at, rows))
+        store_f32_n(y + at, total, rows)
+        return
     for t in range(tokens):
-        write_i64(scratch + XS + 8 * t, x + 4 * (start + t) * k)
-    clear(scratch, tokens)
-    begin, end = read_i32(row_ptr + 4 * block_row), read_i32(row_ptr + 4 * block_row + 4)
-    for index in range(begin, end):
-        column = read_i32(col_idx + 4 * index) * width
-        clipped = min(width, k - column)
-        stored = index * height + row - block_row * height
-        for c in range(0, clipped, COLUMNS):
-            stop = min(c + COLUMNS, clipped)
-            w = decode.decode(blocks, 0, stored, count, c, stop, scratch + PANEL)
-            accumulate(w, pitch, count, tokens, column + c, stop - c, scratch)
-    finish(scratch, tokens)
-    for t in range(tokens):
-        for r in range(count):
-            value = read_f32(scratch + SUMS + 4 * (t * ROWS + r))
-            write_f32(y + 4 * ((start + t) * n + row + r), value)
+        for r in range(rows):
+            total = read_f32(sums + 4 * (r * tokens + t))
+            at = 4 * ((token + t) * n + row + r)
+            if bias:
+                total += read_f32(bias + 4 * (row + r))
+            if residual:
+                total += read_f32(residual + at)
+            write_f32(y + at, total)
+
+
+def _kernel(name: str, tiles: Tiles) -> Kernel:
+    tile16x1, tile4x1, tile1x1 = (tiles.tile(rows, 1) for rows in (16, 4, 1))
+    tile4x4, tile4x2, tile1x4 = tiles.tile(4, 4), tiles.tile(4, 2), tiles.tile(1, 4)
+
+    @device
+    def rows_of_unit(rec, unit, start, stop, scratch):
+        height, width, k = field(rec, _HEIGHT), field(rec, _WIDTH), field(rec, _K)
+        groups, line = -(-height // TALL), field(rec, _ROW_BYTES)
+        block_row, top = unit // groups, unit % groups * TALL
+        row = block_row * height + top
+        stored = min(TALL, height - top)
+        wanted = min(stored, field(rec, _N) - row)
+        begin = read_i32(field(rec, _ROW_PTR) + 4 * block_row)
+        count = read_i32(field(rec, _ROW_PTR) + 4 * block_row + 4) - begin
+        columns = field(rec, _COL_IDX) + 4 * begin
+        codes = field(rec, _CODES) + (begin * height + top) * line
+        scales = field(rec, _SCALES) + 2 * (begin * height + top)
+        block, step = height * line, 2 * height
+        if stop - start == 1:
+            x = field(rec, _X) + 4 * start * k
+            _clear(scratch, stored + LANES)
+            some = max(1, _NEAR // block)
+            for first in range(0, count, some):
+                few, own, above = (
+                    min(some, count - first),
+                    columns + 4 * first,
+                    codes + first * block,
+                )
+                scale, r = scales + first * step, np.int64(0)
+                while r < stored:
+                    w, s, acc = above + r * line, scale + 2 * r, scratch + ACC * r
+                    args = w, block, line, s, step, own, few, width, k, x, 4 * k, acc
+                    if stored - r >= 16:
+                        tile16x1(*args)
+                        r += 16
+                    elif stored - r >= 4:
+                        tile4x1(*args)
+                        r += 4
+                    else:
+                        tile1x1(*args)
+                        r += 1
+            for r in range(0, wanted, LANES):
+                totals(scratch + ACC * r, scratch + _SUMS)
+                _write(rec, scratch + _SUMS, row + r, min(LANES, wanted - r), start, np.int64(1))
+            return
+        r = np.int64(0)
+        while r < wanted:
+            rows, t = np.int64(1), start
+            if stored - r >= 4:
+                rows = np.int64(4)
+            w, s = codes + r * line, scales + 2 * r
+            while t < stop:
+                x, tokens = field(rec, _X) + 4 * t * k, np.int64(1)
+                _clear(scratch, LANES)
+                args = w, block, line, s, step, columns, count, width, k, x, 4 * k, scratch
+                if rows == 4 and stop - t >= 4:
+                    tokens = np.int64(4)
+                    tile4x4(*args)
+                elif rows == 4 and stop - t >= 2:
+                    tokens = np.int64(2)
+                    tile4x2(*args)
+                elif rows == 4:
+                    tile4x1(*args)
+                elif stop - t >= 4:
+                    tokens = np.int64(4)
+                    tile1x4(*args)
+                else:
+                    tile1x1(*args)
+                totals(scratch, scratch + _SUMS)
+                _write(rec, scratch + _SUMS, row + r, min(rows, wanted - r), t, tokens)
+                t += tokens
+            r += rows
+
+    def bsr_linear(rec, ctl, rank, size, scratch):
+        m = counted(ctl, field(rec, _M))
+        first, last = _first_unit(rec, rank, size), _first_unit(rec, rank + 1, size)
+        for start in range(0, m, CHUNK):
+            for unit in range(first, last):
+                rows_of_unit(rec, unit, start, min(start + CHUNK, m), scratch)
+
+    bsr_linear.__name__ = f"bsr_linear_{name}"
+    return Kernel(bsr_linear)
+
+
+_KERNELS = {name: _kernel(name, tiles) for name, tiles in TILES.items()}
 
 
 def _bsr_linear(call: BoundCall) -> list[Launch]:
@@ -65,6 +206,7 @@ def _bsr_linear(call: BoundCall) -> list[Launch]:
     weight.check()
     height, width = weight.format.block
     planes = weight.planes
+    codes = planes["codes" if "codes" in planes else "values"]
     fields = [
         call.count("x"),
         call.dim("N"),
@@ -74,11 +216,15 @@ def _bsr_linear(call: BoundCall) -> list[Launch]:
         len(planes["row_ptr"]) - 1,
         call.address("x"),
         call.address("y"),
+        call.address("bias"),
+        call.address("residual"),
         int(planes["row_ptr"].ctypes.data),
         int(planes["col_idx"].ctypes.data),
-        *decode.plain(weight.format.inner, planes["values"], weight.format.nnzb * height, width),
+        int(codes.ctypes.data),
+        int(planes["scales"].ctypes.data) if "scales" in planes else 0,
+        codes.shape[-1] * codes.itemsize,
     ]
-    return [call.launch(bsr_linear, fields, SCRATCH)]
+    return [call.launch(_KERNELS[weight.format.inner], fields, _SUMS + ACC)]
 
 
 LOWER = {"bsr_linear": _bsr_linear}

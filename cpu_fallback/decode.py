@@ -17,6 +17,7 @@ decoders read, `stream.weight_fields` all:
      5  address of the scales             12  rows of scales per expert
      6  address of the zero points        13  one scale for the tensor, fp32 bits
                                           14  product kernel for many tokens
+                                          15  columns that it decodes at a time
 """
 
 from collections.abc import Callable
@@ -60,8 +61,8 @@ from cpu_fallback.narrow import (
 from cpu_fallback.simd import iand, isplat, isub, lookup, mul, shr, splat, to_f32
 from cpu_fallback.vector import i64, op
 
-WORDS = 15
-MANY = 14
+WORDS = 16
+MANY, BLOCK = 14, 15
 ROWS = 8
 COLUMNS = 512
 PITCH = 4 * COLUMNS
@@ -277,7 +278,7 @@ DECODERS = {
 
 
 def fields(op_name: str, tensor: QuantTensor) -> list[int | Kernel]:
-    """Return the first WORDS - 1 fields that describe a weight: all that decoders read.
+    """Return the first WORDS - 2 fields that describe a weight: all that decoders read.
 
     Raises:
         UnsupportedOp: there is no decoder for its format.
@@ -313,7 +314,7 @@ def fields(op_name: str, tensor: QuantTensor) -> list[int | Kernel]:
 def plain(
     kind: str, codes: np.ndarray, n: int, k: int, multiplier: float = 1.0
 ) -> list[int | Kernel]:
-    """Return the first WORDS - 1 fields of a weight without a plane of scales.
+    """Return the first WORDS - 2 fields of a weight without a plane of scales.
 
     Args:
         kind: name of its decoder.

@@ -1,7 +1,8 @@
 """The CPU executor: bind a Plan once, then execute it in one compiled call per step."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,9 +14,11 @@ from clocher_kernels.plan import Buffer, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback import jit, tape
 from cpu_fallback.bind import BoundCall
+from cpu_fallback.hints import Asked, Hints
 from cpu_fallback.isa import CURRENT
 from cpu_fallback.jit import Kernel, Progress
 from cpu_fallback.lowering import LOWER
+from cpu_fallback.placement import call_on, hot_weights, replicate
 from cpu_fallback.tape import Launch
 from cpu_fallback.team import Team, aligned
 
@@ -32,6 +35,7 @@ class CpuExecutor:
             used where they lie and must not change.
         threads: size of the team, the calling thread included.
         progress: called with (done, total) while kernels are compiled; never if none has to be.
+        hints: settings that change speed and never results.
 
     Raises:
         ShapeError: an array does not fit its op.
@@ -47,17 +51,32 @@ class CpuExecutor:
         weights: Mapping[str, np.ndarray | QuantTensor],
         threads: int,
         progress: Progress | None = None,
+        hints: Hints | None = None,
     ) -> None:
         self.plan = plan
+        hints = hints or Hints()
         self._values: dict[str, Value] = {
             **{name: _allocate(buffer) for name, buffer in plan.buffers.items()},
             **plan.consts,
             **{name: weights[name] for name in plan.weights},
         }
-        launches = self._lower()
+        self._asked = Asked(hints)
+        if hints.placement.effective:
+            self._asked.names.add("placement")
+        self._copies: list[Mapping[str, Value]] = []
+        self._shared = aligned(0)
+        bound = self._bind(threads, hints)
+        launches = next(iter(bound.values()))
         jit.warm(_kernels(launches), progress)
         scratch = max((launch.scratch for launch in launches), default=0)
-        self._team = Team(threads, tape.encode(launches), scratch)
+        self._team = Team(
+            threads, _tapes(bound, threads, hints), scratch, hints.placement, hints.adaptive
+        )
+
+    @property
+    def acted_on(self) -> frozenset[str]:
+        """Hints that change what happens, by field of `Hints`."""
+        return frozenset(self._asked.names)
 
     def array(self, name: str) -> np.ndarray:
         """Return the live array of a buffer, at capacity."""
@@ -99,7 +118,35 @@ class CpuExecutor:
         """End the team's threads."""
         self._team.close()
 
-    def _lower(self) -> list[Launch]:
+    def _share(self, launches: list[Launch]) -> list[Launch]:
+        """Give the launches that want it one piece of memory that all threads see."""
+        if not self._shared.size:
+            self._shared = aligned(max((launch.shared for launch in launches), default=0))
+        address = int(self._shared.ctypes.data)
+        return [
+            replace(launch, fields=(*launch.fields, address)) if launch.shared else launch
+            for launch in launches
+        ]
+
+    def _bind(self, threads: int, hints: Hints) -> dict[int, list[Launch]]:
+        """Return the launches of each socket, of copies of the hot weights on it if that is wanted.
+
+        A thread of the socket makes the copies and binds them too, since kernels may pack weights.
+        """
+        homes = hints.placement.homes(threads) if hints.hot_replicate else {}
+        names = hot_weights(self.plan, self._values, hints.hot_limit)
+        if len(homes) < 2 or not names:
+            return {0: self._share(self._lower(self._values))}
+        self._asked.names |= {"hot_replicate", "hot_limit"}
+
+        def bind() -> list[Launch]:
+            copies = replicate(self._values, names)
+            self._copies.append(copies)
+            return self._share(self._lower({**self._values, **copies}))
+
+        return {socket: call_on(cpu, bind) for socket, cpu in homes.items()}
+
+    def _lower(self, values: Mapping[str, Value]) -> list[Launch]:
         launches: list[Launch] = []
         for call in self.plan.calls:
             if call.op not in LOWER:
@@ -107,9 +154,19 @@ class CpuExecutor:
                     f"the CPU back end has no kernel for {call.op!r}; it has "
                     f"{', '.join(sorted(LOWER))}"
                 )
-            bound = BoundCall(OPS[call.op], call, self._values, self.plan.buffers)
+            bound = BoundCall(OPS[call.op], call, values, self.plan.buffers, self._asked)
             launches += LOWER[call.op](bound)
         return launches
+
+
+def _tapes(bound: Mapping[int, Sequence[Launch]], threads: int, hints: Hints) -> list[np.ndarray]:
+    """Return the tape of each thread, from the launches of each socket."""
+    tapes: dict[int, np.ndarray] = {}
+    for socket, launches in bound.items():
+        tapes[socket] = tape.encode(launches, next(iter(tapes.values()), None))
+    if len(tapes) == 1:
+        return list(tapes.values()) * threads
+    return [tapes[hints.placement.socket(rank)] for rank in range(threads)]
 
 
 def _allocate(buffer: Buffer) -> np.ndarray:

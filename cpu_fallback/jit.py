@@ -48,7 +48,7 @@ device = numba.njit(**_OPTIONS, forceinline=True, no_cpython_wrapper=True, no_cf
 
 _one_thread = threading.RLock()
 
-_EXTERNAL = frozenset({"memcpy", "memset", "memmove", "sched_yield", "nanosleep"})
+_EXTERNAL = frozenset({"memcpy", "memset", "memmove", "sched_yield", "nanosleep", "clock_gettime"})
 
 
 class Kernel:

@@ -4,10 +4,9 @@ A line is the D values of one (page, head, cell), numbered as the planes [P, H, 
 lie in memory. A KV dtype is a pair of kernels that others call by address:
 
     writer(source, plane, scales, line, d)                  fp32 values -> one line
-    reader(plane, scales, lines, count, d, panel)           up to CELLS lines -> fp32 rows
+    reader(plane, lines, count, d, panel)                   lines -> fp32 rows, without scales
 
-A reader fills a panel of CELLS rows, `padded(d)` values apart; what is beyond d, or beyond the last
-line, is zero.
+A reader fills rows that are `padded(d)` values apart; what is beyond d is zero.
 """
 
 from collections.abc import Callable
@@ -32,7 +31,6 @@ from cpu_fallback.memory import (
     load_u8_n,
     load_u16,
     load_u16_n,
-    read_f32,
     read_i32,
     read_i64,
     store_f32,
@@ -59,7 +57,6 @@ from cpu_fallback.simd import (
     hmax,
     maximum,
     minimum,
-    mul,
     rint,
     splat,
     to_f32,
@@ -68,9 +65,6 @@ from cpu_fallback.simd import (
 )
 from cpu_fallback.tape import Launch
 from cpu_fallback.vector import i64, op, void
-
-CELLS = 16
-"""Cells that attention takes at a time: as many as a vector has lanes."""
 
 _I64, _VOID = ir.IntType(64), ir.VoidType()
 
@@ -88,11 +82,11 @@ def write_line(b, writer, source, plane, scales, line, d):
     b.call(b.inttoptr(writer, kind.as_pointer()), [source, plane, scales, line, d])
 
 
-@op(void, i64, i64, i64, i64, i64, i64, i64)
-def read_lines(b, reader, plane, scales, lines, count, d, panel):
+@op(void, i64, i64, i64, i64, i64, i64)
+def read_lines(b, reader, plane, lines, count, d, panel):
     """Call a reader."""
-    kind = ir.FunctionType(_VOID, [_I64] * 6)
-    b.call(b.inttoptr(reader, kind.as_pointer()), [plane, scales, lines, count, d, panel])
+    kind = ir.FunctionType(_VOID, [_I64] * 5)
+    b.call(b.inttoptr(reader, kind.as_pointer()), [plane, lines, count, d, panel])
 
 
 @device
@@ -105,39 +99,32 @@ def _write(source, target, d, item, put, put_n):
 
 
 @device
-def _read(plane, scales, lines, count, d, panel, item, get, get_n):
+def _read(plane, lines, count, d, panel, item, get, get_n):
     pitch = 4 * padded(d)
     for r in range(count):
-        line = field(lines, r)
-        source, target = plane + item * line * d, panel + r * pitch
-        # Times one is exact, so one path serves all dtypes.
-        scale = splat(np.float32(1))
-        if scales:
-            scale = splat(read_f32(scales + 4 * line))
+        source, target = plane + item * field(lines, r) * d, panel + r * pitch
         i = np.int64(0)
         while i + 64 <= d:
             at, to = source + item * i, target + 4 * i
             a, b = get(at), get(at + 16 * item)
             c, e = get(at + 32 * item), get(at + 48 * item)
-            store_f32(to, mul(a, scale))
-            store_f32(to + 64, mul(b, scale))
-            store_f32(to + 128, mul(c, scale))
-            store_f32(to + 192, mul(e, scale))
+            store_f32(to, a)
+            store_f32(to + 64, b)
+            store_f32(to + 128, c)
+            store_f32(to + 192, e)
             i += 64
         while i < d:
             n = min(16, d - i)
-            store_f32(target + 4 * i, mul(get_n(source + item * i, n), scale))
+            store_f32(target + 4 * i, get_n(source + item * i, n))
             i += 16
-    for at in range(panel + count * pitch, panel + CELLS * pitch, 64):
-        store_f32(at, zero())
 
 
 def _write_f32(source, plane, scales, line, d):
     _write(source, plane + 4 * line * d, d, 4, store_f32, store_f32_n)
 
 
-def _read_f32(plane, scales, lines, count, d, panel):
-    _read(plane, scales, lines, count, d, panel, 4, load_f32, load_f32_n)
+def _read_f32(plane, lines, count, d, panel):
+    _read(plane, lines, count, d, panel, 4, load_f32, load_f32_n)
 
 
 @device
@@ -164,8 +151,8 @@ def _write_bf16(source, plane, scales, line, d):
     _write(source, plane + 2 * line * d, d, 2, _put_bf16, _put_bf16_n)
 
 
-def _read_bf16(plane, scales, lines, count, d, panel):
-    _read(plane, scales, lines, count, d, panel, 2, _get_bf16, _get_bf16_n)
+def _read_bf16(plane, lines, count, d, panel):
+    _read(plane, lines, count, d, panel, 2, _get_bf16, _get_bf16_n)
 
 
 @device
@@ -192,8 +179,8 @@ def _write_f16(source, plane, scales, line, d):
     _write(source, plane + 2 * line * d, d, 2, _put_f16, _put_f16_n)
 
 
-def _read_f16(plane, scales, lines, count, d, panel):
-    _read(plane, scales, lines, count, d, panel, 2, _get_f16, _get_f16_n)
+def _read_f16(plane, lines, count, d, panel):
+    _read(plane, lines, count, d, panel, 2, _get_f16, _get_f16_n)
 
 
 @device
@@ -220,8 +207,8 @@ def _write_e4m3(source, plane, scales, line, d):
     _write(source, plane + line * d, d, 1, _put_e4m3, _put_e4m3_n)
 
 
-def _read_e4m3(plane, scales, lines, count, d, panel):
-    _read(plane, scales, lines, count, d, panel, 1, _get_e4m3, _get_e4m3_n)
+def _read_e4m3(plane, lines, count, d, panel):
+    _read(plane, lines, count, d, panel, 1, _get_e4m3, _get_e4m3_n)
 
 
 @device
@@ -248,8 +235,8 @@ def _write_e5m2(source, plane, scales, line, d):
     _write(source, plane + line * d, d, 1, _put_e5m2, _put_e5m2_n)
 
 
-def _read_e5m2(plane, scales, lines, count, d, panel):
-    _read(plane, scales, lines, count, d, panel, 1, _get_e5m2, _get_e5m2_n)
+def _read_e5m2(plane, lines, count, d, panel):
+    _read(plane, lines, count, d, panel, 1, _get_e5m2, _get_e5m2_n)
 
 
 @device
@@ -285,8 +272,8 @@ def _write_i8(source, plane, scales, line, d):
         store_u8_n(target + tail, _code(load_f32_n(source + 4 * tail, d - tail), step), d - tail)
 
 
-def _read_i8(plane, scales, lines, count, d, panel):
-    _read(plane, scales, lines, count, d, panel, 1, _get_i8, _get_i8_n)
+def _read_i8(plane, lines, count, d, panel):
+    _read(plane, lines, count, d, panel, 1, _get_i8, _get_i8_n)
 
 
 @dataclass(frozen=True, slots=True)

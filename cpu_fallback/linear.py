@@ -19,6 +19,10 @@ from cpu_fallback.product import SCRATCH, SUMS, TOKENS, XS, multiply
 from cpu_fallback.stream import weight_fields
 from cpu_fallback.tape import Launch
 
+_SHARES = 8
+_LARGE = 1 << 18
+"""Weights from which a product takes longer than it takes threads to share it."""
+
 
 @device
 def copy_f32(source, target, count):
@@ -86,9 +90,10 @@ def _linear(call: BoundCall) -> list[Launch]:
         call.address("y"),
         call.address("bias"),
         call.address("residual"),
-        *weight_fields("linear", call.tensor("w")),
+        *weight_fields("linear", call.tensor("w"), call.hints),
     ]
-    return [call.launch(linear, fields, SCRATCH)]
+    shares = _SHARES if call.dim("N") * call.dim("K") >= _LARGE else 1
+    return [call.launch(linear, fields, SCRATCH, shares)]
 
 
 def _embed(call: BoundCall) -> list[Launch]:

@@ -298,9 +298,14 @@ def load_bytes_n(b, address, count):
     return emit_load_n(b, BYTES.llvm, address, count)
 
 
-@op(void, i64)
-def prefetch(b, address):
-    """Ask for a cache line, for reading."""
+def emit_prefetch(b: Any, address: Any, level: int = 2) -> None:
+    """Emit a request for a cache line, for reading, into the first or the second cache."""
     one, zero = ir.Constant(_I32, 1), ir.Constant(_I32, 0)
     pointer = b.inttoptr(address, _I8.as_pointer())
-    call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, zero, ir.Constant(_I32, 3), one)
+    call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, zero, ir.Constant(_I32, 4 - level), one)
+
+
+@op(void, i64)
+def prefetch(b, address):
+    """Ask for a cache line, for reading, into the second cache."""
+    emit_prefetch(b, address)

@@ -195,7 +195,7 @@ def _moe_gate_up(call: BoundCall) -> list[Launch]:
         call.address("y"),
         bits(float(call.attr("limit"))),
         bits(float(call.attr("alpha"))),
-        *weight_fields("moe_gate_up", call.tensor("w")),
+        *weight_fields("moe_gate_up", call.tensor("w"), call.hints),
     ]
     order = 4 * (call.dim("E") + call.dim("M") * call.dim("A"))
     return [call.launch(moe_gate_up, fields, SCRATCH + order)]
@@ -214,7 +214,7 @@ def _moe_down(call: BoundCall) -> list[Launch]:
         call.address("bias"),
         call.address("residual"),
         call.address("y"),
-        *weight_fields("moe_down", call.tensor("w")),
+        *weight_fields("moe_down", call.tensor("w"), call.hints),
     ]
     pairs = call.dim("M") * call.dim("A")
     order = 4 * (call.dim("E") + pairs)

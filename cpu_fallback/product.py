@@ -16,7 +16,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from cpu_fallback.decode import COLUMNS, PANEL_BYTES, ROWS, decode
+from cpu_fallback.decode import BLOCK, PANEL_BYTES, ROWS, decode
 from cpu_fallback.isa import CURRENT
 from cpu_fallback.jit import Kernel, device
 from cpu_fallback.memory import (
@@ -151,11 +151,11 @@ def _product(weight, expert, row, count, tokens, scratch):
         tokens: 1 .. TOKENS.
         scratch: SCRATCH bytes; the results are at scratch + SUMS, fp32 [tokens, ROWS].
     """
-    pitch, columns = field(weight, 1), field(weight, 3)
+    pitch, columns, block = field(weight, 1), field(weight, 3), field(weight, BLOCK)
     clear(scratch, tokens)
     k0 = 0
     while k0 < columns:
-        k1 = min(k0 + COLUMNS, columns)
+        k1 = min(k0 + block, columns)
         w = decode(weight, expert, row, count, k0, k1, scratch + PANEL)
         accumulate(w, pitch, count, tokens, k0, k1 - k0, scratch)
         k0 = k1

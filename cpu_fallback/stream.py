@@ -17,7 +17,8 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from clocher_kernels.quant_tensor import QuantTensor
-from cpu_fallback.decode import DECODERS, MANY, ROWS, fields, row_scale
+from cpu_fallback.decode import COLUMNS, DECODERS, MANY, ROWS, fields, row_scale
+from cpu_fallback.hints import Asked
 from cpu_fallback.isa import CURRENT
 from cpu_fallback.jit import Kernel
 from cpu_fallback.memory import (
@@ -203,15 +204,21 @@ STREAMS = {kind: _stream(kind) for kind in _KINDS}
 """Kind of code -> product kernel that streams it."""
 
 
-def weight_fields(op_name: str, tensor: QuantTensor) -> list[int | Kernel]:
+def weight_fields(op_name: str, tensor: QuantTensor, hints: Asked) -> list[int | Kernel]:
     """Return the product kernel of a weight and the fields that describe it to the kernel.
+
+    Args:
+        op_name: for the message of an error.
+        tensor: the weight.
+        hints: they may change how many columns are decoded at a time.
 
     Raises:
         UnsupportedOp: there is no decoder for its format.
     """
     described = fields(op_name, tensor)
     kind = next(kind for kind, decoder in DECODERS.items() if decoder is described[0])
-    columns, group = described[3], described[9]
-    assert isinstance(columns, int) and isinstance(group, int)
+    columns, row_bytes, group = described[3], described[7], described[9]
+    assert isinstance(columns, int) and isinstance(row_bytes, int) and isinstance(group, int)
+    block = hints.block_columns(COLUMNS, row_bytes, columns, ROWS)
     streams = kind in STREAMS and group >= min(LEAST_GROUP, columns)
-    return [STREAMS[kind] if streams else product, *described, product]
+    return [STREAMS[kind] if streams else product, *described, product, block]

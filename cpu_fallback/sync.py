@@ -2,16 +2,16 @@
 
 The control block is an int64 array of 64-byte lines, one for each thing that threads contend for:
 
-    word  0  M, tokens of this step             word  8  epoch: steps started
+    word  0  M, tokens of this step             word  8  steps started << 16 | threads taking part
           1  R, output rows of this step        word 16  stop: 1 sends workers out of `serve`
-          2  threads                            word 24  threads that have arrived at the barrier
-          3  address of the tape                word 32  barriers passed
-          4  end of the tape
-          5  address of rank 0's scratch
-          6  bytes of scratch per rank
+          2  address of the tapes' addresses    word 24  threads that have arrived at the barrier
+          3  address of rank 0's scratch        word 32  barriers passed
+          4  bytes of scratch per rank          word 40  of rank 0: ns lost at barriers
+          5  nanoseconds of the last step       word 48  of rank 1, and so on
 
 Waiting is bounded at every stage: about 20 us of spinning with pauses, then yielding the processor,
-then sleeping. A team that has lost a core to another process slows down and does not collapse.
+then sleeping, 50 us at first and 1 ms after some 40 ms. A team that has lost a core to another
+process slows down and does not collapse; what its threads lose is counted, for `pace`.
 """
 
 from typing import Any
@@ -21,15 +21,21 @@ from llvmlite.binding import get_process_triple
 from numba.core import cgutils
 
 from cpu_fallback.jit import device
+from cpu_fallback.memory import read_i64, write_i64
 from cpu_fallback.vector import call, i64, op, void
 
-M, R, SIZE, TAPE, TAPE_END, SCRATCH, SCRATCH_BYTES = range(7)
-EPOCH, STOP, ARRIVED, PASSED = 8, 16, 24, 32
-WORDS = 40
+M, R, TAPES, SCRATCH, SCRATCH_BYTES, STEP_NS = range(6)
+EPOCH, STOP, ARRIVED, PASSED, LOST = 8, 16, 24, 32, 40
+LINE = 8
+"""Words of a line; rank r has word LOST + LINE * r."""
 
 _SPINS = 600
 _YIELDS = 200
+_NAPS = 400
 _NAP_NS = 50_000
+_LONG_NAP_NS = 1_000_000
+_MONOTONIC = 1
+_SECOND = 1_000_000_000
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _ARCH = get_process_triple().split("-")[0]
@@ -82,6 +88,17 @@ def sleep_ns(b, nanoseconds):
     call(b, "nanosleep", _I32, slot, ir.Constant(slot.type, None))
 
 
+@op(i64)
+def now_ns(b):
+    """Return nanoseconds of a clock that never goes back."""
+    seconds_and_rest = ir.VectorType(_I64, 2)
+    slot = cgutils.alloca_once(b, seconds_and_rest)
+    call(b, "clock_gettime", _I32, ir.Constant(_I32, _MONOTONIC), slot)
+    time = b.load(slot)
+    seconds, rest = (b.extract_element(time, ir.Constant(_I32, i)) for i in range(2))
+    return b.add(b.mul(seconds, ir.Constant(_I64, _SECOND)), rest)
+
+
 @device
 def wait_a_little(turn):
     """Wait for the turn-th time in a row: spin, then yield, then sleep."""
@@ -89,12 +106,14 @@ def wait_a_little(turn):
         pause()
     elif turn < _SPINS + _YIELDS:
         yield_core()
-    else:
+    elif turn < _SPINS + _YIELDS + _NAPS:
         sleep_ns(_NAP_NS)
+    else:
+        sleep_ns(_LONG_NAP_NS)
 
 
 @device
-def barrier(ctl, size):
+def barrier(ctl, rank, size):
     """Wait until all `size` threads are here; what they wrote before is visible to all after."""
     if size == 1:
         return
@@ -103,7 +122,12 @@ def barrier(ctl, size):
         store_release(ctl + 8 * ARRIVED, 0)
         store_release(ctl + 8 * PASSED, passed + 1)
         return
-    turn = 0
+    turn, since = 0, 0
     while load_acquire(ctl + 8 * PASSED) == passed:
+        if turn == _SPINS:
+            since = now_ns()
         wait_a_little(turn)
         turn += 1
+    if since:
+        lost = ctl + 8 * (LOST + LINE * rank)
+        write_i64(lost, read_i64(lost) + now_ns() - since)

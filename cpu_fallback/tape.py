@@ -2,11 +2,17 @@
 
 A tape is an int64 array, one record per launch:
 
-    [address of the kernel, 1 to meet at the barrier first, number of fields n, n fields]
+    [address of the kernel, 1 to meet at the barrier first, shares per thread, address of the count
+     of shares taken, number of fields n, n fields]
 
-`lead` is what the calling thread does for a step, `serve` what a worker does until it is told to
-stop. Every thread walks the same tape, and each kernel divides its work by rank. Nothing of a
-model is compiled in: another Plan is another array.
+and then one 0. `lead` is what the calling thread does for a step, `serve` what a worker does until
+it is told to stop. Every thread walks a tape of the same launches, and each kernel divides its work
+by rank. Nothing of a model is compiled in: another Plan is another array.
+
+A launch with one share per thread is divided evenly. A launch with S > 1 is divided into S shares
+for each thread, as if the team were S times as large. A thread executes three quarters of its own
+one after another, then whichever is next of all that are left, so a thread that was held up
+leaves work to the others. Results do not depend on rank or size, so neither do they depend on this.
 """
 
 from collections.abc import Sequence
@@ -19,10 +25,20 @@ from numba import types
 from cpu_fallback import sync
 from cpu_fallback.jit import Kernel, device
 from cpu_fallback.memory import read_i64, write_i64
-from cpu_fallback.sync import barrier, load_acquire, store_release, wait_a_little
+from cpu_fallback.sync import (
+    LINE,
+    barrier,
+    fetch_add,
+    load_acquire,
+    now_ns,
+    store_release,
+    wait_a_little,
+)
 from cpu_fallback.vector import i64, op, void
 
 _I64 = ir.IntType(64)
+_HEADER = 5
+_SHARED = "(shared)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +52,10 @@ class Launch:
         reads: names of the buffers it reads.
         writes: names of the buffers it writes.
         scratch: bytes of scratch memory that it needs per thread.
+        shares: how many shares per thread the work is divided into. More than 1 lets threads help
+            each other out; the kernel is then called once for each share.
+        shared: bytes of memory of all threads that it reads or writes. The address becomes its last
+            field; the next launch with shared memory may overwrite what is there.
     """
 
     kernel: Kernel
@@ -43,6 +63,8 @@ class Launch:
     reads: frozenset[str]
     writes: frozenset[str]
     scratch: int = 0
+    shares: int = 1
+    shared: int = 0
 
 
 def barriers(launches: Sequence[Launch]) -> list[bool]:
@@ -55,23 +77,40 @@ def barriers(launches: Sequence[Launch]) -> list[bool]:
     read: set[str] = set()
     written: set[str] = set()
     for launch in launches:
-        touched = launch.reads | launch.writes
-        meet = bool(touched & written or launch.writes & read)
+        writes = launch.writes | ({_SHARED} if launch.shared else set())
+        touched = launch.reads | writes
+        meet = bool(touched & written or writes & read)
         if meet:
             read, written = set(), set()
         read |= launch.reads
-        written |= launch.writes
+        written |= writes
         flags.append(meet)
     return flags
 
 
-def encode(launches: Sequence[Launch]) -> np.ndarray:
-    """Return the tape of these launches, int64. Their kernels must be compiled."""
-    words: list[int] = []
+def encode(launches: Sequence[Launch], first: np.ndarray | None = None) -> np.ndarray:
+    """Return the tape of these launches, int64. Their kernels must be compiled.
+
+    Args:
+        launches: what to execute.
+        first: the tape of another thread of the team, if its launches differ from these only in
+            addresses. Shares are then counted there.
+    """
+    length = sum(_HEADER + len(launch.fields) for launch in launches) + 1
+    counts = sum(launch.shares > 1 for launch in launches)
+    words = np.zeros(length + (counts + 1) * LINE, np.int64)
+    base = (words if first is None else first).ctypes.data + 8 * length
+    base += -base % (8 * LINE)
+    at = 0
     for launch, meet in zip(launches, barriers(launches), strict=True):
-        words += [launch.kernel.address, int(meet), len(launch.fields)]
-        words += [f.address if isinstance(f, Kernel) else f for f in launch.fields]
-    return np.array(words, np.int64)
+        count = 0
+        if launch.shares > 1:
+            count, base = base, base + 8 * LINE
+        fields = [f.address if isinstance(f, Kernel) else f for f in launch.fields]
+        record = [launch.kernel.address, int(meet), launch.shares, count, len(fields), *fields]
+        words[at : at + len(record)] = record
+        at += len(record)
+    return words
 
 
 @op(void, i64, i64, i64, i64, i64, i64)
@@ -82,45 +121,74 @@ def call_kernel(b, address, rec, ctl, rank, size, scratch):
 
 
 @device
-def walk(ctl, rank):
-    """Execute the tape as one thread of the team, and meet the others at its end."""
-    size = read_i64(ctl + 8 * sync.SIZE)
+def _divide(kernel, rec, ctl, rank, size, scratch, shares, count):
+    """Execute own shares, then of those that are left; the last to find none resets the count."""
+    own = (3 * shares) >> 2
+    rest = shares - own
+    for i in range(own):
+        call_kernel(kernel, rec, ctl, rank * shares + i, size * shares, scratch)
+    while True:
+        taken = fetch_add(count, 1)
+        if taken >= size * rest:
+            if taken == size * rest + size - 1:
+                store_release(count, 0)
+            return
+        owner, i = taken % size, taken // size
+        call_kernel(kernel, rec, ctl, owner * shares + own + i, size * shares, scratch)
+
+
+@device
+def walk(ctl, rank, size):
+    """Execute a tape as one of `size` threads, and meet the others at its end."""
     scratch = read_i64(ctl + 8 * sync.SCRATCH) + rank * read_i64(ctl + 8 * sync.SCRATCH_BYTES)
-    at = read_i64(ctl + 8 * sync.TAPE)
-    end = read_i64(ctl + 8 * sync.TAPE_END)
-    while at < end:
+    at = read_i64(read_i64(ctl + 8 * sync.TAPES) + 8 * rank)
+    while True:
+        kernel = read_i64(at)
+        if kernel == 0:
+            break
         if read_i64(at + 8):
-            barrier(ctl, size)
-        call_kernel(read_i64(at), at + 24, ctl, rank, size, scratch)
-        at += 24 + 8 * read_i64(at + 16)
-    barrier(ctl, size)
+            barrier(ctl, rank, size)
+        shares, rec = read_i64(at + 16), at + 8 * _HEADER
+        if shares > 1 and size > 1:
+            _divide(kernel, rec, ctl, rank, size, scratch, shares, read_i64(at + 24))
+        else:
+            call_kernel(kernel, rec, ctl, rank, size, scratch)
+        at = rec + 8 * read_i64(at + 32)
+    barrier(ctl, rank, size)
 
 
-def _lead(ctl, tokens, rows):
-    """Execute one step as rank 0, waking the workers that wait in `serve`."""
+def _lead(ctl, tokens, rows, size):
+    """Execute one step as rank 0 of `size` threads, waking the workers that wait in `serve`."""
+    start = now_ns()
     write_i64(ctl + 8 * sync.M, tokens)
     write_i64(ctl + 8 * sync.R, rows)
-    store_release(ctl + 8 * sync.EPOCH, load_acquire(ctl + 8 * sync.EPOCH) + 1)
-    walk(ctl, 0)
+    steps = load_acquire(ctl + 8 * sync.EPOCH) >> 16
+    store_release(ctl + 8 * sync.EPOCH, (steps + 1) << 16 | size)
+    walk(ctl, 0, size)
+    write_i64(ctl + 8 * sync.STEP_NS, now_ns() - start)
 
 
 def _serve(ctl, rank, seen):
-    """Execute each step as a worker until told to stop.
+    """Execute each step that this worker takes part in, until told to stop.
+
+    A step that it takes part in cannot end without it, so it never misses one.
 
     Args:
         ctl: address of the control block.
         rank: this worker's number, from 1.
-        seen: steps it has executed before.
+        seen: the last step that it has seen before.
 
     Returns:
-        Steps it has executed by now.
+        The last step that it has seen by now.
     """
     turn = 0
     while True:
-        if load_acquire(ctl + 8 * sync.EPOCH) != seen:
-            seen += 1
-            walk(ctl, rank)
-            turn = 0
+        epoch = load_acquire(ctl + 8 * sync.EPOCH)
+        if epoch >> 16 != seen:
+            seen = epoch >> 16
+            if rank < epoch & 0xFFFF:
+                walk(ctl, rank, epoch & 0xFFFF)
+                turn = 0
         elif load_acquire(ctl + 8 * sync.STOP):
             return seen
         else:

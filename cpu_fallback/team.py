@@ -5,24 +5,30 @@ compiled code without the interpreter lock, waiting for the next step by spinnin
 then short sleeps. Outside they are parked in a Python `Event` and cost nothing.
 
 The protocol is level-triggered and has no state that an interruption could leave half-way. A worker
-counts the steps that it has executed itself, and every worker executes every step, so a worker that
-wakes late, or twice, or never left, does the right thing. `running` sets the stop word to 0 and all
-events; leaving it sets the stop word to 1. A worker looks for a step before it looks at the stop
-word.
+remembers the last step that it has seen, and a step cannot end without the workers that take part
+in it (`pace`), so a worker that wakes late, or twice, or never left, does the right thing.
+`running` sets the stop word to 0 and all events; leaving it sets the stop word to 1. A worker looks
+for a step before it looks at the stop word.
+
+With a `Placement` each thread is pinned to its CPU: workers for life, the calling thread while it
+is inside `running`.
 """
 
 import ctypes
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
 from clocher_kernels.errors import UsageError
 from cpu_fallback import sync, tape
+from cpu_fallback.pace import Pace
+from cpu_fallback.placement import Placement, pin, unpin
 
 _LINE = 64
+_MOST_THREADS = (1 << 16) - 1
 
 
 def aligned(nbytes: int) -> np.ndarray:
@@ -37,41 +43,61 @@ class Team:
 
     Args:
         threads: size of the team, the calling thread included.
-        words: the tape.
+        words: the tape, or one for each thread.
         scratch: bytes of scratch memory per thread.
+        placement: where the threads run; None: anywhere.
+        adaptive: let threads sit out while others take their cores away (`pace`).
     """
 
-    def __init__(self, threads: int, words: np.ndarray, scratch: int) -> None:
-        if threads < 1:
-            raise UsageError(f"a team of {threads} threads; expected at least 1")
+    def __init__(
+        self,
+        threads: int,
+        words: np.ndarray | Sequence[np.ndarray],
+        scratch: int,
+        placement: Placement | None = None,
+        adaptive: bool = True,
+    ) -> None:
+        if not 1 <= threads <= _MOST_THREADS:
+            raise UsageError(f"a team of {threads} threads; expected at least 1, at most 65535")
         self.threads = threads
+        self.pace = Pace(threads)
+        self._adaptive = adaptive and threads > 1
+        self._placement = placement or Placement()
+        tapes = [words] * threads if isinstance(words, np.ndarray) else list(words)
+        addresses = np.array([each.ctypes.data for each in tapes], np.int64)
         scratch = -(-max(scratch, 1) // _LINE) * _LINE
         self._scratch = aligned(threads * scratch)
-        self._words = words
-        self._control = aligned(8 * sync.WORDS).view(np.int64)
-        self._control[[sync.SIZE, sync.TAPE, sync.TAPE_END, sync.SCRATCH, sync.SCRATCH_BYTES]] = (
-            threads,
-            words.ctypes.data,
-            words.ctypes.data + words.nbytes,
+        self._control = aligned(8 * (sync.LOST + sync.LINE * threads)).view(np.int64)
+        self._control[[sync.TAPES, sync.SCRATCH, sync.SCRATCH_BYTES]] = (
+            addresses.ctypes.data,
             self._scratch.ctypes.data,
             scratch,
         )
         self._control[sync.STOP] = 1
         self._address = self._control.ctypes.data
-        self._lead = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(tape.lead.address)
+        self._lead = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(tape.lead.address)
         self._inside = 0
-        kept_alive = (self._control, self._scratch, words)
-        self._workers = [_Worker(self._address, rank, kept_alive) for rank in range(1, threads)]
+        self._led_by = 0
+        self._before: frozenset[int] = frozenset()
+        kept_alive = (self._control, self._scratch, addresses, *tapes)
+        self._kept_alive = kept_alive
+        self._workers = [
+            _Worker(self._address, rank, kept_alive, self._placement.cpu(rank))
+            for rank in range(1, threads)
+        ]
         # For an owner who forgets to close, and for the end of the interpreter.
         self._finalizer = weakref.finalize(self, _end, self._control, self._workers)
 
     def step(self, tokens: int, rows: int) -> None:
         """Execute the tape for this many tokens and output rows."""
-        if self._inside:
-            self._lead(self._address, tokens, rows)
-        else:
+        if not self._inside:
             with self.running():
-                self._lead(self._address, tokens, rows)
+                self.step(tokens, rows)
+            return
+        pace = self.pace
+        self._lead(self._address, tokens, rows, pace.active)
+        if self._adaptive:
+            pace.stepped((tokens, rows), int(self._control[sync.STEP_NS]), self._lost)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -84,6 +110,9 @@ class Team:
             raise UsageError("a closed team was asked to run; make another executor")
         self._inside += 1
         try:
+            if self._inside == 1:
+                self._led_by = threading.get_native_id()
+                self._before = pin(self._placement.cpu(0))
             self._control[sync.STOP] = 0
             for worker in self._workers:
                 worker.wake.set()
@@ -92,11 +121,19 @@ class Team:
             self._inside = max(0, self._inside - 1)
             if not self._inside:
                 self._control[sync.STOP] = 1
+                unpin(self._before, self._led_by)
 
     def close(self) -> None:
         """End the workers and wait until they have ended. The team cannot step again."""
         self._inside = 0
         self._finalizer()
+
+    def _lost(self) -> int:
+        """Return what the thread that lost most has lost at barriers since the last call, in ns."""
+        counts = self._control[sync.LOST :: sync.LINE]
+        most = int(counts.max())
+        counts[...] = 0
+        return most
 
 
 class _Worker:
@@ -107,19 +144,24 @@ class _Worker:
         rank: its number, from 1.
         kept_alive: what it reads and writes. It holds these and not the team, so that a team can be
             collected.
+        cpu: where it runs; None: anywhere.
     """
 
-    def __init__(self, control: int, rank: int, kept_alive: tuple[np.ndarray, ...]) -> None:
+    def __init__(
+        self, control: int, rank: int, kept_alive: tuple[np.ndarray, ...], cpu: int | None
+    ) -> None:
         self.wake = threading.Event()
         self.closing = False
         self._kept_alive = kept_alive
         self._serve = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(tape.serve.address)
         self._control = control
         self._rank = rank
+        self._cpu = cpu
         self.thread = threading.Thread(target=self._loop, name=f"clocher-{rank}", daemon=True)
         self.thread.start()
 
     def _loop(self) -> None:
+        pin(self._cpu)
         seen = 0
         while True:
             self.wake.wait()

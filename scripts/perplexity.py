@@ -30,6 +30,7 @@ from clocher_runtime.weights import open_checkpoint
 @click.option("--limit", type=click.IntRange(1), help="score at most LIMIT windows")
 @click.option("--precision", type=click.Choice(PRECISIONS), help="default: as stored")
 @click.option("--kv-dtype", type=click.Choice(KV_DTYPES), default="f32", show_default=True)
+@click.option("--act-prec", type=click.Choice(["fp32", "int8"]), help="default: the back end's")
 @click.option("--threads", type=click.IntRange(1), help="default: all usable cores")
 @click.option("--backend", type=click.Choice(["cpu", "reference"]), default="cpu")
 def main(
@@ -40,6 +41,7 @@ def main(
     limit: int | None,
     precision: str | None,
     kv_dtype: str,
+    act_prec: str | None,
     threads: int | None,
     backend: str,
 ) -> None:
@@ -55,6 +57,7 @@ def main(
             threads=threads or default_threads(),
             context=window,
             kv_dtype=kv_dtype,
+            act_prec=act_prec,
             chunk=window,
             all_logits=True,
         )
@@ -77,6 +80,7 @@ def main(
         "model": str(model_dir or "embedded"),
         "precision": model.precision,
         "kv_dtype": kv_dtype,
+        "act_prec": act_prec,
         "windows": score.windows,
         "window_tokens": score.window_tokens,
         "loss_nats": score.loss,

@@ -95,7 +95,13 @@ def launches() -> Iterator[tuple[str, int, Launch]]:
     for fmt, code, cc in (("int8_row_f32", "int8", 80), ("fp8_e4m3_row_f32", "e4m3", 90)):
         yield f"gemv-act8-{fmt}-{code}-m1-n{N}-k{K}", cc, act8(fmt, code, 1, cc)
     yield "bsr-gemv-16x16_f16-m1", 90, bsr((16, 16), "f16", 1, 90)
+    for m, cc in ((1, 80), (8, 90)):
+        yield f"bsr-gemv-32x64_int8-m{m}", cc, bsr((32, 64), "int8", m, cc)
+    for m, cc in ((1, 80), (1, 90), (8, 90)):
+        yield f"bsr-gemv-32x64_int4-m{m}", cc, bsr((32, 64), "int4", m, cc)
     yield "bsr-gemm-32x32_f16-m64", 86, bsr((32, 32), "f16", 64, 86)
+    yield "bsr-gemm-32x64_int8-m64", 90, bsr((32, 64), "int8", 64, 90)
+    yield "bsr-gemm-32x64_int4-m64", 80, bsr((32, 64), "int4", 64, 80)
     for fmt, m, cc in (
         ("int8_row_f32", 16, 86),
         ("int4_asym_g128_f16", 512, 89),

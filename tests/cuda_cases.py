@@ -22,6 +22,9 @@ from clocher_kernels.cuda.prepack import prepack
 from clocher_kernels.cuda.tensors import as_torch
 from clocher_kernels.quant_tensor import QuantTensor
 
+if os.environ.get("TRITON_INTERPRET") == "1":  # scripts that compile do without
+    from bench.gpu import interpreter  # noqa: F401  importing it is its effect
+
 
 def run_interpreted(run: OpRun, narrow: Mapping[str, torch.dtype] | None = None) -> Arrays:
     """Run a case in the interpreter and return what it wrote, as the reference would have it.

@@ -133,6 +133,51 @@ def test_a_chunk_single_steps_and_a_chain_give_the_same_bits(window: int) -> Non
         assert attend(cache, 2, window, one, threads=1)[0].tobytes() == chunk[i].tobytes()
 
 
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("group", [1, 5, 8])
+@pytest.mark.parametrize("kv", KV_DTYPES)
+def test_a_long_context_gives_the_same_bits_however_it_is_divided(
+    kv: str, group: int, window: int
+) -> None:
+    rng = np.random.default_rng(group)
+    cache = Cache(rng, kv, 3, 12, 64, 2, 64)
+    chunk = [(0, 690 + i, 691 + i, 0) for i in range(13)]
+    decode = [(1, 0, 1, 0), (2, 519, 520, 0)]
+    tree = [(2, 521, 520, 0b11), (2, 522, 520, 0b1101), (2, 521, 520, 0b100001)]
+    rows = [*chunk[:5], decode[0], *chunk[5:], decode[1], *tree]
+    for row in rows:
+        cache.fill(row[0], visible_cells(*row[1:], window))
+    q = queries(rng, len(rows), cache, group)
+    together = attend(cache, group, window, {**tokens(*rows), "q": q}, threads=3)
+    for count in (1, 6):
+        for first in range(0, len(rows), count):
+            some = slice(first, first + count)
+            part = {**tokens(*rows[some]), "q": q[some]}
+            assert attend(cache, group, window, part).tobytes() == together[some].tobytes()
+    expected = attend(cache, group, window, {**tokens(*rows), "q": q}, threads=0)
+    rms, largest = error(together, expected)
+    assert rms <= 5e-6 and largest <= 5e-5
+
+
+def test_a_path_of_a_tree_gives_the_bits_of_decoding_token_by_token() -> None:
+    rng = np.random.default_rng(8)
+    cache = Cache(rng, "bf16", 2, 3, 64, 2, 32)
+    cache.fill(0, list(range(70)))
+    path = [0, 2, 5]
+    for name in ("k_cache", "v_cache"):
+        plane = cache.planes[name]
+        plane[cache.pages[1]] = plane[cache.pages[0]]
+        for depth, node in enumerate(path):
+            source, target = cache.pages[0][(60 + depth) // 64], cache.pages[1][(60 + node) // 64]
+            plane[target, :, (60 + node) % 64] = plane[source, :, (60 + depth) % 64]
+    q = queries(rng, 3, cache, 4)
+    straight = [(0, 60 + depth, 61 + depth, 0) for depth in range(3)]
+    masks = [sum(1 << node for node in path[: depth + 1]) for depth in range(3)]
+    tree = [(1, 60 + depth, 60, mask) for depth, mask in enumerate(masks)]
+    one, other = (attend(cache, 4, 0, {**tokens(*rows), "q": q}) for rows in (straight, tree))
+    assert one.tobytes() == other.tobytes()
+
+
 @st.composite
 def _drawn(draw: st.DrawFn) -> tuple[Cache, int, int, Values]:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -186,6 +231,27 @@ def test_append_of_any_shape(kv: str, heads: int, dim: int, size: int, seed: int
     got, expected = (run("kv_append", sizes, {"kv_dtype": kv}, values, n) for n in (2, 0))
     for name in got:
         np.testing.assert_array_equal(got[name], expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize(("kv", "least"), [("f16", 0.9999), ("i8", 0.9995), ("e4m3", 0.998)])
+def test_narrow_caches_stay_near_bf16_at_8k(kv: str, least: float) -> None:
+    rng = np.random.default_rng(0)
+    lines = {name: rng.standard_normal((128, 2, 64, 64), dtype=np.float32) for name in "kv"}
+    q = rng.standard_normal((1, 2 * 8 * 64), dtype=np.float32)
+    results = []
+    for kind in ("bf16", kv):
+        cache = Cache(rng, kind, 1, 128, 64, 2, 64)
+        for name, values in lines.items():
+            if kind == "i8":
+                step = np.abs(values).max(axis=3) / np.float32(127)
+                codes = np.rint(values / step[..., None]).astype(np.int8)
+                cache.planes[f"{name}_cache"][cache.pages[0]] = codes
+                cache.planes[f"{name}_scale"][cache.pages[0]] = step
+            else:
+                cache.planes[f"{name}_cache"][cache.pages[0]] = from_f32(values, kind)
+        y = attend(cache, 8, 0, {**tokens((0, 8191, 8192, 0)), "q": q}).reshape(16, 64)
+        results.append(y / np.linalg.norm(y, axis=1, keepdims=True))
+    assert (results[0] * results[1]).sum(axis=1).min() >= least
 
 
 @pytest.mark.parametrize("sinks", [False, True])

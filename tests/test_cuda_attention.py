@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import interpreter_range  # noqa: F401
 import numpy as np
 import pytest
 import torch

@@ -4,8 +4,8 @@ Their machine code is checked together with the dense ones', in test_cuda_linear
 """
 
 import zlib
+from dataclasses import replace
 
-import interpreter_range  # noqa: F401
 import numpy as np
 import pytest
 import torch
@@ -67,6 +67,9 @@ def _run(w: QuantTensor, x: torch.Tensor) -> torch.Tensor:
             ((8, 128), "f16", 9, (20, 260)),
             ((3, 5), "f32", 9, (10, 23)),
             ((128, 1), "bf16", 1, (130, 7)),
+            ((5, 40), "int8", 3, (12, 100)),
+            ((3, 70), "int4", 3, (7, 150)),
+            ((20, 9), "int4", 9, (25, 50)),
         ]
     ],
 )
@@ -82,19 +85,22 @@ def test_blocks_of_any_size(
     assert rms <= (1e-3 if x_type == torch.float16 else 2e-6), rms
 
 
-def test_a_token_is_the_same_in_any_batch() -> None:
-    w = _sparse((16, 16), "f16", (16, 200), 0.8)
+@pytest.mark.parametrize("inner", ["f16", "int8", "int4"])
+def test_a_token_is_the_same_in_any_batch(inner: str) -> None:
+    w = _sparse((4, 32), inner, (4, 200), 0.8)
     x = torch.randn((8, 200), generator=torch.Generator().manual_seed(0)).half()
     together = _run(w, x)
-    for m in range(1, 8):
+    for m in (1, 2, 3, 5, 7):
         assert torch.equal(_run(w, x[8 - m :]), together[8 - m :])
 
 
-@pytest.mark.parametrize("element", [2, 4])
-def test_gemv_tiles_fill_their_warps(element: int) -> None:
+@pytest.mark.parametrize("lane", [1, 8, 32])
+def test_gemv_tiles_fill_their_warps(lane: int) -> None:
     for height in (1, 2, 3, 4, 16, 20, 64, 1024):
         for width in (1, 4, 5, 16, 64, 600, 1024):
-            tile = gemv_tile((height, width), element, 4096)
+            tile = gemv_tile((height, width), lane, 1)
+            many = gemv_tile((height, width), lane, 8)
+            assert replace(many, each=tile.each) == tile and many.each <= tile.each
             threads = tile.blocks * tile.across * tile.cols // tile.lane
             assert threads == 32 * tile.warps and tile.blocks >= 1, tile
-            assert width % tile.lane == 0 and tile.cols % tile.lane == 0, tile
+            assert tile.cols % tile.lane == 0, tile

@@ -93,7 +93,8 @@ def model() -> Model:
 
 
 def generate(backend: str, batch: int, prompts: int) -> list[list[int]]:
-    session = Session(model(), backend=backend, batch=batch, context=96, chunk=32, kv_dtype="bf16")
+    options = {"context": 96, "chunk": 32, "kv_dtype": "bf16", "act_prec": "fp32"}
+    session = Session(model(), backend=backend, batch=batch, **options)
     try:
         out: list[list[int]] = [[] for _ in range(prompts)]
         sampling = Sampling(temperature=0.8, top_k=20, seed=3)
@@ -181,7 +182,7 @@ def test_buckets() -> None:
 
 
 def test_activations_are_narrow_and_the_residual_stream_is_not() -> None:
-    session = Session(model(), backend="cpu", context=64)
+    session = Session(model(), backend="cpu", context=64, act_prec="fp32")
     types = activation_types(session._executor.plan, "f16")
     session.close()
     assert types["h"] == types["logits"] == types["router"] == "f32"

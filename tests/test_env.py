@@ -49,6 +49,7 @@ SEED_VARIABLES = {
     "IE_STREAM_BLOCK_BYTES": ("4096", "4 KiB"),
     "IE_REUSE_GUARD_WINDOWS": ("2", "two"),
     "CLOCHER_ISA": ("avx2", "sse2"),
+    "CLOCHER_TILE_TABLE": ("tiles.json", None),
 }
 SEED_FLAGS = [
     "--device",
@@ -62,6 +63,7 @@ SEED_FLAGS = [
     "--prompts-file",
     "--aggregate",
     "--threads",
+    "--tune",
     "--precision",
     "--batch",
     "--max-new",

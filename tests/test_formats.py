@@ -67,6 +67,8 @@ GAUSSIAN_RMS = {
     "mxfp4": 0.115,
     "bsr_8x8_bf16": 0.00166,
     "bsr_1x16_f16": 0.00021,
+    "bsr_16x32_int8": 0.0053,
+    "bsr_16x32_int4": 0.0858,
 }
 """RMS error of N(0, 1) values, [256, 4096]: the information that each format keeps."""
 
@@ -103,7 +105,15 @@ def largest_error(tensor: QuantTensor, values: np.ndarray) -> np.ndarray:
     if isinstance(fmt, Float):
         return magnitude * ROUNDING[fmt.name] + 2.0**-25
     if isinstance(fmt, Bsr):
-        return magnitude * ROUNDING[fmt.inner] + 2.0**-25
+        if fmt.inner in ROUNDING:
+            return magnitude * ROUNDING[fmt.inner] + 2.0**-25
+        # A step of a row of a block: the magnitude of the row's largest element is 127 or 8 of it.
+        n, k = values.shape
+        width = fmt.block[1]
+        whole = np.zeros((n, -(-k // width) * width), np.float32)
+        whole[:, :k] = magnitude
+        largest = whole.reshape(n, -1, width).max(axis=2).repeat(width, 1)[:, :k]
+        return largest * (1 / 250 if fmt.inner == "int8" else 0.131)
     if isinstance(fmt, Ternary):
         mean = max(float(magnitude.mean(dtype=np.float64)), 1e-5)
         return np.maximum(mean / 2, magnitude - mean) + mean * 2**-7

@@ -15,7 +15,6 @@ import torch
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from bench import tune
 from bench.gpu import (
     decode,
     moe,
@@ -32,7 +31,7 @@ from bench.gpu.record import STATUSES, Record, Row
 from bench.gpu.setting import Setting, make_setting, run_item
 from bench.gpu.timer import Call, DryTimer, GpuTimer, Timing
 from bench.gpu_suite import main
-from clocher_kernels.cuda import prepack, tiles
+from clocher_kernels.cuda import prepack, tiles, tune
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.lowering import LOWER
 from clocher_kernels.cuda.tensors import DeviceTensor
@@ -497,10 +496,10 @@ def test_tuning_tries_tiles_and_puts_the_functions_back(setting: Setting) -> Non
         (shapes.TINY_MATRICES[0], "int4_sym_g64_f16", "vectors"),
         (shapes.TINY_MATRICES[0], "int8_row_f32", "warps"),
     ):
-        kind = tune.kind_of(setting, matrix, name)
-        assert kind is not None and kind.order == field and len(kind.choices) <= 8
-    found = tune.tune(setting, matrix, name)
-    assert not found or tuple(found["tiles"]["1"].values()) in kind.choices
+        kind = tune.kind_of(name)
+        assert kind.order == field and len(kind.choices) <= 8
+        found = tune.tune(setting, name, matrix.n, matrix.k)
+        assert not found or tuple(found["tiles"]["1"].values()) in kind.choices
     assert tiles.gemv_tile is kept
 
 

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from clocher_runtime.config import Given, RunConfig
 from clocher_runtime.console import Console
 from clocher_runtime.engine import Engine
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.jsonline import ErrorLine, OutputFields, RunLine, error_line, to_json
+from clocher_runtime.jsonline import ErrorLine, OutputFields, RunLine, TuneLine, error_line, to_json
 from clocher_runtime.run import measure, run_line, summary
 from clocher_runtime.session import Token
 from clocher_runtime.timing import TimedWindow
@@ -65,6 +65,7 @@ RUN_KEYS = [
 TOUCH_KEYS = ["bytes_per_token", "stride", "bytes_touched", "bytes_read", "checksum"]
 OUTPUT_KEYS = ["token_ids", "text"]
 ERROR_KEYS = ["schema", "status", "version", "code", "type", "message"]
+TUNE_KEYS = [field.name for field in fields(TuneLine)]
 
 MS = 1_000_000
 STOP = 9
@@ -106,6 +107,9 @@ class ScriptedSession:
 
     def synchronize(self):
         pass
+
+    def work_touch(self, bytes_per_token, stride):
+        return None
 
     def generate(self, prompts, max_new, sampling, stop_ids, window, after_token):
         self.calls.append([list(p) for p in prompts])
@@ -268,7 +272,7 @@ def test_keys_are_pinned(line_of):
 
 def test_the_document_lists_exactly_the_keys_in_their_order():
     keys = re.findall(r"^\| `(\w+)` \|", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
-    assert keys == RUN_KEYS + TOUCH_KEYS + OUTPUT_KEYS + ERROR_KEYS
+    assert keys == RUN_KEYS + TOUCH_KEYS + OUTPUT_KEYS + ERROR_KEYS + TUNE_KEYS
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

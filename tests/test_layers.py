@@ -31,7 +31,8 @@ LAYERS: dict[int, str] = {
     4: "clocher_runtime.session clocher_runtime.stub clocher_runtime.perplexity",
     5: """clocher_runtime clocher_runtime.api clocher_runtime.model_choice clocher_runtime.engine
         clocher_runtime.prompts clocher_runtime.console clocher_runtime.jsonline
-        clocher_runtime.run clocher_runtime.cli clocher_runtime.cli_help""",
+        clocher_runtime.run clocher_runtime.tile_tuning clocher_runtime.cli
+        clocher_runtime.cli_help""",
     6: "scripts.* bench.*",
 }
 # What a package may import besides the standard library and itself and those below.

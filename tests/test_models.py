@@ -37,7 +37,9 @@ def compare(model, folder: Path, name: str, limit: float, backend: str = "cpu") 
     spec_vocab = model.config.vocab_size
     ids = prompt_of(name, spec_vocab)
     loaded = load_model(open_checkpoint(folder))
-    session = Session(loaded, backend=backend, threads=2, chunk=23, all_logits=True)
+    session = Session(
+        loaded, backend=backend, threads=2, chunk=23, all_logits=True, act_prec="fp32"
+    )
     try:
         expected, got = reference_logits(model, ids), session.logits(ids)
         error = np.sqrt(np.mean((got - expected) ** 2) / np.mean(expected**2))

@@ -76,9 +76,10 @@ def test_chunks_change_no_bit_of_a_requantised_model(precision: str) -> None:
 
 @pytest.mark.parametrize("kv_dtype", ["bf16", "f16", "e4m3", "e5m2", "i8"])
 def test_chunks_change_no_bit_with_a_narrow_cache(kv_dtype: str) -> None:
-    expected = logits_of("gptoss", LENGTH, 1, kv_dtype=kv_dtype)
-    assert np.array_equal(logits_of("gptoss", 9, 2, kv_dtype=kv_dtype), expected)
-    exact = logits_of("gptoss", LENGTH, 2)
+    options = {"kv_dtype": kv_dtype, "act_prec": "fp32"}
+    expected = logits_of("gptoss", LENGTH, 1, **options)
+    assert np.array_equal(logits_of("gptoss", 9, 2, **options), expected)
+    exact = logits_of("gptoss", LENGTH, 2, act_prec="fp32")
     error = np.sqrt(np.mean((expected - exact) ** 2) / np.mean(exact**2))
     limits = {"bf16": 5e-3, "f16": 1e-3, "e4m3": 6e-2, "e5m2": 1.2e-1, "i8": 2e-2}
     assert 0 < error < limits[kv_dtype]
@@ -99,12 +100,21 @@ def test_neighbours_change_no_token(name: str) -> None:
         alone.close()
 
 
-def test_cpu_equals_reference_back_end() -> None:
-    for name in MODELS:
-        got = logits_of(name, 50, 2)
-        expected = logits_of(name, 50, 1, backend="reference")
-        error = np.sqrt(np.mean((got - expected) ** 2) / np.mean(expected**2))
-        assert error < (2e-2 if name == "bitnet" else 1e-5), name
+@pytest.mark.parametrize(
+    ("name", "act_prec", "limit"),
+    [
+        ("gptoss", "fp32", 1e-5),
+        ("llama", "fp32", 1e-5),
+        # Rounding to int8 turns a last bit into a whole step, here and there.
+        ("gptoss", "int8", 1e-2),
+        ("bitnet", "int8", 2e-2),
+    ],
+)
+def test_cpu_equals_reference_back_end(name: str, act_prec: str, limit: float) -> None:
+    got = logits_of(name, 50, 2, act_prec=act_prec)
+    expected = logits_of(name, 50, 1, backend="reference", act_prec=act_prec)
+    error = np.sqrt(np.mean((got - expected) ** 2) / np.mean(expected**2))
+    assert error < limit
 
 
 def test_lengths_stops_and_last(session: Session) -> None:

@@ -13,7 +13,7 @@ from clocher_kernels.errors import UsageError
 from cpu_fallback import tape
 from cpu_fallback.jit import kernel, warm
 from cpu_fallback.memory import field, read_i64, write_i64
-from cpu_fallback.sync import fetch_add
+from cpu_fallback.sync import fetch_add, sleep_ns
 from cpu_fallback.tape import Launch
 from cpu_fallback.team import Team
 
@@ -44,6 +44,23 @@ def touch(rec, ctl, rank, size, scratch):
         write_i64(scratch + i, rank)
 
 
+@kernel
+def tally(rec, ctl, rank, size, scratch):
+    """Count the calls for each share. Fields: counts [size], last size."""
+    fetch_add(field(rec, 0) + 8 * rank, 1)
+    write_i64(field(rec, 1), size)
+
+
+@kernel
+def dawdle(rec, ctl, rank, size, scratch):
+    """Count shares by thread; thread 0 takes its time. Fields: counts [threads], its scratch."""
+    me = 1
+    if scratch == field(rec, 1):
+        me = 0
+        sleep_ns(2_000_000)
+    fetch_add(field(rec, 0) + 8 * me, 1)
+
+
 SLOTS = frozenset({"slots"})
 NOTHING: frozenset[str] = frozenset()
 
@@ -69,7 +86,7 @@ def test_every_thread_sees_every_write(
     state: tuple[np.ndarray, np.ndarray], threads: int, steps: int
 ) -> None:
     slots, errors = state
-    team = Team(threads, _rounds(slots, errors, 5), 0)
+    team = Team(threads, _rounds(slots, errors, 5), 0, adaptive=False)
     with team.running():
         for _ in range(steps):
             team.step(1, 1)
@@ -78,6 +95,58 @@ def test_every_thread_sees_every_write(
     team.close()
     assert errors[0] == 0
     assert (slots[:threads] == 5 * (steps + 5)).all() and not slots[threads:].any()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("shares", [1, 2, 3, 8])
+def test_every_share_is_executed_once(
+    state: tuple[np.ndarray, np.ndarray], threads: int, shares: int
+) -> None:
+    counts, size = np.zeros(32, np.int64), np.zeros(1, np.int64)
+    warm([tally, tape.lead, tape.serve])
+    fields = (counts.ctypes.data, size.ctypes.data)
+    launch = Launch(tally, fields, SLOTS, SLOTS, shares=shares)
+    words = tape.encode([launch] * 3)
+    team = Team(threads, [words, *[tape.encode([launch] * 3, words)] * (threads - 1)], 0)
+    with team.running():
+        for active in [*range(1, threads + 1)] * 20:
+            team.pace.active = active
+            counts[:] = 0
+            team.step(1, 1)
+            parts = active * shares if active > 1 else 1
+            assert size[0] == parts
+            assert (counts[:parts] == 3).all() and not counts[parts:].any()
+    team.close()
+
+
+def test_others_take_over_the_shares_of_a_slow_thread(
+    state: tuple[np.ndarray, np.ndarray],
+) -> None:
+    slots, _ = state
+    warm([dawdle, tape.lead, tape.serve])
+    words = tape.encode([Launch(dawdle, (slots.ctypes.data, 0), SLOTS, SLOTS, shares=8)])
+    team = Team(2, words, 64, adaptive=False)
+    words[6] = team._scratch.ctypes.data
+    team.step(1, 1)
+    team.close()
+    # Each has 6 of its own. Thread 0 sleeps for 12 ms in these; the other 4 are gone by then.
+    assert slots[:2].tolist() == [6, 10]
+
+
+def test_a_team_shrinks_while_threads_wait_for_each_other(
+    state: tuple[np.ndarray, np.ndarray],
+) -> None:
+    slots, _ = state
+    warm([dawdle, tape.lead, tape.serve])
+    words = tape.encode([Launch(dawdle, (slots.ctypes.data, 0), SLOTS, SLOTS)])
+    team = Team(2, words, 64)
+    words[6] = team._scratch.ctypes.data + 64
+    start = time.perf_counter()
+    with team.running():
+        while team.pace.active == 2 and time.perf_counter() - start < 10:
+            team.step(1, 1)
+    assert team.pace.active == 1
+    team.close()
 
 
 def test_scratch_is_private_and_as_large_as_asked(state: tuple[np.ndarray, np.ndarray]) -> None:
@@ -118,7 +187,8 @@ def test_more_threads_than_cores_slow_down_but_finish(
     slots, errors = state
     words = _rounds(slots, errors, 10)
     other_slots = np.zeros(16, np.int64)
-    teams = [Team(2, words, 0), Team(2, _rounds(other_slots, errors, 10), 0)]
+    other_words = _rounds(other_slots, errors, 10)
+    teams = [Team(2, tape, 0, adaptive=False) for tape in (words, other_words)]
 
     def work(team: Team) -> None:
         with team.running():
@@ -141,7 +211,7 @@ def test_more_threads_than_cores_slow_down_but_finish(
 
 def test_an_exception_leaves_the_team_usable(state: tuple[np.ndarray, np.ndarray]) -> None:
     slots, errors = state
-    team = Team(2, _rounds(slots, errors, 1), 0)
+    team = Team(2, _rounds(slots, errors, 1), 0, adaptive=False)
     for _ in range(20):
         with pytest.raises(KeyboardInterrupt), team.running():
             team.step(1, 1)
@@ -154,7 +224,7 @@ def test_an_exception_leaves_the_team_usable(state: tuple[np.ndarray, np.ndarray
 
 def test_entering_and_leaving_without_a_step(state: tuple[np.ndarray, np.ndarray]) -> None:
     slots, errors = state
-    team = Team(3, _rounds(slots, errors, 1), 0)
+    team = Team(3, _rounds(slots, errors, 1), 0, adaptive=False)
     for turn in range(300):
         with team.running():
             if turn % 7 == 0:

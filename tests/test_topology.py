@@ -1,7 +1,12 @@
-"""Thread counts from recorded trees of sysfs and cgroups."""
+"""Thread counts and placements from recorded trees of sysfs and cgroups; scripts/set_numa.sh."""
+
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
+from clocher_kernels.errors import UsageError
 from clocher_runtime import topology
 from clocher_runtime.topology import cpu_quota, default_threads, parse_cpu_list, physical_cores
 
@@ -154,3 +159,151 @@ def test_default_is_the_tightest_of_cores_and_quota(tmp_path, monkeypatch, cpus,
 
 def test_this_machine_has_at_least_one_thread():
     assert 1 <= default_threads() <= len(topology.usable_cpus())
+
+
+TREES = Path(__file__).parent / "data" / "sysfs"
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """A function that unfolds a recorded tree and returns its root."""
+
+    def unfold(name):
+        lines = (TREES / f"{name}.txt").read_text(encoding="ascii").splitlines()
+        pairs = (line.split(" = ", 1) for line in lines if not line.startswith("#"))
+        return write(tmp_path, {path: f"{text}\n" for path, text in pairs})
+
+    return unfold
+
+
+def all_of(count):
+    return frozenset(range(count))
+
+
+@pytest.mark.parametrize(
+    ("name", "usable", "sockets", "nodes", "cores", "caches"),
+    [
+        ("one-socket", all_of(2), [0, 0], [0, 0], [0, 1], [32 << 20]),
+        ("two-sockets", all_of(16), 2 * [0, 0, 0, 0, 1, 1, 1, 1], None, 2 * [*range(8)], None),
+        ("smt", all_of(8), 8 * [0], 8 * [0], [0, 0, 2, 2, 4, 4, 6, 6], [64 << 20]),
+        ("offline", all_of(6), [0, 0, 0], [0, 0, 0], [0, 2, 3], [32 << 20]),
+        ("none", all_of(3), [0, 0, 0], [0, 0, 0], [0, 1, 2], [0]),
+    ],
+)
+def test_recorded_machines(recorded, name, usable, sockets, nodes, cores, caches):
+    cpus = topology.read_cpus(usable, recorded(name))
+    assert [cpu.socket for cpu in cpus] == sockets
+    assert [cpu.node for cpu in cpus] == (nodes or sockets)
+    assert [cpu.core for cpu in cpus] == cores
+    assert topology.cache_bytes(cpus) == (caches or [64 << 20])[0]
+
+
+def test_only_usable_cpus_that_are_on_line(recorded):
+    ids = [cpu.id for cpu in topology.read_cpus(frozenset({0, 1, 3, 5}), recorded("offline"))]
+    assert ids == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "cores"),
+    [("one-socket", 2), ("two-sockets", 8), ("smt", 4), ("offline", 3), ("none", 16)],
+)
+def test_default_threads_of_recorded_machines(recorded, monkeypatch, name, cores):
+    root = recorded(name)
+    known = topology.read_cpus(all_of(16), root)
+    there = {cpu.id for cpu in known if (root / f"sys/devices/system/cpu/cpu{cpu.id}").exists()}
+    usable = frozenset(there) or all_of(16)
+    monkeypatch.setattr(topology, "usable_cpus", lambda: usable)
+    assert default_threads(root) == cores
+
+
+@pytest.mark.parametrize(
+    ("name", "affinity", "policy", "ids"),
+    [
+        ("two-sockets", "auto", "auto", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]),
+        ("two-sockets", "compact", "auto", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]),
+        ("two-sockets", "scatter", "auto", [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13]),
+        ("two-sockets", "scatter", "compact", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]),
+        ("two-sockets", "compact", "scatter", [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13]),
+        ("two-sockets", "auto", "socket:1", [4, 5, 6, 7, 12, 13, 14, 15]),
+        ("smt", "compact", "auto", [0, 2, 4, 6, 1, 3, 5, 7]),
+        ("smt", "auto", "auto", [0, 4, 2, 6, 1, 5, 3, 7]),
+        ("smt", "scatter", "auto", [0, 4, 2, 6, 1, 5, 3, 7]),
+        ("smt", "scatter", "socket:0", [0, 4, 2, 6, 1, 5, 3, 7]),
+        ("offline", "scatter", "scatter", [0, 2, 3]),
+        ("one-socket", "auto", "auto", [0, 1]),
+        ("none", "scatter", "scatter", [0, 1, 2, 3]),
+    ],
+)
+def test_order_in_which_threads_are_given_cpus(recorded, name, affinity, policy, ids):
+    usable = all_of({"none": 4, "one-socket": 2, "smt": 8, "offline": 6}.get(name, 16))
+    cpus = topology.read_cpus(usable, recorded(name))
+    assert [cpu.id for cpu in topology.in_order(cpus, affinity, policy)][: len(ids)] == ids
+
+
+def test_every_cpu_has_its_turn(recorded):
+    cpus = topology.read_cpus(all_of(16), recorded("two-sockets"))
+    for affinity in ("auto", "compact", "scatter"):
+        for policy in ("auto", "compact", "scatter"):
+            assert set(topology.in_order(cpus, affinity, policy)) == set(cpus)
+
+
+def test_a_socket_that_is_not_there(recorded):
+    cpus = topology.read_cpus(all_of(16), recorded("two-sockets"))
+    with pytest.raises(UsageError, match=r"NUMA_POLICY=socket:2: .* on sockets 0, 1"):
+        topology.in_order(cpus, policy="socket:2")
+    outside = topology.read_cpus(frozenset({4, 5}), recorded("two-sockets"))
+    with pytest.raises(UsageError, match=r"on sockets 1$"):
+        topology.in_order(outside, policy="socket:0")
+
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "set_numa.sh"
+
+
+def set_numa(tmp_path, *arguments, numactl=True):
+    """Run the script on a machine with nodes 0 and 1, with a numactl that says what it was told."""
+    tools, nodes = tmp_path / "bin", tmp_path / "nodes"
+    tools.mkdir(exist_ok=True)
+    for node in (0, 1):
+        (nodes / f"node{node}").mkdir(parents=True, exist_ok=True)
+    for tool in ("sh", "ls", "sed", "tr", "cat"):
+        if not (tools / tool).exists():
+            (tools / tool).symlink_to(shutil.which(tool))
+    if numactl:
+        (tools / "numactl").write_text('#!/bin/sh\necho "$@"\n')
+        (tools / "numactl").chmod(0o755)
+    environ = {"PATH": str(tools), "SET_NUMA_NODES": str(nodes)}
+    return subprocess.run([SCRIPT, *arguments], env=environ, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [
+        ("interleave", "--interleave=all"),
+        ("node:1", "--cpunodebind=1 --preferred=1"),
+        ("strict", "--cpunodebind=0 --membind=0"),
+        ("strict:1", "--cpunodebind=1 --membind=1"),
+    ],
+)
+def test_set_numa_hands_the_command_to_numactl(tmp_path, policy, told):
+    done = set_numa(tmp_path, policy, "--", "clocher-run", "--prompt", "a  b")
+    assert done.stdout == f"{told} -- clocher-run --prompt a  b\n"
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "numactl", "code", "message"),
+    [
+        ((), True, 2, "no policy"),
+        (("node", "ls"), True, 2, "policy node: expected interleave, node:X, strict"),
+        (("node:x", "ls"), True, 2, "expected the number of a node, such as node:0"),
+        (("node:", "ls"), True, 2, "expected the number of a node"),
+        (("strict",), True, 2, "no command to run"),
+        (("node:7", "ls"), True, 2, "no NUMA node 7; it has: 0 1"),
+        (("interleave", "ls"), False, 5, "numactl is not installed; install the package numactl"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_set_numa_says_what_is_wrong(tmp_path, arguments, numactl, code, message):
+    done = set_numa(tmp_path, *arguments, numactl=numactl)
+    assert done.returncode == code
+    assert message in done.stderr and done.stderr.count("\n") == 1

@@ -7,56 +7,25 @@ from dataclasses import dataclass
 import torch
 
 from bench.gpu.record import Row
-from bench.gpu.timer import DryTimer, GpuTimer, Timer, Timing, reason
-from clocher_kernels.cuda.launch import INTERPRETER, Device, Launch, current_device
+from bench.gpu.timer import DryTimer, Timing, reason
+from clocher_kernels.cuda.launch import INTERPRETER, Launch
 from clocher_kernels.cuda.lowering import LOWER
+from clocher_kernels.cuda.workbench import Workbench, gpu_workbench
 from clocher_kernels.errors import UnsupportedOp
 
-# Rotating copies come to more than this many times the L2 cache.
-_COLD_FACTOR = 5
-_MOST_COPIES = 256
 # How a reason starts if there is no kernel for what was asked.
 REFUSALS = ("UnsupportedOp", "ShapeError")
 
 
 @dataclass
-class Setting:
-    """Where and how items run.
+class Setting(Workbench):
+    """A workbench whose items seed `random` by their id.
 
     Attributes:
-        device: what launches are made for.
-        timer: what times them.
-        l2_bytes: size of the L2 cache.
-        random: generator on the device; items seed it by their id.
         copy_gbs: GB/s (read plus written) of a large copy in this process; 0 until measured.
     """
 
-    device: Device
-    timer: Timer
-    l2_bytes: int
-    random: torch.Generator
     copy_gbs: float = 0.0
-
-    @property
-    def dry(self) -> bool:
-        """Whether there is no GPU: tiny shapes, and no number is a speed."""
-        return self.timer.dry
-
-    @property
-    def place(self) -> str:
-        """Where tensors live, as torch spells it."""
-        return self.device.torch_device
-
-    def copies(self, nbytes: int) -> int:
-        """Return how many copies of a weight a race rotates through to stay cold."""
-        if self.dry:
-            return 1
-        return min(max(1, -(-_COLD_FACTOR * self.l2_bytes // max(nbytes, 1))), _MOST_COPIES)
-
-    def randn(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return fresh normal numbers on the device."""
-        values = torch.randn(shape, generator=self.random, device=self.place)
-        return values.to(dtype)
 
     def lower(self, op: str, **arguments: object) -> list[Launch]:
         """Return the launches of an op.
@@ -133,6 +102,5 @@ def make_setting(dry: bool) -> Setting:
         from bench.gpu import interpreter  # noqa: F401  changes the interpreter
 
         return Setting(INTERPRETER, DryTimer(), 1 << 20, torch.Generator("cpu"))
-    device = current_device()
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return Setting(device, GpuTimer(), properties.L2_cache_size, torch.Generator("cuda"))
+    made = gpu_workbench()
+    return Setting(made.device, made.timer, made.l2_bytes, made.random)

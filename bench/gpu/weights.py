@@ -4,63 +4,31 @@ A model's bytes are never on the host here. `decode` repeats the formats' NumPy 
 so that a reference product over 200,000 rows takes a moment; a test holds the two equal.
 """
 
-import math
-from collections.abc import Sequence
-
 import torch
 
 from bench.gpu.setting import Setting
 from clocher_kernels.cuda.prepack import rearrange
 from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
+from clocher_kernels.cuda.workbench import Planes, Shape, random_copies, random_planes
 from clocher_kernels.dtypes import E2M1_VALUES
 from clocher_kernels.formats import Bsr, Float, Fp8, Int4, Int8, Mxfp4, Ternary
 from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.fp8 import BLOCK
 
-Planes = dict[str, torch.Tensor]
-Shape = tuple[int, ...]
+__all__ = [
+    "Planes",
+    "Shape",
+    "decode",
+    "digits",
+    "expert",
+    "on_device",
+    "random_blocks",
+    "random_copies",
+    "random_planes",
+    "random_tensor",
+]
 
 _FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-# RMS of uniformly drawn codes, so that weights come out with an RMS of about K^-0.5.
-_INT4_RMS, _INT8_RMS, _E2M1_RMS, _TERNARY_RMS = 4.6, 73.0, 2.9, 0.82
-
-
-def random_planes(fmt: Format, shape: Shape, setting: Setting) -> Planes:
-    """Return canonical planes of random weights with an RMS of about K^-0.5, on the device."""
-    target = shape[-1] ** -0.5
-    names = fmt.planes(shape)
-    if isinstance(fmt, Float):
-        return {"data": (setting.randn(*shape) * target).to(TORCH_DTYPES[fmt.dtype])}
-    if isinstance(fmt, Int4):
-        planes = {"codes": _integers(setting, names["codes"].shape, 0, 256, torch.uint8)}
-        planes["scales"] = _scales(
-            setting, fmt.scale_dtype, names["scales"].shape, target / _INT4_RMS
-        )
-        if not fmt.symmetric:
-            planes["zeros"] = _integers(setting, names["zeros"].shape, 6, 11, torch.uint8)
-        return planes
-    if isinstance(fmt, Int8):
-        scales = _scales(setting, fmt.scale_dtype, names["scales"].shape, target / _INT8_RMS)
-        return {"codes": _integers(setting, shape, -127, 128, torch.int8), "scales": scales}
-    if isinstance(fmt, Fp8):
-        codes = setting.randn(*shape).to(_FLOAT8[fmt.code_dtype]).view(torch.uint8)
-        scales = _scales(setting, fmt.scale_dtype, names["scales"].shape, target)
-        return {"codes": codes, "scales": scales}
-    if isinstance(fmt, Mxfp4):
-        middle = 127 + round(math.log2(target / _E2M1_RMS))
-        return {
-            "blocks": _integers(setting, names["blocks"].shape, 0, 256, torch.uint8),
-            "scales": _integers(
-                setting, names["scales"].shape, middle - 1, middle + 2, torch.uint8
-            ),
-        }
-    assert isinstance(fmt, Ternary)
-    codes = torch.zeros(names["codes"].shape, dtype=torch.uint8, device=setting.place)
-    for place in range(4):
-        codes |= _integers(setting, codes.shape, 0, 3, torch.uint8) << 2 * place
-    scale = target / _TERNARY_RMS
-    value = torch.full((1,), 1 / scale if fmt.inverse else scale, device=setting.place)
-    return {"codes": codes, "scale": value.to(TORCH_DTYPES[fmt.scale_dtype])}
 
 
 def random_blocks(fmt: Bsr, shape: Shape, density: float, setting: Setting) -> tuple[Bsr, Planes]:
@@ -90,11 +58,6 @@ def on_device(fmt: Format, shape: Shape, planes: Planes) -> DeviceTensor:
 def random_tensor(fmt: Format, shape: Shape, setting: Setting) -> DeviceTensor:
     """Return a random weight in the kernels' layout."""
     return rearrange(fmt, shape, random_planes(fmt, shape, setting))
-
-
-def random_copies(fmt: Format, shape: Shape, setting: Setting) -> list[DeviceTensor]:
-    """Return enough different weights of a shape for a race that finds none in the cache."""
-    return [random_tensor(fmt, shape, setting) for _ in range(setting.copies(fmt.nbytes(shape)))]
 
 
 def expert(planes: Planes, index: int) -> Planes:
@@ -143,16 +106,3 @@ def _spread(scales: torch.Tensor, group: int | str, shape: Shape) -> torch.Tenso
     if not isinstance(group, int):
         return scales[..., None]
     return scales.repeat_interleave(group, -1)[..., : shape[-1]]
-
-
-def _integers(
-    setting: Setting, shape: Sequence[int], low: int, high: int, dtype: torch.dtype
-) -> torch.Tensor:
-    return torch.randint(
-        low, high, tuple(shape), generator=setting.random, device=setting.place, dtype=dtype
-    )
-
-
-def _scales(setting: Setting, dtype: str, shape: Shape, middle: float) -> torch.Tensor:
-    draw = torch.rand(shape, generator=setting.random, device=setting.place)
-    return ((0.5 + draw) * middle).to(TORCH_DTYPES[dtype])

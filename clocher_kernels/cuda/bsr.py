@@ -2,36 +2,55 @@
 
 A program owns some rows of one row of blocks, and so their whole sums: nothing is added up between
 programs. Blocks of any size work; sides that are powers of two, of at least 16 bytes across, are
-read by whole vectors.
+read by whole vectors. Blocks of codes have a scale per row, which multiplies the sums of codes.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from clocher_kernels.cuda.gemm import TL_TYPES, operand_type
-from clocher_kernels.cuda.gemv_bytes import MAX_TOKENS, stack
-from clocher_kernels.cuda.launch import Device, Launch
+from clocher_kernels.cuda.chunks import dot, token_factors, weight_factors
+from clocher_kernels.cuda.codes import unit
+from clocher_kernels.cuda.dots import split4, vector_dot
+from clocher_kernels.cuda.gemm import TL_TYPES, decoded, operand_type
+from clocher_kernels.cuda.gemv_bytes import MAX_TOKENS, arithmetic, stack
+from clocher_kernels.cuda.launch import Arg, Device, Launch
 from clocher_kernels.cuda.pdl import start
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.formats.bsr import Bsr
 
 
 @triton.jit
+def _store(total, bias, residual, y, m, n, kept, N: tl.constexpr):
+    """Write y[m, n] = total + bias + residual where `kept`."""
+    at = m * N + n
+    if bias is not None:
+        total += tl.load(bias + n, n < N, 0)
+    if residual is not None:
+        total += tl.load(residual + at, kept, 0).to(tl.float32)
+    tl.store(y + at, total.to(y.dtype.element_ty), kept)
+
+
+@triton.jit
 def _gemv(
-    x, row_ptr, col_idx, values, y,
+    x, row_ptr, col_idx, values, scales, bias, residual, y,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     BLOCKS: tl.constexpr, ACROSS: tl.constexpr, EACH: tl.constexpr,
-    COLS: tl.constexpr, LANE: tl.constexpr, PDL: tl.constexpr,
+    COLS: tl.constexpr, LANE: tl.constexpr,
+    CODE: tl.constexpr, MATH: tl.constexpr, UNIT: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply: a turn takes BLOCKS blocks, ACROSS * EACH rows and COLS columns of each.
+    """Multiply floats or int8: a turn takes BLOCKS blocks, ACROSS * EACH rows, COLS columns.
 
-    A thread reads LANE columns of EACH rows, which share what it reads of x.
+    A thread reads LANE columns of EACH rows, which share what it reads of x. K, C, COLS and LANE
+    count loaded elements: weights, or words of four.
     """
     PER_ROW: tl.constexpr = COLS // LANE
     CHUNKS: tl.constexpr = BLOCKS * ACROSS * PER_ROW
+    FACTORS: tl.constexpr = 8 if MATH == "pairs" else 1
     chunk = tl.arange(0, CHUNKS)
     column = ((chunk % PER_ROW) * LANE)[:, None] + tl.arange(0, LANE)[None, :]
     row = tl.program_id(1) * (ACROSS * EACH) + (chunk // PER_ROW) % ACROSS
@@ -52,18 +71,25 @@ def _gemv(
         for c0 in range(0, C, COLS):
             c = c0 + column
             inside = live[:, None] & (c < C)
-            w = ()
+            w, factors = (), ()
             for r in tl.static_range(EACH):
-                at = values + ((block * R + row + r * ACROSS) * C)[:, None] + c
-                stored = inside & (row + r * ACROSS < R)[:, None]
-                value = tl.load(at, stored, 0, eviction_policy="evict_first")
-                w = w + (value.to(tl.float32),)
+                at = block * R + row + r * ACROSS
+                stored = live & (row + r * ACROSS < R)
+                held = values + (at * C)[:, None] + c
+                held = tl.load(held, inside & stored[:, None], 0, eviction_policy="evict_first")
+                w = w + weight_factors(held, CHUNKS, CODE, MATH, ASM)
+                if scales is not None:
+                    factors = factors + (tl.load(scales + at, stored, 0).to(tl.float32) * UNIT,)
             k = k_first[:, None] + c
             out = ()
             for m in tl.static_range(M):
-                token = tl.load(x + m * K + k, inside & (k < K), 0).to(tl.float32)
+                token = tl.load(x + m * K + k, inside & (k < K), 0)
+                token = token_factors(token, CHUNKS, "float", MATH, ASM)
                 for r in tl.static_range(EACH):
-                    out = out + (totals[m * EACH + r] + tl.sum(w[r] * token, 1),)
+                    part = dot(w, token, FACTORS * r, CHUNKS, LANE, MATH, ASM)
+                    if scales is not None:
+                        part *= factors[r]
+                    out = out + (totals[m * EACH + r] + part,)
             totals = out
 
     own = tl.program_id(1) * (ACROSS * EACH) + tl.arange(0, ACROSS)
@@ -72,16 +98,66 @@ def _gemv(
     kept = (own < R) & (n < N)
     for m in tl.static_range(M):
         parts = tl.reshape(stack(totals, m * EACH, 1, EACH), (BLOCKS, ACROSS, PER_ROW, EACH))
-        total = tl.sum(tl.sum(parts, 2), 0)
-        tl.store(y + m * N + n, total.to(y.dtype.element_ty), kept)
+        _store(tl.sum(tl.sum(parts, 2), 0), bias, residual, y, m, n, kept, N)
+
+
+@triton.jit
+def _gemv_int4(
+    x, row_ptr, col_idx, values, scales, bias, residual, y,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    BLOCKS: tl.constexpr, ACROSS: tl.constexpr, EACH: tl.constexpr, PER_ROW: tl.constexpr,
+    BM: tl.constexpr, LANE: tl.constexpr, VECTORS: tl.constexpr,
+    HALF: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Multiply prepacked int4: the same, in tiles [lanes, BM, EACH] and vectors of LANE weights."""
+    LANES: tl.constexpr = BLOCKS * ACROSS * PER_ROW
+    WORDS: tl.constexpr = LANE // 8
+    lane = tl.arange(0, LANES)[:, None, None]
+    m = tl.arange(0, BM)[None, :, None]
+    row = tl.program_id(1) * (ACROSS * EACH) + lane // PER_ROW % ACROSS * EACH
+    row += tl.arange(0, EACH)[None, None, :]
+    nth = lane // (PER_ROW * ACROSS)
+    zero = tl.full((1, 1, 1), 8, tl.int32)
+
+    block_row = tl.program_id(0)
+    first = tl.load(row_ptr + block_row).to(tl.int64)
+    last = tl.load(row_ptr + block_row + 1).to(tl.int64)
+    start(PDL)
+
+    total = tl.zeros((LANES, BM, EACH), tl.float32)
+    for turn in range(first, last, BLOCKS):
+        block = turn + nth
+        live = block < last
+        k_first = tl.load(col_idx + block, live, 0) * C
+        # Rows beyond the block repeat its last one and are not stored.
+        at = block * R + tl.minimum(row, R - 1)
+        scale = tl.load(scales + at, live, 0).to(tl.float32)
+        for v0 in range(0, VECTORS, PER_ROW):
+            v = v0 + lane % PER_ROW
+            inside = live & (v < VECTORS)
+            word = ((at * VECTORS + v) * WORDS)[:, :, :, None] + tl.arange(0, WORDS)
+            held = tl.load(values + word, inside[:, :, :, None], 0, eviction_policy="evict_first")
+            words = split4(held) if WORDS == 4 else tl.split(held)
+            total += scale * vector_dot(
+                x + m * K, (m < M) & inside, k_first + v * LANE, words, None, None, zero,
+                K, 0, "int4", LANE, HALF, ASM,
+            )  # fmt: skip
+
+    total = tl.reshape(total, (BLOCKS, ACROSS, PER_ROW, BM, EACH))
+    own = tl.program_id(1) * (ACROSS * EACH) + tl.arange(0, ACROSS)[:, None, None] * EACH
+    own += tl.arange(0, EACH)[None, None, :]
+    n = block_row * R + own
+    kept = (own < R) & (n < N) & (m < M)
+    _store(tl.sum(tl.sum(total, 2), 0), bias, residual, y, m, n, kept, N)
 
 
 @triton.jit
 def _gemm(
-    x, row_ptr, col_idx, values, y,
+    x, row_ptr, col_idx, values, scales, bias, residual, y,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr,
-    OPERAND: tl.constexpr, PDL: tl.constexpr,
+    CODE: tl.constexpr, PER: tl.constexpr, STRIDE: tl.constexpr, UNIT: tl.constexpr,
+    OPERAND: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply tiles: ROWS rows of a row of blocks by BM tokens, COLS columns at a time."""
     m = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -96,18 +172,26 @@ def _gemm(
     total = tl.zeros((ROWS, BM), tl.float32)
     for block in range(first, last):
         k_first = tl.load(col_idx + block) * C
+        if scales is not None:
+            scale = tl.load(scales + block * R + row, row < R, 0).to(tl.float32)[:, None] * UNIT
         for c0 in range(0, C, COLS):
             c = c0 + column
-            at = values + ((block * R + row) * C)[:, None] + c[None, :]
-            w = tl.load(at, (row < R)[:, None] & (c < C)[None, :], 0)
+            element = c0 // PER + tl.arange(0, COLS // PER)
+            at = values + ((block * R + row) * STRIDE)[:, None] + element[None, :]
+            held = tl.load(at, (row < R)[:, None] & (element < STRIDE)[None, :], 0)
+            w = decoded(held, CODE, OPERAND, ASM)
+            if CODE == "int4":
+                w -= 8
             k = k_first + c
-            xt = tl.load(x_rows + k[:, None], ((c < C) & (k < K))[:, None], 0)
-            total = tl.dot(w.to(OPERAND), xt.to(OPERAND), total, input_precision="ieee")
+            xt = tl.load(x_rows + k[:, None], ((c < C) & (k < K))[:, None], 0).to(OPERAND)
+            if scales is None:
+                total = tl.dot(w, xt, total, input_precision="ieee")
+            else:
+                total += tl.dot(w, xt, input_precision="ieee") * scale
 
-    n = block_row * R + row
-    at = m.to(tl.int64)[None, :] * N + n[:, None]
-    kept = ((row < R) & (n < N))[:, None] & (m < M)[None, :]
-    tl.store(y + at, total.to(y.dtype.element_ty), kept)
+    n = (block_row * R + row)[:, None]
+    m = m.to(tl.int64)[None, :]
+    _store(total, bias, residual, y, m, n, (row < R)[:, None] & (n < N) & (m < M), N)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,63 +215,138 @@ class GemvTile:
     warps: int
 
 
-def gemv_tile(block: tuple[int, int], element: int, k: int) -> GemvTile:
-    """Choose the tile of a GEMV, which must not depend on the number of tokens."""
+def gemv_tile(block: tuple[int, int], lane: int, tokens: int) -> GemvTile:
+    """Choose the tile of a GEMV. Only `each`, which changes no sum, depends on the tokens.
+
+    Args:
+        block: rows and columns of a block.
+        lane: columns that a thread reads.
+        tokens: 1 to 8.
+    """
     height, width = block
+    warps = 2
+    threads = 32 * warps
+    cols = min(max(triton.next_power_of_2(width), lane), 8 * lane)
+    each = min(triton.next_power_of_2(height), 4)
+    across = min(triton.next_power_of_2(height) // each, 4, threads * lane // cols)
+    blocks = threads * lane // (cols * across)
+    # A thread has no registers for more weights and sums.
+    each = min(each, 2) if tokens > 4 and lane > 8 else each
+    return GemvTile(blocks, across, each, cols, lane, warps)
+
+
+def _lane(width: int, element: int, k: int) -> int:
+    """Return how many columns of whole bytes a thread can read at once: at most 16 bytes."""
     lane = 16 // element
     while width % lane or k % lane:
         lane //= 2
-    warps = 2
-    threads = 32 * warps
-    cols = min(triton.next_power_of_2(width), 64 * lane // 8)
-    each = min(triton.next_power_of_2(height), 4)
-    across = min(triton.next_power_of_2(height) // each, 4, threads * lane // cols)
-    return GemvTile(threads * lane // (cols * across), across, each, cols, lane, warps)
+    return lane
+
+
+def _gemv_launch(
+    args: dict[str, Arg], sizes: dict[str, Any], block: tuple[int, int], code: str, device: Device
+) -> Launch:
+    """Return the launch for at most 8 tokens of floats or int8."""
+    x, values = args["x"], args["values"]
+    lane = _lane(block[1], values.element_size(), sizes["K"])
+    tile = gemv_tile(block, lane, sizes["M"])
+    math = arithmetic(code, "float", x.dtype, lane == 16)
+    per = 4 if math == "pairs" else 1
+    if per == 4:
+        args |= {"x": x.view(torch.int64), "values": values.view(torch.int32)}
+    constants = {
+        **sizes,
+        "K": sizes["K"] // per,
+        "C": block[1] // per,
+        "BLOCKS": tile.blocks,
+        "ACROSS": tile.across,
+        "EACH": tile.each,
+        "COLS": tile.cols // per,
+        "LANE": lane // per,
+        "CODE": code,
+        "MATH": math,
+        "UNIT": unit(code, math),
+    }
+    grid = (triton.cdiv(sizes["N"], block[0]), triton.cdiv(block[0], tile.across * tile.each))
+    return Launch(_gemv, grid, args, constants, tile.warps, device.pdl, tile.each * lane)
+
+
+def _int4_launch(
+    args: dict[str, Arg], sizes: dict[str, Any], block: tuple[int, int], device: Device
+) -> Launch:
+    """Return the launch for at most 8 tokens of prepacked int4."""
+    x, words, m = args["x"], args["values"].shape[-1], sizes["M"]
+    lane = 8 * min(words, 4)
+    tile = gemv_tile(block, lane, m)
+    constants = {
+        **sizes,
+        "BLOCKS": tile.blocks,
+        "ACROSS": tile.across,
+        "EACH": tile.each,
+        "PER_ROW": tile.cols // lane,
+        "BM": triton.next_power_of_2(m),
+        "LANE": lane,
+        "VECTORS": 8 * words // lane,
+        "HALF": device.asm and x.dtype == torch.float16,
+    }
+    grid = (triton.cdiv(sizes["N"], block[0]), triton.cdiv(block[0], tile.across * tile.each))
+    return Launch(_gemv_int4, grid, args, constants, tile.warps, device.pdl, tile.each * lane)
+
+
+def _gemm_launch(
+    args: dict[str, Arg], sizes: dict[str, Any], block: tuple[int, int], code: str, device: Device
+) -> Launch:
+    """Return the launch for any number of tokens."""
+    operand = operand_type(args["x"].dtype, device)
+    widest = 32 if operand == torch.float32 else 128
+    rows = min(max(16, triton.next_power_of_2(block[0])), 64)
+    bm = min(max(16, triton.next_power_of_2(sizes["M"])), widest)
+    constants = {
+        **sizes,
+        "ROWS": rows,
+        "COLS": min(max(16, triton.next_power_of_2(block[1])), widest, 64),
+        "BM": bm,
+        "CODE": code,
+        "PER": 8 if code == "int4" else 1,
+        "STRIDE": args["values"].shape[-1],
+        "UNIT": unit(code, "pairs"),
+        "OPERAND": TL_TYPES[operand],
+    }
+    block_rows = triton.cdiv(sizes["N"], block[0])
+    grid = (triton.cdiv(sizes["M"], bm), block_rows, triton.cdiv(block[0], rows))
+    return Launch(_gemm, grid, args, constants, 4, device.pdl)
 
 
 def bsr_linear(
-    *, x: torch.Tensor, w: DeviceTensor, y: torch.Tensor, device: Device
+    *,
+    x: torch.Tensor,
+    w: DeviceTensor,
+    y: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    device: Device,
 ) -> list[Launch]:
     """Lower `ops.linear.bsr_linear`."""
-    (m, k), n = x.shape, w.shape[0]
     assert isinstance(w.format, Bsr)
-    height, width = w.format.block
-    values = w.planes["values"]
+    block = w.format.block
+    code = w.format.inner if w.format.inner in ("int8", "int4") else "float"
     args = {
         "x": x,
         "row_ptr": w.planes["row_ptr"],
         "col_idx": w.planes["col_idx"],
-        "values": values,
+        "values": w.planes["values" if code == "float" else "codes"],
+        "scales": w.planes.get("scales"),
+        "bias": bias,
+        "residual": residual,
         "y": y,
     }
-    sizes = {"M": m, "N": n, "K": k, "R": height, "C": width, "PDL": device.pdl}
-    block_rows = triton.cdiv(n, height)
-    if m <= MAX_TOKENS:
-        tile = gemv_tile(w.format.block, values.element_size(), k)
-        constants = {
-            **sizes,
-            "BLOCKS": tile.blocks,
-            "ACROSS": tile.across,
-            "EACH": tile.each,
-            "COLS": tile.cols,
-            "LANE": tile.lane,
-        }
-        grid = (block_rows, triton.cdiv(height, tile.across * tile.each))
-        weights = tile.each * tile.lane
-        return [Launch(_gemv, grid, args, constants, tile.warps, device.pdl, weights)]
-
-    operand = operand_type(x.dtype, device)
-    rows = min(max(16, triton.next_power_of_2(height)), 64)
-    bm = min(max(16, triton.next_power_of_2(m)), 32 if operand == torch.float32 else 128)
-    constants = {
-        **sizes,
-        "ROWS": rows,
-        "COLS": min(max(16, triton.next_power_of_2(width)), 32 if operand == torch.float32 else 64),
-        "BM": bm,
-        "OPERAND": TL_TYPES[operand],
-    }
-    grid = (triton.cdiv(m, bm), block_rows, triton.cdiv(height, rows))
-    return [Launch(_gemm, grid, args, constants, 4, device.pdl)]
+    sizes = {"M": x.shape[0], "N": w.shape[0], "K": x.shape[1], "R": block[0], "C": block[1]}
+    sizes |= {"ASM": device.asm, "PDL": device.pdl}
+    if x.shape[0] > MAX_TOKENS:
+        return [_gemm_launch(args, sizes, block, code, device)]
+    if code == "int4":
+        return [_int4_launch(args, sizes, block, device)]
+    return [_gemv_launch(args, sizes, block, code, device)]
 
 
 LOWER = {"bsr_linear": bsr_linear}

@@ -16,7 +16,8 @@ from clocher_kernels.cuda.graph import (
 )
 from clocher_kernels.cuda.launch import Device, Launch, current_device
 from clocher_kernels.cuda.lowering import LOWER
-from clocher_kernels.cuda.tensors import as_torch
+from clocher_kernels.cuda.raw_module import DeviceWorkTouch
+from clocher_kernels.cuda.tensors import DeviceTensor, as_torch
 from clocher_kernels.cuda.upload import Progress, Weight, check_memory, host_bytes, place
 from clocher_kernels.errors import OutOfMemory, ShapeError, UnsupportedOp
 from clocher_kernels.guards import refuse_in_window
@@ -147,6 +148,15 @@ class CudaExecutor:
                     if (wide, high, cells) not in self._graphs:
                         self._prepare((wide, high, cells))
 
+    def work_touch(self, bytes_per_token: int, stride: int) -> "StreamTouch":
+        """Return a work-touch of the weights in device memory, on the steps' stream."""
+        planes: list[torch.Tensor] = []
+        for name in self.plan.weights:
+            value = self._values[name]
+            planes += value.planes.values() if isinstance(value, DeviceTensor) else [value]
+        with self._on_stream():
+            return StreamTouch(planes, bytes_per_token, stride, self._stream)
+
     def running(self) -> AbstractContextManager[None]:
         """Return a context that does nothing: a GPU needs no thread kept awake."""
         return nullcontext()
@@ -230,6 +240,25 @@ class CudaExecutor:
                 f"the GPU ran out of memory: {str(error).splitlines()[0]}; lower --context or "
                 "--batch, or choose a smaller --kv-dtype"
             ) from None
+
+
+class StreamTouch(DeviceWorkTouch):
+    """The work-touch of a run: its kernels run in order with the steps."""
+
+    def __init__(
+        self,
+        planes: list[torch.Tensor],
+        bytes_per_token: int,
+        stride: int,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        super().__init__(planes, bytes_per_token, stride)
+        self._stream = stream
+
+    def __call__(self, tokens: int) -> None:
+        """Put the touch for some tokens that were just made on the stream."""
+        with torch.cuda.stream(self._stream):
+            super().__call__(tokens)
 
 
 def _cache_cells(plan: Plan) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from clocher_kernels.cuda.dots import split4, to_scale, vector_dot
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.pdl import start
 from clocher_kernels.cuda.tensors import DeviceTensor
+from clocher_kernels.cuda.tile_tables import key_of
 from clocher_kernels.cuda.tiles import gemv_tile
 from clocher_kernels.cuda.vectors import vectors_of
 
@@ -125,7 +126,14 @@ def gemv_bits(
     """Lower `ops.linear.linear` for up to 8 tokens and int4, mxfp4 or ternary weights."""
     (m, k), n = x.shape, w.shape[0]
     held = vectors_of(w)
-    tile = gemv_tile(rows=n, vectors=-(-k // held.weights), tokens=m, copies=1, device=device)
+    tile = gemv_tile(
+        rows=n,
+        vectors=-(-k // held.weights),
+        tokens=m,
+        copies=1,
+        device=device,
+        key=key_of(w.format.name, n, k),
+    )
     constants = {
         "M": m,
         "N": n,

@@ -20,6 +20,7 @@ from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.pdl import start
 from clocher_kernels.cuda.stored import Stored, stored
 from clocher_kernels.cuda.tensors import DeviceTensor
+from clocher_kernels.cuda.tile_tables import key_of, tuned
 
 MAX_TOKENS = 8
 
@@ -177,12 +178,24 @@ class Tile:
     warps: int
 
 
-def tile_for(held: Stored, n: int, k: int, device: Device) -> Tile:
-    """Choose the tile, which must not depend on the number of tokens."""
+def tile_for(held: Stored, n: int, k: int, device: Device, key: str = "", tokens: int = 1) -> Tile:
+    """Choose the tile. Only `rows`, which changes no sum, may depend on the number of tokens.
+
+    Args:
+        held: the weight [N, K].
+        n: rows of it.
+        k: columns of it.
+        device: what it runs on.
+        key: of the weight in the tables of tiles; "" if it has none.
+        tokens: 1 to 8.
+    """
     # 16 bytes, or what keeps rows aligned and chunks within a group.
     lane = 16 // held.data.element_size()
     while k % lane or held.span % lane:
         lane //= 2
+    found = tuned(key, tokens, device.capability)
+    if found is not None:
+        return Tile(found["rows"], lane, found["warps"])
     rows, warps = 4, 1
     while warps < 4 and n * warps < 12 * rows * device.sms:
         wider = 2 * warps * 32 * lane
@@ -193,7 +206,7 @@ def tile_for(held: Stored, n: int, k: int, device: Device) -> Tile:
     return Tile(rows, lane, warps)
 
 
-def _arithmetic(code: str, x_code: str, x_dtype: torch.dtype, words: bool) -> str:
+def arithmetic(code: str, x_code: str, x_dtype: torch.dtype, words: bool) -> str:
     """Choose how products are made.
 
     Args:
@@ -226,8 +239,8 @@ def launch_gemv(
     """Return the launch for at most 8 tokens of "float", "int8", "e4m3" or "e5m2" activations."""
     (m, k), n = x.shape, w.shape[0]
     held = stored(w)
-    tile = tile_for(held, n, k, device)
-    math = _arithmetic(held.code, x_code, x.dtype, tile.lane == 16)
+    tile = tile_for(held, n, k, device, key_of(w.format.name, n, k), m)
+    math = arithmetic(held.code, x_code, x.dtype, tile.lane == 16)
     per = 4 if math in ("pairs", "dp4a") else 1
     constants = {
         "M": m,

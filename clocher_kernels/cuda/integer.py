@@ -14,6 +14,7 @@ from clocher_kernels.cuda.gemv_bits import add_lanes, load_vectors, rows_of
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.pdl import start
 from clocher_kernels.cuda.tensors import DeviceTensor
+from clocher_kernels.cuda.tile_tables import key_of
 from clocher_kernels.cuda.tiles import gemv_tile
 
 MAX_TOKENS = 8
@@ -147,7 +148,12 @@ def linear_i8(
     """Lower `ops.linear.linear_i8`."""
     (m, k), n = q.shape, w.shape[0]
     tile = gemv_tile(
-        rows=n, vectors=-(-k // _WEIGHTS), tokens=min(m, MAX_TOKENS), copies=1, device=device
+        rows=n,
+        vectors=-(-k // _WEIGHTS),
+        tokens=min(m, MAX_TOKENS),
+        copies=1,
+        device=device,
+        key=key_of(w.format.name, n, k),
     )
     constants = {
         "M": m,

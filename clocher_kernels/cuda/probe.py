@@ -1,4 +1,4 @@
-"""Whether this machine has a GPU that the CUDA back end can use. Imports nothing heavy by itself."""
+"""Whether this machine has a GPU that the CUDA back end can use. Imports nothing heavy."""
 
 import ctypes
 from dataclasses import dataclass

@@ -1,8 +1,9 @@
-"""How the work of weight-streaming kernels is cut into programs. Pure functions."""
+"""How the work of weight-streaming kernels is cut into programs: tables, else a closed formula."""
 
 from dataclasses import dataclass
 
 from clocher_kernels.cuda.launch import Device
+from clocher_kernels.cuda.tile_tables import tuned
 
 _RESIDENT_WARPS = 6
 """Warps that a multiprocessor needs: each has 8 loads of 512 bytes in flight, twice."""
@@ -40,7 +41,9 @@ class GemvTile:
         return 32 * self.warps // self.vectors * self.rows_of_lane
 
 
-def gemv_tile(*, rows: int, vectors: int, tokens: int, copies: int, device: Device) -> GemvTile:
+def gemv_tile(
+    *, rows: int, vectors: int, tokens: int, copies: int, device: Device, key: str = ""
+) -> GemvTile:
     """Cut y = x W^T for few tokens.
 
     `vectors` decides the order of summation, so it does not depend on the tokens.
@@ -51,11 +54,16 @@ def gemv_tile(*, rows: int, vectors: int, tokens: int, copies: int, device: Devi
         tokens: tokens that share the weights in a program, 1 to 8.
         copies: matrices that one token is multiplied by at a time (experts).
         device: what they run on.
+        key: of the weight in the tables of tiles; "" if it has none.
     """
     together = 1 << (tokens - 1).bit_length()
     if device.capability == 0:
         # Triton's interpreter pays for programs, not for their size.
         return GemvTile(1, 8, together, 16)
+    found = tuned(key, tokens, device.capability)
+    if found is not None:
+        lanes = found["vectors"]
+        return GemvTile(max(1, lanes // 32), lanes, together, found["rows_of_lane"])
 
     def score(cut: tuple[int, int]) -> float:
         lanes, of_lane = cut

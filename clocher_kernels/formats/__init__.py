@@ -118,10 +118,10 @@ FAMILIES: tuple[Family, ...] = (
         Mxfp4,
     ),
     Family(
-        "bsr_<R>x<C>_{f32|f16|bf16}",
+        "bsr_<R>x<C>_{f32|f16|bf16|int8|int4}",
         "block-sparse rows, blocks of R x C",
-        ("bsr_16x32_f32", "bsr_8x8_bf16", "bsr_1x16_f16"),
-        re.compile(f"bsr_({_COUNT})x({_COUNT})_{_FLOAT}"),
+        ("bsr_16x32_f32", "bsr_8x8_bf16", "bsr_1x16_f16", "bsr_16x32_int8", "bsr_16x32_int4"),
+        re.compile(f"bsr_({_COUNT})x({_COUNT})_(f32|f16|bf16|int8|int4)"),
         lambda rows, cols, inner: Bsr((int(rows), int(cols)), inner),
     ),
 )

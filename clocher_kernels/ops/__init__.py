@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from clocher_kernels.ops import attention, elementwise, linear, moe, sampling
+from clocher_kernels.ops import attention, elementwise, linear, moe, quantized, sampling
 from clocher_kernels.ops.contract import OpSpec
 
 OPS: Mapping[str, OpSpec] = MappingProxyType(
     {
         spec.name: spec
-        for module in (elementwise, linear, moe, attention, sampling)
+        for module in (elementwise, linear, moe, quantized, attention, sampling)
         for spec in module.SPECS
     }
 )

@@ -107,13 +107,17 @@ def linear_i8(
     y[...] = total
 
 
-def bsr_linear(*, x: Array, w: QuantTensor, y: Array) -> None:
+def bsr_linear(
+    *, x: Array, w: QuantTensor, y: Array, bias: Array | None = None, residual: Array | None = None
+) -> None:
     """Multiply activations by block-sparse rows, touching stored blocks only.
 
     Args:
         x: [M, K] fp32.
         w: logical [N, K], a "bsr_RxC_..." format. Tail blocks are clipped by N and K.
-        y: [M, N] fp32, written.
+        y: [M, N] fp32, written; may be the residual's own buffer.
+        bias: [N] fp32.
+        residual: [M, N] fp32.
     """
     assert isinstance(w.format, Bsr)
     rows, cols = w.shape
@@ -128,6 +132,10 @@ def bsr_linear(*, x: Array, w: QuantTensor, y: Array) -> None:
             k = min(width, cols - k0)
             part = x[:, k0 : k0 + k].astype(np.float64) @ blocks[index, :n, :k].T
             total[:, block_row * height : block_row * height + n] += part
+    if bias is not None:
+        total += bias
+    if residual is not None:
+        total += residual
     y[...] = total
 
 
@@ -167,7 +175,15 @@ def _make_bsr(case: Case, rng: np.random.Generator) -> dict[str, Value]:
     keep = rng.random((-(-n // height), -(-k // width))) < case.options["density"]
     weight *= np.kron(keep, np.ones((height, width), np.float32))[:n, :k]
     fmt = Bsr.for_values(weight, (height, width), case.options.get("inner", "f32"))
-    return {"x": rng.standard_normal((m, k), dtype=np.float32), "w": encode(weight, fmt)}
+    values: dict[str, Value] = {
+        "x": rng.standard_normal((m, k), dtype=np.float32),
+        "w": encode(weight, fmt),
+    }
+    if case.options.get("bias", False):
+        values["bias"] = rng.standard_normal(n, dtype=np.float32)
+    if case.options.get("residual", False):
+        values["residual"] = rng.standard_normal((m, n), dtype=np.float32)
+    return values
 
 
 def _bytes(values: Mapping[str, Value]) -> int:
@@ -185,7 +201,8 @@ def _linear_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost
 def _bsr_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
     x, w = values["x"], values["w"]
     assert isinstance(x, np.ndarray) and isinstance(w, QuantTensor)
-    stored = int(np.prod(w.planes["values"].shape))
+    assert isinstance(w.format, Bsr)
+    stored = w.format.nnzb * w.format.block[0] * w.format.block[1]
     return Cost(_bytes(values) + 4 * x.shape[0] * w.shape[0], 2 * x.shape[0] * stored)
 
 
@@ -264,7 +281,7 @@ SPECS = (
     OpSpec(
         "bsr_linear",
         "y = x W^T over the stored blocks of block-sparse rows",
-        (_X, Param("w", "matrix", "N K", ""), Param("y", "out", "M N")),
+        (_X, Param("w", "matrix", "N K", ""), *_TAIL),
         bsr_linear,
         _make_bsr,
         (
@@ -286,6 +303,19 @@ SPECS = (
                 "16x16-bf16",
                 {"M": 2, "N": 48, "K": 50},
                 options={"block": (16, 16), "density": 0.5, "inner": "bf16"},
+            ),
+            *(
+                Case(
+                    f"{height}x{width}-{inner}-m{m}",
+                    {"M": m, "N": n, "K": k},
+                    options={"block": (height, width), "density": 0.4, "inner": inner, **tail},
+                )
+                for inner in ("f16", "bf16", "int8", "int4")
+                for height, width, m, n, k, tail in (
+                    (32, 32, 1, 128, 192, {"bias": True}),
+                    (20, 24, 7, 75, 130, {"bias": True, "residual": True}),
+                    (1, 33, 2, 9, 140, {"residual": True}),
+                )
             ),
         ),
         FP32,

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from clocher_kernels.formats.base import Format
+from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.formats.ternary import Ternary
 from clocher_kernels.plan import Attr, Buffer, Call, Plan, Role, Rows
 from clocher_runtime.models.inventory import EMBED, NORM, head_name, layer_name
@@ -187,7 +188,8 @@ class _Builder:
         if residual:
             tail["residual"] = residual
         if not isinstance(self.formats[weight], Ternary):
-            self._call("linear", {"x": x, "w": weight, **tail})
+            op = "bsr_linear" if isinstance(self.formats[weight], Bsr) else "linear"
+            self._call(op, {"x": x, "w": weight, **tail})
             return
         size = self.buffers[x].shape[-1]
         source, rows = x, self.buffers[x].rows

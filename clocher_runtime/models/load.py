@@ -10,7 +10,6 @@ from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import parse_format
 from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.float import Float
-from clocher_kernels.formats.ternary import Ternary
 from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.models.families import spec_from_config
@@ -37,7 +36,6 @@ class Model:
     Attributes:
         weights: QuantTensors (matrices, in place where possible) and fp32 arrays (vectors).
         precision: what the matrices are stored as, the largest share of bytes first.
-        act_prec: "int8" if ternary linears quantise their input, else "fp32".
         bytes_per_token: weight bytes that one token reads.
     """
 
@@ -45,7 +43,6 @@ class Model:
     weights: Weights
     checkpoint: Checkpoint
     precision: str
-    act_prec: str
     bytes_per_token: int
 
     @property
@@ -87,13 +84,11 @@ def load_model(checkpoint: Checkpoint, precision: str | None = None) -> Model:
         else:
             weights[name] = _matrix(need, tensor, precision, spec.ternarize)
     matrices = [w for w in weights.values() if isinstance(w, QuantTensor)]
-    ternary = any(isinstance(w.format, Ternary) for w in matrices)
     return Model(
         spec,
         weights,
         checkpoint,
         precision=_label(matrices),
-        act_prec="int8" if ternary else "fp32",
         bytes_per_token=_bytes_per_token(spec, weights),
     )
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from clocher_kernels.errors import FormatError, ModelError, ShapeError
-from clocher_kernels.formats.base import Format
+from clocher_kernels.formats import Bsr, Format, Mxfp4
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.weights.files import MappedFile
 
@@ -67,7 +67,8 @@ class Checkpoint:
 
         Codes that the format forbids are looked for in tensors of at most 64 MiB, in the scales of
         MXFP4 whatever their size, and everywhere with `verify`. Such a code would give a wrong
-        number, never a fault: no container carries the index arrays of block-sparse rows.
+        number, never a fault; the index arrays of block-sparse rows, which could, are always
+        checked.
 
         Raises:
             ModelError: there is no such tensor.
@@ -78,7 +79,8 @@ class Checkpoint:
             key: np.require(plane, requirements=["C", "A"]) for key, plane in stored.planes.items()
         }
         tensor = QuantTensor(stored.shape, stored.format, planes)
-        if verify or tensor.nbytes <= CHECK_LIMIT_BYTES or tensor.format.name == "mxfp4":
+        always = isinstance(tensor.format, Bsr | Mxfp4)
+        if verify or always or tensor.nbytes <= CHECK_LIMIT_BYTES:
             try:
                 tensor.check()
             except FormatError as error:

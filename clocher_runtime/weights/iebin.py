@@ -3,7 +3,7 @@
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ FORMAT = "iebin"
 VERSION = 1
 ALIGNMENT = 64
 MAX_VOCAB_BYTES = 256_000_000
+MAX_ELEMENTS_PER_BYTE = 1000
 
 _FIELDS: dict[str, type] = {
     "format": str,
@@ -74,18 +75,29 @@ def place(fmt: Format, shape: tuple[int, ...], end: int) -> list[PlacedPlane]:
     Raises:
         FormatError: IEBIN v1 cannot hold this tensor.
     """
-    if isinstance(fmt, Bsr):
-        raise FormatError(f"{fmt.name} is not part of IEBIN v{VERSION}")
     try:
         planes = fmt.planes(shape)
     except ShapeError as error:
         raise FormatError(str(error)) from None
+    if isinstance(fmt, Bsr):
+        _check_density(fmt, shape, sum(plane.nbytes for plane in planes.values()))
     placed = []
     for key, plane in planes.items():
         offset = -(-end // ALIGNMENT) * ALIGNMENT
         placed.append(PlacedPlane(key, plane, offset))
         end = placed[-1].end
     return placed
+
+
+def _check_density(fmt: Bsr, shape: tuple[int, ...], nbytes: int) -> None:
+    """Refuse a matrix without blocks, and a small file that would decode to a huge matrix."""
+    if not fmt.nnzb:
+        raise FormatError(f"{fmt.name}: no block is stored; expected at least 1")
+    if shape[0] * shape[1] > MAX_ELEMENTS_PER_BYTE * nbytes:
+        raise FormatError(
+            f"{fmt.name}: a {list(shape)} matrix in {nbytes} bytes; expected at most "
+            f"{MAX_ELEMENTS_PER_BYTE} elements for each byte"
+        )
 
 
 def seal(body: bytes) -> bytes:
@@ -208,7 +220,7 @@ def _entries(tensors: list[object], where: str) -> Iterator[_Entry]:
         seen.add(name)
         shape = checked_shape(item["shape"], at)
         try:
-            fmt = parse_format(item["format"])
+            fmt = _counted(parse_format(item["format"]), item["planes"])
             placed = place(fmt, shape, end)
         except FormatError as error:
             raise FormatError(f"{at}: {error}") from None
@@ -218,6 +230,17 @@ def _entries(tensors: list[object], where: str) -> Iterator[_Entry]:
         hashes = {plane.key: _plane_hash(item["planes"][plane.key], plane, at) for plane in placed}
         end = placed[-1].end
         yield _Entry(name, shape, fmt, placed, hashes)
+
+
+def _counted(fmt: Format, planes: Mapping[str, Any]) -> Format:
+    """Return the format with its number of blocks, which only the shape of a plane tells."""
+    if not isinstance(fmt, Bsr):
+        return fmt
+    described = planes.get("col_idx")
+    shape = described.get("shape") if isinstance(described, dict) else None
+    if not isinstance(shape, list) or len(shape) != 1 or type(shape[0]) is not int:
+        raise FormatError(f"{fmt.name}: plane 'col_idx' has shape {shape!r:.40}, expected [blocks]")
+    return replace(fmt, nnzb=shape[0])
 
 
 def _plane_hash(value: object, placed: PlacedPlane, where: str) -> str:

@@ -120,11 +120,11 @@ class IebinWriter:
         if vocab is None:
             (self.directory / VOCAB_NAME).unlink(missing_ok=True)
         else:
-            _write_file(self.directory / VOCAB_NAME, vocab)
+            write_file(self.directory / VOCAB_NAME, vocab)
             document["vocab"] = _describe(VOCAB_NAME, len(vocab), hashlib.sha256(vocab).hexdigest())
         document["bin"] = _describe(BIN_NAME, self.nbytes, self._hash.hexdigest())
         document["source"] = source
-        _write_file(self.directory / JSON_NAME, seal(_document_body(document, self._entries)))
+        write_file(self.directory / JSON_NAME, seal(_document_body(document, self._entries)))
 
     def _write(self, array: np.ndarray) -> str:
         """Append the bytes of an array and return their SHA-256."""
@@ -164,7 +164,8 @@ def _write_all(descriptor: int, data: memoryview, path: Path) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def _write_file(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file under a temporary name and rename it, so that no reader sees half of it."""
     partial = path.with_name(path.name + ".partial")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:

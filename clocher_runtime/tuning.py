@@ -1,0 +1,87 @@
+"""What a run asks of threads and memory on the CPU, and which of it was acted on."""
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from clocher_runtime.config import RunConfig
+from clocher_runtime.settings import SETTINGS
+from clocher_runtime.topology import default_threads, in_order, read_cpus
+
+_PINNED = frozenset({"affinity", "use_affinity", "numa_policy"})
+_REPLICATED = frozenset({"hot_replicate", "hot_repl_limit_mb"})
+_MEMORY = frozenset({"prefetch_distance", "stream_block_bytes"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Settings of the CPU back end that change speed and never results.
+
+    Attributes:
+        cpus: CPU of each thread; empty: wherever the system puts them.
+        sockets: socket of each of these CPUs.
+        prefetch_distance: bytes of weights to ask for ahead of use; None: the kernel's own choice.
+        stream_block_bytes: stored bytes of weights to decode at a time; None: the kernel's choice.
+        hot_replicate: keep weights that every step reads once per socket.
+        hot_limit: bytes of the copies of one socket, 0 for no limit.
+    """
+
+    cpus: tuple[int, ...] = ()
+    sockets: tuple[int, ...] = ()
+    prefetch_distance: int | None = None
+    stream_block_bytes: int | None = None
+    hot_replicate: bool = False
+    hot_limit: int = 0
+
+
+def choose_threads(config: RunConfig) -> int:
+    """Return the threads of a run, on the socket that it names if it names one.
+
+    Raises:
+        UsageError: none of the usable CPUs is on that socket.
+    """
+    if config.threads is not None:
+        return config.threads
+    if config.numa_policy.startswith("socket:"):
+        cpus = in_order(read_cpus(), policy=config.numa_policy)
+        return default_threads(cpus=frozenset(cpu.id for cpu in cpus))
+    return default_threads()
+
+
+def tune(config: RunConfig, threads: int) -> Tuning:
+    """Return the tuning of a run.
+
+    Threads are pinned if IE_TP_USE_AFFINITY=1, if NUMA_POLICY says where to, or if each socket has
+    weights of its own.
+
+    Raises:
+        UsageError: none of the usable CPUs is on the socket that NUMA_POLICY names.
+    """
+    every = read_cpus()
+    sockets = {cpu.socket for cpu in every}
+    copies = config.hot_replicate and len(sockets) > 1
+    pinned = config.use_affinity or config.numa_policy != "auto" or copies
+    cpus = in_order(every, config.affinity, config.numa_policy)[:threads] if pinned else ()
+    ahead = config.prefetch_distance
+    return Tuning(
+        cpus=tuple(cpu.id for cpu in cpus),
+        sockets=tuple(cpu.socket for cpu in cpus),
+        prefetch_distance=ahead if isinstance(ahead, int) else None,
+        stream_block_bytes=config.stream_block_bytes,
+        hot_replicate=config.hot_replicate,
+        hot_limit=config.hot_repl_limit_mb << 20,
+    )
+
+
+def not_acted_on(config: RunConfig, acted_on: Set[str]) -> tuple[str, ...]:
+    """Return what a run asked for and did not get, as "NAME=value".
+
+    Args:
+        config: the run.
+        acted_on: what the executor acted on, by field of its hints.
+    """
+    met = set(acted_on & _MEMORY)
+    met |= _PINNED if "placement" in acted_on else set()
+    met |= _REPLICATED if "hot_replicate" in acted_on else set()
+    wanted = [name for name in SETTINGS if name in (_PINNED | _REPLICATED | _MEMORY) - met]
+    given = [(name, config.given[name]) for name in wanted if name in config.given]
+    return tuple(str(how) for name, how in given if how.raw not in SETTINGS[name].idle)

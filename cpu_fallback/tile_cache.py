@@ -1,0 +1,195 @@
+"""The tile cache: packed weights on disk, in files named by what they were packed from.
+
+It is off unless CLOCHER_TILE_CACHE_MB gives it room: packing is at least as fast as finding out
+which file would do, since that takes a hash of the same bytes. It pays where weights have to be
+packed by something slower than this machine.
+
+A file is a header (a magic number and a hash of what follows) and the tiles. Files appear by
+rename, so a process sees a whole file or none; two that pack the same tensor write the same bytes.
+What is truncated or damaged does not fit its header, and is packed again. When the files together
+are larger than the limit, those used least recently go.
+"""
+
+import fcntl
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from clocher_kernels.errors import UsageError
+from clocher_kernels.quant_tensor import QuantTensor
+from cpu_fallback.objects import cache_root
+from cpu_fallback.placement import usable_cpus
+from cpu_fallback.tiles import Layout
+
+LIMIT_VARIABLE = "CLOCHER_TILE_CACHE_MB"
+
+_log = logging.getLogger(__name__)
+_MAGIC = b"clocher tiles 1\n"
+_DIGEST_BYTES = 32
+_HEADER = len(_MAGIC) + _DIGEST_BYTES
+_CHUNK = 4 << 20
+
+
+class TileCache:
+    """Packed tensors by the hash of what they were packed from.
+
+    A cache that cannot be read or written costs time and never a result.
+
+    Args:
+        root: directory of all caches.
+        limit: bytes of all files together. A write in progress is not counted.
+    """
+
+    def __init__(self, root: Path, limit: int) -> None:
+        self.directory = root / "tiles"
+        self.limit = limit
+
+    @classmethod
+    def get(cls) -> "TileCache | None":
+        """Return the cache that the environment asks for, None if it asks for none.
+
+        Raises:
+            UsageError: the limit is not a number of MiB.
+        """
+        raw = os.environ.get(LIMIT_VARIABLE) or "0"
+        if not re.fullmatch("[0-9]{1,9}", raw):
+            raise UsageError(
+                f"{LIMIT_VARIABLE}: got {raw[:60]!r}, expected MiB as an integer from 0 (off)"
+            )
+        return cls(cache_root(), int(raw) << 20) if int(raw) else None
+
+    def read(self, key: str, out: np.ndarray) -> bool:
+        """Fill `out`, u8, with the tiles of a key; False if there are none or they are damaged.
+
+        The contents of `out` are undefined then.
+        """
+        path = self._path(key)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                if os.fstat(file.fileno()).st_size != _HEADER + out.nbytes:
+                    return False
+                header = file.read(_HEADER)
+
+                def load(start: int) -> bytes:
+                    piece = memoryview(out)[start : start + _CHUNK]
+                    done = 0
+                    while done < len(piece):
+                        got = os.preadv(file.fileno(), [piece[done:]], _HEADER + start + done)
+                        if not got:
+                            raise OSError(f"{path} has become shorter")
+                        done += got
+                    return _hash(piece)
+
+                if header != _MAGIC + _combine(_each(load, out.nbytes)):
+                    _log.warning("%s is damaged; its tensor is packed again", path)
+                    return False
+            os.utime(path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            _log.warning("could not read packed weights: %s", error)
+            return False
+        return True
+
+    def write(self, key: str, data: np.ndarray) -> None:
+        """Store tiles, u8, and make room for them."""
+        if _HEADER + data.nbytes > self.limit:
+            return
+        temporary = self.directory / f".{key}.{os.getpid()}"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            header = _MAGIC + hash_of(data)
+            with self._locked():
+                descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)  # `_tidy` knows by it that we live
+            with open(descriptor, "wb", buffering=0) as file:
+                for piece in (memoryview(header), memoryview(data)):
+                    done = 0
+                    while done < len(piece):
+                        done += file.write(piece[done : done + _CHUNK])
+                os.fsync(file.fileno())
+                with self._locked():
+                    temporary.replace(self._path(key))
+                    self._tidy(keep=self._path(key))
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            _log.warning("could not store packed weights in %s: %s", self.directory, error)
+
+    def _path(self, key: str) -> Path:
+        return self.directory / f"{key}.tiles"
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep other processes from removing files, and make the names in here durable."""
+        lock = os.open(self.directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        names = os.open(self.directory, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+            os.fsync(names)
+        finally:
+            os.close(names)
+            os.close(lock)
+
+    def _tidy(self, keep: Path) -> None:
+        """Remove what dead writers left behind, then the files used least recently."""
+        for left in self.directory.glob(".*.*"):
+            with open(left, "rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:  # its writer lives
+                    continue
+                left.unlink(missing_ok=True)
+        files = [(path.stat(), path) for path in self.directory.glob("*.tiles")]
+        total = sum(status.st_size for status, _ in files)
+        for status, path in sorted(files, key=lambda found: found[0].st_mtime_ns):
+            if total > self.limit and path != keep:
+                path.unlink(missing_ok=True)
+                total -= status.st_size
+
+
+def key_of(layout: Layout, tensor: QuantTensor, version: int) -> str:
+    """Return a name for all that determines the tiles of a tensor: 64 hexadecimal digits.
+
+    Tiles do not depend on the instruction set, so it is no part of the key.
+
+    Args:
+        layout: of the tiles.
+        tensor: what they are packed from.
+        version: of the packing.
+    """
+    planes = {name: np.ascontiguousarray(array) for name, array in sorted(tensor.planes.items())}
+    stored = [(name, array.dtype.str, array.shape) for name, array in planes.items()]
+    described = repr((version, layout, tensor.format.name, tensor.shape, stored)).encode()
+    return _combine([described, *(hash_of(array) for array in planes.values())]).hex()
+
+
+def hash_of(array: np.ndarray) -> bytes:
+    """Return a hash of the bytes of a contiguous array, computed on all CPUs."""
+    data = memoryview(array.reshape(-1).view(np.uint8))
+    return _combine(_each(lambda start: _hash(data[start : start + _CHUNK]), len(data)))
+
+
+def _each(function: Callable[[int], bytes], nbytes: int) -> list[bytes]:
+    """Return what a function returns for the start of each chunk."""
+    starts = range(0, nbytes, _CHUNK)
+    if len(starts) < 2:
+        return [function(start) for start in starts]
+    with ThreadPoolExecutor(usable_cpus()) as pool:
+        return list(pool.map(function, starts))
+
+
+def _hash(data: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+
+
+def _combine(digests: Sequence[bytes]) -> bytes:
+    """Return a hash of several strings that no other several strings have."""
+    return _hash(b"".join(len(digest).to_bytes(8, "little") + digest for digest in digests))

@@ -1,0 +1,136 @@
+"""Make a model's matrices block-sparse. The work is in clocher_runtime.weights.block_sparse."""
+
+import re
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from clocher_kernels.errors import ModelError, OutOfMemory, UsageError
+from clocher_kernels.formats.bsr import INNERS
+from clocher_runtime.weights.block_sparse import (
+    LINEARS,
+    Outcome,
+    Sparsifying,
+    plan_block_sparse,
+)
+from clocher_runtime.weights.iebin import JSON_NAME, open_iebin
+
+USAGE, MODEL, IO, MEMORY = 2, 3, 5, 6
+
+EPILOG = """\b
+Examples:
+  python scripts/convert_to_block_sparse.py --model-dir models/pruned --out-dir models/pruned-bsr
+  python scripts/convert_to_block_sparse.py --model-dir models/llama --out-dir models/llama-s90 \\
+      --sparsity 0.9 --block 32x32 --inner int8
+
+\b
+Exit codes:
+  0  done
+  2  a flag cannot be used, or no matrix would become smaller
+  3  the input is missing, damaged or of an unknown kind
+  5  the output cannot be written (disk full, no permission)
+  6  out of memory
+
+Killed at any moment, the converter leaves either the model that was there before, or no model,
+or the finished new one. Run it again to start over."""
+
+
+def _block(context: click.Context, option: click.Parameter, value: str) -> tuple[int, int]:
+    sides = re.fullmatch("([1-9][0-9]{0,3})x([1-9][0-9]{0,3})", value)
+    if not sides:
+        raise click.BadParameter(f"{value!r}; expected ROWSxCOLUMNS, such as 32x32")
+    return int(sides[1]), int(sides[2])
+
+
+@click.command(epilog=EPILOG, context_settings={"max_content_width": 100})
+@click.option(
+    "--model-dir",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Directory of the model, Hugging Face or IEBIN. It is only read.",
+)
+@click.option(
+    "--out-dir",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Directory for model.ie.json, model.ie.bin and vocab.json. It is made if need be.",
+)
+@click.option("--block", default="32x32", callback=_block, show_default=True, help="Block shape.")
+@click.option(
+    "--sparsity",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.0,
+    show_default=True,
+    help="Make so large a share of each matrix's blocks zero, the weakest by magnitude. 0 leaves "
+    "out only blocks that are zero already.",
+)
+@click.option(
+    "--inner",
+    type=click.Choice(INNERS),
+    help="How blocks are stored; by default as the matrix was.",
+)
+@click.option(
+    "--pattern",
+    default=LINEARS,
+    show_default=True,
+    help="Regular expression of the names of the matrices.",
+)
+@click.option("--force", is_flag=True, help="Convert matrices that become larger too.")
+@click.option("--verify", is_flag=True, help="Read the result back and check every hash.")
+def main(
+    model_dir: Path,
+    out_dir: Path,
+    block: tuple[int, int],
+    sparsity: float,
+    inner: str | None,
+    pattern: str,
+    force: bool,
+    verify: bool,
+) -> None:
+    """Convert a model to IEBIN with block-sparse matrices, and say how dense each one is.
+
+    A matrix that would not become smaller stays as it is; if none would, nothing is written.
+    """
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        how = Sparsifying(block, inner or "", sparsity, pattern, force)
+        outcomes = plan_block_sparse(model_dir, out_dir, how).run()
+        if verify:
+            open_iebin(out_dir / JSON_NAME, verify=True)
+    except (UsageError, ModelError, OutOfMemory, MemoryError, OSError) as error:
+        text = f"convert_to_block_sparse: error: {error or type(error).__name__}"
+        console.print(text, markup=False)
+        sys.exit(_exit_code(error))
+    tables = Console()
+    (tables if tables.is_terminal else Console(width=120)).print(_table(outcomes))
+    done = [outcome for outcome in outcomes if not outcome.note]
+    console.print(
+        f"convert_to_block_sparse: {len(done)} of {len(outcomes)} matrices are block-sparse in "
+        f"{out_dir}{', verified' if verify else ''}",
+        markup=False,
+    )
+
+
+def _table(outcomes: list[Outcome]) -> Table:
+    table = Table("matrix", "density", "before", "after", "format")
+    for outcome in outcomes:
+        stored = f"{outcome.format} ({outcome.note})" if outcome.note else outcome.format
+        sizes = decimal(outcome.before), decimal(outcome.after)
+        table.add_row(outcome.name, f"{outcome.density:.1%}", *sizes, stored)
+    return table
+
+
+def _exit_code(error: Exception) -> int:
+    if isinstance(error, UsageError):
+        return USAGE
+    if isinstance(error, ModelError):
+        return MODEL
+    return IO if isinstance(error, OSError) else MEMORY
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""Tiles: what the bytes mean, extremes of the integer products, shapes that cross every block."""
+
+import gc
+import zlib
+
+import numpy as np
+import pytest
+from one_op import run
+from op_cases import error
+
+from clocher_kernels.dtypes import E2M1_VALUES, to_f32
+from clocher_kernels.errors import ShapeError, UnsupportedOp
+from clocher_kernels.formats import Int8, Mxfp4, Ternary, parse_format
+from clocher_kernels.ops.quantized import INTEGER_FORMATS, groups_of, quantize_blocks
+from clocher_kernels.plan import Buffer, Call, Plan
+from clocher_kernels.quant_tensor import QuantTensor, encode
+from clocher_kernels.reference import ReferenceExecutor
+from cpu_fallback import tile_pack
+from cpu_fallback.executor import CpuExecutor
+from cpu_fallback.tiles import LINE, ROWS, UNIT, Layout, layout_of
+
+
+def _rng(name: str) -> np.random.Generator:
+    return np.random.default_rng(zlib.crc32(name.encode()))
+
+
+def _tensor(name: str, *shape: int) -> QuantTensor:
+    values = _rng(f"{name}{shape}").standard_normal(shape, dtype=np.float32)
+    return encode(values, parse_format(name))
+
+
+def _digits(code: str, line: np.ndarray) -> np.ndarray:
+    """Return the weights of a line [16 rows, 4 bytes] as [16, columns]."""
+    if code == "int8":
+        return (line ^ 0x80).view(np.int8).astype(np.float32)
+    if code == "ternary":
+        planes = [line >> 2 * p & 3 for p in range(4)]
+        return np.concatenate(planes, axis=1).astype(np.float32) - 1
+    nibbles = np.stack([line & 15, line >> 4], axis=-1).reshape(ROWS, 8)
+    return E2M1_VALUES[nibbles] if code == "fp4" else nibbles.astype(np.float32)
+
+
+def _unpack(layout: Layout, tile: np.ndarray, k: int) -> np.ndarray:
+    """Return the values of a tile [16, K] by the words of `cpu_fallback.tiles`."""
+    values = np.zeros((ROWS, -(-k // UNIT) * UNIT), np.float32)
+    at, head, scale, zero = 0, 0, np.ones(ROWS, np.float32), np.zeros(ROWS, np.float32)
+    if layout.code == "int4" and not layout.zeros:
+        zero += 8
+    width = UNIT // layout.lines
+    for column in range(0, values.shape[1], UNIT):
+        if layout.block and column % layout.block == 0:
+            index = column // layout.block % layout.per_head
+            if index == 0:
+                head = at
+                at += layout.head
+            record = tile[head + index * layout.record :][: layout.record]
+            dtype = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "e8m0": np.uint8}
+            storage = np.dtype(dtype[layout.scale])
+            scale = to_f32(record[: ROWS * storage.itemsize].view(storage), layout.scale)
+            if layout.zeros:
+                zero = record[-ROWS:].astype(np.float32)
+        for i in range(layout.lines):
+            line = tile[at : at + LINE].reshape(ROWS, 4)
+            start = column + i * width
+            digits = _digits(layout.code, line) - zero[:, None]
+            values[:, start : start + width] = digits * scale[:, None]
+            at += LINE
+    if layout.scale == "row":
+        values *= tile[at : at + LINE].view(np.float32)[:, None]
+        at += LINE
+    assert at == len(tile)
+    return values[:, :k]
+
+
+@pytest.mark.parametrize("name", INTEGER_FORMATS)
+@pytest.mark.parametrize(("n", "k"), [(36, 288), (20, 96), (52, 416)])
+def test_what_the_bytes_of_a_tile_mean(name: str, n: int, k: int) -> None:
+    tensor = _tensor(name, n, k)
+    layout = layout_of("test", tensor.format)
+    tiles = tile_pack.pack(layout, tensor)
+    assert tiles.data.nbytes == layout.nbytes(tensor.shape) == 64 * (tiles.data.nbytes // 64)
+    assert tiles.data.ctypes.data % LINE == 0
+    rows = [_unpack(layout, tile, k) for tile in tiles.data.reshape(-1, tiles.tile_bytes)]
+    values = np.concatenate(rows)[:n]
+    if isinstance(tensor.format, Ternary):
+        values *= np.float32(tiles.factor)
+    np.testing.assert_array_equal(values, tensor.decode())
+
+
+def test_experts_are_packed_one_after_the_other() -> None:
+    tensor = _tensor("mxfp4", 3, 20, 64)
+    layout = layout_of("test", tensor.format)
+    tiles = tile_pack.pack(layout, tensor)
+    for expert in range(3):
+        planes = {name: plane[expert] for name, plane in tensor.planes.items()}
+        alone = tile_pack.pack(layout, QuantTensor((20, 64), tensor.format, planes))
+        mine = tiles.data.reshape(3, -1)[expert]
+        np.testing.assert_array_equal(mine, alone.data)
+
+
+def test_a_tensor_is_packed_once_and_not_kept_beyond_its_life() -> None:
+    tensor = _tensor("int4_sym_g32_f16", 16, 64)
+    first = tile_pack.tiles_of("test", tensor)
+    assert tile_pack.tiles_of("test", tensor) is first
+    before = len(tile_pack._packed)
+    del tensor
+    gc.collect()
+    assert len(tile_pack._packed) == before - 1
+
+
+def test_large_allocations_begin_on_a_large_page() -> None:
+    assert tile_pack.allocate((4 << 20) + 1).ctypes.data % (2 << 20) == 0
+    assert tile_pack.allocate(100).ctypes.data % LINE == 0
+
+
+@pytest.mark.parametrize("name", ["int4_sym_g34_f16", "int8_g37_f32", "bf16", "fp8_e4m3_row_f32"])
+def test_formats_without_tiles_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedOp, match=rf"linear_q8: .* {name} .*; use the fp32 op"):
+        layout_of("linear_q8", parse_format(name))
+
+
+def _quantized(x: np.ndarray, group: int) -> dict[str, np.ndarray]:
+    q = np.empty(x.shape, np.int8)
+    scale = np.empty((len(x), groups_of(x.shape[1], group)), np.float32)
+    quantize_blocks(x=x, q=q, scale=scale, group=group)
+    return {"q": q, "scale": scale}
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "n", "k", "group"),
+    [
+        ("int4_sym_g32_f16", 150, 37, 2880, 128),
+        ("int4_asym_g128_f16", 21, 33, 2880, 32),
+        ("int8_row_bf16", 33, 19, 6912, 0),
+        ("mxfp4", 9, 50, 2880, 32),
+        ("mxfp4", 260, 5, 6912, 128),
+        ("ternary", 30, 20, 6912, 0),
+    ],
+)
+def test_shapes_that_cross_every_block(name: str, m: int, n: int, k: int, group: int) -> None:
+    rng = _rng(f"{name}{m}")
+    values = {
+        **_quantized(rng.standard_normal((m, k), dtype=np.float32), group),
+        "w": _tensor(name, n, k),
+        "residual": rng.standard_normal((m, n), dtype=np.float32),
+    }
+    sizes, attrs = {"M": m, "N": n}, {"group": group}
+    got = run("linear_q8", sizes, attrs, values)["y"]
+    expected = run("linear_q8", sizes, attrs, values, threads=0)["y"]
+    rms, largest = error(got, expected)
+    assert rms < 2e-6 and largest < 2e-5, (rms, largest)
+    for threads in (1, 3):
+        assert np.array_equal(run("linear_q8", sizes, attrs, values, threads)["y"], got)
+    last = {name: v[-1:] if isinstance(v, np.ndarray) else v for name, v in values.items()}
+    alone = run("linear_q8", {**sizes, "M": 1}, attrs, last)["y"]
+    assert np.array_equal(alone[0], got[-1])
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 7, 16])
+@pytest.mark.parametrize("code", [-128, 127])
+@pytest.mark.parametrize("name", ["int8_row_f32", "int8_g32_f32", "int8_g128_f32"])
+def test_int8_products_do_not_saturate(name: str, code: int, m: int) -> None:
+    k, n = 256, 17
+    fmt = parse_format(name)
+    assert isinstance(fmt, Int8)
+    planes = {
+        plane: np.full(spec.shape, code if plane == "codes" else 1, spec.storage)
+        for plane, spec in fmt.planes((n, k)).items()
+    }
+    planes["codes"][::2] = -128 + 255 * (np.arange(k) % 2)
+    q = np.full((m, k), -128, np.int8)
+    q[:, ::3] = 127
+    values = {"q": q, "scale": np.ones((m, 1), np.float32), "w": QuantTensor((n, k), fmt, planes)}
+    got = run("linear_q8", {"M": m, "N": n}, {"group": 0}, values)["y"]
+    exact = q.astype(np.int64) @ planes["codes"].astype(np.int64).T
+    np.testing.assert_array_equal(got, exact.astype(np.float32))
+
+
+@pytest.mark.parametrize("name", ["int4_sym_row_f32", "int4_asym_g128_f32", "mxfp4", "ternary_f32"])
+def test_extreme_codes_are_exact(name: str) -> None:
+    k, n, m = 1024, 20, 5
+    fmt = parse_format(name)
+    planes = {}
+    for plane, spec in fmt.planes((n, k)).items():
+        if plane in ("codes", "blocks"):
+            fill = 0xAA if isinstance(fmt, Ternary) else 0x77 if isinstance(fmt, Mxfp4) else 0xFF
+        else:
+            fill = {"zeros": 0, "scales": 127 if isinstance(fmt, Mxfp4) else 1}.get(plane, 1)
+        planes[plane] = np.full(spec.shape, fill, spec.storage)
+    w = QuantTensor((n, k), fmt, planes)
+    q = np.full((m, k), -128, np.int8)
+    q[1], q[2, ::2] = 127, 127
+    values = {"q": q, "scale": np.ones((m, 1), np.float32), "w": w}
+    got = run("linear_q8", {"M": m, "N": n}, {"group": 0}, values)["y"]
+    np.testing.assert_array_equal(got, (q.astype(np.float64) @ w.decode().T).astype(np.float32))
+
+
+def test_scales_at_the_ends_of_their_types() -> None:
+    q = np.ones((2, 64), np.int8)
+    for name, plane in (("mxfp4", [0, 1, 60, 200]), ("int8_g32_f16", [6e-8, -65504.0, 1e-5, 0.0])):
+        fmt = parse_format(name)
+        planes = {p: np.full(s.shape, 1, s.storage) for p, s in fmt.planes((2, 64)).items()}
+        planes["scales"][...] = np.array(plane).reshape(2, 2)
+        w = QuantTensor((2, 64), fmt, planes)
+        values = {"q": q, "scale": np.ones((2, 2), np.float32), "w": w}
+        got = run("linear_q8", {"M": 2, "N": 2}, {"group": 32}, values)["y"]
+        np.testing.assert_allclose(got, q @ w.decode().T, rtol=1e-6, atol=1e-37)
+
+
+@pytest.mark.parametrize(("group", "scales"), [(64, 4), (128, 3), (0, 2)])
+def test_groups_that_do_not_fit_are_refused(group: int, scales: int) -> None:
+    values = {
+        "q": np.zeros((1, 256), np.int8),
+        "scale": np.ones((1, scales), np.float32),
+        "w": _tensor("int8_row_f32", 16, 256),
+    }
+    with pytest.raises(ShapeError, match="expected group 32, 128 or 0"):
+        run("linear_q8", {"M": 1, "N": 16}, {"group": group}, values)
+
+
+def test_products_of_a_plan_share_the_quantised_activations() -> None:
+    m, k, sizes = 5, 352, {"a": 48, "b": 20}
+    buffers = {
+        "x": Buffer((m, k), "f32", "M", "input"),
+        "q": Buffer((m, k), "i8", "M"),
+        "scale": Buffer((m, 3), "f32", "M"),
+        **{f"y{w}": Buffer((m, n), "f32", "M", "output") for w, n in sizes.items()},
+    }
+    calls = [Call("quantize_blocks", {"x": "x", "q": "q", "scale": "scale"}, {"group": 128})]
+    for w in sizes:
+        args = {"q": "q", "scale": "scale", "w": w, "y": f"y{w}"}
+        calls.append(Call("linear_q8", args, {"group": 128}))
+    plan = Plan(m, 0, buffers, {}, tuple(sizes), tuple(calls))
+    weights = {"a": _tensor("int4_sym_g32_f16", 48, k), "b": _tensor("mxfp4", 20, k)}
+    x = _rng("plan").standard_normal((m, k), dtype=np.float32)
+    executors = [ReferenceExecutor(plan, weights), CpuExecutor(plan, weights, 2)]
+    for tokens in (m, 1, 3):
+        for executor in executors:
+            executor.array("x")[...] = x + tokens
+            executor.step(tokens, 0)
+        for w in sizes:
+            expected, got = (e.array(f"y{w}")[:tokens] for e in executors)
+            assert max(error(got, expected)) < 2e-5
+    executors[1].close()
