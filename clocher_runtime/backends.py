@@ -141,6 +141,7 @@ def make_executor(
     progress: Progress | None = None,
     act_prec: str | None = None,
     tuning: Tuning | None = None,
+    packing: Progress | None = None,
 ) -> Executor:
     """Bind a Plan to a back end.
 
@@ -152,6 +153,7 @@ def make_executor(
         progress: called with (done, total) while kernels compile, or weights are copied to the GPU.
         act_prec: one of `ACTIVATIONS[name]`; None: its first.
         tuning: placement and memory access of the CPU team.
+        packing: called with (done, total) while the CPU back end packs weights, if they are many.
     """
     if name == "reference":
         from clocher_kernels.reference import ReferenceExecutor
@@ -169,8 +171,9 @@ def make_executor(
             placement=Placement(tuning.cpus, tuning.sockets),
             hot_replicate=tuning.hot_replicate,
             hot_limit=tuning.hot_limit,
+            copied=tuning.copied,
         )
-        executor: Executor = CpuExecutor(plan, weights, threads, progress, hints)
+        executor: Executor = CpuExecutor(plan, weights, threads, progress, hints, packing)
         return executor
     if name == "cuda":
         from clocher_kernels.cuda.executor import CudaExecutor

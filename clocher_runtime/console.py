@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 COMPILING = "compiling kernels (once)"
+PACKING = "packing weights, MiB"
 _QUARTERS = 4
 
 # A completion may hold any bytes; a terminal must not obey them.
@@ -30,7 +31,7 @@ class Console:
         self._has_reader = True
         self._at_line_start = True
         self._bar: tuple[Progress, TaskID] | None = None
-        self._quarter = -1
+        self._shown = ("", -1)
 
     def __enter__(self) -> Self:
         return self
@@ -62,22 +63,29 @@ class Console:
 
     def compiling(self, done: int, total: int) -> None:
         """Show how far the compilation of kernels is: a bar on a terminal, else a few lines."""
+        self._advance(COMPILING, done, total)
+
+    def packing(self, done: int, total: int) -> None:
+        """Show how far the packing of weights is."""
+        self._advance(PACKING, done, total)
+
+    def _advance(self, label: str, done: int, total: int) -> None:
         if self._is_terminal:
-            self._advance_bar(done, total)
+            self._advance_bar(label, done, total)
             return
         quarter = _QUARTERS * done // max(total, 1)
-        if quarter > self._quarter:
-            self._quarter = quarter
-            self.note(f"{COMPILING}: {done} of {total}")
+        if label != self._shown[0] or quarter > self._shown[1]:
+            self._shown = label, quarter
+            self.note(f"{label}: {done} of {total}")
 
-    def _advance_bar(self, done: int, total: int) -> None:
+    def _advance_bar(self, label: str, done: int, total: int) -> None:
         if self._bar is None:
             from rich.console import Console as RichConsole
             from rich.progress import Progress
 
             progress = Progress(console=RichConsole(file=self._stream), transient=True)
             progress.start()
-            self._bar = progress, progress.add_task(COMPILING, total=total)
+            self._bar = progress, progress.add_task(label, total=total)
         progress, task = self._bar
         progress.update(task, completed=done, total=total)
         if done >= total:

@@ -83,13 +83,16 @@ class Engine:
     hints_ignored: tuple[str, ...]
 
 
-def load_engine(config: RunConfig, batch: int, progress: Progress) -> Engine:
+def load_engine(
+    config: RunConfig, batch: int, progress: Progress, packing: Progress | None = None
+) -> Engine:
     """Load the model of a run and compile what it needs.
 
     Args:
         config: the run.
         batch: sequences side by side.
         progress: called while kernels compile.
+        packing: called while weights are packed, if they are many.
 
     Raises:
         ModelError: the model is missing, invalid or not supported.
@@ -113,7 +116,9 @@ def load_engine(config: RunConfig, batch: int, progress: Progress) -> Engine:
         kv_dtype=config.kv_dtype,
         act_prec=wanted,
         tuning=tuning,
+        pretranspose=config.pretranspose,
         progress=progress,
+        packing=packing,
     )
     ignored = not_acted_on(config, session.acted_on)
     if config.act_prec not in (None, session.act_prec):

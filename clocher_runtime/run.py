@@ -52,7 +52,9 @@ def run(config: RunConfig, console: Console) -> RunLine:
     batch = min(config.batch, count)
     _warn(config, count, console)
     engine = (
-        load_stub(config, batch) if config.stub else load_engine(config, batch, console.compiling)
+        load_stub(config, batch)
+        if config.stub
+        else load_engine(config, batch, console.compiling, console.packing)
     )
     try:
         prompts = _encode(engine, config, texts)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from clocher_runtime.backends import (
     make_executor,
 )
 from clocher_runtime.models.build import build_plan, page_table
+from clocher_runtime.models.inventory import SCOPES, in_scope
 from clocher_runtime.models.load import Model
 from clocher_runtime.models.rewrite import INTEGER_PRODUCTS, quantize_activations
 from clocher_runtime.probes import Touch
@@ -117,12 +118,17 @@ class Session:
         chunk: tokens of a prefill step.
         act_prec: one of `backends.ACTIVATIONS[backend]`; None: its first.
         tuning: placement and memory access of the CPU team.
+        pretranspose: weights that the CPU back end packs before the first step: "none", the output
+            head ("woh"), the blocks ("wxh") or "all". Products with others keep fp32 activations,
+            except ternary ones. Weights that cannot be packed are copied into large pages. None:
+            all that can be packed, and no copies.
         all_logits: keep logits of every token of a step, for scoring.
         progress: called with (done, total) while kernels compile, or weights are copied.
+        packing: called with (done, total) while weights are packed, if they are many.
 
     Raises:
         UsageError: a size is out of range.
-        OutOfMemory: the KV cache and the buffers do not fit in memory.
+        OutOfMemory: the KV cache, the buffers or the packed weights do not fit in memory.
     """
 
     def __init__(
@@ -137,8 +143,10 @@ class Session:
         chunk: int = 128,
         act_prec: str | None = None,
         tuning: Tuning | None = None,
+        pretranspose: str | None = None,
         all_logits: bool = False,
         progress: Progress | None = None,
+        packing: Progress | None = None,
     ) -> None:
         kv_dtype = KV_DEFAULT.get(backend, "f32") if kv_dtype is None else kv_dtype
         if kv_dtype not in KV_DTYPES:
@@ -165,14 +173,22 @@ class Session:
         if act_prec not in ACTIVATIONS[backend]:
             known = ", ".join(ACTIVATIONS[backend])
             raise UsageError(f"act_prec is {act_prec!r}; the {backend} back end knows {known}")
+        if pretranspose not in (None, *SCOPES):
+            raise UsageError(f"pretranspose is {pretranspose!r}; known: {', '.join(SCOPES)}")
+        scope = in_scope(model.spec, pretranspose or "all")
+        if pretranspose:
+            tuning = replace(tuning or Tuning(), copied=scope)
         if act_prec == "int8":
-            plan = quantize_activations(plan, model.formats, ACT_GROUP)
+            formats = {name: fmt for name, fmt in model.formats.items() if name in scope}
+            plan = quantize_activations(plan, formats, ACT_GROUP)
         self.act_prec = _act_prec(plan, act_prec)
         if backend != "cuda":  # the GPU's memory is checked where it is known
             _check_memory(plan.scratch_bytes())
         self._executor = make_executor(
-            backend, plan, model.weights, threads, progress, act_prec, tuning
+            backend, plan, model.weights, threads, progress, act_prec, tuning, packing
         )
+        packed = {c.args["w"] for c in plan.calls if c.op in ("linear_i8", *INTEGER_PRODUCTS)}
+        self._scope_is_kept = backend == "cpu" and packed <= scope
         self._inputs = {b: self._executor.array(b) for b in _INPUTS}
         self._inputs["pages"][...] = page_table(batch, self._inputs["pages"].shape[1])
         self._all_logits = all_logits
@@ -185,8 +201,9 @@ class Session:
 
     @property
     def acted_on(self) -> frozenset[str]:
-        """Fields of the tuning that change what happens."""
-        return acted_on(self._executor)
+        """Fields of the tuning that change what happens, and "pretranspose" if it was obeyed."""
+        kept = {"pretranspose"} if self._scope_is_kept else set()
+        return acted_on(self._executor) | kept
 
     def warm(self) -> None:
         """Run one step, so that every kernel is compiled and loaded."""

@@ -196,6 +196,14 @@ SETTINGS: Mapping[str, Setting] = {
     "act_prec": _set(
         "Hints", _ACT_PREC, "precision of activations (unset: the model's)", env=("IE_ACT_PREC",)
     ),
+    "pretranspose": _set(
+        "Hints",
+        _LAYOUT,
+        "weights to prepack: the output head (woh), the blocks (wxh), both or none (unset: both, "
+        "integer weights only)",
+        "--pretranspose",
+        ("PRETRANSPOSE",),
+    ),
     "affinity": _soft(
         "AFFINITY",
         _PLACEMENT,
@@ -231,7 +239,6 @@ SETTINGS: Mapping[str, Setting] = {
 """Field of `RunConfig` -> how it is given."""
 
 _HINTS = (
-    _hint("PRETRANSPOSE", _LAYOUT, "prepack weights", "none", flag="--pretranspose"),
     _hint("PREFETCH", _AHEAD, "prepare prompts ahead", "off", "auto", "0", flag="--prefetch"),
     _hint("IE_DEDUP", _SWITCH, "use deduplicated weights", "0"),
     _hint("IE_DEDUP_STRICT", _SWITCH, "refuse a model without them", "0"),

@@ -9,7 +9,7 @@ from clocher_runtime.topology import default_threads, in_order, read_cpus
 
 _PINNED = frozenset({"affinity", "use_affinity", "numa_policy"})
 _REPLICATED = frozenset({"hot_replicate", "hot_repl_limit_mb"})
-_MEMORY = frozenset({"prefetch_distance", "stream_block_bytes"})
+_MEMORY = frozenset({"pretranspose", "prefetch_distance", "stream_block_bytes"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +23,7 @@ class Tuning:
         stream_block_bytes: stored bytes of weights to decode at a time; None: the kernel's choice.
         hot_replicate: keep weights that every step reads once per socket.
         hot_limit: bytes of the copies of one socket, 0 for no limit.
+        copied: weights to copy from the mapped file into large pages, if they are not packed.
     """
 
     cpus: tuple[int, ...] = ()
@@ -31,6 +32,7 @@ class Tuning:
     stream_block_bytes: int | None = None
     hot_replicate: bool = False
     hot_limit: int = 0
+    copied: frozenset[str] = frozenset()
 
 
 def choose_threads(config: RunConfig) -> int:

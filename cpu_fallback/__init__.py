@@ -3,6 +3,7 @@
 isa        the instruction set of this process
 vector     vector types for Numba, and what makes an intrinsic
 simd       operations on 16 lanes;  memory  loads and stores;  narrow  bf16, fp16, fp8, fp4
+widen      loads of narrow numbers, for intrinsics that emit whole loops
 sync       atomics, bounded waiting, the barrier, the control block
 jit        @device, @kernel, compiling;  objects  the cache of machine code
 tape       launches, the compiled interpreter;  team  its threads;  pace  how many take part

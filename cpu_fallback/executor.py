@@ -19,8 +19,11 @@ from cpu_fallback.isa import CURRENT
 from cpu_fallback.jit import Kernel, Progress
 from cpu_fallback.lowering import LOWER
 from cpu_fallback.placement import call_on, hot_weights, replicate
+from cpu_fallback.prepack import IN_PLACE, check_memory, in_large_pages, waiting
 from cpu_fallback.tape import Launch
 from cpu_fallback.team import Team, aligned
+
+_MANY_BYTES = 512 << 20
 
 
 class CpuExecutor:
@@ -36,8 +39,10 @@ class CpuExecutor:
         threads: size of the team, the calling thread included.
         progress: called with (done, total) while kernels are compiled; never if none has to be.
         hints: settings that change speed and never results.
+        packing: called with (MiB done, MiB in all) while weights are packed, if they are many.
 
     Raises:
+        OutOfMemory: the packed weights do not fit in memory.
         ShapeError: an array does not fit its op.
         UnsupportedOp: there is no kernel for an op, or for an op with a format.
     """
@@ -52,9 +57,12 @@ class CpuExecutor:
         threads: int,
         progress: Progress | None = None,
         hints: Hints | None = None,
+        packing: Progress | None = None,
     ) -> None:
         self.plan = plan
+        self._packing = packing
         hints = hints or Hints()
+        self._copied = hints.copied
         self._values: dict[str, Value] = {
             **{name: _allocate(buffer) for name, buffer in plan.buffers.items()},
             **plan.consts,
@@ -147,6 +155,10 @@ class CpuExecutor:
         return {socket: call_on(cpu, bind) for socket, cpu in homes.items()}
 
     def _lower(self, values: Mapping[str, Value]) -> list[Launch]:
+        values = dict(values)
+        left = waiting(self.plan, values, self._copied)
+        total, done = sum(left.values()), 0
+        check_memory(total)
         launches: list[Launch] = []
         for call in self.plan.calls:
             if call.op not in LOWER:
@@ -154,8 +166,14 @@ class CpuExecutor:
                     f"the CPU back end has no kernel for {call.op!r}; it has "
                     f"{', '.join(sorted(LOWER))}"
                 )
+            weight = call.args.get("w", "")
+            if call.op in IN_PLACE and weight in self._copied:
+                values[weight] = in_large_pages(values[weight])
             bound = BoundCall(OPS[call.op], call, values, self.plan.buffers, self._asked)
             launches += LOWER[call.op](bound)
+            done += left.pop(weight, 0)
+            if self._packing and total >= _MANY_BYTES:
+                self._packing(done >> 20, total >> 20)
         return launches
 
 

@@ -17,6 +17,7 @@ class Hints:
         placement: where threads run.
         hot_replicate: keep weights that every step reads once per socket.
         hot_limit: bytes of the copies of one socket, 0 for no limit.
+        copied: weights to copy into large pages if they are read in place and lie in a mapped file.
         adaptive: let threads sit out while others take their cores away.
     """
 
@@ -25,6 +26,7 @@ class Hints:
     placement: Placement = field(default_factory=Placement)
     hot_replicate: bool = False
     hot_limit: int = 0
+    copied: frozenset[str] = frozenset()
     adaptive: bool = True
 
 

@@ -46,6 +46,11 @@ def give_back(array: np.ndarray) -> int:
     return last - first
 
 
+def is_mapped(array: np.ndarray) -> bool:
+    """Return whether an array is a view of a read-only mapping."""
+    return _mapping(array) is not None
+
+
 def _mapping(array: np.ndarray) -> mmap.mmap | None:
     """Return the read-only mapping that a contiguous array is a view of."""
     if not array.flags.c_contiguous:

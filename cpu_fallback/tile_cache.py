@@ -78,7 +78,7 @@ class TileCache:
                 header = file.read(_HEADER)
 
                 def load(start: int) -> bytes:
-                    piece = memoryview(out)[start : start + _CHUNK]
+                    piece = out.data[start : start + _CHUNK]
                     done = 0
                     while done < len(piece):
                         got = os.preadv(file.fileno(), [piece[done:]], _HEADER + start + done)
@@ -110,7 +110,7 @@ class TileCache:
                 descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
                 fcntl.flock(descriptor, fcntl.LOCK_EX)  # `_tidy` knows by it that we live
             with open(descriptor, "wb", buffering=0) as file:
-                for piece in (memoryview(header), memoryview(data)):
+                for piece in (memoryview(header), data.data):
                     done = 0
                     while done < len(piece):
                         done += file.write(piece[done : done + _CHUNK])
@@ -173,7 +173,7 @@ def key_of(layout: Layout, tensor: QuantTensor, version: int) -> str:
 
 def hash_of(array: np.ndarray) -> bytes:
     """Return a hash of the bytes of a contiguous array, computed on all CPUs."""
-    data = memoryview(array.reshape(-1).view(np.uint8))
+    data = array.reshape(-1).view(np.uint8).data
     return _combine(_each(lambda start: _hash(data[start : start + _CHUNK]), len(data)))
 
 

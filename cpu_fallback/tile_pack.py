@@ -89,7 +89,7 @@ def _load_or_pack(layout: Layout, tensor: QuantTensor) -> Tiles:
         return pack(layout, tensor)
     key, tiles = key_of(layout, tensor, VERSION), _room(layout, tensor)
     if not cache.read(key, tiles.data):
-        tiles = pack(layout, tensor)
+        tiles = pack(layout, tensor)  # into other memory: parts of a damaged file may be in this
         cache.write(key, tiles.data)
     return tiles
 
@@ -97,12 +97,8 @@ def _load_or_pack(layout: Layout, tensor: QuantTensor) -> Tiles:
 def pack(layout: Layout, tensor: QuantTensor) -> Tiles:
     """Pack a tensor."""
     packed = _room(layout, tensor)
-    fmt, planes, tiles, tile_bytes = (
-        tensor.format,
-        tensor.planes,
-        packed.per_expert,
-        packed.tile_bytes,
-    )
+    fmt, planes = tensor.format, tensor.planes
+    tiles, tile_bytes = packed.per_expert, packed.tile_bytes
     *lead, n, k = tensor.shape
     experts = lead[0] if lead else 1
     zeros = 0

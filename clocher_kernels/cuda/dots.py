@@ -155,13 +155,25 @@ def _pairs(w, low, high, FORMAT: tl.constexpr):
 
     `low` and `high` hold the zero point of int4.
     """
-    TYPES: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
+    # The tuples of types stay where they are: Triton 3.9 wraps the elements of a named one.
     if FORMAT == "int4":
         return tl.inline_asm_elementwise(
-            _INT4_PAIRS, "=&r,=&r,=&r,=&r,r,r,r", [w, low, high], TYPES, True, 1
+            _INT4_PAIRS,
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [w, low, high],
+            (tl.int32, tl.int32, tl.int32, tl.int32),
+            True,
+            1,
         )
     else:
-        return tl.inline_asm_elementwise(_MXFP4_PAIRS, "=&r,=&r,=&r,=&r,r", [w], TYPES, True, 1)
+        return tl.inline_asm_elementwise(
+            _MXFP4_PAIRS,
+            "=&r,=&r,=&r,=&r,r",
+            [w],
+            (tl.int32, tl.int32, tl.int32, tl.int32),
+            True,
+            1,
+        )
 
 
 @triton.jit

@@ -5,6 +5,13 @@ from typing import Literal
 
 from clocher_runtime.models.spec import ModelSpec
 
+SCOPES = {
+    "none": (),
+    "woh": ("head",),
+    "wxh": ("linear", "router"),
+    "all": ("head", "linear", "router"),
+}
+"""Scope of prepacking -> kinds of the matrices in it."""
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
@@ -25,6 +32,13 @@ class Need:
 def head_name(spec: ModelSpec) -> str:
     """Return the tensor that the head multiplies by."""
     return EMBED if spec.tied else HEAD
+
+
+def in_scope(spec: ModelSpec, scope: str) -> frozenset[str]:
+    """Return the matrices that a scope of prepacking stands for; an embedding may be the head."""
+    needs = inventory(spec)
+    needs[head_name(spec)] = Need("head", needs[head_name(spec)].shape)
+    return frozenset(name for name, need in needs.items() if need.kind in SCOPES[scope])
 
 
 def layer_name(layer: int, name: str) -> str:

@@ -37,7 +37,7 @@ def quantize_activations(plan: Plan, formats: Mapping[str, Format], group: int) 
 
     Args:
         plan: from `build_plan`.
-        formats: format of each matrix by name.
+        formats: format of each matrix whose products may be integer ones, by name.
         group: columns per activation scale; 0 for one scale per token.
     """
     buffers = dict(plan.buffers)
@@ -45,7 +45,7 @@ def quantize_activations(plan: Plan, formats: Mapping[str, Format], group: int) 
     current: set[str] = set()
     for call in plan.calls:
         weight = call.args.get("w", "")
-        if call.op in _INTEGER_OP and takes_int8(formats[weight]):
+        if call.op in _INTEGER_OP and weight in formats and takes_int8(formats[weight]):
             quantize, product = _INTEGER_OP[call.op]
             x = call.args["x"]
             codes, scale = f"{x}.q8", f"{x}.q8_scale"

@@ -1,0 +1,90 @@
+"""Which weights of a Plan are packed into tiles, or copied into large pages, before it runs."""
+
+import weakref
+from collections.abc import Mapping, Set
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from clocher_kernels.errors import OutOfMemory
+from clocher_kernels.ops.contract import Value
+from clocher_kernels.plan import Plan
+from clocher_kernels.quant_tensor import QuantTensor
+from cpu_fallback.large_pages import allocate, give_back, is_mapped
+from cpu_fallback.tile_pack import is_packed
+
+TILED = frozenset({"linear_i8", "linear_q8", "moe_gate_up_q8", "moe_down_q8"})
+"""Ops that read their weight from tiles."""
+IN_PLACE = frozenset({"linear", "moe_gate_up", "moe_down"})
+"""Ops that read their weight as it is stored, from wherever it lies."""
+
+_copies: dict[int, np.ndarray] = {}
+
+
+def waiting(plan: Plan, values: Mapping[str, Value], copied: Set[str]) -> dict[str, int]:
+    """Return the bytes of each weight that binding a Plan will pack or copy.
+
+    Args:
+        plan: what is bound.
+        values: every parameter by name.
+        copied: weights to copy if they are read in place and lie in a mapped file.
+    """
+    found: dict[str, int] = {}
+    for call in plan.calls:
+        name = call.args.get("w", "")
+        tensor = values.get(name)
+        if not isinstance(tensor, QuantTensor):
+            continue
+        if call.op in TILED and not is_packed(tensor):
+            found[name] = tensor.nbytes
+        elif call.op in IN_PLACE and name in copied:
+            planes = tensor.planes.values()
+            fresh = [p.nbytes for p in planes if is_mapped(p) and id(p) not in _copies]
+            found[name] = sum(fresh)
+    return found
+
+
+def check_memory(nbytes: int, meminfo: Path = Path("/proc/meminfo")) -> None:
+    """Refuse to pack what does not fit in memory.
+
+    Args:
+        nbytes: of all that will be packed.
+        meminfo: what says how much is available; where there is none, nothing is refused.
+
+    Raises:
+        OutOfMemory: it does not fit.
+    """
+    try:
+        lines = meminfo.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name == "MemAvailable" and nbytes > int(value.split()[0]) << 10:
+            raise OutOfMemory(
+                f"packing weights takes {nbytes >> 20} MiB, {int(value.split()[0]) >> 10} MiB are "
+                "available; --pretranspose none reads them from the file, slower"
+            )
+
+
+def in_large_pages(tensor: QuantTensor) -> QuantTensor:
+    """Return a tensor whose planes are copies in large pages of those that lie in a mapped file.
+
+    They are copied once, shared by all Plans, and kept as long as the originals live, whose pages
+    are given back.
+    """
+    return replace(tensor, planes={name: _copied(p) for name, p in tensor.planes.items()})
+
+
+def _copied(array: np.ndarray) -> np.ndarray:
+    if not is_mapped(array):
+        return array
+    key = id(array)
+    if key not in _copies:
+        made = allocate(array.nbytes).view(array.dtype).reshape(array.shape)
+        made[...] = array
+        _copies[key] = made
+        weakref.finalize(array, _copies.pop, key, None)
+        give_back(array)
+    return _copies[key]
