@@ -29,7 +29,6 @@ class RunConfig:
             itself.
         kv_dtype: None takes the back end's: f32 on the CPU, bf16 on a GPU.
         act_prec: None takes the back end's, or the model's if it quantises its activations.
-        pretranspose: None packs all weights that the CPU back end has a packed form of.
         given: field -> how it was set; fields with their default are absent.
         hints_ignored: "source=value" of what was given and this version does not act on.
     """
@@ -68,7 +67,7 @@ class RunConfig:
     stride_bytes: int = 256
     verify_touch: bool = False
     act_prec: str | None = None
-    pretranspose: str | None = None
+    pretranspose: str = "all"
     affinity: str = "auto"
     use_affinity: bool = False
     numa_policy: str = "auto"

@@ -196,13 +196,13 @@ SETTINGS: Mapping[str, Setting] = {
     "act_prec": _set(
         "Hints", _ACT_PREC, "precision of activations (unset: the model's)", env=("IE_ACT_PREC",)
     ),
-    "pretranspose": _set(
+    "pretranspose": Setting(
         "Hints",
         _LAYOUT,
-        "weights to prepack: the output head (woh), the blocks (wxh), both or none (unset: both, "
-        "integer weights only)",
+        "prepack weights: of the output head (woh), of the blocks (wxh), all or none",
         "--pretranspose",
         ("PRETRANSPOSE",),
+        ("all",),
     ),
     "affinity": _soft(
         "AFFINITY",

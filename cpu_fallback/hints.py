@@ -17,7 +17,7 @@ class Hints:
         placement: where threads run.
         hot_replicate: keep weights that every step reads once per socket.
         hot_limit: bytes of the copies of one socket, 0 for no limit.
-        copied: weights to copy into large pages if they are read in place and lie in a mapped file.
+        copied: weights to copy into large pages if they lie in a mapped file and have no tiles.
         adaptive: let threads sit out while others take their cores away.
     """
 

@@ -47,7 +47,7 @@ def give_back(array: np.ndarray) -> int:
 
 
 def is_mapped(array: np.ndarray) -> bool:
-    """Return whether an array is a view of a read-only mapping."""
+    """Return whether a contiguous array is a view of a read-only mapping."""
     return _mapping(array) is not None
 
 

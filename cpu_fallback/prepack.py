@@ -1,6 +1,7 @@
 """Which weights of a Plan are packed into tiles, or copied into large pages, before it runs."""
 
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from collections.abc import Mapping, Set
 from dataclasses import replace
 from pathlib import Path
@@ -8,10 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from clocher_kernels.errors import OutOfMemory
+from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.ops.contract import Value
 from clocher_kernels.plan import Plan
 from clocher_kernels.quant_tensor import QuantTensor
-from cpu_fallback.large_pages import allocate, give_back, is_mapped
+from cpu_fallback.large_pages import HUGE, allocate, give_back, is_mapped
+from cpu_fallback.placement import usable_cpus
 from cpu_fallback.tile_pack import is_packed
 
 TILED = frozenset({"linear_i8", "linear_q8", "moe_gate_up_q8", "moe_down_q8"})
@@ -19,6 +22,7 @@ TILED = frozenset({"linear_i8", "linear_q8", "moe_gate_up_q8", "moe_down_q8"})
 IN_PLACE = frozenset({"linear", "moe_gate_up", "moe_down"})
 """Ops that read their weight as it is stored, from wherever it lies."""
 
+_CHUNK = 4 << 20
 _copies: dict[int, np.ndarray] = {}
 
 
@@ -40,7 +44,7 @@ def waiting(plan: Plan, values: Mapping[str, Value], copied: Set[str]) -> dict[s
             found[name] = tensor.nbytes
         elif call.op in IN_PLACE and name in copied:
             planes = tensor.planes.values()
-            fresh = [p.nbytes for p in planes if is_mapped(p) and id(p) not in _copies]
+            fresh = [p.nbytes for p in planes if _is_worth_it(p) and id(p) not in _copies]
             found[name] = sum(fresh)
     return found
 
@@ -69,7 +73,7 @@ def check_memory(nbytes: int, meminfo: Path = Path("/proc/meminfo")) -> None:
 
 
 def in_large_pages(tensor: QuantTensor) -> QuantTensor:
-    """Return a tensor whose planes are copies in large pages of those that lie in a mapped file.
+    """Return a tensor whose large planes are copies in large pages, if they lie in a mapped file.
 
     They are copied once, shared by all Plans, and kept as long as the originals live, whose pages
     are given back.
@@ -78,13 +82,23 @@ def in_large_pages(tensor: QuantTensor) -> QuantTensor:
 
 
 def _copied(array: np.ndarray) -> np.ndarray:
-    if not is_mapped(array):
+    if not _is_worth_it(array):
         return array
     key = id(array)
     if key not in _copies:
-        made = allocate(array.nbytes).view(array.dtype).reshape(array.shape)
-        made[...] = array
-        _copies[key] = made
+        refuse_in_window("copy weights")
+        made, source = allocate(array.nbytes), array.reshape(-1).view(np.uint8)
+
+        def part(start: int) -> None:
+            made[start : start + _CHUNK] = source[start : start + _CHUNK]
+
+        with ThreadPoolExecutor(usable_cpus()) as pool:
+            list(pool.map(part, range(0, array.nbytes, _CHUNK)))
+        _copies[key] = made.view(array.dtype).reshape(array.shape)
         weakref.finalize(array, _copies.pop, key, None)
         give_back(array)
     return _copies[key]
+
+
+def _is_worth_it(array: np.ndarray) -> bool:
+    return array.nbytes >= HUGE and is_mapped(array)

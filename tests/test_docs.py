@@ -36,6 +36,8 @@ VARIABLES = {variable for setting in ALL.values() for variable in setting.env}
 ELSEWHERE = {
     "make run": "needs a package index: test_make_run_in_a_fresh_copy, marked slow",
     "make test": "is what runs this test",
+    "python -m pip install -e '.[cuda]'": "needs a package index and a GPU",
+    "python -m bench.gpu_suite --out results --dry-run": "runs a minute: test_gpu_suite runs it",
     "python3 -m venv .venv": "needs a package index: what make run does, with an extra",
 }
 
@@ -213,7 +215,8 @@ def test_constraints_pin_everything_that_is_installed_for_the_tests() -> None:
             pins[re.sub(r"[-_.]+", "-", name).lower()] = version
     wanted = project()["dependencies"] + project()["optional-dependencies"]["test"]
     names = {re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", w)[0]).lower() for w in wanted}
-    assert names <= set(pins)
+    # torch asks for the triton that it was built with, so no pin of ours would fit every build.
+    assert names - {"triton"} <= set(pins)
 
 
 @pytest.mark.slow
