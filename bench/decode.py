@@ -45,14 +45,19 @@ class Runner:
         model: what to run.
         threads: of the team.
         context: tokens that one run needs, prompt and output.
+        pretranspose: weights to prepack, as `Session` takes it.
 
     Attributes:
         ids: hash of the tokens of every generation so far.
         outside: share of time outside compiled calls of every generation so far.
     """
 
-    def __init__(self, model: Model, threads: int, context: int) -> None:
-        self.session = Session(model, threads=threads, context=context, chunk=512)
+    def __init__(
+        self, model: Model, threads: int, context: int, pretranspose: str | None = None
+    ) -> None:
+        self.session = Session(
+            model, threads=threads, context=context, chunk=512, pretranspose=pretranspose
+        )
         self.session.warm()
         self.vocab_size = model.spec.vocab_size
         self.ids: list[str] = []

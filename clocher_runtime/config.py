@@ -29,6 +29,7 @@ class RunConfig:
             itself.
         kv_dtype: None takes the back end's: f32 on the CPU, bf16 on a GPU.
         act_prec: None takes the back end's, or the model's if it quantises its activations.
+        pretranspose: None packs what has a packed form, and copies nothing.
         given: field -> how it was set; fields with their default are absent.
         hints_ignored: "source=value" of what was given and this version does not act on.
     """
@@ -67,7 +68,7 @@ class RunConfig:
     stride_bytes: int = 256
     verify_touch: bool = False
     act_prec: str | None = None
-    pretranspose: str = "all"
+    pretranspose: str | None = None
     affinity: str = "auto"
     use_affinity: bool = False
     numa_policy: str = "auto"

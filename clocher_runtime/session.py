@@ -120,7 +120,8 @@ class Session:
         tuning: placement and memory access of the CPU team.
         pretranspose: weights that the CPU back end packs before the first step: "none", the output
             head ("woh"), the blocks ("wxh") or "all". Products with others keep fp32 activations,
-            except ternary ones. Weights that have no packed form are copied into large pages.
+            except ternary ones. Weights without a packed form are copied into large pages. None:
+            "all" without these copies, which seldom pay.
         all_logits: keep logits of every token of a step, for scoring.
         progress: called with (done, total) while kernels compile, or weights are copied.
         packing: called with (done, total) while weights are packed, if they are many.
@@ -142,7 +143,7 @@ class Session:
         chunk: int = 128,
         act_prec: str | None = None,
         tuning: Tuning | None = None,
-        pretranspose: str = "all",
+        pretranspose: str | None = None,
         all_logits: bool = False,
         progress: Progress | None = None,
         packing: Progress | None = None,
@@ -172,9 +173,10 @@ class Session:
         if act_prec not in ACTIVATIONS[backend]:
             known = ", ".join(ACTIVATIONS[backend])
             raise UsageError(f"act_prec is {act_prec!r}; the {backend} back end knows {known}")
-        if pretranspose not in SCOPES:
+        if pretranspose not in (None, *SCOPES):
             raise UsageError(f"pretranspose is {pretranspose!r}; known: {', '.join(SCOPES)}")
-        scope = in_scope(model.spec, pretranspose)
+        scope = in_scope(model.spec, pretranspose or "all")
+        tuning = replace(tuning or Tuning(), copied=scope if pretranspose else frozenset())
         if act_prec == "int8":
             formats = {name: fmt for name, fmt in model.formats.items() if name in scope}
             plan = quantize_activations(plan, formats, ACT_GROUP)
@@ -182,14 +184,7 @@ class Session:
         if backend != "cuda":  # the GPU's memory is checked where it is known
             _check_memory(plan.scratch_bytes())
         self._executor = make_executor(
-            backend,
-            plan,
-            model.weights,
-            threads,
-            progress,
-            act_prec,
-            replace(tuning or Tuning(), copied=scope),
-            packing,
+            backend, plan, model.weights, threads, progress, act_prec, tuning, packing
         )
         packed = {c.args["w"] for c in plan.calls if c.op in ("linear_i8", *INTEGER_PRODUCTS)}
         self._scope_is_kept = backend == "cpu" and packed <= scope

@@ -196,13 +196,13 @@ SETTINGS: Mapping[str, Setting] = {
     "act_prec": _set(
         "Hints", _ACT_PREC, "precision of activations (unset: the model's)", env=("IE_ACT_PREC",)
     ),
-    "pretranspose": Setting(
+    "pretranspose": _set(
         "Hints",
         _LAYOUT,
-        "prepack weights: of the output head (woh), of the blocks (wxh), all or none",
+        "prepack weights: of the output head (woh), of the blocks (wxh), all or none (unset: all "
+        "integer weights)",
         "--pretranspose",
         ("PRETRANSPOSE",),
-        ("all",),
     ),
     "affinity": _soft(
         "AFFINITY",

@@ -1,8 +1,8 @@
 """Which weights of a Plan are packed into tiles, or copied into large pages, before it runs."""
 
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from collections.abc import Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 

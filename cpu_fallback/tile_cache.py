@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -118,8 +118,10 @@ class TileCache:
                 with self._locked():
                     temporary.replace(self._path(key))
                     self._tidy(keep=self._path(key))
+            self._sync_names()
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink()
             _log.warning("could not store packed weights in %s: %s", self.directory, error)
 
     def _path(self, key: str) -> Path:
@@ -127,26 +129,27 @@ class TileCache:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keep other processes from removing files, and make the names in here durable."""
+        """Keep other processes from adding and removing files."""
         lock = os.open(self.directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        names = os.open(self.directory, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+        finally:
+            os.close(lock)
+
+    def _sync_names(self) -> None:
+        names = os.open(self.directory, os.O_RDONLY)
+        try:
             os.fsync(names)
         finally:
             os.close(names)
-            os.close(lock)
 
     def _tidy(self, keep: Path) -> None:
         """Remove what dead writers left behind, then the files used least recently."""
         for left in self.directory.glob(".*.*"):
-            with open(left, "rb") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:  # its writer lives
-                    continue
-                left.unlink(missing_ok=True)
+            with suppress(OSError), open(left, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error if its writer lives
+                left.unlink()
         files = [(path.stat(), path) for path in self.directory.glob("*.tiles")]
         total = sum(status.st_size for status, _ in files)
         for status, path in sorted(files, key=lambda found: found[0].st_mtime_ns):

@@ -8,10 +8,13 @@ it returns.
 
 import ctypes
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from llvmlite import ir
 
 from clocher_kernels.dtypes import to_f32
 from clocher_kernels.formats import Int4, Int8, Ternary
@@ -20,6 +23,8 @@ from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.jit import Kernel, device
 from cpu_fallback.large_pages import allocate, give_back
 from cpu_fallback.memory import (
+    emit_load,
+    emit_store,
     field,
     read_i32,
     read_u8,
@@ -29,8 +34,8 @@ from cpu_fallback.memory import (
 )
 from cpu_fallback.placement import usable_cpus
 from cpu_fallback.tile_cache import TileCache, key_of
-from cpu_fallback.tiles import ROWS, UNIT, Layout, layout_of
-from cpu_fallback.vector import i64, op
+from cpu_fallback.tiles import LINE, ROWS, UNIT, Layout, layout_of
+from cpu_fallback.vector import I32, i64, op, spread, void
 
 VERSION = 1
 """Changes when the bytes of a tile do."""
@@ -176,6 +181,32 @@ def _flip(b, value, mask):
     return b.xor(value, mask)
 
 
+@op(void, i64, i64, i64, i64)
+def _move_lines(b, source, stride, target, mask):
+    """Write 4 lines: word i of each of 16 rows, `stride` bytes apart, flipped, to line i."""
+    four = ir.VectorType(ir.IntType(32), 4)
+    rows = [
+        emit_load(b, four, b.add(source, b.mul(stride, ir.Constant(stride.type, r))))
+        for r in range(ROWS)
+    ]
+    flips = spread(b, I32, b.trunc(mask, ir.IntType(32)))
+    while len(rows) > 4:
+        rows = [_joined(b, rows[i], rows[i + 1]) for i in range(0, len(rows), 2)]
+    for i in range(4):
+        halves = [_picked(b, rows[j], rows[j + 1], range(i, 32, 4)) for j in (0, 2)]
+        line = b.xor(_joined(b, *halves), flips)
+        emit_store(b, line, b.add(target, ir.Constant(target.type, LINE * i)))
+
+
+def _joined(b: Any, first: Any, second: Any) -> Any:
+    return _picked(b, first, second, range(2 * first.type.count))
+
+
+def _picked(b: Any, first: Any, second: Any, lanes: Sequence[int]) -> Any:
+    order = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), list(lanes))
+    return b.shuffle_vector(first, second, order)
+
+
 @device
 def _read_some(address, end):
     """Return the four bytes at an address, those from `end` on as zeros."""
@@ -191,9 +222,10 @@ def _read_some(address, end):
 def _pack_record(form, first, column, at):
     """Write the scales and zero points of a block of the 16 rows from `first` (expert-major)."""
     n, scales, zeros = field(form, 0), field(form, 6), field(form, 7)
-    size, groups, group = field(form, 8), field(form, 9), field(form, 10)
+    size, groups = field(form, 8), field(form, 9)
+    index = first * groups + column // field(form, 10) - groups
     for r in range(min(16, n - first % n)):
-        index = (first + r) * groups + column // group
+        index += groups
         if size == 4:
             write_i32(at + 4 * r, read_i32(scales + 4 * index))
         elif size == 2:
@@ -225,9 +257,15 @@ def _lanes(form, begin, stop):
                     head = at
                     at += per_head * record
                 _pack_record(form, first, unit * 32, head + index % per_head * record)
+            moved = 0
+            if rows == 16 and 32 * unit + 32 <= k:
+                while moved < lines:
+                    source = codes + first * stride + 4 * (unit * lines + moved)
+                    _move_lines(source, stride, at + 64 * moved, mask)
+                    moved += 4
             for r in range(rows):
                 line = codes + (first + r) * stride
-                for i in range(lines):
+                for i in range(moved, lines):
                     source = line + 4 * (unit * lines + i)
                     value = _read_some(source, line + stride)
                     write_i32(at + 64 * i + 4 * r, _flip(value, mask))

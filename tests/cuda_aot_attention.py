@@ -3,12 +3,12 @@
 Run without TRITON_INTERPRET, see `cuda_cases.aot_report`.
 """
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from cuda_cases import meta, meta_device
+from sass_ratchet import print_or_record
 
 from clocher_kernels.cuda.aot import ARCHITECTURES, PTX_ONLY, compile_code, compile_ptx
 from clocher_kernels.cuda.launch import Device, Launch
@@ -130,7 +130,7 @@ def main(every: bool = False) -> None:
             for capability in PTX_ONLY:
                 for launch in lower(meta_device(capability), *arguments):
                     assert ".entry" in compile_ptx(launch, capability)
-    print(json.dumps(report))
+    print_or_record("attention", report)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
 """Compile the kernels of sub-byte weights ahead of time and print what they cost, as JSON.
 
-`python tests/cuda_aot_bits.py --budgets` prints the part that data/sass_budgets/bits.json keeps.
-Names that start with "budget" are held to the limits of their format.
+With --record it writes data/sass_budgets/bits.json, see sass_ratchet.
 """
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +12,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from cuda_cases import meta, meta_device
+from sass_ratchet import figures, print_or_record
 
-from clocher_kernels.cuda.aot import ARCHITECTURES, PTX_ONLY, Code, compile_code, compile_ptx
+from clocher_kernels.cuda.aot import ARCHITECTURES, PTX_ONLY, compile_code, compile_ptx
 from clocher_kernels.cuda.gemv_bits import gemv_bits
 from clocher_kernels.cuda.integer import linear_i8
 from clocher_kernels.cuda.launch import Launch
@@ -123,32 +122,11 @@ def launches() -> Iterator[tuple[str, int, Launch]]:
     yield "bf16-experts-gate_up-m1", 90, gate_up("bf16", 1, 90, BF16)
 
 
-def describe(code: Code, launch: Launch) -> dict[str, Any]:
-    """Return the figures of a launch."""
-    load, wait = code.ptx.find("evict_first"), code.ptx.find("griddepcontrol.wait")
-    return {
-        "per_weight": round(code.per_weight(launch), 2),
-        "registers": code.registers,
-        "shared": code.shared_bytes,
-        "local": code.local_bytes,
-        "wide_streaming_loads": code.instructions["LDG.E.EF.128"],
-        "waits_after_first_load": 0 <= load < wait,
-    }
-
-
 def main() -> None:
     report: dict[str, dict[str, Any]] = {}
     for name, capability, launch in launches():
         code = compile_code(launch, capability)
-        report.setdefault(name, {})[f"sm_{capability}"] = describe(code, launch)
-    if "--budgets" in sys.argv:
-        kept = ("per_weight", "registers", "shared")
-        budgets = {
-            name: {arch: {key: got[key] for key in kept} for arch, got in archs.items()}
-            for name, archs in report.items()
-        }
-        print(json.dumps(budgets, indent=1))
-        return
+        report.setdefault(name, {})[f"sm_{capability}"] = figures(code, launch)
     ptx = {}
     for cc in PTX_ONLY:
         for name, launch in (
@@ -157,7 +135,7 @@ def main() -> None:
             ("ternary", exact(1, 2560, 2560, cc)),
         ):
             ptx[f"{name}-sm_{cc}"] = "evict_first" in compile_ptx(launch, cc)
-    print(json.dumps({"code": report, "ptx": ptx}))
+    print_or_record("bits", report, ptx=ptx)
 
 
 main()

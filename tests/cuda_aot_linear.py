@@ -1,9 +1,8 @@
 """Compile the matrix products ahead of time and print what their machine code costs, as JSON.
 
-With --budgets it prints what data/sass_budgets/linear.json keeps.
+With --record it writes data/sass_budgets/linear.json, see sass_ratchet.
 """
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +12,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from cuda_cases import meta, meta_device
+from sass_ratchet import figures, print_or_record
 
 from clocher_kernels.cuda.act8 import linear_act8
-from clocher_kernels.cuda.aot import ARCHITECTURES, PTX_ONLY, Code, compile_code, compile_ptx
+from clocher_kernels.cuda.aot import ARCHITECTURES, PTX_ONLY, compile_code, compile_ptx
 from clocher_kernels.cuda.bsr import bsr_linear
 from clocher_kernels.cuda.launch import Launch
 from clocher_kernels.cuda.linear import linear
@@ -81,24 +81,24 @@ def launches() -> Iterator[tuple[str, int, Launch]]:
     """Yield (id, capability, launch)."""
     for cc in ARCHITECTURES:
         for fmt in ("int8_row_f32", "fp8_e4m3_row_f32"):
-            yield f"gemv-{fmt}-f16-m1-n{N}-k{K}", cc, product(fmt, 1, cc)
+            yield f"budget-{fmt}-f16-m1-n{N}-k{K}", cc, product(fmt, 1, cc)
     for fmt, x_type, m, n, k, cc in (
         ("int8_g128_f16", FP16, 1, N, K, 80),
         ("fp8_e4m3_b128_f32", FP16, 1, N, K, 80),
         ("fp8_e5m2_row_f32", FP16, 1, N, K, 90),
         ("int8_row_f32", BF16, 1, N, K, 90),
     ):
-        name = "bf16" if x_type == BF16 else "f16"
-        yield f"gemv-{fmt}-{name}-m{m}-n{n}-k{k}", cc, product(fmt, m, cc, x_type, n, k)
+        # The limits are those of packed arithmetic, which is for fp16.
+        name = f"gemv-{fmt}-bf16" if x_type == BF16 else f"budget-{fmt}-f16"
+        yield f"{name}-m{m}-n{n}-k{k}", cc, product(fmt, m, cc, x_type, n, k)
     yield "gemv-bf16-bf16-m1-n5120-k2880", 90, product("bf16", 1, 90, BF16, 5120, 2880)
     yield f"gemv8-int8_row_f32-f16-m8-n{N}-k{K}", 90, product("int8_row_f32", 8, 90)
     for fmt, code, cc in (("int8_row_f32", "int8", 80), ("fp8_e4m3_row_f32", "e4m3", 90)):
-        yield f"gemv-act8-{fmt}-{code}-m1-n{N}-k{K}", cc, act8(fmt, code, 1, cc)
+        yield f"budget-{fmt}-{code}-m1-n{N}-k{K}", cc, act8(fmt, code, 1, cc)
     yield "bsr-gemv-16x16_f16-m1", 90, bsr((16, 16), "f16", 1, 90)
-    for m, cc in ((1, 80), (8, 90)):
-        yield f"bsr-gemv-32x64_int8-m{m}", cc, bsr((32, 64), "int8", m, cc)
-    for m, cc in ((1, 80), (1, 90), (8, 90)):
-        yield f"bsr-gemv-32x64_int4-m{m}", cc, bsr((32, 64), "int4", m, cc)
+    for inner in ("int8", "int4"):
+        yield f"budget-{inner}-bsr-32x64-m1", 80, bsr((32, 64), inner, 1, 80)
+        yield f"bsr-gemv-32x64_{inner}-m8", 90, bsr((32, 64), inner, 8, 90)
     yield "bsr-gemm-32x32_f16-m64", 86, bsr((32, 32), "f16", 64, 86)
     yield "bsr-gemm-32x64_int8-m64", 90, bsr((32, 64), "int8", 64, 90)
     yield "bsr-gemm-32x64_int4-m64", 80, bsr((32, 64), "int4", 64, 80)
@@ -112,41 +112,16 @@ def launches() -> Iterator[tuple[str, int, Launch]]:
     yield f"gemm-f32-f32-m64-n{N}-k{K}", 80, product("f32", 64, 80, torch.float32)
 
 
-def describe(code: Code, launch: Launch) -> dict[str, Any]:
-    """Return the figures of a launch; per weight, those of the whole kernel if it has no loop."""
-    per_weight = code.per_weight(launch) if launch.weights else 0
-    if launch.weights and not per_weight:
-        turns = -(-launch.constants["K"] // launch.constants["BLOCK"])
-        per_weight = sum(code.instructions.values()) / (launch.weights * turns)
-    load, wait = code.ptx.find("evict_first"), code.ptx.find("griddepcontrol.wait")
-    return {
-        "per_weight": round(per_weight, 2),
-        "registers": code.registers,
-        "shared": code.shared_bytes,
-        "local": code.local_bytes,
-        "wide_streaming_loads": code.instructions["LDG.E.EF.128"],
-        "waits_after_first_load": 0 <= load < wait,
-    }
-
-
 def main() -> None:
     report: dict[str, dict[str, Any]] = {}
     for name, capability, launch in launches():
         code = compile_code(launch, capability)
-        report.setdefault(name, {})[f"sm_{capability}"] = describe(code, launch)
-    if "--budgets" in sys.argv:
-        kept = ("per_weight", "registers", "shared")
-        budgets = {
-            name: {arch: {key: got[key] for key in kept} for arch, got in archs.items()}
-            for name, archs in report.items()
-        }
-        print(json.dumps(budgets, indent=1))
-        return
+        report.setdefault(name, {})[f"sm_{capability}"] = figures(code, launch)
     ptx = {}
     for cc in PTX_ONLY:
         for fmt, m in (("fp8_e4m3_row_f32", 1), ("int8_g128_f16", 64)):
             ptx[f"{fmt}-m{m}-sm_{cc}"] = "ld.global" in compile_ptx(product(fmt, m, cc), cc)
-    print(json.dumps({"code": report, "ptx": ptx}))
+    print_or_record("linear", report, ptx=ptx)
 
 
 main()

@@ -3,14 +3,13 @@
 Their layout, the kernels in Triton's interpreter, the inline assembly in NumPy, the machine code.
 """
 
-import json
 import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ptx_emulator
 import pytest
+import sass_ratchet
 import torch
 import triton
 import triton.language as tl
@@ -32,7 +31,6 @@ from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_kernels.reference import ReferenceExecutor
 
 TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-LIMITS = {"int4": 3.0, "mxfp4": 3.3, "ternary": 1.1}
 
 
 def _normal(name: str, *shape: int) -> np.ndarray:
@@ -306,21 +304,11 @@ def test_order_of_summation_does_not_depend_on_tokens(capability: int) -> None:
 
 def test_machine_code() -> None:
     report = aot_report("cuda_aot_bits.py")
-    budgets = json.loads((Path(__file__).parent / "data/sass_budgets/bits.json").read_text())
-    assert {name: set(archs) for name, archs in report["code"].items()} == {
-        name: set(archs) for name, archs in budgets.items()
-    }
+    sass_ratchet.hold("bits", report["code"])
     for name, archs in report["code"].items():
         for arch, got in archs.items():
-            where = f"{name} on {arch}: {got}"
-            for figure, budget in budgets[name][arch].items():
-                assert got[figure] <= budget, f"{figure} above {budget}: {where}"
-            assert got["local"] == 0, where
-            assert got["shared"] <= 99 << 10, where
-            assert got["wide_streaming_loads"] > 0, where
+            assert got["wide_streaming_loads"] > 0, (name, arch)
             # Which experts are read is known only after the wait.
-            early = arch == "sm_90" and "experts" not in name
-            assert got["waits_after_first_load"] == early, where
-            if name.startswith("budget-"):
-                assert got["per_weight"] <= LIMITS[name.split("-")[1].split("_")[0]], where
+            early = arch == "sm_90" and "experts" not in name and sass_ratchet.HAS_PDL
+            assert got["waits_after_first_load"] == early, (name, arch)
     assert all(report["ptx"].values()), report["ptx"]

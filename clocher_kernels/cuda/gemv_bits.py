@@ -29,7 +29,8 @@ def load_vectors(w, v, V: tl.constexpr):
         V: vectors of a row.
     """
     at = tl.minimum(v, V - 1)[:, :, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
-    return tl.load(w[:, :, :, None] + at, eviction_policy="evict_first")
+    to = tl.max_contiguous(w[:, :, :, None] + at, (2, 1, 1, 4))
+    return tl.load(to, eviction_policy="evict_first")
 
 
 @triton.jit

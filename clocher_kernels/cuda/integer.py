@@ -67,7 +67,8 @@ def _load16(q, m, k, inside, K: tl.constexpr):
     if K % 4 == 0:
         at = (k // 4)[:, :, :, None] + tl.arange(0, 4)[None, None, None, :]
         row = q.to(tl.pointer_type(tl.int32), bitcast=True) + (m * (K // 4))[:, :, :, None]
-        return split4(tl.load(row + at, inside[:, :, :, None] & (at < K // 4), other=0))
+        to = tl.max_contiguous(row + at, (2, 1, 1, 4))
+        return split4(tl.load(to, inside[:, :, :, None] & (at < K // 4), other=0))
     else:
         at = k[:, :, :, None] + tl.arange(0, 16)[None, None, None, :]
         row = q + (m * K)[:, :, :, None]
