@@ -48,6 +48,7 @@ FORMATS = (
 )
 SHAPES = ("14336x4096", "4096x14336", "4096x2880", "2560x6912")
 _READ = "read"
+_SECONDS = 0.1
 
 
 def parse_shapes(context: click.Context, option: click.Parameter, value: str) -> list[str]:
@@ -73,7 +74,7 @@ def measure(
     """Return a row for each format: GB/s of weights, and the share of the read bandwidth."""
     n, k = (int(part) for part in shape.split("x"))
     reader = Reader(pages, nbytes)
-    runs: dict[str, Callable[[], float]] = {_READ: lambda: reader.gbps(threads)}
+    runs: dict[str, Callable[[], float]] = {_READ: lambda: reader.gbps(threads, _SECONDS)}
     engines, correct = {}, {}
     for name in formats:
         problem = Problem.filling(name, n, k, tokens, nbytes)
@@ -81,7 +82,7 @@ def measure(
         engine = clocher(problem, weights, threads)
         correct[name] = engine.correct(exact_product(problem, weights))
         engines[name] = engine
-        runs[name] = lambda engine=engine, problem=problem: engine.gbps(problem.nbytes)  # type: ignore[misc]
+        runs[name] = lambda engine=engine, problem=problem: engine.gbps(problem.nbytes, _SECONDS)  # type: ignore[misc]
     found = interleave(runs, rounds, progress)
     rows: Rows = []
     for name, engine in engines.items():

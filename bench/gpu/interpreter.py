@@ -11,9 +11,16 @@ from triton.runtime import interpreter
 _patch = getattr(interpreter, "_patch_lang_tensor", None)
 
 
-def _patch_with_index(tensor: Any, scope: Any) -> None:
-    _patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+def _index(self: Any) -> int:
+    return int(self.handle.data.item())
+
+
+def _patch_with_index(tensor: Any, *scope: Any) -> None:
+    _patch(tensor, *scope)
+    if scope:
+        scope[0].set_attr(tensor, "__index__", _index)
+    else:  # Triton 3.4
+        tensor.__index__ = _index
 
 
 if _patch is not None:
