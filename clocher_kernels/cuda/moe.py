@@ -96,7 +96,7 @@ def _gate_up(
     n = rows_of(first, L // BV, 1, R)[:, None, :]
     inside = n < N
     if GROUP == 0 and scales is not None:
-        at = expert * N + n if SCALE_ROWS == 1 else expert + here
+        at = expert * N + n if SCALE_ROWS == 1 else expert + tl.zeros_like(n)
         h *= to_scale(tl.load(scales + at, inside, other=0), FORMAT)
     if bias is not None:
         h += tl.load(bias + expert * N + n, inside, other=0.0)
