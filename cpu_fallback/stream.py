@@ -24,6 +24,7 @@ from cpu_fallback.jit import Kernel
 from cpu_fallback.memory import (
     emit_load,
     emit_load_n,
+    emit_prefetch,
     emit_store,
     field,
     write_f32,
@@ -52,6 +53,8 @@ _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _HALF = ir.VectorType(ir.HalfType(), LANES)
 _SHORT = ir.VectorType(_I16, LANES)
 _VECTOR = 4 * LANES
+_LINE = 64
+_AHEAD = 1024  # bytes of a row to ask for ahead of use; fp32 rows are better off without
 
 Load = Callable[[Any, ir.VectorType, Any], Any]
 
@@ -130,9 +133,20 @@ def _emit_tile(
                 slot = slots[t * rows + r]
                 b.store(emit_fma(b, weights[r], activations, b.load(slot)), slot)
 
-    whole = b.and_(k, ir.Constant(_I64, -LANES))
-    loop = cgutils.for_range_slice(b, ir.Constant(_I64, 0), whole, ir.Constant(_I64, LANES), _I64)
-    with loop as (offset, _):
+    def loop(start: Any, stop: Any, columns: int) -> Any:
+        return cgutils.for_range_slice(b, start, stop, ir.Constant(_I64, columns), _I64)
+
+    # A cache line of each row at a time, with later ones on their way: the processor's own
+    # prefetcher does not keep up with eight rows side by side.
+    wide = _LINE // width
+    lined, whole = (b.and_(k, ir.Constant(_I64, -n)) for n in (wide, LANES))
+    with loop(ir.Constant(_I64, 0), lined, wide) as (offset, _):
+        ahead = b.add(b.mul(offset, ir.Constant(_I64, width)), ir.Constant(_I64, _AHEAD))
+        for line in lines if width < 4 else []:
+            emit_prefetch(b, b.add(line, ahead), level=1)
+        for part in range(0, wide, LANES):
+            step(b.add(offset, ir.Constant(_I64, part)), emit_load)
+    with loop(lined, whole, LANES) as (offset, _):
         step(offset, emit_load)
     tail = b.sub(k, whole)
     with b.if_then(b.icmp_signed(">", tail, ir.Constant(_I64, 0))):
