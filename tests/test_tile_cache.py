@@ -264,9 +264,8 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
     """They write, read and evict the same files."""
     both = [start(_BUSY, tmp_path, step) for step in (1, 2)]
     for process in both:
-        out, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=120)
         assert (process.returncode, err) == (0, "")
-        assert int(out) > 0
     cache = TileCache(tmp_path, 0)
     files = list(cache.directory.glob("*.tiles"))
     assert 1 <= len(files) <= 3
