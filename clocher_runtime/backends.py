@@ -172,6 +172,8 @@ def make_executor(
             hot_replicate=tuning.hot_replicate,
             hot_limit=tuning.hot_limit,
             copied=tuning.copied,
+            adaptive=not tuning.stamped,  # a thread that sits out has no times
+            stamped=tuning.stamped,
         )
         executor: Executor = CpuExecutor(plan, weights, threads, progress, hints, packing)
         return executor

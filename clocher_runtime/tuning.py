@@ -24,6 +24,7 @@ class Tuning:
         hot_replicate: keep weights that every step reads once per socket.
         hot_limit: bytes of the copies of one socket, 0 for no limit.
         copied: weights to copy from the mapped file into large pages, if they are not packed.
+        stamped: write the time between the launches of a step.
     """
 
     cpus: tuple[int, ...] = ()
@@ -33,6 +34,7 @@ class Tuning:
     hot_replicate: bool = False
     hot_limit: int = 0
     copied: frozenset[str] = frozenset()
+    stamped: bool = False
 
 
 def choose_threads(config: RunConfig) -> int:

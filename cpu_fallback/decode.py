@@ -83,7 +83,8 @@ def decode(b, weight, expert, row, count, k0, k1, panel):
 
 
 @device
-def _scale(weight, index):
+def scale_at(weight, index):
+    """Return the index-th scale, fp32."""
     kind = field(weight, 8)
     scales = field(weight, 5)
     if kind == 0:
@@ -98,10 +99,9 @@ def _scale(weight, index):
 
 
 @device
-def row_scale(weight, expert, row, column):
-    """Return the scale of an element, fp32."""
-    index = (expert * field(weight, 12) + row // field(weight, 10)) * field(weight, 11)
-    return _scale(weight, index + column // field(weight, 9))
+def first_scale(weight, expert, row):
+    """Return the index of the scale of a row's first element."""
+    return (expert * field(weight, 12) + row // field(weight, 10)) * field(weight, 11)
 
 
 @device
@@ -125,7 +125,7 @@ def _spread(weight, expert, row, count, k0, k1, panel, load, load_n):
         k, end = k0, k0 - k0 % group
         while k < k1:
             end = min(end + group, k1)
-            scale = splat(_scale(weight, index))
+            scale = splat(scale_at(weight, index))
             zero = isplat(_zero(weight, index))
             index += 1
             while k + 16 <= end:
@@ -242,7 +242,7 @@ def _mxfp4(weight, expert, row, count, k0, k1, panel):
 
 def _ternary(weight, expert, row, count, k0, k1, panel):
     packed, codes, stride = field(weight, 2) >> 2, field(weight, 4), field(weight, 7)
-    scale = splat(_scale(weight, 0))
+    scale = splat(scale_at(weight, 0))
     one, three = isplat(1), isplat(3)
     for r in range(row, row + count):
         line = codes + r % packed * stride

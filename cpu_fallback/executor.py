@@ -20,6 +20,7 @@ from cpu_fallback.jit import Kernel, Progress
 from cpu_fallback.lowering import LOWER
 from cpu_fallback.placement import call_on, hot_weights, replicate
 from cpu_fallback.prepack import IN_PLACE, check_memory, in_large_pages, waiting
+from cpu_fallback.stamps import Stamps, stamp
 from cpu_fallback.tape import Launch
 from cpu_fallback.team import Team, aligned
 
@@ -34,8 +35,7 @@ class CpuExecutor:
     Args:
         plan: what to execute.
         weights: a QuantTensor for each "matrix" parameter, an fp32 array for each "vector". They
-        are
-            used where they lie and must not change.
+            are used where they lie and must not change.
         threads: size of the team, the calling thread included.
         progress: called with (done, total) while kernels are compiled; never if none has to be.
         hints: settings that change speed and never results.
@@ -75,16 +75,26 @@ class CpuExecutor:
         self._shared = aligned(0)
         bound = self._bind(threads, hints)
         launches = next(iter(bound.values()))
+        self._stamps = Stamps.table(self._calls, threads) if hints.stamped else None
         jit.warm(_kernels(launches), progress)
         scratch = max((launch.scratch for launch in launches), default=0)
         self._team = Team(
-            threads, _tapes(bound, threads, hints), scratch, hints.placement, hints.adaptive
+            threads,
+            _tapes(bound, threads, hints, self._stamps),
+            scratch,
+            hints.placement,
+            hints.adaptive,
         )
 
     @property
     def acted_on(self) -> frozenset[str]:
         """Hints that change what happens, by field of `Hints`."""
         return frozenset(self._asked.names)
+
+    @property
+    def stamps(self) -> Stamps | None:
+        """Times of the last step; None unless the hints asked for them."""
+        return self._stamps
 
     def array(self, name: str) -> np.ndarray:
         """Return the live array of a buffer, at capacity."""
@@ -160,7 +170,8 @@ class CpuExecutor:
         total, done = sum(left.values()), 0
         check_memory(total)
         launches: list[Launch] = []
-        for call in self.plan.calls:
+        self._calls: list[int] = []
+        for index, call in enumerate(self.plan.calls):
             if call.op not in LOWER:
                 raise UnsupportedOp(
                     f"the CPU back end has no kernel for {call.op!r}; it has "
@@ -171,17 +182,21 @@ class CpuExecutor:
                 values[weight] = in_large_pages(values[weight])
             bound = BoundCall(OPS[call.op], call, values, self.plan.buffers, self._asked)
             launches += LOWER[call.op](bound)
+            self._calls += [index] * (len(launches) - len(self._calls))
             done += left.pop(weight, 0)
             if self._packing and total >= _MANY_BYTES:
                 self._packing(done >> 20, total >> 20)
         return launches
 
 
-def _tapes(bound: Mapping[int, Sequence[Launch]], threads: int, hints: Hints) -> list[np.ndarray]:
+def _tapes(
+    bound: Mapping[int, Sequence[Launch]], threads: int, hints: Hints, stamps: Stamps | None
+) -> list[np.ndarray]:
     """Return the tape of each thread, from the launches of each socket."""
+    stamp = stamps.at if stamps else None
     tapes: dict[int, np.ndarray] = {}
     for socket, launches in bound.items():
-        tapes[socket] = tape.encode(launches, next(iter(tapes.values()), None))
+        tapes[socket] = tape.encode(launches, next(iter(tapes.values()), None), stamp)
     if len(tapes) == 1:
         return list(tapes.values()) * threads
     return [tapes[hints.placement.socket(rank)] for rank in range(threads)]
@@ -198,6 +213,7 @@ def _allocate(buffer: Buffer) -> np.ndarray:
 def _kernels(launches: list[Launch]) -> Iterator[Kernel]:
     yield tape.lead
     yield tape.serve
+    yield stamp
     for launch in launches:
         yield launch.kernel
         yield from (field for field in launch.fields if isinstance(field, Kernel))

@@ -19,6 +19,7 @@ class Hints:
         hot_limit: bytes of the copies of one socket, 0 for no limit.
         copied: weights to copy into large pages if they lie in a mapped file and have no tiles.
         adaptive: let threads sit out while others take their cores away.
+        stamped: write the time between launches (`stamps`).
     """
 
     prefetch_distance: int | None = None
@@ -28,6 +29,7 @@ class Hints:
     hot_limit: int = 0
     copied: frozenset[str] = frozenset()
     adaptive: bool = True
+    stamped: bool = False
 
 
 class Asked:

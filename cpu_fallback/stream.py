@@ -1,9 +1,10 @@
 """Products of few tokens with weights that are read straight from memory: no panel in between.
 
-A row is decoded in registers, 16 columns at a time, and multiplied at once; the rows of a tile run
-side by side over all columns, so memory is read as a few long streams. Every dot product is the
-same chain of the same operations as in `product`, so the results are the same bits, and which of
-the two computed a token nobody can tell.
+A row is decoded in registers, 16 columns at a time, and multiplied at once. Memory is fastest where
+it is read in one stream, so rows come one after the other, or four side by side where a row's bytes
+last for too little time: its dot product is a chain of additions, 16 columns in the latency of one.
+Every dot product is the same chain of the same operations as in `product`, so the results are the
+same bits, and which of the two computed a token nobody can tell.
 
 For more than FEW tokens decoding once into a panel costs less, and the product kernel that the
 weight names takes over.
@@ -17,7 +18,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from clocher_kernels.quant_tensor import QuantTensor
-from cpu_fallback.decode import COLUMNS, DECODERS, MANY, ROWS, fields, row_scale
+from cpu_fallback.decode import COLUMNS, DECODERS, MANY, ROWS, fields, first_scale, scale_at
 from cpu_fallback.hints import Asked
 from cpu_fallback.isa import CURRENT
 from cpu_fallback.jit import Kernel
@@ -32,7 +33,6 @@ from cpu_fallback.memory import (
 from cpu_fallback.product import (
     ACC,
     PANEL,
-    TALL,
     WIDE,
     XS,
     clear,
@@ -54,7 +54,8 @@ _HALF = ir.VectorType(ir.HalfType(), LANES)
 _SHORT = ir.VectorType(_I16, LANES)
 _VECTOR = 4 * LANES
 _LINE = 64
-_AHEAD = 1024  # bytes of a row to ask for ahead of use; fp32 rows are better off without
+_LINES = 4  # cache lines that a turn of the loop takes from the rows of a tile, all in all
+_AHEAD = 4096  # bytes of a row to ask for ahead of use
 
 Load = Callable[[Any, ir.VectorType, Any], Any]
 
@@ -106,9 +107,21 @@ if CURRENT.f16c:
 
 
 def _emit_tile(
-    b: Any, kind: str, rows: int, w: Any, stride: Any, scales: Any, xs: list[Any], k: Any, acc: Any
+    b: Any,
+    kind: str,
+    rows: int,
+    w: Any,
+    stride: Any,
+    scales: Any,
+    xs: list[Any],
+    k: Any,
+    left: Any,
+    acc: Any,
 ) -> None:
-    """Emit acc[t, r] += decode(w[r]) * xs[t] over k columns; acc is [.., ROWS] vectors."""
+    """Emit acc[t, r] += decode(w[r]) * xs[t] over k columns; acc is [.., ROWS] vectors.
+
+    The row has `left` columns from here on; what follows it are the rows of the next tile.
+    """
     emit_decode, width, scaled = _KINDS[kind]
     tiles = [(t, r) for t in range(len(xs)) for r in range(rows)]
     lines = [b.add(w, b.mul(stride, ir.Constant(_I64, r))) for r in range(rows)]
@@ -121,53 +134,60 @@ def _emit_tile(
     for slot, place in zip(slots, places, strict=True):
         b.store(emit_load(b, F32.llvm, place), slot)
 
-    def step(offset: Any, load: Load) -> None:
-        column = b.mul(offset, ir.Constant(_I64, width))
-        weights = []
-        for r, line in enumerate(lines):
-            value = emit_decode(b, load, b.add(line, column))
-            weights.append(b.fmul(value, factors[r]) if scaled else value)
+    def step(r: int, offset: Any, load: Load) -> None:
+        weight = emit_decode(b, load, b.add(lines[r], b.mul(offset, ir.Constant(_I64, width))))
+        if scaled:
+            weight = b.fmul(weight, factors[r])
         for t, x in enumerate(xs):
             activations = load(b, F32.llvm, b.add(x, b.mul(offset, ir.Constant(_I64, 4))))
-            for r in range(rows):
-                slot = slots[t * rows + r]
-                b.store(emit_fma(b, weights[r], activations, b.load(slot)), slot)
+            slot = slots[t * rows + r]
+            b.store(emit_fma(b, weight, activations, b.load(slot)), slot)
 
     def loop(start: Any, stop: Any, columns: int) -> Any:
         return cgutils.for_range_slice(b, start, stop, ir.Constant(_I64, columns), _I64)
 
-    # A cache line of each row at a time, with later ones on their way: the processor's own
-    # prefetcher does not keep up with eight rows side by side.
-    wide = _LINE // width
-    lined, whole = (b.and_(k, ir.Constant(_I64, -n)) for n in (wide, LANES))
-    with loop(ir.Constant(_I64, 0), lined, wide) as (offset, _):
+    # The processor's own prefetcher stops at the end of every page, and at the end of every row.
+    lines_each = max(1, _LINES // rows)
+    wide = lines_each * _LINE // width
+    turns, whole = (b.and_(k, ir.Constant(_I64, -n)) for n in (wide, LANES))
+    end = b.mul(left, ir.Constant(_I64, width))
+    skip = b.mul(stride, ir.Constant(_I64, rows - 1))
+    with loop(ir.Constant(_I64, 0), turns, wide) as (offset, _):
         ahead = b.add(b.mul(offset, ir.Constant(_I64, width)), ir.Constant(_I64, _AHEAD))
-        for line in lines if width < 4 else []:
-            emit_prefetch(b, b.add(line, ahead), level=1)
-        for part in range(0, wide, LANES):
-            step(b.add(offset, ir.Constant(_I64, part)), emit_load)
-    with loop(lined, whole, LANES) as (offset, _):
-        step(offset, emit_load)
+        past = b.icmp_signed(">=", ahead, end)
+        ahead = b.add(ahead, b.select(past, skip, ir.Constant(_I64, 0)))
+        for r, line in enumerate(lines):
+            for part in range(0, lines_each * _LINE, _LINE):
+                at = b.add(line, b.add(ahead, ir.Constant(_I64, part)))
+                emit_prefetch(b, at, level=1)
+            for part in range(0, wide, LANES):
+                step(r, b.add(offset, ir.Constant(_I64, part)), emit_load)
+    with loop(turns, whole, LANES) as (offset, _):
+        for r in range(rows):
+            step(r, offset, emit_load)
     tail = b.sub(k, whole)
     with b.if_then(b.icmp_signed(">", tail, ir.Constant(_I64, 0))):
-        step(whole, lambda b, shape, address: emit_load_n(b, shape, address, tail))
+        for r in range(rows):
+            step(r, whole, lambda b, shape, address: emit_load_n(b, shape, address, tail))
     for slot, place in zip(slots, places, strict=True):
         emit_store(b, b.load(slot), place)
 
 
 def _tile(kind: str, rows: int, tokens: int) -> Any:
-    """Return an intrinsic (w, stride, scales, xs, k0, k, acc) of a tile of rows by tokens."""
+    """Return an intrinsic (w, stride, scales, xs, k0, k, left, acc) of a tile of rows by tokens."""
 
-    def tile(b, w, stride, scales, xs, k0, k, acc):
+    def tile(b, w, stride, scales, xs, k0, k, left, acc):
         start = b.add(w, b.mul(k0, ir.Constant(_I64, _KINDS[kind][1])))
-        _emit_tile(b, kind, rows, start, stride, scales, emit_tokens(b, xs, k0, tokens), k, acc)
+        x = emit_tokens(b, xs, k0, tokens)
+        _emit_tile(b, kind, rows, start, stride, scales, x, k, left, acc)
 
-    return op(void, i64, i64, i64, i64, i64, i64, i64)(tile)
+    return op(void, i64, i64, i64, i64, i64, i64, i64, i64)(tile)
 
 
 def _stream(kind: str) -> Kernel:
     """Return the product kernel of a kind of code, called like `product.product`."""
-    tall, wide, one = _tile(kind, TALL, 1), _tile(kind, WIDE, WIDE), _tile(kind, 1, 1)
+    side = _LINES if _KINDS[kind][1] == 1 else 1
+    some, wide, one = _tile(kind, side, 1), _tile(kind, WIDE, WIDE), _tile(kind, 1, 1)
     factor = np.float32(_KINDS[kind][2])
     scaled = bool(factor)
 
@@ -180,31 +200,36 @@ def _stream(kind: str) -> Kernel:
         w = codes + (expert * n + row) * stride
         xs, acc, scales = scratch + XS, scratch + ACC, scratch + PANEL
         clear(scratch, tokens)
-        run = columns
+        run, scale, apart = columns, 0, 0
         if scaled:
-            run = field(weight, 9)
+            run, scale = field(weight, 9), first_scale(weight, expert, row)
+            # Scales change from row to row, or none of the rows of a unit has its own.
+            if field(weight, 10) == 1:
+                apart = field(weight, 11)
         k0 = 0
         while k0 < columns:
-            k = min(run, columns - k0)
+            left = columns - k0
+            k = min(run, left)
             if scaled:
                 for r in range(count):
-                    write_f32(scales + 4 * r, row_scale(weight, expert, row + r, k0) * factor)
+                    write_f32(scales + 4 * r, scale_at(weight, scale + r * apart) * factor)
+                scale += 1
             t = 0
             if count == ROWS:
                 while t + WIDE <= tokens:
                     for r in range(0, ROWS, WIDE):
                         at = acc + _VECTOR * (t * ROWS + r)
-                        wide(w + r * stride, stride, scales + 4 * r, xs + 8 * t, k0, k, at)
+                        wide(w + r * stride, stride, scales + 4 * r, xs + 8 * t, k0, k, left, at)
                     t += WIDE
                 while t < tokens:
-                    for r in range(0, ROWS, TALL):
+                    for r in range(0, ROWS, side):
                         at = acc + _VECTOR * (t * ROWS + r)
-                        tall(w + r * stride, stride, scales + 4 * r, xs + 8 * t, k0, k, at)
+                        some(w + r * stride, stride, scales + 4 * r, xs + 8 * t, k0, k, left, at)
                     t += 1
             while t < tokens:
                 for r in range(count):
                     at = acc + _VECTOR * (t * ROWS + r)
-                    one(w + r * stride, stride, scales + 4 * r, xs + 8 * t, k0, k, at)
+                    one(w + r * stride, stride, scales + 4 * r, xs + 8 * t, k0, k, left, at)
                 t += 1
             k0 += k
         finish(scratch, tokens)

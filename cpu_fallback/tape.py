@@ -15,7 +15,7 @@ one after another, then whichever is next of all that are left, so a thread that
 leaves work to the others. Results do not depend on rank or size, so neither do they depend on this.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,21 +88,33 @@ def barriers(launches: Sequence[Launch]) -> list[bool]:
     return flags
 
 
-def encode(launches: Sequence[Launch], first: np.ndarray | None = None) -> np.ndarray:
+def encode(
+    launches: Sequence[Launch],
+    first: np.ndarray | None = None,
+    stamp: Callable[[int], Launch] | None = None,
+) -> np.ndarray:
     """Return the tape of these launches, int64. Their kernels must be compiled.
 
     Args:
         launches: what to execute.
         first: the tape of another thread of the team, if its launches differ from these only in
             addresses. Shares are then counted there.
+        stamp: makes the launch that writes a time: the 2i-th when a thread arrives at the i-th
+            launch, the next one when it starts there, the last at the end.
     """
-    length = sum(_HEADER + len(launch.fields) for launch in launches) + 1
-    counts = sum(launch.shares > 1 for launch in launches)
+    steps = list(zip(launches, barriers(launches), strict=True))
+    if stamp:
+        stamped: list[tuple[Launch, bool]] = []
+        for i, (launch, meet) in enumerate(steps):
+            stamped += [(stamp(2 * i), False), (stamp(2 * i + 1), meet), (launch, False)]
+        steps = [*stamped, (stamp(2 * len(launches)), False)]
+    length = sum(_HEADER + len(launch.fields) for launch, _ in steps) + 1
+    counts = sum(launch.shares > 1 for launch, _ in steps)
     words = np.zeros(length + (counts + 1) * LINE, np.int64)
     base = (words if first is None else first).ctypes.data + 8 * length
     base += -base % (8 * LINE)
     at = 0
-    for launch, meet in zip(launches, barriers(launches), strict=True):
+    for launch, meet in steps:
         count = 0
         if launch.shares > 1:
             count, base = base, base + 8 * LINE

@@ -1,0 +1,326 @@
+"""Where the time of a step goes: a row for each kind of call of the Plan, and what is lost between.
+
+    python -m bench.profile [--model-dir DIR] [--precision P] [--threads N] [--tokens N]
+                            [--prefill N] [--svg FILE] [--trace FILE] [--json FILE]
+
+The clock is written between all launches of a step, by every thread. A call's time is the mean over
+threads of what its kernels took, its waiting what they spent at the barriers before them; "waiting"
+is that of all calls and what threads came late or were done early, "outside" what a step takes
+besides its compiled call: Python, the window, the token objects. Every figure is the median over
+the steps, so shares add up to 100 % only roughly. Bytes are what a call must move at
+least, and the limit is the read bandwidth that was measured in the same run. --svg draws the step
+as a flame graph, --trace writes it for chrome://tracing or ui.perfetto.dev.
+"""
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import numpy as np
+from rich.table import Table
+
+from bench.bandwidth import DEFAULT_BYTES, PAGES, Reader
+from bench.flame_graph import Frame, write_svg
+from bench.measure import Rows, limit_note, machine, print_table, write_json
+from bench.trace_events import write_trace
+from clocher_kernels.errors import ClocherError
+from clocher_kernels.ops import OPS
+from clocher_kernels.plan import Call
+from clocher_runtime.model_choice import embedded_model
+from clocher_runtime.models.load import PRECISIONS, Model, load_model
+from clocher_runtime.session import Session
+from clocher_runtime.topology import default_threads
+from clocher_runtime.tuning import Tuning
+from clocher_runtime.weights import open_checkpoint
+
+_LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.*)")
+_WARM_STEPS = 4
+_OUTSIDE = ("embed", "gather_rows", "sample", "advance")
+
+
+@dataclass(frozen=True, slots=True)
+class CallTime:
+    """One call of the Plan in one step.
+
+    Attributes:
+        name: the op, and the weight that it multiplies by, without the layer.
+        layer: the layer that it belongs to; None before the first and after the last.
+        spans: start and end of each of its launches on each thread, ns since the step began
+            [launches, threads, 2].
+        waits: when each thread arrived at each of its launches [launches, threads].
+        nbytes: bytes that it must move at least.
+    """
+
+    name: str
+    layer: int | None
+    spans: np.ndarray
+    waits: np.ndarray
+    nbytes: int
+
+    @property
+    def ns(self) -> float:
+        """Time in kernels, the mean over threads."""
+        return float((self.spans[..., 1] - self.spans[..., 0]).sum(axis=0).mean())
+
+    @property
+    def waiting_ns(self) -> float:
+        """Time at barriers before its launches, the mean over threads."""
+        return float((self.spans[..., 0] - self.waits).sum(axis=0).mean())
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A measured step.
+
+    Attributes:
+        ns: time from the token before to this one.
+        compiled_ns: of that, in the compiled call.
+        late_ns: time for which a thread had not begun, or was done, the mean over threads.
+        calls: in the order of the Plan.
+    """
+
+    ns: int
+    compiled_ns: int
+    late_ns: float
+    calls: tuple[CallTime, ...]
+
+
+def label(call: Call) -> str:
+    """Return the name of a call without its layer."""
+    weight = next((name for name in call.args.values() if name.endswith((".weight", "_proj"))), "")
+    match = _LAYER.fullmatch(weight)
+    short = (match[2] if match else weight).removesuffix(".weight")
+    return f"{call.op} {short}".strip()
+
+
+def layer_of(call: Call) -> int | None:
+    """Return the layer that a call's weights belong to."""
+    for name in call.args.values():
+        if match := _LAYER.fullmatch(name):
+            return int(match[1])
+    return None
+
+
+class Profiler:
+    """A session whose steps are stamped.
+
+    Args:
+        model: what to run.
+        threads: of the team.
+        context: tokens of the longest sequence.
+    """
+
+    def __init__(self, model: Model, threads: int, context: int) -> None:
+        self.model = model
+        self.session = Session(
+            model, threads=threads, context=context, chunk=512, tuning=Tuning(stamped=True)
+        )
+        self.session.warm()
+        self._executor: Any = self.session.executor
+        self._stamps = self._executor.stamps
+
+    def decode(self, tokens: int, depth: int) -> list[Step]:
+        """Generate tokens after a prompt of `depth`, and return the steps but for the first few."""
+        prompt = self._prompt(depth)
+        stream = self.session.generate([prompt], tokens + _WARM_STEPS + 1, stop_ids=frozenset())
+        next(stream)
+        found = []
+        start = time.perf_counter_ns()
+        for _ in stream:
+            # Nothing more between two steps: threads that wait for long fall asleep.
+            found.append((time.perf_counter_ns() - start, self._stamps.times.copy()))
+            start = time.perf_counter_ns()
+        costs = self._costs(1, 1)
+        return [self._step(ns, times, costs) for ns, times in found[_WARM_STEPS:]]
+
+    def prefill(self, tokens: int, times: int) -> list[Step]:
+        """Read a prompt several times and return its last step each time."""
+        found = []
+        for _ in range(times + 1):
+            stream = self.session.generate([self._prompt(tokens)], 1, stop_ids=frozenset())
+            start = time.perf_counter_ns()
+            next(stream)
+            found.append((time.perf_counter_ns() - start, self._stamps.times.copy()))
+        costs = self._costs(tokens, 1)
+        return [self._step(ns, stamps, costs) for ns, stamps in found[1:]]
+
+    def close(self) -> None:
+        """End the session."""
+        self.session.close()
+
+    def _prompt(self, tokens: int) -> list[int]:
+        rng = np.random.default_rng(0)
+        return [int(i) for i in rng.integers(self.model.spec.vocab_size, size=tokens)]
+
+    def _step(self, ns: int, times: np.ndarray, costs: list[int]) -> Step:
+        times = times - times[:, 0].min()
+        spans = np.stack([times[:, 1:-1:2], times[:, 2::2]], axis=-1).swapaxes(0, 1)
+        waits = times[:, 0:-1:2].T
+        owner = np.array(self._stamps.calls)
+        layer: int | None = None
+        calls = []
+        for index, call in enumerate(self._executor.plan.calls):
+            name, found = label(call), layer_of(call)
+            layer = layer if found is None else found
+            inside = call.op not in _OUTSIDE and "lm_head" not in name and "model.norm" not in name
+            own = owner == index
+            calls.append(
+                CallTime(name, layer if inside else None, spans[own], waits[own], costs[index])
+            )
+        end = int(times[:, -1].max())
+        late = float((times[:, 0] + end - times[:, -1]).mean())
+        return Step(ns, end, late, tuple(calls))
+
+    def _costs(self, tokens: int, rows: int) -> list[int]:
+        """Return the bytes of each call, from what the buffers hold after a step."""
+        plan, count = self._executor.plan, {"M": tokens, "R": rows}
+        costs = []
+        for call in plan.calls:
+            values = {}
+            for param, name in call.args.items():
+                if name in plan.buffers:
+                    array, lead = self._executor.array(name), plan.buffers[name].rows
+                    values[param] = array[: count[lead]] if lead else array
+                else:
+                    known = plan.consts if name in plan.consts else self.model.weights
+                    values[param] = known[name]
+            costs.append(int(OPS[call.op].cost(values, call.attrs).bytes))
+        return costs
+
+
+def median_step(steps: Sequence[Step]) -> Step:
+    """Return the step of median time."""
+    return sorted(steps, key=lambda step: step.ns)[len(steps) // 2]
+
+
+def rows_of(steps: Sequence[Step], read_gbps: float) -> Rows:
+    """Return a row for each kind of call, by its share, then waiting, walking and outside.
+
+    Every figure is the median over the steps.
+    """
+    whole = median(step.ns for step in steps)
+    kinds = list(dict.fromkeys(call.name for call in steps[0].calls))
+    rows: Rows = []
+    for kind in kinds:
+        calls = [[call for call in step.calls if call.name == kind] for step in steps]
+        ns = median(sum(call.ns for call in each) for each in calls)
+        nbytes = sum(call.nbytes for call in calls[-1])
+        gbps = nbytes / ns if ns else 0.0
+        rows.append(
+            {
+                "name": kind,
+                "calls": len(calls[0]),
+                "us": ns / 1e3,
+                "share": ns / whole,
+                "waiting_us": median(sum(call.waiting_ns for call in each) for each in calls) / 1e3,
+                "nbytes": nbytes,
+                "gbps": gbps,
+                "pct_of_limit": 100 * gbps / read_gbps,
+            }
+        )
+    rows.sort(key=lambda row: -row["us"])
+    waiting = median(sum(c.waiting_ns for c in step.calls) + step.late_ns for step in steps)
+    outside = median(step.ns - step.compiled_ns for step in steps)
+    for name, ns in (("waiting", waiting), ("outside", outside)):
+        rows.append({"name": name, "us": ns / 1e3, "share": ns / whole})
+    rows.append({"name": "step", "us": whole / 1e3, "share": 1.0})
+    return rows
+
+
+def flame(step: Step, title: str) -> Frame:
+    """Return a step as nested frames: step, layer, call, kernels and waiting."""
+    groups: list[Frame] = []
+    for call in step.calls:
+        name = "model" if call.layer is None else f"layer {call.layer}"
+        parts = [Frame("kernel", call.ns), Frame("waiting", call.waiting_ns)]
+        note = f"{call.nbytes / 1e6:.2f} MB, {call.nbytes / max(call.ns, 1):.1f} GB/s"
+        frame = Frame(call.name, call.ns + call.waiting_ns, tuple(parts), note)
+        if groups and groups[-1].name == name:
+            last = groups[-1]
+            groups[-1] = replace(last, value=last.value + frame.value, inner=(*last.inner, frame))
+        else:
+            groups.append(Frame(name, frame.value, (frame,)))
+    compiled = Frame("compiled call", step.compiled_ns, tuple(groups))
+    outside = Frame("Python", step.ns - step.compiled_ns)
+    return Frame(title, step.ns, (compiled, outside))
+
+
+def show(rows: Rows, title: str) -> None:
+    """Print the rows as a table."""
+    table = Table("call", "calls", "us", "share", "waiting us", "MB", "GB/s", title=title)
+    table.add_column("% of limit")
+    table.add_column("note")
+    for row in rows:
+        cells = [row["name"], str(row.get("calls", "")), f"{row['us']:.1f}", f"{row['share']:.1%}"]
+        if "nbytes" in row:
+            cells += [f"{row['waiting_us']:.1f}"]
+            cells += [f"{row['nbytes'] / 1e6:.2f}", f"{row['gbps']:.1f}"]
+            large = row["nbytes"] >= 8 << 20
+            cells += [f"{row['pct_of_limit']:.0f}" if large else ""]
+            cells += [limit_note(row["pct_of_limit"]) if large else ""]
+        table.add_row(*cells)
+    print_table(table)
+
+
+@click.command(help=__doc__)
+@click.option("--model-dir", type=click.Path(path_type=Path), help="default: the embedded model")
+@click.option("--precision", type=click.Choice(PRECISIONS), help="default: as stored")
+@click.option("--threads", type=click.IntRange(1), help="default: all usable cores")
+@click.option("--tokens", type=click.IntRange(1), default=32, show_default=True, help="steps")
+@click.option("--depth", type=click.IntRange(1), default=16, show_default=True, help="prompt")
+@click.option("--prefill", type=click.IntRange(1, 512), help="profile the prefill of N tokens")
+@click.option("--pages", type=click.Choice(PAGES), default="2m", show_default=True)
+@click.option("--mib", type=click.IntRange(2), default=DEFAULT_BYTES >> 20, help="Buffer to read.")
+@click.option("--svg", type=click.Path(path_type=Path), help="Draw the median step there.")
+@click.option("--trace", type=click.Path(path_type=Path), help="Write trace events there.")
+@click.option("--json", "out", type=click.Path(path_type=Path), help="Write rows there.")
+def main(
+    model_dir: Path | None,
+    precision: str | None,
+    threads: int | None,
+    tokens: int,
+    depth: int,
+    prefill: int | None,
+    pages: str,
+    mib: int,
+    svg: Path | None,
+    trace: Path | None,
+    out: Path | None,
+) -> None:
+    """Measure and print."""
+    threads = threads or default_threads()
+    try:
+        model = load_model(open_checkpoint(model_dir or embedded_model()), precision)
+        longest = max(prefill or 0, depth + tokens + _WARM_STEPS) + 1
+        profiler = Profiler(model, threads, min(longest, model.spec.max_positions))
+    except ClocherError as error:
+        raise click.ClickException(str(error)) from None
+    reader = Reader(pages, mib << 20)
+    before = reader.gbps(threads)
+    steps = profiler.prefill(prefill, tokens) if prefill else profiler.decode(tokens, depth)
+    read_gbps = median([before, reader.gbps(threads), reader.gbps(threads)])
+    profiler.close()
+    test = f"pp{prefill}" if prefill else f"tg{len(steps)} @ d{depth}"
+    name = model_dir.name if model_dir else "embedded"
+    title = f"{name} {model.precision}, {test}, {threads} threads, read {read_gbps:.1f} GB/s"
+    rows = rows_of(steps, read_gbps)
+    show(rows, f"{title}\n{machine()}")
+    chosen = median_step(steps)
+    if svg:
+        write_svg(svg, flame(chosen, f"{test}, {threads} threads"), title)
+    if trace:
+        events = [(c.name, c.spans, c.nbytes) for c in chosen.calls]
+        write_trace(trace, events, title)
+    if out:
+        about = {"op": "profile", "model": name, "format": model.precision, "test": test}
+        about |= {"threads": threads, "isa": profiler.session.isa, "read_gbps": read_gbps}
+        write_json(out, [{**about, **row} for row in rows])
+
+
+if __name__ == "__main__":
+    main()
