@@ -148,7 +148,7 @@ def measure(
                 {
                     "op": "decode",
                     "test": f"tg{tokens}",
-                    "model": str(model.checkpoint.path),
+                    "model": model.checkpoint.path.name,
                     "format": model.precision,
                     "threads": count,
                     "isa": runner.session.isa,

@@ -145,7 +145,7 @@ def compare_models(
             row: dict[str, Any] = {
                 "op": "model",
                 "engine": name,
-                "model": str(model.checkpoint.path),
+                "model": model.checkpoint.path.name,
                 "format": model.precision if name == OURS else peers[name].gguf.name,
                 "test": test,
                 "threads": setting.threads,

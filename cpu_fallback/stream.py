@@ -18,7 +18,16 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from clocher_kernels.quant_tensor import QuantTensor
-from cpu_fallback.decode import COLUMNS, DECODERS, MANY, ROWS, fields, first_scale, scale_at
+from cpu_fallback.decode import (
+    COLUMNS,
+    DECODERS,
+    MANY,
+    PANEL_BYTES,
+    ROWS,
+    fields,
+    first_scale,
+    scale_at,
+)
 from cpu_fallback.hints import Asked
 from cpu_fallback.isa import CURRENT
 from cpu_fallback.jit import Kernel
@@ -56,8 +65,13 @@ _VECTOR = 4 * LANES
 _LINE = 64
 _LINES = 4  # cache lines that a turn of the loop takes from the rows of a tile, all in all
 _AHEAD = 4096  # bytes of a row to ask for ahead of use
+_RUNS = PANEL_BYTES // (4 * ROWS)  # of columns with a scale, whose scales fit in the panel
 
 Load = Callable[[Any, ir.VectorType, Any], Any]
+
+
+def _i64(value: int) -> ir.Constant:
+    return ir.Constant(_I64, value)
 
 
 def _f32(b: Any, load: Load, address: Any) -> Any:
@@ -113,6 +127,7 @@ def _emit_tile(
     w: Any,
     stride: Any,
     scales: Any,
+    run: Any,
     xs: list[Any],
     k: Any,
     left: Any,
@@ -120,68 +135,78 @@ def _emit_tile(
 ) -> None:
     """Emit acc[t, r] += decode(w[r]) * xs[t] over k columns; acc is [.., ROWS] vectors.
 
-    The row has `left` columns from here on; what follows it are the rows of the next tile.
+    Each run of columns has its scales, fp32 [ROWS]. The row has `left` columns from here on; what
+    follows it are the rows of the next tile.
     """
     emit_decode, width, scaled = _KINDS[kind]
     tiles = [(t, r) for t in range(len(xs)) for r in range(rows)]
-    lines = [b.add(w, b.mul(stride, ir.Constant(_I64, r))) for r in range(rows)]
-    factors = []
-    for r in range(rows if scaled else 0):
-        scale = emit_load(b, ir.FloatType(), b.add(scales, ir.Constant(_I64, 4 * r)))
-        factors.append(spread(b, F32, scale))
-    places = [b.add(acc, ir.Constant(_I64, _VECTOR * (t * ROWS + r))) for t, r in tiles]
+    lines = [b.add(w, b.mul(stride, _i64(r))) for r in range(rows)]
+    places = [b.add(acc, _i64(_VECTOR * (t * ROWS + r))) for t, r in tiles]
     slots = [cgutils.alloca_once(b, F32.llvm) for _ in tiles]
     for slot, place in zip(slots, places, strict=True):
         b.store(emit_load(b, F32.llvm, place), slot)
-
-    def step(r: int, offset: Any, load: Load) -> None:
-        weight = emit_decode(b, load, b.add(lines[r], b.mul(offset, ir.Constant(_I64, width))))
-        if scaled:
-            weight = b.fmul(weight, factors[r])
-        for t, x in enumerate(xs):
-            activations = load(b, F32.llvm, b.add(x, b.mul(offset, ir.Constant(_I64, 4))))
-            slot = slots[t * rows + r]
-            b.store(emit_fma(b, weight, activations, b.load(slot)), slot)
-
-    def loop(start: Any, stop: Any, columns: int) -> Any:
-        return cgutils.for_range_slice(b, start, stop, ir.Constant(_I64, columns), _I64)
-
-    # The processor's own prefetcher stops at the end of every page, and at the end of every row.
+    scale_at = cgutils.alloca_once_value(b, scales)
     lines_each = max(1, _LINES // rows)
     wide = lines_each * _LINE // width
-    turns, whole = (b.and_(k, ir.Constant(_I64, -n)) for n in (wide, LANES))
-    end = b.mul(left, ir.Constant(_I64, width))
-    skip = b.mul(stride, ir.Constant(_I64, rows - 1))
-    with loop(ir.Constant(_I64, 0), turns, wide) as (offset, _):
-        ahead = b.add(b.mul(offset, ir.Constant(_I64, width)), ir.Constant(_I64, _AHEAD))
-        past = b.icmp_signed(">=", ahead, end)
-        ahead = b.add(ahead, b.select(past, skip, ir.Constant(_I64, 0)))
-        for r, line in enumerate(lines):
-            for part in range(0, lines_each * _LINE, _LINE):
-                at = b.add(line, b.add(ahead, ir.Constant(_I64, part)))
-                emit_prefetch(b, at, level=1)
-            for part in range(0, wide, LANES):
-                step(r, b.add(offset, ir.Constant(_I64, part)), emit_load)
-    with loop(turns, whole, LANES) as (offset, _):
-        for r in range(rows):
-            step(r, offset, emit_load)
-    tail = b.sub(k, whole)
-    with b.if_then(b.icmp_signed(">", tail, ir.Constant(_I64, 0))):
-        for r in range(rows):
-            step(r, whole, lambda b, shape, address: emit_load_n(b, shape, address, tail))
+    end = b.mul(left, _i64(width))
+    skip = b.mul(stride, _i64(rows - 1))
+
+    def loop(start: Any, stop: Any, step: Any) -> Any:
+        return cgutils.for_range_slice(b, start, stop, step, _I64)
+
+    with loop(_i64(0), k, run) as (first, _):
+        factors = []
+        if scaled:
+            at = b.load(scale_at)
+            factors = [
+                spread(b, F32, emit_load(b, ir.FloatType(), b.add(at, _i64(4 * r))))
+                for r in range(rows)
+            ]
+            b.store(b.add(at, _i64(4 * ROWS)), scale_at)
+
+        def step(r: int, offset: Any, load: Load) -> None:
+            weight = emit_decode(b, load, b.add(lines[r], b.mul(offset, _i64(width))))
+            if scaled:
+                weight = b.fmul(weight, factors[r])
+            for t, x in enumerate(xs):
+                activations = load(b, F32.llvm, b.add(x, b.mul(offset, _i64(4))))
+                slot = slots[t * rows + r]
+                b.store(emit_fma(b, weight, activations, b.load(slot)), slot)
+
+        beyond = b.add(first, run)
+        last = b.select(b.icmp_signed("<", beyond, k), beyond, k)
+        count = b.sub(last, first)
+        turns, whole = (b.add(first, b.and_(count, _i64(-n))) for n in (wide, LANES))
+        # The processor's own prefetcher stops at the end of every page, and at that of every row.
+        with loop(first, turns, _i64(wide)) as (offset, _):
+            ahead = b.add(b.mul(offset, _i64(width)), _i64(_AHEAD))
+            past = b.icmp_signed(">=", ahead, end)
+            ahead = b.add(ahead, b.select(past, skip, _i64(0)))
+            for r, line in enumerate(lines):
+                for part in range(0, lines_each * _LINE, _LINE):
+                    emit_prefetch(b, b.add(line, b.add(ahead, _i64(part))), level=1)
+                for part in range(0, wide, LANES):
+                    step(r, b.add(offset, _i64(part)), emit_load)
+        with loop(turns, whole, _i64(LANES)) as (offset, _):
+            for r in range(rows):
+                step(r, offset, emit_load)
+        tail = b.sub(last, whole)
+        with b.if_then(b.icmp_signed(">", tail, _i64(0))):
+            for r in range(rows):
+                step(r, whole, lambda b, shape, address: emit_load_n(b, shape, address, tail))
     for slot, place in zip(slots, places, strict=True):
         emit_store(b, b.load(slot), place)
 
 
 def _tile(kind: str, rows: int, tokens: int) -> Any:
-    """Return an intrinsic (w, stride, scales, xs, k0, k, left, acc) of a tile of rows by tokens."""
+    """Return an intrinsic (w, stride, scales, run, xs, k0, k, left, acc) of rows by tokens."""
 
-    def tile(b, w, stride, scales, xs, k0, k, left, acc):
-        start = b.add(w, b.mul(k0, ir.Constant(_I64, _KINDS[kind][1])))
+    def tile(b, w, stride, scales, run, xs, k0, k, left, acc):
+        start = b.add(w, b.mul(k0, _i64(_KINDS[kind][1])))
         x = emit_tokens(b, xs, k0, tokens)
-        _emit_tile(b, kind, rows, start, stride, scales, x, k, left, acc)
+        _emit_tile(b, kind, rows, start, stride, scales, run, x, k, left, acc)
 
-    return op(void, i64, i64, i64, i64, i64, i64, i64, i64)(tile)
+    return op(void, i64, i64, i64, i64, i64, i64, i64, i64, i64)(tile)
 
 
 def _stream(kind: str) -> Kernel:
@@ -200,36 +225,39 @@ def _stream(kind: str) -> Kernel:
         w = codes + (expert * n + row) * stride
         xs, acc, scales = scratch + XS, scratch + ACC, scratch + PANEL
         clear(scratch, tokens)
-        run, scale, apart = columns, 0, 0
+        run, most, scale, apart = columns, columns, 0, 0
         if scaled:
-            run, scale = field(weight, 9), first_scale(weight, expert, row)
+            run, scale = min(columns, field(weight, 9)), first_scale(weight, expert, row)
+            most = run * _RUNS
             # Scales change from row to row, or none of the rows of a unit has its own.
             if field(weight, 10) == 1:
                 apart = field(weight, 11)
         k0 = 0
         while k0 < columns:
             left = columns - k0
-            k = min(run, left)
+            k = min(most, left)
             if scaled:
-                for r in range(count):
-                    write_f32(scales + 4 * r, scale_at(weight, scale + r * apart) * factor)
-                scale += 1
+                for i in range((k + run - 1) // run):
+                    for r in range(count):
+                        value = scale_at(weight, scale + r * apart) * factor
+                        write_f32(scales + 4 * (ROWS * i + r), value)
+                    scale += 1
             t = 0
             if count == ROWS:
                 while t + WIDE <= tokens:
                     for r in range(0, ROWS, WIDE):
-                        at = acc + _VECTOR * (t * ROWS + r)
-                        wide(w + r * stride, stride, scales + 4 * r, xs + 8 * t, k0, k, left, at)
+                        at, line = acc + _VECTOR * (t * ROWS + r), w + r * stride
+                        wide(line, stride, scales + 4 * r, run, xs + 8 * t, k0, k, left, at)
                     t += WIDE
                 while t < tokens:
                     for r in range(0, ROWS, side):
-                        at = acc + _VECTOR * (t * ROWS + r)
-                        some(w + r * stride, stride, scales + 4 * r, xs + 8 * t, k0, k, left, at)
+                        at, line = acc + _VECTOR * (t * ROWS + r), w + r * stride
+                        some(line, stride, scales + 4 * r, run, xs + 8 * t, k0, k, left, at)
                     t += 1
             while t < tokens:
                 for r in range(count):
-                    at = acc + _VECTOR * (t * ROWS + r)
-                    one(w + r * stride, stride, scales + 4 * r, xs + 8 * t, k0, k, left, at)
+                    at, line = acc + _VECTOR * (t * ROWS + r), w + r * stride
+                    one(line, stride, scales + 4 * r, run, xs + 8 * t, k0, k, left, at)
                 t += 1
             k0 += k
         finish(scratch, tokens)
