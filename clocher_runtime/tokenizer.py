@@ -18,7 +18,7 @@ class Tokenizer:
     """A tokenizer.json with the settings that its tokenizer_config.json adds.
 
     Args:
-        tokenizer_json: the file of the `tokenizers` library.
+        tokenizer_json: the file of the `tokenizers` library, or its content.
         config: contents of tokenizer_config.json.
 
     Raises:
@@ -26,7 +26,7 @@ class Tokenizer:
         FormatError: the file, or a setting, is not one that can be used.
     """
 
-    def __init__(self, tokenizer_json: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer_json: Path | bytes, config: Mapping[str, Any]) -> None:
         self._tokenizer = _parse(tokenizer_json)
         # The file may ask for both, for training; a prompt is neither cut nor filled up.
         self._tokenizer.no_truncation()
@@ -54,7 +54,7 @@ class Tokenizer:
                 and without them the post-processor of tokenizer.json.
 
         Raises:
-            UsageError: the text is not valid Unicode.
+            UsageError: the text is not valid Unicode, or the tokenizer has no ids for it.
         """
         try:
             ids = self._tokenizer.encode(
@@ -62,6 +62,8 @@ class Tokenizer:
             ).ids
         except (TypeError, UnicodeError):
             raise UsageError("the prompt is not valid Unicode text; give it in UTF-8") from None
+        except Exception as error:  # the class that the library raises for every reason
+            raise UsageError(f"the prompt cannot be tokenised: {error}") from None
         return [*self._prefix, *ids, *self._suffix] if special else list(ids)
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
@@ -139,15 +141,16 @@ class TextStream:
         return self._decode(self._ids)[len(done) :]
 
 
-def _parse(path: Path) -> tokenizers.Tokenizer:
-    data = read_bytes(path, MAX_FILE_BYTES)
+def _parse(source: Path | bytes) -> tokenizers.Tokenizer:
+    data = source if isinstance(source, bytes) else read_bytes(source, MAX_FILE_BYTES)
+    where = "the tokenizer of the metadata" if isinstance(source, bytes) else str(source)
     try:
         return tokenizers.Tokenizer.from_str(data.decode("utf-8"))
     except BaseException as error:
         # A Rust panic reaches Python as a BaseException of its own.
         if isinstance(error, KeyboardInterrupt | MemoryError | SystemExit):
             raise
-        raise FormatError(f"{path}: not a tokenizer that can be loaded: {error}") from None
+        raise FormatError(f"{where}: not a tokenizer that can be loaded: {error}") from None
 
 
 def _content(name: str, value: object) -> str:

@@ -1,13 +1,13 @@
 """A checkpoint: the common face of every container that weights come in."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from clocher_kernels.errors import FormatError, ModelError, ShapeError
+from clocher_kernels.errors import FormatError, ModelError, ShapeError, UnsupportedModel
 from clocher_kernels.formats import Bsr, Format, Mxfp4
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.weights.files import MappedFile
@@ -16,34 +16,71 @@ CHECK_LIMIT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LazyTensor:
+    """A tensor that the file holds in another layout: its planes are computed on demand.
+
+    Attributes:
+        shape: logical shape.
+        format: the format of the planes.
+        make: computes the planes anew at every call, from views of the mapped files.
+    """
+
+    shape: tuple[int, ...]
+    format: Format
+    make: Callable[[], Mapping[str, np.ndarray]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the planes will have."""
+        return self.format.nbytes(self.shape)
+
+
+Stored = QuantTensor | LazyTensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
     """Weights and settings of one model, structurally valid in full, nothing copied yet.
 
     Attributes:
-        path: directory of the model's files.
-        kind: the container: a Hugging Face directory or IEBIN.
+        path: directory of the model's files, or its one GGUF file.
+        kind: the container: Hugging Face (safetensors or pickled), IEBIN or GGUF.
         config: contents of config.json.
         generation_config: contents of generation_config.json, {} without one.
         tokenizer_config: contents of tokenizer_config.json, {} without one; its "chat_template" is
             that of chat_template.jinja where the model has that file.
         tokenizer_json: the file that the tokenizer loads. It may be absent.
-        tensors: logical tensors by name: views of mapped files, in no promised alignment.
+        tensors: logical tensors by name: views of mapped files, in no promised alignment, and
+            tensors whose planes `tensor` computes. All of them say shape, format and nbytes.
         files: the mapped weight files.
+        notes: what a person should know about how they were read: arrays that are not used.
+        make_tokenizer: makes the content of tokenizer.json where that is no file, as in GGUF.
     """
 
     path: Path
-    kind: Literal["hf", "iebin"]
+    kind: Literal["hf", "bin", "iebin", "gguf", "npz", "callable"]
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
     tokenizer_config: Mapping[str, Any]
     tokenizer_json: Path
-    tensors: Mapping[str, QuantTensor]
+    tensors: Mapping[str, Stored]
     files: tuple[MappedFile, ...]
+    notes: tuple[str, ...] = ()
+    make_tokenizer: Callable[[], bytes] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """Logical tensor names."""
         return tuple(self.tensors)
+
+    @property
+    def tokenizer_source(self) -> Path | bytes:
+        """What `Tokenizer` loads: the file, or its content where it is made from metadata.
+
+        Raises:
+            ModelError: the metadata cannot be used.
+        """
+        return self.make_tokenizer() if self.make_tokenizer else self.tokenizer_json
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +100,8 @@ class Checkpoint:
         """Return a tensor whose planes are aligned to their element type.
 
         They are read-only views of the mapped file, except where a safetensors file puts a tensor
-        at an odd place or transposes it; then they are copies.
+        at an odd place or transposes it; then they are copies. Those of a `LazyTensor` are
+        computed anew by every call, and the pages of the file that this read are given back.
 
         Codes that the format forbids are looked for in tensors of at most 64 MiB, in the scales of
         MXFP4 whatever their size, and everywhere with `verify`. Such a code would give a wrong
@@ -73,11 +111,16 @@ class Checkpoint:
         Raises:
             ModelError: there is no such tensor.
             FormatError: a stored code is one that the format forbids.
+            UnsupportedModel: stored values turn out to be such that no format can hold them.
         """
         stored = self._stored(name)
-        planes = {
-            key: np.require(plane, requirements=["C", "A"]) for key, plane in stored.planes.items()
-        }
+        try:
+            found = stored.make() if isinstance(stored, LazyTensor) else stored.planes
+        except (FormatError, UnsupportedModel) as error:
+            raise type(error)(f"{self.path}: tensor {name!r}: {error}") from None
+        planes = {key: np.require(plane, requirements=["C", "A"]) for key, plane in found.items()}
+        if isinstance(stored, LazyTensor):
+            self.release()
         tensor = QuantTensor(stored.shape, stored.format, planes)
         always = isinstance(tensor.format, Bsr | Mxfp4)
         if verify or always or tensor.nbytes <= CHECK_LIMIT_BYTES:
@@ -106,7 +149,7 @@ class Checkpoint:
         """Finish with the files. A mapping lasts until the last view of it is gone."""
         self.release()
 
-    def _stored(self, name: str) -> QuantTensor:
+    def _stored(self, name: str) -> Stored:
         if name not in self.tensors:
             raise ModelError(
                 f"{self.path}: the model has no tensor {name!r}; it has {len(self.tensors)} "
@@ -127,3 +170,18 @@ def stored_tensor(
         return QuantTensor(shape, fmt, planes)
     except ShapeError as error:
         raise FormatError(f"{where}: {error}") from None
+
+
+def lazy_tensor(
+    shape: tuple[int, ...], fmt: Format, make: Callable[[], Mapping[str, np.ndarray]], where: str
+) -> LazyTensor:
+    """Return a tensor that `make` will compute from a file's arrays, which are checked before.
+
+    Raises:
+        FormatError: the format cannot hold this shape.
+    """
+    try:
+        fmt.planes(shape)
+    except ShapeError as error:
+        raise FormatError(f"{where}: {error}") from None
+    return LazyTensor(shape, fmt, make)

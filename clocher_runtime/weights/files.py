@@ -27,7 +27,7 @@ def open_regular(path: Path) -> Iterator[int]:
     try:
         # Without O_NONBLOCK a pipe in place of the file would hang here.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ModelNotFound(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read: {error}") from None

@@ -58,6 +58,8 @@ TQ2_0 = GgmlType("tq2_0", 35, 256, 66, 37)
 MXFP4 = GgmlType("mxfp4", 39, 32, 17, 38)
 
 FLOATS = {kind.name: kind for kind in (F32, F16, BF16)}
+TYPES = {kind.code: kind for kind in (F32, F16, BF16, Q4_0, Q8_0, TQ2_0, MXFP4)}
+"""The types that are read and written, by their number."""
 
 
 def same_type(fmt: Format) -> GgmlType:

@@ -6,11 +6,9 @@ up rows of gpt-oss experts become two tensors. llama.cpp computes its "bitnet" w
 BitNet 2B-4T has a squared ReLU: the bytes and the shapes are the same, the text is not.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -18,40 +16,28 @@ from clocher_kernels.errors import UnsupportedModel, UsageError
 from clocher_kernels.formats import Format
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.models.families import spec_from_config
-from clocher_runtime.models.inventory import EMBED, HEAD, NORM, Need, inventory
+from clocher_runtime.models.inventory import Need, inventory
 from clocher_runtime.models.rope import inverse_frequencies
 from clocher_runtime.models.spec import ModelSpec, RopeSpec
 from clocher_runtime.weights.base import Checkpoint
 from clocher_runtime.weights.gguf_blocks import F32, FLOATS, GgmlType, row_blocks, same_type
+from clocher_runtime.weights.gguf_names import (
+    ACTIVATION,
+    ROPE_FACTORS,
+    Order,
+    heads_of,
+    pieces,
+    row_order,
+)
 from clocher_runtime.weights.gguf_writer import Field, GgufEntry, GgufWriter, file_bytes
 
 SAME = "same"
 TYPES = (SAME, *FLOATS)
 
 Progress = Callable[[int, str], None]
-_Order = Literal["all", "paired", "even", "odd"]
 
 _PIECE_ELEMENTS = 1 << 23
 _ARCHITECTURES = {"llama": "llama", "bitnet": "bitnet", "gpt_oss": "gpt-oss"}
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.sinks": "attn_sinks",
-    "self_attn.attn_sub_norm": "attn_sub_norm",
-    "mlp.ffn_sub_norm": "ffn_sub_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.router": "ffn_gate_inp",
-    "mlp.experts.down_proj": "ffn_down_exps",
-}
-_GATE_UP = "mlp.experts.gate_up_proj"
-_MODEL_NAMES = {EMBED: "token_embd.weight", NORM: "output_norm.weight", HEAD: "output.weight"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +46,7 @@ class _Item:
 
     entry: GgufEntry
     source: str
-    order: _Order
+    order: Order
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +82,7 @@ class GgufExport:
         """
         done = 0
         with GgufWriter(path, self.fields, [item.entry for item in self.items]) as writer:
-            if "rope_freqs.weight" in (item.entry.name for item in self.items):
+            if ROPE_FACTORS in (item.entry.name for item in self.items):
                 writer.write(_rope_factors(self.spec).view(np.uint8))
             for item in self.items:
                 if not item.source:
@@ -113,19 +99,16 @@ class GgufExport:
         vector = len(item.entry.shape) == 1 or item.source.endswith(("_bias", ".bias"))
         if vector:
             values = tensor.decode().reshape(-1)
-            order = _rows(item.order, len(values), self._heads(item.source))
+            order = row_order(item.order, len(values), heads_of(self.spec, item.source))
             writer.write(values[order].astype(np.float32).view(np.uint8))
             return
         count = 1
         for dim in tensor.shape[:-1]:
             count *= dim
-        order = _rows(item.order, count, self._heads(item.source))
+        order = row_order(item.order, count, heads_of(self.spec, item.source))
         step = max(1, _PIECE_ELEMENTS // tensor.shape[-1])
         for start in range(0, len(order), step):
             writer.write(row_blocks(tensor, order[start : start + step], item.entry.kind))
-
-    def _heads(self, source: str) -> int:
-        return self.spec.num_heads if ".q_proj." in source else self.spec.num_kv_heads
 
 
 def plan_gguf(
@@ -158,7 +141,7 @@ def plan_gguf(
         for item in _items(spec, source, need, formats[source], kind)
     ]
     if spec.rope.kind == "llama3":
-        factors = GgufEntry("rope_freqs.weight", (spec.head_dim // 2,), F32)
+        factors = GgufEntry(ROPE_FACTORS, (spec.head_dim // 2,), F32)
         items.insert(0, _Item(factors, "", "all"))
     share: dict[GgmlType, int] = {}
     for item in items:
@@ -172,38 +155,10 @@ def _items(spec: ModelSpec, source: str, need: Need, fmt: Format, kind: str) -> 
         ggml = F32
     else:
         ggml = same_type(fmt) if kind == SAME else FLOATS[kind]
-    match = _LAYER.fullmatch(source)
-    if match is None:
-        return [_Item(GgufEntry(_MODEL_NAMES[source], need.shape, ggml), source, "all")]
-    layer, rest = match.groups()
-    if rest.startswith(_GATE_UP):
-        tail = "bias" if rest.endswith("_bias") else "weight"
-        shape = (need.shape[0], need.shape[1] // 2, *need.shape[2:])
-        gate = GgufEntry(f"blk.{layer}.ffn_gate_exps.{tail}", shape, ggml)
-        up = GgufEntry(f"blk.{layer}.ffn_up_exps.{tail}", shape, ggml)
-        return [_Item(gate, source, "even"), _Item(up, source, "odd")]
-    for suffix in (".weight", ".bias", "_bias", ""):
-        stem = rest.removesuffix(suffix) if suffix else rest
-        if rest.endswith(suffix) and stem in _LAYER_NAMES:
-            break
-    else:
-        raise UnsupportedModel(f"{source}: llama.cpp's {spec.family} models have no such tensor")
-    name = _LAYER_NAMES[stem]
-    if spec.family == "gpt_oss" and name == "ffn_norm":
-        name = "post_attention_norm"
-    tail = "bias" if rest.endswith("bias") else "weight"
-    paired = spec.family == "llama" and name in ("attn_q", "attn_k")
-    entry = GgufEntry(f"blk.{layer}.{name}.{tail}", need.shape, ggml)
-    return [_Item(entry, source, "paired" if paired else "all")]
-
-
-def _rows(order: _Order, count: int, heads: int) -> np.ndarray:
-    """Return which of `count` rows come, in their order."""
-    rows = np.arange(count)
-    if order == "paired":
-        # llama.cpp rotates neighbours, Hugging Face the halves of a head.
-        return rows.reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
-    return {"all": rows, "even": rows[0::2], "odd": rows[1::2]}[order]
+    return [
+        _Item(GgufEntry(piece.name, piece.shape, ggml), source, piece.order)
+        for piece in pieces(spec, source, need)
+    ]
 
 
 def _rope_factors(spec: ModelSpec) -> np.ndarray:
@@ -240,11 +195,13 @@ def _fields(spec: ModelSpec, name: str, main: GgmlType) -> dict[str, Field]:
             "rope.scaling.factor": spec.rope.factor,
             "rope.scaling.original_context_length": spec.rope.original_positions,
         }
+    activation: dict[str, Field] = {ACTIVATION: spec.act} if spec.family == "bitnet" else {}
     return {
         "general.architecture": arch,
         "general.name": name,
         "general.file_type": main.file_type,
         "general.quantization_version": 2,
         "tokenizer.ggml.model": "no_vocab",
+        **activation,
         **{f"{arch}.{key}": value for key, value in values.items()},
     }
