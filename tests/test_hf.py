@@ -345,7 +345,7 @@ def changed(arrays: dict[str, Array], **changes: Array | None) -> dict[str, Arra
 
 ONLINE = {"linear_class": "autobitlinear", "quantization_mode": "online"}
 BAD: list[tuple[str, dict[str, Array], dict[str, Any], type[ModelError], str]] = [
-    ("gptq", PLAIN, config("gptq"), UnsupportedModel, "'gptq' is not known; known: mxfp4, bitnet"),
+    ("hqq", PLAIN, config("hqq"), UnsupportedModel, "'hqq' is not known; known: mxfp4, bitnet"),
     (
         "no method",
         PLAIN,
@@ -436,13 +436,13 @@ BAD: list[tuple[str, dict[str, Array], dict[str, Any], type[ModelError], str]] =
         "3 dimensions",
     ),
     ("block", FP8, config("fp8", weight_block_size=[64, 64]), UnsupportedModel, "64.*128, 128"),
-    ("static", FP8, config("fp8", activation_scheme="static"), UnsupportedModel, "known: dynamic"),
+    ("scheme", FP8, config("fp8", activation_scheme="odd"), UnsupportedModel, "dynamic, static"),
     (
         "fp8 scale shape",
         changed(FP8, p__weight_scale_inv=array("F32", 1, 2)),
         config("fp8"),
         FormatError,
-        "plane 'scales'",
+        r"scale_inv': shape \[1, 2\], expected \[2, 2\]",
     ),
     ("fp8 e5m2", {"p.weight": array("F8_E5M2", 2, 2)}, config("fp8"), ModelError, "no tensor is"),
 ]

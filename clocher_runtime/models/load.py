@@ -110,11 +110,18 @@ def _account(spec: ModelSpec, needs: Mapping[str, Need], checkpoint: Checkpoint)
         )
     ignored = {HEAD} if spec.tied else set()
     extra = sorted(n for n in names - set(needs) - ignored if not n.endswith("rotary_emb.inv_freq"))
+    extra = [name for name in extra if not _bias_of_zeros(checkpoint, name)]
     if extra:
         raise FormatError(
             f"{checkpoint.path}: {len(extra)} tensors have no place in a {spec.family} model, "
             f"the first is {extra[0]}; its config.json does not describe it"
         )
+
+
+def _bias_of_zeros(checkpoint: Checkpoint, name: str) -> bool:
+    """Return whether a tensor adds nothing: AutoGPTQ gave every linear a bias, even of zeros."""
+    is_bias = name.endswith(".bias") and len(checkpoint.shape(name)) == 1
+    return is_bias and not checkpoint.tensor(name).decode().any()
 
 
 def _vector(name: str, tensor: QuantTensor) -> np.ndarray:

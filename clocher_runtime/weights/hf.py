@@ -2,18 +2,20 @@
 
 Nothing in it is trusted: shard names must be plain, links may not leave the model's directory (or,
 in a hub cache, the `models--x` directory that holds the blobs), and the index and the shards must
-agree on every tensor. Pickled weights (`pytorch_model*.bin`) are never opened.
+agree on every tensor. Pickled weights (`pytorch_model*.bin`) are not opened; see `torch_bin`.
 """
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from clocher_kernels.errors import FormatError, ModelNotFound, UnsupportedModel
 from clocher_runtime.weights.base import Checkpoint
-from clocher_runtime.weights.files import read_bytes
-from clocher_runtime.weights.hf_tensors import StoredArray, logical_tensors
+from clocher_runtime.weights.files import MappedFile, read_bytes
+from clocher_runtime.weights.hf_arrays import StoredArray
+from clocher_runtime.weights.hf_tensors import logical_tensors
 from clocher_runtime.weights.safetensors_file import SafetensorsFile
 from clocher_runtime.weights.strict_json import MAX_JSON_BYTES, parse_object
 
@@ -21,6 +23,9 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SUBFOLDERS = ("", "hf", "hf/original", "original")
+
+Weights = tuple[dict[str, StoredArray], tuple[MappedFile, ...]]
+"""Arrays of weight files by name, and the files."""
 
 _MAX_CONFIG_BYTES = 16_000_000
 _MAX_TEMPLATE_BYTES = 1_000_000
@@ -45,30 +50,53 @@ def open_hf(directory: Path) -> Checkpoint:
         UnsupportedModel: the files are sound but of a kind that is not read.
         WindowError: a timed window is open.
     """
-    folder = _Folder(directory)
+    return read_folder(directory, "hf", _open_safetensors)
+
+
+def read_folder(
+    directory: Path, kind: Literal["hf", "bin"], read: Callable[["HfFolder"], Weights]
+) -> Checkpoint:
+    """Return the checkpoint of a directory whose weights are read in a way of their own.
+
+    Args:
+        directory: the folder that holds config.json.
+        kind: of the checkpoint.
+        read: returns the arrays of the folder's weight files by name, and the mapped files.
+
+    Raises:
+        ModelError: as `open_hf`.
+    """
+    folder = HfFolder(directory)
     config = folder.json(CONFIG)
     settings = config.get("quantization_config")
     if settings is not None and not isinstance(settings, dict):
         raise FormatError(f"{directory / CONFIG}: quantization_config is not an object")
+    arrays, files = read(folder)
+    tensors, notes = logical_tensors(arrays, settings)
+    return Checkpoint(
+        path=directory,
+        kind=kind,
+        config=config,
+        generation_config=folder.optional_json("generation_config.json"),
+        tokenizer_config=_tokenizer_config(folder),
+        tokenizer_json=folder.member("tokenizer.json"),
+        tensors=tensors,
+        files=files,
+        notes=notes,
+    )
+
+
+def _open_safetensors(folder: "HfFolder") -> Weights:
     shards = _open_shards(folder)
     arrays = {
         name: StoredArray(info.dtype, shard.view(name), f"{shard.file.path}: tensor {name!r}")
         for shard in shards
         for name, info in shard.tensors.items()
     }
-    return Checkpoint(
-        path=directory,
-        kind="hf",
-        config=config,
-        generation_config=folder.optional_json("generation_config.json"),
-        tokenizer_config=_tokenizer_config(folder),
-        tokenizer_json=folder.member("tokenizer.json"),
-        tensors=logical_tensors(arrays, settings),
-        files=tuple(shard.file for shard in shards),
-    )
+    return arrays, tuple(shard.file for shard in shards)
 
 
-class _Folder:
+class HfFolder:
     """A directory whose files must really lie in it."""
 
     def __init__(self, directory: Path) -> None:
@@ -98,8 +126,28 @@ class _Folder:
         """Return the object in a JSON file, {} without the file."""
         return self.json(name) if self.has(name) else {}
 
+    def weight_map(self, index: str, shard: re.Pattern[str], suffix: str) -> dict[str, str]:
+        """Return the tensors of an index file with the shard that holds each.
 
-def _tokenizer_config(folder: _Folder) -> dict[str, Any]:
+        Args:
+            index: name of the index file.
+            shard: what names of shards look like.
+            suffix: their ending, for the message.
+        """
+        where = self.directory / index
+        weight_map = self.json(index, MAX_JSON_BYTES).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise FormatError(f"{where}: weight_map must be an object that is not empty")
+        for name, file_name in weight_map.items():
+            if not isinstance(file_name, str) or not shard.fullmatch(file_name):
+                raise FormatError(
+                    f"{where}: tensor {name!r:.80} is in {file_name!r:.80}; a shard is a plain "
+                    f"file name of letters, digits, '.', '_', '-' that ends in {suffix}"
+                )
+        return weight_map
+
+
+def _tokenizer_config(folder: HfFolder) -> dict[str, Any]:
     config = folder.optional_json("tokenizer_config.json")
     if folder.has("chat_template.jinja"):
         path = folder.member("chat_template.jinja")
@@ -110,12 +158,12 @@ def _tokenizer_config(folder: _Folder) -> dict[str, Any]:
     return config
 
 
-def _open_shards(folder: _Folder) -> list[SafetensorsFile]:
+def _open_shards(folder: HfFolder) -> list[SafetensorsFile]:
     if folder.has(SINGLE):
         return [SafetensorsFile(folder.member(SINGLE))]
     if not folder.has(INDEX):
         raise _no_weights(folder.directory)
-    weight_map = _weight_map(folder)
+    weight_map = folder.weight_map(INDEX, _SHARD, ".safetensors")
     shards = []
     for file_name in sorted(set(weight_map.values())):
         shard = SafetensorsFile(folder.member(file_name))
@@ -130,24 +178,11 @@ def _open_shards(folder: _Folder) -> list[SafetensorsFile]:
     return shards
 
 
-def _weight_map(folder: _Folder) -> dict[str, str]:
-    where = folder.directory / INDEX
-    weight_map = folder.json(INDEX, MAX_JSON_BYTES).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise FormatError(f"{where}: weight_map must be an object that is not empty")
-    for name, file_name in weight_map.items():
-        if not isinstance(file_name, str) or not _SHARD.fullmatch(file_name):
-            raise FormatError(
-                f"{where}: tensor {name!r:.80} is in {file_name!r:.80}; a shard is a plain file "
-                "name of letters, digits, '.', '_', '-' that ends in .safetensors"
-            )
-    return weight_map
-
-
 def _no_weights(directory: Path) -> Exception:
     if any(directory.glob("pytorch_model*.bin")):
         return UnsupportedModel(
-            f"{directory}: only pickled weights (pytorch_model*.bin). Clocher never unpickles, "
-            "because a pickle can run code; convert the model to safetensors first"
+            f"{directory}: only pickled weights (pytorch_model*.bin). Clocher never unpickles on "
+            "its own, because a pickle can run code; convert the model to safetensors, or ask for "
+            "torch's restricted unpickler: scripts/hf_to_iebin_stream_pt.py, ptq_from_bin.py"
         )
     return ModelNotFound(f"{directory}: neither {SINGLE} nor {INDEX} is there")
