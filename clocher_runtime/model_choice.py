@@ -5,8 +5,11 @@ from pathlib import Path
 
 from clocher_kernels.errors import ModelNotFound
 from clocher_runtime.config import RunConfig
-from clocher_runtime.weights import Checkpoint, open_checkpoint, open_iebin
+from clocher_runtime.weights import Checkpoint, open_checkpoint
+from clocher_runtime.weights.dedup_policy import open_weights
+from clocher_runtime.weights.gguf import find_gguf
 from clocher_runtime.weights.iebin import BIN_NAME, JSON_NAME
+from clocher_runtime.weights.q4_overlay import open_index
 
 EMBEDDED = "clocher-tiny-gptoss"
 
@@ -18,7 +21,7 @@ class ModelChoice:
     Attributes:
         name: what the run calls it.
         source: why it was chosen: a flag, a variable, "current directory" or "embedded".
-        path: its directory, or the metadata file of an IEBIN pair.
+        path: its directory or GGUF file, or the metadata file of an IEBIN pair.
         data: the data file of an IEBIN pair.
     """
 
@@ -34,8 +37,23 @@ class ModelChoice:
             ModelError: it is missing or invalid.
         """
         if self.data is not None:
-            return open_iebin(self.path, self.data)
+            return open_index(self.path, self.data)
         return open_checkpoint(self.path)
+
+    def open_for(self, config: RunConfig) -> tuple[Checkpoint, tuple[str, ...]]:
+        """Open its checkpoint, by its deduplicated weights if the run asks for them.
+
+        Returns:
+            The checkpoint, and what the run asked for and did not get, as "NAME=value".
+
+        Raises:
+            ModelError: it is missing or invalid.
+            UsageError: two settings exclude each other.
+        """
+        directory: Path | None = self.path if self.data is None else self.path.parent
+        if config.model_bin is not None or (self.data and self.path.name != JSON_NAME):
+            directory = None
+        return open_weights(config, directory, self.open)
 
 
 def choose_model(config: RunConfig, cwd: Path) -> ModelChoice:
@@ -49,11 +67,12 @@ def choose_model(config: RunConfig, cwd: Path) -> ModelChoice:
         ModelNotFound: a named directory does not exist, or nothing is named or found although
             IE_REQUIRE_MODEL=1.
     """
-    if config.model_dir is not None and not config.model_dir.is_dir():
+    model_dir = config.model_dir
+    if model_dir is not None and not (model_dir.is_dir() or find_gguf(model_dir)):
         source, raw = config.given["model_dir"]
         raise ModelNotFound(
             f"{source}: {raw!r} is not a directory; give the directory of a model that is on this "
-            "machine (nothing is downloaded)"
+            "machine (nothing is downloaded), or a GGUF file"
         )
     named = config.model_json or config.model_bin
     if named is not None:

@@ -10,7 +10,7 @@ from typing import Any
 from clocher_kernels.errors import FormatError, ShapeError, UnsupportedModel
 from clocher_kernels.formats import Bsr, Format, Plane, parse_format
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.weights.base import Checkpoint, stored_tensor
+from clocher_runtime.weights.base import Checkpoint, Stored, stored_tensor
 from clocher_runtime.weights.files import MappedFile, read_bytes
 from clocher_runtime.weights.strict_json import (
     MAX_JSON_BYTES,
@@ -105,6 +105,22 @@ def seal(body: bytes) -> bytes:
     return body + b'"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
 
 
+def unsealed(data: bytes, where: str) -> bytes:
+    """Return what `seal` was given.
+
+    Raises:
+        FormatError: the closing field is not there, or not the SHA-256 of what precedes it.
+    """
+    tail = _SEAL.fullmatch(data[-_SEAL_BYTES:])
+    body = data[:-_SEAL_BYTES]
+    if tail is None or tail[1].decode() != hashlib.sha256(body).hexdigest():
+        raise FormatError(
+            f"{where}: the file does not match its own SHA-256: it was damaged or edited; "
+            "convert the model again"
+        )
+    return body
+
+
 def open_iebin(
     json_path: Path | str, bin_path: Path | str | None = None, verify: bool = False
 ) -> Checkpoint:
@@ -121,39 +137,77 @@ def open_iebin(
         UnsupportedModel: it was written for another version of IEBIN.
         WindowError: a timed window is open.
     """
-    json_path = Path(json_path)
-    bin_path = Path(bin_path) if bin_path else json_path.parent / BIN_NAME
-    document = _read_document(json_path)
-    vocab_path = json_path.parent / VOCAB_NAME
-    if "vocab" in document:
-        _check_vocab(document["vocab"], vocab_path, str(json_path))
-    described = fields(document["bin"], f"{json_path}: bin", _FILE)
-    _check_file(described, BIN_NAME, f"{json_path}: bin")
-    entries = list(_entries(document["tensors"], str(json_path)))
-    end = entries[-1].placed[-1].end if entries else 0
-    if described["nbytes"] != end:
-        raise FormatError(
-            f"{json_path}: bin.nbytes is {described['nbytes']}, the tensors end at {end}"
-        )
-    file = MappedFile(bin_path, end)
-    checkpoint = Checkpoint(
-        path=json_path.parent,
-        kind="iebin",
-        config=document["config"],
-        generation_config=document["generation_config"],
-        tokenizer_config=document["tokenizer_config"],
-        tokenizer_json=vocab_path,
-        tensors={entry.name: entry.view(file) for entry in entries},
-        files=(file,),
-    )
+    index = read_index(Path(json_path))
+    file = MappedFile(Path(bin_path) if bin_path else index.path.parent / BIN_NAME, index.nbytes)
+    views = {entry.name: entry.view(file) for entry in index.entries}
+    checkpoint = index.checkpoint(views, (file,))
     if verify:
-        _check_hashes(file, entries, described["sha256"])
+        _check_hashes(file, index.entries, index.sha256)
         checkpoint.verify()
     return checkpoint
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class IebinIndex:
+    """model.ie.json, checked in full, and vocab.json beside it.
+
+    Attributes:
+        path: the file.
+        document: its contents.
+        entries: its tensors, in the order of model.ie.bin.
+        nbytes: size of model.ie.bin.
+        sha256: SHA-256 of model.ie.bin.
+    """
+
+    path: Path
+    document: Mapping[str, Any]
+    entries: tuple["Entry", ...]
+    nbytes: int
+    sha256: str
+
+    def checkpoint(
+        self, tensors: Mapping[str, Stored], files: tuple[MappedFile, ...]
+    ) -> Checkpoint:
+        """Return a checkpoint of these tensors with the settings of the file."""
+        return Checkpoint(
+            path=self.path.parent,
+            kind="iebin",
+            config=self.document["config"],
+            generation_config=self.document["generation_config"],
+            tokenizer_config=self.document["tokenizer_config"],
+            tokenizer_json=self.path.parent / VOCAB_NAME,
+            tensors=tensors,
+            files=files,
+        )
+
+
+def read_index(json_path: Path) -> IebinIndex:
+    """Read model.ie.json and check all that can be checked without model.ie.bin.
+
+    Raises:
+        ModelNotFound: it or vocab.json is missing.
+        FormatError: it is damaged, or vocab.json is another one.
+        UnsupportedModel: it was written for another version of IEBIN.
+        WindowError: a timed window is open.
+    """
+    document = _read_document(json_path)
+    if "vocab" in document:
+        _check_vocab(document["vocab"], json_path.parent / VOCAB_NAME, str(json_path))
+    described = fields(document["bin"], f"{json_path}: bin", _FILE)
+    _check_file(described, BIN_NAME, f"{json_path}: bin")
+    entries = tuple(_entries(document["tensors"], str(json_path)))
+    end = entries[-1].placed[-1].end if entries else 0
+    if described["nbytes"] != end:
+        raise FormatError(
+            f"{json_path}: bin.nbytes is {described['nbytes']}, the tensors end at {end}"
+        )
+    return IebinIndex(json_path, document, entries, end, described["sha256"])
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of model.ie.json: its planes, their places and their SHA-256."""
+
     name: str
     shape: tuple[int, ...]
     format: Format
@@ -161,6 +215,7 @@ class _Entry:
     hashes: Mapping[str, str]
 
     def view(self, file: MappedFile) -> QuantTensor:
+        """Return the tensor as views of model.ie.bin."""
         planes = {item.key: file.plane(item.plane, item.offset) for item in self.placed}
         where = f"{file.path}: tensor {self.name!r}"
         return stored_tensor(self.shape, self.format, planes, where)
@@ -178,13 +233,7 @@ def _read_document(path: Path) -> dict[str, Any]:
             "convert the model again or update Clocher"
         )
     fields(document, str(path), _FIELDS, {"vocab": dict, "extra": dict})
-    tail = _SEAL.fullmatch(data[-_SEAL_BYTES:])
-    body = data[:-_SEAL_BYTES]
-    if tail is None or tail[1].decode() != hashlib.sha256(body).hexdigest():
-        raise FormatError(
-            f"{path}: the file does not match its own SHA-256: it was damaged or edited; "
-            "convert the model again"
-        )
+    unsealed(data, str(path))
     return document
 
 
@@ -208,7 +257,7 @@ def _check_vocab(value: object, path: Path, where: str) -> None:
         raise FormatError(f"{path}: not the vocabulary that {where} describes; convert again")
 
 
-def _entries(tensors: list[object], where: str) -> Iterator[_Entry]:
+def _entries(tensors: list[object], where: str) -> Iterator[Entry]:
     seen: set[str] = set()
     end = 0
     for index, value in enumerate(tensors):
@@ -229,7 +278,7 @@ def _entries(tensors: list[object], where: str) -> Iterator[_Entry]:
             raise FormatError(f"{at}: planes {list(item['planes'])!r:.80}, expected {keys}")
         hashes = {plane.key: _plane_hash(item["planes"][plane.key], plane, at) for plane in placed}
         end = placed[-1].end
-        yield _Entry(name, shape, fmt, placed, hashes)
+        yield Entry(name, shape, fmt, placed, hashes)
 
 
 def _counted(fmt: Format, planes: Mapping[str, Any]) -> Format:
@@ -257,7 +306,7 @@ def _plane_hash(value: object, placed: PlacedPlane, where: str) -> str:
     return str(found["sha256"])
 
 
-def _check_hashes(file: MappedFile, entries: list[_Entry], expected: str) -> None:
+def _check_hashes(file: MappedFile, entries: tuple[Entry, ...], expected: str) -> None:
     whole = hashlib.sha256()
     end = 0
     for entry in entries:
