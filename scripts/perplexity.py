@@ -49,7 +49,7 @@ def main(
     try:
         checkpoint = open_checkpoint(model_dir or embedded_model())
         model = load_model(checkpoint, precision)
-        tokenizer = Tokenizer(checkpoint.tokenizer_json, checkpoint.tokenizer_config)
+        tokenizer = Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config)
         ids = tokenizer.encode(text.read_text(encoding="utf-8")[:chars])
         session = Session(
             model,

@@ -31,8 +31,7 @@ from weight_files import (
 from clocher_kernels.errors import FormatError, ModelError, ModelNotFound, UsageError
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import encode
-from clocher_runtime.weights import convert as convert_module
-from clocher_runtime.weights import open_checkpoint
+from clocher_runtime.weights import open_checkpoint, rounding
 from clocher_runtime.weights.convert import convert, plan_conversion
 
 SCRIPT = ROOT / "scripts" / "hf_to_iebin.py"
@@ -221,7 +220,7 @@ def test_a_rule_means(
     assert tensor.format.name == expected
     original = open_checkpoint(model).tensor("proj.weight").decode()
     assert np.array_equal(tensor.decode(), encode(original, tensor.format).decode())
-    monkeypatch.setattr(convert_module, "_ENCODE_ELEMENTS", 128)
+    monkeypatch.setattr(rounding, "_BLOCK_ELEMENTS", 128)
     convert(model, tmp_path / "by rows", path)
     assert digests(tmp_path / "by rows") == digests(tmp_path / "whole")
 

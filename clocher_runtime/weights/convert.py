@@ -1,35 +1,39 @@
-"""Hugging Face checkpoint -> IEBIN, one tensor in memory at a time.
+"""Any checkpoint -> IEBIN, two tensors in memory at a time: one is written, the next is prepared.
 
 Tensors are copied byte for byte, plane by plane, except those that a quantisation manifest names.
 The input is only read. The output depends on the input and the manifest alone: it has no dates and
-no paths, and two runs give the same bytes.
+no paths, and two runs give the same bytes, be they killed and resumed or not.
 """
 
-import errno
+import hashlib
+import json
 import os
 import re
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from clocher_kernels.errors import FormatError, ModelNotFound, UsageError
 from clocher_kernels.formats import Format
-from clocher_kernels.quant_tensor import QuantTensor, encode
+from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.topology import usable_cpus
 from clocher_runtime.weights.base import Checkpoint
+from clocher_runtime.weights.checkpoint import open_checkpoint
 from clocher_runtime.weights.files import read_bytes
 from clocher_runtime.weights.hf import CONFIG, find_hf, open_hf
 from clocher_runtime.weights.iebin import MAX_VOCAB_BYTES, place
 from clocher_runtime.weights.iebin_writer import PARTIAL_NAME, IebinWriter
+from clocher_runtime.weights.output_file import check_free
+from clocher_runtime.weights.q4_encode import encode_tensor
 from clocher_runtime.weights.q4_map import Q4Map, load_q4_map
+from clocher_runtime.weights.q4_planes import Q4Planes, is_q4_planes, load_q4_planes
 
 Progress = Callable[[int, str], None]
 
-_ENCODE_ELEMENTS = 1 << 20
 _JSON_BYTES_PER_TENSOR = 2048
+_CONTAINERS = {"hf": "safetensors", "bin": "pytorch"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +45,7 @@ class Conversion:
         out_dir: where the IEBIN files will be.
         formats: format of every tensor in the output, in the order of the file.
         q4_map: the manifest, if there is one.
-        notes: what a person should know about how the manifest was applied.
+        notes: what a person should know about how the input was read and the manifest applied.
         nbytes: bytes that the output will take (an upper bound, closer than 1 %, for real models).
         free_bytes: bytes that the disk has for it.
     """
@@ -49,7 +53,7 @@ class Conversion:
     source: Checkpoint
     out_dir: Path
     formats: Mapping[str, Format]
-    q4_map: Q4Map | None
+    q4_map: Q4Map | Q4Planes | None
     notes: tuple[str, ...]
     nbytes: int
     free_bytes: int
@@ -63,25 +67,26 @@ class Conversion:
             if fmt.name != self.source.tensors[name].format.name
         }
 
-    def run(self, progress: Progress | None = None) -> None:
-        """Write the output.
+    def run(self, progress: Progress | None = None) -> int:
+        """Write the output, or the rest of it if an earlier run of the same job was killed.
 
         Args:
             progress: called after each tensor with the bytes written so far and its name.
+
+        Returns:
+            How many tensors an earlier run had finished.
 
         Raises:
             FormatError: a tensor holds a code that its format forbids, or cannot be quantised.
             UsageError: another conversion is writing to the same directory.
             OSError: the output cannot be written; nothing of it is left.
         """
-        tokenizer = self.source.tokenizer_json
-        vocab = read_bytes(tokenizer, MAX_VOCAB_BYTES) if os.path.isfile(tokenizer) else None
+        vocab = _vocabulary(self.source)
         self.out_dir.mkdir(parents=True, exist_ok=True)
-        with IebinWriter(self.out_dir) as writer:
-            for name, fmt in self.formats.items():
-                tensor = self.source.tensor(name, verify=True)
-                if fmt.name != tensor.format.name:
-                    tensor = _quantise(tensor, fmt, name)
+        tensors = {name: (fmt, self.source.shape(name)) for name, fmt in self.formats.items()}
+        with IebinWriter(self.out_dir, self._job()) as writer:
+            done = writer.resume(tensors, progress)
+            for name, tensor in self._prepared(list(self.formats)[len(done) :]):
                 writer.add(name, tensor)
                 self.source.release()
                 if progress:
@@ -93,49 +98,106 @@ class Conversion:
                 vocab,
                 self._provenance(),
             )
+        return len(done)
+
+    def _prepared(self, names: list[str]) -> Iterator[tuple[str, QuantTensor]]:
+        """Yield tensors as they are to be written; the next one is prepared meanwhile."""
+        with ThreadPoolExecutor(1) as ahead:
+            upcoming = [ahead.submit(self._prepare, name) for name in names[:1]]
+            for index, name in enumerate(names):
+                tensor = upcoming.pop().result()
+                upcoming = [ahead.submit(self._prepare, n) for n in names[index + 1 : index + 2]]
+                yield name, tensor
+                del tensor
+
+    def _prepare(self, name: str) -> QuantTensor:
+        fmt = self.formats[name]
+        tensor = self.source.tensor(name, verify=True)
+        if fmt.name == tensor.format.name:
+            return tensor
+        try:
+            if isinstance(self.q4_map, Q4Planes):
+                return self.q4_map.stored(name, tensor)
+            assert self.q4_map is not None, "only a manifest changes formats"
+            return encode_tensor(self.q4_map, name, tensor, threads=len(usable_cpus()))
+        except FormatError as error:
+            raise FormatError(f"tensor {name!r}: {error}") from None
+        finally:
+            self.source.release()
+
+    def _job(self) -> str:
+        """Return what decides the output: a change of it forbids to resume."""
+        files = [(str(f.path), f.nbytes, os.stat(f.path).st_mtime_ns) for f in self.source.files]
+        formats = [(n, f.name, self.source.shape(n)) for n, f in self.formats.items()]
+        manifest = self.q4_map.document if self.q4_map else None
+        text = json.dumps([files, formats, manifest])
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def _provenance(self) -> dict[str, Any]:
         files = [{"file": f.path.name, "nbytes": f.nbytes} for f in self.source.files]
         return {
-            "container": "safetensors",
+            "container": _CONTAINERS.get(self.source.kind, self.source.kind),
             "files": files,
             "q4_map": self.q4_map.document if self.q4_map else None,
             "quantised": self.quantised,
         }
 
 
-def plan_conversion(hf_dir: Path, out_dir: Path, q4_map: Path | None = None) -> Conversion:
+def open_source(path: Path) -> Checkpoint:
+    """Open the input of a conversion: a Hugging Face checkpoint, or whatever else is there.
+
+    Beside an IEBIN pair that was made of it a Hugging Face checkpoint comes first.
+
+    Args:
+        path: directory of a checkpoint, one with it in `hf` or `hf/original`, or a file.
+
+    Raises:
+        ModelError: the input is missing, damaged or unknown.
+    """
+    directory = find_hf(path)
+    if directory:
+        return open_hf(directory)
+    if not os.path.lexists(path):
+        raise ModelNotFound(f"{path}: no {CONFIG} there, nor in hf or hf/original below it")
+    return open_checkpoint(path)
+
+
+def plan_conversion(
+    hf_dir: Path,
+    out_dir: Path,
+    q4_map: Path | None = None,
+    opener: Callable[[Path], Checkpoint] = open_source,
+) -> Conversion:
     """Open the input and check everything that can be checked before writing.
 
     Args:
-        hf_dir: directory of a Hugging Face checkpoint, or one with it in `hf` or `hf/original`.
+        hf_dir: the input, as `opener` takes it.
         out_dir: directory for the output; it is made if need be.
         q4_map: path of a quantisation manifest.
+        opener: opens the input.
 
     Raises:
         ModelError: the input is missing, damaged or unknown.
         UsageError: the output directory or the manifest cannot be used.
         OSError: the disk is too small.
     """
-    directory = find_hf(hf_dir)
-    if directory is None:
-        raise ModelNotFound(f"{hf_dir}: no {CONFIG} there, nor in hf or hf/original below it")
     if os.path.lexists(out_dir / CONFIG):
         raise UsageError(
             f"{out_dir}: holds a Hugging Face model (config.json), whose files the output could "
             "overwrite; choose another --out-dir"
         )
-    rules = load_q4_map(q4_map) if q4_map else None
-    source = open_hf(directory)
+    rules = _load_map(q4_map) if q4_map else None
+    source = opener(hf_dir)
+    if source.kind == "iebin" and os.path.realpath(source.path) == os.path.realpath(out_dir):
+        raise UsageError(f"{out_dir}: is the input itself; choose another --out-dir")
     chosen, notes = rules.choose(source.tensors) if rules else ({}, [])
-    names = sorted(source.names, key=_natural)
+    names = sorted(source.names, key=natural)
     formats = {name: chosen.get(name, source.tensors[name].format) for name in names}
     nbytes = _output_bytes(source, formats)
-    free = _free_bytes(out_dir)
-    if nbytes > free:
-        message = f"the model needs {nbytes} bytes, the disk has {free} free: {nbytes - free} short"
-        raise OSError(errno.ENOSPC, message, str(out_dir))
-    return Conversion(source, out_dir, formats, rules, tuple(notes), nbytes, free)
+    partial = out_dir / PARTIAL_NAME
+    reclaimed = partial.stat().st_size if partial.is_file() else 0
+    free = check_free(partial, nbytes, reclaimed)
+    return Conversion(source, out_dir, formats, rules, (*source.notes, *notes), nbytes, free)
 
 
 def convert(
@@ -147,43 +209,27 @@ def convert(
     return conversion
 
 
-def _quantise(tensor: QuantTensor, fmt: Format, name: str) -> QuantTensor:
-    """Encode a float matrix, a few rows at a time where the format allows it."""
-    rows, columns = tensor.shape
-    planes = fmt.planes(tensor.shape)
-    step = max(1, _ENCODE_ELEMENTS // columns)
-    if any(plane.shape[0] != rows for plane in planes.values()):
-        step = rows
-    data = tensor.planes["data"]
-    try:
-        parts = []
-        for start in range(0, rows, step):
-            piece = data[start : start + step]
-            values = tensor.format.decode({"data": piece}, piece.shape)
-            parts.append(encode(values, fmt).planes)
-    except FormatError as error:
-        raise FormatError(f"tensor {name!r}: {error}") from None
-    joined = {key: np.concatenate([part[key] for part in parts]) for key in planes}
-    return QuantTensor(tensor.shape, fmt, joined)
+def _load_map(path: Path) -> Q4Map | Q4Planes:
+    return load_q4_planes(path) if is_q4_planes(path) else load_q4_map(path)
+
+
+def _vocabulary(source: Checkpoint) -> bytes | None:
+    """Return the content of tokenizer.json, None if the model has no tokenizer."""
+    tokenizer = source.tokenizer_source
+    if isinstance(tokenizer, bytes):
+        return tokenizer
+    return read_bytes(tokenizer, MAX_VOCAB_BYTES) if os.path.isfile(tokenizer) else None
 
 
 def _output_bytes(source: Checkpoint, formats: Mapping[str, Format]) -> int:
     end = 0
     for name, fmt in formats.items():
         end = place(fmt, source.shape(name), end)[-1].end
-    files = [source.tokenizer_json, *source.path.glob("*config.json")]
-    rest = sum(os.path.getsize(file) for file in files if os.path.isfile(file))
-    return end + rest + _JSON_BYTES_PER_TENSOR * len(formats)
+    rest = sum(os.path.getsize(file) for file in source.path.glob("*config.json"))
+    return end + rest + len(_vocabulary(source) or b"") + _JSON_BYTES_PER_TENSOR * len(formats)
 
 
-def _free_bytes(out_dir: Path) -> int:
-    existing = next(folder for folder in (out_dir, *out_dir.parents) if folder.is_dir())
-    leftover = out_dir / PARTIAL_NAME
-    reclaimed = leftover.stat().st_size if leftover.is_file() else 0
-    return shutil.disk_usage(existing).free + reclaimed
-
-
-def _natural(name: str) -> list[str | int]:
+def natural(name: str) -> list[str | int]:
     """Return a sort key that puts layer 2 before layer 10."""
     parts: list[str | int] = list(re.split("([0-9]{1,9})", name))
     parts[1::2] = [int(part) for part in parts[1::2]]

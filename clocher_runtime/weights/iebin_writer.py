@@ -4,18 +4,15 @@
 the directory holds the old model, no model, or the new one.
 """
 
-import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
-
-from clocher_kernels.errors import UsageError
+from clocher_kernels.formats import Format
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.weights.iebin import (
     BIN_NAME,
@@ -23,30 +20,45 @@ from clocher_runtime.weights.iebin import (
     JSON_NAME,
     VERSION,
     VOCAB_NAME,
+    PlacedPlane,
     place,
     seal,
 )
+from clocher_runtime.weights.output_file import Journal, OutputFile, sync_directory, write_file
+
+__all__ = ["PARTIAL_NAME", "IebinWriter", "write_file"]
 
 PARTIAL_NAME = BIN_NAME + ".partial"
-_STEP = 1 << 22
+JOURNAL_NAME = PARTIAL_NAME + ".journal"
+
+Progress = Callable[[int, str], None]
 
 
 class IebinWriter:
-    """Writes one model: `add` every tensor, then `commit`. Leaving without a commit undoes it."""
+    """Writes one model: `add` every tensor, then `commit`. Leaving without a commit undoes it.
 
-    def __init__(self, directory: Path) -> None:
+    With a job, a killed (or interrupted) writer's work is kept for the next writer of the same job,
+    which takes it over with `resume`.
+    """
+
+    def __init__(self, directory: Path, job: str = "") -> None:
         """Start a model in an existing directory, over what a killed writer left there.
+
+        Args:
+            directory: where the model will be.
+            job: names the input and the options; the same job always gives the same bytes.
 
         Raises:
             UsageError: another writer is at work in the directory.
             OSError: the directory cannot be written.
         """
         self.directory = directory
-        self.nbytes = 0
         self._partial = directory / PARTIAL_NAME
-        self._descriptor = _open_locked(self._partial)
-        self._hash = hashlib.sha256()
+        self._file = OutputFile(self._partial)
+        self._journal = Journal(directory / JOURNAL_NAME, job)
         self._entries: list[dict[str, Any]] = []
+        self._resumable = bool(job)
+        self._started = False
         self._committed = False
 
     def __enter__(self) -> Self:
@@ -58,9 +70,40 @@ class IebinWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self._committed:
+        interrupted = isinstance(error, KeyboardInterrupt) and self._resumable
+        if not self._committed and not interrupted:
+            self._journal.remove()
             self._partial.unlink(missing_ok=True)
-        os.close(self._descriptor)
+        self._journal.close()
+        self._file.close()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of model.ie.bin so far."""
+        return self._file.nbytes
+
+    def resume(
+        self, tensors: Mapping[str, tuple[Format, tuple[int, ...]]], progress: Progress | None
+    ) -> list[str]:
+        """Take over what a killed writer of the same job finished, as far as its hashes hold.
+
+        Args:
+            tensors: format and shape of the tensors that will be added, in order.
+            progress: called after each tensor with the bytes so far and its name.
+
+        Returns:
+            The names of the first tensors, which need not be added.
+        """
+        for entry, (name, (fmt, shape)) in zip(
+            self._journal.entries, tensors.items(), strict=False
+        ):
+            if not self._keep(entry, name, fmt, shape):
+                break
+            self._entries.append(entry)
+            if progress:
+                progress(self.nbytes, name)
+        self._start()
+        return [entry["name"] for entry in self._entries]
 
     def add(self, name: str, tensor: QuantTensor) -> None:
         """Append a tensor.
@@ -69,24 +112,16 @@ class IebinWriter:
             FormatError: IEBIN v1 cannot hold it.
             OSError: the file cannot be written.
         """
-        planes = {}
-        for item in place(tensor.format, tensor.shape, self.nbytes):
-            self._write(np.zeros(item.offset - self.nbytes, np.uint8))
-            planes[item.key] = {
-                "dtype": item.plane.dtype,
-                "shape": list(item.plane.shape),
-                "offset": item.offset,
-                "nbytes": item.plane.nbytes,
-                "sha256": self._write(tensor.planes[item.key]),
-            }
-        self._entries.append(
-            {
-                "name": name,
-                "shape": list(tensor.shape),
-                "format": tensor.format.name,
-                "planes": planes,
-            }
-        )
+        placed = place(tensor.format, tensor.shape, self.nbytes)
+        self._start()
+        hashes = {}
+        for item in placed:
+            self._file.pad(item.offset)
+            hashes[item.key] = self._file.write(tensor.planes[item.key])
+        entry = _entry(name, tensor.format, tensor.shape, placed, hashes)
+        self._entries.append(entry)
+        if self._resumable:
+            self._journal.add(entry)
 
     def commit(
         self,
@@ -105,11 +140,13 @@ class IebinWriter:
             vocab: contents of tokenizer.json, or None.
             source: what the model was made from; for people, no reader looks inside.
         """
-        os.fsync(self._descriptor)
+        self._start()
+        digest = self._file.sync()
         (self.directory / JSON_NAME).unlink(missing_ok=True)
-        _sync_directory(self.directory)
+        sync_directory(self.directory)
         os.replace(self._partial, self.directory / BIN_NAME)
         self._committed = True
+        self._journal.remove()
         document: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
@@ -122,70 +159,55 @@ class IebinWriter:
         else:
             write_file(self.directory / VOCAB_NAME, vocab)
             document["vocab"] = _describe(VOCAB_NAME, len(vocab), hashlib.sha256(vocab).hexdigest())
-        document["bin"] = _describe(BIN_NAME, self.nbytes, self._hash.hexdigest())
+        document["bin"] = _describe(BIN_NAME, self.nbytes, digest)
         document["source"] = source
         write_file(self.directory / JSON_NAME, seal(_document_body(document, self._entries)))
 
-    def _write(self, array: np.ndarray) -> str:
-        """Append the bytes of an array and return their SHA-256."""
-        digest = hashlib.sha256()
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        for start in range(0, len(data), _STEP):
-            piece = data[start : start + _STEP].data
-            digest.update(piece)
-            self._hash.update(piece)
-            _write_all(self._descriptor, piece, self._partial)
-            self.nbytes += len(piece)
-        return digest.hexdigest()
+    def _start(self) -> None:
+        """Drop what is left of a killed writer, except what `resume` has taken over."""
+        if self._started:
+            return
+        self._started = True
+        self._file.truncate()
+        if self._resumable:
+            self._journal.restart(len(self._entries))
+        else:
+            self._journal.remove()
+
+    def _keep(
+        self, entry: Mapping[str, Any], name: str, fmt: Format, shape: tuple[int, ...]
+    ) -> bool:
+        """Keep a tensor's planes if the journal describes this one and the bytes are there."""
+        placed = place(fmt, shape, self.nbytes)
+        planes = entry.get("planes")
+        if not isinstance(planes, dict) or list(planes) != [item.key for item in placed]:
+            return False
+        if not all(isinstance(plane, dict) for plane in planes.values()):
+            return False
+        hashes = {key: plane.get("sha256") for key, plane in planes.items()}
+        if entry != _entry(name, fmt, shape, placed, hashes):
+            return False
+        return self._file.keep([(i.offset, i.plane.nbytes, hashes[i.key]) for i in placed])
 
 
-def _open_locked(path: Path) -> int:
-    """Open the partial file, empty, locked until its descriptor is closed."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # A writer that finished in between has renamed the file that was opened.
-        if not os.path.samestat(os.fstat(descriptor), os.stat(path)):
-            raise BlockingIOError
-        os.ftruncate(descriptor, 0)
-    except OSError as error:
-        os.close(descriptor)
-        if isinstance(error, BlockingIOError | FileNotFoundError):
-            raise UsageError(f"{path.parent}: another conversion is writing there") from None
-        raise
-    return descriptor
-
-
-def _write_all(descriptor: int, data: memoryview, path: Path) -> None:
-    try:
-        while data:
-            data = data[os.write(descriptor, data) :]
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file under a temporary name and rename it, so that no reader sees half of it."""
-    partial = path.with_name(path.name + ".partial")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-    try:
-        _write_all(descriptor, memoryview(data), partial)
-        os.fsync(descriptor)
-    except BaseException:
-        partial.unlink()
-        raise
-    finally:
-        os.close(descriptor)
-    os.replace(partial, path)
-    _sync_directory(path.parent)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _entry(
+    name: str,
+    fmt: Format,
+    shape: tuple[int, ...],
+    placed: list[PlacedPlane],
+    hashes: Mapping[str, str],
+) -> dict[str, Any]:
+    planes = {
+        item.key: {
+            "dtype": item.plane.dtype,
+            "shape": list(item.plane.shape),
+            "offset": item.offset,
+            "nbytes": item.plane.nbytes,
+            "sha256": hashes[item.key],
+        }
+        for item in placed
+    }
+    return {"name": name, "shape": list(shape), "format": fmt.name, "planes": planes}
 
 
 def _describe(name: str, nbytes: int, digest: str) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def _read_header(file: MappedFile) -> dict[str, TensorInfo]:
     text = file.bytes(_LENGTH_BYTES, start).tobytes()
     if not text.startswith(b"{"):
         raise FormatError(f"{where}: the header does not begin with '{{': not safetensors")
-    header = parse_object(text, f"{where} (header)")
+    header = parse_object(text, f"{where} (header)", file.nbytes - length)
     _check_metadata(header.pop("__metadata__", {}), where)
     entries = [_entry(name, entry, start, where) for name, entry in header.items()]
     entries.sort(key=lambda named: (named[1].offset, named[1].nbytes))

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,26 +12,33 @@ from clocher_kernels.errors import FormatError
 MAX_JSON_BYTES = 100_000_000
 MAX_JSON_VALUES = 4_000_000
 MAX_JSON_DEPTH = 64
+MAX_JSON_MEMORY = 56 << 20
+"""Bytes that text and values may take, beside twice the rest of the file that the text is from."""
+
+_OPENED_BYTES, _COMMA_BYTES, _KEY_BYTES = 80, 48, 200
+_STEP = 1 << 20
+
 MAX_NAME_CHARS = 512
 MAX_RANK = 8
 MAX_ELEMENTS = 1 << 48
 
 
-def parse_json(data: bytes, where: str) -> Any:
+def parse_json(data: bytes, where: str, rest: int = 0) -> Any:
     """Parse JSON text.
 
     Refused, beside malformed text: invalid UTF-8, lone surrogates, duplicate keys, NaN and
-    infinities, more than `MAX_JSON_VALUES` values and more than `MAX_JSON_DEPTH` levels. The limits
-    hold before anything is built.
+    infinities, more than `MAX_JSON_VALUES` values, more than `MAX_JSON_DEPTH` levels, and what
+    would take more than `MAX_JSON_MEMORY`. The limits hold before anything is built.
 
     Args:
         data: the whole text.
         where: what it is, for messages: usually the file.
+        rest: bytes of the file beside the text.
 
     Raises:
         FormatError: the text is refused.
     """
-    _check_size(data, where)
+    _check_size(data, where, rest)
     try:
         value = json.loads(
             data.decode("utf-8"),
@@ -46,9 +53,9 @@ def parse_json(data: bytes, where: str) -> Any:
     return value
 
 
-def parse_object(data: bytes, where: str) -> dict[str, Any]:
+def parse_object(data: bytes, where: str, rest: int = 0) -> dict[str, Any]:
     """Parse JSON text that must be an object; see `parse_json`."""
-    value = parse_json(data, where)
+    value = parse_json(data, where, rest)
     if not isinstance(value, dict):
         raise FormatError(f"{where}: expected a JSON object, got {type(value).__name__}")
     return value
@@ -110,19 +117,53 @@ def checked_shape(value: object, where: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _check_size(data: bytes, where: str) -> None:
+def _check_size(data: bytes, where: str, rest: int) -> None:
     if len(data) > MAX_JSON_BYTES:
         raise FormatError(f"{where}: {len(data)} bytes of JSON; the limit is {MAX_JSON_BYTES}")
-    codes = np.frombuffer(data.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
-    # Between an odd and an even quote lies a string; a count modulo 256 keeps its parity.
-    codes = codes[np.cumsum(codes == ord('"'), dtype=np.uint8) & 1 == 0]
-    opening = (codes == ord("[")) | (codes == ord("{"))
-    closing = (codes == ord("]")) | (codes == ord("}"))
-    if np.count_nonzero(opening) + np.count_nonzero(codes == ord(",")) > MAX_JSON_VALUES:
+    depth = values = 0
+    memory = _text_memory(data)
+    for codes in _outside_strings(data):
+        opening = (codes == ord("[")) | (codes == ord("{"))
+        closing = (codes == ord("]")) | (codes == ord("}"))
+        opened, commas = np.count_nonzero(opening), np.count_nonzero(codes == ord(","))
+        values += opened + commas
+        keys = np.count_nonzero(codes == ord(":"))
+        memory += _OPENED_BYTES * opened + _COMMA_BYTES * commas + _KEY_BYTES * keys
+        steps = opening.view(np.int8) - closing.view(np.int8)
+        levels = depth + np.cumsum(steps[steps != 0], dtype=np.int32)
+        if levels.max(initial=0) > MAX_JSON_DEPTH:
+            raise FormatError(f"{where}: JSON nested deeper than {MAX_JSON_DEPTH} levels")
+        depth = int(levels[-1]) if levels.size else depth
+    if values > MAX_JSON_VALUES:
         raise FormatError(f"{where}: more than {MAX_JSON_VALUES} JSON values")
-    steps = opening.view(np.int8) - closing.view(np.int8)
-    if np.cumsum(steps[steps != 0], dtype=np.int32).max(initial=0) > MAX_JSON_DEPTH:
-        raise FormatError(f"{where}: JSON nested deeper than {MAX_JSON_DEPTH} levels")
+    if memory > MAX_JSON_MEMORY + 2 * rest:
+        raise FormatError(
+            f"{where}: {len(data)} bytes of JSON with {values} values would take about "
+            f"{memory >> 20} MiB of memory; the limit is {MAX_JSON_MEMORY + 2 * rest >> 20} MiB"
+        )
+
+
+def _text_memory(data: bytes) -> int:
+    """Return what the text itself takes, at most: a string stores its widest character's width."""
+    if not data.isascii():
+        return 8 * len(data)
+    return 4 * len(data) if b"\\u" in data else len(data)
+
+
+def _outside_strings(data: bytes) -> Iterator[np.ndarray]:
+    """Yield the bytes that are not in strings, u8, piece by piece."""
+    start, inside = 0, 0
+    while start < len(data):
+        piece = data[start : start + _STEP]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # the next byte is escaped
+            piece = data[start : start + _STEP + 1]
+        start += len(piece)
+        plain = piece.replace(rb"\\", b"").replace(rb"\"", b"")
+        codes = np.frombuffer(plain, np.uint8)
+        # Between an odd and an even quote lies a string; a count modulo 256 keeps its parity.
+        quotes = np.cumsum(codes == ord('"'), dtype=np.uint8) + np.uint8(inside)
+        yield codes[quotes & 1 == 0]
+        inside = int(quotes[-1]) & 1 if quotes.size else inside
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,46 @@
+"""Convert pytorch_model*.bin weights to IEBIN. The work is in clocher_runtime.weights."""
+
+from pathlib import Path
+
+import click
+
+from clocher_runtime.script_run import EXIT_CODES, reporting, write_model
+from clocher_runtime.weights.convert import plan_conversion
+from clocher_runtime.weights.torch_bin import open_torch_bin
+
+EPILOG = f"""\b
+Example:
+  python scripts/hf_to_iebin_stream_pt.py --hf-dir models/llama/hf --out-dir models/llama
+
+{EXIT_CODES}
+Killed at any moment, it leaves either the model that was there before, or no model, or the
+finished new one. Run it again to go on."""
+
+
+@click.command(epilog=EPILOG, context_settings={"max_content_width": 100})
+@click.option(
+    "--hf-dir",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Directory with config.json and pytorch_model*.bin weights (or with them in hf/ or "
+    "hf/original/). It is only read.",
+)
+@click.option(
+    "--out-dir",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Directory for model.ie.json, model.ie.bin and vocab.json. It is made if need be.",
+)
+@click.option("--verify", is_flag=True, help="Read the result back and check every hash.")
+def main(hf_dir: Path, out_dir: Path, verify: bool) -> None:
+    """Convert a checkpoint with pickled weights to IEBIN, without running what is in the pickle.
+
+    It needs torch 2.6 or newer, whose restricted unpickler only says where the tensors lie. Files
+    that ask for more than that are refused.
+    """
+    with reporting("hf_to_iebin_stream_pt") as report:
+        write_model(report, plan_conversion(hf_dir, out_dir, opener=open_torch_bin), verify)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Quantise arrays that a Python function gives, or those of an .npz file: write a q4 manifest.
+
+The function takes no arguments and returns a dict of float arrays, or (name, array) pairs. It is
+your code and is run as such; an .npz file is only read, and pickled objects in it are refused.
+"""
+
+import os
+import pkgutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from clocher_kernels.errors import UsageError
+from clocher_runtime.ptq_cli import EXIT_CODES, ptq_options, run_ptq
+from clocher_runtime.weights.arrays import open_arrays, open_npz
+from clocher_runtime.weights.base import Checkpoint
+
+EPILOG = f"""\b
+Examples:
+  python scripts/ptq_from_source.py --source weights.npz --out quant/q4.json --bits 8
+  python scripts/ptq_from_source.py --source my_weights:load --out quant/q4.json \\
+      --bits 4 --group 64 --symmetric --mse
+
+{EXIT_CODES}"""
+
+
+@click.command(help=__doc__, epilog=EPILOG, context_settings={"max_content_width": 100})
+@click.option("--source", required=True, help="FILE.npz, or module:function (from here).")
+@ptq_options
+def main(source: str, **options: Any) -> None:
+    """Quantise the arrays."""
+    sys.exit(run_ptq("ptq_from_source", lambda: _open(source), options))
+
+
+def _open(source: str) -> Checkpoint:
+    if source.endswith(".npz"):
+        return open_npz(Path(source))
+    module, colon, function = source.partition(":")
+    if not (module and colon and function):
+        raise UsageError(f"--source {source}: expected FILE.npz or module:function")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = pkgutil.resolve_name(source)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"--source {source}: {error}") from None
+    if not callable(found):
+        raise UsageError(f"--source {source}: {type(found).__name__} is not a function")
+    return open_arrays(found(), source)
+
+
+if __name__ == "__main__":
+    main()
