@@ -65,10 +65,8 @@ class Int4(Format):
         return planes
 
     def encode(self, values: np.ndarray) -> dict[str, np.ndarray]:
-        lead, n, k = scaling.matrix_shape(self.name, values.shape)
+        scaling.matrix_shape(self.name, values.shape)
         scaling.require_finite(self.name, values)
-        if k % 2:
-            values = np.concatenate([values, np.zeros((*lead, n, 1), np.float32)], axis=-1)
         cells = scaling.split(values, self.group)
         low, high = cells.min(axis=-1), cells.max(axis=-1)
         if self.symmetric:
@@ -85,9 +83,27 @@ class Int4(Format):
         steps += zero[..., None]
         np.clip(steps, 0, 15, out=steps)
         codes = scaling.join(steps.astype(np.uint8), values.shape)
+        return self.pack(codes, scales, None if self.symmetric else zero.astype(np.uint8))
+
+    def pack(
+        self, codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None = None
+    ) -> dict[str, np.ndarray]:
+        """Return the planes of codes that were chosen elsewhere.
+
+        Args:
+            codes: [..., N, K] u8, 0..15, one a byte.
+            scales: as stored, [..., N] or [..., N, ceil(K/G)].
+            zeros: u8 of the shape of the scales; only if not symmetric.
+        """
+        if codes.shape[-1] % 2:
+            if zeros is None:
+                last = np.full_like(codes[..., :1], 8)
+            else:
+                last = zeros[..., None] if self.group == "row" else zeros[..., -1:]
+            codes = np.concatenate([codes, last], axis=-1)
         planes = {"codes": codes[..., 0::2] | codes[..., 1::2] << 4, "scales": scales}
-        if not self.symmetric:
-            planes["zeros"] = zero.astype(np.uint8)
+        if zeros is not None:
+            planes["zeros"] = zeros
         return planes
 
     def decode(self, planes: Planes, shape: Shape) -> np.ndarray:

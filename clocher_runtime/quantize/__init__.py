@@ -1,0 +1,1 @@
+"""Quantisation: from a float checkpoint to low-bit tensors, with measured error."""

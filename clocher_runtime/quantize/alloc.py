@@ -1,0 +1,273 @@
+"""Bits where they matter: choose the formats of a plan so that a target size does least harm.
+
+A unit is what must be decided together: query, key and value of a layer; gate and up; the down
+projection; all experts of a layer, gate_up and down apart. Each unit has the candidates below, and
+for each an estimate of the harm: the KL divergence of the model's next-token distribution, measured
+on calibration text with this unit alone quantised to the smallest candidate by the method that the
+plan asks for, times the candidate's weighted error relative to that of the smallest (sampled rows).
+Harms of units add up, nearly: they are small, and small errors of different layers do not conspire.
+
+Of all assignments the best for some price per byte are those on the lower convex hulls of the
+units; going up the hulls by harm saved per byte finds the one at the target, and what is left of
+the budget goes to the best upgrades that fit.
+
+Source: measured sensitivity as in exllamav3's `measure`, hulls and price as in llama.cpp's
+target-bpw proposal (pull request 15550).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from clocher_kernels.errors import UsageError
+from clocher_kernels.formats import Format, Int4, Int8
+from clocher_runtime.quantize.plan import PlannedTensor, QuantPlan
+from clocher_runtime.quantize.sensitivity import Unit, candidate_errors, measure_units
+from clocher_runtime.weights.base import Checkpoint
+
+Progress = Callable[[int, int, str], None]
+
+CANDIDATES: tuple[Format, ...] = (
+    Int4(True, 128, "f16"),
+    Int4(False, 128, "f16"),
+    Int4(True, 64, "f16"),
+    Int4(False, 64, "f16"),
+    Int4(True, 32, "f16"),
+    Int4(False, 32, "f16"),
+    Int8(128, "f16"),
+    Int8(32, "f16"),
+)
+"""Formats that a unit may get: 4.125 to 8.5 bits per weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One format of a unit: what it costs and the harm that it does."""
+
+    format: Format
+    nbytes: int
+    harm: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An assignment.
+
+    Attributes:
+        taken: index of the option of each unit.
+        price: harm per byte that the last upgrade along the hulls saved; 0 if all were taken.
+    """
+
+    taken: tuple[int, ...]
+    price: float
+
+
+def allocate(
+    checkpoint: Checkpoint,
+    plan: QuantPlan,
+    text_ids: Sequence[Sequence[int]],
+    *,
+    target_bpw: float,
+    threads: int = 1,
+    seed: int = 0,
+    progress: Progress | None = None,
+    directory: Path | None = None,
+) -> tuple[QuantPlan, dict[str, Any]]:
+    """Choose formats for the linears of the blocks, so that a plan has a size.
+
+    Embedding, head, and whatever else the plan names keep the formats of their rules.
+
+    Args:
+        checkpoint: the float model.
+        plan: what is to be quantised, and how.
+        text_ids: token sequences; the first `sensitivity.TOKENS` tokens are used.
+        target_bpw: bits per weight of all tensors of the plan together, scales included.
+        threads: threads of the search.
+        seed: of the split of the text and of the rows that are sampled.
+        progress: called with (done, total, what).
+        directory: for temporary files; None: the system's.
+
+    Returns:
+        The plan with the chosen formats, and a record: the target, the size, the price, and for
+        each unit its measured harm and every candidate's estimate.
+
+    Raises:
+        UsageError: the target cannot be met, or nothing is left to choose.
+    """
+    units, pinned = _units(plan)
+    if not units:
+        raise UsageError(
+            "--target-bpw has nothing to choose: the plan quantises no linear of the blocks to "
+            "int4 or int8"
+        )
+    params = sum(tensor.params for tensor in plan.tensors.values())
+    budget = int(target_bpw * params / 8) - sum(tensor.nbytes for tensor in pinned)
+    sizes = [[_nbytes(unit, fmt) for fmt in CANDIDATES] for unit in units]
+    least, most = (sum(pick(row) for row in sizes) for pick in (min, max))
+    fixed = sum(tensor.nbytes for tensor in pinned)
+    if least > budget:
+        raise UsageError(
+            f"--target-bpw {target_bpw:g} cannot be met: the smallest formats give "
+            f"{8 * (least + fixed) / params:.3f} bits per weight; {len(pinned)} tensors keep the "
+            "formats of their rules; raise the target or give those a smaller format"
+        )
+    measured = measure_units(
+        checkpoint, units, CANDIDATES[0], text_ids, threads, seed, progress, directory
+    )
+    harms = []
+    for unit, harm in zip(units, measured.kld, strict=True):
+        error = candidate_errors(checkpoint, unit, CANDIDATES, measured.importance, seed, threads)
+        harms.append([harm * e / max(error[0], 1e-30) for e in error])
+    options = [
+        [Option(*triple) for triple in zip(CANDIDATES, row, harm, strict=True)]
+        for row, harm in zip(sizes, harms, strict=True)
+    ]
+    choice = choose(options, budget)
+    formats = {
+        tensor.name: options[u][choice.taken[u]].format
+        for u, unit in enumerate(units)
+        for tensor in unit.tensors
+    }
+    result = plan.with_formats(formats)
+    record = {
+        "target_bpw": target_bpw,
+        "bpw": result.quantised_bpw,
+        "largest_bpw": 8 * (most + fixed) / params,
+        "signal": "kld",
+        "tokens": measured.tokens,
+        "price": choice.price,
+        "units": [
+            {
+                "unit": unit.name,
+                "tensors": [tensor.name for tensor in unit.tensors],
+                "params": unit.params,
+                "format": row[taken].format.name,
+                "kld_alone": row[0].harm,
+                "candidates": {
+                    option.format.name: {"nbytes": option.nbytes, "harm": option.harm}
+                    for option in row
+                },
+            }
+            for unit, row, taken in zip(units, options, choice.taken, strict=True)
+        ],
+    }
+    return result, record
+
+
+def choose(options: Sequence[Sequence[Option]], budget: int) -> Choice:
+    """Choose an option per unit: at most `budget` bytes, least harm along the convex hulls.
+
+    Args:
+        options: of each unit; the smallest of all units must fit the budget together.
+        budget: bytes.
+    """
+    hulls = [_hull(row) for row in options]
+    taken = [hull[0] for hull in hulls]
+    spent = sum(row[i].nbytes for row, i in zip(options, taken, strict=True))
+    steps = sorted(
+        (
+            (-_slope(options[u][a], options[u][b]), u, a, b)
+            for u, hull in enumerate(hulls)
+            for a, b in pairwise(hull)
+        ),
+    )
+    price = 0.0
+    for number, (slope, u, a, b) in enumerate(steps):
+        more = options[u][b].nbytes - options[u][a].nbytes
+        if taken[u] == a and spent + more <= budget:
+            taken[u] = b
+            spent += more
+        elif price == 0.0 and number:
+            price = -slope
+    while (upgrade := _best_upgrade(options, taken, budget - spent)) is not None:
+        u, b = upgrade
+        spent += options[u][b].nbytes - options[u][taken[u]].nbytes
+        taken[u] = b
+    return Choice(tuple(taken), price)
+
+
+def allocation_table(record: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a table for people: every unit, its harm, its format."""
+    lines = [
+        f"target {record['target_bpw']:g} bits per weight, reached {record['bpw']:.4f}; "
+        f"harm: {record['signal']} measured on {record['tokens']} tokens",
+        f"{'unit':28} {'Mparams':>9} {'KLD alone':>10} {'KLD now':>10}  format",
+    ]
+    for unit in record["units"]:
+        now = unit["candidates"][unit["format"]]["harm"]
+        lines.append(
+            f"{unit['unit']:28} {unit['params'] / 1e6:9.3f} {unit['kld_alone']:10.2e} "
+            f"{now:10.2e}  {unit['format']}"
+        )
+    return lines
+
+
+def _units(plan: QuantPlan) -> tuple[list[Unit], list[PlannedTensor]]:
+    """Return the units of the blocks' linears, and the tensors that keep their formats."""
+    units: dict[str, list[PlannedTensor]] = {}
+    pinned = []
+    for name, tensor in plan.tensors.items():
+        key = unit_of(name)
+        if key is None or not isinstance(tensor.format, Int4 | Int8):
+            pinned.append(tensor)
+        else:
+            units.setdefault(key, []).append(tensor)
+    return [Unit(key, tuple(tensors)) for key, tensors in units.items()], pinned
+
+
+def unit_of(name: str) -> str | None:
+    """Return the unit that a tensor belongs to: "3.qkv", "3.o", "3.gate_up", "3.down", or None."""
+    prefix, dot, rest = name.removeprefix("model.layers.").partition(".")
+    if not (name.startswith("model.layers.") and dot and prefix.isdigit()):
+        return None
+    last = rest.removesuffix(".weight").rpartition(".")[2]
+    kind = _KINDS.get(last)
+    return f"{prefix}.{kind}" if kind else None
+
+
+_KINDS = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "gate_up"),
+    "o_proj": "o",
+    "down_proj": "down",
+}
+
+
+def _nbytes(unit: Unit, fmt: Format) -> int:
+    return sum(fmt.nbytes(tensor.shape) for tensor in unit.tensors)
+
+
+def _slope(low: Option, high: Option) -> float:
+    """Return the harm that an upgrade saves per byte."""
+    return (low.harm - high.harm) / (high.nbytes - low.nbytes)
+
+
+def _hull(row: Sequence[Option]) -> list[int]:
+    """Return the options on the lower convex hull of (bytes, harm), the smallest first."""
+    order = sorted(range(len(row)), key=lambda i: (row[i].nbytes, row[i].harm))
+    hull: list[int] = []
+    for i in order:
+        if hull and (row[i].harm >= row[hull[-1]].harm or row[i].nbytes == row[hull[-1]].nbytes):
+            continue
+        while len(hull) > 1 and _slope(row[hull[-2]], row[hull[-1]]) <= _slope(
+            row[hull[-1]], row[i]
+        ):
+            hull.pop()
+        hull.append(i)
+    return hull
+
+
+def _best_upgrade(
+    options: Sequence[Sequence[Option]], taken: Sequence[int], left: int
+) -> tuple[int, int] | None:
+    """Return the (unit, option) that saves most harm with what is left, or None."""
+    best, saved = None, 0.0
+    for u, row in enumerate(options):
+        now = row[taken[u]]
+        for i, option in enumerate(row):
+            gain = now.harm - option.harm
+            if option.nbytes - now.nbytes <= left and gain > saved:
+                best, saved = (u, i), gain
+    return best

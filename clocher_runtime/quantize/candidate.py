@@ -1,0 +1,114 @@
+"""The models that the gate is asked about: a directory, or a manifest over the reference."""
+
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from clocher_kernels.errors import UsageError
+from clocher_runtime.models.load import Model, load_model
+from clocher_runtime.quantize.evaluate import Record
+from clocher_runtime.quantize.job import quantised_checkpoint
+from clocher_runtime.weights import Checkpoint, open_checkpoint
+from clocher_runtime.weights.files import read_bytes
+from clocher_runtime.weights.iebin import JSON_NAME
+from clocher_runtime.weights.q4_map import load_q4_map
+from clocher_runtime.weights.strict_json import MAX_JSON_BYTES, parse_object
+
+Records = Mapping[str, Record]
+
+
+def open_candidate(
+    path: Path, reference: Checkpoint, precision: str | None = None, threads: int = 1
+) -> Model:
+    """Open a model that is to be judged.
+
+    Args:
+        path: directory of a model, whose hashes are checked, or a quantisation manifest, which is
+            applied to the reference.
+        reference: the checkpoint of the float model.
+        precision: as `load_model` takes it.
+        threads: threads that quantise.
+
+    Raises:
+        ModelError: the model is missing, damaged or unknown.
+        UsageError: the manifest, or the precision, cannot be used.
+    """
+    if path.is_file():
+        checkpoint = quantised_checkpoint(reference, load_q4_map(path), threads)
+    else:
+        checkpoint = open_checkpoint(path, verify=True)
+    return load_model(checkpoint, precision)
+
+
+def records_by_model(models: Sequence[Path], manifests: Sequence[Path]) -> dict[Path, Records]:
+    """Find what manifests say of the tensors of models.
+
+    A model that is a manifest speaks for itself. An IEBIN keeps the SHA-256 of the manifest that
+    it was made with.
+
+    Args:
+        models: as `open_candidate` takes them.
+        manifests: expanded manifests that models were made with.
+
+    Raises:
+        ModelError: a file cannot be read.
+        UsageError: no model was made with one of the manifests.
+    """
+    given = {sha256(data := _read(path)).hexdigest(): (path, data) for path in manifests}
+    found: dict[Path, Records] = {}
+    used = set()
+    for model in models:
+        if model.is_file():
+            found[model] = records_of(parse_object(_read(model), str(model)))
+        elif (digest := _manifest_digest(model)) in given:
+            manifest, data = given[digest]
+            found[model] = records_of(parse_object(data, str(manifest)))
+            used.add(digest)
+    for digest, (manifest, _) in given.items():
+        if digest not in used:
+            raise UsageError(
+                f"--manifest {manifest}: no --model is an IEBIN that was converted with it; leave "
+                "it out, or give the manifest as the --model"
+            )
+    return found
+
+
+def records_of(manifest: Mapping[str, Any]) -> dict[str, Record]:
+    """Return what a manifest says of its tensors; what has another form than it should is left out.
+
+    Rounding is assumed of tensors that it says nothing about, and that is the strictest.
+    """
+    tensors = manifest.get("tensors")
+    found = {}
+    for entry in tensors if isinstance(tensors, list) else []:
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            continue
+        errors = entry.get("err")
+        known = errors if isinstance(errors, dict) else {}
+        method = entry.get("method")
+        found[entry["name"]] = Record(
+            method if isinstance(method, str) else "rtn",
+            _number(known.get("out_nmse")),
+            _number(known.get("out_nmse_rtn")),
+        )
+    return found
+
+
+def _manifest_digest(directory: Path) -> str:
+    """Return the SHA-256 of the manifest that an IEBIN was made with, or ""."""
+    path = directory / JSON_NAME
+    if not path.is_file():
+        return ""
+    source = parse_object(_read(path), str(path)).get("source")
+    manifest = source.get("q4_map") if isinstance(source, dict) else None
+    digest = manifest.get("sha256") if isinstance(manifest, dict) else None
+    return digest if isinstance(digest, str) else ""
+
+
+def _read(path: Path) -> bytes:
+    return read_bytes(path, MAX_JSON_BYTES)
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,220 @@
+"""IMX: integer grids chosen by an importance-weighted search.
+
+For every group of a row the scale, and for affine formats the zero point, is the one of a small set
+of candidates with the least sum over columns j of h_j (w_j - value_j)^2, h_j = E[x_j^2] of the
+layer's input. Candidates are rounded to the stored type of the scales before they are tried, and
+the plain rounding of `Format.encode` is the first of them, so the result is never worse in this
+measure. The best candidate is then refined once to the least-squares scale of its codes.
+
+Source: the importance matrix of llama.cpp (`make_qx_quants`), the weighted range search of
+llm-compressor's imatrix observer and of auto-round.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from clocher_kernels.dtypes import LARGEST, STORAGE
+from clocher_kernels.errors import ShapeError, UsageError
+from clocher_kernels.formats import Format, Int4, Int8, scaling
+from clocher_kernels.quant_tensor import QuantTensor, encode
+
+GRID = 21
+"""Candidate scales per group."""
+
+_FLOOR = 1e-4
+"""Least importance of a column, relative to the mean: columns that calibration never saw."""
+_UNIT = 1 << 15
+"""Elements of a piece of work: three fp32 arrays of it stay in the second-level cache."""
+
+
+def search(
+    values: np.ndarray,
+    fmt: Format,
+    importance: np.ndarray | None = None,
+    *,
+    grid: int = GRID,
+    threads: int = 1,
+) -> QuantTensor:
+    """Quantise a matrix with the scales that an importance-weighted search finds.
+
+    Args:
+        values: [N, K] fp32.
+        fmt: `Int4` or `Int8`. A scale for the whole matrix ("tensor") is not searched for.
+        importance: [K], E[x^2] of each column's input; None: all columns alike.
+        grid: candidates per group, besides plain rounding.
+        threads: threads over blocks of rows; the result does not depend on them.
+
+    Raises:
+        UsageError: the format has no grid of integers.
+        ShapeError: the importance is not of K columns.
+        FormatError: a value is NaN or infinite, or a scale is beyond its stored type.
+    """
+    rows, columns = values.shape
+    if importance is not None and importance.shape != (columns,):
+        raise ShapeError(f"importance is {list(importance.shape)}; expected [{columns}]")
+    if not isinstance(fmt, Int4 | Int8):
+        raise UsageError(f"{fmt.name} has no integer grid to search; choose an int4 or int8 format")
+    if fmt.group == "tensor":
+        return encode(values, fmt)
+    scaling.require_finite(fmt.name, values)
+    size = columns if fmt.group == "row" else min(fmt.group, columns)
+    groups = -(-columns // size)
+    weights = np.zeros((groups, size), np.float32)
+    weights.reshape(-1)[:columns] = _normalised(importance, columns)
+
+    scales = np.empty((rows, groups), STORAGE[fmt.scale_dtype])
+    zeros = np.empty((rows, groups), np.uint8) if _is_affine(fmt) else None
+    codes = np.empty((rows, columns), np.uint8 if isinstance(fmt, Int4) else np.int8)
+    step = int(np.clip(_UNIT // size, 64, 1024))
+
+    def work(start: int) -> None:
+        part = slice(start, min(start + step, rows))
+        block = _Block(fmt, values[part], weights)
+        block.search(grid)
+        scales[part] = block.scales.T
+        if zeros is not None:
+            zeros[part] = block.zeros.T
+        codes[part] = block.codes().T[:, :columns]
+
+    starts = range(0, rows, step)
+    if threads > 1 and len(starts) > 1:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(work, starts))
+    else:
+        for start in starts:
+            work(start)
+    shape = fmt.planes(values.shape)["scales"].shape
+    scales = scales.reshape(shape)
+    zeros = None if zeros is None else zeros.reshape(shape)
+    if isinstance(fmt, Int4):
+        return QuantTensor(values.shape, fmt, fmt.pack(codes, scales, zeros))
+    return QuantTensor(values.shape, fmt, {"codes": codes, "scales": scales})
+
+
+def _is_affine(fmt: Int4 | Int8) -> bool:
+    return isinstance(fmt, Int4) and not fmt.symmetric
+
+
+def _normalised(importance: np.ndarray | None, columns: int) -> np.ndarray:
+    if importance is None:
+        return np.ones(columns, np.float32)
+    h = np.asarray(importance, np.float64)
+    mean = h.mean()
+    if not np.isfinite(mean) or mean <= 0:
+        return np.ones(columns, np.float32)
+    return np.maximum(h / mean, _FLOOR).astype(np.float32)
+
+
+class _Block:
+    """A block of rows, transposed, so that one group of all its rows is contiguous."""
+
+    def __init__(self, fmt: Int4 | Int8, values: np.ndarray, weights: np.ndarray) -> None:
+        self.fmt, self.weights = fmt, weights
+        rows, columns = values.shape
+        groups, size = weights.shape
+        whole = np.zeros((groups * size, rows), np.float32)
+        whole[:columns] = values.T
+        self.w = whole.reshape(groups, size, rows)
+        self.low, self.high = self.w.min(axis=1), self.w.max(axis=1)  # [G, R]
+        self.bounds = (0, 15) if isinstance(fmt, Int4) else (-127, 127)
+        self.scales, self.zeros, self.step = self._candidate(self._ideal())
+        self._t, self._q = np.empty_like(self.w[0]), np.empty_like(self.w[0])
+
+    def _ideal(self) -> np.ndarray:
+        """Return the scales of plain rounding, [G, R]."""
+        if isinstance(self.fmt, Int8):
+            return np.maximum(self.high, -self.low) / np.float32(127)
+        if self.fmt.symmetric:
+            return np.where(-self.low > self.high, self.low, self.high) / np.float32(-8)
+        low, high = np.minimum(self.low, 0), np.maximum(self.high, 0)
+        return high / np.float32(15) - low / np.float32(15)
+
+    def _candidate(self, ideal: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the stored scales, the zero points (fp32) and the scales' values."""
+        stored, step = scaling.store(self.fmt.name, ideal, self.fmt.scale_dtype)
+        return stored, self._zero(step), step
+
+    def _zero(self, step: np.ndarray) -> np.ndarray:
+        if isinstance(self.fmt, Int8):
+            return np.zeros_like(step)
+        if self.fmt.symmetric:
+            return np.full_like(step, 8)
+        return np.clip(np.rint(-np.minimum(self.low, 0) / step), 0, 15)
+
+    def search(self, grid: int) -> None:
+        """Choose among the candidates, then refine."""
+        ideal = self._ideal()
+        limit = np.float32(LARGEST[self.fmt.scale_dtype])
+        centred = self.zeros
+        self.error = self._errors(self.step, self.zeros)
+        for stretch in self._stretches(grid):
+            scales, zeros, step = self._candidate(np.clip(ideal * stretch, -limit, limit))
+            self._try(scales, zeros, step)
+            if _is_affine(self.fmt):  # the range shrinks at its upper end, or at both
+                self._try(scales, centred, step)
+        refined = np.clip(self._least_squares(), -limit, limit)
+        stored, step = scaling.store(self.fmt.name, refined, self.fmt.scale_dtype)
+        self._try(stored, self.zeros, step)
+
+    def _stretches(self, grid: int) -> Iterator[np.float32]:
+        span = (1.10, 0.55) if isinstance(self.fmt, Int4) else (1.0, 0.9)
+        yield from np.linspace(*span, grid, dtype=np.float32)
+
+    def _try(self, scales: np.ndarray, zeros: np.ndarray, step: np.ndarray) -> None:
+        """Take a candidate where its error is lower."""
+        error = self._errors(step, zeros)
+        better = error < self.error
+        self.error = np.where(better, error, self.error)
+        self.step = np.where(better, step, self.step)
+        self.scales = np.where(better, scales, self.scales)
+        self.zeros = np.where(better, zeros, self.zeros)
+
+    def _errors(self, step: np.ndarray, zeros: np.ndarray) -> np.ndarray:
+        """Return the weighted squared error of every group of every row, [G, R]."""
+        out = np.empty_like(step)
+        inverse = np.float32(1) / step
+        for g in range(len(out)):
+            t, q = self._round(g, inverse[g], zeros[g])
+            np.subtract(t, q, out=t)
+            np.multiply(t, t, out=t)
+            np.einsum("jr,j->r", t, self.weights[g], out=out[g])
+        out *= step
+        out *= step
+        return out
+
+    def _round(
+        self, g: int, inverse: np.ndarray, zeros: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return w / step and the codes less the zero points, [size, R] fp32 work arrays."""
+        np.multiply(self.w[g], inverse, out=self._t)
+        np.rint(self._t, out=self._q)
+        if isinstance(self.fmt, Int8):
+            return self._t, np.clip(self._q, -127, 127, out=self._q)
+        if self.fmt.symmetric:
+            return self._t, np.clip(self._q, -8, 7, out=self._q)
+        np.maximum(self._q, -zeros, out=self._q)
+        return self._t, np.minimum(self._q, np.float32(15) - zeros, out=self._q)
+
+    def _least_squares(self) -> np.ndarray:
+        """Return, for the codes of the current scales, the scales of least error, [G, R]."""
+        out = self.step.copy()
+        inverse = np.float32(1) / self.step
+        for g in range(len(out)):
+            _, q = self._round(g, inverse[g], self.zeros[g])
+            weighted = q * self.weights[g][:, None]
+            above = np.einsum("jr,jr->r", weighted, self.w[g])
+            below = np.einsum("jr,jr->r", weighted, q)
+            np.divide(above, below, out=out[g], where=below > 0)
+        return np.where(out == 0, self.step, out)
+
+    def codes(self) -> np.ndarray:
+        """Return the codes of the chosen grid, [G * size, R], as the format stores them."""
+        out = np.empty(self.w.shape, np.int8)
+        inverse = np.float32(1) / self.step
+        for g in range(len(out)):
+            _, q = self._round(g, inverse[g], self.zeros[g])
+            out[g] = q if isinstance(self.fmt, Int8) else q + self.zeros[g]
+        flat = out.reshape(-1, out.shape[-1])
+        return flat if isinstance(self.fmt, Int8) else flat.view(np.uint8)

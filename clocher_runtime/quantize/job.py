@@ -1,0 +1,327 @@
+"""The whole way from a checkpoint and rules to a manifest that the gate has judged."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clocher_kernels.errors import FormatError, UsageError
+from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.models.load import load_model
+from clocher_runtime.quantize.documents import Documents
+from clocher_runtime.quantize.evaluate import Evaluation, Record, Runs, evaluate
+from clocher_runtime.quantize.gate import Verdict, tensor_checks, worst
+from clocher_runtime.quantize.manifest import (
+    Done,
+    describe_source,
+    document_of,
+    tool,
+    write_manifest,
+)
+from clocher_runtime.quantize.plan import PlannedTensor, QuantPlan, build_plan
+from clocher_runtime.quantize.tensor_error import measure
+from clocher_runtime.weights.base import Checkpoint, LazyTensor, Stored
+from clocher_runtime.weights.q4_encode import encode_tensor
+from clocher_runtime.weights.q4_map import Q4Map, parse_q4_map, parts_dir
+from clocher_runtime.weights.q4_parts import SUFFIX, PartsWriter, part_of, plane_hashes
+from clocher_runtime.weights.rounding import round_tensor
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is done, and (done, total)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationText:
+    """Text that importance is measured on.
+
+    Attributes:
+        sequences: token ids of each sequence.
+        record: what the manifest says of it.
+    """
+
+    sequences: tuple[tuple[int, ...], ...]
+    record: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GateText:
+    """Text that the result is judged on.
+
+    Attributes:
+        documents: held-out text in the model's tokens.
+        limits_class: a key of `gate.LIMITS`; None: by the formats.
+        given: fields of `gate.Limits` that replace those of the class.
+        record: what the manifest says of it.
+    """
+
+    documents: Documents
+    limits_class: str | None
+    given: Mapping[str, float | int | None]
+    record: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One quantisation.
+
+    Attributes:
+        checkpoint: the input.
+        out: path of the manifest.
+        rules: what to do, version 1 without the expanded form.
+        options: of the script, to be recorded.
+        seed: of everything that is drawn by chance.
+        threads: how many threads work.
+        whole_hash: hash the whole weight files, not their headers alone.
+        calibration: text for imx, gptq and a target size.
+        target_bpw: bits per weight of the quantised tensors together.
+        gate: text to judge the result on.
+        min_cosine: least cosine of every quantised tensor with the float one.
+    """
+
+    checkpoint: Checkpoint
+    out: Path
+    rules: Q4Map
+    options: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    threads: int = 1
+    whole_hash: bool = True
+    calibration: CalibrationText | None = None
+    target_bpw: float | None = None
+    gate: GateText | None = None
+    min_cosine: float | None = None
+
+    def plan(self) -> QuantPlan:
+        """Return what will be done, from names and shapes alone.
+
+        Raises:
+            UsageError: as `build_plan`, or calibration is needed and there is no text.
+        """
+        plan = build_plan(self.checkpoint, self.rules)
+        if self.calibration is None and (plan.calibrated or self.target_bpw is not None):
+            what = plan.tensors[plan.calibrated[0]].method if plan.calibrated else "--target-bpw"
+            raise UsageError(f"{what} needs a calibration text: give --calib-text FILE")
+        return plan
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a job ended.
+
+    Attributes:
+        verdict: of the gate; "pass" without one.
+        path: of the manifest: the one that was asked for only if the verdict is "pass".
+        plan: what was done.
+        done: tensor by tensor.
+        evaluation: what the gate found on text.
+    """
+
+    verdict: Verdict
+    path: Path
+    plan: QuantPlan
+    done: tuple[Done, ...]
+    evaluation: Evaluation | None
+
+
+def rejected_path(out: Path) -> Path:
+    """Return the path of a manifest that the gate has not let through."""
+    return out.with_name(f"{out.stem}.rejected.json")
+
+
+def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outcome:
+    """Quantise, judge, and write the manifest.
+
+    A manifest that was there is removed first: it may share its parts with the new one. The parts
+    of a killed run of the same job are used.
+
+    Raises:
+        FormatError: a value cannot be quantised.
+        UsageError: the calibration does not know the model.
+        OSError: a file cannot be written.
+    """
+    tell = progress or (lambda what, done, total: None)
+    checkpoint = job.checkpoint
+    job.out.parent.mkdir(parents=True, exist_ok=True)
+    for path in (job.out, rejected_path(job.out)):
+        path.unlink(missing_ok=True)
+    source = describe_source(
+        checkpoint,
+        job.whole_hash,
+        lambda nbytes, _: tell("hashing", nbytes, sum(f.nbytes for f in checkpoint.files)),
+    )
+    sections: dict[str, Any] = {
+        "tool": tool(),
+        "source": source,
+    }
+    if job.rules.requantize:
+        sections["requantize"] = True
+    sections["options"] = dict(job.options)
+    if job.calibration:
+        sections["calibration"] = dict(job.calibration.record)
+    plan, allocation = _allocate(job, plan, tell)
+    if allocation:
+        sections["allocation"] = allocation
+    parts = PartsWriter(parts_dir(job.out), _fingerprint(job, plan, source))
+    records = _calibrate(job, plan, parts, tell)
+    done = tuple(_quantise(job, plan, parts, records, tell))
+    verdicts: list[Verdict] = []
+    evaluation = None
+    if job.min_cosine is not None:
+        checks = tensor_checks([entry.error for entry in done], job.min_cosine)
+        sections["gates"] = [check.to_json() for check in checks]
+        verdicts += [check.verdict for check in checks]
+    rules = job.rules.document["rules"]
+    files = parts.files()
+    parts.remove_others()
+    if job.gate:
+        unjudged = document_of(rules, plan, done, files, sections)
+        evaluation = _judge(job, job.gate, unjudged, done, tell)
+        judged = evaluation.gate.to_json()
+        sections["gates"] = judged.pop("gates")
+        sections["gate"] = {**job.gate.record, **judged}
+        verdicts.append(evaluation.gate.verdict)
+    verdict = worst(verdicts)
+    path = job.out if verdict == "pass" else rejected_path(job.out)
+    write_manifest(path, document_of(rules, plan, done, files, sections))
+    return Outcome(verdict, path, plan, done, evaluation)
+
+
+def quantised_checkpoint(checkpoint: Checkpoint, q4_map: Q4Map, threads: int = 1) -> Checkpoint:
+    """Return a checkpoint with the tensors as a manifest has them, computed when they are read."""
+    formats, _ = q4_map.choose(checkpoint.tensors)
+
+    def make(name: str) -> Mapping[str, np.ndarray]:
+        return encode_tensor(q4_map, name, checkpoint.tensor(name), threads).planes
+
+    tensors: dict[str, Stored] = dict(checkpoint.tensors)
+    for name, fmt in formats.items():
+        tensors[name] = LazyTensor(checkpoint.shape(name), fmt, partial(make, name))
+    return dataclasses.replace(checkpoint, tensors=tensors)
+
+
+def _judge(
+    job: Job, gate: GateText, document: Mapping[str, Any], done: Sequence[Done], tell: Progress
+) -> Evaluation:
+    q4_map = dataclasses.replace(parse_q4_map(document, job.out), path=job.out)
+    quantised = quantised_checkpoint(job.checkpoint, q4_map, job.threads)
+    records = {
+        entry.planned.name: Record(
+            entry.method,
+            entry.more_errors.get("out_nmse"),
+            entry.more_errors.get("out_nmse_rtn"),
+        )
+        for entry in done
+    }
+    given = dict(gate.given)
+    if job.min_cosine is not None:
+        given["min_cosine"] = job.min_cosine
+    return evaluate(
+        load_model(job.checkpoint),
+        load_model(quantised),
+        gate.documents,
+        runs=Runs(threads=job.threads),
+        limits_class=gate.limits_class,
+        given=given,
+        records=records,
+        progress=tell,
+    )
+
+
+def _allocate(
+    job: Job, plan: QuantPlan, tell: Progress
+) -> tuple[QuantPlan, Mapping[str, Any] | None]:
+    if job.target_bpw is None:
+        return plan, None
+    assert job.calibration is not None, "Job.plan asks for a text"
+    from clocher_runtime.quantize.alloc import allocate
+
+    return allocate(
+        job.checkpoint,
+        plan,
+        job.calibration.sequences,
+        target_bpw=job.target_bpw,
+        threads=job.threads,
+        seed=job.seed,
+        progress=lambda done, total, what: tell(f"allocating: {what}", done, total),
+    )
+
+
+def _calibrate(job: Job, plan: QuantPlan, parts: PartsWriter, tell: Progress) -> Mapping[str, Any]:
+    if not plan.calibrated:
+        return {}
+    assert job.calibration is not None, "Job.plan asks for a text"
+    from clocher_runtime.quantize.calibrate import calibrate
+
+    return calibrate(
+        job.checkpoint,
+        plan,
+        job.calibration.sequences,
+        parts=parts,
+        threads=job.threads,
+        seed=job.seed,
+        progress=lambda done, total, what: tell(f"calibrating: {what}", done, total),
+    )
+
+
+def _quantise(
+    job: Job,
+    plan: QuantPlan,
+    parts: PartsWriter,
+    records: Mapping[str, Any],
+    tell: Progress,
+) -> list[Done]:
+    """Round what is rounded, take the rest from the parts, and measure all of it."""
+    done = []
+    total = sum(tensor.params for tensor in plan.tensors.values())
+    finished = 0
+    for name, planned in plan.tensors.items():
+        source = job.checkpoint.tensor(name, verify=True)
+        done.append(_quantise_one(job, planned, source, parts, records.get(name)))
+        job.checkpoint.release()
+        finished += planned.params
+        tell("quantising and measuring", finished, total)
+    return done
+
+
+def _quantise_one(
+    job: Job, planned: PlannedTensor, source: QuantTensor, parts: PartsWriter, record: Any
+) -> Done:
+    name = planned.name
+    if record is None:
+        try:
+            tensor = round_tensor(source, planned.format, planned.clip, job.threads)
+        except FormatError as error:
+            raise FormatError(f"tensor {name!r}: {error}") from None
+        return Done(planned, plane_hashes(tensor), measure(name, source, tensor), "rtn")
+    tensor = parts.tensor(name)
+    if tensor.format.name != planned.format.name or tensor.shape != planned.shape:
+        raise FormatError(
+            f"tensor {name!r}: calibration gave {tensor.format.name}{list(tensor.shape)}, the "
+            f"plan says {planned.format.name}{list(planned.shape)}"
+        )
+    return Done(
+        planned,
+        plane_hashes(tensor),
+        measure(name, source, tensor, record.method),
+        record.method,
+        record.fallback or "",
+        tuple(np.atleast_1d(record.tokens_seen).tolist()),
+        part_of(name) + SUFFIX,
+        record.err,
+    )
+
+
+def _fingerprint(job: Job, plan: QuantPlan, source: Mapping[str, Any]) -> str:
+    """Return what decides the bytes of the parts."""
+    tensors = [
+        (t.name, t.shape, t.source.name, t.format.name, t.method, str(t.clip))
+        for t in plan.tensors.values()
+    ]
+    text = job.calibration.sequences if job.calibration else ()
+    known = [tool(), source, tensors, text, job.seed]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()

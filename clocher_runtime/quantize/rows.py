@@ -1,0 +1,104 @@
+"""Rows per token: the calibration text, and arrays of hidden states in an unnamed file."""
+
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from clocher_kernels.errors import UsageError
+
+HELD_OUT = 16
+"""One sequence in so many is held out."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Text:
+    """Sequences of tokens, one after another.
+
+    Attributes:
+        ids: all tokens, [T] i32.
+        positions: of each token in its sequence, [T] i32.
+        lengths: tokens of each sequence.
+        held: whether a token's sequence is held out from fitting, [T] bool.
+    """
+
+    ids: np.ndarray
+    positions: np.ndarray
+    lengths: tuple[int, ...]
+    held: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens T."""
+        return len(self.ids)
+
+    def chunks(self, limit: int) -> Iterator[tuple[slice, tuple[int, ...]]]:
+        """Yield runs of whole sequences of at most `limit` tokens: (tokens, lengths)."""
+        start, lengths = 0, []
+        for length in self.lengths:
+            if lengths and sum(lengths) + length > limit:
+                yield slice(start, start + sum(lengths)), tuple(lengths)
+                start, lengths = start + sum(lengths), []
+            lengths.append(length)
+        yield slice(start, start + sum(lengths)), tuple(lengths)
+
+
+def make_text(sequences: Sequence[Sequence[int]], seed: int = 0, held_out: int = HELD_OUT) -> Text:
+    """Lay sequences out; hold one in `held_out` (at least one) out, chosen by the seed.
+
+    Raises:
+        UsageError: fewer than two sequences, or an empty one.
+    """
+    lengths = tuple(len(sequence) for sequence in sequences)
+    if len(lengths) < 2 or min(lengths) < 1:
+        raise UsageError(
+            f"{len(lengths)} calibration sequences of {min(lengths, default=0)} or more tokens; "
+            "expected at least 2, none empty: one is held out to judge the others' fit"
+        )
+    rng = np.random.default_rng(seed)
+    count = max(1, round(len(lengths) / held_out))
+    chosen = np.zeros(len(lengths), bool)
+    chosen[rng.choice(len(lengths), count, replace=False)] = True
+    return Text(
+        np.concatenate([np.asarray(sequence, np.int32) for sequence in sequences]),
+        np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+        lengths,
+        np.repeat(chosen, lengths),
+    )
+
+
+class RowStore:
+    """An fp32 array [rows, columns] in an unnamed temporary file, so that it need not be resident.
+
+    Args:
+        rows: number of rows.
+        columns: number of columns.
+        directory: where the file is made; None: the system's directory for temporary files.
+    """
+
+    def __init__(self, rows: int, columns: int, directory: Path | None = None) -> None:
+        self.shape = (rows, columns)
+        nbytes = max(1, rows * columns * 4)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            self._map = mmap.mmap(file.fileno(), nbytes)
+        self._array = np.frombuffer(self._map, np.float32).reshape(self.shape)
+
+    def __getitem__(self, rows: slice | np.ndarray) -> np.ndarray:
+        """Return a copy of rows."""
+        return self._array[rows].copy()
+
+    def __setitem__(self, rows: slice | np.ndarray, values: np.ndarray) -> None:
+        self._array[rows] = values
+
+    def add(self, rows: np.ndarray, values: np.ndarray) -> None:
+        """Add to rows, each named once."""
+        self._array[rows] += values
+
+    def release(self) -> None:
+        """Let the kernel take back the resident pages; what they hold stays."""
+        self._map.madvise(mmap.MADV_DONTNEED)
