@@ -14,6 +14,9 @@ class ExitCode(IntEnum):
     MODEL = 3  # model missing, invalid or not supported
     DEVICE = 5  # device or engine not available
     MEMORY = 6  # out of memory
+    MISMATCH = 7  # verification found a difference
+    REJECTED = 8  # the quality gate failed
+    UNDECIDED = 9  # the quality gate needs more text to decide
     INTERRUPTED = 130  # Ctrl-C: 128 + SIGINT
 
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -11,13 +10,14 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
+from huggingface_hub import constants
 from weight_files import ROOT, rng
 
-from clocher_kernels.errors import FormatError, ModelError, UsageError
-from clocher_runtime.weights import hub_download as hub
-from clocher_runtime.weights.hub_download import plan_download
+from clocher_kernels.errors import FormatError, ModelError, ModelNotFound, UsageError
+from clocher_runtime.weights.hub import PATTERNS, Download, local_or_fetched, plan_download
 
 SCRIPT = ROOT / "scripts" / "download_gpt_oss_20b.py"
 COMMIT = "0123456789abcdef" * 2 + "01234567"
@@ -30,58 +30,105 @@ FILES = {
 }
 
 
+COMMIT_PATH = f"/own/tiny/resolve/{COMMIT}/"
+INFO = "/api/models/own/tiny/revision/main"
+
+
 class Hub:
-    """What the server holds and how it behaves."""
+    """What the server holds and how it behaves.
+
+    Attributes:
+        files: what it lists.
+        sent: what it sends instead.
+        info: what it says of the revision, if not the truth.
+        listing: what it says of the files, if not the truth.
+        statuses: status and error code of a path, if not what is right.
+        cuts: after how many bytes it closes the next connections.
+        requests: method and path of what it was asked.
+    """
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = dict(FILES)
+        self.sent: dict[str, bytes] = {}
+        self.info = b""
         self.listing: list[dict[str, Any]] | None = None
-        self.cut_after: int | None = None
-        self.cuts_left = 0
-        self.ignores_ranges = False
+        self.statuses: dict[str, tuple[int, str]] = {}
+        self.cuts: list[int] = []
         self.requests: list[tuple[str, str]] = []
         self.endpoint = ""
 
-    def siblings(self) -> list[dict[str, Any]]:
-        return self.listing or [entry(name, data) for name, data in self.files.items()]
+    def fetched(self) -> list[str]:
+        """Return the names of the files that were asked for."""
+        wanted = [path for method, path in self.requests if method == "GET"]
+        return [p.removeprefix(COMMIT_PATH) for p in wanted if p.startswith(COMMIT_PATH)]
 
 
 def entry(name: str, data: bytes) -> dict[str, Any]:
     """Return what the hub's API says about a file."""
-    found: dict[str, Any] = {"rfilename": name, "size": len(data)}
-    found["blobId"] = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+    found: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": git_hash(data)}
     if name.endswith(".safetensors"):
-        found["blobId"] = "0" * 40
-        found["lfs"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+        sha256 = hashlib.sha256(data).hexdigest()
+        found["lfs"] = {"sha256": sha256, "size": len(data), "pointerSize": 134}
     return found
 
 
+def tree_entry(name: str, data: bytes) -> dict[str, Any]:
+    """Return what the hub's other API says about a file."""
+    found = entry(name, data)
+    found |= {"type": "file", "path": found.pop("rfilename"), "oid": found.pop("blobId")}
+    if "lfs" in found:
+        found["lfs"]["oid"] = found["lfs"].pop("sha256")
+    return found
+
+
+def git_hash(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
 @pytest.fixture
-def server() -> Iterator[Hub]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     state = Hub()
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            state.requests.append((self.path, self.headers.get("Range", "")))
-            if self.path == "/api/models/own/tiny/revision/main?blobs=true":
-                body = json.dumps({"sha": COMMIT, "siblings": state.siblings()}).encode()
-                return self.answer(200, body)
-            name = self.path.removeprefix(f"/own/tiny/resolve/{COMMIT}/")
-            if name not in state.files:
-                return self.answer(404, b"")
-            data, status = state.files[name], 200
-            start = re.fullmatch("bytes=([0-9]+)-", self.headers.get("Range", ""))
-            if start and not state.ignores_ranges:
-                data, status = data[int(start[1]) :], 206
-            return self.answer(status, data)
+        def do_HEAD(self) -> None:
+            self.do_GET()
 
-        def answer(self, status: int, body: bytes) -> None:
+        def do_GET(self) -> None:
+            path = unquote(self.path.partition("?")[0])
+            state.requests.append((self.command, path))
+            if path in state.statuses:
+                return self.answer(*state.statuses[path])
+            if path == INFO and state.info:
+                return self.answer(200, "", state.info)
+            if path == INFO:
+                siblings = state.listing or [entry(n, d) for n, d in state.files.items()]
+                info = {"id": "own/tiny", "sha": COMMIT, "siblings": siblings}
+                return self.answer(200, "", json.dumps(info).encode())
+            if path == f"/api/models/own/tiny/tree/{COMMIT}":
+                tree = [tree_entry(name, data) for name, data in state.files.items()]
+                return self.answer(200, "", json.dumps(tree).encode())
+            name = path.removeprefix(COMMIT_PATH)
+            if name not in state.files:
+                return self.answer(404, "RepoNotFound")
+            return self.answer(200, "", state.sent.get(name, state.files[name]))
+
+        def answer(self, status: int, code: str, body: bytes = b"") -> None:
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
+            name = unquote(self.path).removeprefix(COMMIT_PATH)
+            if name in state.files:
+                data = state.files[name]
+                large = name.endswith(".safetensors")
+                etag = hashlib.sha256(data).hexdigest() if large else git_hash(data)
+                self.send_header("ETag", f'"{etag}"')
+                self.send_header("X-Repo-Commit", COMMIT)
+            if code:
+                self.send_header("X-Error-Code", code)
             self.end_headers()
-            if state.cuts_left and status != 404 and "/resolve/" in self.path:
-                state.cuts_left -= 1
-                body = body[: state.cut_after]
+            if self.command == "HEAD":
+                return
+            if state.cuts and name in state.files:
+                body = body[: state.cuts.pop()]
                 self.close_connection = True
             self.wfile.write(body)
 
@@ -92,21 +139,31 @@ def server() -> Iterator[Hub]:
     state.endpoint = f"http://127.0.0.1:{service.server_port}"
     thread = threading.Thread(target=service.serve_forever, args=(0.01,))
     thread.start()
-    yield state
+    with pytest.MonkeyPatch.context() as patch:
+        # What the library makes of the environment when it is loaded.
+        patch.setattr(constants, "ENDPOINT", state.endpoint)
+        template = state.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        patch.setattr(constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield state
     service.shutdown()
     thread.join()
     service.server_close()
 
 
-def fetch(server: Hub, out: Path, **options: Any) -> hub.Download:
-    download = plan_download("own/tiny", out, endpoint=server.endpoint, **options)
+def fetch(out: Path, *patterns: str) -> Download:
+    """Download the wanted files and return the plan."""
+    download = plan_download("own/tiny", out, patterns or PATTERNS)
     download.run()
     return download
 
 
 def contents(folder: Path) -> dict[str, bytes]:
+    """Return the files of a folder without what the library keeps about them."""
     files = [path for path in folder.rglob("*") if path.is_file()]
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+    names = {path: path.relative_to(folder).as_posix() for path in files}
+    return {n: path.read_bytes() for path, n in names.items() if not n.startswith(".cache/")}
 
 
 def wanted() -> dict[str, bytes]:
@@ -114,63 +171,78 @@ def wanted() -> dict[str, bytes]:
 
 
 def test_the_top_folder_without_pickles_is_fetched(server: Hub, tmp_path: Path) -> None:
-    seen: list[int] = []
-    download = plan_download("own/tiny", tmp_path / "new" / "hf", endpoint=server.endpoint)
-    download.run(lambda nbytes, name: seen.append(nbytes))
+    checked: list[str] = []
+    download = plan_download("own/tiny", tmp_path / "new" / "hf")
+    assert not (tmp_path / "new").exists() and server.fetched() == []
+    assert download.run(checked.append) == tmp_path / "new" / "hf"
     assert contents(tmp_path / "new" / "hf") == wanted()
     assert download.commit == COMMIT and download.nbytes == sum(map(len, wanted().values()))
-    assert seen[-1] == download.nbytes
-    assert all(COMMIT in path for path, _ in server.requests[1:]), "files of one commit"
+    assert sorted(checked) == sorted(wanted())
 
 
 def test_a_second_run_fetches_nothing(server: Hub, tmp_path: Path) -> None:
-    fetch(server, tmp_path)
+    fetch(tmp_path)
     server.requests.clear()
-    again = fetch(server, tmp_path)
-    assert again.missing == () and len(server.requests) == 1
-    (tmp_path / "config.json").write_bytes(b"x" * len(FILES["config.json"]))
-    with pytest.raises(FormatError, match=r"config\.json: damaged and removed"):
-        fetch(server, tmp_path)
-    fetch(server, tmp_path)
-    assert contents(tmp_path) == wanted()
+    assert fetch(tmp_path).missing == () and server.fetched() == []
 
 
-@pytest.mark.parametrize("ignores_ranges", [False, True])
-def test_a_cut_connection_is_taken_up_again(
-    server: Hub, tmp_path: Path, ignores_ranges: bool
-) -> None:
-    server.cut_after, server.cuts_left, server.ignores_ranges = 3000, 2, ignores_ranges
-    fetch(server, tmp_path, patterns=["model.safetensors"])
-    assert contents(tmp_path) == {"model.safetensors": FILES["model.safetensors"]}
-    assert ("bytes=3000-" in [sent for _, sent in server.requests]) is True
-
-
-def test_a_killed_run_is_taken_up_again(server: Hub, tmp_path: Path) -> None:
-    data = FILES["model.safetensors"]
-    (tmp_path / "model.safetensors.partial").write_bytes(data[:5000])
-    download = plan_download("own/tiny", tmp_path, "main", ["model*"], server.endpoint)
-    assert download.nbytes == len(data) - 5000
-    download.run()
-    assert server.requests[-1][1] == "bytes=5000-"
-    assert contents(tmp_path) == {"model.safetensors": data}
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("cached", [False, True], ids=["directory", "cache"])
+def test_a_damaged_file_is_removed(server: Hub, tmp_path: Path, name: str, cached: bool) -> None:
+    folder = plan_download("own/tiny", None if cached else tmp_path).run()
+    path = folder / name
+    before = path.stat()
+    path.write_bytes(b"x" * before.st_size)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(FormatError, match=f"not what the hub lists, and removed: {name}; run it"):
+        plan_download("own/tiny", None if cached else tmp_path).run()
+    assert not path.exists()
+    plan_download("own/tiny", None if cached else tmp_path).run()
+    assert contents(folder) == wanted()
 
 
 def test_wrong_bytes_are_never_accepted(server: Hub, tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.partial").write_bytes(b"y" * 5000)
-    with pytest.raises(FormatError, match="not what the hub lists"):
-        fetch(server, tmp_path, patterns=["model*"])
+    server.sent = {"model.safetensors": b"y" * 8000, "config.json": b"z" * 23}
+    with pytest.raises(FormatError, match=r"config\.json, model\.safetensors"):
+        fetch(tmp_path, "config.json", "model*")
     assert contents(tmp_path) == {}
-    fetch(server, tmp_path, patterns=["model*"])
+    server.sent.clear()
+    fetch(tmp_path)
+    assert contents(tmp_path) == wanted()
 
 
-def test_a_hub_that_goes_away_keeps_what_has_come(server: Hub, tmp_path: Path) -> None:
-    server.cut_after, server.cuts_left = 100, 99
-    with pytest.raises(ConnectionError, match="500 of 8000 bytes came"):
-        fetch(server, tmp_path, patterns=["model*"])
-    assert len(contents(tmp_path)["model.safetensors.partial"]) == 500
-    server.cuts_left = 0
-    fetch(server, tmp_path, patterns=["model*"])
+def test_a_cut_connection_is_taken_up_again(
+    server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    server.cuts = [3000]
+    fetch(tmp_path, "model.safetensors")
     assert contents(tmp_path) == {"model.safetensors": FILES["model.safetensors"]}
+    assert server.fetched() == ["model.safetensors"] * 2
+
+
+def test_a_run_that_was_cut_off_keeps_whole_files(
+    server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    fetch(tmp_path, "*.json")
+    server.cuts = [0] * 99
+    with pytest.raises(ConnectionError, match=r"cannot be reached.*run it again"):
+        fetch(tmp_path)
+    assert "model.safetensors" not in contents(tmp_path)
+    server.cuts.clear()
+    server.requests.clear()
+    download = fetch(tmp_path)
+    assert "model.safetensors" in [file.name for file in download.missing]
+    assert contents(tmp_path) == wanted()
+    assert "config.json" not in server.fetched()
+
+
+def test_patterns_with_a_slash_reach_into_folders(server: Hub, tmp_path: Path) -> None:
+    server.files["odd[1].json"] = b"[]"
+    server.files["odd1.json"] = b"{}"
+    fetch(tmp_path, "original/*", "odd[[]1].json")
+    assert sorted(contents(tmp_path)) == ["odd[1].json", "original/config.json"]
 
 
 @pytest.mark.parametrize(
@@ -178,21 +250,23 @@ def test_a_hub_that_goes_away_keeps_what_has_come(server: Hub, tmp_path: Path) -
     [
         {"rfilename": "../config.json"},
         {"rfilename": "/etc/config.json"},
-        {"rfilename": ".hidden/../x.json"},
+        {"rfilename": "x/../../x.json"},
+        {"rfilename": "..\\x.json"},
         {"rfilename": "a\n.json"},
+        {"rfilename": 5},
         {"size": -1},
         {"size": "9"},
-        {"size": 1 << 60},
         {"blobId": None},
         {"lfs": {"sha256": "x"}},
-        {"lfs": {"sha256": 5}},
+        {"lfs": {"sha256": "x", "size": 2, "pointerSize": 2}},
+        {"lfs": {"sha256": 5, "size": 2, "pointerSize": 2}},
     ],
     ids=str,
 )
 def test_a_hostile_listing_is_refused(server: Hub, tmp_path: Path, change: dict[str, Any]) -> None:
     server.listing = [entry("config.json", b"{}") | change]
-    with pytest.raises(ModelError, match="in a way that is not known"):
-        fetch(server, tmp_path / "out", patterns=["*", "*/*", "*/*/*"])
+    with pytest.raises(ModelError, match=r"in a way that is not known|makes no sense"):
+        fetch(tmp_path / "out", "*", "*/*", "*/*/*")
     assert not (tmp_path / "out").exists() and list(tmp_path.iterdir()) == []
 
 
@@ -202,26 +276,88 @@ def test_a_disk_too_small_is_noticed_first(
     usage = type("Usage", (), {"free": 10})
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     with pytest.raises(OSError, match="the disk has 10 free"):
-        fetch(server, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        fetch(tmp_path / "out")
+    assert not (tmp_path / "out").exists() and server.fetched() == []
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "answer",
+    [b"no json", b"{}", b"[]", b'{"id": "own/tiny", "sha": "../x", "siblings": []}'],
+    ids=str,
+)
+def test_an_answer_that_is_none(server: Hub, tmp_path: Path, answer: bytes) -> None:
+    server.info = answer
+    with pytest.raises(ModelError, match=r"makes no sense|lists no files"):
+        fetch(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
     [
-        ({"repo": "x"}, "expected owner/name"),
-        ({"repo": "own/../x"}, "expected owner/name"),
-        ({"revision": "a/../b"}, "expected a branch"),
-        ({"repo": "own/absent"}, "HTTP 404: no such repository"),
-        ({"patterns": ["x*"]}, "no file matches"),
-        ({"endpoint": "file:///etc/"}, "expected an http"),
+        ({"repo": "own/../x"}, UsageError, "expected owner/name"),
+        ({"repo": "own/absent"}, ModelNotFound, "HTTP 404: no such repository"),
+        ({"revision": "absent"}, ModelNotFound, "HTTP 404: no such repository, revision"),
+        ({"patterns": ["x*"]}, UsageError, r"no file matches x\*; it has 'config\.json', 'README"),
     ],
     ids=str,
 )
-def test_wrong_requests(server: Hub, tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    request = {"repo": "own/tiny", "endpoint": server.endpoint, "out_dir": tmp_path} | options
-    with pytest.raises(UsageError, match=message):
-        plan_download(**request)
+def test_wrong_requests(
+    server: Hub, tmp_path: Path, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        plan_download(**{"repo": "own/tiny", "directory": tmp_path} | options)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "code", "error", "message"),
+    [
+        (INFO, 401, "", ModelNotFound, "log in with `hf auth login`, or set HF_TOKEN"),
+        (INFO, 503, "", ConnectionError, "HTTP 503; run it again"),
+        (f"{COMMIT_PATH}config.json", 403, "GatedRepo", ModelNotFound, "access must be asked for"),
+        (f"{COMMIT_PATH}config.json", 404, "EntryNotFound", ModelNotFound, "HTTP 404"),
+    ],
+    ids=["private", "hub is down", "gated", "file is gone"],
+)
+def test_what_the_hub_refuses(
+    server: Hub, tmp_path: Path, path: str, status: int, code: str, error: type[Exception],
+    message: str,
+) -> None:  # fmt: skip
+    server.statuses[path] = (status, code)
+    with pytest.raises(error, match=message):
+        fetch(tmp_path)
+    server.statuses.clear()
+    fetch(tmp_path)
+    assert contents(tmp_path) == wanted()
+
+
+def test_a_name_that_is_no_directory_is_fetched_once(
+    server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there" / "x").mkdir(parents=True)
+    for path in (Path("one"), Path("a/b/c"), tmp_path / "x" / "y", Path("there/x")):
+        assert local_or_fetched(path) == path
+    assert server.requests == []
+    folder = local_or_fetched(Path("own/tiny"))
+    assert contents(folder) == wanted() and Path(constants.HF_HUB_CACHE) in folder.parents
+    with pytest.raises(ModelNotFound, match=r"own/absent: no such directory; as a name on the hub"):
+        local_or_fetched(Path("own/absent"))
+    server.statuses[INFO] = (503, "")
+    assert local_or_fetched(Path("own/tiny")) == folder
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert local_or_fetched(Path("own/tiny")) == folder
+    with pytest.raises(UsageError, match=r"own/absent: no such directory.*HF_HUB_OFFLINE=1"):
+        local_or_fetched(Path("own/absent"))
+
+
+def script(*args: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, SCRIPT, *args],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -235,26 +371,18 @@ def test_wrong_requests(server: Hub, tmp_path: Path, options: dict[str, Any], me
 def test_the_script_without_a_network(
     variables: dict[str, str], code: int, message: str, tmp_path: Path
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--out-dir", tmp_path / "hf"],
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = script("--out-dir", tmp_path / "hf", HF_HOME=str(tmp_path / "home"), **variables)
     assert (done.returncode, done.stdout) == (code, "")
     assert message in done.stderr and "copy the" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "hf").exists()
 
 
 def test_the_script_fetches(server: Hub, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--repo", "own/tiny", "--out-dir", tmp_path / "hf"],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_ENDPOINT": server.endpoint},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    variables = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path / "home")}
+    out = tmp_path / "hf"
+    done = script("--repo", "own/tiny", "--out-dir", out, **variables)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert "needs" in done.stderr and "all match their hashes" in done.stderr
-    assert contents(tmp_path / "hf") == wanted()
+    assert "checking model.safetensors" in done.stderr and contents(out) == wanted()
+    done = script("--repo", "own/absent", "--out-dir", out, **variables)
+    assert done.returncode == 3 and "no such repository" in done.stderr

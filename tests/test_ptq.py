@@ -32,7 +32,6 @@ from clocher_runtime.quantize.plan import QuantPlan, build_plan
 from clocher_runtime.weights import open_checkpoint, torch_bin
 from clocher_runtime.weights.arrays import open_arrays, open_npz
 from clocher_runtime.weights.convert import convert
-from clocher_runtime.weights.hub import local_or_fetched
 from clocher_runtime.weights.q4_map import load_q4_map, parse_q4_map
 from clocher_runtime.weights.q4_parts import PartsWriter, part_of
 from clocher_runtime.weights.rounding import parse_clip, round_tensor
@@ -436,30 +435,6 @@ def test_a_function_gives_weights(tmp_path: Path) -> None:
 def test_what_a_function_may_not_give(value: object) -> None:
     with pytest.raises(UsageError, match="mine:load"):
         open_arrays(value, "mine:load")
-
-
-def test_a_name_that_is_no_directory_is_asked_of_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import huggingface_hub
-
-    asked = []
-
-    def answer(name: str, allow_patterns: list[str]) -> str:
-        asked.append((name, allow_patterns))
-        if name.endswith("gone"):
-            raise ConnectionError("offline")
-        return str(LLAMA)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", answer)
-    monkeypatch.chdir(tmp_path)
-    assert local_or_fetched(Path("owner/model")) == LLAMA
-    with pytest.raises(ModelNotFound, match=r"no such directory.*ConnectionError: offline"):
-        local_or_fetched(Path("owner/gone"))
-    for path in (Path("one"), Path("a/b/c"), tmp_path / "x" / "y", LLAMA):
-        assert local_or_fetched(path) == path
-    assert [name for name, _ in asked] == ["owner/model", "owner/gone"]
-    assert "*.bin" not in asked[0][1]
 
 
 # Calibrated tensors: parts, resumed.

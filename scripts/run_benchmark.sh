@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# What make bench does, without make and from any directory.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+Usage: bash scripts/run_benchmark.sh [TARGET] [FLAG...]
+
+TARGET is bench (the default), bench-cuda, bench-report or bench-verify; flags go to the harness.
+Variables are those of make bench: MODEL_DIR, PROMPTS, RUNS, MAX_NEW, ... (docs/benchmarking.md).
+Relative paths count from the current directory.
+
+Environment:
+  PYTHON  the interpreter; default python
+
+Example:
+  PROMPTS=bench/prompts_10.txt RUNS=5 bash scripts/run_benchmark.sh --sweep 'threads=1,2'
+TEXT
+}
+
+target=bench
+case ${1-} in
+    -h | --help)
+        usage
+        exit 0
+        ;;
+    bench | bench-cuda | bench-report | bench-verify)
+        target=$1
+        shift
+        ;;
+esac
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+export MAKE_CALLED_FROM=$PWD
+cd -- "$root"
+exec "${PYTHON:-python}" -m bench.targets "$target" "$@"
