@@ -125,9 +125,9 @@ def _check_size(data: bytes, where: str, rest: int) -> None:
     for codes in _outside_strings(data):
         opening = (codes == ord("[")) | (codes == ord("{"))
         closing = (codes == ord("]")) | (codes == ord("}"))
-        opened, commas = np.count_nonzero(opening), np.count_nonzero(codes == ord(","))
+        opened, commas = (int(np.count_nonzero(found)) for found in (opening, codes == ord(",")))
         values += opened + commas
-        keys = np.count_nonzero(codes == ord(":"))
+        keys = int(np.count_nonzero(codes == ord(":")))
         memory += _OPENED_BYTES * opened + _COMMA_BYTES * commas + _KEY_BYTES * keys
         steps = opening.view(np.int8) - closing.view(np.int8)
         levels = depth + np.cumsum(steps[steps != 0], dtype=np.int32)
