@@ -21,6 +21,7 @@ from clocher_runtime.session import Sampling, Session
 from clocher_runtime.tokenizer import Tokenizer
 from clocher_runtime.topology import default_threads
 from clocher_runtime.weights import open_checkpoint
+from clocher_runtime.weights.gguf import find_gguf
 
 Prompt = str | Sequence[int]
 
@@ -106,7 +107,8 @@ def load(
     """Load a model.
 
     Args:
-        path: a Hugging Face directory or one with an IEBIN pair; None: the embedded model.
+        path: a Hugging Face directory, one with an IEBIN pair or a GGUF file, or that file; None:
+            the embedded model.
         device: "auto", "cpu", "cuda" or "ze".
         precision: None keeps the weights as stored; see `load_model`.
         threads: None: as many as this process may use.
@@ -117,11 +119,13 @@ def load(
         DeviceError: the device is not available.
     """
     backend, _ = choose(device)
-    if path is not None and not Path(path).is_dir():
-        raise UsageError(f"{path} is not a directory; give the directory of a model")
+    if path is not None and not (Path(path).is_dir() or find_gguf(Path(path))):
+        raise UsageError(
+            f"{path} is not a directory; give the directory of a model, or a GGUF file"
+        )
     checkpoint = open_checkpoint(embedded_model() if path is None else Path(path))
     model = load_model(checkpoint, precision)
-    tokenizer = Tokenizer(checkpoint.tokenizer_json, checkpoint.tokenizer_config)
+    tokenizer = Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config)
     bound = Session(model, backend=backend, threads=threads or default_threads(), **session)
     return LanguageModel(model, bound, tokenizer)
 

@@ -52,7 +52,11 @@ class HelpfulCommand(click.Command):
         for group, rows in groups.items():
             _section(formatter, group, rows)
         _section(formatter, "Other", [("--version", ""), ("--help", "")])
-        _section(formatter, "Environment variables (a flag is stronger)", variables)
+        _section(formatter, "Environment variables", variables)
+        formatter.write(
+            "\nA flag is stronger than a variable, a variable is stronger than the file of "
+            "--config,\nand the file is stronger than the default.\n"
+        )
         formatter.write(
             "\nA hint is checked and accepted; this version does not act on it. The JSON line "
             "lists\nit under hints_ignored unless it asks for what happens anyway.\n"

@@ -16,6 +16,12 @@ class Given(NamedTuple):
         return f"{self.source}={self.raw}"
 
 
+class GivenInFile(Given):
+    """The same of a file: its source is the file and the key."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """Every setting that a run acts on. `settings.SETTINGS` says how each is given.
@@ -30,6 +36,8 @@ class RunConfig:
         kv_dtype: None takes the back end's: f32 on the CPU, bf16 on a GPU.
         act_prec: None takes the back end's, or the model's if it quantises its activations.
         pretranspose: None packs what has a packed form, and copies nothing.
+        config: the file whose settings are in here already.
+        dedup: None uses deduplicated weights only where there is no model.ie.bin.
         given: field -> how it was set; fields with their default are absent.
         hints_ignored: "source=value" of what was given and this version does not act on.
     """
@@ -59,10 +67,15 @@ class RunConfig:
     threads: int | None = None
     tile_table: Path | None = None
     tune: bool = False
+    config: Path | None = None
     batch: int = 1
     rounds: int = 1
     warmup: int = 0
+    prefetch: int | str = "auto"
     aggregate: bool = False
+    outputs: Path | None = None
+    trace_ids: Path | None = None
+    trace_topk: int = 0
 
     bytes_per_token: int = 0
     stride_bytes: int = 256
@@ -76,6 +89,12 @@ class RunConfig:
     hot_repl_limit_mb: int = 0
     prefetch_distance: int | str = "auto"
     stream_block_bytes: int | None = None
+    dedup: bool | None = None
+    dedup_strict: bool = False
+    dedup_policy: str = "on_demand"
+    dedup_cache_mb: int | None = None
+    dedup_hot_bytes: int = 0
+    dedup_hot_list: str | None = None
 
     given: Mapping[str, Given] = field(default_factory=dict)
     hints_ignored: tuple[str, ...] = ()

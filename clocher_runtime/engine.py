@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from clocher_runtime.stub import StubSession, StubTokenizer
 from clocher_runtime.timing import TimedWindow
 from clocher_runtime.tokenizer import Tokenizer
 from clocher_runtime.tuning import choose_threads, not_acted_on, tune
+from clocher_runtime.weights import Checkpoint
 
 
 class Generates(Protocol):
@@ -40,6 +41,12 @@ class Generates(Protocol):
     def close(self) -> None:
         """Release threads and buffers."""
 
+    def check(self, prompt: Sequence[int]) -> None:
+        """Raise UsageError unless a prompt can be generated from."""
+
+    def step_logits(self, token: Token) -> np.ndarray:
+        """Return the logits that a token of the last step was drawn from, [V] fp32."""
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -58,6 +65,7 @@ class Engine:
 
     Attributes:
         tokenizer: None where the model has none.
+        checkpoint: None for the stub.
         files: contents of the mapped weight files, u8 [size] each.
         stop_ids: ids that end a sequence.
         bytes_per_token: weight bytes that one token reads.
@@ -67,6 +75,7 @@ class Engine:
 
     session: Generates
     tokenizer: Tokenizer | StubTokenizer | None
+    checkpoint: Checkpoint | None
     device: str
     backend_reason: str
     isa: str
@@ -81,6 +90,12 @@ class Engine:
     bytes_per_token: int
     gpu: Mapping[str, str | int] | None
     hints_ignored: tuple[str, ...]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of a completion, without the token that ended it."""
+        if self.tokenizer is None:
+            return ""
+        return self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
 
 
 def load_engine(
@@ -101,9 +116,9 @@ def load_engine(
     """
     device, reason = choose(config.device)
     choice = choose_model(config, Path.cwd())
-    checkpoint = choice.open()
+    checkpoint, not_deduplicated = choice.open_for(config)
     model = load_model(checkpoint, config.precision)
-    tokenizer = _tokenizer(config, checkpoint.tokenizer_json, checkpoint.tokenizer_config)
+    tokenizer = _tokenizer(config, checkpoint)
     threads = choose_threads(config)
     tuning = tune(config, threads)
     wanted = config.act_prec if config.act_prec in ACTIVATIONS[device] else None
@@ -123,9 +138,11 @@ def load_engine(
     ignored = not_acted_on(config, session.acted_on)
     if config.act_prec not in (None, session.act_prec):
         ignored = (str(config.given["act_prec"]), *ignored)
+    ignored += not_deduplicated
     return Engine(
         session=session,
         tokenizer=tokenizer,
+        checkpoint=checkpoint,
         device=device,
         backend_reason=reason,
         isa=session.isa,
@@ -145,11 +162,13 @@ def load_engine(
 
 def load_stub(config: RunConfig, batch: int) -> Engine:
     """Return the stub. It acts on the prompt and on counts only; the rest is listed as ignored."""
-    acted_on = {"stub", "prompt", "prompt_ids", "prompts_file", "max_new", "batch"}
-    acted_on |= {"rounds", "warmup", "aggregate", "require_model"}
+    acted_on = {"stub", "prompt", "prompt_ids", "prompts_file", "max_new", "batch", "prefetch"}
+    acted_on |= {"rounds", "warmup", "aggregate", "require_model", "outputs"}
+    acted_on |= {"trace_ids", "trace_topk"}
     return Engine(
         session=StubSession(batch),
         tokenizer=StubTokenizer(),
+        checkpoint=None,
         device="stub",
         backend_reason="asked for by --stub",
         isa="none",
@@ -171,13 +190,16 @@ def load_stub(config: RunConfig, batch: int) -> Engine:
     )
 
 
-def _tokenizer(config: RunConfig, path: Path, settings: Mapping[str, Any]) -> Tokenizer | None:
-    """Load the tokenizer. A prompt of token ids does without one."""
-    if config.prompt_ids is not None and not path.exists():
+def _tokenizer(config: RunConfig, checkpoint: Checkpoint) -> Tokenizer | None:
+    """Load the tokenizer. Prompts that are or may be token ids do without one."""
+    source = checkpoint.tokenizer_source
+    file = config.prompts_file
+    may_be_ids = config.prompt_ids is not None or (file is not None and file.suffix == ".jsonl")
+    if may_be_ids and isinstance(source, Path) and not source.exists():
         return None
     try:
-        return Tokenizer(path, settings)
+        return Tokenizer(source, checkpoint.tokenizer_config)
     except ModelNotFound:
         raise ModelNotFound(
-            f"{path}: no such file; a model without it takes --prompt-ids"
+            f"{source!s}: no such file; a model without it takes --prompt-ids"
         ) from None

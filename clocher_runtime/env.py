@@ -1,17 +1,23 @@
-"""From flags and environment variables to a RunConfig: flag, then variable, then default."""
+"""From flags, variables and a file to a RunConfig: flag, variable, file, default."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.config import Given, RunConfig
+from clocher_runtime.config import Given, GivenInFile, RunConfig
+from clocher_runtime.config_file import read_toml, setting_texts
 from clocher_runtime.settings import ALL, HINTS, Setting
 
 # Products are accumulated in fp32 whatever the weights are, so asking for it is no ignored hint.
 _HOST_MATH = "fp32"
 
 
-def resolve(flags: Mapping[str, str], environ: Mapping[str, str]) -> RunConfig:
+def resolve(
+    flags: Mapping[str, str],
+    environ: Mapping[str, str],
+    in_file: Mapping[str, Given] | None = None,
+) -> RunConfig:
     """Return the configuration of a run.
 
     A variable that is set to nothing counts as not set. A value that a stronger source overrides
@@ -20,39 +26,62 @@ def resolve(flags: Mapping[str, str], environ: Mapping[str, str]) -> RunConfig:
     Args:
         flags: name of a setting -> what its flag was given; flags that were not given are absent.
         environ: environment variables.
+        in_file: name of a setting -> what a file says; None reads the file of `--config`.
 
     Raises:
-        UsageError: a value is not what its flag or variable takes, or two flags exclude each other.
+        UsageError: a value is not what its flag, variable or key takes, two flags exclude each
+            other, or the file of `--config` is not one.
     """
+    if in_file is None:
+        in_file = read_file(flags)
     values: dict[str, Any] = {}
     given: dict[str, Given] = {}
     ignored: list[Given] = []
     for name, setting in ALL.items():
-        sources = _sources(name, setting, flags, environ)
+        sources = sources_of(name, setting, flags, environ, in_file)
         if not sources:
             continue
         first, *others = sources
-        value = setting.takes.read(*first)
+        value = setting.takes.read(first.source, first.raw)
         if name in HINTS:
             ignored += [first] if first.raw not in setting.idle else []
             continue
         values[name], given[name] = value, first
         if name not in flags:
-            ignored += [other for other in others if other.raw not in (first.raw, _HOST_MATH)]
+            beaten = [other for other in others if not isinstance(other, GivenInFile)]
+            ignored += [other for other in beaten if other.raw not in (first.raw, _HOST_MATH)]
     _exclude(values, given)
     return RunConfig(**values, given=given, hints_ignored=tuple(map(str, ignored)))
 
 
-def _sources(
-    name: str, setting: Setting, flags: Mapping[str, str], environ: Mapping[str, str]
+def read_file(flags: Mapping[str, str]) -> dict[str, Given]:
+    """Return the settings of the file that `--config` names, empty without one.
+
+    Raises:
+        UsageError: the file cannot be read, or has something that is no setting.
+    """
+    if not flags.get("config"):
+        return {}
+    path = Path(flags["config"])
+    texts = setting_texts(read_toml(path), set(ALL) - {"config"}, str(path))
+    return {name: GivenInFile(f"{path}: {name}", raw) for name, raw in texts.items()}
+
+
+def sources_of(
+    name: str,
+    setting: Setting,
+    flags: Mapping[str, str],
+    environ: Mapping[str, str],
+    in_file: Mapping[str, Given],
 ) -> list[Given]:
-    """Return the flag and the variables that are set, the strongest first."""
+    """Return the flag, the variables and the key of the file that are set, the strongest first."""
     found = [Given(setting.flag, flags[name])] if name in flags else []
-    return found + [Given(var, environ[var]) for var in setting.env if environ.get(var)]
+    found += [Given(var, environ[var]) for var in setting.env if environ.get(var)]
+    return found + ([in_file[name]] if name in in_file else [])
 
 
 def _exclude(values: dict[str, Any], given: dict[str, Given]) -> None:
-    """Settle settings that exclude each other: two flags are an error, a flag beats a variable."""
+    """Settle settings that exclude each other: the stronger source wins, a tie is an error."""
     _keep_one(("prompt", "prompt_ids", "prompts_file"), values, given)
     _keep_one(("stub", "tune"), values, given)
     if "stub" in given:
@@ -63,11 +92,16 @@ def _exclude(values: dict[str, Any], given: dict[str, Given]) -> None:
 
 
 def _keep_one(names: Sequence[str], values: dict[str, Any], given: dict[str, Given]) -> None:
-    present = [name for name in names if name in given]
-    by_flag = [name for name in present if given[name].source.startswith("--")]
-    if len(by_flag) > 1:
-        first, second, *_ = (given[name].source for name in by_flag)
-        raise UsageError(f"{first} and {second} exclude each other; give one")
-    for name in present:
-        if by_flag and name != by_flag[0]:
-            del values[name], given[name]
+    present = sorted((name for name in names if name in given), key=lambda n: _rank(given[n]))
+    if len(present) < 2:
+        return
+    first, second = (given[name] for name in present[:2])
+    if _rank(first) == _rank(second):
+        raise UsageError(f"{first.source} and {second.source} exclude each other; give one")
+    for name in present[1:]:
+        del values[name], given[name]
+
+
+def _rank(given: Given) -> int:
+    """Return 0 for a flag, 1 for a variable, 2 for a key of the file."""
+    return 2 if isinstance(given, GivenInFile) else 0 if given.source.startswith("--") else 1

@@ -29,6 +29,7 @@ class OutputFields:
 
     token_ids: list[int]
     text: str
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,8 @@ class RunLine:
     context: int
     batch: int
     prompts: int
+    prompts_failed: int
+    prefetch: str
     rounds: int
     tokens_generated: int
     wall_time_s: float

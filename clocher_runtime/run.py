@@ -1,20 +1,28 @@
 """The job of `clocher-run`: prompts in, text out, one measured window, one line of numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import isnan, nan
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime import metrics
+from clocher_runtime.completions import Completions
 from clocher_runtime.config import RunConfig
 from clocher_runtime.console import Console
 from clocher_runtime.engine import Engine, load_engine, load_stub
-from clocher_runtime.jsonline import OutputFields, RunLine, WorkTouchFields, clocher_version
+from clocher_runtime.jsonline import RunLine, WorkTouchFields, clocher_version
 from clocher_runtime.probes import Touch, WorkTouch, rss_peak_mib
-from clocher_runtime.prompts import read_prompts
+from clocher_runtime.prompt_pipeline import PromptPipeline, prefetch_depth, worker_count
+from clocher_runtime.prompts import Preparation, PromptSource
+from clocher_runtime.reservoir import Reservoir, StepTotals
 from clocher_runtime.session import Sampling
 from clocher_runtime.timing import TimedWindow
 from clocher_runtime.topology import usable_cpus
+from clocher_runtime.trace import TopLogits, fingerprint, top_logits
+
+Pipelines = Callable[[], PromptPipeline]
+"""Returns the micro-batches of one more round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,19 +30,19 @@ class Measured:
     """What the strict window and its surroundings gave.
 
     Attributes:
-        window: the spans of all rounds.
+        wall_ns: length of the window: all spans of all rounds.
+        steps: what they add up to.
         first_token_ns: for each sequence of each round, the time in the window from the start of
             its group of prompts to its first token.
         tokens: tokens generated, all rounds.
-        outputs: token ids of each prompt, first round.
         touch: the work-touch after the last token.
         rss_peak_mib: sampled after the window.
     """
 
-    window: TimedWindow
-    first_token_ns: list[int]
+    wall_ns: int
+    steps: StepTotals
+    first_token_ns: Reservoir[int]
     tokens: int
-    outputs: list[list[int]]
     touch: Touch
     kv_hits: int
     kv_misses: int
@@ -47,43 +55,76 @@ def run(config: RunConfig, console: Console) -> RunLine:
     Raises:
         ClocherError: see `exit_codes` for what each kind means.
     """
-    texts = None if config.prompt_ids is not None else read_prompts(config)
-    count = 1 if texts is None else len(texts)
-    batch = min(config.batch, count)
-    _warn(config, count, console)
+    if config.trace_topk and config.trace_ids is None:
+        raise UsageError("--trace-topk needs --trace-ids; name the file that the trace goes to")
+    source = PromptSource(config)
+    try:
+        batch = len(source.peek(config.batch))
+        _warn(config, batch, console)
+        with Completions(config, console) as completions:
+            return _run(config, console, source, batch, completions)
+    finally:
+        source.close()
+
+
+def _run(
+    config: RunConfig,
+    console: Console,
+    source: PromptSource,
+    batch: int,
+    completions: Completions,
+) -> RunLine:
     engine = (
         load_stub(config, batch)
         if config.stub
         else load_engine(config, batch, console.compiling, console.packing)
     )
     try:
-        prompts = _encode(engine, config, texts)
+        for note in engine.checkpoint.notes if engine.checkpoint else ():
+            console.note(note)
+        if config.trace_ids is not None and engine.checkpoint is not None:
+            completions.fingerprint = fingerprint(engine.checkpoint)
+        prepare = Preparation(source, engine.tokenizer, engine.session.check)
         engine.session.warm()
-        if config.warmup:
-            for _ in engine.session.generate(prompts[:1], config.warmup, stop_ids=frozenset()):
-                pass
-        measured = measure(engine, prompts, config, batch, console)
+        _warm_up(engine, config, source, prepare)
+        pipelines = partial(pipeline, config, engine, source, prepare, batch)
+        measured = measure(engine, pipelines, config, batch, console, completions)
     finally:
         engine.session.close()
-    if batch > 1 and not config.aggregate:
-        for number, ids in enumerate(measured.outputs, start=1):
-            console.note(f"prompt {number}:")
-            console.completion(_text(engine, ids))
-            console.end_line()
-    return run_line(config, engine, measured, len(prompts), batch)
+    if completions.failed == completions.prompts:
+        count = completions.prompts
+        reason = completions.first_error
+        raise UsageError(reason if count == 1 else f"none of {count} prompts is usable: {reason}")
+    return run_line(config, engine, measured, completions, batch)
+
+
+def pipeline(
+    config: RunConfig, engine: Engine, source: PromptSource, prepare: Preparation, batch: int
+) -> PromptPipeline:
+    """Return the micro-batches of one more round, made ready as `--prefetch` says."""
+    ahead, overlap = prefetch_depth(config.prefetch, batch)
+    return PromptPipeline(
+        source.lines(),
+        prepare,
+        batch=batch,
+        ahead=ahead if config.prompts_file is not None else 0,
+        workers=worker_count(overlap, len(usable_cpus()), engine.threads),
+        overlap=overlap,
+    )
 
 
 def measure(
     engine: Engine,
-    prompts: Sequence[Sequence[int]],
+    pipelines: Pipelines,
     config: RunConfig,
     batch: int,
     console: Console,
+    completions: Completions,
 ) -> Measured:
     """Generate for all prompts in all rounds, inside the strict window.
 
-    The window holds prefill, decode, sampling and the work-touch. Detokenising and writing text
-    happen between its spans.
+    The window holds prefill, decode, sampling and the work-touch. Tokenising, detokenising, writing
+    text and reading the logits of a trace happen between its spans.
     """
     session = engine.session
     window = TimedWindow("generate", synchronize=session.synchronize)
@@ -93,41 +134,53 @@ def measure(
         touch = WorkTouch(engine.files, per_token, config.stride_bytes)
     sampling = Sampling(config.temperature, config.top_k, config.top_p, config.seed)
     hits, misses = session.kv_hits, session.kv_misses
-    outputs: list[list[int]] = []
-    first_token_ns: list[int] = []
+    steps, first_token_ns = StepTotals(), Reservoir[int]()
     tokens = 0
     for round_number in range(config.rounds):
-        shown = round_number == 0 and batch == 1 and not config.aggregate
-        for start in range(0, len(prompts), batch):
-            group = prompts[start : start + batch]
-            made: list[list[int]] = [[] for _ in group]
-            began = window.total_ns
-            stream = engine.tokenizer.stream() if shown and engine.tokenizer else None
-            for token in session.generate(
-                group,
-                config.max_new,
-                sampling,
-                engine.stop_ids,
-                window,
-                touch if touch.bytes_per_token else None,
-            ):
-                ids = made[token.sequence]
-                if not ids:
-                    first_token_ns.append(window.total_ns - began)
-                ids.append(token.id)
-                if stream is not None and token.id not in engine.stop_ids:
-                    console.completion(stream.push(token.id))
-            if stream is not None:
-                console.completion(stream.flush())
-                console.end_line()
-            tokens += sum(map(len, made))
-            if round_number == 0:
-                outputs += made
+        first = round_number == 0
+        shown = first and not config.aggregate
+        with pipelines() as groups:
+            for prompts in groups:
+                usable = [prompt for prompt in prompts if prompt.error is None]
+                made: list[list[int]] = [[] for _ in usable]
+                largest: list[list[TopLogits]] = [[] for _ in usable]
+                began = window.total_ns
+                live = shown and batch == 1 and usable
+                stream = engine.tokenizer.stream() if live and engine.tokenizer else None
+                generated = session.generate(
+                    [prompt.ids for prompt in usable],
+                    config.max_new,
+                    sampling,
+                    engine.stop_ids,
+                    window,
+                    touch if touch.bytes_per_token else None,
+                )
+                for token in generated if usable else ():
+                    ids = made[token.sequence]
+                    if not ids:
+                        first_token_ns.add(window.total_ns - began)
+                    ids.append(token.id)
+                    if config.trace_topk and first:
+                        logits = session.step_logits(token)
+                        largest[token.sequence].append(top_logits(logits, config.trace_topk))
+                    if stream is not None and token.id not in engine.stop_ids:
+                        console.completion(stream.push(token.id))
+                if stream is not None:
+                    console.completion(stream.flush())
+                    console.end_line()
+                tokens += sum(map(len, made))
+                steps.add(window.spans)
+                window.spans.clear()  # a file of prompts may make more than memory holds
+                if first:
+                    results = iter(zip(made, largest, strict=True))
+                    for prompt in prompts:
+                        ids, topk = next(results) if prompt.error is None else ([], [])
+                        completions.add(engine, prompt, ids, topk, shown and batch > 1)
     return Measured(
-        window=window,
+        wall_ns=window.total_ns,
+        steps=steps,
         first_token_ns=first_token_ns,
         tokens=tokens,
-        outputs=outputs,
         touch=touch,
         kv_hits=session.kv_hits - hits,
         kv_misses=session.kv_misses - misses,
@@ -136,15 +189,14 @@ def measure(
 
 
 def run_line(
-    config: RunConfig, engine: Engine, measured: Measured, prompts: int, batch: int
+    config: RunConfig, engine: Engine, measured: Measured, completions: Completions, batch: int
 ) -> RunLine:
     """Derive the line of a run from what was measured."""
-    window, touch = measured.window, measured.touch
-    latencies = metrics.token_latencies_ms(window.spans)
-    passes = len(window.spans)
+    wall_ns, steps, touch = measured.wall_ns, measured.steps, measured.touch
+    latencies = metrics.token_latencies_ms(steps.decode.values)
+    passes = steps.passes
     file_bytes = sum(file.size for file in engine.files)
     bytes_touched = engine.bytes_per_token * passes + touch.bytes_touched
-    shown = [] if config.aggregate else measured.outputs
     return RunLine(
         version=clocher_version(),
         device=engine.device,
@@ -160,16 +212,18 @@ def run_line(
         threads=engine.threads,
         context=engine.session.context,
         batch=batch,
-        prompts=prompts,
+        prompts=completions.prompts,
+        prompts_failed=completions.failed,
+        prefetch=str(config.prefetch),
         rounds=config.rounds,
         tokens_generated=measured.tokens,
-        wall_time_s=window.total_ns / metrics.NS_PER_S,
-        tps_true=metrics.per_second(measured.tokens, window.total_ns),
+        wall_time_s=wall_ns / metrics.NS_PER_S,
+        tps_true=metrics.per_second(measured.tokens, wall_ns),
         latency_p50_ms=metrics.percentile(latencies, 50),
         latency_p95_ms=metrics.percentile(latencies, 95),
-        prefill_tokens=metrics.span_tokens(window.spans, "prefill"),
-        prefill_s=metrics.span_ns(window.spans, "prefill") / metrics.NS_PER_S,
-        ttft_ms=metrics.percentile(measured.first_token_ns, 50) / metrics.NS_PER_MS,
+        prefill_tokens=steps.prefill_tokens,
+        prefill_s=steps.prefill_ns / metrics.NS_PER_S,
+        ttft_ms=metrics.percentile(measured.first_token_ns.values, 50) / metrics.NS_PER_MS,
         rss_peak_mb=measured.rss_peak_mib,
         kv_hits=measured.kv_hits,
         kv_misses=measured.kv_misses,
@@ -184,9 +238,9 @@ def run_line(
         ),
         bytes_touched=bytes_touched,
         coverage=bytes_touched / file_bytes if file_bytes else nan,
-        effective_gbps=metrics.per_second(bytes_touched, window.total_ns) / 1e9,
+        effective_gbps=metrics.per_second(bytes_touched, wall_ns) / 1e9,
         hints_ignored=[*config.hints_ignored, *engine.hints_ignored],
-        outputs=[OutputFields(token_ids=ids, text=_text(engine, ids)) for ids in shown],
+        outputs=completions.listed,
     )
 
 
@@ -214,20 +268,10 @@ def _warn(config: RunConfig, prompts: int, console: Console) -> None:
         console.note(f"batch {config.batch} with {prompts} prompt(s): running {prompts} at a time")
 
 
-def _encode(engine: Engine, config: RunConfig, texts: list[str] | None) -> list[list[int]]:
-    if config.prompt_ids is not None:
-        prompts = [list(config.prompt_ids)]
-    else:
-        assert engine.tokenizer is not None and texts is not None
-        prompts = [engine.tokenizer.encode(text) for text in texts]
-    for number, ids in enumerate(prompts, start=1):
-        if not ids:
-            raise UsageError(f"prompt {number} is empty; give it at least one token")
-    return prompts
-
-
-def _text(engine: Engine, ids: list[int]) -> str:
-    """Return the text of a completion, without the token that ended it."""
-    if engine.tokenizer is None:
-        return ""
-    return engine.tokenizer.decode(ids[:-1] if ids and ids[-1] in engine.stop_ids else ids)
+def _warm_up(engine: Engine, config: RunConfig, source: PromptSource, prepare: Preparation) -> None:
+    """Generate from the first usable prompt of the first micro-batch."""
+    prompts = map(prepare, source.peek(config.batch) if config.warmup else ())
+    ids = next((prompt.ids for prompt in prompts if prompt.error is None), None)
+    if ids is not None:
+        for _ in engine.session.generate([ids], config.warmup, stop_ids=frozenset()):
+            pass

@@ -11,6 +11,7 @@ from clocher_kernels.plan import Plan
 from clocher_runtime.backends import (
     ACTIVATIONS,
     KV_DEFAULT,
+    Executor,
     Progress,
     acted_on,
     default_act_prec,
@@ -81,11 +82,13 @@ class Token:
     Attributes:
         sequence: index of its prompt in the call.
         last: nothing follows: the length is reached, or the id ends the sequence.
+        row: row of the step's logits that it was drawn from.
     """
 
     sequence: int
     id: int
     last: bool
+    row: int = 0
 
 
 @dataclass(slots=True)
@@ -98,11 +101,11 @@ class _Sequence:
     token: int = 0
     made: int = 0
 
-    def take(self, token: int, stop: frozenset[int]) -> Token:
+    def take(self, token: int, stop: frozenset[int], row: int) -> Token:
         """Accept a generated token."""
         self.token = token
         self.made += 1
-        return Token(self.slot, token, self.made >= self.budget or token in stop)
+        return Token(self.slot, token, self.made >= self.budget or token in stop, row)
 
 
 class Session:
@@ -204,6 +207,11 @@ class Session:
         kept = {"pretranspose"} if self._scope_is_kept else set()
         return acted_on(self._executor) | kept
 
+    @property
+    def executor(self) -> Executor:
+        """What executes the Plan, for those who measure it."""
+        return self._executor
+
     def warm(self) -> None:
         """Run one step, so that every kernel is compiled and loaded."""
         self._executor.warm()
@@ -275,7 +283,7 @@ class Session:
                 sampled = self._sampled(len(ends))
                 for row, i in enumerate(ends):
                     sequence = sequences[slots[i]]
-                    token = sequence.take(sampled[row], stop)
+                    token = sequence.take(sampled[row], stop, row)
                     if not token.last:
                         active.append(sequence)
                     yield token
@@ -290,13 +298,38 @@ class Session:
                     if after_token is not None:
                         after_token(count)
                     sampled = self._sampled(count)
-                tokens = [s.take(i, stop) for s, i in zip(active, sampled, strict=True)]
+                tokens = [
+                    s.take(i, stop, row)
+                    for row, (s, i) in enumerate(zip(active, sampled, strict=True))
+                ]
                 self._count([s.position for s in active])
                 for s in active:
                     s.position += 1
                 if any(t.last for t in tokens):
                     active = [s for s, t in zip(active, tokens, strict=True) if not t.last]
                 yield from tokens
+
+    def check(self, prompt: Sequence[int]) -> None:
+        """Check that a prompt can be generated from.
+
+        Raises:
+            UsageError: it is empty, longer than the context, or has an id that is no token.
+        """
+        if not prompt:
+            raise UsageError("no tokens; give it at least one")
+        if len(prompt) > self.context:
+            raise UsageError(
+                f"{len(prompt)} tokens, the context holds {self.context}; "
+                "shorten it or raise --context"
+            )
+        last = self.model.spec.vocab_size - 1
+        if min(prompt) < 0 or max(prompt) > last:
+            raise UsageError(f"an id is outside 0..{last}")
+
+    def step_logits(self, token: Token) -> np.ndarray:
+        """Return the logits that a token was drawn from, [V] fp32, while its step is the last."""
+        logits: np.ndarray = self._executor.fetch("logits", token.row + 1)[token.row].copy()
+        return logits
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """Return the logits after each token of one sequence, [T, V] fp32.
@@ -379,17 +412,11 @@ class Session:
             raise UsageError(f"{len(prompts)} prompts; this session takes 1 to {self.batch}")
         if max_new < 1:
             raise UsageError(f"max_new is {max_new}; expected at least 1")
-        vocab = self.model.spec.vocab_size
         for number, prompt in enumerate(prompts):
-            if not prompt:
-                raise UsageError(f"prompt {number} has no tokens; give it at least one")
-            if len(prompt) > self.context:
-                raise UsageError(
-                    f"prompt {number} has {len(prompt)} tokens, the context holds {self.context}; "
-                    "shorten it or raise --context"
-                )
-            if min(prompt) < 0 or max(prompt) >= vocab:
-                raise UsageError(f"prompt {number} has an id outside 0..{vocab - 1}")
+            try:
+                self.check(prompt)
+            except UsageError as error:
+                raise UsageError(f"prompt {number}: {error}") from None
 
 
 def _no_span(kind: str, tokens: int) -> AbstractContextManager[None]:

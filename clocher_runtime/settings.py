@@ -56,8 +56,8 @@ def _soft(env: str, takes: Value, help: str, *idle: str) -> Setting:
     return Setting("Hints", takes, help, "", (env,), idle)
 
 
-def _hint(env: str, takes: Value, help: str, *idle: str, flag: str = "") -> Setting:
-    return Setting("Hints", takes, help, flag, (env,), idle)
+def _hint(env: str, takes: Value, help: str, *idle: str) -> Setting:
+    return Setting("Hints", takes, help, "", (env,), idle)
 
 
 _PATH, _TEXT, _SWITCH = path(), text(), switch()
@@ -71,12 +71,12 @@ _DEVICE = one_of("auto", "cpu", "cuda", "ze")
 _ISA = one_of("avx512vnni", "avx2", "generic")
 _PLACEMENT = one_of("auto", "compact", "scatter")
 _LAYOUT = one_of("none", "woh", "wxh", "all")
-_AHEAD = integer(0, 1 << 24, "on", "off", "auto")
+_AHEAD = integer(0, 4096, "on", "off", "auto")
 _DEDUP = one_of("off", "on_demand", "cache", "replicate_hot")
 
 SETTINGS: Mapping[str, Setting] = {
     "model_dir": _set(
-        "Model", _PATH, "Hugging Face directory or IEBIN pair", "--model-dir", ("MODEL_DIR",)
+        "Model", _PATH, "directory of a model, or GGUF file", "--model-dir", ("MODEL_DIR",)
     ),
     "model_json": _set("Model", _PATH, "model.ie.json of an IEBIN pair", "--model-json"),
     "model_bin": _set("Model", _PATH, "model.ie.bin of an IEBIN pair", "--model-bin"),
@@ -106,7 +106,7 @@ SETTINGS: Mapping[str, Setting] = {
     "prompts_file": _set(
         "Prompt",
         _PATH,
-        'one prompt per line; *.jsonl: {"prompt": "..."} per line',
+        'one prompt per line; *.jsonl: {"prompt": "..."} or {"ids": [...]} per line',
         "--prompts-file",
         ("PROMPTS",),
     ),
@@ -154,6 +154,9 @@ SETTINGS: Mapping[str, Setting] = {
         "generate nothing: time the tiles of GPU kernels on the model's weights, write a table",
         "--tune",
     ),
+    "config": _set(
+        "Run", _PATH, "TOML file of settings by name; flags and variables are stronger", "--config"
+    ),
     "batch": _set(
         "Run",
         integer(1, 1024),
@@ -175,8 +178,33 @@ SETTINGS: Mapping[str, Setting] = {
         "--warmup",
         ("WARMUP_TOKENS",),
     ),
+    "prefetch": _set(
+        "Run",
+        _AHEAD,
+        "tokenise ahead: auto only between batches, off never, on or N (batches) beside the model",
+        "--prefetch",
+        ("PREFETCH",),
+    ),
     "aggregate": _set(
         "Run", _SWITCH, "report totals only: outputs stays empty in the JSON line", "--aggregate"
+    ),
+    "outputs": _set(
+        "Run",
+        _PATH,
+        "write ids and text of every prompt to this file, JSONL",
+        "--outputs",
+    ),
+    "trace_ids": _set(
+        "Run",
+        _PATH,
+        "write prompt and generated ids of each prompt to this file, JSONL, to be verified",
+        "--trace-ids",
+    ),
+    "trace_topk": _set(
+        "Run",
+        integer(1, 1000),
+        "with --trace-ids: also the N largest logits of each step",
+        "--trace-topk",
     ),
     "bytes_per_token": _set(
         "Work-touch",
@@ -235,17 +263,34 @@ SETTINGS: Mapping[str, Setting] = {
         _BYTES,
         "stored bytes of float weights to decode at a time for many tokens",
     ),
+    "dedup": _soft(
+        "IE_DEDUP",
+        _SWITCH,
+        "1: use deduplicated weights, 0: never (unset: if model.ie.bin is not there)",
+        "0",
+    ),
+    "dedup_strict": _soft(
+        "IE_DEDUP_STRICT", _SWITCH, "with IE_DEDUP=1: refuse a model without sound ones", "0"
+    ),
+    "dedup_policy": _soft(
+        "IE_DEDUP_POLICY",
+        _DEDUP,
+        "decode a tensor when it is loaded; also keep it in files; also keep others in memory",
+        "off",
+    ),
+    "dedup_cache_mb": _soft("IE_DEDUP_CACHE_MB", _COUNT, "with cache: MiB of files (unset: 1024)"),
+    "dedup_hot_bytes": _soft(
+        "IE_DEDUP_HOT_BYTES", _BYTES, "with replicate_hot: bytes to copy into memory; 0: no limit"
+    ),
+    "dedup_hot_list": _soft(
+        "IE_DEDUP_HOT_LIST",
+        _TEXT,
+        "with replicate_hot: names of tensors, commas between them, * and ? wild (unset: all)",
+    ),
 }
 """Field of `RunConfig` -> how it is given."""
 
 _HINTS = (
-    _hint("PREFETCH", _AHEAD, "prepare prompts ahead", "off", "auto", "0", flag="--prefetch"),
-    _hint("IE_DEDUP", _SWITCH, "use deduplicated weights", "0"),
-    _hint("IE_DEDUP_STRICT", _SWITCH, "refuse a model without them", "0"),
-    _hint("IE_DEDUP_POLICY", _DEDUP, "when they are expanded", "off"),
-    _hint("IE_DEDUP_CACHE_MB", _COUNT, "cache of expanded weights in MiB"),
-    _hint("IE_DEDUP_HOT_BYTES", _BYTES, "bytes to keep expanded"),
-    _hint("IE_DEDUP_HOT_LIST", _TEXT, "tensors to keep expanded"),
     _hint("IE_NT_LOADS", one_of("0", "1", "auto"), "non-temporal loads", "0", "auto"),
     _hint("IE_NT_RATIO", integer(0, 100), "per cent of loads that are non-temporal", "0"),
     _hint("IE_NT_THRESHOLD_RATIO", number(0, 1e6), "working set / cache where they begin"),
@@ -253,7 +298,9 @@ _HINTS = (
     _hint("IE_REUSE_GUARD_WINDOWS", _COUNT, "blocks to guard against eviction"),
 )
 
-HINTS: Mapping[str, Setting] = {hint.env[0].lower(): hint for hint in _HINTS}
+HINTS: Mapping[str, Setting] = {
+    hint.env[0].lower().removeprefix("ie_"): hint for hint in _HINTS
+}
 """Name -> hint."""
 
 ALL: Mapping[str, Setting] = {**SETTINGS, **HINTS}

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
+from typing import NoReturn
 
+from clocher_kernels.errors import UsageError
 from clocher_runtime.session import Sampling, Token
 from clocher_runtime.timing import TimedWindow
 from clocher_runtime.tokenizer import TextStream
@@ -26,8 +28,15 @@ class StubTokenizer:
     vocab_size = VOCAB_SIZE
 
     def encode(self, text: str) -> list[int]:
-        """Return the UTF-8 bytes of a text."""
-        return list(text.encode("utf-8"))
+        """Return the UTF-8 bytes of a text.
+
+        Raises:
+            UsageError: the text is not valid Unicode.
+        """
+        try:
+            return list(text.encode("utf-8"))
+        except UnicodeError:
+            raise UsageError("not valid Unicode text; give it in UTF-8") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the ids in angle brackets."""
@@ -64,6 +73,23 @@ class StubSession:
 
     def close(self) -> None:
         """There is nothing to release."""
+
+    def check(self, prompt: Sequence[int]) -> None:
+        """Check that a prompt can be generated from.
+
+        Raises:
+            UsageError: it is empty.
+        """
+        if not prompt:
+            raise UsageError("no tokens; give it at least one")
+
+    def step_logits(self, token: Token) -> NoReturn:
+        """Refuse: there are no logits.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError("the stub has no logits; leave out --trace-topk")
 
     def generate(
         self,

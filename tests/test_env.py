@@ -62,6 +62,9 @@ SEED_FLAGS = [
     "--rounds",
     "--prompts-file",
     "--aggregate",
+    "--outputs",
+    "--trace-ids",
+    "--trace-topk",
     "--threads",
     "--tune",
     "--precision",
@@ -77,6 +80,7 @@ SEED_FLAGS = [
     "--stub",
     "--kv-dtype",
     "--context",
+    "--config",
 ]
 
 
@@ -120,7 +124,7 @@ def test_variable_is_parsed_strictly(variable):
 def test_flag_error_names_the_flag(flag):
     name = next(n for n, s in ALL.items() if s.flag == flag)
     bad = {"--prompt": "\udcff", "--model-dir": "", "--model-json": "", "--model-bin": ""}
-    bad["--prompts-file"] = ""
+    bad["--prompts-file"] = bad["--config"] = bad["--outputs"] = bad["--trace-ids"] = ""
     with pytest.raises(UsageError, match=f"^{flag}: got "):
         resolve({name: bad.get(flag, "?")}, {})
 
@@ -174,11 +178,6 @@ def test_hint_is_listed_unless_it_asks_for_what_happens_anyway(name):
         assert resolve({}, {variable: idle}).hints_ignored == ()
 
 
-def test_hint_given_by_flag_is_listed_under_its_flag():
-    assert resolve({"prefetch": "on"}, {"PREFETCH": "off"}).hints_ignored == ("--prefetch=on",)
-    assert resolve({"prefetch": "off"}, {"PREFETCH": "on"}).hints_ignored == ()
-
-
 def test_two_prompt_flags_exclude_each_other():
     with pytest.raises(UsageError, match="--prompt and --prompt-ids exclude each other"):
         resolve({"prompt": "a", "prompt_ids": "1"}, {})
@@ -189,6 +188,62 @@ def test_prompt_flag_beats_the_prompts_variable():
     assert config.prompt == "a"
     assert config.prompts_file is None
     assert "prompts_file" not in config.given
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    """Write a settings file and return its path as a flag."""
+
+    def write(text):
+        path = tmp_path / "engine.toml"
+        path.write_text(text, encoding="utf-8")
+        return {"config": str(path)}
+
+    return write
+
+
+def test_file_is_weaker_than_flag_and_variable(config_file):
+    flags = config_file("max_new = 5\nthreads = 3\nbatch = 2\n")
+    config = resolve({**flags, "max_new": "7"}, {"THREADS": "4"})
+    assert (config.max_new, config.threads, config.batch) == (7, 4, 2)
+    assert config.hints_ignored == ()
+    assert config.given["batch"].source == f"{flags['config']}: batch"
+
+
+def test_file_takes_the_types_of_toml(config_file):
+    flags = config_file("ignore_eos = true\ntemperature = 0.5\nprompt_ids = [1, 2]\nnt_loads = 1\n")
+    config = resolve(flags, {})
+    assert (config.ignore_eos, config.temperature, config.prompt_ids) == (True, 0.5, (1, 2))
+    assert config.hints_ignored == (f"{flags['config']}: nt_loads=1",)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("thread = 3\n", "unknown setting 'thread'; known are act_prec, affinity"),
+        ("threads = 0\n", "threads: got '0', expected an integer from 1 to 1024"),
+        ("threads = 1.5\n", "threads: got '1.5', expected"),
+        ("[run]\nthreads = 1\n", "unknown setting 'run'"),
+        ("threads = 2026-01-01\n", "threads: got a date"),
+        ("threads =\n", "not TOML"),
+        ("config = 'other.toml'\n", "unknown setting 'config'"),
+        ("prompt = 'a'\nprompt_ids = [1]\n", "exclude each other"),
+    ],
+    ids=["key", "value", "float", "table", "date", "syntax", "nested", "excluded"],
+)
+def test_bad_file_says_what_is_wrong(config_file, text, message):
+    with pytest.raises(UsageError, match=message):
+        resolve(config_file(text), {})
+
+
+def test_file_that_is_not_there():
+    with pytest.raises(UsageError, match=r"none.toml: No such file"):
+        resolve({"config": "none.toml"}, {})
+
+
+def test_prompts_variable_beats_a_prompt_of_the_file(config_file):
+    config = resolve(config_file("prompt = 'a'\n"), {"PROMPTS": "file.txt"})
+    assert (config.prompt, config.prompts_file) == (None, Path("file.txt"))
 
 
 def test_stub_contradicts_a_model():

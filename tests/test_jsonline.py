@@ -12,11 +12,14 @@ import pytest
 
 from clocher_kernels import errors, guards
 from clocher_runtime import run as run_module
+from clocher_runtime.completions import Completions
 from clocher_runtime.config import Given, RunConfig
 from clocher_runtime.console import Console
 from clocher_runtime.engine import Engine
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.jsonline import ErrorLine, OutputFields, RunLine, TuneLine, error_line, to_json
+from clocher_runtime.prompt_pipeline import PromptPipeline
+from clocher_runtime.prompts import Prompt
 from clocher_runtime.run import measure, run_line, summary
 from clocher_runtime.session import Token
 from clocher_runtime.timing import TimedWindow
@@ -41,6 +44,8 @@ RUN_KEYS = [
     "context",
     "batch",
     "prompts",
+    "prompts_failed",
+    "prefetch",
     "rounds",
     "tokens_generated",
     "wall_time_s",
@@ -63,7 +68,7 @@ RUN_KEYS = [
     "outputs",
 ]
 TOUCH_KEYS = ["bytes_per_token", "stride", "bytes_touched", "bytes_read", "checksum"]
-OUTPUT_KEYS = ["token_ids", "text"]
+OUTPUT_KEYS = ["token_ids", "text", "error"]
 ERROR_KEYS = ["schema", "status", "version", "code", "type", "message"]
 TUNE_KEYS = [field.name for field in fields(TuneLine)]
 
@@ -143,6 +148,7 @@ def engine():
     return Engine(
         session=ScriptedSession(Clock()),
         tokenizer=Letters(),
+        checkpoint=None,
         device="cpu",
         backend_reason="scripted",
         isa="generic",
@@ -160,6 +166,22 @@ def engine():
     )
 
 
+def line_from(engine, prompts, batch, config):
+    """Return the line of a run with these prompts, ids each."""
+    console = Console()
+    ready = [Prompt(tuple(ids)) for ids in prompts]
+    with Completions(config, console) as completions:
+        measured = measure(
+            engine,
+            lambda: PromptPipeline(ready, lambda prompt: prompt, batch=batch),
+            config,
+            batch,
+            console,
+            completions,
+        )
+        return run_line(config, engine, measured, completions, batch)
+
+
 @pytest.fixture
 def line_of(monkeypatch, engine):
     """Return a function that runs prompts through the scripted session."""
@@ -169,8 +191,7 @@ def line_of(monkeypatch, engine):
         clock = partial(TimedWindow, clock=engine.session.clock)
         monkeypatch.setattr(run_module, "TimedWindow", clock)
         monkeypatch.setattr(run_module, "rss_peak_mib", lambda: 12.5)
-        measured = measure(engine, prompts, config, batch, Console())
-        return run_line(config, engine, measured, len(prompts), batch)
+        return line_from(engine, prompts, batch, config)
 
     return measured_line
 
@@ -208,7 +229,8 @@ def test_rounds_and_batches_add_up(line_of, engine, capsys):
     assert line.ttft_ms == pytest.approx(10)  # of 10, 30 and 10 ms in each round
     assert line.latency_p50_ms == 1.0
     assert [o.token_ids for o in line.outputs] == [[1, 2, 3]] * 3
-    assert capsys.readouterr().err == ""
+    texts = [f"clocher-run: prompt {number}:\nabc\n" for number in (1, 2, 3)]
+    assert capsys.readouterr().err == "".join(texts)
 
 
 def test_one_token_has_no_decode_latency(line_of):
@@ -255,10 +277,9 @@ def test_engine_without_weight_files_has_no_coverage(line_of, engine, monkeypatc
     monkeypatch.setattr(run_module, "rss_peak_mib", lambda: 0.0)
     bare = replace(engine, files=(), tokenizer=None, bytes_per_token=0)
     config = RunConfig(max_new=2)
-    line = run_line(config, bare, measure(bare, [[1]], config, 1, Console()), 1, 1)
-    data = json.loads(to_json(line))
+    data = json.loads(to_json(line_from(bare, [[1]], 1, config)))
     assert data["coverage"] is None
-    assert data["outputs"] == [{"token_ids": [1, 2], "text": ""}]
+    assert data["outputs"] == [{"token_ids": [1, 2], "text": "", "error": None}]
 
 
 def test_keys_are_pinned(line_of):
