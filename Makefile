@@ -5,12 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 ARGS ?=
+EMBEDDED := clocher_runtime/assets/clocher-tiny-gptoss
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint microbench-block-sparse clean
+.PHONY: help run test lint build build-cuda verify bench bench-cuda bench-report bench-verify \
+  microbench microbench-block-sparse profile clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-23s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 run: $(VENV)/.installed  ## complete a Python function with the embedded model; ARGS='--max-new 100' adds flags
 	@$(BIN)/clocher-run $(ARGS)
@@ -23,9 +25,49 @@ lint: $(VENV)/.installed-test  ## check style and types only
 	@$(BIN)/ruff format --check --quiet . || { echo 'to reformat: $(BIN)/ruff format .' >&2; exit 1; }
 	@$(BIN)/mypy --no-error-summary
 
-microbench-block-sparse: $(VENV)/.installed  ## dense against block-sparse: a table, and a plot in build/
+build: $(VENV)/.installed  ## nothing to compile: build/inference-engine is clocher-run
+	@mkdir -p build
+	@printf '#!/bin/sh\nexec "%s/clocher-run" "$$@"\n' '$(abspath $(BIN))' >build/inference-engine
+	@chmod +x build/inference-engine
+
+build-cuda: $(VENV)/.installed-cuda  ## install what a GPU needs: build/inference-engine.cuda
+	@mkdir -p build
+	@printf '#!/bin/sh\nexec "%s/clocher-run" --device cuda "$$@"\n' '$(abspath $(BIN))' \
+	  >build/inference-engine.cuda
+	@chmod +x build/inference-engine.cuda
+
+verify: $(VENV)/.installed-test  ## compare every token of the embedded model with Hugging Face transformers
+	@mkdir -p build
+	@IE_ACT_PREC=fp32 $(BIN)/clocher-run --model-dir $(EMBEDDED) --trace-ids build/trace.jsonl \
+	  --trace-topk 5 $(ARGS) >build/verify-run.json
+	@$(BIN)/python scripts/verify_hf_generation_ids.py --trace-jsonl build/trace.jsonl \
+	  --hf-dir $(EMBEDDED) --dtype fp32 --check-prompt --out build/verify.json
+
+# A path that a variable names counts from where make was called, also with make -C.
+bench bench-cuda bench-report bench-verify: export MAKE_CALLED_FROM := $(PWD)
+
+bench: $(VENV)/.installed-bench  ## time MODEL_DIR over PROMPTS in fresh processes, check, report
+	@$(BIN)/python -m bench.targets bench $(ARGS)
+
+bench-cuda: $(VENV)/.installed-bench  ## the same on the GPU; make build-cuda installs what it needs
+	@$(BIN)/python -m bench.targets bench-cuda $(ARGS)
+
+bench-report: $(VENV)/.installed-bench  ## the report; what the last bench measured already is not run again
+	@$(BIN)/python -m bench.targets bench-report $(ARGS)
+
+bench-verify: $(VENV)/.installed-bench  ## check the results of the last bench, or REPORT_PATH
+	@$(BIN)/python -m bench.targets bench-verify $(ARGS)
+
+microbench: $(VENV)/.installed-bench $(VENV)/.installed-test  ## every op of the op table, with pytest-benchmark
+	@$(BIN)/python -m pytest bench/microbench.py $(ARGS)
+
+microbench-block-sparse: $(VENV)/.installed-bench  ## dense against block-sparse: a table, and a plot in build/
 	@mkdir -p build
 	@$(BIN)/python -m bench.block_sparse --plot build/block-sparse.png $(ARGS)
+
+profile: $(VENV)/.installed  ## where the time of a step goes: a table, a flame graph and trace events in build/
+	@mkdir -p build
+	@$(BIN)/python -m bench.profile --svg build/profile.svg --trace build/profile.trace.json $(ARGS)
 
 clean:  ## remove build products and caches; .venv stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -40,6 +82,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
 $(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo 'installing into $(VENV) with what the tests need (once)' >&2
 	@$(PIP) -e '.[test]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-bench: pyproject.toml constraints.txt | $(BIN)/pip
+	@echo 'installing into $(VENV) with what benchmarks need (once)' >&2
+	@$(PIP) -e '.[bench]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-cuda: pyproject.toml constraints.txt | $(BIN)/pip
+	@echo 'installing into $(VENV) with what a GPU needs (once)' >&2
+	@$(PIP) -e '.[cuda]'
 	@touch $@ $(VENV)/.installed
 
 $(BIN)/pip:

@@ -298,9 +298,7 @@ _HINTS = (
     _hint("IE_REUSE_GUARD_WINDOWS", _COUNT, "blocks to guard against eviction"),
 )
 
-HINTS: Mapping[str, Setting] = {
-    hint.env[0].lower().removeprefix("ie_"): hint for hint in _HINTS
-}
+HINTS: Mapping[str, Setting] = {hint.env[0].lower().removeprefix("ie_"): hint for hint in _HINTS}
 """Name -> hint."""
 
 ALL: Mapping[str, Setting] = {**SETTINGS, **HINTS}

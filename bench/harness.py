@@ -1,0 +1,279 @@
+"""Run the engine in fresh processes, again and again and in turns, and say what the numbers allow.
+
+    python -m bench.harness [--prompts FILE] [--runs N] [--rounds N] [--sweep SWEEP] [--out FILE]
+                            [--config bench.toml] [-- FLAGS OF clocher-run]
+    python -m bench.harness --compare BEFORE.jsonl AFTER.jsonl
+    python -m bench.harness --verify FILE.jsonl
+
+Each process adds a line to the result file (docs/benchmarking.md); a file that exists is continued,
+and what it has already is not run again. Beside FILE.jsonl lies FILE.csv. A run in which other
+processes, the hypervisor or a throttle took the CPU is void and repeated. "faster" and "slower" are
+said where the intervals part and the difference is 3 % or more. --sweep runs the product of
+settings: 'act_quant=int8,fp8|prefetch=off,auto,256'.
+
+Exit codes: 0 done; 2 bad flag, variable or file; 7 --verify found a contradiction; 8 --compare
+found a slowdown; 9 they cannot tell; 130 interrupted; else that of the engine that failed.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # python bench/harness.py: modules are found from the root, not here
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import click
+from rich.console import Console
+
+from bench import harness_machine as machine
+from bench.harness_cells import Cell, base_settings, content_key, make_cells
+from bench.harness_results import Row, group, problems, read_rows, unmeasured, write_csv
+from bench.harness_runs import Harness, Plan
+from bench.harness_tables import cells_table, compare_files, files_table, pairs
+from bench.measure import print_table
+from clocher_kernels.errors import ClocherError, UsageError
+from clocher_runtime import cli
+from clocher_runtime.config import Given, GivenInFile
+from clocher_runtime.config_file import read_toml, setting_texts
+from clocher_runtime.env import sources_of
+from clocher_runtime.exit_codes import ExitCode, exit_code
+from clocher_runtime.settings import ALL, Setting
+from clocher_runtime.values import integer, number, path, text
+
+FOLDER = Path("build/bench")
+
+OPTIONS: Mapping[str, Setting] = {
+    "runs": Setting("Run", integer(1, 10_000), "processes of each cell", "--runs", ("RUNS",)),
+    "sweep": Setting("Run", text("SWEEP"), "'name=value,value|name=value'", "--sweep"),
+    "label": Setting("Run", text(), "name of the cell, or in front of those of a sweep", "--label"),
+    "out": Setting("Run", path(), f"result file (unset: {FOLDER}/DATE.jsonl)", "--out"),
+    "retries": Setting("Run", integer(0, 100), "how often a void run is repeated", "--retries"),
+    "others_limit": Setting(
+        "Run", number(0, 100), "per cent of CPU time that others may take", "--others-limit"
+    ),
+    "patience": Setting(
+        "Run", number(0, 1e6), "seconds, in all, to wait for a quiet machine", "--patience"
+    ),
+    "tokens_max": Setting(
+        "Run",
+        integer(0, 1 << 24),
+        "token ids of a prompt that the result file keeps",
+        "--tokens-max",
+        ("REPORT_TOKENS_MAX",),
+    ),
+}
+"""Settings of the harness itself, by name."""
+
+DEFAULTS: Mapping[str, Any] = {
+    "runs": 3,
+    "sweep": "",
+    "label": "",
+    "out": None,
+    "retries": 3,
+    "others_limit": machine.OTHERS_LIMIT,
+    "patience": 20.0,
+    "tokens_max": 64,
+}
+
+_ENGINE_TABLE = "engine"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a call of the harness asks for.
+
+    Attributes:
+        plan: cells and how often.
+        out: result file.
+    """
+
+    plan: Plan
+    out: Path
+
+
+def prepare(
+    given: Mapping[str, str],
+    engine_flags: Mapping[str, str],
+    environ: Mapping[str, str],
+    config: Path | None,
+) -> Job:
+    """Return what to run: flag, then variable, then file, then default.
+
+    Args:
+        given: name in `OPTIONS` -> what its flag was given.
+        engine_flags: the same for settings of the engine.
+        environ: environment variables.
+        config: TOML file: names of `OPTIONS`, and a table `engine` with settings of the engine.
+
+    Raises:
+        UsageError: a value is not what it should be, or a name is not known.
+        ModelNotFound: there is no such model.
+    """
+    document = {} if config is None else read_toml(config)
+    engine = document.pop(_ENGINE_TABLE, {})
+    if not isinstance(engine, dict):
+        raise UsageError(f"{config}: engine is not a table; write [engine]")
+    own = _in_file(setting_texts(document, {*OPTIONS}, str(config)), f"{config}")
+    theirs = _in_file(setting_texts(engine, {*ALL} - {"config"}, f"{config}"), f"{config}, engine")
+    values = dict(DEFAULTS)
+    for name, setting in OPTIONS.items():
+        if sources := sources_of(name, setting, given, environ, own):
+            values[name] = setting.takes.read(sources[0].source, sources[0].raw)
+    # A benchmark generates as many tokens as it was asked for.
+    settings = base_settings({"ignore_eos": "1", **engine_flags}, environ, theirs)
+    host = machine.describe()["host_sha256"]
+    cells = make_cells(settings, values["sweep"], values["label"])
+    stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
+    return Job(
+        Plan(
+            [with_key(cell, host) for cell in cells],
+            values["runs"],
+            values["retries"],
+            values["others_limit"],
+            values["tokens_max"],
+            values["patience"],
+        ),
+        values["out"] or FOLDER / f"{stamp}.jsonl",
+    )
+
+
+def with_key(cell: Cell, host: str) -> Cell:
+    """Return a cell that knows its key."""
+    return replace(cell, key=content_key(cell, Path.cwd(), host))
+
+
+def measure(job: Job, console: Console) -> int:
+    """Run a job, write its files, print its table and return the exit code."""
+    _make_folder(job.out.parent)
+    rows = Harness(job.out, lambda said: console.print(said, markup=False)).run(job.plan)
+    keys = {cell.key for cell in job.plan.cells}
+    own = [row for row in rows if row["key"] in keys]
+    write_csv(job.out.with_suffix(".csv"), rows)
+    cells = group(own)
+    order = [cell.key for cell in job.plan.cells]
+    print_table(cells_table(sorted(cells, key=lambda cell: order.index(cell.key))))
+    click.echo(f"{job.out} and {job.out.with_suffix('.csv').name}")
+    for problem in problems(cells):
+        click.echo(f"note: {problem}", err=True)
+    return next((row["exit_code"] or 1 for row in _last(own) if row["status"] == "error"), 0)
+
+
+def compare(before: Path, after: Path) -> int:
+    """Print two result files beside each other and return the exit code."""
+    old, new = group(read_rows(before)), group(read_rows(after))
+    found = pairs(old, new)
+    if not found:
+        raise UsageError(f"{before} and {after} have no label in common: nothing to compare")
+    print_table(files_table(old, new))
+    hosts = {row["machine"]["host_sha256"] for pair in found for c in pair for row in c.rows}
+    if len(hosts) > 1:
+        click.echo("the files are of different machines: nothing follows from them", err=True)
+        return ExitCode.UNDECIDED
+    verdicts = {None if (c := compare_files(*pair)) is None else c.verdict for pair in found}
+    if "slower" in verdicts:
+        return ExitCode.REJECTED
+    return ExitCode.UNDECIDED if verdicts & {None, "too few runs"} else ExitCode.OK
+
+
+def verify(path: Path) -> int:
+    """Print what contradicts itself in a result file and return the exit code."""
+    cells = group(read_rows(path))
+    found = problems(cells)
+    for problem in found:
+        click.echo(f"verify: {problem}")
+    if not cells:
+        raise UsageError(f"{path}: no rows; run the harness first")
+    if found:
+        return ExitCode.MISMATCH
+    runs = sum(len(cell.good) for cell in cells)
+    click.echo(f"verify: {runs} runs count, no failure, equal tokens in all processes of a cell")
+    for label in unmeasured(cells):
+        click.echo(f"verify: undecided: {label}: the machine was disturbed in every run")
+    return ExitCode.UNDECIDED if unmeasured(cells) else ExitCode.OK
+
+
+def _in_file(texts: Mapping[str, str], where: str) -> dict[str, Given]:
+    return {name: GivenInFile(f"{where}: {name}", raw) for name, raw in texts.items()}
+
+
+def _last(rows: Sequence[Row]) -> list[Row]:
+    """Return the last row of each cell."""
+    return list({row["key"]: row for row in rows}.values())
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder}: {error.strerror}; choose another with --out") from None
+
+
+def _options() -> list[click.Parameter]:
+    shown = {name: f" [default: {value}]" for name, value in DEFAULTS.items() if value}
+    own: list[click.Parameter] = [
+        click.Option(
+            [setting.flag, name],
+            metavar=setting.takes.metavar,
+            help=setting.help
+            + shown.get(name, "")
+            + (f" [env: {', '.join(setting.env)}]" if setting.env else ""),
+        )
+        for name, setting in OPTIONS.items()
+    ]
+    passed = {"--prompts": "prompts_file", "--rounds": "rounds", "--model-dir": "model_dir"}
+    passed["--device"] = "device"
+    own += [
+        click.Option([flag, f"engine_{name}"], metavar=ALL[name].takes.metavar, help=ALL[name].help)
+        for flag, name in passed.items()
+    ]
+    file = click.Path(path_type=Path)
+    return [
+        *own,
+        click.Option(["--config"], type=file, help="TOML file: settings above, [engine] the rest"),
+        click.Option(["--compare"], type=file, nargs=2, help="two result files: exit 8 if slower"),
+        click.Option(["--verify"], type=file, help="look for contradictions in a result file"),
+        click.Argument(["flags"], nargs=-1, type=click.UNPROCESSED),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    command = click.Command("harness", params=_options(), help=__doc__)
+    try:
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        with command.make_context("harness", arguments) as context:
+            values = context.params
+        if values["compare"]:
+            return compare(*values["compare"])
+        if values["verify"]:
+            return verify(values["verify"])
+        given = {name: values[name] for name in OPTIONS if values[name] is not None}
+        engine = {
+            name.removeprefix("engine_"): value
+            for name, value in values.items()
+            if name.startswith("engine_") and value is not None
+        }
+        job = prepare(
+            given,
+            {**engine, **(cli.parse(values["flags"]) or {})},
+            os.environ,
+            values["config"],
+        )
+        return measure(job, console)
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.UsageError as error:
+        console.print(f"error: {error.format_message()} See --help.", markup=False)
+        return ExitCode.USAGE
+    except (ClocherError, KeyboardInterrupt) as error:
+        console.print(f"error: {error or type(error).__name__}", markup=False)
+        return exit_code(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

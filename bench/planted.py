@@ -1,0 +1,37 @@
+"""Run clocher-run with every step made longer, to see whether the harness finds it.
+
+    python -m bench.planted PERCENT [FLAGS OF clocher-run]
+
+The time is really spent, inside the strict window, after the work of each step.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from clocher_runtime import cli, run
+from clocher_runtime.timing import SpanKind, TimedWindow
+
+
+def slowed(percent: float) -> type[TimedWindow]:
+    """Return a window whose steps take so many per cent longer than their work."""
+
+    class SlowedWindow(TimedWindow):
+        @contextmanager
+        def span(self, kind: SpanKind, tokens: int) -> Iterator[None]:
+            with super().span(kind, tokens):
+                start = time.perf_counter_ns()
+                yield
+                self._wait()
+                now = time.perf_counter_ns()
+                until = now + (now - start) * percent / 100
+                while time.perf_counter_ns() < until:
+                    pass
+
+    return SlowedWindow
+
+
+if __name__ == "__main__":
+    run.TimedWindow = slowed(float(sys.argv[1]))  # type: ignore[misc]
+    sys.exit(cli.main(sys.argv[2:]))

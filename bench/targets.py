@@ -1,0 +1,288 @@
+"""What `make bench`, `bench-cuda`, `bench-report` and `bench-verify` do.
+
+    python -m bench.targets bench|bench-cuda|bench-report|bench-verify [FLAGS OF bench.harness]
+
+Settings are environment variables: those of clocher-run (docs/cli.md) and those of `VARIABLES`.
+All are checked before anything runs. A relative path counts from the directory that make was called
+in (MAKE_CALLED_FROM), else from the root of the repository; a path under benchmarks/ that is not
+there is looked up under bench/.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bench.harness_results import group, read_rows, unmeasured
+from clocher_kernels.errors import ClocherError, UsageError
+from clocher_runtime.env import resolve
+from clocher_runtime.exit_codes import ExitCode, exit_code
+from clocher_runtime.values import Value, integer, number, one_of, path, switch, text
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGETS = ("bench", "bench-cuda", "bench-report", "bench-verify")
+
+CALLED_FROM = "MAKE_CALLED_FROM"
+RESULTS = "bench.jsonl"
+
+VARIABLES: Mapping[str, tuple[Value, str, str]] = {
+    "RUNS": (integer(1, 10_000), "3", "processes of each cell"),
+    "REPORT": (switch(), "1", "1: write a report of the results, 0: none"),
+    "REPORT_ROOT": (path(), "build/bench", "folder of results and report"),
+    "REPORT_SCRIPT": (path(), "scripts/run_harness_report.py", "program that writes the report"),
+    "REPORT_ARGS": (text("ARGS"), "", "more arguments for it"),
+    "REPORT_TOKENS_MAX": (integer(0, 1 << 24), "64", "token ids of a prompt that are kept"),
+    "REPORT_PATH": (path(), "", "bench-verify: result file (unset: that of the last bench)"),
+    "STRICT_REPORT_PATH": (path(), "", "bench-verify: also a report of the strict window"),
+    "VERIFY": (switch(), "1", "1: check the results afterwards (bench-verify), 0: do not"),
+    "VERIFY_HF_IDS": (switch(), "0", "1: compare every token with Hugging Face transformers"),
+    "HF_PY": (path(), sys.executable, "Python that has transformers"),
+    "HF_DIR": (path(), "", "Hugging Face model (unset: MODEL_DIR, or the embedded model)"),
+    "HF_DEVICE": (one_of("cpu", "cuda"), "cpu", "where it runs"),
+    "HF_DTYPE": (one_of("fp32", "fp16", "bf16"), "", "precision that it runs in"),
+    "HF_TOPK": (integer(1, 1000), "", "candidates of each step to compare"),
+    "HF_LOGITS_TOL": (number(0, 1e6), "", "allowed difference of logits"),
+}
+"""Variable -> what it takes, its default, what it does."""
+
+# Variables of clocher-run whose values are paths of files or folders to be read.
+_PATHS = ("MODEL_DIR", "PROMPTS", "CLOCHER_TILE_TABLE")
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of make.
+
+    Attributes:
+        environ: its environment; paths in it have been resolved.
+        values: value of each of `VARIABLES`, None where it is neither set nor has a default.
+        flags: flags for the harness.
+        run: runs a command and returns its exit code; tests pass their own.
+    """
+
+    environ: dict[str, str]
+    values: dict[str, Any] = field(default_factory=dict)
+    flags: Sequence[str] = ()
+    run: Callable[..., int] = subprocess.call
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of results and report."""
+        return Path(self.values["REPORT_ROOT"])
+
+    @property
+    def results(self) -> Path:
+        """Return the result file."""
+        return self.folder / RESULTS
+
+
+def read_variables(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the value of each of `VARIABLES`, and check those of clocher-run.
+
+    Raises:
+        UsageError: one is not what it should be: its name, its value and what it takes.
+    """
+    resolve({}, environ)
+    found = {}
+    for name, (value, default, _) in VARIABLES.items():
+        raw = environ.get(name) or default
+        found[name] = value.read(name, raw) if raw else None
+    return found
+
+
+def find(name: str, raw: str, called_from: Path, output: bool = False) -> Path:
+    """Return the path that a variable means.
+
+    Args:
+        name: of the variable, for messages.
+        raw: its value.
+        called_from: directory that make was called in.
+        output: it need not exist.
+    """
+    typed = Path(raw).expanduser()
+    bases = list(dict.fromkeys([called_from, ROOT]))
+    tried = [Path(os.path.normpath(base / typed)) for base in bases]
+    for candidate in tried:
+        if candidate.exists():
+            return candidate
+        inside = _renamed(candidate)
+        if inside is not None and (output or inside.exists()):
+            _say(f"{name}: {raw} is {inside.relative_to(ROOT)} here")
+            return inside
+    return tried[0] if not output else tried[-1]
+
+
+def set_up(environ: Mapping[str, str], flags: Sequence[str] = ()) -> Call:
+    """Check all variables and resolve all paths.
+
+    Raises:
+        UsageError: a variable is not what it should be.
+    """
+    values = read_variables(environ)
+    call = Call(dict(environ), values, flags)
+    called_from = Path(environ.get(CALLED_FROM) or ROOT)
+    for name in _PATHS:
+        if environ.get(name):
+            call.environ[name] = str(find(name, environ[name], called_from))
+    if not environ.get("MODEL_DIR") and (called_from / "model.ie.json").is_file():
+        _say(f"MODEL_DIR: {called_from}, the current directory")
+        call.environ["MODEL_DIR"] = str(called_from)
+    for name in ("REPORT_PATH", "STRICT_REPORT_PATH", "HF_DIR", "REPORT_SCRIPT"):
+        if values[name] is not None:
+            values[name] = find(name, str(values[name]), called_from)
+    values["REPORT_ROOT"] = find("REPORT_ROOT", str(values["REPORT_ROOT"]), called_from, True)
+    for name in ("REPORT_PATH", "STRICT_REPORT_PATH"):
+        if values[name] is not None and not values[name].is_file():
+            raise UsageError(f"{name}: got {str(values[name])!r}, expected a file that is there")
+    return call
+
+
+def bench(call: Call, device: str = "", again: bool = True) -> int:
+    """Run the harness, then what VERIFY, VERIFY_HF_IDS and REPORT ask for.
+
+    Args:
+        call: of make.
+        device: device to run on; "" leaves it to the engine.
+        again: measure anew; else what the result file has already is not run again.
+
+    Returns:
+        The exit code: the first that is not 0.
+    """
+    if again and call.results.exists():
+        os.replace(call.results, call.results.with_stem("bench.previous"))
+    command = [sys.executable, "-m", "bench.harness", "--out", str(call.results)]
+    command += [f"--device={device}"] if device else []
+    command += call.flags
+    code = call.run(command, cwd=ROOT, env=call.environ)
+    if code == ExitCode.OK and call.values["VERIFY"]:
+        code = verify(call, call.results)
+    if code == ExitCode.OK and call.values["VERIFY_HF_IDS"]:
+        code = verify_ids(call, device)
+    if code == ExitCode.OK and call.values["REPORT"]:
+        code = report(call)
+    return code
+
+
+def verify(call: Call, results: Path) -> int:
+    """Check a result file. Not being able to tell is said, and is no failure."""
+    command = [sys.executable, "-m", "bench.harness", "--verify", str(results)]
+    code = call.run(command, cwd=ROOT, env=call.environ)
+    return ExitCode.OK if code == ExitCode.UNDECIDED else code
+
+
+def verify_strict(path: Path) -> int:
+    """Print the checks of a report of bench.strict that do not hold.
+
+    Raises:
+        UsageError: it is no such report.
+    """
+    try:
+        rows = json.loads(path.read_bytes())
+        checks = [check for row in rows for check in row.get("checks", [])]
+        failed = [f"{c['name']}: {c['detail']}" for c in checks if c["status"] == "fail"]
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        checks = []
+    if not checks:
+        raise UsageError(
+            f"STRICT_REPORT_PATH: {path} has no checks; write it with python -m bench.strict --json"
+        )
+    for failure in failed:
+        click.echo(f"verify: strict: {failure}")
+    click.echo(f"verify: strict: {len(checks) - len(failed)} of {len(checks)} checks did not fail")
+    return ExitCode.MISMATCH if failed else ExitCode.OK
+
+
+def verify_ids(call: Call, device: str) -> int:
+    """Generate once more with a trace, and compare it with Hugging Face transformers."""
+    trace = call.folder / "trace.jsonl"
+    topk = call.values["HF_TOPK"]
+    engine = [sys.executable, "-m", "clocher_runtime.cli", "--ignore-eos", "--rounds", "1"]
+    engine += ["--trace-ids", str(trace)]
+    engine += ["--trace-topk", str(topk)] if topk else []
+    engine += [f"--device={device}"] if device else []
+    with open(os.devnull, "w") as nowhere:
+        code = call.run(engine, cwd=ROOT, env=call.environ, stdout=nowhere)
+    if code:
+        return code
+    embedded = ROOT / "clocher_runtime/assets/clocher-tiny-gptoss"
+    directory = call.values["HF_DIR"] or call.environ.get("MODEL_DIR") or embedded
+    checker = [str(call.values["HF_PY"]), "scripts/verify_hf_generation_ids.py", "--check-prompt"]
+    checker += ["--trace-jsonl", str(trace), "--hf-dir", str(directory)]
+    checker += ["--out", str(call.folder / "hf-ids.json")]
+    # It reads HF_DEVICE, HF_DTYPE, HF_TOPK and HF_LOGITS_TOL itself.
+    return call.run(checker, cwd=ROOT, env=call.environ)
+
+
+def report(call: Call) -> int:
+    """Run the report script on the result file, and bring docs/PERFORMANCE.md up to date."""
+    script = call.values["REPORT_SCRIPT"]
+    if not script.is_file():
+        raise UsageError(f"REPORT_SCRIPT: got {str(script)!r}, expected a file that is there")
+    command = [sys.executable, str(script), str(call.results), "--out-dir", str(call.folder)]
+    command += ["--tokens-max", str(call.values["REPORT_TOKENS_MAX"])]
+    command += ["--strict", str(strict)] if (strict := call.values["STRICT_REPORT_PATH"]) else []
+    command += (call.values["REPORT_ARGS"] or "").split()
+    code = call.run(command, cwd=ROOT, env=call.environ)
+    cells = group(read_rows(call.results))
+    if code or len(unmeasured(cells)) == len(cells):
+        return code
+    update = [sys.executable, "scripts/update_performance_md.py", "--add", str(call.results)]
+    return call.run(update, cwd=ROOT, env=call.environ)
+
+
+def bench_verify(call: Call) -> int:
+    """Check the results of the last bench, or of REPORT_PATH and STRICT_REPORT_PATH."""
+    path = call.values["REPORT_PATH"] or call.results
+    # Beside a report lies the result file that it shows.
+    code = verify(call, path if path.suffix == ".jsonl" else path.with_name(RESULTS))
+    strict = call.values["STRICT_REPORT_PATH"]
+    return code or (ExitCode.OK if strict is None else verify_strict(strict))
+
+
+def bench_report(call: Call) -> int:
+    """Write the report; what is measured already is not run again."""
+    call.values["REPORT"] = True
+    return bench(call, again=False)
+
+
+def bench_cuda(call: Call) -> int:
+    """Run the harness on the GPU."""
+    return bench(call, "cuda")
+
+
+def _renamed(candidate: Path) -> Path | None:
+    """Return bench/X for benchmarks/X of this repository, where there is no benchmarks/."""
+    old = ROOT / "benchmarks"
+    if old.exists() or not candidate.is_relative_to(old):
+        return None
+    return ROOT / "bench" / candidate.relative_to(old)
+
+
+def _say(message: str) -> None:
+    click.echo(message, err=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a target and return its exit code."""
+    name, *flags = sys.argv[1:] if argv is None else argv
+    jobs = {
+        "bench": bench,
+        "bench-cuda": bench_cuda,
+        "bench-report": bench_report,
+        "bench-verify": bench_verify,
+    }
+    try:
+        return jobs[name](set_up(os.environ, flags))
+    except (ClocherError, KeyboardInterrupt) as error:
+        _say(f"{name}: error: {error or type(error).__name__}")
+        return exit_code(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,508 @@
+"""The harness: its statistics, its turns, what it voids and keeps; and real processes of it."""
+
+import json
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench import harness, harness_machine, harness_trust
+from bench.harness_cells import (
+    Cell,
+    base_settings,
+    content_key,
+    make_cells,
+    parse_sweep,
+)
+from bench.harness_machine import State
+from bench.harness_results import append_row, group, problems, read_rows, write_csv
+from bench.harness_runs import Child, Harness, Plan
+from bench.harness_stats import agree, compare_apart, compare_paired, summarise
+from bench.harness_tables import beside, compare_files, pairs
+from clocher_kernels.errors import ModelNotFound, UsageError
+from clocher_runtime.config import GivenInFile
+
+ROOT = Path(__file__).parents[1]
+SIXTY = ",".join(map(str, range(1, 61)))
+QUIET = State(0.0, 0.5, None, None, 1, 0.1)
+BUSY = State(2.5, 40.0, None, None, 5, 3.0)
+
+
+def noisy(speed: float, runs: int, rng: np.random.Generator) -> list[float]:
+    """Speeds of runs: one per cent of noise, and one run in eight that was held up."""
+    held_up = (rng.random(runs) < 0.125) * rng.exponential(0.05, runs)
+    return list(speed * np.exp(rng.normal(0, 0.01, runs) - held_up))
+
+
+def generator(text: str) -> np.random.Generator:
+    return np.random.default_rng(zlib.crc32(text.encode()))
+
+
+class Machine:
+    """Stand in for processes: a speed for each cell, and a state for each launch."""
+
+    def __init__(self, speeds: dict[str, float], states: list[State] | None = None) -> None:
+        self.speeds = speeds
+        self.states = list(states or [])
+        self.launched: list[str] = []
+        self.rng = generator("machine")
+
+    def __call__(self, cell: Cell) -> Child:
+        self.launched.append(cell.label)
+        line = {
+            "status": "ok",
+            "tps_true": noisy(self.speeds[cell.label], 1, self.rng)[0],
+            "latency_p50_ms": 1.0,
+            "ttft_ms": None,
+            "hints_ignored": ["IE_NT_LOADS=1"] if cell.settings.get("nt_loads") == "1" else [],
+            "outputs": [{"token_ids": [1, 2, 3], "text": "abc"}],
+        }
+        return Child(0, line, "", 1.0, self.states.pop(0) if self.states else QUIET)
+
+
+def cells_of(*labels: str) -> list[Cell]:
+    return [Cell(label, {}, {"stub": "1"}, key=f"{label:0>64}") for label in labels]
+
+
+def run(path: Path, machine: Machine, plan: Plan) -> list[dict]:
+    return Harness(path, lambda said: None, machine, rest_s=0).run(plan)
+
+
+# Statistics
+
+
+@pytest.mark.parametrize("runs", [2, 3, 5, 10, 30])
+def test_the_interval_holds_the_true_median(runs: int) -> None:
+    rng = generator(f"coverage-{runs}")
+    true = float(np.median(noisy(100, 100_000, rng)))
+    found = [summarise(noisy(100, runs, rng)) for _ in range(300)]
+    inside = sum(s.low <= true <= s.high for s in found)
+    assert inside >= 0.87 * 300
+
+
+@pytest.mark.parametrize("runs", [3, 5, 10])
+def test_two_summaries_of_the_same_thing_agree(runs: int) -> None:
+    rng = generator(f"agree-{runs}")
+    pairs = [
+        (summarise(noisy(100, runs, rng)), summarise(noisy(100, runs, rng))) for _ in range(200)
+    ]
+    assert sum(agree(a, b) for a, b in pairs) >= 0.95 * 200
+
+
+@pytest.mark.parametrize("compare", [compare_paired, compare_apart], ids=["paired", "apart"])
+@pytest.mark.parametrize(
+    ("slowdown", "verdicts"),
+    [
+        (0.0, {"no difference shown"}),
+        (0.01, {"no difference shown"}),
+        (0.05, {"slower"}),
+        (-0.05, {"faster"}),
+    ],
+    ids=["same", "1-percent", "5-percent-slower", "5-percent-faster"],
+)
+def test_a_claim_needs_parted_intervals_and_three_percent(compare, slowdown, verdicts) -> None:
+    rng = generator(f"{compare.__name__}-{slowdown}")
+    found = []
+    for _ in range(40):
+        base, other = noisy(100, 15, rng), noisy(100 / (1 + slowdown), 15, rng)
+        found.append(compare(base, other).verdict)
+    assert sum(verdict in verdicts for verdict in found) >= 38
+
+
+def test_a_drift_that_is_shared_does_not_hide_a_slowdown_from_pairs() -> None:
+    rng = generator("drift")
+    drift = np.exp(np.linspace(0, 0.4, 12))
+    base = list(np.array(noisy(100, 12, rng)) * drift)
+    other = list(np.array(noisy(95, 12, rng)) * drift)
+    assert compare_paired(base, other).verdict == "slower"
+    assert compare_apart(base, other).verdict == "no difference shown"
+
+
+def test_too_few_runs_make_no_claim() -> None:
+    assert compare_paired([100.0], [50.0]).verdict == "too few runs"
+    assert compare_apart([100.0, 101.0], [50.0]).verdict == "too few runs"
+    assert summarise([3.0]).low is None
+    with pytest.raises(ValueError, match="positive"):
+        summarise([])
+
+
+# Cells
+
+
+def test_a_sweep_is_the_product_of_its_values_under_the_names_of_the_seed() -> None:
+    sweep = (
+        "act_quant=int8,fp8|kv_quant=none|prefetch=off,auto,256|nt_loads=0,1"
+        "|numa_policy=auto,compact,scatter"
+    )
+    cells = make_cells({"kv_dtype": "bf16", "max_new": "4"}, sweep, "")
+    assert len(cells) == 36 == len({cell.label for cell in cells})
+    assert cells[0].label == "act_quant=int8 kv_quant=none prefetch=off nt_loads=0 numa_policy=auto"
+    assert cells[0].settings == {
+        "max_new": "4",
+        "act_prec": "int8",
+        "numa_policy": "auto",
+        "prefetch_distance": "0",
+        "nt_loads": "0",
+    }
+    assert cells[0].environment({"PATH": "p", "MAX_NEW": "9"}) == {
+        "PATH": "p",
+        "IE_ACT_PREC": "int8",
+        "NUMA_POLICY": "auto",
+        "IE_PREFETCH_DISTANCE": "0",
+        "IE_NT_LOADS": "0",
+    }
+    assert cells[0].flags() == ["--max-new=4"]
+
+
+@pytest.mark.parametrize(
+    ("sweep", "message"),
+    [
+        ("x=1", "unknown setting 'x'; known are act_prec, act_quant"),
+        ("nt_loads=0,7", "nt_loads: got '7', expected one of 0, 1, auto"),
+        ("threads", "expected threads=VALUE"),
+        ("threads=1,1", "without repetition"),
+        ("act_quant=int8|act_prec=fp8", "swept already"),
+        ("|".join(f"{name}={SIXTY}" for name in ("threads", "batch", "seed")), "216000 comb"),
+        ("tune=1", "unknown setting 'tune'"),
+    ],
+    ids=["name", "value", "no-value", "twice", "alias-twice", "too-many", "not-swept"],
+)
+def test_a_bad_sweep_is_refused(sweep: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_sweep(sweep)
+
+
+def test_flag_then_variable_then_file_then_default() -> None:
+    in_file = {"threads": GivenInFile("f", "3"), "batch": GivenInFile("f", "2")}
+    found = base_settings({"max_new": "8"}, {"MAX_NEW": "9", "THREADS": "4"}, in_file)
+    assert found == {"max_new": "8", "threads": "4", "batch": "2"}
+
+
+def test_the_key_follows_the_content(tmp_path: Path) -> None:
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("a\n")
+    cell = Cell("a", {}, {"prompts_file": str(prompts), "max_new": "4"})
+    key = content_key(cell, tmp_path, "m")
+    assert key == content_key(Cell("other label", {}, dict(cell.settings)), tmp_path, "m")
+    assert key != content_key(cell, tmp_path, "another machine")
+    prompts.write_text("b\n")
+    assert key != content_key(cell, tmp_path, "m")
+    with pytest.raises(ModelNotFound):
+        content_key(Cell("a", {}, {"model_dir": str(tmp_path / "no")}), tmp_path, "m")
+
+
+# Turns, voids, resuming
+
+
+def test_cells_run_in_turns_after_a_process_that_warms(tmp_path: Path) -> None:
+    machine = Machine({"a": 100, "b": 90, "c": 80})
+    rows = run(tmp_path / "r.jsonl", machine, Plan(cells_of("a", "b", "c"), 3))
+    assert "".join(machine.launched) == "abc" + "bca" + "cab" + "abc"
+    assert [row["status"] for row in rows] == ["warmup"] * 3 + ["ok"] * 9
+    assert [row["order"] for row in rows] == list(range(1, 13))
+    assert read_rows(tmp_path / "r.jsonl") == rows
+    assert [row["outputs"] is None for row in rows] == [False] * 3 + [True] * 9
+
+
+def test_a_disturbed_run_is_void_and_repeated(tmp_path: Path) -> None:
+    states = [QUIET, BUSY, BUSY, QUIET]
+    rows = run(tmp_path / "r.jsonl", Machine({"a": 100}, states), Plan(cells_of("a"), 2))
+    assert [(r["run"], r["attempt"], r["status"]) for r in rows] == [
+        (0, 1, "warmup"),
+        (1, 1, "void"),
+        (1, 2, "void"),
+        (1, 3, "ok"),
+        (2, 1, "ok"),
+    ]
+    assert rows[1]["why"] == [
+        "steal: 2.5 % of CPU time (limit 1 %)",
+        "other processes: 40.0 % of CPU time (limit 5 %)",
+    ]
+    (cell,) = group(rows)
+    assert len(cell.values()) == 2
+
+
+def test_voids_end_at_the_limit_and_are_tried_again_when_resumed(tmp_path: Path) -> None:
+    plan = Plan(cells_of("a"), 1, retries=1)
+    path = tmp_path / "r.jsonl"
+    rows = run(path, Machine({"a": 100}, [BUSY, BUSY]), plan)
+    assert [row["status"] for row in rows] == ["void", "void"]
+    rows = run(path, Machine({"a": 100}), plan)
+    assert [row["status"] for row in rows] == ["void", "void", "ok"]
+
+
+def test_what_is_done_is_not_run_again(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    run(path, Machine({"a": 100}), Plan(cells_of("a"), 2))
+    with path.open("a") as file:
+        file.write('{"half of a li')  # the harness was killed
+    machine = Machine({"a": 100, "b": 90})
+    rows = run(path, machine, Plan(cells_of("a", "b"), 2))
+    assert machine.launched == ["b", "b", "b"]
+    assert read_rows(path) == rows
+    assert [len(cell.good) for cell in group(rows)] == [2, 2]
+
+
+def test_a_cell_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+    machine = Machine({"a": 100})
+
+    def launch(cell: Cell) -> Child:
+        if cell.label == "a":
+            return machine(cell)
+        return Child(3, {"status": "error", "message": "no model"}, "", 0.1, QUIET)
+
+    rows = run(tmp_path / "r.jsonl", launch, Plan(cells_of("a", "b"), 2))  # type: ignore[arg-type]
+    assert [(row["label"], row["status"]) for row in rows] == [
+        ("a", "warmup"),
+        ("b", "error"),
+        ("a", "ok"),
+        ("a", "ok"),
+    ]
+    assert problems(group(rows)) == ["b, run 0: exit code 3: no model"]
+
+
+def test_different_tokens_are_a_problem(tmp_path: Path) -> None:
+    rows = run(tmp_path / "r.jsonl", Machine({"a": 100}), Plan(cells_of("a"), 2))
+    assert problems(group(rows)) == []
+    rows[-1]["tokens_sha256"] = "other"
+    assert problems(group(rows)) == ["a: its processes generated 2 different texts"]
+
+
+def test_a_setting_that_the_engine_ignores_compares_nothing(tmp_path: Path) -> None:
+    cells = make_cells({"stub": "1"}, "nt_loads=0,1|threads=1,2", "")
+    cells = [Cell(c.label, c.swept, c.settings, key=f"{n:064}") for n, c in enumerate(cells)]
+    machine = Machine({cell.label: 100.0 for cell in cells})
+    found = group(run(tmp_path / "r.jsonl", machine, Plan(cells, 5)))
+    by_label = {cell.label: cell for cell in found}
+    base = by_label["nt_loads=0 threads=1"]
+    assert by_label["nt_loads=1 threads=1"].ignored == ["IE_NT_LOADS=1"]
+    assert beside(base, by_label["nt_loads=1 threads=1"])[1].startswith("the engine does the same")
+    assert beside(base, by_label["nt_loads=1 threads=2"])[1] == "no difference shown"
+
+
+def test_the_table_is_flat_in_the_csv_file(tmp_path: Path) -> None:
+    rows = run(tmp_path / "r.jsonl", Machine({"a": 100}), Plan(cells_of("a"), 2))
+    write_csv(tmp_path / "r.csv", rows)
+    head, *lines = (tmp_path / "r.csv").read_text().splitlines()
+    assert head.startswith("label,key,run,attempt,order,status,")
+    assert "line.tps_true" in head and len(lines) == 3
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]\n", "{}\n", "no\n", '{"schema": "clocher.bench/1", "key": 1}\n'],
+    ids=["list", "no-schema", "no-json", "bad-key"],
+)
+def test_a_file_that_is_no_result_file_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl").write_text(text)
+    with pytest.raises(UsageError, match="line 1"):
+        read_rows(tmp_path / "r.jsonl")
+
+
+# Two files
+
+
+def result_file(path: Path, speed: float, runs: int = 12, label: str = "a") -> Path:
+    machine = Machine({label: speed})
+    machine.rng = generator(path.name)
+    run(path, machine, Plan(cells_of(label), runs))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("speed", "code"), [(100, 0), (95, 8), (106, 0), (99, 0)], ids=["same", "slow", "fast", "near"]
+)
+def test_compare_exits_8_where_the_second_file_is_slower(speed, code, tmp_path, capsys) -> None:
+    before = result_file(tmp_path / "before.jsonl", 100)
+    after = result_file(tmp_path / "after.jsonl", speed)
+    assert harness.main(["--compare", str(before), str(after)]) == code
+    assert "second file / first file" in capsys.readouterr().out
+
+
+def test_compare_cannot_tell_without_runs_or_from_different_machines(tmp_path, capsys) -> None:
+    before = result_file(tmp_path / "before.jsonl", 100)
+    few = result_file(tmp_path / "few.jsonl", 50, runs=1)
+    assert harness.main(["--compare", str(before), str(few)]) == 9
+    text = result_file(tmp_path / "there.jsonl", 50).read_text()
+    host = harness_machine.describe()["host_sha256"]
+    (tmp_path / "there.jsonl").write_text(text.replace(host, "0" * 12))
+    assert harness.main(["--compare", str(before), str(tmp_path / "there.jsonl")]) == 9
+    assert "different machines" in capsys.readouterr().err
+    assert harness.main(["--compare", str(before), str(tmp_path / "no.jsonl")]) == 2
+
+
+def test_files_are_compared_by_label(tmp_path: Path) -> None:
+    one = group(read_rows(result_file(tmp_path / "1.jsonl", 100, label="a")))
+    two = group(read_rows(result_file(tmp_path / "2.jsonl", 90, label="b")))
+    ((old, new),) = pairs(one, two)
+    assert compare_files(old, new).verdict == "slower"
+    assert pairs(one * 2, two) == []
+
+
+# The machine
+
+
+def recorded(root: Path, user: int, steal: int, throttles: int, quota_us: int) -> Path:
+    for name, text in {
+        "proc/stat": f"cpu 9 9 9 9\ncpu0 {user} 0 0 50 5 0 0 {steal} 0 0\n"
+        "cpu1 999 0 0 0 0 0 0 9 0 0\nprocs_running 4\n",
+        "proc/self/cgroup": "0::/user/me\n",
+        "sys/fs/cgroup/user/me/cpu.stat": f"nr_throttled 2\nthrottled_usec {quota_us}\n",
+        "sys/devices/system/cpu/cpu0/thermal_throttle/core_throttle_count": f"{throttles}\n",
+    }.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_counters_of_the_machine(tmp_path: Path) -> None:
+    cpus = frozenset({0})
+    before = harness_machine.read(recorded(tmp_path, 100, 0, 3, 0), cpus)
+    after = harness_machine.read(recorded(tmp_path, 200, 5, 4, 400_000), cpus)
+    seconds = replace(after, seconds=before.seconds + 2, own_s=before.own_s + 0.5)
+    state = harness_machine.between(before, seconds, 1, tmp_path)
+    assert state.steal_percent == pytest.approx(2.5)
+    assert state.others_percent == pytest.approx(25)
+    assert (state.throttled_events, state.quota_throttled_s, state.runnable) == (1, 0.4, 4)
+    assert [why.split(":")[0] for why in state.disturbances(2.0)] == [
+        "steal",
+        "other processes",
+        "thermal throttling",
+        "CPU quota",
+    ]
+
+
+def test_a_machine_without_counters_disturbs_nothing(tmp_path: Path) -> None:
+    reading = harness_machine.read(tmp_path, frozenset({0}))
+    state = harness_machine.between(reading, reading, 1, tmp_path)
+    assert state.disturbances(1.0) == []
+    assert state.others_percent is None
+
+
+# The real thing
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    from clocher_runtime.settings import ALL
+
+    for setting in ALL.values():
+        for variable in setting.env:
+            monkeypatch.delenv(variable, raising=False)
+
+
+def test_real_processes(tmp_path: Path, bare: None, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "bench.toml"
+    config.write_text(
+        "runs = 1\nretries = 0\npatience = 0\nothers_limit = 100\n"
+        "[engine]\nmax_new = 4\nbatch = 2\n"
+    )
+    out = tmp_path / "r.jsonl"
+    arguments = ["--config", str(config), "--prompts", str(ROOT / "bench/prompts_10.txt")]
+    assert harness.main([*arguments, "--out", str(out), "--", "--batch", "5"]) == 0
+    (row,) = read_rows(out)
+    assert row["line"]["tokens_generated"] == 40
+    assert row["line"]["batch"] == 5
+    assert row["line"]["outputs"] == [] and len(row["outputs"]) == 10
+    assert row["settings"]["max_new"] == "4"
+    assert "bench" in capsys.readouterr().out
+    code = harness.main(["--verify", str(out)])
+    assert code == (0 if row["status"] == "ok" else 9)
+
+
+def test_a_planted_slowdown_spends_its_time_in_the_window(bare: None) -> None:
+    from bench.harness_runs import launch
+
+    settings = {"max_new": "32", "ignore_eos": "1", "rounds": "2"}
+    plain = launch(Cell("a", {}, settings))
+    slow = launch(Cell("a", {}, settings, planted=900.0))
+    assert plain.line["outputs"] == slow.line["outputs"]
+    assert slow.line["wall_time_s"] > 2 * plain.line["wall_time_s"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--runs", "0"], "--runs: got '0', expected an integer from 1 to 10000"),
+        (["--nope"], "No such option"),
+        (["--", "--max-new", "x"], "--max-new: got 'x'"),
+        (["--prompts", "missing.txt"], "prompts file missing.txt: No such file"),
+    ],
+    ids=["runs", "flag", "engine-flag", "prompts"],
+)
+def test_a_usage_error_runs_nothing(
+    arguments, message, bare, capsys, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert harness.main(arguments) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_key_of_the_file_names_the_known_ones(tmp_path, bare, capsys) -> None:
+    config = tmp_path / "bench.toml"
+    config.write_text("[engine]\nthread = 2\n")
+    assert harness.main(["--config", str(config)]) == 2
+    assert "unknown setting 'thread'; known are act_prec, affinity" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["engine.toml", "bench.toml"])
+def test_the_shipped_settings_are_valid(name: str, bare: None, monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
+    path = ROOT / "bench/configs" / name
+    if name == "bench.toml":
+        job = harness.prepare({}, {}, {}, path)
+        assert job.plan.runs == 10
+        assert job.plan.cells[0].settings["max_new"] == "64"
+    else:
+        assert harness.cli.resolve({"config": str(path)}, {}).max_new == 64
+
+
+def test_the_double_dot_file_is_a_copy() -> None:
+    texts = [(ROOT / "bench" / n).read_text() for n in ("prompts_10.txt", "prompts_10..txt")]
+    assert texts[0] == texts[1]
+    assert len(texts[0].splitlines()) == 10
+    for line in (ROOT / "bench/prompts.jsonl").read_text().splitlines():
+        assert isinstance(json.loads(line)["prompt"], str)
+
+
+def test_append_keeps_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    row = {"schema": "clocher.bench/1", "key": "k", "label": "l", "run": 1, "status": "void"}
+    append_row(path, row)
+    append_row(path, {**row, "run": 2})
+    assert [found["run"] for found in read_rows(path)] == [1, 2]
+
+
+# Whether the harness can be trusted, on a machine that is made up
+
+
+@pytest.mark.parametrize(
+    ("slowed", "verdicts"),
+    [(0.95, ["right"] * 5), (1.0, ["right", "right", "wrong", "right", "wrong"])],
+    ids=["5-percent-is-found", "nothing-is-not-taken-for-5-percent"],
+)
+def test_trials_answer_the_questions(slowed: float, verdicts: list[str], tmp_path: Path) -> None:
+    machine = Machine({"plain": 100.0, "again": 100.0, "slowed": 100.0 * slowed})
+    plan = Plan(cells_of("plain", "again", "slowed"), 12)
+    found = harness_trust.trials(6, plan, tmp_path, lambda said: None, machine)
+    asked = harness_trust.questions(found, 5.0)
+    assert [question.verdict for question in asked] == verdicts
+    assert [len(question.answers) for question in asked] == [5, 6, 6, 5, 5]
+    harness_trust.trials_table(found)
+
+
+def test_trials_on_a_disturbed_machine_are_undecided(tmp_path: Path) -> None:
+    machine = Machine({"plain": 100.0, "again": 100.0, "slowed": 95.0}, [BUSY] * 1000)
+    plan = Plan(cells_of("plain", "again", "slowed"), 3, retries=0)
+    found = harness_trust.trials(2, plan, tmp_path, lambda said: None, machine)
+    assert {q.verdict for q in harness_trust.questions(found, 5.0)} == {"undecided"}
+
+
+def test_the_cells_of_a_trial_differ_in_what_is_planted(bare: None) -> None:
+    cells = harness_trust.cells_for({"stub": "1"}, 5.0)
+    assert [cell.planted for cell in cells] == [0.0, 0.0, 5.0]
+    assert len({cell.key for cell in cells}) == 3
