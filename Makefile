@@ -59,7 +59,7 @@ bench-verify: $(VENV)/.installed-bench  ## check the results of the last bench, 
 	@$(BIN)/python -m bench.targets bench-verify $(ARGS)
 
 microbench: $(VENV)/.installed-bench $(VENV)/.installed-test  ## every op of the op table, with pytest-benchmark
-	@$(BIN)/python -m pytest bench/microbench.py $(ARGS)
+	@$(BIN)/python -m pytest bench/microbench.py --benchmark-quiet $(ARGS)
 
 microbench-block-sparse: $(VENV)/.installed-bench  ## dense against block-sparse: a table, and a plot in build/
 	@mkdir -p build

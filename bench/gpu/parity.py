@@ -16,7 +16,7 @@ import torch
 
 from bench.gpu.record import Row
 from bench.gpu.setting import Item, Setting
-from bench.gpu.timer import reason
+from bench.gpu.timer import Call, reason
 from clocher_kernels.cuda.launch import execute
 from clocher_kernels.cuda.lowering import LOWER
 from clocher_kernels.cuda.prepack import prepack
@@ -51,7 +51,7 @@ def items(dry: bool) -> list[Item]:
 
 def run_once(setting: Setting, spec: OpSpec, case: Case) -> list[Row]:
     """Run a case without comparing it, for tools that watch the kernels."""
-    trial = _Trial(setting, spec, case, "f16" if narrow_names(spec) else "f32")
+    trial = Trial(setting, spec, case, "f16" if narrow_names(spec) else "f32")
     trial.launch()
     return [{"op": spec.name, "case": case.id}]
 
@@ -118,7 +118,7 @@ def _check_case(setting: Setting, spec: OpSpec, case: Case) -> list[Row]:
             continue
         row: Row = {"op": spec.name, "case": case.id, "act": act}
         try:
-            rows.append(row | _Trial(setting, spec, case, act).check())
+            rows.append(row | Trial(setting, spec, case, act).check())
         except (UnsupportedOp, ShapeError) as error:
             rows.append({**row, "status": "refused", "reason": reason(error)})
     return rows
@@ -135,7 +135,7 @@ def narrow_names(spec: OpSpec) -> set[str]:
     }
 
 
-class _Trial:
+class Trial:
     """One case with its activations stored in one type."""
 
     def __init__(self, setting: Setting, spec: OpSpec, case: Case, act: str) -> None:
@@ -151,9 +151,14 @@ class _Trial:
             if p.name in self.plan.buffers and p.kind in ("out", "inout")
         ]
 
+    def call(self) -> Call:
+        """Return a function that runs the kernels, on arguments of its own."""
+        launches = self.setting.lower(self.spec.name, **self._tensors(), **self.case.attrs)
+        return partial(execute, launches)
+
     def launch(self) -> None:
         """Run the kernels once."""
-        execute(self.setting.lower(self.spec.name, **self._tensors(), **self.case.attrs))
+        self.call()()
         self.setting.timer.synchronize()
 
     def check(self) -> Row:

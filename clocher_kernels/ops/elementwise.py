@@ -132,6 +132,15 @@ def _streaming(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
     return Cost(sum(a.nbytes for a in arrays) + largest, 4 * (largest // 4))
 
 
+def _rope_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
+    """Count a row of each table for every token, whatever the tables hold."""
+    x, positions, cos = values["x"], values["positions"], values["cos"]
+    assert isinstance(x, np.ndarray) and isinstance(positions, np.ndarray)
+    assert isinstance(cos, np.ndarray)
+    rows = 2 * len(positions) * cos.shape[1] * cos.itemsize
+    return Cost(2 * x.nbytes + positions.nbytes + rows, 3 * x.size)
+
+
 def _embed_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
     ids, table = values["ids"], values["table"]
     assert isinstance(table, QuantTensor)
@@ -178,7 +187,7 @@ SPECS = (
             Case("m2-h1-d64", {"M": 2, "F": 64, "P": 32, "C": 8}),
         ),
         FP32,
-        _streaming,
+        _rope_cost,
     ),
     OpSpec(
         "glu",

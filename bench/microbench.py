@@ -1,0 +1,65 @@
+"""Every op of the op table at sizes of real models, with pytest-benchmark.
+
+    make microbench ARGS="-k cpu-linear-mxfp4"
+    python -m pytest bench/microbench.py [-k WORDS] [--benchmark-json FILE]
+
+An id spells device, op, formats and sizes: cpu-linear-mxfp4-m1-n4096-k2880. CUDA joins where there
+is a GPU. A benchmark whose first call does not give what the reference gives fails. The table and
+`extra_info` of the JSON have bytes, flops, gbps, gflops, correct and the errors. Inputs and weights
+stay in caches as far as they fit: for the bandwidth of memory see bench.roofline.
+"""
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Any
+
+import pytest
+
+from bench.op_shapes import real_cases
+from bench.op_timing import DEVICES, Timed, has_kernel, timed
+from clocher_kernels.cuda.probe import unusable
+from clocher_kernels.ops.contract import Case, OpSpec
+from clocher_runtime.topology import default_threads
+
+ROWS = pytest.StashKey[list[dict[str, Any]]]()
+"""What was measured, for the table that conftest.py prints."""
+
+_MOST_S = 0.1
+_LEAST_ROUNDS = 5
+
+
+def parameters(devices: Sequence[str]) -> list[Any]:
+    """Return (op, case, device) for pytest; an op counts where a device has a kernel for it."""
+    return [
+        pytest.param(spec, case, device, id=f"{device}-{spec.name}-{case.id}")
+        for device in devices
+        for spec, case in real_cases()
+        if has_kernel(device, spec.name)
+    ]
+
+
+def usable_devices() -> list[str]:
+    """Return the devices of this machine."""
+    return [device for device in DEVICES if device == "cpu" or not unusable()]
+
+
+@pytest.fixture
+def subject(spec: OpSpec, case: Case, device: str) -> Iterator[Timed]:
+    """Bind the op to the device; release it afterwards."""
+    made = timed(spec, case, device, default_threads())
+    yield made
+    made.close()
+
+
+@pytest.mark.benchmark(max_time=_MOST_S, min_rounds=_LEAST_ROUNDS, disable_gc=True)
+@pytest.mark.parametrize(("spec", "case", "device"), parameters(usable_devices()))
+def test_op(subject: Timed, benchmark: Any, request: pytest.FixtureRequest) -> None:
+    """Time an op, then fail if its first call was wrong."""
+    benchmark.extra_info |= subject.facts
+    with subject.awake():
+        benchmark(subject.run)
+    if benchmark.stats is not None:  # --benchmark-disable runs it once
+        benchmark.extra_info |= subject.rates(median(benchmark.stats.stats.data))
+    row = {"name": request.node.callspec.id, **benchmark.extra_info}
+    request.config.stash.setdefault(ROWS, []).append(row)
+    assert subject.facts["correct"], f"differs from the reference: {subject.facts}"

@@ -1,0 +1,243 @@
+"""What one JSON line says about a run, checked: lines come from files that nobody vouches for."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from clocher_kernels.errors import FormatError
+from clocher_runtime.jsonline import SCHEMA
+from clocher_runtime.weights.strict_json import parse_object
+
+HARNESS_SCHEMA = "clocher.bench/1"
+STATUSES = ("ok", "error", "tuned", "void", "warmup")
+"""How a run can end. Void and warm-up are words of the harness; only "ok" measures."""
+
+REASONS = ("bad_field", "not_json", "too_long", "too_many", "unknown_schema")
+"""Why a line is not counted. "too_many": more configurations than are kept apart."""
+
+MAX_LABEL_CHARS = 120
+
+_LARGEST = 2.0**63
+_ERROR_TYPE = re.compile(r"[A-Za-z][A-Za-z0-9]{0,39}")
+
+
+class Rejected(Exception):
+    """A line that does not count.
+
+    Args:
+        reason: one of `REASONS`.
+        detail: what is wrong with it.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A number of the JSON line and the metric that it feeds.
+
+    Attributes:
+        key: in the line; "a.b" is key b of the object a.
+        metric: name, without the "_total" of a counter.
+        scale: what the number is multiplied by to be in base units.
+        about: help text.
+    """
+
+    key: str
+    metric: str
+    scale: float
+    about: str
+
+
+COUNTERS = (
+    Field("tokens_generated", "ie_tokens_generated", 1, "Tokens generated."),
+    Field("prefill_tokens", "ie_prefill_tokens", 1, "Prompt tokens processed."),
+    Field("forward_passes", "ie_forward_passes", 1, "Steps of the strict windows."),
+    Field("wall_time_s", "ie_window_seconds", 1, "Length of the strict windows."),
+    Field("prefill_s", "ie_prefill_seconds", 1, "Part of the strict windows spent on prompts."),
+    Field("bytes_touched", "ie_touched_bytes", 1, "Bytes touched in the strict windows."),
+    Field(
+        "work_touch.bytes_touched",
+        "ie_work_touch_bytes",
+        1,
+        "Bytes walked over by the work-touch; part of ie_touched_bytes_total.",
+    ),
+    Field("kv_hits", "ie_kv_hits", 1, "Keys and values of earlier tokens found in the cache."),
+    Field("kv_misses", "ie_kv_misses", 1, "Tokens whose keys and values were computed."),
+)
+"""Summed over runs."""
+
+GAUGES = (
+    Field("tps_true", "ie_tokens_per_second", 1, "Tokens per second of strict window, last run."),
+    Field("latency_p50_ms", "ie_token_latency_p50_seconds", 1e-3, "Median latency, last run."),
+    Field("latency_p95_ms", "ie_token_latency_p95_seconds", 1e-3, "95th percentile, last run."),
+    Field("ttft_ms", "ie_time_to_first_token_seconds", 1e-3, "Time to first token, last run."),
+    Field("rss_peak_mb", "ie_rss_peak_bytes", 1 << 20, "Peak resident set size, last run."),
+    Field(
+        "effective_gbps",
+        "ie_effective_bandwidth_bytes_per_second",
+        1e9,
+        "Bytes touched per second of strict window, last run.",
+    ),
+    Field("bytes_per_token", "ie_bytes_per_token", 1, "Weight bytes read for a token, last run."),
+    Field("coverage", "ie_coverage_ratio", 1, "Bytes touched / size of the weights, last run."),
+)
+"""Of the last run; absent where that run could not know it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """What makes the numbers of two runs not comparable. Each is the labels of its series."""
+
+    label: str
+    model: str
+    device: str
+    precision: str
+    act_prec: str
+    kv_dtype: str
+    threads: str
+    batch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What ran, and on what: the labels of ie_build_info."""
+
+    version: str
+    commit: str
+    device: str
+    isa: str
+    gpu: str
+    cpu: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One line.
+
+    Attributes:
+        status: one of `STATUSES`.
+        error: kind of error; "" unless the status is "error".
+        build: None if the line has no measurement.
+        configuration: None if the line has no measurement.
+        values: metric -> number in base units, or None.
+    """
+
+    status: str
+    error: str = ""
+    build: Build | None = None
+    configuration: Configuration | None = None
+    values: Mapping[str, float | None] | None = None
+
+
+def read_line(data: bytes) -> Run:
+    """Return what a line of `clocher-run` or of the harness says.
+
+    Raises:
+        Rejected: it is neither.
+    """
+    try:
+        line = parse_object(data, "line")
+    except FormatError as error:
+        raise Rejected("not_json", str(error)) from None
+    schema = line.get("schema")
+    if schema == SCHEMA:
+        return _read_run(line, {})
+    if schema == HARNESS_SCHEMA:
+        return _read_harness(line)
+    known = f"{SCHEMA}, {HARNESS_SCHEMA}"
+    raise Rejected("unknown_schema", f"schema is {schema!r:.60}; known: {known}")
+
+
+def _read_harness(row: Mapping[str, Any]) -> Run:
+    status, line = _status(row), row.get("line")
+    if line is not None and not isinstance(line, dict):
+        raise Rejected("bad_field", f"line is {type(line).__name__}, expected an object or null")
+    if status == "ok":
+        if line is None or line.get("schema") != SCHEMA or line.get("status") != "ok":
+            raise Rejected("bad_field", "line of a run that is ok: expected one that is ok")
+        return _read_run(line, row)
+    if status == "error":
+        return Run(status, _error_type(line or {}))
+    return Run(status)
+
+
+def _read_run(line: Mapping[str, Any], row: Mapping[str, Any]) -> Run:
+    status = _status(line)
+    if status != "ok":
+        return Run(status, _error_type(line) if status == "error" else "")
+    device = _text(line, "device")
+    build = Build(
+        version=_text(line, "version"),
+        commit=_text(_object(row, "build"), "commit"),
+        device=device,
+        isa=_text(line, "isa"),
+        gpu=_text(_object(line, "gpu"), "name"),
+        cpu=_text(_object(row, "machine"), "cpu"),
+    )
+    configuration = Configuration(
+        label=_text(row, "label"),
+        model=_text(line, "model"),
+        device=device,
+        precision=_text(line, "precision"),
+        act_prec=_text(line, "act_prec"),
+        kv_dtype=_text(line, "kv_dtype"),
+        threads=_text(line, "threads"),
+        batch=_text(line, "batch"),
+    )
+    values = {field.metric: _number(line, field) for field in (*COUNTERS, *GAUGES)}
+    return Run(status, "", build, configuration, values)
+
+
+def _status(line: Mapping[str, Any]) -> str:
+    status = line.get("status")
+    if status not in STATUSES:
+        raise Rejected("bad_field", f"status is {status!r:.60}; known: {', '.join(STATUSES)}")
+    return str(status)
+
+
+def _error_type(line: Mapping[str, Any]) -> str:
+    found = line.get("type")
+    if isinstance(found, str) and _ERROR_TYPE.fullmatch(found):
+        return found
+    return "unknown"
+
+
+def _object(line: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = line.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise Rejected("bad_field", f"{key} is {type(value).__name__}, expected an object")
+    return value
+
+
+def _text(line: Mapping[str, Any], key: str) -> str:
+    value = line.get(key)
+    if value is None:
+        return ""
+    if type(value) is int:
+        return str(value)[:MAX_LABEL_CHARS]
+    if not isinstance(value, str):
+        raise Rejected("bad_field", f"{key} is {type(value).__name__}, expected text")
+    # Some characters are invisible, and some move the cursor of who reads the metrics.
+    shown = value[:MAX_LABEL_CHARS]
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in shown)
+
+
+def _number(line: Mapping[str, Any], field: Field) -> float | None:
+    *outer, key = field.key.split(".")
+    for name in outer:
+        line = _object(line, name)
+    value = line.get(key)
+    if value is None:
+        return None
+    if type(value) not in (int, float):
+        raise Rejected("bad_field", f"{field.key} is {type(value).__name__}, expected a number")
+    if not 0 <= value <= _LARGEST or not math.isfinite(value):
+        raise Rejected("bad_field", f"{field.key} is {value!r:.60}, expected 0 to 2^63")
+    return float(value * field.scale)
