@@ -1,47 +1,15 @@
 """Write a result file as Markdown tables: a baseline to keep, or to paste.
 
-python scripts/make_baseline_md.py build/bench/bench.jsonl --out BASELINE.md
+The work, and --help, are those of bench.report_baseline.
 """
 
+import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import click
-
-from bench.report_data import read_file
-from bench.report_document import markdown
-from bench.report_page import write_text
-from bench.report_sections import sections
-from clocher_kernels.errors import ClocherError, UsageError
-from clocher_runtime.exit_codes import ExitCode, exit_code
-
-
-@click.command(help=__doc__)
-@click.argument("results", type=click.Path(path_type=Path), nargs=-1, required=True)
-@click.option("--out", type=click.Path(path_type=Path), help="default: standard output")
-def main(results: tuple[Path, ...], out: Path | None) -> None:
-    """Render the tables."""
-    try:
-        files = [read_file(path) for path in results]
-        found = sections(files)
-        if not found:
-            raise UsageError(f"{results[0]}: no report shows this kind of result file")
-        tables = [s for s in found if s.tables or s.text]
-        text = markdown("Baseline", (), [replace(section, plots=()) for section in tables])
-        if out is None:
-            click.echo(text, nl=False)
-        else:
-            write_text(out, text)
-    except ClocherError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(exit_code(error))
-    except OSError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(ExitCode.DEVICE)
-
+ROOT = Path(__file__).resolve().parents[1]
 
 if __name__ == "__main__":
-    main()
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", "bench.report_baseline", *sys.argv[1:]]
+    os.execve(sys.executable, command, {**os.environ, "PYTHONPATH": path})
