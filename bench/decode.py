@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import click
 import numpy as np
 from rich.table import Table
 
 from bench.bandwidth import DEFAULT_BYTES, PAGES, Reader, default_counts, parse_counts
+from bench.compiled_calls import CompiledCalls
 from bench.measure import (
     NotMeasured,
     Rows,
@@ -62,8 +62,7 @@ class Runner:
         self.vocab_size = model.spec.vocab_size
         self.ids: list[str] = []
         self.outside: list[float] = []
-        self._inside_ns = 0
-        self._watched = self._watch()
+        self._compiled = CompiledCalls(self.session.executor)
 
     def decode(self, tokens: int) -> float:
         """Generate tokens after a prompt of one, and return decode steps a second."""
@@ -71,13 +70,14 @@ class Runner:
         made = []
         stream = self.session.generate([[1]], tokens + 1, stop_ids=frozenset(), window=window)
         made.append(next(stream).id)
-        self._inside_ns = 0
-        start = time.perf_counter_ns()
-        made += [token.id for token in stream]
-        elapsed = time.perf_counter_ns() - start
+        self._compiled.ns = 0
+        with self._compiled.watched():
+            start = time.perf_counter_ns()
+            made += [token.id for token in stream]
+            elapsed = time.perf_counter_ns() - start
         self.ids.append(hashlib.sha256(np.array(made, "<i4").tobytes()).hexdigest())
-        if self._watched:
-            self.outside.append(1 - self._inside_ns / elapsed)
+        if self._compiled.known:
+            self.outside.append(1 - self._compiled.ns / elapsed)
         steps = [span for span in window.spans if span.kind == "decode"]
         return len(steps) / (sum(span.ns for span in steps) / 1e9)
 
@@ -102,22 +102,6 @@ class Runner:
     def close(self) -> None:
         """End the session."""
         self.session.close()
-
-    def _watch(self) -> bool:
-        """Read the clock around the compiled call of every step, if there is one to find."""
-        team = getattr(self.session._executor, "_team", None)
-        call: Callable[..., Any] | None = getattr(team, "_lead", None)
-        if call is None:
-            return False
-        found = call
-
-        def timed(*arguments: int) -> None:
-            start = time.perf_counter_ns()
-            found(*arguments)
-            self._inside_ns += time.perf_counter_ns() - start
-
-        team._lead = timed  # type: ignore[union-attr]
-        return True
 
 
 def measure(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import click
 
+from bench.compiled_calls import CompiledCalls
 from clocher_runtime.model_choice import embedded_model
 from clocher_runtime.models.load import load_model
 from clocher_runtime.session import Session
@@ -30,35 +31,27 @@ def main(model_dir: Path | None, steps: int, threads: int | None, limit: float) 
     """Measure and print."""
     model = load_model(open_checkpoint(model_dir or embedded_model()))
     session = Session(model, threads=threads or default_threads(), context=steps + 2)
-    inside: list[int] = []
-    team = session._executor._team  # type: ignore[attr-defined]  # below everything public
-    call = team._lead
-
-    def timed(*args: int) -> None:
-        start = time.perf_counter_ns()
-        call(*args)
-        inside.append(time.perf_counter_ns() - start)
-
     session.warm()
     for _ in session.generate([[1]], steps, stop_ids=frozenset()):  # warm the loop too
         pass
-    team._lead = timed
+    compiled = CompiledCalls(session.executor)
     window = TimedWindow("step overhead")
     stream = session.generate([[1]], steps + 1, stop_ids=frozenset(), window=window)
     next(stream)  # the prefill
-    inside.clear()
-    start = time.perf_counter_ns()
-    for _ in stream:
-        pass
-    total = time.perf_counter_ns() - start
+    with compiled.watched():
+        start = time.perf_counter_ns()
+        for _ in stream:
+            pass
+        total = time.perf_counter_ns() - start
     session.close()
-    share = 1 - sum(inside) / total
+    inside, made = compiled.ns, compiled.calls
+    share = 1 - inside / total
     line = {
-        "steps": len(inside),
+        "steps": made,
         "threads": threads or default_threads(),
-        "total_us_per_step": total / len(inside) / 1e3,
-        "compiled_us_per_step": sum(inside) / len(inside) / 1e3,
-        "outside_us_per_step": (total - sum(inside)) / len(inside) / 1e3,
+        "total_us_per_step": total / made / 1e3,
+        "compiled_us_per_step": inside / made / 1e3,
+        "outside_us_per_step": (total - inside) / made / 1e3,
         "outside_share": share,
     }
     click.echo(json.dumps(line))

@@ -10,8 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from bench.bandwidth import Reader
+from bench.compiled_calls import CompiledCalls
 from bench.measure import REST_S, interleave
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.console import Console
@@ -70,40 +70,6 @@ class Task:
     def context(self) -> int:
         """Tokens of the longest sequence."""
         return max(self.prompt_tokens, self.depth + 2 * self.tokens) + 2
-
-
-class CompiledCalls:
-    """Reads the clock around the compiled call of every step of a CPU session.
-
-    Attributes:
-        ns: time spent in it since it was last set to 0.
-        known: whether the executor has such a call.
-    """
-
-    def __init__(self, executor: object) -> None:
-        self.ns = 0
-        self._team: Any = getattr(executor, "_team", None)
-        self._call: Callable[..., Any] | None = getattr(self._team, "_lead", None)
-        self.known = self._call is not None
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Read the clock for as long as this is open."""
-        if self._call is None:
-            yield
-            return
-        self._team._lead = self.timed
-        try:
-            yield
-        finally:
-            self._team._lead = self._call
-
-    def timed(self, *arguments: int) -> None:
-        """Make the compiled call."""
-        assert self._call is not None
-        start = time.perf_counter_ns()
-        self._call(*arguments)
-        self.ns += time.perf_counter_ns() - start
 
 
 @dataclass(frozen=True, slots=True)
