@@ -104,7 +104,7 @@ def _normalised(importance: np.ndarray | None, columns: int) -> np.ndarray:
     mean = h.mean()
     if not np.isfinite(mean) or mean <= 0:
         return np.ones(columns, np.float32)
-    return np.maximum(h / mean, _FLOOR).astype(np.float32)
+    return np.asarray(np.maximum(h / mean, _FLOOR), np.float32)
 
 
 class _Block:
@@ -118,18 +118,18 @@ class _Block:
         whole[:columns] = values.T
         self.w = whole.reshape(groups, size, rows)
         self.low, self.high = self.w.min(axis=1), self.w.max(axis=1)  # [G, R]
-        self.bounds = (0, 15) if isinstance(fmt, Int4) else (-127, 127)
         self.scales, self.zeros, self.step = self._candidate(self._ideal())
         self._t, self._q = np.empty_like(self.w[0]), np.empty_like(self.w[0])
 
     def _ideal(self) -> np.ndarray:
         """Return the scales of plain rounding, [G, R]."""
         if isinstance(self.fmt, Int8):
-            return np.maximum(self.high, -self.low) / np.float32(127)
+            return np.asarray(np.maximum(self.high, -self.low) / np.float32(127))
         if self.fmt.symmetric:
-            return np.where(-self.low > self.high, self.low, self.high) / np.float32(-8)
+            largest = np.where(-self.low > self.high, self.low, self.high)
+            return np.asarray(largest / np.float32(-8))
         low, high = np.minimum(self.low, 0), np.maximum(self.high, 0)
-        return high / np.float32(15) - low / np.float32(15)
+        return np.asarray(high / np.float32(15) - low / np.float32(15))
 
     def _candidate(self, ideal: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the stored scales, the zero points (fp32) and the scales' values."""
@@ -141,7 +141,7 @@ class _Block:
             return np.zeros_like(step)
         if self.fmt.symmetric:
             return np.full_like(step, 8)
-        return np.clip(np.rint(-np.minimum(self.low, 0) / step), 0, 15)
+        return np.asarray(np.clip(np.rint(-np.minimum(self.low, 0) / step), 0, 15))
 
     def search(self, grid: int) -> None:
         """Choose among the candidates, then refine."""

@@ -38,7 +38,8 @@ class Text:
 
     def chunks(self, limit: int) -> Iterator[tuple[slice, tuple[int, ...]]]:
         """Yield runs of whole sequences of at most `limit` tokens: (tokens, lengths)."""
-        start, lengths = 0, []
+        start = 0
+        lengths: list[int] = []
         for length in self.lengths:
             if lengths and sum(lengths) + length > limit:
                 yield slice(start, start + sum(lengths)), tuple(lengths)

@@ -193,7 +193,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     """Return log-probabilities [m, V] fp32."""
     shifted = logits - logits.max(axis=1, keepdims=True)
     total = np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64)
-    return shifted - np.log(total).astype(np.float32)
+    return np.asarray(shifted - np.log(total).astype(np.float32))
 
 
 def _quantise(
