@@ -12,6 +12,7 @@ from rich.filesize import decimal
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.exit_codes import ExitCode
+from clocher_runtime.quantize.alloc import allocation_table
 from clocher_runtime.quantize.documents import cut
 from clocher_runtime.quantize.gate import LIMITS, verdict_code
 from clocher_runtime.quantize.job import CalibrationText, GateText, Job, Outcome, run_job
@@ -368,6 +369,9 @@ def _say_plan(report: Report, checkpoint: Checkpoint, plan: QuantPlan) -> None:
 
 
 def _say_outcome(report: Report, outcome: Outcome) -> int:
+    if outcome.allocation:
+        for line in allocation_table(outcome.allocation):
+            report.note(line)
     fallen = [entry for entry in outcome.done if entry.fallback]
     if fallen:
         report.note(

@@ -119,6 +119,7 @@ class Outcome:
         plan: what was done.
         done: tensor by tensor.
         evaluation: what the gate found on text.
+        allocation: the record of a target size; empty without one.
     """
 
     verdict: Verdict
@@ -126,6 +127,7 @@ class Outcome:
     plan: QuantPlan
     done: tuple[Done, ...]
     evaluation: Evaluation | None
+    allocation: Mapping[str, Any]
 
 
 def rejected_path(out: Path) -> Path:
@@ -188,7 +190,7 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
     verdict = worst(verdicts)
     path = job.out if verdict == "pass" else rejected_path(job.out)
     write_manifest(path, document_of(rules, plan, done, files, sections))
-    return Outcome(verdict, path, plan, done, evaluation)
+    return Outcome(verdict, path, plan, done, evaluation, allocation or {})
 
 
 def quantised_checkpoint(checkpoint: Checkpoint, q4_map: Q4Map, threads: int = 1) -> Checkpoint:
