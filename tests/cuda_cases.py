@@ -79,6 +79,7 @@ def meta_device(capability: int) -> Device:
 def aot_report(script: str) -> dict[str, Any]:
     """Run a script of this folder without the interpreter and return the JSON it prints."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])  # for bench
     done = subprocess.run(
         [sys.executable, Path(__file__).parent / script],
         capture_output=True,
