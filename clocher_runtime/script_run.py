@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import click
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -22,6 +23,46 @@ Exit codes:
   5  the output cannot be written (disk full, no permission), or the network fails
   6  out of memory
 """
+RESUMES = """\
+Killed at any moment, it leaves either the model that was there before, or no model, or the
+finished new one. Run it again to go on."""
+
+_Command = Callable[..., None]
+
+
+def conversion_options(weights: str) -> Callable[[_Command], _Command]:
+    """Return a decorator that gives a command --hf-dir, --out-dir and --verify.
+
+    Args:
+        weights: what --hf-dir holds, as its help says it.
+    """
+    directory = click.Path(path_type=Path)
+    options = (
+        click.option(
+            "--hf-dir",
+            type=directory,
+            required=True,
+            help=f"Directory with config.json and {weights}. It is only read.",
+        ),
+        click.option(
+            "--out-dir",
+            type=directory,
+            required=True,
+            help="Directory for model.ie.json, model.ie.bin and vocab.json. It is made if need be.",
+        ),
+        click.option("--verify", is_flag=True, help="Read the result back and check every hash."),
+    )
+
+    def decorate(command: _Command) -> _Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+SAFETENSORS = "safetensors weights (or with them in hf/ or hf/original/), or a GGUF file"
+"""What --hf-dir holds where any checkpoint will do."""
 
 
 class Report:

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import click
 
-from clocher_runtime.script_run import EXIT_CODES, reporting, write_model
+from clocher_runtime.script_run import (
+    EXIT_CODES,
+    RESUMES,
+    SAFETENSORS,
+    conversion_options,
+    reporting,
+    write_model,
+)
 from clocher_runtime.weights.convert import plan_conversion
 
 EPILOG = f"""\b
@@ -12,25 +19,11 @@ Example:
   python scripts/hf_to_iebin_raw.py --hf-dir models/llama/hf --out-dir models/llama
 
 {EXIT_CODES}
-Killed at any moment, it leaves either the model that was there before, or no model, or the
-finished new one. Run it again to go on."""
+{RESUMES}"""
 
 
 @click.command(epilog=EPILOG, context_settings={"max_content_width": 100})
-@click.option(
-    "--hf-dir",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Directory with config.json and safetensors weights (or with them in hf/ or "
-    "hf/original/), or a GGUF file. It is only read.",
-)
-@click.option(
-    "--out-dir",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Directory for model.ie.json, model.ie.bin and vocab.json. It is made if need be.",
-)
-@click.option("--verify", is_flag=True, help="Read the result back and check every hash.")
+@conversion_options(SAFETENSORS)
 def main(hf_dir: Path, out_dir: Path, verify: bool) -> None:
     """Convert a checkpoint to IEBIN bit for bit.
 

@@ -4,7 +4,13 @@ from pathlib import Path
 
 import click
 
-from clocher_runtime.script_run import EXIT_CODES, reporting, write_model
+from clocher_runtime.script_run import (
+    EXIT_CODES,
+    RESUMES,
+    conversion_options,
+    reporting,
+    write_model,
+)
 from clocher_runtime.weights.convert import plan_conversion
 from clocher_runtime.weights.torch_bin import open_torch_bin
 
@@ -13,25 +19,11 @@ Example:
   python scripts/hf_to_iebin_stream_pt.py --hf-dir models/llama/hf --out-dir models/llama
 
 {EXIT_CODES}
-Killed at any moment, it leaves either the model that was there before, or no model, or the
-finished new one. Run it again to go on."""
+{RESUMES}"""
 
 
 @click.command(epilog=EPILOG, context_settings={"max_content_width": 100})
-@click.option(
-    "--hf-dir",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Directory with config.json and pytorch_model*.bin weights (or with them in hf/ or "
-    "hf/original/). It is only read.",
-)
-@click.option(
-    "--out-dir",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Directory for model.ie.json, model.ie.bin and vocab.json. It is made if need be.",
-)
-@click.option("--verify", is_flag=True, help="Read the result back and check every hash.")
+@conversion_options("pytorch_model*.bin weights (or with them in hf/ or hf/original/)")
 def main(hf_dir: Path, out_dir: Path, verify: bool) -> None:
     """Convert a checkpoint with pickled weights to IEBIN, without running what is in the pickle.
 
