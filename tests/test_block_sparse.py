@@ -211,7 +211,7 @@ def test_what_would_grow_stays_dense_unless_forced(tmp_path: Path) -> None:
         ({"sparsity": float("nan")}, "sparsity is nan"),
         ({"inner": "f64"}, "inner is 'f64'; known: f32"),
         ({"block": (0, 4)}, "expected 1 to 1024"),
-        ({"pattern": "("}, "pattern or block"),
+        ({"pattern": "("}, "pattern"),
     ],
 )
 def test_settings_are_checked(settings_: dict[str, object], message: str) -> None:

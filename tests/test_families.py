@@ -199,6 +199,15 @@ def test_refusals_name_the_field_and_what_is_known(
         spec_of(**changes)
 
 
+@pytest.mark.parametrize("field", ["architectures", "hidden_act", "hidden_size", "rms_norm_eps"])
+@pytest.mark.parametrize("value", ["x" * 100_000, ["x" * 100_000], {"x" * 100_000: 1}])
+def test_a_refusal_quotes_only_the_start_of_a_long_value(field: str, value: object) -> None:
+    with pytest.raises(ModelError) as caught:
+        spec_of(**{field: value})
+    assert field.rstrip("s") in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: (

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from clocher_kernels.errors import FormatError, ModelNotFound, UsageError
 from clocher_kernels.formats import Int8, parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.weights import open_checkpoint, rounding
+from clocher_runtime.weights.name_pattern import NamePattern
 from clocher_runtime.weights.q4_encode import encode_tensor
 from clocher_runtime.weights.q4_map import assign, load_q4_map, parse_q4_map
 from clocher_runtime.weights.q4_parts import PartsWriter, part_of, plane_hashes, read_part
@@ -254,6 +256,31 @@ def test_a_wrong_rule_is_refused(rule: dict[str, Any], message: str) -> None:
         rules({"pattern": ".*", **rule})
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"version": 1, "rules": [{"pattern": ".*", **rule}]}, SCHEMA)
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+b", "(a|a)" * 99, "a?" * 200 + "a" * 90])
+def test_a_hostile_pattern_takes_no_time(pattern: str) -> None:
+    started = time.process_time()
+    assert not NamePattern(pattern).matches("a" * 511 + "c")
+    assert time.process_time() - started < 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("(", "missing \\)"),
+        ("(?!x).*", "without look-around"),
+        ("\ud800", "expected a regular expression"),
+        ("a" * 501, "at most 500 characters"),
+        ("((a{1,100}){1,100}){1,100}", "expected a regular expression"),
+    ],
+)
+def test_a_pattern_that_cannot_be_matched_in_linear_time_is_refused(
+    pattern: str, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        rules({"pattern": pattern, "dtype": "int4w"})
+    assert "rules[0]" in str(caught.value)
 
 
 def test_rules_that_need_calibration_are_not_simply_rounded() -> None:

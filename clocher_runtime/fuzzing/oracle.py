@@ -13,7 +13,7 @@ from types import FrameType, TracebackType
 CPU_SECONDS = 2.0
 BATCH_CPU_SECONDS = 30
 EXTRA_BYTES = 64 << 20
-MAX_MESSAGE_CHARS = 20_000
+MAX_MESSAGE_CHARS = 4_000
 
 _PACKAGES = f"{os.sep}clocher_"
 

@@ -34,7 +34,8 @@ class Fields:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise FormatError(
-                f"{self._where}: {name} is {value!r}; expected an integer from {least} to {most}"
+                f"{self._where}: {name} is {value!r:.80}; "
+                f"expected an integer from {least} to {most}"
             )
         return value
 
@@ -44,10 +45,10 @@ class Fields:
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise FormatError(f"{self._where}: {name} is {value!r}; expected a number")
+            raise FormatError(f"{self._where}: {name} is {value!r:.80}; expected a number")
         if not least <= value <= most:  # also refuses NaN
             raise FormatError(
-                f"{self._where}: {name} is {value!r}; expected a number from {least} to {most}"
+                f"{self._where}: {name} is {value!r:.80}; expected a number from {least} to {most}"
             )
         return float(value)
 
@@ -57,7 +58,7 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise FormatError(f"{self._where}: {name} is {value!r}; expected true or false")
+            raise FormatError(f"{self._where}: {name} is {value!r:.80}; expected true or false")
         return value
 
     def choice(self, name: str, default: str, known: tuple[str, ...]) -> str:
@@ -67,7 +68,7 @@ class Fields:
             return default
         if value not in known:
             raise UnsupportedModel(
-                f"{self._where}: {name} is {value!r}; Clocher knows {', '.join(known)}"
+                f"{self._where}: {name} is {value!r:.80}; Clocher knows {', '.join(known)}"
             )
         return str(value)
 
@@ -77,7 +78,7 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise FormatError(f"{self._where}: {name} is {value!r}; expected an object")
+            raise FormatError(f"{self._where}: {name} is {value!r:.80}; expected an object")
         return Fields(value, f"{self._where}: {name}")
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
@@ -88,7 +89,7 @@ class Fields:
         ids = value if isinstance(value, list) else [value]
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                raise FormatError(f"{self._where}: {name} holds {token!r}; expected token ids")
+                raise FormatError(f"{self._where}: {name} holds {token!r:.80}; expected token ids")
         return tuple(token for token in ids if token < vocab_size)
 
     def refuse(self, name: str, allowed: tuple[Any, ...]) -> None:
@@ -96,7 +97,9 @@ class Fields:
         value = self.raw(name)
         if value is not None and value not in allowed:
             listed = ", ".join(repr(a) for a in allowed)
-            raise UnsupportedModel(f"{self._where}: {name} is {value!r}; Clocher knows {listed}")
+            raise UnsupportedModel(
+                f"{self._where}: {name} is {value!r:.80}; Clocher knows {listed}"
+            )
 
 
 def rope_spec(

@@ -15,7 +15,8 @@ from clocher_kernels.quant_tensor import QuantTensor, encode
 Tensor = QuantTensor | np.ndarray
 """A matrix as stored, or a vector in fp32."""
 
-_STEP = 1 << 22
+# A piece and what is made of it stay in the cache of a core.
+_STEP = 1 << 15
 _BYTES = 1 << 24
 _SAMPLE = 1 << 19
 # Half a step, and what the rounding of the scale can add to it at the end of the codes.
@@ -73,7 +74,7 @@ def measure(
     out_nmse: float | None = None,
     out_nmse_rtn: float | None = None,
 ) -> TensorError:
-    """Return the error of a tensor, a few rows or one expert at a time.
+    """Return the error of a tensor, a few rows at a time.
 
     Args:
         name: of the tensor.
@@ -94,10 +95,11 @@ def measure(
         if not finite:
             break
         difference = v - w
-        dot += float(np.vdot(w.astype(np.float64), v))
-        own += float(np.vdot(w.astype(np.float64), w))
-        other += float(np.vdot(v.astype(np.float64), v))
-        wrong += float(np.vdot(difference.astype(np.float64), difference))
+        exact, stored, off = (x.astype(np.float64).reshape(-1) for x in (w, v, difference))
+        dot += _dot(exact, stored)
+        own += _dot(exact, exact)
+        other += _dot(stored, stored)
+        wrong += _dot(off, off)
         largest = max(largest, float(np.abs(difference).max(initial=0)))
         if steps and isinstance(b, QuantTensor):
             clipped += _clipped(difference, b)
@@ -141,6 +143,11 @@ def _format(tensor: Tensor) -> Format:
     return tensor.format if isinstance(tensor, QuantTensor) else parse_format("f32")
 
 
+def _dot(a: np.ndarray, b: np.ndarray) -> float:
+    # Not by BLAS, whose threads would wait for each other longer than they compute.
+    return float(np.einsum("i,i->", a, b))
+
+
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
@@ -152,25 +159,30 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _pieces(tensor: Tensor, other: Tensor) -> Iterator[Tensor]:
-    """Yield runs along the first dimension, where both tensors can be cut there."""
-    count = tensor.shape[0]
-    if not (_can_be_cut(tensor) and _can_be_cut(other)):
+    """Yield a few rows at a time, where both tensors can be cut between rows."""
+    if not (_has_rows(tensor) and _has_rows(other)):
         yield tensor
         return
-    step = max(1, _STEP // max(1, prod(tensor.shape[1:])))
-    for start in range(0, count, step):
-        if isinstance(tensor, np.ndarray):
-            yield tensor[start : start + step]
+    lead = len(tensor.shape) - 1
+    rows = prod(tensor.shape[:-1])
+    step = max(1, _STEP // max(1, tensor.shape[-1]))
+    planes = tensor.planes if isinstance(tensor, QuantTensor) else {"values": tensor}
+    flat = {key: plane.reshape(rows, *plane.shape[lead:]) for key, plane in planes.items()}
+    for start in range(0, rows, step):
+        piece = {key: plane[start : start + step] for key, plane in flat.items()}
+        if isinstance(tensor, QuantTensor):
+            shape = (min(step, rows - start), tensor.shape[-1])
+            yield QuantTensor(shape, tensor.format, piece)
         else:
-            planes = {k: plane[start : start + step] for k, plane in tensor.planes.items()}
-            shape = (min(step, count - start), *tensor.shape[1:])
-            yield QuantTensor(shape, tensor.format, planes)
+            yield piece["values"]
 
 
-def _can_be_cut(tensor: Tensor) -> bool:
-    if isinstance(tensor, np.ndarray):
-        return True
-    return all(plane.shape[:1] == tensor.shape[:1] for plane in tensor.planes.values())
+def _has_rows(tensor: Tensor) -> bool:
+    """Return whether each row of a matrix, or of a stack of them, is a row of each plane."""
+    if len(tensor.shape) < 2 or isinstance(tensor, np.ndarray):
+        return len(tensor.shape) > 1
+    lead = tensor.shape[:-1]
+    return all(plane.shape[: len(lead)] == lead for plane in tensor.planes.values())
 
 
 def _clipped(difference: np.ndarray, tensor: QuantTensor) -> int:

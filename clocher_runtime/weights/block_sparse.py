@@ -6,7 +6,6 @@ their root mean square, are made zero first. A matrix that would not become smal
 
 import errno
 import os
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from clocher_runtime.weights.files import read_bytes
 from clocher_runtime.weights.hf import CONFIG
 from clocher_runtime.weights.iebin import MAX_VOCAB_BYTES
 from clocher_runtime.weights.iebin_writer import IebinWriter
+from clocher_runtime.weights.name_pattern import NamePattern
 
 LINEARS = r"model\.layers\.[0-9]+\..*_proj\.weight"
 """Names of the matrices that are made block-sparse unless a run says otherwise."""
@@ -60,10 +60,10 @@ class Sparsifying:
         if self.inner and self.inner not in INNERS:
             raise UsageError(f"inner is {self.inner!r}; known: {', '.join(INNERS)}")
         try:
-            re.compile(self.pattern)
+            NamePattern(self.pattern)
             Bsr(self.block, self.inner or "f32")
-        except (re.error, FormatError) as error:
-            raise UsageError(f"pattern or block: {error}") from None
+        except (UsageError, FormatError) as error:
+            raise UsageError(str(error)) from None
 
     def apply(self, tensor: QuantTensor) -> QuantTensor:
         """Return a float matrix as block-sparse rows.
@@ -244,12 +244,11 @@ def plan_block_sparse(
     source = open_checkpoint(model_dir)
     if os.path.exists(out_dir) and os.path.samefile(out_dir, source.path):
         raise UsageError(f"{out_dir}: is the input; choose another --out-dir")
+    pattern = NamePattern(how.pattern)
     names = tuple(
         name
         for name, tensor in source.tensors.items()
-        if re.fullmatch(how.pattern, name)
-        and isinstance(tensor.format, Float)
-        and len(tensor.shape) == 2
+        if pattern.matches(name) and isinstance(tensor.format, Float) and len(tensor.shape) == 2
     )
     if not names:
         raise UsageError(

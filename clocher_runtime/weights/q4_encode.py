@@ -24,7 +24,7 @@ def encode_tensor(q4_map: Q4Map, name: str, tensor: QuantTensor, threads: int = 
         ModelNotFound: a part is missing.
     """
     if q4_map.entries is None:
-        rule = next(rule for rule in q4_map.rules if rule.pattern.fullmatch(name))
+        rule = next(rule for rule in q4_map.rules if rule.pattern.matches(name))
         assert rule.format is not None, "a kept tensor is not chosen"
         return round_tensor(tensor, rule.format, rule.clip, threads)
     entry = q4_map.entries[name]

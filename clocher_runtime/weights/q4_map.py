@@ -32,13 +32,13 @@ from clocher_kernels.errors import FormatError, ModelError, UsageError
 from clocher_kernels.formats import Bsr, Float, Format, Int4, Int8
 from clocher_runtime.weights.base import Stored
 from clocher_runtime.weights.files import read_bytes
+from clocher_runtime.weights.name_pattern import NamePattern
 from clocher_runtime.weights.q4_document import METHODS, SECTIONS, Entry, PartFile, read_sections
 from clocher_runtime.weights.rounding import NO_CLIP, Clip, parse_clip
 from clocher_runtime.weights.strict_json import MAX_JSON_BYTES, fields, parse_object
 
 VERSION = 1
 MAX_RULES = 1000
-MAX_PATTERN_CHARS = 500
 
 _MAX_BYTES = MAX_JSON_BYTES
 _CHOICES: dict[str, tuple[object, ...]] = {
@@ -69,7 +69,7 @@ class Rule:
         clip: how rounding chooses the range of a cell.
     """
 
-    pattern: re.Pattern[str]
+    pattern: NamePattern
     format: Format | None
     method: str = "rtn"
     clip: Clip = NO_CLIP
@@ -164,11 +164,11 @@ def assign(
     notes = []
     left = dict(tensors)
     for index, rule in enumerate(rules):
-        matched = {name: t for name, t in left.items() if rule.pattern.fullmatch(name)}
+        matched = {name: t for name, t in left.items() if rule.pattern.matches(name)}
         left = {name: t for name, t in left.items() if name not in matched}
         if not matched:
             raise UsageError(
-                f"{where}: pattern {rule.pattern.pattern!r} matches no tensor that an "
+                f"{where}: pattern {rule.pattern.text!r} matches no tensor that an "
                 f"earlier rule left; tensors are named like {', '.join(list(tensors)[:3])}"
             )
         reasons = {name: reason_to_keep(name, t, requantize) for name, t in matched.items()}
@@ -183,7 +183,7 @@ def assign(
         if stay:
             formats = ", ".join(sorted({matched[name].format.name for name in stay}))
             notes.append(
-                f"pattern {rule.pattern.pattern!r}: {len(matched) - len(stay)} matrices become "
+                f"pattern {rule.pattern.text!r}: {len(matched) - len(stay)} matrices become "
                 f"{rule.format.name}; {len(stay)} tensors are kept ({formats}): vectors, "
                 f"biases and already quantised ones, such as {next(iter(stay))}"
             )
@@ -252,19 +252,14 @@ def _rule(rule: Mapping[str, Any], where: str) -> Rule:
         if key in rule and rule[key] not in known:
             names = ", ".join(str(value) for value in known if value is not None)
             raise UsageError(f"{where}: {key} is {rule[key]!r:.60}; known: {names}")
-    pattern = rule["pattern"]
-    if len(pattern) > MAX_PATTERN_CHARS:
-        raise UsageError(f"{where}: a pattern has at most {MAX_PATTERN_CHARS} characters")
     try:
-        compiled = re.compile(pattern)
+        pattern = NamePattern(rule["pattern"])
         if rule["dtype"] == "keep":
             if extra := sorted(set(rule) - {"pattern", "dtype"}):
                 raise FormatError(f"dtype keep leaves no place for {extra[0]}")
-            return Rule(compiled, None)
+            return Rule(pattern, None)
         clip = parse_clip(rule.get("clip", "none"))
-        return Rule(compiled, _format(rule), rule.get("method", "rtn"), clip)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise UsageError(f"{where}: pattern {pattern!r:.80}: {error}") from None
+        return Rule(pattern, _format(rule), rule.get("method", "rtn"), clip)
     except (FormatError, UsageError) as error:
         raise UsageError(f"{where}: {error}") from None
 

@@ -82,7 +82,7 @@ def fields(
         raise FormatError(f"{where}: expected an object, got {type(value).__name__}")
     known = {**required, **(optional or {})}
     if unknown := sorted(set(value) - set(known)):
-        raise FormatError(f"{where}: unknown field {unknown[0]!r}; known: {', '.join(known)}")
+        raise FormatError(f"{where}: unknown field {unknown[0]!r:.80}; known: {', '.join(known)}")
     if missing := [key for key in required if key not in value]:
         raise FormatError(f"{where}: field {missing[0]!r} is missing")
     for key, item in value.items():
@@ -98,7 +98,7 @@ def checked_name(value: object, where: str) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS:
         raise FormatError(f"{where}: a tensor name needs 1 to {MAX_NAME_CHARS} characters")
     if not value.isprintable():
-        raise FormatError(f"{where}: tensor name {value!r} has unprintable characters")
+        raise FormatError(f"{where}: tensor name {value!r:.80} has unprintable characters")
     return value
 
 

@@ -41,10 +41,12 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     if names is None:
         names = [_BY_MODEL_TYPE.get(str(config.get("model_type")), str(config.get("model_type")))]
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise FormatError(f"config.json: architectures is {names!r}; expected a list of one name")
+        raise FormatError(
+            f"config.json: architectures is {names!r:.80}; expected a list of one name"
+        )
     if names[0] not in FAMILIES:
         raise UnsupportedModel(
-            f"config.json: architecture {names[0]!r} is not known; Clocher runs "
+            f"config.json: architecture {names[0]!r:.80} is not known; Clocher runs "
             f"{', '.join(FAMILIES)}"
         )
     spec = FAMILIES[names[0]](Fields(config))

@@ -63,11 +63,11 @@ def layer_windows(
     if types is None:
         types = list(default)
     if not isinstance(types, list) or len(types) != layers:
-        raise FormatError(f"config.json: layer_types is {types!r}; expected {layers} names")
+        raise FormatError(f"config.json: layer_types is {types!r:.80}; expected {layers} names")
     for kind in types:
         if kind not in LAYER_TYPES:
             raise UnsupportedModel(
-                f"config.json: layer type {kind!r} is not known; Clocher knows "
+                f"config.json: layer type {kind!r:.80} is not known; Clocher knows "
                 f"{', '.join(LAYER_TYPES)}"
             )
     if window is None and LAYER_TYPES[0] in types:
