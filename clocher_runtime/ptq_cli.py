@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,11 +21,12 @@ from clocher_runtime.script_run import Report, reporting
 from clocher_runtime.tokenizer import Tokenizer
 from clocher_runtime.topology import default_threads
 from clocher_runtime.weights.base import Checkpoint
+from clocher_runtime.weights.name_pattern import NamePattern
 from clocher_runtime.weights.q4_map import Q4Map, load_q4_map, parse_q4_map
 from clocher_runtime.weights.rounding import parse_clip
 
-DEFAULT_PATTERN = r"(?!.*(embed|lm_head|wte|wpe)).*"
-"""What is quantised without --rules: every matrix but embeddings and head."""
+KEPT = r".*(embed|lm_head|wte|wpe).*"
+"""What is not quantised without --rules: embeddings and head."""
 
 EXIT_CODES = """\b
 Exit codes:
@@ -147,8 +148,9 @@ def run_ptq(name: str, opener: Callable[[], Checkpoint], options: dict[str, Any]
         options: what `ptq_options` has read.
     """
     with reporting(name) as report:
-        rules = rules_of(options)
+        rules_of(options, ())  # refuses flags before a model is opened, or even fetched
         checkpoint = opener()
+        rules = rules_of(options, checkpoint.names)
         job = _job(checkpoint, rules, options)
         plan = job.plan()
         _say_plan(report, checkpoint, plan)
@@ -159,8 +161,13 @@ def run_ptq(name: str, opener: Callable[[], Checkpoint], options: dict[str, Any]
         return _say_outcome(report, outcome)
 
 
-def rules_of(options: dict[str, Any]) -> Q4Map:
+def rules_of(options: dict[str, Any], names: Iterable[str]) -> Q4Map:
     """Return the rules that the flags spell, or those of --rules.
+
+    Args:
+        options: the flags.
+        names: tensors of the checkpoint. What the flags leave out gets a rule if there is any of
+            it, because a rule that matches nothing is an error.
 
     Raises:
         UsageError: flags contradict each other.
@@ -172,8 +179,9 @@ def rules_of(options: dict[str, Any]) -> Q4Map:
         )
     method = options["method"] or ("imx" if options["calib_text"] else "rtn")
     if options["rules"] is None:
-        rule = _rule(options, method)
-        document: dict[str, Any] = {"version": 1, "rules": [rule]}
+        kept = NamePattern(KEPT)
+        exceptions = [{"pattern": KEPT, "dtype": "keep"}] if any(map(kept.matches, names)) else []
+        document: dict[str, Any] = {"version": 1, "rules": [*exceptions, _rule(options, method)]}
         where = Path("the flags")
     else:
         where = options["rules"]
@@ -215,7 +223,7 @@ def _rule(options: dict[str, Any], method: str) -> dict[str, Any]:
     symmetric = options["symmetric"]
     if symmetric is None:
         symmetric = bits == 8
-    rule: dict[str, Any] = {"pattern": DEFAULT_PATTERN, "dtype": "int4w" if bits == 4 else "int8w"}
+    rule: dict[str, Any] = {"pattern": ".*", "dtype": "int4w" if bits == 4 else "int8w"}
     if granularity == "per-group":
         rule["group"] = group or 32
     rule["zero"] = "per-tensor" if symmetric else "per-group"
