@@ -122,6 +122,14 @@ def cpu_name(path: Path = Path("/proc/cpuinfo")) -> str:
     return next(named, "unknown processor")
 
 
+def help_text(docstring: str | None) -> str:
+    """Return a docstring as the text of --help.
+
+    In a raw docstring, click's mark of a paragraph that keeps its lines is spelled out.
+    """
+    return (docstring or "").replace("\\b\n", "\b\n")
+
+
 def print_table(table: Table) -> None:
     """Print a table, wide where there is no terminal to fit it to."""
     console = Console()

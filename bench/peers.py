@@ -30,6 +30,7 @@ from bench.measure import (
     NotMeasured,
     Ratio,
     Rows,
+    help_text,
     interleave,
     limit_note,
     machine,
@@ -250,7 +251,7 @@ def _shape(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-@click.command(help=__doc__)
+@click.command(help=help_text(__doc__))
 @click.option("--model-dir", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--gguf", type=click.Path(path_type=Path, exists=True), multiple=True)
 @click.option("--llama-bench", help="Program, and arguments for it: 'llama-bench -fa 1'.")

@@ -16,7 +16,8 @@ table { border-collapse: collapse; margin: .8rem 0; font-variant-numeric: tabula
 th, td { padding: .25rem .7rem; border-bottom: 1px solid #e5e5e5; text-align: left;
   vertical-align: top; }
 th { background: #f4f4f4; font-weight: 600; }
-td.number { text-align: right; }
+td.number { text-align: right; white-space: nowrap; }
+td code { overflow-wrap: normal; }
 code { background: #f4f4f4; padding: 0 .25rem; font-size: .92em; overflow-wrap: anywhere; }
 figure { margin: 1rem 0; overflow-x: auto; }
 figcaption { color: #555555; }

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import click
 
+from bench.measure import help_text
 from bench.report_data import read_file
 from bench.report_files import write_report
 from clocher_kernels.errors import ClocherError
@@ -32,7 +33,7 @@ from clocher_runtime.exit_codes import ExitCode, exit_code
 RESULTS = "bench.jsonl"
 
 
-@click.command(help=__doc__)
+@click.command(help=help_text(__doc__))
 @click.argument("arguments", nargs=-1)
 @click.option(
     "--out-dir", type=click.Path(path_type=Path), default=Path("build/bench"), show_default=True

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import click
 
+from bench.measure import help_text
 from bench.report_data import FOLDER
 from bench.report_page import add, render
 from clocher_kernels.errors import ClocherError
@@ -29,7 +30,7 @@ from clocher_runtime.exit_codes import ExitCode, exit_code
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
-@click.command(help=__doc__)
+@click.command(help=help_text(__doc__))
 @click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a file is not current.")
 @click.option("--add", "added", type=click.Path(path_type=Path), multiple=True, help="Copy first.")
 @click.option("--results", type=click.Path(path_type=Path), default=FOLDER, help="Result files.")

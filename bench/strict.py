@@ -34,7 +34,7 @@ from rich.table import Table
 
 from bench import harness_machine
 from bench.bandwidth import DEFAULT_BYTES
-from bench.measure import Rows, print_table, write_json
+from bench.measure import Rows, help_text, print_table, write_json
 from bench.strict_checks import (
     MARKS,
     Check,
@@ -180,7 +180,7 @@ def verdict(found: Sequence[Check]) -> ExitCode:
     return ExitCode.UNDECIDED if "undecided" in statuses else ExitCode.OK
 
 
-@click.command(help=__doc__)
+@click.command(help=help_text(__doc__))
 @click.option("--model-dir", type=click.Path(), help="default: MODEL_DIR, else the embedded model")
 @click.option("--precision", type=click.Choice(PRECISIONS), help="default: as stored")
 @click.option("--kv-dtype", type=click.Choice(KV_DTYPES), help="default: f32")

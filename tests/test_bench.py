@@ -237,3 +237,9 @@ def test_wrong_arguments_are_named(arguments: list[str], text: str) -> None:
     result = CliRunner().invoke(peers.main, [*FAST, *arguments])
     assert result.exit_code in (1, 2)
     assert text in result.output
+
+
+def test_help_keeps_the_lines_of_its_examples() -> None:
+    shown = CliRunner().invoke(peers.main, ["--help"]).output
+    assert "\\b" not in shown
+    assert "\n      python -m bench.peers   " in shown
