@@ -27,7 +27,7 @@ from clocher_runtime.script_run import reporting
 from clocher_runtime.topology import default_threads
 from clocher_runtime.weights import open_checkpoint
 from clocher_runtime.weights.base import Checkpoint
-from clocher_runtime.weights.q4_map import reason_to_keep
+from clocher_runtime.weights.q4.map import reason_to_keep
 from clocher_runtime.weights.rounding import parse_clip, round_tensor
 
 THRESHOLD = 0.999

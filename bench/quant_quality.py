@@ -36,8 +36,8 @@ from clocher_runtime.tokenizer import Tokenizer
 from clocher_runtime.topology import default_threads
 from clocher_runtime.weights import open_checkpoint
 from clocher_runtime.weights.base import Checkpoint
-from clocher_runtime.weights.q4_map import parse_q4_map
-from clocher_runtime.weights.q4_parts import PartsWriter
+from clocher_runtime.weights.q4.map import parse_q4_map
+from clocher_runtime.weights.q4.parts import PartsWriter
 from clocher_runtime.weights.rounding import round_tensor
 
 METHODS = ("rtn", "imx", "gptq")

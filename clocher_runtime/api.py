@@ -21,7 +21,7 @@ from clocher_runtime.session import Sampling, Session
 from clocher_runtime.tokenizer import Tokenizer
 from clocher_runtime.topology import default_threads
 from clocher_runtime.weights import open_checkpoint
-from clocher_runtime.weights.gguf import find_gguf
+from clocher_runtime.weights.gguf.checkpoint import find_gguf
 
 Prompt = str | Sequence[int]
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from clocher_kernels.errors import ModelNotFound
 from clocher_runtime.config import RunConfig
 from clocher_runtime.weights import Checkpoint, open_checkpoint
-from clocher_runtime.weights.dedup_policy import open_weights
-from clocher_runtime.weights.gguf import find_gguf
-from clocher_runtime.weights.iebin import BIN_NAME, JSON_NAME
-from clocher_runtime.weights.q4_overlay import open_index
+from clocher_runtime.weights.dedup.policy import open_weights
+from clocher_runtime.weights.gguf.checkpoint import find_gguf
+from clocher_runtime.weights.iebin.checkpoint import BIN_NAME, JSON_NAME
+from clocher_runtime.weights.q4.overlay import open_index
 
 EMBEDDED = "clocher-tiny-gptoss"
 

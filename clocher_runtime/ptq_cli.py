@@ -22,7 +22,7 @@ from clocher_runtime.tokenizer import Tokenizer
 from clocher_runtime.topology import default_threads
 from clocher_runtime.weights.base import Checkpoint
 from clocher_runtime.weights.name_pattern import NamePattern
-from clocher_runtime.weights.q4_map import Q4Map, load_q4_map, parse_q4_map
+from clocher_runtime.weights.q4.map import Q4Map, load_q4_map, parse_q4_map
 from clocher_runtime.weights.rounding import parse_clip
 
 KEPT = r".*(embed|lm_head|wte|wpe).*"

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from clocher_kernels.errors import ClocherError
 from clocher_runtime.exit_codes import ExitCode, exit_code
 from clocher_runtime.weights.convert import Conversion
-from clocher_runtime.weights.iebin import JSON_NAME, open_iebin
+from clocher_runtime.weights.iebin.checkpoint import JSON_NAME, open_iebin
 
 EXIT_CODES = """\b
 Exit codes:

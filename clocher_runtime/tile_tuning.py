@@ -13,7 +13,7 @@ from clocher_runtime.jsonline import TuneLine, clocher_version
 from clocher_runtime.model_choice import choose_model
 from clocher_runtime.models.build import build_plan
 from clocher_runtime.models.load import Model, load_model
-from clocher_runtime.weights.iebin_writer import write_file
+from clocher_runtime.weights.iebin.writer import write_file
 
 _PRODUCTS = ("linear", "linear_i8")
 

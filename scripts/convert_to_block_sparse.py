@@ -17,7 +17,7 @@ from clocher_runtime.weights.block_sparse import (
     Sparsifying,
     plan_block_sparse,
 )
-from clocher_runtime.weights.iebin import JSON_NAME, open_iebin
+from clocher_runtime.weights.iebin.checkpoint import JSON_NAME, open_iebin
 
 USAGE, MODEL, IO, MEMORY = 2, 3, 5, 6
 

@@ -1,4 +1,4 @@
-"""Deduplicate the weights of an IEBIN model, or restore them. The work is in dedup_writer."""
+"""Deduplicate the weights of an IEBIN model, or restore them. The work is in weights.dedup."""
 
 import sys
 from pathlib import Path
@@ -8,10 +8,10 @@ import click
 from clocher_kernels.errors import ModelNotFound, UsageError
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.script_run import Report, reporting
-from clocher_runtime.weights.dedup_checkpoint import has_dedup, open_deduplicated
-from clocher_runtime.weights.dedup_report import gains
-from clocher_runtime.weights.dedup_writer import Deduplication, plan_dedup, restore
-from clocher_runtime.weights.iebin import BIN_NAME, JSON_NAME, read_index
+from clocher_runtime.weights.dedup.checkpoint import has_dedup, open_deduplicated
+from clocher_runtime.weights.dedup.report import gains
+from clocher_runtime.weights.dedup.writer import Deduplication, plan_dedup, restore
+from clocher_runtime.weights.iebin.checkpoint import BIN_NAME, JSON_NAME, read_index
 
 EPILOG = """\b
 Examples:

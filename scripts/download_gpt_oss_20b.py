@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from clocher_runtime.script_run import EXIT_CODES, reporting
-from clocher_runtime.weights.hub import PATTERNS, plan_download
+from clocher_runtime.weights.hf.hub import PATTERNS, plan_download
 
 EPILOG = f"""\b
 Examples:

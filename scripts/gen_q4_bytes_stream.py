@@ -1,4 +1,4 @@
-"""Write Q4_0 matrices to files of their own. The work is in clocher_runtime.weights.q4_writer."""
+"""Write Q4_0 matrices to files of their own. The work is in clocher_runtime.weights.q4.writer."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ import click
 
 from clocher_runtime.script_run import EXIT_CODES, reporting
 from clocher_runtime.values import integer, switch
-from clocher_runtime.weights.q4_writer import CHUNK_ROWS, plan_q4
+from clocher_runtime.weights.q4.writer import CHUNK_ROWS, plan_q4
 
 MAX_CHUNK_ROWS = 1_000_000
 

@@ -12,7 +12,7 @@ from clocher_runtime.script_run import (
     write_model,
 )
 from clocher_runtime.weights.convert import plan_conversion
-from clocher_runtime.weights.torch_bin import open_torch_bin
+from clocher_runtime.weights.hf.torch_bin import open_torch_bin
 
 EPILOG = f"""\b
 Example:

@@ -1,12 +1,12 @@
-"""Write model.ie.compat.json. The work is in clocher_runtime.weights.q4_append."""
+"""Write model.ie.compat.json. The work is in clocher_runtime.weights.q4.append."""
 
 from pathlib import Path
 
 import click
 
 from clocher_runtime.script_run import EXIT_CODES, reporting
-from clocher_runtime.weights.q4_append import make_index
-from clocher_runtime.weights.q4_overlay import COMPAT_NAME
+from clocher_runtime.weights.q4.append import make_index
+from clocher_runtime.weights.q4.overlay import COMPAT_NAME
 
 EPILOG = f"""\b
 Example:

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from clocher_kernels.errors import ModelError, OutOfMemory, UsageError
 from clocher_runtime.models.presets import PRESETS
-from clocher_runtime.weights.gguf_export import SAME, TYPES
+from clocher_runtime.weights.gguf.export import SAME, TYPES
 from clocher_runtime.weights.synthetic import (
     GROUPS,
     HEADS,

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from clocher_runtime.ptq_cli import EXIT_CODES, ptq_options, run_ptq
-from clocher_runtime.weights.torch_bin import open_torch_bin
+from clocher_runtime.weights.hf.torch_bin import open_torch_bin
 
 EPILOG = f"""\b
 Examples:

@@ -8,7 +8,7 @@ import click
 
 from clocher_runtime.ptq_cli import EXIT_CODES, ptq_options, run_ptq
 from clocher_runtime.weights.convert import open_source
-from clocher_runtime.weights.hub import local_or_fetched
+from clocher_runtime.weights.hf.hub import local_or_fetched
 
 EPILOG = f"""\b
 Examples:

@@ -23,7 +23,7 @@ from clocher_runtime.exit_codes import ExitCode, exit_code
 from clocher_runtime.trace import Trace, fingerprint, read_trace
 from clocher_runtime.verify import Checks, Encode, Report, verify
 from clocher_runtime.weights import open_checkpoint
-from clocher_runtime.weights.hf import CONFIG, find_hf
+from clocher_runtime.weights.hf.checkpoint import CONFIG, find_hf
 from clocher_runtime.weights.output_file import write_file
 from clocher_runtime.weights.strict_json import parse_object
 

@@ -24,7 +24,7 @@ from clocher_runtime.quantize.plan import QuantPlan, build_plan
 from clocher_runtime.tokenizer import Tokenizer
 from clocher_runtime.weights import open_checkpoint
 from clocher_runtime.weights.base import Checkpoint
-from clocher_runtime.weights.q4_map import parse_q4_map
+from clocher_runtime.weights.q4.map import parse_q4_map
 
 DATA = Path(__file__).parent / "data"
 LLAMA = DATA / "clocher-tiny-llama"

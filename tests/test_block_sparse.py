@@ -21,7 +21,7 @@ from clocher_runtime.models.load import load_model
 from clocher_runtime.session import Session
 from clocher_runtime.weights import open_checkpoint
 from clocher_runtime.weights.block_sparse import Sparsifying, plan_block_sparse, prune
-from clocher_runtime.weights.iebin_writer import IebinWriter
+from clocher_runtime.weights.iebin.writer import IebinWriter
 
 ROOT = Path(__file__).parents[1]
 NAME = "model.layers.0.self_attn.q_proj.weight"

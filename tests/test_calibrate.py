@@ -19,8 +19,8 @@ from clocher_runtime.session import Session
 from clocher_runtime.tokenizer import Tokenizer
 from clocher_runtime.weights import open_checkpoint
 from clocher_runtime.weights.base import Checkpoint
-from clocher_runtime.weights.q4_map import parse_q4_map
-from clocher_runtime.weights.q4_parts import PartsWriter
+from clocher_runtime.weights.q4.map import parse_q4_map
+from clocher_runtime.weights.q4.parts import PartsWriter
 
 DATA = Path(__file__).parent / "data"
 LLAMA = DATA / "clocher-tiny-llama"

@@ -34,13 +34,13 @@ from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.config import Given, RunConfig
 from clocher_runtime.models.load import load_model
 from clocher_runtime.session import Session
-from clocher_runtime.weights import dedup_encode as encoder
 from clocher_runtime.weights import open_checkpoint
 from clocher_runtime.weights.convert import convert
-from clocher_runtime.weights.dedup_checkpoint import open_deduplicated
-from clocher_runtime.weights.dedup_choice import Source, choose, choose_stream
-from clocher_runtime.weights.dedup_codec import UNIT, pack, unpack
-from clocher_runtime.weights.dedup_index import (
+from clocher_runtime.weights.dedup import encode as encoder
+from clocher_runtime.weights.dedup.checkpoint import open_deduplicated
+from clocher_runtime.weights.dedup.choice import Source, choose, choose_stream
+from clocher_runtime.weights.dedup.codec import UNIT, pack, unpack
+from clocher_runtime.weights.dedup.index import (
     FILE_NAMES,
     INDEX_NAME,
     KINDS,
@@ -50,12 +50,12 @@ from clocher_runtime.weights.dedup_index import (
     StoredPlane,
     parse_index,
 )
-from clocher_runtime.weights.dedup_policy import CACHE_NAME, open_weights
-from clocher_runtime.weights.dedup_reader import DedupFile, open_dedup
-from clocher_runtime.weights.dedup_report import gains
-from clocher_runtime.weights.dedup_writer import plan_dedup, restore
-from clocher_runtime.weights.iebin import seal
-from clocher_runtime.weights.iebin_writer import IebinWriter
+from clocher_runtime.weights.dedup.policy import CACHE_NAME, open_weights
+from clocher_runtime.weights.dedup.reader import DedupFile, open_dedup
+from clocher_runtime.weights.dedup.report import gains
+from clocher_runtime.weights.dedup.writer import plan_dedup, restore
+from clocher_runtime.weights.iebin.checkpoint import seal
+from clocher_runtime.weights.iebin.writer import IebinWriter
 
 NAMES = [*FILE_NAMES.values(), INDEX_NAME]
 
@@ -639,8 +639,8 @@ def test_a_model_of_other_weights_is_refused(models: dict[str, Path], gptoss: Pa
 KILLED = """
 import sys, time
 from pathlib import Path
-from clocher_runtime.weights import dedup_writer
-real, left = dedup_writer.{function}, int(sys.argv[2])
+from clocher_runtime.weights.dedup import writer
+real, left = writer.{function}, int(sys.argv[2])
 def slow(*arguments):
     global left
     left -= 1
@@ -648,8 +648,8 @@ def slow(*arguments):
         print("here", flush=True)
         time.sleep(60)
     return real(*arguments)
-dedup_writer.{function} = slow
-dedup_writer.plan_dedup(Path(sys.argv[1])).run()
+writer.{function} = slow
+writer.plan_dedup(Path(sys.argv[1])).run()
 """
 
 

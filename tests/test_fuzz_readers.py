@@ -26,7 +26,7 @@ from clocher_runtime.fuzzing.mutations import (
 from clocher_runtime.fuzzing.oracle import Folder, Judgement, bounded_memory, judge
 from clocher_runtime.fuzzing.readers import READERS, Mutator
 from clocher_runtime.weights import strict_json
-from clocher_runtime.weights.iebin import unsealed
+from clocher_runtime.weights.iebin.checkpoint import unsealed
 from clocher_runtime.weights.safetensors_file import SafetensorsFile
 from clocher_runtime.weights.strict_json import parse_json
 

@@ -37,7 +37,7 @@ from clocher_runtime.quantize.tensor_error import expected_rms, measure, same
 from clocher_runtime.tokenizer import Tokenizer
 from clocher_runtime.weights import open_checkpoint
 from clocher_runtime.weights.convert import convert
-from clocher_runtime.weights.iebin_writer import IebinWriter
+from clocher_runtime.weights.iebin.writer import IebinWriter
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(__file__).parent / "data"

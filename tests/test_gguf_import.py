@@ -32,10 +32,10 @@ from clocher_runtime.session import Session
 from clocher_runtime.tokenizer import Tokenizer
 from clocher_runtime.weights import open_checkpoint
 from clocher_runtime.weights.base import Checkpoint
-from clocher_runtime.weights.gguf import open_gguf
-from clocher_runtime.weights.gguf_export import plan_gguf
-from clocher_runtime.weights.gguf_file import GgufFile
-from clocher_runtime.weights.gguf_header import MAX_TENSORS
+from clocher_runtime.weights.gguf.checkpoint import open_gguf
+from clocher_runtime.weights.gguf.export import plan_gguf
+from clocher_runtime.weights.gguf.file import GgufFile
+from clocher_runtime.weights.gguf.header import MAX_TENSORS
 
 TEXTS = Path(__file__).parent / "data" / "valid.txt"
 STORED = {
@@ -412,7 +412,7 @@ def test_which_file_is_opened(tmp_path: Path) -> None:
 
 
 def test_only_what_is_asked_for_is_repacked(tmp_path: Path, monkeypatch) -> None:
-    from clocher_runtime.weights import gguf_tensors as module
+    from clocher_runtime.weights.gguf import tensors as module
 
     asked = []
     monkeypatch.setitem(

@@ -23,7 +23,7 @@ from clocher_runtime.models.load import load_model
 from clocher_runtime.session import Session
 from clocher_runtime.weights import open_checkpoint
 from clocher_runtime.weights.convert import convert
-from clocher_runtime.weights.iebin import open_iebin
+from clocher_runtime.weights.iebin.checkpoint import open_iebin
 
 FP32_RMS = 1e-4
 INT8_RMS = 5e-2

@@ -30,7 +30,7 @@ from weight_files import (
 
 from clocher_kernels.errors import FormatError, ModelError, UsageError
 from clocher_runtime.weights import open_checkpoint
-from clocher_runtime.weights.q4_map import load_q4_map
+from clocher_runtime.weights.q4.map import load_q4_map
 from clocher_runtime.weights.strict_json import parse_json
 
 MEMORY = 128 << 20

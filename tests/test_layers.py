@@ -46,8 +46,8 @@ LIBRARIES: dict[str, str] = {
     "clocher_kernels": "numpy",
     "clocher_kernels.cuda": "numpy torch triton cupy pynvml",
     "cpu_fallback": "numpy numba llvmlite",
-    "clocher_runtime": "numpy tokenizers jinja2 psutil click rich huggingface_hub",
-    "clocher_runtime.weights.torch_bin": "numpy torch",
+    "clocher_runtime": "numpy tokenizers jinja2 psutil click rich huggingface_hub re2",
+    "clocher_runtime.weights.hf.torch_bin": "numpy torch",
     "clocher_runtime.quantize.report": "matplotlib",
     "clocher_runtime.monitoring": "prometheus_client",
     "scripts": "numpy click rich torch transformers",
@@ -59,6 +59,7 @@ PROVIDED_BY = {
     "cupy-cuda12x": "cupy",
     "nvidia-ml-py": "pynvml",
     "llama-cpp-python": "llama_cpp",
+    "google-re2": "re2",
     "prometheus-client": "prometheus_client",
 }
 BACK_ENDS = ("cpu_fallback", "clocher_kernels.cuda")
@@ -75,7 +76,7 @@ BANNED_ATTRIBUTES = {
     "numpy": {"load", "fromfile"},
 }
 # What one module may do, because it does it safely: with weights_only and a torch that means it.
-ALLOWED = {("clocher_runtime.weights.torch_bin", "torch.load")}
+ALLOWED = {("clocher_runtime.weights.hf.torch_bin", "torch.load")}
 BANNED_KEYWORDS = {"allow_pickle", "trust_remote_code", "shell"}
 BANNED_STEMS = {"utils", "util", "helpers", "helper", "common", "misc"}
 HALF_DONE = re.compile(
@@ -239,7 +240,7 @@ def test_only_declared_libraries() -> None:
         extra = {
             "bench": ("bench", "peers", "peers-cuda", "test", "cuda"),
             "clocher_kernels.cuda": ("cuda",),
-            "clocher_runtime.weights.torch_bin": ("test",),
+            "clocher_runtime.weights.hf.torch_bin": ("test",),
             "clocher_runtime.quantize.report": ("bench",),
             "clocher_runtime.monitoring": ("monitoring",),
             "scripts": ("test",),

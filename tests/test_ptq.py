@@ -32,10 +32,10 @@ from clocher_runtime.quantize.plan import QuantPlan, build_plan
 from clocher_runtime.weights import open_checkpoint, torch_bin
 from clocher_runtime.weights.arrays import open_arrays, open_npz
 from clocher_runtime.weights.convert import convert
-from clocher_runtime.weights.q4_map import load_q4_map, parse_q4_map
-from clocher_runtime.weights.q4_parts import PartsWriter, part_of
+from clocher_runtime.weights.hf.torch_bin import open_torch_bin
+from clocher_runtime.weights.q4.map import load_q4_map, parse_q4_map
+from clocher_runtime.weights.q4.parts import PartsWriter, part_of
 from clocher_runtime.weights.rounding import parse_clip, round_tensor
-from clocher_runtime.weights.torch_bin import open_torch_bin
 
 SCHEMA = json.loads((ROOT / "docs" / "q4-manifest.schema.json").read_text())
 SCRIPTS = ROOT / "scripts"
@@ -143,7 +143,7 @@ def test_every_flag_reaches_the_weights(
     expected = round_tensor(
         encode(arrays["layers.0.w"], parse_format("f32")), parse_format(fmt), parse_clip(clip)
     )
-    from clocher_runtime.weights.q4_parts import plane_hashes
+    from clocher_runtime.weights.q4.parts import plane_hashes
 
     assert entry["format"] == fmt and entry["sha256"] == plane_hashes(expected)
 

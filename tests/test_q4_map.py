@@ -17,9 +17,9 @@ from clocher_kernels.formats import Int8, parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.weights import open_checkpoint, rounding
 from clocher_runtime.weights.name_pattern import NamePattern
-from clocher_runtime.weights.q4_encode import encode_tensor
-from clocher_runtime.weights.q4_map import assign, load_q4_map, parse_q4_map
-from clocher_runtime.weights.q4_parts import PartsWriter, part_of, plane_hashes, read_part
+from clocher_runtime.weights.q4.encode import encode_tensor
+from clocher_runtime.weights.q4.map import assign, load_q4_map, parse_q4_map
+from clocher_runtime.weights.q4.parts import PartsWriter, part_of, plane_hashes, read_part
 from clocher_runtime.weights.rounding import parse_clip, round_tensor
 
 SCHEMA = json.loads((ROOT / "docs" / "q4-manifest.schema.json").read_text())

@@ -22,8 +22,8 @@ from clocher_runtime.models.presets import PRESETS, find_preset
 from clocher_runtime.session import Session
 from clocher_runtime.tokenizer import Tokenizer
 from clocher_runtime.weights import open_checkpoint
-from clocher_runtime.weights.gguf_blocks import F16, F32, row_blocks, same_type
-from clocher_runtime.weights.gguf_writer import GgufEntry, GgufWriter
+from clocher_runtime.weights.gguf.blocks import F16, F32, row_blocks, same_type
+from clocher_runtime.weights.gguf.writer import GgufEntry, GgufWriter
 from clocher_runtime.weights.random_tensors import normal_matrix
 from clocher_runtime.weights.synthetic import (
     GGUF_NAME,

@@ -29,14 +29,14 @@ from clocher_runtime.tokenizer import Tokenizer
 from clocher_runtime.trace import read_trace
 from clocher_runtime.weights.base import Checkpoint
 from clocher_runtime.weights.checkpoint import open_checkpoint
-from clocher_runtime.weights.dedup_checkpoint import open_deduplicated
+from clocher_runtime.weights.dedup.checkpoint import open_deduplicated
 from clocher_runtime.weights.files import read_bytes
-from clocher_runtime.weights.gguf import open_gguf
-from clocher_runtime.weights.iebin import JSON_NAME, open_iebin
-from clocher_runtime.weights.q4_map import load_q4_map
-from clocher_runtime.weights.q4_overlay import COMPAT_NAME, open_index
-from clocher_runtime.weights.q4_parts import read_part
-from clocher_runtime.weights.q4_planes import load_q4_planes
+from clocher_runtime.weights.gguf.checkpoint import open_gguf
+from clocher_runtime.weights.iebin.checkpoint import JSON_NAME, open_iebin
+from clocher_runtime.weights.q4.map import load_q4_map
+from clocher_runtime.weights.q4.overlay import COMPAT_NAME, open_index
+from clocher_runtime.weights.q4.parts import read_part
+from clocher_runtime.weights.q4.planes import load_q4_planes
 from clocher_runtime.weights.safetensors_file import SafetensorsFile
 from clocher_runtime.weights.strict_json import parse_object
 

@@ -21,12 +21,12 @@ from clocher_runtime.fuzzing.hf_seeds import (
 )
 from clocher_runtime.trace import TopLogits, Trace, write_trace
 from clocher_runtime.weights.convert import convert
-from clocher_runtime.weights.dedup_writer import plan_dedup
-from clocher_runtime.weights.gguf_export import plan_gguf
-from clocher_runtime.weights.iebin import JSON_NAME, open_iebin
-from clocher_runtime.weights.iebin_writer import IebinWriter
-from clocher_runtime.weights.q4_overlay import COMPAT_NAME, Q4_NAMES, write_overlay
-from clocher_runtime.weights.q4_planes import PLANES, Q4_0, Q4Entry, next_offsets, q4_document
+from clocher_runtime.weights.dedup.writer import plan_dedup
+from clocher_runtime.weights.gguf.export import plan_gguf
+from clocher_runtime.weights.iebin.checkpoint import JSON_NAME, open_iebin
+from clocher_runtime.weights.iebin.writer import IebinWriter
+from clocher_runtime.weights.q4.overlay import COMPAT_NAME, Q4_NAMES, write_overlay
+from clocher_runtime.weights.q4.planes import PLANES, Q4_0, Q4Entry, next_offsets, q4_document
 
 PART = "layer-00000.safetensors"
 

@@ -21,7 +21,7 @@ from clocher_runtime.quantize.layer_job import LayerJob
 from clocher_runtime.quantize.plan import PlannedTensor, QuantPlan
 from clocher_runtime.quantize.rows import make_text
 from clocher_runtime.weights.base import Checkpoint
-from clocher_runtime.weights.q4_parts import part_of
+from clocher_runtime.weights.q4.parts import part_of
 
 Progress = Callable[[int, int, str], None]
 
@@ -29,7 +29,7 @@ METHODS = ("imx", "gptq")
 
 
 class Parts(Protocol):
-    """Where finished layers go; `weights.q4_parts.PartsWriter` is one."""
+    """Where finished layers go; `weights.q4.parts.PartsWriter` is one."""
 
     def finished(self, part: str) -> dict[str, dict[str, Any]] | None:
         """Return the records of a part that an earlier run finished."""

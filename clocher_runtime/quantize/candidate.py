@@ -11,8 +11,8 @@ from clocher_runtime.quantize.evaluate import Record
 from clocher_runtime.quantize.job import quantised_checkpoint
 from clocher_runtime.weights import Checkpoint, open_checkpoint
 from clocher_runtime.weights.files import read_bytes
-from clocher_runtime.weights.iebin import JSON_NAME
-from clocher_runtime.weights.q4_map import load_q4_map
+from clocher_runtime.weights.iebin.checkpoint import JSON_NAME
+from clocher_runtime.weights.q4.map import load_q4_map
 from clocher_runtime.weights.strict_json import MAX_JSON_BYTES, parse_object
 
 Records = Mapping[str, Record]

@@ -27,9 +27,9 @@ from clocher_runtime.quantize.manifest import (
 from clocher_runtime.quantize.plan import PlannedTensor, QuantPlan, build_plan
 from clocher_runtime.quantize.tensor_error import measure
 from clocher_runtime.weights.base import Checkpoint, LazyTensor, Stored
-from clocher_runtime.weights.q4_encode import encode_tensor
-from clocher_runtime.weights.q4_map import Q4Map, parse_q4_map, parts_dir
-from clocher_runtime.weights.q4_parts import SUFFIX, PartsWriter, part_of, plane_hashes
+from clocher_runtime.weights.q4.encode import encode_tensor
+from clocher_runtime.weights.q4.map import Q4Map, parse_q4_map, parts_dir
+from clocher_runtime.weights.q4.parts import SUFFIX, PartsWriter, part_of, plane_hashes
 from clocher_runtime.weights.rounding import round_tensor
 
 Progress = Callable[[str, int, int], None]

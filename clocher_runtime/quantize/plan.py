@@ -8,7 +8,7 @@ from clocher_kernels.errors import ShapeError, UsageError
 from clocher_kernels.formats import Format
 from clocher_runtime.weights.base import Checkpoint
 from clocher_runtime.weights.convert import natural
-from clocher_runtime.weights.q4_map import Q4Map, assign
+from clocher_runtime.weights.q4.map import Q4Map, assign
 from clocher_runtime.weights.rounding import Clip
 
 

@@ -21,9 +21,9 @@ from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.weights.base import Checkpoint
 from clocher_runtime.weights.checkpoint import open_checkpoint
 from clocher_runtime.weights.files import read_bytes
-from clocher_runtime.weights.hf import CONFIG
-from clocher_runtime.weights.iebin import MAX_VOCAB_BYTES
-from clocher_runtime.weights.iebin_writer import IebinWriter
+from clocher_runtime.weights.hf.checkpoint import CONFIG
+from clocher_runtime.weights.iebin.checkpoint import MAX_VOCAB_BYTES
+from clocher_runtime.weights.iebin.writer import IebinWriter
 from clocher_runtime.weights.name_pattern import NamePattern
 
 LINEARS = r"model\.layers\.[0-9]+\..*_proj\.weight"

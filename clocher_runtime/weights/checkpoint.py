@@ -5,10 +5,10 @@ from pathlib import Path
 
 from clocher_kernels.errors import ModelNotFound
 from clocher_runtime.weights.base import Checkpoint
-from clocher_runtime.weights.dedup_checkpoint import has_dedup, open_deduplicated
-from clocher_runtime.weights.gguf import SUFFIX, find_gguf, open_gguf
-from clocher_runtime.weights.hf import CONFIG, SUBFOLDERS, find_hf, open_hf
-from clocher_runtime.weights.iebin import BIN_NAME, JSON_NAME, open_iebin
+from clocher_runtime.weights.dedup.checkpoint import has_dedup, open_deduplicated
+from clocher_runtime.weights.gguf.checkpoint import SUFFIX, find_gguf, open_gguf
+from clocher_runtime.weights.hf.checkpoint import CONFIG, SUBFOLDERS, find_hf, open_hf
+from clocher_runtime.weights.iebin.checkpoint import BIN_NAME, JSON_NAME, open_iebin
 
 __all__ = ["Checkpoint", "open_checkpoint", "open_iebin"]
 

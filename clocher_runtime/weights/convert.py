@@ -22,13 +22,13 @@ from clocher_runtime.topology import usable_cpus
 from clocher_runtime.weights.base import Checkpoint
 from clocher_runtime.weights.checkpoint import open_checkpoint
 from clocher_runtime.weights.files import read_bytes
-from clocher_runtime.weights.hf import CONFIG, find_hf, open_hf
-from clocher_runtime.weights.iebin import MAX_VOCAB_BYTES, place
-from clocher_runtime.weights.iebin_writer import PARTIAL_NAME, IebinWriter
+from clocher_runtime.weights.hf.checkpoint import CONFIG, find_hf, open_hf
+from clocher_runtime.weights.iebin.checkpoint import MAX_VOCAB_BYTES, place
+from clocher_runtime.weights.iebin.writer import PARTIAL_NAME, IebinWriter
 from clocher_runtime.weights.output_file import check_free
-from clocher_runtime.weights.q4_encode import encode_tensor
-from clocher_runtime.weights.q4_map import Q4Map, load_q4_map
-from clocher_runtime.weights.q4_planes import Q4Planes, is_q4_planes, load_q4_planes
+from clocher_runtime.weights.q4.encode import encode_tensor
+from clocher_runtime.weights.q4.map import Q4Map, load_q4_map
+from clocher_runtime.weights.q4.planes import Q4Planes, is_q4_planes, load_q4_planes
 
 Progress = Callable[[int, str], None]
 

@@ -20,10 +20,10 @@ from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import Need, inventory
 from clocher_runtime.models.presets import find_preset
 from clocher_runtime.models.spec import ModelSpec
-from clocher_runtime.weights.gguf_export import GgufExport, plan_gguf
-from clocher_runtime.weights.hf import CONFIG
-from clocher_runtime.weights.iebin import JSON_NAME, open_iebin, place
-from clocher_runtime.weights.iebin_writer import IebinWriter
+from clocher_runtime.weights.gguf.export import GgufExport, plan_gguf
+from clocher_runtime.weights.hf.checkpoint import CONFIG
+from clocher_runtime.weights.iebin.checkpoint import JSON_NAME, open_iebin, place
+from clocher_runtime.weights.iebin.writer import IebinWriter
 from clocher_runtime.weights.random_tensors import normal_matrix, normal_vector
 
 PRECISIONS = ("bf16", "int8w", "int4", "ternary", "mxfp4", "native")

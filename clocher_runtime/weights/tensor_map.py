@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from clocher_runtime.weights.iebin import BIN_NAME, JSON_NAME, read_index
+from clocher_runtime.weights.iebin.checkpoint import BIN_NAME, JSON_NAME, read_index
 from clocher_runtime.weights.output_file import write_file
 
 MAP_NAME = "tensor_map.json"

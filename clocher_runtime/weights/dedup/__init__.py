@@ -1,0 +1,1 @@
+"""Lossless deduplication of IEBIN weights: codec, index, reader and writer."""

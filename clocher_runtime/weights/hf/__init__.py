@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: safetensors and pickled shards, quantised layouts, the hub."""

@@ -1,0 +1,232 @@
+"""Pickled PyTorch weights (`pytorch_model*.bin`), read without running what is in them.
+
+A pickle is a program. torch's `weights_only` unpickler runs only the few calls that rebuild
+tensors; before torch 2.6 it could be tricked into running others (CVE-2025-32434), so older ones
+are refused. torch only says where each tensor lies: the file, a ZIP archive of uncompressed arrays,
+is mapped a second time by us, and no weight is read before it is asked for. This is the one module
+that calls torch.load, and torch is imported only when it is needed.
+"""
+
+import re
+import zipfile
+import zlib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clocher_kernels.dtypes import STORAGE
+from clocher_kernels.errors import FormatError, ModelNotFound, UnsupportedModel, UsageError
+from clocher_runtime.weights.base import Checkpoint
+from clocher_runtime.weights.files import MappedFile
+from clocher_runtime.weights.hf.arrays import StoredArray
+from clocher_runtime.weights.hf.checkpoint import CONFIG, HfFolder, Weights, find_hf, read_folder
+from clocher_runtime.weights.safetensors_file import DTYPES
+from clocher_runtime.weights.strict_json import checked_name, checked_shape
+
+SINGLE = "pytorch_model.bin"
+INDEX = "pytorch_model.bin.index.json"
+SAFE_TORCH = (2, 6)
+
+_SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,240}\.bin")
+_RECORD = re.compile(r"[^/]+/data/[0-9]+")
+_MAX_RECORDS = 1_000_000
+_LOCAL_HEADER_BYTES = 30
+_ORDER_BYTES = 16
+_TORCH_DTYPES = {
+    "torch.float32": "F32",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.float8_e5m2": "F8_E5M2",
+    "torch.int64": "I64",
+    "torch.int32": "I32",
+    "torch.int8": "I8",
+    "torch.uint8": "U8",
+    "torch.bool": "BOOL",
+}
+_WAY_OUT = (
+    "; convert the model to safetensors (transformers: model.save_pretrained), or get a "
+    "safetensors revision of it"
+)
+
+
+def open_torch_bin(path: Path) -> Checkpoint:
+    """Open a Hugging Face directory with pickled weights; its kind is "bin".
+
+    Args:
+        path: directory with config.json and pytorch_model.bin, or pytorch_model.bin.index.json and
+            its shards; or one with these in `hf` or `hf/original`.
+
+    Raises:
+        UsageError: torch is missing, or too old to be safe.
+        ModelNotFound: a file is missing.
+        FormatError: a file is damaged, holds something other than tensors, or asks for code.
+        UnsupportedModel: the files are sound but of a kind that is not read.
+        WindowError: a timed window is open.
+    """
+    directory = find_hf(path)
+    if directory is None:
+        raise ModelNotFound(f"{path}: no {CONFIG} there, nor in hf or hf/original below it")
+    require_safe_torch()
+    return read_folder(directory, "bin", _read_weights)
+
+
+def require_safe_torch() -> None:
+    """Raise UsageError unless the torch that is installed has a restricted unpickler that holds."""
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        raise UsageError(
+            f"reading pytorch_model*.bin needs torch 2.6 or newer, which is not installed{_WAY_OUT}"
+        ) from None
+    numbers = tuple(int(part) for part in re.findall("[0-9]+", version)[:2])
+    if numbers < SAFE_TORCH:
+        raise UsageError(
+            f"torch {version}: its weights_only unpickler can be made to run code "
+            f"(CVE-2025-32434); install torch 2.6 or newer{_WAY_OUT}"
+        )
+
+
+def _read_weights(folder: HfFolder) -> Weights:
+    if folder.has(SINGLE):
+        arrays, file = _read_file(folder.member(SINGLE))
+        return arrays, (file,)
+    if not folder.has(INDEX):
+        raise ModelNotFound(f"{folder.directory}: neither {SINGLE} nor {INDEX} is there")
+    weight_map = folder.weight_map(INDEX, _SHARD, ".bin")
+    everything: dict[str, StoredArray] = {}
+    files = []
+    for name in sorted(set(weight_map.values())):
+        arrays, file = _read_file(folder.member(name))
+        listed = {tensor for tensor, shard in weight_map.items() if shard == name}
+        if differing := sorted(listed ^ set(arrays)):
+            state = "is not in it" if differing[0] in listed else "is not listed for it"
+            raise FormatError(
+                f"{folder.directory / name}: {INDEX} and the shard disagree: tensor "
+                f"{differing[0]!r} {state} ({len(differing)} in all); download the model again"
+            )
+        everything |= arrays
+        files.append(file)
+    return everything, tuple(files)
+
+
+def _read_file(path: Path) -> tuple[dict[str, StoredArray], MappedFile]:
+    """Return views of the tensors of one file."""
+    file = MappedFile(path)
+    records = _records(file)
+    tensors = _unpickled(path)
+    storages = {}
+    for tensor in tensors.values():
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            storages[storage.data_ptr()] = storage.nbytes()
+    base = _base(storages, records, path)
+    arrays = {}
+    for name, tensor in tensors.items():
+        where = f"{path}: tensor {checked_name(name, str(path))!r}"
+        arrays[name] = _view(tensor, file, base, where)
+    return arrays, file
+
+
+def _records(file: MappedFile) -> dict[int, int]:
+    """Return offset -> size of the arrays in the archive."""
+    try:
+        with zipfile.ZipFile(file.path) as archive:
+            entries = archive.infolist()
+            short = [e for e in entries if e.file_size <= _ORDER_BYTES]
+            orders = [archive.read(e) for e in short if e.filename.endswith("/byteorder")]
+    except (zipfile.BadZipFile, zlib.error, RuntimeError, ValueError) as error:
+        raise FormatError(
+            f"{file.path}: not a ZIP archive as torch 1.6 and later write it: {error}{_WAY_OUT}"
+        ) from None
+    if len(entries) > _MAX_RECORDS or any(order != b"little" for order in orders):
+        raise UnsupportedModel(
+            f"{file.path}: more than {_MAX_RECORDS} records, or written on a big-endian machine"
+            f"{_WAY_OUT}"
+        )
+    found = {}
+    for entry in entries:
+        if not _RECORD.fullmatch(entry.filename):
+            continue
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise FormatError(f"{file.path}: {entry.filename} is compressed{_WAY_OUT}")
+        header = file.bytes(entry.header_offset, entry.header_offset + _LOCAL_HEADER_BYTES)
+        lengths = header[26:30].tobytes()
+        start = entry.header_offset + _LOCAL_HEADER_BYTES
+        start += int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+        if start + entry.file_size > file.nbytes:
+            raise FormatError(f"{file.path}: {entry.filename} is truncated; download it again")
+        found[start] = entry.file_size
+    return found
+
+
+def _unpickled(path: Path) -> dict[str, Any]:
+    """Return the dictionary of tensors that the restricted unpickler builds."""
+    import torch
+
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch raises what its archive reader and unpickler happen to raise
+        # Not torch's own text: it advises to switch the protection off.
+        asked = re.search(r"GLOBAL ([\w.]{1,100})", str(error))
+        reason = f"it asks for {asked[1]}" if asked else type(error).__name__
+        raise FormatError(
+            f"{path}: torch's restricted unpickler refuses it ({reason}){_WAY_OUT}"
+        ) from None
+    if not isinstance(loaded, dict) or not loaded:
+        raise FormatError(
+            f"{path}: holds {type(loaded).__name__}, expected a dictionary of tensors"
+        )
+    for name, tensor in loaded.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise FormatError(
+                f"{path}: {name!r:.80} is {type(tensor).__name__}, expected a dictionary of "
+                f"tensors alone (is it a training checkpoint?){_WAY_OUT}"
+            )
+        plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
+        if not plain or str(tensor.dtype) not in _TORCH_DTYPES:
+            raise UnsupportedModel(
+                f"{path}: tensor {name!r:.80} is {tensor.layout} {tensor.dtype} on "
+                f"{tensor.device}; known: plain {', '.join(_TORCH_DTYPES)}"
+            )
+    return loaded
+
+
+def _base(storages: dict[int, int], records: dict[int, int], path: Path) -> int:
+    """Return the address at which torch has mapped the file."""
+    first = min(storages, default=0)
+    for offset in sorted(records):
+        base = first - offset
+        if all(records.get(address - base) == nbytes for address, nbytes in storages.items()):
+            return base
+    raise UnsupportedModel(f"{path}: its arrays do not lie in it as torch.save puts them{_WAY_OUT}")
+
+
+def _view(tensor: Any, file: MappedFile, base: int, where: str) -> StoredArray:
+    dtype = _TORCH_DTYPES[str(tensor.dtype)]
+    shape = checked_shape(list(tensor.shape), where)
+    kind = STORAGE[DTYPES[dtype]]
+    if 0 in shape:
+        return StoredArray(dtype, np.zeros(shape, kind), where)
+    storage = tensor.untyped_storage()
+    strides = tuple(int(stride) * kind.itemsize for stride in tensor.stride())
+    begin = int(tensor.storage_offset()) * kind.itemsize
+    end = begin + kind.itemsize
+    end += sum((dim - 1) * stride for dim, stride in zip(shape, strides, strict=True))
+    if min(strides, default=0) < 0 or begin < 0 or end > storage.nbytes():
+        raise FormatError(f"{where}: reaches beyond its array")
+    start = storage.data_ptr() - base + begin
+    data = file.bytes(start, start + end - begin)
+    seen = tensor[(0,) * len(shape)].reshape(1).view(_bytes_dtype()).numpy()
+    if not np.array_equal(seen, data[: kind.itemsize]):
+        raise FormatError(f"{where}: does not lie where torch reads it; this is a bug of Clocher")
+    view = np.lib.stride_tricks.as_strided(data.view(kind), shape, strides, writeable=False)
+    return StoredArray(dtype, view, where)
+
+
+def _bytes_dtype() -> Any:
+    import torch
+
+    return torch.uint8
