@@ -140,6 +140,14 @@ class Checkpoint:
             self.tensor(name, verify=True)
             self.release()
 
+    def read_ahead(self, name: str) -> None:
+        """Let the disk start to read a tensor that is asked for next, where it is stored plainly."""
+        stored = self._stored(name)
+        if not isinstance(stored, LazyTensor):
+            for plane in stored.planes.values():
+                for file in self.files:
+                    file.read_ahead(plane)
+
     def release(self) -> None:
         """Let the kernel take back the resident pages of the weight files."""
         for file in self.files:

@@ -101,12 +101,17 @@ class Conversion:
         return len(done)
 
     def _prepared(self, names: list[str]) -> Iterator[tuple[str, QuantTensor]]:
-        """Yield tensors as they are to be written; the next one is prepared meanwhile."""
+        """Yield tensors as they are to be written.
+
+        Meanwhile the next one is prepared, and the disk reads the one after it.
+        """
         with ThreadPoolExecutor(1) as ahead:
             upcoming = [ahead.submit(self._prepare, name) for name in names[:1]]
             for index, name in enumerate(names):
                 tensor = upcoming.pop().result()
                 upcoming = [ahead.submit(self._prepare, n) for n in names[index + 1 : index + 2]]
+                for later in names[index + 2 : index + 3]:
+                    self.source.read_ahead(later)
                 yield name, tensor
                 del tensor
 

@@ -96,6 +96,20 @@ class MappedFile:
         data = self._bytes[offset : offset + plane.nbytes]
         return data.view(plane.storage).reshape(plane.shape)
 
+    def read_ahead(self, view: np.ndarray) -> None:
+        """Let the kernel start to read the pages of a view, so that its first use need not wait.
+
+        A view of other memory is left alone.
+        """
+        start = _address(view) - _address(self._bytes)
+        if view.nbytes and 0 <= start < self.nbytes:
+            first = start - start % mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_WILLNEED, first, start + view.nbytes - first)
+
     def release(self) -> None:
         """Let the kernel take back the resident pages; views stay valid and read them again."""
         self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
