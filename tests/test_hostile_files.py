@@ -40,6 +40,10 @@ RELAXED = settings(
 )
 
 
+# Hypothesis makes its table of characters here, because under the limit it could not.
+st.text().validate()
+
+
 @pytest.fixture(autouse=True)
 def little_memory() -> Iterator[None]:
     """Make a large allocation fail (where the system lets a process be limited)."""

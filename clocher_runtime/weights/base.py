@@ -141,7 +141,7 @@ class Checkpoint:
             self.release()
 
     def read_ahead(self, name: str) -> None:
-        """Let the disk start to read a tensor that is asked for next, where it is stored plainly."""
+        """Let the disk start to read a tensor whose planes lie in the files as they are."""
         stored = self._stored(name)
         if not isinstance(stored, LazyTensor):
             for plane in stored.planes.values():
