@@ -7,14 +7,11 @@ be matched so: look-around (`(?=`, `(?!`) and back-references.
 Source: R. Cox, "Regular Expression Matching Can Be Simple And Fast", 2007.
 """
 
-import re2
+from typing import Any
 
 from clocher_kernels.errors import UsageError
 
 MAX_PATTERN_CHARS = 500
-
-_OPTIONS = re2.Options()
-_OPTIONS.log_errors = False
 
 
 class NamePattern:
@@ -35,16 +32,25 @@ class NamePattern:
         if len(text) > MAX_PATTERN_CHARS:
             raise UsageError(f"a pattern has at most {MAX_PATTERN_CHARS} characters")
         self.text = text
-        try:
-            self._compiled = re2.compile(text, _OPTIONS)
-        except (re2.error, UnicodeError) as error:
-            said = error.args[0] if error.args else ""
-            reason = said.decode(errors="replace") if isinstance(said, bytes) else str(error)
-            raise UsageError(
-                f"pattern {text!r:.80}: {reason}; expected a regular expression for tensor names, "
-                "without look-around or back-references"
-            ) from None
+        self._compiled = _compile(text)
 
     def matches(self, name: str) -> bool:
         """Return whether the pattern matches the whole name."""
         return self._compiled.fullmatch(name) is not None
+
+
+def _compile(text: str) -> Any:
+    # Imported here, because a model whose manifest has been applied runs without it.
+    import re2
+
+    options = re2.Options()
+    options.log_errors = False
+    try:
+        return re2.compile(text, options)
+    except (re2.error, UnicodeError) as error:
+        said = error.args[0] if error.args else ""
+        reason = said.decode(errors="replace") if isinstance(said, bytes) else str(error)
+        raise UsageError(
+            f"pattern {text!r:.80}: {reason}; expected a regular expression for tensor names, "
+            "without look-around or back-references"
+        ) from None
