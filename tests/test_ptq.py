@@ -28,10 +28,12 @@ from clocher_kernels.quant_tensor import encode
 from clocher_runtime.ptq_cli import ptq_options, rules_of, run_ptq
 from clocher_runtime.quantize import job as job_module
 from clocher_runtime.quantize.job import CalibrationText, Job, run_job
+from clocher_runtime.quantize.manifest import describe_source
 from clocher_runtime.quantize.plan import QuantPlan, build_plan
-from clocher_runtime.weights import open_checkpoint, torch_bin
+from clocher_runtime.weights import open_checkpoint
 from clocher_runtime.weights.arrays import open_arrays, open_npz
 from clocher_runtime.weights.convert import convert
+from clocher_runtime.weights.hf import torch_bin
 from clocher_runtime.weights.hf.torch_bin import open_torch_bin
 from clocher_runtime.weights.q4.map import load_q4_map, parse_q4_map
 from clocher_runtime.weights.q4.parts import PartsWriter, part_of
@@ -583,3 +585,17 @@ def test_the_loaded_manifest_is_the_one_that_was_written(tmp_path: Path) -> None
     q4_map = load_q4_map(tmp_path / "q4.json")
     assert q4_map.entries is not None and len(q4_map.entries) == len(document["tensors"])
     assert set(q4_map.kept) == {entry["name"] for entry in document["kept"]}
+
+
+def test_hashing_a_large_file_takes_little_memory(tmp_path: Path) -> None:
+    np.savez(tmp_path / "w.npz", **{"model.up.weight": np.ones((1 << 10, 1 << 14), np.float32)})
+    checkpoint = open_npz(tmp_path / "w.npz")
+    resident = []
+
+    def look(*_: object) -> None:
+        fields = Path("/proc/self/statm").read_text(encoding="ascii").split()
+        resident.append(int(fields[2]) * os.sysconf("SC_PAGE_SIZE"))
+
+    describe_source(checkpoint, progress=look)
+    assert len(resident) > 10
+    assert max(resident) - resident[0] < 16 << 20

@@ -173,9 +173,9 @@ def _hash_file(
     end = file.nbytes if whole else min(file.nbytes, HEADER_BYTES)
     for start in range(0, end, _STEP):
         digest.update(file.bytes(start, min(start + _STEP, end)).data)
+        file.release()
         if progress:
             progress(before + start, file.path.name)
-    file.release()
     return digest.hexdigest()
 
 
