@@ -184,7 +184,12 @@ def show(rows: Rows) -> None:
 
 
 @click.command(help=__doc__)
-@click.option("--model-dir", type=click.Path(path_type=Path), help="default: the embedded model")
+@click.option(
+    "--model-dir",
+    type=click.Path(path_type=Path),
+    envvar="MODEL_DIR",
+    help="default: MODEL_DIR, else the embedded model",
+)
 @click.option("--precision", type=click.Choice(PRECISIONS), help="default: as stored")
 @click.option("--threads", default=default_counts, callback=parse_counts, show_default="1 and all")
 @click.option("--tokens", type=click.IntRange(1), default=64, show_default=True)

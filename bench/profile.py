@@ -268,7 +268,12 @@ def show(rows: Rows, title: str) -> None:
 
 
 @click.command(help=__doc__)
-@click.option("--model-dir", type=click.Path(path_type=Path), help="default: the embedded model")
+@click.option(
+    "--model-dir",
+    type=click.Path(path_type=Path),
+    envvar="MODEL_DIR",
+    help="default: MODEL_DIR, else the embedded model",
+)
 @click.option("--precision", type=click.Choice(PRECISIONS), help="default: as stored")
 @click.option("--threads", type=click.IntRange(1), help="default: all usable cores")
 @click.option("--tokens", type=click.IntRange(1), default=32, show_default=True, help="steps")

@@ -151,7 +151,12 @@ def _with(config: RunConfig, mode: int | str) -> RunConfig:
 
 
 @click.command(help=__doc__)
-@click.option("--model-dir", type=click.Path(path_type=Path), help="default: the embedded model")
+@click.option(
+    "--model-dir",
+    type=click.Path(path_type=Path),
+    envvar="MODEL_DIR",
+    help="default: MODEL_DIR, else the embedded model",
+)
 @click.option("--threads", type=click.IntRange(1), help="of the model; default: all cores")
 @click.option("--batch", type=click.IntRange(1), default=4, show_default=True)
 @click.option("--max-new", type=click.IntRange(1), default=16, show_default=True)

@@ -23,7 +23,12 @@ from clocher_runtime.weights import open_checkpoint
 
 
 @click.command(help=__doc__)
-@click.option("--model-dir", type=click.Path(path_type=Path), help="default: the embedded model")
+@click.option(
+    "--model-dir",
+    type=click.Path(path_type=Path),
+    envvar="MODEL_DIR",
+    help="default: MODEL_DIR, else the embedded model",
+)
 @click.option("--steps", type=click.IntRange(1), default=200, show_default=True)
 @click.option("--threads", type=click.IntRange(1), help="default: all usable cores")
 @click.option("--limit", type=float, default=0.05, show_default=True, help="largest share")

@@ -5,7 +5,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from click.testing import CliRunner
 
+from bench import profile
 from bench.flame_graph import Frame, svg
 from bench.profile import Profiler, flame, label, layer_of, median_step, rows_of
 from bench.trace_events import trace
@@ -133,3 +135,9 @@ def test_a_label_names_the_weight_without_its_layer():
     assert layer_of(call) == 12
     assert label(Call("rope", {"x": "q"})) == "rope"
     assert layer_of(Call("rope", {"x": "q"})) is None
+
+
+def test_the_model_comes_from_the_environment(tmp_path: Path) -> None:
+    done = CliRunner().invoke(profile.main, [], env={"MODEL_DIR": str(tmp_path / "nowhere")})
+    assert done.exit_code != 0
+    assert "nowhere" in done.output
