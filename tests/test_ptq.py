@@ -599,3 +599,20 @@ def test_hashing_a_large_file_takes_little_memory(tmp_path: Path) -> None:
     describe_source(checkpoint, progress=look)
     assert len(resident) > 10
     assert max(resident) - resident[0] < 16 << 20
+
+
+def test_finished_parts_do_not_stay_in_memory(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).standard_normal((1 << 11, 1 << 12), np.float32)
+    tensor = encode(values, parse_format("int8_row_f32"))
+    parts = PartsWriter(tmp_path / "m.parts", "job")
+    parts.write("rest", {"w": tensor}, {"w": {}})
+
+    def resident() -> int:
+        fields = Path("/proc/self/statm").read_text(encoding="ascii").split()
+        return int(fields[2]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    assert parts.tensor("w").planes["codes"].any()
+    assert resident() - before >= 8 << 20
+    parts.release()
+    assert resident() - before < 1 << 20

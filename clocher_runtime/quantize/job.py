@@ -285,6 +285,7 @@ def _quantise(
         source = job.checkpoint.tensor(name, verify=True)
         done.append(_quantise_one(job, planned, source, parts, records.get(name)))
         job.checkpoint.release()
+        parts.release()
         finished += planned.params
         tell("quantising and measuring", finished, total)
     return done

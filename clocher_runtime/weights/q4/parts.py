@@ -124,6 +124,11 @@ class PartsWriter:
         part, shape, fmt = self._where[name]
         return _tensor(self._open[part], name, shape, fmt)
 
+    def release(self) -> None:
+        """Let the kernel take back the resident pages of the finished parts."""
+        for file in self._open.values():
+            file.file.release()
+
     def files(self) -> list[PartFile]:
         """Return the finished parts, hashed, as a manifest lists them."""
         found = []
