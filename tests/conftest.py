@@ -12,6 +12,26 @@ os.environ["TRITON_INTERPRET"] = "1"
 _left_out: Counter[str] = Counter()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if for_a_gpu(config):  # it runs what Triton compiles
+        del os.environ["TRITON_INTERPRET"]
+
+
+def for_a_gpu(config: pytest.Config) -> bool:
+    return bool(config.getoption("markexpr") == "gpu")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not for_a_gpu(config):
+        return
+    from clocher_kernels.cuda.probe import unusable
+
+    reason = unusable()
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skipif(bool(reason), reason=reason))
+
+
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     for item in items:
         markers = [name for name in ("gpu", "slow") if item.get_closest_marker(name)]

@@ -1,10 +1,14 @@
 """The CUDA executor: bind a Plan once, then replay one CUDA graph per step."""
 
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import copy_context
 
 import numpy as np
 import torch
+import triton
 
 from clocher_kernels.cuda.buffers import InputBlock, activation_types, allocate, buffer_bytes
 from clocher_kernels.cuda.graph import (
@@ -14,7 +18,7 @@ from clocher_kernels.cuda.graph import (
     row_buckets,
     token_buckets,
 )
-from clocher_kernels.cuda.launch import Device, Launch, current_device
+from clocher_kernels.cuda.launch import Device, Launch, current_device, options
 from clocher_kernels.cuda.lowering import LOWER
 from clocher_kernels.cuda.raw_module import DeviceWorkTouch
 from clocher_kernels.cuda.tensors import DeviceTensor, as_torch
@@ -24,6 +28,7 @@ from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.plan import Call, Plan
 
 Key = tuple[int, int, int]
+_MOST_COMPILERS = 16
 
 
 class CudaExecutor:
@@ -142,11 +147,18 @@ class CudaExecutor:
 
     def warm(self) -> None:
         """Compile every kernel and capture every graph."""
-        for wide in self._token_buckets:
-            for high in row_buckets(wide, self.plan.rows):
-                for cells in self._context_buckets:
-                    if (wide, high, cells) not in self._graphs:
-                        self._prepare((wide, high, cells))
+        for key in self.buckets():
+            if key not in self._graphs:
+                self._prepare(key)
+
+    def buckets(self) -> list[Key]:
+        """Return every (tokens, output rows, cache cells) that steps are captured for."""
+        return [
+            (wide, high, cells)
+            for wide in self._token_buckets
+            for high in row_buckets(wide, self.plan.rows)
+            for cells in self._context_buckets
+        ]
 
     def work_touch(self, bytes_per_token: int, stride: int) -> "StreamTouch":
         """Return a work-touch of the weights in device memory, on the steps' stream."""
@@ -197,7 +209,10 @@ class CudaExecutor:
         with self._out_of_memory(), self._on_stream():
             # The launches run once before they are captured; what they step on is put back.
             kept = {name: t.clone() for name, t in self._inputs.tensors.items()}
-            self._graphs[key] = capture(self.lower(key), self._stream)
+            launches = self.lower(key)
+            if self._stream is not None:
+                compile_side_by_side(launches)
+            self._graphs[key] = capture(launches, self._stream)
             for name, tensor in kept.items():
                 self._inputs.tensors[name].copy_(tensor)
 
@@ -259,6 +274,25 @@ class StreamTouch(DeviceWorkTouch):
         """Put the touch for some tokens that were just made on the stream."""
         with torch.cuda.stream(self._stream):
             super().__call__(tokens)
+
+
+def compile_side_by_side(launches: Sequence[Launch]) -> None:
+    """Compile the kernels of launches in threads, or load them from Triton's cache; run nothing.
+
+    One after another, as they are launched, a step's kernels take the better part of a minute.
+    """
+    mode = getattr(triton, "AsyncCompileMode", None)
+    if mode is None:  # Triton before 3.4; capture compiles them one by one
+        return
+
+    def compile_all() -> None:
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_COMPILERS)) as pool, mode(pool):
+            for launch in launches:
+                arguments = {**launch.args, **launch.constants, **options(launch)}
+                launch.kernel.warmup(grid=launch.grid, **arguments)
+
+    # A kernel that does not compile leaves the mode on in the context, so it gets one of its own.
+    copy_context().run(compile_all)
 
 
 def _cache_cells(plan: Plan) -> tuple[int, int]:
