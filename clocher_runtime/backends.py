@@ -15,6 +15,8 @@ from clocher_runtime.tuning import Tuning
 DEVICES = ("auto", "cpu", "cuda", "ze")
 KV_DEFAULT = {"cpu": "f32", "reference": "f32", "cuda": "bf16"}
 """Back end -> storage of the KV cache unless a run asks for another."""
+CHUNK_DEFAULT = {"cpu": 128, "reference": 128, "cuda": 512}
+"""Back end -> tokens of a prefill step unless a run asks for another number."""
 ACTIVATIONS: Mapping[str, Mapping[str, str]] = {
     "cpu": {"int8": "i8", "fp32": "f32"},
     "reference": {"fp32": "f32", "int8": "i8"},

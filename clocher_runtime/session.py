@@ -10,6 +10,7 @@ from clocher_kernels.errors import OutOfMemory, UsageError
 from clocher_kernels.plan import Plan
 from clocher_runtime.backends import (
     ACTIVATIONS,
+    CHUNK_DEFAULT,
     KV_DEFAULT,
     Executor,
     Progress,
@@ -118,7 +119,7 @@ class Session:
         batch: sequences generated side by side.
         context: cells of each sequence, prompt and output; None: the model's, at most 4096.
         kv_dtype: storage of the KV cache: f32, bf16, f16, e4m3, e5m2 or i8; None: the back end's.
-        chunk: tokens of a prefill step.
+        chunk: tokens of a prefill step; None: the back end's.
         act_prec: one of `backends.ACTIVATIONS[backend]`; None: its first.
         tuning: placement and memory access of the CPU team.
         pretranspose: weights that the CPU back end packs before the first step: "none", the output
@@ -143,7 +144,7 @@ class Session:
         batch: int = 1,
         context: int | None = None,
         kv_dtype: str | None = None,
-        chunk: int = 128,
+        chunk: int | None = None,
         act_prec: str | None = None,
         tuning: Tuning | None = None,
         pretranspose: str | None = None,
@@ -154,6 +155,7 @@ class Session:
         kv_dtype = KV_DEFAULT.get(backend, "f32") if kv_dtype is None else kv_dtype
         if kv_dtype not in KV_DTYPES:
             raise UsageError(f"kv_dtype is {kv_dtype!r}; known: {', '.join(KV_DTYPES)}")
+        chunk = CHUNK_DEFAULT.get(backend, 128) if chunk is None else chunk
         if min(batch, chunk, threads) < 1:
             raise UsageError(f"{batch=}, {chunk=}, {threads=}; each must be at least 1")
         longest = model.spec.max_positions

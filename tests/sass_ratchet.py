@@ -24,7 +24,7 @@ FOLDER = Path(__file__).parent / "data/sass_budgets"
 VERSION = ".".join(triton.__version__.split(".")[:2])
 HAS_PDL = tuple(map(int, VERSION.split("."))) >= (3, 5)
 
-PER_WEIGHT = {"int4": 3.0, "mxfp4": 3.3, "ternary": 1.1, "int8": 3.8, "fp8": 3.8}
+PER_WEIGHT = {"int4": 3.0, "mxfp4": 2.55, "ternary": 1.1, "int8": 3.8, "fp8": 3.8}
 """Format -> instructions for a weight; holds for configurations named "budget-FORMAT...-m1..."."""
 SHARED = {"sm_86": 99 << 10, "sm_89": 99 << 10}
 _MOST_SHARED = 160 << 10

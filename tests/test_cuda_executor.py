@@ -25,6 +25,7 @@ from clocher_kernels.ops import OPS
 from clocher_kernels.plan import Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime import session as session_module
+from clocher_runtime.backends import Executor, make_executor
 from clocher_runtime.model_choice import embedded_model
 from clocher_runtime.models.load import Model, load_model
 from clocher_runtime.session import Sampling, Session
@@ -76,8 +77,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
 
         return lowered
 
-    def make(name: str, plan: Plan, weights: Mapping[str, Any], *rest: object) -> CudaExecutor:
-        assert name == "cuda"
+    def make(name: str, plan: Plan, weights: Mapping[str, Any], *rest: Any) -> Executor:
+        if name == "cpu":
+            return make_executor(name, plan, weights, *rest)
         return CudaExecutor(plan, weights, activations="f32", device=INTERPRETER)
 
     monkeypatch.setattr(executor_module, "LOWER", {op: lower(op) for op in OPS})
@@ -172,13 +174,24 @@ def test_prefill_without_output_rows_skips_the_head(log: list[tuple[str, int]]) 
 
 
 def test_buckets() -> None:
-    assert token_buckets(128, 1) == (1, 16, 128)
-    assert token_buckets(128, 6) == (1, 2, 4, 6, 16, 128)
+    assert token_buckets(512, 1) == (1, 16, 32, 64, 128, 256, 512)
+    assert token_buckets(128, 6) == (1, 2, 4, 6, 16, 32, 64, 128)
+    assert token_buckets(300, 1) == (1, 16, 32, 64, 128, 256, 300)
     assert token_buckets(8, 8) == (1, 2, 4, 8)
     assert token_buckets(12, 2) == (1, 2, 12)
     assert context_buckets(4096) == (512, 2048, 4096)
     assert context_buckets(300) == (300,)
     assert [bucket(n, (1, 4, 16)) for n in (1, 2, 4, 5, 16)] == [1, 4, 4, 16, 16]
+
+
+def test_the_back_end_chooses_the_chunk(log: list[tuple[str, int]]) -> None:
+    for chunk, tokens in ((None, 512), (40, 40)):
+        session = Session(model(), backend="cuda", context=64, chunk=chunk)
+        assert session.executor.plan.tokens == tokens
+        session.close()
+    session = Session(model(), backend="cpu", context=64)
+    assert session.executor.plan.tokens == 128
+    session.close()
 
 
 def test_activations_are_narrow_and_the_residual_stream_is_not() -> None:

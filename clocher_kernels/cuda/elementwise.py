@@ -58,7 +58,7 @@ def rms_norm(
         "BLOCK": block,
         "PDL": device.pdl,
     }
-    warps = min(max(block // 256, 1), 16)
+    warps = min(max(block // 256, 1), 32)
     args = {"x": x, "weight": weight, "y": y}
     return [Launch(_rms_norm, (len(x) * groups,), args, constants, warps, pdl=device.pdl)]
 

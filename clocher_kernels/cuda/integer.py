@@ -155,6 +155,7 @@ def linear_i8(
         copies=1,
         device=device,
         key=key_of(w.format.name, n, k),
+        most=8 if m <= 2 else 2,  # what registers have room for
     )
     constants = {
         "M": m,

@@ -69,7 +69,7 @@ def _gate_up(
     A: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     L: tl.constexpr, BV: tl.constexpr, R: tl.constexpr,
     FORMAT: tl.constexpr, WEIGHTS: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    HALF: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    PAIRS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     V: tl.constexpr = (K + WEIGHTS - 1) // WEIGHTS
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
@@ -78,9 +78,9 @@ def _gate_up(
     first = tl.program_id(1) * BN
     start(PDL)
     expert = tl.load(ids + pair).to(tl.int64)
-    row = rows_of(first, L, BV, R)[:, None, :]
+    row = rows_of(expert * N + first, L, BV, R)[:, None, :]
     # Rows beyond the last one repeat it and are not stored.
-    row = expert * N + (row if N % BN == 0 else tl.minimum(row, N - 1))
+    row = row if N % BN == 0 else tl.minimum(row, expert * N + (N - 1))
     zero = tl.full((1, 1, 1), 8, tl.int32)
     if GROUP == 0 and zeros is not None:
         zero = tl.load(zeros + row).to(tl.int32)
@@ -89,7 +89,7 @@ def _gate_up(
         x + (pair // A) * K + here, here == 0, w + row * (V * 4),
         scales + row * GROUPS if GROUP > 0 else scales,
         None if zeros is None or GROUP == 0 else zeros + row * GROUPS, zero,
-        K, GROUP, FORMAT, WEIGHTS, HALF, ASM, False, L, BV, 1, R,
+        K, GROUP, FORMAT, WEIGHTS, PAIRS, ASM, False, L, BV, 1, R,
     )  # fmt: skip
 
     h = add_lanes(h, BV)
@@ -115,7 +115,7 @@ def _down(
     A: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     BA: tl.constexpr, L: tl.constexpr, BV: tl.constexpr, R: tl.constexpr,
     FORMAT: tl.constexpr, WEIGHTS: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    HALF: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    PAIRS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     V: tl.constexpr = (K + WEIGHTS - 1) // WEIGHTS
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
@@ -129,9 +129,9 @@ def _down(
     at = m * A + lane // L
     expert = tl.load(ids + at, chosen, other=0).to(tl.int64)
     factor = tl.load(weights + at, chosen, other=0.0)
-    row = first + lane % L // BV * R + tl.arange(0, R)[None, None, :]
+    row = expert * N + (first + lane % L // BV * R) + tl.arange(0, R)[None, None, :]
     # Rows beyond the last one repeat it and are not stored.
-    row = expert * N + (row if N % BN == 0 else tl.minimum(row, N - 1))
+    row = row if N % BN == 0 else tl.minimum(row, expert * N + (N - 1))
     zero = tl.full((1, 1, 1), 8, tl.int32)
     if GROUP == 0 and zeros is not None:
         zero = tl.load(zeros + row).to(tl.int32)
@@ -139,7 +139,7 @@ def _down(
         x + at * K, chosen, w + row * (V * 4),
         scales + row * GROUPS if GROUP > 0 else scales,
         None if zeros is None or GROUP == 0 else zeros + row * GROUPS, zero,
-        K, GROUP, FORMAT, WEIGHTS, HALF, ASM, False, BA * L, BV, 1, R,
+        K, GROUP, FORMAT, WEIGHTS, PAIRS, ASM, False, BA * L, BV, 1, R,
     )  # fmt: skip
 
     if GROUP == 0 and scales is not None:
@@ -182,7 +182,7 @@ def _experts(x: torch.Tensor, ids: torch.Tensor, w: DeviceTensor, device: Device
         "WEIGHTS": held.weights,
         "GROUP": held.group,
         "SCALE_ROWS": held.scale_rows,
-        "HALF": held.packed_arithmetic(x, device),
+        "PAIRS": held.pairs(x, device, alone=True),
         "ASM": device.asm,
         "PDL": device.pdl,
     }
