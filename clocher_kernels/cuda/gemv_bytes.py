@@ -124,8 +124,8 @@ def _gemv(
     for _i in tl.static_range(M * ROWS):
         totals = totals + (tl.zeros((BLOCK // LANE,), tl.int32 if EXACT else tl.float32),)
 
-    # Weights never depend on the predecessor: they are on their way before x is waited for. With eight
-    # tokens the next turn's are, too, while this turn's are multiplied: registers allow few warps.
+    # Weights never depend on the predecessor: they are on their way before x is waited for. Eight
+    # tokens leave registers for few warps, so they also load the next turn's ahead.
     rows = load_rows(w, n0, tl.arange(0, BLOCK), N, K, ROWS, TURNS == 0)
     start(PDL)
     if M == 8 and CODE == "float":
