@@ -13,7 +13,7 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.tuning import Tuning
 
 DEVICES = ("auto", "cpu", "cuda", "ze")
-KV_DEFAULT = {"cpu": "f32", "reference": "f32", "cuda": "bf16"}
+KV_DEFAULT = {"cpu": "f16", "reference": "f16", "cuda": "bf16"}
 """Back end -> storage of the KV cache unless a run asks for another."""
 ACTIVATIONS: Mapping[str, Mapping[str, str]] = {
     "cpu": {"int8": "i8", "fp32": "f32"},

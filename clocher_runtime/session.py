@@ -151,7 +151,7 @@ class Session:
         progress: Progress | None = None,
         packing: Progress | None = None,
     ) -> None:
-        kv_dtype = KV_DEFAULT.get(backend, "f32") if kv_dtype is None else kv_dtype
+        kv_dtype = KV_DEFAULT[backend] if kv_dtype is None else kv_dtype
         if kv_dtype not in KV_DTYPES:
             raise UsageError(f"kv_dtype is {kv_dtype!r}; known: {', '.join(KV_DTYPES)}")
         if min(batch, chunk, threads) < 1:

@@ -94,7 +94,12 @@ SETTINGS: Mapping[str, Setting] = {
         "--precision",
         ("IE_PRECISION", "PRECISION"),
     ),
-    "kv_dtype": _set("Model", _KV_DTYPE, "storage of the KV cache", "--kv-dtype"),
+    "kv_dtype": _set(
+        "Model",
+        _KV_DTYPE,
+        "storage of the KV cache (unset: f16, on a GPU bf16)",
+        "--kv-dtype",
+    ),
     "context": _set(
         "Model",
         _TOKENS,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from clocher_kernels.dtypes import STORAGE
+from clocher_kernels.dtypes import LARGEST, STORAGE
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from cpu_fallback.bind import BoundCall, counted, share
 from cpu_fallback.jit import Kernel, device, kernel
@@ -54,10 +54,13 @@ from cpu_fallback.narrow import (
 from cpu_fallback.simd import (
     absolute,
     div,
+    eq,
     hmax,
     maximum,
     minimum,
+    neg,
     rint,
+    select,
     splat,
     to_f32,
     to_i32,
@@ -66,6 +69,8 @@ from cpu_fallback.simd import (
 from cpu_fallback.tape import Launch
 from cpu_fallback.vector import i64, op, void
 
+_F16_MOST = np.float32(LARGEST["f16"])
+_INFINITY = np.float32(np.inf)
 _I64, _VOID = ir.IntType(64), ir.VoidType()
 
 
@@ -156,13 +161,21 @@ def _read_bf16(plane, lines, count, d, panel):
 
 
 @device
+def _f16_codes(x):
+    # An infinity stays one, so that whoever looks for it in the logits finds it there.
+    most = splat(_F16_MOST)
+    clipped = maximum(neg(most), minimum(most, x))  # the order keeps NaN
+    return to_f16(select(eq(absolute(x), splat(_INFINITY)), x, clipped))
+
+
+@device
 def _put_f16(address, x):
-    store_u16(address, to_f16(x))
+    store_u16(address, _f16_codes(x))
 
 
 @device
 def _put_f16_n(address, x, n):
-    store_u16_n(address, to_f16(x), n)
+    store_u16_n(address, _f16_codes(x), n)
 
 
 @device

@@ -1,7 +1,7 @@
 """KV cache: where a token's keys and values go, and how they are narrowed.
 
 Narrowing is integer arithmetic on the bits of fp32, so it is exact on every architecture and in
-Triton's interpreter, and equal to `dtypes.from_f32`.
+Triton's interpreter, and equal to `dtypes.from_f32`; but f16 saturates, see `ops.attention`.
 """
 
 import torch
@@ -58,7 +58,11 @@ def narrow(x, KV: tl.constexpr):
         rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, bits | 0x400000, rounded)
         return (rounded >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     elif KV == "f16":
-        return x.to(tl.float16)
+        # Finite values stay finite; infinity and NaN are what they were.
+        largest = tl.where(x < 0, -65504.0, 65504.0)
+        magnitude = tl.abs(x)
+        over = (magnitude > 65504.0) & (magnitude < float("inf"))
+        return tl.where(over, largest, x).to(tl.float16)
     else:
         return x
 
