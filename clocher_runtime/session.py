@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from clocher_kernels.errors import OutOfMemory, UsageError
+from clocher_kernels.errors import UsageError
+from clocher_kernels.host_memory import require
 from clocher_kernels.plan import Plan
 from clocher_runtime.backends import (
     ACTIVATIONS,
@@ -171,6 +173,7 @@ class Session:
             slots=batch,
             context=context,
             kv_dtype=kv_dtype,
+            room=partial(_check_room, backend),
         )
         act_prec = default_act_prec(backend) if act_prec is None else act_prec
         if act_prec not in ACTIVATIONS[backend]:
@@ -184,8 +187,6 @@ class Session:
             formats = {name: fmt for name, fmt in model.formats.items() if name in scope}
             plan = quantize_activations(plan, formats, ACT_GROUP)
         self.act_prec = _act_prec(plan, act_prec)
-        if backend != "cuda":  # the GPU's memory is checked where it is known
-            _check_memory(plan.scratch_bytes())
         self._executor = make_executor(
             backend, plan, model.weights, threads, progress, act_prec, tuning, packing
         )
@@ -429,13 +430,11 @@ def _act_prec(plan: Plan, stored: str) -> str:
     return "int8" if integer else "fp32" if stored == "int8" else stored
 
 
-def _check_memory(needed: int) -> None:
-    """Refuse before allocating what the machine does not have."""
-    import psutil
-
-    available = int(psutil.virtual_memory().available)
-    if needed > available:
-        raise OutOfMemory(
-            f"KV cache and buffers need {needed >> 20} MiB, {available >> 20} MiB are available; "
-            "lower --context or --batch, or choose a smaller --kv-dtype"
-        )
+def _check_room(backend: str, buffers: int, tables: int) -> None:
+    """Refuse before anything is allocated that the machine does not have."""
+    # The GPU's memory is checked where it is known.
+    require(
+        tables if backend == "cuda" else buffers + tables,
+        "KV cache and buffers need",
+        "lower --context or --batch, or choose a smaller --kv-dtype",
+    )

@@ -168,7 +168,7 @@ class CpuExecutor:
         values = dict(values)
         left = waiting(self.plan, values, self._copied)
         total, done = sum(left.values()), 0
-        check_memory(total)
+        check_memory(total, self.plan.scratch_bytes())
         launches: list[Launch] = []
         self._calls: list[int] = []
         for index, call in enumerate(self.plan.calls):

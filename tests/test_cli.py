@@ -8,7 +8,6 @@ import subprocess
 import sys
 from hashlib import sha256
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -264,9 +263,7 @@ def test_error_of_the_engine_becomes_its_code(inside, monkeypatch, error, code):
 
 
 def test_cache_that_does_not_fit_is_code_6(inside, monkeypatch):
-    import psutil
-
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
+    monkeypatch.setattr("clocher_kernels.host_memory.available", lambda root: 1 << 20)
     code, line, _ = inside()
     assert (code, line["type"]) == (6, "OutOfMemory")
     assert "--context" in line["message"]

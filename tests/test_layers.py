@@ -20,6 +20,7 @@ MAX_LINES = 450
 # Layer -> its modules; ".*" stands for everything in a package. Imports go down or stay.
 LAYERS: dict[int, str] = {
     0: """clocher_kernels clocher_kernels.errors clocher_kernels.guards clocher_kernels.dtypes
+        clocher_kernels.cgroups clocher_kernels.host_memory
         clocher_kernels.formats.* clocher_kernels.quant_tensor""",
     1: "clocher_kernels.plan clocher_kernels.ops.* clocher_kernels.reference",
     2: "cpu_fallback.* clocher_kernels.cuda.*",
@@ -46,7 +47,7 @@ LIBRARIES: dict[str, str] = {
     "clocher_kernels": "numpy",
     "clocher_kernels.cuda": "numpy torch triton cupy pynvml",
     "cpu_fallback": "numpy numba llvmlite",
-    "clocher_runtime": "numpy tokenizers jinja2 psutil click rich huggingface_hub re2",
+    "clocher_runtime": "numpy tokenizers jinja2 click rich huggingface_hub re2",
     "clocher_runtime.weights.hf.torch_bin": "numpy torch",
     "clocher_runtime.quantize.report": "matplotlib",
     "clocher_runtime.monitoring": "prometheus_client",
