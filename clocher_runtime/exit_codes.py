@@ -3,6 +3,7 @@
 from enum import IntEnum
 
 from clocher_kernels import errors
+from clocher_runtime.signals import Terminated
 
 
 class ExitCode(IntEnum):
@@ -18,6 +19,7 @@ class ExitCode(IntEnum):
     REJECTED = 8  # the quality gate failed
     UNDECIDED = 9  # the quality gate needs more text to decide
     INTERRUPTED = 130  # Ctrl-C: 128 + SIGINT
+    TERMINATED = 143  # 128 + SIGTERM
 
 
 _CODES: tuple[tuple[type[BaseException], ExitCode], ...] = (
@@ -27,6 +29,7 @@ _CODES: tuple[tuple[type[BaseException], ExitCode], ...] = (
     (errors.UnsupportedOp, ExitCode.DEVICE),
     (errors.OutOfMemory, ExitCode.MEMORY),
     (MemoryError, ExitCode.MEMORY),
+    (Terminated, ExitCode.TERMINATED),
     (KeyboardInterrupt, ExitCode.INTERRUPTED),
 )
 

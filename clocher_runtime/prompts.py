@@ -233,10 +233,14 @@ def _text(prompt: str | None) -> str:
     """Return the text of `--prompt`."""
     if prompt != "-":
         return DEFAULT_PROMPT if prompt is None else prompt
+    if sys.stdin is None:
+        raise UsageError("--prompt -: standard input is closed; give it a text to read")
     try:
         text = sys.stdin.read(MAX_STDIN_CHARS + 1)
     except UnicodeDecodeError as error:
         raise UsageError(f"--prompt -: standard input is not UTF-8: {error}") from None
+    except OSError as error:
+        raise UsageError(f"--prompt -: standard input: {error.strerror}") from None
     if not 0 < len(text) <= MAX_STDIN_CHARS:
         limit = MAX_STDIN_CHARS
         raise UsageError(f"--prompt -: expected 1 to {limit} characters on standard input")

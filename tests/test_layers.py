@@ -28,7 +28,8 @@ LAYERS: dict[int, str] = {
         clocher_runtime.tokenizer clocher_runtime.chat_template clocher_runtime.config
         clocher_runtime.config_file
         clocher_runtime.env clocher_runtime.settings clocher_runtime.values
-        clocher_runtime.exit_codes clocher_runtime.timing clocher_runtime.metrics
+        clocher_runtime.exit_codes clocher_runtime.signals
+        clocher_runtime.timing clocher_runtime.metrics
         clocher_runtime.probes clocher_runtime.topology clocher_runtime.tuning
         clocher_runtime.trace clocher_runtime.jsonl_writer clocher_runtime.reservoir""",
     4: """clocher_runtime.session clocher_runtime.stub clocher_runtime.perplexity
@@ -37,7 +38,7 @@ LAYERS: dict[int, str] = {
         clocher_runtime.prompts clocher_runtime.prompt_pipeline clocher_runtime.completions
         clocher_runtime.console clocher_runtime.jsonline
         clocher_runtime.run clocher_runtime.script_run clocher_runtime.tile_tuning
-        clocher_runtime.cli clocher_runtime.cli_help clocher_runtime.verify
+        clocher_runtime.cli clocher_runtime.command clocher_runtime.cli_help clocher_runtime.verify
         clocher_runtime.fuzzing.*
         clocher_runtime.ptq_cli clocher_runtime.monitoring clocher_runtime.monitoring.*""",
     6: "scripts.* bench.*",
