@@ -8,6 +8,7 @@ for piece in model.stream_generate("import "):
     print(piece, end="", flush=True)
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -119,7 +120,7 @@ def load(
         DeviceError: the device is not available.
     """
     backend, _ = choose(device)
-    if path is not None and not (Path(path).is_dir() or find_gguf(Path(path))):
+    if path is not None and not (os.path.isdir(path) or find_gguf(Path(path))):
         raise UsageError(
             f"{path} is not a directory; give the directory of a model, or a GGUF file"
         )

@@ -10,7 +10,7 @@ from clocher_kernels.errors import UsageError
 from clocher_runtime.cli_help import ABOUT, HelpfulCommand, stands_alone
 from clocher_runtime.console import Console
 from clocher_runtime.env import resolve
-from clocher_runtime.exit_codes import ExitCode, exit_code
+from clocher_runtime.exit_codes import ExitCode, exit_code, told
 from clocher_runtime.jsonline import (
     ErrorLine,
     RunLine,
@@ -55,7 +55,7 @@ def command(argv: Sequence[str]) -> tuple[str | None, int]:
                 line, code = run(config, console), ExitCode.OK
                 console.note(summary(line))
         except (Exception, KeyboardInterrupt) as raised:
-            error = cause_of(raised)
+            error = told(cause_of(raised))
             line, code = error_line(error), exit_code(error)
             if code == ExitCode.BUG:
                 console.note("".join(traceback.format_exception(error)).rstrip())

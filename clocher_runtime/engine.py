@@ -1,5 +1,6 @@
 """The engine of a run: a loaded model bound to a back end, or the stub, and how both are made."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +116,7 @@ def load_engine(
         OutOfMemory: the model or its cache does not fit.
     """
     device, reason = choose(config.device)
-    choice = choose_model(config, Path.cwd())
+    choice = choose_model(config)
     checkpoint, not_deduplicated = choice.open_for(config)
     model = load_model(checkpoint, config.precision)
     tokenizer = _tokenizer(config, checkpoint)
@@ -195,7 +196,7 @@ def _tokenizer(config: RunConfig, checkpoint: Checkpoint) -> Tokenizer | None:
     source = checkpoint.tokenizer_source
     file = config.prompts_file
     may_be_ids = config.prompt_ids is not None or (file is not None and file.suffix == ".jsonl")
-    if may_be_ids and isinstance(source, Path) and not source.exists():
+    if may_be_ids and isinstance(source, Path) and not os.path.exists(source):
         return None
     try:
         return Tokenizer(source, checkpoint.tokenizer_config)

@@ -34,6 +34,20 @@ _CODES: tuple[tuple[type[BaseException], ExitCode], ...] = (
 )
 
 
+def told(error: BaseException) -> BaseException:
+    """Return an error as it is to be reported.
+
+    Threads are started in many places, by libraries too, and Python has no class of its own for a
+    system that refuses one.
+    """
+    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
+        return errors.DeviceError(
+            "the system gives this process no more threads; lower --threads, or raise its limit of "
+            "processes (ulimit -u, or pids.max of its control group)"
+        )
+    return error
+
+
 def exit_code(error: BaseException) -> ExitCode:
     """Return the exit code for an exception."""
     for kind, code in _CODES:

@@ -12,6 +12,8 @@ from clocher_runtime.weights.files import read_bytes
 MAX_FILE_BYTES = 128 << 20
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_MOST_BYTES = 4
+"""Of a character in UTF-8."""
 
 
 class Tokenizer:
@@ -110,6 +112,10 @@ class TextStream:
 
     For byte-level tokenizers the pieces joined are the text of all ids, whatever the ids are.
 
+    What may still change is short: a character of UTF-8 has at most 4 bytes, and an id at least
+    one. So if 4 ids leave a character open, some of them are bytes that nothing can complete any
+    more. They are given out as U+FFFD, and each id costs the same however many came before.
+
     Args:
         decode: returns the text of ids.
     """
@@ -123,10 +129,28 @@ class TextStream:
         """Return the text that an id completes: "" while a character is still open."""
         self._ids.append(token)
         piece = self._open_text()
-        if not piece or piece.endswith(_REPLACEMENT):
+        if piece and not piece.endswith(_REPLACEMENT):
+            self._ids = self._ids[self._context :]
+            self._context = len(self._ids)
+            return piece
+        if len(self._ids) - self._context < _MOST_BYTES:
             return ""
-        self._ids = self._ids[self._context :]
-        self._context = len(self._ids)
+        if not piece:
+            self._ids.pop()  # it has no text
+            return ""
+        return self._cut(piece)
+
+    def _cut(self, piece: str) -> str:
+        """Give out what comes before the last character that may still be completed."""
+        ids, done = self._ids, len(self._decode(self._ids[: self._context]))
+        whole = self._decode(ids)
+        for end in range(len(ids) - 1, len(ids) - 1 - _MOST_BYTES, -1):
+            # Cut within a character, the two halves would have more U+FFFD than the whole.
+            head = self._decode(ids[:end])
+            if head + self._decode(ids[end:]) == whole:
+                self._ids, self._context = ids[end - 1 :], 1
+                return head[done:]
+        self._ids, self._context = ids[-1:], 1  # a decoder that is not byte-level
         return piece
 
     def flush(self) -> str:

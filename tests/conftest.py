@@ -1,6 +1,7 @@
 """What every test run sets, and prints: how many tests it left out, and why."""
 
 import os
+import signal
 from collections import Counter
 from collections.abc import Sequence
 
@@ -8,6 +9,11 @@ import pytest
 
 # Kernels of the CUDA back end run in Triton's interpreter; it must be chosen before the import.
 os.environ["TRITON_INTERPRET"] = "1"
+
+# A shell starts what it puts in the background with SIGINT ignored, and so would be the processes
+# that tests interrupt. A handler, unlike that, is not inherited: they get the default.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _left_out: Counter[str] = Counter()
 

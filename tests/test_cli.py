@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from hashlib import sha256
@@ -159,99 +158,6 @@ def test_stub_takes_ids_and_lists_what_it_does_not_act_on(inside):
     assert code == 0
     assert line["outputs"][0]["token_ids"] == [stub_id([5, 6], 0), stub_id([5, 6], 1)]
     assert sorted(line["hints_ignored"]) == ["--top-k=3", "IE_BYTES_PER_TOKEN=64"]
-
-
-ENDINGS = [("SIGINT", 130, "KeyboardInterrupt"), ("SIGTERM", 143, "Terminated")]
-
-
-@pytest.mark.parametrize(("name", "code", "kind"), ENDINGS)
-def test_signals_leave_one_line_and_their_code(tmp_path, name, code, kind):
-    process = start(tmp_path, "--stub", "--max-new", "16000000")
-    assert process.stderr.read(10)
-    process.send_signal(getattr(signal, name))
-    out, err = process.communicate(timeout=60)
-    line = only_line(out)
-    assert process.returncode == code
-    assert (line["status"], line["code"], line["type"]) == ("error", code, kind)
-    assert line["message"] == name
-    assert "Traceback" not in err
-
-
-@pytest.mark.parametrize(("name", "code", "kind"), ENDINGS)
-@pytest.mark.parametrize(
-    "early",
-    [
-        "import os; os.kill(os.getpid(), NUMBER)",
-        # A class that is made meanwhile, and C code that turns it into an error of its own.
-        "exec('import os; os.kill(os.getpid(), NUMBER)')",
-        "try:\n    import os; os.kill(os.getpid(), NUMBER)\nexcept BaseException:\n    1 / 0",
-    ],
-    ids=["import", "class", "swallowed"],
-)
-def test_signal_during_the_imports_leaves_one_line_too(tmp_path, early, name, code, kind):
-    (tmp_path / "click.py").write_text(early.replace("NUMBER", str(int(getattr(signal, name)))))
-    process = start(tmp_path, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
-    out, err = process.communicate(timeout=60)
-    line = only_line(out)
-    assert (process.returncode, line["code"], line["type"]) == (code, code, kind)
-    assert "Traceback" not in err
-
-
-def test_second_signal_ends_a_run_that_does_not_end(tmp_path):
-    (tmp_path / "click.py").write_text(
-        "import os, time\ntry:\n    os.kill(os.getpid(), 15)\nexcept BaseException:\n"
-        "    os.kill(os.getpid(), 15)\n    time.sleep(60)"
-    )
-    process = start(tmp_path, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
-    assert process.communicate(timeout=30)[0] == ""
-    assert process.returncode == -signal.SIGTERM
-
-
-def test_ignored_signals_stay_ignored(tmp_path):
-    process = start(
-        tmp_path,
-        *("--stub", "--max-new", "20000"),
-        preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
-    )
-    assert process.stderr.read(10)
-    process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
-    assert (process.returncode, only_line(out)["status"]) == (0, "ok")
-
-
-def shell(cwd, redirection, *flags):
-    """Run the command with a redirection: its exit code and what is left of its output."""
-    line = f'exec "$@" {redirection}'
-    done = subprocess.run(
-        ["sh", "-c", line, "sh", *command(*flags)],
-        cwd=cwd,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
-def test_stderr_that_is_closed_from_the_start_does_not_stop_the_run(tmp_path):
-    code, out, _ = shell(tmp_path, "2>&-", "--stub", "--max-new", "2", "--outputs", "o.jsonl")
-    assert (code, only_line(out)["tokens_generated"]) == (0, 2)
-    assert len((tmp_path / "o.jsonl").read_text().splitlines()) == 1
-
-
-def test_stdout_that_is_closed_from_the_start_is_code_1(tmp_path):
-    code, out, err = shell(tmp_path, ">&-", "--stub", "--max-new", "2", "--outputs", "o.jsonl")
-    assert (code, out) == (1, "")
-    assert "Traceback" not in err
-    assert json.loads((tmp_path / "o.jsonl").read_text())["error"] is None
-
-
-def test_closed_stdin_is_code_2_where_it_is_read(tmp_path):
-    assert shell(tmp_path, "<&-", "--stub", "--max-new", "2")[0] == 0
-    code, out, err = shell(tmp_path, "<&-", "--stub", "--prompt", "-")
-    assert (code, only_line(out)["type"]) == (2, "UsageError")
-    assert "standard input is closed" in only_line(out)["message"]
-    assert "Traceback" not in err
 
 
 def test_closed_stdout_is_code_1_without_a_traceback(tmp_path):

@@ -13,7 +13,7 @@ from tokenizers import decoders, models, processors
 from clocher_kernels.errors import FormatError, ModelNotFound, UsageError
 from clocher_runtime.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate
 from clocher_runtime.model_choice import embedded_model
-from clocher_runtime.tokenizer import Tokenizer
+from clocher_runtime.tokenizer import TextStream, Tokenizer
 
 MODEL = embedded_model()
 CONFIG = json.loads((MODEL / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -62,11 +62,67 @@ def test_pieces_joined_are_the_text_of_random_ids(tokenizer, ids):
 def test_pieces_joined_are_the_text_of_random_bytes(tokenizer):
     singles = byte_ids(tokenizer)
     draw = random.Random(0)
-    for _ in range(200):
-        ids = draw.choices(singles, k=draw.randrange(12))
+    leads = [i for i in singles if tokenizer.decode([i]) == "\N{REPLACEMENT CHARACTER}"]
+    for number in range(1000):
+        ids = draw.choices(leads if number % 2 else singles, k=draw.randrange(12 + number % 30))
         stream = tokenizer.stream()
         pieces = [stream.push(i) for i in ids] + [stream.flush()]
         assert "".join(pieces) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3], ids=["continuation", "two", "three"])
+def test_bytes_that_are_never_text_are_shown_and_cost_the_same_each(tokenizer, count):
+    """Also where an id has no text at all, as those beyond the vocabulary."""
+    alphabet = RawTokenizer.from_file(str(MODEL / "tokenizer.json")).get_vocab()
+    codes = [b"\x80", b"\xe2\x82", b"\xf0\x9f\x98"][count - 1]
+    characters = {bytes([b]): c for b, c in byte_characters().items()}
+    ids = [alphabet[characters[bytes([code])]] for code in codes] * 3000
+    decoded = []
+
+    def decode(part):
+        decoded.append(len(part))
+        return tokenizer.decode(part)
+
+    stream = TextStream(decode)
+    pieces = [stream.push(i) for i in ids]
+    assert "".join(pieces) + stream.flush() == tokenizer.decode(ids)
+    silent = max(len(run) for run in "".join("x" if p else " " for p in pieces).split("x"))
+    assert silent <= 6
+    assert max(decoded) <= 10
+    assert sum(decoded) <= 40 * len(ids)
+
+
+def test_ids_without_text_are_not_kept(tokenizer):
+    decoded = []
+
+    def decode(part):
+        decoded.append(len(part))
+        return tokenizer.decode(part)
+
+    stream = TextStream(decode)
+    nothing = tokenizer.vocab_size + 7
+    assert [stream.push(nothing) for _ in range(1000)] == [""] * 1000
+    assert max(decoded) <= 5
+    euro = tokenizer.encode("€")
+    assert "".join(stream.push(i) for i in euro) == "€"
+
+
+def byte_characters():
+    """Byte -> the character that stands for it in a byte-level vocabulary."""
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    moved = [b for b in range(256) if b not in kept]
+    return {b: chr(b) for b in kept} | {b: chr(256 + n) for n, b in enumerate(moved)}
+
+
+def test_bytes_of_a_sentencepiece_vocabulary(tmp_path):
+    vocab = {"<0xF0>": 0, "<0x9F>": 1, "<0x98>": 2, "<0x80>": 3, "?": 4}
+    raw = RawTokenizer(models.WordLevel(vocab, "?"))
+    raw.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    raw.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json", {})
+    stream = tokenizer.stream()
+    assert [stream.push(i) for i in (0, 1, 2, 3) * 3] == ["", "", "", "😀"] * 3
+    assert [stream.push(i) for i in (3,) * 40].count("") <= 36
 
 
 def test_stream_never_shows_half_a_character(tokenizer):
