@@ -263,7 +263,7 @@ def _warn(config: RunConfig, prompts: int, console: Console) -> None:
     """Say where a run does not do quite what its flags say."""
     usable = len(usable_cpus())
     if config.threads is not None and config.threads > usable:
-        console.note(f"{config.threads} threads on {usable} usable CPUs will take turns")
+        console.note(f"{config.threads} threads with {usable} usable CPU(s): running {usable}")
     if config.batch > prompts:
         console.note(f"batch {config.batch} with {prompts} prompt(s): running {prompts} at a time")
 

@@ -473,10 +473,11 @@ def test_batch_prints_each_text_under_its_number(inside, tmp_path):
         assert f"prompt {number}:\n{output['text']}" in err
 
 
-def test_more_threads_than_cpus_are_accepted_with_a_warning(inside):
+def test_more_threads_than_cpus_are_lowered_with_a_message(inside):
+    usable = len(os.sched_getaffinity(0))
     code, line, err = inside("--max-new", "1", "--threads", "999")
-    assert (code, line["threads"]) == (0, 999)
-    assert "999 threads on" in err
+    assert (code, line["threads"]) == (0, usable)
+    assert f"999 threads with {usable} usable CPU(s): running {usable}" in err
 
 
 # The console

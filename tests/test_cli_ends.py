@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import test_cli
 from test_cli import ROOT, clean_environment, command, only_line, outside, start
 
 from clocher_runtime import engine
+
+inside, bitnet = test_cli.inside, test_cli.bitnet
 
 ENDINGS = [("SIGINT", 130, "KeyboardInterrupt"), ("SIGTERM", 143, "Terminated")]
 
