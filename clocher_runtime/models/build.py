@@ -81,8 +81,10 @@ class _Builder:
         self._buffer("logits", (self.rows, spec.vocab_size), "f32", "R", "output")
         self._buffer("sampled", (self.rows,), "i32", "R", "output")
         self._call("gather_rows", {"x": "h", "rows": "rows", "y": "last"})
-        self._norm("last", NORM, "last")
-        self._linear("last", head_name(spec), "logits")
+        # A buffer of its own: what only products read may be stored in fewer bits.
+        self._buffer("last.normed", (self.rows, hidden), "f32", "R")
+        self._norm("last", NORM, "last.normed")
+        self._linear("last.normed", head_name(spec), "logits")
         draw = {n: n for n in ("logits", "temperature", "top_k", "top_p", "seeds", "draws")}
         self._call("sample", {**draw, "ids": "sampled"})
         step = {n: n for n in ("sampled", "rows", "ids", "positions", "ends", "draws")}
