@@ -28,6 +28,18 @@ class UnsupportedModel(ModelError):
     """The file is sound, but its architecture or one of its settings is not known."""
 
 
+class NonFinite(ModelError):
+    """A forward pass made NaN or infinity: a weight holds one, or a value overflowed.
+
+    Attributes:
+        sequence: index of the prompt that it happened to, in the call that generated.
+    """
+
+    def __init__(self, message: str, sequence: int = 0) -> None:
+        super().__init__(message)
+        self.sequence = sequence
+
+
 class ShapeError(ClocherError):
     """Arrays given to an op or a codec do not fit together."""
 

@@ -1,6 +1,6 @@
 """Which back ends exist, which one a run gets and why. The one door to cpu_fallback and cuda."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from clocher_kernels.errors import DeviceError, UsageError
-from clocher_kernels.plan import Plan
+from clocher_kernels.plan import Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.tuning import Tuning
 
@@ -44,6 +44,12 @@ class Executor(Protocol):
 
     def fetch(self, name: str, count: int) -> np.ndarray:
         """Return the first rows of an output buffer after the steps so far."""
+
+    def walk(self, tokens: int, rows: int) -> Generator[Call, None, None]:
+        """Execute a step call by call and yield each that was executed, to look for a fault."""
+
+    def peek(self, name: str, count: int) -> np.ndarray:
+        """Return the first rows of any fp32 buffer as they are now."""
 
     def synchronize(self) -> None:
         """Wait until the device has done all steps."""

@@ -39,11 +39,13 @@ class Prompt:
         ids: token ids; empty if there is an error.
         text: what they stand for; None where the prompt was given as ids, or cannot be read.
         error: where the prompt stands and what is wrong with it; None if nothing is.
+        where: where the prompt stands.
     """
 
     ids: Sequence[int]
     text: str | None = None
     error: str | None = None
+    where: str = ""
 
 
 class Encodes(Protocol):
@@ -159,7 +161,7 @@ class Preparation:
 
     def __call__(self, line: Line) -> Prompt:
         """Decode, parse, tokenise and check a prompt; what is wrong becomes its `error`."""
-        text = None
+        text, where = None, self._source.where(line)
         try:
             content = line.content
             if isinstance(content, bytes):
@@ -171,8 +173,8 @@ class Preparation:
                 ids = content
             self._check(ids)
         except UsageError as error:
-            return Prompt((), text, f"{self._source.where(line)}: {error}")
-        return Prompt(ids, text)
+            return Prompt((), text, f"{where}: {error}", where)
+        return Prompt(ids, text, None, where)
 
     def _parse(self, line: bytes) -> str | tuple[int, ...]:
         if len(line) > MAX_LINE_BYTES:

@@ -1,12 +1,13 @@
 """A session: one Plan bound to one back end, and the generate loop. It knows ids, not text."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from clocher_kernels.errors import OutOfMemory, UsageError
+from clocher_kernels.errors import NonFinite, OutOfMemory, UsageError
+from clocher_kernels.ops.sampling import NO_TOKEN
 from clocher_kernels.plan import Plan
 from clocher_runtime.backends import (
     ACTIVATIONS,
@@ -17,10 +18,12 @@ from clocher_runtime.backends import (
     default_act_prec,
     make_executor,
 )
+from clocher_runtime.chunks import chunks
 from clocher_runtime.models.build import build_plan, page_table
 from clocher_runtime.models.inventory import SCOPES, in_scope
 from clocher_runtime.models.load import Model
 from clocher_runtime.models.rewrite import INTEGER_PRODUCTS, quantize_activations
+from clocher_runtime.nonfinite import explain
 from clocher_runtime.probes import Touch
 from clocher_runtime.timing import TimedWindow
 from clocher_runtime.tuning import Tuning
@@ -160,8 +163,7 @@ class Session:
         context = min(longest, DEFAULT_CONTEXT) if context is None else context
         if not 1 <= context <= longest:
             raise UsageError(f"context is {context}; this model takes 1 to {longest}")
-        self.model, self.batch, self.context = model, batch, context
-        self.kv_dtype = kv_dtype
+        self.model, self.batch, self.context, self.kv_dtype = model, batch, context, kv_dtype
         self._chunk = max(chunk, batch)
         plan = build_plan(
             model.spec,
@@ -193,7 +195,7 @@ class Session:
         self._scope_is_kept = backend == "cpu" and packed <= scope
         self._inputs = {b: self._executor.array(b) for b in _INPUTS}
         self._inputs["pages"][...] = page_table(batch, self._inputs["pages"].shape[1])
-        self._all_logits = all_logits
+        self._all_logits, self._is_warm = all_logits, False
         self.kv_hits = self.kv_misses = 0
 
     @property
@@ -214,6 +216,7 @@ class Session:
 
     def warm(self) -> None:
         """Run one step, so that every kernel is compiled and loaded."""
+        self._is_warm = True
         self._executor.warm()
         self._set_sampling(Sampling())
         self._stage([0], [0], [0], [0], [0])
@@ -261,19 +264,21 @@ class Session:
 
         Raises:
             UsageError: too many prompts, an empty or too long one, or an id that is no token.
+            NonFinite: a step gave logits that are NaN or infinite.
         """
         self._check(prompts, max_new)
         stop = frozenset(self.model.spec.eos_ids) if stop_ids is None else stop_ids
         span = window.span if window is not None else _no_span
         self._set_sampling(sampling or Sampling())
+        if self._is_warm:  # another temperature may need more
+            self._executor.warm()
         sequences = [
             _Sequence(slot, len(p), min(max_new, self.context - len(p)))
             for slot, p in enumerate(prompts)
         ]
         active: list[_Sequence] = []
         with self._executor.running():
-            for slots, positions, ids in self._chunks(prompts):
-                ends = [i for i, p in enumerate(positions) if p == len(prompts[slots[i]]) - 1]
+            for slots, positions, ids, ends in chunks(prompts, self._chunk):
                 with span("prefill", len(ids)):
                     self._stage(ids, slots, positions, ends, [0] * len(ends))
                     self._executor.step(len(ids), len(ends))
@@ -281,6 +286,8 @@ class Session:
                         after_token(len(ends))
                 self._count(positions)
                 sampled = self._sampled(len(ends))
+                if NO_TOKEN in sampled:
+                    raise self._fault(self._again(prompts))
                 for row, i in enumerate(ends):
                     sequence = sequences[slots[i]]
                     token = sequence.take(sampled[row], stop, row)
@@ -298,6 +305,8 @@ class Session:
                     if after_token is not None:
                         after_token(count)
                     sampled = self._sampled(count)
+                if NO_TOKEN in sampled:
+                    raise self._fault([self._stage_decode(active)])
                 tokens = [
                     s.take(i, stop, row)
                     for row, (s, i) in enumerate(zip(active, sampled, strict=True))
@@ -336,6 +345,7 @@ class Session:
 
         Raises:
             UsageError: the session was not made with `all_logits`, or an id is no token.
+            NonFinite: a logit is NaN or infinite.
         """
         if not self._all_logits:
             raise UsageError("logits: make the session with all_logits=True")
@@ -343,25 +353,23 @@ class Session:
         self._set_sampling(Sampling())
         out = np.empty((len(ids), self.model.spec.vocab_size), np.float32)
         with self._executor.running():
-            for slots, positions, tokens in self._chunks([ids]):
+            for slots, positions, tokens, _ in chunks([ids], self._chunk):
                 count = len(tokens)
-                self._stage(tokens, slots, positions, list(range(count)), [0] * count)
+                self._stage(tokens, slots, positions, range(count), [0] * count)
                 self._executor.step(count, count)
+                if NO_TOKEN in self._sampled(count):
+                    raise self._fault(self._again([ids]))
                 out[positions[0] : positions[0] + count] = self._executor.fetch("logits", count)
         return out
 
-    def _chunks(
-        self, prompts: Sequence[Sequence[int]]
-    ) -> Iterator[tuple[list[int], list[int], list[int]]]:
-        """Cut all prompts, one after another, into steps: slots, positions and ids of each."""
-        flat = [
-            (slot, position, token)
-            for slot, prompt in enumerate(prompts)
-            for position, token in enumerate(prompt)
-        ]
-        for start in range(0, len(flat), self._chunk):
-            slots, positions, ids = zip(*flat[start : start + self._chunk], strict=True)
-            yield list(slots), list(positions), list(ids)
+    def _again(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+        """Stage the prompts again, step by step; yield counts of tokens and output rows."""
+        for slots, positions, ids, ends in chunks(prompts, self._chunk):
+            rows = range(len(ids)) if self._all_logits else ends
+            yield self._stage(ids, slots, positions, rows, [0] * len(rows))
+
+    def _fault(self, steps: Iterable[tuple[int, int]]) -> NonFinite:
+        return explain(self._executor, self.model.weights, self.act_prec, steps)
 
     def _stage(
         self,
@@ -370,8 +378,8 @@ class Session:
         positions: Sequence[int],
         rows: Sequence[int],
         draws: Sequence[int],
-    ) -> None:
-        """Write the inputs of a step of causal tokens."""
+    ) -> tuple[int, int]:
+        """Write the inputs of a step of causal tokens; return its tokens and output rows."""
         count = len(ids)
         inputs = self._inputs
         inputs["ids"][:count] = ids
@@ -381,15 +389,16 @@ class Session:
         inputs["rows"][: len(rows)] = rows
         inputs["draws"][: len(rows)] = draws
         self._executor.upload()
+        return count, len(rows)
 
     def _sampled(self, count: int) -> list[int]:
         """Return the token ids that the last step drew."""
         ids: list[int] = self._executor.fetch("sampled", count).tolist() if count else []
         return ids
 
-    def _stage_decode(self, active: Sequence[_Sequence]) -> None:
+    def _stage_decode(self, active: Sequence[_Sequence]) -> tuple[int, int]:
         """Write the inputs of the next decode steps; the Plan itself then steps them on."""
-        self._stage(
+        return self._stage(
             [s.token for s in active],
             [s.slot for s in active],
             [s.position for s in active],

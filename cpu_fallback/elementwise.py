@@ -55,6 +55,12 @@ def _square_sum(x, d):
     return hsum(add(add(a, b), add(c, e)))
 
 
+@device
+def _or_nan(x):
+    """Return x, NaN where it is infinite."""
+    return fma(x, zero(), x)
+
+
 @kernel
 def rms_norm(rec, ctl, rank, size, scratch):
     """Normalise groups of D values; each thread has a range of groups.
@@ -67,7 +73,8 @@ def rms_norm(rec, ctl, rank, size, scratch):
     for group in range(first, last):
         x, y = field(rec, 3) + 4 * group * d, field(rec, 5) + 4 * group * d
         mean = _square_sum(x, d) / np.float32(d) + field_f32(rec, 6)
-        inverse = div(splat(np.float32(1)), sqrt(splat(mean)))
+        # Squares that overflow must not become zeros: infinity minus itself is NaN.
+        inverse = div(splat(np.float32(1)), sqrt(splat(mean + (mean - mean))))
         for i in range(0, d - 15, 16):
             normal = mul(load_f32(x + 4 * i), inverse)
             store_f32(y + 4 * i, mul(normal, load_f32(weight + 4 * i)))
@@ -81,6 +88,8 @@ def rms_norm(rec, ctl, rank, size, scratch):
 def rope(rec, ctl, rank, size, scratch):
     """Rotate the halves of heads in place; each thread has a range of (token, head).
 
+    Infinity becomes NaN: as a score it could hide a key, or the query.
+
     Fields: M, heads, half a head P, x, positions, cos, sin.
     """
     heads, half = field(rec, 1), field(rec, 2)
@@ -91,14 +100,14 @@ def rope(rec, ctl, rank, size, scratch):
         low = field(rec, 3) + 8 * unit * half
         high = low + 4 * half
         for i in range(0, half - 15, 16):
-            x, y = load_f32(low + 4 * i), load_f32(high + 4 * i)
+            x, y = _or_nan(load_f32(low + 4 * i)), _or_nan(load_f32(high + 4 * i))
             c, s = load_f32(cos + 4 * i), load_f32(sin + 4 * i)
             store_f32(low + 4 * i, fma(x, c, neg(mul(y, s))))
             store_f32(high + 4 * i, fma(y, c, mul(x, s)))
         i = half & -16
         n = half - i
         if n:
-            x, y = load_f32_n(low + 4 * i, n), load_f32_n(high + 4 * i, n)
+            x, y = _or_nan(load_f32_n(low + 4 * i, n)), _or_nan(load_f32_n(high + 4 * i, n))
             c, s = load_f32_n(cos + 4 * i, n), load_f32_n(sin + 4 * i, n)
             store_f32_n(low + 4 * i, fma(x, c, neg(mul(y, s))), n)
             store_f32_n(high + 4 * i, fma(y, c, mul(x, s)), n)
@@ -111,7 +120,7 @@ def _silu(x):
 
 @device
 def _relu2(x):
-    positive = maximum(zero(), x)
+    positive = maximum(zero(), _or_nan(x))  # of minus infinity it would be zero
     return mul(positive, positive)
 
 
@@ -174,7 +183,8 @@ def _next_largest(x, count, value, index):
 def topk_softmax(rec, ctl, rank, size, scratch):
     """Choose the A largest of E logits and softmax over them; each thread has a range of tokens.
 
-    Logits that are NaN are not chosen; if too few others are left, expert 0 is chosen again.
+    Logits that are NaN are not chosen; if too few others are left, expert 0 is chosen again. All
+    weights are then NaN.
 
     Fields: M, E, A, logits, ids, weights.
     """
@@ -194,6 +204,10 @@ def topk_softmax(rec, ctl, rank, size, scratch):
             total += weight
             write_i32(ids + 4 * i, index)
             write_f32(weights + 4 * i, weight)
+        for i in range(e):
+            logit = read_f32(logits + 4 * i)
+            if logit != logit:
+                total = logit
         for i in range(a):
             write_f32(weights + 4 * i, read_f32(weights + 4 * i) / total)
 

@@ -3,7 +3,9 @@
 A line is the D values of one (page, head, cell), numbered as the planes [P, H, T, D] and [P, H, T]
 lie in memory. A KV dtype is a pair of kernels that others call by address:
 
-    writer(source, plane, scales, line, d)                  fp32 values -> one line
+    writer(source, plane, scales, line, d)                  fp32 values -> one line; bf16, fp16
+                                                            and fp8 saturate, and what is not
+                                                            finite becomes NaN (i8: its scale)
     reader(plane, lines, count, d, panel)                   lines -> fp32 rows, without scales
 
 A reader fills rows that are `padded(d)` values apart; what is beyond d is zero.
@@ -16,7 +18,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from clocher_kernels.dtypes import STORAGE
+from clocher_kernels.dtypes import LARGEST, STORAGE
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from cpu_fallback.bind import BoundCall, counted, share
 from cpu_fallback.jit import Kernel, device, kernel
@@ -54,7 +56,9 @@ from cpu_fallback.narrow import (
 from cpu_fallback.simd import (
     absolute,
     div,
+    fma,
     hmax,
+    hsum,
     maximum,
     minimum,
     rint,
@@ -67,6 +71,8 @@ from cpu_fallback.tape import Launch
 from cpu_fallback.vector import i64, op, void
 
 _I64, _VOID = ir.IntType(64), ir.VoidType()
+_LARGEST_BF16, _LARGEST_F16 = np.float32(LARGEST["bf16"]), np.float32(LARGEST["f16"])
+_LARGEST_E4M3, _LARGEST_E5M2 = np.float32(LARGEST["e4m3"]), np.float32(LARGEST["e5m2"])
 
 
 @device
@@ -128,13 +134,19 @@ def _read_f32(plane, lines, count, d, panel):
 
 
 @device
+def _saturated(x, largest):
+    """Return x within the largest value of a type, NaN where it is not finite."""
+    return fma(x, zero(), minimum(maximum(x, splat(-largest)), splat(largest)))
+
+
+@device
 def _put_bf16(address, x):
-    store_u16(address, to_bf16(x))
+    store_u16(address, to_bf16(_saturated(x, _LARGEST_BF16)))
 
 
 @device
 def _put_bf16_n(address, x, n):
-    store_u16_n(address, to_bf16(x), n)
+    store_u16_n(address, to_bf16(_saturated(x, _LARGEST_BF16)), n)
 
 
 @device
@@ -157,12 +169,12 @@ def _read_bf16(plane, lines, count, d, panel):
 
 @device
 def _put_f16(address, x):
-    store_u16(address, to_f16(x))
+    store_u16(address, to_f16(_saturated(x, _LARGEST_F16)))
 
 
 @device
 def _put_f16_n(address, x, n):
-    store_u16_n(address, to_f16(x), n)
+    store_u16_n(address, to_f16(_saturated(x, _LARGEST_F16)), n)
 
 
 @device
@@ -185,12 +197,12 @@ def _read_f16(plane, lines, count, d, panel):
 
 @device
 def _put_e4m3(address, x):
-    store_u8(address, to_e4m3(x))
+    store_u8(address, to_e4m3(_saturated(x, _LARGEST_E4M3)))
 
 
 @device
 def _put_e4m3_n(address, x, n):
-    store_u8_n(address, to_e4m3(x), n)
+    store_u8_n(address, to_e4m3(_saturated(x, _LARGEST_E4M3)), n)
 
 
 @device
@@ -213,12 +225,12 @@ def _read_e4m3(plane, lines, count, d, panel):
 
 @device
 def _put_e5m2(address, x):
-    store_u8(address, to_e5m2(x))
+    store_u8(address, to_e5m2(_saturated(x, _LARGEST_E5M2)))
 
 
 @device
 def _put_e5m2_n(address, x, n):
-    store_u8_n(address, to_e5m2(x), n)
+    store_u8_n(address, to_e5m2(_saturated(x, _LARGEST_E5M2)), n)
 
 
 @device
@@ -256,15 +268,17 @@ def _get_i8_n(address, n):
 
 
 def _write_i8(source, plane, scales, line, d):
-    largest, tail = zero(), d & -16
+    largest, odd, tail = zero(), zero(), d & -16
     for i in range(0, tail, 16):
-        largest = maximum(absolute(load_f32(source + 4 * i)), largest)
+        x = load_f32(source + 4 * i)
+        largest, odd = maximum(absolute(x), largest), fma(x, zero(), odd)
     if tail < d:
-        largest = maximum(absolute(load_f32_n(source + 4 * tail, d - tail)), largest)
+        x = load_f32_n(source + 4 * tail, d - tail)
+        largest, odd = maximum(absolute(x), largest), fma(x, zero(), odd)
     scale = np.float32(1)
     if hmax(largest) > np.float32(0):
         scale = hmax(largest) / np.float32(127)
-    write_f32(scales + 4 * line, scale)
+    write_f32(scales + 4 * line, scale + hsum(odd))
     step, target = splat(scale), plane + line * d
     for i in range(0, tail, 16):
         store_u8(target + i, _code(load_f32(source + 4 * i), step))

@@ -22,7 +22,7 @@ from cpu_fallback.memory import (
     write_i64,
 )
 from cpu_fallback.product import SCRATCH, SUMS, TOKENS, XS, multiply
-from cpu_fallback.simd import add, div, exp, maximum, minimum, mul, neg, splat
+from cpu_fallback.simd import add, div, exp, maximum, minimum, mul, neg, splat, zero
 from cpu_fallback.stream import weight_fields
 from cpu_fallback.tape import Launch
 from cpu_fallback.vector import F32, op, pick
@@ -69,10 +69,14 @@ def _odds(b, x):
 
 @device
 def _swiglu(sums, limit, alpha):
-    """Return (clamp(up) + 1) * g * sigmoid(alpha g) of 8 (gate, up) pairs, g = min(gate, limit)."""
-    top = splat(limit)
+    """Return (clamp(up) + 1) * g * sigmoid(alpha g) of 8 (gate, up) pairs, g = min(gate, limit).
+
+    A pair with NaN or infinity gives NaN, which clamping alone would hide.
+    """
+    top, odd = splat(limit), mul(sums, zero())
     gate = minimum(_evens(sums), top)
     up = minimum(maximum(_odds(sums), neg(top)), top)
+    up = add(up, add(_evens(odd), _odds(odd)))
     one = splat(np.float32(1))
     return div(mul(add(up, one), gate), add(exp(neg(mul(splat(alpha), gate))), one))
 

@@ -64,7 +64,7 @@ class Team:
         self._adaptive = adaptive and threads > 1
         self._placement = placement or Placement()
         tapes = [words] * threads if isinstance(words, np.ndarray) else list(words)
-        addresses = np.array([each.ctypes.data for each in tapes], np.int64)
+        addresses = self._tapes = np.array([each.ctypes.data for each in tapes], np.int64)
         scratch = -(-max(scratch, 1) // _LINE) * _LINE
         self._scratch = aligned(threads * scratch)
         self._control = aligned(8 * (sync.LOST + sync.LINE * threads)).view(np.int64)
@@ -98,6 +98,13 @@ class Team:
         self._lead(self._address, tokens, rows, pace.active)
         if self._adaptive:
             pace.stepped((tokens, rows), int(self._control[sync.STEP_NS]), self._lost)
+
+    def execute(self, words: np.ndarray, tokens: int, rows: int) -> None:
+        """Execute another tape once, one of launches of the team's own. Only inside `running`."""
+        own = self._tapes.copy()
+        self._tapes[...] = words.ctypes.data
+        self._lead(self._address, tokens, rows, self.pace.active)
+        self._tapes[...] = own
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ Kernels are stood in for by the NumPy references, run launch by launch on CPU te
 is tested is the executor's own work. The kernels have their own tests.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -80,7 +80,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
         assert name == "cuda"
         return CudaExecutor(plan, weights, activations="f32", device=INTERPRETER)
 
-    monkeypatch.setattr(executor_module, "LOWER", {op: lower(op) for op in OPS})
+    for table in ("LOWER", "LOWER_GREEDY"):
+        monkeypatch.setattr(executor_module, table, {op: lower(op) for op in OPS})
     monkeypatch.setattr(prepack, "REARRANGE", {})
     monkeypatch.setattr(graph, "CONTEXT_CELLS", (64,))
     monkeypatch.setattr(session_module, "make_executor", make)
@@ -137,7 +138,7 @@ def test_pages_are_cut_to_the_context_bucket(log: list[tuple[str, int]]) -> None
     executor = session._executor
     assert isinstance(executor, CudaExecutor)
     lower = executor.lower
-    executor.lower = lambda key: (seen.append(key), lower(key))[1]  # type: ignore[method-assign]
+    executor.lower = lambda key, greedy: (seen.append(key), lower(key, greedy))[1]  # type: ignore[method-assign]
     list(session.generate([list(range(1, 60))], 12, stop_ids=frozenset()))
     assert [key for key in seen if key[0] == 1] == [(1, 1, 64), (1, 1, 128)]
     pages = [
@@ -158,9 +159,37 @@ def test_a_warm_session_captures_nothing_in_the_window(log: list[tuple[str, int]
     cold.close()
     warm = Session(model(), backend="cuda", context=96, chunk=32)
     warm.warm()
-    tokens = list(warm.generate([list(range(1, 60))], 12, stop_ids=frozenset(), window=window))
-    assert len(tokens) == 12
+    for sampling in (Sampling(), Sampling(temperature=0.7), Sampling()):
+        prompts = [list(range(1, 60))]
+        tokens = list(warm.generate(prompts, 12, sampling, frozenset(), window=window))
+        assert len(tokens) == 12
     warm.close()
+
+
+def test_greedy_steps_launch_nothing_that_only_draws_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(name: str, plan: Plan, weights: Mapping[str, Any], *rest: object) -> CudaExecutor:
+        return CudaExecutor(plan, weights, device=INTERPRETER)
+
+    monkeypatch.setattr(session_module, "make_executor", make)
+    captured: list[list[str]] = []
+
+    def capture(launches: Sequence[Launch], stream: object) -> Callable[[], None]:
+        captured.append([launch.kernel.fn.__name__ for launch in launches])
+        return lambda: None
+
+    monkeypatch.setattr(executor_module, "capture", capture)
+    session = Session(model(), backend="cuda", context=64, chunk=8)
+    session.warm()
+    greedy = [names for names in captured if "_advance" in names]
+    captured.clear()
+    list(session.generate([[5]], 1, Sampling(temperature=0.7)))
+    drawn = [names for names in captured if "_advance" in names]
+    session.close()
+    own = ("_largest", "_fill_bins", "_cut", "_draw", "_advance")
+    assert {tuple(n for n in names if n in own) for names in greedy} == {("_largest", "_advance")}
+    assert {tuple(n for n in names if n in own) for names in drawn} == {own}
+    assert len(greedy) == len(drawn)
+    assert all(len(b) - len(a) == 3 for a, b in zip(greedy, drawn, strict=True))
 
 
 def test_prefill_without_output_rows_skips_the_head(log: list[tuple[str, int]]) -> None:
@@ -186,7 +215,7 @@ def test_activations_are_narrow_and_the_residual_stream_is_not() -> None:
     types = activation_types(session._executor.plan, "f16")
     session.close()
     assert types["h"] == types["logits"] == types["router"] == "f32"
-    assert types["x"] == types["gated"] == "f16"
+    assert types["x"] == types["gated"] == types["last.normed"] == "f16"
 
 
 def test_memory_is_checked_before_it_is_taken() -> None:

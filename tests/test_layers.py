@@ -23,14 +23,16 @@ LAYERS: dict[int, str] = {
         clocher_kernels.formats.* clocher_kernels.quant_tensor""",
     1: "clocher_kernels.plan clocher_kernels.ops.* clocher_kernels.reference",
     2: "cpu_fallback.* clocher_kernels.cuda.*",
-    3: """clocher_runtime.backends clocher_runtime.models.* clocher_runtime.weights.*
+    3: """clocher_runtime.backends clocher_runtime.chunks
+        clocher_runtime.models.* clocher_runtime.weights.*
         clocher_runtime.tokenizer clocher_runtime.chat_template clocher_runtime.config
         clocher_runtime.config_file
         clocher_runtime.env clocher_runtime.settings clocher_runtime.values
         clocher_runtime.exit_codes clocher_runtime.timing clocher_runtime.metrics
         clocher_runtime.probes clocher_runtime.topology clocher_runtime.tuning
         clocher_runtime.trace clocher_runtime.jsonl_writer clocher_runtime.reservoir""",
-    4: """clocher_runtime.session clocher_runtime.stub clocher_runtime.perplexity
+    4: """clocher_runtime.nonfinite clocher_runtime.session clocher_runtime.stub
+        clocher_runtime.perplexity
         clocher_runtime.quantize clocher_runtime.quantize.*""",
     5: """clocher_runtime clocher_runtime.api clocher_runtime.model_choice clocher_runtime.engine
         clocher_runtime.prompts clocher_runtime.prompt_pipeline clocher_runtime.completions

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from clocher_kernels.cuda.codes import to_f32, unit
+from clocher_kernels.cuda.finite import as_activation, or_nan
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.pdl import start
 from clocher_kernels.cuda.tensors import DeviceTensor
@@ -38,8 +39,9 @@ def _rms_norm(
     start(PDL)
     value = tl.load(x + row * X_ROW + group * SIZE + at, inside, other=0.0).to(tl.float32)
     mean_square = tl.sum(value * value) / SIZE
-    value = value * (1.0 / tl.sqrt(mean_square + EPS)) * factor
-    tl.store(y + row * Y_ROW + group * SIZE + at, value.to(y.dtype.element_ty), inside)
+    # Squares that overflow must not become zeros.
+    value = value * (1.0 / tl.sqrt(or_nan(mean_square) + EPS)) * factor
+    tl.store(y + row * Y_ROW + group * SIZE + at, as_activation(value, y), inside)
 
 
 def rms_norm(
@@ -84,8 +86,8 @@ def _rope(
     c = tl.load(cos + angle, inside, other=0.0)
     s = tl.load(sin + angle, inside, other=0.0)
     first = x + row * X_ROW + head * (2 * HALF) + at
-    a = tl.load(first, inside, other=0.0).to(tl.float32)
-    b = tl.load(first + HALF, inside, other=0.0).to(tl.float32)
+    a = or_nan(tl.load(first, inside, other=0.0).to(tl.float32))
+    b = or_nan(tl.load(first + HALF, inside, other=0.0).to(tl.float32))
     tl.store(first, (a * c - b * s).to(x.dtype.element_ty), inside)
     tl.store(first + HALF, (b * c + a * s).to(x.dtype.element_ty), inside)
 
@@ -130,14 +132,14 @@ def _glu(
     row = tl.program_id(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < SIZE
-    g = tl.load(gate + row * GATE_ROW + at, inside, other=0.0).to(tl.float32)
+    g = or_nan(tl.load(gate + row * GATE_ROW + at, inside, other=0.0).to(tl.float32))
     u = tl.load(up + row * UP_ROW + at, inside, other=0.0).to(tl.float32)
     if ACT == "relu2":
-        g = tl.maximum(g, 0.0)
+        g = tl.where(g < 0, 0.0, g)  # a maximum would lose NaN
         g = g * g
     else:
         g = g / (1.0 + tl.exp(-g))
-    tl.store(y + row * Y_ROW + at, (g * u).to(y.dtype.element_ty), inside)
+    tl.store(y + row * Y_ROW + at, as_activation(g * u, y), inside)
 
 
 def glu(

@@ -1,6 +1,6 @@
 """The CUDA executor: bind a Plan once, then replay one CUDA graph per step."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
@@ -14,8 +14,8 @@ from clocher_kernels.cuda.graph import (
     row_buckets,
     token_buckets,
 )
-from clocher_kernels.cuda.launch import Device, Launch, current_device
-from clocher_kernels.cuda.lowering import LOWER
+from clocher_kernels.cuda.launch import Device, Launch, current_device, execute
+from clocher_kernels.cuda.lowering import LOWER, LOWER_GREEDY
 from clocher_kernels.cuda.raw_module import DeviceWorkTouch
 from clocher_kernels.cuda.tensors import DeviceTensor, as_torch
 from clocher_kernels.cuda.upload import Progress, Weight, check_memory, host_bytes, place
@@ -24,6 +24,7 @@ from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.plan import Call, Plan
 
 Key = tuple[int, int, int]
+"""Tokens, output rows and cache cells that a step is captured for."""
 
 
 class CudaExecutor:
@@ -66,8 +67,9 @@ class CudaExecutor:
         self._token_buckets = token_buckets(plan.tokens, plan.rows)
         self._page_cells, cells = _cache_cells(plan)
         self._context_buckets = context_buckets(cells)
-        self._graphs: dict[Key, Callable[[], None]] = {}
+        self._graphs: dict[tuple[Key, bool], Callable[[], None]] = {}
         self._longest = 0
+        self._greedy = True
         self._fresh = False
         types = activation_types(plan, activations)
         needed = {name: weights[name] for name in plan.weights}
@@ -107,6 +109,27 @@ class CudaExecutor:
         Raises:
             ShapeError: more than the Plan's capacity.
         """
+        key = self._key(tokens, rows)
+        if key not in self._graphs:
+            self._prepare(*key)
+        self._graphs[key]()
+        self._longest += 1 if rows else 0
+
+    def walk(self, tokens: int, rows: int) -> Generator[Call, None, None]:
+        """Execute a step call by call, without a graph, and yield each that was executed."""
+        for call, launches in self._lowered(*self._key(tokens, rows)):
+            with self._on_stream():
+                execute(launches)
+            yield call
+
+    def peek(self, name: str, count: int) -> np.ndarray:
+        """Return the first rows of a buffer as they are now, fp32."""
+        self.synchronize()
+        values: np.ndarray = self._values[name][:count].float().cpu().numpy()
+        return values
+
+    def _key(self, tokens: int, rows: int) -> tuple[Key, bool]:
+        """Return the bucket of a step, filled up, and whether its rows are all greedy."""
         if not (0 < tokens <= self.plan.tokens and 0 <= rows <= self.plan.rows):
             raise ShapeError(
                 f"a step of {tokens} tokens and {rows} rows; the Plan has room for "
@@ -117,12 +140,10 @@ class CudaExecutor:
         if self._fresh:
             self._fill_up(tokens, wide, rows, high)
             self._longest = _longest(self._inputs.host, tokens)
+            self._greedy = self._is_greedy(high)
             self._fresh = False
-        key = wide, high, bucket(self._longest, self._context_buckets)
-        if key not in self._graphs:
-            self._prepare(key)
-        self._graphs[key]()
-        self._longest += 1 if rows else 0
+        cells = bucket(self._longest, self._context_buckets)
+        return (wide, high, cells), self._greedy or not rows
 
     def fetch(self, name: str, count: int) -> np.ndarray:
         """Return the first rows of an output buffer, after the steps so far.
@@ -141,12 +162,13 @@ class CudaExecutor:
             self._stream.synchronize()
 
     def warm(self) -> None:
-        """Compile every kernel and capture every graph."""
+        """Compile every kernel and capture every graph that rows of their temperature need."""
         for wide in self._token_buckets:
             for high in row_buckets(wide, self.plan.rows):
+                greedy = self._is_greedy(high)
                 for cells in self._context_buckets:
-                    if (wide, high, cells) not in self._graphs:
-                        self._prepare((wide, high, cells))
+                    if ((wide, high, cells), greedy) not in self._graphs:
+                        self._prepare((wide, high, cells), greedy)
 
     def work_touch(self, bytes_per_token: int, stride: int) -> "StreamTouch":
         """Return a work-touch of the weights in device memory, on the steps' stream."""
@@ -168,10 +190,18 @@ class CudaExecutor:
         self._values.clear()
         self._pinned.clear()
 
-    def lower(self, key: Key) -> list[Launch]:
-        """Return the launches of a step of (tokens, output rows, cache cells)."""
+    def lower(self, key: Key, greedy: bool = False) -> list[Launch]:
+        """Return the launches of a step.
+
+        Args:
+            key: tokens, output rows, cache cells.
+            greedy: all rows have temperature 0; what others need is left out.
+        """
+        return [launch for _, launches in self._lowered(key, greedy) for launch in launches]
+
+    def _lowered(self, key: Key, greedy: bool) -> Generator[tuple[Call, list[Launch]], None, None]:
         tokens, rows, cells = key
-        launches: list[Launch] = []
+        table = LOWER_GREEDY if greedy else LOWER
         for call in self.plan.calls:
             if rows == 0 and self._follows_rows(call):
                 continue
@@ -189,15 +219,18 @@ class CudaExecutor:
                 elif name == "pages":
                     value = value[:, : -(-cells // self._page_cells)]
                 arguments[param] = value
-            launches += LOWER[call.op](**arguments, **call.attrs, device=self.device)
-        return launches
+            yield call, table[call.op](**arguments, **call.attrs, device=self.device)
 
-    def _prepare(self, key: Key) -> None:
+    def _is_greedy(self, rows: int) -> bool:
+        temperature = self._inputs.host.get("temperature")
+        return temperature is not None and not temperature[:rows].any()
+
+    def _prepare(self, key: Key, greedy: bool) -> None:
         refuse_in_window("capture a CUDA graph")
         with self._out_of_memory(), self._on_stream():
             # The launches run once before they are captured; what they step on is put back.
             kept = {name: t.clone() for name, t in self._inputs.tensors.items()}
-            self._graphs[key] = capture(self.lower(key), self._stream)
+            self._graphs[key, greedy] = capture(self.lower(key, greedy), self._stream)
             for name, tensor in kept.items():
                 self._inputs.tensors[name].copy_(tensor)
 

@@ -8,8 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+from clocher_kernels.cuda.finite import or_nan, saturated
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.pdl import start
+from clocher_kernels.dtypes import LARGEST
 
 
 @triton.jit
@@ -64,17 +66,21 @@ def narrow(x, KV: tl.constexpr):
 
 
 @triton.jit
-def _append(x, cache, scale, cell, dim, KV: tl.constexpr, DIM: tl.constexpr):
+def _append(x, cache, scale, cell, dim, KV: tl.constexpr, LARGEST: tl.constexpr, DIM: tl.constexpr):
     """Write one head of one token into its cell."""
     value = tl.load(x + dim, dim < DIM, other=0.0).to(tl.float32)
     if KV == "i8":
+        odd = tl.max((or_nan(value) != value).to(tl.int32)) > 0
+        value = tl.where(odd, 0.0, value)
         absmax = tl.max(tl.abs(value))
         step = tl.where(absmax > 0, tl.div_rn(absmax, 127.0), 1.0)
-        tl.store(scale + cell, step)
+        tl.store(scale + cell, tl.where(odd, float("nan"), step))
         # Adding 1.5 * 2^23 rounds to an integer, ties to even.
         steps = (tl.div_rn(value, step + tl.zeros_like(value)) + 12582912.0) - 12582912.0
         tl.store(cache + cell * DIM + dim, steps.to(tl.int8), dim < DIM)
     else:
+        if KV != "f32":
+            value = saturated(value, LARGEST)
         tl.store(cache + cell * DIM + dim, narrow(value, KV), dim < DIM)
 
 
@@ -99,6 +105,7 @@ def _kv_append(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     KV: tl.constexpr,
+    LARGEST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start(PDL)
@@ -110,8 +117,8 @@ def _kv_append(
     page = tl.load(pages + tl.load(slots + token) * PAGES_ROW + cell // PAGE).to(tl.int64)
     at = (page * HEADS + head) * PAGE + cell % PAGE
     dim = tl.arange(0, BLOCK)
-    _append(k + token * K_ROW + head * DIM, k_cache, k_scale, at, dim, KV, DIM)
-    _append(v + token * V_ROW + head * DIM, v_cache, v_scale, at, dim, KV, DIM)
+    _append(k + token * K_ROW + head * DIM, k_cache, k_scale, at, dim, KV, LARGEST, DIM)
+    _append(v + token * V_ROW + head * DIM, v_cache, v_scale, at, dim, KV, LARGEST, DIM)
 
 
 def kv_append(
@@ -141,6 +148,7 @@ def kv_append(
         "DIM": dim,
         "BLOCK": triton.next_power_of_2(dim),
         "KV": kv_dtype,
+        "LARGEST": LARGEST.get(kv_dtype, 0.0),
         "PDL": device.pdl,
     }
     args = {

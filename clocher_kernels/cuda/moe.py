@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from clocher_kernels.cuda.dots import to_scale
+from clocher_kernels.cuda.finite import as_activation, or_nan
 from clocher_kernels.cuda.gemv_bits import add_lanes, rows_of, stream_rows
 from clocher_kernels.cuda.launch import Arg, Device, Launch
 from clocher_kernels.cuda.pdl import start
@@ -30,6 +31,7 @@ def _topk_softmax(
     choice = tl.arange(0, BA)
     start(PDL)
     left = tl.load(logits + m * E + expert, expert < E, other=0.0).to(tl.float32)
+    odd = tl.max((left != left).to(tl.int32), axis=0) > 0
     left = tl.where(expert < E, left, float("-inf"))
     chosen = tl.zeros((BA,), tl.int32)
     values = tl.full((BA,), float("-inf"), tl.float32)
@@ -40,7 +42,7 @@ def _topk_softmax(
         chosen = tl.where(choice == a, first, chosen)
         values = tl.where(choice == a, largest, values)
         left = tl.where(expert == first, float("-inf"), left)
-    exps = tl.exp(values - tl.max(values, axis=0))
+    exps = tl.where(odd, float("nan"), tl.exp(values - tl.max(values, axis=0)))
     at = m * A + choice
     tl.store(ids + at, chosen, choice < A)
     tl.store(weights + at, exps / tl.sum(exps, axis=0), choice < A)
@@ -100,13 +102,15 @@ def _gate_up(
         h *= to_scale(tl.load(scales + at, inside, other=0), FORMAT)
     if bias is not None:
         h += tl.load(bias + expert * N + n, inside, other=0.0)
-    gate, up = tl.split(h.reshape(L // BV, R // 2, 2))
+    gate, up = tl.split(or_nan(h).reshape(L // BV, R // 2, 2))
+    odd = (gate != gate) | (up != up)
     gate = tl.minimum(gate, LIMIT)
     up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
     hidden = (up + 1.0) * gate / (1.0 + tl.exp(-ALPHA * gate))
+    hidden = tl.where(odd, float("nan"), hidden)  # clamping lost it
     i = rows_of(first // 2, L // BV, 1, R // 2)
     at = pair.to(tl.int64) * (N // 2) + i
-    tl.store(y + at, hidden.to(y.dtype.element_ty), i < N // 2)
+    tl.store(y + at, as_activation(hidden, y), i < N // 2)
 
 
 @triton.jit

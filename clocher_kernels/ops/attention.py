@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from clocher_kernels.dtypes import STORAGE, from_f32, to_f32
+from clocher_kernels.dtypes import LARGEST, STORAGE, from_f32, to_f32
 from clocher_kernels.ops.contract import EXACT, Case, Cost, OpSpec, Param, Tolerance, Value
 from clocher_kernels.plan import Attr
 
@@ -67,8 +67,9 @@ def kv_append(
         pages: [S, B] i32.
         k_cache: [P, H, T, D], updated.
         v_cache: [P, H, T, D], updated.
-        kv_dtype: f32, bf16, f16, e4m3, e5m2 (round to nearest even, fp8 saturates), or i8: codes
-            clamp(rint(x / scale), -127, 127) with scale = absmax / 127 of the head (1 if all zero).
+        kv_dtype: f32, bf16, f16, e4m3, e5m2 (round to nearest even; those below 32 bits saturate,
+            and NaN and infinity become NaN), or i8: codes clamp(rint(x / scale), -127, 127) with
+            scale = absmax / 127 of the head, 1 if all are zero, NaN if one is not finite.
         k_scale: [P, H, T] fp32, updated; i8 only.
         v_scale: [P, H, T] fp32, updated; i8 only.
     """
@@ -79,12 +80,21 @@ def kv_append(
         for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
             row = x[m].reshape(heads, dim)
             if scale is None:
-                cache[page, :, offset] = from_f32(row, kv_dtype)
+                cache[page, :, offset] = from_f32(_saturated(row, kv_dtype), kv_dtype)
             else:
+                finite = np.isfinite(row)
+                row = np.where(finite, row, np.float32(0))
                 absmax = np.abs(row).max(axis=1)
                 step = np.where(absmax > 0, absmax / np.float32(127), np.float32(1))
-                scale[page, :, offset] = step
+                scale[page, :, offset] = np.where(finite.all(axis=1), step, np.float32(np.nan))
                 cache[page, :, offset] = np.clip(np.rint(row / step[:, None]), -127, 127)
+
+
+def _saturated(values: Array, dtype: str) -> Array:
+    if dtype == "f32":
+        return values
+    largest = np.float32(LARGEST[dtype])
+    return np.where(np.isfinite(values), np.clip(values, -largest, largest), np.float32(np.nan))
 
 
 def attention(
