@@ -3,7 +3,7 @@
 import numpy as np
 
 from clocher_kernels.errors import ShapeError, UnsupportedOp
-from cpu_fallback.bind import BoundCall, bits, counted, share
+from cpu_fallback.bind import BoundCall, bits, counted, share, within
 from cpu_fallback.jit import device, kernel
 from cpu_fallback.linear import copy_f32
 from cpu_fallback.memory import (
@@ -81,12 +81,12 @@ def rms_norm(rec, ctl, rank, size, scratch):
 def rope(rec, ctl, rank, size, scratch):
     """Rotate the halves of heads in place; each thread has a range of (token, head).
 
-    Fields: M, heads, half a head P, x, positions, cos, sin.
+    Fields: M, heads, half a head P, x, positions, cos, sin, rows of the tables.
     """
     heads, half = field(rec, 1), field(rec, 2)
     first, last = share(counted(ctl, field(rec, 0)) * heads, rank, size)
     for unit in range(first, last):
-        position = read_i32(field(rec, 4) + 4 * (unit // heads))
+        position = within(read_i32(field(rec, 4) + 4 * (unit // heads)), field(rec, 7))
         cos, sin = field(rec, 5) + 4 * position * half, field(rec, 6) + 4 * position * half
         low = field(rec, 3) + 8 * unit * half
         high = low + 4 * half
@@ -145,12 +145,12 @@ def relu2(rec, ctl, rank, size, scratch):
 def gather_rows(rec, ctl, rank, size, scratch):
     """Copy rows; each thread has a range of them.
 
-    Fields: R, K, x, rows, y.
+    Fields: R, K, x, rows, y, M.
     """
-    k = field(rec, 1)
+    k, tokens = field(rec, 1), counted(ctl, field(rec, 5))
     first, last = share(counted(ctl, field(rec, 0)), rank, size)
     for r in range(first, last):
-        row = read_i32(field(rec, 3) + 4 * r)
+        row = within(read_i32(field(rec, 3) + 4 * r), tokens)
         copy_f32(field(rec, 2) + 4 * row * k, field(rec, 4) + 4 * r * k, k)
 
 
@@ -226,7 +226,8 @@ def _rms_norm(call: BoundCall) -> list[Launch]:
 def _rope(call: BoundCall) -> list[Launch]:
     half = call.dim("P")
     arrays = _addresses(call, "x", "positions", "cos", "sin")
-    return [call.launch(rope, [call.count("x"), parts(call, "x", 2 * half), half, *arrays])]
+    fields = [call.count("x"), parts(call, "x", 2 * half), half, *arrays, call.dim("C")]
+    return [call.launch(rope, fields)]
 
 
 def _glu(call: BoundCall) -> list[Launch]:
@@ -240,7 +241,8 @@ def _glu(call: BoundCall) -> list[Launch]:
 
 def _gather_rows(call: BoundCall) -> list[Launch]:
     arrays = _addresses(call, "x", "rows", "y")
-    return [call.launch(gather_rows, [call.count("rows"), call.dim("K"), *arrays])]
+    fields = [call.count("rows"), call.dim("K"), *arrays, call.count("x")]
+    return [call.launch(gather_rows, fields)]
 
 
 def _topk_softmax(call: BoundCall) -> list[Launch]:

@@ -300,9 +300,14 @@ KV_DTYPES = {
 
 
 @device
-def line_of(pages, blocks, heads, size, slot, head, cell):
-    """Return the line of a cell. pages is int32 [slots, blocks]; a page has `size` cells."""
-    page = read_i32(pages + 4 * (slot * blocks + cell // size))
+def page_of(pages, blocks, size, slot, cell):
+    """Return the page of a cell. pages is int32 [slots, blocks]; a page has `size` cells."""
+    return read_i32(pages + 4 * (slot * blocks + cell // size))
+
+
+@device
+def line_of(page, heads, size, head, cell):
+    """Return the line of a cell of a page."""
     return (page * heads + head) * size + cell % size
 
 
@@ -311,21 +316,33 @@ def kv_append(rec, ctl, rank, size, scratch):
     """Write keys and values into the cache; each thread has a range of (token, head).
 
     Fields: M, H, D, T, B, slots, positions, ends, ancestors, pages, k, k_cache, k_scale, v,
-    v_cache, v_scale, writer.
+    v_cache, v_scale, writer, S, P.
     """
-    heads, d, page, blocks = field(rec, 1), field(rec, 2), field(rec, 3), field(rec, 4)
-    writer = field(rec, 16)
+    heads, d, writer = field(rec, 1), field(rec, 2), field(rec, 16)
     first, last = share(counted(ctl, field(rec, 0)) * heads, rank, size)
     for unit in range(first, last):
         t, head = unit // heads, unit % heads
-        cell, tree = read_i32(field(rec, 6) + 4 * t), read_i64(field(rec, 8) + 8 * t)
-        if tree:
-            cell = read_i32(field(rec, 7) + 4 * t) + highest_bit(tree)
-        slot = read_i32(field(rec, 5) + 4 * t)
-        line = line_of(field(rec, 9), blocks, heads, page, slot, head, cell)
-        source = 4 * unit * d
-        write_line(writer, field(rec, 10) + source, field(rec, 11), field(rec, 12), line, d)
-        write_line(writer, field(rec, 13) + source, field(rec, 14), field(rec, 15), line, d)
+        line = _own_line(rec, t, head)
+        if line >= 0:
+            source = 4 * unit * d
+            write_line(writer, field(rec, 10) + source, field(rec, 11), field(rec, 12), line, d)
+            write_line(writer, field(rec, 13) + source, field(rec, 14), field(rec, 15), line, d)
+
+
+@device
+def _own_line(rec, t, head):
+    """Return the line of a token's own cell, -1 if it has none."""
+    size, blocks = field(rec, 3), field(rec, 4)
+    cell, tree = read_i32(field(rec, 6) + 4 * t), read_i64(field(rec, 8) + 8 * t)
+    if tree:
+        cell = read_i32(field(rec, 7) + 4 * t) + highest_bit(tree)
+    slot = read_i32(field(rec, 5) + 4 * t)
+    if slot < 0 or slot >= field(rec, 17) or cell < 0 or cell >= blocks * size:
+        return -1
+    page = page_of(field(rec, 9), blocks, size, slot, cell)
+    if page < 0 or page >= field(rec, 18):
+        return -1
+    return line_of(page, field(rec, 1), size, head, cell)
 
 
 def kv_dtype(call: BoundCall) -> KvDtype:
@@ -370,6 +387,8 @@ def _kv_append(call: BoundCall) -> list[Launch]:
         call.dim("B"),
         *(call.address(name) for name in names),
         kv_dtype(call).writer,
+        call.dim("S"),
+        call.dim("P"),
     ]
     return [call.launch(kv_append, fields)]
 

@@ -7,7 +7,7 @@ tokens; a pair is a token and one of its experts, numbered m * A + a.
 
 import numpy as np
 
-from cpu_fallback.bind import BoundCall, bits, counted, share
+from cpu_fallback.bind import BoundCall, bits, counted, share, within
 from cpu_fallback.decode import ROWS
 from cpu_fallback.jit import device, kernel
 from cpu_fallback.memory import (
@@ -34,7 +34,7 @@ def _group(ids, pairs, experts, ends, order):
     for e in range(experts):
         write_i32(ends + 4 * e, 0)
     for p in range(pairs):
-        e = read_i32(ids + 4 * p)
+        e = within(read_i32(ids + 4 * p), experts)
         write_i32(ends + 4 * e, read_i32(ends + 4 * e) + 1)
     start = 0
     for e in range(experts):
@@ -42,7 +42,7 @@ def _group(ids, pairs, experts, ends, order):
         write_i32(ends + 4 * e, start)
         start += count
     for p in range(pairs):
-        e = read_i32(ids + 4 * p)
+        e = within(read_i32(ids + 4 * p), experts)
         at = read_i32(ends + 4 * e)
         write_i32(order + 4 * at, p)
         write_i32(ends + 4 * e, at + 1)

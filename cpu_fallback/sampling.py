@@ -256,14 +256,16 @@ def sample(rec, ctl, rank, size, scratch):
 def advance(rec, ctl, rank, size, scratch):
     """Make the sampled tokens the next step's tokens; each thread has a range of rows.
 
-    Fields: R, sampled, rows, ids, positions, ends, draws.
+    Fields: R, sampled, rows, ids, positions, ends, draws, M.
     """
+    tokens = counted(ctl, field(rec, 7))
     begin, end = share(counted(ctl, field(rec, 0)), rank, size)
     for r in range(begin, end):
-        t = 4 * read_i32(field(rec, 2) + 4 * r)
-        write_i32(field(rec, 3) + t, read_i32(field(rec, 1) + 4 * r))
-        _increment(field(rec, 4) + t)
-        _increment(field(rec, 5) + t)
+        t = read_i32(field(rec, 2) + 4 * r)
+        if 0 <= t < tokens:
+            write_i32(field(rec, 3) + 4 * t, read_i32(field(rec, 1) + 4 * r))
+            _increment(field(rec, 4) + 4 * t)
+            _increment(field(rec, 5) + 4 * t)
         _increment(field(rec, 6) + 4 * r)
 
 
@@ -281,7 +283,8 @@ def _sample(call: BoundCall) -> list[Launch]:
 
 def _advance(call: BoundCall) -> list[Launch]:
     names = ("sampled", "rows", "ids", "positions", "ends", "draws")
-    return [call.launch(advance, [call.count("sampled"), *(call.address(name) for name in names)])]
+    addresses = [call.address(name) for name in names]
+    return [call.launch(advance, [call.count("sampled"), *addresses, call.count("ids")])]
 
 
 LOWER = {"sample": _sample, "advance": _advance}

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from clocher_kernels.cuda.bounds import within
 from clocher_kernels.cuda.codes import to_f32, unit
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.pdl import start
@@ -71,6 +72,7 @@ def _rope(
     sin,
     PAIRS: tl.constexpr,
     HALF: tl.constexpr,
+    ANGLES: tl.constexpr,
     X_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -80,7 +82,7 @@ def _rope(
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = pair < PAIRS
     head, at = pair // HALF, pair % HALF
-    angle = tl.load(positions + row) * HALF + at
+    angle = within(tl.load(positions + row), ANGLES) * HALF + at
     c = tl.load(cos + angle, inside, other=0.0)
     s = tl.load(sin + angle, inside, other=0.0)
     first = x + row * X_ROW + head * (2 * HALF) + at
@@ -104,6 +106,7 @@ def rope(
     constants = {
         "PAIRS": pairs,
         "HALF": cos.shape[1],
+        "ANGLES": len(cos),
         "X_ROW": x.stride(0),
         "BLOCK": block,
         "PDL": device.pdl,
@@ -167,6 +170,7 @@ def _embed(
     y,
     SIZE: tl.constexpr,
     ROW: tl.constexpr,
+    ROWS: tl.constexpr,
     Y_ROW: tl.constexpr,
     CODE: tl.constexpr,
     UNIT: tl.constexpr,
@@ -180,7 +184,7 @@ def _embed(
     row = tl.program_id(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < SIZE
-    token = tl.load(ids + row).to(tl.int64)
+    token = within(tl.load(ids + row), ROWS).to(tl.int64)
     # Codes 0..15 of a word lie in the order 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits.
     nibble = at // 8 * 8 + at % 2 * 4 + at % 8 // 2
     if CODE == "int4":
@@ -235,6 +239,7 @@ def embed(
     constants = {
         "SIZE": size,
         "ROW": codes.shape[-1],
+        "ROWS": rows,
         "Y_ROW": y.stride(0),
         "CODE": code,
         "UNIT": unit(code, "fp32"),
@@ -261,6 +266,7 @@ def _gather_rows(
     rows,
     y,
     SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
     X_ROW: tl.constexpr,
     Y_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -270,7 +276,8 @@ def _gather_rows(
     row = tl.program_id(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < SIZE
-    value = tl.load(x + tl.load(rows + row) * X_ROW + at, inside, other=0.0)
+    token = within(tl.load(rows + row), TOKENS)
+    value = tl.load(x + token * X_ROW + at, inside, other=0.0)
     if x.dtype != y.dtype:
         value = value.to(tl.float32).to(y.dtype.element_ty)
     tl.store(y + row * Y_ROW + at, value, inside)
@@ -283,6 +290,7 @@ def gather_rows(
     size = x.shape[1]
     constants = {
         "SIZE": size,
+        "TOKENS": len(x),
         "X_ROW": x.stride(0),
         "Y_ROW": y.stride(0),
         "BLOCK": _BLOCK,

@@ -94,6 +94,9 @@ def _kv_append(
     K_ROW: tl.constexpr,
     V_ROW: tl.constexpr,
     PAGES_ROW: tl.constexpr,
+    SLOTS: tl.constexpr,
+    CELLS: tl.constexpr,
+    POOL: tl.constexpr,
     HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     DIM: tl.constexpr,
@@ -107,7 +110,11 @@ def _kv_append(
     length = tree_length(tl.load(ancestors + token))
     node = tl.load(ends + token) + length - 1
     cell = tl.where(length > 0, node, tl.load(positions + token))
-    page = tl.load(pages + tl.load(slots + token) * PAGES_ROW + cell // PAGE).to(tl.int64)
+    slot = tl.load(slots + token)
+    there = (slot >= 0) & (slot < SLOTS) & (cell >= 0) & (cell < CELLS)
+    page = tl.load(pages + slot * PAGES_ROW + cell // PAGE, there, other=-1).to(tl.int64)
+    if (page < 0) | (page >= POOL):
+        return
     at = (page * HEADS + head) * PAGE + cell % PAGE
     dim = tl.arange(0, BLOCK)
     _append(k + token * K_ROW + head * DIM, k_cache, k_scale, at, dim, KV, DIM)
@@ -136,6 +143,9 @@ def kv_append(
         "K_ROW": k.stride(0),
         "V_ROW": v.stride(0),
         "PAGES_ROW": pages.stride(0),
+        "SLOTS": pages.shape[0],
+        "CELLS": pages.shape[1] * page,
+        "POOL": k_cache.shape[0],
         "HEADS": heads,
         "PAGE": page,
         "DIM": dim,

@@ -129,7 +129,8 @@ def _fill_bins(
     x = load_logits(logits, row, at, V, ROW)
     counts += row * BINS
     masses += row * BINS
-    which = bin_of(x, top, heat)
+    # Of a temperature that is none nothing is sure; a bin that is none must not be counted in.
+    which = tl.maximum(bin_of(x, top, heat), 0)
     tl.atomic_add(counts + which, 1, at < V, sem="relaxed")
     tl.atomic_add(masses + which, weight_of(x, top, heat, UNIT), at < V, sem="relaxed")
     if _is_last(arrivals + row, PROGRAMS):
@@ -340,6 +341,7 @@ def _advance(
     ends,
     draws,
     R: tl.constexpr,
+    TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -347,9 +349,10 @@ def _advance(
     at = tl.arange(0, BLOCK)
     inside = at < R
     token = tl.load(rows + at, inside, other=0)
-    tl.store(ids + token, tl.load(sampled + at, inside, other=0), inside)
-    tl.store(positions + token, tl.load(positions + token, inside, other=0) + 1, inside)
-    tl.store(ends + token, tl.load(ends + token, inside, other=0) + 1, inside)
+    there = inside & (token >= 0) & (token < TOKENS)
+    tl.store(ids + token, tl.load(sampled + at, inside, other=0), there)
+    tl.store(positions + token, tl.load(positions + token, there, other=0) + 1, there)
+    tl.store(ends + token, tl.load(ends + token, there, other=0) + 1, there)
     tl.store(draws + at, tl.load(draws + at, inside, other=0) + 1, inside)
 
 
@@ -373,7 +376,12 @@ def advance(
         "draws": draws,
     }
     count = len(sampled)
-    constants = {"R": count, "BLOCK": triton.next_power_of_2(count), "PDL": device.pdl}
+    constants = {
+        "R": count,
+        "TOKENS": len(ids),
+        "BLOCK": triton.next_power_of_2(count),
+        "PDL": device.pdl,
+    }
     return [Launch(_advance, (1,), args, constants, num_warps=1, pdl=device.pdl)]
 
 

@@ -3,6 +3,9 @@
 The cache of a layer is two planes [P, H, T, D]: P pages of T cells for H key/value heads of D
 values. `pages` [S, B] maps block b of slot s to a page, so cell c of slot s is cell c % T of page
 pages[s, c // T]. With KV dtype i8 each (page, head, cell) has an fp32 scale.
+
+A token whose slot, cell or page there is not writes nothing. Cells beyond the page table are not
+seen.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,7 +13,16 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from clocher_kernels.dtypes import STORAGE, from_f32, to_f32
-from clocher_kernels.ops.contract import EXACT, Case, Cost, OpSpec, Param, Tolerance, Value
+from clocher_kernels.ops.contract import (
+    EXACT,
+    Case,
+    Cost,
+    OpSpec,
+    Param,
+    Tolerance,
+    Value,
+    nearest,
+)
 from clocher_kernels.plan import Attr
 
 Array = np.ndarray
@@ -38,6 +50,12 @@ def visible_cells(position: int, end: int, ancestors: int, window: int) -> list[
             if not window or behind < window:
                 cells.append(end + bit)
     return cells
+
+
+def within_table(position: int, end: int, ancestors: int, cells: int) -> tuple[int, int, int]:
+    """Return a token's position, end and ancestors without what is beyond the page table."""
+    end = min(max(end, 0), cells)
+    return min(max(position, 0), cells - 1), end, ancestors & ((1 << (cells - end)) - 1)
 
 
 def kv_append(
@@ -75,7 +93,11 @@ def kv_append(
     heads, size, dim = k_cache.shape[1:]
     for m in range(len(k)):
         cell = cell_of(int(positions[m]), int(ends[m]), int(ancestors[m]))
+        if not (0 <= slots[m] < len(pages) and 0 <= cell < pages.shape[1] * size):
+            continue
         page, offset = pages[slots[m], cell // size], cell % size
+        if not 0 <= page < len(k_cache):
+            continue
         for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
             row = x[m].reshape(heads, dim)
             if scale is None:
@@ -134,13 +156,15 @@ def attention(
     heads = q.shape[1] // dim
     group = heads // kv_heads
     for m in range(len(q)):
-        cells = np.array(
-            visible_cells(int(positions[m]), int(ends[m]), int(ancestors[m]), window), np.int64
+        sight = within_table(
+            int(positions[m]), int(ends[m]), int(ancestors[m]), pages.shape[1] * size
         )
+        cells = np.array(visible_cells(*sight, window), np.int64)
         if not len(cells):
             y[m] = 0
             continue
-        page, offset = pages[slots[m]][cells // size], cells % size
+        table = pages[nearest(slots[m], len(pages))]
+        page, offset = nearest(table[cells // size], len(k_cache)), cells % size
         planes = []
         for cache, step in ((k_cache, k_scale), (v_cache, v_scale)):
             plane = to_f32(cache[page, :, offset], kv_dtype).astype(np.float64)  # [S, H, D]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from clocher_kernels.formats import parse_format
-from clocher_kernels.ops.contract import EXACT, FP32, Case, Cost, OpSpec, Param, Value
+from clocher_kernels.ops.contract import EXACT, FP32, Case, Cost, OpSpec, Param, Value, nearest
 from clocher_kernels.plan import Attr
 from clocher_kernels.quant_tensor import QuantTensor, encode
 
@@ -42,7 +42,8 @@ def rope(*, x: Array, positions: Array, cos: Array, sin: Array) -> None:
     half = cos.shape[1]
     heads = x.reshape(len(x), x.shape[1] // (2 * half), 2, half)
     first, second = heads[:, :, 0].astype(np.float64), heads[:, :, 1].astype(np.float64)
-    c, s = cos[positions][:, None], sin[positions][:, None]
+    rows = nearest(positions, len(cos))
+    c, s = cos[rows][:, None], sin[rows][:, None]
     heads[:, :, 0] = first * c - second * s
     heads[:, :, 1] = second * c + first * s
 
@@ -69,7 +70,7 @@ def embed(*, ids: Array, table: QuantTensor, y: Array) -> None:
         table: logical [V, K], any format.
         y: [M, K] fp32, written.
     """
-    y[...] = table.decode()[ids]
+    y[...] = table.decode()[nearest(ids, table.shape[0])]
 
 
 def gather_rows(*, x: Array, rows: Array, y: Array) -> None:
@@ -80,7 +81,7 @@ def gather_rows(*, x: Array, rows: Array, y: Array) -> None:
         rows: [R] i32.
         y: [R, K] fp32, written.
     """
-    y[...] = x[rows]
+    y[...] = x[nearest(rows, len(x))]
 
 
 def _normal(rng: np.random.Generator, *shape: int) -> Array:

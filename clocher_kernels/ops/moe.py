@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from clocher_kernels.formats import parse_format
-from clocher_kernels.ops.contract import Case, Cost, OpSpec, Param, Tolerance, Value
+from clocher_kernels.ops.contract import Case, Cost, OpSpec, Param, Tolerance, Value, nearest
 from clocher_kernels.plan import Attr
 from clocher_kernels.quant_tensor import QuantTensor, encode
 
@@ -55,7 +55,7 @@ def moe_gate_up(
     """
     dense = w.decode()
     for m in range(len(x)):
-        for a, expert in enumerate(ids[m]):
+        for a, expert in enumerate(nearest(ids[m], len(dense))):
             h = dense[expert].astype(np.float64) @ x[m]
             if bias is not None:
                 h += bias[expert]
@@ -89,7 +89,7 @@ def moe_down(
     dense = w.decode()
     for m in range(len(x)):
         total = np.zeros(y.shape[1]) if residual is None else residual[m].astype(np.float64)
-        for a, expert in enumerate(ids[m]):
+        for a, expert in enumerate(nearest(ids[m], len(dense))):
             part = dense[expert].astype(np.float64) @ x[m, a]
             if bias is not None:
                 part += bias[expert]

@@ -82,9 +82,11 @@ def advance(
         ends: [M] i32, updated.
         draws: [R] i32, updated.
     """
-    ids[rows] = sampled
-    positions[rows] += 1
-    ends[rows] += 1
+    inside = (rows >= 0) & (rows < len(ids))
+    tokens = rows[inside]
+    ids[tokens] = sampled[inside]
+    positions[tokens] += 1
+    ends[tokens] += 1
     draws += 1
 
 
