@@ -12,6 +12,10 @@ class UsageError(ClocherError):
     """A flag, an environment variable or an argument has a value that cannot be used."""
 
 
+class SessionBusy(UsageError):
+    """A session was asked for something while a generation has it."""
+
+
 class ModelError(ClocherError):
     """A model is missing, unreadable or not one that Clocher knows."""
 

@@ -10,6 +10,7 @@ import numpy as np
 from clocher_kernels.errors import DeviceError, UsageError
 from clocher_kernels.plan import Plan
 from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.arguments import one_of
 from clocher_runtime.tuning import Tuning
 
 DEVICES = ("auto", "cpu", "cuda", "ze")
@@ -68,8 +69,7 @@ def choose(device: str) -> tuple[str, str]:
         DeviceError: a device asked for by name is not available.
         UsageError: the name is not known.
     """
-    if device not in DEVICES:
-        raise UsageError(f"device is {device!r}; known: {', '.join(DEVICES)}")
+    one_of("device", device, DEVICES)
     if device == "cpu":
         return "cpu", "asked for by --device cpu"
     if device == "ze":

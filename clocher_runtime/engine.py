@@ -8,12 +8,14 @@ from typing import Protocol
 import numpy as np
 
 from clocher_kernels.errors import ModelNotFound
+from clocher_runtime.arguments import Sampling
 from clocher_runtime.backends import ACTIVATIONS, Progress, choose, gpu
 from clocher_runtime.config import RunConfig
 from clocher_runtime.model_choice import choose_model
 from clocher_runtime.models.load import load_model
 from clocher_runtime.probes import Touch
-from clocher_runtime.session import Sampling, Session, Token
+from clocher_runtime.sequences import Token
+from clocher_runtime.session import Session
 from clocher_runtime.settings import SETTINGS
 from clocher_runtime.stub import StubSession, StubTokenizer
 from clocher_runtime.timing import TimedWindow

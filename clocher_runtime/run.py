@@ -7,6 +7,7 @@ from math import isnan, nan
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime import metrics
+from clocher_runtime.arguments import Sampling
 from clocher_runtime.completions import Completions
 from clocher_runtime.config import RunConfig
 from clocher_runtime.console import Console
@@ -16,7 +17,6 @@ from clocher_runtime.probes import Touch, WorkTouch, rss_peak_mib
 from clocher_runtime.prompt_pipeline import PromptPipeline, prefetch_depth, worker_count
 from clocher_runtime.prompts import Preparation, PromptSource
 from clocher_runtime.reservoir import Reservoir, StepTotals
-from clocher_runtime.session import Sampling
 from clocher_runtime.timing import TimedWindow
 from clocher_runtime.topology import usable_cpus
 from clocher_runtime.trace import TopLogits, fingerprint, top_logits

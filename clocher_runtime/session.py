@@ -1,13 +1,15 @@
 """A session: one Plan bound to one back end, and the generate loop. It knows ids, not text."""
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from clocher_kernels.errors import OutOfMemory, UsageError
+from clocher_kernels.errors import OutOfMemory, SessionBusy, UsageError
 from clocher_kernels.plan import Plan
+from clocher_runtime.arguments import Sampling, listed, one_of, shown, token_ids, whole
 from clocher_runtime.backends import (
     ACTIVATIONS,
     KV_DEFAULT,
@@ -22,8 +24,10 @@ from clocher_runtime.models.inventory import SCOPES, in_scope
 from clocher_runtime.models.load import Model
 from clocher_runtime.models.rewrite import INTEGER_PRODUCTS, quantize_activations
 from clocher_runtime.probes import Touch
+from clocher_runtime.sequences import Growing, Token, chunks, take_all
 from clocher_runtime.timing import TimedWindow
 from clocher_runtime.tuning import Tuning
+from clocher_runtime.turns import Stream, Turn
 
 _INPUTS = (
     "ids",
@@ -41,75 +45,14 @@ _INPUTS = (
 )
 KV_DTYPES = ("f32", "bf16", "f16", "e4m3", "e5m2", "i8")
 DEFAULT_CONTEXT = 4096
+MAX_THREADS = 1024
+_MOST = (1 << 31) - 1  # slots and rows are int32
 ACT_GROUP = 128
 """Columns per scale of int8 activations."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the next token is chosen; greedy by default.
-
-    Attributes:
-        temperature: 0 is greedy.
-        top_k: keep the k most likely tokens; 0 keeps all.
-        top_p: keep the shortest run of most likely tokens with this probability.
-        seed: the same seed draws the same tokens, whatever the batch.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, value, good in (
-            ("temperature", self.temperature, 0 <= self.temperature < float("inf")),
-            ("top_k", self.top_k, 0 <= self.top_k < 1 << 31),
-            ("top_p", self.top_p, 0 < self.top_p <= 1),
-            ("seed", self.seed, 0 <= self.seed < 1 << 64),
-        ):
-            if not good:
-                raise UsageError(
-                    f"{name} is {value!r}; expected temperature >= 0, top_k >= 0, "
-                    "0 < top_p <= 1, 0 <= seed < 2^64"
-                )
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One generated token.
-
-    Attributes:
-        sequence: index of its prompt in the call.
-        last: nothing follows: the length is reached, or the id ends the sequence.
-        row: row of the step's logits that it was drawn from.
-    """
-
-    sequence: int
-    id: int
-    last: bool
-    row: int = 0
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """A sequence in its decode phase: the slot it lives in and the token to feed next."""
-
-    slot: int
-    position: int
-    budget: int
-    token: int = 0
-    made: int = 0
-
-    def take(self, token: int, stop: frozenset[int], row: int) -> Token:
-        """Accept a generated token."""
-        self.token = token
-        self.made += 1
-        return Token(self.slot, token, self.made >= self.budget or token in stop, row)
-
-
 class Session:
-    """A model bound to a back end.
+    """A model bound to a back end. It does one thing at a time (`turns`); two sessions do two.
 
     Args:
         model: from `load_model`.
@@ -151,15 +94,18 @@ class Session:
         progress: Progress | None = None,
         packing: Progress | None = None,
     ) -> None:
-        kv_dtype = KV_DEFAULT.get(backend, "f32") if kv_dtype is None else kv_dtype
-        if kv_dtype not in KV_DTYPES:
-            raise UsageError(f"kv_dtype is {kv_dtype!r}; known: {', '.join(KV_DTYPES)}")
-        if min(batch, chunk, threads) < 1:
-            raise UsageError(f"{batch=}, {chunk=}, {threads=}; each must be at least 1")
+        one_of("backend", backend, ACTIVATIONS)
+        kv_dtype = KV_DEFAULT[backend] if kv_dtype is None else kv_dtype
+        one_of("kv_dtype", kv_dtype, KV_DTYPES)
+        batch, chunk = whole("batch", batch, 1, _MOST), whole("chunk", chunk, 1, _MOST)
+        threads = whole("threads", threads, 1, MAX_THREADS)
+        for name, function in (("progress", progress), ("packing", packing)):
+            if function is not None and not callable(function):
+                raise UsageError(f"{name} is {shown(function)}; expected a function or None")
         longest = model.spec.max_positions
-        context = min(longest, DEFAULT_CONTEXT) if context is None else context
+        context = min(longest, DEFAULT_CONTEXT) if context is None else whole("context", context)
         if not 1 <= context <= longest:
-            raise UsageError(f"context is {context}; this model takes 1 to {longest}")
+            raise UsageError(f"context is {shown(context)}; this model takes 1 to {longest}")
         self.model, self.batch, self.context = model, batch, context
         self.kv_dtype = kv_dtype
         self._chunk = max(chunk, batch)
@@ -173,11 +119,9 @@ class Session:
             kv_dtype=kv_dtype,
         )
         act_prec = default_act_prec(backend) if act_prec is None else act_prec
-        if act_prec not in ACTIVATIONS[backend]:
-            known = ", ".join(ACTIVATIONS[backend])
-            raise UsageError(f"act_prec is {act_prec!r}; the {backend} back end knows {known}")
-        if pretranspose not in (None, *SCOPES):
-            raise UsageError(f"pretranspose is {pretranspose!r}; known: {', '.join(SCOPES)}")
+        one_of(f"act_prec of the {backend} back end", act_prec, ACTIVATIONS[backend])
+        if pretranspose is not None:
+            one_of("pretranspose", pretranspose, SCOPES)
         scope = in_scope(model.spec, pretranspose or "all")
         tuning = replace(tuning or Tuning(), copied=scope if pretranspose else frozenset())
         if act_prec == "int8":
@@ -194,6 +138,8 @@ class Session:
         self._inputs = {b: self._executor.array(b) for b in _INPUTS}
         self._inputs["pages"][...] = page_table(batch, self._inputs["pages"].shape[1])
         self._all_logits = all_logits
+        self._turn = Turn()
+        self._last: Sequence[Token] = ()  # what the last step made
         self.kv_hits = self.kv_misses = 0
 
     @property
@@ -213,26 +159,43 @@ class Session:
         return self._executor
 
     def warm(self) -> None:
-        """Run one step, so that every kernel is compiled and loaded."""
-        self._executor.warm()
-        self._set_sampling(Sampling())
-        self._stage([0], [0], [0], [0], [0])
-        self._executor.step(1, 1)
-        self.synchronize()
+        """Run one step, so that every kernel is compiled and loaded.
+
+        Raises:
+            SessionBusy: a generation is under way.
+        """
+        with self._turn.taken("warm"):
+            self._last = ()
+            self._executor.warm()
+            self._set_sampling(Sampling())
+            self._stage([0], [0], [0], [0], [0])
+            self._executor.step(1, 1)
+            self.synchronize()
 
     def work_touch(self, bytes_per_token: int, stride: int) -> Touch | None:
-        """Return a work-touch of the weights on the device; None: they are the mapped files."""
-        make = getattr(self._executor, "work_touch", None)
-        touch: Touch | None = make(bytes_per_token, stride) if make else None
-        return touch
+        """Return a work-touch of the weights on the device; None: they are the mapped files.
+
+        Raises:
+            SessionBusy: a generation is under way.
+        """
+        with self._turn.taken("work_touch"):
+            make = getattr(self._executor, "work_touch", None)
+            touch: Touch | None = make(bytes_per_token, stride) if make else None
+            return touch
 
     def synchronize(self) -> None:
         """Wait until the device has done all steps."""
         self._executor.synchronize()
 
     def close(self) -> None:
-        """Stop the threads and release the buffers."""
-        self._executor.close()
+        """Stop the threads and release the buffers. A generation that is suspended ends.
+
+        Raises:
+            SessionBusy: a step is running, in another thread or around this call.
+        """
+        if self._turn.end():
+            self._last = ()
+            self._executor.close()
 
     def generate(
         self,
@@ -242,8 +205,11 @@ class Session:
         stop_ids: frozenset[int] | None = None,
         window: TimedWindow | None = None,
         after_token: Callable[[int], None] | None = None,
-    ) -> Iterator[Token]:
+    ) -> Stream[Token]:
         """Generate tokens for up to `batch` prompts.
+
+        The session is taken when the first token is asked for, and free again when the last one has
+        been given out, or the stream is closed or dropped.
 
         Every step is one span of `window`: first "prefill" spans, then "decode" spans. What the
         caller does between two tokens is outside the window.
@@ -256,23 +222,43 @@ class Session:
             window: measures the steps.
             after_token: called inside the span with the number of tokens that the step made.
 
-        Yields:
-            Tokens, in the order of their steps.
+        Returns:
+            Tokens, in the order of their steps. What is wrong shows when the first is asked for.
 
         Raises:
-            UsageError: too many prompts, an empty or too long one, or an id that is no token.
+            SessionBusy: a generation is under way.
+            UsageError: too many prompts, an empty or too long one, or an id that is no token; or
+                the session is closed.
         """
-        self._check(prompts, max_new)
+        return Stream(
+            lambda own: self._generate(
+                own, prompts, max_new, sampling, stop_ids, window, after_token
+            )
+        )
+
+    def _generate(
+        self,
+        own: "weakref.ref[Stream[Token]]",
+        given: Sequence[Sequence[int]],
+        max_new: int,
+        sampling: Sampling | None,
+        stop_ids: frozenset[int] | None,
+        window: TimedWindow | None,
+        after_token: Callable[[int], None] | None,
+    ) -> Generator[Token, None, None]:
+        """Yield the tokens of `generate`."""
+        prompts, max_new = self._usable(given), whole("max_new", max_new, 1)
         stop = frozenset(self.model.spec.eos_ids) if stop_ids is None else stop_ids
         span = window.span if window is not None else _no_span
-        self._set_sampling(sampling or Sampling())
         sequences = [
-            _Sequence(slot, len(p), min(max_new, self.context - len(p)))
+            Growing(slot, len(p), min(max_new, self.context - len(p)))
             for slot, p in enumerate(prompts)
         ]
-        active: list[_Sequence] = []
-        with self._executor.running():
-            for slots, positions, ids in self._chunks(prompts):
+        active: list[Growing] = []
+        with self._turn.taken("generate", own), self._executor.running():
+            self._set_sampling(sampling or Sampling())
+            for slots, positions, ids in chunks(prompts, self._chunk):
+                self._last = ()
                 ends = [i for i, p in enumerate(positions) if p == len(prompts[slots[i]]) - 1]
                 with span("prefill", len(ids)):
                     self._stage(ids, slots, positions, ends, [0] * len(ends))
@@ -281,15 +267,14 @@ class Session:
                         after_token(len(ends))
                 self._count(positions)
                 sampled = self._sampled(len(ends))
-                for row, i in enumerate(ends):
-                    sequence = sequences[slots[i]]
-                    token = sequence.take(sampled[row], stop, row)
-                    if not token.last:
-                        active.append(sequence)
-                    yield token
-            staged: list[_Sequence] = []
+                ended = [sequences[slots[i]] for i in ends]
+                tokens = take_all(ended, sampled, stop)
+                active += [s for s, t in zip(ended, tokens, strict=True) if not t.last]
+                self._last = tokens
+                yield from tokens
+            staged: list[Growing] = []
             while active:
-                count = len(active)
+                count, self._last = len(active), ()
                 with span("decode", count):
                     if staged != active:
                         self._stage_decode(active)
@@ -298,15 +283,13 @@ class Session:
                     if after_token is not None:
                         after_token(count)
                     sampled = self._sampled(count)
-                tokens = [
-                    s.take(i, stop, row)
-                    for row, (s, i) in enumerate(zip(active, sampled, strict=True))
-                ]
+                tokens = take_all(active, sampled, stop)
                 self._count([s.position for s in active])
                 for s in active:
                     s.position += 1
                 if any(t.last for t in tokens):
                     active = [s for s, t in zip(active, tokens, strict=True) if not t.last]
+                self._last = tokens
                 yield from tokens
 
     def check(self, prompt: Sequence[int]) -> None:
@@ -315,53 +298,62 @@ class Session:
         Raises:
             UsageError: it is empty, longer than the context, or has an id that is no token.
         """
-        if not prompt:
+        self._ids(prompt)
+
+    def _ids(self, prompt: Sequence[int]) -> list[int]:
+        """Return the ids of a prompt that can be generated from."""
+        ids = token_ids(prompt)
+        if not ids:
             raise UsageError("no tokens; give it at least one")
-        if len(prompt) > self.context:
+        if len(ids) > self.context:
             raise UsageError(
-                f"{len(prompt)} tokens, the context holds {self.context}; "
+                f"{len(ids)} tokens, the context holds {self.context}; "
                 "shorten it or raise --context"
             )
         last = self.model.spec.vocab_size - 1
-        if min(prompt) < 0 or max(prompt) > last:
+        if min(ids) < 0 or max(ids) > last:
             raise UsageError(f"an id is outside 0..{last}")
+        return ids
 
     def step_logits(self, token: Token) -> np.ndarray:
-        """Return the logits that a token was drawn from, [V] fp32, while its step is the last."""
+        """Return the logits that a token was drawn from, [V] fp32, while its step is the last.
+
+        Raises:
+            SessionBusy: another thread began a step meanwhile.
+            UsageError: another step has been, or is being, done since; or the session is closed.
+        """
+        self._turn.refuse_closed("step_logits")
+        last = self._last
+        if not any(made is token for made in last):
+            raise UsageError(
+                "step_logits: this token is not of the last step; ask before the next token is "
+                "asked for"
+            )
         logits: np.ndarray = self._executor.fetch("logits", token.row + 1)[token.row].copy()
+        if self._last is not last:
+            raise SessionBusy("step_logits: another thread asked for the next token meanwhile")
         return logits
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """Return the logits after each token of one sequence, [T, V] fp32.
 
         Raises:
+            SessionBusy: a generation is under way.
             UsageError: the session was not made with `all_logits`, or an id is no token.
         """
         if not self._all_logits:
             raise UsageError("logits: make the session with all_logits=True")
-        self._check([ids], 1)
-        self._set_sampling(Sampling())
-        out = np.empty((len(ids), self.model.spec.vocab_size), np.float32)
-        with self._executor.running():
-            for slots, positions, tokens in self._chunks([ids]):
+        prompts = self._usable([ids])
+        out = np.empty((len(prompts[0]), self.model.spec.vocab_size), np.float32)
+        with self._turn.taken("logits"), self._executor.running():
+            self._last = ()
+            self._set_sampling(Sampling())
+            for slots, positions, tokens in chunks(prompts, self._chunk):
                 count = len(tokens)
                 self._stage(tokens, slots, positions, list(range(count)), [0] * count)
                 self._executor.step(count, count)
                 out[positions[0] : positions[0] + count] = self._executor.fetch("logits", count)
         return out
-
-    def _chunks(
-        self, prompts: Sequence[Sequence[int]]
-    ) -> Iterator[tuple[list[int], list[int], list[int]]]:
-        """Cut all prompts, one after another, into steps: slots, positions and ids of each."""
-        flat = [
-            (slot, position, token)
-            for slot, prompt in enumerate(prompts)
-            for position, token in enumerate(prompt)
-        ]
-        for start in range(0, len(flat), self._chunk):
-            slots, positions, ids = zip(*flat[start : start + self._chunk], strict=True)
-            yield list(slots), list(positions), list(ids)
 
     def _stage(
         self,
@@ -387,7 +379,7 @@ class Session:
         ids: list[int] = self._executor.fetch("sampled", count).tolist() if count else []
         return ids
 
-    def _stage_decode(self, active: Sequence[_Sequence]) -> None:
+    def _stage_decode(self, active: Sequence[Growing]) -> None:
         """Write the inputs of the next decode steps; the Plan itself then steps them on."""
         self._stage(
             [s.token for s in active],
@@ -407,16 +399,18 @@ class Session:
         self.kv_misses += len(positions)
         self.kv_hits += sum(positions)
 
-    def _check(self, prompts: Sequence[Sequence[int]], max_new: int) -> None:
+    def _usable(self, given: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the ids of the prompts of a call, one list for each."""
+        prompts = listed(given, "a list of prompts, each a list of token ids")
         if not 1 <= len(prompts) <= self.batch:
             raise UsageError(f"{len(prompts)} prompts; this session takes 1 to {self.batch}")
-        if max_new < 1:
-            raise UsageError(f"max_new is {max_new}; expected at least 1")
+        usable = []
         for number, prompt in enumerate(prompts):
             try:
-                self.check(prompt)
+                usable.append(self._ids(prompt))
             except UsageError as error:
                 raise UsageError(f"prompt {number}: {error}") from None
+        return usable
 
 
 def _no_span(kind: str, tokens: int) -> AbstractContextManager[None]:

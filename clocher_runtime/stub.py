@@ -5,7 +5,8 @@ from hashlib import sha256
 from typing import NoReturn
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.session import Sampling, Token
+from clocher_runtime.arguments import Sampling
+from clocher_runtime.sequences import Token
 from clocher_runtime.timing import TimedWindow
 from clocher_runtime.tokenizer import TextStream
 

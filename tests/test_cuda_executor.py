@@ -4,6 +4,7 @@ Kernels are stood in for by the NumPy references, run launch by launch on CPU te
 is tested is the executor's own work. The kernels have their own tests.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -20,14 +21,15 @@ from clocher_kernels.cuda.graph import bucket, context_buckets, token_buckets
 from clocher_kernels.cuda.launch import INTERPRETER, Device, Launch
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.cuda.upload import check_memory
-from clocher_kernels.errors import OutOfMemory, ShapeError, WindowError
+from clocher_kernels.errors import DeviceError, OutOfMemory, ShapeError, WindowError
 from clocher_kernels.ops import OPS
 from clocher_kernels.plan import Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime import session as session_module
+from clocher_runtime.arguments import Sampling
 from clocher_runtime.model_choice import embedded_model
 from clocher_runtime.models.load import Model, load_model
-from clocher_runtime.session import Sampling, Session
+from clocher_runtime.session import Session
 from clocher_runtime.timing import TimedWindow
 from clocher_runtime.weights import open_checkpoint
 
@@ -199,4 +201,28 @@ def test_a_step_beyond_the_capacity_is_refused(log: list[tuple[str, int]]) -> No
     session = Session(model(), backend="cuda", context=64, chunk=8)
     with pytest.raises(ShapeError, match="room for 8 and 1"):
         session._executor.step(9, 1)
+    session.close()
+
+
+def test_the_child_of_a_fork_is_told_to_load_the_model(log: list[tuple[str, int]]) -> None:
+    session = Session(model(), backend="cuda", context=64, chunk=8)
+    stream = session.generate([[5, 9]], 4, stop_ids=frozenset())
+    next(stream)
+    next(stream)
+    child = os.fork()
+    if not child:
+        code = 3
+        try:
+            refused = 0
+            for use in (lambda: next(stream), lambda: list(session.generate([[5]], 4))):
+                try:
+                    use()
+                except DeviceError as error:
+                    refused += "load it here" in str(error)
+            session.close()
+            code = 0 if refused == 2 else 4
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(list(stream)) == 2
     session.close()

@@ -23,7 +23,8 @@ LAYERS: dict[int, str] = {
         clocher_kernels.formats.* clocher_kernels.quant_tensor""",
     1: "clocher_kernels.plan clocher_kernels.ops.* clocher_kernels.reference",
     2: "cpu_fallback.* clocher_kernels.cuda.*",
-    3: """clocher_runtime.backends clocher_runtime.models.* clocher_runtime.weights.*
+    3: """clocher_runtime.arguments clocher_runtime.sequences clocher_runtime.turns
+        clocher_runtime.backends clocher_runtime.models.* clocher_runtime.weights.*
         clocher_runtime.tokenizer clocher_runtime.chat_template clocher_runtime.config
         clocher_runtime.config_file
         clocher_runtime.env clocher_runtime.settings clocher_runtime.values

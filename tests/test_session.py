@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from clocher_kernels.errors import OutOfMemory, UsageError
+from clocher_runtime.arguments import Sampling
 from clocher_runtime.model_choice import embedded_model
 from clocher_runtime.models.load import Model, load_model
-from clocher_runtime.session import Sampling, Session
+from clocher_runtime.session import Session
 from clocher_runtime.timing import TimedWindow
 from clocher_runtime.weights import open_checkpoint
 from clocher_runtime.weights.convert import convert
@@ -203,6 +204,29 @@ def test_an_abandoned_generation_leaves_the_session_usable(session: Session) -> 
     next(stream)
     stream.close()
     assert [t.id for t in session.generate(prompt, 12, stop_ids=frozenset())] == expected
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("begin", [62, 1 << 30, (1 << 31) - 3, -5])
+def test_steps_beyond_the_context_do_no_harm(name: str, begin: int) -> None:
+    """The Plan steps positions on by itself, and nothing tells it where the context ends."""
+    session = Session(model_of(name), threads=2, batch=2, context=64)
+    prompts = [ids_of(1, 6), ids_of(2, 9)]
+    expected = list(session.generate(prompts, 12, stop_ids=frozenset()))
+    executor = session.executor
+    for name_, values in {
+        "ids": [7, 8],
+        "slots": [0, 1],
+        "positions": [begin, begin],
+        "ends": [begin + 1, begin + 1],
+        "rows": [0, 1],
+    }.items():
+        executor.array(name_)[:2] = values
+    with executor.running():
+        for _ in range(150):
+            executor.step(2, 2)
+    assert list(session.generate(prompts, 12, stop_ids=frozenset())) == expected
+    session.close()
 
 
 @pytest.mark.parametrize("name", MODELS)

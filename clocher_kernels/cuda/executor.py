@@ -1,5 +1,7 @@
 """The CUDA executor: bind a Plan once, then replay one CUDA graph per step."""
 
+import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -19,11 +21,12 @@ from clocher_kernels.cuda.lowering import LOWER
 from clocher_kernels.cuda.raw_module import DeviceWorkTouch
 from clocher_kernels.cuda.tensors import DeviceTensor, as_torch
 from clocher_kernels.cuda.upload import Progress, Weight, check_memory, host_bytes, place
-from clocher_kernels.errors import OutOfMemory, ShapeError, UnsupportedOp
+from clocher_kernels.errors import DeviceError, OutOfMemory, ShapeError, UnsupportedOp
 from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.plan import Call, Plan
 
 Key = tuple[int, int, int]
+_executors: "weakref.WeakSet[CudaExecutor]" = weakref.WeakSet()
 
 
 class CudaExecutor:
@@ -67,6 +70,7 @@ class CudaExecutor:
         self._page_cells, cells = _cache_cells(plan)
         self._context_buckets = context_buckets(cells)
         self._graphs: dict[Key, Callable[[], None]] = {}
+        self._lost_to_fork: object = None
         self._longest = 0
         self._fresh = False
         types = activation_types(plan, activations)
@@ -90,13 +94,19 @@ class CudaExecutor:
                 for name, b in plan.buffers.items()
                 if b.role == "output"
             }
+        _executors.add(self)
 
     def array(self, name: str) -> np.ndarray:
         """Return the host array of an input buffer, at capacity; `upload` sends it."""
         return self._inputs.host[name]
 
     def upload(self) -> None:
-        """Send the inputs that the host wrote to the device, before the next step."""
+        """Send the inputs that the host wrote to the device, before the next step.
+
+        Raises:
+            DeviceError: this process was forked from the one that made the executor.
+        """
+        self._refuse_fork()
         with self._on_stream():
             self._inputs.upload()
         self._fresh = True
@@ -158,11 +168,18 @@ class CudaExecutor:
             return StreamTouch(planes, bytes_per_token, stride, self._stream)
 
     def running(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: a GPU needs no thread kept awake."""
+        """Return a context that does nothing: a GPU needs no thread kept awake.
+
+        Raises:
+            DeviceError: this process was forked from the one that made the executor.
+        """
+        self._refuse_fork()
         return nullcontext()
 
     def close(self) -> None:
         """Free graphs, weights and buffers."""
+        if self._lost_to_fork is not None:
+            return
         self.synchronize()
         self._graphs.clear()
         self._values.clear()
@@ -192,7 +209,22 @@ class CudaExecutor:
             launches += LOWER[call.op](**arguments, **call.attrs, device=self.device)
         return launches
 
+    def forsake(self) -> None:
+        """Make the child of a fork leave the device alone, to which it has no connection.
+
+        Nothing is freed there; graphs are put out of reach, so that no step finds one.
+        """
+        self._lost_to_fork, self._graphs = self._graphs, {}
+
+    def _refuse_fork(self) -> None:
+        if self._lost_to_fork is not None:
+            raise DeviceError(
+                "the model was loaded on a GPU before this process was forked, which CUDA does not "
+                "survive; load it here, or start processes with multiprocessing's 'spawn'"
+            )
+
     def _prepare(self, key: Key) -> None:
+        self._refuse_fork()
         refuse_in_window("capture a CUDA graph")
         with self._out_of_memory(), self._on_stream():
             # The launches run once before they are captured; what they step on is put back.
@@ -240,6 +272,15 @@ class CudaExecutor:
                 f"the GPU ran out of memory: {str(error).splitlines()[0]}; lower --context or "
                 "--batch, or choose a smaller --kv-dtype"
             ) from None
+
+
+def _forked() -> None:
+    for executor in list(_executors):
+        executor.forsake()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 class StreamTouch(DeviceWorkTouch):
