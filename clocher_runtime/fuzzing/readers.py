@@ -21,6 +21,7 @@ from clocher_runtime.fuzzing.mutations import (
     words_of,
 )
 from clocher_runtime.fuzzing.oracle import Files
+from clocher_runtime.fuzzing.pickle_mutations import mutate_torch_bin
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.fields import Fields
 from clocher_runtime.models.inventory import inventory
@@ -32,6 +33,7 @@ from clocher_runtime.weights.checkpoint import open_checkpoint
 from clocher_runtime.weights.dedup.checkpoint import open_deduplicated
 from clocher_runtime.weights.files import read_bytes
 from clocher_runtime.weights.gguf.checkpoint import open_gguf
+from clocher_runtime.weights.hf.torch_bin import has_safe_torch, open_torch_bin
 from clocher_runtime.weights.iebin.checkpoint import JSON_NAME, open_iebin
 from clocher_runtime.weights.q4.map import load_q4_map
 from clocher_runtime.weights.q4.overlay import COMPAT_NAME, open_index
@@ -143,6 +145,10 @@ def _read_tensors(folder: Path) -> None:
     _use(open_checkpoint(folder))
 
 
+def _read_torch_bin(folder: Path) -> None:
+    _use(open_torch_bin(folder))
+
+
 def _read_config(folder: Path) -> None:
     config = parse_object(read_bytes(folder / "config.json", 1 << 24), "config.json")
     spec = spec_from_config(config)
@@ -218,6 +224,12 @@ _ALL = (
         _read_model,
     ),
     Reader(
+        "torch-bin",
+        hf_seeds.torch_bin,
+        {".bin": (mutate_torch_bin, 6), ".index.json": (mutate_json, 1)},
+        _read_torch_bin,
+    ),
+    Reader(
         "config",
         hf_seeds.configs,
         {"generation_config.json": (mutate_json, 1), ".json": (mutate_json, 5)},
@@ -271,4 +283,7 @@ _ALL = (
     Reader("tokenizer", hf_seeds.tokenizers, _JSON, _read_tokenizer),
 )
 
-READERS: Mapping[str, Reader] = {reader.name: reader for reader in _ALL}
+READERS: Mapping[str, Reader] = {
+    reader.name: reader for reader in _ALL if reader.name != "torch-bin" or has_safe_torch()
+}
+"""By name. Pickled weights are read where torch, which is optional, is installed."""
