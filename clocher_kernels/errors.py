@@ -24,6 +24,10 @@ class FormatError(ModelError):
     """A model file breaks its format: truncated, overlapping, inconsistent or absurd."""
 
 
+class ModelChanged(ModelError):
+    """A file of a model is no longer the one that was loaded: written to, replaced or gone."""
+
+
 class UnsupportedModel(ModelError):
     """The file is sound, but its architecture or one of its settings is not known."""
 

@@ -4,10 +4,11 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 
 import click
 
-from clocher_kernels.errors import UsageError
+from clocher_kernels.errors import ModelChanged, UsageError
 from clocher_runtime.cli_help import ABOUT, HelpfulCommand, stands_alone
 from clocher_runtime.console import Console
 from clocher_runtime.env import resolve
@@ -39,15 +40,18 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return ExitCode.OK
             config = resolve(flags, os.environ)
             # NumPy and all that needs it is imported after the flags have been checked.
-            if config.tune:
-                from clocher_runtime.tile_tuning import tune
+            from clocher_runtime.weights.lost_pages import ending_on_lost_pages
 
-                line, code = tune(config, console), ExitCode.OK
-            else:
-                from clocher_runtime.run import run, summary
+            with ending_on_lost_pages(partial(_lost, console)):
+                if config.tune:
+                    from clocher_runtime.tile_tuning import tune
 
-                line, code = run(config, console), ExitCode.OK
-                console.note(summary(line))
+                    line, code = tune(config, console), ExitCode.OK
+                else:
+                    from clocher_runtime.run import run, summary
+
+                    line, code = run(config, console), ExitCode.OK
+                    console.note(summary(line))
         except (Exception, KeyboardInterrupt) as error:
             line, code = error_line(error), exit_code(error)
             if code == ExitCode.BUG:
@@ -55,6 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 console.note(f"error: {line.message}")
     return code if emit(to_json(line)) else ExitCode.BUG
+
+
+def _lost(console: Console, message: str) -> None:
+    """Write the line of a run that ends at once, because a model file is gone."""
+    line = error_line(ModelChanged(message))
+    with console:
+        console.note(f"error: {message}")
+    emit(to_json(line))
 
 
 def parse(argv: Sequence[str]) -> dict[str, str] | None:

@@ -80,6 +80,7 @@ class RunConfig:
     bytes_per_token: int = 0
     stride_bytes: int = 256
     verify_touch: bool = False
+    verify_weights: bool = False
     act_prec: str | None = None
     pretranspose: str | None = None
     affinity: str = "auto"

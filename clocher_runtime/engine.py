@@ -117,6 +117,8 @@ def load_engine(
     device, reason = choose(config.device)
     choice = choose_model(config, Path.cwd())
     checkpoint, not_deduplicated = choice.open_for(config)
+    if config.verify_weights:
+        checkpoint.verify()
     model = load_model(checkpoint, config.precision)
     tokenizer = _tokenizer(config, checkpoint)
     threads = choose_threads(config)

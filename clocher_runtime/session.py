@@ -261,8 +261,11 @@ class Session:
 
         Raises:
             UsageError: too many prompts, an empty or too long one, or an id that is no token.
+            ModelChanged: a weight file was written to, replaced or deleted since it was loaded;
+                looked for before the first step and after the last one.
         """
         self._check(prompts, max_new)
+        self.model.checkpoint.check_unchanged()
         stop = frozenset(self.model.spec.eos_ids) if stop_ids is None else stop_ids
         span = window.span if window is not None else _no_span
         self._set_sampling(sampling or Sampling())
@@ -308,6 +311,7 @@ class Session:
                 if any(t.last for t in tokens):
                     active = [s for s, t in zip(active, tokens, strict=True) if not t.last]
                 yield from tokens
+        self.model.checkpoint.check_unchanged()
 
     def check(self, prompt: Sequence[int]) -> None:
         """Check that a prompt can be generated from.
@@ -336,10 +340,12 @@ class Session:
 
         Raises:
             UsageError: the session was not made with `all_logits`, or an id is no token.
+            ModelChanged: see `generate`.
         """
         if not self._all_logits:
             raise UsageError("logits: make the session with all_logits=True")
         self._check([ids], 1)
+        self.model.checkpoint.check_unchanged()
         self._set_sampling(Sampling())
         out = np.empty((len(ids), self.model.spec.vocab_size), np.float32)
         with self._executor.running():
@@ -348,6 +354,7 @@ class Session:
                 self._stage(tokens, slots, positions, list(range(count)), [0] * count)
                 self._executor.step(count, count)
                 out[positions[0] : positions[0] + count] = self._executor.fetch("logits", count)
+        self.model.checkpoint.check_unchanged()
         return out
 
     def _chunks(

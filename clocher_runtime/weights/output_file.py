@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from clocher_kernels.errors import FormatError, UsageError
+from clocher_runtime.weights.files import check_all_mapped
 from clocher_runtime.weights.strict_json import parse_object
 
 ALIGNMENT = 64
@@ -222,11 +223,18 @@ def open_locked(path: Path) -> int:
 
 
 def write_all(descriptor: int, data: memoryview, path: Path) -> None:
-    """Write everything; an OSError names the path."""
+    """Write everything; an OSError names the path.
+
+    Raises:
+        ModelChanged: the data are pages of a model file that are gone.
+        OSError: they cannot be written.
+    """
     try:
         while data:
             data = data[os.write(descriptor, data) :]
     except OSError as error:
+        if error.errno == errno.EFAULT:
+            check_all_mapped()
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
