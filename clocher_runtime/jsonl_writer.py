@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.weights.output_file import sync_directory
+from clocher_runtime.weights.output_file import open_new, sync_directory
 
 
 class JsonlWriter:
@@ -35,7 +35,7 @@ class JsonlWriter:
             raise UsageError(f"{source}: {path} cannot be written: it is no file")
         self._partial = path.with_name(f"{path.name}.partial")
         try:
-            self._file = self._partial.open("w", encoding="ascii", newline="\n")
+            self._file = os.fdopen(open_new(self._partial), "w", encoding="ascii", newline="\n")
         except OSError as error:
             raise self._refused(error) from None
 

@@ -72,8 +72,12 @@ def _check_unchanged(files: Iterable[_Mapped]) -> None:
 
 
 @contextmanager
-def open_regular(path: Path) -> Iterator[int]:
+def open_regular(path: Path, follow: bool = True) -> Iterator[int]:
     """Open a regular file for reading and yield its descriptor.
+
+    Args:
+        path: the file.
+        follow: whether it may be a symbolic link.
 
     Raises:
         ModelNotFound: there is no such file.
@@ -83,7 +87,8 @@ def open_regular(path: Path) -> Iterator[int]:
     refuse_in_window("read a model file")
     try:
         # Without O_NONBLOCK a pipe in place of the file would hang here.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        links = 0 if follow else os.O_NOFOLLOW
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | links)
     except (FileNotFoundError, NotADirectoryError):
         raise ModelNotFound(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
@@ -96,14 +101,14 @@ def open_regular(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def read_bytes(path: Path, limit: int) -> bytes:
-    """Return the content of a file of at most `limit` bytes.
+def read_bytes(path: Path, limit: int, follow: bool = True) -> bytes:
+    """Return the content of a file of at most `limit` bytes; `follow` is as in `open_regular`.
 
     Raises:
         ModelError: as `open_regular`.
         FormatError: the file is larger.
     """
-    with open_regular(path) as descriptor:
+    with open_regular(path, follow) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > limit:
             raise FormatError(f"{path}: {size} bytes; the limit for this file is {limit}")
