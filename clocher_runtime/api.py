@@ -106,6 +106,10 @@ def load(
 ) -> LanguageModel:
     """Load a model.
 
+    Its weight files stay mapped, so leave them alone: a generation raises ModelChanged if one was
+    written to, replaced or deleted. A file that is truncated while it is read ends the process with
+    SIGBUS; only the commands handle that signal.
+
     Args:
         path: a Hugging Face directory, one with an IEBIN pair or a GGUF file, or that file; None:
             the embedded model.

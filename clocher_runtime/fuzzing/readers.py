@@ -33,7 +33,7 @@ from clocher_runtime.weights.checkpoint import open_checkpoint
 from clocher_runtime.weights.dedup.checkpoint import open_deduplicated
 from clocher_runtime.weights.files import read_bytes
 from clocher_runtime.weights.gguf.checkpoint import open_gguf
-from clocher_runtime.weights.hf.torch_bin import has_safe_torch, open_torch_bin
+from clocher_runtime.weights.hf.torch_bin import has_safe_torch, read_torch_bin
 from clocher_runtime.weights.iebin.checkpoint import JSON_NAME, open_iebin
 from clocher_runtime.weights.q4.map import load_q4_map
 from clocher_runtime.weights.q4.overlay import COMPAT_NAME, open_index
@@ -146,7 +146,7 @@ def _read_tensors(folder: Path) -> None:
 
 
 def _read_torch_bin(folder: Path) -> None:
-    _use(open_torch_bin(folder))
+    _use(read_torch_bin(folder))
 
 
 def _read_config(folder: Path) -> None:

@@ -36,6 +36,16 @@ class Record(NamedTuple):
         return self.start + self.nbytes
 
 
+def directory_bytes(file: MappedFile) -> int:
+    """Return the size of an archive's directory, which another reader will take into memory.
+
+    Raises:
+        FormatError: the archive does not begin with a record and end with its directory.
+    """
+    _, begin, end = _directory(file)
+    return end - begin
+
+
 def stored_records(file: MappedFile) -> dict[str, Record]:
     """Return name -> place of the records of an archive, in the order of its directory.
 

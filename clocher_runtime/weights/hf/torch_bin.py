@@ -72,6 +72,11 @@ def open_torch_bin(path: Path) -> Checkpoint:
     if directory is None:
         raise ModelNotFound(f"{path}: no {CONFIG} there, nor in hf or hf/original below it")
     require_safe_torch()
+    return read_torch_bin(directory)
+
+
+def read_torch_bin(directory: Path) -> Checkpoint:
+    """Open a directory as `open_torch_bin`, with a torch that is known to be safe."""
     return read_folder(directory, "bin", _read_weights)
 
 

@@ -310,14 +310,19 @@ def _plane_hash(value: object, placed: PlacedPlane, where: str) -> str:
 def _check_whole(file: MappedFile, entries: tuple[Entry, ...], expected: str) -> None:
     """Check the SHA-256 of model.ie.bin, and that what lies between the planes is zero."""
     whole = hashlib.sha256()
-    end = 0
+    end, filled = 0, ""
     for entry in entries:
         for item in entry.placed:
             if file.bytes(end, item.offset).any():
-                raise FormatError(f"{file.path}: the padding before {entry.name!r} is not zero")
+                filled = entry.name
             for start in range(end, item.end, _HASH_STEP):
                 whole.update(file.bytes(start, min(start + _HASH_STEP, item.end)).data)
             end = item.end
             file.release()
     if whole.hexdigest() != expected:
         raise FormatError(f"{file.path}: the file does not match bin.sha256")
+    if filled:
+        raise FormatError(
+            f"{file.path}: the padding before tensor {filled!r} is not zero: the file is damaged; "
+            "convert the model again"
+        )
