@@ -14,8 +14,10 @@ from weight_files import GPTOSS, LLAMA, copy_model, write_iebin
 
 import clocher_runtime as clocher
 from clocher_kernels.errors import FormatError, ModelChanged
+from clocher_runtime.fuzzing import seeds
 from clocher_runtime.weights import open_checkpoint
 from clocher_runtime.weights.convert import convert, plan_conversion
+from clocher_runtime.weights.dedup.checkpoint import open_deduplicated
 from clocher_runtime.weights.files import MappedFile
 from clocher_runtime.weights.gguf.export import plan_gguf
 
@@ -276,6 +278,27 @@ def test_the_indices_of_block_sparse_rows_cannot_change_after_the_check(tmp_path
         file.write(b"\x7f" * 256)  # all of the indices
     assert tensor.planes["row_ptr"].tolist() == [0, 1, 2, 3, 4]
     assert tensor.planes["col_idx"].tolist() == [0, 1, 2, 3]
+
+
+def test_the_trits_of_a_deduplicated_plane_cannot_change_after_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (files,) = seeds.dedup()
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    checkpoint = open_deduplicated(tmp_path).checkpoint
+    sound = checkpoint.tensor("ternary").planes["codes"].tobytes()
+    take, calls = np.take, []
+
+    def late(*args: Any, **more: Any) -> np.ndarray:
+        with (tmp_path / "model.dedup.masks.bin").open("r+b") as file:
+            file.write(b"\xff" * len(files["model.dedup.masks.bin"]))
+        calls.append(args)
+        return take(*args, **more)
+
+    monkeypatch.setattr(np, "take", late)
+    assert checkpoint.tensor("ternary").planes["codes"].tobytes() == sound
+    assert calls
 
 
 def test_iebin_of_the_tests_has_hashes_for_every_plane(tmp_path: Path) -> None:
