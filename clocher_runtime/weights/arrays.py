@@ -43,7 +43,11 @@ def open_npz(path: Path) -> Checkpoint:
         FormatError: it is damaged, or holds something other than arrays of floats.
     """
     file = MappedFile(path)
-    if (size := directory_bytes(file)) > _DIRECTORY_BYTES:
+    try:
+        size = directory_bytes(file)
+    except FormatError as error:
+        raise FormatError(f"not an .npz file of arrays: {error}") from None
+    if size > _DIRECTORY_BYTES:
         raise FormatError(f"{path}: a directory of {size} bytes; the limit is {_DIRECTORY_BYTES}")
     tensors: dict[str, Stored] = {}
     try:
