@@ -56,7 +56,7 @@ class LanguageModel:
             max_new: tokens to generate at most.
             **sampling: fields of `Sampling`: temperature, top_k, top_p, seed.
         """
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self._ids(prompt)
         pieces = self.tokenizer.stream()
         for token in self.session.generate([ids], max_new, Sampling(**sampling)):
             if token.id not in self.model.spec.eos_ids:
@@ -73,12 +73,17 @@ class LanguageModel:
             max_new: tokens to generate at most, each.
             **sampling: fields of `Sampling`: temperature, top_k, top_p, seed.
         """
-        ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
+        ids = [self._ids(prompt) for prompt in prompts]
         made: list[list[int]] = [[] for _ in ids]
         for token in self.session.generate(ids, max_new, Sampling(**sampling)):
             if token.id not in self.model.spec.eos_ids:
                 made[token.sequence].append(token.id)
         return [self.tokenizer.decode(out) for out in made]
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, room=self.session.context)
+        return list(prompt)
 
     def close(self) -> None:
         """Stop the threads and release the buffers."""

@@ -8,7 +8,7 @@ from io import FileIO
 from itertools import chain, islice
 from typing import Any, Protocol
 
-from clocher_kernels.errors import UsageError
+from clocher_kernels.errors import OutOfMemory, UsageError
 from clocher_runtime.config import RunConfig
 
 DEFAULT_PROMPT = "def fibonacci(n):\n"
@@ -49,8 +49,8 @@ class Prompt:
 class Encodes(Protocol):
     """What is needed of a tokenizer."""
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text."""
+    def encode(self, text: str, *, room: int | None = None) -> list[int]:
+        """Return the ids of a text; one that is surely longer than `room` tokens is refused."""
 
 
 class PromptSource:
@@ -147,6 +147,7 @@ class Preparation:
         source: where the lines come from.
         tokenizer: None where the model has none: then only token ids will do.
         check: raises UsageError for ids that the model cannot continue.
+        room: tokens that a prompt may have; None: any number.
     """
 
     def __init__(
@@ -154,8 +155,10 @@ class Preparation:
         source: PromptSource,
         tokenizer: Encodes | None,
         check: Callable[[Sequence[int]], None],
+        room: int | None = None,
     ) -> None:
         self._source, self._tokenizer, self._check = source, tokenizer, check
+        self._room = room
 
     def __call__(self, line: Line) -> Prompt:
         """Decode, parse, tokenise and check a prompt; what is wrong becomes its `error`."""
@@ -170,7 +173,7 @@ class Preparation:
             else:
                 ids = content
             self._check(ids)
-        except UsageError as error:
+        except (UsageError, OutOfMemory) as error:
             return Prompt((), text, f"{self._source.where(line)}: {error}")
         return Prompt(ids, text)
 
@@ -186,7 +189,7 @@ class Preparation:
     def _encode(self, text: str) -> list[int]:
         if self._tokenizer is None:
             raise UsageError("text, but the model has no tokenizer; give token ids")
-        return self._tokenizer.encode(text)
+        return self._tokenizer.encode(text, room=self._room)
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:

@@ -84,7 +84,8 @@ def _run(
             console.note(note)
         if config.trace_ids is not None and engine.checkpoint is not None:
             completions.fingerprint = fingerprint(engine.checkpoint)
-        prepare = Preparation(source, engine.tokenizer, engine.session.check)
+        room = engine.session.context or None  # the stub has no end
+        prepare = Preparation(source, engine.tokenizer, engine.session.check, room)
         engine.session.warm()
         _warm_up(engine, config, source, prepare)
         pipelines = partial(pipeline, config, engine, source, prepare, batch)

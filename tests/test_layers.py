@@ -24,7 +24,10 @@ LAYERS: dict[int, str] = {
     1: "clocher_kernels.plan clocher_kernels.ops.* clocher_kernels.reference",
     2: "cpu_fallback.* clocher_kernels.cuda.*",
     3: """clocher_runtime.backends clocher_runtime.models.* clocher_runtime.weights.*
-        clocher_runtime.tokenizer clocher_runtime.chat_template clocher_runtime.config
+        clocher_runtime.tokenizer clocher_runtime.tokenizer_apart clocher_runtime.tokenizer_library
+        clocher_runtime.tokenizer_limits clocher_runtime.split_patterns
+        clocher_runtime.text_process clocher_runtime.text_process_main
+        clocher_runtime.chat_template clocher_runtime.template_sandbox clocher_runtime.config
         clocher_runtime.config_file
         clocher_runtime.env clocher_runtime.settings clocher_runtime.values
         clocher_runtime.exit_codes clocher_runtime.timing clocher_runtime.metrics
