@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from clocher_kernels.errors import ModelError, UsageError
+from clocher_kernels.errors import ModelError, OutOfMemory, UsageError
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.fuzzing import hf_seeds, seeds
+from clocher_runtime.chat_template import ChatTemplate
+from clocher_runtime.fuzzing import hf_seeds, seeds, text_seeds
 from clocher_runtime.fuzzing.hf_seeds import Seed
 from clocher_runtime.fuzzing.mutations import (
     Mutation,
@@ -21,6 +22,7 @@ from clocher_runtime.fuzzing.mutations import (
     words_of,
 )
 from clocher_runtime.fuzzing.oracle import Files
+from clocher_runtime.fuzzing.text_mutations import mutate_template, mutate_text, mutate_tokenizer
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.fields import Fields
 from clocher_runtime.models.inventory import inventory
@@ -195,14 +197,26 @@ def _read_trace(folder: Path) -> None:
 
 
 def _read_tokenizer(folder: Path) -> None:
+    """Tokenise a text, and give back the text of its ids and of others that nobody vouches for."""
     path = folder / "tokenizer_config.json"
     config = parse_object(read_bytes(path, 1 << 24), path.name)
     tokenizer = Tokenizer(folder / "tokenizer.json", config)
-    ids = tokenizer.encode("ab é\n<s>")
+    text = read_bytes(folder / "text.txt", 1 << 24)
+    ids = tokenizer.encode(text.decode("utf-8", "surrogateescape"), room=1 << 16)
+    tokenizer.decode(ids, skip_special=True)
+    dice = Random(text)
+    drawn = (dice.randrange(tokenizer.vocab_size + 9) for _ in range(4))
     stream = tokenizer.stream()
-    for token in (*ids, 0, 5, 6, 99):
+    for token in (*ids[:8], 99, *drawn):
         stream.push(token)
     stream.flush()
+
+
+def _read_template(folder: Path) -> None:
+    path = folder / "values.json"
+    values = parse_object(read_bytes(path, 1 << 24), path.name)
+    source = read_bytes(folder / "chat_template.jinja", 1 << 24).decode("utf-8", "replace")
+    assert isinstance(ChatTemplate(source).render(**values), str)
 
 
 _JSON = {".json": (mutate_json, 1)}
@@ -268,7 +282,20 @@ _ALL = (
         _read_q4_overlay,
     ),
     Reader("trace", seeds.traces, {".jsonl": (mutate_lines, 1)}, _read_trace, (UsageError,)),
-    Reader("tokenizer", hf_seeds.tokenizers, _JSON, _read_tokenizer),
+    Reader(
+        "tokenizer",
+        text_seeds.tokenizers,
+        {"tokenizer.json": (mutate_tokenizer, 3), ".txt": (mutate_text, 2), **_JSON},
+        _read_tokenizer,
+        (ModelError, UsageError, OutOfMemory),
+    ),
+    Reader(
+        "templates",
+        text_seeds.templates,
+        {".jinja": (mutate_template, 3), **_JSON},
+        _read_template,
+        (ModelError, UsageError),
+    ),
 )
 
 READERS: Mapping[str, Reader] = {reader.name: reader for reader in _ALL}
