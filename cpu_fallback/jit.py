@@ -17,9 +17,10 @@ that, stored as an object file, and later processes load the file without starti
 compiler.
 
 The cache is a directory per (sources, versions, ISA) below $CLOCHER_CACHE_DIR,
-$XDG_CACHE_HOME/clocher or ~/.cache/clocher. Compiling happens under a file lock, files appear by
-rename, and each carries a hash of itself. Numba's own cache is not used: processes that fill it at
-once crash (numba issue 4807), and it does not see edits in inlined callees.
+$XDG_CACHE_HOME/clocher or ~/.cache/clocher, and is used only where nobody else can write it (see
+`private_files`). Compiling happens under a file lock, files appear by rename, and each carries a
+hash of itself against torn writes. Numba's own cache is not used: processes that fill it at once
+crash (numba issue 4807), and it does not see edits in inlined callees.
 """
 
 import logging
@@ -121,16 +122,16 @@ def _warm(wanted: list[Kernel], progress: Progress | None) -> None:
     refuse_in_window(f"compile the kernel {missing[0].name}")
     if progress:
         progress(0, len(missing))
-    with cache.locked():
-        for done, k in enumerate(missing, 1):
+    for done, k in enumerate(missing, 1):
+        with cache.locked():
             # Another process may have compiled it while this one waited for the lock.
             code = cache.read(k.name)
             if code is None:
                 code = _compile(k)
                 cache.write(k.name, code)
-            k.load(code)
-            if progress:
-                progress(done, len(missing))
+        k.load(code)
+        if progress:
+            progress(done, len(missing))
 
 
 def assembly(k: Kernel) -> str:
