@@ -31,7 +31,7 @@ class JsonlWriter:
     def __init__(self, path: Path, source: str) -> None:
         self.lines = 0
         self._path, self._source = path, source
-        if path.exists() and not path.is_file():
+        if os.path.exists(path) and not path.is_file():
             raise UsageError(f"{source}: {path} cannot be written: it is no file")
         self._partial = path.with_name(f"{path.name}.partial")
         try:

@@ -14,6 +14,9 @@ from clocher_runtime.config import RunConfig
 DEFAULT_PROMPT = "def fibonacci(n):\n"
 MAX_STDIN_CHARS = 64 << 20
 MAX_LINE_BYTES = 4 << 20
+MAX_SKIPPED_BYTES = 1 << 30
+"""Of a line that is too long: what goes on like that is no text, and may have no end."""
+
 _CHUNK_BYTES = 1 << 16
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -194,15 +197,23 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
     Only a line feed ends a line: a prompt may contain form feeds and Unicode line separators. Of a
     line that is longer than `MAX_LINE_BYTES` only the beginning is kept, and that is longer too.
+
+    Raises:
+        UsageError: a line goes on for more than `MAX_SKIPPED_BYTES`.
     """
-    held = b""
+    held, skipped = b"", 0
     for chunk in chunks:
         end, *following = chunk.split(b"\n")
         if len(held) <= MAX_LINE_BYTES:
             held += end
+        elif (skipped := skipped + len(end)) > MAX_SKIPPED_BYTES:
+            raise UsageError(
+                f"a line of the prompts goes on for more than {MAX_SKIPPED_BYTES} bytes; give a "
+                "text file with a prompt on each line"
+            )
         for line in following:
             yield held
-            held = line
+            held, skipped = line, 0
     if held:
         yield held
 

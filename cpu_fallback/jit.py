@@ -24,6 +24,7 @@ crash (numba issue 4807), and it does not see edits in inlined callees.
 """
 
 import logging
+import mmap
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -48,6 +49,9 @@ device = numba.njit(**_OPTIONS, forceinline=True, no_cpython_wrapper=True, no_cf
 """Decorator: a function inlined into the kernels that call it. Not callable from Python."""
 
 _one_thread = threading.RLock()
+
+_LINK_BYTES = 4 << 20
+"""Of address space that must be free when a kernel is put into memory."""
 
 _EXTERNAL = frozenset({"memcpy", "memset", "memmove", "sched_yield", "nanosleep", "clock_gettime"})
 
@@ -229,6 +233,11 @@ class _Linker:
         return cls._instance
 
     def link(self, code: bytes, symbol: str) -> int:
+        try:
+            # Without memory for it LLVM would end the process.
+            mmap.mmap(-1, _LINK_BYTES + 4 * len(code), mmap.MAP_PRIVATE).close()
+        except OSError as error:
+            raise MemoryError(f"machine code of {symbol}: {error.strerror}; free memory") from None
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
         return int(self._engine.get_function_address(symbol))

@@ -213,6 +213,7 @@ def test_closed_stderr_does_not_stop_the_run(tmp_path):
         (["--prompt-ids", "4096"], "outside 0..4095"),
         (["--prompts-file", "absent.txt"], "absent.txt: No such file"),
         (["--prompts-file", "."], "Is a directory"),
+        (["--outputs", "x" * 3000], "File name too long"),
         (["--context", "5", "--prompt-ids", "1,2,3,4,5,6"], "6 tokens, the context holds 5"),
         (["--context", "99999"], "this model takes 1 to 4096"),
         (["--stub", "--model-dir", "x"], "exclude each other"),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -262,6 +263,11 @@ def test_of_a_line_without_end_only_the_beginning_is_kept():
     longest = len(found[1])
     assert MAX_LINE_BYTES < longest <= MAX_LINE_BYTES + (1 << 16)
     assert (found[0], found[2:]) == (b"first", [b"last"])
+
+
+def test_a_line_without_end_is_an_error() -> None:
+    with pytest.raises(UsageError, match="goes on for more than 1073741824 bytes"):
+        list(split_lines(repeat(bytes(1 << 16))))
 
 
 def source_of(tmp_path: Path, name: str, data: bytes, **config) -> PromptSource:

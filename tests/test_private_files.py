@@ -233,9 +233,9 @@ print("compiled", tape.lead.ready and tape.serve.ready)
 """
 
 
-def started(**environment: str) -> tuple[str, list[str]]:
+def started(program: str = _PROCESS, **environment: str) -> tuple[str, list[str]]:
     done = subprocess.run(
-        [sys.executable, "-c", _PROCESS],
+        [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         text=True,
         capture_output=True,
@@ -257,6 +257,25 @@ def test_junk_that_others_planted_is_never_machine_code(tmp_path: Path) -> None:
     assert out == "compiled True\n"
     assert len(err) == 1 and "others can write it: chmod go-w" in err[0]
     assert "CLOCHER_CACHE_DIR" in err[0]
+
+
+_SCARCE = """
+import resource
+from cpu_fallback import jit, linear
+wanted = [linear.embed]
+code = jit._compile(linear.embed)
+jit._Linker.get()
+resource.setrlimit(resource.RLIMIT_DATA, (1 << 20, 1 << 20))
+try:
+    linear.embed.load(code)
+except MemoryError as error:
+    print(error)
+"""
+
+
+def test_no_memory_for_machine_code_is_an_error() -> None:
+    out, _ = started(_SCARCE)
+    assert out == "machine code of clocher_linear_embed: Cannot allocate memory; free memory\n"
 
 
 def test_no_home_costs_one_warning() -> None:
