@@ -38,8 +38,8 @@ build-cuda: $(VENV)/.installed-cuda  ## install what a GPU needs: build/inferenc
 
 verify: $(VENV)/.installed-test  ## compare every token of the embedded model with Hugging Face transformers
 	@mkdir -p build
-	@IE_ACT_PREC=fp32 $(BIN)/clocher-run --model-dir $(EMBEDDED) --trace-ids build/trace.jsonl \
-	  --trace-topk 5 $(ARGS) >build/verify-run.json
+	@IE_ACT_PREC=fp32 $(BIN)/clocher-run --model-dir $(EMBEDDED) --kv-dtype f32 \
+	  --trace-ids build/trace.jsonl --trace-topk 5 $(ARGS) >build/verify-run.json
 	@$(BIN)/python scripts/verify_hf_generation_ids.py --trace-jsonl build/trace.jsonl \
 	  --hf-dir $(EMBEDDED) --dtype fp32 --check-prompt --out build/verify.json
 

@@ -36,7 +36,7 @@ from bench.harness_runs import Harness, Plan
 from bench.harness_tables import cells_table, compare_files, files_table, pairs
 from bench.measure import print_table
 from clocher_kernels.errors import ClocherError, UsageError
-from clocher_runtime import cli
+from clocher_runtime.command import parse as parse_flags
 from clocher_runtime.config import Given, GivenInFile
 from clocher_runtime.config_file import read_toml, setting_texts
 from clocher_runtime.env import sources_of
@@ -260,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         job = prepare(
             given,
-            {**engine, **(cli.parse(values["flags"]) or {})},
+            {**engine, **(parse_flags(values["flags"]) or {})},
             os.environ,
             values["config"],
         )

@@ -32,7 +32,7 @@ from bench.harness_stats import agree, compare_apart, compare_paired, summarise
 from bench.harness_tables import figure, interval, ratio_text
 from bench.measure import machine, print_table
 from clocher_kernels.errors import ClocherError
-from clocher_runtime import cli
+from clocher_runtime.command import parse as parse_flags
 from clocher_runtime.exit_codes import ExitCode, exit_code
 
 NEEDED = 0.95
@@ -199,7 +199,7 @@ def main(
     """Run the trials, print them and what follows."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        given = {**_FLAGS, "ignore_eos": "1", **(cli.parse(flags) or {})}
+        given = {**_FLAGS, "ignore_eos": "1", **(parse_flags(flags) or {})}
         plan = Plan(
             cells_for(base_settings(given, os.environ, {}), planted),
             runs,

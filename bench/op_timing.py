@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -139,6 +140,7 @@ def _on_cpu(op: OpRun, threads: int, calls: int, cost: Cost, facts: Facts) -> Ti
 def _on_gpu(spec: OpSpec, case: Case, calls: int, cost: Cost, facts: Facts) -> Timed:
     from bench.gpu.parity import Trial, narrow_names
     from bench.gpu.setting import make_setting
+    from clocher_kernels.cuda.launch import execute
 
     setting = make_setting(dry=False)
     act = "f16" if narrow_names(spec) else "f32"
@@ -151,7 +153,7 @@ def _on_gpu(spec: OpSpec, case: Case, calls: int, cost: Cost, facts: Facts) -> T
         "isa": f"sm_{setting.device.capability}",
         "activations": act,
     }
-    replay = setting.timer.replay([trial.call()] * calls)
+    replay = setting.timer.replay([partial(execute, trial.launches())] * calls)
 
     def run() -> None:
         replay()

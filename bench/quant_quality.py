@@ -81,7 +81,7 @@ class Bench:
             tensors: dict[str, Any] = dict(self.checkpoint.tensors)
             for name, planned in plan.tensors.items():
                 tensors[name] = self._quantised(plan, parts, name, planned.method)
-            quantised = dataclasses.replace(self.checkpoint, tensors=tensors)
+            quantised = dataclasses.replace(self.checkpoint, tensors=tensors, hashes={})
             return self._with_session(quantised, self._compare)
 
     def allocate(self, method: str, target: float) -> tuple[QuantPlan, dict[str, Any]]:

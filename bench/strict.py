@@ -183,7 +183,7 @@ def verdict(found: Sequence[Check]) -> ExitCode:
 @click.command(help=help_text(__doc__))
 @click.option("--model-dir", type=click.Path(), help="default: MODEL_DIR, else the embedded model")
 @click.option("--precision", type=click.Choice(PRECISIONS), help="default: as stored")
-@click.option("--kv-dtype", type=click.Choice(KV_DTYPES), help="default: f32")
+@click.option("--kv-dtype", type=click.Choice(KV_DTYPES), help="default: the back end's")
 @click.option("--threads", type=click.IntRange(1), help="default: all usable cores")
 @click.option("--prompt-tokens", type=click.IntRange(1), default=128, show_default=True, help="P")
 @click.option("--tokens", type=click.IntRange(1), default=128, show_default=True, help="N")

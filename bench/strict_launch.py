@@ -22,12 +22,12 @@ from bench.bandwidth import Reader
 from bench.compiled_calls import CompiledCalls
 from bench.measure import REST_S, interleave
 from clocher_kernels.errors import ClocherError, UsageError
+from clocher_runtime.arguments import Sampling
 from clocher_runtime.console import Console
 from clocher_runtime.engine import Engine, load_engine
 from clocher_runtime.env import resolve
 from clocher_runtime.exit_codes import exit_code
 from clocher_runtime.probes import Touch, WorkTouch, rss_peak_mib
-from clocher_runtime.session import Sampling
 from clocher_runtime.timing import TimedWindow
 from clocher_runtime.topology import cache_bytes, read_cpus
 
@@ -173,10 +173,10 @@ def measure(task: Task) -> dict[str, Any]:
         per_token = config.bytes_per_token or CHECKED_BYTES
         checksum = _checksum(engine, runner, ids[:depth], per_token, config.stride_bytes)
         measuring_ns = runner.measuring_ns()
+        touch = runner.touch(config.bytes_per_token, config.stride_bytes)
+        touch(1)
     finally:
         engine.session.close()
-    touch = runner.touch(config.bytes_per_token, config.stride_bytes)
-    touch(1)
     return {
         "model": Path(engine.model).name,
         "format": engine.precision,

@@ -12,6 +12,10 @@ class UsageError(ClocherError):
     """A flag, an environment variable or an argument has a value that cannot be used."""
 
 
+class SessionBusy(UsageError):
+    """A session was asked for something while a generation has it."""
+
+
 class ModelError(ClocherError):
     """A model is missing, unreadable or not one that Clocher knows."""
 
@@ -24,8 +28,24 @@ class FormatError(ModelError):
     """A model file breaks its format: truncated, overlapping, inconsistent or absurd."""
 
 
+class ModelChanged(ModelError):
+    """A file of a model is no longer the one that was loaded: written to, replaced or gone."""
+
+
 class UnsupportedModel(ModelError):
     """The file is sound, but its architecture or one of its settings is not known."""
+
+
+class NonFinite(ModelError):
+    """A forward pass made NaN or infinity: a weight holds one, or a value overflowed.
+
+    Attributes:
+        sequence: index of the prompt that it happened to, in the call that generated.
+    """
+
+    def __init__(self, message: str, sequence: int = 0) -> None:
+        super().__init__(message)
+        self.sequence = sequence
 
 
 class ShapeError(ClocherError):

@@ -17,6 +17,7 @@ each ancestor and for itself; its own bit is its highest bit, and that cell is w
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Literal
 
 import numpy as np
@@ -88,7 +89,4 @@ class Plan:
 
     def scratch_bytes(self) -> int:
         """Bytes of all buffers, state (KV cache) included."""
-        return sum(
-            int(np.prod(b.shape, dtype=np.int64)) * STORAGE[b.dtype].itemsize
-            for b in self.buffers.values()
-        )
+        return sum(prod(b.shape) * STORAGE[b.dtype].itemsize for b in self.buffers.values())

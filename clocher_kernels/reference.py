@@ -1,12 +1,12 @@
 """The reference executor: walk a Plan in NumPy, one op reference after another."""
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
 from clocher_kernels.ops import OPS
-from clocher_kernels.plan import Plan
+from clocher_kernels.plan import Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 
 
@@ -37,6 +37,11 @@ class ReferenceExecutor:
 
     def step(self, tokens: int, rows: int) -> None:
         """Execute the Plan for the first `tokens` tokens and `rows` output rows."""
+        for _ in self.walk(tokens, rows):
+            pass
+
+    def walk(self, tokens: int, rows: int) -> Generator[Call, None, None]:
+        """Execute a step call by call and yield each that was executed."""
         count = {"M": tokens, "R": rows}
         for call in self.plan.calls:
             values = {}
@@ -47,6 +52,11 @@ class ReferenceExecutor:
                     value = value[: count[buffer.rows]]  # type: ignore[index]
                 values[param] = value
             OPS[call.op].reference(**values, **call.attrs)
+            yield call
+
+    def peek(self, name: str, count: int) -> np.ndarray:
+        """Return the first rows of a buffer as they are now."""
+        return self.array(name)[:count]
 
     def upload(self) -> None:
         """Do nothing: steps read the host's arrays."""

@@ -8,26 +8,45 @@ for piece in model.stream_generate("import "):
     print(piece, end="", flush=True)
 """
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from clocher_kernels.errors import UsageError
+from clocher_runtime.arguments import (
+    Sampling,
+    listed,
+    refuse_unknown,
+    shown,
+    token_ids,
+    whole,
+)
 from clocher_runtime.backends import choose
 from clocher_runtime.model_choice import embedded_model
 from clocher_runtime.models.load import Model, load_model
-from clocher_runtime.session import Sampling, Session
+from clocher_runtime.session import Session
 from clocher_runtime.tokenizer import Tokenizer
 from clocher_runtime.topology import default_threads
+from clocher_runtime.turns import Stream
 from clocher_runtime.weights import open_checkpoint
 from clocher_runtime.weights.gguf.checkpoint import find_gguf
 
 Prompt = str | Sequence[int]
+_OPTIONS = frozenset(Session.__init__.__kwdefaults__ or ()) - {"backend", "threads"}
+
+
+def _sampling(options: Mapping[str, Any]) -> Sampling:
+    refuse_unknown(options, Sampling.__dataclass_fields__, "sampling")
+    return Sampling(**options)
 
 
 class LanguageModel:
-    """A model bound to a back end, with its tokenizer.
+    """A model bound to a back end, with its tokenizer. It generates one thing at a time.
+
+    Every method raises SessionBusy while a generation is under way, in this thread or another, and
+    UsageError when an argument cannot be used or the model is closed.
 
     Attributes:
         model: weights and ModelSpec.
@@ -45,23 +64,49 @@ class LanguageModel:
             prompt: text, or token ids.
             max_new: tokens to generate at most.
             **sampling: fields of `Sampling`: temperature, top_k, top_p, seed.
+
+        Raises:
+            SessionBusy: a generation is under way.
+            UsageError: an argument cannot be used, or the model is closed.
         """
         return "".join(self.stream_generate(prompt, max_new, **sampling))
 
-    def stream_generate(self, prompt: Prompt, max_new: int = 64, **sampling: Any) -> Iterator[str]:
-        """Yield the completion of a prompt in pieces, as tokens are made.
+    def stream_generate(self, prompt: Prompt, max_new: int = 64, **sampling: Any) -> Stream[str]:
+        """Return the completion of a prompt in pieces, as tokens are made.
+
+        The model is busy from the first piece to the last, or until the stream is closed or
+        dropped.
 
         Args:
             prompt: text, or token ids.
             max_new: tokens to generate at most.
             **sampling: fields of `Sampling`: temperature, top_k, top_p, seed.
+
+        Raises:
+            SessionBusy: at the first piece: a generation is under way.
+            UsageError: an argument cannot be used, or the model is closed.
         """
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids, max_new = self._ids(prompt), whole("max_new", max_new, 1)
+        self.session.check(ids)
+        chosen = _sampling(sampling)
+        return Stream(lambda _: self._pieces(ids, max_new, chosen))
+
+    def _pieces(
+        self, ids: list[int], max_new: int, sampling: Sampling
+    ) -> Generator[str, None, None]:
         pieces = self.tokenizer.stream()
-        for token in self.session.generate([ids], max_new, Sampling(**sampling)):
+        for token in self.session.generate([ids], max_new, sampling):
             if token.id not in self.model.spec.eos_ids:
                 yield pieces.push(token.id)
         yield pieces.flush()
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, room=self.session.context)
+        try:
+            return token_ids(prompt)
+        except UsageError as error:
+            raise UsageError(f"a prompt is text or a list of token ids: {error}") from None
 
     def generate_batch(
         self, prompts: Sequence[Prompt], max_new: int = 64, **sampling: Any
@@ -72,16 +117,24 @@ class LanguageModel:
             prompts: at most as many as the `batch` given to `load`.
             max_new: tokens to generate at most, each.
             **sampling: fields of `Sampling`: temperature, top_k, top_p, seed.
+
+        Raises:
+            SessionBusy: a generation is under way.
+            UsageError: an argument cannot be used, or the model is closed.
         """
-        ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
+        ids = [self._ids(p) for p in listed(prompts, "a list of prompts")]
         made: list[list[int]] = [[] for _ in ids]
-        for token in self.session.generate(ids, max_new, Sampling(**sampling)):
+        for token in self.session.generate(ids, max_new, _sampling(sampling)):
             if token.id not in self.model.spec.eos_ids:
                 made[token.sequence].append(token.id)
         return [self.tokenizer.decode(out) for out in made]
 
     def close(self) -> None:
-        """Stop the threads and release the buffers."""
+        """Stop the threads and release the buffers. A generation that is suspended ends.
+
+        Raises:
+            SessionBusy: a step is running in another thread.
+        """
         self.session.close()
 
     def __enter__(self) -> "LanguageModel":
@@ -106,6 +159,10 @@ def load(
 ) -> LanguageModel:
     """Load a model.
 
+    Its weight files stay mapped, so leave them alone: a generation raises ModelChanged if one was
+    written to, replaced or deleted. A file that is truncated while it is read ends the process with
+    SIGBUS; only the commands handle that signal.
+
     Args:
         path: a Hugging Face directory, one with an IEBIN pair or a GGUF file, or that file; None:
             the embedded model.
@@ -117,16 +174,22 @@ def load(
     Raises:
         ModelError: the model is missing, damaged or not supported.
         DeviceError: the device is not available.
+        OutOfMemory: the model or its cache does not fit.
+        UsageError: an argument cannot be used.
     """
+    refuse_unknown(session, _OPTIONS, "load")
     backend, _ = choose(device)
-    if path is not None and not (Path(path).is_dir() or find_gguf(Path(path))):
+    if path is not None and not isinstance(path, str | os.PathLike):
+        raise UsageError(f"path is {shown(path)}; expected a string or a pathlib.Path")
+    if path is not None and not (os.path.isdir(path) or find_gguf(Path(path))):
         raise UsageError(
             f"{path} is not a directory; give the directory of a model, or a GGUF file"
         )
+    threads = default_threads() if threads is None else whole("threads", threads, 1)
     checkpoint = open_checkpoint(embedded_model() if path is None else Path(path))
     model = load_model(checkpoint, precision)
     tokenizer = Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config)
-    bound = Session(model, backend=backend, threads=threads or default_threads(), **session)
+    bound = Session(model, backend=backend, threads=threads, **session)
     return LanguageModel(model, bound, tokenizer)
 
 
@@ -139,6 +202,10 @@ def generate(prompt: Prompt, path: str | Path | None = None, **options: Any) -> 
 def stream_generate(
     prompt: Prompt, path: str | Path | None = None, **options: Any
 ) -> Iterator[str]:
-    """Load a model and yield one completion in pieces."""
-    with load(path) as model:
-        yield from model.stream_generate(prompt, **options)
+    """Load a model and return one completion in pieces; the model is closed after the last."""
+
+    def pieces() -> Generator[str, None, None]:
+        with load(path) as model:
+            yield from model.stream_generate(prompt, **options)
+
+    return Stream(lambda _: pieces())

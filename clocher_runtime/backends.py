@@ -1,6 +1,6 @@
 """Which back ends exist, which one a run gets and why. The one door to cpu_fallback and cuda."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -8,13 +8,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from clocher_kernels.errors import DeviceError, UsageError
-from clocher_kernels.plan import Plan
+from clocher_kernels.plan import Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.arguments import one_of
 from clocher_runtime.tuning import Tuning
 
 DEVICES = ("auto", "cpu", "cuda", "ze")
-KV_DEFAULT = {"cpu": "f32", "reference": "f32", "cuda": "bf16"}
+KV_DEFAULT = {"cpu": "f16", "reference": "f16", "cuda": "bf16"}
 """Back end -> storage of the KV cache unless a run asks for another."""
+CHUNK_DEFAULT = {"cpu": 128, "reference": 128, "cuda": 512}
+"""Back end -> tokens of a prefill step unless a run asks for another number."""
 ACTIVATIONS: Mapping[str, Mapping[str, str]] = {
     "cpu": {"int8": "i8", "fp32": "f32"},
     "reference": {"fp32": "f32", "int8": "i8"},
@@ -45,6 +48,12 @@ class Executor(Protocol):
     def fetch(self, name: str, count: int) -> np.ndarray:
         """Return the first rows of an output buffer after the steps so far."""
 
+    def walk(self, tokens: int, rows: int) -> Generator[Call, None, None]:
+        """Execute a step call by call and yield each that was executed, to look for a fault."""
+
+    def peek(self, name: str, count: int) -> np.ndarray:
+        """Return the first rows of any fp32 buffer as they are now."""
+
     def synchronize(self) -> None:
         """Wait until the device has done all steps."""
 
@@ -68,8 +77,7 @@ def choose(device: str) -> tuple[str, str]:
         DeviceError: a device asked for by name is not available.
         UsageError: the name is not known.
     """
-    if device not in DEVICES:
-        raise UsageError(f"device is {device!r}; known: {', '.join(DEVICES)}")
+    one_of("device", device, DEVICES)
     if device == "cpu":
         return "cpu", "asked for by --device cpu"
     if device == "ze":

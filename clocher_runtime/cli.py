@@ -1,82 +1,53 @@
-"""The command `clocher-run`: flags and environment in, one JSON line and an exit code out."""
+"""The process `clocher-run`: streams, signals, one JSON line and an exit code.
+
+Nothing slow is imported before somebody listens for signals.
+"""
 
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 
-import click
-
-from clocher_kernels.errors import UsageError
-from clocher_runtime.cli_help import ABOUT, HelpfulCommand, stands_alone
-from clocher_runtime.console import Console
-from clocher_runtime.env import resolve
-from clocher_runtime.exit_codes import ExitCode, exit_code
-from clocher_runtime.jsonline import (
-    ErrorLine,
-    RunLine,
-    TuneLine,
-    clocher_version,
-    error_line,
-    to_json,
-)
-from clocher_runtime.settings import ALL
-
-NAME = "clocher-run"
+from clocher_runtime.signals import cause_of, ignore, listen, restore
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
     Args:
-        argv: arguments after the name of the command; those of the process by default.
+        argv: arguments after the name of the command. None: those of the process, which then ends
+            with what this returns.
     """
-    line: RunLine | TuneLine | ErrorLine
-    with Console() as console:
-        try:
-            flags = parse(sys.argv[1:] if argv is None else argv)
-            if flags is None:
-                return ExitCode.OK
-            config = resolve(flags, os.environ)
-            # NumPy and all that needs it is imported after the flags have been checked.
-            if config.tune:
-                from clocher_runtime.tile_tuning import tune
-
-                line, code = tune(config, console), ExitCode.OK
-            else:
-                from clocher_runtime.run import run, summary
-
-                line, code = run(config, console), ExitCode.OK
-                console.note(summary(line))
-        except (Exception, KeyboardInterrupt) as error:
-            line, code = error_line(error), exit_code(error)
-            if code == ExitCode.BUG:
-                console.note("".join(traceback.format_exception(error)).rstrip())
-            else:
-                console.note(f"error: {line.message}")
-    return code if emit(to_json(line)) else ExitCode.BUG
-
-
-def parse(argv: Sequence[str]) -> dict[str, str] | None:
-    """Return name of a setting -> what its flag was given; None after --help or --version.
-
-    Raises:
-        UsageError: a flag is unknown or lacks its value, or there is an argument that is no flag.
-    """
-    command = HelpfulCommand(NAME, params=_options(), help=ABOUT)
+    before = listen()
+    if argv is None:
+        _open_standard_streams()
     try:
-        with command.make_context(NAME, list(argv)) as context:
-            values = context.params
-    except click.exceptions.Exit:
-        return None
-    except click.UsageError as error:
-        raise UsageError(f"{error.format_message()} See {NAME} --help.") from None
-    given = {name: value for name, value in values.items() if value not in (None, False)}
-    return {name: "1" if value is True else value for name, value in given.items()}
+        return _answer(sys.argv[1:] if argv is None else argv)
+    finally:
+        restore(before) if argv is not None else ignore(before)
 
 
-def emit(text: str) -> bool:
+def _answer(argv: Sequence[str]) -> int:
+    """Do what the arguments say, and write the line."""
+    try:
+        # Most of a short run: a signal may well arrive here.
+        from clocher_runtime.command import command
+
+        line, code = command(argv, _emit)
+    except BaseException as error:
+        if not isinstance(cause_of(error), KeyboardInterrupt):
+            raise
+        from clocher_runtime.exit_codes import exit_code
+        from clocher_runtime.jsonline import error_line, to_json
+
+        signal = cause_of(error)
+        line, code = to_json(error_line(signal)), int(exit_code(signal))
+    return code if line is None or _emit(line) else 1
+
+
+def _emit(text: str) -> bool:
     """Write a line to standard output; say whether it could be written."""
+    if sys.stdout is None:
+        return False
     try:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
@@ -87,24 +58,17 @@ def emit(text: str) -> bool:
     return True
 
 
-def _options() -> list[click.Parameter]:
-    options: list[click.Parameter] = [
-        click.Option([setting.flag, name], is_flag=stands_alone(setting), default=None)
-        for name, setting in ALL.items()
-        if setting.flag
-    ]
-    return [
-        *options,
-        click.Option(
-            ["--version"], is_flag=True, is_eager=True, expose_value=False, callback=_version
-        ),
-    ]
+def _open_standard_streams() -> None:
+    """Put the null device where a standard stream is closed.
 
-
-def _version(context: click.Context, option: click.Parameter, wanted: bool) -> None:
-    if wanted:
-        click.echo(f"{NAME} {clocher_version()}")
-        context.exit()
+    Otherwise the next file that is opened gets its number, and what a library writes to standard
+    error ends up in it.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ EXIT_CODES = (
     (ExitCode.DEVICE, "device or engine not available"),
     (ExitCode.MEMORY, "out of memory"),
     (ExitCode.INTERRUPTED, "interrupted (Ctrl-C)"),
+    (ExitCode.TERMINATED, "terminated (SIGTERM)"),
 )
 
 _DEFAULTS = {field.name: field.default for field in fields(RunConfig)}

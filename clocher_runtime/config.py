@@ -33,7 +33,7 @@ class RunConfig:
         isa: None takes the best of the host. The CPU back end reads its variable itself.
         tile_table: None leaves tiles to the shipped tables. The CUDA back end reads its variable
             itself.
-        kv_dtype: None takes the back end's: f32 on the CPU, bf16 on a GPU.
+        kv_dtype: None takes the back end's: f16 on the CPU, bf16 on a GPU.
         act_prec: None takes the back end's, or the model's if it quantises its activations.
         pretranspose: None packs what has a packed form, and copies nothing.
         config: the file whose settings are in here already.
@@ -80,6 +80,7 @@ class RunConfig:
     bytes_per_token: int = 0
     stride_bytes: int = 256
     verify_touch: bool = False
+    verify_weights: bool = False
     act_prec: str | None = None
     pretranspose: str | None = None
     affinity: str = "auto"

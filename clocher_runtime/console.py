@@ -1,6 +1,7 @@
 """What a person sees of a run, on standard error. Standard output belongs to the JSON line."""
 
 import sys
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
@@ -27,8 +28,9 @@ class Console:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
-        self._is_terminal = self._stream.isatty()
-        self._has_reader = True
+        # Python has no stream where the process was started with standard error closed.
+        self._has_reader = self._stream is not None
+        self._is_terminal = self._has_reader and self._stream.isatty()
         self._at_line_start = True
         self._bar: tuple[Progress, TaskID] | None = None
         self._shown = ("", -1)
@@ -71,7 +73,8 @@ class Console:
 
     def _advance(self, label: str, done: int, total: int) -> None:
         if self._is_terminal:
-            self._advance_bar(label, done, total)
+            if self._has_reader:
+                self._guarded(lambda: self._advance_bar(label, done, total))
             return
         quarter = _QUARTERS * done // max(total, 1)
         if label != self._shown[0] or quarter > self._shown[1]:
@@ -93,14 +96,20 @@ class Console:
 
     def _end_bar(self) -> None:
         if self._bar is not None:
-            self._bar[0].stop()
-            self._bar = None
+            (progress, _), self._bar = self._bar, None
+            self._guarded(progress.stop)
 
     def _write(self, text: str) -> None:
-        if not self._has_reader:
-            return
+        if self._has_reader:
+            self._guarded(lambda: self._put(text))
+
+    def _put(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+    def _guarded(self, write: Callable[[], object]) -> None:
+        """Write, unless nobody reads it: a terminal that is gone must not end a run."""
         try:
-            self._stream.write(text)
-            self._stream.flush()
+            write()
         except (OSError, ValueError):
             self._has_reader = False

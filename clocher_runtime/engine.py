@@ -1,5 +1,6 @@
 """The engine of a run: a loaded model bound to a back end, or the stub, and how both are made."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,12 +9,14 @@ from typing import Protocol
 import numpy as np
 
 from clocher_kernels.errors import ModelNotFound
+from clocher_runtime.arguments import Sampling
 from clocher_runtime.backends import ACTIVATIONS, Progress, choose, gpu
 from clocher_runtime.config import RunConfig
 from clocher_runtime.model_choice import choose_model
 from clocher_runtime.models.load import load_model
 from clocher_runtime.probes import Touch
-from clocher_runtime.session import Sampling, Session, Token
+from clocher_runtime.sequences import Token
+from clocher_runtime.session import Session
 from clocher_runtime.settings import SETTINGS
 from clocher_runtime.stub import StubSession, StubTokenizer
 from clocher_runtime.timing import TimedWindow
@@ -115,8 +118,10 @@ def load_engine(
         OutOfMemory: the model or its cache does not fit.
     """
     device, reason = choose(config.device)
-    choice = choose_model(config, Path.cwd())
+    choice = choose_model(config)
     checkpoint, not_deduplicated = choice.open_for(config)
+    if config.verify_weights:
+        checkpoint.verify()
     model = load_model(checkpoint, config.precision)
     tokenizer = _tokenizer(config, checkpoint)
     threads = choose_threads(config)
@@ -195,7 +200,7 @@ def _tokenizer(config: RunConfig, checkpoint: Checkpoint) -> Tokenizer | None:
     source = checkpoint.tokenizer_source
     file = config.prompts_file
     may_be_ids = config.prompt_ids is not None or (file is not None and file.suffix == ".jsonl")
-    if may_be_ids and isinstance(source, Path) and not source.exists():
+    if may_be_ids and isinstance(source, Path) and not os.path.exists(source):
         return None
     try:
         return Tokenizer(source, checkpoint.tokenizer_config)

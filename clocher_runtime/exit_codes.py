@@ -3,6 +3,7 @@
 from enum import IntEnum
 
 from clocher_kernels import errors
+from clocher_runtime.signals import Terminated
 
 
 class ExitCode(IntEnum):
@@ -18,6 +19,7 @@ class ExitCode(IntEnum):
     REJECTED = 8  # the quality gate failed
     UNDECIDED = 9  # the quality gate needs more text to decide
     INTERRUPTED = 130  # Ctrl-C: 128 + SIGINT
+    TERMINATED = 143  # 128 + SIGTERM
 
 
 _CODES: tuple[tuple[type[BaseException], ExitCode], ...] = (
@@ -27,8 +29,23 @@ _CODES: tuple[tuple[type[BaseException], ExitCode], ...] = (
     (errors.UnsupportedOp, ExitCode.DEVICE),
     (errors.OutOfMemory, ExitCode.MEMORY),
     (MemoryError, ExitCode.MEMORY),
+    (Terminated, ExitCode.TERMINATED),
     (KeyboardInterrupt, ExitCode.INTERRUPTED),
 )
+
+
+def told(error: BaseException) -> BaseException:
+    """Return an error as it is to be reported.
+
+    Threads are started in many places, by libraries too, and Python has no class of its own for a
+    system that refuses one.
+    """
+    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
+        return errors.DeviceError(
+            "the system gives this process no more threads; lower --threads, or raise its limit of "
+            "processes (ulimit -u, or pids.max of its control group)"
+        )
+    return error
 
 
 def exit_code(error: BaseException) -> ExitCode:

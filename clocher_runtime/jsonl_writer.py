@@ -8,11 +8,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.weights.output_file import sync_directory
+from clocher_runtime.weights.output_file import open_locked, sync_directory
 
 
 class JsonlWriter:
     """A JSONL file that grows under the name FILE.partial and becomes FILE when all is done.
+
+    FILE.partial is locked until then: of two runs that name the same file, the second is refused.
 
     Use it as a context manager. If an exception leaves it, FILE is what it was before, and the
     lines written so far stay in FILE.partial.
@@ -25,19 +27,27 @@ class JsonlWriter:
         lines: written so far.
 
     Raises:
-        UsageError: it cannot be written, or is something else than a file.
+        UsageError: it cannot be written, is something else than a file, or another run, or another
+            flag of this one, is writing it.
     """
 
     def __init__(self, path: Path, source: str) -> None:
         self.lines = 0
         self._path, self._source = path, source
-        if path.exists() and not path.is_file():
+        if os.path.exists(path) and not os.path.isfile(path):
             raise UsageError(f"{source}: {path} cannot be written: it is no file")
         self._partial = path.with_name(f"{path.name}.partial")
         try:
-            self._file = self._partial.open("w", encoding="ascii", newline="\n")
+            descriptor = open_locked(self._partial)
+            os.ftruncate(descriptor, 0)
+        except UsageError:
+            raise UsageError(
+                f"{source}: {path} is being written by another run, or for another flag; "
+                "name another file"
+            ) from None
         except OSError as error:
             raise self._refused(error) from None
+        self._file = os.fdopen(descriptor, "w", encoding="ascii", newline="\n")
 
     def __enter__(self) -> Self:
         return self
@@ -49,14 +59,14 @@ class JsonlWriter:
         trace: TracebackType | None,
     ) -> None:
         try:
-            with self._file:
+            with self._file:  # the lock goes last: nobody else may have the name before
                 self._file.flush()
                 os.fsync(self._file.fileno())
-            if error is None:
-                os.replace(self._partial, self._path)
-                sync_directory(self._path.parent)
-            elif not self.lines:
-                self._partial.unlink()
+                if error is None:
+                    os.replace(self._partial, self._path)
+                    sync_directory(self._path.parent)
+                elif not self.lines:
+                    self._partial.unlink()
         except OSError as failure:
             if error is None:
                 raise self._refused(failure) from None

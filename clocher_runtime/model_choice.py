@@ -1,5 +1,6 @@
 """Which model a run uses: a named one, one in the current directory, or the embedded one."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,19 +57,23 @@ class ModelChoice:
         return open_weights(config, directory, self.open)
 
 
-def choose_model(config: RunConfig, cwd: Path) -> ModelChoice:
+def choose_model(config: RunConfig, cwd: Path | None = None) -> ModelChoice:
     """Return the model of a run.
 
     In this order: `--model-json` and `--model-bin`; `--model-dir` or MODEL_DIR; an IEBIN pair in
     the current directory; the embedded model. Of a pair, the file that is not named is the one of
     the usual name in the model directory if that is given, else beside the other file.
 
+    Args:
+        config: the run.
+        cwd: the current directory; None: that of the process.
+
     Raises:
         ModelNotFound: a named directory does not exist, or nothing is named or found although
             IE_REQUIRE_MODEL=1.
     """
     model_dir = config.model_dir
-    if model_dir is not None and not (model_dir.is_dir() or find_gguf(model_dir)):
+    if model_dir is not None and not (os.path.isdir(model_dir) or find_gguf(model_dir)):
         source, raw = config.given["model_dir"]
         raise ModelNotFound(
             f"{source}: {raw!r} is not a directory; give the directory of a model that is on this "
@@ -84,14 +89,24 @@ def choose_model(config: RunConfig, cwd: Path) -> ModelChoice:
     if config.model_dir is not None:
         source = config.given["model_dir"].source
         return ModelChoice(str(config.model_dir), source, config.model_dir)
-    if (cwd / JSON_NAME).is_file():
+    cwd = cwd or _current_directory()
+    if cwd is not None and os.path.isfile(cwd / JSON_NAME):
         return ModelChoice(str(cwd), "current directory", cwd)
     if config.require_model:
         raise ModelNotFound(
-            f"IE_REQUIRE_MODEL=1, but no model is named and {cwd} has no {JSON_NAME}; "
+            f"IE_REQUIRE_MODEL=1, but no model is named and the current directory "
+            f"has no {JSON_NAME}; "
             "give --model-dir, or unset IE_REQUIRE_MODEL to use the embedded model"
         )
     return ModelChoice(EMBEDDED, "embedded", embedded_model())
+
+
+def _current_directory() -> Path | None:
+    """Return the current directory, None if it has been deleted."""
+    try:
+        return Path.cwd()
+    except OSError:
+        return None
 
 
 def embedded_model() -> Path:

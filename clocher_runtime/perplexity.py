@@ -7,6 +7,7 @@ from math import exp
 import numpy as np
 
 from clocher_kernels.errors import UsageError
+from clocher_runtime.arguments import token_ids, whole
 from clocher_runtime.session import Session
 
 
@@ -61,8 +62,12 @@ def perplexity(
         progress: called with (done, total).
 
     Raises:
-        UsageError: the text has less than one window, or a window less than two tokens.
+        SessionBusy: a generation is under way.
+        UsageError: the text has less than one window, or a window less than two tokens; or an
+            argument cannot be used.
     """
+    ids, window = token_ids(ids), whole("window", window)
+    limit = None if limit is None else whole("limit", limit, 0)
     if window < 2:
         raise UsageError(f"a window of {window} tokens predicts nothing; give at least 2")
     total = len(ids) // window

@@ -8,12 +8,15 @@ from io import FileIO
 from itertools import chain, islice
 from typing import Any, Protocol
 
-from clocher_kernels.errors import UsageError
+from clocher_kernels.errors import OutOfMemory, UsageError
 from clocher_runtime.config import RunConfig
 
 DEFAULT_PROMPT = "def fibonacci(n):\n"
 MAX_STDIN_CHARS = 64 << 20
 MAX_LINE_BYTES = 4 << 20
+MAX_SKIPPED_BYTES = 1 << 30
+"""Of a line that is too long: what goes on like that is no text, and may have no end."""
+
 _CHUNK_BYTES = 1 << 16
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -39,18 +42,20 @@ class Prompt:
         ids: token ids; empty if there is an error.
         text: what they stand for; None where the prompt was given as ids, or cannot be read.
         error: where the prompt stands and what is wrong with it; None if nothing is.
+        where: where the prompt stands.
     """
 
     ids: Sequence[int]
     text: str | None = None
     error: str | None = None
+    where: str = ""
 
 
 class Encodes(Protocol):
     """What is needed of a tokenizer."""
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text."""
+    def encode(self, text: str, *, room: int | None = None) -> list[int]:
+        """Return the ids of a text; one that is surely longer than `room` tokens is refused."""
 
 
 class PromptSource:
@@ -147,6 +152,7 @@ class Preparation:
         source: where the lines come from.
         tokenizer: None where the model has none: then only token ids will do.
         check: raises UsageError for ids that the model cannot continue.
+        room: tokens that a prompt may have; None: any number.
     """
 
     def __init__(
@@ -154,12 +160,14 @@ class Preparation:
         source: PromptSource,
         tokenizer: Encodes | None,
         check: Callable[[Sequence[int]], None],
+        room: int | None = None,
     ) -> None:
         self._source, self._tokenizer, self._check = source, tokenizer, check
+        self._room = room
 
     def __call__(self, line: Line) -> Prompt:
         """Decode, parse, tokenise and check a prompt; what is wrong becomes its `error`."""
-        text = None
+        text, where = None, self._source.where(line)
         try:
             content = line.content
             if isinstance(content, bytes):
@@ -170,9 +178,9 @@ class Preparation:
             else:
                 ids = content
             self._check(ids)
-        except UsageError as error:
-            return Prompt((), text, f"{self._source.where(line)}: {error}")
-        return Prompt(ids, text)
+        except (UsageError, OutOfMemory) as error:
+            return Prompt((), text, f"{where}: {error}", where)
+        return Prompt(ids, text, None, where)
 
     def _parse(self, line: bytes) -> str | tuple[int, ...]:
         if len(line) > MAX_LINE_BYTES:
@@ -186,7 +194,7 @@ class Preparation:
     def _encode(self, text: str) -> list[int]:
         if self._tokenizer is None:
             raise UsageError("text, but the model has no tokenizer; give token ids")
-        return self._tokenizer.encode(text)
+        return self._tokenizer.encode(text, room=self._room)
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -194,15 +202,23 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
     Only a line feed ends a line: a prompt may contain form feeds and Unicode line separators. Of a
     line that is longer than `MAX_LINE_BYTES` only the beginning is kept, and that is longer too.
+
+    Raises:
+        UsageError: a line goes on for more than `MAX_SKIPPED_BYTES`.
     """
-    held = b""
+    held, skipped = b"", 0
     for chunk in chunks:
         end, *following = chunk.split(b"\n")
         if len(held) <= MAX_LINE_BYTES:
             held += end
+        elif (skipped := skipped + len(end)) > MAX_SKIPPED_BYTES:
+            raise UsageError(
+                f"a line of the prompts goes on for more than {MAX_SKIPPED_BYTES} bytes; give a "
+                "text file with a prompt on each line"
+            )
         for line in following:
             yield held
-            held = line
+            held, skipped = line, 0
     if held:
         yield held
 
@@ -233,10 +249,14 @@ def _text(prompt: str | None) -> str:
     """Return the text of `--prompt`."""
     if prompt != "-":
         return DEFAULT_PROMPT if prompt is None else prompt
+    if sys.stdin is None:
+        raise UsageError("--prompt -: standard input is closed; give it a text to read")
     try:
         text = sys.stdin.read(MAX_STDIN_CHARS + 1)
     except UnicodeDecodeError as error:
         raise UsageError(f"--prompt -: standard input is not UTF-8: {error}") from None
+    except OSError as error:
+        raise UsageError(f"--prompt -: standard input: {error.strerror}") from None
     if not 0 < len(text) <= MAX_STDIN_CHARS:
         limit = MAX_STDIN_CHARS
         raise UsageError(f"--prompt -: expected 1 to {limit} characters on standard input")

@@ -1,12 +1,13 @@
 """The job of `clocher-run`: prompts in, text out, one measured window, one line of numbers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isnan, nan
 
-from clocher_kernels.errors import UsageError
+from clocher_kernels.errors import NonFinite, UsageError
 from clocher_runtime import metrics
+from clocher_runtime.arguments import Sampling
 from clocher_runtime.completions import Completions
 from clocher_runtime.config import RunConfig
 from clocher_runtime.console import Console
@@ -14,9 +15,9 @@ from clocher_runtime.engine import Engine, load_engine, load_stub
 from clocher_runtime.jsonline import RunLine, WorkTouchFields, clocher_version
 from clocher_runtime.probes import Touch, WorkTouch, rss_peak_mib
 from clocher_runtime.prompt_pipeline import PromptPipeline, prefetch_depth, worker_count
-from clocher_runtime.prompts import Preparation, PromptSource
+from clocher_runtime.prompts import Preparation, Prompt, PromptSource
 from clocher_runtime.reservoir import Reservoir, StepTotals
-from clocher_runtime.session import Sampling
+from clocher_runtime.sequences import Token
 from clocher_runtime.timing import TimedWindow
 from clocher_runtime.topology import usable_cpus
 from clocher_runtime.trace import TopLogits, fingerprint, top_logits
@@ -84,7 +85,8 @@ def _run(
             console.note(note)
         if config.trace_ids is not None and engine.checkpoint is not None:
             completions.fingerprint = fingerprint(engine.checkpoint)
-        prepare = Preparation(source, engine.tokenizer, engine.session.check)
+        room = engine.session.context or None  # the stub has no end
+        prepare = Preparation(source, engine.tokenizer, engine.session.check, room)
         engine.session.warm()
         _warm_up(engine, config, source, prepare)
         pipelines = partial(pipeline, config, engine, source, prepare, batch)
@@ -155,7 +157,7 @@ def measure(
                     window,
                     touch if touch.bytes_per_token else None,
                 )
-                for token in generated if usable else ():
+                for token in _named(generated, usable) if usable else ():
                     ids = made[token.sequence]
                     if not ids:
                         first_token_ns.add(window.total_ns - began)
@@ -186,6 +188,15 @@ def measure(
         kv_misses=session.kv_misses - misses,
         rss_peak_mib=rss_peak_mib(),
     )
+
+
+def _named(tokens: Iterator[Token], prompts: Sequence[Prompt]) -> Iterator[Token]:
+    """Yield the tokens; say of what ends them which prompt it was."""
+    try:
+        yield from tokens
+    except NonFinite as error:
+        where = prompts[error.sequence].where
+        raise NonFinite(f"{where}: {error}", error.sequence) from None
 
 
 def run_line(
@@ -263,7 +274,7 @@ def _warn(config: RunConfig, prompts: int, console: Console) -> None:
     """Say where a run does not do quite what its flags say."""
     usable = len(usable_cpus())
     if config.threads is not None and config.threads > usable:
-        console.note(f"{config.threads} threads on {usable} usable CPUs will take turns")
+        console.note(f"{config.threads} threads with {usable} usable CPU(s): running {usable}")
     if config.batch > prompts:
         console.note(f"batch {config.batch} with {prompts} prompt(s): running {prompts} at a time")
 

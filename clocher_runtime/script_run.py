@@ -14,6 +14,7 @@ from clocher_kernels.errors import ClocherError
 from clocher_runtime.exit_codes import ExitCode, exit_code
 from clocher_runtime.weights.convert import Conversion
 from clocher_runtime.weights.iebin.checkpoint import JSON_NAME, open_iebin
+from clocher_runtime.weights.lost_pages import ending_on_lost_pages
 
 EXIT_CODES = """\b
 Exit codes:
@@ -80,6 +81,11 @@ class Report:
         """Write a line that begins with the script's name."""
         self.note(f"{self._name}: {text}")
 
+    def lost(self, message: str) -> None:
+        """Write the error of a process that ends at once, because a model file is gone."""
+        self._console.show_cursor()
+        self.done(f"error: {message}")
+
     def disk(self, source: Path, target: Path, nbytes: int, free: int) -> None:
         """Say how much of the disk the work needs."""
         self.note(f"{source} -> {target}: needs {decimal(nbytes)} of disk, {decimal(free)} free")
@@ -106,7 +112,8 @@ def reporting(name: str) -> Iterator[Report]:
     """Yield a `Report`; an expected error becomes a line and ends the process with its code."""
     report = Report(name)
     try:
-        yield report
+        with ending_on_lost_pages(report.lost):
+            yield report
     except (ClocherError, MemoryError, OSError) as error:
         report.done(f"error: {error or type(error).__name__}")
         sys.exit(ExitCode.DEVICE if isinstance(error, OSError) else exit_code(error))

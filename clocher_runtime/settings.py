@@ -86,6 +86,12 @@ SETTINGS: Mapping[str, Setting] = {
         "1: exit 3 unless a model is named or lies in the current directory",
         env=("IE_REQUIRE_MODEL",),
     ),
+    "verify_weights": _set(
+        "Model",
+        _SWITCH,
+        "read all weights first; check their hashes, where they have any, and their codes",
+        "--verify-weights",
+    ),
     "stub": _set("Model", _SWITCH, "no model: token ids are a hash of the prompt", "--stub"),
     "precision": _set(
         "Model",
@@ -94,7 +100,12 @@ SETTINGS: Mapping[str, Setting] = {
         "--precision",
         ("IE_PRECISION", "PRECISION"),
     ),
-    "kv_dtype": _set("Model", _KV_DTYPE, "storage of the KV cache", "--kv-dtype"),
+    "kv_dtype": _set(
+        "Model",
+        _KV_DTYPE,
+        "storage of the KV cache (unset: f16, on a GPU bf16)",
+        "--kv-dtype",
+    ),
     "context": _set(
         "Model",
         _TOKENS,

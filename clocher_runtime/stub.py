@@ -5,7 +5,8 @@ from hashlib import sha256
 from typing import NoReturn
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.session import Sampling, Token
+from clocher_runtime.arguments import Sampling
+from clocher_runtime.sequences import Token
 from clocher_runtime.timing import TimedWindow
 from clocher_runtime.tokenizer import TextStream
 
@@ -27,12 +28,14 @@ class StubTokenizer:
 
     vocab_size = VOCAB_SIZE
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, room: int | None = None) -> list[int]:
         """Return the UTF-8 bytes of a text.
 
         Raises:
-            UsageError: the text is not valid Unicode.
+            UsageError: the text is not valid Unicode, or has more characters than `room`.
         """
+        if room is not None and len(text) > room:
+            raise UsageError(f"{len(text)} characters; at most {room} are taken: shorten it")
         try:
             return list(text.encode("utf-8"))
         except UnicodeError:

@@ -31,7 +31,7 @@ def tune(config: RunConfig, console: Console) -> TuneLine:
     if config.device not in ("auto", "cuda"):
         raise UsageError(f"--tune is for GPUs, but the device is {config.device}; drop one")
     backends.require_gpu("--tune")
-    choice = choose_model(config, Path.cwd())
+    choice = choose_model(config)
     model = load_model(choice.open(), config.precision)
     weights = sorted(set(products(model)))
 

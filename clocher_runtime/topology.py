@@ -6,11 +6,11 @@ Without sysfs every usable CPU is a core of its own on one socket.
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
+from clocher_kernels.cgroups import ROOT, groups, read
 from clocher_kernels.errors import UsageError
 
-_ROOT = Path("/")
 _CPUS = "sys/devices/system/cpu"
 _NODES = "sys/devices/system/node"
 
@@ -45,7 +45,7 @@ def usable_cpus() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
-def physical_cores(cpus: frozenset[int], root: Path = _ROOT) -> int:
+def physical_cores(cpus: frozenset[int], root: Path = ROOT) -> int:
     """Return how many physical cores lie behind some CPUs.
 
     Siblings of one core (SMT, "hyper-threads") count once. A CPU that sysfs does not describe
@@ -58,7 +58,7 @@ def physical_cores(cpus: frozenset[int], root: Path = _ROOT) -> int:
     return len({_siblings(cpu, root) for cpu in cpus})
 
 
-def read_cpus(usable: frozenset[int] | None = None, root: Path = _ROOT) -> tuple[Cpu, ...]:
+def read_cpus(usable: frozenset[int] | None = None, root: Path = ROOT) -> tuple[Cpu, ...]:
     """Return the usable CPUs, by number. CPUs that are off line are not among them.
 
     Args:
@@ -66,16 +66,16 @@ def read_cpus(usable: frozenset[int] | None = None, root: Path = _ROOT) -> tuple
         root: root of the file system; tests pass a recorded tree.
     """
     usable = usable_cpus() if usable is None else usable
-    online = parse_cpu_list(_read(root / _CPUS / "online"))
+    online = parse_cpu_list(read(root / _CPUS / "online"))
     nodes = {
         cpu: int(folder.name[4:])
         for folder in (root / _NODES).glob("node[0-9]*")
-        for cpu in parse_cpu_list(_read(folder / "cpulist"))
+        for cpu in parse_cpu_list(read(folder / "cpulist"))
     }
     found: list[Cpu] = []
     for cpu in sorted(usable & online if online else usable):
         core = min(_siblings(cpu, root))
-        socket = _read(root / _CPUS / f"cpu{cpu}/topology/physical_package_id")
+        socket = read(root / _CPUS / f"cpu{cpu}/topology/physical_package_id")
         cache, nbytes = _last_cache(cpu, root)
         rank = sum(other.core == core for other in found)
         number = int(socket) if socket.isdigit() else 0
@@ -123,18 +123,17 @@ def in_order(cpus: Sequence[Cpu], affinity: str = "auto", policy: str = "auto") 
     return tuple(sorted(local, key=lambda c: (c.rank, on_socket[c.id] if turns else 0, c.socket)))
 
 
-def cpu_quota(root: Path = _ROOT) -> float | None:
+def cpu_quota(root: Path = ROOT) -> float | None:
     """Return the CPUs that control groups grant to this process; None without a limit.
 
     The tightest limit of the process's group and of its ancestors counts, in version 2
-    (`cpu.max`) and version 1 (`cpu.cfs_quota_us` / `cpu.cfs_period_us`). Where the path of the
-    group is not visible, as in most containers, the mounted root is that group.
+    (`cpu.max`) and version 1 (`cpu.cfs_quota_us` / `cpu.cfs_period_us`).
     """
     limits = [limit for limit in _limits(root) if limit is not None]
     return min(limits, default=None)
 
 
-def default_threads(root: Path = _ROOT, cpus: frozenset[int] | None = None) -> int:
+def default_threads(root: Path = ROOT, cpus: frozenset[int] | None = None) -> int:
     """Return the thread count of a run that does not name one.
 
     It is the number of physical cores among the usable CPUs, and not more than the CPU quota
@@ -174,7 +173,7 @@ def _places(cpus: Sequence[Cpu], group: Callable[[Cpu], tuple[int, int]]) -> dic
 def _siblings(cpu: int, root: Path) -> frozenset[int]:
     """Return the CPUs of the physical core of a CPU."""
     topology = root / _CPUS / f"cpu{cpu}/topology"
-    text = _read(topology / "core_cpus_list") or _read(topology / "thread_siblings_list")
+    text = read(topology / "core_cpus_list") or read(topology / "thread_siblings_list")
     return parse_cpu_list(text) or frozenset({cpu})
 
 
@@ -182,8 +181,8 @@ def _last_cache(cpu: int, root: Path) -> tuple[int, int]:
     """Return the lowest CPU that shares the last-level cache of a CPU, and the cache's bytes."""
     found = (0, 0, 0)
     for folder in sorted((root / _CPUS / f"cpu{cpu}/cache").glob("index[0-9]*")):
-        level, size = _read(folder / "level"), _read(folder / "size")
-        sharing = parse_cpu_list(_read(folder / "shared_cpu_list")) or {cpu}
+        level, size = read(folder / "level"), read(folder / "size")
+        sharing = parse_cpu_list(read(folder / "shared_cpu_list")) or {cpu}
         if level.isdigit() and int(level) > max(found[0], 1):
             kib = int(size[:-1]) if size[:-1].isdigit() and size[-1:] == "K" else 0
             found = (int(level), min(sharing), kib << 10)
@@ -191,27 +190,13 @@ def _last_cache(cpu: int, root: Path) -> tuple[int, int]:
 
 
 def _limits(root: Path) -> Iterator[float | None]:
-    cgroup = root / "sys/fs/cgroup"
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if not controllers:
-            for group in _ancestors(cgroup, path):
-                quota, _, period = _read(group / "cpu.max").partition(" ")
-                yield _ratio(quota, period)
-        elif "cpu" in controllers.split(","):
-            for mount in (cgroup / controllers, cgroup / "cpu"):
-                for group in _ancestors(mount, path):
-                    yield _ratio(
-                        _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
-                    )
-
-
-def _ancestors(mount: Path, path: str) -> Iterator[Path]:
-    """Yield a group's directory and those above it, up to the mount."""
-    parts = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
-    for length in range(len(parts), -1, -1):
-        yield mount.joinpath(*parts[:length])
+    for version, group in groups("cpu", root):
+        if version == 2:
+            quota, _, period = read(group / "cpu.max").partition(" ")
+        else:
+            quota = read(group / "cpu.cfs_quota_us")
+            period = read(group / "cpu.cfs_period_us")
+        yield _ratio(quota, period)
 
 
 def _ratio(quota: str, period: str) -> float | None:
@@ -221,10 +206,3 @@ def _ratio(quota: str, period: str) -> float | None:
     except ValueError:
         return None
     return granted / length if granted > 0 and length > 0 else None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return ""

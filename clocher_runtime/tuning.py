@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from clocher_runtime.config import RunConfig
 from clocher_runtime.settings import SETTINGS
-from clocher_runtime.topology import default_threads, in_order, read_cpus
+from clocher_runtime.topology import default_threads, in_order, read_cpus, usable_cpus
 
 _PINNED = frozenset({"affinity", "use_affinity", "numa_policy"})
 _REPLICATED = frozenset({"hot_replicate", "hot_repl_limit_mb"})
@@ -40,11 +40,14 @@ class Tuning:
 def choose_threads(config: RunConfig) -> int:
     """Return the threads of a run, on the socket that it names if it names one.
 
+    They are at most the usable CPUs. More would wait for each other at every barrier and cannot be
+    faster; results do not depend on their number.
+
     Raises:
         UsageError: none of the usable CPUs is on that socket.
     """
     if config.threads is not None:
-        return config.threads
+        return min(config.threads, len(usable_cpus()))
     if config.numa_policy.startswith("socket:"):
         cpus = in_order(read_cpus(), policy=config.numa_policy)
         return default_threads(cpus=frozenset(cpu.id for cpu in cpus))

@@ -6,6 +6,7 @@ simd       operations on 16 lanes;  memory  loads and stores;  narrow  bf16, fp1
 widen      loads of narrow numbers, for intrinsics that emit whole loops
 sync       atomics, bounded waiting, the barrier, the control block
 jit        @device, @kernel, compiling;  objects  the cache of machine code
+private_files   what caches may trust
 tape       launches, the compiled interpreter;  team  its threads;  pace  how many take part
 hints      what a run may ask of memory access;  placement  CPUs of threads, copies near them
 bind       from an op call to launches;  lowering  the table of ops;  executor  the whole

@@ -224,6 +224,8 @@ def _attention(call: BoundCall) -> list[Launch]:
         products.mix,
         panels.score,
         panels.mix,
+        call.dim("S"),
+        call.dim("P"),
     ]
     capacity, size = call.array("q").shape[0], -(-d // 16) * 16
     rows = group * tokens

@@ -18,8 +18,10 @@ from cpu_fallback.attention_sight import (
     PAGES,
     PANEL_MIX,
     PANEL_SCORE,
+    POOL,
     READER,
     SCORE,
+    SEQUENCES,
     SIGHT,
     SLOTS,
     TREE,
@@ -31,8 +33,9 @@ from cpu_fallback.attention_sight import (
     padded,
 )
 from cpu_fallback.attention_tiles import BLOCK, SCORES, STATE, mix, score
+from cpu_fallback.bind import within
 from cpu_fallback.jit import device
-from cpu_fallback.kv import line_of, read_lines
+from cpu_fallback.kv import line_of, page_of, read_lines
 from cpu_fallback.maths import lowest_bit
 from cpu_fallback.memory import field, prefetch, read_f32, read_i32, write_f32, write_i64
 
@@ -76,7 +79,8 @@ def _part(rec, t, stop, low, high, head, start, scratch, queries, sums, state):
     panel = scores + SCORES * tile
     lines = panel + 4 * BLOCK * size
     scales = lines + 8 * BLOCK
-    tree, slot = field(scratch + SIGHT * low, TREE), read_i32(field(rec, SLOTS) + 4 * t)
+    tree = field(scratch + SIGHT * low, TREE)
+    slot = within(read_i32(field(rec, SLOTS) + 4 * t), field(rec, SEQUENCES))
     cells, nbytes = field(rec, CELLS), field(rec, LINE)
     k_scale, v_scale = field(rec, K_SCALE), field(rec, V_SCALE)
     whole = start % cells + BLOCK <= cells
@@ -138,8 +142,9 @@ def _part(rec, t, stop, low, high, head, start, scratch, queries, sums, state):
 
 @device
 def _line(rec, slot, head, cell):
-    pages, blocks = field(rec, PAGES), field(rec, BLOCKS)
-    return line_of(pages, blocks, field(rec, HEADS), field(rec, CELLS), slot, head, cell)
+    size = field(rec, CELLS)
+    page = page_of(field(rec, PAGES), field(rec, BLOCKS), size, slot, cell)
+    return line_of(within(page, field(rec, POOL)), field(rec, HEADS), size, head, cell)
 
 
 @device

@@ -2,13 +2,15 @@
 
 A record of `attention` has the fields below. Tokens that follow each other in a step and belong to
 one slot make a tile. A token sees the cells BEGIN .. END - 1 of its own numbering: those below
-COMMITTED are cells of its slot, the rest the bits of TREE, its ancestors, in their order.
+COMMITTED are cells of its slot, the rest the bits of TREE, its ancestors, in their order. Nobody
+sees a cell beyond the page table.
 """
 
 import numpy as np
 
 from cpu_fallback.attention_rows import SPAN
 from cpu_fallback.attention_tiles import BLOCK
+from cpu_fallback.bind import within
 from cpu_fallback.jit import device
 from cpu_fallback.maths import popcount
 from cpu_fallback.memory import field, read_i32, read_i64, write_i64
@@ -42,8 +44,10 @@ from cpu_fallback.memory import field, read_i32, read_i64, write_i64
     MIX,
     PANEL_SCORE,
     PANEL_MIX,
+    SEQUENCES,
+    POOL,
     KEPT,
-) = range(29)
+) = range(31)
 
 BEGIN, END, COMMITTED, TREE = range(4)
 SIGHT = 32
@@ -70,10 +74,15 @@ def tile_end(rec, t, m):
 @device
 def _look(rec, t, sight):
     """Write what a token sees."""
-    end, tree = read_i32(field(rec, ENDS) + 4 * t), read_i64(field(rec, ANCESTORS) + 8 * t)
+    cells = field(rec, CELLS) * field(rec, BLOCKS)
+    end = within(read_i32(field(rec, ENDS) + 4 * t), cells + 1)
+    tree = read_i64(field(rec, ANCESTORS) + 8 * t)
+    if cells - end < 64:
+        tree &= (np.int64(1) << (cells - end)) - 1
     shown, window, begin = popcount(tree), field(rec, WINDOW), np.int64(0)
     if window:
-        begin = max(begin, read_i32(field(rec, POSITIONS) + 4 * t) - window + 1)
+        position = within(read_i32(field(rec, POSITIONS) + 4 * t), cells)
+        begin = max(begin, position - window + 1)
         if begin >= end:
             begin = end + max(0, shown - window)
     write_i64(sight + 8 * BEGIN, begin)

@@ -10,12 +10,13 @@ returns launches:
     LOWER = {"rms_norm": _rms_norm}
 
 By then dtype, shape and contiguity of every argument have been checked against the op's contract,
-so a kernel may use the addresses as they are. A field holds an int64: an address, a size, the bits
-of an fp32 (`bits`), the address of another kernel (give the Kernel itself), or a count. Kernels
-read them with `memory.field(rec, i)` and `memory.field_f32(rec, i)`.
+so a kernel may use the addresses as they are. What it reads there is not checked: an integer that
+selects something goes through `within`, or what it selects is not written (`ops.contract`).
 
-A count is a number, or -1 for the step's M, or -2 for its R; `counted(ctl, field(rec, i))` is the
-number.
+A field holds an int64: an address, a size, the bits of an fp32 (`bits`), the address of another
+kernel (give the Kernel itself), or a count. Kernels read them with `memory.field(rec, i)` and
+`memory.field_f32(rec, i)`. A count is a number, or -1 for the step's M, or -2 for its R;
+`counted(ctl, field(rec, i))` is the number.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,6 +48,12 @@ def counted(ctl, count):
 def share(total, rank, size):
     """Return the contiguous range [first, last) of `total` units that is this thread's."""
     return total * rank // size, total * (rank + 1) // size
+
+
+@device
+def within(index, count):
+    """Return the number in 0 .. count - 1 that is nearest to an index."""
+    return max(min(index, count - 1), 0)
 
 
 def bits(value: float) -> int:

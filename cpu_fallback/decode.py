@@ -62,7 +62,7 @@ from cpu_fallback.simd import iand, isplat, isub, lookup, mul, shr, splat, to_f3
 from cpu_fallback.vector import i64, op
 
 WORDS = 16
-MANY, BLOCK = 14, 15
+N, MANY, BLOCK = 2, 14, 15
 ROWS = 8
 COLUMNS = 512
 PITCH = 4 * COLUMNS

@@ -3,7 +3,7 @@
 import numpy as np
 
 from clocher_kernels.errors import ShapeError, UnsupportedOp
-from cpu_fallback.bind import BoundCall, bits, counted, share
+from cpu_fallback.bind import BoundCall, bits, counted, share, within
 from cpu_fallback.jit import device, kernel
 from cpu_fallback.linear import copy_f32
 from cpu_fallback.memory import (
@@ -55,6 +55,12 @@ def _square_sum(x, d):
     return hsum(add(add(a, b), add(c, e)))
 
 
+@device
+def _or_nan(x):
+    """Return x, NaN where it is infinite."""
+    return fma(x, zero(), x)
+
+
 @kernel
 def rms_norm(rec, ctl, rank, size, scratch):
     """Normalise groups of D values; each thread has a range of groups.
@@ -67,7 +73,8 @@ def rms_norm(rec, ctl, rank, size, scratch):
     for group in range(first, last):
         x, y = field(rec, 3) + 4 * group * d, field(rec, 5) + 4 * group * d
         mean = _square_sum(x, d) / np.float32(d) + field_f32(rec, 6)
-        inverse = div(splat(np.float32(1)), sqrt(splat(mean)))
+        # Squares that overflow must not become zeros: infinity minus itself is NaN.
+        inverse = div(splat(np.float32(1)), sqrt(splat(mean + (mean - mean))))
         for i in range(0, d - 15, 16):
             normal = mul(load_f32(x + 4 * i), inverse)
             store_f32(y + 4 * i, mul(normal, load_f32(weight + 4 * i)))
@@ -81,24 +88,26 @@ def rms_norm(rec, ctl, rank, size, scratch):
 def rope(rec, ctl, rank, size, scratch):
     """Rotate the halves of heads in place; each thread has a range of (token, head).
 
-    Fields: M, heads, half a head P, x, positions, cos, sin.
+    Infinity becomes NaN: as a score it could hide a key, or the query.
+
+    Fields: M, heads, half a head P, x, positions, cos, sin, rows of the tables.
     """
     heads, half = field(rec, 1), field(rec, 2)
     first, last = share(counted(ctl, field(rec, 0)) * heads, rank, size)
     for unit in range(first, last):
-        position = read_i32(field(rec, 4) + 4 * (unit // heads))
+        position = within(read_i32(field(rec, 4) + 4 * (unit // heads)), field(rec, 7))
         cos, sin = field(rec, 5) + 4 * position * half, field(rec, 6) + 4 * position * half
         low = field(rec, 3) + 8 * unit * half
         high = low + 4 * half
         for i in range(0, half - 15, 16):
-            x, y = load_f32(low + 4 * i), load_f32(high + 4 * i)
+            x, y = _or_nan(load_f32(low + 4 * i)), _or_nan(load_f32(high + 4 * i))
             c, s = load_f32(cos + 4 * i), load_f32(sin + 4 * i)
             store_f32(low + 4 * i, fma(x, c, neg(mul(y, s))))
             store_f32(high + 4 * i, fma(y, c, mul(x, s)))
         i = half & -16
         n = half - i
         if n:
-            x, y = load_f32_n(low + 4 * i, n), load_f32_n(high + 4 * i, n)
+            x, y = _or_nan(load_f32_n(low + 4 * i, n)), _or_nan(load_f32_n(high + 4 * i, n))
             c, s = load_f32_n(cos + 4 * i, n), load_f32_n(sin + 4 * i, n)
             store_f32_n(low + 4 * i, fma(x, c, neg(mul(y, s))), n)
             store_f32_n(high + 4 * i, fma(y, c, mul(x, s)), n)
@@ -111,7 +120,7 @@ def _silu(x):
 
 @device
 def _relu2(x):
-    positive = maximum(zero(), x)
+    positive = maximum(zero(), _or_nan(x))  # of minus infinity it would be zero
     return mul(positive, positive)
 
 
@@ -145,12 +154,12 @@ def relu2(rec, ctl, rank, size, scratch):
 def gather_rows(rec, ctl, rank, size, scratch):
     """Copy rows; each thread has a range of them.
 
-    Fields: R, K, x, rows, y.
+    Fields: R, K, x, rows, y, M.
     """
-    k = field(rec, 1)
+    k, tokens = field(rec, 1), counted(ctl, field(rec, 5))
     first, last = share(counted(ctl, field(rec, 0)), rank, size)
     for r in range(first, last):
-        row = read_i32(field(rec, 3) + 4 * r)
+        row = within(read_i32(field(rec, 3) + 4 * r), tokens)
         copy_f32(field(rec, 2) + 4 * row * k, field(rec, 4) + 4 * r * k, k)
 
 
@@ -174,7 +183,8 @@ def _next_largest(x, count, value, index):
 def topk_softmax(rec, ctl, rank, size, scratch):
     """Choose the A largest of E logits and softmax over them; each thread has a range of tokens.
 
-    Logits that are NaN are not chosen; if too few others are left, expert 0 is chosen again.
+    Logits that are NaN are not chosen; if too few others are left, expert 0 is chosen again. All
+    weights are then NaN.
 
     Fields: M, E, A, logits, ids, weights.
     """
@@ -194,6 +204,10 @@ def topk_softmax(rec, ctl, rank, size, scratch):
             total += weight
             write_i32(ids + 4 * i, index)
             write_f32(weights + 4 * i, weight)
+        for i in range(e):
+            logit = read_f32(logits + 4 * i)
+            if logit != logit:
+                total = logit
         for i in range(a):
             write_f32(weights + 4 * i, read_f32(weights + 4 * i) / total)
 
@@ -226,7 +240,8 @@ def _rms_norm(call: BoundCall) -> list[Launch]:
 def _rope(call: BoundCall) -> list[Launch]:
     half = call.dim("P")
     arrays = _addresses(call, "x", "positions", "cos", "sin")
-    return [call.launch(rope, [call.count("x"), parts(call, "x", 2 * half), half, *arrays])]
+    fields = [call.count("x"), parts(call, "x", 2 * half), half, *arrays, call.dim("C")]
+    return [call.launch(rope, fields)]
 
 
 def _glu(call: BoundCall) -> list[Launch]:
@@ -240,7 +255,8 @@ def _glu(call: BoundCall) -> list[Launch]:
 
 def _gather_rows(call: BoundCall) -> list[Launch]:
     arrays = _addresses(call, "x", "rows", "y")
-    return [call.launch(gather_rows, [call.count("rows"), call.dim("K"), *arrays])]
+    fields = [call.count("rows"), call.dim("K"), *arrays, call.count("x")]
+    return [call.launch(gather_rows, fields)]
 
 
 def _topk_softmax(call: BoundCall) -> list[Launch]:

@@ -1,6 +1,6 @@
 """The CPU executor: bind a Plan once, then execute it in one compiled call per step."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.contract import Value
-from clocher_kernels.plan import Buffer, Plan
+from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback import jit, tape
 from cpu_fallback.bind import BoundCall
@@ -74,7 +74,7 @@ class CpuExecutor:
         self._copies: list[Mapping[str, Value]] = []
         self._shared = aligned(0)
         bound = self._bind(threads, hints)
-        launches = next(iter(bound.values()))
+        launches = self._launches = next(iter(bound.values()))
         self._stamps = Stamps.table(self._calls, threads) if hints.stamped else None
         jit.warm(_kernels(launches), progress)
         scratch = max((launch.scratch for launch in launches), default=0)
@@ -114,6 +114,19 @@ class CpuExecutor:
                 f"{self.plan.tokens} and {self.plan.rows}"
             )
         self._team.step(tokens, rows)
+
+    def walk(self, tokens: int, rows: int) -> Generator[Call, None, None]:
+        """Execute a step call by call and yield each that was executed."""
+        with self._team.running():
+            for index, call in enumerate(self.plan.calls):
+                places = [i for i, of in enumerate(self._calls) if of == index]
+                words = tape.encode([self._launches[i] for i in places])
+                self._team.execute(words, tokens, rows)
+                yield call
+
+    def peek(self, name: str, count: int) -> np.ndarray:
+        """Return the first rows of a buffer as they are now."""
+        return self.array(name)[:count]
 
     def upload(self) -> None:
         """Do nothing: steps read the host's arrays."""
@@ -168,7 +181,7 @@ class CpuExecutor:
         values = dict(values)
         left = waiting(self.plan, values, self._copied)
         total, done = sum(left.values()), 0
-        check_memory(total)
+        check_memory(total, self.plan.scratch_bytes())
         launches: list[Launch] = []
         self._calls: list[int] = []
         for index, call in enumerate(self.plan.calls):

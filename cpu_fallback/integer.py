@@ -8,7 +8,19 @@ from cpu_fallback.bind import BoundCall, counted, share
 from cpu_fallback.jit import device, kernel
 from cpu_fallback.memory import field, load_f32, load_f32_n, store_u8, store_u8_n, write_f32
 from cpu_fallback.quantized import product_launch
-from cpu_fallback.simd import absolute, hmax, maximum, minimum, mul, rint, splat, to_i32, zero
+from cpu_fallback.simd import (
+    absolute,
+    fma,
+    hmax,
+    hsum,
+    maximum,
+    minimum,
+    mul,
+    rint,
+    splat,
+    to_i32,
+    zero,
+)
 from cpu_fallback.tape import Launch
 
 
@@ -16,18 +28,22 @@ from cpu_fallback.tape import Launch
 def quantize_act(rec, ctl, rank, size, scratch):
     """Quantise each token to int8 with one scale; each thread has a range of tokens.
 
+    The scale of a token with NaN or infinity is NaN.
+
     Fields: M, K, x, q, scale.
     """
     m, k = counted(ctl, field(rec, 0)), field(rec, 1)
     first, last = share(m, rank, size)
     for t in range(first, last):
         x, q = field(rec, 2) + 4 * t * k, field(rec, 3) + t * k
-        largest = zero()
+        largest, odd = zero(), zero()
         for i in range(0, k - 15, 16):
-            largest = maximum(absolute(load_f32(x + 4 * i)), largest)
+            values = load_f32(x + 4 * i)
+            largest, odd = maximum(absolute(values), largest), fma(values, zero(), odd)
         done = k & -16
         if done < k:
-            largest = maximum(absolute(load_f32_n(x + 4 * done, k - done)), largest)
+            values = load_f32_n(x + 4 * done, k - done)
+            largest, odd = maximum(absolute(values), largest), fma(values, zero(), odd)
         absmax = max(hmax(largest), np.float32(1e-5))
         inverse = splat(np.float32(127) / absmax)
         for i in range(0, k - 15, 16):
@@ -35,7 +51,7 @@ def quantize_act(rec, ctl, rank, size, scratch):
         if done < k:
             codes = _code(load_f32_n(x + 4 * done, k - done), inverse)
             store_u8_n(q + done, codes, k - done)
-        write_f32(field(rec, 4) + 4 * t, absmax / np.float32(127))
+        write_f32(field(rec, 4) + 4 * t, absmax / np.float32(127) + hsum(odd))
 
 
 @device

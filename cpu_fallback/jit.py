@@ -17,12 +17,14 @@ that, stored as an object file, and later processes load the file without starti
 compiler.
 
 The cache is a directory per (sources, versions, ISA) below $CLOCHER_CACHE_DIR,
-$XDG_CACHE_HOME/clocher or ~/.cache/clocher. Compiling happens under a file lock, files appear by
-rename, and each carries a hash of itself. Numba's own cache is not used: processes that fill it at
-once crash (numba issue 4807), and it does not see edits in inlined callees.
+$XDG_CACHE_HOME/clocher or ~/.cache/clocher, and is used only where nobody else can write it (see
+`private_files`). Compiling happens under a file lock, files appear by rename, and each carries a
+hash of itself against torn writes. Numba's own cache is not used: processes that fill it at once
+crash (numba issue 4807), and it does not see edits in inlined callees.
 """
 
 import logging
+import mmap
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -47,6 +49,9 @@ device = numba.njit(**_OPTIONS, forceinline=True, no_cpython_wrapper=True, no_cf
 """Decorator: a function inlined into the kernels that call it. Not callable from Python."""
 
 _one_thread = threading.RLock()
+
+_LINK_BYTES = 4 << 20
+"""Of address space that must be free when a kernel is put into memory."""
 
 _EXTERNAL = frozenset({"memcpy", "memset", "memmove", "sched_yield", "nanosleep", "clock_gettime"})
 
@@ -121,16 +126,16 @@ def _warm(wanted: list[Kernel], progress: Progress | None) -> None:
     refuse_in_window(f"compile the kernel {missing[0].name}")
     if progress:
         progress(0, len(missing))
-    with cache.locked():
-        for done, k in enumerate(missing, 1):
+    for done, k in enumerate(missing, 1):
+        with cache.locked():
             # Another process may have compiled it while this one waited for the lock.
             code = cache.read(k.name)
             if code is None:
                 code = _compile(k)
                 cache.write(k.name, code)
-            k.load(code)
-            if progress:
-                progress(done, len(missing))
+        k.load(code)
+        if progress:
+            progress(done, len(missing))
 
 
 def assembly(k: Kernel) -> str:
@@ -228,6 +233,11 @@ class _Linker:
         return cls._instance
 
     def link(self, code: bytes, symbol: str) -> int:
+        try:
+            # Without memory for it LLVM would end the process.
+            mmap.mmap(-1, _LINK_BYTES + 4 * len(code), mmap.MAP_PRIVATE).close()
+        except OSError as error:
+            raise MemoryError(f"machine code of {symbol}: {error.strerror}; free memory") from None
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
         return int(self._engine.get_function_address(symbol))

@@ -3,7 +3,9 @@
 A line is the D values of one (page, head, cell), numbered as the planes [P, H, T, D] and [P, H, T]
 lie in memory. A KV dtype is a pair of kernels that others call by address:
 
-    writer(source, plane, scales, line, d)                  fp32 values -> one line
+    writer(source, plane, scales, line, d)                  fp32 values -> one line; bf16, fp16
+                                                            and fp8 saturate, and what is not
+                                                            finite becomes NaN (i8: its scale)
     reader(plane, lines, count, d, panel)                   lines -> fp32 rows, without scales
 
 A reader fills rows that are `padded(d)` values apart; what is beyond d is zero.
@@ -16,7 +18,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from clocher_kernels.dtypes import STORAGE
+from clocher_kernels.dtypes import LARGEST, STORAGE
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from cpu_fallback.bind import BoundCall, counted, share
 from cpu_fallback.jit import Kernel, device, kernel
@@ -54,7 +56,9 @@ from cpu_fallback.narrow import (
 from cpu_fallback.simd import (
     absolute,
     div,
+    fma,
     hmax,
+    hsum,
     maximum,
     minimum,
     rint,
@@ -67,6 +71,8 @@ from cpu_fallback.tape import Launch
 from cpu_fallback.vector import i64, op, void
 
 _I64, _VOID = ir.IntType(64), ir.VoidType()
+_LARGEST_BF16, _LARGEST_F16 = np.float32(LARGEST["bf16"]), np.float32(LARGEST["f16"])
+_LARGEST_E4M3, _LARGEST_E5M2 = np.float32(LARGEST["e4m3"]), np.float32(LARGEST["e5m2"])
 
 
 @device
@@ -128,13 +134,19 @@ def _read_f32(plane, lines, count, d, panel):
 
 
 @device
+def _saturated(x, largest):
+    """Return x within the largest value of a type, NaN where it is not finite."""
+    return fma(x, zero(), minimum(maximum(x, splat(-largest)), splat(largest)))
+
+
+@device
 def _put_bf16(address, x):
-    store_u16(address, to_bf16(x))
+    store_u16(address, to_bf16(_saturated(x, _LARGEST_BF16)))
 
 
 @device
 def _put_bf16_n(address, x, n):
-    store_u16_n(address, to_bf16(x), n)
+    store_u16_n(address, to_bf16(_saturated(x, _LARGEST_BF16)), n)
 
 
 @device
@@ -157,12 +169,12 @@ def _read_bf16(plane, lines, count, d, panel):
 
 @device
 def _put_f16(address, x):
-    store_u16(address, to_f16(x))
+    store_u16(address, to_f16(_saturated(x, _LARGEST_F16)))
 
 
 @device
 def _put_f16_n(address, x, n):
-    store_u16_n(address, to_f16(x), n)
+    store_u16_n(address, to_f16(_saturated(x, _LARGEST_F16)), n)
 
 
 @device
@@ -185,12 +197,12 @@ def _read_f16(plane, lines, count, d, panel):
 
 @device
 def _put_e4m3(address, x):
-    store_u8(address, to_e4m3(x))
+    store_u8(address, to_e4m3(_saturated(x, _LARGEST_E4M3)))
 
 
 @device
 def _put_e4m3_n(address, x, n):
-    store_u8_n(address, to_e4m3(x), n)
+    store_u8_n(address, to_e4m3(_saturated(x, _LARGEST_E4M3)), n)
 
 
 @device
@@ -213,12 +225,12 @@ def _read_e4m3(plane, lines, count, d, panel):
 
 @device
 def _put_e5m2(address, x):
-    store_u8(address, to_e5m2(x))
+    store_u8(address, to_e5m2(_saturated(x, _LARGEST_E5M2)))
 
 
 @device
 def _put_e5m2_n(address, x, n):
-    store_u8_n(address, to_e5m2(x), n)
+    store_u8_n(address, to_e5m2(_saturated(x, _LARGEST_E5M2)), n)
 
 
 @device
@@ -256,15 +268,17 @@ def _get_i8_n(address, n):
 
 
 def _write_i8(source, plane, scales, line, d):
-    largest, tail = zero(), d & -16
+    largest, odd, tail = zero(), zero(), d & -16
     for i in range(0, tail, 16):
-        largest = maximum(absolute(load_f32(source + 4 * i)), largest)
+        x = load_f32(source + 4 * i)
+        largest, odd = maximum(absolute(x), largest), fma(x, zero(), odd)
     if tail < d:
-        largest = maximum(absolute(load_f32_n(source + 4 * tail, d - tail)), largest)
+        x = load_f32_n(source + 4 * tail, d - tail)
+        largest, odd = maximum(absolute(x), largest), fma(x, zero(), odd)
     scale = np.float32(1)
     if hmax(largest) > np.float32(0):
         scale = hmax(largest) / np.float32(127)
-    write_f32(scales + 4 * line, scale)
+    write_f32(scales + 4 * line, scale + hsum(odd))
     step, target = splat(scale), plane + line * d
     for i in range(0, tail, 16):
         store_u8(target + i, _code(load_f32(source + 4 * i), step))
@@ -300,9 +314,14 @@ KV_DTYPES = {
 
 
 @device
-def line_of(pages, blocks, heads, size, slot, head, cell):
-    """Return the line of a cell. pages is int32 [slots, blocks]; a page has `size` cells."""
-    page = read_i32(pages + 4 * (slot * blocks + cell // size))
+def page_of(pages, blocks, size, slot, cell):
+    """Return the page of a cell. pages is int32 [slots, blocks]; a page has `size` cells."""
+    return read_i32(pages + 4 * (slot * blocks + cell // size))
+
+
+@device
+def line_of(page, heads, size, head, cell):
+    """Return the line of a cell of a page."""
     return (page * heads + head) * size + cell % size
 
 
@@ -311,21 +330,33 @@ def kv_append(rec, ctl, rank, size, scratch):
     """Write keys and values into the cache; each thread has a range of (token, head).
 
     Fields: M, H, D, T, B, slots, positions, ends, ancestors, pages, k, k_cache, k_scale, v,
-    v_cache, v_scale, writer.
+    v_cache, v_scale, writer, S, P.
     """
-    heads, d, page, blocks = field(rec, 1), field(rec, 2), field(rec, 3), field(rec, 4)
-    writer = field(rec, 16)
+    heads, d, writer = field(rec, 1), field(rec, 2), field(rec, 16)
     first, last = share(counted(ctl, field(rec, 0)) * heads, rank, size)
     for unit in range(first, last):
         t, head = unit // heads, unit % heads
-        cell, tree = read_i32(field(rec, 6) + 4 * t), read_i64(field(rec, 8) + 8 * t)
-        if tree:
-            cell = read_i32(field(rec, 7) + 4 * t) + highest_bit(tree)
-        slot = read_i32(field(rec, 5) + 4 * t)
-        line = line_of(field(rec, 9), blocks, heads, page, slot, head, cell)
-        source = 4 * unit * d
-        write_line(writer, field(rec, 10) + source, field(rec, 11), field(rec, 12), line, d)
-        write_line(writer, field(rec, 13) + source, field(rec, 14), field(rec, 15), line, d)
+        line = _own_line(rec, t, head)
+        if line >= 0:
+            source = 4 * unit * d
+            write_line(writer, field(rec, 10) + source, field(rec, 11), field(rec, 12), line, d)
+            write_line(writer, field(rec, 13) + source, field(rec, 14), field(rec, 15), line, d)
+
+
+@device
+def _own_line(rec, t, head):
+    """Return the line of a token's own cell, -1 if it has none."""
+    size, blocks = field(rec, 3), field(rec, 4)
+    cell, tree = read_i32(field(rec, 6) + 4 * t), read_i64(field(rec, 8) + 8 * t)
+    if tree:
+        cell = read_i32(field(rec, 7) + 4 * t) + highest_bit(tree)
+    slot = read_i32(field(rec, 5) + 4 * t)
+    if slot < 0 or slot >= field(rec, 17) or cell < 0 or cell >= blocks * size:
+        return -1
+    page = page_of(field(rec, 9), blocks, size, slot, cell)
+    if page < 0 or page >= field(rec, 18):
+        return -1
+    return line_of(page, field(rec, 1), size, head, cell)
 
 
 def kv_dtype(call: BoundCall) -> KvDtype:
@@ -370,6 +401,8 @@ def _kv_append(call: BoundCall) -> list[Launch]:
         call.dim("B"),
         *(call.address(name) for name in names),
         kv_dtype(call).writer,
+        call.dim("S"),
+        call.dim("P"),
     ]
     return [call.launch(kv_append, fields)]
 

@@ -1,7 +1,7 @@
 """Matrix products of any format, and embedding rows."""
 
 from cpu_fallback import decode
-from cpu_fallback.bind import BoundCall, counted, share
+from cpu_fallback.bind import BoundCall, counted, share, within
 from cpu_fallback.decode import ROWS
 from cpu_fallback.jit import device, kernel
 from cpu_fallback.memory import (
@@ -76,7 +76,8 @@ def embed(rec, ctl, rank, size, scratch):
     first, last = share(m, rank, size)
     for t in range(first, last):
         out = y + 4 * t * k
-        row = decode.decode(weight, 0, read_i32(ids + 4 * t), 1, 0, k, out)
+        token = within(read_i32(ids + 4 * t), field(weight, decode.N))
+        row = decode.decode(weight, 0, token, 1, 0, k, out)
         if row != out:
             copy_f32(row, out, k)
 

@@ -7,7 +7,7 @@ tokens; a pair is a token and one of its experts, numbered m * A + a.
 
 import numpy as np
 
-from cpu_fallback.bind import BoundCall, bits, counted, share
+from cpu_fallback.bind import BoundCall, bits, counted, share, within
 from cpu_fallback.decode import ROWS
 from cpu_fallback.jit import device, kernel
 from cpu_fallback.memory import (
@@ -22,7 +22,7 @@ from cpu_fallback.memory import (
     write_i64,
 )
 from cpu_fallback.product import SCRATCH, SUMS, TOKENS, XS, multiply
-from cpu_fallback.simd import add, div, exp, maximum, minimum, mul, neg, splat
+from cpu_fallback.simd import add, div, exp, maximum, minimum, mul, neg, splat, zero
 from cpu_fallback.stream import weight_fields
 from cpu_fallback.tape import Launch
 from cpu_fallback.vector import F32, op, pick
@@ -34,7 +34,7 @@ def _group(ids, pairs, experts, ends, order):
     for e in range(experts):
         write_i32(ends + 4 * e, 0)
     for p in range(pairs):
-        e = read_i32(ids + 4 * p)
+        e = within(read_i32(ids + 4 * p), experts)
         write_i32(ends + 4 * e, read_i32(ends + 4 * e) + 1)
     start = 0
     for e in range(experts):
@@ -42,7 +42,7 @@ def _group(ids, pairs, experts, ends, order):
         write_i32(ends + 4 * e, start)
         start += count
     for p in range(pairs):
-        e = read_i32(ids + 4 * p)
+        e = within(read_i32(ids + 4 * p), experts)
         at = read_i32(ends + 4 * e)
         write_i32(order + 4 * at, p)
         write_i32(ends + 4 * e, at + 1)
@@ -69,10 +69,14 @@ def _odds(b, x):
 
 @device
 def _swiglu(sums, limit, alpha):
-    """Return (clamp(up) + 1) * g * sigmoid(alpha g) of 8 (gate, up) pairs, g = min(gate, limit)."""
-    top = splat(limit)
+    """Return (clamp(up) + 1) * g * sigmoid(alpha g) of 8 (gate, up) pairs, g = min(gate, limit).
+
+    A pair with NaN or infinity gives NaN, which clamping alone would hide.
+    """
+    top, odd = splat(limit), mul(sums, zero())
     gate = minimum(_evens(sums), top)
     up = minimum(maximum(_odds(sums), neg(top)), top)
+    up = add(up, add(_evens(odd), _odds(odd)))
     one = splat(np.float32(1))
     return div(mul(add(up, one), gate), add(exp(neg(mul(splat(alpha), gate))), one))
 

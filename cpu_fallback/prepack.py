@@ -4,12 +4,11 @@ import weakref
 from collections.abc import Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
-from clocher_kernels.errors import OutOfMemory
 from clocher_kernels.guards import refuse_in_window
+from clocher_kernels.host_memory import require
 from clocher_kernels.ops.contract import Value
 from clocher_kernels.plan import Plan
 from clocher_kernels.quant_tensor import QuantTensor
@@ -49,27 +48,22 @@ def waiting(plan: Plan, values: Mapping[str, Value], copied: Set[str]) -> dict[s
     return found
 
 
-def check_memory(nbytes: int, meminfo: Path = Path("/proc/meminfo")) -> None:
+def check_memory(packed: int, beside: int) -> None:
     """Refuse to pack what does not fit in memory.
 
     Args:
-        nbytes: of all that will be packed.
-        meminfo: what says how much is available; where there is none, nothing is refused.
+        packed: bytes of all that will be packed.
+        beside: bytes of the buffers, which are allocated but not touched yet.
 
     Raises:
         OutOfMemory: it does not fit.
     """
-    try:
-        lines = meminfo.read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name == "MemAvailable" and nbytes > int(value.split()[0]) << 10:
-            raise OutOfMemory(
-                f"packing weights takes {nbytes >> 20} MiB, {int(value.split()[0]) >> 10} MiB are "
-                "available; --pretranspose none reads them from the file, slower"
-            )
+    if packed:
+        require(
+            packed + beside,
+            f"packing weights takes {packed >> 20} MiB beside buffers of {beside >> 20}, together",
+            "--pretranspose none reads them from the file, slower",
+        )
 
 
 def in_large_pages(tensor: QuantTensor) -> QuantTensor:

@@ -27,7 +27,9 @@ from cpu_fallback.panels import fill_token, width
 from cpu_fallback.simd import (
     absolute,
     add,
+    fma,
     hmax,
+    hsum,
     maximum,
     minimum,
     mul,
@@ -79,13 +81,15 @@ def quantize_blocks(rec, ctl, rank, size, scratch):
 
 @device
 def _quantize(x, q, count):
-    """Quantise a group and return its scale."""
-    largest = zero()
+    """Quantise a group and return its scale, NaN if a value is NaN or infinite."""
+    largest, odd = zero(), zero()
     whole = count & -16
     for i in range(0, whole, 16):
-        largest = maximum(absolute(load_f32(x + 4 * i)), largest)
+        values = load_f32(x + 4 * i)
+        largest, odd = maximum(absolute(values), largest), fma(values, zero(), odd)
     if whole < count:
-        largest = maximum(absolute(load_f32_n(x + 4 * whole, count - whole)), largest)
+        values = load_f32_n(x + 4 * whole, count - whole)
+        largest, odd = maximum(absolute(values), largest), fma(values, zero(), odd)
     absmax = max(hmax(largest), np.float32(1e-30))
     inverse = splat(np.float32(127) / absmax)
     for i in range(0, whole, 16):
@@ -93,7 +97,7 @@ def _quantize(x, q, count):
     if whole < count:
         codes = _code(load_f32_n(x + 4 * whole, count - whole), inverse)
         store_u8_n(q + whole, codes, count - whole)
-    return absmax / np.float32(127)
+    return absmax / np.float32(127) + hsum(odd)
 
 
 @device

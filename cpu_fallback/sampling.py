@@ -8,6 +8,7 @@ sorted, and masses are fp64, so the choice is that of the reference.
 
 import numpy as np
 
+from clocher_kernels.ops.sampling import NO_TOKEN
 from cpu_fallback.bind import BoundCall, counted, share
 from cpu_fallback.jit import device, kernel
 from cpu_fallback.maths import (
@@ -37,7 +38,9 @@ from cpu_fallback.simd import (
     bits_i32,
     eq,
     first,
+    fma,
     hmax,
+    hsum,
     iadd,
     iand,
     ieq,
@@ -68,25 +71,28 @@ _LEAST = np.float64(np.finfo(np.float64).tiny)
 
 @device
 def _largest(row, v):
-    """Return the largest of v values; NaN is passed over."""
+    """Return the largest of v values, NaN if one of them is NaN or infinite."""
     lowest = splat(_LOWEST)
     a, b, c, d = lowest, lowest, lowest, lowest
+    e, f = zero(), zero()
     for i in range(0, v - 63, 64):
         at = row + 4 * i
-        a, b = maximum(load_f32(at), a), maximum(load_f32(at + 64), b)
-        c, d = maximum(load_f32(at + 128), c), maximum(load_f32(at + 192), d)
+        p, q, r, s = load_f32(at), load_f32(at + 64), load_f32(at + 128), load_f32(at + 192)
+        a, b, c, d = maximum(p, a), maximum(q, b), maximum(r, c), maximum(s, d)
+        # Zero times what is not finite is NaN, which no sum loses.
+        e, f = fma(r, zero(), fma(p, zero(), e)), fma(s, zero(), fma(q, zero(), f))
     i = v & -64
     while i < v:
         n = min(16, v - i)
-        a = maximum(select(first(n), load_f32_n(row + 4 * i, n), lowest), a)
+        p = load_f32_n(row + 4 * i, n)
+        a, e = maximum(select(first(n), p, lowest), a), fma(p, zero(), e)
         i += 16
-    return hmax(maximum(maximum(a, b), maximum(c, d)))
+    return hmax(maximum(maximum(a, b), maximum(c, d))) + hsum(add(e, f))
 
 
 @device
-def _greedy(row, v):
-    """Return the index of the first largest value, 0 if all are NaN."""
-    top = _largest(row, v)
+def _greedy(row, v, top):
+    """Return the index of the first value that is the largest."""
     for i in range(0, v - 15, 16):
         found = mask_bits(eq(load_f32(row + 4 * i), splat(top)))
         if found:
@@ -206,11 +212,11 @@ def _accumulate(scratch, n):
 
 
 @device
-def _drawn(row, v, temperature, top_k, top_p, number, scratch):
-    """Return the id of one candidate; `number` in [0, 1) decides."""
+def _drawn(row, v, top, temperature, top_k, top_p, number, scratch):
+    """Return the id of one candidate; `number` in [0, 1) decides. `top` is the largest logit."""
     _candidates(row, v, scratch)
     x, ids, weights = field(scratch, 0), field(scratch, 1), field(scratch, 2)
-    top, n = _largest(row, v), v
+    n = v
     if 0 < top_k < v:
         n = _gather(scratch, n, np.float64(top_k))
     for i in range(0, n, 16):
@@ -233,9 +239,7 @@ def _drawn(row, v, temperature, top_k, top_p, number, scratch):
 
 @kernel
 def sample(rec, ctl, rank, size, scratch):
-    """Choose a token per row; each thread has a range of rows.
-
-    A logit of -infinity is never drawn; where one is NaN or infinity, any token may be.
+    """Choose a token per row, none where a logit is not finite; each thread has a range of rows.
 
     Fields: R, V, logits, temperature, top_k, top_p, seeds, draws, ids.
     """
@@ -243,12 +247,15 @@ def sample(rec, ctl, rank, size, scratch):
     begin, end = share(counted(ctl, field(rec, 0)), rank, size)
     for r in range(begin, end):
         row, temperature = field(rec, 2) + 4 * r * v, read_f32(field(rec, 3) + 4 * r)
-        if temperature == np.float32(0):
-            chosen = _greedy(row, v)
+        top = _largest(row, v)
+        if top != top:
+            chosen = np.int64(NO_TOKEN)
+        elif temperature == np.float32(0):
+            chosen = _greedy(row, v, top)
         else:
             top_k, top_p = read_i32(field(rec, 4) + 4 * r), read_f32(field(rec, 5) + 4 * r)
             number = uniform(read_i64(field(rec, 6) + 8 * r), read_i32(field(rec, 7) + 4 * r))
-            chosen = _drawn(row, v, temperature, top_k, top_p, number, scratch)
+            chosen = _drawn(row, v, top, temperature, top_k, top_p, number, scratch)
         write_i32(field(rec, 8) + 4 * r, chosen)
 
 
@@ -256,14 +263,16 @@ def sample(rec, ctl, rank, size, scratch):
 def advance(rec, ctl, rank, size, scratch):
     """Make the sampled tokens the next step's tokens; each thread has a range of rows.
 
-    Fields: R, sampled, rows, ids, positions, ends, draws.
+    Fields: R, sampled, rows, ids, positions, ends, draws, M.
     """
+    tokens = counted(ctl, field(rec, 7))
     begin, end = share(counted(ctl, field(rec, 0)), rank, size)
     for r in range(begin, end):
-        t = 4 * read_i32(field(rec, 2) + 4 * r)
-        write_i32(field(rec, 3) + t, read_i32(field(rec, 1) + 4 * r))
-        _increment(field(rec, 4) + t)
-        _increment(field(rec, 5) + t)
+        t = read_i32(field(rec, 2) + 4 * r)
+        if 0 <= t < tokens:
+            write_i32(field(rec, 3) + 4 * t, max(read_i32(field(rec, 1) + 4 * r), 0))
+            _increment(field(rec, 4) + 4 * t)
+            _increment(field(rec, 5) + 4 * t)
         _increment(field(rec, 6) + 4 * r)
 
 
@@ -281,7 +290,8 @@ def _sample(call: BoundCall) -> list[Launch]:
 
 def _advance(call: BoundCall) -> list[Launch]:
     names = ("sampled", "rows", "ids", "positions", "ends", "draws")
-    return [call.launch(advance, [call.count("sampled"), *(call.address(name) for name in names)])]
+    addresses = [call.address(name) for name in names]
+    return [call.launch(advance, [call.count("sampled"), *addresses, call.count("ids")])]
 
 
 LOWER = {"sample": _sample, "advance": _advance}

@@ -125,6 +125,14 @@ def encode(
     return words
 
 
+def clear_counts(words: np.ndarray) -> None:
+    """Set the counts of shares taken to zero, as they are between steps."""
+    at = 0
+    while words[at]:
+        at += _HEADER + int(words[at + 4])
+    words[at:] = 0
+
+
 @op(void, i64, i64, i64, i64, i64, i64)
 def call_kernel(b, address, rec, ctl, rank, size, scratch):
     """Call the kernel at an address."""

@@ -10,11 +10,15 @@ in it (`pace`), so a worker that wakes late, or twice, or never left, does the r
 `running` sets the stop word to 0 and all events; leaving it sets the stop word to 1. A worker looks
 for a step before it looks at the stop word.
 
+The child of a fork has the thread that forked and no workers. What they left half-way is cleared
+there, and the next `running` starts new ones.
+
 With a `Placement` each thread is pinned to its CPU: workers for life, the calling thread while it
 is inside `running`.
 """
 
 import ctypes
+import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -22,13 +26,14 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from clocher_kernels.errors import UsageError
+from clocher_kernels.errors import DeviceError, UsageError
 from cpu_fallback import sync, tape
 from cpu_fallback.pace import Pace
 from cpu_fallback.placement import Placement, pin, unpin
 
 _LINE = 64
 _MOST_THREADS = (1 << 16) - 1
+_teams: "weakref.WeakSet[Team]" = weakref.WeakSet()
 
 
 def aligned(nbytes: int) -> np.ndarray:
@@ -47,6 +52,9 @@ class Team:
         scratch: bytes of scratch memory per thread.
         placement: where the threads run; None: anywhere.
         adaptive: let threads sit out while others take their cores away (`pace`).
+
+    Raises:
+        DeviceError: the system does not start so many threads.
     """
 
     def __init__(
@@ -64,7 +72,7 @@ class Team:
         self._adaptive = adaptive and threads > 1
         self._placement = placement or Placement()
         tapes = [words] * threads if isinstance(words, np.ndarray) else list(words)
-        addresses = np.array([each.ctypes.data for each in tapes], np.int64)
+        addresses = self._addresses = np.array([each.ctypes.data for each in tapes], np.int64)
         scratch = -(-max(scratch, 1) // _LINE) * _LINE
         self._scratch = aligned(threads * scratch)
         self._control = aligned(8 * (sync.LOST + sync.LINE * threads)).view(np.int64)
@@ -79,14 +87,13 @@ class Team:
         self._inside = 0
         self._led_by = 0
         self._before: frozenset[int] = frozenset()
-        kept_alive = (self._control, self._scratch, addresses, *tapes)
-        self._kept_alive = kept_alive
-        self._workers = [
-            _Worker(self._address, rank, kept_alive, self._placement.cpu(rank))
-            for rank in range(1, threads)
-        ]
+        self._tapes = tapes
+        self._kept_alive = (self._control, self._scratch, addresses, *tapes)
+        self._workers: list[_Worker] = []
         # For an owner who forgets to close, and for the end of the interpreter.
         self._finalizer = weakref.finalize(self, _end, self._control, self._workers)
+        self._start_workers()
+        _teams.add(self)
 
     def step(self, tokens: int, rows: int) -> None:
         """Execute the tape for this many tokens and output rows."""
@@ -98,6 +105,15 @@ class Team:
         self._lead(self._address, tokens, rows, pace.active)
         if self._adaptive:
             pace.stepped((tokens, rows), int(self._control[sync.STEP_NS]), self._lost)
+
+    def execute(self, words: np.ndarray, tokens: int, rows: int) -> None:
+        """Execute another tape once, one of launches of the team's own. Only inside `running`."""
+        own = self._addresses.copy()
+        self._addresses[...] = words.ctypes.data
+        try:
+            self._lead(self._address, tokens, rows, self.pace.active)
+        finally:
+            self._addresses[...] = own
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -111,6 +127,7 @@ class Team:
         self._inside += 1
         try:
             if self._inside == 1:
+                self._start_workers()
                 self._led_by = threading.get_native_id()
                 self._before = pin(self._placement.cpu(0))
             self._control[sync.STOP] = 0
@@ -127,6 +144,33 @@ class Team:
         """End the workers and wait until they have ended. The team cannot step again."""
         self._inside = 0
         self._finalizer()
+
+    def _start_workers(self) -> None:
+        """Start the workers that are missing."""
+        for rank in range(len(self._workers) + 1, self.threads):
+            try:
+                worker = _Worker(self._address, rank, self._kept_alive, self._placement.cpu(rank))
+            except RuntimeError:
+                self.close()
+                raise DeviceError(
+                    f"the system starts no more than {rank} of {self.threads} threads; lower "
+                    "--threads, or raise the limit of processes (ulimit -u)"
+                ) from None
+            self._workers.append(worker)
+
+    def forget_workers(self) -> None:
+        """Make the child of a fork forget its parent's workers, and the step that was going on.
+
+        They are not told to end: they are not there, and one may hold the lock of its event.
+        """
+        self._workers.clear()
+        self._inside = 0
+        unpin(self._before, 0)
+        self._before = frozenset()
+        self._control[sync.EPOCH :] = 0
+        self._control[sync.STOP] = 1
+        for words in self._tapes:
+            tape.clear_counts(words)
 
     def _lost(self) -> int:
         """Return what the thread that lost most has lost at barriers since the last call, in ns."""
@@ -169,6 +213,15 @@ class _Worker:
             if self.closing:
                 return
             seen = self._serve(self._control, self._rank, seen)
+
+
+def _forked() -> None:
+    for team in list(_teams):
+        team.forget_workers()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _end(control: np.ndarray, workers: list[_Worker]) -> None:

@@ -15,9 +15,9 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -26,21 +26,26 @@ from clocher_kernels.errors import UsageError
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.objects import cache_root
 from cpu_fallback.placement import usable_cpus
+from cpu_fallback.private_files import locked, open_private, private_directory
 from cpu_fallback.tiles import Layout
 
 LIMIT_VARIABLE = "CLOCHER_TILE_CACHE_MB"
 
 _log = logging.getLogger(__name__)
+_NAME = "tiles"
 _MAGIC = b"clocher tiles 1\n"
 _DIGEST_BYTES = 32
 _HEADER = len(_MAGIC) + _DIGEST_BYTES
 _CHUNK = 4 << 20
 
+_given_up: set[Path] = set()
+"""Directories that this process does not use any more."""
+
 
 class TileCache:
     """Packed tensors by the hash of what they were packed from.
 
-    A cache that cannot be read or written costs time and never a result.
+    A cache that cannot be read or written, or that others can write, costs time and never a result.
 
     Args:
         root: directory of all caches.
@@ -48,8 +53,13 @@ class TileCache:
     """
 
     def __init__(self, root: Path, limit: int) -> None:
-        self.directory = root / "tiles"
+        self.root = root
         self.limit = limit
+
+    @property
+    def directory(self) -> Path:
+        """Where the files are."""
+        return self.root / _NAME
 
     @classmethod
     def get(cls) -> "TileCache | None":
@@ -63,16 +73,19 @@ class TileCache:
             raise UsageError(
                 f"{LIMIT_VARIABLE}: got {raw[:60]!r}, expected MiB as an integer from 0 (off)"
             )
-        return cls(cache_root(), int(raw) << 20) if int(raw) else None
+        root = cache_root() if int(raw) else None
+        return None if root is None else cls(root, int(raw) << 20)
 
     def read(self, key: str, out: np.ndarray) -> bool:
         """Fill `out`, u8, with the tiles of a key; False if there are none or they are damaged.
 
         The contents of `out` are undefined then.
         """
-        path = self._path(key)
+        if self.directory in _given_up:
+            return False
         try:
-            with open(path, "rb", buffering=0) as file:
+            path = private_directory(self.root, _NAME) / f"{key}.tiles"
+            with open(open_private(path, os.O_RDONLY), "rb", buffering=0) as file:
                 if os.fstat(file.fileno()).st_size != _HEADER + out.nbytes:
                     return False
                 header = file.read(_HEADER)
@@ -94,20 +107,23 @@ class TileCache:
         except FileNotFoundError:
             return False
         except OSError as error:
-            _log.warning("could not read packed weights: %s", error)
+            self._give_up("read", error)
             return False
         return True
 
     def write(self, key: str, data: np.ndarray) -> None:
         """Store tiles, u8, and make room for them."""
-        if _HEADER + data.nbytes > self.limit:
+        if _HEADER + data.nbytes > self.limit or self.directory in _given_up:
             return
-        temporary = self.directory / f".{key}.{os.getpid()}"
+        temporary = None
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            directory = private_directory(self.root, _NAME, create=True)
+            path, lock = directory / f"{key}.tiles", directory / ".lock"
+            temporary = directory / f".{key}.{os.getpid()}"
             header = _MAGIC + hash_of(data)
-            with self._locked():
-                descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            with locked(lock):
+                temporary.unlink(missing_ok=True)  # of another process that had this number
+                descriptor = open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
                 fcntl.flock(descriptor, fcntl.LOCK_EX)  # `_tidy` knows by it that we live
             with open(descriptor, "wb", buffering=0) as file:
                 for piece in (memoryview(header), data.data):
@@ -115,47 +131,41 @@ class TileCache:
                     while done < len(piece):
                         done += file.write(piece[done : done + _CHUNK])
                 os.fsync(file.fileno())
-                with self._locked():
-                    temporary.replace(self._path(key))
-                    self._tidy(keep=self._path(key))
-            self._sync_names()
+                with locked(lock):
+                    temporary.replace(path)
+                    self._tidy(path)
+            _sync_names(directory)
         except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()
-            _log.warning("could not store packed weights in %s: %s", self.directory, error)
+            if temporary is not None:
+                with suppress(OSError):
+                    temporary.unlink()
+            self._give_up("store", error)
 
-    def _path(self, key: str) -> Path:
-        return self.directory / f"{key}.tiles"
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Keep other processes from adding and removing files."""
-        lock = os.open(self.directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(lock)
-
-    def _sync_names(self) -> None:
-        names = os.open(self.directory, os.O_RDONLY)
-        try:
-            os.fsync(names)
-        finally:
-            os.close(names)
+    def _give_up(self, what: str, error: OSError) -> None:
+        """Leave the directory alone from now on: the next tensor would not fare better."""
+        _given_up.add(self.directory)
+        _log.warning("could not %s packed weights in %s: %s", what, self.directory, error)
 
     def _tidy(self, keep: Path) -> None:
         """Remove what dead writers left behind, then the files used least recently."""
-        for left in self.directory.glob(".*.*"):
-            with suppress(OSError), open(left, "rb") as file:
+        for left in keep.parent.glob(".*.*"):
+            with suppress(OSError), open(open_private(left, os.O_RDONLY), "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error if its writer lives
                 left.unlink()
-        files = [(path.stat(), path) for path in self.directory.glob("*.tiles")]
+        files = [(path.lstat(), path) for path in keep.parent.glob("*.tiles")]
         total = sum(status.st_size for status, _ in files)
         for status, path in sorted(files, key=lambda found: found[0].st_mtime_ns):
             if total > self.limit and path != keep:
                 path.unlink(missing_ok=True)
                 total -= status.st_size
+
+
+def _sync_names(directory: Path) -> None:
+    names = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(names)
+    finally:
+        os.close(names)
 
 
 def key_of(layout: Layout, tensor: QuantTensor, version: int) -> str:

@@ -1,7 +1,6 @@
 """Make a model's matrices block-sparse. The work is in clocher_runtime.weights.block_sparse."""
 
 import re
-import sys
 from pathlib import Path
 
 import click
@@ -9,8 +8,8 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from clocher_kernels.errors import ModelError, OutOfMemory, UsageError
 from clocher_kernels.formats.bsr import INNERS
+from clocher_runtime.script_run import reporting
 from clocher_runtime.weights.block_sparse import (
     LINEARS,
     Outcome,
@@ -18,8 +17,6 @@ from clocher_runtime.weights.block_sparse import (
     plan_block_sparse,
 )
 from clocher_runtime.weights.iebin.checkpoint import JSON_NAME, open_iebin
-
-USAGE, MODEL, IO, MEMORY = 2, 3, 5, 6
 
 EPILOG = """\b
 Examples:
@@ -95,24 +92,18 @@ def main(
 
     A matrix that would not become smaller stays as it is; if none would, nothing is written.
     """
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
+    with reporting("convert_to_block_sparse") as report:
         how = Sparsifying(block, inner or "", sparsity, pattern, force)
         outcomes = plan_block_sparse(model_dir, out_dir, how).run()
         if verify:
             open_iebin(out_dir / JSON_NAME, verify=True)
-    except (UsageError, ModelError, OutOfMemory, MemoryError, OSError) as error:
-        text = f"convert_to_block_sparse: error: {error or type(error).__name__}"
-        console.print(text, markup=False)
-        sys.exit(_exit_code(error))
-    tables = Console()
-    (tables if tables.is_terminal else Console(width=120)).print(_table(outcomes))
-    done = [outcome for outcome in outcomes if not outcome.note]
-    console.print(
-        f"convert_to_block_sparse: {len(done)} of {len(outcomes)} matrices are block-sparse in "
-        f"{out_dir}{', verified' if verify else ''}",
-        markup=False,
-    )
+        tables = Console()
+        (tables if tables.is_terminal else Console(width=120)).print(_table(outcomes))
+        done = [outcome for outcome in outcomes if not outcome.note]
+        report.done(
+            f"{len(done)} of {len(outcomes)} matrices are block-sparse in {out_dir}"
+            f"{', verified' if verify else ''}"
+        )
 
 
 def _table(outcomes: list[Outcome]) -> Table:
@@ -122,14 +113,6 @@ def _table(outcomes: list[Outcome]) -> Table:
         sizes = decimal(outcome.before), decimal(outcome.after)
         table.add_row(outcome.name, f"{outcome.density:.1%}", *sizes, stored)
     return table
-
-
-def _exit_code(error: Exception) -> int:
-    if isinstance(error, UsageError):
-        return USAGE
-    if isinstance(error, ModelError):
-        return MODEL
-    return IO if isinstance(error, OSError) else MEMORY
 
 
 if __name__ == "__main__":

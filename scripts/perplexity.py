@@ -11,11 +11,10 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
-from clocher_kernels.errors import ClocherError
-from clocher_runtime.exit_codes import exit_code
 from clocher_runtime.model_choice import embedded_model
 from clocher_runtime.models.load import PRECISIONS, load_model
 from clocher_runtime.perplexity import perplexity
+from clocher_runtime.script_run import reporting
 from clocher_runtime.session import KV_DTYPES, Session
 from clocher_runtime.tokenizer import Tokenizer
 from clocher_runtime.topology import default_threads
@@ -46,7 +45,7 @@ def main(
     backend: str,
 ) -> None:
     """Score the text and print the line."""
-    try:
+    with reporting("perplexity"):
         checkpoint = open_checkpoint(model_dir or embedded_model())
         model = load_model(checkpoint, precision)
         tokenizer = Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config)
@@ -73,9 +72,6 @@ def main(
                 lambda done, total: bars.update(bar, completed=done, total=total),
             )
         session.close()
-    except ClocherError as error:
-        click.echo(f"error: {error}", err=True)
-        raise SystemExit(exit_code(error)) from None
     line = {
         "model": str(model_dir or "embedded"),
         "precision": model.precision,

@@ -17,6 +17,7 @@ from sass_ratchet import figures, print_or_record
 from clocher_kernels.cuda.act8 import linear_act8
 from clocher_kernels.cuda.aot import ARCHITECTURES, PTX_ONLY, compile_code, compile_ptx
 from clocher_kernels.cuda.bsr import bsr_linear
+from clocher_kernels.cuda.elementwise import rms_norm
 from clocher_kernels.cuda.launch import Launch
 from clocher_kernels.cuda.linear import linear
 from clocher_kernels.cuda.prepack import rearrange
@@ -77,6 +78,18 @@ def bsr(block: tuple[int, int], inner: str, m: int, capability: int) -> Launch:
     return launch
 
 
+def norm(size: int, capability: int) -> Launch:
+    """Return the launch of `rms_norm`; no product, but rows this long fill the registers, too."""
+    (launch,) = rms_norm(
+        x=meta((1, size), torch.float32),
+        weight=meta((size,), torch.float32),
+        y=meta((1, size), FP16),
+        eps=1e-5,
+        device=meta_device(capability),
+    )
+    return launch
+
+
 def launches() -> Iterator[tuple[str, int, Launch]]:
     """Yield (id, capability, launch)."""
     for cc in ARCHITECTURES:
@@ -92,6 +105,7 @@ def launches() -> Iterator[tuple[str, int, Launch]]:
         name = f"gemv-{fmt}-bf16" if x_type == BF16 else f"budget-{fmt}-f16"
         yield f"{name}-m{m}-n{n}-k{k}", cc, product(fmt, m, cc, x_type, n, k)
     yield "gemv-bf16-bf16-m1-n5120-k2880", 90, product("bf16", 1, 90, BF16, 5120, 2880)
+    yield "gemv-bf16-bf16-m8-n4096-k2880", 90, product("bf16", 8, 90, BF16, 4096, 2880)
     yield f"gemv8-int8_row_f32-f16-m8-n{N}-k{K}", 90, product("int8_row_f32", 8, 90)
     for fmt, code, cc in (("int8_row_f32", "int8", 80), ("fp8_e4m3_row_f32", "e4m3", 90)):
         yield f"budget-{fmt}-{code}-m1-n{N}-k{K}", cc, act8(fmt, code, 1, cc)
@@ -103,13 +117,14 @@ def launches() -> Iterator[tuple[str, int, Launch]]:
     yield "bsr-gemm-32x64_int8-m64", 90, bsr((32, 64), "int8", 64, 90)
     yield "bsr-gemm-32x64_int4-m64", 80, bsr((32, 64), "int4", 64, 80)
     for fmt, m, cc in (
-        ("int8_row_f32", 16, 86),
+        ("int8_row_f32", 48, 86),
         ("int4_asym_g128_f16", 512, 89),
         ("mxfp4", 64, 90),
         ("ternary", 128, 80),
     ):
         yield f"gemm-{fmt}-f16-m{m}-n{N}-k{K}", cc, product(fmt, m, cc)
     yield f"gemm-f32-f32-m64-n{N}-k{K}", 80, product("f32", 64, 80, torch.float32)
+    yield "norm-8192", 90, norm(8192, 90)
 
 
 def main() -> None:

@@ -5,9 +5,13 @@ where a program declares halves and floats.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pytest
+from triton.runtime import interpreter
 
 Array = np.ndarray
 
@@ -40,6 +44,55 @@ def run(asm: str, outputs: int, *inputs: Array) -> list[Array]:
         else:
             registers[target] = _INSTRUCTIONS[name](*values)
     return [registers[f"${i}"] for i in range(outputs)]
+
+
+def emulate_assembly(patch: pytest.MonkeyPatch) -> None:
+    """Let Triton's interpreter run inline assembly, so that whole kernels run with it."""
+    patch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", _create_inline_asm)
+
+
+def _create_inline_asm(
+    self: Any, asm: str, constraints: str, values: Sequence[Any], types: Sequence[Any], *_: Any
+) -> Any:
+    """Stand in for a builder's method; a program has one element, or four bytes."""
+    require_early_clobbers(asm, constraints)
+    inputs = [_as_registers(value.data) for value in values]
+    packed = values[0].data.itemsize == 1
+    registers = run(asm, constraints.count("="), *inputs)
+    out = []
+    for number, kind in enumerate(types):
+        register = registers[number]
+        if packed:
+            register = np.stack(registers, axis=-1).reshape(-1)
+        dtype = {"fp16": np.float16, "fp32": np.float32, "int32": np.int32}[kind.element_ty.name]
+        shaped = np.ascontiguousarray(register).view(dtype).reshape(values[0].data.shape)
+        out.append(interpreter.TensorHandle(shaped, kind.element_ty))
+    return SimpleNamespace(get_result=out.__getitem__)
+
+
+def _as_registers(data: Array) -> Array:
+    if data.itemsize == 1:
+        return np.ascontiguousarray(data).reshape(-1).view(np.uint32)
+    return data.view(np.uint32) if data.dtype == np.int32 else data
+
+
+def require_early_clobbers(asm: str, constraints: str) -> None:
+    """Fail if an output is written while an input is still to be read, without saying so by "&".
+
+    The compiler may give both the same register.
+    """
+    kinds = constraints.split(",")
+    outputs = sum(kind.startswith("=") for kind in kinds)
+    statements = [s for s in asm.split(";") if "$" in s]
+    reads = [
+        i
+        for i, statement in enumerate(statements)
+        if any(int(n) >= outputs for n in re.findall(r"\$(\d+)", statement))
+    ]
+    for i, statement in enumerate(statements):
+        target = re.search(r"\$(\d+)", statement.partition(",")[0])
+        if target and i < max(reads) and "&" not in kinds[int(target.group(1))]:
+            raise AssertionError(f"${target.group(1)} is written before the last read: {asm}")
 
 
 def _halves(word: Array) -> tuple[Array, Array]:
@@ -75,8 +128,22 @@ def _dp4a(a: Array, b: Array, c: Array) -> Array:
 
 
 def _lop3(a: Array, b: Array, c: Array, table: Array) -> Array:
-    assert table == 0xEA
-    return (a & b) | c
+    out = np.uint32(0)
+    for row in range(8):
+        if table >> row & 1:
+            out = out | (a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c)
+    return out
+
+
+def _prmt(a: Array, b: Array, selector: Array) -> Array:
+    a, b = np.broadcast_arrays(np.asarray(a, np.uint32), np.asarray(b, np.uint32))
+    out = np.zeros_like(a)
+    for place in range(4):
+        pick = int(selector) >> 4 * place & 15
+        byte = (b if pick & 4 else a) >> np.uint32(8 * (pick & 3)) & np.uint32(255)
+        byte = (byte >> np.uint32(7)) * np.uint32(255) if pick & 8 else byte
+        out = out | byte << np.uint32(8 * place)
+    return out
 
 
 _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
@@ -84,11 +151,15 @@ _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "shr.u32": lambda a, b: a >> b,
     "shl.b32": lambda a, b: a << b,
     "and.b32": lambda a, b: a & b,
+    "xor.b32": lambda a, b: a ^ b,
     "lop3.b32": _lop3,
+    "prmt.b32": _prmt,
     "sub.f16x2": _packed(lambda a, b: a - b),
+    "add.f16x2": _packed(lambda a, b: a + b),
     "mul.f16x2": _packed(lambda a, b: a * b),
     "fma.rn.f16x2": _packed(lambda a, b, c: a * b + c),
     "cvt.f32.f16": lambda a: a.astype(np.float32),
     "add.f32": lambda a, b: a + b,
+    "mul.rn.f32": lambda a, b: a * b,
     "dp4a.s32.s32": _dp4a,
 }

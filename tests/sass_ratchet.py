@@ -24,8 +24,11 @@ FOLDER = Path(__file__).parent / "data/sass_budgets"
 VERSION = ".".join(triton.__version__.split(".")[:2])
 HAS_PDL = tuple(map(int, VERSION.split("."))) >= (3, 5)
 
-PER_WEIGHT = {"int4": 3.0, "mxfp4": 3.3, "ternary": 1.1, "int8": 3.8, "fp8": 3.8}
+PER_WEIGHT = {"int4": 3.0, "mxfp4": 2.55, "ternary": 1.1, "int8": 3.8, "fp8": 3.8}
 """Format -> instructions for a weight; holds for configurations named "budget-FORMAT...-m1..."."""
+# The same source: for sm_86 alone ptxas schedules the loop over 120 registers, not 66 to 78, and
+# copies 31 of them a turn (IMAD.MOV). 2.63 with Triton 3.6 and 3.9; why it does so is not known.
+_PER_WEIGHT_OF = {("mxfp4", "sm_86"): 2.65}
 SHARED = {"sm_86": 99 << 10, "sm_89": 99 << 10}
 _MOST_SHARED = 160 << 10
 _KEPT = ("per_weight", "registers", "shared", "wide_loads")
@@ -67,7 +70,8 @@ def hold(area: str, report: Report) -> None:
             assert got["local"] <= _LOCAL.get((VERSION, name), 0), where
             assert got["shared"] <= SHARED.get(arch, _MOST_SHARED), where
             if name.startswith("budget-"):
-                limit = PER_WEIGHT[name.split("-")[1].split("_")[0]]
+                fmt = name.split("-")[1].split("_")[0]
+                limit = _PER_WEIGHT_OF.get((fmt, arch), PER_WEIGHT[fmt])
                 assert 0 < got["per_weight"] <= limit, f"above {limit}: {where}"
                 assert got["wide_streaming_loads"] > 0, where
             for figure, value in recorded[name][arch].items() if recorded else ():

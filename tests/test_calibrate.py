@@ -98,7 +98,12 @@ def test_the_walk_gives_the_logits_of_a_session(model, tolerance):
     text = [[int(i) for i in rng.integers(0, vocab, n)] for n in (150, 1, 37, 270)]
     got = logits_of(Walk(checkpoint, make_text(text)))
     session = Session(
-        load_model(checkpoint), context=320, chunk=320, act_prec="fp32", all_logits=True
+        load_model(checkpoint),
+        context=320,
+        chunk=320,
+        act_prec="fp32",
+        kv_dtype="f32",
+        all_logits=True,
     )
     expected = np.concatenate([session.logits(sequence) for sequence in text])
     session.close()

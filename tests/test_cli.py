@@ -3,12 +3,10 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from hashlib import sha256
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -162,17 +160,6 @@ def test_stub_takes_ids_and_lists_what_it_does_not_act_on(inside):
     assert sorted(line["hints_ignored"]) == ["--top-k=3", "IE_BYTES_PER_TOKEN=64"]
 
 
-def test_interrupt_leaves_one_line_and_code_130(tmp_path):
-    process = start(tmp_path, "--stub", "--max-new", "16000000")
-    assert process.stderr.read(10)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    line = only_line(out)
-    assert process.returncode == 130
-    assert (line["status"], line["code"], line["type"]) == ("error", 130, "KeyboardInterrupt")
-    assert "Traceback" not in err
-
-
 def test_closed_stdout_is_code_1_without_a_traceback(tmp_path):
     read, write = os.pipe()
     os.close(read)
@@ -213,6 +200,7 @@ def test_closed_stderr_does_not_stop_the_run(tmp_path):
         (["--prompt-ids", "4096"], "outside 0..4095"),
         (["--prompts-file", "absent.txt"], "absent.txt: No such file"),
         (["--prompts-file", "."], "Is a directory"),
+        (["--outputs", "x" * 3000], "File name too long"),
         (["--context", "5", "--prompt-ids", "1,2,3,4,5,6"], "6 tokens, the context holds 5"),
         (["--context", "99999"], "this model takes 1 to 4096"),
         (["--stub", "--model-dir", "x"], "exclude each other"),
@@ -264,9 +252,7 @@ def test_error_of_the_engine_becomes_its_code(inside, monkeypatch, error, code):
 
 
 def test_cache_that_does_not_fit_is_code_6(inside, monkeypatch):
-    import psutil
-
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
+    monkeypatch.setattr("clocher_kernels.host_memory.available", lambda root: 1 << 20)
     code, line, _ = inside()
     assert (code, line["type"]) == (6, "OutOfMemory")
     assert "--context" in line["message"]
@@ -301,7 +287,7 @@ def test_help_teaches_every_flag_variable_and_code(monkeypatch, capsys):
         assert setting.flag in text
         assert all(variable in text for variable in setting.env)
         assert " ".join(describe(name).split()[:3]) in text
-    for code in ("0", "1", "2", "3", "5", "6", "130"):
+    for code in ("0", "1", "2", "3", "5", "6", "130", "143"):
         assert f" {code} " in text
     assert "Examples:" in text
 
@@ -488,10 +474,11 @@ def test_batch_prints_each_text_under_its_number(inside, tmp_path):
         assert f"prompt {number}:\n{output['text']}" in err
 
 
-def test_more_threads_than_cpus_are_accepted_with_a_warning(inside):
+def test_more_threads_than_cpus_are_lowered_with_a_message(inside):
+    usable = len(os.sched_getaffinity(0))
     code, line, err = inside("--max-new", "1", "--threads", "999")
-    assert (code, line["threads"]) == (0, 999)
-    assert "999 threads on" in err
+    assert (code, line["threads"]) == (0, usable)
+    assert f"999 threads with {usable} usable CPU(s): running {usable}" in err
 
 
 # The console

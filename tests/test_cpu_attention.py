@@ -233,6 +233,20 @@ def test_append_of_any_shape(kv: str, heads: int, dim: int, size: int, seed: int
         np.testing.assert_array_equal(got[name], expected[name], err_msg=name)
 
 
+@pytest.mark.parametrize("threads", [0, 2], ids=["reference", "cpu"])
+def test_f16_saturates_and_what_is_not_finite_becomes_nan(threads: int) -> None:
+    cache = Cache(np.random.default_rng(0), "f16", 1, 1, 16, 1, 20)
+    given = [65503, 65519, 65520, 7e4, -7e4, 3e38, -3e38, np.inf, -np.inf, np.nan, 1, *[0] * 9]
+    rows = np.array([given], np.float32)
+    values = {"k": rows, "v": rows, **tokens((0, 3, 0, 0)), "pages": cache.pages, **cache.planes}
+    sizes = {**cache.sizes, "M": 1, "F": 20}
+    got = run("kv_append", sizes, {"kv_dtype": "f16"}, values, threads)
+    most, odd = 65504, np.nan
+    expected = [most, most, most, most, -most, most, -most, odd, odd, odd, 1, *[0] * 9]
+    for name in ("k_cache", "v_cache"):
+        np.testing.assert_array_equal(got[name][cache.pages[0, 0], 0, 3], np.float16(expected))
+
+
 @pytest.mark.parametrize(("kv", "least"), [("f16", 0.9999), ("i8", 0.9995), ("e4m3", 0.998)])
 def test_narrow_caches_stay_near_bf16_at_8k(kv: str, least: float) -> None:
     rng = np.random.default_rng(0)

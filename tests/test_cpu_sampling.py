@@ -7,12 +7,14 @@ from hypothesis import strategies as st
 from kernel_run import compiled, kernel_cache
 from one_op import run
 
+from clocher_kernels.ops.sampling import NO_TOKEN
 from cpu_fallback.maths import boltzmann, store_f64
 from cpu_fallback.memory import load_f32, read_f32
 
 __all__ = ["kernel_cache"]
 
 Settings = tuple[float, int, float]
+LOWEST = np.finfo(np.float32).min
 
 
 def drawn(
@@ -58,7 +60,7 @@ def test_ids_are_those_of_the_reference(
     elif kind == "zeros":
         logits = np.where(logits < 1, np.copysign(0, logits), logits)
     elif kind == "masked":
-        logits[:, 1:][rng.random((4, v - 1)) < 0.5] = -np.inf
+        logits[:, 1:][rng.random((4, v - 1)) < 0.5] = LOWEST
     _same(logits, (temperature, top_k, top_p), rng)
 
 
@@ -106,21 +108,23 @@ def test_greedy_takes_the_first_of_equals() -> None:
     logits = np.zeros((v, v))
     for row in range(v):
         logits[row, row:] = 5
-    logits[-1] = -np.inf
+    logits[-1] = LOWEST
     nothing = np.zeros(v)
     ids = drawn(logits, (0, 0, 1), nothing, nothing)
     assert ids.tolist() == [*range(v - 1), 0]
 
 
 @pytest.mark.parametrize("chosen", [(0, 0, 1), (1, 0, 1), (1, 3, 1), (1, 0, 0.5), (1, 9, 0.5)])
-@pytest.mark.parametrize("odd", [np.nan, -np.nan, np.inf], ids=["nan", "-nan", "inf"])
-def test_odd_logits_give_some_token(chosen: Settings, odd: float) -> None:
-    v = 40
-    logits = np.zeros((3, v))
+@pytest.mark.parametrize("odd", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("v", [40, 1000])
+def test_odd_logits_give_no_token(chosen: Settings, odd: float, v: int) -> None:
+    logits = np.zeros((6, v))
     logits[0], logits[1, 7], logits[2, 1:] = odd, odd, odd
-    nothing = np.zeros(3)
-    ids = drawn(logits, chosen, nothing, nothing)
-    assert ((ids >= 0) & (ids < v)).all()
+    logits[3, v - 1], logits[4, v // 64 * 64 - 1] = odd, odd
+    nothing = np.zeros(6)
+    for threads in (0, 2):
+        ids = drawn(logits, chosen, nothing, nothing, threads)
+        assert ids[:5].tolist() == [NO_TOKEN] * 5 and 0 <= ids[5] < v
 
 
 @pytest.mark.usefixtures("kernel_cache")

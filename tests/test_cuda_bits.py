@@ -19,6 +19,8 @@ from op_cases import ALL, OpRun, error, name_of
 from clocher_kernels.cuda import dots, integer, prepack
 from clocher_kernels.cuda.gemv_bits import gemv_bits
 from clocher_kernels.cuda.launch import INTERPRETER, Device, execute
+from clocher_kernels.cuda.linear import linear
+from clocher_kernels.cuda.moe import moe_down
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.cuda.tiles import gemv_tile
 from clocher_kernels.cuda.vectors import vectors_of
@@ -228,7 +230,8 @@ def _pairs(fmt: str, words: np.ndarray, zero: int = 8) -> list[np.ndarray]:
     """Run the inline assembly that turns words into pairs of fp16."""
     if fmt == "mxfp4":
         pairs = ptx_emulator.run(dots._MXFP4_PAIRS.value, 4, words)
-        return [ptx_emulator.run(dots._TIMES_2_14.value, 1, p)[0] for p in pairs]
+        up = "mul.f16x2 $0, $1, $2;"
+        return [ptx_emulator.run(up, 1, p, np.uint32(0x74007400))[0] for p in pairs]
     low = np.uint32(zero * 0x00010001 + 0x64006400)
     high = np.uint32((zero * 0x00100010 - 0x2BFF2C00) % 2**32)
     return ptx_emulator.run(dots._INT4_PAIRS.value, 4, words, low, high)
@@ -258,25 +261,86 @@ def test_assembly_decodes_mxfp4() -> None:
     np.testing.assert_array_equal(unpacked[0][0], E2M1_VALUES[codes[0::8]])
 
 
-@pytest.mark.parametrize("fmt", ["int4_sym_row_f32", "mxfp4"])
-def test_packed_arithmetic_is_accurate(fmt: str) -> None:
-    """The chains of the fp16 path: two words in fp16, everything beyond in fp32."""
-    weight = _weights(fmt, 32, 2880)
-    x = _normal("x", 2880).astype(np.float16)
-    pairs = _pairs(fmt.split("_")[0], _words(weight))
-    of_x = x.view(np.uint32).reshape(-1, 4).T
-    sums = np.zeros((32, 180), np.uint32)
-    for word in (0, 1):
-        operands = [p[:, word::2] for p in pairs] + [v[word::2] for v in of_x] + [sums]
-        (sums,) = ptx_emulator.run(dots._FMA_PAIRS.value, 1, *operands)
-    (chains,) = ptx_emulator.run(dots._ADD_HALVES.value, 1, sums)
-    if fmt == "mxfp4":
-        scale = 2.0 ** (weight.planes["scales"].astype(np.float64) - 127)
-        got = (chains.reshape(32, 90, 2) * scale[..., None]).sum(axis=(1, 2))
-    else:
-        got = chains.sum(axis=1, dtype=np.float64) * weight.planes["scales"]
-    rms, largest = error(got, weight.decode().astype(np.float64) @ x.astype(np.float64))
-    assert rms <= 5e-4 and largest <= 2e-3, (rms, largest)
+ASSEMBLY = Device("cpu", 80, 4)
+"""The interpreter, with inline assembly that `ptx_emulator` runs."""
+
+
+@pytest.fixture
+def assembly(monkeypatch: pytest.MonkeyPatch) -> None:
+    ptx_emulator.emulate_assembly(monkeypatch)
+
+
+def _experts(x: np.ndarray, weight: QuantTensor, device: Device) -> np.ndarray:
+    """Multiply each token by the second of two experts; return fp32 [M, N]."""
+    packed = prepack.prepack(weight, device)
+    y = torch.full((len(x), weight.shape[1]), float("nan"))
+    launches = moe_down(
+        x=torch.from_numpy(x)[:, None],
+        ids=torch.ones((len(x), 1), dtype=torch.int32),
+        weights=torch.ones((len(x), 1)),
+        w=packed,
+        y=y,
+        device=device,
+    )
+    assert launches[0].constants["PAIRS"] == "blocks"
+    execute(launches)
+    return y.numpy()
+
+
+@pytest.mark.usefixtures("assembly")
+@pytest.mark.parametrize(
+    ("middle", "outliers"),
+    [(1e-4, ()), (1e-3, ()), (1.0, ()), (1e-3, (3.0,)), (0.3, (2.0, -60000.0)), (1e4, (65504.0,))],
+)
+def test_packed_experts_take_activations_of_any_size(
+    middle: float, outliers: tuple[float, ...]
+) -> None:
+    """Neither the largest fp16 number overflows, nor do small ones lose their precision."""
+    weight = _weights("mxfp4", 2, 16, 96)
+    x = (_normal("any size", 3, 96) * middle).astype(np.float16)
+    x[:, 37 : 37 + len(outliers)] = outliers
+    got = _experts(x, weight, ASSEMBLY)
+    assert np.isfinite(got).all()
+    rms, largest = error(got, x.astype(np.float64) @ weight.decode()[1].astype(np.float64).T)
+    assert rms <= 1e-3 and largest <= 4e-3, (rms, largest)
+
+
+@pytest.mark.usefixtures("assembly")
+def test_packed_experts_take_the_same_number_everywhere() -> None:
+    """32 times the largest activation and weight, with a large and the smallest scale."""
+    blocks = np.full((2, 2, 1, 16), 0x77, np.uint8)
+    scales = np.full((2, 2, 1), 127, np.uint8)
+    scales[1] = [[0], [230]]
+    weight = QuantTensor((2, 2, 32), parse_format("mxfp4"), {"blocks": blocks, "scales": scales})
+    got = _experts(np.full((1, 32), 65504, np.float16), weight, ASSEMBLY)
+    expected = 32 * 6 * 65504 * np.array([[2.0**-127, 2.0**103]])
+    np.testing.assert_allclose(got, expected, rtol=1e-3)
+    smallest = np.full((1, 32), 2.0**-24, np.float16)
+    got = _experts(smallest, weight, ASSEMBLY)
+    np.testing.assert_allclose(got[:, 1], [32 * 6 * 2.0**-24 * 2.0**103], rtol=1e-3)
+
+
+@pytest.mark.usefixtures("assembly")
+@pytest.mark.parametrize("size", [1e-3, 1.0, 200.0])
+@pytest.mark.parametrize("fmt", ["int4_asym_g32_f16", "int4_sym_row_f32", "mxfp4"])
+def test_packed_products_are_the_same_in_any_batch(fmt: str, size: float) -> None:
+    """With the inline assembly that a GPU runs, up to 32 tokens: slices of eight."""
+    weight = _weights(fmt, 3, 288)
+    x = torch.from_numpy((_normal(fmt, 32, 288) * size).astype(np.float16))
+    w = prepack.prepack(weight, ASSEMBLY)
+
+    def multiply(first: int, count: int) -> np.ndarray:
+        y = torch.full((count, 3), float("nan"))
+        launches = linear(x=x[first : first + count], w=w, y=y, device=ASSEMBLY)
+        assert all(launch.constants["PAIRS"] == "words" for launch in launches)
+        execute(launches)
+        return y.numpy()
+
+    together = multiply(0, 32)
+    rms, largest = error(together, x.double().numpy() @ weight.decode().astype(np.float64).T)
+    assert rms <= 1e-3 and largest <= 4e-3, (rms, largest)
+    for first, count in ((31, 1), (7, 2), (3, 17)):
+        np.testing.assert_array_equal(multiply(first, count), together[first : first + count])
 
 
 def test_assembly_adds_ternary_products() -> None:

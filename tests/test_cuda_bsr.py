@@ -7,13 +7,14 @@ import zlib
 from dataclasses import replace
 
 import numpy as np
+import ptx_emulator
 import pytest
 import torch
 from cuda_cases import run_interpreted
 from op_cases import ALL, OpRun, error, name_of
 
 from clocher_kernels.cuda.bsr import bsr_linear, gemv_tile
-from clocher_kernels.cuda.launch import INTERPRETER, execute
+from clocher_kernels.cuda.launch import INTERPRETER, Device, execute
 from clocher_kernels.cuda.prepack import prepack
 from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.ops.contract import Case, OpSpec
@@ -43,14 +44,14 @@ def _sparse(
     return encode(weight, Bsr.for_values(weight, block, inner))
 
 
-def _run(w: QuantTensor, x: torch.Tensor) -> torch.Tensor:
+def _run(w: QuantTensor, x: torch.Tensor, device: Device = INTERPRETER) -> torch.Tensor:
     """Multiply, with NaN behind x and around y."""
     behind = torch.full((x.numel() + 64,), float("nan"), dtype=x.dtype)
     behind[: x.numel()] = x.flatten()
     y = torch.full((len(x) + 2, w.shape[0]), float("nan"))
     tokens = behind[: x.numel()].view(x.shape)
-    packed = prepack(w, INTERPRETER)
-    execute(bsr_linear(x=tokens, w=packed, y=y[1:-1], device=INTERPRETER))
+    packed = prepack(w, device)
+    execute(bsr_linear(x=tokens, w=packed, y=y[1:-1], device=device))
     assert y[0].isnan().all() and y[-1].isnan().all()
     return y[1:-1]
 
@@ -88,6 +89,20 @@ def test_blocks_of_any_size(
     x = torch.from_numpy(rng.standard_normal((m, shape[1]), dtype=np.float32)).to(x_type)
     expected = x.double().numpy() @ w.decode().astype(np.float64).T
     rms, _ = error(_run(w, x).numpy(), expected)
+    assert rms <= (1e-3 if x_type == torch.float16 else 2e-6), rms
+
+
+@pytest.mark.parametrize("x_type", [_F32, _F16, _BF16])
+def test_int4_with_the_assembly_of_a_gpu(
+    x_type: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only fp16 activations may be taken in pairs."""
+    ptx_emulator.emulate_assembly(monkeypatch)
+    w = _sparse((5, 40), "int4", (12, 120))
+    rng = np.random.default_rng(0)
+    x = torch.from_numpy(rng.standard_normal((2, 120), dtype=np.float32)).to(x_type)
+    expected = x.double().numpy() @ w.decode().astype(np.float64).T
+    rms, _ = error(_run(w, x, Device("cpu", 80, 4)).numpy(), expected)
     assert rms <= (1e-3 if x_type == torch.float16 else 2e-6), rms
 
 

@@ -4,7 +4,8 @@ Kernels are stood in for by the NumPy references, run launch by launch on CPU te
 is tested is the executor's own work. The kernels have their own tests.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -20,14 +21,16 @@ from clocher_kernels.cuda.graph import bucket, context_buckets, token_buckets
 from clocher_kernels.cuda.launch import INTERPRETER, Device, Launch
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.cuda.upload import check_memory
-from clocher_kernels.errors import OutOfMemory, ShapeError, WindowError
+from clocher_kernels.errors import DeviceError, OutOfMemory, ShapeError, WindowError
 from clocher_kernels.ops import OPS
 from clocher_kernels.plan import Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime import session as session_module
+from clocher_runtime.arguments import Sampling
+from clocher_runtime.backends import Executor, make_executor
 from clocher_runtime.model_choice import embedded_model
 from clocher_runtime.models.load import Model, load_model
-from clocher_runtime.session import Sampling, Session
+from clocher_runtime.session import Session
 from clocher_runtime.timing import TimedWindow
 from clocher_runtime.weights import open_checkpoint
 
@@ -76,11 +79,13 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
 
         return lowered
 
-    def make(name: str, plan: Plan, weights: Mapping[str, Any], *rest: object) -> CudaExecutor:
-        assert name == "cuda"
+    def make(name: str, plan: Plan, weights: Mapping[str, Any], *rest: Any) -> Executor:
+        if name == "cpu":
+            return make_executor(name, plan, weights, *rest)
         return CudaExecutor(plan, weights, activations="f32", device=INTERPRETER)
 
-    monkeypatch.setattr(executor_module, "LOWER", {op: lower(op) for op in OPS})
+    for table in ("LOWER", "LOWER_GREEDY"):
+        monkeypatch.setattr(executor_module, table, {op: lower(op) for op in OPS})
     monkeypatch.setattr(prepack, "REARRANGE", {})
     monkeypatch.setattr(graph, "CONTEXT_CELLS", (64,))
     monkeypatch.setattr(session_module, "make_executor", make)
@@ -137,7 +142,7 @@ def test_pages_are_cut_to_the_context_bucket(log: list[tuple[str, int]]) -> None
     executor = session._executor
     assert isinstance(executor, CudaExecutor)
     lower = executor.lower
-    executor.lower = lambda key: (seen.append(key), lower(key))[1]  # type: ignore[method-assign]
+    executor.lower = lambda key, greedy: (seen.append(key), lower(key, greedy))[1]  # type: ignore[method-assign]
     list(session.generate([list(range(1, 60))], 12, stop_ids=frozenset()))
     assert [key for key in seen if key[0] == 1] == [(1, 1, 64), (1, 1, 128)]
     pages = [
@@ -158,9 +163,37 @@ def test_a_warm_session_captures_nothing_in_the_window(log: list[tuple[str, int]
     cold.close()
     warm = Session(model(), backend="cuda", context=96, chunk=32)
     warm.warm()
-    tokens = list(warm.generate([list(range(1, 60))], 12, stop_ids=frozenset(), window=window))
-    assert len(tokens) == 12
+    for sampling in (Sampling(), Sampling(temperature=0.7), Sampling()):
+        prompts = [list(range(1, 60))]
+        tokens = list(warm.generate(prompts, 12, sampling, frozenset(), window=window))
+        assert len(tokens) == 12
     warm.close()
+
+
+def test_greedy_steps_launch_nothing_that_only_draws_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(name: str, plan: Plan, weights: Mapping[str, Any], *rest: object) -> CudaExecutor:
+        return CudaExecutor(plan, weights, device=INTERPRETER)
+
+    monkeypatch.setattr(session_module, "make_executor", make)
+    captured: list[list[str]] = []
+
+    def capture(launches: Sequence[Launch], stream: object) -> Callable[[], None]:
+        captured.append([launch.kernel.fn.__name__ for launch in launches])
+        return lambda: None
+
+    monkeypatch.setattr(executor_module, "capture", capture)
+    session = Session(model(), backend="cuda", context=64, chunk=8)
+    session.warm()
+    greedy = [names for names in captured if "_advance" in names]
+    captured.clear()
+    list(session.generate([[5]], 1, Sampling(temperature=0.7)))
+    drawn = [names for names in captured if "_advance" in names]
+    session.close()
+    own = ("_largest", "_fill_bins", "_cut", "_draw", "_advance")
+    assert {tuple(n for n in names if n in own) for names in greedy} == {("_largest", "_advance")}
+    assert {tuple(n for n in names if n in own) for names in drawn} == {own}
+    assert len(greedy) == len(drawn)
+    assert all(len(b) - len(a) == 3 for a, b in zip(greedy, drawn, strict=True))
 
 
 def test_prefill_without_output_rows_skips_the_head(log: list[tuple[str, int]]) -> None:
@@ -172,8 +205,9 @@ def test_prefill_without_output_rows_skips_the_head(log: list[tuple[str, int]]) 
 
 
 def test_buckets() -> None:
-    assert token_buckets(128, 1) == (1, 16, 128)
-    assert token_buckets(128, 6) == (1, 2, 4, 6, 16, 128)
+    assert token_buckets(512, 1) == (1, 16, 32, 64, 128, 256, 512)
+    assert token_buckets(128, 6) == (1, 2, 4, 6, 16, 32, 64, 128)
+    assert token_buckets(300, 1) == (1, 16, 32, 64, 128, 256, 300)
     assert token_buckets(8, 8) == (1, 2, 4, 8)
     assert token_buckets(12, 2) == (1, 2, 12)
     assert context_buckets(4096) == (512, 2048, 4096)
@@ -181,12 +215,22 @@ def test_buckets() -> None:
     assert [bucket(n, (1, 4, 16)) for n in (1, 2, 4, 5, 16)] == [1, 4, 4, 16, 16]
 
 
+def test_the_back_end_chooses_the_chunk(log: list[tuple[str, int]]) -> None:
+    for chunk, tokens in ((None, 512), (40, 40)):
+        session = Session(model(), backend="cuda", context=64, chunk=chunk)
+        assert session.executor.plan.tokens == tokens
+        session.close()
+    session = Session(model(), backend="cpu", context=64)
+    assert session.executor.plan.tokens == 128
+    session.close()
+
+
 def test_activations_are_narrow_and_the_residual_stream_is_not() -> None:
     session = Session(model(), backend="cpu", context=64, act_prec="fp32")
     types = activation_types(session._executor.plan, "f16")
     session.close()
     assert types["h"] == types["logits"] == types["router"] == "f32"
-    assert types["x"] == types["gated"] == "f16"
+    assert types["x"] == types["gated"] == types["last.normed"] == "f16"
 
 
 def test_memory_is_checked_before_it_is_taken() -> None:
@@ -199,4 +243,28 @@ def test_a_step_beyond_the_capacity_is_refused(log: list[tuple[str, int]]) -> No
     session = Session(model(), backend="cuda", context=64, chunk=8)
     with pytest.raises(ShapeError, match="room for 8 and 1"):
         session._executor.step(9, 1)
+    session.close()
+
+
+def test_the_child_of_a_fork_is_told_to_load_the_model(log: list[tuple[str, int]]) -> None:
+    session = Session(model(), backend="cuda", context=64, chunk=8)
+    stream = session.generate([[5, 9]], 4, stop_ids=frozenset())
+    next(stream)
+    next(stream)
+    child = os.fork()
+    if not child:
+        code = 3
+        try:
+            refused = 0
+            for use in (lambda: next(stream), lambda: list(session.generate([[5]], 4))):
+                try:
+                    use()
+                except DeviceError as error:
+                    refused += "load it here" in str(error)
+            session.close()
+            code = 0 if refused == 2 else 4
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(list(stream)) == 2
     session.close()

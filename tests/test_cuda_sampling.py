@@ -80,7 +80,7 @@ def test_rows_of_different_settings_and_several_programs() -> None:
         ("equal", {"top_k": 40}),
         ("equal", {"top_p": 0.3}),
         ("rounded", {"top_k": 100, "top_p": 0.7}),
-        ("infinite", {"top_k": 50, "top_p": 0.99}),
+        ("lowest", {"top_k": 50, "top_p": 0.99}),
         ("normal", {"temperature": 1e-6}),
         ("normal", {"temperature": 1e-30, "top_k": 3}),
         ("normal", {"temperature": 1e4, "top_k": 2049, "top_p": 0.5}),
@@ -94,8 +94,8 @@ def test_hard_rows(name: str, settings: dict[str, float]) -> None:
         logits[:] = 2.5
     elif name == "rounded":
         logits[:] = np.round(logits)
-    elif name == "infinite":
-        logits[:, 10:] = -np.inf
+    elif name == "lowest":
+        logits[:, 10:] = -1e30
     elif name == "zeros":
         logits[:] = -1
         logits[:, 7], logits[:, 9], logits[:, 11] = -0.0, 0.0, 0.0
@@ -110,6 +110,19 @@ def test_greedy_takes_the_lowest_id_of_equal_logits() -> None:
     got, expected = draw(logits, temperature=0)
     np.testing.assert_array_equal(got, expected)
     assert got.tolist() == [17, 2047, 0, 2999]
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_a_row_that_is_not_finite_gives_no_token(odd: float, temperature: float) -> None:
+    logits = normal(4)
+    clean, _ = draw(logits, temperature=temperature, top_k=20, top_p=0.9)
+    logits[0, 4499], logits[2] = odd, odd
+    got, expected = draw(logits, temperature=temperature, top_k=20, top_p=0.9)
+    np.testing.assert_array_equal(got, expected)
+    assert got.tolist() == [-1, clean[1], -1, clean[3]]
+    # And what it skipped is ready for the next step.
+    np.testing.assert_array_equal(draw(normal(4), temperature=0.8, top_k=20)[0] >= 0, True)
 
 
 def test_a_choice_does_not_depend_on_other_rows() -> None:

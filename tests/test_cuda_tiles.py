@@ -17,7 +17,7 @@ from clocher_kernels.cuda.linear import linear
 from clocher_kernels.cuda.prepack import rearrange
 from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
 from clocher_kernels.cuda.tile_tables import TOKENS, VARIABLE, key_of, load, parse, tuned
-from clocher_kernels.cuda.workbench import Workbench
+from clocher_kernels.cuda.workbench import Workbench, random_copies
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import parse_format
 from clocher_runtime import backends, cli
@@ -222,3 +222,12 @@ def test_a_run_that_tunes(
     assert all(fmt == "bf16" for fmt, _, _ in asked)
     assert load(path).capability == 90
     assert [file.name for file in tmp_path.iterdir()] == ["made.json"]
+
+
+def test_weights_are_complete_before_a_kernel_may_read_them() -> None:
+    """Kernels that start early do not wait for what wrote the weights."""
+    waited: list[int] = []
+    timer = SimpleNamespace(dry=True, synchronize=lambda: waited.append(1))
+    bench = Workbench(INTERPRETER, timer, 1, torch.Generator())
+    made = random_copies(parse_format(INT4), (4, 128), bench)
+    assert len(made) == len(waited) == 1

@@ -757,6 +757,18 @@ def test_cache_keeps_planes_in_files_up_to_its_size(gptoss: Path) -> None:
     assert load(1) <= 1 << 20
 
 
+def test_a_cache_that_is_a_link_is_left_alone(gptoss: Path, tmp_path: Path) -> None:
+    """The files there that look like those of a cache are not this model's to delete."""
+    theirs = tmp_path / "blobs" / ("0" * 64)
+    theirs.parent.mkdir()
+    theirs.write_bytes(b"of somebody else")
+    (gptoss / CACHE_NAME).symlink_to(theirs.parent)
+    checkpoint, _ = opened(gptoss, dedup=True, dedup_policy="cache", dedup_cache_mb=100)
+    for name in checkpoint.names:
+        checkpoint.tensor(name)
+    assert [file.name for file in theirs.parent.iterdir()] == [theirs.name]
+
+
 def test_hot_tensors_get_memory_of_their_own(gptoss: Path) -> None:
     def in_memory(**fields: Any) -> list[str]:
         checkpoint, ignored = opened(gptoss, dedup=True, dedup_policy="replicate_hot", **fields)

@@ -38,6 +38,7 @@ ELSEWHERE = {
     "make test": "is what runs this test",
     "python -m pip install -e '.[cuda]'": "needs a package index and a GPU",
     "python -m bench.gpu_suite --out results --dry-run": "runs a minute: test_gpu_suite runs it",
+    "python -m bench.gpu_suite --out call1 --call 1": "needs a GPU",
     "python3 -m venv .venv": "needs a package index: what make run does, with an extra",
 }
 

@@ -78,6 +78,7 @@ SEED_FLAGS = [
     "--seed",
     "--ignore-eos",
     "--stub",
+    "--verify-weights",
     "--kv-dtype",
     "--context",
     "--config",

@@ -1,7 +1,9 @@
 """config.json to ModelSpec: both spellings, published defaults, refusals that list the known."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +20,16 @@ from transformers import (
     Qwen3Config,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from weight_files import LLAMA, copy_model
 
 from clocher_kernels.errors import FormatError, ModelError, UnsupportedModel
 from clocher_runtime.models.families import FAMILIES, spec_from_config
 from clocher_runtime.models.inventory import inventory
+from clocher_runtime.models.load import load_model
 from clocher_runtime.models.rope import inverse_frequencies, rope_tables
 from clocher_runtime.models.spec import RopeSpec
+from clocher_runtime.session import Session
+from clocher_runtime.weights import open_checkpoint
 
 CONFIGS = {
     "LlamaForCausalLM": LlamaConfig,
@@ -237,3 +243,105 @@ def test_any_field_value_gives_a_spec_or_a_typed_error(name: str, changes: dict)
         return
     assert len(inventory(spec)) > 0
     assert isinstance(spec.rope, RopeSpec)
+
+
+# Hostile numbers: every key of every family and every kind of rope.
+
+HOSTILE: tuple[Any, ...] = (
+    *(0, -1, 1, 2, 3, 1 << 24, 1 << 31, 1 << 63, 10**30, -(10**30), 10**5000),
+    *(0.0, -0.0, 0.5, 1.0, 1.0000000000000002, 1.001, 1e-320, 1e-12, 1e-3, 100.0, 1e3, 1e6, 1e12),
+    *(1e38, 1e308, -1e308, float("nan"), float("inf"), -float("inf")),
+    *(True, False, None, "", "1", "nan", [], [1], {}, {"a": 1}),
+)
+ROPE_KINDS: tuple[dict[str, Any], ...] = (
+    {"rope_theta": 1e4},
+    *(
+        {spelling: {"rope_type": kind.split("-")[0], "rope_theta": 1e4, **scaling}}
+        for kind, scaling in ROPES.items()
+        for spelling in ("rope_scaling", "rope_parameters")
+    ),
+)
+NUMBERS = {
+    "GptOssForCausalLM": {
+        **dict.fromkeys(("num_local_experts", "num_experts_per_tok", "sliding_window"), 2),
+        **dict.fromkeys(("num_experts", "experts_per_token"), 2),
+        **dict.fromkeys(("swiglu_limit", "swiglu_alpha"), 2.0),
+    },
+    "MistralForCausalLM": {"sliding_window": 4},
+    "Qwen2ForCausalLM": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "BitNetForCausalLM": {
+        "quantization_config": {
+            "quant_method": "bitnet",
+            "use_rms_norm": True,
+            "rms_norm_eps": 1e-6,
+        }
+    },
+}
+
+
+def replaced(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield copies with one value, at any depth, replaced by a hostile one."""
+    for key, value in node.items():
+        for hostile in HOSTILE:
+            yield {**node, key: hostile}
+        if isinstance(value, dict):
+            for inner in replaced(value):
+                yield {**node, key: inner}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_hostile_numbers_are_refused_or_give_finite_tables(name: str) -> None:
+    base = {**TINY, **NUMBERS.get(name, {}), "architectures": [name]}
+    base |= {"head_dim": 8, "num_key_value_heads": 2, "original_max_position_embeddings": 16}
+    accepted = refused = 0
+    for rope in ROPE_KINDS:
+        for config in replaced(base | rope):
+            try:
+                spec = spec_from_config(config)
+                assert inventory(spec)
+            except ModelError as error:
+                assert len(str(error)) < 600
+                refused += 1
+                continue
+            accepted += 1
+            for table in rope_tables(spec.rope, spec.head_dim, 40):
+                assert np.isfinite(table).all(), config
+            for number in (spec.norm_eps, spec.input_norm_eps):
+                assert 0 <= number <= 1
+    assert accepted > 500 and refused > 3000
+
+
+def test_a_base_frequency_of_one_is_refused_for_every_kind_of_rope() -> None:
+    for kind, scaling in ROPES.items():
+        rope = {"rope_type": kind.split("-")[0], "rope_theta": 1.0, **scaling}
+        with pytest.raises(FormatError, match=r"rope_theta is 1\.0"):
+            spec_of(rope_parameters=rope)
+
+
+EDGE_ROPES = [
+    {"rope_type": kind, "factor": factor, "rope_theta": theta, **more}
+    for theta in (1.001, 1e12)
+    for factor in (1e-3, 1e6)
+    for kind, more in (
+        ("default", {}),
+        ("linear", {}),
+        ("llama3", {"low_freq_factor": 1e-3, "high_freq_factor": 1e6}),
+        ("yarn", {"beta_fast": 1e6, "beta_slow": 1e-3, "attention_factor": 1e-3}),
+        ("yarn", {"beta_fast": 1e-3, "beta_slow": 1e6, "mscale": 100.0, "mscale_all_dim": 1e-3}),
+    )
+]
+
+
+def test_a_model_runs_with_every_number_at_its_edge(tmp_path: Path) -> None:
+    folder = copy_model(LLAMA, tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("rope_theta", None)
+    edges = [{"rope_parameters": rope} for rope in EDGE_ROPES]
+    edges += [{"rms_norm_eps": 1e-12}, {"rms_norm_eps": 1.0}, {"max_position_embeddings": 1 << 24}]
+    for changes in edges:
+        (folder / "config.json").write_text(json.dumps(config | {"rope_scaling": None} | changes))
+        model = load_model(open_checkpoint(folder))
+        session = Session(model, backend="reference", context=6, all_logits=True, chunk=4)
+        assert np.isfinite(session.logits([1, 2, 3, 4, 5])).all(), changes
+        session.close()

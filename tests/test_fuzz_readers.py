@@ -25,6 +25,7 @@ from clocher_runtime.fuzzing.mutations import (
 )
 from clocher_runtime.fuzzing.oracle import Folder, Judgement, bounded_memory, judge
 from clocher_runtime.fuzzing.readers import READERS, Mutator
+from clocher_runtime.topology import usable_cpus
 from clocher_runtime.weights import strict_json
 from clocher_runtime.weights.iebin.checkpoint import unsealed
 from clocher_runtime.weights.safetensors_file import SafetensorsFile
@@ -63,6 +64,17 @@ def test_a_reader_survives_its_mutants(name: str, counts: dict[str, Any]) -> Non
     # Neither does everything break, nor is what is changed left unread.
     assert 0 < found["accepted"] < MUTANTS / 2
     assert f"{name:<14}" in counts["stderr"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("name", READERS)
+def test_a_reader_survives_a_million_mutants(name: str, tmp_path: Path) -> None:
+    flags = ("--reader", name, "--mutants", "1000000", "--jobs", str(len(usable_cpus())))
+    command = [sys.executable, str(SCRIPT), *flags, "--failures", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["readers"][name]["mutants"] == 1_000_000
 
 
 # Mutations

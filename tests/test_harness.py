@@ -23,6 +23,7 @@ from bench.harness_stats import agree, compare_apart, compare_paired, summarise
 from bench.harness_tables import beside, compare_files, pairs
 from clocher_kernels.errors import ModelNotFound, UsageError
 from clocher_runtime.config import GivenInFile
+from clocher_runtime.env import resolve
 
 ROOT = Path(__file__).parents[1]
 SIXTY = ",".join(map(str, range(1, 61)))
@@ -458,7 +459,7 @@ def test_the_shipped_settings_are_valid(name: str, bare: None, monkeypatch) -> N
         assert job.plan.runs == 10
         assert job.plan.cells[0].settings["max_new"] == "64"
     else:
-        assert harness.cli.resolve({"config": str(path)}, {}).max_new == 64
+        assert resolve({"config": str(path)}, {}).max_new == 64
 
 
 def test_the_double_dot_file_is_a_copy() -> None:

@@ -38,6 +38,13 @@ def test_guard_pages_and_equal_bits() -> None:
     assert len(with_fma) <= 1, results
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _NAMES)
+def test_guard_pages_with_sizes_drawn_at_random(name: str) -> None:
+    done, _ = _python(name, str(_TESTS / "guarded_ops.py"), "--random", "1500").split()
+    assert int(done) == 1500
+
+
 @pytest.mark.parametrize(
     ("name", "wanted", "forbidden"),
     [

@@ -87,7 +87,7 @@ class Clock:
 class Letters:
     """Id 1 is "a", 2 is "b", ..."""
 
-    def encode(self, text):
+    def encode(self, text, *, room=None):
         return [ord(c) - 96 for c in text]
 
     def decode(self, ids):

@@ -20,23 +20,31 @@ MAX_LINES = 450
 # Layer -> its modules; ".*" stands for everything in a package. Imports go down or stay.
 LAYERS: dict[int, str] = {
     0: """clocher_kernels clocher_kernels.errors clocher_kernels.guards clocher_kernels.dtypes
+        clocher_kernels.cgroups clocher_kernels.host_memory
         clocher_kernels.formats.* clocher_kernels.quant_tensor""",
     1: "clocher_kernels.plan clocher_kernels.ops.* clocher_kernels.reference",
     2: "cpu_fallback.* clocher_kernels.cuda.*",
     3: """clocher_runtime.backends clocher_runtime.models.* clocher_runtime.weights.*
-        clocher_runtime.tokenizer clocher_runtime.chat_template clocher_runtime.config
+        clocher_runtime.tokenizer clocher_runtime.tokenizer_apart clocher_runtime.tokenizer_library
+        clocher_runtime.tokenizer_limits clocher_runtime.split_patterns
+        clocher_runtime.text_process clocher_runtime.text_process_main
+        clocher_runtime.chat_template clocher_runtime.template_sandbox clocher_runtime.config
+        clocher_runtime.arguments clocher_runtime.sequences clocher_runtime.turns
+        clocher_runtime.step_inputs
         clocher_runtime.config_file
         clocher_runtime.env clocher_runtime.settings clocher_runtime.values
-        clocher_runtime.exit_codes clocher_runtime.timing clocher_runtime.metrics
+        clocher_runtime.exit_codes clocher_runtime.signals
+        clocher_runtime.timing clocher_runtime.metrics
         clocher_runtime.probes clocher_runtime.topology clocher_runtime.tuning
         clocher_runtime.trace clocher_runtime.jsonl_writer clocher_runtime.reservoir""",
-    4: """clocher_runtime.session clocher_runtime.stub clocher_runtime.perplexity
+    4: """clocher_runtime.nonfinite clocher_runtime.session clocher_runtime.stub
+        clocher_runtime.perplexity
         clocher_runtime.quantize clocher_runtime.quantize.*""",
     5: """clocher_runtime clocher_runtime.api clocher_runtime.model_choice clocher_runtime.engine
         clocher_runtime.prompts clocher_runtime.prompt_pipeline clocher_runtime.completions
         clocher_runtime.console clocher_runtime.jsonline
         clocher_runtime.run clocher_runtime.script_run clocher_runtime.tile_tuning
-        clocher_runtime.cli clocher_runtime.cli_help clocher_runtime.verify
+        clocher_runtime.cli clocher_runtime.command clocher_runtime.cli_help clocher_runtime.verify
         clocher_runtime.fuzzing.*
         clocher_runtime.ptq_cli clocher_runtime.monitoring clocher_runtime.monitoring.*""",
     6: "scripts.* bench.*",
@@ -46,7 +54,7 @@ LIBRARIES: dict[str, str] = {
     "clocher_kernels": "numpy",
     "clocher_kernels.cuda": "numpy torch triton cupy pynvml",
     "cpu_fallback": "numpy numba llvmlite",
-    "clocher_runtime": "numpy tokenizers jinja2 psutil click rich huggingface_hub re2",
+    "clocher_runtime": "numpy tokenizers jinja2 click rich huggingface_hub re2",
     "clocher_runtime.weights.hf.torch_bin": "numpy torch",
     "clocher_runtime.quantize.report": "matplotlib",
     "clocher_runtime.monitoring": "prometheus_client",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from bench import op_timing
+from bench.gpu import setting
 from bench.microbench import parameters
 from bench.op_run import OpRun
 from bench.op_shapes import REAL, Real, real_cases, resized
@@ -118,6 +119,16 @@ def test_a_wrong_kernel_is_not_correct(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong.close()
     assert wrong.facts["correct"] is False
     assert wrong.facts["rms_error"] == pytest.approx(1e-3, rel=0.01)
+
+
+def test_kernels_of_the_gpu_are_checked_and_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter, where a dry run's setting is all that differs."""
+    made_dry = setting.make_setting(dry=True)
+    monkeypatch.setattr(setting, "make_setting", lambda dry: made_dry)
+    op = OPS["glu"]
+    made = timed(op, op.cases[0], "cuda", 1)
+    assert made.facts["correct"] is True
+    made.run()
 
 
 def test_rates() -> None:

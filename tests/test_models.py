@@ -38,7 +38,13 @@ def compare(model, folder: Path, name: str, limit: float, backend: str = "cpu") 
     ids = prompt_of(name, spec_vocab)
     loaded = load_model(open_checkpoint(folder))
     session = Session(
-        loaded, backend=backend, threads=2, chunk=23, all_logits=True, act_prec="fp32"
+        loaded,
+        backend=backend,
+        threads=2,
+        chunk=23,
+        all_logits=True,
+        act_prec="fp32",
+        kv_dtype="f32",
     )
     try:
         expected, got = reference_logits(model, ids), session.logits(ids)

@@ -38,7 +38,15 @@ def held_out_ids(name: str) -> list[int]:
 
 def score(name: str, precision: str | None = None, limit: int | None = None) -> float:
     model = load_model(open_checkpoint(MODELS[name]), precision)
-    session = Session(model, threads=2, context=256, chunk=256, all_logits=True, act_prec="fp32")
+    session = Session(
+        model,
+        threads=2,
+        context=256,
+        chunk=256,
+        all_logits=True,
+        act_prec="fp32",
+        kv_dtype="f32",
+    )
     try:
         return perplexity(session, held_out_ids(name), 256, limit).perplexity
     finally:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -264,6 +265,11 @@ def test_of_a_line_without_end_only_the_beginning_is_kept():
     assert (found[0], found[2:]) == (b"first", [b"last"])
 
 
+def test_a_line_without_end_is_an_error() -> None:
+    with pytest.raises(UsageError, match="goes on for more than 1073741824 bytes"):
+        list(split_lines(repeat(bytes(1 << 16))))
+
+
 def source_of(tmp_path: Path, name: str, data: bytes, **config) -> PromptSource:
     (tmp_path / name).write_bytes(data)
     return PromptSource(RunConfig(prompts_file=tmp_path / name, **config))
@@ -334,7 +340,7 @@ def test_text_for_a_model_without_a_tokenizer_fails_alone(tmp_path):
     found = list(map(Preparation(source, None, check), source.lines()))
     source.close()
     assert "the model has no tokenizer" in str(found[0].error)
-    assert found[1] == Prompt((1,))
+    assert (found[1].ids, found[1].error) == ((1,), None)
 
 
 # The run

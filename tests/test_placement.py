@@ -243,7 +243,9 @@ def test_limits_and_distances(monkeypatch):
 def test_threads_of_one_socket(monkeypatch):
     machine(monkeypatch, 0, 0, 1)
     assert choose_threads(resolve({}, {"NUMA_POLICY": "socket:1"})) == 1
-    assert choose_threads(resolve({"threads": "4"}, {"NUMA_POLICY": "socket:1"})) == 4
+    monkeypatch.setattr("clocher_runtime.tuning.usable_cpus", lambda: frozenset(range(3)))
+    assert choose_threads(resolve({"threads": "2"}, {"NUMA_POLICY": "socket:1"})) == 2
+    assert choose_threads(resolve({"threads": "4"}, {"NUMA_POLICY": "socket:1"})) == 3
 
 
 def test_what_was_not_acted_on_is_told():

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clocher_kernels.errors import OutOfMemory, UsageError
+from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import Float, parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.console import Console
@@ -25,7 +25,7 @@ from clocher_runtime.tuning import not_acted_on
 from clocher_runtime.weights import open_checkpoint
 from cpu_fallback import executor, prepack
 from cpu_fallback.large_pages import allocate, give_back, is_mapped
-from cpu_fallback.prepack import check_memory, in_large_pages
+from cpu_fallback.prepack import in_large_pages
 
 DATA = Path(__file__).parent / "data"
 LLAMA, BITNET = DATA / "clocher-tiny-llama", DATA / "clocher-tiny-bitnet"
@@ -199,15 +199,6 @@ def test_copies_change_no_bit(scope: str, monkeypatch: pytest.MonkeyPatch) -> No
         logits.append(session.logits([1, 2, 3, 4, 5]))
         session.close()
     np.testing.assert_array_equal(*logits)
-
-
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 9999 kB\nMemAvailable:    2048 kB\n")
-    check_memory(2 * MIB, meminfo)
-    with pytest.raises(OutOfMemory, match="2 MiB are available; --pretranspose none"):
-        check_memory(2 * MIB + 1, meminfo)
-    check_memory(1 << 60, tmp_path / "absent")
 
 
 def test_packing_shows_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:

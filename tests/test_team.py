@@ -1,6 +1,8 @@
 """The thread team: barriers, parking, oversubscription, shutdown, and when barriers are needed."""
 
 import gc
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 from kernel_run import kernel_cache
 
-from clocher_kernels.errors import UsageError
+from clocher_kernels.errors import DeviceError, UsageError
 from cpu_fallback import tape
 from cpu_fallback.jit import kernel, warm
 from cpu_fallback.memory import field, read_i64, write_i64
@@ -271,3 +273,71 @@ def _launch(reads: str, writes: str) -> Launch:
 def test_barriers_stand_where_a_hazard_is(launches: str, expected: str) -> None:
     made = [_launch(*pair.split(">")) for pair in launches.split()]
     assert "".join(str(int(flag)) for flag in tape.barriers(made)) == expected
+
+
+def test_the_child_of_a_fork_steps_with_workers_of_its_own(
+    state: tuple[np.ndarray, np.ndarray],
+) -> None:
+    slots, errors = state
+    team = Team(3, _rounds(slots, errors, 4), 0, adaptive=False)
+    with team.running():
+        team.step(1, 1)
+        child = os.fork()
+        if not child:
+            code = 3
+            try:
+                signal.alarm(60)
+                team.step(1, 1)  # of the context that the parent opened
+                with team.running():
+                    team.step(1, 1)
+                team.close()
+                code = 0 if not errors[0] and (slots[:3] == 12).all() else 4
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        team.step(1, 1)
+    team.close()
+    assert errors[0] == 0 and (slots[:3] == 8).all()
+
+
+def test_a_fork_in_the_middle_of_a_step(state: tuple[np.ndarray, np.ndarray]) -> None:
+    """The thread that leads the step is not there in the child; what it left must not matter."""
+    slots, _ = state
+    warm([dawdle, tape.lead, tape.serve])
+    words = tape.encode([Launch(dawdle, (slots.ctypes.data, 0), SLOTS, SLOTS, shares=8)])
+    team = Team(2, words, 64, adaptive=False)
+    words[6] = team._scratch.ctypes.data
+    leader = threading.Thread(target=team.step, args=(1, 1))
+    leader.start()
+    while not slots[1]:  # until the worker has begun on its shares
+        time.sleep(0.0005)
+    child = os.fork()
+    if not child:
+        code = 3
+        try:
+            signal.alarm(60)
+            slots[:] = 0
+            team.step(1, 1)
+            code = 0 if slots[:2].sum() == 16 else 4
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    leader.join()
+    assert slots[:2].sum() == 16
+    team.close()
+
+
+def test_more_threads_than_the_system_starts(
+    state: tuple[np.ndarray, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = _rounds(*state, 1)
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "clocher-3":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(DeviceError, match="no more than 3 of 5 threads; lower --threads"):
+        Team(5, words, 0)

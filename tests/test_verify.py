@@ -396,7 +396,7 @@ def script() -> Any:
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Traces of the real command on the CPU: fp32 activations, and the default int8 ones."""
+    """Traces of the real command on the CPU: all in fp32, and with what is the default."""
     folder = tmp_path_factory.mktemp("traces")
     (folder / "p.txt").write_text("import os\nclass Stack:\n")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("IE_", "MODEL_"))}
@@ -406,7 +406,8 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         flags = ("--prompts-file", "p.txt", "--max-new", "32", "--trace-topk", "5", "--device")
         subprocess.run(
             [sys.executable, "-m", "clocher_runtime.cli", *flags, "cpu"]
-            + ["--trace-ids", str(found[kind])],
+            + ["--trace-ids", str(found[kind])]
+            + (["--kv-dtype", "f32"] if kind == "fp32" else []),
             cwd=folder,
             env=kept | {"IE_ACT_PREC": kind, "PYTHONPATH": str(ROOT)},
             check=True,

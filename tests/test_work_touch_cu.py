@@ -9,10 +9,13 @@ import ctypes.util
 import importlib.util
 import re
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -174,3 +177,26 @@ def test_the_kernel_gives_the_checksum_of_the_cpu() -> None:
         touch(tokens)
         cpu(tokens)
         assert (touch.tokens, touch.checksum) == (cpu.tokens, cpu.checksum)
+
+
+def test_counters_are_read_on_the_stream_that_writes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on: list[object] = []
+
+    @contextmanager
+    def stream(chosen: object) -> Iterator[None]:
+        on.append(chosen)
+        yield
+        on.pop()
+
+    class State:
+        def __getitem__(self, index: int) -> int:
+            assert on == ["the steps' stream"]
+            return 7 + index
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    touch = object.__new__(DeviceWorkTouch)
+    touch.bytes_per_token, touch.stride = 64, 1
+    touch._state, touch._stream = State(), "the steps' stream"
+    assert (touch.tokens, touch.checksum, touch.bytes_touched) == (7, 8, 7 * 64)

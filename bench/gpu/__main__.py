@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from bench.gpu.parts import NAMES
-from bench.gpu.supervise import LOST, NO_DEVICE
+from bench.gpu.supervise import LOST, NO_DEVICE, die_with_parent
 
 
 @click.command(help=__doc__)
@@ -30,6 +30,7 @@ def main(
     stop_after: float | None,
 ) -> None:
     """Run the items that the file does not list as done."""
+    die_with_parent()  # what nobody waits for would disturb the next run on the GPU
     if dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
     else:

@@ -1,6 +1,6 @@
 """Decode attention over a paged cache: contexts, cache types, batches; beside torch's SDPA."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +13,7 @@ from bench.gpu.record import Row
 from bench.gpu.setting import Item, Setting
 from bench.gpu.shapes import Heads
 from bench.gpu.timer import Call, reason
-from clocher_kernels.cuda.launch import execute
+from clocher_kernels.cuda.launch import Launch, execute
 from clocher_kernels.dtypes import STORAGE
 
 _PAGE_CELLS = 64
@@ -53,17 +53,28 @@ def items(dry: bool) -> list[Item]:
 
 def attention_items(dry: bool, *, check: bool) -> list[Item]:
     """Return the items that time attention, or those that check the same launches."""
-    found = []
-    for heads in shapes.heads(dry):
-        for window in heads.windows:
-            for context in shapes.TINY_CONTEXTS if dry else shapes.CONTEXTS:
-                if window and context != _WINDOW_CONTEXT:
-                    continue
-                for batch in (2,) if dry else _BATCHES:
-                    case = _Case(heads, context, batch, window)
-                    run = partial(_check if check else _race, case=case)
-                    found.append(Item(f"{case.id}-attention" if check else case.id, run))
-    return found
+    run = _check if check else _race
+    suffix = "-attention" if check else ""
+    return [Item(case.id + suffix, partial(run, case=case)) for case in _cases(dry)]
+
+
+def _cases(dry: bool) -> list[_Case]:
+    contexts = shapes.TINY_CONTEXTS if dry else shapes.CONTEXTS
+    return [
+        _Case(heads, context, batch, window)
+        for heads in shapes.heads(dry)
+        for window in heads.windows
+        for context in contexts
+        if not window or context == _WINDOW_CONTEXT
+        for batch in ((2,) if dry else _BATCHES)
+    ]
+
+
+def launches(setting: Setting) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
+    """Return what checking attention launches, by the name of the case."""
+    for case in _cases(setting.dry):
+        for kv in _kv_dtypes(setting):
+            yield case.id, lambda c=case, kv=kv: _make(setting, c, kv).launches
 
 
 @dataclass
@@ -74,7 +85,11 @@ class _Call:
     planes: list[torch.Tensor]
     scales: list[torch.Tensor]
     sinks: torch.Tensor | None
-    run: Call
+    launches: list[Launch]
+
+    @property
+    def run(self) -> Call:
+        return partial(execute, self.launches)
 
 
 def _make(setting: Setting, case: _Case, kv: str) -> _Call:
@@ -110,7 +125,7 @@ def _make(setting: Setting, case: _Case, kv: str) -> _Call:
         window=case.window,
         **args,
     )
-    return _Call(q, y, pages, planes, scales, sinks, partial(execute, launches))
+    return _Call(q, y, pages, planes, scales, sinks, launches)
 
 
 def _plane(setting: Setting, shape: tuple[int, ...], kv: str) -> torch.Tensor:

@@ -61,12 +61,13 @@ def _read(setting: Setting, size: int) -> list[Row]:
     for _ in range(setting.copies(size)):
         x = _bytes(setting, 1, size)[0].view(torch.int32)
         y = torch.empty(programs, dtype=torch.int32, device=setting.place)
-        calls.append(partial(_launch_sum, x, y, words, block, programs))
+        calls.append(partial(launch_sum, x, y, words, block, programs))
     timing = setting.timer.race({"read": calls})["read"]
     return [setting.measured(timing, size, kind="read", size=size)]
 
 
-def _launch_sum(x: torch.Tensor, y: torch.Tensor, words: int, block: int, programs: int) -> None:
+def launch_sum(x: torch.Tensor, y: torch.Tensor, words: int, block: int, programs: int) -> None:
+    """Count odd words: each program writes how many it saw to its place in y."""
     _sum[(programs,)](x, y, SIZE=words, BLOCK=block, PROGRAMS=programs, num_warps=8)
 
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from bench.gpu.setting import Item, Setting
 from bench.gpu.timer import reason
 from bench.gpu.weights import random_tensor
 from clocher_kernels.cuda.executor import CudaExecutor
+from clocher_kernels.cuda.launch import Launch
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.formats import parse_format
@@ -24,6 +26,7 @@ from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import EMBED, Need, head_name, inventory
 from clocher_runtime.models.presets import find_preset
 from clocher_runtime.models.spec import ModelSpec
+from clocher_runtime.weights.checkpoint import Checkpoint
 
 _KV = "bf16"
 _STEPS, _REPEATS, _WARM_STEPS = 24, 5, 4
@@ -68,14 +71,19 @@ PRECISIONS = (
     Precision("bitnet-2b", "bitnet-2b", "ternary"),
     Precision("gpt-oss-20b int8 attn+head", "gpt-oss-20b", _INT8, "mxfp4", _INT8, (1,), (1024,)),
 )
-TINY = (Precision("tiny-gpt-oss", "tiny-gpt-oss", "bf16", "mxfp4", "bf16", (2,), (70,)),)
+_NO_FILES = Checkpoint(Path(), "callable", {}, {}, {}, Path(), {}, ())
+"""What random weights were opened from: no file that could change during a run."""
+TINY = (Precision("tiny-gpt-oss", "tiny-gpt-oss", "bf16", "mxfp4", "bf16", (1, 2), (70,)),)
 
 
 def items(dry: bool) -> list[Item]:
-    """Return one item for each model and batch; batch 1 of every model comes first."""
-    if dry:
-        return _items(TINY, _measure, None)
-    return sorted(_items(PRECISIONS, _measure, None), key=lambda item: not item.id.endswith("b1"))
+    """Return one item for each model: one sequence at a time."""
+    return _items(TINY if dry else PRECISIONS, measure, batches=(1,))
+
+
+def batch_items(dry: bool) -> list[Item]:
+    """Return one item for each model and batch of more."""
+    return _items(TINY if dry else PRECISIONS, measure, batches=(2, 4, 8))
 
 
 def short_items(dry: bool) -> list[Item]:
@@ -83,10 +91,16 @@ def short_items(dry: bool) -> list[Item]:
 
     They check that steps repeat bit by bit, and leave the compiled kernels in Triton's cache.
     """
-    return [] if dry else _items(PRECISIONS, _check_short, 2)
+    return [] if dry else _items(PRECISIONS, _check_short, layers=2)
 
 
-def _items(precisions: tuple[Precision, ...], run: object, layers: int | None) -> list[Item]:
+def _items(
+    precisions: tuple[Precision, ...],
+    run: object,
+    *,
+    batches: tuple[int, ...] = (1, 4, 8),
+    layers: int | None = None,
+) -> list[Item]:
     suffix = f"-{layers}-layers" if layers else ""
     return [
         Item(
@@ -95,28 +109,70 @@ def _items(precisions: tuple[Precision, ...], run: object, layers: int | None) -
         )
         for p in precisions
         for batch in p.batches
+        if batch in batches
     ]
+
+
+@dataclass
+class Made:
+    """A model of a published shape with random weights on the device; a `Session` takes it.
+
+    Attributes:
+        formats: format of each matrix by tensor name.
+        checkpoint: one without files.
+    """
+
+    spec: ModelSpec
+    formats: dict[str, Format]
+    weights: Weights
+    checkpoint: Checkpoint = _NO_FILES
+
+    @classmethod
+    def make(cls, setting: Setting, precision: Precision, layers: int | None = None) -> "Made":
+        """Draw the weights."""
+        spec = spec_from_config(find_preset(precision.preset).config(layers))
+        needs = inventory(spec)
+        formats = {
+            name: precision.format_of(name, need)
+            for name, need in needs.items()
+            if need.kind != "vector"
+        }
+        return cls(spec, formats, _weights(setting, needs, formats))
+
+
+def launches(setting: Setting, precision: Precision, batch: int, chunk: int = 1) -> list[Launch]:
+    """Return the launches of steps of two layers, in every size that steps are captured for.
+
+    What greedy rows need is among what sampled ones do.
+
+    Args:
+        setting: where.
+        precision: the model.
+        batch: sequences that step together.
+        chunk: tokens of a prompt's step, if more.
+    """
+    model = _Model(setting, precision, batch, 2, chunk)
+    return [launch for key in model.executor.buckets() for launch in model.executor.lower(key)]
 
 
 class _Model:
     """A model with random weights on the device, bound to its executor."""
 
     def __init__(
-        self, setting: Setting, precision: Precision, batch: int, layers: int | None
+        self,
+        setting: Setting,
+        precision: Precision,
+        batch: int,
+        layers: int | None,
+        chunk: int = 1,
     ) -> None:
         self.setting, self.precision, self.batch = setting, precision, batch
-        self.spec: ModelSpec = spec_from_config(find_preset(precision.preset).config(layers))
-        needs = inventory(self.spec)
-        self.formats = {
-            name: precision.format_of(name, need)
-            for name, need in needs.items()
-            if need.kind != "vector"
-        }
-        self.weights = _weights(setting, needs, self.formats)
+        made = Made.make(setting, precision, layers)
+        self.spec, self.formats, self.weights = made.spec, made.formats, made.weights
         self.plan = build_plan(
             self.spec,
             self.formats,
-            tokens=batch,
+            tokens=max(batch, chunk),
             rows=batch,
             slots=batch,
             context=max(precision.contexts) + 1,
@@ -221,7 +277,10 @@ def _check_short(
     return rows
 
 
-def _measure(setting: Setting, precision: Precision, batch: int, layers: int | None) -> list[Row]:
+def measure(
+    setting: Setting, precision: Precision, batch: int, layers: int | None = None
+) -> list[Row]:
+    """Time decode steps of a model at each context."""
     if not setting.copy_gbs:
         measure_copy(setting)
     began = time.perf_counter()
@@ -238,9 +297,9 @@ def _measure(setting: Setting, precision: Precision, batch: int, layers: int | N
                 "nbytes": model.nbytes(context),
             }
             if not setting.dry:
-                limit = model.nbytes(context) / setting.copy_gbs / 1e3
-                facts |= {"us": us, "tokens_per_s": batch / us * 1e6, "share": limit / us}
-                facts["limit_tokens_per_s"] = batch / limit * 1e6
+                facts |= {"us": us, "tokens_per_s": batch / us * 1e6}
+                facts = setting.with_share(facts, facts["nbytes"] / us / 1e3)
+                facts["limit_tokens_per_s"] = facts["tokens_per_s"] / facts["share"]
             if context == _PROFILED_CONTEXT or setting.dry:
                 facts |= _profile(setting, model, context, us)
             rows.append(facts)

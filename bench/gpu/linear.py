@@ -1,4 +1,7 @@
-"""Matrix products on the shapes of published models: every format and every peer in one race."""
+"""Matrix products on the shapes of published models: every format and every peer in one race.
+
+Peers that compile or tune at each new shape race afterwards, alone with what they are compared to.
+"""
 
 from functools import partial
 
@@ -8,11 +11,18 @@ from bench.gpu.environment import state_item
 from bench.gpu.ours import contender
 from bench.gpu.record import Row
 from bench.gpu.setting import Item, Setting
-from bench.gpu.shapes import Matrix, matrices
+from bench.gpu.shapes import Matrix, formats_at, matrices
 from bench.gpu.timer import Call, reason
 from clocher_kernels.formats import parse_format
 
-_COMPILED_SHAPES = ((4096, 4096), (4096, 14336))
+_INT4, _INT8, _TINY = "int4_sym_g128_f16", "int8_row_f32", "int4_sym_g64_f16"
+# A slow peer, the format that it is compared with, and the products: the most telling one first.
+_SLOW: tuple[tuple[str, str, tuple[tuple[int, int, int], ...]], ...] = (
+    ("gemlite int4", _INT4, ((4096, 4096, 1), (4096, 4096, 8), (4096, 4096, 4))),
+    ("torch.compile int8", _INT8, ((4096, 4096, 1), (4096, 14336, 1))),
+    ("torchao int8", _INT8, ((4096, 4096, 1),)),
+    ("gemlite int4", _INT4, ((14336, 4096, 1), (4096, 14336, 1), (4096, 4096, 2))),
+)
 # The models whose shapes the peers are compared on; elsewhere only cuBLAS runs beside us.
 _COMPARED = ("llama-8b", "gpt-oss-20b", "none", "tiny")
 
@@ -27,13 +37,35 @@ def items(dry: bool) -> list[Item]:
     return [*races, state_item()]
 
 
-def _race(setting: Setting, matrix: Matrix, m: int) -> list[Row]:
+def slow_items(dry: bool) -> list[Item]:
+    """Return one item for each peer that is slow to start and each product."""
+    slow = (
+        [(peer, f, (12, 128, 1)) for peer, f, _ in _SLOW[:3]]
+        if dry
+        else [(peer, f, product) for peer, f, products in _SLOW for product in products]
+    )
+    found = []
+    for peer, fmt, (n, k, m) in slow:
+        matrix = Matrix("tiny" if dry else "llama-8b", "", n, k, (_TINY if dry else fmt,), (m,))
+        run = partial(_slow_race, matrix=matrix, m=m, peer=peer)
+        found.append(Item(f"{peer}-{n}x{k}-m{m}", run))
+    return found
+
+
+def _slow_race(setting: Setting, matrix: Matrix, m: int, peer: str) -> list[Row]:
+    rows = peers.check(setting, peers.PEERS[peer], peer)
+    good = all(row["status"] == "ok" for row in rows)
+    return [*rows, *(_race(setting, matrix, m, ["cuBLAS bf16", peer]) if good else ())]
+
+
+def _race(setting: Setting, matrix: Matrix, m: int, against: list[str] | None = None) -> list[Row]:
     n, k = matrix.n, matrix.k
     if not setting.copy_gbs:
         measure_copy(setting)
-    calls, sizes, absent = peers.contenders(setting, _peers_of(setting, matrix, m), n, k, m)
+    names = _peers_of(matrix) if against is None else against
+    calls, sizes, absent = peers.contenders(setting, names, n, k, m)
     formats = {}
-    for name in matrix.formats:
+    for name in formats_at(matrix, m):
         fmt = parse_format(name)
         own = f"clocher {name}"
         formats[own] = name
@@ -57,8 +89,7 @@ def _ordered(calls: dict[str, list[Call]]) -> dict[str, list[Call]]:
     return dict(sorted(calls.items(), key=lambda entry: entry[0][::-1]))
 
 
-def _peers_of(setting: Setting, matrix: Matrix, m: int) -> list[str]:
+def _peers_of(matrix: Matrix) -> list[str]:
     if matrix.model not in _COMPARED:
         return ["cuBLAS bf16"]
-    compiled = (matrix.n, matrix.k) in _COMPILED_SHAPES and m == 1
-    return [name for name in peers.PEERS if compiled or name not in peers.COMPILED]
+    return [name for name in peers.PEERS if name not in peers.SLOW]

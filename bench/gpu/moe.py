@@ -120,6 +120,19 @@ def items(dry: bool) -> list[Item]:
     ]
 
 
+def launches(setting: Setting, shape: Experts, m: int) -> list[Launch]:
+    """Return the launches of a block."""
+    return _Block.make(setting, _Layer.make(setting, shape, keep=False), m).launches
+
+
+def piece(setting: Setting, name: str) -> Call:
+    """Return a call of one piece of a block, for a single token."""
+    shape = experts(setting.dry)[0]
+    block = _Block.make(setting, _Layer.make(setting, shape, keep=False), 1)
+    execute(block.launches)
+    return partial(execute, block.pieces[name])
+
+
 def check(setting: Setting, shape: Experts, m: int) -> list[Row]:
     """Compare the two experts' products of a block with fp64."""
     layer = _Layer.make(setting, shape, keep=True)

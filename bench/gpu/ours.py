@@ -8,7 +8,7 @@ import torch
 from bench.gpu import weights
 from bench.gpu.setting import Setting
 from bench.gpu.timer import Call
-from clocher_kernels.cuda.launch import execute
+from clocher_kernels.cuda.launch import Launch, execute
 from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
 from clocher_kernels.formats import Ternary, parse_format
 from clocher_kernels.formats.base import Format
@@ -24,7 +24,12 @@ class Product:
     x: torch.Tensor
     scale: torch.Tensor | None
     y: torch.Tensor
-    run: Call
+    launches: list[Launch]
+
+    @property
+    def run(self) -> Call:
+        """A function that launches it."""
+        return partial(execute, self.launches)
 
 
 def product(
@@ -68,7 +73,7 @@ def product(
         args["x"] = x
     op = "linear_i8" if isinstance(fmt, Ternary) else "linear"
     launches = setting.lower(op, **args)
-    return Product(fmt, x, scale, y, partial(execute, launches))
+    return Product(fmt, x, scale, y, launches)
 
 
 def contender(setting: Setting, name: str, n: int, k: int, m: int, act: str) -> list[Call]:

@@ -7,7 +7,7 @@ must give the bits that it gives in a batch of up to eight.
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,8 @@ import torch
 
 from bench.gpu.record import Row
 from bench.gpu.setting import Item, Setting
-from bench.gpu.timer import Call, reason
-from clocher_kernels.cuda.launch import execute
+from bench.gpu.timer import reason
+from clocher_kernels.cuda.launch import Launch, execute
 from clocher_kernels.cuda.lowering import LOWER
 from clocher_kernels.cuda.prepack import prepack
 from clocher_kernels.cuda.tensors import TORCH_DTYPES, as_torch
@@ -106,16 +106,28 @@ def _coverage(setting: Setting) -> list[Row]:
     return [*rows, {"ops": len(OPS), "kernels": len(LOWER), "without_contract": extra}]
 
 
-def _check_case(setting: Setting, spec: OpSpec, case: Case) -> list[Row]:
+def activations(spec: OpSpec, case: Case) -> list[str]:
+    """Return how the activations of a case may be stored; bf16 is tried on small batches."""
     if spec.name not in LOWER:
         return []
+    if not narrow_names(spec):
+        return ["f32"]
+    few = case.sizes.get("M", 1) in (1, 2)
+    return [act for act in ACTIVATIONS if act != "bf16" or few]
+
+
+def launches(setting: Setting) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
+    """Return what checking the op table launches, by the name of the case."""
+    for spec in OPS.values():
+        for case in spec.cases:
+            for act in activations(spec, case):
+                trial = partial(Trial, setting, spec, case, act)
+                yield f"{spec.name}-{case.id}", lambda make=trial: make().launches()
+
+
+def _check_case(setting: Setting, spec: OpSpec, case: Case) -> list[Row]:
     rows = []
-    for act in ACTIVATIONS:
-        narrow = narrow_names(spec)
-        if act != "f32" and not narrow:
-            continue
-        if act == "bf16" and case.sizes.get("M", 1) not in (1, 2):
-            continue
+    for act in activations(spec, case):
         row: Row = {"op": spec.name, "case": case.id, "act": act}
         try:
             rows.append(row | Trial(setting, spec, case, act).check())
@@ -151,14 +163,13 @@ class Trial:
             if p.name in self.plan.buffers and p.kind in ("out", "inout")
         ]
 
-    def call(self) -> Call:
-        """Return a function that runs the kernels, on arguments of its own."""
-        launches = self.setting.lower(self.spec.name, **self._tensors(), **self.case.attrs)
-        return partial(execute, launches)
+    def launches(self) -> list[Launch]:
+        """Return the launches, on arguments of their own."""
+        return self.setting.lower(self.spec.name, **self._tensors(), **self.case.attrs)
 
     def launch(self) -> None:
         """Run the kernels once."""
-        self.call()()
+        execute(self.launches())
         self.setting.timer.synchronize()
 
     def check(self) -> Row:
@@ -197,7 +208,7 @@ class Trial:
                     source = self._tensor(name, self.values[name])
                     tensor.copy_(source[index : index + 1])
                 else:
-                    _poison(tensor)
+                    poison(tensor)
             execute(launches)
             for name in self.written:
                 if not _same(one[name], batch[name][index : index + 1]):
@@ -213,7 +224,7 @@ class Trial:
         for name in self.written:
             if name not in tensors:
                 tensors[name] = self._empty(name, self.plan.buffers[name].shape)
-                _poison(tensors[name])
+                poison(tensors[name])
         return tensors
 
     def _run(
@@ -223,7 +234,7 @@ class Trial:
             if name in kept:
                 tensors[name].copy_(kept[name])
             else:
-                _poison(tensors[name])
+                poison(tensors[name])
         run()
         self.setting.timer.synchronize()
         return {name: tensors[name].clone() for name in self.written}
@@ -274,7 +285,7 @@ class Trial:
         return torch.empty(shape, dtype=dtype, device=self.setting.place)
 
 
-def _poison(tensor: torch.Tensor) -> None:
+def poison(tensor: torch.Tensor) -> None:
     """Fill with NaN, or with 0x7f bytes."""
     tensor.view(torch.uint8).fill_(0xFF if tensor.is_floating_point() else 0x7F)
 

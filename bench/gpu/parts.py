@@ -3,7 +3,7 @@
 Nothing heavy is imported here: the suite itself needs neither torch nor Triton.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,117 +16,95 @@ class Part:
     """How a part is run.
 
     Attributes:
+        call: the third of the suite that it belongs to; 0: all of them.
         stage: parts of one stage run side by side; those that time anything are alone in theirs.
         seconds: time limit of the part.
         item_seconds: time limit of one item.
         shards: processes that share its items.
     """
 
+    call: int
     stage: int
     seconds: float
     item_seconds: float
     shards: int = 1
 
 
-PARTS: dict[str, Part] = {
-    "environment": Part(0, 30, 30),
-    "ceilings": Part(1, 40, 30),
-    "parity": Part(2, 150, 90, shards=10),
-    "sanitize": Part(2, 150, 145, shards=3),
-    "peers": Part(2, 120, 60),
-    "linear": Part(3, 120, 60),
-    "moe": Part(4, 50, 40),
-    "decode": Part(5, 150, 90),
-    "attention": Part(6, 60, 40),
-    "sparse": Part(7, 50, 40),
-}
-EXERCISE = "exercise"
-"""What `sanitize` runs under the checking tools; not a part of the suite."""
+CALLS = (1, 2, 3)
+BUDGET = 520.0
+"""Seconds that a call may take; the limits of its stages come to no more."""
 
-NAMES = (*PARTS, EXERCISE)
+PARTS: dict[str, Part] = {
+    "environment": Part(0, 0, 20, 20),
+    "smoke": Part(1, 0, 60, 55, shards=8),
+    "ceilings": Part(1, 1, 40, 30),
+    "decode": Part(1, 2, 170, 60),
+    "parity": Part(1, 3, 250, 90, shards=14),
+    "peers": Part(2, 4, 40, 25),
+    "linear": Part(2, 5, 180, 60),
+    "moe": Part(2, 6, 40, 30),
+    "batches": Part(2, 7, 100, 45),
+    "generate": Part(2, 8, 140, 60),
+    "attention": Part(3, 9, 60, 40),
+    "sparse": Part(3, 10, 50, 40),
+    "variants": Part(3, 11, 60, 45),
+    "counters": Part(3, 12, 75, 40),
+    "sanitize": Part(3, 13, 125, 120, shards=3),
+    # These compile or tune at their first call, for as long as they like: they cost nobody else.
+    "slow_peers": Part(3, 14, 130, 60),
+}
+INNER = ("exercise", "profiled")
+"""What `sanitize` and `counters` run under their tools; no parts of the suite."""
+
+NAMES = (*PARTS, *INNER)
+
+
+def parts_of(calls: Iterable[int]) -> dict[str, Part]:
+    """Return the parts of some calls, in the order of their stages."""
+    wanted = set(calls)
+    return {name: p for name, p in PARTS.items() if not p.call or p.call in wanted}
 
 
 def items_of(part: str, dry: bool) -> "list[Item]":
     """Return the items of a part: few and tiny ones for a dry run."""
-    return _ITEMS[part](dry)
+    from bench.gpu import (
+        attention,
+        ceilings,
+        counters,
+        decode,
+        environment,
+        generate,
+        linear,
+        moe,
+        parity,
+        peers,
+        real_shapes,
+        sanitize,
+        smoke,
+        sparse,
+        variants,
+    )
 
-
-def _environment(dry: bool) -> "list[Item]":
-    from bench.gpu import environment
-
-    return environment.items(dry)
-
-
-def _ceilings(dry: bool) -> "list[Item]":
-    from bench.gpu import ceilings
-
-    return ceilings.items(dry)
-
-
-def _parity(dry: bool) -> "list[Item]":
-    from bench.gpu import decode, parity, real_shapes
-
-    return [*decode.short_items(dry), *real_shapes.items(dry), *parity.items(dry)]
-
-
-def _sanitize(dry: bool) -> "list[Item]":
-    from bench.gpu import sanitize
-
-    return sanitize.items(dry)
-
-
-def _exercise(dry: bool) -> "list[Item]":
-    from bench.gpu import sanitize
-
-    return sanitize.exercise(dry)
-
-
-def _peers(dry: bool) -> "list[Item]":
-    from bench.gpu import peers
-
-    return peers.items(dry)
-
-
-def _linear(dry: bool) -> "list[Item]":
-    from bench.gpu import linear
-
-    return linear.items(dry)
-
-
-def _moe(dry: bool) -> "list[Item]":
-    from bench.gpu import moe
-
-    return moe.items(dry)
-
-
-def _attention(dry: bool) -> "list[Item]":
-    from bench.gpu import attention
-
-    return attention.items(dry)
-
-
-def _sparse(dry: bool) -> "list[Item]":
-    from bench.gpu import sparse
-
-    return sparse.items(dry)
-
-
-def _decode(dry: bool) -> "list[Item]":
-    from bench.gpu import decode
-
-    return decode.items(dry)
-
-
-_ITEMS: "dict[str, Callable[[bool], list[Item]]]" = {
-    "environment": _environment,
-    "ceilings": _ceilings,
-    "parity": _parity,
-    "sanitize": _sanitize,
-    "exercise": _exercise,
-    "peers": _peers,
-    "linear": _linear,
-    "moe": _moe,
-    "attention": _attention,
-    "sparse": _sparse,
-    "decode": _decode,
-}
+    if part == "parity":
+        # The op table is what must not be missing if time runs out.
+        return [*parity.items(dry), *real_shapes.items(dry), *decode.short_items(dry)]
+    items = {
+        "environment": environment.items,
+        "smoke": smoke.items,
+        "ceilings": ceilings.items,
+        "decode": decode.items,
+        "batches": decode.batch_items,
+        "generate": generate.items,
+        "peers": peers.items,
+        "slow_peers": linear.slow_items,
+        "linear": linear.items,
+        "moe": moe.items,
+        "attention": attention.items,
+        "sparse": sparse.items,
+        "variants": variants.items,
+        "counters": counters.items,
+        "profiled": counters.profiled,
+        "sanitize": sanitize.items,
+        "exercise": sanitize.exercise,
+    }
+    return items[part](dry)

@@ -39,10 +39,9 @@ Prepare = Callable[[Setting, int, int, int], Prepared]
 
 
 def items(dry: bool) -> list[Item]:
-    """Return one item for each peer."""
-    return [
-        Item(name, partial(_check, prepare=prepare, name=name)) for name, prepare in PEERS.items()
-    ]
+    """Return one item for each peer that starts quickly; the others are checked where they race."""
+    quick = {name: prepare for name, prepare in PEERS.items() if name not in SLOW}
+    return [Item(name, partial(check, prepare=p, name=name)) for name, p in quick.items()]
 
 
 def contenders(
@@ -61,7 +60,8 @@ def contenders(
     return calls, sizes, absent
 
 
-def _check(setting: Setting, prepare: Prepare, name: str) -> list[Row]:
+def check(setting: Setting, prepare: Prepare, name: str) -> list[Row]:
+    """Compare what a peer returns with fp64."""
     rows = []
     for m in (1, 8):
         n, k = (32, 128) if setting.dry else (1024, 2048)
@@ -250,5 +250,5 @@ PEERS: dict[str, Prepare] = {
     "bitsandbytes nf4": _bitsandbytes,
     "torchao int8": _torchao,
 }
-# Each compiles for every shape, so they run on the two shapes that the targets name.
-COMPILED = ("torch.compile int8", "torchao int8")
+SLOW = ("torch.compile int8", "gemlite int4", "torchao int8")
+"""They compile or tune for every shape, some for a minute: they run last, where the targets ask."""

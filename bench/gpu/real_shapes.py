@@ -14,8 +14,9 @@ from bench.gpu.ours import expected, product
 from bench.gpu.parity import judge
 from bench.gpu.record import Row
 from bench.gpu.setting import Item, Setting
-from bench.gpu.shapes import Matrix, experts, matrices
+from bench.gpu.shapes import Matrix, experts, formats_at, matrices
 from bench.gpu.timer import reason
+from clocher_kernels.cuda.launch import Launch
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.formats import Ternary, parse_format
 
@@ -40,12 +41,27 @@ def items(dry: bool) -> list[Item]:
     return [*found, *attention_items(dry, check=True)]
 
 
+def launches(setting: Setting, matrix: Matrix, name: str) -> list[Launch]:
+    """Return what checking a weight in a format launches."""
+    w = weights.random_tensor(parse_format(name), (matrix.n, matrix.k), setting)
+    trials = _trials(matrix, name, 8)
+    if (matrix.n, matrix.k) in _INVARIANT:
+        trials += [(m, "f16", False) for m in range(2, 8)]
+    made = (product(setting, w.format, w, *trial) for trial in trials)
+    return [launch for p in made for launch in p.launches]
+
+
+def _trials(matrix: Matrix, name: str, most: int) -> list[tuple[int, str, bool]]:
+    """Return tokens, storage of activations and whether there is a residual."""
+    tokens = [m for m in sorted({*matrix.tokens, most}) if name in formats_at(matrix, m)]
+    return [(m, "f16", False) for m in tokens] + [(1, "bf16", False), (1, "f16", True)]
+
+
 def _check(setting: Setting, matrix: Matrix, name: str) -> list[Row]:
     fmt, shape = parse_format(name), (matrix.n, matrix.k)
     planes = weights.random_planes(fmt, shape, setting)
     w = weights.on_device(fmt, shape, planes)
-    tokens = sorted({*matrix.tokens, 2 if setting.dry else 8})
-    trials = [(m, "f16", False) for m in tokens] + [(1, "bf16", False), (1, "f16", True)]
+    trials = _trials(matrix, name, 2 if setting.dry else 8)
     if setting.dry and isinstance(fmt, Ternary):
         # The interpreter truncates where it should round to bf16, and equality is asked for.
         trials.remove((1, "bf16", False))

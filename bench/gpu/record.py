@@ -62,11 +62,19 @@ class Record:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a JSON file under a temporary name and rename it, so that no reader sees half of it."""
+    """Write a JSON file that no reader sees half of."""
+    write_whole(path, json.dumps(value, indent=1).encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file under a temporary name and rename it: it is whole at every moment.
+
+    A process that is killed leaves one temporary file at most, which the next one writes over.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
+    temporary = path.with_name(f".{path.name}.new")
+    with temporary.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

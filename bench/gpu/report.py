@@ -1,15 +1,15 @@
 """All parts as one JSON object, and as tables for people."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from bench.gpu.record import Record, Row
-from bench.gpu.targets import verdicts
+from bench.gpu.targets import ASSUMED_GBS, verdicts
 
-SCHEMA = 1
+SCHEMA = 2
 _MOST_PROBLEMS = 40
 _BAD = ("failed", "crashed", "timeout")
 
@@ -31,6 +31,11 @@ def combine(records: Sequence[Record], ended: dict[str, str], dry: bool, seconds
         part["finished"] &= record.finished
         part["items"] += len(record.done)
         part["rows"] += record.rows
+    return result(parts, ended, dry, seconds)
+
+
+def result(parts: dict[str, Row], ended: Mapping[str, str], dry: bool, seconds: float) -> Row:
+    """Return the suite's result from the rows of each part; see `combine`."""
     for part in parts.values():
         part["statuses"] = dict(Counter(row["status"] for row in part["rows"]))
     rows = [row for part in parts.values() for row in part["rows"]]
@@ -38,7 +43,7 @@ def combine(records: Sequence[Record], ended: dict[str, str], dry: bool, seconds
         "schema": SCHEMA,
         "dry": dry,
         "seconds": round(seconds, 1),
-        "ended_early": ended,
+        "ended_early": dict(ended),
         "parts": parts,
         "targets": verdicts(rows),
     }
@@ -48,7 +53,14 @@ def is_good(result: Row) -> bool:
     """Return whether nothing failed and every part came to its end."""
     rows = [row for part in result["parts"].values() for row in part["rows"]]
     finished = all(part["finished"] for part in result["parts"].values())
-    return finished and not any(row["status"] in _BAD for row in rows)
+    bad = any(row["status"] in _BAD for row in rows)
+    return finished and not bad and not result["ended_early"]
+
+
+def gpus(result: Row) -> set[str]:
+    """Return the names of the GPUs that a result was measured on."""
+    rows = result["parts"].get("environment", {"rows": ()})["rows"]
+    return {row["gpu"] for row in rows if "gpu" in row}
 
 
 def show(result: Row, console: Console) -> None:
@@ -59,13 +71,19 @@ def show(result: Row, console: Console) -> None:
             facts = {k: v for k, v in row.items() if k not in ("item", "dry", "status")}
             line = ", ".join(f"{key} {_short(value)}" for key, value in facts.items())
             console.print(f"{name} {row['item']}: {line}", markup=False)
-    _races(console, "matrix products", parts.get("linear", ()), ("model", "n", "k", "m"))
+    products = [row for name in ("linear", "slow_peers") for row in parts.get(name, ())]
+    _races(console, "matrix products", products, ("model", "n", "k", "m"))
     _races(console, "mixture of experts, one layer", parts.get("moe", ()), ("model", "m"))
     columns = ("model", "context", "batch", "window")
     _races(console, "attention", parts.get("attention", ()), columns)
     columns = ("n", "k", "m", "block", "density")
     _races(console, "block-sparse", parts.get("sparse", ()), columns)
-    _decode(console, parts.get("decode", ()))
+    columns = ("weight", "n", "k", "m")
+    _races(console, "variants of a launch", parts.get("variants", ()), columns)
+    _counters(console, parts.get("counters", ()))
+    steps = [r for name in ("decode", "batches", "variants") for r in parts.get(name, ())]
+    _decode(console, [row for row in steps if "context" in row])
+    _served(console, parts.get("generate", ()))
     _parity(console, parts.get("parity", ()))
     _problems(console, parts)
     _targets(console, result["targets"])
@@ -75,6 +93,8 @@ def show(result: Row, console: Console) -> None:
         console.print(f"{name}: {counts or 'nothing'}{end}", markup=False)
     for name, why in result["ended_early"].items():
         console.print(f"{name}: {why}", markup=False)
+    if "kernels" in result:
+        console.print(result["kernels"], markup=False)
     kind = "dry run, nothing here is a speed" if result["dry"] else "measured"
     console.print(f"{kind}; {result['seconds']} s")
 
@@ -125,6 +145,26 @@ def _decode(console: Console, rows: Sequence[Row]) -> None:
             console.print(f"{where}: {line}", markup=False)
 
 
+def _served(console: Console, rows: Sequence[Row]) -> None:
+    names = ["model", "what", "prompt", "chunk", "ms", "tok/s"]
+    table = _table("a session: time to the first token, and tokens after it", names)
+    for row in rows:
+        if row["status"] == "ok" and "what" in row:
+            cells = [str(row.get(name, "")) for name in names[:4]]
+            speeds = ["dry", ""]
+            if not row["dry"]:
+                speeds = [f"{row['us'] / 1e3:.2f}", f"{row['tokens_per_s']:.0f}"]
+            table.add_row(*cells, *speeds)
+    _print(console, table)
+
+
+def _counters(console: Console, rows: Sequence[Row]) -> None:
+    for row in rows:
+        if "metrics" in row:
+            line = ", ".join(f"{name} {_short(value)}" for name, value in row["metrics"].items())
+            console.print(f"{row['item']} {row['kernel']}: {line}", markup=False)
+
+
 def _parity(console: Console, rows: Sequence[Row]) -> None:
     table = _table("parity", ["op", "act", "checked", "failed", "refused", "worst rms"])
     groups: dict[tuple[str, str], list[Row]] = {}
@@ -161,12 +201,16 @@ def _problems(console: Console, parts: dict[str, list[Row]]) -> None:
 
 
 def _targets(console: Console, rows: Sequence[Row]) -> None:
-    table = _table("targets", ["target", "measured", "must", "stretch", "met"])
+    scaled = next((row["scaled_by"] for row in rows if row["scaled_by"] != 1), 1.0)
+    title = f"targets; tok/s and us are for {ASSUMED_GBS / 1e3:g} TB/s"
+    title += f", here times the copy's share of that, {scaled:.2f}" if scaled != 1 else ""
+    table = _table(title, ["target", "measured", "must", "stretch", "met"])
     for row in rows:
         value = row["measured"]
         text = "not measured" if value is None else f"{value:.3g} {row['unit']}"
         met = "" if value is None else ("yes" if row["met"] else "NO")
-        table.add_row(row["target"], text, f"{row['must']:g}", f"{row['stretch']:g}", met)
+        limits = f"{row['must']:.4g}", f"{row['stretch']:.4g}"
+        table.add_row(row["target"], text, *limits, met)
     _print(console, table)
 
 

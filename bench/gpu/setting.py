@@ -52,8 +52,21 @@ class Setting(Workbench):
             return row
         gbs = nbytes / timing.us / 1e3
         row |= {"us": timing.us, "us_low": timing.low, "us_high": timing.high, "gbs": gbs}
+        return self.with_share(row, gbs)
+
+    def with_share(self, row: Row, gbs: float) -> Row:
+        """Note the share of the copy's bandwidth that a row reaches; above 1 it is no measurement.
+
+        Args:
+            row: what was measured.
+            gbs: the bytes that it had to move, over its time.
+        """
         if self.copy_gbs:
-            row["share"] = gbs / self.copy_gbs
+            row |= {"share": gbs / self.copy_gbs, "copy_gbs": self.copy_gbs}
+            if row["share"] > 1:
+                why = f"{100 * row['share']:.0f} % of a copy's bandwidth: its bytes came from a "
+                why += "cache, or are fewer than counted"
+                row |= {"status": "failed", "reason": why}
         return row
 
 

@@ -15,6 +15,12 @@ class Matrix:
     tokens: tuple[int, ...] = (1,)
 
 
+def formats_at(matrix: Matrix, m: int) -> tuple[str, ...]:
+    """Return the formats that a number of tokens is tried in: past a batch of 8 a few of them."""
+    few = [name for name in matrix.formats if m <= _BATCH or name in _MANY_TOKENS]
+    return tuple(few)
+
+
 @dataclass(frozen=True)
 class Experts:
     """A mixture of experts: E experts, A active, hidden size K, inner size I."""
@@ -45,10 +51,14 @@ _SMALL_GROUP = "int4_sym_g64_f16"
 _MOST = (_INT4, _ASYM, "mxfp4", _INT8, _FP8, "bf16")
 _OSS = (_SMALL_GROUP, "mxfp4", _INT8, _FP8, "bf16")
 
+_BATCH, _MANY_TOKENS = 8, (_INT4, _INT8, "bf16")
+
+# 9 to 64 tokens are large batches, 128 and 512 chunks of a prompt.
+_BATCHES = (1, 2, 4, 8, 9, 16, 32, 64, 128, 512)
 MATRICES = (
-    Matrix("llama-8b", "q, o", 4096, 4096, (*_MOST, "f16"), (1, 2, 4, 8, 16)),
+    Matrix("llama-8b", "q, o", 4096, 4096, (*_MOST, "f16"), _BATCHES),
     Matrix("llama-8b", "down", 4096, 14336, _MOST, (1, 4, 8)),
-    Matrix("llama-8b", "gate, up", 14336, 4096, _MOST),
+    Matrix("llama-8b", "gate, up", 14336, 4096, _MOST, (1, 16, 64, 128)),
     Matrix("llama-8b", "k, v", 1024, 4096, (_INT4, _INT8)),
     Matrix("llama-8b", "head", 128256, 4096, (_INT4, _INT8, "bf16")),
     Matrix("none", "square", 8192, 8192, (_INT4, "mxfp4", _INT8, _FP8, "bf16")),

@@ -1,6 +1,7 @@
 """Run parts in processes of their own, with time limits; go on after whatever ends one early."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -19,6 +20,10 @@ NO_DEVICE = 4
 """Exit code of a part that finds no usable GPU: a new process would not either."""
 
 _POLL_SECONDS = 0.1
+_TICK_SECONDS = 10
+_PR_SET_PDEATHSIG = 1
+# The interpreter is slow, and a dry run may share its machine: there the budget alone is a limit.
+_DRY_SLACK = 4
 _MOST_STARTS = 12
 _LOG_LINES = 12
 # Many processes run side by side, and what they compute on the CPU is small.
@@ -32,6 +37,7 @@ class Job:
     Attributes:
         command: what to run; it goes on where the record ends.
         path: the record.
+        stage: jobs of one stage run side by side.
         seconds: time limit of all starts together.
         item_seconds: time limit of one item.
     """
@@ -41,6 +47,7 @@ class Job:
     path: Path
     seconds: float
     item_seconds: float
+    stage: int = 0
     starts: int = 0
     ended: str = ""
     _process: subprocess.Popen[bytes] | None = None
@@ -128,27 +135,51 @@ class Job:
         return " | ".join(line.strip() for line in lines[-_LOG_LINES:] if line.strip())[-600:]
 
 
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it ends, however it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def jobs_of(
-    name: str, part: Part, out: Path, dry: bool, shards: int, only: Sequence[str] = ()
+    name: str, part: Part, folder: Path, dry: bool, shards: int, only: Sequence[str] = ()
 ) -> list[Job]:
-    """Return the jobs of a part."""
+    """Return the jobs of a part; their records go to a folder."""
     made = []
+    slack = _DRY_SLACK if dry else 1
     for shard in range(shards):
-        path = out / "parts" / f"{name}.{shard}.json"
+        path = folder / f"{name}.{shard}.json"
         command = [sys.executable, "-m", "bench.gpu", name, "--out", str(path)]
         command += ["--shard", str(shard), "--shards", str(shards)]
         command += ["--dry-run"] if dry else []
         for text in only:
             command += ["--only", text]
-        made.append(Job(name, command, path, part.seconds, part.item_seconds))
+        seconds, item = part.seconds * slack, part.item_seconds * slack
+        made.append(Job(name, command, path, seconds, item, part.stage))
     return made
 
 
-def run_jobs(jobs: Sequence[Job], at_once: int, tell: Callable[[str], None]) -> None:
-    """Run jobs, at most `at_once` side by side, until all have ended."""
+def run_jobs(
+    jobs: Sequence[Job],
+    at_once: int,
+    tell: Callable[[str], None],
+    tick: Callable[[], None] = lambda: None,
+) -> None:
+    """Run jobs, at most `at_once` side by side, until all have ended.
+
+    Args:
+        jobs: what to run.
+        at_once: the most processes.
+        tell: called with a line for each job that did not finish.
+        tick: called every ten seconds.
+    """
     waiting, active = list(jobs), []
+    ticked = time.monotonic()
     try:
         while waiting or active:
+            if time.monotonic() - ticked > _TICK_SECONDS:
+                tick()
+                ticked = time.monotonic()
             while waiting and len(active) < at_once:
                 job = waiting.pop(0)
                 job.start()

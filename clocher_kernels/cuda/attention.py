@@ -18,10 +18,12 @@ from clocher_kernels.cuda.attention_block import (
     NEVER,
     attend_block,
     finish,
+    in_table,
     load_query,
     visible_cells,
     work_type,
 )
+from clocher_kernels.cuda.bounds import within
 from clocher_kernels.cuda.codes import unit
 from clocher_kernels.cuda.kv import tree_length
 from clocher_kernels.cuda.launch import Device, Launch
@@ -55,6 +57,9 @@ def _decode(
     Q_ROW: tl.constexpr,
     Y_ROW: tl.constexpr,
     PAGES_ROW: tl.constexpr,
+    SLOTS: tl.constexpr,
+    CELLS: tl.constexpr,
+    POOL: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
@@ -77,9 +82,9 @@ def _decode(
     """Attend from one token to one of at most RUNS runs of its keys; the last to end adds up."""
     start(PDL)
     split, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    end = tl.load(ends + token)
-    position = tl.load(positions + token)
-    tree = tl.load(ancestors + token)
+    end = within(tl.load(ends + token), CELLS + 1)
+    position = within(tl.load(positions + token), CELLS)
+    tree = in_table(tl.load(ancestors + token), end, CELLS)
     first = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
     last = end + tree_length(tree)
     first_block = first // BLOCK
@@ -93,7 +98,7 @@ def _decode(
     live = row < GROUP
     mine = live[:, None]
     branch = tl.where(tree != 0, end, NEVER)
-    slot_pages = pages + tl.load(slots + token) * PAGES_ROW
+    slot_pages = pages + within(tl.load(slots + token), SLOTS) * PAGES_ROW
     heads_at = token * Q_ROW + (head * GROUP + row) * DIM
     query, rest = load_query(q, heads_at, live, DIM, WIDTH, WORK)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -108,7 +113,7 @@ def _decode(
         top, total, acc = attend_block(
             top, total, acc, query, rest, cell0, seen, visible, slot_pages,
             k_cache, v_cache, k_scale, v_scale, head,
-            HEADS, PAGE, DIM, WIDTH, BLOCK, SCALE, KV, WORK, ASM,
+            POOL, HEADS, PAGE, DIM, WIDTH, BLOCK, SCALE, KV, WORK, ASM,
         )  # fmt: skip
 
     dim = tl.arange(0, WIDTH)
@@ -206,6 +211,9 @@ def _prefill(
     Q_ROW: tl.constexpr,
     Y_ROW: tl.constexpr,
     PAGES_ROW: tl.constexpr,
+    SLOTS: tl.constexpr,
+    CELLS: tl.constexpr,
+    POOL: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     LANES: tl.constexpr,
@@ -229,12 +237,13 @@ def _prefill(
     row = tl.arange(0, ROWS)
     token, lane = tile * (ROWS // LANES) + row // LANES, row % LANES
     live = (token < TOKENS) & (lane < GROUP)
-    slot = tl.load(slots + token, live, other=NEVER)
-    end = tl.load(ends + token, live, other=0)
-    tree = tl.load(ancestors + token, live, other=0)
+    slot = tl.where(live, within(tl.load(slots + token, live, other=0), SLOTS), NEVER)
+    end = within(tl.load(ends + token, live, other=0), CELLS + 1)
+    tree = in_table(tl.load(ancestors + token, live, other=0), end, CELLS)
     first = tl.zeros_like(end)
     if WINDOW > 0:
-        first = tl.maximum(tl.load(positions + token, live, other=0) - WINDOW + 1, 0)
+        position = within(tl.load(positions + token, live, other=0), CELLS)
+        first = tl.maximum(position - WINDOW + 1, 0)
 
     heads_at = token * Q_ROW + (head * GROUP + lane) * DIM
     query, rest = load_query(q, heads_at, live, DIM, WIDTH, WORK)
@@ -260,7 +269,7 @@ def _prefill(
             top, total, acc = attend_block(
                 top, total, acc, query, rest, cell0, seen, visible, slot_pages,
                 k_cache, v_cache, k_scale, v_scale, head,
-                HEADS, PAGE, DIM, WIDTH, BLOCK, SCALE, KV, WORK, ASM,
+                POOL, HEADS, PAGE, DIM, WIDTH, BLOCK, SCALE, KV, WORK, ASM,
             )  # fmt: skip
         current = tl.min(tl.where(slot > current, slot, NEVER))
 
@@ -320,6 +329,9 @@ def attention(
         "Q_ROW": q.stride(0),
         "Y_ROW": y.stride(0),
         "PAGES_ROW": pages.stride(0),
+        "SLOTS": pages.shape[0],
+        "CELLS": pages.shape[1] * page,
+        "POOL": k_cache.shape[0],
         "HEADS": heads,
         "GROUP": group,
         "PAGE": page,

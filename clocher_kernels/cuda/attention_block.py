@@ -8,6 +8,7 @@ as good as fp32 ones at the price of two instructions of the tensor cores.
 import triton
 import triton.language as tl
 
+from clocher_kernels.cuda.bounds import within
 from clocher_kernels.cuda.codes import to_f16
 from clocher_kernels.cuda.launch import Device
 
@@ -55,15 +56,17 @@ def _cells(
     cell,
     seen,
     head,
+    POOL: tl.constexpr,
     HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Return the index of (page, head, cell in page) of a block of cells, int64."""
     if PAGE % BLOCK == 0:
-        page = tl.load(pages + cell0 // PAGE).to(tl.int64)
+        page = tl.load(pages + cell0 // PAGE)
     else:
-        page = tl.load(pages + cell // PAGE, seen, other=0).to(tl.int64)
+        page = tl.load(pages + cell // PAGE, seen, other=0)
+    page = within(page, POOL).to(tl.int64)
     return (page * HEADS + head) * PAGE + cell % PAGE
 
 
@@ -101,6 +104,7 @@ def attend_block(
     k_scale,
     v_scale,
     head,
+    POOL: tl.constexpr,
     HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     DIM: tl.constexpr,
@@ -129,7 +133,7 @@ def attend_block(
         (top, total, acc). A row that sees none of the block keeps its state, bit for bit.
     """
     cell = cell0 + tl.arange(0, BLOCK)
-    at = _cells(pages, cell0, cell, seen, head, HEADS, PAGE, BLOCK)
+    at = _cells(pages, cell0, cell, seen, head, POOL, HEADS, PAGE, BLOCK)
     k_stored = _load(k_cache, at, seen, DIM, WIDTH)
     v_stored = _load(v_cache, at, seen, DIM, WIDTH)
     keys = _widen(k_stored, KV, WORK, ASM)
@@ -149,6 +153,13 @@ def attend_block(
     high, low = _in_two(weight, WORK)
     values = _widen(v_stored, KV, WORK, ASM)
     return higher, total, _product(high, low, values, acc * fade[:, None])
+
+
+@triton.jit
+def in_table(tree, end, CELLS: tl.constexpr):
+    """Return an ancestor mask without the cells beyond the page table; 0 <= end <= CELLS."""
+    room = tl.minimum(CELLS - end, 63).to(tl.int64)
+    return tl.where(CELLS - end < 64, tree & ((tl.full((), 1, tl.int64) << room) - 1), tree)
 
 
 @triton.jit

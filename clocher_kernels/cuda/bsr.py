@@ -107,7 +107,7 @@ def _gemv_int4(
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     BLOCKS: tl.constexpr, ACROSS: tl.constexpr, EACH: tl.constexpr, PER_ROW: tl.constexpr,
     BM: tl.constexpr, LANE: tl.constexpr, VECTORS: tl.constexpr,
-    HALF: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    PAIRS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply prepacked int4: the same, in tiles [lanes, BM, EACH] and vectors of LANE weights."""
     LANES: tl.constexpr = BLOCKS * ACROSS * PER_ROW
@@ -143,7 +143,7 @@ def _gemv_int4(
             words = split4(held) if WORDS == 4 else tl.split(held)
             total += scale * vector_dot(
                 x + m * K, (m < M) & inside, k_first + v * LANE, words, None, None, zero,
-                K, 0, "int4", LANE, HALF, ASM,
+                K, 0, "int4", LANE, PAIRS, ASM,
             )  # fmt: skip
 
     total = tl.reshape(total, (BLOCKS, ACROSS, PER_ROW, BM, EACH))
@@ -290,7 +290,7 @@ def _int4_launch(
         "BM": triton.next_power_of_2(m),
         "LANE": lane,
         "VECTORS": 8 * words // lane,
-        "HALF": device.asm and x.dtype == torch.float16,
+        "PAIRS": "words" if device.asm and x.dtype == torch.float16 else "",
     }
     grid = (triton.cdiv(sizes["N"], block[0]), triton.cdiv(block[0], tile.across * tile.each))
     return Launch(_gemv_int4, grid, args, constants, tile.warps, device.pdl, tile.each * lane)

@@ -71,7 +71,7 @@ def to_f16(code, CODE: tl.constexpr, ASM: tl.constexpr):
     elif ASM and CODE == "e4m3":
         return tl.inline_asm_elementwise(_E4M3, "=r,=r,r", [code], tl.float16, True, 4)
     elif ASM:
-        return tl.inline_asm_elementwise(_E5M2, "=r,=r,r", [code], tl.float16, True, 4)
+        return tl.inline_asm_elementwise(_E5M2, "=&r,=r,r", [code], tl.float16, True, 4)
     elif CODE == "int8":
         return (code.to(tl.float32) * 0.0078125).to(tl.float16)
     else:

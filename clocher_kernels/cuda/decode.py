@@ -13,9 +13,10 @@ def int4_code(w, J: tl.constexpr):
 @triton.jit
 def mxfp4_value(w, J: tl.constexpr):
     """Return the FP4 value of element J of each word, fp16, not scaled."""
-    SIGN: tl.constexpr = (0, 3, 1, 2)[J // 2]
     half = w >> (J % 2 * 16)
-    bits = ((half << (J // 2 * 3)) & 0x0E00) | ((half << SIGN) & 0x8000)
+    if J // 4 == 1:
+        half = ((half >> 3) & 0x0E0E) | ((half << 7) & 0x8080)
+    bits = (half << (J // 2 % 2 * 8)) & 0x8E00
     # As an fp16 the bits are 2^14 times too small.
     return bits.to(tl.int16).to(tl.float16, bitcast=True) * 16384.0
 

@@ -11,8 +11,9 @@ not true and does no harm: only the first dimension, four or more neighbours, is
 
 4-bit weights times fp16 activations use packed arithmetic: a word becomes four registers of two
 exact fp16 values (pairs), products are summed in fp16 over 16 weights and in fp32 beyond. Eight
-products must stay below 65504, so activations of more than about 1000 need fp32 or bf16. All other
-combinations convert to fp32 and use fp32 multiply-adds; so does the plain twin.
+products must stay below 65504, so activations of more than about 1000 need fp32 or bf16; experts in
+mxfp4 take any. All other combinations convert to fp32 and use fp32 multiply-adds; so does the plain
+twin.
 """
 
 import triton
@@ -55,24 +56,16 @@ fma.rn.f16x2 $3, d, s, $6;
 # A word of mxfp4 -> four pairs, 2^14 times too small: three bits of magnitude in bits 11..9 and the
 # sign in bit 15 of an fp16 number. 0.5 becomes a subnormal one.
 _MXFP4_PAIRS = tl.constexpr("""{
-.reg .b32 c, d, t;
+.reg .b32 t, u, v;
 and.b32 $0, $4, 0x8e008e00;
-shl.b32 t, $4, 3;
+shl.b32 t, $4, 8;
 and.b32 $1, t, 0x8e008e00;
-shl.b32 t, $4, 6;
-and.b32 c, t, 0x0e000e00;
-shl.b32 t, $4, 1;
-lop3.b32 $2, t, 0x80008000, c, 0xea;
-shl.b32 t, $4, 9;
-and.b32 d, t, 0x0e000e00;
-shl.b32 t, $4, 2;
-lop3.b32 $3, t, 0x80008000, d, 0xea;
-}""")
-
-_TIMES_2_14 = tl.constexpr("""{
-.reg .b32 s;
-mov.b32 s, 0x74007400;
-mul.f16x2 $0, $1, s;
+shr.u32 t, $4, 3;
+shl.b32 u, $4, 7;
+lop3.b32 v, t, u, 0x0e0e0e0e, 0xe4;
+and.b32 $2, v, 0x8e008e00;
+shl.b32 t, v, 8;
+and.b32 $3, t, 0x8e008e00;
 }""")
 
 # Adds the products of four pairs of weights and four of activations to $9.
@@ -138,8 +131,10 @@ def _load8(x, k, inside, K: tl.constexpr):
 
 
 @triton.jit
-def _times_2_14(pair):
-    return tl.inline_asm_elementwise(_TIMES_2_14, "=r,r", [pair], tl.int32, True, 1)
+def _times(pair, factor):
+    return tl.inline_asm_elementwise(
+        "mul.f16x2 $0, $1, $2;", "=r,r,r", [pair, factor], tl.int32, True, 1
+    )
 
 
 @triton.jit
@@ -182,22 +177,66 @@ def _pairs(w, low, high, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _fma_word(xs, word, zero, sums, FORMAT: tl.constexpr):
-    """Add a 4-bit word times eight fp16 activations to pairs of partial sums."""
+def _load_pairs(x, k, inside, K: tl.constexpr):
+    """Load x[k .. k + 7] in fp16 as four pairs."""
+    xs = _load8(x, k, inside, K)
+    return _pack(xs[0], xs[1]), _pack(xs[2], xs[3]), _pack(xs[4], xs[5]), _pack(xs[6], xs[7])
+
+
+@triton.jit
+def _fma_word(xs, word, zero, sums, FORMAT: tl.constexpr, HALF: tl.constexpr):
+    """Add a 4-bit word times four pairs of activations to pairs of partial sums.
+
+    With HALF weights of mxfp4 become half of what they are, else they stay 2^14 times too small.
+    """
     low, high = _zero_pairs(zero)
     p0, p1, p2, p3 = _pairs(word, low, high, FORMAT)
-    if FORMAT == "mxfp4":
-        p0, p1, p2, p3 = _times_2_14(p0), _times_2_14(p1), _times_2_14(p2), _times_2_14(p3)
-    x01, x23 = _pack(xs[0], xs[1]), _pack(xs[2], xs[3])
-    x45, x67 = _pack(xs[4], xs[5]), _pack(xs[6], xs[7])
+    if FORMAT == "mxfp4" and HALF:
+        up = tl.full((1, 1, 1), 0x70007000, tl.int32)
+        p0, p1, p2, p3 = _times(p0, up), _times(p1, up), _times(p2, up), _times(p3, up)
     return tl.inline_asm_elementwise(
         _FMA_PAIRS,
         "=r,r,r,r,r,r,r,r,r,r",
-        [p0, p1, p2, p3, x01, x23, x45, x67, sums],
+        [p0, p1, p2, p3, xs[0], xs[1], xs[2], xs[3], sums],
         tl.int32,
         True,
         1,
     )
+
+
+@triton.jit
+def _mxfp4_block(x, tokens, k, words, zero, K: tl.constexpr):
+    """Multiply blocks of 32 weights, not scaled, by fp16 activations, in pairs.
+
+    Weights are 2^14 times too small. If all activations of a block are below 2, they make up for
+    it, exactly; else the block's sum does, and what it lost is small beside the largest activation.
+    So no activation of fp16 overflows, and none is lost because others are large.
+    """
+    xs = _load_pairs(x, k, tokens, K)
+    for c in tl.static_range(1, 4):
+        xs = xs + _load_pairs(x, k + 8 * c, tokens, K)
+    bits = xs[0]
+    for i in tl.static_range(1, 16):
+        bits |= xs[i]
+    # The upper bit of an exponent.
+    large = (bits & 0x40004000) != 0
+    up = tl.where(large, 0x3C003C00, 0x74007400)
+    chains = ()
+    sums = tl.zeros((1, 1, 1), tl.int32)
+    for c in tl.static_range(0, 4):
+        four = ()
+        for i in tl.static_range(0, 4):
+            four = four + (_times(xs[c * 4 + i], up),)
+        sums = _fma_word(four, words[c], zero, sums, "mxfp4", False)
+        if c % 2 == 1:
+            chains = chains + (sums,)
+            sums = tl.zeros((1, 1, 1), tl.int32)
+    return _add_halves(_add_pairs(chains[0], chains[1])) * tl.where(large, 16384.0, 1.0)
+
+
+@triton.jit
+def _add_pairs(a, b):
+    return tl.inline_asm_elementwise("add.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
 
 
 @triton.jit
@@ -280,9 +319,11 @@ def _group(scales, zeros, zero, k, K: tl.constexpr, GROUP: tl.constexpr, FORMAT:
 def vector_dot(
     x, tokens, k, words, scales, zeros, zero,
     K: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, WEIGHTS: tl.constexpr,
-    HALF: tl.constexpr, ASM: tl.constexpr,
+    PAIRS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Multiply a vector of weights of each row by each token's activations: fp32 [L, BM, R].
+
+    With PAIRS "words" and mxfp4 it is half of the product.
 
     Args:
         x: pointers to the tokens' activations [1, BM, 1].
@@ -296,7 +337,8 @@ def vector_dot(
         GROUP: columns that share a scale, an even number; 0 leaves the scale to the caller.
         FORMAT: "int4", "mxfp4", "ternary", "int8", "bf16", "f16" or "f32".
         WEIGHTS: weights of a vector.
-        HALF: packed arithmetic; needs 4-bit weights, fp16 activations and groups of whole words.
+        PAIRS: packed arithmetic: "words", "blocks" (mxfp4 only) or "" for none; needs 4-bit
+            weights, fp16 activations and groups of whole words. `Vectors.pairs` has the choice.
         ASM: inline assembly is allowed.
     """
     # What surely shares a scale: a vector, else eight columns, else two.
@@ -307,28 +349,38 @@ def vector_dot(
     scale = tl.full((1, 1, 1), 1.0, tl.float32)
     if VECTOR and GROUP > 0:
         scale, zero = _group(scales, zeros, zero, k, K, GROUP, FORMAT)
+    if PAIRS == "blocks":
+        return _mxfp4_block(x, tokens, k, words, zero, K) * scale
     total = tl.zeros((1, 1, 1), tl.float32)
     sums = tl.zeros((1, 1, 1), tl.int32)
+    chain = sums
     for c in tl.static_range(0, WEIGHTS // STEP):
         at = k + c * STEP
         if EIGHT:
             scale, zero = _group(scales, zeros, zero, at, K, GROUP, FORMAT)
-        xs = _load8(x, at, tokens, K)
-        if HALF:
-            sums = _fma_word(xs, words[c], zero, sums, FORMAT)
+        if PAIRS != "":
+            xs = _load_pairs(x, at, tokens, K)
+            sums = _fma_word(xs, words[c], zero, sums, FORMAT, True)
             if EIGHT:
                 total += _add_halves(sums) * scale
                 sums = tl.zeros((1, 1, 1), tl.int32)
+            elif FORMAT == "mxfp4" and c == 1:
+                chain = sums
+                sums = tl.zeros((1, 1, 1), tl.int32)
             elif c % 2 == 1:
+                if FORMAT == "mxfp4":
+                    sums = _add_pairs(chain, sums)
                 total += _add_halves(sums)
                 sums = tl.zeros((1, 1, 1), tl.int32)
         elif not VECTOR and not EIGHT:
+            xs = _load8(x, at, tokens, K)
             for j in tl.static_range(0, STEP, 2):
                 scale, zero = _group(scales, zeros, zero, at + j, K, GROUP, FORMAT)
                 even = xs[j].to(tl.float32) * _element(words, c * STEP + j, zero, FORMAT)
                 odd = xs[j + 1].to(tl.float32) * _element(words, c * STEP + j + 1, zero, FORMAT)
                 total += (even + odd) * scale
         else:
+            xs = _load8(x, at, tokens, K)
             part = tl.zeros((1, 1, 1), tl.float32)
             if ASM and PACKED:
                 values = _eight(words[c], zero, FORMAT)
@@ -341,7 +393,7 @@ def vector_dot(
             if EIGHT:
                 part *= scale
             total += part
-    if ASM and FORMAT == "mxfp4" and not HALF:
+    if ASM and FORMAT == "mxfp4" and PAIRS == "":
         total *= 16384.0
     if VECTOR and GROUP > 0:
         total *= scale

@@ -4,7 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from clocher_kernels.cuda.bounds import within
 from clocher_kernels.cuda.codes import to_f32, unit
+from clocher_kernels.cuda.finite import as_activation, or_nan
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.pdl import start
 from clocher_kernels.cuda.tensors import DeviceTensor
@@ -38,8 +40,9 @@ def _rms_norm(
     start(PDL)
     value = tl.load(x + row * X_ROW + group * SIZE + at, inside, other=0.0).to(tl.float32)
     mean_square = tl.sum(value * value) / SIZE
-    value = value * (1.0 / tl.sqrt(mean_square + EPS)) * factor
-    tl.store(y + row * Y_ROW + group * SIZE + at, value.to(y.dtype.element_ty), inside)
+    # Squares that overflow must not become zeros.
+    value = value * (1.0 / tl.sqrt(or_nan(mean_square) + EPS)) * factor
+    tl.store(y + row * Y_ROW + group * SIZE + at, as_activation(value, y), inside)
 
 
 def rms_norm(
@@ -58,7 +61,7 @@ def rms_norm(
         "BLOCK": block,
         "PDL": device.pdl,
     }
-    warps = min(max(block // 256, 1), 16)
+    warps = min(max(block // 256, 1), 32)
     args = {"x": x, "weight": weight, "y": y}
     return [Launch(_rms_norm, (len(x) * groups,), args, constants, warps, pdl=device.pdl)]
 
@@ -71,6 +74,7 @@ def _rope(
     sin,
     PAIRS: tl.constexpr,
     HALF: tl.constexpr,
+    ANGLES: tl.constexpr,
     X_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -80,12 +84,12 @@ def _rope(
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = pair < PAIRS
     head, at = pair // HALF, pair % HALF
-    angle = tl.load(positions + row) * HALF + at
+    angle = within(tl.load(positions + row), ANGLES) * HALF + at
     c = tl.load(cos + angle, inside, other=0.0)
     s = tl.load(sin + angle, inside, other=0.0)
     first = x + row * X_ROW + head * (2 * HALF) + at
-    a = tl.load(first, inside, other=0.0).to(tl.float32)
-    b = tl.load(first + HALF, inside, other=0.0).to(tl.float32)
+    a = or_nan(tl.load(first, inside, other=0.0).to(tl.float32))
+    b = or_nan(tl.load(first + HALF, inside, other=0.0).to(tl.float32))
     tl.store(first, (a * c - b * s).to(x.dtype.element_ty), inside)
     tl.store(first + HALF, (b * c + a * s).to(x.dtype.element_ty), inside)
 
@@ -104,6 +108,7 @@ def rope(
     constants = {
         "PAIRS": pairs,
         "HALF": cos.shape[1],
+        "ANGLES": len(cos),
         "X_ROW": x.stride(0),
         "BLOCK": block,
         "PDL": device.pdl,
@@ -130,14 +135,14 @@ def _glu(
     row = tl.program_id(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < SIZE
-    g = tl.load(gate + row * GATE_ROW + at, inside, other=0.0).to(tl.float32)
+    g = or_nan(tl.load(gate + row * GATE_ROW + at, inside, other=0.0).to(tl.float32))
     u = tl.load(up + row * UP_ROW + at, inside, other=0.0).to(tl.float32)
     if ACT == "relu2":
-        g = tl.maximum(g, 0.0)
+        g = tl.where(g < 0, 0.0, g)  # a maximum would lose NaN
         g = g * g
     else:
         g = g / (1.0 + tl.exp(-g))
-    tl.store(y + row * Y_ROW + at, (g * u).to(y.dtype.element_ty), inside)
+    tl.store(y + row * Y_ROW + at, as_activation(g * u, y), inside)
 
 
 def glu(
@@ -167,6 +172,7 @@ def _embed(
     y,
     SIZE: tl.constexpr,
     ROW: tl.constexpr,
+    ROWS: tl.constexpr,
     Y_ROW: tl.constexpr,
     CODE: tl.constexpr,
     UNIT: tl.constexpr,
@@ -180,7 +186,7 @@ def _embed(
     row = tl.program_id(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < SIZE
-    token = tl.load(ids + row).to(tl.int64)
+    token = within(tl.load(ids + row), ROWS).to(tl.int64)
     # Codes 0..15 of a word lie in the order 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits.
     nibble = at // 8 * 8 + at % 2 * 4 + at % 8 // 2
     if CODE == "int4":
@@ -235,6 +241,7 @@ def embed(
     constants = {
         "SIZE": size,
         "ROW": codes.shape[-1],
+        "ROWS": rows,
         "Y_ROW": y.stride(0),
         "CODE": code,
         "UNIT": unit(code, "fp32"),
@@ -261,6 +268,7 @@ def _gather_rows(
     rows,
     y,
     SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
     X_ROW: tl.constexpr,
     Y_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -270,7 +278,8 @@ def _gather_rows(
     row = tl.program_id(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < SIZE
-    value = tl.load(x + tl.load(rows + row) * X_ROW + at, inside, other=0.0)
+    token = within(tl.load(rows + row), TOKENS)
+    value = tl.load(x + token * X_ROW + at, inside, other=0.0)
     if x.dtype != y.dtype:
         value = value.to(tl.float32).to(y.dtype.element_ty)
     tl.store(y + row * Y_ROW + at, value, inside)
@@ -283,6 +292,7 @@ def gather_rows(
     size = x.shape[1]
     constants = {
         "SIZE": size,
+        "TOKENS": len(x),
         "X_ROW": x.stride(0),
         "Y_ROW": y.stride(0),
         "BLOCK": _BLOCK,

@@ -1,10 +1,15 @@
 """The CUDA executor: bind a Plan once, then replay one CUDA graph per step."""
 
-from collections.abc import Callable, Iterator, Mapping
+import os
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import copy_context
 
 import numpy as np
 import torch
+import triton
 
 from clocher_kernels.cuda.buffers import InputBlock, activation_types, allocate, buffer_bytes
 from clocher_kernels.cuda.graph import (
@@ -14,16 +19,19 @@ from clocher_kernels.cuda.graph import (
     row_buckets,
     token_buckets,
 )
-from clocher_kernels.cuda.launch import Device, Launch, current_device
-from clocher_kernels.cuda.lowering import LOWER
+from clocher_kernels.cuda.launch import Device, Launch, current_device, execute, options
+from clocher_kernels.cuda.lowering import LOWER, LOWER_GREEDY
 from clocher_kernels.cuda.raw_module import DeviceWorkTouch
 from clocher_kernels.cuda.tensors import DeviceTensor, as_torch
 from clocher_kernels.cuda.upload import Progress, Weight, check_memory, host_bytes, place
-from clocher_kernels.errors import OutOfMemory, ShapeError, UnsupportedOp
+from clocher_kernels.errors import DeviceError, OutOfMemory, ShapeError, UnsupportedOp
 from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.plan import Call, Plan
 
 Key = tuple[int, int, int]
+"""Tokens, output rows and cache cells that a step is captured for."""
+_MOST_COMPILERS = 16
+_executors: "weakref.WeakSet[CudaExecutor]" = weakref.WeakSet()
 
 
 class CudaExecutor:
@@ -66,8 +74,10 @@ class CudaExecutor:
         self._token_buckets = token_buckets(plan.tokens, plan.rows)
         self._page_cells, cells = _cache_cells(plan)
         self._context_buckets = context_buckets(cells)
-        self._graphs: dict[Key, Callable[[], None]] = {}
+        self._graphs: dict[tuple[Key, bool], Callable[[], None]] = {}
+        self._lost_to_fork: object = None
         self._longest = 0
+        self._greedy = True
         self._fresh = False
         types = activation_types(plan, activations)
         needed = {name: weights[name] for name in plan.weights}
@@ -90,13 +100,19 @@ class CudaExecutor:
                 for name, b in plan.buffers.items()
                 if b.role == "output"
             }
+        _executors.add(self)
 
     def array(self, name: str) -> np.ndarray:
         """Return the host array of an input buffer, at capacity; `upload` sends it."""
         return self._inputs.host[name]
 
     def upload(self) -> None:
-        """Send the inputs that the host wrote to the device, before the next step."""
+        """Send the inputs that the host wrote to the device, before the next step.
+
+        Raises:
+            DeviceError: this process was forked from the one that made the executor.
+        """
+        self._refuse_fork()
         with self._on_stream():
             self._inputs.upload()
         self._fresh = True
@@ -107,6 +123,27 @@ class CudaExecutor:
         Raises:
             ShapeError: more than the Plan's capacity.
         """
+        key = self._key(tokens, rows)
+        if key not in self._graphs:
+            self._prepare(*key)
+        self._graphs[key]()
+        self._longest += 1 if rows else 0
+
+    def walk(self, tokens: int, rows: int) -> Generator[Call, None, None]:
+        """Execute a step call by call, without a graph, and yield each that was executed."""
+        for call, launches in self._lowered(*self._key(tokens, rows)):
+            with self._on_stream():
+                execute(launches)
+            yield call
+
+    def peek(self, name: str, count: int) -> np.ndarray:
+        """Return the first rows of a buffer as they are now, fp32."""
+        self.synchronize()
+        values: np.ndarray = self._values[name][:count].float().cpu().numpy()
+        return values
+
+    def _key(self, tokens: int, rows: int) -> tuple[Key, bool]:
+        """Return the bucket of a step, filled up, and whether its rows are all greedy."""
         if not (0 < tokens <= self.plan.tokens and 0 <= rows <= self.plan.rows):
             raise ShapeError(
                 f"a step of {tokens} tokens and {rows} rows; the Plan has room for "
@@ -117,12 +154,10 @@ class CudaExecutor:
         if self._fresh:
             self._fill_up(tokens, wide, rows, high)
             self._longest = _longest(self._inputs.host, tokens)
+            self._greedy = self._is_greedy(high)
             self._fresh = False
-        key = wide, high, bucket(self._longest, self._context_buckets)
-        if key not in self._graphs:
-            self._prepare(key)
-        self._graphs[key]()
-        self._longest += 1 if rows else 0
+        cells = bucket(self._longest, self._context_buckets)
+        return (wide, high, cells), self._greedy or not rows
 
     def fetch(self, name: str, count: int) -> np.ndarray:
         """Return the first rows of an output buffer, after the steps so far.
@@ -141,12 +176,20 @@ class CudaExecutor:
             self._stream.synchronize()
 
     def warm(self) -> None:
-        """Compile every kernel and capture every graph."""
-        for wide in self._token_buckets:
-            for high in row_buckets(wide, self.plan.rows):
-                for cells in self._context_buckets:
-                    if (wide, high, cells) not in self._graphs:
-                        self._prepare((wide, high, cells))
+        """Compile every kernel and capture every graph that rows of their temperature need."""
+        for key in self.buckets():
+            greedy = self._is_greedy(key[1])
+            if (key, greedy) not in self._graphs:
+                self._prepare(key, greedy)
+
+    def buckets(self) -> list[Key]:
+        """Return every (tokens, output rows, cache cells) that steps are captured for."""
+        return [
+            (wide, high, cells)
+            for wide in self._token_buckets
+            for high in row_buckets(wide, self.plan.rows)
+            for cells in self._context_buckets
+        ]
 
     def work_touch(self, bytes_per_token: int, stride: int) -> "StreamTouch":
         """Return a work-touch of the weights in device memory, on the steps' stream."""
@@ -158,20 +201,35 @@ class CudaExecutor:
             return StreamTouch(planes, bytes_per_token, stride, self._stream)
 
     def running(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: a GPU needs no thread kept awake."""
+        """Return a context that does nothing: a GPU needs no thread kept awake.
+
+        Raises:
+            DeviceError: this process was forked from the one that made the executor.
+        """
+        self._refuse_fork()
         return nullcontext()
 
     def close(self) -> None:
         """Free graphs, weights and buffers."""
+        if self._lost_to_fork is not None:
+            return
         self.synchronize()
         self._graphs.clear()
         self._values.clear()
         self._pinned.clear()
 
-    def lower(self, key: Key) -> list[Launch]:
-        """Return the launches of a step of (tokens, output rows, cache cells)."""
+    def lower(self, key: Key, greedy: bool = False) -> list[Launch]:
+        """Return the launches of a step.
+
+        Args:
+            key: tokens, output rows, cache cells.
+            greedy: all rows have temperature 0; what others need is left out.
+        """
+        return [launch for _, launches in self._lowered(key, greedy) for launch in launches]
+
+    def _lowered(self, key: Key, greedy: bool) -> Generator[tuple[Call, list[Launch]], None, None]:
         tokens, rows, cells = key
-        launches: list[Launch] = []
+        table = LOWER_GREEDY if greedy else LOWER
         for call in self.plan.calls:
             if rows == 0 and self._follows_rows(call):
                 continue
@@ -189,15 +247,36 @@ class CudaExecutor:
                 elif name == "pages":
                     value = value[:, : -(-cells // self._page_cells)]
                 arguments[param] = value
-            launches += LOWER[call.op](**arguments, **call.attrs, device=self.device)
-        return launches
+            yield call, table[call.op](**arguments, **call.attrs, device=self.device)
 
-    def _prepare(self, key: Key) -> None:
+    def _is_greedy(self, rows: int) -> bool:
+        temperature = self._inputs.host.get("temperature")
+        return temperature is not None and not temperature[:rows].any()
+
+    def forsake(self) -> None:
+        """Make the child of a fork leave the device alone, to which it has no connection.
+
+        Nothing is freed there; graphs are put out of reach, so that no step finds one.
+        """
+        self._lost_to_fork, self._graphs = self._graphs, {}
+
+    def _refuse_fork(self) -> None:
+        if self._lost_to_fork is not None:
+            raise DeviceError(
+                "the model was loaded on a GPU before this process was forked, which CUDA does not "
+                "survive; load it here, or start processes with multiprocessing's 'spawn'"
+            )
+
+    def _prepare(self, key: Key, greedy: bool) -> None:
+        self._refuse_fork()
         refuse_in_window("capture a CUDA graph")
         with self._out_of_memory(), self._on_stream():
             # The launches run once before they are captured; what they step on is put back.
             kept = {name: t.clone() for name, t in self._inputs.tensors.items()}
-            self._graphs[key] = capture(self.lower(key), self._stream)
+            launches = self.lower(key, greedy)
+            if self._stream is not None:
+                compile_side_by_side(launches)
+            self._graphs[key, greedy] = capture(launches, self._stream)
             for name, tensor in kept.items():
                 self._inputs.tensors[name].copy_(tensor)
 
@@ -242,6 +321,15 @@ class CudaExecutor:
             ) from None
 
 
+def _forked() -> None:
+    for executor in list(_executors):
+        executor.forsake()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
 class StreamTouch(DeviceWorkTouch):
     """The work-touch of a run: its kernels run in order with the steps."""
 
@@ -259,6 +347,25 @@ class StreamTouch(DeviceWorkTouch):
         """Put the touch for some tokens that were just made on the stream."""
         with torch.cuda.stream(self._stream):
             super().__call__(tokens)
+
+
+def compile_side_by_side(launches: Sequence[Launch]) -> None:
+    """Compile the kernels of launches in threads, or load them from Triton's cache; run nothing.
+
+    One after another, as they are launched, a step's kernels take the better part of a minute.
+    """
+    mode = getattr(triton, "AsyncCompileMode", None)
+    if mode is None:  # Triton before 3.4; capture compiles them one by one
+        return
+
+    def compile_all() -> None:
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_COMPILERS)) as pool, mode(pool):
+            for launch in launches:
+                arguments = {**launch.args, **launch.constants, **options(launch)}
+                launch.kernel.warmup(grid=launch.grid, **arguments)
+
+    # A kernel that does not compile leaves the mode on in the context, so it gets one of its own.
+    copy_context().run(compile_all)
 
 
 def _cache_cells(plan: Plan) -> tuple[int, int]:

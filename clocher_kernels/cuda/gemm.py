@@ -1,4 +1,4 @@
-"""y = x W^T + bias + residual for more than 8 tokens: tiles, with weights decoded in the kernel.
+"""y = x W^T + bias + residual for more than 32 tokens: tiles, with weights decoded in the kernel.
 
 A program owns a tile of W's rows and tokens, and walks along K in steps that do not depend on M.
 The weights are the left operand, so that tensor cores can take them from registers, straight from

@@ -37,7 +37,7 @@ def load_vectors(w, v, V: tl.constexpr):
 def stream_rows(
     x, tokens, w, scales, zeros, zero,
     K: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, WEIGHTS: tl.constexpr,
-    HALF: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    PAIRS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
     L: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows of W by tokens: partial sums fp32 [L, BM, R].
@@ -58,8 +58,10 @@ def stream_rows(
             ahead = load_vectors(w, v + BV, V)
         total += vector_dot(
             x, tokens, v * WEIGHTS, words, scales, zeros, zero,
-            K, GROUP, FORMAT, WEIGHTS, HALF, ASM,
+            K, GROUP, FORMAT, WEIGHTS, PAIRS, ASM,
         )  # fmt: skip
+    if FORMAT == "mxfp4" and PAIRS == "words":
+        total *= 2.0
     return total
 
 
@@ -82,14 +84,15 @@ def _gemv_bits(
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     L: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, R: tl.constexpr,
     FORMAT: tl.constexpr, WEIGHTS: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    HALF: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    PAIRS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     BN: tl.constexpr = L // BV * R
     V: tl.constexpr = (K + WEIGHTS - 1) // WEIGHTS
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
     first = tl.program_id(0) * BN
     m = tl.arange(0, BM)[None, :, None]
-    row = rows_of(first, L, BV, R)[:, None, :]
+    # In 64 bits from the start rows share an address; with eight tokens that makes ptxas spill.
+    row = rows_of(first.to(tl.int64) if BM < 8 else first, L, BV, R)[:, None, :]
     # Rows beyond the last one repeat it and are not stored, so that loads need no mask for them.
     row = (row if N % BN == 0 else tl.minimum(row, N - 1)).to(tl.int64)
     zero = tl.full((1, 1, 1), 8, tl.int32)
@@ -98,7 +101,7 @@ def _gemv_bits(
     total = stream_rows(
         x + m * K, m < M, w + row * (V * 4), scales + row * GROUPS,
         None if zeros is None else zeros + row * GROUPS, zero,
-        K, GROUP, FORMAT, WEIGHTS, HALF, ASM, PDL, L, BV, BM, R,
+        K, GROUP, FORMAT, WEIGHTS, PAIRS, ASM, PDL, L, BV, BM, R,
     )  # fmt: skip
 
     total = add_lanes(total, BV)
@@ -147,7 +150,7 @@ def gemv_bits(
         "WEIGHTS": held.weights,
         "GROUP": held.group,
         "SCALE_ROWS": held.scale_rows,
-        "HALF": held.packed_arithmetic(x, device),
+        "PAIRS": held.pairs(x, device),
         "ASM": device.asm,
         "PDL": device.pdl,
     }

@@ -124,27 +124,49 @@ def _gemv(
     for _i in tl.static_range(M * ROWS):
         totals = totals + (tl.zeros((BLOCK // LANE,), tl.int32 if EXACT else tl.float32),)
 
-    # Weights never depend on the predecessor: they are on their way before x is waited for.
+    # Weights never depend on the predecessor: they are on their way before x is waited for. Eight
+    # tokens leave registers for few warps, so they also load the next turn's ahead.
     rows = load_rows(w, n0, tl.arange(0, BLOCK), N, K, ROWS, TURNS == 0)
     start(PDL)
-    totals = _turn(
-        totals, rows, x, scales, n0, 0,
-        M, N, K, ROWS, LANE, BLOCK, CODE, XCODE, MATH, SPAN, SCALE_ROWS, TURNS == 0, ASM,
-    )  # fmt: skip
-    for turn in range(1, TURNS):
-        k0 = turn * BLOCK
-        rows = load_rows(w, n0, k0 + tl.arange(0, BLOCK), N, K, ROWS, False)
+    if M == 8 and CODE == "float":
+        for turn in range(1, TURNS):
+            ahead = load_rows(w, n0, turn * BLOCK + tl.arange(0, BLOCK), N, K, ROWS, False)
+            totals = _turn(
+                totals, rows, x, scales, n0, (turn - 1) * BLOCK,
+                M, N, K, ROWS, LANE, BLOCK, CODE, XCODE, MATH, SPAN, SCALE_ROWS, False, ASM,
+            )  # fmt: skip
+            rows = ahead
+        if TURNS > 0 and K % BLOCK != 0:
+            tail = load_rows(w, n0, TURNS * BLOCK + tl.arange(0, BLOCK), N, K, ROWS, True)
+            totals = _turn(
+                totals, rows, x, scales, n0, (TURNS - 1) * BLOCK,
+                M, N, K, ROWS, LANE, BLOCK, CODE, XCODE, MATH, SPAN, SCALE_ROWS, False, ASM,
+            )  # fmt: skip
+            rows = tail
+        LAST: tl.constexpr = (K - 1) // BLOCK * BLOCK
         totals = _turn(
-            totals, rows, x, scales, n0, k0,
-            M, N, K, ROWS, LANE, BLOCK, CODE, XCODE, MATH, SPAN, SCALE_ROWS, False, ASM,
+            totals, rows, x, scales, n0, LAST,
+            M, N, K, ROWS, LANE, BLOCK, CODE, XCODE, MATH, SPAN, SCALE_ROWS, K % BLOCK != 0, ASM,
         )  # fmt: skip
-    if TURNS > 0 and K % BLOCK != 0:
-        k0 = TURNS * BLOCK
-        rows = load_rows(w, n0, k0 + tl.arange(0, BLOCK), N, K, ROWS, True)
+    else:
         totals = _turn(
-            totals, rows, x, scales, n0, k0,
-            M, N, K, ROWS, LANE, BLOCK, CODE, XCODE, MATH, SPAN, SCALE_ROWS, True, ASM,
+            totals, rows, x, scales, n0, 0,
+            M, N, K, ROWS, LANE, BLOCK, CODE, XCODE, MATH, SPAN, SCALE_ROWS, TURNS == 0, ASM,
         )  # fmt: skip
+        for turn in range(1, TURNS):
+            k0 = turn * BLOCK
+            rows = load_rows(w, n0, k0 + tl.arange(0, BLOCK), N, K, ROWS, False)
+            totals = _turn(
+                totals, rows, x, scales, n0, k0,
+                M, N, K, ROWS, LANE, BLOCK, CODE, XCODE, MATH, SPAN, SCALE_ROWS, False, ASM,
+            )  # fmt: skip
+        if TURNS > 0 and K % BLOCK != 0:
+            k0 = TURNS * BLOCK
+            rows = load_rows(w, n0, k0 + tl.arange(0, BLOCK), N, K, ROWS, True)
+            totals = _turn(
+                totals, rows, x, scales, n0, k0,
+                M, N, K, ROWS, LANE, BLOCK, CODE, XCODE, MATH, SPAN, SCALE_ROWS, True, ASM,
+            )  # fmt: skip
 
     n = n0 + tl.arange(0, ROWS)
     inside = n < N

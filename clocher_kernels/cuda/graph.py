@@ -7,6 +7,7 @@ import torch
 from clocher_kernels.cuda.launch import Launch, execute
 
 DECODE_TOKENS = (1, 2, 4, 8, 16, 32)
+PROMPT_TOKENS = (16, 32, 64, 128, 256, 512)
 CONTEXT_CELLS = (512, 2048, 8192, 32768)
 
 
@@ -18,14 +19,15 @@ def bucket(value: int, sizes: Sequence[int]) -> int:
 def token_buckets(tokens: int, rows: int) -> tuple[int, ...]:
     """Return the numbers of tokens that steps are captured for, ascending.
 
-    Batches get powers of two; prompt chunks get 16 tokens and the capacity. A step in between is
-    filled up with copies of its last token, which compute and store the same values again.
+    Batches get powers of two; so do prompt chunks from 16 tokens on, and the capacity. A step in
+    between is filled up with copies of its last token, which compute and store the same values
+    again.
 
     Args:
         tokens: capacity M of the Plan.
         rows: capacity R, the largest batch of a decode step.
     """
-    sizes = {m for m in DECODE_TOKENS if m < rows} | {rows, 16, tokens}
+    sizes = {m for m in DECODE_TOKENS if m < rows} | {rows, tokens, *PROMPT_TOKENS}
     return tuple(sorted(m for m in sizes if m <= tokens))
 
 

@@ -155,6 +155,7 @@ def linear_i8(
         copies=1,
         device=device,
         key=key_of(w.format.name, n, k),
+        most=8 if m <= 2 else 2,  # what registers have room for
     )
     constants = {
         "M": m,
@@ -181,19 +182,21 @@ def _quantize_act(
     m = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     start(PDL)
-    largest = tl.zeros((BLOCK,), tl.float32)
+    largest, odd = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.int32)
     for k0 in range(0, K, BLOCK):
         t = tl.load(x + m * K + k0 + k, k0 + k < K, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(t))
-    absmax = tl.maximum(tl.max(largest, axis=0), 1e-5)
+        odd |= (tl.abs(t) < float("inf")).to(tl.int32) ^ 1
+    odd = tl.max(odd, axis=0) > 0
+    absmax = tl.where(odd, 1.0, tl.maximum(tl.max(largest, axis=0), 1e-5))
     inverse = tl.div_rn(127.0, absmax)
     for k0 in range(0, K, BLOCK):
         t = tl.load(x + m * K + k0 + k, k0 + k < K, other=0.0).to(tl.float32)
         # Adding 1.5 * 2^23 rounds to integers, ties to even.
         steps = (_rounded_product(t, inverse, ASM) + 12582912.0) - 12582912.0
-        steps = tl.minimum(tl.maximum(steps, -128.0), 127.0)
+        steps = tl.minimum(tl.maximum(tl.where(odd, 0.0, steps), -128.0), 127.0)
         tl.store(q + m * K + k0 + k, steps.to(tl.int8), k0 + k < K)
-    tl.store(scale + m, tl.div_rn(absmax, 127.0))
+    tl.store(scale + m, tl.where(odd, float("nan"), tl.div_rn(absmax, 127.0)))
 
 
 def quantize_act(

@@ -1,15 +1,17 @@
 """KV cache: where a token's keys and values go, and how they are narrowed.
 
 Narrowing is integer arithmetic on the bits of fp32, so it is exact on every architecture and in
-Triton's interpreter, and equal to `dtypes.from_f32`.
+Triton's interpreter, and equal to `dtypes.from_f32`; but f16 saturates, see `ops.attention`.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from clocher_kernels.cuda.finite import or_nan, saturated
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.pdl import start
+from clocher_kernels.dtypes import LARGEST
 
 
 @triton.jit
@@ -58,23 +60,31 @@ def narrow(x, KV: tl.constexpr):
         rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, bits | 0x400000, rounded)
         return (rounded >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     elif KV == "f16":
-        return x.to(tl.float16)
+        # Finite values stay finite; infinity and NaN are what they were.
+        largest = tl.where(x < 0, -65504.0, 65504.0)
+        magnitude = tl.abs(x)
+        over = (magnitude > 65504.0) & (magnitude < float("inf"))
+        return tl.where(over, largest, x).to(tl.float16)
     else:
         return x
 
 
 @triton.jit
-def _append(x, cache, scale, cell, dim, KV: tl.constexpr, DIM: tl.constexpr):
+def _append(x, cache, scale, cell, dim, KV: tl.constexpr, LARGEST: tl.constexpr, DIM: tl.constexpr):
     """Write one head of one token into its cell."""
     value = tl.load(x + dim, dim < DIM, other=0.0).to(tl.float32)
     if KV == "i8":
+        odd = tl.max((or_nan(value) != value).to(tl.int32)) > 0
+        value = tl.where(odd, 0.0, value)
         absmax = tl.max(tl.abs(value))
         step = tl.where(absmax > 0, tl.div_rn(absmax, 127.0), 1.0)
-        tl.store(scale + cell, step)
+        tl.store(scale + cell, tl.where(odd, float("nan"), step))
         # Adding 1.5 * 2^23 rounds to an integer, ties to even.
         steps = (tl.div_rn(value, step + tl.zeros_like(value)) + 12582912.0) - 12582912.0
         tl.store(cache + cell * DIM + dim, steps.to(tl.int8), dim < DIM)
     else:
+        if KV != "f32":
+            value = saturated(value, LARGEST)
         tl.store(cache + cell * DIM + dim, narrow(value, KV), dim < DIM)
 
 
@@ -94,11 +104,15 @@ def _kv_append(
     K_ROW: tl.constexpr,
     V_ROW: tl.constexpr,
     PAGES_ROW: tl.constexpr,
+    SLOTS: tl.constexpr,
+    CELLS: tl.constexpr,
+    POOL: tl.constexpr,
     HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     KV: tl.constexpr,
+    LARGEST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start(PDL)
@@ -107,11 +121,15 @@ def _kv_append(
     length = tree_length(tl.load(ancestors + token))
     node = tl.load(ends + token) + length - 1
     cell = tl.where(length > 0, node, tl.load(positions + token))
-    page = tl.load(pages + tl.load(slots + token) * PAGES_ROW + cell // PAGE).to(tl.int64)
+    slot = tl.load(slots + token)
+    there = (slot >= 0) & (slot < SLOTS) & (cell >= 0) & (cell < CELLS)
+    page = tl.load(pages + slot * PAGES_ROW + cell // PAGE, there, other=-1).to(tl.int64)
+    if (page < 0) | (page >= POOL):
+        return
     at = (page * HEADS + head) * PAGE + cell % PAGE
     dim = tl.arange(0, BLOCK)
-    _append(k + token * K_ROW + head * DIM, k_cache, k_scale, at, dim, KV, DIM)
-    _append(v + token * V_ROW + head * DIM, v_cache, v_scale, at, dim, KV, DIM)
+    _append(k + token * K_ROW + head * DIM, k_cache, k_scale, at, dim, KV, LARGEST, DIM)
+    _append(v + token * V_ROW + head * DIM, v_cache, v_scale, at, dim, KV, LARGEST, DIM)
 
 
 def kv_append(
@@ -136,11 +154,15 @@ def kv_append(
         "K_ROW": k.stride(0),
         "V_ROW": v.stride(0),
         "PAGES_ROW": pages.stride(0),
+        "SLOTS": pages.shape[0],
+        "CELLS": pages.shape[1] * page,
+        "POOL": k_cache.shape[0],
         "HEADS": heads,
         "PAGE": page,
         "DIM": dim,
         "BLOCK": triton.next_power_of_2(dim),
         "KV": kv_dtype,
+        "LARGEST": LARGEST.get(kv_dtype, 0.0),
         "PDL": device.pdl,
     }
     args = {

@@ -11,6 +11,11 @@ from clocher_kernels.formats.float import Float
 from clocher_kernels.formats.fp8 import Fp8
 from clocher_kernels.formats.int8 import Int8
 
+MOST_SLICED = 32
+"""Tokens that are multiplied in slices of 8. Two to four passes over the weights with every
+multiprocessor's loads in flight are faster than tiles of tensor cores that leave most of them
+without work."""
+
 
 def linear(
     *,
@@ -21,14 +26,26 @@ def linear(
     residual: torch.Tensor | None = None,
     device: Device,
 ) -> list[Launch]:
-    """Lower `ops.linear.linear`."""
-    if x.shape[0] > MAX_TOKENS:
-        lower = gemm
-    elif isinstance(w.format, Float | Int8 | Fp8):
-        lower = gemv_bytes
-    else:
-        lower = gemv_bits
-    return lower(x=x, w=w, y=y, bias=bias, residual=residual, device=device)
+    """Lower `ops.linear.linear`.
+
+    Up to `MOST_SLICED` tokens a token's sum has one order, so its result is the same bits in a
+    batch of any size.
+    """
+    if len(x) > MOST_SLICED:
+        return gemm(x=x, w=w, y=y, bias=bias, residual=residual, device=device)
+    lower = gemv_bytes if isinstance(w.format, Float | Int8 | Fp8) else gemv_bits
+    launches = []
+    for first in range(0, len(x), MAX_TOKENS):
+        tokens = slice(first, first + MAX_TOKENS)
+        launches += lower(
+            x=x[tokens],
+            w=w,
+            y=y[tokens],
+            bias=bias,
+            residual=None if residual is None else residual[tokens],
+            device=device,
+        )
+    return launches
 
 
 LOWER = {"linear": linear}

@@ -15,3 +15,5 @@ LOWER: dict[str, Callable[..., list[Launch]]] = {
     **attention.LOWER,
     **sampling.LOWER,
 }
+LOWER_GREEDY = {**LOWER, **sampling.LOWER_GREEDY}
+"""The same for steps whose rows all have temperature 0."""

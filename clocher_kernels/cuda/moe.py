@@ -1,7 +1,8 @@
 """Mixture of experts: the router's choice, and two passes over the chosen experts' weights.
 
 A program multiplies some rows of the experts that one token has chosen, so nothing is gathered,
-sorted or reduced afterwards, and a token's result does not depend on the other tokens.
+sorted or reduced afterwards, and a token's result does not depend on the other tokens. The experts
+are the router's own, which names none that does not exist, so they are not checked again.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import triton
 import triton.language as tl
 
 from clocher_kernels.cuda.dots import to_scale
+from clocher_kernels.cuda.finite import as_activation, or_nan
 from clocher_kernels.cuda.gemv_bits import add_lanes, rows_of, stream_rows
 from clocher_kernels.cuda.launch import Arg, Device, Launch
 from clocher_kernels.cuda.pdl import start
@@ -30,6 +32,7 @@ def _topk_softmax(
     choice = tl.arange(0, BA)
     start(PDL)
     left = tl.load(logits + m * E + expert, expert < E, other=0.0).to(tl.float32)
+    odd = tl.max((left != left).to(tl.int32), axis=0) > 0
     left = tl.where(expert < E, left, float("-inf"))
     chosen = tl.zeros((BA,), tl.int32)
     values = tl.full((BA,), float("-inf"), tl.float32)
@@ -40,7 +43,7 @@ def _topk_softmax(
         chosen = tl.where(choice == a, first, chosen)
         values = tl.where(choice == a, largest, values)
         left = tl.where(expert == first, float("-inf"), left)
-    exps = tl.exp(values - tl.max(values, axis=0))
+    exps = tl.where(odd, float("nan"), tl.exp(values - tl.max(values, axis=0)))
     at = m * A + choice
     tl.store(ids + at, chosen, choice < A)
     tl.store(weights + at, exps / tl.sum(exps, axis=0), choice < A)
@@ -69,7 +72,7 @@ def _gate_up(
     A: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     L: tl.constexpr, BV: tl.constexpr, R: tl.constexpr,
     FORMAT: tl.constexpr, WEIGHTS: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    HALF: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    PAIRS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     V: tl.constexpr = (K + WEIGHTS - 1) // WEIGHTS
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
@@ -78,9 +81,9 @@ def _gate_up(
     first = tl.program_id(1) * BN
     start(PDL)
     expert = tl.load(ids + pair).to(tl.int64)
-    row = rows_of(first, L, BV, R)[:, None, :]
+    row = rows_of(expert * N + first, L, BV, R)[:, None, :]
     # Rows beyond the last one repeat it and are not stored.
-    row = expert * N + (row if N % BN == 0 else tl.minimum(row, N - 1))
+    row = row if N % BN == 0 else tl.minimum(row, expert * N + (N - 1))
     zero = tl.full((1, 1, 1), 8, tl.int32)
     if GROUP == 0 and zeros is not None:
         zero = tl.load(zeros + row).to(tl.int32)
@@ -89,7 +92,7 @@ def _gate_up(
         x + (pair // A) * K + here, here == 0, w + row * (V * 4),
         scales + row * GROUPS if GROUP > 0 else scales,
         None if zeros is None or GROUP == 0 else zeros + row * GROUPS, zero,
-        K, GROUP, FORMAT, WEIGHTS, HALF, ASM, False, L, BV, 1, R,
+        K, GROUP, FORMAT, WEIGHTS, PAIRS, ASM, False, L, BV, 1, R,
     )  # fmt: skip
 
     h = add_lanes(h, BV)
@@ -100,13 +103,15 @@ def _gate_up(
         h *= to_scale(tl.load(scales + at, inside, other=0), FORMAT)
     if bias is not None:
         h += tl.load(bias + expert * N + n, inside, other=0.0)
-    gate, up = tl.split(h.reshape(L // BV, R // 2, 2))
+    gate, up = tl.split(or_nan(h).reshape(L // BV, R // 2, 2))
+    odd = (gate != gate) | (up != up)
     gate = tl.minimum(gate, LIMIT)
     up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
     hidden = (up + 1.0) * gate / (1.0 + tl.exp(-ALPHA * gate))
+    hidden = tl.where(odd, float("nan"), hidden)  # clamping lost it
     i = rows_of(first // 2, L // BV, 1, R // 2)
     at = pair.to(tl.int64) * (N // 2) + i
-    tl.store(y + at, hidden.to(y.dtype.element_ty), i < N // 2)
+    tl.store(y + at, as_activation(hidden, y), i < N // 2)
 
 
 @triton.jit
@@ -115,7 +120,7 @@ def _down(
     A: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     BA: tl.constexpr, L: tl.constexpr, BV: tl.constexpr, R: tl.constexpr,
     FORMAT: tl.constexpr, WEIGHTS: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    HALF: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    PAIRS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     V: tl.constexpr = (K + WEIGHTS - 1) // WEIGHTS
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
@@ -127,11 +132,12 @@ def _down(
     lane = tl.arange(0, BA * L)[:, None, None]
     chosen = lane // L < A
     at = m * A + lane // L
-    expert = tl.load(ids + at, chosen, other=0).to(tl.int64)
+    # Lanes without an expert repeat the last one: others may hold NaN, which times 0 is NaN.
+    expert = tl.load(ids + m * A + tl.minimum(lane // L, A - 1)).to(tl.int64)
     factor = tl.load(weights + at, chosen, other=0.0)
-    row = first + lane % L // BV * R + tl.arange(0, R)[None, None, :]
+    row = expert * N + (first + lane % L // BV * R) + tl.arange(0, R)[None, None, :]
     # Rows beyond the last one repeat it and are not stored.
-    row = expert * N + (row if N % BN == 0 else tl.minimum(row, N - 1))
+    row = row if N % BN == 0 else tl.minimum(row, expert * N + (N - 1))
     zero = tl.full((1, 1, 1), 8, tl.int32)
     if GROUP == 0 and zeros is not None:
         zero = tl.load(zeros + row).to(tl.int32)
@@ -139,7 +145,7 @@ def _down(
         x + at * K, chosen, w + row * (V * 4),
         scales + row * GROUPS if GROUP > 0 else scales,
         None if zeros is None or GROUP == 0 else zeros + row * GROUPS, zero,
-        K, GROUP, FORMAT, WEIGHTS, HALF, ASM, False, BA * L, BV, 1, R,
+        K, GROUP, FORMAT, WEIGHTS, PAIRS, ASM, False, BA * L, BV, 1, R,
     )  # fmt: skip
 
     if GROUP == 0 and scales is not None:
@@ -182,7 +188,7 @@ def _experts(x: torch.Tensor, ids: torch.Tensor, w: DeviceTensor, device: Device
         "WEIGHTS": held.weights,
         "GROUP": held.group,
         "SCALE_ROWS": held.scale_rows,
-        "HALF": held.packed_arithmetic(x, device),
+        "PAIRS": held.pairs(x, device, alone=True),
         "ASM": device.asm,
         "PDL": device.pdl,
     }

@@ -5,9 +5,10 @@ Kernels read rows of whole 16-byte vectors, K contiguous, as 32-bit words:
     int4     codes  i32 [..., N, W], W = ceil(K / 32) * 4. Element 2p + h of a word's 8 is the
                     nibble at bit 4p + 16h, so one mask leaves the pair (2p, 2p + 1) in the two
                     halves.
-    mxfp4    blocks i32 [..., N, K / 8]. In half h of a word, element 2p + h has its three bits of
-                    magnitude at bit 9 - 3p, and the signs of p = 0, 1, 2, 3 are bits 15, 12, 14,
-                    13. Bits 11..9 and 15 are where fp16 has the magnitude and the sign.
+    mxfp4    blocks i32 [..., N, K / 8]. In half h of a word, elements h, 2 + h, 4 + h and 6 + h
+                    have their three bits of magnitude from bits 9, 1, 12 and 4 up, and their signs
+                    in bits 15, 7, 8 and 0. Bits 11..9 and 15 are where fp16 has the magnitude and
+                    the sign; two shifts bring the last two elements to where the first two are.
     ternary  codes  i32 [N, W], W = ceil(K / 64) * 4. Element 4g + b of a word's 16 is the two bits
                     at 8b + 2g, so one mask leaves the bytes of a 4-way integer dot product.
              scale  f32 [1], what a digit is multiplied by, also where the format stores its
@@ -138,14 +139,13 @@ def _fp16_bits(words: torch.Tensor) -> torch.Tensor:
     """Spread the four nibbles of each half over the places that the kernels' masks expect."""
     # (shift left, bits that it puts in place); negative shifts go right.
     moves = (
-        (9, 0x0E00),
-        (2, 0x01C0),
-        (-5, 0x0038),
-        (-12, 0x0007),
         (12, 0x8000),
-        (5, 0x1000),
-        (3, 0x4000),
-        (-2, 0x2000),
+        (4, 0x7000),
+        (9, 0x0E00),
+        (-3, 0x010E),
+        (0, 0x0080),
+        (-8, 0x0070),
+        (-15, 0x0001),
     )
     out = torch.zeros_like(words)
     for left, mask in moves:

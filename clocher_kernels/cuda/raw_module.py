@@ -65,6 +65,8 @@ class DeviceWorkTouch:
         self._bases = torch.tensor(bases, dtype=torch.int64, device=device)
         self._ends = torch.tensor(ends, dtype=torch.int64, device=device)
         self._state = torch.zeros(len(_STATE), dtype=torch.int64, device=device)
+        # Where the counters are written: what reads them must come after.
+        self._stream: torch.cuda.Stream | None = torch.cuda.current_stream(device)
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         reads = -(-bytes_per_token // stride)
         self._blocks = min(-(-reads // _THREADS), 8 * sms)
@@ -83,8 +85,8 @@ class DeviceWorkTouch:
             u32(tokens),
             u64(self._state.data_ptr()),
         )
-        stream = torch.cuda.current_stream().cuda_stream
-        with self._cupy.cuda.ExternalStream(stream):
+        self._stream = torch.cuda.current_stream()
+        with self._cupy.cuda.ExternalStream(self._stream.cuda_stream):
             self._kernel((self._blocks,), (_THREADS,), arguments)
 
     @property
@@ -112,7 +114,8 @@ class DeviceWorkTouch:
     def _read(self, field: str) -> int:
         if not self.bytes_per_token:
             return 0
-        return int(self._state[_STATE.index(field)]) % (1 << 64)
+        with torch.cuda.stream(self._stream):
+            return int(self._state[_STATE.index(field)]) % (1 << 64)
 
 
 def _import_cupy() -> Any:

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from clocher_kernels.cuda.finite import or_nan
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.pdl import start
 from clocher_kernels.cuda.sampling_cuts import (
@@ -23,9 +24,11 @@ from clocher_kernels.cuda.sampling_cuts import (
     unit_for,
     weight_of,
 )
+from clocher_kernels.ops.sampling import NO_TOKEN as NOTHING
 
 # Tokens of a program.
 _BLOCK = 2048
+NO_TOKEN = tl.constexpr(NOTHING)
 
 # What a row keeps between launches, int64: kept ranks are at least CUT; the rest says in which bins
 # the cuts are, what is before them, and how many tokens are in these bins.
@@ -75,11 +78,17 @@ def _largest(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Find the largest logit of a row, and the lowest id that has it: what greedy rows choose."""
+    """Find the largest logit of a row, and the lowest id that has it: what greedy rows choose.
+
+    If a logit is not finite, the largest is NaN and there is no token; the other launches then
+    leave the row alone.
+    """
     start(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
-    x = load_logits(logits, row, part * BLOCK + tl.arange(0, BLOCK), V, ROW)
-    top, index = tl.max(x, 0, return_indices=True)
+    token = part * BLOCK + tl.arange(0, BLOCK)
+    x = load_logits(logits, row, token, V, ROW)
+    odd = (token < V) & ((tl.abs(x) < float("inf")) == 0)
+    top, index = tl.max(tl.where(odd, float("inf"), x), 0, return_indices=True)
     tl.store(tops + row * PROGRAMS + part, top)
     tl.store(firsts + row * PROGRAMS + part, part * BLOCK + index)
     if _is_last(arrivals + row, PROGRAMS):
@@ -87,9 +96,10 @@ def _largest(
         at, inside = row * PROGRAMS + each, each < PROGRAMS
         top_of = tl.load(tops + at, inside, other=float("-inf"), cache_modifier=".cg")
         first_of = tl.load(firsts + at, inside, other=V - 1, cache_modifier=".cg")
-        best = tl.max(top_of)
+        best = or_nan(tl.max(top_of))
+        found = tl.min(tl.where(top_of == best, first_of, V - 1))
         tl.store(largest + row, best)
-        tl.store(ids + row, tl.min(tl.where(top_of == best, first_of, V - 1)))
+        tl.store(ids + row, tl.where(best == best, found, NO_TOKEN))
 
 
 @triton.jit
@@ -115,7 +125,8 @@ def _fill_bins(
     part, row = tl.program_id(0), tl.program_id(1)
     heat, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
     state += row * STATE
-    if heat == 0:
+    top = tl.load(largest + row)
+    if (heat == 0) | (top != top):
         return
     by_count = (k > 0) & (k < V)
     if (by_count == 0) & (p >= 1):
@@ -125,13 +136,16 @@ def _fill_bins(
             tl.store(state + P_LOW, 0)
             tl.store(state + P_HIGH, -1)
         return
-    at, top = part * BLOCK + tl.arange(0, BLOCK), tl.load(largest + row)
+    at = part * BLOCK + tl.arange(0, BLOCK)
     x = load_logits(logits, row, at, V, ROW)
     counts += row * BINS
     masses += row * BINS
-    which = bin_of(x, top, heat)
-    tl.atomic_add(counts + which, 1, at < V, sem="relaxed")
-    tl.atomic_add(masses + which, weight_of(x, top, heat, UNIT), at < V, sem="relaxed")
+    # Of a temperature that is none nothing is sure; a bin that is none must not be counted in.
+    which = tl.maximum(bin_of(x, top, heat), 0)
+    # Most tokens are in the last bin: they weigh nothing, and no cut needs their number.
+    weighs = (at < V) & (which < BINS - 1)
+    tl.atomic_add(counts + which, 1, weighs, sem="relaxed")
+    tl.atomic_add(masses + which, weight_of(x, top, heat, UNIT), weighs, sem="relaxed")
     if _is_last(arrivals + row, PROGRAMS):
         k_bin, k_need, k_above, p_low, p_high, p_above = find_bins(
             counts, masses, tl.where(by_count, k, 0), p
@@ -165,15 +179,15 @@ def _cut(
     """List the tokens of the bins that the cuts are in, in any order, and find the cuts there."""
     start(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
-    heat = tl.load(temperature + row)
+    heat, top = tl.load(temperature + row), tl.load(largest + row)
     state += row * STATE
-    if heat == 0:
+    if (heat == 0) | (top != top):
         return
     k_bin = tl.load(state + K_BIN)
     p_low, p_high = tl.load(state + P_LOW), tl.load(state + P_HIGH)
     if (k_bin < 0) & (p_high < p_low):
         return
-    at, top = part * BLOCK + tl.arange(0, BLOCK), tl.load(largest + row)
+    at = part * BLOCK + tl.arange(0, BLOCK)
     x = load_logits(logits, row, at, V, ROW)
     which = bin_of(x, top, heat)
     listed = (at < V) & ((which == k_bin) | ((which >= p_low) & (which <= p_high)))
@@ -218,10 +232,10 @@ def _draw(
     """Add up kept weights by ascending id, and find where the drawn share of them is reached."""
     start(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
-    heat = tl.load(temperature + row)
-    if heat == 0:
+    heat, top = tl.load(temperature + row), tl.load(largest + row)
+    if (heat == 0) | (top != top):
         return
-    cut, top = tl.load(state + row * STATE + CUT), tl.load(largest + row)
+    cut = tl.load(state + row * STATE + CUT)
     at = part * BLOCK + tl.arange(0, BLOCK)
     x = load_logits(logits, row, at, V, ROW)
     kept = tl.where(rank_of(x, at) >= cut, weight_of(x, top, heat, UNIT), 0)
@@ -340,6 +354,7 @@ def _advance(
     ends,
     draws,
     R: tl.constexpr,
+    TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -347,9 +362,10 @@ def _advance(
     at = tl.arange(0, BLOCK)
     inside = at < R
     token = tl.load(rows + at, inside, other=0)
-    tl.store(ids + token, tl.load(sampled + at, inside, other=0), inside)
-    tl.store(positions + token, tl.load(positions + token, inside, other=0) + 1, inside)
-    tl.store(ends + token, tl.load(ends + token, inside, other=0) + 1, inside)
+    there = inside & (token >= 0) & (token < TOKENS)
+    tl.store(ids + token, tl.maximum(tl.load(sampled + at, inside, other=0), 0), there)
+    tl.store(positions + token, tl.load(positions + token, there, other=0) + 1, there)
+    tl.store(ends + token, tl.load(ends + token, there, other=0) + 1, there)
     tl.store(draws + at, tl.load(draws + at, inside, other=0) + 1, inside)
 
 
@@ -373,8 +389,21 @@ def advance(
         "draws": draws,
     }
     count = len(sampled)
-    constants = {"R": count, "BLOCK": triton.next_power_of_2(count), "PDL": device.pdl}
+    constants = {
+        "R": count,
+        "TOKENS": len(ids),
+        "BLOCK": triton.next_power_of_2(count),
+        "PDL": device.pdl,
+    }
     return [Launch(_advance, (1,), args, constants, num_warps=1, pdl=device.pdl)]
 
 
+def sample_greedy(
+    *, logits: torch.Tensor, ids: torch.Tensor, device: Device, **settings: torch.Tensor
+) -> list[Launch]:
+    """Lower `ops.sampling.sample` for rows of temperature 0: the first launch is all they need."""
+    return sample(logits=logits, ids=ids, device=device, **settings)[:1]
+
+
 LOWER = {"sample": sample, "advance": advance}
+LOWER_GREEDY = {"sample": sample_greedy}

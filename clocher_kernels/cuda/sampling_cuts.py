@@ -29,10 +29,9 @@ def unit_for(vocabulary: int) -> float:
 
 @triton.jit
 def load_logits(logits, row, token, V: tl.constexpr, ROW: tl.constexpr):
-    """Load logits of a row; NaN, and what is beyond the row, is minus infinity."""
+    """Load logits of a row; what is beyond the row is minus infinity."""
     x = tl.load(logits + row.to(tl.int64) * ROW + token, token < V, other=float("-inf"))
-    x = x.to(tl.float32)
-    return tl.where(x == x, x, float("-inf"))
+    return x.to(tl.float32)
 
 
 @triton.jit

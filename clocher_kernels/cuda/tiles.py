@@ -5,18 +5,19 @@ from dataclasses import dataclass
 from clocher_kernels.cuda.launch import Device
 from clocher_kernels.cuda.tile_tables import tuned
 
-_RESIDENT_WARPS = 6
-"""Warps that a multiprocessor needs: each has 8 loads of 512 bytes in flight, twice."""
+_RESIDENT_WARPS = 12
+"""Warps that a multiprocessor is given: each has 8 loads of 512 bytes in flight, twice. Registers
+have room for 16 of them or more."""
 
 _LANES = (16, 8, 32, 64, 128)
 """Vectors that are read side by side. The fewer, the more lanes share the activations they load;
 but a row must be read in pieces of 128 bytes at least, and more of them make more warps."""
 
-_WORTH = {8: 1.0, 4: 0.95, 2: 0.85}
+_WORTH = {8: 1.0, 4: 0.9, 2: 0.75}
 """Rows of a lane -> what it is worth: the fewer, the less often loaded activations are used."""
 
-_MOST_ROWS = {1: 8, 2: 8, 4: 2, 8: 2}
-"""Tokens -> rows that the registers of a lane have room for."""
+_MOST_ROWS = {1: 8, 2: 8, 4: 2, 8: 4}
+"""Tokens -> rows of a lane: what its registers have room for, and what keeps 40 KB in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,14 @@ class GemvTile:
 
 
 def gemv_tile(
-    *, rows: int, vectors: int, tokens: int, copies: int, device: Device, key: str = ""
+    *,
+    rows: int,
+    vectors: int,
+    tokens: int,
+    copies: int,
+    device: Device,
+    key: str = "",
+    most: int = 8,
 ) -> GemvTile:
     """Cut y = x W^T for few tokens.
 
@@ -55,6 +63,7 @@ def gemv_tile(
         copies: matrices that one token is multiplied by at a time (experts).
         device: what they run on.
         key: of the weight in the tables of tiles; "" if it has none.
+        most: rows of a lane that the formula may choose.
     """
     together = 1 << (tokens - 1).bit_length()
     if device.capability == 0:
@@ -67,9 +76,12 @@ def gemv_tile(
 
     def score(cut: tuple[int, int]) -> float:
         lanes, of_lane = cut
-        busy = vectors / (-(-vectors // lanes) * lanes)
-        warps = rows * copies * lanes / (32 * of_lane)
+        turns = -(-vectors // lanes)
+        busy = vectors / (turns * lanes)
+        # With a single turn there is no second one in flight.
+        warps = rows * copies * lanes / (32 * of_lane) * min(turns, 2) / 2
         return busy * min(1.0, warps / (device.sms * _RESIDENT_WARPS)) * _WORTH[of_lane]
 
     lanes, of_lane = max(((b, r) for b in _LANES for r in _WORTH), key=score)
-    return GemvTile(max(1, lanes // 32), lanes, together, min(of_lane, _MOST_ROWS[together]))
+    of_lane = min(of_lane, _MOST_ROWS[together], most)
+    return GemvTile(max(1, lanes // 32), lanes, together, of_lane)

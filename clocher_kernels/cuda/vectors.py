@@ -37,10 +37,23 @@ class Vectors:
     group: int = 0
     scale_rows: int = 1
 
-    def packed_arithmetic(self, x: torch.Tensor, device: Device) -> bool:
-        """Return whether weights times activations x are computed in pairs of fp16."""
-        half = self.weights == 32 and x.dtype == torch.float16
-        return device.asm and half and self.group % 8 == 0
+    def pairs(self, x: torch.Tensor, device: Device, *, alone: bool = False) -> str:
+        """Return how weights are multiplied by activations x in pairs of fp16, "" if they are not.
+
+        Scaling a block's activations pays where many rows share them, so it is for kernels that
+        have one token in a program; the two ways differ in bits.
+
+        Args:
+            x: activations.
+            device: what computes.
+            alone: a program never has more than one token.
+
+        Returns:
+            "words": weights are made exact word by word; "blocks": see `dots.vector_dot`.
+        """
+        if not device.asm or self.weights != 32 or x.dtype != torch.float16 or self.group % 8:
+            return ""
+        return "blocks" if alone and self.kind == "mxfp4" else "words"
 
 
 def vectors_of(w: DeviceTensor) -> Vectors:

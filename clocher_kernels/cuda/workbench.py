@@ -107,9 +107,15 @@ def random_planes(fmt: Format, shape: Shape, bench: Workbench) -> Planes:
 
 
 def random_copies(fmt: Format, shape: Shape, bench: Workbench) -> list[DeviceTensor]:
-    """Return enough different weights of a shape for a race that finds none in the cache."""
+    """Return enough different weights of a shape for a race that finds none in the cache.
+
+    They are complete when this returns: a kernel that starts before its predecessor has ended reads
+    weights without waiting for what wrote them.
+    """
     copies = bench.copies(fmt.nbytes(shape))
-    return [rearrange(fmt, shape, random_planes(fmt, shape, bench)) for _ in range(copies)]
+    made = [rearrange(fmt, shape, random_planes(fmt, shape, bench)) for _ in range(copies)]
+    bench.timer.synchronize()
+    return made
 
 
 def _integers(

@@ -18,7 +18,9 @@ class Float(Format):
     Planes:
         data: f32, f16 or bf16 [*shape].
 
-    Any shape is allowed. For f32 encode and decode return the array they were given.
+    Any shape is allowed. For f32 encode and decode return the array they were given. NaN and
+    infinity are stored as they are; a run that meets one in a weight ends with an error that names
+    the weight.
 
     Attributes:
         dtype: "f32", "f16" or "bf16".

@@ -3,14 +3,26 @@
 The cache of a layer is two planes [P, H, T, D]: P pages of T cells for H key/value heads of D
 values. `pages` [S, B] maps block b of slot s to a page, so cell c of slot s is cell c % T of page
 pages[s, c // T]. With KV dtype i8 each (page, head, cell) has an fp32 scale.
+
+A token whose slot, cell or page there is not writes nothing. Cells beyond the page table are not
+seen.
 """
 
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from clocher_kernels.dtypes import STORAGE, from_f32, to_f32
-from clocher_kernels.ops.contract import EXACT, Case, Cost, OpSpec, Param, Tolerance, Value
+from clocher_kernels.dtypes import LARGEST, STORAGE, from_f32, to_f32
+from clocher_kernels.ops.contract import (
+    EXACT,
+    Case,
+    Cost,
+    OpSpec,
+    Param,
+    Tolerance,
+    Value,
+    nearest,
+)
 from clocher_kernels.plan import Attr
 
 Array = np.ndarray
@@ -40,6 +52,12 @@ def visible_cells(position: int, end: int, ancestors: int, window: int) -> list[
     return cells
 
 
+def within_table(position: int, end: int, ancestors: int, cells: int) -> tuple[int, int, int]:
+    """Return a token's position, end and ancestors without what is beyond the page table."""
+    end = min(max(end, 0), cells)
+    return min(max(position, 0), cells - 1), end, ancestors & ((1 << (cells - end)) - 1)
+
+
 def kv_append(
     *,
     k: Array,
@@ -67,24 +85,38 @@ def kv_append(
         pages: [S, B] i32.
         k_cache: [P, H, T, D], updated.
         v_cache: [P, H, T, D], updated.
-        kv_dtype: f32, bf16, f16, e4m3, e5m2 (round to nearest even, fp8 saturates), or i8: codes
-            clamp(rint(x / scale), -127, 127) with scale = absmax / 127 of the head (1 if all zero).
+        kv_dtype: f32, bf16, f16, e4m3, e5m2 (round to nearest even; those below 32 bits saturate,
+            and NaN and infinity become NaN), or i8: codes clamp(rint(x / scale), -127, 127) with
+            scale = absmax / 127 of the head, 1 if all are zero, NaN if one is not finite.
         k_scale: [P, H, T] fp32, updated; i8 only.
         v_scale: [P, H, T] fp32, updated; i8 only.
     """
     heads, size, dim = k_cache.shape[1:]
     for m in range(len(k)):
         cell = cell_of(int(positions[m]), int(ends[m]), int(ancestors[m]))
+        if not (0 <= slots[m] < len(pages) and 0 <= cell < pages.shape[1] * size):
+            continue
         page, offset = pages[slots[m], cell // size], cell % size
+        if not 0 <= page < len(k_cache):
+            continue
         for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
             row = x[m].reshape(heads, dim)
             if scale is None:
-                cache[page, :, offset] = from_f32(row, kv_dtype)
+                cache[page, :, offset] = from_f32(_saturated(row, kv_dtype), kv_dtype)
             else:
+                finite = np.isfinite(row)
+                row = np.where(finite, row, np.float32(0))
                 absmax = np.abs(row).max(axis=1)
                 step = np.where(absmax > 0, absmax / np.float32(127), np.float32(1))
-                scale[page, :, offset] = step
+                scale[page, :, offset] = np.where(finite.all(axis=1), step, np.float32(np.nan))
                 cache[page, :, offset] = np.clip(np.rint(row / step[:, None]), -127, 127)
+
+
+def _saturated(values: Array, dtype: str) -> Array:
+    if dtype == "f32":
+        return values
+    largest = np.float32(LARGEST[dtype])
+    return np.where(np.isfinite(values), np.clip(values, -largest, largest), np.float32(np.nan))
 
 
 def attention(
@@ -134,13 +166,15 @@ def attention(
     heads = q.shape[1] // dim
     group = heads // kv_heads
     for m in range(len(q)):
-        cells = np.array(
-            visible_cells(int(positions[m]), int(ends[m]), int(ancestors[m]), window), np.int64
+        sight = within_table(
+            int(positions[m]), int(ends[m]), int(ancestors[m]), pages.shape[1] * size
         )
+        cells = np.array(visible_cells(*sight, window), np.int64)
         if not len(cells):
             y[m] = 0
             continue
-        page, offset = pages[slots[m]][cells // size], cells % size
+        table = pages[nearest(slots[m], len(pages))]
+        page, offset = nearest(table[cells // size], len(k_cache)), cells % size
         planes = []
         for cache, step in ((k_cache, k_scale), (v_cache, v_scale)):
             plane = to_f32(cache[page, :, offset], kv_dtype).astype(np.float64)  # [S, H, D]

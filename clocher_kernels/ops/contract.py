@@ -2,6 +2,11 @@
 
 `OpSpec` is the contract. Parity tests, microbenches, rooflines and docs/ops.md are generated from
 the table of them (`ops.OPS`); back ends only add speed.
+
+Integers that select something (token ids, slots, positions, ends, ancestors, page numbers, rows,
+experts) are data, and data may be wrong: the device steps them on by itself, and a caller may hand
+over anything. So no op reads or writes beside its arrays, whatever they hold. What is read with an
+index out of range is read with the nearest one in range, and what is written with one is dropped.
 """
 
 from collections.abc import Callable, Mapping
@@ -101,6 +106,11 @@ class OpSpec:
     def param(self, name: str) -> Param:
         """Return the parameter with this name."""
         return next(p for p in self.params if p.name == name)
+
+
+def nearest(index: np.ndarray | int, count: int) -> Any:
+    """Return the numbers in 0 .. count - 1 that are nearest to indices."""
+    return np.clip(index, 0, count - 1)
 
 
 def rows_of(param: Param) -> Rows:

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from clocher_kernels.dtypes import LARGEST
 from clocher_kernels.formats import parse_format
-from clocher_kernels.ops.contract import EXACT, FP32, Case, Cost, OpSpec, Param, Value
+from clocher_kernels.ops.contract import EXACT, FP32, Case, Cost, OpSpec, Param, Value, nearest
 from clocher_kernels.plan import Attr
 from clocher_kernels.quant_tensor import QuantTensor, encode
 
@@ -14,6 +15,8 @@ Array = np.ndarray
 
 def rms_norm(*, x: Array, weight: Array, y: Array, eps: float) -> None:
     """Normalise groups of D values: y = x / sqrt(mean(x^2) + eps) * weight.
+
+    A group whose squares add up to more than fp32 holds is NaN.
 
     Args:
         x: [M, F] fp32; F is a multiple of D. F = D is a layer norm, F = H D a norm of each head.
@@ -24,12 +27,16 @@ def rms_norm(*, x: Array, weight: Array, y: Array, eps: float) -> None:
     Source: Zhang and Sennrich 2019 (arXiv 1910.07467), eq. 4.
     """
     groups = x.reshape(len(x), x.shape[1] // len(weight), len(weight)).astype(np.float64)
-    inverse = 1.0 / np.sqrt(np.mean(groups * groups, axis=-1, keepdims=True) + eps)
+    squares = np.sum(groups * groups, axis=-1, keepdims=True)
+    squares[squares > LARGEST["f32"]] = np.nan
+    inverse = 1.0 / np.sqrt(squares / len(weight) + eps)
     y[...] = (groups * inverse * weight).reshape(x.shape)
 
 
 def rope(*, x: Array, positions: Array, cos: Array, sin: Array) -> None:
     """Rotate the halves of each head in place (half-split, "NeoX" pairing).
+
+    Infinity becomes NaN: a score of minus infinity would hide a key.
 
     Args:
         x: [M, F] fp32, updated; F = heads * 2P.
@@ -41,8 +48,10 @@ def rope(*, x: Array, positions: Array, cos: Array, sin: Array) -> None:
     """
     half = cos.shape[1]
     heads = x.reshape(len(x), x.shape[1] // (2 * half), 2, half)
-    first, second = heads[:, :, 0].astype(np.float64), heads[:, :, 1].astype(np.float64)
-    c, s = cos[positions][:, None], sin[positions][:, None]
+    finite = np.where(np.isfinite(heads), heads, np.nan).astype(np.float64)
+    first, second = finite[:, :, 0], finite[:, :, 1]
+    rows = nearest(positions, len(cos))
+    c, s = cos[rows][:, None], sin[rows][:, None]
     heads[:, :, 0] = first * c - second * s
     heads[:, :, 1] = second * c + first * s
 
@@ -50,13 +59,15 @@ def rope(*, x: Array, positions: Array, cos: Array, sin: Array) -> None:
 def glu(*, gate: Array, up: Array, y: Array, act: str) -> None:
     """Multiply an activated gate with its linear partner: y = act(gate) * up.
 
+    A gate that is not finite gives no finite value.
+
     Args:
         gate: [M, I] fp32.
         up: [M, I] fp32.
         y: [M, I] fp32, written; may be gate or up itself.
         act: "silu" (Llama, Qwen) or "relu2", the squared ReLU of BitNet.
     """
-    g = gate.astype(np.float64)
+    g = np.where(np.isfinite(gate), gate, np.nan).astype(np.float64)
     activated = np.square(np.maximum(g, 0)) if act == "relu2" else g / (1 + np.exp(-g))
     y[...] = activated * up
 
@@ -69,7 +80,7 @@ def embed(*, ids: Array, table: QuantTensor, y: Array) -> None:
         table: logical [V, K], any format.
         y: [M, K] fp32, written.
     """
-    y[...] = table.decode()[ids]
+    y[...] = table.decode()[nearest(ids, table.shape[0])]
 
 
 def gather_rows(*, x: Array, rows: Array, y: Array) -> None:
@@ -80,7 +91,7 @@ def gather_rows(*, x: Array, rows: Array, y: Array) -> None:
         rows: [R] i32.
         y: [R, K] fp32, written.
     """
-    y[...] = x[rows]
+    y[...] = x[nearest(rows, len(x))]
 
 
 def _normal(rng: np.random.Generator, *shape: int) -> Array:

@@ -66,14 +66,17 @@ def quantize_act(*, x: Array, q: Array, scale: Array) -> None:
     Args:
         x: [M, K] fp32.
         q: [M, K] int8, written.
-        scale: [M] fp32, written: absmax / 127, so that x is about q * scale.
+        scale: [M] fp32, written: absmax / 127, so that x is about q * scale; NaN, with any codes,
+            for a token with NaN or infinity.
 
     Source: BitNet b1.58 (arXiv 2402.17764) as in transformers' ActQuant; absmax >= 1e-5.
     """
+    finite = np.isfinite(x)
+    x = np.where(finite, x, np.float32(0))
     absmax = np.maximum(np.abs(x).max(axis=1), np.float32(1e-5))
     inverse = np.float32(127) / absmax
     q[...] = np.clip(np.rint(x * inverse[:, None]), -128, 127)
-    scale[...] = absmax / np.float32(127)
+    scale[...] = np.where(finite.all(axis=1), absmax / np.float32(127), np.float32(np.nan))
 
 
 def linear_i8(

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from clocher_kernels.dtypes import LARGEST
 from clocher_kernels.formats import parse_format
-from clocher_kernels.ops.contract import Case, Cost, OpSpec, Param, Tolerance, Value
+from clocher_kernels.ops.contract import Case, Cost, OpSpec, Param, Tolerance, Value, nearest
 from clocher_kernels.plan import Attr
 from clocher_kernels.quant_tensor import QuantTensor, encode
 
@@ -18,12 +19,13 @@ def topk_softmax(*, logits: Array, ids: Array, weights: Array) -> None:
     Args:
         logits: [M, E] fp32.
         ids: [M, A] i32, written, by descending logit; equal logits by ascending expert.
-        weights: [M, A] fp32, written.
+        weights: [M, A] fp32, written; NaN if a logit is NaN.
     """
     order = np.argsort(-logits, axis=1, kind="stable")[:, : ids.shape[1]]
     chosen = np.take_along_axis(logits, order, axis=1).astype(np.float64)
     exps = np.exp(chosen - chosen[:, :1])
     ids[...] = order
+    exps[np.isnan(logits).any(axis=1)] = np.nan
     weights[...] = exps / exps.sum(axis=1, keepdims=True)
 
 
@@ -40,7 +42,8 @@ def moe_gate_up(
     """Compute the gated hidden layer of the chosen experts.
 
     gate and up are the even and odd rows of decode(w)[expert] x + bias[expert];
-    y = (clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g) with g = min(gate, limit).
+    y = (clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g) with g = min(gate, limit). A pair
+    that is not finite gives NaN.
 
     Args:
         x: [M, K] fp32.
@@ -55,10 +58,11 @@ def moe_gate_up(
     """
     dense = w.decode()
     for m in range(len(x)):
-        for a, expert in enumerate(ids[m]):
+        for a, expert in enumerate(nearest(ids[m], len(dense))):
             h = dense[expert].astype(np.float64) @ x[m]
             if bias is not None:
                 h += bias[expert]
+            h[np.abs(h) > LARGEST["f32"]] = np.nan
             gate, up = np.minimum(h[0::2], limit), np.clip(h[1::2], -limit, limit)
             y[m, a] = (up + 1) * gate / (1 + np.exp(-alpha * gate))
 
@@ -89,7 +93,7 @@ def moe_down(
     dense = w.decode()
     for m in range(len(x)):
         total = np.zeros(y.shape[1]) if residual is None else residual[m].astype(np.float64)
-        for a, expert in enumerate(ids[m]):
+        for a, expert in enumerate(nearest(ids[m], len(dense))):
             part = dense[expert].astype(np.float64) @ x[m, a]
             if bias is not None:
                 part += bias[expert]

@@ -57,7 +57,8 @@ def quantize_blocks(*, x: Array, q: Array, scale: Array, group: int) -> None:
     Args:
         x: [M, K] fp32, or [M, A, I] in `quantize_experts`.
         q: [M, K] int8, written.
-        scale: [M, B] fp32, written: absmax / 127; B = ceil(K / group). absmax is at least 1e-30.
+        scale: [M, B] fp32, written: absmax / 127; B = ceil(K / group). absmax is at least 1e-30. A
+            group with NaN or infinity has the scale NaN, and any codes.
         group: columns per scale; 0 for all.
     """
     *lead, k = x.shape
@@ -65,11 +66,13 @@ def quantize_blocks(*, x: Array, q: Array, scale: Array, group: int) -> None:
     cells = np.zeros((*lead, groups_of(k, group) * size), np.float32)
     cells[..., :k] = x
     cells = cells.reshape(*lead, -1, size)
+    finite = np.isfinite(cells)
+    cells[~finite] = 0
     absmax = np.maximum(np.abs(cells).max(axis=-1), np.float32(1e-30))
     inverse = np.float32(127) / absmax
     codes = np.clip(np.rint(cells * inverse[..., None]), -127, 127)
     q[...] = codes.reshape(*lead, -1)[..., :k]
-    scale[...] = absmax / np.float32(127)
+    scale[...] = np.where(finite.all(axis=-1), absmax / np.float32(127), np.float32(np.nan))
 
 
 def linear_q8(

@@ -9,6 +9,8 @@ from clocher_kernels.plan import Attr
 
 Array = np.ndarray
 
+NO_TOKEN = -1
+"""What is sampled from logits that are not all finite: the step went wrong."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
@@ -42,6 +44,7 @@ def sample(
     In this order: scale by 1 / temperature; keep the top_k largest (0: all); of those keep the
     shortest descending run whose probability reaches top_p, at least one; draw by the inverse
     distribution function, walking kept tokens by ascending id. Equal logits rank by ascending id.
+    A row with a logit that is NaN or infinite gets `NO_TOKEN`.
 
     Args:
         logits: [R, V] fp32.
@@ -53,6 +56,9 @@ def sample(
         ids: [R] i32, written.
     """
     for r, row in enumerate(logits):
+        if not np.isfinite(row).all():
+            ids[r] = NO_TOKEN
+            continue
         if temperature[r] == 0:
             ids[r] = np.argmax(row)
             continue
@@ -75,16 +81,18 @@ def advance(
     """Make the sampled tokens the next step's tokens, one position on.
 
     Args:
-        sampled: [R] i32.
+        sampled: [R] i32; `NO_TOKEN` goes on as token 0, which every table has.
         rows: [R] i32, the token each row came from.
         ids: [M] i32, updated.
         positions: [M] i32, updated.
         ends: [M] i32, updated.
         draws: [R] i32, updated.
     """
-    ids[rows] = sampled
-    positions[rows] += 1
-    ends[rows] += 1
+    inside = (rows >= 0) & (rows < len(ids))
+    tokens = rows[inside]
+    ids[tokens] = np.maximum(sampled[inside], 0)
+    positions[tokens] += 1
+    ends[tokens] += 1
     draws += 1
 
 
@@ -106,7 +114,7 @@ def _make_advance(case: Case, rng: np.random.Generator) -> dict[str, Value]:
     m, r = case.sizes["M"], case.sizes["R"]
     positions = rng.integers(0, 100, m).astype(np.int32)
     return {
-        "sampled": rng.integers(0, 1000, r).astype(np.int32),
+        "sampled": rng.integers(NO_TOKEN, 1000, r).astype(np.int32),
         "rows": rng.permutation(m)[:r].astype(np.int32),
         "ids": rng.integers(0, 1000, m).astype(np.int32),
         "positions": positions,

@@ -245,6 +245,7 @@ class _Worker:
             self._index = context.RawValue("q", -1)
             # Memory that a library reserves for each of its threads would blur the limit.
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+            os.environ["RUST_BACKTRACE"] = "0"  # it needs memory, and that is limited
             self._hung, self._seen = False, -1
             # Ours, not the worker's: a worker that is killed cannot tidy up.
             memory = next((s for s in _STORES if os.access(s, os.W_OK)), gettempdir())

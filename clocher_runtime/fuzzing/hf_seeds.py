@@ -1,7 +1,9 @@
 """Small sound files of Hugging Face models, a few kilobytes each."""
 
 import json
+from io import BytesIO
 from typing import Any
+from zipfile import ZipFile, ZipInfo
 
 import numpy as np
 
@@ -126,6 +128,10 @@ _GIVEN_BY = {
 }
 
 
+_TORCH = {"F32": "Float", "F16": "Half", "BF16": "BFloat16"}
+"""safetensors dtype -> name of torch's storage."""
+
+
 def safetensors_bytes(arrays: Arrays, values: dict[str, bytes] | None = None) -> bytes:
     """Return a safetensors file. Without given values, every float in it is small and finite."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -225,6 +231,64 @@ def tokenizers() -> list[Seed]:
     }
     settings = {"bos_token": "<s>", "eos_token": {"content": "<s>"}, "add_bos_token": True}
     return [{"tokenizer.json": json_bytes(document), "tokenizer_config.json": json_bytes(settings)}]
+
+
+def torch_bin() -> list[Seed]:
+    """Return Hugging Face directories of pickled weights: one file of all dtypes, and two shards.
+
+    Their pickles are what torch.save writes.
+    """
+    every: Arrays = {f"t{index}": (dtype, (2, 3)) for index, dtype in enumerate(_TORCH)}
+    shards: dict[str, Arrays] = {
+        f"pytorch_model-{n}.bin": {name: ("F32", (2, 3))} for n, name in enumerate("ab")
+    }
+    config = {"config.json": json_bytes({"model_type": "llama"})}
+    weight_map = {name: shard for shard, arrays in shards.items() for name in arrays}
+    return [
+        config | {"pytorch_model.bin": torch_archive(every)},
+        config
+        | {shard: torch_archive(arrays) for shard, arrays in shards.items()}
+        | {"pytorch_model.bin.index.json": json_bytes({"weight_map": weight_map})},
+    ]
+
+
+def torch_archive(arrays: Arrays) -> bytes:
+    """Return what torch.save writes for a dictionary of tensors; their values are small."""
+    records = {"data.pkl": _tensors_pickle(arrays), "byteorder": b"little"}
+    for key, (dtype, shape) in enumerate(arrays.values()):
+        count = int(np.prod(shape, dtype=np.int64)) * STORAGE[DTYPES[dtype]].itemsize
+        records[f"data/{key}"] = bytes(index * 7 % 0x40 for index in range(count))
+    return archive_bytes(
+        {f"m/{name}": data for name, data in (records | {"version": b"3"}).items()}
+    )
+
+
+def archive_bytes(records: dict[str, bytes]) -> bytes:
+    """Return a ZIP archive of records that are stored as they are."""
+    out = BytesIO()
+    with ZipFile(out, "w") as archive:
+        for name, data in records.items():
+            archive.writestr(ZipInfo(name), data)
+    return out.getvalue()
+
+
+def _tensors_pickle(arrays: Arrays) -> bytes:
+    def text(value: str) -> bytes:
+        return b"X" + len(value).to_bytes(4, "little") + value.encode()
+
+    def number(value: int) -> bytes:
+        return b"J" + value.to_bytes(4, "little")
+
+    out = b"\x80\x02ccollections\nOrderedDict\nq\0)Rq\1("
+    for key, (name, (dtype, shape)) in enumerate(arrays.items()):
+        storage = b"(" + text("storage") + f"ctorch\n{_TORCH[dtype]}Storage\n".encode()
+        count = int(np.prod(shape))
+        storage += text(str(key)) + text("cpu") + number(count) + b"tQ"
+        strides = [int(np.prod(shape[axis + 1 :])) for axis in range(len(shape))]
+        sizes = b"".join(b"(" + b"".join(map(number, found)) + b"t" for found in (shape, strides))
+        out += text(name) + b"ctorch._utils\n_rebuild_tensor_v2\nq\2(" + storage + number(0)
+        out += sizes + b"\x89h\0)RtR"
+    return out + b"u}" + text("_metadata") + b"h\1sb."
 
 
 def llama_spec() -> ModelSpec:

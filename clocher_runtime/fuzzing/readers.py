@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from clocher_kernels.errors import ModelError, UsageError
+from clocher_kernels.errors import ModelError, OutOfMemory, UsageError
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.fuzzing import hf_seeds, seeds
+from clocher_runtime.chat_template import ChatTemplate
+from clocher_runtime.fuzzing import hf_seeds, seeds, text_seeds
 from clocher_runtime.fuzzing.hf_seeds import Seed
 from clocher_runtime.fuzzing.mutations import (
     Mutation,
@@ -21,6 +22,8 @@ from clocher_runtime.fuzzing.mutations import (
     words_of,
 )
 from clocher_runtime.fuzzing.oracle import Files
+from clocher_runtime.fuzzing.pickle_mutations import mutate_torch_bin
+from clocher_runtime.fuzzing.text_mutations import mutate_template, mutate_text, mutate_tokenizer
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.fields import Fields
 from clocher_runtime.models.inventory import inventory
@@ -32,6 +35,7 @@ from clocher_runtime.weights.checkpoint import open_checkpoint
 from clocher_runtime.weights.dedup.checkpoint import open_deduplicated
 from clocher_runtime.weights.files import read_bytes
 from clocher_runtime.weights.gguf.checkpoint import open_gguf
+from clocher_runtime.weights.hf.torch_bin import has_safe_torch, read_torch_bin
 from clocher_runtime.weights.iebin.checkpoint import JSON_NAME, open_iebin
 from clocher_runtime.weights.q4.map import load_q4_map
 from clocher_runtime.weights.q4.overlay import COMPAT_NAME, open_index
@@ -143,6 +147,10 @@ def _read_tensors(folder: Path) -> None:
     _use(open_checkpoint(folder))
 
 
+def _read_torch_bin(folder: Path) -> None:
+    _use(read_torch_bin(folder))
+
+
 def _read_config(folder: Path) -> None:
     config = parse_object(read_bytes(folder / "config.json", 1 << 24), "config.json")
     spec = spec_from_config(config)
@@ -195,14 +203,26 @@ def _read_trace(folder: Path) -> None:
 
 
 def _read_tokenizer(folder: Path) -> None:
+    """Tokenise a text, and give back the text of its ids and of others that nobody vouches for."""
     path = folder / "tokenizer_config.json"
     config = parse_object(read_bytes(path, 1 << 24), path.name)
     tokenizer = Tokenizer(folder / "tokenizer.json", config)
-    ids = tokenizer.encode("ab é\n<s>")
+    text = read_bytes(folder / "text.txt", 1 << 24)
+    ids = tokenizer.encode(text.decode("utf-8", "surrogateescape"), room=1 << 16)
+    tokenizer.decode(ids, skip_special=True)
+    dice = Random(text)
+    drawn = (dice.randrange(tokenizer.vocab_size + 9) for _ in range(4))
     stream = tokenizer.stream()
-    for token in (*ids, 0, 5, 6, 99):
+    for token in (*ids[:8], 99, *drawn):
         stream.push(token)
     stream.flush()
+
+
+def _read_template(folder: Path) -> None:
+    path = folder / "values.json"
+    values = parse_object(read_bytes(path, 1 << 24), path.name)
+    source = read_bytes(folder / "chat_template.jinja", 1 << 24).decode("utf-8", "replace")
+    assert isinstance(ChatTemplate(source).render(**values), str)
 
 
 _JSON = {".json": (mutate_json, 1)}
@@ -216,6 +236,12 @@ _ALL = (
         hf_seeds.hf_sharded,
         {".index.json": (mutate_json, 4), "config.json": (mutate_json, 1), **_WEIGHTS},
         _read_model,
+    ),
+    Reader(
+        "torch-bin",
+        hf_seeds.torch_bin,
+        {".bin": (mutate_torch_bin, 6), ".index.json": (mutate_json, 1)},
+        _read_torch_bin,
     ),
     Reader(
         "config",
@@ -268,7 +294,23 @@ _ALL = (
         _read_q4_overlay,
     ),
     Reader("trace", seeds.traces, {".jsonl": (mutate_lines, 1)}, _read_trace, (UsageError,)),
-    Reader("tokenizer", hf_seeds.tokenizers, _JSON, _read_tokenizer),
+    Reader(
+        "tokenizer",
+        text_seeds.tokenizers,
+        {"tokenizer.json": (mutate_tokenizer, 3), ".txt": (mutate_text, 2), **_JSON},
+        _read_tokenizer,
+        (ModelError, UsageError, OutOfMemory),
+    ),
+    Reader(
+        "templates",
+        text_seeds.templates,
+        {".jinja": (mutate_template, 3), **_JSON},
+        _read_template,
+        (ModelError, UsageError),
+    ),
 )
 
-READERS: Mapping[str, Reader] = {reader.name: reader for reader in _ALL}
+READERS: Mapping[str, Reader] = {
+    reader.name: reader for reader in _ALL if reader.name != "torch-bin" or has_safe_torch()
+}
+"""By name. Pickled weights are read where torch, which is optional, is installed."""

@@ -1,6 +1,7 @@
 """Turn a ModelSpec into a Plan. One builder serves every family."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,6 +27,7 @@ def build_plan(
     slots: int,
     context: int,
     kv_dtype: str = "f32",
+    room: Callable[[int, int], None] = lambda buffers, tables: None,
 ) -> Plan:
     """Build the forward pass of a model.
 
@@ -37,12 +39,14 @@ def build_plan(
         slots: sequences that the KV cache holds.
         context: cells of each slot.
         kv_dtype: f32, bf16, f16, e4m3, e5m2 or i8.
+        room: raises unless there is memory for the bytes of the buffers and of the rotary tables;
+            called before the tables are made.
 
     Returns:
         The Plan. Inputs: ids, slots, positions, ends, ancestors, pages, rows, temperature, top_k,
         top_p, seeds, draws. Outputs: logits [R, V], sampled [R].
     """
-    return _Builder(spec, formats, tokens, rows, slots, context, kv_dtype).build()
+    return _Builder(spec, formats, tokens, rows, slots, context, kv_dtype).build(room)
 
 
 class _Builder:
@@ -65,10 +69,9 @@ class _Builder:
         self.calls: list[Call] = []
         self.quantized: set[str] = set()  # buffers whose int8 copy is current
 
-    def build(self) -> Plan:
+    def build(self, room: Callable[[int, int], None]) -> Plan:
         spec, hidden = self.spec, self.spec.hidden_size
         self._inputs()
-        cos, sin = rope_tables(spec.rope, spec.head_dim, self.context)
         self._scratch("h", hidden)
         self._call("embed", {"ids": "ids", "table": EMBED, "y": "h"})
         for layer, window in enumerate(spec.windows):
@@ -81,16 +84,20 @@ class _Builder:
         self._buffer("logits", (self.rows, spec.vocab_size), "f32", "R", "output")
         self._buffer("sampled", (self.rows,), "i32", "R", "output")
         self._call("gather_rows", {"x": "h", "rows": "rows", "y": "last"})
-        self._norm("last", NORM, "last")
-        self._linear("last", head_name(spec), "logits")
+        # A buffer of its own: what only products read may be stored in fewer bits.
+        self._buffer("last.normed", (self.rows, hidden), "f32", "R")
+        self._norm("last", NORM, "last.normed")
+        self._linear("last.normed", head_name(spec), "logits")
         draw = {n: n for n in ("logits", "temperature", "top_k", "top_p", "seeds", "draws")}
         self._call("sample", {**draw, "ids": "sampled"})
         step = {n: n for n in ("sampled", "rows", "ids", "positions", "ends", "draws")}
         self._call("advance", step)
-        consts = {"rope.cos": cos, "rope.sin": sin}
-        return Plan(
-            self.tokens, self.rows, self.buffers, consts, tuple(self.weights), tuple(self.calls)
+        plan = Plan(
+            self.tokens, self.rows, self.buffers, {}, tuple(self.weights), tuple(self.calls)
         )
+        room(plan.scratch_bytes(), 4 * self.context * spec.head_dim)
+        cos, sin = rope_tables(spec.rope, spec.head_dim, self.context)
+        return replace(plan, consts={"rope.cos": cos, "rope.sin": sin})
 
     def _inputs(self) -> None:
         for name in ("ids", "slots", "positions", "ends"):

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from clocher_kernels.errors import FormatError, UsageError
+from clocher_kernels.errors import FormatError
 from clocher_kernels.formats import parse_format
 from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.float import Float
 from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.quant_tensor import QuantTensor, encode
+from clocher_runtime.arguments import one_of
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.fields import Fields
 from clocher_runtime.models.inventory import EMBED, HEAD, Need, head_name, inventory
@@ -66,8 +67,8 @@ def load_model(checkpoint: Checkpoint, precision: str | None = None) -> Model:
         UnsupportedModel, FormatError: the checkpoint is not one that Clocher can run.
     """
     refuse_in_window("load weights")
-    if precision is not None and precision not in PRECISIONS:
-        raise UsageError(f"precision is {precision!r}; known: {', '.join(PRECISIONS)}")
+    if precision is not None:
+        one_of("precision", precision, PRECISIONS)
     spec = _with_stop_ids(spec_from_config(checkpoint.config), checkpoint.generation_config)
     needs = inventory(spec)
     _account(spec, needs, checkpoint)

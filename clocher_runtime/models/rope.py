@@ -29,7 +29,10 @@ def rope_tables(spec: RopeSpec, head_dim: int, positions: int) -> tuple[np.ndarr
     """Return cosines and sines [positions, head_dim / 2] fp32, attention factor included."""
     angles = np.arange(positions, dtype=np.float32)[:, None] * inverse_frequencies(spec, head_dim)
     factor = np.float32(spec.attention_factor)
-    return np.cos(angles) * factor, np.sin(angles) * factor
+    cos, sin = np.cos(angles), np.sin(angles, out=angles)  # a long context has large tables
+    cos *= factor
+    sin *= factor
+    return cos, sin
 
 
 def _llama3(spec: RopeSpec, plain: np.ndarray, stretched: np.ndarray) -> np.ndarray:

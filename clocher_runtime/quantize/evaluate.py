@@ -6,8 +6,9 @@ from math import prod
 from pathlib import Path
 from statistics import median
 
-from clocher_kernels.errors import ModelError, OutOfMemory, UsageError
+from clocher_kernels.errors import ModelError, UsageError
 from clocher_kernels.formats import parse_format
+from clocher_kernels.host_memory import require
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.models.load import Model
 from clocher_runtime.quantize.bootstrap import Summary, summarise
@@ -58,7 +59,8 @@ class Runs:
             UsageError: the model has fewer positions than a window.
             OutOfMemory: two windows of logits do not fit.
         """
-        _check_memory(window, model.spec.vocab_size)
+        nbytes = 2 * 4 * window * model.spec.vocab_size
+        require(nbytes, "two windows of logits need", "lower --window")
         return Session(
             model,
             backend=self.backend,
@@ -269,16 +271,3 @@ def _compare(
 
 def _spell(shape: tuple[int, ...] | None) -> str:
     return "absent" if shape is None else str(list(shape))
-
-
-def _check_memory(window: int, vocab: int) -> None:
-    """Refuse before allocating what the machine does not have."""
-    import psutil
-
-    needed = 2 * 4 * window * vocab
-    available = int(psutil.virtual_memory().available)
-    if needed > available:
-        raise OutOfMemory(
-            f"two windows of logits need {needed >> 20} MiB, {available >> 20} MiB are available; "
-            "lower --window"
-        )

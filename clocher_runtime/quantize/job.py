@@ -143,6 +143,7 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
 
     Raises:
         FormatError: a value cannot be quantised.
+        ModelChanged: the model's files changed meanwhile.
         UsageError: the calibration does not know the model.
         OSError: a file cannot be written.
     """
@@ -189,6 +190,7 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
         verdicts.append(evaluation.gate.verdict)
     verdict = worst(verdicts)
     path = job.out if verdict == "pass" else rejected_path(job.out)
+    checkpoint.check_unchanged()
     write_manifest(path, document_of(rules, plan, done, files, sections))
     return Outcome(verdict, path, plan, done, evaluation, allocation or {})
 
@@ -203,7 +205,8 @@ def quantised_checkpoint(checkpoint: Checkpoint, q4_map: Q4Map, threads: int = 1
     tensors: dict[str, Stored] = dict(checkpoint.tensors)
     for name, fmt in formats.items():
         tensors[name] = LazyTensor(checkpoint.shape(name), fmt, partial(make, name))
-    return dataclasses.replace(checkpoint, tensors=tensors)
+    hashes = {name: known for name, known in checkpoint.hashes.items() if name not in formats}
+    return dataclasses.replace(checkpoint, tensors=tensors, hashes=hashes)
 
 
 def _judge(

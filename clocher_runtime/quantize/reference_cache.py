@@ -36,7 +36,7 @@ from clocher_runtime.quantize.compare import (
     softmax,
 )
 from clocher_runtime.quantize.documents import Documents
-from clocher_runtime.weights.output_file import sync_directory
+from clocher_runtime.weights.output_file import open_new, sync_directory
 from clocher_runtime.weights.safetensors_file import SafetensorsFile
 
 KEPT = 256
@@ -89,7 +89,7 @@ def store(
     header, offsets = _header(_layout(documents.tokens, kept))
     partial = path.with_name(path.name + ".partial")
     try:
-        with partial.open("wb") as file:
+        with os.fdopen(open_new(partial), "wb") as file:
             file.write(header)
             _put(file, offsets["fingerprint"], np.frombuffer(mark, np.uint8))
             done = 0

@@ -18,11 +18,14 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.weights.base import Checkpoint, Stored, lazy_tensor, stored_tensor
 from clocher_runtime.weights.files import MappedFile
 from clocher_runtime.weights.strict_json import checked_name, checked_shape
+from clocher_runtime.weights.zip_directory import directory_bytes
 
 MAX_ARRAYS = 100_000
 
 _FLOATS = {"<f4": "f32", "<f2": "f16"}
 _LOCAL_HEADER_BYTES = 30
+_DIRECTORY_BYTES = 1 << 24
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _MAX_RATIO = 1032
 """What deflate reaches at most; a larger promise is a lie."""
 
@@ -40,6 +43,12 @@ def open_npz(path: Path) -> Checkpoint:
         FormatError: it is damaged, or holds something other than arrays of floats.
     """
     file = MappedFile(path)
+    try:
+        size = directory_bytes(file)
+    except FormatError as error:
+        raise FormatError(f"not an .npz file of arrays: {error}") from None
+    if size > _DIRECTORY_BYTES:
+        raise FormatError(f"{path}: a directory of {size} bytes; the limit is {_DIRECTORY_BYTES}")
     tensors: dict[str, Stored] = {}
     try:
         with zipfile.ZipFile(path) as archive:
@@ -123,6 +132,8 @@ def _from_value(value: object, where: str) -> Stored:
 
 def _npy(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, file: MappedFile, where: str) -> Stored:
     """Return one array: a view if it is stored as it is, else what decompresses it on demand."""
+    if entry.compress_type not in _METHODS:
+        raise FormatError(f"{where}: compressed in a way that NumPy does not write")
     with archive.open(entry) as stream:
         version = np.lib.format.read_magic(stream)
         if version == (1, 0):

@@ -1,7 +1,8 @@
 """A checkpoint: the common face of every container that weights come in."""
 
+import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,8 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.weights.files import MappedFile
 
 CHECK_LIMIT_BYTES = 64 << 20
+_HASH_STEP = 1 << 22
+_INDICES = ("row_ptr", "col_idx")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +57,7 @@ class Checkpoint:
             tensors whose planes `tensor` computes. All of them say shape, format and nbytes.
         files: the mapped weight files.
         notes: what a person should know about how they were read: arrays that are not used.
+        hashes: SHA-256 of each plane by tensor and plane, of tensors whose container has them.
         make_tokenizer: makes the content of tokenizer.json where that is no file, as in GGUF.
     """
 
@@ -66,6 +70,7 @@ class Checkpoint:
     tensors: Mapping[str, Stored]
     files: tuple[MappedFile, ...]
     notes: tuple[str, ...] = ()
+    hashes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     make_tokenizer: Callable[[], bytes] | None = None
 
     @property
@@ -106,11 +111,12 @@ class Checkpoint:
         Codes that the format forbids are looked for in tensors of at most 64 MiB, in the scales of
         MXFP4 whatever their size, and everywhere with `verify`. Such a code would give a wrong
         number, never a fault; the index arrays of block-sparse rows, which could, are always
-        checked.
+        checked, and copied first: nobody can change them in the file afterwards. With `verify` the
+        planes must also have the SHA-256 that the container tells, if it tells any.
 
         Raises:
             ModelError: there is no such tensor.
-            FormatError: a stored code is one that the format forbids.
+            FormatError: a stored code is one that the format forbids, or a hash does not match.
             UnsupportedModel: stored values turn out to be such that no format can hold them.
         """
         stored = self._stored(name)
@@ -121,6 +127,10 @@ class Checkpoint:
         planes = {key: np.require(plane, requirements=["C", "A"]) for key, plane in found.items()}
         if isinstance(stored, LazyTensor):
             self.release()
+        if isinstance(stored.format, Bsr):
+            planes |= {key: planes[key].copy() for key in _INDICES}
+        if verify:
+            self._check_hashes(name, planes)
         tensor = QuantTensor(stored.shape, stored.format, planes)
         always = isinstance(tensor.format, Bsr | Mxfp4)
         if verify or always or tensor.nbytes <= CHECK_LIMIT_BYTES:
@@ -131,14 +141,25 @@ class Checkpoint:
         return tensor
 
     def verify(self) -> None:
-        """Look for forbidden codes in every tensor.
+        """Read all weights: look for forbidden codes and check every hash that the container has.
 
         Raises:
-            FormatError: there is one.
+            FormatError: there is such a code, or a hash does not match.
+            ModelChanged: a file changed meanwhile.
         """
         for name in self.tensors:
             self.tensor(name, verify=True)
             self.release()
+        self.check_unchanged()
+
+    def check_unchanged(self) -> None:
+        """Check that the weight files are still those that were opened; no byte of them is read.
+
+        Raises:
+            ModelChanged: one was written to, replaced or deleted.
+        """
+        for file in self.files:
+            file.check_unchanged()
 
     def read_ahead(self, name: str) -> None:
         """Let the disk start to read a tensor whose planes lie in the files as they are."""
@@ -156,6 +177,18 @@ class Checkpoint:
     def close(self) -> None:
         """Finish with the files. A mapping lasts until the last view of it is gone."""
         self.release()
+
+    def _check_hashes(self, name: str, planes: Mapping[str, np.ndarray]) -> None:
+        for key, expected in self.hashes.get(name, {}).items():
+            data = planes[key].reshape(-1).view(np.uint8)
+            digest = hashlib.sha256()
+            for start in range(0, len(data), _HASH_STEP):
+                digest.update(data[start : start + _HASH_STEP].data)
+            if digest.hexdigest() != expected:
+                raise FormatError(
+                    f"{self.path}: tensor {name!r}, plane {key!r}: the bytes do not match their "
+                    "SHA-256: the file is damaged; convert the model again"
+                )
 
     def _stored(self, name: str) -> Stored:
         if name not in self.tensors:

@@ -150,6 +150,7 @@ class SparseConversion:
             What became of each matrix.
 
         Raises:
+            ModelChanged: the input changed meanwhile.
             FormatError: a tensor holds a code that its format forbids, or cannot be stored.
             UsageError: no matrix would become smaller, or another conversion is at work there.
             OSError: the output cannot be written; nothing of it is left.
@@ -173,6 +174,7 @@ class SparseConversion:
                     f"none of the {len(outcomes)} matrices would become smaller; the sparsest, "
                     f"{_sparsest(outcomes)}; ask for a sparsity, other blocks, or force it"
                 )
+            self.source.check_unchanged()
             writer.commit(
                 self.source.config,
                 self.source.generation_config,

@@ -77,6 +77,7 @@ class Conversion:
             How many tensors an earlier run had finished.
 
         Raises:
+            ModelChanged: the input changed meanwhile.
             FormatError: a tensor holds a code that its format forbids, or cannot be quantised.
             UsageError: another conversion is writing to the same directory.
             OSError: the output cannot be written; nothing of it is left.
@@ -91,6 +92,7 @@ class Conversion:
                 self.source.release()
                 if progress:
                     progress(writer.nbytes, name)
+            self.source.check_unchanged()
             writer.commit(
                 self.source.config,
                 self.source.generation_config,

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,13 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from clocher_kernels.errors import FormatError, UsageError
+from clocher_kernels.errors import FormatError, ModelError, UsageError
+from clocher_runtime.weights.files import check_all_mapped, read_bytes
 from clocher_runtime.weights.strict_json import parse_object
 
 ALIGNMENT = 64
 _STEP = 1 << 22
 _IN_FLIGHT = 8
 _FLUSH_BYTES = 1 << 26
+_MAX_JOURNAL_BYTES = 1 << 30
 
 
 class OutputFile:
@@ -161,8 +164,7 @@ class Journal:
             OSError: the file cannot be written.
         """
         self.close()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._descriptor = os.open(self.path, flags, 0o666)
+        self._descriptor = open_new(self.path)
         self._append([{"job": self._job}, *self.entries[:kept]])
 
     def add(self, entry: dict[str, Any]) -> None:
@@ -187,8 +189,8 @@ class Journal:
 
     def _read(self) -> list[dict[str, Any]]:
         try:
-            lines = self.path.read_bytes().split(b"\n")
-        except OSError:
+            lines = read_bytes(self.path, _MAX_JOURNAL_BYTES, follow=False).split(b"\n")
+        except ModelError:  # there is none, or what is there is no journal
             return []
         found = []
         # What follows the last line break was cut off.
@@ -207,8 +209,15 @@ def open_locked(path: Path) -> int:
         UsageError: another process has it.
         OSError: it cannot be opened.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    # Without O_NONBLOCK a pipe that somebody put there could hang this.
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags, 0o666)
     try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            raise OSError(
+                errno.EEXIST, "a pipe, a device or a second name of a file; remove it", str(path)
+            )
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # A writer that finished in between has renamed the file that was opened.
         if not os.path.samestat(os.fstat(descriptor), os.stat(path)):
@@ -221,19 +230,38 @@ def open_locked(path: Path) -> int:
     return descriptor
 
 
+def open_new(path: Path) -> int:
+    """Make a new file for writing, instead of whatever has its name.
+
+    Nothing that somebody put there is followed or waited for: links, pipes, other people's files.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path.unlink(missing_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
 def write_all(descriptor: int, data: memoryview, path: Path) -> None:
-    """Write everything; an OSError names the path."""
+    """Write everything; an OSError names the path.
+
+    Raises:
+        ModelChanged: the data are pages of a model file that are gone.
+        OSError: they cannot be written.
+    """
     try:
         while data:
             data = data[os.write(descriptor, data) :]
     except OSError as error:
+        if error.errno == errno.EFAULT:
+            check_all_mapped()
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def write_file(path: Path, data: bytes) -> None:
     """Write a file under a temporary name and rename it, so that no reader sees half of it."""
     partial = path.with_name(path.name + ".partial")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    descriptor = open_new(partial)
     try:
         write_all(descriptor, memoryview(data), partial)
         os.fsync(descriptor)

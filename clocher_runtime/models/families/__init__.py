@@ -6,7 +6,7 @@ from typing import Any
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_runtime.models.families import bitnet, gpt_oss, llama, qwen
-from clocher_runtime.models.fields import Fields
+from clocher_runtime.models.fields import Fields, shown
 from clocher_runtime.models.spec import ModelSpec
 
 FAMILIES: Mapping[str, Callable[[Fields], ModelSpec]] = MappingProxyType(
@@ -42,7 +42,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         names = [_BY_MODEL_TYPE.get(str(config.get("model_type")), str(config.get("model_type")))]
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise FormatError(
-            f"config.json: architectures is {names!r:.80}; expected a list of one name"
+            f"config.json: architectures is {shown(names)}; expected a list of one name"
         )
     if names[0] not in FAMILIES:
         raise UnsupportedModel(

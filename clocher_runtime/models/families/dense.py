@@ -3,8 +3,9 @@
 from typing import Any
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
-from clocher_runtime.models.fields import Fields, rope_spec
+from clocher_runtime.models.fields import Fields, rope_spec, shown
 
+EPS = (1e-12, 1.0)
 LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
@@ -36,7 +37,7 @@ def sizes(fields: Fields, **published: Any) -> dict[str, Any]:
             "head_dim", published["head_dim"] or max(hidden // heads, 1), most=4096
         ),
         "max_positions": positions,
-        "norm_eps": fields.number("rms_norm_eps", published["eps"], 0.0, 1.0),
+        "norm_eps": fields.number("rms_norm_eps", published["eps"], *EPS),
         "rope": rope_spec(fields, published["theta"], positions, published.get("rope")),
         "tied": fields.flag("tie_word_embeddings", published["tied"]),
         "eos_ids": fields.token_ids("eos_token_id", vocab),
@@ -63,11 +64,11 @@ def layer_windows(
     if types is None:
         types = list(default)
     if not isinstance(types, list) or len(types) != layers:
-        raise FormatError(f"config.json: layer_types is {types!r:.80}; expected {layers} names")
+        raise FormatError(f"config.json: layer_types is {shown(types)}; expected {layers} names")
     for kind in types:
         if kind not in LAYER_TYPES:
             raise UnsupportedModel(
-                f"config.json: layer type {kind!r:.80} is not known; Clocher knows "
+                f"config.json: layer type {shown(kind)} is not known; Clocher knows "
                 f"{', '.join(LAYER_TYPES)}"
             )
     if window is None and LAYER_TYPES[0] in types:
@@ -91,5 +92,5 @@ def bitnet_settings(fields: Fields) -> dict[str, Any]:
     norm = quant.flag("use_rms_norm", False)
     return {
         "ternarize": online and auto == "autobitlinear",
-        "input_norm_eps": quant.number("rms_norm_eps", 1e-6, 1e-12, 1.0) if norm else 0.0,
+        "input_norm_eps": quant.number("rms_norm_eps", 1e-6, *EPS) if norm else 0.0,
     }

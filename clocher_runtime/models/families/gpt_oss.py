@@ -49,8 +49,8 @@ def spec(fields: Fields) -> ModelSpec:
         moe=MoeSpec(
             experts,
             min(active, experts),
-            fields.number("swiglu_limit", 7.0, 1e-6),
-            fields.number("swiglu_alpha", 1.702, 1e-6),
+            fields.number("swiglu_limit", 7.0, 1e-3, 1e6),
+            fields.number("swiglu_alpha", 1.702, 1e-3, 1e3),
         ),
         qkv_bias=bias,
         o_bias=bias,

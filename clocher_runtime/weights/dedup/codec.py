@@ -164,7 +164,8 @@ class Decoder:
         if stream.mode == "const":
             return np.repeat(self._values[:1], count)
         if stream.mode == "trits":
-            index = self._codes[start // TRITS : -(-stop // TRITS)]
+            # A copy: what has been checked must not change in the file before it is used.
+            index = self._codes[start // TRITS : -(-stop // TRITS)].copy()
             if index.max() >= len(self._table):
                 raise FormatError("a byte of trits is above 242")
             return np.take(self._table, index, axis=0)[:, :TRITS].reshape(-1)[:count]

@@ -164,7 +164,8 @@ class PlaneCache:
 
     def plane(self, dedup: DedupFile, number: int) -> np.ndarray:
         """Return a plane: a view of a file where there is one, else decoded."""
-        if dedup.in_place(number):
+        if dedup.in_place(number) or self.directory.is_symlink():
+            # A link in a model may lead to files of others, of which `_tidy` would delete some.
             return dedup.plane(number)
         if self.total is None:
             self.total = self._tidy(dedup)

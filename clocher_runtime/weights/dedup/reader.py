@@ -247,7 +247,8 @@ class DedupFile:
 
     def _blocks(self, number: int) -> Callable[[int, int], np.ndarray]:
         plane, regions = self.index.planes[number], self.index.regions[number]
-        index = self._bytes(regions[0]).view("<u4")
+        # A copy: what has been checked must not change in the file before it is used.
+        index = self._bytes(regions[0]).view("<u4").copy()
         unique = self._bytes(regions[1]).reshape(-1, BLOCK_BYTES)
         if index.max() >= plane.unique:
             raise FormatError("the number of a block is too high")

@@ -21,13 +21,14 @@ def find_gguf(path: Path) -> Path | None:
     """Return the path of a GGUF file: the path itself, or the only such file in the directory.
 
     Raises:
-        ModelNotFound: the directory has several.
+        ModelNotFound: the directory has several, or may not be listed.
     """
-    if path.suffix.lower() == SUFFIX and not path.is_dir():
-        return path
-    if not path.is_dir():
-        return None
-    found = sorted(name for name in os.listdir(path) if name.lower().endswith(SUFFIX))
+    if not os.path.isdir(path):
+        return path if path.suffix.lower() == SUFFIX else None
+    try:
+        found = sorted(name for name in os.listdir(path) if name.lower().endswith(SUFFIX))
+    except OSError as error:
+        raise ModelNotFound(f"{path}: cannot be listed: {error.strerror}") from None
     if len(found) > 1:
         raise ModelNotFound(
             f"{path}: {len(found)} GGUF files ({', '.join(found[:3])}); name one of them"

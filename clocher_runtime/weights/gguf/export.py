@@ -77,6 +77,7 @@ class GgufExport:
             progress: called after each tensor with the bytes written so far and its name.
 
         Raises:
+            ModelChanged: the input changed meanwhile.
             FormatError: a tensor is damaged, or ggml cannot hold it exactly.
             OSError: the file cannot be written; nothing of it is left.
         """
@@ -87,12 +88,13 @@ class GgufExport:
             for item in self.items:
                 if not item.source:
                     continue
-                tensor = checkpoint.tensor(item.source)
+                tensor = checkpoint.tensor(item.source, verify=True)
                 self._write_tensor(writer, item, tensor)
                 checkpoint.release()
                 done += item.entry.nbytes
                 if progress:
                     progress(done, item.entry.name)
+            checkpoint.check_unchanged()
             writer.commit()
 
     def _write_tensor(self, writer: GgufWriter, item: _Item, tensor: QuantTensor) -> None:

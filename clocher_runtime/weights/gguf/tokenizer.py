@@ -8,11 +8,13 @@ of the models' own tokenizer.json.
 """
 
 import json
+from array import array
 from typing import Any
 
 import numpy as np
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
+from clocher_runtime.split_patterns import DEFAULT, GPT2, GPT4O, LLAMA3, QWEN2
 from clocher_runtime.weights.gguf.file import GgufFile
 from clocher_runtime.weights.gguf.tokens import (
     CONTROL,
@@ -27,33 +29,19 @@ from clocher_runtime.weights.gguf.tokens import (
 _PRE, _MERGES, _SCORES = "tokenizer.ggml.pre", "tokenizer.ggml.merges", "tokenizer.ggml.scores"
 _MAX_SPM_CHARS = 1 << 22
 _MAX_TOKEN_CHARS = 512
+_MAX_SPM_WORK = 1 << 28
+_MERGES_PER_TOKEN = 8
+_STRIDE = 1024
 
-_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
-_QWEN2 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_GPT4O = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}?"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_DEFAULT = (
-    r"[\p{P}\$\+<=>\^~\|]+",
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
-    r"\p{N}+",
-    r"[0-9][0-9][0-9]",
-)
 _SPLITS: dict[str, tuple[str, ...]] = {
-    "default": _DEFAULT,
-    "gpt-2": (_GPT2,),
-    "llama-bpe": (_LLAMA3,),
-    "llama-v3": (_LLAMA3,),
-    "llama3": (_LLAMA3,),
-    "qwen2": (_QWEN2,),
-    "deepseek-r1-qwen": (_QWEN2,),
-    "gpt-4o": (_GPT4O,),
+    "default": DEFAULT,
+    "gpt-2": (GPT2,),
+    "llama-bpe": (LLAMA3,),
+    "llama-v3": (LLAMA3,),
+    "llama3": (LLAMA3,),
+    "qwen2": (QWEN2,),
+    "deepseek-r1-qwen": (QWEN2,),
+    "gpt-4o": (GPT4O,),
 }
 """Pre-type -> expressions that split a text, one after the other."""
 _WHOLE_TOKENS = ("llama-bpe", "llama-v3", "llama3")  # a token's text is looked up before merging
@@ -199,7 +187,7 @@ def _sentencepiece(file: GgufFile, texts: list[str]) -> dict[str, Any]:
     back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
     model = _bpe(
         {text: index for index, text in enumerate(texts)},
-        _merges(file, texts, scores.tolist(), types),
+        _merges(file, texts, scores.astype(np.float64), types),
         unk_token=texts[unknown] if unknown is not None and 0 <= unknown < len(texts) else None,
         fuse_unk=True,
         byte_fallback=True,
@@ -216,30 +204,45 @@ def _sentencepiece(file: GgufFile, texts: list[str]) -> dict[str, Any]:
 
 
 def _merges(
-    file: GgufFile, texts: list[str], scores: list[float], types: np.ndarray
+    file: GgufFile, texts: list[str], scores: np.ndarray, types: np.ndarray
 ) -> list[tuple[str, str]]:
     """Return the pairs of tokens that make a token, that of the best score first.
 
     As in transformers' generate_merges: of one token's pairs, the one with the longer left part
     comes first.
     """
-    total, longest = sum(map(len, texts)), max(map(len, texts))
-    if total > _MAX_SPM_CHARS or longest > _MAX_TOKEN_CHARS:
-        raise FormatError(
-            f"{file.file.path}: tokens of {total} characters in all, the longest of {longest}; the "
-            f"limits are {_MAX_SPM_CHARS} and {_MAX_TOKEN_CHARS}"
-        )
+    lengths = np.array([len(text) for text in texts], np.int64)
+    for what, size, limit in (
+        ("characters in all", int(lengths.sum()), _MAX_SPM_CHARS),
+        ("characters in the longest", int(lengths.max()), _MAX_TOKEN_CHARS),
+        ("squares of their lengths", int((lengths**2).sum()), _MAX_SPM_WORK),
+    ):
+        if size > limit:
+            raise FormatError(
+                f"{file.file.path}: {len(texts)} tokens with {size} {what}; the limit is {limit}"
+            )
     mergeable = (types != CONTROL) & (types != UNKNOWN) & (types != USER)
-    parts = {text for text, use in zip(texts, mergeable.tolist(), strict=True) if use}
-    found = [
-        (score, at, text)
-        for text, score in zip(texts, scores, strict=True)
-        if text in parts
-        for at in range(1, len(text))
-        if text[:at] in parts and text[at:] in parts
+    # Text -> the same text, so that the parts of all merges are no more strings than there are.
+    parts = {text: text for text, use in zip(texts, mergeable.tolist(), strict=True) if use}
+    splits = array("q")
+    for index, text in enumerate(texts):
+        if text in parts:
+            splits.extend(
+                index * _STRIDE + at
+                for at in range(1, len(text))
+                if text[:at] in parts and text[at:] in parts
+            )
+        if len(splits) > _MERGES_PER_TOKEN * len(texts):
+            raise FormatError(
+                f"{file.file.path}: its {len(texts)} tokens are made of each other in more than "
+                f"{_MERGES_PER_TOKEN} ways each; those of models are in 2 or 3"
+            )
+    whole, cuts = np.divmod(np.array(splits, np.int64), _STRIDE)
+    order = np.lexsort((cuts - lengths[whole], -cuts, -scores[whole]))
+    return [
+        (parts[texts[one][:cut]], parts[texts[one][cut:]])
+        for one, cut in zip(whole[order].tolist(), cuts[order].tolist(), strict=True)
     ]
-    found.sort(key=lambda pair: (-pair[0], -pair[1], pair[1] - len(pair[2])))
-    return [(text[:at], text[at:]) for _, at, text in found]
 
 
 def _bpe(vocab: dict[str, int], merges: list[Any], **settings: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from clocher_kernels.errors import FormatError
 from clocher_runtime.weights.gguf.blocks import GgmlType
+from clocher_runtime.weights.output_file import open_new
 
 Field = str | bool | int | float
 
@@ -66,7 +67,7 @@ class GgufWriter:
         self.path = path
         self._ends, header = _layout(fields, entries)
         self._partial = path.with_name(path.name + _SUFFIX)
-        self._file = self._partial.open("wb")
+        self._file = os.fdopen(open_new(self._partial), "wb")
         self._written = 0
         self._done = 0
         self._file.write(header)

@@ -2,14 +2,15 @@
 
 A pickle is a program. torch's `weights_only` unpickler runs only the few calls that rebuild
 tensors; before torch 2.6 it could be tricked into running others (CVE-2025-32434), so older ones
-are refused. torch only says where each tensor lies: the file, a ZIP archive of uncompressed arrays,
-is mapped a second time by us, and no weight is read before it is asked for. This is the one module
-that calls torch.load, and torch is imported only when it is needed.
+are refused. Even so it can be made to compute for ever or to ask for any memory, so `pickle_scan`
+looks through the pickle first. torch only says where each tensor lies: the file, a ZIP archive of
+uncompressed arrays, is mapped a second time by us, and no weight is read before it is asked for.
+This is the one module that calls torch.load, and torch is imported only when it is needed.
 """
 
+import math
 import re
-import zipfile
-import zlib
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,18 +23,19 @@ from clocher_runtime.weights.base import Checkpoint
 from clocher_runtime.weights.files import MappedFile
 from clocher_runtime.weights.hf.arrays import StoredArray
 from clocher_runtime.weights.hf.checkpoint import CONFIG, HfFolder, Weights, find_hf, read_folder
+from clocher_runtime.weights.hf.pickle_scan import scan_pickle
 from clocher_runtime.weights.safetensors_file import DTYPES
 from clocher_runtime.weights.strict_json import checked_name, checked_shape
+from clocher_runtime.weights.zip_directory import stored_records
 
 SINGLE = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
 SAFE_TORCH = (2, 6)
 
 _SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,240}\.bin")
-_RECORD = re.compile(r"[^/]+/data/[0-9]+")
-_MAX_RECORDS = 1_000_000
-_LOCAL_HEADER_BYTES = 30
-_ORDER_BYTES = 16
+_PICKLE = "data.pkl"
+_PICKLE_BYTES = 1 << 20
+_PICKLE_BYTES_PER_RECORD = 1 << 10
 _TORCH_DTYPES = {
     "torch.float32": "F32",
     "torch.float16": "F16",
@@ -70,7 +72,21 @@ def open_torch_bin(path: Path) -> Checkpoint:
     if directory is None:
         raise ModelNotFound(f"{path}: no {CONFIG} there, nor in hf or hf/original below it")
     require_safe_torch()
+    return read_torch_bin(directory)
+
+
+def read_torch_bin(directory: Path) -> Checkpoint:
+    """Open a directory as `open_torch_bin`, with a torch that is known to be safe."""
     return read_folder(directory, "bin", _read_weights)
+
+
+def has_safe_torch() -> bool:
+    """Return whether `require_safe_torch` raises nothing."""
+    try:
+        require_safe_torch()
+    except UsageError:
+        return False
+    return True
 
 
 def require_safe_torch() -> None:
@@ -115,14 +131,12 @@ def _read_weights(folder: HfFolder) -> Weights:
 def _read_file(path: Path) -> tuple[dict[str, StoredArray], MappedFile]:
     """Return views of the tensors of one file."""
     file = MappedFile(path)
-    records = _records(file)
+    try:
+        used = _checked_storages(file)
+    except FormatError as error:
+        raise FormatError(f"{error}{_WAY_OUT}") from None
     tensors = _unpickled(path)
-    storages = {}
-    for tensor in tensors.values():
-        storage = tensor.untyped_storage()
-        if storage.nbytes():
-            storages[storage.data_ptr()] = storage.nbytes()
-    base = _base(storages, records, path)
+    base = _base(tensors, used, path)
     arrays = {}
     for name, tensor in tensors.items():
         where = f"{path}: tensor {checked_name(name, str(path))!r}"
@@ -130,36 +144,24 @@ def _read_file(path: Path) -> tuple[dict[str, StoredArray], MappedFile]:
     return arrays, file
 
 
-def _records(file: MappedFile) -> dict[int, int]:
-    """Return offset -> size of the arrays in the archive."""
-    try:
-        with zipfile.ZipFile(file.path) as archive:
-            entries = archive.infolist()
-            short = [e for e in entries if e.file_size <= _ORDER_BYTES]
-            orders = [archive.read(e) for e in short if e.filename.endswith("/byteorder")]
-    except (zipfile.BadZipFile, zlib.error, RuntimeError, ValueError) as error:
-        raise FormatError(
-            f"{file.path}: not a ZIP archive as torch 1.6 and later write it: {error}{_WAY_OUT}"
-        ) from None
-    if len(entries) > _MAX_RECORDS or any(order != b"little" for order in orders):
-        raise UnsupportedModel(
-            f"{file.path}: more than {_MAX_RECORDS} records, or written on a big-endian machine"
-            f"{_WAY_OUT}"
-        )
-    found = {}
-    for entry in entries:
-        if not _RECORD.fullmatch(entry.filename):
-            continue
-        if entry.compress_type != zipfile.ZIP_STORED:
-            raise FormatError(f"{file.path}: {entry.filename} is compressed{_WAY_OUT}")
-        header = file.bytes(entry.header_offset, entry.header_offset + _LOCAL_HEADER_BYTES)
-        lengths = header[26:30].tobytes()
-        start = entry.header_offset + _LOCAL_HEADER_BYTES
-        start += int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
-        if start + entry.file_size > file.nbytes:
-            raise FormatError(f"{file.path}: {entry.filename} is truncated; download it again")
-        found[start] = entry.file_size
-    return found
+def _checked_storages(file: MappedFile) -> dict[int, int]:
+    """Return offset -> size of the arrays that the pickle uses, which has been looked through."""
+    records = stored_records(file)
+    folder, _, _ = next(iter(records), "").partition("/")
+    if f"{folder}/{_PICKLE}" not in records:
+        raise FormatError(f"{file.path}: holds no {_PICKLE}, as torch 1.6 and later write it")
+    order = records.get(f"{folder}/byteorder")
+    if order and file.bytes(order.start, order.end).tobytes() != b"little":
+        raise UnsupportedModel(f"{file.path}: written on a big-endian machine{_WAY_OUT}")
+    place = records[f"{folder}/{_PICKLE}"]
+    limit = _PICKLE_BYTES + _PICKLE_BYTES_PER_RECORD * len(records)
+    if place.nbytes > limit:
+        raise FormatError(f"{file.path}: a pickle of {place.nbytes} bytes; the limit is {limit}")
+    keys = scan_pickle(file.bytes(place.start, place.end).tobytes(), str(file.path))
+    names = [f"{folder}/data/{key}" for key in keys]
+    if missing := [name for name in names if name not in records]:
+        raise FormatError(f"{file.path}: has no {missing[0]}, which its pickle names")
+    return {records[name].start: records[name].nbytes for name in names if records[name].nbytes}
 
 
 def _unpickled(path: Path) -> dict[str, Any]:
@@ -170,16 +172,15 @@ def _unpickled(path: Path) -> dict[str, Any]:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises what its archive reader and unpickler happen to raise
         # Not torch's own text: it advises to switch the protection off.
-        asked = re.search(r"GLOBAL ([\w.]{1,100})", str(error))
-        reason = f"it asks for {asked[1]}" if asked else type(error).__name__
         raise FormatError(
-            f"{path}: torch's restricted unpickler refuses it ({reason}){_WAY_OUT}"
+            f"{path}: torch's restricted unpickler refuses it ({type(error).__name__}){_WAY_OUT}"
         ) from None
     if not isinstance(loaded, dict) or not loaded:
         raise FormatError(
             f"{path}: holds {type(loaded).__name__}, expected a dictionary of tensors"
         )
-    for name, tensor in loaded.items():
+    tensors = dict(dict.items(loaded))  # attributes, which a file may set, could hide its own items
+    for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise FormatError(
                 f"{path}: {name!r:.80} is {type(tensor).__name__}, expected a dictionary of "
@@ -191,17 +192,20 @@ def _unpickled(path: Path) -> dict[str, Any]:
                 f"{path}: tensor {name!r:.80} is {tensor.layout} {tensor.dtype} on "
                 f"{tensor.device}; known: plain {', '.join(_TORCH_DTYPES)}"
             )
-    return loaded
+    return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-def _base(storages: dict[int, int], records: dict[int, int], path: Path) -> int:
+def _base(tensors: Mapping[str, Any], used: Mapping[int, int], path: Path) -> int:
     """Return the address at which torch has mapped the file."""
-    first = min(storages, default=0)
-    for offset in sorted(records):
-        base = first - offset
-        if all(records.get(address - base) == nbytes for address, nbytes in storages.items()):
-            return base
-    raise UnsupportedModel(f"{path}: its arrays do not lie in it as torch.save puts them{_WAY_OUT}")
+    storages = {}
+    for tensor in tensors.values():
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            storages[storage.data_ptr()] = storage.nbytes()
+    base = min(storages, default=0) - min(used, default=0)
+    if {address - base: nbytes for address, nbytes in storages.items()} != used:
+        raise UnsupportedModel(f"{path}: its arrays are not those that torch reads in it{_WAY_OUT}")
+    return base
 
 
 def _view(tensor: Any, file: MappedFile, base: int, where: str) -> StoredArray:
@@ -215,6 +219,10 @@ def _view(tensor: Any, file: MappedFile, base: int, where: str) -> StoredArray:
     begin = int(tensor.storage_offset()) * kind.itemsize
     end = begin + kind.itemsize
     end += sum((dim - 1) * stride for dim, stride in zip(shape, strides, strict=True))
+    if math.prod(shape) * kind.itemsize > end - begin:
+        raise FormatError(
+            f"{where}: its elements share memory: {list(shape)} in {end - begin} bytes{_WAY_OUT}"
+        )
     if min(strides, default=0) < 0 or begin < 0 or end > storage.nbytes():
         raise FormatError(f"{where}: reaches beyond its array")
     start = storage.data_ptr() - base + begin

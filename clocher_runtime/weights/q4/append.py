@@ -106,6 +106,7 @@ class AppendJob:
             start = files.nbytes
             for name, tensor, digest in encoded(self.source, self.names, CHUNK_ROWS):
                 offsets = next_offsets(entries[-1] if entries else None)
+                self.source.check_unchanged()
                 hashes = files.append(offsets, tensor.planes)
                 entries.append(Q4Entry(name, tensor.shape, digest, offsets, hashes))
                 write_overlay(self.index, entries)

@@ -77,7 +77,8 @@ def open_index(
         for entry in entries:
             check_hashes(entry, tensors[entry.name], str(json_path))
     both = {name: tensors.get(name, tensor) for name, tensor in base.tensors.items()}
-    return replace(base, tensors=both, files=(*base.files, *files.values()))
+    hashes = {**base.hashes, **{entry.name: entry.hashes for entry in entries}}
+    return replace(base, tensors=both, files=(*base.files, *files.values()), hashes=hashes)
 
 
 def read_overlay(path: Path, data: bytes) -> list[Q4Entry]:

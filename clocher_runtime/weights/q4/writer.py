@@ -82,6 +82,7 @@ class Q4Job:
 
         Raises:
             FormatError: a matrix cannot be encoded.
+            ModelChanged: the input changed meanwhile.
             UsageError: another process is writing the same files.
             OSError: the output cannot be written; nothing of it is left.
         """
@@ -96,6 +97,7 @@ class Q4Job:
                 if progress:
                     progress(pair.nbytes, name)
             pair.sync()
+            self.source.check_unchanged()
             # They describe the files that are about to be replaced.
             for path in (self.manifest, self.files[CODES].with_name(COMPAT_NAME)):
                 path.unlink(missing_ok=True)

@@ -1,0 +1,78 @@
+"""SIGINT and SIGTERM as exceptions, so that a run which is told to stop still says so.
+
+The first of them is raised in the main thread; the second one ends the process at once, as it would
+have done without this module. It imports nothing that takes time: it has to be there first.
+"""
+
+import signal
+from types import FrameType
+from typing import Any
+
+_BOTH = (signal.SIGINT, signal.SIGTERM)
+_received: list[KeyboardInterrupt] = []
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM arrived."""
+
+
+class _Interrupted(KeyboardInterrupt):
+    """SIGINT arrived.
+
+    Not a plain KeyboardInterrupt: if one passes through code that was compiled from a string, as
+    the methods of every dataclass are, CPython remembers it as unhandled and later ends the process
+    by SIGINT, whatever its exit code was to be.
+    """
+
+
+_Interrupted.__name__ = KeyboardInterrupt.__name__
+
+
+def listen() -> list[tuple[int, Any]]:
+    """Raise KeyboardInterrupt on SIGINT and `Terminated` on SIGTERM, the first time.
+
+    A signal that the process was started to ignore stays ignored, as `nohup` and shells want it.
+
+    Returns:
+        What to give to `restore`. Empty outside the main thread, which alone gets signals.
+    """
+    _received.clear()
+    before: list[tuple[int, Any]] = []
+    for number in _BOTH:
+        handler = signal.getsignal(number)
+        if handler in (signal.SIG_DFL, signal.default_int_handler):
+            try:
+                signal.signal(number, _stop)
+            except ValueError:
+                return []
+            before.append((number, handler))
+    return before
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Return the signal behind an exception, or the exception.
+
+    C code that meets an exception in a place where it expects another one, as in the middle of an
+    import, may raise one of its own instead.
+    """
+    return _received[0] if _received else error
+
+
+def restore(before: list[tuple[int, Any]]) -> None:
+    """Undo `listen`."""
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
+def ignore(before: list[tuple[int, Any]]) -> None:
+    """Let nothing change the exit code of a process that has said its last word."""
+    for number, _ in before:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    for each in _BOTH:
+        if signal.getsignal(each) is _stop:
+            signal.signal(each, signal.SIG_DFL)
+    _received.append(Terminated("SIGTERM") if number == signal.SIGTERM else _Interrupted("SIGINT"))
+    raise _received[0]

@@ -1,0 +1,106 @@
+"""`pytest -m gpu`: every op on every case of its contract, on the GPU.
+
+Each case is launched with every storage of activations that it has, as the suite's part `parity`
+does it (a second run, the replay of a graph, tokens alone), and executed as a Plan by the CUDA
+executor. Without a GPU every case is skipped, and says why.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from bench.gpu import parity
+from bench.gpu.setting import Setting, make_setting
+from bench.op_run import OpRun
+from clocher_kernels.cuda.executor import CudaExecutor
+from clocher_kernels.cuda.launch import INTERPRETER, Device
+from clocher_kernels.cuda.lowering import LOWER
+from clocher_kernels.errors import ShapeError, UnsupportedOp
+from clocher_kernels.ops import OPS
+from clocher_kernels.ops.contract import Case, OpSpec
+from clocher_kernels.reference import ReferenceExecutor
+
+CASES = [
+    pytest.param(
+        spec,
+        case,
+        id=f"{spec.name}-{case.id}",
+        marks=pytest.mark.skipif(
+            spec.name not in LOWER, reason=f"the CUDA back end has no kernel for {spec.name}"
+        ),
+    )
+    for spec in OPS.values()
+    for case in spec.cases
+]
+
+
+@pytest.fixture(scope="session")
+def gpu() -> Setting:
+    return make_setting(dry=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("spec", "case"), CASES)
+def test_parity(spec: OpSpec, case: Case, gpu: Setting) -> None:
+    gpu.random.manual_seed(1)
+    for act in parity.activations(spec, case):
+        try:
+            row = parity.Trial(gpu, spec, case, act).check()
+        except (UnsupportedOp, ShapeError):
+            assert act != "f32", "the executor has nothing else to fall back to"
+            continue
+        assert row["status"] == "ok", (act, row)
+    executed(spec, case, gpu.device)
+
+
+@pytest.mark.parametrize(("op", "case"), [("gather_rows", "r5-k37"), ("rms_norm", "m5-d100")])
+def test_a_case_through_the_executor_in_the_interpreter(op: str, case: str) -> None:
+    spec = OPS[op]
+    executed(spec, next(c for c in spec.cases if c.id == case), INTERPRETER)
+
+
+def test_a_wrong_result_is_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = LOWER["glu"]
+    other = lambda **arguments: right(**{**arguments, "act": "relu2"})  # noqa: E731
+    monkeypatch.setitem(LOWER, "glu", other)
+    with pytest.raises(AssertionError, match="rms"):
+        executed(OPS["glu"], OPS["glu"].cases[2], INTERPRETER)
+
+
+def executed(spec: OpSpec, case: Case, device: Device) -> None:
+    """Execute a case's Plan on a device and compare what it writes with the reference."""
+    run = OpRun(spec, case)
+    expected = run.run(ReferenceExecutor)
+    # A step has at least as many tokens as output rows; the Plan of one op may have only rows.
+    plan = replace(run.plan, tokens=max(run.plan.tokens, run.plan.rows))
+    executor = CudaExecutor(plan, run.weights, activations="f32", device=device)
+    try:
+        executor.warm()  # launches run before they are captured: what they add to is set afterwards
+        for name, buffer in plan.buffers.items():
+            if buffer.role == "input":
+                executor.array(name)[...] = run.values[name]
+            elif buffer.role == "state":
+                executor._values[name].copy_(tensor_like(executor._values[name], run.values[name]))
+            else:
+                parity.poison(executor._values[name])
+        executor.synchronize()
+        executor.upload()
+        executor.step(plan.tokens, plan.rows)
+        executor.synchronize()
+        for name in run.written:
+            want = expected[name]
+            got = executor._values[name].cpu().contiguous()
+            wide = got.view(torch.int16) if got.element_size() == 2 else got
+            found = wide.numpy().view(want.dtype)
+            row = parity.judge(spec.name, "f32", found, want)
+            assert row["status"] == "ok", (name, row)
+    finally:
+        executor.close()
+
+
+def tensor_like(tensor: torch.Tensor, value: np.ndarray) -> torch.Tensor:
+    """Return stored values as a tensor of the same type."""
+    stored = value.view(np.int16) if value.itemsize == 2 else value
+    return torch.from_numpy(stored.copy()).view(tensor.dtype)

@@ -1,0 +1,57 @@
+"""What is not finite is never lost: no op turns NaN, infinity or an overflow into a number.
+
+The back ends must give the tokens that the references give something that is not finite, and leave
+all others bit by bit as they are. So the sampler, which looks at every logit, sees each fault.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from cuda_cases import run_interpreted
+from op_cases import Arrays, OpRun, name_of
+from planting import odd_tokens, one_case_of_each, plants, ready
+
+from clocher_kernels.cuda.lowering import LOWER
+from clocher_kernels.ops.contract import Case, OpSpec
+from clocher_kernels.reference import ReferenceExecutor
+from cpu_fallback.executor import CpuExecutor
+
+CASES = one_case_of_each()
+
+
+def run_cpu(run: OpRun) -> Arrays:
+    return run.run(lambda plan, weights: CpuExecutor(plan, weights, 2))
+
+
+def with_values(run: OpRun, values: dict) -> OpRun:
+    run.values = values
+    run.weights = {name: values[name] for name in run.plan.weights}
+    return run
+
+
+def check(spec: OpSpec, case: Case, back_end: Callable[[OpRun], Arrays]) -> None:
+    clean = back_end(ready(spec, case))
+    seen = 0
+    for param, what, values in plants(ready(spec, case)):
+        run = with_values(ready(spec, case), values)
+        with np.errstate(all="ignore"):
+            expected, got = run.run(ReferenceExecutor), back_end(run)
+        odd = odd_tokens(run, expected)
+        np.testing.assert_array_equal(odd_tokens(run, got), odd, what)
+        for name in run.written if param in run.plan.buffers else ():
+            np.testing.assert_array_equal(got[name][~odd], clean[name][~odd], what)
+        seen += bool(odd.any())
+    assert seen
+
+
+@pytest.mark.parametrize(("spec", "case"), [pytest.param(*c, id=name_of(*c)) for c in CASES])
+def test_cpu(spec: OpSpec, case: Case) -> None:
+    check(spec, case, run_cpu)
+
+
+@pytest.mark.parametrize(
+    ("spec", "case"), [pytest.param(*c, id=name_of(*c)) for c in CASES if c[0].name in LOWER]
+)
+def test_cuda(spec: OpSpec, case: Case) -> None:
+    check(spec, case, run_interpreted)

@@ -1,0 +1,490 @@
+"""Who may use a session and when: generations, threads, closing, forks. Never a crash or a hang."""
+
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+import clocher_runtime
+from clocher_kernels.errors import SessionBusy, UsageError
+from clocher_runtime.api import LanguageModel
+from clocher_runtime.model_choice import embedded_model
+from clocher_runtime.models.load import Model, load_model
+from clocher_runtime.perplexity import perplexity
+from clocher_runtime.session import Session
+from clocher_runtime.weights import open_checkpoint
+
+PROMPT = [5, 6, 7]
+LENGTH = 12
+SECONDS = 60
+"""After which a child process, or a thread, counts as hanging."""
+
+
+@cache
+def weights() -> Model:
+    return load_model(open_checkpoint(embedded_model()))
+
+
+def ids_of(session: Session, prompt: list[int] | None = None, length: int = LENGTH) -> list[int]:
+    tokens = session.generate([prompt or PROMPT], length, stop_ids=frozenset())
+    return [token.id for token in tokens]
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    made = Session(weights(), threads=2, context=256, all_logits=True)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    lone = Session(weights(), context=256)
+    try:
+        return ids_of(lone)
+    finally:
+        lone.close()
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    """Return what a function returns or raises in a thread of its own."""
+    results: list[Any] = []
+
+    def body() -> None:
+        try:
+            results.append(work())
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join(SECONDS)
+    assert not thread.is_alive(), "it hangs"
+    return results[0]
+
+
+USES: dict[str, Callable[[Session], Any]] = {
+    "generate": lambda s: ids_of(s),
+    "logits": lambda s: s.logits(PROMPT),
+    "warm": lambda s: s.warm(),
+    "work_touch": lambda s: s.work_touch(64, 64),
+    "perplexity": lambda s: perplexity(s, PROMPT * 4, window=4),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_suspended_generation_has_the_session(
+    session: Session, expected: list[int], use: str
+) -> None:
+    stream = session.generate([PROMPT], LENGTH, stop_ids=frozenset())
+    made = [next(stream).id for _ in range(3)]
+    for call in (USES[use], lambda s: in_thread(lambda: USES[use](s))):
+        with pytest.raises(SessionBusy, match="finish or close that one first, or load a second"):
+            result = call(session)
+            raise result
+    assert made + [token.id for token in stream] == expected
+    assert not isinstance(USES[use](session), Exception)
+
+
+def test_what_crashed_before() -> None:
+    with clocher_runtime.load(threads=1) as model:
+        alone = model.generate(PROMPT, max_new=40)
+        stream = model.stream_generate(PROMPT, max_new=40)
+        pieces = [next(stream) for _ in range(3)]
+        with pytest.raises(SessionBusy):
+            list(model.stream_generate([5] * 4094, max_new=10))
+        assert "".join([*pieces, *stream]) == alone
+        assert len(model.generate([5] * 4094, max_new=10)) > 0
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped", "finished", "in a cycle", "failed"])
+def test_a_generation_gives_the_session_back(
+    session: Session, expected: list[int], how: str
+) -> None:
+    stream: Any = session.generate([PROMPT], LENGTH)
+    next(stream)
+    if how == "closed":
+        stream.close()
+        stream.close()
+        assert list(stream) == []
+    elif how == "dropped":
+        del stream
+    elif how == "finished":
+        list(stream)
+    elif how == "in a cycle":
+        cycle = [stream]
+        cycle.append(cycle)
+        del stream, cycle
+        gc.collect()
+    else:
+        stream.close()
+
+        def fail(tokens: int) -> None:
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            list(session.generate([PROMPT], LENGTH, after_token=fail))
+    assert ids_of(session) == expected
+
+
+def test_a_generation_that_was_never_begun_takes_nothing(
+    session: Session, expected: list[int]
+) -> None:
+    waiting = session.generate([PROMPT], LENGTH, stop_ids=frozenset())
+    assert ids_of(session) == expected
+    assert [token.id for token in waiting] == expected
+
+
+def test_while_a_step_runs_everything_else_is_refused(
+    session: Session, expected: list[int]
+) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hold(tokens: int) -> None:
+        inside.set()
+        assert go_on.wait(SECONDS)
+
+    stream = session.generate([PROMPT], LENGTH, stop_ids=frozenset(), after_token=hold)
+    made: list[int] = []
+    thread = threading.Thread(target=lambda: made.extend(token.id for token in stream))
+    thread.start()
+    assert inside.wait(SECONDS)
+    try:
+        for call in (
+            *USES.values(),
+            Session.close,
+            lambda s: next(stream),
+            lambda s: stream.close(),
+        ):
+            with pytest.raises(SessionBusy):
+                call(session)
+    finally:
+        go_on.set()
+        thread.join(SECONDS)
+    assert made == expected
+
+
+def test_closing_from_within_a_step_is_refused(session: Session, expected: list[int]) -> None:
+    def close(tokens: int) -> None:
+        with pytest.raises(SessionBusy):
+            session.close()
+
+    made = session.generate([PROMPT], LENGTH, stop_ids=frozenset(), after_token=close)
+    assert [token.id for token in made] == expected
+
+
+def test_closing_ends_a_suspended_generation() -> None:
+    session = Session(weights(), threads=2, context=64, all_logits=True)
+    stream = session.generate([PROMPT], LENGTH, stop_ids=frozenset())
+    token = next(stream)
+    session.close()
+    session.close()
+    for _ in range(2):
+        with pytest.raises(UsageError, match="the session is closed; load the model again"):
+            next(stream)
+    stream.close()
+    for use in (*USES.values(), lambda s: s.step_logits(token)):
+        with pytest.raises(UsageError, match="the session is closed"):
+            use(session)
+
+
+def test_a_finished_generation_stays_finished_after_close() -> None:
+    session = Session(weights(), context=64)
+    stream = session.generate([PROMPT], 2, stop_ids=frozenset())
+    assert len(list(stream)) == 2
+    session.close()
+    assert list(stream) == []
+
+
+def test_closing_a_model_ends_its_text() -> None:
+    model = clocher_runtime.load(threads=2, context=64)
+    stream = model.stream_generate(PROMPT)
+    next(stream)
+    model.close()
+    with pytest.raises(UsageError, match="closed"):
+        next(stream)
+    for use in (model.generate, model.stream_generate, lambda p: model.generate_batch([p])):
+        with pytest.raises(UsageError, match="closed"):
+            list(use(PROMPT))
+
+
+def test_step_logits_are_those_of_the_token_or_refused(session: Session) -> None:
+    stream = session.generate([PROMPT], 4, stop_ids=frozenset())
+    rows = []
+    for token in stream:
+        rows.append(session.step_logits(token))
+        assert rows[-1].argmax() == token.id
+        last = token
+    assert np.array_equal(session.step_logits(last), rows[-1])
+    ids_of(session)
+    for stale in (last, None, "token"):
+        with pytest.raises(UsageError, match="not of the last step"):
+            session.step_logits(stale)  # type: ignore[arg-type]
+
+
+def test_two_threads_take_the_items_of_one_generation(
+    session: Session, expected: list[int]
+) -> None:
+    stream = session.generate([PROMPT], LENGTH, stop_ids=frozenset())
+    made: list[int] = []
+    odd: list[BaseException] = []
+    lock = threading.Lock()
+
+    def take() -> None:
+        while True:
+            try:
+                token = next(stream)
+            except SessionBusy:
+                continue
+            except StopIteration:
+                return
+            except BaseException as error:
+                odd.append(error)
+                return
+            with lock:
+                made.append(token.id)
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+    assert not odd and sorted(made) == sorted(expected)
+
+
+def test_two_sessions_in_two_threads(expected: list[int]) -> None:
+    sessions = [Session(weights(), threads=2, context=256) for _ in "ab"]
+    results: list[list[list[int]]] = [[], []]
+
+    def work(which: int) -> None:
+        for _ in range(10):
+            results[which].append(ids_of(sessions[which]))
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+    for session in sessions:
+        session.close()
+    assert results == [[expected] * 10] * 2
+
+
+def in_child(work: Callable[[], bool]) -> None:
+    """Fail unless a function returns True in a fork of this process, in time."""
+    child = os.fork()
+    if not child:
+        code = 3
+        try:
+            signal.alarm(SECONDS)  # ends a child that hangs
+            code = 0 if work() else 4
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, f"signal {status & 127}, exit code {status >> 8}"
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_child_of_a_fork_generates(threads: int, expected: list[int]) -> None:
+    session = Session(weights(), threads=threads, context=256)
+    assert ids_of(session) == expected
+    stream = session.generate([PROMPT], LENGTH, stop_ids=frozenset())
+    begun = [next(stream).id for _ in range(4)]
+
+    def child() -> bool:
+        resumed = begun + [token.id for token in stream] == expected
+        anew = ids_of(session) == expected
+        in_child(lambda: ids_of(session) == expected)
+        session.close()
+        return resumed and anew
+
+    in_child(child)
+    assert begun + [token.id for token in stream] == expected  # the parent is not disturbed
+    session.close()
+    in_child(lambda: isinstance(in_thread(lambda: ids_of(session)), UsageError))
+
+
+def test_a_fork_during_a_step_of_another_thread(expected: list[int]) -> None:
+    session = Session(weights(), threads=2, context=256)
+    other = Session(weights(), threads=2, context=256)
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            ids_of(session)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+
+    def child() -> bool:
+        try:
+            alike = ids_of(session) == expected
+        except SessionBusy:  # the thread that had it is not there any more
+            alike = True
+        return alike and ids_of(other) == expected
+
+    try:
+        for _ in range(10):
+            in_child(child)
+    finally:
+        stop.set()
+        thread.join(SECONDS)
+    assert ids_of(session) == expected
+    session.close()
+    other.close()
+
+
+def test_multiprocessing_by_fork(session: Session, expected: list[int]) -> None:
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    workers = [
+        context.Process(target=lambda: queue.put(ids_of(session)), daemon=True) for _ in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    assert [queue.get(timeout=SECONDS) for _ in workers] == [expected] * 2
+    for worker in workers:
+        worker.join(SECONDS)
+        assert worker.exitcode == 0
+
+
+class Shared:
+    """A model that threads use at the same time, and now and then close and load again."""
+
+    def __init__(self) -> None:
+        self.model = self.load()
+        self.stream = self.model.stream_generate(PROMPT, LENGTH)
+        self.reloading = threading.Lock()
+        self.right = self.refused = 0
+
+    @staticmethod
+    def load(threads: int = 2) -> LanguageModel:
+        return clocher_runtime.load(threads=threads, batch=3, context=128, all_logits=True)
+
+    def reload(self) -> None:
+        if self.reloading.acquire(blocking=False):
+            try:
+                self.model.close()
+                self.model = self.load()
+                self.stream = self.model.stream_generate(PROMPT, LENGTH)
+            finally:
+                self.reloading.release()
+
+
+_BAD: tuple[Callable[[LanguageModel], Any], ...] = (
+    lambda m: m.generate(PROMPT, max_new=float("nan")),  # type: ignore[arg-type]
+    lambda m: m.generate([1.5]),  # type: ignore[list-item]
+    lambda m: m.generate([4096]),
+    lambda m: m.generate(PROMPT * 100),
+    lambda m: m.generate_batch([PROMPT] * 4),
+    lambda m: m.generate_batch("text"),
+    lambda m: m.generate(PROMPT, temperature="hot"),
+    lambda m: m.session.step_logits(None),  # type: ignore[arg-type]
+    lambda m: m.session.logits([-1]),
+)
+_SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 1.2, "seed": 3},
+    {"temperature": 0.7, "top_k": 9, "top_p": 0.9},
+)
+_PROMPTS = (PROMPT, [8], list(range(100, 140)), "def f(x):")
+
+
+def _requests(model: LanguageModel) -> tuple[dict[Any, str], dict[int, list[str]], np.ndarray]:
+    """Return what a lone run gives for every request."""
+    texts = {
+        (p, s): model.generate(prompt, LENGTH, **settings)
+        for p, prompt in enumerate(_PROMPTS)
+        for s, settings in enumerate(_SETTINGS)
+    }
+    batches = {s: [texts[p, s] for p in range(3)] for s in range(len(_SETTINGS))}
+    return texts, batches, model.session.logits(PROMPT)
+
+
+def _call(shared: Shared, rng: np.random.Generator, lone: Any) -> None:
+    """Make one random call; fail unless its result is what a lone run gives."""
+    texts, batches, logits = lone
+    model = shared.model
+    p, s = int(rng.integers(len(_PROMPTS))), int(rng.integers(len(_SETTINGS)))
+    prompt, settings, text = _PROMPTS[p], _SETTINGS[s], texts[p, s]
+    kind = rng.random()
+    if kind < 0.3:
+        assert model.generate(prompt, LENGTH, **settings) == text
+    elif kind < 0.5:
+        stream, pieces = model.stream_generate(prompt, LENGTH, **settings), []
+        for _ in range(int(rng.integers(1, LENGTH))):
+            pieces.append(next(stream, ""))
+        assert text.startswith("".join(pieces))
+        if kind < 0.4:
+            stream.close()
+    elif kind < 0.6:
+        assert model.generate_batch(_PROMPTS[:3], LENGTH, **settings) == batches[s]
+    elif kind < 0.7:
+        assert np.array_equal(model.session.logits(PROMPT), logits)
+    elif kind < 0.75:
+        for token in model.session.generate([PROMPT], 3):
+            assert model.session.step_logits(token).argmax() == token.id
+    elif kind < 0.8:
+        next(shared.stream, None)
+    elif kind < 0.85:
+        model.session.warm()
+    elif kind < 0.99:
+        with pytest.raises(UsageError):
+            _BAD[int(rng.integers(len(_BAD)))](model)
+    else:
+        shared.reload()
+
+
+def random_calls(threads: int, calls: int) -> Shared:
+    """Let threads make random calls on one model; return it."""
+    with Shared.load(threads=1) as model:
+        lone = _requests(model)
+    shared = Shared()
+    wrong: list[BaseException] = []
+    counts = np.zeros((threads, 2), np.int64)
+
+    def work(number: int) -> None:
+        rng = np.random.default_rng(number)
+        for _ in range(calls):
+            try:
+                _call(shared, rng, lone)
+                counts[number, 0] += 1
+            except UsageError:  # SessionBusy, or the model was closed
+                counts[number, 1] += 1
+            except BaseException as error:
+                wrong.append(error)
+                return
+
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    shared.stream.close()
+    assert shared.model.generate(PROMPT, LENGTH) == lone[0][0, 0]
+    shared.model.close()
+    if wrong:
+        raise wrong[0]
+    shared.right, shared.refused = (int(n) for n in counts.sum(axis=0))
+    return shared
+
+
+def test_random_calls_of_many_threads() -> None:
+    shared = random_calls(8, 40)
+    assert shared.right + shared.refused == 320 and shared.right > 30
+
+
+@pytest.mark.slow
+def test_random_calls_of_64_threads() -> None:
+    shared = random_calls(64, 200)
+    print(f"{shared.right} right, {shared.refused} refused")
+    assert shared.right + shared.refused == 64 * 200 and shared.right > 500
