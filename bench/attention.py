@@ -20,9 +20,9 @@ from bench.measure import Rows, interleave, machine, print_table, ratio, seconds
 from clocher_kernels.dtypes import STORAGE, from_f32
 from clocher_kernels.ops.attention import KV_DTYPES
 from clocher_kernels.plan import Buffer, Call, Plan
-from clocher_runtime.topology import default_threads
+from clocher_runtime.engine.topology import default_threads
 from cpu_fallback.executor import CpuExecutor
-from cpu_fallback.isa import CURRENT
+from cpu_fallback.lanes.isa import CURRENT
 
 SHAPES = {
     "llama-1b": (32, 8, 64, 0),

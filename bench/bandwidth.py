@@ -20,11 +20,11 @@ import numpy as np
 from rich.table import Table
 
 from bench.measure import Rows, interleave, machine, print_table, write_json
-from clocher_runtime.topology import default_threads
-from cpu_fallback.isa import CURRENT
-from cpu_fallback.jit import Kernel
-from cpu_fallback.memory import load_i32, write_i64
-from cpu_fallback.simd import ihsum, ior, izero
+from clocher_runtime.engine.topology import default_threads
+from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.lanes.jit import Kernel
+from cpu_fallback.lanes.memory import load_i32, write_i64
+from cpu_fallback.lanes.simd import ihsum, ior, izero
 
 PAGES = ("4k", "2m")
 DEFAULT_BYTES = 512 << 20

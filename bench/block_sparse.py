@@ -23,9 +23,9 @@ from clocher_kernels.formats import Bsr, parse_format
 from clocher_kernels.formats.bsr import INNERS
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.topology import default_threads
+from clocher_runtime.engine.topology import default_threads
 from cpu_fallback.executor import CpuExecutor
-from cpu_fallback.isa import CURRENT
+from cpu_fallback.lanes.isa import CURRENT
 
 _BYTES = 128 << 20
 _MAX_COPIES = 256

@@ -28,10 +28,10 @@ from rich.table import Table
 
 from bench.measure import Rows, interleave, machine, print_table, ratio, write_json
 from clocher_kernels.errors import ClocherError
-from clocher_runtime.topology import usable_cpus
-from clocher_runtime.weights import open_checkpoint
-from clocher_runtime.weights.convert import convert
-from clocher_runtime.weights.rounding import round_tensor
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.convert.rounding import round_tensor
+from clocher_runtime.convert.to_iebin import convert
+from clocher_runtime.engine.topology import usable_cpus
 
 ROWS, COLUMNS = 4096, 4096
 MATRIX_BYTES = 2 * ROWS * COLUMNS

@@ -31,11 +31,11 @@ from bench.measure import (
     write_json,
 )
 from clocher_kernels.errors import ClocherError
-from clocher_runtime.model_choice import embedded_model
-from clocher_runtime.models.load import PRECISIONS, Model, load_model
-from clocher_runtime.session import Session
-from clocher_runtime.timing import TimedWindow
-from clocher_runtime.weights import open_checkpoint
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.engine.load import PRECISIONS, Model, load_model
+from clocher_runtime.engine.session import Session
+from clocher_runtime.engine.timing import TimedWindow
 
 
 class Runner:

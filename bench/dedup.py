@@ -22,10 +22,10 @@ from bench.measure import Rows, interleave, machine, print_table, write_json
 from clocher_kernels.errors import ClocherError
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.weights.dedup.reader import DedupFile, open_dedup
-from clocher_runtime.weights.dedup.report import describe
-from clocher_runtime.weights.dedup.writer import plan_dedup
-from clocher_runtime.weights.iebin.writer import IebinWriter
+from clocher_runtime.checkpoints.dedup.reader import DedupFile, open_dedup
+from clocher_runtime.checkpoints.iebin.writer import IebinWriter
+from clocher_runtime.convert.dedup.report import describe
+from clocher_runtime.convert.dedup.writer import plan_dedup
 
 _COLUMNS = 4096
 _STUDENT = 5

@@ -36,13 +36,13 @@ from bench.harness_runs import Harness, Plan
 from bench.harness_tables import cells_table, compare_files, files_table, pairs
 from bench.measure import print_table
 from clocher_kernels.errors import ClocherError, UsageError
-from clocher_runtime.command import parse as parse_flags
-from clocher_runtime.config import Given, GivenInFile
-from clocher_runtime.config_file import read_toml, setting_texts
-from clocher_runtime.env import sources_of
+from clocher_runtime.command.clocher_run import parse as parse_flags
+from clocher_runtime.command.config import Given, GivenInFile
+from clocher_runtime.command.config_file import read_toml, setting_texts
+from clocher_runtime.command.env import sources_of
+from clocher_runtime.command.parsing import integer, number, path, text
+from clocher_runtime.command.settings import ALL, Setting
 from clocher_runtime.exit_codes import ExitCode, exit_code
-from clocher_runtime.settings import ALL, Setting
-from clocher_runtime.values import integer, number, path, text
 
 FOLDER = Path("build/bench")
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import clocher_kernels
 import clocher_runtime
 from clocher_kernels.errors import UsageError
-from clocher_runtime.config import Given, RunConfig
-from clocher_runtime.env import resolve, sources_of
-from clocher_runtime.model_choice import choose_model
-from clocher_runtime.settings import ALL, HINTS
+from clocher_runtime.command.config import Given, RunConfig
+from clocher_runtime.command.env import resolve, sources_of
+from clocher_runtime.command.model_choice import choose_model
+from clocher_runtime.command.settings import ALL, HINTS
 
 MAX_CELLS = 10_000
 

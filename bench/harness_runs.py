@@ -16,8 +16,8 @@ from typing import Any
 from bench import harness_machine as machine
 from bench.harness_cells import Cell, code_sha256, prompts_sha256, source_names
 from bench.harness_results import SCHEMA, Row, append_row, read_rows
-from clocher_runtime.jsonline import clocher_version
-from clocher_runtime.topology import usable_cpus
+from clocher_runtime.command.jsonline import clocher_version
+from clocher_runtime.engine.topology import usable_cpus
 
 REST_S = 1.0
 """Pause before a void run is repeated; it grows with each attempt."""

@@ -7,7 +7,7 @@ from rich.table import Table
 from bench.harness_cells import source_names
 from bench.harness_results import SPEED, ResultCell
 from bench.harness_stats import Comparison, compare_apart, compare_paired, summarise
-from clocher_runtime.settings import HINTS
+from clocher_runtime.command.settings import HINTS
 
 _UNKNOWN = "-"
 

@@ -32,7 +32,7 @@ from bench.harness_stats import agree, compare_apart, compare_paired, summarise
 from bench.harness_tables import figure, interval, ratio_text
 from bench.measure import machine, print_table
 from clocher_kernels.errors import ClocherError
-from clocher_runtime.command import parse as parse_flags
+from clocher_runtime.command.clocher_run import parse as parse_flags
 from clocher_runtime.exit_codes import ExitCode, exit_code
 
 NEEDED = 0.95

@@ -15,11 +15,11 @@ from clocher_kernels.dtypes import to_f32
 from clocher_kernels.formats import Float, Fp8, Int4, Int8, Ternary, parse_format
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
+from clocher_runtime.convert.random_tensors import normal_matrix
+from clocher_runtime.engine.session import ACT_GROUP
 from clocher_runtime.models.rewrite import INTEGER_PRODUCTS, quantize_activations
-from clocher_runtime.session import ACT_GROUP
-from clocher_runtime.weights.random_tensors import normal_matrix
 from cpu_fallback.executor import CpuExecutor
-from cpu_fallback.hints import Hints
+from cpu_fallback.team.hints import Hints
 
 _MAX_COPIES = 64
 

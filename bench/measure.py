@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from clocher_runtime.topology import usable_cpus
+from clocher_runtime.engine.topology import usable_cpus
 
 Rows = list[dict[str, Any]]
 

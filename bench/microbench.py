@@ -19,7 +19,7 @@ from bench.op_shapes import real_cases
 from bench.op_timing import DEVICES, Timed, has_kernel, timed
 from clocher_kernels.cuda.probe import unusable
 from clocher_kernels.ops.contract import Case, OpSpec
-from clocher_runtime.topology import default_threads
+from clocher_runtime.engine.topology import default_threads
 
 ROWS = pytest.StashKey[list[dict[str, Any]]]()
 """What was measured, for the table that conftest.py prints."""

@@ -13,8 +13,8 @@ from clocher_kernels.ops import OpSpec
 from clocher_kernels.ops.contract import Case, Cost, Tolerance
 from clocher_kernels.reference import ReferenceExecutor
 from cpu_fallback.executor import CpuExecutor
-from cpu_fallback.hints import Hints
-from cpu_fallback.lowering import LOWER as CPU_LOWER
+from cpu_fallback.ops.lowering import LOWER as CPU_LOWER
+from cpu_fallback.team.hints import Hints
 
 DEVICES = ("cpu", "cuda")
 

@@ -21,14 +21,14 @@ from rich.table import Table
 from bench.measure import Rows, interleave, machine, print_table, ratio, write_json
 from clocher_kernels.errors import ClocherError
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.model_choice import embedded_model
-from clocher_runtime.models.load import Model, load_model
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.models.rewrite import takes_int8
-from clocher_runtime.weights import open_checkpoint
-from cpu_fallback import tile_pack
-from cpu_fallback.large_pages import allocate
-from cpu_fallback.tile_cache import TileCache, key_of
-from cpu_fallback.tiles import layout_of
+from cpu_fallback.team.large_pages import allocate
+from cpu_fallback.tiles import tile_pack
+from cpu_fallback.tiles.layout import layout_of
+from cpu_fallback.tiles.tile_cache import TileCache, key_of
 
 
 def largest(model: Model) -> Iterator[QuantTensor]:

@@ -40,11 +40,11 @@ from bench.measure import (
 )
 from clocher_kernels.errors import ClocherError
 from clocher_kernels.formats import parse_format
-from clocher_runtime.models.load import Model, load_model
-from clocher_runtime.topology import default_threads
-from clocher_runtime.weights import open_checkpoint
-from clocher_runtime.weights.synthetic import GGUF_NAME
-from cpu_fallback.isa import CURRENT
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.convert.synthetic import GGUF_NAME
+from clocher_runtime.engine.load import Model, load_model
+from clocher_runtime.engine.topology import default_threads
+from cpu_fallback.lanes.isa import CURRENT
 
 OURS = next(iter(ENGINES))
 FORMATS = ("int4_sym_g32_f16", "int4_sym_g128_f16", "int8_row_f32", "bf16", "ternary", "mxfp4")

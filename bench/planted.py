@@ -10,8 +10,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from clocher_runtime import cli, run
-from clocher_runtime.timing import SpanKind, TimedWindow
+from clocher_runtime import cli
+from clocher_runtime.command import run
+from clocher_runtime.engine.timing import SpanKind, TimedWindow
 
 
 def slowed(percent: float) -> type[TimedWindow]:

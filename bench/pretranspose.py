@@ -20,10 +20,10 @@ from bench.bandwidth import default_counts, parse_counts
 from bench.decode import Runner
 from bench.measure import Rows, interleave, machine, print_table, ratio, write_json
 from clocher_kernels.errors import ClocherError
-from clocher_runtime.model_choice import embedded_model
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.models.inventory import SCOPES
-from clocher_runtime.models.load import Model, load_model
-from clocher_runtime.weights import open_checkpoint
 
 _SCOPES = {"default": None, **{name: name for name in SCOPES}}
 

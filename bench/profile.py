@@ -31,12 +31,12 @@ from bench.trace_events import write_trace
 from clocher_kernels.errors import ClocherError
 from clocher_kernels.ops import OPS
 from clocher_kernels.plan import Call
-from clocher_runtime.model_choice import embedded_model
-from clocher_runtime.models.load import PRECISIONS, Model, load_model
-from clocher_runtime.session import Session
-from clocher_runtime.topology import default_threads
-from clocher_runtime.tuning import Tuning
-from clocher_runtime.weights import open_checkpoint
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.engine.load import PRECISIONS, Model, load_model
+from clocher_runtime.engine.session import Session
+from clocher_runtime.engine.topology import default_threads
+from clocher_runtime.engine.tuning import Tuning
 
 _LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.*)")
 _WARM_STEPS = 4

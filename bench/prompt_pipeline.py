@@ -21,14 +21,14 @@ from rich.table import Table
 
 from bench.measure import Rows, interleave, machine, print_table, ratio, write_json
 from clocher_kernels.errors import ClocherError
-from clocher_runtime.completions import Completions
-from clocher_runtime.config import RunConfig
-from clocher_runtime.console import Console
-from clocher_runtime.engine import Engine, load_engine
-from clocher_runtime.prompts import Preparation, PromptSource
-from clocher_runtime.run import measure as measure_run
-from clocher_runtime.run import pipeline
-from clocher_runtime.topology import usable_cpus
+from clocher_runtime.command.completions import Completions
+from clocher_runtime.command.config import RunConfig
+from clocher_runtime.command.console import Console
+from clocher_runtime.command.loading import Engine, load_engine
+from clocher_runtime.command.run import measure as measure_run
+from clocher_runtime.command.run import pipeline
+from clocher_runtime.engine.topology import usable_cpus
+from clocher_runtime.text.prompts import Preparation, PromptSource
 
 MODES: tuple[int | str, ...] = ("off", "auto", "on")
 _WORDS = ("def", "class", "return", "import", "while", "self", "value", "index", "open", "write")
@@ -57,7 +57,7 @@ class Generation:
     def run(self, mode: int | str) -> float:
         """Return tokens a second of the window."""
         config = _with(self._config, mode)
-        source = PromptSource(config)
+        source = PromptSource(config.prompts_file)
         prepare = Preparation(source, self._engine.tokenizer, self._engine.session.check)
         batch = len(source.peek(config.batch))
         console = Silent()
@@ -74,7 +74,7 @@ class Generation:
 
 def loop_rate(config: RunConfig, engine: Engine) -> float:
     """Return prompts a second of a plain loop."""
-    source = PromptSource(config)
+    source = PromptSource(config.prompts_file)
     prepare = Preparation(source, engine.tokenizer, engine.session.check)
     start = time.perf_counter()
     count = sum(1 for _ in map(prepare, source.lines()))
@@ -86,7 +86,7 @@ def loop_rate(config: RunConfig, engine: Engine) -> float:
 def pipeline_rate(config: RunConfig, engine: Engine, mode: int | str) -> float:
     """Return prompts a second of a pipeline whose micro-batches nobody uses."""
     config = _with(config, mode)
-    source = PromptSource(config)
+    source = PromptSource(config.prompts_file)
     prepare = Preparation(source, engine.tokenizer, engine.session.check)
     start = time.perf_counter()
     with pipeline(config, engine, source, prepare, config.batch) as groups:

@@ -20,15 +20,15 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from clocher_kernels.formats import Float, Format, Int4, Int8
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.command.script_run import reporting
+from clocher_runtime.convert.q4.map import reason_to_keep
+from clocher_runtime.convert.rounding import parse_clip, round_tensor
+from clocher_runtime.engine.topology import default_threads
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.model_choice import embedded_model
-from clocher_runtime.quantize.tensor_error import TensorError, measure
-from clocher_runtime.script_run import reporting
-from clocher_runtime.topology import default_threads
-from clocher_runtime.weights import open_checkpoint
-from clocher_runtime.weights.base import Checkpoint
-from clocher_runtime.weights.q4.map import reason_to_keep
-from clocher_runtime.weights.rounding import parse_clip, round_tensor
+from clocher_runtime.quality.tensor_error import TensorError, measure
 
 THRESHOLD = 0.999
 

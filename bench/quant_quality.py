@@ -21,24 +21,24 @@ import numpy as np
 from rich.console import Console
 
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.model_choice import embedded_model
-from clocher_runtime.models.load import load_model
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.command.script_run import reporting
+from clocher_runtime.convert.q4.map import parse_q4_map
+from clocher_runtime.convert.q4.parts import PartsWriter
+from clocher_runtime.convert.rounding import round_tensor
+from clocher_runtime.engine.load import load_model
+from clocher_runtime.engine.session import Session
+from clocher_runtime.engine.topology import default_threads
+from clocher_runtime.quality.bootstrap import Summary, summarise
+from clocher_runtime.quality.compare import TokenScores, run, score_window
+from clocher_runtime.quality.documents import Documents, cut
+from clocher_runtime.quality.report import Row, table
 from clocher_runtime.quantize.alloc import allocate, allocation_table
-from clocher_runtime.quantize.bootstrap import Summary, summarise
 from clocher_runtime.quantize.calibrate import calibrate
-from clocher_runtime.quantize.compare import TokenScores, run, score_window
-from clocher_runtime.quantize.documents import Documents, cut
 from clocher_runtime.quantize.plan import QuantPlan, build_plan
-from clocher_runtime.quantize.report import Row, table
-from clocher_runtime.script_run import reporting
-from clocher_runtime.session import Session
-from clocher_runtime.tokenizer import Tokenizer
-from clocher_runtime.topology import default_threads
-from clocher_runtime.weights import open_checkpoint
-from clocher_runtime.weights.base import Checkpoint
-from clocher_runtime.weights.q4.map import parse_q4_map
-from clocher_runtime.weights.q4.parts import PartsWriter
-from clocher_runtime.weights.rounding import round_tensor
+from clocher_runtime.text.tokenizer import Tokenizer
 
 METHODS = ("rtn", "imx", "gptq")
 GROUPS = (128, 64, 32)

@@ -127,15 +127,7 @@ def chart(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
     frame = _Frame(x, y, series)
     longest = max((len(each.name) for each in series), default=0)
     width = _RIGHT + min(math.ceil(_CHAR * longest) + 48, _LEGEND_MOST)
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{_HEIGHT}" '
-        f'viewBox="0 0 {width} {_HEIGHT}" font-family="Helvetica, Arial, sans-serif" '
-        f'font-size="{_FONT}" role="img">',
-        f"<title>{xml_text(title)}</title>",
-        f'<rect width="{width}" height="{_HEIGHT}" fill="#ffffff"/>',
-        f'<text x="{_LEFT}" y="26" font-size="15">{xml_text(_cut(title, width - _LEFT, 7.6))}'
-        "</text>",
-    ]
+    lines = _head(title, width, _HEIGHT)
     lines += _axes(frame)
     for number, each in enumerate(series):
         lines += _series(frame, each, number)
@@ -143,9 +135,54 @@ def chart(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
     return "\n".join([*lines, "</svg>", ""])
 
 
+def ratios(title: str, label: str, rows: Sequence[tuple[str, float, float, float]]) -> str:
+    """Return a picture of ratios, a line for each, with its interval; 1 is where nobody wins.
+
+    Args:
+        title: above it.
+        label: of the axis.
+        rows: name, ratio, and the ends of its interval.
+    """
+    names = max((len(row[0]) for row in rows), default=0)
+    left, right = math.ceil(_CHAR * names) + 24, math.ceil(_CHAR * names) + 444
+    bottom = _TOP + 8 + 26 * len(rows)
+    axis = Axis(label, log=True)
+    ends = _bounds(axis, [1.0, *(end for row in rows for end in row[1:])])
+
+    def at(value: float) -> float:
+        return left + _share(axis, value, ends) * (right - left)
+
+    lines = _head(title, right + 60, bottom + _BOTTOM)
+    for tick in axis.ticks(*ends):
+        lines.append(_line(at(tick), _TOP, at(tick), bottom, "#e3e3e3"))
+        lines.append(_text(at(tick), bottom + 18, _number(tick), "middle"))
+    lines.append(_line(at(1.0), _TOP, at(1.0), bottom, "#777777", 1.8))
+    for number, (name, ratio, low, high) in enumerate(rows):
+        y = _TOP + 21 + 26 * number
+        lines.append(_text(left - 12, y + 4, name, "end"))
+        lines.append(_line(at(low), y, at(high), y, _COLOURS[0], 1.8))
+        lines.append(_mark(at(ratio), y, 0, _COLOURS[0]))
+        lines.append(_text(right + 10, y + 4, f"{ratio:.2f}x", "start"))
+    lines.append(_text((left + right) / 2, bottom + 40, label, "middle"))
+    return "\n".join([*lines, "</svg>", ""])
+
+
 def xml_text(text: str) -> str:
     """Return text that may stand between tags and inside quoted attributes."""
     return escape(text.translate(_CONTROL), {'"': "&quot;"})
+
+
+def _head(title: str, width: int, height: int) -> list[str]:
+    """Return the first lines of a picture: its size, its ground, its title."""
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" font-family="Helvetica, Arial, sans-serif" '
+        f'font-size="{_FONT}" role="img">',
+        f"<title>{xml_text(title)}</title>",
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        f'<text x="{_LEFT}" y="26" font-size="15">{xml_text(_cut(title, width - _LEFT, 7.6))}'
+        "</text>",
+    ]
 
 
 def _axes(frame: _Frame) -> list[str]:

@@ -6,8 +6,8 @@ from typing import Any
 
 from bench.harness_cells import ALIASES, Cell
 from bench.report_data import ResultFile, Row, model_name
-from clocher_runtime.settings import ALL
-from clocher_runtime.weights.synthetic import GGUF_NAME
+from clocher_runtime.command.settings import ALL
+from clocher_runtime.convert.synthetic import GGUF_NAME
 
 
 def command(file: ResultFile) -> str:

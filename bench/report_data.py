@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from bench.harness_results import read_rows
 from clocher_kernels.errors import ClocherError, UsageError
-from clocher_runtime.weights.files import read_bytes
-from clocher_runtime.weights.strict_json import parse_json
+from clocher_runtime.disk.files import read_bytes
+from clocher_runtime.disk.strict_json import parse_json
 
 Row = Mapping[str, Any]
 Kind = Literal["harness", "strict", "peers", "roofline", "decode", "block_sparse", "other"]

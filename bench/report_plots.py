@@ -1,10 +1,11 @@
 """The plots of a report, from the rows of result files."""
 
+import re
 from collections.abc import Sequence
 from statistics import median
 
 from bench.harness_results import group
-from bench.report_charts import Axis, Series, chart
+from bench.report_charts import Axis, Series, chart, ratios
 from bench.report_data import ResultFile, Row, model_name
 from bench.report_document import Plot
 from clocher_kernels.errors import ClocherError
@@ -79,6 +80,29 @@ def thread_scaling(files: Sequence[ResultFile]) -> Plot | None:
         [*series, ideal],
     )
     return Plot("thread-scaling", picture, "Speed over the number of threads.")
+
+
+def beside_peers(files: Sequence[ResultFile]) -> Plot | None:
+    """Draw how many times as fast as each peer Clocher is; None where no peer ran."""
+    found = []
+    for file in files:
+        if file.kind == "peers":
+            isa = next((row["isa"] for row in file.rows if row["isa"]), "")
+            for row in file.rows:
+                if row.get("ratio"):
+                    name = f"{model_name(row['model'])} {row['test']}, {_peer(row)}, {isa}"
+                    found.append((name, row["ratio"], row["ratio_low"], row["ratio_high"]))
+    if not found:
+        return None
+    picture = ratios("Clocher beside its peers", "times as fast, 95 % interval", found)
+    return Plot("beside-peers", picture, "Speed over that of a peer, both run in turns.")
+
+
+def _peer(row: Row) -> str:
+    """Return the peer of a row and what its weights are stored as."""
+    engine, *_ = str(row["engine"]).split()
+    stored = re.search(r"\b(I?Q\d\w*|TQ\d\w*|BF16|F16)", str(row["note"]))
+    return f"{engine} {stored[0]}" if stored else engine
 
 
 def latency(files: Sequence[ResultFile]) -> Plot | None:

@@ -16,6 +16,7 @@ from bench.report_document import Plot, Section, Table, code, plain
 from bench.strict_checks import MARKS
 
 _NONE = "-"
+_ACROSS = (report_plots.beside_peers, report_plots.latency, report_plots.thread_scaling)
 _REASON = re.compile(r"([^0-9]*)([0-9]+(?:\.[0-9]+)?)(.*)")
 _NARROW = " Intervals are of the bootstrap, not widened for few rounds."
 _RIGHT = {True: "yes", False: "NO", None: _NONE}
@@ -28,7 +29,7 @@ def sections(files: Sequence[ResultFile]) -> list[Section]:
         own = [file for file in files if file.kind == kind and file.rows]
         if own:
             found += [Section(title, (text,)), *(make(file) for file in own)]
-    across = [report_plots.latency(files), report_plots.thread_scaling(files)]
+    across = [plot(files) for plot in _ACROSS]
     if plots := tuple(plot for plot in across if plot is not None):
         found.append(Section("Across results", plots=plots))
     return found

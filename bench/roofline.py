@@ -29,7 +29,7 @@ from bench.measure import (
     write_json,
 )
 from clocher_kernels.formats import parse_format
-from cpu_fallback.isa import CURRENT
+from cpu_fallback.lanes.isa import CURRENT
 
 FORMATS = (
     "int4_sym_g32_f16",

@@ -14,12 +14,12 @@ from pathlib import Path
 import click
 
 from bench.compiled_calls import CompiledCalls
-from clocher_runtime.model_choice import embedded_model
-from clocher_runtime.models.load import load_model
-from clocher_runtime.session import Session
-from clocher_runtime.timing import TimedWindow
-from clocher_runtime.topology import default_threads
-from clocher_runtime.weights import open_checkpoint
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.engine.load import load_model
+from clocher_runtime.engine.session import Session
+from clocher_runtime.engine.timing import TimedWindow
+from clocher_runtime.engine.topology import default_threads
 
 
 @click.command(help=__doc__)

@@ -46,11 +46,11 @@ from bench.strict_checks import (
     share_of_limit,
 )
 from bench.strict_launch import Task, as_json
+from clocher_runtime.command.jsonline import clocher_version
+from clocher_runtime.engine.load import PRECISIONS
+from clocher_runtime.engine.session import KV_DTYPES
+from clocher_runtime.engine.topology import usable_cpus
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.jsonline import clocher_version
-from clocher_runtime.models.load import PRECISIONS
-from clocher_runtime.session import KV_DTYPES
-from clocher_runtime.topology import usable_cpus
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = Path("tests/data/valid.txt")

@@ -22,14 +22,14 @@ from bench.bandwidth import Reader
 from bench.compiled_calls import CompiledCalls
 from bench.measure import REST_S, interleave
 from clocher_kernels.errors import ClocherError, UsageError
-from clocher_runtime.arguments import Sampling
-from clocher_runtime.console import Console
-from clocher_runtime.engine import Engine, load_engine
-from clocher_runtime.env import resolve
+from clocher_runtime.command.console import Console
+from clocher_runtime.command.env import resolve
+from clocher_runtime.command.loading import Engine, load_engine
+from clocher_runtime.engine.arguments import Sampling
+from clocher_runtime.engine.probes import Touch, WorkTouch, rss_peak_mib
+from clocher_runtime.engine.timing import TimedWindow
+from clocher_runtime.engine.topology import cache_bytes, read_cpus
 from clocher_runtime.exit_codes import exit_code
-from clocher_runtime.probes import Touch, WorkTouch, rss_peak_mib
-from clocher_runtime.timing import TimedWindow
-from clocher_runtime.topology import cache_bytes, read_cpus
 
 CHECKED_TOKENS = 8
 CHECKED_BYTES = 1 << 16

@@ -21,9 +21,9 @@ import click
 
 from bench.harness_results import group, read_rows, unmeasured
 from clocher_kernels.errors import ClocherError, UsageError
-from clocher_runtime.env import resolve
+from clocher_runtime.command.env import resolve
+from clocher_runtime.command.parsing import Value, integer, number, one_of, path, switch, text
 from clocher_runtime.exit_codes import ExitCode, exit_code
-from clocher_runtime.values import Value, integer, number, one_of, path, switch, text
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = ("bench", "bench-cuda", "bench-report", "bench-verify")

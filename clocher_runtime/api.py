@@ -15,7 +15,10 @@ from types import TracebackType
 from typing import Any
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.arguments import (
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints.gguf.checkpoint import find_gguf
+from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.engine.arguments import (
     Sampling,
     listed,
     refuse_unknown,
@@ -23,15 +26,12 @@ from clocher_runtime.arguments import (
     token_ids,
     whole,
 )
-from clocher_runtime.backends import choose
-from clocher_runtime.model_choice import embedded_model
-from clocher_runtime.models.load import Model, load_model
-from clocher_runtime.session import Session
-from clocher_runtime.tokenizer import Tokenizer
-from clocher_runtime.topology import default_threads
-from clocher_runtime.turns import Stream
-from clocher_runtime.weights import open_checkpoint
-from clocher_runtime.weights.gguf.checkpoint import find_gguf
+from clocher_runtime.engine.backends import choose
+from clocher_runtime.engine.load import Model, load_model
+from clocher_runtime.engine.session import Session
+from clocher_runtime.engine.topology import default_threads
+from clocher_runtime.engine.turns import Stream
+from clocher_runtime.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 _OPTIONS = frozenset(Session.__init__.__kwdefaults__ or ()) - {"backend", "threads"}

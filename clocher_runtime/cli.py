@@ -21,27 +21,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         _open_standard_streams()
     try:
-        return _answer(sys.argv[1:] if argv is None else argv)
+        try:
+            line, code = _answer(sys.argv[1:] if argv is None else argv)
+            ignore(before)
+        except KeyboardInterrupt as signal:  # after the answer, and before nothing can change it
+            line, code = _interrupted(signal)
+            ignore(before)
+        return code if line is None or _emit(line) else 1
     finally:
-        restore(before) if argv is not None else ignore(before)
+        if argv is not None:
+            restore(before)
+        else:
+            _flush_errors()
 
 
-def _answer(argv: Sequence[str]) -> int:
-    """Do what the arguments say, and write the line."""
+def _answer(argv: Sequence[str]) -> tuple[str | None, int]:
+    """Do what the arguments say; return the line, None where there is to be none, and the code."""
     try:
         # Most of a short run: a signal may well arrive here.
-        from clocher_runtime.command import command
+        from clocher_runtime.command.clocher_run import command
 
-        line, code = command(argv, _emit)
+        return command(argv, _emit)
     except BaseException as error:
         if not isinstance(cause_of(error), KeyboardInterrupt):
             raise
-        from clocher_runtime.exit_codes import exit_code
-        from clocher_runtime.jsonline import error_line, to_json
+        return _interrupted(cause_of(error))
 
-        signal = cause_of(error)
-        line, code = to_json(error_line(signal)), int(exit_code(signal))
-    return code if line is None or _emit(line) else 1
+
+def _interrupted(signal: BaseException) -> tuple[str, int]:
+    """Return the line and the code of a run that a signal ended."""
+    from clocher_runtime.command.jsonline import error_line, to_json
+    from clocher_runtime.exit_codes import exit_code
+
+    return to_json(error_line(signal)), int(exit_code(signal))
 
 
 def _emit(text: str) -> bool:
@@ -56,6 +68,16 @@ def _emit(text: str) -> bool:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return False
     return True
+
+
+def _flush_errors() -> None:
+    """Leave nothing for a standard error that is gone: Python would exit with a code of its own."""
+    if sys.stderr is None:
+        return
+    try:
+        sys.stderr.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def _open_standard_streams() -> None:

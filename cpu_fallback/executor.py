@@ -12,17 +12,18 @@ from clocher_kernels.ops import OPS
 from clocher_kernels.ops.contract import Value
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor
-from cpu_fallback import jit, tape
-from cpu_fallback.bind import BoundCall
-from cpu_fallback.hints import Asked, Hints
-from cpu_fallback.isa import CURRENT
-from cpu_fallback.jit import Kernel, Progress
-from cpu_fallback.lowering import LOWER
-from cpu_fallback.placement import call_on, hot_weights, replicate
-from cpu_fallback.prepack import IN_PLACE, check_memory, in_large_pages, waiting
-from cpu_fallback.stamps import Stamps, stamp
-from cpu_fallback.tape import Launch
-from cpu_fallback.team import Team, aligned
+from cpu_fallback.lanes import jit
+from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.lanes.jit import Kernel, Progress
+from cpu_fallback.ops.bind import BoundCall
+from cpu_fallback.ops.lowering import LOWER
+from cpu_fallback.team import tape
+from cpu_fallback.team.hints import Asked, Hints
+from cpu_fallback.team.placement import call_on, hot_weights, replicate
+from cpu_fallback.team.stamps import Stamps, stamp
+from cpu_fallback.team.tape import Launch
+from cpu_fallback.team.team import Team, aligned
+from cpu_fallback.tiles.prepack import IN_PLACE, check_memory, in_large_pages, waiting
 
 _MANY_BYTES = 512 << 20
 
@@ -155,7 +156,7 @@ class CpuExecutor:
             self._shared = aligned(max((launch.shared for launch in launches), default=0))
         address = int(self._shared.ctypes.data)
         return [
-            replace(launch, fields=(*launch.fields, address)) if launch.shared else launch
+            replace(launch, fields=(*launch.fields[:-1], address)) if launch.shared else launch
             for launch in launches
         ]
 
@@ -194,7 +195,8 @@ class CpuExecutor:
             if call.op in IN_PLACE and weight in self._copied:
                 values[weight] = in_large_pages(values[weight])
             bound = BoundCall(OPS[call.op], call, values, self.plan.buffers, self._asked)
-            launches += LOWER[call.op](bound)
+            lower = LOWER[call.op]
+            launches += [bound.launch(lower)] if isinstance(lower, Kernel) else lower(bound)
             self._calls += [index] * (len(launches) - len(self._calls))
             done += left.pop(weight, 0)
             if self._packing and total >= _MANY_BYTES:

@@ -1,11 +1,11 @@
-"""Append attention matrices in Q4_0. The work is in clocher_runtime.weights.q4.append."""
+"""Append attention matrices in Q4_0. The work is in clocher_runtime.convert.q4.append."""
 
 from pathlib import Path
 
 import click
 
-from clocher_runtime.script_run import EXIT_CODES, reporting
-from clocher_runtime.weights.q4.append import plan_append
+from clocher_runtime.command.script_run import EXIT_CODES, reporting
+from clocher_runtime.convert.q4.append import plan_append
 
 EPILOG = f"""\b
 Example:

@@ -23,12 +23,14 @@ import click
 # A run that is forked from here, maybe as another user, must not have to import anything.
 import cpu_fallback.executor  # noqa: F401
 from clocher_kernels.cuda import probe  # noqa: F401
-from clocher_runtime import cli, run  # noqa: F401
+from clocher_runtime import cli
+from clocher_runtime.command import run  # noqa: F401
+from clocher_runtime.command.jsonline import clocher_version
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.fuzzing.arena import Arena, End
 from clocher_runtime.fuzzing.attacks import Attack, compose
-from clocher_runtime.jsonline import clocher_version
-from cpu_fallback import jit, objects, tape
+from cpu_fallback.lanes import jit, objects
+from cpu_fallback.team import tape
 
 SCHEMA = "clocher.attacks/1"
 EPILOG = """\b

@@ -1,4 +1,4 @@
-"""Make a model's matrices block-sparse. The work is in clocher_runtime.weights.block_sparse."""
+"""Make a model's matrices block-sparse. The work is in clocher_runtime.convert.block_sparse."""
 
 import re
 from pathlib import Path
@@ -9,14 +9,14 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from clocher_kernels.formats.bsr import INNERS
-from clocher_runtime.script_run import reporting
-from clocher_runtime.weights.block_sparse import (
+from clocher_runtime.checkpoints.iebin.checkpoint import JSON_NAME, open_iebin
+from clocher_runtime.command.script_run import reporting
+from clocher_runtime.convert.block_sparse import (
     LINEARS,
     Outcome,
     Sparsifying,
     plan_block_sparse,
 )
-from clocher_runtime.weights.iebin.checkpoint import JSON_NAME, open_iebin
 
 EPILOG = """\b
 Examples:

@@ -6,12 +6,12 @@ from pathlib import Path
 import click
 
 from clocher_kernels.errors import ModelNotFound, UsageError
+from clocher_runtime.checkpoints.dedup.checkpoint import has_dedup, open_deduplicated
+from clocher_runtime.checkpoints.iebin.checkpoint import BIN_NAME, JSON_NAME, read_index
+from clocher_runtime.command.script_run import Report, reporting
+from clocher_runtime.convert.dedup.report import gains
+from clocher_runtime.convert.dedup.writer import Deduplication, plan_dedup, restore
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.script_run import Report, reporting
-from clocher_runtime.weights.dedup.checkpoint import has_dedup, open_deduplicated
-from clocher_runtime.weights.dedup.report import gains
-from clocher_runtime.weights.dedup.writer import Deduplication, plan_dedup, restore
-from clocher_runtime.weights.iebin.checkpoint import BIN_NAME, JSON_NAME, read_index
 
 EPILOG = """\b
 Examples:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
-from clocher_runtime.script_run import EXIT_CODES, reporting
-from clocher_runtime.weights.hf.hub import PATTERNS, plan_download
+from clocher_runtime.checkpoints.hf.hub import PATTERNS, plan_download
+from clocher_runtime.command.script_run import EXIT_CODES, reporting
 
 EPILOG = f"""\b
 Examples:

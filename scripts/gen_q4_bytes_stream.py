@@ -1,13 +1,13 @@
-"""Write Q4_0 matrices to files of their own. The work is in clocher_runtime.weights.q4.writer."""
+"""Write Q4_0 matrices to files of their own. The work is in clocher_runtime.convert.q4.writer."""
 
 import os
 from pathlib import Path
 
 import click
 
-from clocher_runtime.script_run import EXIT_CODES, reporting
-from clocher_runtime.values import integer, switch
-from clocher_runtime.weights.q4.writer import CHUNK_ROWS, plan_q4
+from clocher_runtime.command.parsing import integer, switch
+from clocher_runtime.command.script_run import EXIT_CODES, reporting
+from clocher_runtime.convert.q4.writer import CHUNK_ROWS, plan_q4
 
 MAX_CHUNK_ROWS = 1_000_000
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from clocher_runtime.script_run import (
+from clocher_runtime.command.script_run import (
     EXIT_CODES,
     RESUMES,
     SAFETENSORS,
@@ -12,7 +12,7 @@ from clocher_runtime.script_run import (
     reporting,
     write_model,
 )
-from clocher_runtime.weights.convert import plan_conversion
+from clocher_runtime.convert.to_iebin import plan_conversion
 
 EPILOG = f"""\b
 Example:

@@ -1,18 +1,18 @@
-"""Convert pytorch_model*.bin weights to IEBIN. The work is in clocher_runtime.weights."""
+"""Convert pytorch_model*.bin weights to IEBIN. The work is in clocher_runtime.checkpoints."""
 
 from pathlib import Path
 
 import click
 
-from clocher_runtime.script_run import (
+from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
+from clocher_runtime.command.script_run import (
     EXIT_CODES,
     RESUMES,
     conversion_options,
     reporting,
     write_model,
 )
-from clocher_runtime.weights.convert import plan_conversion
-from clocher_runtime.weights.hf.torch_bin import open_torch_bin
+from clocher_runtime.convert.to_iebin import plan_conversion
 
 EPILOG = f"""\b
 Example:

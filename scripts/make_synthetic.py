@@ -9,9 +9,9 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from clocher_kernels.errors import ModelError, OutOfMemory, UsageError
-from clocher_runtime.models.presets import PRESETS
-from clocher_runtime.weights.gguf.export import SAME, TYPES
-from clocher_runtime.weights.synthetic import (
+from clocher_runtime.convert.gguf.export import SAME, TYPES
+from clocher_runtime.convert.presets import PRESETS
+from clocher_runtime.convert.synthetic import (
     GROUPS,
     HEADS,
     PRECISIONS,

@@ -1,11 +1,11 @@
-"""Write tensor_map.json. The work is in clocher_runtime.weights.tensor_map."""
+"""Write tensor_map.json. The work is in clocher_runtime.convert.tensor_map."""
 
 from pathlib import Path
 
 import click
 
-from clocher_runtime.script_run import EXIT_CODES, reporting
-from clocher_runtime.weights.tensor_map import MAP_NAME, write_tensor_map
+from clocher_runtime.command.script_run import EXIT_CODES, reporting
+from clocher_runtime.convert.tensor_map import MAP_NAME, write_tensor_map
 
 EPILOG = f"""\b
 Example:

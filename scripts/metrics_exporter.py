@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import click
 
 from clocher_kernels.errors import UsageError
+from clocher_runtime.command.script_run import Report, reporting
 from clocher_runtime.monitoring import require_prometheus_client
 from clocher_runtime.monitoring.sources import FollowedDirectory, FollowedFile, stream_lines
-from clocher_runtime.script_run import Report, reporting
 
 if TYPE_CHECKING:
     from clocher_runtime.monitoring.exporter import RunMetrics

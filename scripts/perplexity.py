@@ -11,14 +11,14 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
-from clocher_runtime.model_choice import embedded_model
-from clocher_runtime.models.load import PRECISIONS, load_model
-from clocher_runtime.perplexity import perplexity
-from clocher_runtime.script_run import reporting
-from clocher_runtime.session import KV_DTYPES, Session
-from clocher_runtime.tokenizer import Tokenizer
-from clocher_runtime.topology import default_threads
-from clocher_runtime.weights import open_checkpoint
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.command.script_run import reporting
+from clocher_runtime.engine.load import PRECISIONS, load_model
+from clocher_runtime.engine.session import KV_DTYPES, Session
+from clocher_runtime.engine.topology import default_threads
+from clocher_runtime.quality.perplexity import perplexity
+from clocher_runtime.text.tokenizer import Tokenizer
 
 
 @click.command(help=__doc__)

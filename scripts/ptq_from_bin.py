@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from clocher_runtime.ptq_cli import EXIT_CODES, ptq_options, run_ptq
-from clocher_runtime.weights.hf.torch_bin import open_torch_bin
+from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
+from clocher_runtime.command.ptq import EXIT_CODES, ptq_options, run_ptq
 
 EPILOG = f"""\b
 Examples:

@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from clocher_runtime.ptq_cli import EXIT_CODES, ptq_options, run_ptq
-from clocher_runtime.weights.convert import open_source
-from clocher_runtime.weights.hf.hub import local_or_fetched
+from clocher_runtime.checkpoints.hf.hub import local_or_fetched
+from clocher_runtime.command.ptq import EXIT_CODES, ptq_options, run_ptq
+from clocher_runtime.convert.to_iebin import open_source
 
 EPILOG = f"""\b
 Examples:

@@ -13,9 +13,9 @@ from typing import Any
 import click
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.ptq_cli import EXIT_CODES, ptq_options, run_ptq
-from clocher_runtime.weights.arrays import open_arrays, open_npz
-from clocher_runtime.weights.base import Checkpoint
+from clocher_runtime.checkpoints.arrays import open_arrays, open_npz
+from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.command.ptq import EXIT_CODES, ptq_options, run_ptq
 
 EPILOG = f"""\b
 Examples:

@@ -13,19 +13,19 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.command.script_run import reporting
+from clocher_runtime.disk.output_file import write_file
+from clocher_runtime.engine.load import PRECISIONS, Model, load_model
+from clocher_runtime.engine.session import KV_DTYPES
+from clocher_runtime.engine.topology import default_threads
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.models.load import PRECISIONS, Model, load_model
+from clocher_runtime.quality.documents import Documents, cut
+from clocher_runtime.quality.evaluate import Evaluation, Runs, decode_speed, evaluate, size_of
+from clocher_runtime.quality.gate import LIMITS, Check, verdict_code, worst
+from clocher_runtime.quality.report import Row, draw, require_matplotlib, table
 from clocher_runtime.quantize.candidate import Records, open_candidate, records_by_model
-from clocher_runtime.quantize.documents import Documents, cut
-from clocher_runtime.quantize.evaluate import Evaluation, Runs, decode_speed, evaluate, size_of
-from clocher_runtime.quantize.gate import LIMITS, Check, verdict_code, worst
-from clocher_runtime.quantize.report import Row, draw, require_matplotlib, table
-from clocher_runtime.script_run import reporting
-from clocher_runtime.session import KV_DTYPES
-from clocher_runtime.tokenizer import Tokenizer
-from clocher_runtime.topology import default_threads
-from clocher_runtime.weights import open_checkpoint
-from clocher_runtime.weights.output_file import write_file
+from clocher_runtime.text.tokenizer import Tokenizer
 
 EPILOG = """\b
 Examples:

@@ -19,13 +19,13 @@ from clocher_kernels.errors import (
     OutOfMemory,
     UsageError,
 )
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints.hf.checkpoint import CONFIG, find_hf
+from clocher_runtime.disk.output_file import write_file
+from clocher_runtime.disk.strict_json import parse_object
 from clocher_runtime.exit_codes import ExitCode, exit_code
-from clocher_runtime.trace import Trace, fingerprint, read_trace
-from clocher_runtime.verify import Checks, Encode, Report, verify
-from clocher_runtime.weights import open_checkpoint
-from clocher_runtime.weights.hf.checkpoint import CONFIG, find_hf
-from clocher_runtime.weights.output_file import write_file
-from clocher_runtime.weights.strict_json import parse_object
+from clocher_runtime.quality.trace import Trace, fingerprint, read_trace
+from clocher_runtime.quality.verify import Checks, Encode, Report, verify
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 INSTALL = "python -m pip install torch transformers accelerate"

@@ -8,7 +8,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from clocher_runtime.weights.base import Checkpoint
+from clocher_runtime.checkpoints.checkpoint import Checkpoint
 
 Kind = gguf.GGMLQuantizationType
 F32 = Kind.F32

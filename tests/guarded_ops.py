@@ -24,8 +24,9 @@ from clocher_kernels.errors import ClocherError
 from clocher_kernels.ops.contract import Case, OpSpec, Value
 from clocher_kernels.plan import Buffer
 from clocher_kernels.quant_tensor import QuantTensor
-from cpu_fallback import executor, team
+from cpu_fallback import executor
 from cpu_fallback.executor import CpuExecutor
+from cpu_fallback.team import team
 
 _PROTECT = ctypes.CDLL(None, use_errno=True).mprotect
 _PROTECT.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cpu_fallback.jit import Kernel
-from cpu_fallback.objects import ObjectCache
+from cpu_fallback.lanes.jit import Kernel
+from cpu_fallback.lanes.objects import ObjectCache
 
 _numbers = itertools.count()
 

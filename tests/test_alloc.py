@@ -12,6 +12,9 @@ from click.testing import CliRunner
 from bench.quant_quality import main
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import parse_format
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.convert.q4.map import parse_q4_map
 from clocher_runtime.quantize.alloc import (
     CANDIDATES,
     Option,
@@ -21,10 +24,7 @@ from clocher_runtime.quantize.alloc import (
     unit_of,
 )
 from clocher_runtime.quantize.plan import QuantPlan, build_plan
-from clocher_runtime.tokenizer import Tokenizer
-from clocher_runtime.weights import open_checkpoint
-from clocher_runtime.weights.base import Checkpoint
-from clocher_runtime.weights.q4.map import parse_q4_map
+from clocher_runtime.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent / "data"
 LLAMA = DATA / "clocher-tiny-llama"

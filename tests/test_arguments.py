@@ -13,7 +13,7 @@ import torch
 import clocher_runtime
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.api import LanguageModel
-from clocher_runtime.arguments import Sampling, shown, whole
+from clocher_runtime.engine.arguments import Sampling, shown, whole
 
 PROMPT = [5, 6, 7]
 

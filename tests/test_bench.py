@@ -13,7 +13,7 @@ from bench import bandwidth, decode, peers
 from bench.llama_cpp import LlamaCpp
 from bench.matmuls import ENGINES, Problem, clocher, exact_product
 from bench.measure import NotMeasured, cpu_name, interleave, limit_note, ratio, seconds, write_json
-from clocher_runtime.weights.synthetic import Precision, plan_synthesis
+from clocher_runtime.convert.synthetic import Precision, plan_synthesis
 
 FAST = ["--rounds", "2", "--mib", "2"]
 

@@ -17,11 +17,11 @@ from clocher_kernels.errors import FormatError, ModelError, UsageError
 from clocher_kernels.formats import Bsr, parse_format
 from clocher_kernels.formats.bsr import INNERS
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.models.load import load_model
-from clocher_runtime.session import Session
-from clocher_runtime.weights import open_checkpoint
-from clocher_runtime.weights.block_sparse import Sparsifying, plan_block_sparse, prune
-from clocher_runtime.weights.iebin.writer import IebinWriter
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints.iebin.writer import IebinWriter
+from clocher_runtime.convert.block_sparse import Sparsifying, plan_block_sparse, prune
+from clocher_runtime.engine.load import load_model
+from clocher_runtime.engine.session import Session
 
 ROOT = Path(__file__).parents[1]
 NAME = "model.layers.0.self_attn.q_proj.weight"

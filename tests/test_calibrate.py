@@ -7,20 +7,20 @@ import pytest
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.model_choice import embedded_model
-from clocher_runtime.models.load import load_model
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.convert.q4.map import parse_q4_map
+from clocher_runtime.convert.q4.parts import PartsWriter
+from clocher_runtime.engine.load import load_model
+from clocher_runtime.engine.session import Session
 from clocher_runtime.quantize.calibrate import Calibrated, calibrate
 from clocher_runtime.quantize.capture import Walk
 from clocher_runtime.quantize.plan import QuantPlan, build_plan
 from clocher_runtime.quantize.rows import RowStore, make_text
 from clocher_runtime.quantize.sensitivity import log_softmax
 from clocher_runtime.quantize.sites import ExpertInputs, Hidden, Site
-from clocher_runtime.session import Session
-from clocher_runtime.tokenizer import Tokenizer
-from clocher_runtime.weights import open_checkpoint
-from clocher_runtime.weights.base import Checkpoint
-from clocher_runtime.weights.q4.map import parse_q4_map
-from clocher_runtime.weights.q4.parts import PartsWriter
+from clocher_runtime.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent / "data"
 LLAMA = DATA / "clocher-tiny-llama"

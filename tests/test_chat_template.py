@@ -11,9 +11,9 @@ import transformers
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from clocher_kernels.errors import FormatError, UsageError
-from clocher_runtime.chat_template import MAX_MEMORY_BYTES, MAX_TEMPLATE_BYTES, ChatTemplate
-from clocher_runtime.model_choice import embedded_model
-from clocher_runtime.text_process import PROCESS
+from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.text.chat_template import MAX_MEMORY_BYTES, MAX_TEMPLATE_BYTES, ChatTemplate
+from clocher_runtime.text.text_process import PROCESS
 
 MODELS = Path(transformers.__file__).parent / "models"
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": [1, "é"], "y": None}}}

@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 
 from clocher_kernels import errors
-from clocher_runtime import cli, engine
-from clocher_runtime.cli_help import describe
-from clocher_runtime.console import COMPILING, Console
-from clocher_runtime.model_choice import embedded_model
-from clocher_runtime.prompts import DEFAULT_PROMPT
-from clocher_runtime.settings import ALL
-from clocher_runtime.stub import stub_id
-from clocher_runtime.weights.checkpoint import open_checkpoint
-from clocher_runtime.weights.convert import convert
+from clocher_runtime import cli
+from clocher_runtime.checkpoints.opening import open_checkpoint
+from clocher_runtime.command import loading as engine
+from clocher_runtime.command.cli_help import describe
+from clocher_runtime.command.console import COMPILING, Console
+from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.command.settings import ALL
+from clocher_runtime.command.stub import stub_id
+from clocher_runtime.convert.to_iebin import convert
+from clocher_runtime.text.prompts import DEFAULT_PROMPT
 
 ROOT = Path(__file__).parent.parent
 BITNET = Path(__file__).parent / "data" / "clocher-tiny-bitnet"
@@ -245,7 +246,7 @@ def test_error_of_the_engine_becomes_its_code(inside, monkeypatch, error, code):
     def fail(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr("clocher_runtime.run.load_engine", fail)
+    monkeypatch.setattr("clocher_runtime.command.run.load_engine", fail)
     got, line, err = inside()
     assert (got, line["code"], line["type"]) == (code, code, type(error).__name__)
     assert ("Traceback" in err) == (code == 1)

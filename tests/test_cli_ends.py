@@ -11,7 +11,7 @@ import pytest
 import test_cli
 from test_cli import ROOT, clean_environment, command, only_line, outside, start
 
-from clocher_runtime import engine
+from clocher_runtime.command import loading as engine
 
 inside, bitnet = test_cli.inside, test_cli.bitnet
 
@@ -248,3 +248,30 @@ def test_one_file_for_two_flags_is_refused(inside):
     code, line, _ = inside("--stub", "--outputs", "o.jsonl", "--trace-ids", "o.jsonl")
     assert (code, line["type"]) == (2, "UsageError")
     assert "for another flag" in line["message"]
+
+
+@pytest.mark.parametrize("flag", ["--outputs", "--trace-ids"])
+def test_an_output_never_replaces_an_input_or_a_link(tmp_path, flag):
+    (tmp_path / "p.txt").write_text("import \n")
+    (tmp_path / "link").symlink_to("p.txt")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"weights")
+    given = [
+        (["--stub", "--prompts-file", "p.txt", flag, "p.txt"], "reads"),
+        (["--stub", "--prompts-file", "p.txt", flag, "./p.txt"], "reads"),
+        (["--stub", flag, "link"], "is a link"),
+        (["--model-dir", "model", flag, "model/model.safetensors"], "reads"),
+    ]
+    for flags, message in given:
+        code, line, _ = outside(tmp_path, *flags, "--max-new", "1")
+        assert (code, line["type"]) == (2, "UsageError") and message in line["message"]
+    assert (tmp_path / "p.txt").read_text() == "import \n"
+    assert (model / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_an_error_stream_that_nobody_reads_leaves_the_code(tmp_path):
+    run = start(tmp_path, "--stub", "--max-new", "3")
+    run.stderr.close()
+    out = run.stdout.read()
+    assert (run.wait(60), json.loads(out)["status"]) == (0, "ok")

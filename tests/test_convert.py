@@ -31,8 +31,9 @@ from weight_files import (
 from clocher_kernels.errors import FormatError, ModelError, ModelNotFound, UsageError
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import encode
-from clocher_runtime.weights import open_checkpoint, rounding
-from clocher_runtime.weights.convert import convert, plan_conversion
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.convert import rounding
+from clocher_runtime.convert.to_iebin import convert, plan_conversion
 
 SCRIPT = ROOT / "scripts" / "hf_to_iebin.py"
 TEMPLATE: dict[str, Any] = {
@@ -322,7 +323,7 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
     path = manifest(tmp_path / "q4.json", {"pattern": r"[0-9]*[02468]\.weight", "dtype": "int4w"})
     code = (
         "import resource, sys; from pathlib import Path;"
-        "from clocher_runtime.weights.convert import convert;"
+        "from clocher_runtime.convert.to_iebin import convert;"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
         "before = peak(); convert(*map(Path, sys.argv[1:]));"
         "print(peak() - before)"

@@ -32,15 +32,15 @@ from weight_files import (
 
 from clocher_kernels.errors import FormatError, ModelError, UsageError
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.weights import open_checkpoint
-from clocher_runtime.weights.convert import convert, plan_conversion
-from clocher_runtime.weights.iebin.checkpoint import seal
-from clocher_runtime.weights.iebin.writer import IebinWriter
-from clocher_runtime.weights.output_file import OutputFile
-from clocher_runtime.weights.q4.append import make_index, plan_append
-from clocher_runtime.weights.q4.overlay import open_index
-from clocher_runtime.weights.q4.planes import Q4_0, load_q4_planes
-from clocher_runtime.weights.q4.writer import plan_q4
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints.iebin.checkpoint import seal
+from clocher_runtime.checkpoints.iebin.writer import IebinWriter
+from clocher_runtime.checkpoints.q4.overlay import open_index
+from clocher_runtime.checkpoints.q4.planes import Q4_0, load_q4_planes
+from clocher_runtime.convert.q4.append import make_index, plan_append
+from clocher_runtime.convert.q4.writer import plan_q4
+from clocher_runtime.convert.to_iebin import convert, plan_conversion
+from clocher_runtime.disk.output_file import OutputFile
 
 SCRIPTS = ROOT / "scripts"
 SHELL = ("gen_q4_bytes_stream_all.sh", "rebuild_dedup_and_quant.sh", "run_quant_and_dedup.sh")

@@ -13,7 +13,7 @@ from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_kernels.reference import ReferenceExecutor
 from cpu_fallback.executor import CpuExecutor
-from cpu_fallback.lowering import LOWER
+from cpu_fallback.ops.lowering import LOWER
 
 RNG = np.random.default_rng(17)
 M, R, N, K = 3, 2, 12, 40

@@ -8,8 +8,8 @@ from kernel_run import compiled, kernel_cache
 from one_op import run
 
 from clocher_kernels.ops.sampling import NO_TOKEN
-from cpu_fallback.maths import boltzmann, store_f64
-from cpu_fallback.memory import load_f32, read_f32
+from cpu_fallback.lanes.maths import boltzmann, store_f64
+from cpu_fallback.lanes.memory import load_f32, read_f32
 
 __all__ = ["kernel_cache"]
 

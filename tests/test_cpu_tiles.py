@@ -15,9 +15,9 @@ from clocher_kernels.ops.quantized import INTEGER_FORMATS, groups_of, quantize_b
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_kernels.reference import ReferenceExecutor
-from cpu_fallback import tile_pack
 from cpu_fallback.executor import CpuExecutor
-from cpu_fallback.tiles import LINE, ROWS, UNIT, Layout, layout_of
+from cpu_fallback.tiles import tile_pack
+from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, Layout, layout_of
 
 
 def _rng(name: str) -> np.random.Generator:
@@ -41,7 +41,7 @@ def _digits(code: str, line: np.ndarray) -> np.ndarray:
 
 
 def _unpack(layout: Layout, tile: np.ndarray, k: int) -> np.ndarray:
-    """Return the values of a tile [16, K] by the words of `cpu_fallback.tiles`."""
+    """Return the values of a tile [16, K] by the words of `cpu_fallback.tiles.layout`."""
     values = np.zeros((ROWS, -(-k // UNIT) * UNIT), np.float32)
     at, head, scale, zero = 0, 0, np.ones(ROWS, np.float32), np.zeros(ROWS, np.float32)
     if layout.code == "int4" and not layout.zeros:

@@ -25,14 +25,14 @@ from clocher_kernels.errors import DeviceError, OutOfMemory, ShapeError, WindowE
 from clocher_kernels.ops import OPS
 from clocher_kernels.plan import Plan
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime import session as session_module
-from clocher_runtime.arguments import Sampling
-from clocher_runtime.backends import Executor, make_executor
-from clocher_runtime.model_choice import embedded_model
-from clocher_runtime.models.load import Model, load_model
-from clocher_runtime.session import Session
-from clocher_runtime.timing import TimedWindow
-from clocher_runtime.weights import open_checkpoint
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.engine import session as session_module
+from clocher_runtime.engine.arguments import Sampling
+from clocher_runtime.engine.backends import Executor, make_executor
+from clocher_runtime.engine.load import Model, load_model
+from clocher_runtime.engine.session import Session
+from clocher_runtime.engine.timing import TimedWindow
 
 PROMPTS = [[5, 9, 300, 41, 7], [88, 1, 2000], list(range(10, 61))]
 LENGTH = 12

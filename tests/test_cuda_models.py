@@ -14,10 +14,10 @@ from random_models import make, make_bitnet, make_mxfp4
 
 from clocher_kernels.cuda.executor import CudaExecutor
 from clocher_kernels.plan import Plan
-from clocher_runtime import session as session_module
-from clocher_runtime.models.load import Model, load_model
-from clocher_runtime.session import Session
-from clocher_runtime.weights import open_checkpoint
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.engine import session as session_module
+from clocher_runtime.engine.load import Model, load_model
+from clocher_runtime.engine.session import Session
 
 IDS = list(range(5, 17))
 

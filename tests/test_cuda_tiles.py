@@ -20,7 +20,8 @@ from clocher_kernels.cuda.tile_tables import TOKENS, VARIABLE, key_of, load, par
 from clocher_kernels.cuda.workbench import Workbench, random_copies
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import parse_format
-from clocher_runtime import backends, cli
+from clocher_runtime import cli
+from clocher_runtime.engine import backends
 
 N, K = 512, 2048
 INT4, INT8 = "int4_sym_g128_f16", "int8_row_f32"

@@ -31,16 +31,10 @@ from clocher_kernels.errors import (
 from clocher_kernels.formats import parse_format
 from clocher_kernels.formats.base import Plane
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.config import Given, RunConfig
-from clocher_runtime.models.load import load_model
-from clocher_runtime.session import Session
-from clocher_runtime.weights import open_checkpoint
-from clocher_runtime.weights.convert import convert
-from clocher_runtime.weights.dedup import encode as encoder
-from clocher_runtime.weights.dedup.checkpoint import open_deduplicated
-from clocher_runtime.weights.dedup.choice import Source, choose, choose_stream
-from clocher_runtime.weights.dedup.codec import UNIT, pack, unpack
-from clocher_runtime.weights.dedup.index import (
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints.dedup.checkpoint import open_deduplicated
+from clocher_runtime.checkpoints.dedup.codec import UNIT, pack, unpack
+from clocher_runtime.checkpoints.dedup.index import (
     FILE_NAMES,
     INDEX_NAME,
     KINDS,
@@ -50,12 +44,18 @@ from clocher_runtime.weights.dedup.index import (
     StoredPlane,
     parse_index,
 )
-from clocher_runtime.weights.dedup.policy import CACHE_NAME, open_weights
-from clocher_runtime.weights.dedup.reader import DedupFile, open_dedup
-from clocher_runtime.weights.dedup.report import gains
-from clocher_runtime.weights.dedup.writer import plan_dedup, restore
-from clocher_runtime.weights.iebin.checkpoint import seal
-from clocher_runtime.weights.iebin.writer import IebinWriter
+from clocher_runtime.checkpoints.dedup.reader import DedupFile, open_dedup
+from clocher_runtime.checkpoints.iebin.checkpoint import seal
+from clocher_runtime.checkpoints.iebin.writer import IebinWriter
+from clocher_runtime.command.config import Given, RunConfig
+from clocher_runtime.command.dedup import CACHE_NAME, open_weights
+from clocher_runtime.convert.dedup import encode as encoder
+from clocher_runtime.convert.dedup.choice import Source, choose, choose_stream
+from clocher_runtime.convert.dedup.report import gains
+from clocher_runtime.convert.dedup.writer import plan_dedup, restore
+from clocher_runtime.convert.to_iebin import convert
+from clocher_runtime.engine.load import load_model
+from clocher_runtime.engine.session import Session
 
 NAMES = [*FILE_NAMES.values(), INDEX_NAME]
 
@@ -639,7 +639,7 @@ def test_a_model_of_other_weights_is_refused(models: dict[str, Path], gptoss: Pa
 KILLED = """
 import sys, time
 from pathlib import Path
-from clocher_runtime.weights.dedup import writer
+from clocher_runtime.convert.dedup import writer
 real, left = writer.{function}, int(sys.argv[2])
 def slow(*arguments):
     global left

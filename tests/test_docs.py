@@ -13,13 +13,14 @@ from typing import NamedTuple
 
 import pytest
 
+from clocher_runtime.command.jsonline import RunLine
+from clocher_runtime.command.settings import ALL
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.jsonline import RunLine
 from clocher_runtime.models.families import FAMILIES
-from clocher_runtime.settings import ALL
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+USING = ROOT / "docs" / "using.md"
 PAGES = sorted(
     [
         *ROOT.glob("*.md"),
@@ -104,7 +105,7 @@ def json_lines(output: str) -> list[dict]:
 
 
 def block_of(text: str) -> Block:
-    return next(b for b in BLOCKS if b.page == README and text in b.text)
+    return next(b for b in BLOCKS if b.page == USING and text in b.text)
 
 
 @pytest.mark.parametrize(
@@ -127,11 +128,11 @@ def test_no_block_is_left_out_silently() -> None:
     assert any(b.page == README for b in COMMANDS)
     first_lines = {b.first for b in COMMANDS}
     assert set(ELSEWHERE) <= first_lines, "an entry of ELSEWHERE that no page has"
-    plain = [b for b in BLOCKS if b.language == "" and b.page == README]
-    assert not plain, "name the language of every block of README.md"
+    plain = [b for b in BLOCKS if b.language == "" and b.page in (README, USING)]
+    assert not plain, "name the language of every block of these pages"
 
 
-def test_the_json_of_the_readme_is_what_its_command_prints(checkout: Path) -> None:
+def test_the_json_shown_is_what_its_command_prints(checkout: Path) -> None:
     shown = json.loads(block_of('"schema"').text.replace("\n", " "))
     command = block_of("--prompt")
     (printed,) = json_lines(run(command_line(command), checkout).stdout)
@@ -140,14 +141,14 @@ def test_the_json_of_the_readme_is_what_its_command_prints(checkout: Path) -> No
         assert shown[key] == printed[key], key
 
 
-def test_the_readme_converts_to_the_same_tokens(checkout: Path) -> None:
+def test_the_page_converts_to_the_same_tokens(checkout: Path) -> None:
     (printed,) = json_lines(run(command_line(block_of("hf_to_iebin")), checkout).stdout)
     shown = json.loads(block_of('"schema"').text.replace("\n", " "))
     assert printed["outputs"] == shown["outputs"]
 
 
-def test_the_readme_names_every_architecture_and_exit_code() -> None:
-    text = README.read_text(encoding="utf-8")
+def test_the_page_names_every_architecture_and_exit_code() -> None:
+    text = USING.read_text(encoding="utf-8")
     assert [name for name in FAMILIES if f"`{name}`" not in text] == []
     assert [code for code in ExitCode if not re.search(rf"^\| {code:d} \|", text, re.M)] == []
 
@@ -230,3 +231,7 @@ def test_make_run_in_a_fresh_copy(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (line,) = json_lines(done.stdout)
     assert line["status"] == "ok" and line["tokens_generated"] == 8
+
+
+def test_the_readme_is_a_shop_window() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) < 150

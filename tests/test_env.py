@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.config import RunConfig
-from clocher_runtime.env import resolve
-from clocher_runtime.settings import ALL, HINTS, SETTINGS
+from clocher_runtime.command.config import RunConfig
+from clocher_runtime.command.env import resolve
+from clocher_runtime.command.settings import ALL, HINTS, SETTINGS
 
 ROOT = Path(__file__).parent.parent
 

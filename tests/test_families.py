@@ -23,13 +23,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from weight_files import LLAMA, copy_model
 
 from clocher_kernels.errors import FormatError, ModelError, UnsupportedModel
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.engine.load import load_model
+from clocher_runtime.engine.session import Session
 from clocher_runtime.models.families import FAMILIES, spec_from_config
 from clocher_runtime.models.inventory import inventory
-from clocher_runtime.models.load import load_model
 from clocher_runtime.models.rope import inverse_frequencies, rope_tables
 from clocher_runtime.models.spec import RopeSpec
-from clocher_runtime.session import Session
-from clocher_runtime.weights import open_checkpoint
 
 CONFIGS = {
     "LlamaForCausalLM": LlamaConfig,

@@ -13,6 +13,11 @@ import numpy as np
 import pytest
 
 from clocher_kernels.errors import FormatError, ModelError
+from clocher_runtime.checkpoints.iebin.checkpoint import unsealed
+from clocher_runtime.disk import strict_json
+from clocher_runtime.disk.safetensors_file import SafetensorsFile
+from clocher_runtime.disk.strict_json import parse_json
+from clocher_runtime.engine.topology import usable_cpus
 from clocher_runtime.fuzzing import oracle
 from clocher_runtime.fuzzing.campaign import Tally, load, save
 from clocher_runtime.fuzzing.mutations import (
@@ -25,15 +30,13 @@ from clocher_runtime.fuzzing.mutations import (
 )
 from clocher_runtime.fuzzing.oracle import Folder, Judgement, bounded_memory, judge
 from clocher_runtime.fuzzing.readers import READERS, Mutator
-from clocher_runtime.topology import usable_cpus
-from clocher_runtime.weights import strict_json
-from clocher_runtime.weights.iebin.checkpoint import unsealed
-from clocher_runtime.weights.safetensors_file import SafetensorsFile
-from clocher_runtime.weights.strict_json import parse_json
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "fuzz_readers.py"
 MUTANTS = 20_000
+# Most of a mutant of a text reader is the library's work, and some of it another process's.
+MUTANTS_OF_TEXT = 1_000
+TEXT = ("tokenizer", "templates")
 
 
 def run_script(*flags: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -48,10 +51,15 @@ def run_script(*flags: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str
 @pytest.fixture(scope="module")
 def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("failures")
-    done = run_script("--mutants", str(MUTANTS), "--jobs", "2", "--failures", str(folder))
-    assert done.returncode in (0, 7), done.stderr
-    document: dict[str, Any] = json.loads(done.stdout)
-    document["stderr"] = done.stderr
+    document: dict[str, Any] = {"readers": {}, "stderr": ""}
+    others = [name for name in READERS if name not in TEXT]
+    for names, mutants in ((others, MUTANTS), (TEXT, MUTANTS_OF_TEXT)):
+        flags = [flag for name in names for flag in ("--reader", name)]
+        flags += ["--mutants", str(mutants), "--jobs", "2", "--failures", str(folder)]
+        done = run_script(*flags)
+        assert done.returncode in (0, 7), done.stderr
+        document["readers"] |= json.loads(done.stdout)["readers"]
+        document["stderr"] += done.stderr
     return document
 
 
@@ -60,9 +68,10 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_reader_survives_its_mutants(name: str, counts: dict[str, Any]) -> None:
     found = counts["readers"][name]
     assert found["failed"] == 0, (found["failures"], counts["stderr"])
-    assert found["mutants"] == MUTANTS == found["accepted"] + sum(found["refused"].values())
+    mutants = MUTANTS_OF_TEXT if name in TEXT else MUTANTS
+    assert found["mutants"] == mutants == found["accepted"] + sum(found["refused"].values())
     # Neither does everything break, nor is what is changed left unread.
-    assert 0 < found["accepted"] < MUTANTS / 2
+    assert 0 < found["accepted"] < mutants / 2
     assert f"{name:<14}" in counts["stderr"]
 
 

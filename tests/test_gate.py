@@ -17,10 +17,13 @@ import pytest
 from clocher_kernels.errors import FormatError, ModelError, UsageError
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.models.load import load_model
-from clocher_runtime.quantize import compare as compare_module
-from clocher_runtime.quantize import gate, report
-from clocher_runtime.quantize.bootstrap import (
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints.iebin.writer import IebinWriter
+from clocher_runtime.convert.to_iebin import convert
+from clocher_runtime.engine.load import load_model
+from clocher_runtime.quality import compare as compare_module
+from clocher_runtime.quality import gate, report
+from clocher_runtime.quality.bootstrap import (
     Estimate,
     Summary,
     _t975,
@@ -28,16 +31,13 @@ from clocher_runtime.quantize.bootstrap import (
     interval,
     summarise,
 )
+from clocher_runtime.quality.compare import Comparison, TokenScores, compare, score_window
+from clocher_runtime.quality.documents import Documents, cut
+from clocher_runtime.quality.evaluate import Record, Runs, check_alike, evaluate, weight_errors
+from clocher_runtime.quality.reference_cache import KEPT, StoredReference, fingerprint, store
+from clocher_runtime.quality.tensor_error import expected_rms, measure, same
 from clocher_runtime.quantize.candidate import open_candidate, records_by_model, records_of
-from clocher_runtime.quantize.compare import Comparison, TokenScores, compare, score_window
-from clocher_runtime.quantize.documents import Documents, cut
-from clocher_runtime.quantize.evaluate import Record, Runs, check_alike, evaluate, weight_errors
-from clocher_runtime.quantize.reference_cache import KEPT, StoredReference, fingerprint, store
-from clocher_runtime.quantize.tensor_error import expected_rms, measure, same
-from clocher_runtime.tokenizer import Tokenizer
-from clocher_runtime.weights import open_checkpoint
-from clocher_runtime.weights.convert import convert
-from clocher_runtime.weights.iebin.writer import IebinWriter
+from clocher_runtime.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(__file__).parent / "data"
@@ -371,7 +371,7 @@ def test_expected_error_of_heavy_tailed_weights(name: str, columns: int, known: 
 def test_error_of_a_tensor_equals_its_definition(
     fmt: str, shape: tuple[int, ...], step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clocher_runtime.quantize.tensor_error._STEP", step)
+    monkeypatch.setattr("clocher_runtime.quality.tensor_error._STEP", step)
     values = rng(f"{fmt}-{shape}").standard_normal(shape).astype(np.float32)
     tensor = encode(values, parse_format(fmt))
     found = measure("w", encode(values, parse_format("f32")), tensor)

@@ -27,16 +27,16 @@ from weight_files import BITNET, GPTOSS, LLAMA, rng
 
 import clocher_runtime as clocher
 from clocher_kernels.errors import FormatError, ModelError, ModelNotFound, UnsupportedModel
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
+from clocher_runtime.checkpoints.gguf.file import GgufFile
+from clocher_runtime.checkpoints.gguf.header import MAX_TENSORS
+from clocher_runtime.convert.gguf.export import plan_gguf
+from clocher_runtime.engine.load import load_model
+from clocher_runtime.engine.session import Session
 from clocher_runtime.fuzzing.oracle import bounded_memory
-from clocher_runtime.models.load import load_model
-from clocher_runtime.session import Session
-from clocher_runtime.tokenizer import Tokenizer
-from clocher_runtime.weights import open_checkpoint
-from clocher_runtime.weights.base import Checkpoint
-from clocher_runtime.weights.gguf.checkpoint import open_gguf
-from clocher_runtime.weights.gguf.export import plan_gguf
-from clocher_runtime.weights.gguf.file import GgufFile
-from clocher_runtime.weights.gguf.header import MAX_TENSORS
+from clocher_runtime.text.tokenizer import Tokenizer
 
 TEXTS = Path(__file__).parent / "data" / "valid.txt"
 STORED = {
@@ -445,7 +445,7 @@ def test_which_file_is_opened(tmp_path: Path) -> None:
 
 
 def test_only_what_is_asked_for_is_repacked(tmp_path: Path, monkeypatch) -> None:
-    from clocher_runtime.weights.gguf import tensors as module
+    from clocher_runtime.checkpoints.gguf import tensors as module
 
     asked = []
     monkeypatch.setitem(

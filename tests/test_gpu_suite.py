@@ -40,7 +40,7 @@ from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.formats import Bsr, known_formats, parse_format
 from clocher_kernels.ops import OPS
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.session import Session
+from clocher_runtime.engine.session import Session
 
 SPEEDS = {"us", "us_low", "us_high", "gbs", "share", "tokens_per_s", "tflops"}
 

@@ -22,8 +22,8 @@ from bench.harness_runs import Child, Harness, Plan
 from bench.harness_stats import agree, compare_apart, compare_paired, summarise
 from bench.harness_tables import beside, compare_files, pairs
 from clocher_kernels.errors import ModelNotFound, UsageError
-from clocher_runtime.config import GivenInFile
-from clocher_runtime.env import resolve
+from clocher_runtime.command.config import GivenInFile
+from clocher_runtime.command.env import resolve
 
 ROOT = Path(__file__).parents[1]
 SIXTY = ",".join(map(str, range(1, 61)))
@@ -388,7 +388,7 @@ def test_a_machine_without_counters_disturbs_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    from clocher_runtime.settings import ALL
+    from clocher_runtime.command.settings import ALL
 
     for setting in ALL.values():
         for variable in setting.env:

@@ -31,7 +31,8 @@ from clocher_kernels.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
-from clocher_runtime.weights import Checkpoint, base, open_checkpoint
+from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
+from clocher_runtime.checkpoints import checkpoint as base
 
 EXPERTS: dict[str, Array] = {
     "e_blocks": array("U8", 2, 3, 4, 16),
@@ -505,7 +506,7 @@ def test_close_leaves_views_usable(tmp_path: Path) -> None:
 
 def test_reading_a_model_loads_neither_torch_nor_numba() -> None:
     code = (
-        "import sys; from clocher_runtime.weights import open_checkpoint;"
+        "import sys; from clocher_runtime.checkpoints import open_checkpoint;"
         f"open_checkpoint({str(GPTOSS)!r}, verify=True);"
         "sys.exit(bool({'torch', 'numba', 'safetensors', 'transformers'} & set(sys.modules)))"
     )

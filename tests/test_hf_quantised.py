@@ -19,11 +19,11 @@ from weight_files import Array, rng, write_hf
 
 from clocher_kernels.dtypes import E4M3_VALUES, from_f32, to_f32
 from clocher_kernels.errors import FormatError, ModelError, UnsupportedModel
-from clocher_runtime.models.load import load_model
-from clocher_runtime.session import Session
-from clocher_runtime.weights import open_checkpoint
-from clocher_runtime.weights.convert import convert
-from clocher_runtime.weights.iebin.checkpoint import open_iebin
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints.iebin.checkpoint import open_iebin
+from clocher_runtime.convert.to_iebin import convert
+from clocher_runtime.engine.load import load_model
+from clocher_runtime.engine.session import Session
 
 FP32_RMS = 1e-4
 INT8_RMS = 5e-2

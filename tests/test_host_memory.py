@@ -6,13 +6,13 @@ import pytest
 from clocher_kernels import host_memory
 from clocher_kernels.errors import OutOfMemory
 from clocher_kernels.host_memory import available, require
-from clocher_runtime.model_choice import embedded_model
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.engine.load import load_model
+from clocher_runtime.engine.session import Session
 from clocher_runtime.models import build
-from clocher_runtime.models.load import load_model
-from clocher_runtime.quantize.evaluate import Runs
-from clocher_runtime.session import Session
-from clocher_runtime.weights import open_checkpoint
-from cpu_fallback.prepack import check_memory
+from clocher_runtime.quality.evaluate import Runs
+from cpu_fallback.tiles.prepack import check_memory
 
 MIB = 1 << 20
 MACHINE = {"proc/meminfo": "MemTotal: 99999 kB\nMemAvailable:    8192 kB\n"}

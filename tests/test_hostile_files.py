@@ -29,10 +29,10 @@ from weight_files import (
 )
 
 from clocher_kernels.errors import FormatError, ModelError, UsageError
-from clocher_runtime.weights import open_checkpoint
-from clocher_runtime.weights.files import MappedFile
-from clocher_runtime.weights.q4.map import load_q4_map
-from clocher_runtime.weights.strict_json import parse_json
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.convert.q4.map import load_q4_map
+from clocher_runtime.disk.files import MappedFile
+from clocher_runtime.disk.strict_json import parse_json
 
 MEMORY = 128 << 20
 RELAXED = settings(

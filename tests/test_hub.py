@@ -17,7 +17,7 @@ from huggingface_hub import constants
 from weight_files import ROOT, rng
 
 from clocher_kernels.errors import FormatError, ModelError, ModelNotFound, UsageError
-from clocher_runtime.weights.hf.hub import PATTERNS, Download, local_or_fetched, plan_download
+from clocher_runtime.checkpoints.hf.hub import PATTERNS, Download, local_or_fetched, plan_download
 
 SCRIPT = ROOT / "scripts" / "download_gpt_oss_20b.py"
 COMMIT = "0123456789abcdef" * 2 + "01234567"

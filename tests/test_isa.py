@@ -10,7 +10,7 @@ import pytest
 from op_cases import ALL
 
 from clocher_kernels.errors import DeviceError, UsageError
-from cpu_fallback import isa
+from cpu_fallback.lanes import isa
 
 _TESTS = Path(__file__).parent
 _NAMES = isa.available()
@@ -59,7 +59,8 @@ def test_code_is_for_the_isa(name: str, wanted: str, forbidden: str) -> None:
     code = _python(
         name,
         "-c",
-        "from cpu_fallback import jit, product; print(jit.assembly(product.product))",
+        "from cpu_fallback.lanes import jit; from cpu_fallback.ops import product; "
+        "print(jit.assembly(product.product))",
     )
     assert re.search(wanted, code)
     assert not re.search(forbidden, code)

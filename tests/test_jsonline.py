@@ -11,18 +11,25 @@ import numpy as np
 import pytest
 
 from clocher_kernels import errors, guards
-from clocher_runtime import run as run_module
-from clocher_runtime.completions import Completions
-from clocher_runtime.config import Given, RunConfig
-from clocher_runtime.console import Console
-from clocher_runtime.engine import Engine
+from clocher_runtime.command import run as run_module
+from clocher_runtime.command.completions import Completions
+from clocher_runtime.command.config import Given, RunConfig
+from clocher_runtime.command.console import Console
+from clocher_runtime.command.jsonline import (
+    ErrorLine,
+    OutputFields,
+    RunLine,
+    TuneLine,
+    error_line,
+    to_json,
+)
+from clocher_runtime.command.loading import Engine
+from clocher_runtime.command.run import measure, run_line, summary
+from clocher_runtime.engine.session import Token
+from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.jsonline import ErrorLine, OutputFields, RunLine, TuneLine, error_line, to_json
-from clocher_runtime.prompt_pipeline import PromptPipeline
-from clocher_runtime.prompts import Prompt
-from clocher_runtime.run import measure, run_line, summary
-from clocher_runtime.session import Token
-from clocher_runtime.timing import TimedWindow
+from clocher_runtime.text.prompt_pipeline import PromptPipeline
+from clocher_runtime.text.prompts import Prompt
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "json-line.md"
 

@@ -14,17 +14,20 @@ from kernel_run import kernel_cache
 
 from clocher_kernels import guards
 from clocher_kernels.errors import WindowError
-from cpu_fallback import jit, objects, tape
-from cpu_fallback.jit import Kernel, kernel
-from cpu_fallback.memory import read_i64, write_i64
-from cpu_fallback.objects import ObjectCache
+from cpu_fallback.lanes import jit, objects
+from cpu_fallback.lanes.jit import Kernel, kernel
+from cpu_fallback.lanes.memory import read_i64, write_i64
+from cpu_fallback.lanes.objects import ObjectCache
+from cpu_fallback.team import tape
 
 __all__ = ["kernel_cache"]
 
 _ROOT = Path(__file__).parent.parent
 _PROCESS = """
 import json, sys
-from cpu_fallback import jit, linear, tape
+from cpu_fallback.lanes import jit
+from cpu_fallback.ops import linear
+from cpu_fallback.team import tape
 compiled, told, original = [], [], jit._compile
 def count(k):
     compiled.append(k.name)

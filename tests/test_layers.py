@@ -17,46 +17,45 @@ PACKAGES = ("clocher_kernels", "cpu_fallback", "clocher_runtime")
 OUTSIDE = ("scripts", "bench", "tests")
 MAX_LINES = 450
 
-# Layer -> its modules; ".*" stands for everything in a package. Imports go down or stay.
-LAYERS: dict[int, str] = {
-    0: """clocher_kernels clocher_kernels.errors clocher_kernels.guards clocher_kernels.dtypes
-        clocher_kernels.cgroups clocher_kernels.host_memory
-        clocher_kernels.formats.* clocher_kernels.quant_tensor""",
-    1: "clocher_kernels.plan clocher_kernels.ops.* clocher_kernels.reference",
-    2: "cpu_fallback.* clocher_kernels.cuda.*",
-    3: """clocher_runtime.backends clocher_runtime.models.* clocher_runtime.weights.*
-        clocher_runtime.tokenizer clocher_runtime.tokenizer_apart clocher_runtime.tokenizer_library
-        clocher_runtime.tokenizer_limits clocher_runtime.split_patterns
-        clocher_runtime.text_process clocher_runtime.text_process_main
-        clocher_runtime.chat_template clocher_runtime.template_sandbox clocher_runtime.config
-        clocher_runtime.arguments clocher_runtime.sequences clocher_runtime.turns
-        clocher_runtime.step_inputs
-        clocher_runtime.config_file
-        clocher_runtime.env clocher_runtime.settings clocher_runtime.values
-        clocher_runtime.exit_codes clocher_runtime.signals
-        clocher_runtime.timing clocher_runtime.metrics
-        clocher_runtime.probes clocher_runtime.topology clocher_runtime.tuning
-        clocher_runtime.trace clocher_runtime.jsonl_writer clocher_runtime.reservoir""",
-    4: """clocher_runtime.nonfinite clocher_runtime.session clocher_runtime.stub
-        clocher_runtime.perplexity
-        clocher_runtime.quantize clocher_runtime.quantize.*""",
-    5: """clocher_runtime clocher_runtime.api clocher_runtime.model_choice clocher_runtime.engine
-        clocher_runtime.prompts clocher_runtime.prompt_pipeline clocher_runtime.completions
-        clocher_runtime.console clocher_runtime.jsonline
-        clocher_runtime.run clocher_runtime.script_run clocher_runtime.tile_tuning
-        clocher_runtime.cli clocher_runtime.command clocher_runtime.cli_help clocher_runtime.verify
-        clocher_runtime.fuzzing.*
-        clocher_runtime.ptq_cli clocher_runtime.monitoring clocher_runtime.monitoring.*""",
-    6: "scripts.* bench.*",
-}
+# The rooms of the house, from the ground up. A module stands in the room that its name begins with;
+# imports go to its own line or to one above. So folders have no cycle either.
+ROOMS = (
+    """
+clocher_kernels.errors clocher_kernels.guards clocher_kernels.dtypes clocher_kernels.formats \\
+    clocher_kernels.quant_tensor clocher_kernels.cgroups clocher_kernels.host_memory
+clocher_kernels.plan clocher_kernels.ops clocher_kernels.reference
+clocher_kernels.cuda
+cpu_fallback.lanes
+cpu_fallback.team
+cpu_fallback.tiles
+cpu_fallback.ops
+cpu_fallback.executor
+clocher_runtime.signals clocher_runtime.exit_codes
+clocher_runtime.disk
+clocher_runtime.models
+clocher_runtime.checkpoints
+clocher_runtime.engine
+clocher_runtime.text
+clocher_runtime.convert
+clocher_runtime.quality
+clocher_runtime.quantize
+clocher_runtime.command
+clocher_runtime.api clocher_runtime.cli clocher_runtime.monitoring clocher_runtime.fuzzing
+bench
+""".replace("\\\n", "")
+    .strip()
+    .splitlines()
+)
+FLAT = {"clocher_runtime": 4, "cpu_fallback": 2, "clocher_kernels": 8}
+"""Modules that may stand in a package's own folder: doors, and what every room needs."""
 # What a package may import besides the standard library and itself and those below.
 LIBRARIES: dict[str, str] = {
     "clocher_kernels": "numpy",
     "clocher_kernels.cuda": "numpy torch triton cupy pynvml",
     "cpu_fallback": "numpy numba llvmlite",
     "clocher_runtime": "numpy tokenizers jinja2 click rich huggingface_hub re2",
-    "clocher_runtime.weights.hf.torch_bin": "numpy torch",
-    "clocher_runtime.quantize.report": "matplotlib",
+    "clocher_runtime.checkpoints.hf.torch_bin": "numpy torch",
+    "clocher_runtime.quality.report": "matplotlib",
     "clocher_runtime.monitoring": "prometheus_client",
     "scripts": "numpy click rich torch transformers",
     "bench": """numpy click rich pytest torch triton cupy onnx onnxruntime llama_cpp matplotlib
@@ -84,7 +83,7 @@ BANNED_ATTRIBUTES = {
     "numpy": {"load", "fromfile"},
 }
 # What one module may do, because it does it safely: with weights_only and a torch that means it.
-ALLOWED = {("clocher_runtime.weights.hf.torch_bin", "torch.load")}
+ALLOWED = {("clocher_runtime.checkpoints.hf.torch_bin", "torch.load")}
 BANNED_KEYWORDS = {"allow_pickle", "trust_remote_code", "shell"}
 BANNED_STEMS = {"utils", "util", "helpers", "helper", "common", "misc"}
 HALF_DONE = re.compile(
@@ -148,11 +147,14 @@ def imports(module: Module) -> Iterator[Import]:
 
 
 def layer_of(name: str) -> int | None:
-    for layer, patterns in LAYERS.items():
-        for pattern in patterns.split():
-            stem = pattern.removesuffix(".*")
-            if name == stem or (pattern.endswith(".*") and name.startswith(f"{stem}.")):
-                return layer
+    """Return the line of ROOMS that a module is on; the packages themselves are the ground."""
+    if name in PACKAGES:
+        return 0
+    if name.startswith("scripts."):
+        return len(ROOMS)
+    for layer, rooms in enumerate(ROOMS):
+        if any(name == room or name.startswith(f"{room}.") for room in rooms.split()):
+            return layer
     return None
 
 
@@ -164,13 +166,19 @@ def complain(faults: list[str]) -> None:
     assert not faults, "\n" + "\n".join(faults)
 
 
-def test_every_module_has_a_layer() -> None:
-    complain([f"{name}: add it to LAYERS" for name in MODULES if layer_of(name) is None])
+def test_every_module_has_a_room() -> None:
+    complain([f"{name}: no room in ROOMS" for name in MODULES if layer_of(name) is None])
 
 
-def test_the_table_names_no_module_that_is_gone() -> None:
-    listed = [p for patterns in LAYERS.values() for p in patterns.split() if "*" not in p]
-    complain([f"{name}: no such module" for name in listed if name not in MODULES])
+def test_the_table_names_no_room_that_is_gone() -> None:
+    rooms = [room for line in ROOMS for room in line.split()]
+    complain([f"{room}: no such room" for room in rooms if room not in MODULES])
+
+
+@pytest.mark.parametrize("package", FLAT)
+def test_few_modules_stand_in_the_hall(package: str) -> None:
+    flat = [p.stem for p in (ROOT / package).glob("*.py") if p.stem != "__init__"]
+    assert len(flat) <= FLAT[package], flat
 
 
 def test_imports_go_down() -> None:
@@ -181,7 +189,7 @@ def test_imports_go_down() -> None:
             layer = layer_of(target)
             facade = module.name == target.split(".")[0] and not eager
             if layer is not None and own is not None and layer > own and not facade:
-                faults.append(f"{module.name}:{line}: layer {own} imports {target}, layer {layer}")
+                faults.append(f"{module.name}:{line}: imports {target}, which stands above it")
     complain(faults)
 
 
@@ -209,7 +217,7 @@ def test_the_runtime_reaches_back_ends_late_and_in_one_place() -> None:
         if not module.name.startswith("clocher_runtime"):
             continue
         for target, line, eager in imports(module):
-            if back_end_of(target) and (eager or module.name != "clocher_runtime.backends"):
+            if back_end_of(target) and (eager or module.name != "clocher_runtime.engine.backends"):
                 faults.append(f"{module.name}:{line}: imports {target}")
     complain(faults)
 
@@ -234,7 +242,7 @@ def names_of(requirements: list[str]) -> set[str]:
 def test_only_the_timed_window_reads_the_clock() -> None:
     library = [m for m in MODULES.values() if m.name.split(".")[0] in PACKAGES]
     readers = [m.name for m in library if any(i.target == "time" for i in imports(m))]
-    assert readers == ["clocher_runtime.timing"]
+    assert readers == ["clocher_runtime.engine.timing"]
 
 
 def test_only_declared_libraries() -> None:
@@ -248,8 +256,8 @@ def test_only_declared_libraries() -> None:
         extra = {
             "bench": ("bench", "peers", "peers-cuda", "test", "cuda"),
             "clocher_kernels.cuda": ("cuda",),
-            "clocher_runtime.weights.hf.torch_bin": ("test",),
-            "clocher_runtime.quantize.report": ("bench",),
+            "clocher_runtime.checkpoints.hf.torch_bin": ("test",),
+            "clocher_runtime.quality.report": ("bench",),
             "clocher_runtime.monitoring": ("monitoring",),
             "scripts": ("test",),
         }.get(package, ())
@@ -363,8 +371,8 @@ def loaded_by(code: str) -> set[str]:
     "code",
     [
         "import clocher_runtime, clocher_kernels.ops, clocher_kernels.reference",
-        "import clocher_runtime.cli, clocher_runtime.run, clocher_runtime.api",
-        "import clocher_runtime.weights.convert",
+        "import clocher_runtime.cli, clocher_runtime.command.run, clocher_runtime.api",
+        "import clocher_runtime.convert.to_iebin",
     ],
 )
 def test_import_loads_nothing_heavy(code: str) -> None:

@@ -14,12 +14,12 @@ from weight_files import GPTOSS, LLAMA, copy_model, write_iebin
 
 import clocher_runtime as clocher
 from clocher_kernels.errors import FormatError, ModelChanged
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints.dedup.checkpoint import open_deduplicated
+from clocher_runtime.convert.gguf.export import plan_gguf
+from clocher_runtime.convert.to_iebin import convert, plan_conversion
+from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.fuzzing import seeds
-from clocher_runtime.weights import open_checkpoint
-from clocher_runtime.weights.convert import convert, plan_conversion
-from clocher_runtime.weights.dedup.checkpoint import open_deduplicated
-from clocher_runtime.weights.files import MappedFile
-from clocher_runtime.weights.gguf.export import plan_gguf
 
 ROOT = Path(__file__).parents[1]
 LINUX = sys.platform.startswith("linux")
@@ -109,7 +109,7 @@ def test_a_changed_file_fails_a_run(what: str, source: str, pair: Path, tmp_path
 def test_a_bus_error_elsewhere_goes_its_way() -> None:
     program = (
         "import mmap, os, tempfile\n"
-        "from clocher_runtime.weights.lost_pages import ending_on_lost_pages\n"
+        "from clocher_runtime.disk.lost_pages import ending_on_lost_pages\n"
         "with ending_on_lost_pages(print), tempfile.TemporaryFile() as file:\n"
         "    file.truncate(8192)\n"
         "    data = mmap.mmap(file.fileno(), 8192)\n"
@@ -166,7 +166,7 @@ def test_another_directory_does_not_matter(tmp_path: Path, monkeypatch: pytest.M
 
 CONVERTER = """
 import os, runpy, sys
-from clocher_runtime.weights.base import Checkpoint
+from clocher_runtime.checkpoints.checkpoint import Checkpoint
 path, what, at, script = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 tensor, calls = Checkpoint.tensor, []
 def reading(self, *args, **more):
@@ -211,7 +211,7 @@ def test_a_converter_notices_that_its_input_changed(script: str, what: str, tmp_
 
 
 def test_a_write_of_lost_pages_is_the_inputs_fault(tmp_path: Path) -> None:
-    from clocher_runtime.weights.output_file import OutputFile
+    from clocher_runtime.disk.output_file import OutputFile
 
     (tmp_path / "in").write_bytes(bytes(1 << 16))
     file = MappedFile(tmp_path / "in")
@@ -266,8 +266,8 @@ def test_verify_weights_checks_the_hashes_and_a_normal_start_does_not(
 def test_the_indices_of_block_sparse_rows_cannot_change_after_the_check(tmp_path: Path) -> None:
     from clocher_kernels.formats import Bsr
     from clocher_kernels.quant_tensor import encode
-    from clocher_runtime.weights.iebin.checkpoint import JSON_NAME, open_iebin
-    from clocher_runtime.weights.iebin.writer import IebinWriter
+    from clocher_runtime.checkpoints.iebin.checkpoint import JSON_NAME, open_iebin
+    from clocher_runtime.checkpoints.iebin.writer import IebinWriter
 
     values = np.eye(8, dtype=np.float32)
     with IebinWriter(tmp_path) as writer:

@@ -12,7 +12,7 @@ import pytest
 from bench import harness, targets
 from bench.harness_results import read_rows
 from clocher_kernels.errors import UsageError
-from clocher_runtime.settings import ALL
+from clocher_runtime.command.settings import ALL
 
 ROOT = Path(__file__).parents[1]
 ENGINE_VARIABLES = {variable for setting in ALL.values() for variable in setting.env}

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clocher_runtime.metrics import (
+from clocher_runtime.engine.metrics import (
     per_second,
     percentile,
     span_ns,
     span_tokens,
     token_latencies_ms,
 )
-from clocher_runtime.timing import Span
+from clocher_runtime.engine.timing import Span
 
 SPANS = [
     Span("prefill", 128, 4_000_000),

@@ -15,9 +15,9 @@ from random_models import (
     reference_logits,
 )
 
-from clocher_runtime.models.load import load_model
-from clocher_runtime.session import Session
-from clocher_runtime.weights import open_checkpoint
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.engine.load import load_model
+from clocher_runtime.engine.session import Session
 
 COUNT = 20
 GREEDY = 64

@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from clocher_runtime.jsonline import ErrorLine, RunLine, WorkTouchFields
+from clocher_runtime.command.jsonline import ErrorLine, RunLine, WorkTouchFields
 from clocher_runtime.monitoring import exporter, sources
 from clocher_runtime.monitoring.exporter import RunMetrics
 from clocher_runtime.monitoring.records import (

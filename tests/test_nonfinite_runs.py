@@ -15,11 +15,11 @@ from weight_files import copy_model
 from clocher_kernels.cuda.executor import CudaExecutor
 from clocher_kernels.errors import NonFinite
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime import session as session_module
 from clocher_runtime.cli import main
-from clocher_runtime.models.load import Model
-from clocher_runtime.perplexity import perplexity
-from clocher_runtime.session import Sampling, Session
+from clocher_runtime.engine import session as session_module
+from clocher_runtime.engine.load import Model
+from clocher_runtime.engine.session import Sampling, Session
+from clocher_runtime.quality.perplexity import perplexity
 
 EMBED, LAST_NORM = "model.embed_tokens.weight", "model.norm.weight"
 LAYER = "model.layers.1."

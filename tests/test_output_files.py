@@ -11,13 +11,13 @@ import pytest
 from weight_files import LLAMA
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.jsonl_writer import JsonlWriter
-from clocher_runtime.quantize.reference_cache import store
-from clocher_runtime.weights.convert import plan_conversion
-from clocher_runtime.weights.gguf.writer import GgufWriter
-from clocher_runtime.weights.iebin.checkpoint import JSON_NAME, open_iebin
-from clocher_runtime.weights.output_file import Journal, OutputFile, write_file
-from clocher_runtime.weights.q4.writer import plan_q4
+from clocher_runtime.checkpoints.iebin.checkpoint import JSON_NAME, open_iebin
+from clocher_runtime.convert.gguf.writer import GgufWriter
+from clocher_runtime.convert.q4.writer import plan_q4
+from clocher_runtime.convert.to_iebin import plan_conversion
+from clocher_runtime.disk.jsonl_writer import JsonlWriter
+from clocher_runtime.disk.output_file import Journal, OutputFile, write_file
+from clocher_runtime.quality.reference_cache import store
 
 SECRET = b"somebody else's"
 
@@ -114,7 +114,7 @@ def test_lines_and_gguf(trap: Trap, tmp_path: Path) -> None:
 
 @traps
 def test_a_reference_cache(trap: Trap, tmp_path: Path) -> None:
-    from clocher_runtime.quantize.documents import cut
+    from clocher_runtime.quality.documents import cut
 
     documents = cut("abcdefgh" * 8, lambda text: [ord(c) % 8 for c in text], 16)
     trap(tmp_path / "r.partial")

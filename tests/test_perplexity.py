@@ -8,12 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.model_choice import embedded_model
-from clocher_runtime.models.load import load_model
-from clocher_runtime.perplexity import perplexity, window_loss
-from clocher_runtime.session import Session
-from clocher_runtime.tokenizer import Tokenizer
-from clocher_runtime.weights import open_checkpoint
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.engine.load import load_model
+from clocher_runtime.engine.session import Session
+from clocher_runtime.quality.perplexity import perplexity, window_loss
+from clocher_runtime.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent / "data"
 MODELS = {

@@ -17,18 +17,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clocher_kernels.errors import UsageError, WindowError
-from clocher_runtime import cli, engine
-from clocher_runtime.completions import MAX_LISTED
-from clocher_runtime.config import RunConfig
-from clocher_runtime.jsonl_writer import JsonlWriter
-from clocher_runtime.prompt_pipeline import (
+from clocher_runtime import cli
+from clocher_runtime.command import loading as engine
+from clocher_runtime.command.completions import MAX_LISTED
+from clocher_runtime.command.settings import ALL
+from clocher_runtime.command.stub import StubTokenizer, stub_id
+from clocher_runtime.disk.jsonl_writer import JsonlWriter
+from clocher_runtime.engine.step_totals import Reservoir, StepTotals
+from clocher_runtime.engine.timing import Span, TimedWindow
+from clocher_runtime.quality.trace import read_trace
+from clocher_runtime.text.prompt_pipeline import (
     MAX_WORKERS,
     RING_BYTES,
     PromptPipeline,
     prefetch_depth,
     worker_count,
 )
-from clocher_runtime.prompts import (
+from clocher_runtime.text.prompts import (
     MAX_LINE_BYTES,
     Line,
     Preparation,
@@ -36,11 +41,6 @@ from clocher_runtime.prompts import (
     PromptSource,
     split_lines,
 )
-from clocher_runtime.reservoir import Reservoir, StepTotals
-from clocher_runtime.settings import ALL
-from clocher_runtime.stub import StubTokenizer, stub_id
-from clocher_runtime.timing import Span, TimedWindow
-from clocher_runtime.trace import read_trace
 
 ROOT = Path(__file__).parents[1]
 VARIABLES = {variable for setting in ALL.values() for variable in setting.env}
@@ -272,7 +272,7 @@ def test_a_line_without_end_is_an_error() -> None:
 
 def source_of(tmp_path: Path, name: str, data: bytes, **config) -> PromptSource:
     (tmp_path / name).write_bytes(data)
-    return PromptSource(RunConfig(prompts_file=tmp_path / name, **config))
+    return PromptSource(tmp_path / name, **config)
 
 
 def test_a_source_can_be_looked_at_and_gone_through_again(tmp_path):

@@ -10,13 +10,13 @@ from kernel_run import kernel_cache
 from clocher_kernels.formats import parse_format
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.config import Given, RunConfig
-from clocher_runtime.env import resolve
-from clocher_runtime.topology import Cpu
-from clocher_runtime.tuning import choose_threads, not_acted_on, tune
+from clocher_runtime.command.config import Given, RunConfig
+from clocher_runtime.command.env import resolve
+from clocher_runtime.command.threads import choose_threads, not_acted_on, tune
+from clocher_runtime.engine.topology import Cpu
 from cpu_fallback.executor import CpuExecutor
-from cpu_fallback.hints import Asked, Hints
-from cpu_fallback.placement import Placement, call_on, hot_weights, pin, replicate, unpin
+from cpu_fallback.team.hints import Asked, Hints
+from cpu_fallback.team.placement import Placement, call_on, hot_weights, pin, replicate, unpin
 
 pytestmark = [
     pytest.mark.usefixtures("kernel_cache"),
@@ -210,7 +210,7 @@ def test_block_columns():
 
 def machine(monkeypatch, *sockets):
     cpus = tuple(Cpu(i, i, 0, socket, socket, socket, 0) for i, socket in enumerate(sockets))
-    monkeypatch.setattr("clocher_runtime.tuning.read_cpus", lambda: cpus)
+    monkeypatch.setattr("clocher_runtime.command.threads.read_cpus", lambda: cpus)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_limits_and_distances(monkeypatch):
 def test_threads_of_one_socket(monkeypatch):
     machine(monkeypatch, 0, 0, 1)
     assert choose_threads(resolve({}, {"NUMA_POLICY": "socket:1"})) == 1
-    monkeypatch.setattr("clocher_runtime.tuning.usable_cpus", lambda: frozenset(range(3)))
+    monkeypatch.setattr("clocher_runtime.command.threads.usable_cpus", lambda: frozenset(range(3)))
     assert choose_threads(resolve({"threads": "2"}, {"NUMA_POLICY": "socket:1"})) == 2
     assert choose_threads(resolve({"threads": "4"}, {"NUMA_POLICY": "socket:1"})) == 3
 

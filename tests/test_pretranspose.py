@@ -14,18 +14,19 @@ import pytest
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import Float, parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.console import Console
-from clocher_runtime.env import resolve
-from clocher_runtime.model_choice import embedded_model
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.command.console import Console
+from clocher_runtime.command.env import resolve
+from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.command.threads import not_acted_on
+from clocher_runtime.engine.load import Model, load_model
+from clocher_runtime.engine.session import Session
 from clocher_runtime.models.inventory import EMBED, HEAD, SCOPES, in_scope
-from clocher_runtime.models.load import Model, load_model
 from clocher_runtime.models.rewrite import INTEGER_PRODUCTS
-from clocher_runtime.session import Session
-from clocher_runtime.tuning import not_acted_on
-from clocher_runtime.weights import open_checkpoint
-from cpu_fallback import executor, prepack
-from cpu_fallback.large_pages import allocate, give_back, is_mapped
-from cpu_fallback.prepack import in_large_pages
+from cpu_fallback import executor
+from cpu_fallback.team.large_pages import allocate, give_back, is_mapped
+from cpu_fallback.tiles import prepack
+from cpu_fallback.tiles.prepack import in_large_pages
 
 DATA = Path(__file__).parent / "data"
 LLAMA, BITNET = DATA / "clocher-tiny-llama", DATA / "clocher-tiny-bitnet"

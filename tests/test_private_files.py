@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpu_fallback import objects, private_files, tile_cache
-from cpu_fallback.objects import ObjectCache, cache_root
-from cpu_fallback.private_files import locked, open_private, private_directory
-from cpu_fallback.tile_cache import TileCache
+from cpu_fallback.lanes import objects, private_files
+from cpu_fallback.lanes.objects import ObjectCache, cache_root
+from cpu_fallback.lanes.private_files import locked, open_private, private_directory
+from cpu_fallback.tiles import tile_cache
+from cpu_fallback.tiles.tile_cache import TileCache
 
 ROOT = Path(__file__).parents[1]
 KEY = "5" * 64
@@ -227,7 +228,9 @@ def test_a_pipe_among_the_tiles_stops_no_writer(tmp_path: Path) -> None:
 
 _PROCESS = """
 import sys
-from cpu_fallback import jit, linear, objects, tape
+from cpu_fallback.lanes import jit, objects
+from cpu_fallback.ops import linear
+from cpu_fallback.team import tape
 jit.warm([tape.lead, tape.serve])
 print("compiled", tape.lead.ready and tape.serve.ready)
 """
@@ -261,7 +264,8 @@ def test_junk_that_others_planted_is_never_machine_code(tmp_path: Path) -> None:
 
 _SCARCE = """
 import resource
-from cpu_fallback import jit, linear
+from cpu_fallback.lanes import jit
+from cpu_fallback.ops import linear
 wanted = [linear.embed]
 code = jit._compile(linear.embed)
 jit._Linker.get()

@@ -12,10 +12,10 @@ from bench.flame_graph import Frame, svg
 from bench.profile import Profiler, flame, label, layer_of, median_step, rows_of
 from bench.trace_events import trace
 from clocher_kernels.plan import Call
-from clocher_runtime.model_choice import embedded_model
-from clocher_runtime.models.load import load_model
-from clocher_runtime.session import Session
-from clocher_runtime.weights import open_checkpoint
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.engine.load import load_model
+from clocher_runtime.engine.session import Session
 
 STEPS = 3
 

@@ -25,19 +25,19 @@ from weight_files import BITNET, GPTOSS, LLAMA, ROOT, copy_model
 from clocher_kernels.errors import FormatError, ModelNotFound, UsageError
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import encode
-from clocher_runtime.ptq_cli import ptq_options, rules_of, run_ptq
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints.arrays import open_arrays, open_npz
+from clocher_runtime.checkpoints.hf import torch_bin
+from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
+from clocher_runtime.command.ptq import ptq_options, rules_of, run_ptq
+from clocher_runtime.convert.q4.map import load_q4_map, parse_q4_map
+from clocher_runtime.convert.q4.parts import PartsWriter, part_of
+from clocher_runtime.convert.rounding import parse_clip, round_tensor
+from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.quantize import job as job_module
 from clocher_runtime.quantize.job import CalibrationText, Job, run_job
 from clocher_runtime.quantize.manifest import describe_source
 from clocher_runtime.quantize.plan import QuantPlan, build_plan
-from clocher_runtime.weights import open_checkpoint
-from clocher_runtime.weights.arrays import open_arrays, open_npz
-from clocher_runtime.weights.convert import convert
-from clocher_runtime.weights.hf import torch_bin
-from clocher_runtime.weights.hf.torch_bin import open_torch_bin
-from clocher_runtime.weights.q4.map import load_q4_map, parse_q4_map
-from clocher_runtime.weights.q4.parts import PartsWriter, part_of
-from clocher_runtime.weights.rounding import parse_clip, round_tensor
 
 SCHEMA = json.loads((ROOT / "docs" / "q4-manifest.schema.json").read_text())
 SCRIPTS = ROOT / "scripts"
@@ -145,7 +145,7 @@ def test_every_flag_reaches_the_weights(
     expected = round_tensor(
         encode(arrays["layers.0.w"], parse_format("f32")), parse_format(fmt), parse_clip(clip)
     )
-    from clocher_runtime.weights.q4.parts import plane_hashes
+    from clocher_runtime.convert.q4.parts import plane_hashes
 
     assert entry["format"] == fmt and entry["sha256"] == plane_hashes(expected)
 
@@ -238,7 +238,7 @@ def test_the_cosine_gate_rejects_and_leaves_no_manifest(tmp_path: Path) -> None:
 def test_the_text_gate_accepts_rejects_and_is_undecided(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clocher_runtime.ptq_cli._DOCUMENT_TOKENS", 64)
+    monkeypatch.setattr("clocher_runtime.command.ptq._DOCUMENT_TOKENS", 64)
     text = tmp_path / "text.txt"
     text.write_text((ROOT / "tests" / "data" / "valid.txt").read_text()[:6000])
     out = tmp_path / "q4.json"

@@ -15,12 +15,13 @@ from weight_files import GPTOSS, LLAMA, ROOT, array, write_hf
 from clocher_kernels.errors import FormatError, ModelNotFound, UsageError
 from clocher_kernels.formats import Int8, parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.weights import open_checkpoint, rounding
-from clocher_runtime.weights.name_pattern import NamePattern
-from clocher_runtime.weights.q4.encode import encode_tensor
-from clocher_runtime.weights.q4.map import assign, load_q4_map, parse_q4_map
-from clocher_runtime.weights.q4.parts import PartsWriter, part_of, plane_hashes, read_part
-from clocher_runtime.weights.rounding import parse_clip, round_tensor
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.convert import rounding
+from clocher_runtime.convert.name_pattern import NamePattern
+from clocher_runtime.convert.q4.encode import encode_tensor
+from clocher_runtime.convert.q4.map import assign, load_q4_map, parse_q4_map
+from clocher_runtime.convert.q4.parts import PartsWriter, part_of, plane_hashes, read_part
+from clocher_runtime.convert.rounding import parse_clip, round_tensor
 
 SCHEMA = json.loads((ROOT / "docs" / "q4-manifest.schema.json").read_text())
 SEED = ROOT / "quant" / "q4_manifest.json"

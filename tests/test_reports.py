@@ -388,7 +388,7 @@ def test_the_report_is_one_well_formed_file_that_loads_nothing(
             assert not name.endswith(("href", "src")) and not name.startswith("on"), name
             assert "url(" not in value
     assert "url(" not in page.read_text() and "@import" not in page.read_text()
-    assert tags.count("svg") == len(list((out / "plots").glob("*.svg"))) == 4
+    assert tags.count("svg") == len(list((out / "plots").glob("*.svg"))) == 5
     text = "".join(root.itertext())
     assert "Title <&>" in text
     assert "Some CPU, 2 CPUs, 8 GiB, Linux 6.1" in text

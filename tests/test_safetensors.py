@@ -18,7 +18,7 @@ from weight_files import (
 
 from clocher_kernels import guards
 from clocher_kernels.errors import FormatError, ModelError, ModelNotFound, WindowError
-from clocher_runtime.weights.safetensors_file import DTYPES, SafetensorsFile
+from clocher_runtime.disk.safetensors_file import DTYPES, SafetensorsFile
 
 ARRAYS: dict[str, Array] = {"a": array("F32", 2, 3), "b": array("BF16", 4), "c": array("U8", 5)}
 DATA = b"".join(stored[2] for stored in ARRAYS.values())

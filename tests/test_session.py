@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from clocher_kernels.errors import OutOfMemory, UsageError
-from clocher_runtime.arguments import Sampling
-from clocher_runtime.model_choice import embedded_model
-from clocher_runtime.models.load import Model, load_model
-from clocher_runtime.session import Session
-from clocher_runtime.timing import TimedWindow
-from clocher_runtime.weights import open_checkpoint
-from clocher_runtime.weights.convert import convert
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.convert.to_iebin import convert
+from clocher_runtime.engine.arguments import Sampling
+from clocher_runtime.engine.load import Model, load_model
+from clocher_runtime.engine.session import Session
+from clocher_runtime.engine.timing import TimedWindow
 
 DATA = Path(__file__).parent / "data"
 MODELS = {

@@ -15,11 +15,11 @@ import pytest
 import clocher_runtime
 from clocher_kernels.errors import SessionBusy, UsageError
 from clocher_runtime.api import LanguageModel
-from clocher_runtime.model_choice import embedded_model
-from clocher_runtime.models.load import Model, load_model
-from clocher_runtime.perplexity import perplexity
-from clocher_runtime.session import Session
-from clocher_runtime.weights import open_checkpoint
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.engine.load import Model, load_model
+from clocher_runtime.engine.session import Session
+from clocher_runtime.quality.perplexity import perplexity
 
 PROMPT = [5, 6, 7]
 LENGTH = 12

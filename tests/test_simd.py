@@ -7,7 +7,7 @@ import pytest
 from kernel_run import compiled, kernel_cache
 
 from clocher_kernels.dtypes import E2M1_VALUES, STORAGE, from_f32, to_f32
-from cpu_fallback import memory, narrow, simd
+from cpu_fallback.lanes import memory, narrow, simd
 
 pytestmark = pytest.mark.usefixtures("kernel_cache")
 __all__ = ["kernel_cache"]

@@ -23,8 +23,8 @@ from bench.strict_checks import (
 )
 from bench.strict_launch import Task, as_json, main, measure, touched_sum
 from clocher_kernels.errors import UsageError
+from clocher_runtime.engine.probes import WorkTouch
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.probes import WorkTouch
 
 TEXT = str(Path(__file__).parent / "data" / "valid.txt")
 LLAMA = str(Path(__file__).parent / "data" / "clocher-tiny-llama")

@@ -15,22 +15,22 @@ from clocher_kernels.dtypes import to_f32
 from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.models.families import spec_from_config
-from clocher_runtime.models.inventory import inventory
-from clocher_runtime.models.load import load_model
-from clocher_runtime.models.presets import PRESETS, find_preset
-from clocher_runtime.session import Session
-from clocher_runtime.tokenizer import Tokenizer
-from clocher_runtime.weights import open_checkpoint
-from clocher_runtime.weights.gguf.blocks import F16, F32, row_blocks, same_type
-from clocher_runtime.weights.gguf.writer import GgufEntry, GgufWriter
-from clocher_runtime.weights.random_tensors import normal_matrix
-from clocher_runtime.weights.synthetic import (
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints.gguf.blocks import F16, F32, row_blocks, same_type
+from clocher_runtime.convert.gguf.writer import GgufEntry, GgufWriter
+from clocher_runtime.convert.presets import PRESETS, find_preset
+from clocher_runtime.convert.random_tensors import normal_matrix
+from clocher_runtime.convert.synthetic import (
     GGUF_NAME,
     Precision,
     byte_tokenizer,
     plan_synthesis,
 )
+from clocher_runtime.engine.load import load_model
+from clocher_runtime.engine.session import Session
+from clocher_runtime.models.families import spec_from_config
+from clocher_runtime.models.inventory import inventory
+from clocher_runtime.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 TINY = ("tiny-gpt-oss", "tiny-bitnet", "tiny-llama")
@@ -163,7 +163,7 @@ def test_a_full_disk_is_seen_before_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr("clocher_runtime.weights.synthetic.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("clocher_runtime.convert.synthetic.shutil.disk_usage", lambda path: usage)
     with pytest.raises(OSError, match="1000 free"):
         plan_synthesis("tiny-llama", Precision(), tmp_path / "new")
     assert not (tmp_path / "new").exists()

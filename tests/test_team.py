@@ -12,12 +12,12 @@ import pytest
 from kernel_run import kernel_cache
 
 from clocher_kernels.errors import DeviceError, UsageError
-from cpu_fallback import tape
-from cpu_fallback.jit import kernel, warm
-from cpu_fallback.memory import field, read_i64, write_i64
-from cpu_fallback.sync import fetch_add, sleep_ns
-from cpu_fallback.tape import Launch
-from cpu_fallback.team import Team
+from cpu_fallback.lanes.jit import kernel, warm
+from cpu_fallback.lanes.memory import read_i64, write_i64
+from cpu_fallback.team import tape
+from cpu_fallback.team.sync import fetch_add, sleep_ns
+from cpu_fallback.team.tape import Launch
+from cpu_fallback.team.team import Team
 
 pytestmark = pytest.mark.usefixtures("kernel_cache")
 __all__ = ["kernel_cache"]
@@ -26,41 +26,41 @@ __all__ = ["kernel_cache"]
 @kernel
 def mark(rec, ctl, rank, size, scratch):
     """Count up this thread's slot. Fields: slots, errors."""
-    slot = field(rec, 0) + 8 * rank
+    slot = read_i64(rec) + 8 * rank
     write_i64(slot, read_i64(slot) + 1)
 
 
 @kernel
 def compare(rec, ctl, rank, size, scratch):
     """Count the slots that differ from this thread's. Fields: slots, errors."""
-    mine = read_i64(field(rec, 0) + 8 * rank)
+    mine = read_i64(read_i64(rec) + 8 * rank)
     for other in range(size):
-        if read_i64(field(rec, 0) + 8 * other) != mine:
-            fetch_add(field(rec, 1), 1)
+        if read_i64(read_i64(rec) + 8 * other) != mine:
+            fetch_add(read_i64(rec + 8), 1)
 
 
 @kernel
 def touch(rec, ctl, rank, size, scratch):
     """Write this thread's scratch. Fields: bytes."""
-    for i in range(0, field(rec, 0), 8):
+    for i in range(0, read_i64(rec), 8):
         write_i64(scratch + i, rank)
 
 
 @kernel
 def tally(rec, ctl, rank, size, scratch):
     """Count the calls for each share. Fields: counts [size], last size."""
-    fetch_add(field(rec, 0) + 8 * rank, 1)
-    write_i64(field(rec, 1), size)
+    fetch_add(read_i64(rec) + 8 * rank, 1)
+    write_i64(read_i64(rec + 8), size)
 
 
 @kernel
 def dawdle(rec, ctl, rank, size, scratch):
     """Count shares by thread; thread 0 takes its time. Fields: counts [threads], its scratch."""
     me = 1
-    if scratch == field(rec, 1):
+    if scratch == read_i64(rec + 8):
         me = 0
         sleep_ns(2_000_000)
-    fetch_add(field(rec, 0) + 8 * me, 1)
+    fetch_add(read_i64(rec) + 8 * me, 1)
 
 
 SLOTS = frozenset({"slots"})

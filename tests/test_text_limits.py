@@ -15,17 +15,17 @@ import pytest
 from tokenizers import Regex, pre_tokenizers
 
 from clocher_kernels.errors import FormatError, OutOfMemory, UsageError
-from clocher_runtime import text_process, tokenizer_apart
+from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.command.stub import StubTokenizer
 from clocher_runtime.fuzzing import text_seeds
-from clocher_runtime.model_choice import embedded_model
-from clocher_runtime.prompts import Line, Preparation
-from clocher_runtime.split_patterns import KNOWN
-from clocher_runtime.stub import StubTokenizer
-from clocher_runtime.text_process import PROCESS, Refused
-from clocher_runtime.tokenizer import LONG_TEXT_CHARS, MAX_TEXT_CHARS, Tokenizer
-from clocher_runtime.tokenizer_apart import TokenizerApart
-from clocher_runtime.tokenizer_library import LibraryTokenizer
-from clocher_runtime.tokenizer_limits import MAX_ADDED, MAX_FILE_BYTES, inspect
+from clocher_runtime.models.split_patterns import KNOWN
+from clocher_runtime.text import text_process, tokenizer_apart
+from clocher_runtime.text.prompts import Line, Preparation
+from clocher_runtime.text.text_process import PROCESS, Refused
+from clocher_runtime.text.tokenizer import LONG_TEXT_CHARS, MAX_TEXT_CHARS, Tokenizer
+from clocher_runtime.text.tokenizer_apart import TokenizerApart
+from clocher_runtime.text.tokenizer_library import LibraryTokenizer
+from clocher_runtime.text.tokenizer_limits import MAX_ADDED, MAX_FILE_BYTES, inspect
 
 ROOT = Path(__file__).parents[1]
 LLAMA = ROOT / "tests" / "data" / "clocher-tiny-llama"
@@ -329,8 +329,8 @@ def test_a_vocabulary_of_a_large_model_is_taken():
 
 def test_the_process_ends_with_this_one(tmp_path):
     code = (
-        "from clocher_runtime.text_process import PROCESS\n"
-        "from clocher_runtime.chat_template import ChatTemplate\n"
+        "from clocher_runtime.text.text_process import PROCESS\n"
+        "from clocher_runtime.text.chat_template import ChatTemplate\n"
         "ChatTemplate('x').render()\n"
         "print(PROCESS._process.pid)\n"
     )

@@ -15,13 +15,13 @@ import pytest
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.model_choice import embedded_model
-from clocher_runtime.models.load import load_model
-from clocher_runtime.session import Session
-from clocher_runtime.weights import open_checkpoint
-from cpu_fallback import tile_cache, tile_pack
-from cpu_fallback.tile_cache import LIMIT_VARIABLE, TileCache, key_of
-from cpu_fallback.tiles import layout_of
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.engine.load import load_model
+from clocher_runtime.engine.session import Session
+from cpu_fallback.tiles import tile_cache, tile_pack
+from cpu_fallback.tiles.layout import layout_of
+from cpu_fallback.tiles.tile_cache import LIMIT_VARIABLE, TileCache, key_of
 
 ROOT = Path(__file__).parents[1]
 KEY = "0" * 64
@@ -245,7 +245,7 @@ _BUSY = """
 import sys
 from pathlib import Path
 import numpy as np
-from cpu_fallback.tile_cache import TileCache
+from cpu_fallback.tiles.tile_cache import TileCache
 cache = TileCache(Path(sys.argv[1]), 3 * 70_048)
 for turn in range(150):
     number = (turn * int(sys.argv[2])) % 5
@@ -276,7 +276,7 @@ _STUCK = """
 import os, sys, time
 from pathlib import Path
 import numpy as np
-from cpu_fallback import tile_cache
+from cpu_fallback.tiles import tile_cache
 def stuck(fd):
     print("written", flush=True)
     time.sleep(60)

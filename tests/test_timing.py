@@ -4,7 +4,7 @@ import pytest
 
 from clocher_kernels import guards
 from clocher_kernels.errors import WindowError
-from clocher_runtime.timing import Span, TimedWindow
+from clocher_runtime.engine.timing import Span, TimedWindow
 
 
 class Clock:

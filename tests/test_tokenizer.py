@@ -11,8 +11,8 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, processors
 
 from clocher_kernels.errors import FormatError, ModelNotFound, UsageError
-from clocher_runtime.model_choice import embedded_model
-from clocher_runtime.tokenizer import TextStream, Tokenizer
+from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.text.tokenizer import TextStream, Tokenizer
 
 MODEL = embedded_model()
 CONFIG = json.loads((MODEL / "tokenizer_config.json").read_text(encoding="utf-8"))

@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime import topology
-from clocher_runtime.topology import cpu_quota, default_threads, parse_cpu_list, physical_cores
+from clocher_runtime.engine import topology
+from clocher_runtime.engine.topology import (
+    cpu_quota,
+    default_threads,
+    parse_cpu_list,
+    physical_cores,
+)
 
 
 def write(root, files):

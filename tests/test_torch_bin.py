@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from clocher_kernels.errors import FormatError, ModelError
+from clocher_runtime.checkpoints.arrays import open_npz
+from clocher_runtime.checkpoints.hf.pickle_scan import scan_pickle
+from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
+from clocher_runtime.disk.files import MappedFile
+from clocher_runtime.disk.zip_directory import stored_records
 from clocher_runtime.fuzzing import oracle
 from clocher_runtime.fuzzing.hf_seeds import archive_bytes, torch_archive
 from clocher_runtime.fuzzing.oracle import bounded_memory, judge
-from clocher_runtime.weights.arrays import open_npz
-from clocher_runtime.weights.files import MappedFile
-from clocher_runtime.weights.hf.pickle_scan import scan_pickle
-from clocher_runtime.weights.hf.torch_bin import open_torch_bin
-from clocher_runtime.weights.zip_directory import stored_records
 
 ONE = {"w": ("F32", (2, 3))}
 

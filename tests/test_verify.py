@@ -18,9 +18,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from weight_files import BITNET, GPTOSS, LLAMA, rng
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime import cli, engine
-from clocher_runtime.settings import ALL
-from clocher_runtime.trace import (
+from clocher_runtime import cli
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.command import loading as engine
+from clocher_runtime.command.settings import ALL
+from clocher_runtime.convert.to_iebin import convert
+from clocher_runtime.quality.trace import (
     TopLogits,
     Trace,
     fingerprint,
@@ -28,9 +31,7 @@ from clocher_runtime.trace import (
     top_logits,
     write_trace,
 )
-from clocher_runtime.verify import MAX_FINDINGS, Checks, Finding, verify
-from clocher_runtime.weights import open_checkpoint
-from clocher_runtime.weights.convert import convert
+from clocher_runtime.quality.verify import MAX_FINDINGS, Checks, Finding, verify
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "verify_hf_generation_ids.py"

@@ -14,9 +14,9 @@ import safetensors
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.weights.iebin.checkpoint import seal
-from clocher_runtime.weights.iebin.writer import IebinWriter
-from clocher_runtime.weights.safetensors_file import DTYPES
+from clocher_runtime.checkpoints.iebin.checkpoint import seal
+from clocher_runtime.checkpoints.iebin.writer import IebinWriter
+from clocher_runtime.disk.safetensors_file import DTYPES
 
 ROOT = Path(__file__).parents[1]
 GPTOSS = ROOT / "clocher_runtime" / "assets" / "clocher-tiny-gptoss"

@@ -21,12 +21,12 @@ from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.formats import parse_format
 from clocher_kernels.formats.base import Format
+from clocher_runtime.checkpoints.opening import Checkpoint
+from clocher_runtime.convert.presets import find_preset
 from clocher_runtime.models.build import build_plan, page_table
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import EMBED, Need, head_name, inventory
-from clocher_runtime.models.presets import find_preset
 from clocher_runtime.models.spec import ModelSpec
-from clocher_runtime.weights.checkpoint import Checkpoint
 
 _KV = "bf16"
 _STEPS, _REPEATS, _WARM_STEPS = 24, 5, 4

@@ -17,8 +17,8 @@ from bench.gpu.record import Row
 from bench.gpu.setting import Item, Setting
 from clocher_kernels.cuda import executor
 from clocher_kernels.cuda.launch import Launch
-from clocher_runtime.arguments import Sampling
-from clocher_runtime.session import Session
+from clocher_runtime.engine.arguments import Sampling
+from clocher_runtime.engine.session import Session
 
 CHUNKS, _DRY_CHUNKS = (128, 512), (4,)
 _PROMPTS, _DRY_PROMPTS = (20, 1024), (3,)

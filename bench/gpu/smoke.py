@@ -26,11 +26,11 @@ from clocher_kernels.errors import DeviceError
 from clocher_kernels.formats import parse_format
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.contract import Case, OpSpec
-from clocher_runtime.model_choice import embedded_model
-from clocher_runtime.models.load import Model, load_model
-from clocher_runtime.probes import WorkTouch
-from clocher_runtime.session import Session
-from clocher_runtime.weights import open_checkpoint
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.engine.load import Model, load_model
+from clocher_runtime.engine.probes import WorkTouch
+from clocher_runtime.engine.session import Session
 
 # Of a product each layout has a kernel of its own, and each range of tokens.
 _PRODUCTS = (

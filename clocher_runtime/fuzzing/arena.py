@@ -175,13 +175,16 @@ def _others_can_search(path: Path) -> bool:
 
 
 def _plant(kind: str, path: Path) -> None:
-    """Put something in the place of a file."""
+    """Put something in the place of a file, unless a plant before stands in the way."""
+    with suppress(FileExistsError, NotADirectoryError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.parent.is_dir():
+        return
     with suppress(FileNotFoundError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         elif kind != "deny":
             path.unlink()
-    path.parent.mkdir(parents=True, exist_ok=True)
     targets = {"link": "/etc/passwd", "dangling": "nowhere", "loop": path.name}
     targets |= {"zero": "/dev/zero", "full": "/dev/full"}
     if kind in targets:

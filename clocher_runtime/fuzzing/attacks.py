@@ -12,10 +12,10 @@ from functools import cache
 from random import Random
 
 from clocher_kernels.errors import UsageError
+from clocher_runtime.command.settings import ALL
 from clocher_runtime.fuzzing import hf_seeds
 from clocher_runtime.fuzzing.mutations import mutate_bytes, mutate_json, mutate_lines, words_of
 from clocher_runtime.fuzzing.readers import READERS, Mutator
-from clocher_runtime.settings import ALL
 
 OK, USAGE, MODEL, DEVICE, MEMORY, INTERRUPTED, TERMINATED = 0, 2, 3, 5, 6, 130, 143
 REFUSED = frozenset({OK, USAGE, MODEL, DEVICE, MEMORY})

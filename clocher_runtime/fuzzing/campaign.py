@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 from clocher_kernels.errors import UsageError
+from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.fuzzing.oracle import (
     EXTRA_BYTES,
     Folder,
@@ -25,7 +26,6 @@ from clocher_runtime.fuzzing.oracle import (
     judge,
 )
 from clocher_runtime.fuzzing.readers import READERS, Mutator, Reader
-from clocher_runtime.weights.output_file import write_file
 
 SCHEMA = "clocher.mutant/1"
 STEP = 500

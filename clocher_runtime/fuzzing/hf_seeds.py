@@ -8,9 +8,9 @@ from zipfile import ZipFile, ZipInfo
 import numpy as np
 
 from clocher_kernels.dtypes import STORAGE
+from clocher_runtime.disk.safetensors_file import DTYPES
 from clocher_runtime.models.inventory import inventory
 from clocher_runtime.models.spec import ModelSpec, RopeSpec
-from clocher_runtime.weights.safetensors_file import DTYPES
 
 Seed = dict[str, bytes]
 """Name in the directory -> content: the files of one model, or one file."""

@@ -6,7 +6,7 @@ from copy import deepcopy
 from random import Random
 from typing import Any
 
-from clocher_runtime.weights.iebin.checkpoint import seal
+from clocher_runtime.checkpoints.iebin.checkpoint import seal
 
 Words = Sequence[str]
 Mutation = Callable[[bytes, Random, Words], bytes]

@@ -7,7 +7,20 @@ from random import Random
 
 from clocher_kernels.errors import ModelError, OutOfMemory, UsageError
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.chat_template import ChatTemplate
+from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.checkpoints.dedup.checkpoint import open_deduplicated
+from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
+from clocher_runtime.checkpoints.hf.torch_bin import has_safe_torch, read_torch_bin
+from clocher_runtime.checkpoints.iebin.checkpoint import JSON_NAME, open_iebin
+from clocher_runtime.checkpoints.opening import open_checkpoint
+from clocher_runtime.checkpoints.q4.overlay import COMPAT_NAME, open_index
+from clocher_runtime.checkpoints.q4.planes import load_q4_planes
+from clocher_runtime.convert.q4.map import load_q4_map
+from clocher_runtime.convert.q4.parts import read_part
+from clocher_runtime.disk.files import read_bytes
+from clocher_runtime.disk.safetensors_file import SafetensorsFile
+from clocher_runtime.disk.strict_json import parse_object
+from clocher_runtime.engine.load import load_model
 from clocher_runtime.fuzzing import hf_seeds, seeds, text_seeds
 from clocher_runtime.fuzzing.hf_seeds import Seed
 from clocher_runtime.fuzzing.mutations import (
@@ -27,22 +40,9 @@ from clocher_runtime.fuzzing.text_mutations import mutate_template, mutate_text,
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.fields import Fields
 from clocher_runtime.models.inventory import inventory
-from clocher_runtime.models.load import load_model
-from clocher_runtime.tokenizer import Tokenizer
-from clocher_runtime.trace import read_trace
-from clocher_runtime.weights.base import Checkpoint
-from clocher_runtime.weights.checkpoint import open_checkpoint
-from clocher_runtime.weights.dedup.checkpoint import open_deduplicated
-from clocher_runtime.weights.files import read_bytes
-from clocher_runtime.weights.gguf.checkpoint import open_gguf
-from clocher_runtime.weights.hf.torch_bin import has_safe_torch, read_torch_bin
-from clocher_runtime.weights.iebin.checkpoint import JSON_NAME, open_iebin
-from clocher_runtime.weights.q4.map import load_q4_map
-from clocher_runtime.weights.q4.overlay import COMPAT_NAME, open_index
-from clocher_runtime.weights.q4.parts import read_part
-from clocher_runtime.weights.q4.planes import load_q4_planes
-from clocher_runtime.weights.safetensors_file import SafetensorsFile
-from clocher_runtime.weights.strict_json import parse_object
+from clocher_runtime.quality.trace import read_trace
+from clocher_runtime.text.chat_template import ChatTemplate
+from clocher_runtime.text.tokenizer import Tokenizer
 
 MAX_DECODED = 1 << 20
 """Elements of a tensor that is decoded too: decoding takes more memory than reading, by design."""

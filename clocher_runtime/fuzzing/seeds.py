@@ -11,6 +11,13 @@ import numpy as np
 
 from clocher_kernels.formats import Bsr, Float, Int8, parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
+from clocher_runtime.checkpoints.iebin.checkpoint import JSON_NAME, open_iebin
+from clocher_runtime.checkpoints.iebin.writer import IebinWriter
+from clocher_runtime.checkpoints.q4.overlay import COMPAT_NAME, Q4_NAMES, write_overlay
+from clocher_runtime.checkpoints.q4.planes import PLANES, Q4_0, Q4Entry, next_offsets, q4_document
+from clocher_runtime.convert.dedup.writer import plan_dedup
+from clocher_runtime.convert.gguf.export import plan_gguf
+from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.fuzzing.hf_seeds import (
     CONFIG,
     Seed,
@@ -19,14 +26,7 @@ from clocher_runtime.fuzzing.hf_seeds import (
     llama_arrays,
     safetensors_bytes,
 )
-from clocher_runtime.trace import TopLogits, Trace, write_trace
-from clocher_runtime.weights.convert import convert
-from clocher_runtime.weights.dedup.writer import plan_dedup
-from clocher_runtime.weights.gguf.export import plan_gguf
-from clocher_runtime.weights.iebin.checkpoint import JSON_NAME, open_iebin
-from clocher_runtime.weights.iebin.writer import IebinWriter
-from clocher_runtime.weights.q4.overlay import COMPAT_NAME, Q4_NAMES, write_overlay
-from clocher_runtime.weights.q4.planes import PLANES, Q4_0, Q4Entry, next_offsets, q4_document
+from clocher_runtime.quality.trace import TopLogits, Trace, write_trace
 
 PART = "layer-00000.safetensors"
 

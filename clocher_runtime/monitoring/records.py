@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from clocher_kernels.errors import FormatError
-from clocher_runtime.jsonline import SCHEMA
-from clocher_runtime.weights.strict_json import parse_object
+from clocher_runtime.command.jsonline import SCHEMA
+from clocher_runtime.disk.strict_json import parse_object
 
 HARNESS_SCHEMA = "clocher.bench/1"
 STATUSES = ("ok", "error", "tuned", "void", "warmup")

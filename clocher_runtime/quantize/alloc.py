@@ -23,9 +23,9 @@ from typing import Any
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import Format, Int4, Int8
+from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.quantize.plan import PlannedTensor, QuantPlan
 from clocher_runtime.quantize.sensitivity import Unit, candidate_errors, measure_units
-from clocher_runtime.weights.base import Checkpoint
 
 Progress = Callable[[int, int, str], None]
 

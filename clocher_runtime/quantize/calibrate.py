@@ -15,13 +15,13 @@ from typing import Any, Protocol
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import Int4, Int8
 from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.convert.q4.parts import part_of
 from clocher_runtime.models.inventory import layer_name
 from clocher_runtime.quantize.capture import Walk
 from clocher_runtime.quantize.layer_job import LayerJob
 from clocher_runtime.quantize.plan import PlannedTensor, QuantPlan
 from clocher_runtime.quantize.rows import make_text
-from clocher_runtime.weights.base import Checkpoint
-from clocher_runtime.weights.q4.parts import part_of
 
 Progress = Callable[[int, int, str], None]
 

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.models.load import Model, load_model
-from clocher_runtime.quantize.evaluate import Record
+from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
+from clocher_runtime.checkpoints.iebin.checkpoint import JSON_NAME
+from clocher_runtime.convert.q4.map import load_q4_map
+from clocher_runtime.disk.files import read_bytes
+from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, parse_object
+from clocher_runtime.engine.load import Model, load_model
+from clocher_runtime.quality.evaluate import Record
 from clocher_runtime.quantize.job import quantised_checkpoint
-from clocher_runtime.weights import Checkpoint, open_checkpoint
-from clocher_runtime.weights.files import read_bytes
-from clocher_runtime.weights.iebin.checkpoint import JSON_NAME
-from clocher_runtime.weights.q4.map import load_q4_map
-from clocher_runtime.weights.strict_json import MAX_JSON_BYTES, parse_object
 
 Records = Mapping[str, Record]
 

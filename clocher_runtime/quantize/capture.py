@@ -18,6 +18,7 @@ from clocher_kernels.formats import Float, Format, parse_format
 from clocher_kernels.ops import OPS
 from clocher_kernels.plan import Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
+from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.models.build import build_plan
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import Need, inventory, layer_name
@@ -37,7 +38,6 @@ from clocher_runtime.quantize.whole_ops import (
     expert_matrix,
     look_up_rows,
 )
-from clocher_runtime.weights.base import Checkpoint
 
 CHUNK_TOKENS = 2048
 """Tokens that are computed at a time; longer sequences are a chunk of their own."""

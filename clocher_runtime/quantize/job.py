@@ -13,10 +13,16 @@ import numpy as np
 
 from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.models.load import load_model
-from clocher_runtime.quantize.documents import Documents
-from clocher_runtime.quantize.evaluate import Evaluation, Record, Runs, evaluate
-from clocher_runtime.quantize.gate import Verdict, tensor_checks, worst
+from clocher_runtime.checkpoints.checkpoint import Checkpoint, LazyTensor, Stored
+from clocher_runtime.convert.q4.encode import encode_tensor
+from clocher_runtime.convert.q4.map import Q4Map, parse_q4_map, parts_dir
+from clocher_runtime.convert.q4.parts import SUFFIX, PartsWriter, part_of, plane_hashes
+from clocher_runtime.convert.rounding import round_tensor
+from clocher_runtime.engine.load import load_model
+from clocher_runtime.quality.documents import Documents
+from clocher_runtime.quality.evaluate import Evaluation, Record, Runs, evaluate
+from clocher_runtime.quality.gate import Verdict, tensor_checks, worst
+from clocher_runtime.quality.tensor_error import measure
 from clocher_runtime.quantize.manifest import (
     Done,
     describe_source,
@@ -25,12 +31,6 @@ from clocher_runtime.quantize.manifest import (
     write_manifest,
 )
 from clocher_runtime.quantize.plan import PlannedTensor, QuantPlan, build_plan
-from clocher_runtime.quantize.tensor_error import measure
-from clocher_runtime.weights.base import Checkpoint, LazyTensor, Stored
-from clocher_runtime.weights.q4.encode import encode_tensor
-from clocher_runtime.weights.q4.map import Q4Map, parse_q4_map, parts_dir
-from clocher_runtime.weights.q4.parts import SUFFIX, PartsWriter, part_of, plane_hashes
-from clocher_runtime.weights.rounding import round_tensor
 
 Progress = Callable[[str, int, int], None]
 """Called with what is done, and (done, total)."""

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from clocher_kernels.errors import FormatError
+from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.convert.q4.document import PartFile
+from clocher_runtime.convert.q4.map import VERSION, parse_q4_map
+from clocher_runtime.disk.files import MappedFile
+from clocher_runtime.disk.output_file import write_file
+from clocher_runtime.quality.tensor_error import TensorError
 from clocher_runtime.quantize.plan import PlannedTensor, QuantPlan
-from clocher_runtime.quantize.tensor_error import TensorError
-from clocher_runtime.weights.base import Checkpoint
-from clocher_runtime.weights.files import MappedFile
-from clocher_runtime.weights.output_file import write_file
-from clocher_runtime.weights.q4.document import PartFile
-from clocher_runtime.weights.q4.map import VERSION, parse_q4_map
 
 HEADER_BYTES = 1 << 20
 """What is hashed of a file without --hash: its first MiB, where the names and shapes are."""

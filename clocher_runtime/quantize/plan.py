@@ -6,10 +6,10 @@ from math import prod
 
 from clocher_kernels.errors import ShapeError, UsageError
 from clocher_kernels.formats import Format
-from clocher_runtime.weights.base import Checkpoint
-from clocher_runtime.weights.convert import natural
-from clocher_runtime.weights.q4.map import Q4Map, assign
-from clocher_runtime.weights.rounding import Clip
+from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.convert.q4.map import Q4Map, assign
+from clocher_runtime.convert.rounding import Clip
+from clocher_runtime.convert.to_iebin import natural
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,228 @@
+"""A checkpoint: the common face of every container that weights come in."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from clocher_kernels.errors import FormatError, ModelError, ShapeError, UnsupportedModel
+from clocher_kernels.formats import Bsr, Format, Mxfp4
+from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.disk.files import MappedFile
+
+CHECK_LIMIT_BYTES = 64 << 20
+_HASH_STEP = 1 << 22
+_INDICES = ("row_ptr", "col_idx")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LazyTensor:
+    """A tensor that the file holds in another layout: its planes are computed on demand.
+
+    Attributes:
+        shape: logical shape.
+        format: the format of the planes.
+        make: computes the planes anew at every call, from views of the mapped files.
+    """
+
+    shape: tuple[int, ...]
+    format: Format
+    make: Callable[[], Mapping[str, np.ndarray]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the planes will have."""
+        return self.format.nbytes(self.shape)
+
+
+Stored = QuantTensor | LazyTensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """Weights and settings of one model, structurally valid in full, nothing copied yet.
+
+    Attributes:
+        path: directory of the model's files, or its one GGUF file.
+        kind: the container: Hugging Face (safetensors or pickled), IEBIN or GGUF.
+        config: contents of config.json.
+        generation_config: contents of generation_config.json, {} without one.
+        tokenizer_config: contents of tokenizer_config.json, {} without one; its "chat_template" is
+            that of chat_template.jinja where the model has that file.
+        tokenizer_json: the file that the tokenizer loads. It may be absent.
+        tensors: logical tensors by name: views of mapped files, in no promised alignment, and
+            tensors whose planes `tensor` computes. All of them say shape, format and nbytes.
+        files: the mapped weight files.
+        notes: what a person should know about how they were read: arrays that are not used.
+        hashes: SHA-256 of each plane by tensor and plane, of tensors whose container has them.
+        make_tokenizer: makes the content of tokenizer.json where that is no file, as in GGUF.
+    """
+
+    path: Path
+    kind: Literal["hf", "bin", "iebin", "gguf", "npz", "callable"]
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    tokenizer_config: Mapping[str, Any]
+    tokenizer_json: Path
+    tensors: Mapping[str, Stored]
+    files: tuple[MappedFile, ...]
+    notes: tuple[str, ...] = ()
+    hashes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    make_tokenizer: Callable[[], bytes] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Logical tensor names."""
+        return tuple(self.tensors)
+
+    @property
+    def tokenizer_source(self) -> Path | bytes:
+        """What `Tokenizer` loads: the file, or its content where it is made from metadata.
+
+        Raises:
+            ModelError: the metadata cannot be used.
+        """
+        return self.make_tokenizer() if self.make_tokenizer else self.tokenizer_json
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def data_files(self) -> tuple[Path, ...]:
+        """Files that hold the weights."""
+        return tuple(file.path for file in self.files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the logical shape of a tensor."""
+        return self._stored(name).shape
+
+    def tensor(self, name: str, verify: bool = False) -> QuantTensor:
+        """Return a tensor whose planes are aligned to their element type.
+
+        They are read-only views of the mapped file, except where a safetensors file puts a tensor
+        at an odd place or transposes it; then they are copies. Those of a `LazyTensor` are
+        computed anew by every call, and the pages of the file that this read are given back.
+
+        Codes that the format forbids are looked for in tensors of at most 64 MiB, in the scales of
+        MXFP4 whatever their size, and everywhere with `verify`. Such a code would give a wrong
+        number, never a fault; the index arrays of block-sparse rows, which could, are always
+        checked, and copied first: nobody can change them in the file afterwards. With `verify` the
+        planes must also have the SHA-256 that the container tells, if it tells any.
+
+        Raises:
+            ModelError: there is no such tensor.
+            FormatError: a stored code is one that the format forbids, or a hash does not match.
+            UnsupportedModel: stored values turn out to be such that no format can hold them.
+        """
+        stored = self._stored(name)
+        try:
+            found = stored.make() if isinstance(stored, LazyTensor) else stored.planes
+        except (FormatError, UnsupportedModel) as error:
+            raise type(error)(f"{self.path}: tensor {name!r}: {error}") from None
+        planes = {key: np.require(plane, requirements=["C", "A"]) for key, plane in found.items()}
+        if isinstance(stored, LazyTensor):
+            self.release()
+        if isinstance(stored.format, Bsr):
+            planes |= {key: planes[key].copy() for key in _INDICES}
+        if verify:
+            self._check_hashes(name, planes)
+        tensor = QuantTensor(stored.shape, stored.format, planes)
+        always = isinstance(tensor.format, Bsr | Mxfp4)
+        if verify or always or tensor.nbytes <= CHECK_LIMIT_BYTES:
+            try:
+                tensor.check()
+            except FormatError as error:
+                raise FormatError(f"{self.path}: tensor {name!r}: {error}") from None
+        return tensor
+
+    def verify(self) -> None:
+        """Read all weights: look for forbidden codes and check every hash that the container has.
+
+        Raises:
+            FormatError: there is such a code, or a hash does not match.
+            ModelChanged: a file changed meanwhile.
+        """
+        for name in self.tensors:
+            self.tensor(name, verify=True)
+            self.release()
+        self.check_unchanged()
+
+    def check_unchanged(self) -> None:
+        """Check that the weight files are still those that were opened; no byte of them is read.
+
+        Raises:
+            ModelChanged: one was written to, replaced or deleted.
+        """
+        for file in self.files:
+            file.check_unchanged()
+
+    def read_ahead(self, name: str) -> None:
+        """Let the disk start to read a tensor whose planes lie in the files as they are."""
+        stored = self._stored(name)
+        if not isinstance(stored, LazyTensor):
+            for plane in stored.planes.values():
+                for file in self.files:
+                    file.read_ahead(plane)
+
+    def release(self) -> None:
+        """Let the kernel take back the resident pages of the weight files."""
+        for file in self.files:
+            file.release()
+
+    def close(self) -> None:
+        """Finish with the files. A mapping lasts until the last view of it is gone."""
+        self.release()
+
+    def _check_hashes(self, name: str, planes: Mapping[str, np.ndarray]) -> None:
+        for key, expected in self.hashes.get(name, {}).items():
+            data = planes[key].reshape(-1).view(np.uint8)
+            digest = hashlib.sha256()
+            for start in range(0, len(data), _HASH_STEP):
+                digest.update(data[start : start + _HASH_STEP].data)
+            if digest.hexdigest() != expected:
+                raise FormatError(
+                    f"{self.path}: tensor {name!r}, plane {key!r}: the bytes do not match their "
+                    "SHA-256: the file is damaged; convert the model again"
+                )
+
+    def _stored(self, name: str) -> Stored:
+        if name not in self.tensors:
+            raise ModelError(
+                f"{self.path}: the model has no tensor {name!r}; it has {len(self.tensors)} "
+                f"tensors, such as {', '.join(self.names[:4])}"
+            )
+        return self.tensors[name]
+
+
+def stored_tensor(
+    shape: tuple[int, ...], fmt: Format, planes: Mapping[str, np.ndarray], where: str
+) -> QuantTensor:
+    """Return a tensor of planes found in a file.
+
+    Raises:
+        FormatError: the planes are not those that the format stores for this shape.
+    """
+    try:
+        return QuantTensor(shape, fmt, planes)
+    except ShapeError as error:
+        raise FormatError(f"{where}: {error}") from None
+
+
+def lazy_tensor(
+    shape: tuple[int, ...], fmt: Format, make: Callable[[], Mapping[str, np.ndarray]], where: str
+) -> LazyTensor:
+    """Return a tensor that `make` will compute from a file's arrays, which are checked before.
+
+    Raises:
+        FormatError: the format cannot hold this shape.
+    """
+    try:
+        fmt.planes(shape)
+    except ShapeError as error:
+        raise FormatError(f"{where}: {error}") from None
+    return LazyTensor(shape, fmt, make)

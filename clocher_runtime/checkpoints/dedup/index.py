@@ -1,0 +1,411 @@
+"""model.dedup.json: which planes there are, how each is stored, and where its parts lie.
+
+No offset is written down. Parts follow each other in the order of the index, so that two of them
+can neither overlap nor leave a hole, and the sizes of the files follow from the index too.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from clocher_kernels.dtypes import STORAGE
+from clocher_kernels.errors import FormatError, UnsupportedModel
+from clocher_kernels.formats.base import Plane
+from clocher_runtime.checkpoints.dedup import codec
+from clocher_runtime.checkpoints.dedup.codec import MAX_ESCAPES, WIDTHS, Stream, exception_bits
+from clocher_runtime.checkpoints.dedup.planes import SPLITS, splits_of
+from clocher_runtime.checkpoints.iebin.checkpoint import seal, unsealed
+from clocher_runtime.disk.strict_json import checked_name, checked_shape, fields, parse_object
+
+INDEX_NAME = "model.dedup.json"
+FORMAT = "clocher.dedup"
+VERSION = 1
+KINDS = ("defaults", "masks", "exceptions")
+FILE_NAMES = {kind: f"model.dedup.{kind}.bin" for kind in KINDS}
+ALIGNMENT = {"defaults": 8, "masks": 8, "exceptions": 64}
+"""Raw planes are used in place, so what may hold one is aligned as IEBIN is."""
+BLOCK_BYTES = 4096
+MAX_EXPANSION, FREE_EXPANSION = 1000, 16 << 20
+"""Decoded bytes for each stored byte, and those that are free. Without a limit a small file could
+stand for any size."""
+
+PlaneMode = Literal["raw", "streams", "blocks", "same", "base"]
+
+_HASH = re.compile("[0-9a-f]{64}")
+_FIELDS: dict[str, type] = {
+    "format": str,
+    "version": int,
+    "source": dict,
+    "base": object,
+    "files": dict,
+    "planes": list,
+    "totals": dict,
+    "sha256": str,
+}
+_FILE: dict[str, type] = {"nbytes": int, "sha256": str}
+_BASE: dict[str, type] = {"nbytes": int, "sha256": str, "name_hint": str}
+_PLANE: dict[str, type] = {
+    "tensor": str,
+    "plane": str,
+    "dtype": str,
+    "shape": list,
+    "sha256": str,
+    "mode": str,
+}
+_EXTRA: dict[str, dict[str, type]] = {
+    "raw": {},
+    "streams": {"xor": bool, "split": str, "streams": list},
+    "blocks": {"xor": bool, "unique": int},
+    "same": {"of": int},
+    "base": {},
+}
+_STREAM: dict[str, dict[str, type]] = {
+    "const": {},
+    "code": {"width": int, "table": int, "escapes": int},
+    "trits": {"table": int},
+    "raw": {},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A part of one of the three files."""
+
+    kind: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """Size and SHA-256 of a file."""
+
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The model.ie.bin that a variant builds on; the hint is the name of its directory."""
+
+    nbytes: int
+    sha256: str
+    name_hint: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPlane:
+    """How one plane is stored.
+
+    Attributes:
+        tensor: name of its tensor.
+        key: name of the plane.
+        plane: its element type and shape.
+        sha256: of its bytes, as in model.ie.json.
+        mode: "raw": as it is. "streams": split, stream by stream. "blocks": the different ones of
+            its 4 KiB blocks, and which block is which. "same": equal to an earlier plane. "base":
+            equal to the plane of that name in the base.
+        xor: what is stored is the plane XOR that of the base.
+        split: name of the split of "streams".
+        streams: how each of its streams is stored.
+        unique: different blocks of "blocks".
+        of: number of the earlier plane of "same".
+    """
+
+    tensor: str
+    key: str
+    plane: Plane
+    sha256: str
+    mode: PlaneMode = "raw"
+    xor: bool = False
+    split: str = ""
+    streams: tuple[Stream, ...] = ()
+    unique: int = 0
+    of: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the plane, the last one filled up with zeros."""
+        return -(-self.plane.nbytes // BLOCK_BYTES)
+
+    def parts(self) -> Iterator[tuple[str, int]]:
+        """Yield file and bytes of every part, in order.
+
+        That is for each stream: table, codes, rank index, exceptions or symbols; for blocks: the
+        numbers of the blocks, the blocks.
+        """
+        if self.mode == "raw":
+            yield "exceptions", self.plane.nbytes
+        elif self.mode == "blocks":
+            yield "masks", 4 * self.blocks
+            yield "exceptions", BLOCK_BYTES * self.unique
+        for stream in self.streams:
+            yield "defaults", stream.table
+            yield "masks", stream.code_bytes
+            yield "masks", 4 * stream.ranks
+            yield "exceptions", stream.literal_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all parts, each rounded up to its alignment."""
+        return sum(-(-n // ALIGNMENT[kind]) * ALIGNMENT[kind] for kind, n in self.parts())
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON object of the plane."""
+        found: dict[str, Any] = {
+            "tensor": self.tensor,
+            "plane": self.key,
+            "dtype": self.plane.dtype,
+            "shape": list(self.plane.shape),
+            "sha256": self.sha256,
+            "mode": self.mode,
+        }
+        if self.mode == "streams":
+            streams = [
+                {"mode": s.mode, **{key: getattr(s, key) for key in _STREAM[s.mode]}}
+                for s in self.streams
+            ]
+            found |= {"xor": self.xor, "split": self.split, "streams": streams}
+        elif self.mode == "blocks":
+            found |= {"xor": self.xor, "unique": self.unique}
+        elif self.mode == "same":
+            found |= {"of": self.of}
+        return found
+
+
+@dataclass(slots=True)
+class Places:
+    """Hands out places in the three files, in order."""
+
+    ends: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+
+    def take(self, plane: StoredPlane) -> tuple[Region, ...]:
+        """Return where the parts of the next plane lie. A part without bytes takes no place."""
+        regions = []
+        for kind, nbytes in plane.parts():
+            end = self.ends[kind]
+            offset = -(-end // ALIGNMENT[kind]) * ALIGNMENT[kind] if nbytes else end
+            self.ends[kind] = offset + nbytes
+            regions.append(Region(kind, offset, nbytes))
+        return tuple(regions)
+
+
+@dataclass(frozen=True, slots=True)
+class DedupIndex:
+    """model.dedup.json, checked in full.
+
+    Attributes:
+        source: the model.ie.bin that it stands for.
+        base: the artifact that a variant builds on.
+        files: facts of the three files, by kind.
+        planes: all planes, in the order of model.ie.bin.
+        regions: where the parts of each plane lie.
+    """
+
+    source: FileFacts
+    base: Base | None
+    files: Mapping[str, FileFacts]
+    planes: tuple[StoredPlane, ...]
+    regions: tuple[tuple[Region, ...], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the three files."""
+        return sum(facts.nbytes for facts in self.files.values())
+
+    def text(self) -> bytes:
+        """Return the file: a line per field and a line per plane."""
+        base = self.base
+        head: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "source": _facts(self.source),
+            "base": base and {**_facts(base), "name_hint": base.name_hint},
+            "files": {kind: _facts(self.files[kind]) for kind in KINDS},
+        }
+        lines = "".join(f'"{key}": {_dump(value)},\n' for key, value in head.items())
+        planes = ",\n".join(_dump(plane.document()) for plane in self.planes)
+        totals = _dump({"in": self.source.nbytes, "out": self.nbytes})
+        return seal(f'{{\n{lines}"planes": [\n{planes}\n],\n"totals": {totals},\n'.encode())
+
+
+def parse_index(data: bytes, where: str) -> DedupIndex:
+    """Parse and check model.dedup.json.
+
+    Raises:
+        FormatError: it breaks a rule of docs/dedup.md.
+        UnsupportedModel: it is of another version.
+    """
+    document = parse_object(data, where)
+    if document.get("format") != FORMAT:
+        raise FormatError(f"{where}: not {FORMAT}: format is {document.get('format')!r:.40}")
+    version = document.get("version")
+    if type(version) is not int or version != VERSION:
+        raise UnsupportedModel(
+            f"{where}: {FORMAT} version {version!r:.40}; this Clocher reads version {VERSION}: "
+            "make it again from model.ie.bin or update Clocher"
+        )
+    unsealed(data, where)
+    base = document.get("base")
+    known = _FIELDS | {"base": dict if base is not None else type(None)}
+    fields(document, where, known)
+    source = _read_facts(document["source"], f"{where}: source")
+    kinds = fields(document["files"], f"{where}: files", dict.fromkeys(KINDS, dict))
+    files = {kind: _read_facts(kinds[kind], f"{where}: files: {kind}") for kind in KINDS}
+    planes = _read_planes(document["planes"], where, base is not None)
+    places = Places()
+    regions = tuple(places.take(plane) for plane in planes)
+    _check_sizes(places.ends, files, planes, where)
+    totals = {"in": source.nbytes, "out": sum(facts.nbytes for facts in files.values())}
+    if document["totals"] != totals:
+        raise FormatError(f"{where}: totals are {document['totals']!r:.80}, expected {totals}")
+    return DedupIndex(source, _read_base(base, where), files, planes, regions)
+
+
+def _check_sizes(
+    ends: Mapping[str, int],
+    files: Mapping[str, FileFacts],
+    planes: tuple[StoredPlane, ...],
+    where: str,
+) -> None:
+    for kind in KINDS:
+        if files[kind].nbytes != ends[kind]:
+            raise FormatError(
+                f"{where}: files.{kind}.nbytes is {files[kind].nbytes}, its parts end at "
+                f"{ends[kind]}"
+            )
+    check_expansion(planes, sum(ends.values()), where)
+
+
+def check_expansion(planes: Iterable[StoredPlane], stored: int, where: str) -> None:
+    """Refuse files that stand for far more than they hold.
+
+    Raises:
+        FormatError: they do. What is taken from a base is bounded by its size, and not counted.
+    """
+    own = sum(p.plane.nbytes for p in planes if p.mode != "base" and not p.xor)
+    if own > MAX_EXPANSION * stored + FREE_EXPANSION:
+        raise FormatError(
+            f"{where}: {own} bytes of weights in {stored}; expected at most {MAX_EXPANSION} times "
+            f"as many and {FREE_EXPANSION}"
+        )
+
+
+def _read_facts(value: object, where: str) -> FileFacts:
+    found = fields(value, where, _FILE)
+    if found["nbytes"] < 0:
+        raise FormatError(f"{where}: nbytes is {found['nbytes']}")
+    return FileFacts(found["nbytes"], _checked_hash(found["sha256"], where))
+
+
+def _read_base(value: object, where: str) -> Base | None:
+    if value is None:
+        return None
+    found = fields(value, f"{where}: base", _BASE)
+    hint = found["name_hint"]
+    if len(hint) > 255 or "/" in hint or "\0" in hint or hint in ("", ".", ".."):
+        raise FormatError(f"{where}: base: name_hint is not the name of a directory")
+    return Base(found["nbytes"], _checked_hash(found["sha256"], f"{where}: base"), hint)
+
+
+def _checked_hash(value: str, where: str) -> str:
+    if not _HASH.fullmatch(value):
+        raise FormatError(f"{where}: sha256 must be 64 lower-case hexadecimal digits")
+    return value
+
+
+def _read_planes(values: list[object], where: str, has_base: bool) -> tuple[StoredPlane, ...]:
+    planes: list[StoredPlane] = []
+    seen: set[tuple[str, str]] = set()
+    for number, value in enumerate(values):
+        at = f"{where}: planes[{number}]"
+        plane = _read_plane(value, at)
+        if (plane.tensor, plane.key) in seen:
+            raise FormatError(f"{at}: plane {plane.key!r} of {plane.tensor!r} is listed twice")
+        seen.add((plane.tensor, plane.key))
+        if (plane.xor or plane.mode == "base") and not has_base:
+            raise FormatError(f"{at}: builds on a base, but there is none")
+        if plane.mode == "same":
+            _check_same(plane, planes, at)
+        planes.append(plane)
+    if not planes:
+        raise FormatError(f"{where}: no planes; expected at least 1")
+    return tuple(planes)
+
+
+def _check_same(plane: StoredPlane, earlier: list[StoredPlane], at: str) -> None:
+    if not 0 <= plane.of < len(earlier):
+        raise FormatError(f"{at}: the same as plane {plane.of}, which is not an earlier one")
+    other = earlier[plane.of]
+    if other.mode == "same" or (other.plane, other.sha256) != (plane.plane, plane.sha256):
+        raise FormatError(f"{at}: not the same as plane {plane.of}")
+
+
+def _read_plane(value: object, at: str) -> StoredPlane:
+    mode = value.get("mode") if isinstance(value, dict) else None
+    if not isinstance(mode, str) or mode not in _EXTRA:
+        raise FormatError(f"{at}: mode is {mode!r:.40}; known: {', '.join(_EXTRA)}")
+    found = fields(value, at, _PLANE | _EXTRA[mode])
+    if found["dtype"] not in STORAGE:
+        raise FormatError(f"{at}: dtype is {found['dtype']!r:.40}; known: {', '.join(STORAGE)}")
+    plane = Plane(found["dtype"], checked_shape(found["shape"], at))
+    if not plane.nbytes:
+        raise FormatError(f"{at}: a plane without elements")
+    stored: dict[str, Any] = {key: found[key] for key in ("xor", "unique", "of") if key in found}
+    if mode == "streams":
+        stored["split"] = found["split"]
+        stored["streams"] = _read_streams(found, plane, at)
+    if mode == "blocks" and not 0 < found["unique"] <= -(-plane.nbytes // BLOCK_BYTES):
+        raise FormatError(f"{at}: {found['unique']} different blocks")
+    return StoredPlane(
+        tensor=checked_name(found["tensor"], at),
+        key=checked_name(found["plane"], at),
+        plane=plane,
+        sha256=_checked_hash(found["sha256"], at),
+        mode=mode,  # type: ignore[arg-type]
+        **stored,
+    )
+
+
+def _read_streams(found: Mapping[str, Any], plane: Plane, at: str) -> tuple[Stream, ...]:
+    if found["split"] not in splits_of(plane.dtype):
+        raise FormatError(f"{at}: split is {found['split']!r:.40}, dtype {plane.dtype}")
+    split = SPLITS[found["split"]]
+    if len(found["streams"]) != len(split.parts):
+        raise FormatError(f"{at}: {len(found['streams'])} streams, expected {len(split.parts)}")
+    count = plane.nbytes // split.item.itemsize * split.per_item
+    pairs = zip(found["streams"], split.parts, strict=True)
+    return tuple(_read_stream(value, part.bits, count, at) for value, part in pairs)
+
+
+def _read_stream(value: object, bits: int, count: int, at: str) -> Stream:
+    mode = value.get("mode") if isinstance(value, dict) else None
+    if not isinstance(mode, str) or mode not in get_args(codec.Mode):
+        raise FormatError(f"{at}: a stream has mode {mode!r:.40}; known: {', '.join(_STREAM)}")
+    found = fields(value, f"{at}: stream", {"mode": str} | _STREAM[mode])
+    if mode == "const":
+        return Stream("const", bits, count, table=1)
+    if mode == "raw":
+        return Stream("raw", bits, count)
+    table = found["table"]
+    if mode == "trits":
+        if not 2 <= table <= 3:
+            raise FormatError(f"{at}: trits of {table} symbols, expected 2 or 3")
+        return Stream("trits", bits, count, table=table)
+    width, escapes = found["width"], found["escapes"]
+    if width not in WIDTHS or not 2 <= table <= 1 << bits:
+        raise FormatError(f"{at}: a code of {width} bits for {table} symbols of {bits} bits")
+    most = min(count, MAX_ESCAPES) if exception_bits(table, width) else 0
+    if not 0 <= escapes <= most or (most and not escapes):
+        raise FormatError(f"{at}: {escapes} escapes of {count} symbols, at most {most} can be")
+    return Stream("code", bits, count, width, table, escapes)
+
+
+def _facts(facts: FileFacts | Base) -> dict[str, Any]:
+    return {"nbytes": facts.nbytes, "sha256": facts.sha256}
+
+
+def _dump(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)

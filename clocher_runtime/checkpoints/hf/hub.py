@@ -1,0 +1,301 @@
+"""Getting models from the Hugging Face hub: planned here, fetched by huggingface_hub, checked here.
+
+The library is imported late: it is slow to load, and nobody who has the model needs it. Its own
+variables hold: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE.
+Source: https://huggingface.co/docs/huggingface_hub/guides/download.
+"""
+
+import errno
+import fnmatch
+import glob
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clocher_kernels.errors import (
+    ClocherError,
+    FormatError,
+    ModelError,
+    ModelNotFound,
+    UsageError,
+)
+from clocher_runtime.disk.output_file import check_free
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import RepoSibling
+
+PATTERNS = (
+    "*.json",
+    "*.jinja",
+    "*.txt",
+    "*.model",
+    "LICENSE*",
+    "README.md",
+    "USAGE_POLICY",
+    "model*.safetensors",
+)
+"""What is downloaded. Weights in safetensors alone: the hub's pickled files are never needed."""
+
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """One file of a revision.
+
+    Attributes:
+        name: its path in the repository.
+        nbytes: its size.
+        sha256: its SHA-256 if the hub knows it (large files), else "".
+        blob: otherwise the SHA-1 that git knows it by.
+    """
+
+    name: str
+    nbytes: int
+    sha256: str
+    blob: str
+
+    def matches(self, path: Path) -> bool:
+        """Return whether a file on the disk is this one, by its size and hash."""
+        if path.stat().st_size != self.nbytes:
+            return False
+        with path.open("rb") as stream:
+            digest = hashlib.file_digest(stream, self._hasher).hexdigest()
+        return digest == (self.sha256 or self.blob)
+
+    def _hasher(self) -> Any:
+        if self.sha256:
+            return hashlib.sha256()
+        return hashlib.sha1(f"blob {self.nbytes}\0".encode(), usedforsecurity=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """A revision whose files can be fetched.
+
+    Attributes:
+        repo: "owner/name".
+        revision: branch, tag or commit that was asked for.
+        commit: what it is now.
+        directory: where the files will be; None for the hub's cache.
+        files: what is wanted.
+        missing: those of it that are not there in the right size.
+        nbytes: bytes that are still to come.
+        free_bytes: bytes that the disk has for them.
+    """
+
+    repo: str
+    revision: str
+    commit: str
+    directory: Path | None
+    files: tuple[HubFile, ...]
+    missing: tuple[HubFile, ...]
+    nbytes: int
+    free_bytes: int
+
+    def run(self, checking: Callable[[str], None] | None = None) -> Path:
+        """Fetch what is missing, with the library's progress bars, and check all of it.
+
+        Args:
+            checking: called with the name of each file before it is hashed.
+
+        Returns:
+            The directory of the files.
+
+        Raises:
+            ConnectionError: the hub cannot be reached any more. The files that are whole stay.
+            OSError: the disk is full or cannot be written.
+            FormatError: files are not what the hub lists; they are removed.
+            ModelNotFound: the files are not public, and there is no access to them.
+        """
+        import huggingface_hub
+
+        with _explained(self.repo):
+            folder = huggingface_hub.snapshot_download(
+                self.repo,
+                revision=self.revision,
+                local_dir=self.directory,
+                allow_patterns=[glob.escape(file.name) for file in self.files],
+            )
+        wrong = []
+        for file in self.files:
+            path = Path(folder, file.name)
+            if not path.is_file():
+                raise _unreachable(f"{self.repo}: {file.name} did not come")
+            if checking:
+                checking(file.name)
+            if not file.matches(path):
+                wrong.append(file.name)
+                if not self.directory:
+                    # In the cache the name is a link, and what is wrong is behind it.
+                    path.resolve().unlink()
+                path.unlink(missing_ok=True)
+        if wrong:
+            raise FormatError(
+                f"{folder}: not what the hub lists, and removed: {', '.join(wrong)}; run it again "
+                "to fetch them anew"
+            )
+        return Path(folder)
+
+
+def plan_download(
+    repo: str,
+    directory: Path | None,
+    patterns: Sequence[str] = PATTERNS,
+    revision: str = "main",
+) -> Download:
+    """Ask the hub what a revision holds, and check that the disk has room.
+
+    Args:
+        repo: "owner/name".
+        directory: where the files will be; None for the hub's cache.
+        patterns: shell patterns of the wanted files; one without "/" is for the top folder only.
+        revision: branch, tag or commit.
+
+    Raises:
+        UsageError: the name is not one, no file matches, or HF_HUB_OFFLINE forbids the network.
+        ModelNotFound: there is no such repository or revision, or no access to it.
+        OSError: the hub cannot be reached, or the disk is too small.
+        ModelError: the hub's answer makes no sense.
+    """
+    import huggingface_hub
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    subject = repo if directory else f"{repo}: no such directory; as a name on the hub"
+    with _explained(subject):
+        info = huggingface_hub.HfApi().model_info(repo, revision=revision, files_metadata=True)
+        if not re.fullmatch("[0-9a-f]{40}", str(info.sha)) or info.siblings is None:
+            raise ModelError(f"{repo}: the hub's answer lists no files; is HF_ENDPOINT a hub?")
+        commit = str(info.sha)
+        files = [_hub_file(i, repo) for i in info.siblings if _wanted(i.rfilename, patterns)]
+        if not files:
+            names = ", ".join(repr(item.rfilename) for item in info.siblings[:9])
+            raise UsageError(f"{repo}: no file matches {', '.join(patterns)}; it has {names}")
+        missing = [file for file in files if not _is_there(file, directory, repo, commit)]
+    nbytes = sum(file.nbytes for file in missing)
+    free = check_free((directory or Path(HF_HUB_CACHE)) / "file", nbytes)
+    return Download(repo, revision, commit, directory, tuple(files), tuple(missing), nbytes, free)
+
+
+def local_or_fetched(path: Path) -> Path:
+    """Return a model's directory, downloading it if the path is the name of a repository.
+
+    What is downloaded lies in the hub's cache. Without a network what lies there already will do.
+
+    Args:
+        path: a directory, or "owner/name" of a repository on the hub.
+
+    Raises:
+        ModelError, UsageError, OSError: as `plan_download` and `Download.run`.
+    """
+    name = path.as_posix()
+    if path.exists() or not _REPO.fullmatch(name):
+        return path
+    try:
+        return plan_download(name, None).run()
+    except (UsageError, ConnectionError) as error:
+        import huggingface_hub
+
+        try:
+            folder = huggingface_hub.snapshot_download(
+                name, allow_patterns=list(PATTERNS), ignore_patterns=["*/*"], local_files_only=True
+            )
+        except (ValueError, FileNotFoundError):
+            raise error from None
+        return Path(folder)
+
+
+def _is_there(file: HubFile, directory: Path | None, repo: str, commit: str) -> bool:
+    """Return whether a file of the right size is in the directory, or in the hub's cache."""
+    import huggingface_hub
+
+    if directory:
+        place: object = directory / file.name
+    else:
+        place = huggingface_hub.try_to_load_from_cache(repo, file.name, revision=commit)
+    if not isinstance(place, str | Path) or not os.path.isfile(place):
+        return False
+    return os.path.getsize(place) == file.nbytes
+
+
+def _wanted(name: str, patterns: Sequence[str]) -> bool:
+    return any(
+        fnmatch.fnmatchcase(name, pattern) and ("/" in pattern or "/" not in name)
+        for pattern in patterns
+    )
+
+
+def _hub_file(item: "RepoSibling", repo: str) -> HubFile:
+    name, nbytes, blob = item.rfilename, item.size, item.blob_id or ""
+    sha256 = item.lfs.sha256 if item.lfs else ""
+    sound = (
+        name.isprintable()
+        and "\\" not in name
+        and not {"", ".", ".."} & set(name.split("/"))
+        and type(nbytes) is int
+        and nbytes >= 0
+        and re.fullmatch("[0-9a-f]{64}|", str(sha256))
+        and (sha256 or re.fullmatch("[0-9a-f]{40}", str(blob)))
+    )
+    if not sound:
+        raise ModelError(f"{repo}: the hub describes {name!r:.80} in a way that is not known")
+    return HubFile(name, int(nbytes or 0), sha256, blob)
+
+
+@contextmanager
+def _explained(subject: str) -> Iterator[None]:
+    """Turn what the library and the network layers below it raise into errors of ours."""
+    try:
+        yield
+    except ClocherError:
+        raise
+    except Exception as error:
+        raise _explanation(error, subject) from None
+
+
+def _explanation(error: Exception, subject: str) -> Exception:
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        # After any failure the library looks for older files; the failure is what matters.
+        error = error.__cause__
+    first_line = str(error).strip().partition("\n")[0]
+    reason = f"{type(error).__name__}: {first_line:.200}"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return UsageError(
+            f"{subject}: HF_HUB_OFFLINE=1 forbids the network; unset it, or copy the files of the "
+            "model from another machine"
+        )
+    if isinstance(error, errors.HfHubHTTPError):
+        status = error.response.status_code
+        if isinstance(error, errors.GatedRepoError) or status == 403:
+            return ModelNotFound(
+                f"{subject}: HTTP {status}: access must be asked for on the model's page; then log "
+                "in with `hf auth login`, or set HF_TOKEN"
+            )
+        if status in (401, 404):
+            return ModelNotFound(
+                f"{subject}: HTTP {status}: no such repository, revision or file; check the name, "
+                "and for a private model log in with `hf auth login`, or set HF_TOKEN"
+            )
+        return _unreachable(f"{subject}: HTTP {status}")
+    if isinstance(error, errors.HFValidationError):
+        return UsageError(f"{subject}: {error}; expected owner/name")
+    if isinstance(error, ValueError | KeyError | TypeError | AttributeError):
+        return ModelError(f"{subject}: the hub's answer makes no sense ({reason})")
+    if isinstance(error, OSError) and error.errno is not None:
+        return error
+    return _unreachable(f"{subject}: the hub cannot be reached ({reason})")
+
+
+def _unreachable(message: str) -> ConnectionError:
+    return ConnectionError(
+        errno.ENETUNREACH,
+        f"{message}; run it again, or without a network copy the files of the model from another "
+        "machine",
+    )

@@ -1,0 +1,46 @@
+"""Opening a model: which container a directory holds, and the checkpoint in it."""
+
+import os
+from pathlib import Path
+
+from clocher_kernels.errors import ModelNotFound
+from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.checkpoints.dedup.checkpoint import has_dedup, open_deduplicated
+from clocher_runtime.checkpoints.gguf.checkpoint import SUFFIX, find_gguf, open_gguf
+from clocher_runtime.checkpoints.hf.checkpoint import CONFIG, SUBFOLDERS, find_hf, open_hf
+from clocher_runtime.checkpoints.iebin.checkpoint import BIN_NAME, JSON_NAME, open_iebin
+
+__all__ = ["Checkpoint", "open_checkpoint", "open_iebin"]
+
+
+def open_checkpoint(path: Path | str, verify: bool = False) -> Checkpoint:
+    """Open a model: IEBIN if `model.ie.json` is there, else Hugging Face, else GGUF.
+
+    Args:
+        path: the model's directory, or one with the model in `hf` or `hf/original`; or a GGUF
+            file, or a directory with exactly one.
+        verify: read everything: check all hashes (IEBIN) and all stored codes.
+
+    Raises:
+        ModelNotFound: no model, or one of its files is missing.
+        ModelError: the model is damaged or not known; see `open_iebin`, `open_hf` and
+            `open_gguf`.
+        WindowError: a timed window is open.
+    """
+    path = Path(path)
+    if os.path.isfile(path / JSON_NAME):
+        if has_dedup(path) and not os.path.isfile(path / BIN_NAME):
+            return open_deduplicated(path, verify=verify).checkpoint
+        return open_iebin(path / JSON_NAME, verify=verify)
+    directory = find_hf(path)
+    gguf = find_gguf(path) if directory is None else None
+    if directory is not None:
+        checkpoint = open_hf(directory)
+    elif gguf is not None:
+        checkpoint = open_gguf(gguf)
+    else:
+        looked = ", ".join([JSON_NAME, *(str(Path(folder, CONFIG)) for folder in SUBFOLDERS)])
+        raise ModelNotFound(f"{path}: no model there; looked for {looked}, *{SUFFIX}")
+    if verify:
+        checkpoint.verify()
+    return checkpoint

@@ -1,0 +1,1 @@
+"""The commands: settings, a run, its one line."""

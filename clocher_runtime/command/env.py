@@ -1,0 +1,107 @@
+"""From flags, variables and a file to a RunConfig: flag, variable, file, default."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from clocher_kernels.errors import UsageError
+from clocher_runtime.command.config import Given, GivenInFile, RunConfig
+from clocher_runtime.command.config_file import read_toml, setting_texts
+from clocher_runtime.command.settings import ALL, HINTS, Setting
+
+# Products are accumulated in fp32 whatever the weights are, so asking for it is no ignored hint.
+_HOST_MATH = "fp32"
+
+
+def resolve(
+    flags: Mapping[str, str],
+    environ: Mapping[str, str],
+    in_file: Mapping[str, Given] | None = None,
+) -> RunConfig:
+    """Return the configuration of a run.
+
+    A variable that is set to nothing counts as not set. A value that a stronger source overrides
+    is not looked at.
+
+    Args:
+        flags: name of a setting -> what its flag was given; flags that were not given are absent.
+        environ: environment variables.
+        in_file: name of a setting -> what a file says; None reads the file of `--config`.
+
+    Raises:
+        UsageError: a value is not what its flag, variable or key takes, two flags exclude each
+            other, or the file of `--config` is not one.
+    """
+    if in_file is None:
+        in_file = read_file(flags)
+    values: dict[str, Any] = {}
+    given: dict[str, Given] = {}
+    ignored: list[Given] = []
+    for name, setting in ALL.items():
+        sources = sources_of(name, setting, flags, environ, in_file)
+        if not sources:
+            continue
+        first, *others = sources
+        value = setting.takes.read(first.source, first.raw)
+        if name in HINTS:
+            ignored += [first] if first.raw not in setting.idle else []
+            continue
+        values[name], given[name] = value, first
+        if name not in flags:
+            beaten = [other for other in others if not isinstance(other, GivenInFile)]
+            ignored += [other for other in beaten if other.raw not in (first.raw, _HOST_MATH)]
+    _exclude(values, given)
+    return RunConfig(**values, given=given, hints_ignored=tuple(map(str, ignored)))
+
+
+def read_file(flags: Mapping[str, str]) -> dict[str, Given]:
+    """Return the settings of the file that `--config` names, empty without one.
+
+    Raises:
+        UsageError: the file cannot be read, or has something that is no setting.
+    """
+    if not flags.get("config"):
+        return {}
+    path = Path(flags["config"])
+    texts = setting_texts(read_toml(path), set(ALL) - {"config"}, str(path))
+    return {name: GivenInFile(f"{path}: {name}", raw) for name, raw in texts.items()}
+
+
+def sources_of(
+    name: str,
+    setting: Setting,
+    flags: Mapping[str, str],
+    environ: Mapping[str, str],
+    in_file: Mapping[str, Given],
+) -> list[Given]:
+    """Return the flag, the variables and the key of the file that are set, the strongest first."""
+    found = [Given(setting.flag, flags[name])] if name in flags else []
+    found += [Given(var, environ[var]) for var in setting.env if environ.get(var)]
+    return found + ([in_file[name]] if name in in_file else [])
+
+
+def _exclude(values: dict[str, Any], given: dict[str, Given]) -> None:
+    """Settle settings that exclude each other: the stronger source wins, a tie is an error."""
+    _keep_one(("prompt", "prompt_ids", "prompts_file"), values, given)
+    _keep_one(("stub", "tune"), values, given)
+    if "stub" in given:
+        if values.get("require_model"):
+            raise UsageError("--stub runs without a model, but IE_REQUIRE_MODEL=1; drop one")
+        for name in ("model_dir", "model_json", "model_bin"):
+            _keep_one(("stub", name), values, given)
+
+
+def _keep_one(names: Sequence[str], values: dict[str, Any], given: dict[str, Given]) -> None:
+    present = sorted((name for name in names if name in given), key=lambda n: _rank(given[n]))
+    if len(present) < 2:
+        return
+    first, second = (given[name] for name in present[:2])
+    if _rank(first) == _rank(second):
+        raise UsageError(f"{first.source} and {second.source} exclude each other; give one")
+    for name in present[1:]:
+        del values[name], given[name]
+
+
+def _rank(given: Given) -> int:
+    """Return 0 for a flag, 1 for a variable, 2 for a key of the file."""
+    return 2 if isinstance(given, GivenInFile) else 0 if given.source.startswith("--") else 1

@@ -1,0 +1,114 @@
+"""Which model a run uses: a named one, one in the current directory, or the embedded one."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from clocher_kernels.errors import ModelNotFound
+from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
+from clocher_runtime.checkpoints.gguf.checkpoint import find_gguf
+from clocher_runtime.checkpoints.iebin.checkpoint import BIN_NAME, JSON_NAME
+from clocher_runtime.checkpoints.q4.overlay import open_index
+from clocher_runtime.command.config import RunConfig
+from clocher_runtime.command.dedup import open_weights
+
+EMBEDDED = "clocher-tiny-gptoss"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """A model, not opened yet.
+
+    Attributes:
+        name: what the run calls it.
+        source: why it was chosen: a flag, a variable, "current directory" or "embedded".
+        path: its directory or GGUF file, or the metadata file of an IEBIN pair.
+        data: the data file of an IEBIN pair.
+    """
+
+    name: str
+    source: str
+    path: Path
+    data: Path | None = None
+
+    def open(self) -> Checkpoint:
+        """Open its checkpoint.
+
+        Raises:
+            ModelError: it is missing or invalid.
+        """
+        if self.data is not None:
+            return open_index(self.path, self.data)
+        return open_checkpoint(self.path)
+
+    def open_for(self, config: RunConfig) -> tuple[Checkpoint, tuple[str, ...]]:
+        """Open its checkpoint, by its deduplicated weights if the run asks for them.
+
+        Returns:
+            The checkpoint, and what the run asked for and did not get, as "NAME=value".
+
+        Raises:
+            ModelError: it is missing or invalid.
+            UsageError: two settings exclude each other.
+        """
+        directory: Path | None = self.path if self.data is None else self.path.parent
+        if config.model_bin is not None or (self.data and self.path.name != JSON_NAME):
+            directory = None
+        return open_weights(config, directory, self.open)
+
+
+def choose_model(config: RunConfig, cwd: Path | None = None) -> ModelChoice:
+    """Return the model of a run.
+
+    In this order: `--model-json` and `--model-bin`; `--model-dir` or MODEL_DIR; an IEBIN pair in
+    the current directory; the embedded model. Of a pair, the file that is not named is the one of
+    the usual name in the model directory if that is given, else beside the other file.
+
+    Args:
+        config: the run.
+        cwd: the current directory; None: that of the process.
+
+    Raises:
+        ModelNotFound: a named directory does not exist, or nothing is named or found although
+            IE_REQUIRE_MODEL=1.
+    """
+    model_dir = config.model_dir
+    if model_dir is not None and not (os.path.isdir(model_dir) or find_gguf(model_dir)):
+        source, raw = config.given["model_dir"]
+        raise ModelNotFound(
+            f"{source}: {raw!r} is not a directory; give the directory of a model that is on this "
+            "machine (nothing is downloaded), or a GGUF file"
+        )
+    named = config.model_json or config.model_bin
+    if named is not None:
+        directory = config.model_dir or named.parent
+        json = config.model_json or directory / JSON_NAME
+        data = config.model_bin or directory / BIN_NAME
+        source = "--model-json" if config.model_json else "--model-bin"
+        return ModelChoice(str(json), source, json, data)
+    if config.model_dir is not None:
+        source = config.given["model_dir"].source
+        return ModelChoice(str(config.model_dir), source, config.model_dir)
+    cwd = cwd or _current_directory()
+    if cwd is not None and os.path.isfile(cwd / JSON_NAME):
+        return ModelChoice(str(cwd), "current directory", cwd)
+    if config.require_model:
+        raise ModelNotFound(
+            f"IE_REQUIRE_MODEL=1, but no model is named and the current directory "
+            f"has no {JSON_NAME}; "
+            "give --model-dir, or unset IE_REQUIRE_MODEL to use the embedded model"
+        )
+    return ModelChoice(EMBEDDED, "embedded", embedded_model())
+
+
+def _current_directory() -> Path | None:
+    """Return the current directory, None if it has been deleted."""
+    try:
+        return Path.cwd()
+    except OSError:
+        return None
+
+
+def embedded_model() -> Path:
+    """Return the directory of the model that ships with the package."""
+    return Path(__file__).parents[1] / "assets" / EMBEDDED

@@ -1,0 +1,317 @@
+"""The job of `clocher-run`: prompts in, text out, one measured window, one line of numbers."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import isnan, nan
+from pathlib import Path
+
+from clocher_kernels.errors import NonFinite, UsageError
+from clocher_runtime.command.completions import Completions
+from clocher_runtime.command.config import RunConfig
+from clocher_runtime.command.console import Console
+from clocher_runtime.command.jsonline import RunLine, WorkTouchFields, clocher_version
+from clocher_runtime.command.loading import Engine, load_engine, load_stub
+from clocher_runtime.engine import metrics
+from clocher_runtime.engine.arguments import Sampling
+from clocher_runtime.engine.probes import Touch, WorkTouch, rss_peak_mib
+from clocher_runtime.engine.sequences import Token
+from clocher_runtime.engine.step_totals import Reservoir, StepTotals
+from clocher_runtime.engine.timing import TimedWindow
+from clocher_runtime.engine.topology import usable_cpus
+from clocher_runtime.quality.trace import TopLogits, fingerprint, top_logits
+from clocher_runtime.text.prompt_pipeline import PromptPipeline, prefetch_depth, worker_count
+from clocher_runtime.text.prompts import Preparation, Prompt, PromptSource
+
+_MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".gguf", ".jinja")
+
+Pipelines = Callable[[], PromptPipeline]
+"""Returns the micro-batches of one more round."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the strict window and its surroundings gave.
+
+    Attributes:
+        wall_ns: length of the window: all spans of all rounds.
+        steps: what they add up to.
+        first_token_ns: for each sequence of each round, the time in the window from the start of
+            its group of prompts to its first token.
+        tokens: tokens generated, all rounds.
+        touch: the work-touch after the last token.
+        rss_peak_mib: sampled after the window.
+    """
+
+    wall_ns: int
+    steps: StepTotals
+    first_token_ns: Reservoir[int]
+    tokens: int
+    touch: Touch
+    kv_hits: int
+    kv_misses: int
+    rss_peak_mib: float
+
+
+def run(config: RunConfig, console: Console) -> RunLine:
+    """Do a run and return its line.
+
+    Raises:
+        ClocherError: see `exit_codes` for what each kind means.
+    """
+    if config.trace_topk and config.trace_ids is None:
+        raise UsageError("--trace-topk needs --trace-ids; name the file that the trace goes to")
+    _keep_inputs(config)
+    source = PromptSource(config.prompts_file, config.prompt_ids or config.prompt, config.rounds)
+    try:
+        batch = len(source.peek(config.batch))
+        _warn(config, batch, console)
+        with Completions(config, console) as completions:
+            return _run(config, console, source, batch, completions)
+    finally:
+        source.close()
+
+
+def _run(
+    config: RunConfig,
+    console: Console,
+    source: PromptSource,
+    batch: int,
+    completions: Completions,
+) -> RunLine:
+    engine = (
+        load_stub(config, batch)
+        if config.stub
+        else load_engine(config, batch, console.compiling, console.packing)
+    )
+    try:
+        for note in engine.checkpoint.notes if engine.checkpoint else ():
+            console.note(note)
+        if config.trace_ids is not None and engine.checkpoint is not None:
+            completions.fingerprint = fingerprint(engine.checkpoint)
+        room = engine.session.context or None  # the stub has no end
+        prepare = Preparation(source, engine.tokenizer, engine.session.check, room)
+        engine.session.warm()
+        _warm_up(engine, config, source, prepare)
+        pipelines = partial(pipeline, config, engine, source, prepare, batch)
+        measured = measure(engine, pipelines, config, batch, console, completions)
+    finally:
+        engine.session.close()
+    if completions.failed == completions.prompts:
+        count = completions.prompts
+        reason = completions.first_error
+        raise UsageError(reason if count == 1 else f"none of {count} prompts is usable: {reason}")
+    return run_line(config, engine, measured, completions, batch)
+
+
+def pipeline(
+    config: RunConfig, engine: Engine, source: PromptSource, prepare: Preparation, batch: int
+) -> PromptPipeline:
+    """Return the micro-batches of one more round, made ready as `--prefetch` says."""
+    ahead, overlap = prefetch_depth(config.prefetch, batch)
+    return PromptPipeline(
+        source.lines(),
+        prepare,
+        batch=batch,
+        ahead=ahead if config.prompts_file is not None else 0,
+        workers=worker_count(overlap, len(usable_cpus()), engine.threads),
+        overlap=overlap,
+    )
+
+
+def measure(
+    engine: Engine,
+    pipelines: Pipelines,
+    config: RunConfig,
+    batch: int,
+    console: Console,
+    completions: Completions,
+) -> Measured:
+    """Generate for all prompts in all rounds, inside the strict window.
+
+    The window holds prefill, decode, sampling and the work-touch. Tokenising, detokenising, writing
+    text and reading the logits of a trace happen between its spans.
+    """
+    session = engine.session
+    window = TimedWindow("generate", synchronize=session.synchronize)
+    per_token = config.bytes_per_token if engine.files else 0  # the stub has none
+    touch = session.work_touch(per_token, config.stride_bytes)
+    if touch is None:
+        touch = WorkTouch(engine.files, per_token, config.stride_bytes)
+    sampling = Sampling(config.temperature, config.top_k, config.top_p, config.seed)
+    hits, misses = session.kv_hits, session.kv_misses
+    steps, first_token_ns = StepTotals(), Reservoir[int]()
+    tokens = 0
+    for round_number in range(config.rounds):
+        first = round_number == 0
+        shown = first and not config.aggregate
+        with pipelines() as groups:
+            for prompts in groups:
+                usable = [prompt for prompt in prompts if prompt.error is None]
+                made: list[list[int]] = [[] for _ in usable]
+                largest: list[list[TopLogits]] = [[] for _ in usable]
+                began = window.total_ns
+                live = shown and batch == 1 and usable
+                stream = engine.tokenizer.stream() if live and engine.tokenizer else None
+                generated = session.generate(
+                    [prompt.ids for prompt in usable],
+                    config.max_new,
+                    sampling,
+                    engine.stop_ids,
+                    window,
+                    touch if touch.bytes_per_token else None,
+                )
+                for token in _named(generated, usable) if usable else ():
+                    ids = made[token.sequence]
+                    if not ids:
+                        first_token_ns.add(window.total_ns - began)
+                    ids.append(token.id)
+                    if config.trace_topk and first:
+                        logits = session.step_logits(token)
+                        largest[token.sequence].append(top_logits(logits, config.trace_topk))
+                    if stream is not None and token.id not in engine.stop_ids:
+                        console.completion(stream.push(token.id))
+                if stream is not None:
+                    console.completion(stream.flush())
+                    console.end_line()
+                tokens += sum(map(len, made))
+                steps.add(window.spans)
+                window.spans.clear()  # a file of prompts may make more than memory holds
+                if first:
+                    results = iter(zip(made, largest, strict=True))
+                    for prompt in prompts:
+                        ids, topk = next(results) if prompt.error is None else ([], [])
+                        completions.add(engine, prompt, ids, topk, shown and batch > 1)
+    return Measured(
+        wall_ns=window.total_ns,
+        steps=steps,
+        first_token_ns=first_token_ns,
+        tokens=tokens,
+        touch=touch,
+        kv_hits=session.kv_hits - hits,
+        kv_misses=session.kv_misses - misses,
+        rss_peak_mib=rss_peak_mib(),
+    )
+
+
+def _named(tokens: Iterator[Token], prompts: Sequence[Prompt]) -> Iterator[Token]:
+    """Yield the tokens; say of what ends them which prompt it was."""
+    try:
+        yield from tokens
+    except NonFinite as error:
+        where = prompts[error.sequence].where
+        raise NonFinite(f"{where}: {error}", error.sequence) from None
+
+
+def run_line(
+    config: RunConfig, engine: Engine, measured: Measured, completions: Completions, batch: int
+) -> RunLine:
+    """Derive the line of a run from what was measured."""
+    wall_ns, steps, touch = measured.wall_ns, measured.steps, measured.touch
+    latencies = metrics.token_latencies_ms(steps.decode.values)
+    passes = steps.passes
+    file_bytes = sum(file.size for file in engine.files)
+    bytes_touched = engine.bytes_per_token * passes + touch.bytes_touched
+    return RunLine(
+        version=clocher_version(),
+        device=engine.device,
+        backend_reason=engine.backend_reason,
+        isa=engine.isa,
+        gpu=engine.gpu,
+        model=engine.model,
+        model_source=engine.model_source,
+        mode="stub" if config.stub else "strict" if config.require_model else "default",
+        precision=engine.precision,
+        act_prec=engine.act_prec,
+        kv_dtype=engine.kv_dtype,
+        threads=engine.threads,
+        context=engine.session.context,
+        batch=batch,
+        prompts=completions.prompts,
+        prompts_failed=completions.failed,
+        prefetch=str(config.prefetch),
+        rounds=config.rounds,
+        tokens_generated=measured.tokens,
+        wall_time_s=wall_ns / metrics.NS_PER_S,
+        tps_true=metrics.per_second(measured.tokens, wall_ns),
+        latency_p50_ms=metrics.percentile(latencies, 50),
+        latency_p95_ms=metrics.percentile(latencies, 95),
+        prefill_tokens=steps.prefill_tokens,
+        prefill_s=steps.prefill_ns / metrics.NS_PER_S,
+        ttft_ms=metrics.percentile(measured.first_token_ns.values, 50) / metrics.NS_PER_MS,
+        rss_peak_mb=measured.rss_peak_mib,
+        kv_hits=measured.kv_hits,
+        kv_misses=measured.kv_misses,
+        bytes_per_token=engine.bytes_per_token,
+        forward_passes=passes,
+        work_touch=WorkTouchFields(
+            bytes_per_token=touch.bytes_per_token,
+            stride=touch.stride,
+            bytes_touched=touch.bytes_touched,
+            bytes_read=touch.bytes_read,
+            checksum=touch.checksum if config.verify_touch else None,
+        ),
+        bytes_touched=bytes_touched,
+        coverage=bytes_touched / file_bytes if file_bytes else nan,
+        effective_gbps=metrics.per_second(bytes_touched, wall_ns) / 1e9,
+        hints_ignored=[*config.hints_ignored, *engine.hints_ignored],
+        outputs=completions.listed,
+    )
+
+
+def summary(line: RunLine) -> str:
+    """Return the numbers of a run in one line for a person."""
+    parts = [
+        f"{line.tokens_generated} tokens in {line.wall_time_s:.3f} s",
+        f"{line.tps_true:.1f} tok/s",
+        f"first token {line.ttft_ms:.1f} ms",
+        "p50 -" if isnan(line.latency_p50_ms) else f"p50 {line.latency_p50_ms:.2f} ms",
+        f"{line.bytes_per_token / 1e6:.2f} MB/token",
+        f"{line.effective_gbps:.2f} GB/s",
+        f"peak {line.rss_peak_mb:.0f} MiB",
+        f"{line.model} {line.precision} on {line.device}, {line.threads} thread(s)",
+    ]
+    return " | ".join(parts)
+
+
+def _keep_inputs(config: RunConfig) -> None:
+    """Refuse to replace what the run reads.
+
+    Raises:
+        UsageError: an output is the prompts file, or a file of the model.
+    """
+    model = config.model_dir
+    inputs = (config.prompts_file, config.config, config.model_json, config.model_bin, model)
+    for flag, path in (("--outputs", config.outputs), ("--trace-ids", config.trace_ids)):
+        if path is None:
+            continue
+        beside = _is_same(path.parent, model) and path.name.endswith(_MODEL_SUFFIXES)
+        if (beside and os.path.exists(path)) or any(_is_same(path, each) for each in inputs):
+            raise UsageError(f"{flag}: {path} is a file that this run reads; name another")
+
+
+def _is_same(path: Path, other: Path | None) -> bool:
+    """Return whether two paths name one file, which is there."""
+    try:
+        return other is not None and os.path.samefile(path, other)
+    except OSError:
+        return False
+
+
+def _warn(config: RunConfig, prompts: int, console: Console) -> None:
+    """Say where a run does not do quite what its flags say."""
+    usable = len(usable_cpus())
+    if config.threads is not None and config.threads > usable:
+        console.note(f"{config.threads} threads with {usable} usable CPU(s): running {usable}")
+    if config.batch > prompts:
+        console.note(f"batch {config.batch} with {prompts} prompt(s): running {prompts} at a time")
+
+
+def _warm_up(engine: Engine, config: RunConfig, source: PromptSource, prepare: Preparation) -> None:
+    """Generate from the first usable prompt of the first micro-batch."""
+    prompts = map(prepare, source.peek(config.batch) if config.warmup else ())
+    ids = next((prompt.ids for prompt in prompts if prompt.error is None), None)
+    if ids is not None:
+        for _ in engine.session.generate([ids], config.warmup, stop_ids=frozenset()):
+            pass

@@ -1,0 +1,1 @@
+"""A checkpoint in, a file out."""

@@ -1,0 +1,281 @@
+"""Dense checkpoint -> IEBIN with block-sparse matrices, one tensor in memory at a time.
+
+Blocks that are zero are left out. With a target sparsity the weakest blocks of each matrix, by
+their root mean square, are made zero first. A matrix that would not become smaller stays dense.
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clocher_kernels.errors import FormatError, UsageError
+from clocher_kernels.formats import Bsr, Float
+from clocher_kernels.formats.bsr import INNERS
+from clocher_kernels.quant_tensor import QuantTensor, encode
+from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.checkpoints.hf.checkpoint import CONFIG
+from clocher_runtime.checkpoints.iebin.checkpoint import MAX_VOCAB_BYTES
+from clocher_runtime.checkpoints.iebin.writer import IebinWriter
+from clocher_runtime.checkpoints.opening import open_checkpoint
+from clocher_runtime.convert.name_pattern import NamePattern
+from clocher_runtime.disk.files import read_bytes
+
+LINEARS = r"model\.layers\.[0-9]+\..*_proj\.weight"
+"""Names of the matrices that are made block-sparse unless a run says otherwise."""
+
+_EXTRA_BYTES_PER_TENSOR = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Sparsifying:
+    """What is done to the matrices.
+
+    Attributes:
+        block: rows and columns of a block.
+        inner: format of the blocks, one of `formats.bsr.INNERS`; "" keeps the matrix's own.
+        sparsity: share of the blocks that is zero at the end, at least; 0 leaves out those that are
+            zero already.
+        pattern: regular expression; the names that it matches whole are converted.
+        force: convert matrices that become larger too.
+
+    Raises:
+        UsageError: a setting has a value that it cannot have.
+    """
+
+    block: tuple[int, int] = (32, 32)
+    inner: str = ""
+    sparsity: float = 0.0
+    pattern: str = LINEARS
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sparsity < 1:
+            raise UsageError(f"sparsity is {self.sparsity}; expected 0 up to, not including, 1")
+        if self.inner and self.inner not in INNERS:
+            raise UsageError(f"inner is {self.inner!r}; known: {', '.join(INNERS)}")
+        try:
+            NamePattern(self.pattern)
+            Bsr(self.block, self.inner or "f32")
+        except (UsageError, FormatError) as error:
+            raise UsageError(str(error)) from None
+
+    def apply(self, tensor: QuantTensor) -> QuantTensor:
+        """Return a float matrix as block-sparse rows.
+
+        Raises:
+            FormatError: a value cannot be stored.
+        """
+        values = tensor.decode()
+        if self.sparsity:
+            values = prune(values, self.block, self.sparsity)
+        return encode(values, Bsr.for_values(values, self.block, self.inner or tensor.format.name))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a matrix that the pattern names.
+
+    Attributes:
+        name: its name.
+        density: share of its blocks that are not zero.
+        before: bytes it had.
+        after: bytes it has as block-sparse rows, or would have.
+        format: name of the format it is stored in.
+        note: why it stayed dense; "" if it did not.
+    """
+
+    name: str
+    density: float
+    before: int
+    after: int
+    format: str
+    note: str
+
+
+def prune(values: np.ndarray, block: tuple[int, int], sparsity: float) -> np.ndarray:
+    """Return the values [N, K] with the weakest blocks made zero.
+
+    Args:
+        values: fp32 [N, K].
+        block: rows and columns of a block.
+        sparsity: share of the blocks that is zero afterwards; the number is rounded down. Of
+            equally strong blocks the first ones go.
+    """
+    (n, k), (height, width) = values.shape, block
+    rows, columns = np.arange(0, n, height), np.arange(0, k, width)
+    squares = np.add.reduceat(np.square(values, dtype=np.float64), columns, axis=1)
+    energy = np.add.reduceat(squares, rows, axis=0)
+    room = np.diff(rows, append=n)[:, None] * np.diff(columns, append=k)
+    strength = (energy / room).reshape(-1)
+    weakest = np.argsort(strength, kind="stable")[: int(sparsity * strength.size)]
+    kept = np.ones(strength.size, bool)
+    kept[weakest] = False
+    mask = kept.reshape(energy.shape).repeat(height, 0)[:n].repeat(width, 1)[:, :k]
+    return np.where(mask, values, np.float32(0))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SparseConversion:
+    """A conversion that has been checked and can start.
+
+    Attributes:
+        source: the input.
+        out_dir: where the IEBIN files will be.
+        how: what is done to the matrices.
+        names: the matrices that it is done to.
+        nbytes: bytes that the output takes at most.
+        free_bytes: bytes that the disk has for it.
+    """
+
+    source: Checkpoint
+    out_dir: Path
+    how: Sparsifying
+    names: tuple[str, ...]
+    nbytes: int
+    free_bytes: int
+
+    def run(self, progress: Callable[[int, str], None] | None = None) -> list[Outcome]:
+        """Write the output.
+
+        Args:
+            progress: called after each tensor with the bytes written so far and its name.
+
+        Returns:
+            What became of each matrix.
+
+        Raises:
+            ModelChanged: the input changed meanwhile.
+            FormatError: a tensor holds a code that its format forbids, or cannot be stored.
+            UsageError: no matrix would become smaller, or another conversion is at work there.
+            OSError: the output cannot be written; nothing of it is left.
+        """
+        tokenizer = self.source.tokenizer_json
+        vocab = read_bytes(tokenizer, MAX_VOCAB_BYTES) if os.path.isfile(tokenizer) else None
+        self.out_dir.mkdir(parents=True, exist_ok=True)
+        outcomes: list[Outcome] = []
+        with IebinWriter(self.out_dir) as writer:
+            for name in self.source.names:
+                tensor = self.source.tensor(name, verify=True)
+                if name in self.names:
+                    tensor, outcome = self._convert(name, tensor)
+                    outcomes.append(outcome)
+                writer.add(name, tensor)
+                self.source.release()
+                if progress:
+                    progress(writer.nbytes, name)
+            if all(outcome.note for outcome in outcomes):
+                raise UsageError(
+                    f"none of the {len(outcomes)} matrices would become smaller; the sparsest, "
+                    f"{_sparsest(outcomes)}; ask for a sparsity, other blocks, or force it"
+                )
+            self.source.check_unchanged()
+            writer.commit(
+                self.source.config,
+                self.source.generation_config,
+                self.source.tokenizer_config,
+                vocab,
+                self._provenance(outcomes),
+            )
+        return outcomes
+
+    def _convert(self, name: str, tensor: QuantTensor) -> tuple[QuantTensor, Outcome]:
+        try:
+            sparse = self.how.apply(tensor)
+        except FormatError as error:
+            raise FormatError(f"tensor {name!r}: {error}") from None
+        assert isinstance(sparse.format, Bsr)
+        height, width = self.how.block
+        cells = -(-tensor.shape[0] // height) * -(-tensor.shape[1] // width)
+        density, before, after = sparse.format.nnzb / cells, tensor.nbytes, sparse.nbytes
+        note = ""
+        if not sparse.format.nnzb:
+            note = "all zero"
+        elif after >= before and not self.how.force:
+            note = "would grow"
+        stored = tensor if note else sparse
+        return stored, Outcome(name, density, before, after, stored.format.name, note)
+
+    def _provenance(self, outcomes: list[Outcome]) -> dict[str, Any]:
+        done = {o.name: self.source.tensors[o.name].format.name for o in outcomes if not o.note}
+        return {
+            "container": "iebin" if self.source.kind == "iebin" else "safetensors",
+            "files": [{"file": f.path.name, "nbytes": f.nbytes} for f in self.source.files],
+            "q4_map": None,
+            "quantised": done,
+            "block_sparse": {
+                "block": list(self.how.block),
+                "inner": self.how.inner,
+                "sparsity": self.how.sparsity,
+                "pattern": self.how.pattern,
+            },
+        }
+
+
+def _sparsest(outcomes: list[Outcome]) -> str:
+    best = min(outcomes, key=lambda outcome: outcome.after / outcome.before)
+    return f"{best.name}, has {best.density:.0%} of its blocks: {best.before} -> {best.after} bytes"
+
+
+def plan_block_sparse(
+    model_dir: Path, out_dir: Path, how: Sparsifying | None = None
+) -> SparseConversion:
+    """Open the input and check everything that can be checked before writing.
+
+    Args:
+        model_dir: a Hugging Face checkpoint or an IEBIN model.
+        out_dir: directory for the output; it is made if need be.
+        how: what is done; None leaves out zero blocks of 32 x 32.
+
+    Raises:
+        ModelError: the input is missing, damaged or unknown.
+        UsageError: the output directory cannot be used, or no matrix can be converted.
+        OSError: the disk is too small.
+    """
+    how = how or Sparsifying()
+    if os.path.lexists(out_dir / CONFIG):
+        raise UsageError(
+            f"{out_dir}: holds a Hugging Face model (config.json), whose files the output could "
+            "overwrite; choose another --out-dir"
+        )
+    source = open_checkpoint(model_dir)
+    if os.path.exists(out_dir) and os.path.samefile(out_dir, source.path):
+        raise UsageError(f"{out_dir}: is the input; choose another --out-dir")
+    pattern = NamePattern(how.pattern)
+    names = tuple(
+        name
+        for name, tensor in source.tensors.items()
+        if pattern.matches(name) and isinstance(tensor.format, Float) and len(tensor.shape) == 2
+    )
+    if not names:
+        raise UsageError(
+            f"{model_dir}: no float matrix has a name that matches {how.pattern!r}; it has "
+            f"{', '.join(source.names[:4])}, ..."
+        )
+    nbytes = _most_bytes(source, names, how)
+    existing = next(folder for folder in (out_dir, *out_dir.parents) if folder.is_dir())
+    free = shutil.disk_usage(existing).free
+    if nbytes > free:
+        message = f"the model needs up to {nbytes} bytes, the disk has {free} free"
+        raise OSError(errno.ENOSPC, message, str(out_dir))
+    return SparseConversion(source, out_dir, how, names, nbytes, free)
+
+
+def _most_bytes(source: Checkpoint, names: tuple[str, ...], how: Sparsifying) -> int:
+    total = 0
+    for name, tensor in source.tensors.items():
+        most = tensor.nbytes
+        if how.force and name in names:
+            (n, k), (height, width) = tensor.shape, how.block
+            fmt = Bsr(how.block, how.inner or tensor.format.name)
+            blocks = -(-n // height) * -(-k // width)
+            most = max(most, replace(fmt, nnzb=blocks).nbytes(tensor.shape))
+        total += most + _EXTRA_BYTES_PER_TENSOR
+    return total + sum(
+        os.path.getsize(file) for file in (source.tokenizer_json,) if os.path.isfile(file)
+    )

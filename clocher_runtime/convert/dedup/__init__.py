@@ -1,0 +1,1 @@
+"""Writing deduplicated weights, and reporting on them."""

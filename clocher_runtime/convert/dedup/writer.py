@@ -1,0 +1,279 @@
+"""model.ie.bin -> `clocher.dedup` and back, without losing a bit.
+
+First every plane is looked at and the way to store it is chosen; that gives the sizes. Then the
+three files are written under temporary names, read back and compared. model.dedup.json makes them
+valid: it is removed first and written last.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from clocher_kernels.errors import FormatError, ModelNotFound, UsageError
+from clocher_runtime.checkpoints.dedup.checkpoint import (
+    Artifact,
+    open_base,
+    open_deduplicated,
+    planes_of,
+    raw_planes,
+)
+from clocher_runtime.checkpoints.dedup.index import (
+    FILE_NAMES,
+    INDEX_NAME,
+    KINDS,
+    Base,
+    DedupIndex,
+    FileFacts,
+    Places,
+    Region,
+    StoredPlane,
+    check_expansion,
+)
+from clocher_runtime.checkpoints.dedup.reader import DedupFile
+from clocher_runtime.checkpoints.iebin.checkpoint import BIN_NAME, JSON_NAME, IebinIndex, read_index
+from clocher_runtime.convert.dedup.choice import Choice, Source, choose
+from clocher_runtime.convert.dedup.encode import encode
+from clocher_runtime.disk.files import MappedFile
+from clocher_runtime.disk.output_file import OutputFile, sync_directory, write_file
+
+Progress = Callable[[int, str], None]
+
+WORTH_IT = 0.97
+"""A model is deduplicated if its new size is at most this part of the old one."""
+
+_HASH_STEP = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Deduplication:
+    """What deduplicating a model will do and save; nothing has been written.
+
+    Attributes:
+        directory: where the model is, and where the output goes.
+        index: model.ie.json.
+        base: the model that it will build on.
+        choices: how each plane will be stored.
+        regions: where the parts of each plane will be.
+        nbytes: bytes that the output will take.
+    """
+
+    directory: Path
+    index: IebinIndex
+    base: Artifact | None
+    choices: tuple[Choice, ...]
+    regions: tuple[tuple[Region, ...], ...]
+    nbytes: int
+
+    @property
+    def worth_it(self) -> bool:
+        """Whether it saves enough."""
+        return self.nbytes <= WORTH_IT * self.index.nbytes
+
+    def run(self, progress: Progress | None = None) -> None:
+        """Write the output, whether it is worth it or not.
+
+        Args:
+            progress: called after each plane with the bytes read so far and the tensor's name.
+
+        Raises:
+            FormatError: model.ie.bin is damaged.
+            UsageError: somebody else is writing there.
+            OSError: the output cannot be written; nothing of it is left.
+        """
+        _check_space(self.directory, self.nbytes)
+        partials = {kind: self.directory / f"{FILE_NAMES[kind]}.partial" for kind in KINDS}
+        files: dict[str, OutputFile] = {}
+        try:
+            for kind in KINDS:
+                files[kind] = OutputFile(partials[kind])
+                files[kind].truncate()
+            self._write(files, progress)
+            facts = {kind: FileFacts(file.nbytes, file.sync()) for kind, file in files.items()}
+            planes = tuple(choice.plane for choice in self.choices)
+            source = FileFacts(self.index.nbytes, self.index.sha256)
+            index = DedupIndex(source, self._base(), facts, planes, self.regions)
+            path = self.directory / INDEX_NAME
+            DedupFile(path, index, partials, _Base(self.base).plane).verify()
+            self._commit(partials, index.text())
+        finally:
+            for kind, file in files.items():
+                partials[kind].unlink(missing_ok=True)
+                file.close()
+
+    def _commit(self, partials: dict[str, Path], text: bytes) -> None:
+        remove_dedup(self.directory)
+        try:
+            for kind in KINDS:
+                os.replace(partials[kind], self.directory / FILE_NAMES[kind])
+            write_file(self.directory / INDEX_NAME, text)
+        except OSError:
+            remove_dedup(self.directory)
+            raise
+
+    def _write(self, files: dict[str, OutputFile], progress: Progress | None) -> None:
+        done = 0
+        base = _Base(self.base)
+        stored = zip(self.choices, self.regions, strict=True)
+        planes = _planes(self.directory, self.index)
+        for (choice, regions), (plane, data) in zip(stored, planes, strict=True):
+            based = base.bytes(plane) if choice.plane.xor else None
+            encode(choice, Source(data, based), files, regions)
+            done += plane.plane.nbytes
+            if progress:
+                progress(done, plane.tensor)
+
+    def _base(self) -> Base | None:
+        if self.base is None:
+            return None
+        index = self.base.index
+        return Base(index.nbytes, index.sha256, index.path.parent.resolve().name)
+
+
+def plan_dedup(
+    directory: Path, base_dir: Path | None = None, progress: Progress | None = None
+) -> Deduplication:
+    """Read a model and decide how each plane is stored.
+
+    Args:
+        directory: one with model.ie.json and model.ie.bin.
+        base_dir: a model that this one is a variant of. It will be needed to read the output.
+        progress: called after each plane with the bytes read so far and the tensor's name.
+
+    Raises:
+        ModelError: a model is missing or damaged, or repeats itself too much to be one.
+        UsageError: the base is the model itself.
+    """
+    index = read_index(directory / JSON_NAME)
+    if not os.path.isfile(directory / BIN_NAME):
+        raise ModelNotFound(f"{directory}: no {BIN_NAME}; restore it first (--restore)")
+    if base_dir is not None and os.path.samefile(base_dir, directory):
+        raise UsageError(f"{base_dir}: the base is the model itself; give another directory")
+    base = open_base(base_dir) if base_dir is not None else None
+    choices: list[Choice] = []
+    seen: dict[tuple[object, str], int] = {}
+    done = 0
+    based = _Base(base)
+    for number, (raw, data) in enumerate(_planes(directory, index)):
+        first = seen.setdefault((raw.plane, raw.sha256), number)
+        choices.append(_choose(raw, data, first if first < number else None, based))
+        done += raw.plane.nbytes
+        if progress:
+            progress(done, raw.tensor)
+    places = Places()
+    regions = tuple(places.take(choice.plane) for choice in choices)
+    stored = sum(places.ends.values())
+    check_expansion([choice.plane for choice in choices], stored, str(directory))
+    used = any(c.plane.xor or c.plane.mode == "base" for c in choices)
+    nbytes = stored + _index_bytes(choices)
+    return Deduplication(directory, index, base if used else None, tuple(choices), regions, nbytes)
+
+
+def remove_dedup(directory: Path) -> None:
+    """Delete the deduplicated weights of a directory, if there are any."""
+    (directory / INDEX_NAME).unlink(missing_ok=True)
+    sync_directory(directory)
+    for name in FILE_NAMES.values():
+        (directory / name).unlink(missing_ok=True)
+
+
+def restore(directory: Path, base_dir: Path | None = None, progress: Progress | None = None) -> int:
+    """Write model.ie.bin back from the deduplicated weights, byte for byte as it was.
+
+    Returns:
+        Its size in bytes.
+
+    Raises:
+        ModelError: the deduplicated weights or their base are missing or damaged.
+        OSError: it cannot be written; nothing of it is left.
+    """
+    artifact = open_deduplicated(directory, base_dir)
+    index, dedup = artifact.index, artifact.dedup
+    if dedup is None:
+        raise ModelNotFound(f"{directory}: no {INDEX_NAME}")
+    _check_space(directory, index.nbytes)
+    partial = directory / f"{BIN_NAME}.partial"
+    file = OutputFile(partial)
+    try:
+        file.truncate()
+        number = 0
+        for entry in index.entries:
+            for item in entry.placed:
+                file.pad(item.offset)
+                file.write(dedup.plane(number, verify=True))
+                dedup.release()
+                number += 1
+            if progress:
+                progress(file.nbytes, entry.name)
+        if file.sync() != index.sha256:
+            raise FormatError(f"{directory}: what was restored does not match bin.sha256")
+        os.replace(partial, directory / BIN_NAME)
+        sync_directory(directory)
+    finally:
+        partial.unlink(missing_ok=True)
+        file.close()
+    return index.nbytes
+
+
+def _choose(raw: StoredPlane, data: np.ndarray, earlier: int | None, base: "_Base") -> Choice:
+    if earlier is not None:
+        return Choice(replace(raw, mode="same", of=earlier))
+    digest = hashlib.sha256()
+    for start in range(0, len(data), _HASH_STEP):
+        digest.update(data[start : start + _HASH_STEP].data)
+    if digest.hexdigest() != raw.sha256:
+        raise FormatError(
+            f"{BIN_NAME}: tensor {raw.tensor!r}, plane {raw.key!r}: the bytes do not match their "
+            "SHA-256: the file is damaged; convert the model again"
+        )
+    alike = base.alike(raw)
+    if alike is not None and alike.sha256 == raw.sha256:
+        return Choice(replace(raw, mode="base"))
+    found = [choose(raw, Source(data))]
+    if alike is not None:
+        found.append(choose(raw, Source(data, base.bytes(raw))))
+    return min(found, key=lambda choice: choice.plane.stored_bytes)
+
+
+class _Base:
+    """The planes of the base, of which there may be none."""
+
+    def __init__(self, base: Artifact | None) -> None:
+        self.plane = planes_of(base.checkpoint) if base else None
+        every = raw_planes(base.index) if base else ()
+        self._planes = {(plane.tensor, plane.key): plane for plane, _ in every}
+
+    def alike(self, plane: StoredPlane) -> StoredPlane | None:
+        """Return the plane of the same name, if it has the same type and shape."""
+        found = self._planes.get((plane.tensor, plane.key))
+        return found if found and found.plane == plane.plane else None
+
+    def bytes(self, plane: StoredPlane) -> np.ndarray:
+        """Return the bytes of the plane of that name, u8."""
+        assert self.plane is not None
+        return self.plane(plane.tensor, plane.key).reshape(-1).view(np.uint8)
+
+
+def _planes(directory: Path, index: IebinIndex) -> Iterator[tuple[StoredPlane, np.ndarray]]:
+    """Yield every plane of model.ie.bin and its bytes, u8."""
+    file = MappedFile(directory / BIN_NAME, index.nbytes)
+    for plane, offset in raw_planes(index):
+        yield plane, file.bytes(offset, offset + plane.plane.nbytes)
+        file.release()
+
+
+def _index_bytes(choices: list[Choice]) -> int:
+    return sum(len(json.dumps(choice.plane.document())) + 2 for choice in choices)
+
+
+def _check_space(directory: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if nbytes > free:
+        message = f"{nbytes} bytes are needed, the disk has {free} free: {nbytes - free} short"
+        raise OSError(errno.ENOSPC, message, str(directory))

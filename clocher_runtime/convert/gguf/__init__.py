@@ -1,0 +1,1 @@
+"""Writing GGUF files for peers."""

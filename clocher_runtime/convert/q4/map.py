@@ -1,0 +1,304 @@
+"""The quantisation manifest (`--q4-map`): which matrices become integers, and how.
+
+    {"version": 1, "rules": [{"pattern": ".*attn.*(q_proj|k_proj).*", "dtype": "int4w",
+                              "group": 64, "zero": "per-tensor", "scale": "per-channel"}]}
+
+A rule applies to the tensors whose whole name its pattern matches; the first rule that matches
+decides. Matrices stored as floats are quantised, those of experts [E, N, K] too. Vectors, biases,
+norms, routers and tensors that the checkpoint already holds quantised are kept as they are; the
+latter unless the manifest says `"requantize": true`.
+
+    dtype       "int4w" or "int4" (the same storage), "int8w" or "int8", "keep"
+    group       32, 64, 128 or 256 columns that share a scale; without it, a whole row
+    zero        "per-tensor" (default): symmetric, one fixed zero point; "per-group": affine, int4
+    scale       "per-channel" (default): every row has its own scales; "per-tensor": int8, no group
+    scale_dtype "f16" (default of int4 and of groups), "f32" (default of int8 rows), "bf16"
+    clip        "none" (default), "percentile:P", "clamp:C", "mse": see `weights.rounding`
+    method      "rtn" (default), "imx", "gptq"; the latter two need calibration
+
+A manifest that the PTQ scripts have written has more: `document` describes it. Its `tensors`
+then say what becomes of each tensor, and the rules record what was asked for.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clocher_kernels.errors import FormatError, ModelError, UsageError
+from clocher_kernels.formats import Bsr, Float, Format, Int4, Int8
+from clocher_runtime.checkpoints.checkpoint import Stored
+from clocher_runtime.convert.name_pattern import NamePattern
+from clocher_runtime.convert.q4.document import METHODS, SECTIONS, Entry, PartFile, read_sections
+from clocher_runtime.convert.rounding import NO_CLIP, Clip, parse_clip
+from clocher_runtime.disk.files import read_bytes
+from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, fields, parse_object
+
+VERSION = 1
+MAX_RULES = 1000
+
+_MAX_BYTES = MAX_JSON_BYTES
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "dtype": ("int4w", "int4", "int8w", "int8", "keep"),
+    "group": (None, 32, 64, 128, 256),
+    "zero": ("per-tensor", "per-group"),
+    "scale": ("per-channel", "per-tensor"),
+    "scale_dtype": ("f16", "f32", "bf16"),
+    "method": METHODS,
+}
+_OPTIONAL = {"group": int, "zero": str, "scale": str} | {
+    "scale_dtype": str,
+    "clip": str,
+    "method": str,
+}
+_ROUTER = re.compile(r"(.*\.)?(router|gate|shared_expert_gate)\.weight")
+_NORM = re.compile(r"(.*[._])?(layer)?norm\w*\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule.
+
+    Attributes:
+        pattern: for whole tensor names.
+        format: of what it matches; None keeps it.
+        method: how the codes are chosen.
+        clip: how rounding chooses the range of a cell.
+    """
+
+    pattern: NamePattern
+    format: Format | None
+    method: str = "rtn"
+    clip: Clip = NO_CLIP
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What the rules say about every tensor of a checkpoint.
+
+    Attributes:
+        chosen: tensors to be quantised -> index of the rule.
+        kept: the others -> why.
+        notes: for people, about each rule that matched tensors which are kept.
+    """
+
+    chosen: Mapping[str, int]
+    kept: Mapping[str, str]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Q4Map:
+    """A manifest.
+
+    Attributes:
+        path: where it was read from.
+        rules: in order; the first match decides.
+        document: its JSON, to be recorded with the result: instead of the expanded form with
+            every tensor its SHA-256.
+        requantize: whether tensors that are quantised already are quantised anew.
+        entries: what was done to each quantised tensor, None in a manifest of rules alone.
+        kept: name -> reason of the tensors that stay, beside `entries`.
+        parts: the files with planes that rounding does not give.
+    """
+
+    path: Path
+    rules: tuple[Rule, ...]
+    document: Mapping[str, Any]
+    requantize: bool = False
+    entries: Mapping[str, Entry] | None = None
+    kept: Mapping[str, str] = field(default_factory=dict)
+    parts: tuple[PartFile, ...] = ()
+
+    @property
+    def parts_dir(self) -> Path:
+        """Folder of the parts, beside the manifest."""
+        return parts_dir(self.path)
+
+    def choose(self, tensors: Mapping[str, Stored]) -> tuple[dict[str, Format], list[str]]:
+        """Apply the manifest.
+
+        Returns:
+            The new format of each tensor that is to be quantised, and a note for people about each
+            rule that matched tensors which are kept.
+
+        Raises:
+            UsageError: a rule decides about no tensor at all, or asks for a method that needs
+                calibration, or the manifest was made for another model.
+        """
+        if self.entries is not None:
+            _same_model(self, self.entries, tensors)
+            return {name: entry.format for name, entry in self.entries.items()}, []
+        assigned = assign(self.rules, tensors, self.requantize, str(self.path))
+        formats = {}
+        for name, index in assigned.chosen.items():
+            rule = self.rules[index]
+            if rule.method != "rtn":
+                raise UsageError(
+                    f"{self.path}: rules[{index}] asks for {rule.method}, which needs calibration; "
+                    "give these rules to scripts/ptq_from_hf.py --rules and convert with the "
+                    "manifest that it writes"
+                )
+            formats[name] = _format_of(rule)
+        return formats, list(assigned.notes)
+
+
+def parts_dir(manifest: Path) -> Path:
+    """Return the folder of a manifest's parts: `q4.json` has `q4.parts`."""
+    return manifest.with_name(f"{manifest.stem}.parts")
+
+
+def assign(
+    rules: tuple[Rule, ...], tensors: Mapping[str, Stored], requantize: bool, where: str
+) -> Assignment:
+    """Apply rules to the tensors of a checkpoint.
+
+    Raises:
+        UsageError: a rule decides about no tensor at all.
+    """
+    chosen: dict[str, int] = {}
+    kept: dict[str, str] = {}
+    notes = []
+    left = dict(tensors)
+    for index, rule in enumerate(rules):
+        matched = {name: t for name, t in left.items() if rule.pattern.matches(name)}
+        left = {name: t for name, t in left.items() if name not in matched}
+        if not matched:
+            raise UsageError(
+                f"{where}: pattern {rule.pattern.text!r} matches no tensor that an "
+                f"earlier rule left; tensors are named like {', '.join(list(tensors)[:3])}"
+            )
+        reasons = {name: reason_to_keep(name, t, requantize) for name, t in matched.items()}
+        if rule.format is None:
+            kept |= {name: reason or f"rule {index}" for name, reason in reasons.items()}
+            continue
+        stay = {name: reason for name, reason in reasons.items() if reason}
+        same = [n for n, t in matched.items() if t.format.name == rule.format.name]
+        stay |= dict.fromkeys(same, f"already {rule.format.name}")
+        kept |= stay
+        chosen |= {name: index for name in matched if name not in stay}
+        if stay:
+            formats = ", ".join(sorted({matched[name].format.name for name in stay}))
+            notes.append(
+                f"pattern {rule.pattern.text!r}: {len(matched) - len(stay)} matrices become "
+                f"{rule.format.name}; {len(stay)} tensors are kept ({formats}): vectors, "
+                f"biases and already quantised ones, such as {next(iter(stay))}"
+            )
+    kept |= {name: reason_to_keep(name, t, requantize) or "no rule" for name, t in left.items()}
+    return Assignment(chosen, kept, tuple(notes))
+
+
+def reason_to_keep(name: str, tensor: Stored, requantize: bool) -> str | None:
+    """Return why a tensor is never quantised, None if a rule may quantise it."""
+    if name.endswith("sinks"):
+        return "sinks"
+    if name.endswith("bias"):
+        return "bias"
+    if len(tensor.shape) < 2:
+        return "norm" if _NORM.fullmatch(name) else "vector"
+    if _ROUTER.fullmatch(name):
+        return "router"
+    if isinstance(tensor.format, Bsr) or not (requantize or isinstance(tensor.format, Float)):
+        return f"already {tensor.format.name}"
+    return None
+
+
+def load_q4_map(path: Path) -> Q4Map:
+    """Read a manifest.
+
+    Raises:
+        UsageError: it is missing, or it is not what this module and `document` describe.
+    """
+    if not os.path.isfile(path):
+        raise UsageError(f"--q4-map not found: {path}; pass the path of a quantisation manifest")
+    try:
+        data = read_bytes(path, _MAX_BYTES)
+        return parse_q4_map(parse_object(data, str(path)), path, hashlib.sha256(data).hexdigest())
+    except ModelError as error:
+        raise UsageError(str(error)) from None
+
+
+def parse_q4_map(document: Mapping[str, Any], path: Path, sha256: str = "") -> Q4Map:
+    """Build a manifest from its JSON.
+
+    Raises:
+        UsageError: a rule is not one that is known.
+        FormatError: a field is missing, unknown or of another type.
+    """
+    fields(document, str(path), {"version": int, "rules": list}, SECTIONS)
+    rules = [
+        fields(value, f"{path}: rules[{index}]", {"pattern": str, "dtype": str}, _OPTIONAL)
+        for index, value in enumerate(document["rules"])
+    ]
+    if document["version"] != VERSION:
+        raise UsageError(f"{path}: version {document['version']}; this Clocher reads version 1")
+    if not 0 < len(rules) <= MAX_RULES:
+        raise UsageError(f"{path}: {len(rules)} rules; expected 1 to {MAX_RULES}")
+    built = tuple(_rule(rule, f"{path}: rules[{index}]") for index, rule in enumerate(rules))
+    entries, kept, parts = read_sections(document, str(path), len(built))
+    requantize = bool(document.get("requantize"))
+    if entries is not None:
+        long = ("tensors", "kept")
+        document = {key: value for key, value in document.items() if key not in long}
+        document["sha256"] = sha256
+    return Q4Map(path, built, document, requantize, entries, kept, parts)
+
+
+def _rule(rule: Mapping[str, Any], where: str) -> Rule:
+    for key, known in _CHOICES.items():
+        if key in rule and rule[key] not in known:
+            names = ", ".join(str(value) for value in known if value is not None)
+            raise UsageError(f"{where}: {key} is {rule[key]!r:.60}; known: {names}")
+    try:
+        pattern = NamePattern(rule["pattern"])
+        if rule["dtype"] == "keep":
+            if extra := sorted(set(rule) - {"pattern", "dtype"}):
+                raise FormatError(f"dtype keep leaves no place for {extra[0]}")
+            return Rule(pattern, None)
+        clip = parse_clip(rule.get("clip", "none"))
+        return Rule(pattern, _format(rule), rule.get("method", "rtn"), clip)
+    except (FormatError, UsageError) as error:
+        raise UsageError(f"{where}: {error}") from None
+
+
+def _format(rule: Mapping[str, Any]) -> Format:
+    group = rule.get("group")
+    affine = rule.get("zero") == "per-group"
+    whole = rule.get("scale") == "per-tensor"
+    if rule["dtype"] in ("int8w", "int8"):
+        if affine:
+            raise FormatError("int8w is symmetric: zero must be per-tensor")
+        if whole and group:
+            raise FormatError("scale per-tensor leaves no place for a group")
+        scale = rule.get("scale_dtype", "f16" if group else "f32")
+        return Int8(group or ("tensor" if whole else "row"), scale)
+    if whole:
+        raise FormatError("scale per-tensor is for int8w; int4 needs per-channel")
+    return Int4(not affine, group or "row", rule.get("scale_dtype", "f16"))
+
+
+def _format_of(rule: Rule) -> Format:
+    assert rule.format is not None, "assign chooses no tensor for a rule that keeps"
+    return rule.format
+
+
+def _same_model(q4_map: Q4Map, entries: Mapping[str, Entry], tensors: Mapping[str, Stored]) -> None:
+    """Refuse a manifest whose tensors are not those of the checkpoint."""
+    made_for = "; the manifest was made for another model: run the PTQ script on this one"
+    known = set(entries) | set(q4_map.kept)
+    if missing := sorted(known - set(tensors)):
+        raise UsageError(f"{q4_map.path}: the model has no tensor {missing[0]!r}{made_for}")
+    if extra := sorted(set(tensors) - known):
+        raise UsageError(f"{q4_map.path}: says nothing about tensor {extra[0]!r}{made_for}")
+    for name, entry in entries.items():
+        tensor = tensors[name]
+        if tensor.shape != entry.shape:
+            raise UsageError(
+                f"{q4_map.path}: tensor {name!r} is {list(entry.shape)}, in the model "
+                f"{list(tensor.shape)}{made_for}"
+            )
+        if reason := reason_to_keep(name, tensor, q4_map.requantize):
+            raise UsageError(f"{q4_map.path}: tensor {name!r} is kept ({reason}){made_for}")

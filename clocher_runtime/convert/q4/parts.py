@@ -1,0 +1,270 @@
+"""Parts of a quantisation manifest: planes that rounding does not give again.
+
+`q4.json` keeps them in `q4.parts/`, one safetensors file per layer of the model: `layer-00000`,
+`layer-00001`, ..., and `rest` for what belongs to no layer. Plane P of tensor T is stored as `T/P`.
+The file's metadata say which job it belongs to, shape and format of each tensor, what is known
+about it (a JSON object), and the SHA-256 of the data. A part is written whole or not at all, so a
+killed job goes on after the last one.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clocher_kernels.errors import ClocherError, FormatError, ModelError, ModelNotFound
+from clocher_kernels.formats import parse_format
+from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.checkpoints.checkpoint import stored_tensor
+from clocher_runtime.convert.q4.document import Entry, PartFile
+from clocher_runtime.disk.output_file import OutputFile, sync_directory
+from clocher_runtime.disk.safetensors_file import DTYPES, SafetensorsFile
+from clocher_runtime.disk.strict_json import checked_shape, fields, parse_object
+
+SUFFIX = ".safetensors"
+
+_NAMES = {storage: name for name, storage in DTYPES.items() if name != "BOOL"}
+_LAYER = re.compile(r"(?:.*\.)?layers\.([0-9]{1,5})\..*")
+_STEP = 1 << 22
+
+Records = dict[str, dict[str, Any]]
+
+
+def part_of(name: str) -> str:
+    """Return the part that a tensor belongs to."""
+    match = _LAYER.fullmatch(name)
+    return f"layer-{int(match[1]):05d}" if match else "rest"
+
+
+class PartsWriter:
+    """Writes the parts of one job, and finds those that an earlier run of it has finished."""
+
+    def __init__(self, directory: Path, job: str) -> None:
+        """Begin.
+
+        Args:
+            directory: of the parts; it is made when the first one is written.
+            job: stands for everything that decides the bytes; parts of another job are not used.
+        """
+        self.directory = directory
+        self._job = job
+        self._open: dict[str, SafetensorsFile] = {}
+        self._where: dict[str, tuple[str, tuple[int, ...], str]] = {}
+
+    def finished(self, part: str) -> Records | None:
+        """Return the records of a part that is there, sound and of this job; None otherwise."""
+        path = self._path(part)
+        try:
+            file = SafetensorsFile(path)
+            metadata = _metadata(file)
+            if metadata["job"] != self._job or metadata["sha256"] != _data_hash(file):
+                return None
+            return self._remember(part, file, metadata["tensors"], metadata["records"])
+        except (ModelError, ClocherError):
+            return None
+
+    def write(
+        self, part: str, tensors: Mapping[str, QuantTensor], records: Mapping[str, dict[str, Any]]
+    ) -> None:
+        """Write a part.
+
+        Args:
+            part: "layer-00000", ... or "rest".
+            tensors: by name.
+            records: what is known about each tensor, JSON objects.
+
+        Raises:
+            UsageError: another process is writing it.
+            OSError: it cannot be written.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        planes = {f"{n}/{key}": p for n, t in tensors.items() for key, p in t.planes.items()}
+        described = {
+            n: {"shape": list(t.shape), "format": t.format.name} for n, t in tensors.items()
+        }
+        header = _header(tensors)
+        header["__metadata__"] = {
+            "job": self._job,
+            "sha256": _hash(planes.values()),
+            "tensors": _dump(described),
+            "records": _dump(dict(records)),
+        }
+        text = _dump(header).encode()
+        text += b" " * (-(8 + len(text)) % 64)
+        path = self._path(part)
+        output = OutputFile(path.with_name(path.name + ".partial"))
+        try:
+            output.truncate()
+            output.write(np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8))
+            for plane in planes.values():
+                output.write(plane)
+            output.sync()
+            os.replace(output.path, path)
+        except BaseException:
+            output.path.unlink(missing_ok=True)
+            raise
+        finally:
+            output.close()
+        sync_directory(self.directory)
+        self._remember(part, SafetensorsFile(path), described, records)
+
+    def tensor(self, name: str) -> QuantTensor:
+        """Return a tensor of a part that is finished: views of its file.
+
+        Raises:
+            ModelError: it is not in any of them.
+        """
+        if name not in self._where:
+            raise ModelError(f"{self.directory}: no finished part has tensor {name!r}")
+        part, shape, fmt = self._where[name]
+        return _tensor(self._open[part], name, shape, fmt)
+
+    def release(self) -> None:
+        """Let the kernel take back the resident pages of the finished parts."""
+        for file in self._open.values():
+            file.file.release()
+
+    def files(self) -> list[PartFile]:
+        """Return the finished parts, hashed, as a manifest lists them."""
+        found = []
+        for part in sorted(self._open):
+            file = self._open[part].file
+            digest = _hash([file.bytes(0, file.nbytes)])
+            file.release()
+            found.append(PartFile(part + SUFFIX, file.nbytes, digest))
+        return found
+
+    def remove_others(self) -> None:
+        """Delete files of the folder that are not finished parts of this job."""
+        mine = {part + SUFFIX for part in self._open}
+        if self.directory.is_dir():
+            for path in self.directory.glob(f"*{SUFFIX}*"):
+                if path.name not in mine:
+                    path.unlink()
+            if not mine and not any(self.directory.iterdir()):
+                self.directory.rmdir()
+
+    def _path(self, part: str) -> Path:
+        return self.directory / (part + SUFFIX)
+
+    def _remember(
+        self,
+        part: str,
+        file: SafetensorsFile,
+        described: Mapping[str, Any],
+        records: Mapping[str, dict[str, Any]],
+    ) -> Records:
+        where = str(file.file.path)
+        found = {}
+        for name, value in described.items():
+            entry = fields(value, f"{where}: {name!r}", {"shape": list, "format": str})
+            shape = checked_shape(entry["shape"], where)
+            _tensor(file, name, shape, entry["format"])
+            found[name] = (part, shape, entry["format"])
+        if set(found) != set(records):
+            raise FormatError(f"{where}: tensors and records differ")
+        self._open[part] = file
+        self._where |= found
+        return dict(records)
+
+
+def read_part(directory: Path, files: Iterable[PartFile], name: str, entry: Entry) -> QuantTensor:
+    """Return a tensor of a manifest's parts, checked against its hashes.
+
+    Raises:
+        ModelNotFound: the file of the part is missing.
+        FormatError: the file, or a plane in it, is not the one that the manifest lists.
+    """
+    listed = next(file for file in files if file.file == entry.part)
+    path = directory / listed.file
+    if not path.is_file():
+        raise ModelNotFound(
+            f"{path}: missing; the manifest needs its folder {directory.name} beside it"
+        )
+    file = SafetensorsFile(path)
+    if file.file.nbytes != listed.nbytes:
+        raise FormatError(f"{path}: {file.file.nbytes} bytes, the manifest lists {listed.nbytes}")
+    tensor = _tensor(file, name, entry.shape, entry.format.name)
+    check_hashes(tensor, entry, f"{path}: tensor {name!r}")
+    tensor.check()
+    return tensor
+
+
+def plane_hashes(tensor: QuantTensor) -> dict[str, str]:
+    """Return the SHA-256 of each plane of a tensor."""
+    return {key: _hash([plane]) for key, plane in tensor.planes.items()}
+
+
+def check_hashes(tensor: QuantTensor, entry: Entry, where: str) -> None:
+    """Raise FormatError if a plane is not the one that a manifest's entry describes."""
+    for key, digest in plane_hashes(tensor).items():
+        if digest != entry.sha256[key]:
+            raise FormatError(
+                f"{where}: plane {key!r} has SHA-256 {digest}, the manifest says "
+                f"{entry.sha256[key]}; it was made from other weights: run the PTQ script again"
+            )
+
+
+def _header(tensors: Mapping[str, QuantTensor]) -> dict[str, Any]:
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        for key, plane in tensor.format.planes(tensor.shape).items():
+            header[f"{name}/{key}"] = {
+                "dtype": _NAMES[plane.dtype],
+                "shape": list(plane.shape),
+                "data_offsets": [end, end + plane.nbytes],
+            }
+            end += plane.nbytes
+    return header
+
+
+def _tensor(file: SafetensorsFile, name: str, shape: tuple[int, ...], fmt: str) -> QuantTensor:
+    where = f"{file.file.path}: tensor {name!r}"
+    try:
+        parsed = parse_format(fmt)
+        keys = {key: f"{name}/{key}" for key in parsed.planes(shape)}
+    except ClocherError as error:
+        raise FormatError(f"{where}: {error}") from None
+    if missing := [key for key in keys.values() if key not in file.tensors]:
+        raise FormatError(f"{where}: {missing[0]!r} is not in the file")
+    planes = {
+        key: np.require(file.view(stored), requirements=["C", "A"]) for key, stored in keys.items()
+    }
+    return stored_tensor(shape, parsed, planes, where)
+
+
+def _metadata(file: SafetensorsFile) -> dict[str, Any]:
+    where = f"{file.file.path} (header)"
+    length = int.from_bytes(file.file.bytes(0, 8).tobytes(), "little")
+    header = parse_object(file.file.bytes(8, 8 + length).tobytes(), where)
+    keys = ("job", "sha256", "tensors", "records")
+    found = fields(header.get("__metadata__"), where, dict.fromkeys(keys, str))
+    for key in ("tensors", "records"):
+        found[key] = parse_object(found[key].encode(), f"{where}: {key}")
+    return found
+
+
+def _data_hash(file: SafetensorsFile) -> str:
+    start = min(info.offset for info in file.tensors.values())
+    digest = _hash([file.file.bytes(start, file.file.nbytes)])
+    file.file.release()
+    return digest
+
+
+def _hash(arrays: Iterable[np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        for start in range(0, len(data), _STEP):
+            digest.update(data[start : start + _STEP].data)
+    return digest.hexdigest()
+
+
+def _dump(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=False)

@@ -1,0 +1,267 @@
+"""Models of published shapes with random weights, written as IEBIN and, if asked, as GGUF.
+
+Weights have the standard deviation 1/sqrt(K), so that a linear keeps the size of its input, and
+logits come out of the order of 1. One tensor is in memory at a time. The same arguments give the
+same bytes.
+"""
+
+import errno
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clocher_kernels.errors import FormatError, ShapeError, UsageError
+from clocher_kernels.formats import Float, Format, Int4, Int8, Mxfp4, Ternary
+from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.checkpoints.hf.checkpoint import CONFIG
+from clocher_runtime.checkpoints.iebin.checkpoint import JSON_NAME, open_iebin, place
+from clocher_runtime.checkpoints.iebin.writer import IebinWriter
+from clocher_runtime.convert.gguf.export import GgufExport, plan_gguf
+from clocher_runtime.convert.presets import find_preset
+from clocher_runtime.convert.random_tensors import normal_matrix, normal_vector
+from clocher_runtime.models.families import spec_from_config
+from clocher_runtime.models.inventory import Need, inventory
+from clocher_runtime.models.spec import ModelSpec
+
+PRECISIONS = ("bf16", "int8w", "int4", "ternary", "mxfp4", "native")
+HEADS = ("bf16", "int8w", "int4")
+GROUPS = ("32", "64", "128", "row")
+GGUF_NAME = "model.gguf"
+
+Progress = Callable[[int, str], None]
+
+_STORED = Float("bf16")
+_JSON_BYTES_PER_TENSOR = 2048
+_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """How the matrices are stored.
+
+    Attributes:
+        linears: of the blocks' linears; "native" is what the published model has.
+        group: columns that share a scale: "32", "64", "128", or "row"; int8w and int4.
+        head: of the head and the embedding table; None: bf16 as published, or for a Llama that of
+            its linears (int4 beside ternary).
+        attention: of the attention's linears; None: that of the linears, or for gpt-oss bf16 with
+            "native" and "mxfp4".
+    """
+
+    linears: str = "native"
+    group: str = "32"
+    head: str | None = None
+    attention: str | None = None
+
+    def __post_init__(self) -> None:
+        for what, got, known in (
+            ("precision", self.linears, PRECISIONS),
+            ("group", self.group, GROUPS),
+            ("head", self.head or HEADS[0], HEADS),
+            ("attention", self.attention or HEADS[0], HEADS),
+        ):
+            if got not in known:
+                raise UsageError(f"{what} is {got!r}; known: {', '.join(known)}")
+
+    def formats(self, spec: ModelSpec) -> dict[str, Format]:
+        """Return the format of every tensor of a model.
+
+        Raises:
+            UsageError: a tensor of the model does not fit its format.
+        """
+        native = _native(spec)
+        linears = native if self.linears == "native" else self.linears
+        attention = self.attention or linears
+        if spec.family == "gpt_oss" and linears == native:
+            attention = self.attention or "bf16"
+        published = spec.family in ("gpt_oss", "bitnet")
+        head = self.head or ("bf16" if published else "int4" if linears == "ternary" else linears)
+        formats: dict[str, Format] = {}
+        for name, need in inventory(spec).items():
+            if need.kind in ("vector", "router"):
+                formats[name] = _STORED
+            elif need.kind in ("embedding", "head"):
+                formats[name] = self._format(head)
+            else:
+                formats[name] = self._format(attention if ".self_attn." in name else linears)
+            try:
+                formats[name].planes(need.shape)
+            except ShapeError as error:
+                raise UsageError(f"{name}: {error}; choose another precision") from None
+        return formats
+
+    def _format(self, name: str) -> Format:
+        if name == "int8w":
+            return Int8("row", "f32") if self.group == "row" else Int8(int(self.group), "f16")
+        if name == "int4":
+            return Int4(True, "row" if self.group == "row" else int(self.group), "f16")
+        return {"bf16": _STORED, "ternary": Ternary(), "mxfp4": Mxfp4()}[name]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Synthesis:
+    """A model that has been checked and can be made.
+
+    Attributes:
+        preset: name of the preset.
+        config: its config.json.
+        formats: format of every tensor, in the order of the file.
+        seed: of the weights.
+        out_dir: where the files will be.
+        gguf: the GGUF to write beside the IEBIN, or None.
+        source: what the model was made from, for people.
+        nbytes: bytes that the output will take, an upper bound.
+        free_bytes: bytes that the disk has for it.
+    """
+
+    preset: str
+    config: Mapping[str, Any]
+    formats: Mapping[str, Format]
+    seed: int
+    out_dir: Path
+    gguf: GgufExport | None
+    source: Mapping[str, Any]
+    nbytes: int
+    free_bytes: int
+
+    def run(self, progress: Progress | None = None) -> None:
+        """Write the model. A model.gguf of another model that is there is removed.
+
+        Args:
+            progress: called after each tensor with the bytes written so far and its name.
+
+        Raises:
+            UsageError: another program is writing to the same directory.
+            OSError: the output cannot be written; nothing of what failed is left.
+        """
+        self.out_dir.mkdir(parents=True, exist_ok=True)
+        (self.out_dir / GGUF_NAME).unlink(missing_ok=True)
+        needs = inventory(spec_from_config(self.config))
+        with IebinWriter(self.out_dir) as writer:
+            for name, fmt in self.formats.items():
+                writer.add(name, random_tensor(name, needs[name], fmt, self.seed))
+                if progress:
+                    progress(writer.nbytes, name)
+            vocab = byte_tokenizer(self.config["vocab_size"])
+            done = writer.nbytes
+            writer.commit(self.config, {}, {}, vocab, self.source)
+        if self.gguf is not None:
+            checkpoint = open_iebin(self.out_dir / JSON_NAME)
+
+            def tell(nbytes: int, name: str) -> None:
+                if progress:
+                    progress(done + nbytes, name)
+
+            self.gguf.write(checkpoint, self.out_dir / GGUF_NAME, tell)
+
+
+def plan_synthesis(
+    preset: str,
+    precision: Precision,
+    out_dir: Path,
+    *,
+    seed: int = 0,
+    layers: int | None = None,
+    gguf: str | None = None,
+) -> Synthesis:
+    """Check everything that can be checked before writing.
+
+    Args:
+        preset: name of a preset.
+        precision: how matrices are stored.
+        out_dir: directory for the output; it is made if need be.
+        seed: of the weights.
+        layers: keep only this many layers.
+        gguf: also write GGUF: "same", or a float type for llama-quantize; None: no.
+
+    Raises:
+        UsageError: an argument cannot be used.
+        FormatError: ggml cannot hold the weights.
+        OSError: the disk is too small.
+    """
+    if (out_dir / CONFIG).exists():
+        raise UsageError(
+            f"{out_dir}: holds a Hugging Face model (config.json); choose another --out-dir"
+        )
+    config = find_preset(preset).config(layers)
+    spec = spec_from_config(config)
+    formats = precision.formats(spec)
+    if precision.linears not in ("native", _native(spec)):
+        config.pop("quantization_config", None)
+    source = {
+        "container": "synthetic",
+        "preset": preset,
+        "seed": seed,
+        "precision": precision.linears,
+        "group": precision.group,
+        "head": precision.head,
+        "attention": precision.attention,
+    }
+    export = plan_gguf(config, formats, preset, gguf) if gguf else None
+    needs = inventory(spec)
+    end = 0
+    for name, fmt in formats.items():
+        end = place(fmt, needs[name].shape, end)[-1].end
+    nbytes = end + _JSON_BYTES_PER_TENSOR * len(formats) + len(byte_tokenizer(spec.vocab_size))
+    nbytes += export.nbytes if export else 0
+    existing = next(folder for folder in (out_dir, *out_dir.parents) if folder.is_dir())
+    free = shutil.disk_usage(existing).free
+    if nbytes > free:
+        message = f"the model needs {nbytes} bytes, the disk has {free} free: {nbytes - free} short"
+        raise OSError(errno.ENOSPC, message, str(out_dir))
+    return Synthesis(preset, config, formats, seed, out_dir, export, source, nbytes, free)
+
+
+def _native(spec: ModelSpec) -> str:
+    """Return the precision of the published models of a family."""
+    return {"gpt_oss": "mxfp4", "bitnet": "ternary"}.get(spec.family, "bf16")
+
+
+def random_tensor(name: str, need: Need, fmt: Format, seed: int) -> QuantTensor:
+    """Return a tensor of random weights.
+
+    Raises:
+        FormatError: weights of this format cannot be drawn.
+    """
+    if need.kind == "vector":
+        if "norm" in name:
+            return normal_vector(name, need.shape, seed, 1.0, 0.05, fmt)
+        return normal_vector(name, need.shape, seed, 0.0, 1.0 if "sinks" in name else 0.02, fmt)
+    return normal_matrix(name, need.shape, seed, need.shape[-1] ** -0.5, fmt)
+
+
+def byte_tokenizer(vocab_size: int) -> bytes:
+    """Return a tokenizer.json: a token for each byte, and words that no text encodes to.
+
+    Raises:
+        FormatError: the vocabulary has no room for the bytes.
+    """
+    if vocab_size < _BYTES:
+        raise FormatError(f"a vocabulary of {vocab_size}; a byte tokenizer needs {_BYTES}")
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (byte for byte in range(_BYTES) if byte not in printable)
+    spelled = {byte: chr(byte) for byte in printable}
+    spelled |= {byte: chr(_BYTES + i) for i, byte in enumerate(others)}
+    vocab = {spelled[byte]: byte for byte in range(_BYTES)}
+    vocab |= {f"{spelled[32]}w{token}": token for token in range(_BYTES, vocab_size)}
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+    document: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+    }
+    return json.dumps(document, ensure_ascii=False).encode()

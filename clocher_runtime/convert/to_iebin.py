@@ -1,0 +1,243 @@
+"""Any checkpoint -> IEBIN, two tensors in memory at a time: one is written, the next is prepared.
+
+Tensors are copied byte for byte, plane by plane, except those that a quantisation manifest names.
+The input is only read. The output depends on the input and the manifest alone: it has no dates and
+no paths, and two runs give the same bytes, be they killed and resumed or not.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clocher_kernels.errors import FormatError, ModelNotFound, UsageError
+from clocher_kernels.formats import Format
+from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.checkpoints.hf.checkpoint import CONFIG, find_hf, open_hf
+from clocher_runtime.checkpoints.iebin.checkpoint import MAX_VOCAB_BYTES, place
+from clocher_runtime.checkpoints.iebin.writer import PARTIAL_NAME, IebinWriter
+from clocher_runtime.checkpoints.opening import open_checkpoint
+from clocher_runtime.checkpoints.q4.planes import Q4Planes, is_q4_planes, load_q4_planes
+from clocher_runtime.convert.q4.encode import encode_tensor
+from clocher_runtime.convert.q4.map import Q4Map, load_q4_map
+from clocher_runtime.disk.files import read_bytes
+from clocher_runtime.disk.output_file import check_free
+from clocher_runtime.engine.topology import usable_cpus
+
+Progress = Callable[[int, str], None]
+
+_JSON_BYTES_PER_TENSOR = 2048
+_CONTAINERS = {"hf": "safetensors", "bin": "pytorch"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Conversion:
+    """A conversion that has been checked and can start.
+
+    Attributes:
+        source: the input.
+        out_dir: where the IEBIN files will be.
+        formats: format of every tensor in the output, in the order of the file.
+        q4_map: the manifest, if there is one.
+        notes: what a person should know about how the input was read and the manifest applied.
+        nbytes: bytes that the output will take (an upper bound, closer than 1 %, for real models).
+        free_bytes: bytes that the disk has for it.
+    """
+
+    source: Checkpoint
+    out_dir: Path
+    formats: Mapping[str, Format]
+    q4_map: Q4Map | Q4Planes | None
+    notes: tuple[str, ...]
+    nbytes: int
+    free_bytes: int
+
+    @property
+    def quantised(self) -> dict[str, str]:
+        """Names of the tensors that are not copied, with the format that they come from."""
+        return {
+            name: self.source.tensors[name].format.name
+            for name, fmt in self.formats.items()
+            if fmt.name != self.source.tensors[name].format.name
+        }
+
+    def run(self, progress: Progress | None = None) -> int:
+        """Write the output, or the rest of it if an earlier run of the same job was killed.
+
+        Args:
+            progress: called after each tensor with the bytes written so far and its name.
+
+        Returns:
+            How many tensors an earlier run had finished.
+
+        Raises:
+            ModelChanged: the input changed meanwhile.
+            FormatError: a tensor holds a code that its format forbids, or cannot be quantised.
+            UsageError: another conversion is writing to the same directory.
+            OSError: the output cannot be written; nothing of it is left.
+        """
+        vocab = _vocabulary(self.source)
+        self.out_dir.mkdir(parents=True, exist_ok=True)
+        tensors = {name: (fmt, self.source.shape(name)) for name, fmt in self.formats.items()}
+        with IebinWriter(self.out_dir, self._job()) as writer:
+            done = writer.resume(tensors, progress)
+            for name, tensor in self._prepared(list(self.formats)[len(done) :]):
+                writer.add(name, tensor)
+                self.source.release()
+                if progress:
+                    progress(writer.nbytes, name)
+            self.source.check_unchanged()
+            writer.commit(
+                self.source.config,
+                self.source.generation_config,
+                self.source.tokenizer_config,
+                vocab,
+                self._provenance(),
+            )
+        return len(done)
+
+    def _prepared(self, names: list[str]) -> Iterator[tuple[str, QuantTensor]]:
+        """Yield tensors as they are to be written.
+
+        Meanwhile the next one is prepared, and the disk reads the one after it.
+        """
+        with ThreadPoolExecutor(1) as ahead:
+            upcoming = [ahead.submit(self._prepare, name) for name in names[:1]]
+            for index, name in enumerate(names):
+                tensor = upcoming.pop().result()
+                upcoming = [ahead.submit(self._prepare, n) for n in names[index + 1 : index + 2]]
+                for later in names[index + 2 : index + 3]:
+                    self.source.read_ahead(later)
+                yield name, tensor
+                del tensor
+
+    def _prepare(self, name: str) -> QuantTensor:
+        fmt = self.formats[name]
+        tensor = self.source.tensor(name, verify=True)
+        if fmt.name == tensor.format.name:
+            return tensor
+        try:
+            if isinstance(self.q4_map, Q4Planes):
+                return self.q4_map.stored(name, tensor)
+            assert self.q4_map is not None, "only a manifest changes formats"
+            return encode_tensor(self.q4_map, name, tensor, threads=len(usable_cpus()))
+        except FormatError as error:
+            raise FormatError(f"tensor {name!r}: {error}") from None
+        finally:
+            self.source.release()
+
+    def _job(self) -> str:
+        """Return what decides the output: a change of it forbids to resume."""
+        files = [(str(f.path), f.nbytes, os.stat(f.path).st_mtime_ns) for f in self.source.files]
+        formats = [(n, f.name, self.source.shape(n)) for n, f in self.formats.items()]
+        manifest = self.q4_map.document if self.q4_map else None
+        text = json.dumps([files, formats, manifest])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _provenance(self) -> dict[str, Any]:
+        files = [{"file": f.path.name, "nbytes": f.nbytes} for f in self.source.files]
+        return {
+            "container": _CONTAINERS.get(self.source.kind, self.source.kind),
+            "files": files,
+            "q4_map": self.q4_map.document if self.q4_map else None,
+            "quantised": self.quantised,
+        }
+
+
+def open_source(path: Path) -> Checkpoint:
+    """Open the input of a conversion: a Hugging Face checkpoint, or whatever else is there.
+
+    Beside an IEBIN pair that was made of it a Hugging Face checkpoint comes first.
+
+    Args:
+        path: directory of a checkpoint, one with it in `hf` or `hf/original`, or a file.
+
+    Raises:
+        ModelError: the input is missing, damaged or unknown.
+    """
+    directory = find_hf(path)
+    if directory:
+        return open_hf(directory)
+    if not os.path.lexists(path):
+        raise ModelNotFound(f"{path}: no {CONFIG} there, nor in hf or hf/original below it")
+    return open_checkpoint(path)
+
+
+def plan_conversion(
+    hf_dir: Path,
+    out_dir: Path,
+    q4_map: Path | None = None,
+    opener: Callable[[Path], Checkpoint] = open_source,
+) -> Conversion:
+    """Open the input and check everything that can be checked before writing.
+
+    Args:
+        hf_dir: the input, as `opener` takes it.
+        out_dir: directory for the output; it is made if need be.
+        q4_map: path of a quantisation manifest.
+        opener: opens the input.
+
+    Raises:
+        ModelError: the input is missing, damaged or unknown.
+        UsageError: the output directory or the manifest cannot be used.
+        OSError: the disk is too small.
+    """
+    if os.path.lexists(out_dir / CONFIG):
+        raise UsageError(
+            f"{out_dir}: holds a Hugging Face model (config.json), whose files the output could "
+            "overwrite; choose another --out-dir"
+        )
+    rules = _load_map(q4_map) if q4_map else None
+    source = opener(hf_dir)
+    if source.kind == "iebin" and os.path.realpath(source.path) == os.path.realpath(out_dir):
+        raise UsageError(f"{out_dir}: is the input itself; choose another --out-dir")
+    chosen, notes = rules.choose(source.tensors) if rules else ({}, [])
+    names = sorted(source.names, key=natural)
+    formats = {name: chosen.get(name, source.tensors[name].format) for name in names}
+    nbytes = _output_bytes(source, formats)
+    partial = out_dir / PARTIAL_NAME
+    reclaimed = partial.stat().st_size if partial.is_file() else 0
+    free = check_free(partial, nbytes, reclaimed)
+    return Conversion(source, out_dir, formats, rules, (*source.notes, *notes), nbytes, free)
+
+
+def convert(
+    hf_dir: Path, out_dir: Path, q4_map: Path | None = None, progress: Progress | None = None
+) -> Conversion:
+    """Convert a checkpoint; see `plan_conversion` and `Conversion.run`."""
+    conversion = plan_conversion(hf_dir, out_dir, q4_map)
+    conversion.run(progress)
+    return conversion
+
+
+def _load_map(path: Path) -> Q4Map | Q4Planes:
+    return load_q4_planes(path) if is_q4_planes(path) else load_q4_map(path)
+
+
+def _vocabulary(source: Checkpoint) -> bytes | None:
+    """Return the content of tokenizer.json, None if the model has no tokenizer."""
+    tokenizer = source.tokenizer_source
+    if isinstance(tokenizer, bytes):
+        return tokenizer
+    return read_bytes(tokenizer, MAX_VOCAB_BYTES) if os.path.isfile(tokenizer) else None
+
+
+def _output_bytes(source: Checkpoint, formats: Mapping[str, Format]) -> int:
+    end = 0
+    for name, fmt in formats.items():
+        end = place(fmt, source.shape(name), end)[-1].end
+    rest = sum(os.path.getsize(file) for file in source.path.glob("*config.json"))
+    return end + rest + len(_vocabulary(source) or b"") + _JSON_BYTES_PER_TENSOR * len(formats)
+
+
+def natural(name: str) -> list[str | int]:
+    """Return a sort key that puts layer 2 before layer 10."""
+    parts: list[str | int] = list(re.split("([0-9]{1,9})", name))
+    parts[1::2] = [int(part) for part in parts[1::2]]
+    return parts

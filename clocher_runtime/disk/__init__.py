@@ -1,0 +1,1 @@
+"""The only way to bytes: bounded reading, strict JSON, safetensors, whole files or none."""

@@ -1,0 +1,302 @@
+"""Writing large files: hashed on the way, locked, resumable, whole or not there.
+
+What a killed writer leaves is a partial file and beside it a journal of what is finished in it.
+Nobody reads them but the next writer, which checks every byte that it keeps against its hash.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import stat
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clocher_kernels.errors import FormatError, ModelError, UsageError
+from clocher_runtime.disk.files import check_all_mapped, read_bytes
+from clocher_runtime.disk.strict_json import parse_object
+
+ALIGNMENT = 64
+_STEP = 1 << 22
+_IN_FLIGHT = 8
+_FLUSH_BYTES = 1 << 26
+_MAX_JOURNAL_BYTES = 1 << 30
+
+
+class OutputFile:
+    """A file that only grows, locked against other writers until it is closed.
+
+    Hashing and the disk work beside the caller: `write` returns when the kernel has the bytes and
+    the hash of what was written.
+
+    Attributes:
+        path: where it lies.
+        nbytes: bytes written so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open a file, or make it; what it holds stays until `truncate`.
+
+        Raises:
+            UsageError: another process is writing it.
+            OSError: it cannot be written.
+        """
+        self.path = path
+        self.nbytes = 0
+        self._descriptor = open_locked(path)
+        self._hash = hashlib.sha256()
+        self._before = (0, self._hash)
+        self._hashers = tuple(ThreadPoolExecutor(1) for _ in range(2))
+        self._flusher = ThreadPoolExecutor(1)
+        self._flush: Future[None] | None = None
+        self._dirty = 0
+
+    def write(self, array: np.ndarray) -> str:
+        """Append the bytes of an array and return their SHA-256."""
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        pieces = (data[start : start + _STEP].data for start in range(0, len(data), _STEP))
+        return self._hashed(self._written(piece) for piece in pieces)
+
+    def pad(self, nbytes: int) -> None:
+        """Append zeros up to a size."""
+        self.write(np.zeros(nbytes - self.nbytes, np.uint8))
+
+    def keep(self, ranges: Sequence[tuple[int, int, str]]) -> bool:
+        """Go over the next planes if the file already holds them, with zeros between them.
+
+        Args:
+            ranges: offset, size and SHA-256 of each.
+
+        Returns:
+            Whether all of them are there. If not, none is kept.
+        """
+        self._before = (self.nbytes, self._hash.copy())
+        for offset, nbytes, expected in ranges:
+            padding = self._read(self.nbytes, offset - self.nbytes)
+            self._hash.update(padding)
+            end = offset + nbytes
+            pieces = (self._read(at, min(_STEP, end - at)) for at in range(offset, end, _STEP))
+            if padding != bytes(offset - self.nbytes) or self._hashed(pieces) != expected:
+                self.unkeep()
+                return False
+            self.nbytes = end
+        return True
+
+    def unkeep(self) -> None:
+        """Undo the last `keep`."""
+        self.nbytes, self._hash = self._before
+
+    def truncate(self) -> None:
+        """Cut the file off after what was written or kept."""
+        os.ftruncate(self._descriptor, self.nbytes)
+        os.lseek(self._descriptor, self.nbytes, os.SEEK_SET)
+
+    def sync(self) -> str:
+        """Wait until the disk has everything; return the SHA-256 of the file."""
+        if self._flush:
+            self._flush.result()
+        os.fsync(self._descriptor)
+        return self._hash.hexdigest()
+
+    def close(self) -> None:
+        """Close the file and let other writers in."""
+        for executor in (*self._hashers, self._flusher):
+            executor.shutdown()
+        os.close(self._descriptor)
+
+    def _hashed(self, pieces: Iterable[memoryview]) -> str:
+        """Hash what comes, a few pieces behind, for the whole file and by itself."""
+        one = hashlib.sha256()
+        digests = (one, self._hash)
+        waiting: deque[Future[None]] = deque()
+        try:
+            for piece in pieces:
+                for hasher, digest in zip(self._hashers, digests, strict=True):
+                    waiting.append(hasher.submit(digest.update, piece))
+                while len(waiting) > _IN_FLIGHT:
+                    waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.result()
+        return one.hexdigest()
+
+    def _written(self, piece: memoryview) -> memoryview:
+        write_all(self._descriptor, piece, self.path)
+        self.nbytes += len(piece)
+        self._dirty += len(piece)
+        if self._dirty >= _FLUSH_BYTES and (self._flush is None or self._flush.done()):
+            if self._flush:
+                self._flush.result()
+            # Without this the disk would idle until the end, then everybody would wait for it.
+            self._flush = self._flusher.submit(os.fdatasync, self._descriptor)
+            self._dirty = 0
+        return piece
+
+    def _read(self, start: int, count: int) -> memoryview:
+        return memoryview(os.pread(self._descriptor, count, start))
+
+
+class Journal:
+    """What is finished in a partial file: a JSON object a line, the first one names the job.
+
+    A line is written after the bytes that it speaks of. It is not flushed to the disk: whoever
+    reads it checks the bytes.
+    """
+
+    def __init__(self, path: Path, job: str) -> None:
+        """Read the journal of a job; a journal of another job counts as empty."""
+        self.path = path
+        self._job = job
+        self.entries = self._read()
+        self._descriptor: int | None = None
+
+    def restart(self, kept: int) -> None:
+        """Begin anew with the first entries that were read.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self.close()
+        self._descriptor = open_new(self.path)
+        self._append([{"job": self._job}, *self.entries[:kept]])
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Append an entry."""
+        self._append([entry])
+
+    def remove(self) -> None:
+        """Close and delete the journal."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _append(self, entries: list[dict[str, Any]]) -> None:
+        assert self._descriptor is not None
+        text = "".join(f"{json.dumps(entry, ensure_ascii=False)}\n" for entry in entries)
+        write_all(self._descriptor, memoryview(text.encode()), self.path)
+
+    def _read(self) -> list[dict[str, Any]]:
+        try:
+            lines = read_bytes(self.path, _MAX_JOURNAL_BYTES, follow=False).split(b"\n")
+        except ModelError:  # there is none, or what is there is no journal
+            return []
+        found = []
+        # What follows the last line break was cut off.
+        for line in lines[:-1]:
+            try:
+                found.append(parse_object(line, str(self.path)))
+            except FormatError:
+                break
+        return found[1:] if found and found[0] == {"job": self._job} else []
+
+
+def open_locked(path: Path) -> int:
+    """Open a file for reading and writing, made if need be, locked until it is closed.
+
+    Raises:
+        UsageError: another process has it.
+        OSError: it cannot be opened.
+    """
+    # Without O_NONBLOCK a pipe that somebody put there could hang this.
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            raise OSError(
+                errno.EEXIST, "a pipe, a device or a second name of a file; remove it", str(path)
+            )
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # A writer that finished in between has renamed the file that was opened.
+        if not os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            raise BlockingIOError
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError | FileNotFoundError):
+            raise UsageError(f"{path.parent}: another conversion is writing there") from None
+        raise
+    return descriptor
+
+
+def open_new(path: Path) -> int:
+    """Make a new file for writing, instead of whatever has its name.
+
+    Nothing that somebody put there is followed or waited for: links, pipes, other people's files.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path.unlink(missing_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def write_all(descriptor: int, data: memoryview, path: Path) -> None:
+    """Write everything; an OSError names the path.
+
+    Raises:
+        ModelChanged: the data are pages of a model file that are gone.
+        OSError: they cannot be written.
+    """
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+    except OSError as error:
+        if error.errno == errno.EFAULT:
+            check_all_mapped()
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file under a temporary name and rename it, so that no reader sees half of it."""
+    partial = path.with_name(path.name + ".partial")
+    descriptor = open_new(partial)
+    try:
+        write_all(descriptor, memoryview(data), partial)
+        os.fsync(descriptor)
+    except BaseException:
+        partial.unlink()
+        raise
+    finally:
+        os.close(descriptor)
+    os.replace(partial, path)
+    sync_directory(path.parent)
+
+
+def check_free(path: Path, nbytes: int, reclaimed: int = 0) -> int:
+    """Return the bytes that the disk of a file, whose folder need not exist yet, has left.
+
+    Args:
+        path: the file.
+        nbytes: bytes that will be written.
+        reclaimed: bytes on the disk that they will replace.
+
+    Raises:
+        OSError: they are fewer than needed.
+    """
+    existing = next(place for place in Path(os.path.abspath(path)).parents if place.is_dir())
+    free = shutil.disk_usage(existing).free + reclaimed
+    if nbytes > free:
+        message = f"needs {nbytes} bytes, the disk has {free} free: {nbytes - free} short"
+        raise OSError(errno.ENOSPC, message, str(path))
+    return free
+
+
+def sync_directory(path: Path) -> None:
+    """Flush a directory's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

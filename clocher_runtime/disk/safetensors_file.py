@@ -1,0 +1,144 @@
+"""One safetensors file, validated in full before a byte of its data is used.
+
+Layout: u64 length of the header, the header (a JSON object), the data. The header maps each tensor
+name to its dtype, shape and byte range; the ranges cover the data without holes or overlaps.
+Source: https://github.com/huggingface/safetensors#format. Stricter than that text in four points:
+duplicate keys, unprintable names, shapes beyond 2^48 elements and unknown dtypes are refused.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clocher_kernels.errors import FormatError
+from clocher_kernels.formats.base import Plane
+from clocher_runtime.disk.files import MappedFile
+from clocher_runtime.disk.strict_json import (
+    MAX_JSON_BYTES,
+    checked_name,
+    checked_shape,
+    fields,
+    parse_object,
+)
+
+DTYPES: dict[str, str] = {
+    "F32": "f32",
+    "F16": "f16",
+    "BF16": "bf16",
+    "F8_E4M3": "e4m3",
+    "F8_E5M2": "e5m2",
+    "I64": "i64",
+    "I32": "i32",
+    "I8": "i8",
+    "U8": "u8",
+    "BOOL": "u8",
+}
+"""safetensors dtype -> name in `clocher_kernels.dtypes.STORAGE`."""
+
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor of a safetensors file is and what it holds.
+
+    Attributes:
+        dtype: safetensors name, a key of `DTYPES`.
+        shape: as stored.
+        offset: first byte, counted from the start of the file.
+        nbytes: size in bytes.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class SafetensorsFile:
+    """A validated, read-only, memory-mapped safetensors file.
+
+    Attributes:
+        file: the mapping.
+        tensors: what the file holds, by name, in file order.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Map and validate a file.
+
+        Raises:
+            FormatError: the file is not sound safetensors.
+            ModelError: it cannot be read.
+            WindowError: a timed window is open.
+        """
+        self.file = MappedFile(path)
+        self.tensors: Mapping[str, TensorInfo] = _read_header(self.file)
+
+    def view(self, name: str) -> np.ndarray:
+        """Return the stored array of a tensor, as a read-only view of the file."""
+        info = self.tensors[name]
+        return self.file.plane(Plane(DTYPES[info.dtype], info.shape), info.offset)
+
+
+def _read_header(file: MappedFile) -> dict[str, TensorInfo]:
+    where = str(file.path)
+    if file.nbytes < _LENGTH_BYTES:
+        raise FormatError(f"{where}: {file.nbytes} bytes is too short for a safetensors file")
+    length = int.from_bytes(file.bytes(0, _LENGTH_BYTES).tobytes(), "little")
+    start = _LENGTH_BYTES + length
+    if length > MAX_JSON_BYTES or start > file.nbytes:
+        raise FormatError(
+            f"{where}: header of {length} bytes in a file of {file.nbytes} (limit {MAX_JSON_BYTES})"
+            "; the file is truncated or not safetensors"
+        )
+    text = file.bytes(_LENGTH_BYTES, start).tobytes()
+    if not text.startswith(b"{"):
+        raise FormatError(f"{where}: the header does not begin with '{{': not safetensors")
+    header = parse_object(text, f"{where} (header)", file.nbytes - length)
+    _check_metadata(header.pop("__metadata__", {}), where)
+    entries = [_entry(name, entry, start, where) for name, entry in header.items()]
+    entries.sort(key=lambda named: (named[1].offset, named[1].nbytes))
+    end = start
+    for name, info in entries:
+        if info.offset != end:
+            raise FormatError(
+                f"{where}: tensor {name!r} starts at byte {info.offset}, expected {end}: "
+                "tensors must neither overlap nor leave holes"
+            )
+        end += info.nbytes
+    if end != file.nbytes:
+        raise FormatError(
+            f"{where}: the header describes {end} bytes, the file has {file.nbytes}: "
+            "truncated download, or trailing data"
+        )
+    return dict(entries)
+
+
+def _entry(name: str, value: object, start: int, where: str) -> tuple[str, TensorInfo]:
+    where = f"{where}: tensor {checked_name(name, where)!r}"
+    entry: dict[str, Any] = fields(
+        value, where, {"dtype": str, "shape": list, "data_offsets": list}
+    )
+    if entry["dtype"] not in DTYPES:
+        raise FormatError(
+            f"{where}: dtype {entry['dtype']!r:.40} is not read; known: {', '.join(DTYPES)}"
+        )
+    plane = Plane(DTYPES[entry["dtype"]], checked_shape(entry["shape"], where))
+    offsets = entry["data_offsets"]
+    if len(offsets) != 2 or any(type(offset) is not int for offset in offsets):
+        raise FormatError(f"{where}: data_offsets must be two integers")
+    begin, end = offsets
+    if begin < 0 or end - begin != plane.nbytes:
+        raise FormatError(
+            f"{where}: data_offsets [{begin}, {end}] do not span the {plane.nbytes} bytes of "
+            f"{entry['dtype']}{list(plane.shape)}"
+        )
+    return name, TensorInfo(entry["dtype"], plane.shape, start + begin, plane.nbytes)
+
+
+def _check_metadata(value: object, where: str) -> None:
+    if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
+        raise FormatError(f"{where}: __metadata__ must map strings to strings")

@@ -1,0 +1,100 @@
+"""Which op of a step made NaN or infinity first, and whether a weight is to blame.
+
+A step looks at its logits only: sampling marks a row in which one is not finite. What went wrong is
+found afterwards, by executing the step again call by call.
+"""
+
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+
+import numpy as np
+
+from clocher_kernels.dtypes import LARGEST, to_f32
+from clocher_kernels.errors import NonFinite
+from clocher_kernels.ops import OPS
+from clocher_kernels.plan import Call
+from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.engine.backends import Executor
+
+Weights = Mapping[str, np.ndarray | QuantTensor]
+
+_PIECE = 1 << 20
+
+
+def explain(
+    executor: Executor, weights: Weights, act_prec: str, steps: Iterable[tuple[int, int]]
+) -> NonFinite:
+    """Execute steps again and return the error that says what went wrong in them.
+
+    Args:
+        executor: what executed them; what the cache holds of earlier tokens must be as it was.
+        weights: what it was bound to.
+        act_prec: how activations are stored, for advice.
+        steps: counts of tokens and output rows; the inputs of a step are staged when it is taken.
+    """
+    for tokens, rows in steps:
+        found = _first(executor, tokens, rows)
+        if found is not None:
+            call, place, token = found
+            sequence = int(executor.array("slots")[token])
+            position = int(executor.array("positions")[token])
+            reason = _reason(call, weights, act_prec)
+            return NonFinite(
+                f"{place} gave NaN or infinity at token {position} of the sequence; {reason}",
+                sequence,
+            )
+    return NonFinite(
+        "the logits were NaN or infinite, and finite when the step was repeated: this machine does "
+        "not always compute the same; check its memory"
+    )
+
+
+def _first(executor: Executor, tokens: int, rows: int) -> tuple[Call, str, int] | None:
+    """Return the first call that wrote something that is not finite, its place, and the token."""
+    plan, counts = executor.plan, {"M": tokens, "R": rows}
+    weight, known = "", frozenset(plan.weights)
+    with closing(executor.walk(tokens, rows)) as calls:
+        for call in calls:
+            read = [name for name in call.args.values() if name in known]
+            weight = next(iter(read), weight)
+            for param in OPS[call.op].params:
+                name = call.args.get(param.name, "")
+                buffer = plan.buffers.get(name)
+                if buffer is None or param.kind == "in" or buffer.dtype != "f32":
+                    continue
+                count = counts.get(buffer.rows, 0)  # the cache has none: it shows in attention
+                values = executor.peek(name, count)
+                odd = ~np.isfinite(values).all(axis=tuple(range(1, values.ndim)))
+                if odd.any():
+                    row = int(odd.argmax())
+                    token = int(executor.array("rows")[row]) if buffer.rows == "R" else row
+                    return call, f"{call.op} {'of' if read else 'after'} {weight}", token
+    return None
+
+
+def _reason(call: Call, weights: Weights, act_prec: str) -> str:
+    """Say whether a weight of the call is to blame, and what to do."""
+    for name in call.args.values():
+        count = _odd(weights[name]) if name in weights else 0
+        if count:
+            return (
+                f"{count} stored value(s) of {name} are NaN or infinite: the file is damaged or "
+                "was converted wrongly; get it, or convert it, again"
+            )
+    if act_prec in ("fp16", "bf16"):
+        return f"the weights are finite: beyond the range of {act_prec}; try --act-prec fp32"
+    return "the weights are finite, but too large: a sum overflowed fp32; check the model's scales"
+
+
+def _odd(weight: np.ndarray | QuantTensor) -> int:
+    """Return how many stored values are NaN or infinite."""
+    if isinstance(weight, np.ndarray):
+        return int((~np.isfinite(weight)).sum())
+    count = 0
+    for name, plane in weight.format.planes(weight.shape).items():
+        if plane.dtype in LARGEST:
+            stored = weight.planes[name].reshape(-1)
+            for start in range(0, stored.size, _PIECE):
+                values = to_f32(stored[start : start + _PIECE], plane.dtype)
+                count += int((~np.isfinite(values)).sum())
+    return count

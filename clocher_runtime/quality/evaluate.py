@@ -1,0 +1,273 @@
+"""One model through the gate: its weights, its text scores, its size and its speed."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from statistics import median
+
+from clocher_kernels.errors import ModelError, UsageError
+from clocher_kernels.formats import parse_format
+from clocher_kernels.host_memory import require
+from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.engine.load import Model
+from clocher_runtime.engine.session import Session
+from clocher_runtime.engine.timing import TimedWindow
+from clocher_runtime.quality.bootstrap import Summary, summarise
+from clocher_runtime.quality.compare import Comparison, compare
+from clocher_runtime.quality.documents import Documents
+from clocher_runtime.quality.gate import (
+    GateResult,
+    choose_limits,
+    override,
+    tensor_checks,
+    text_checks,
+)
+from clocher_runtime.quality.reference_cache import StoredReference, fingerprint, store
+from clocher_runtime.quality.tensor_error import TensorError, measure, same
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is done, and (done, total)."""
+
+_CHUNK = 256
+_DECODED = 64
+_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """How models are run for the comparison.
+
+    Attributes:
+        backend: "cpu", "cuda" or "reference".
+        threads: of the CPU team.
+        kv_dtype: KV cache of the model that is judged; the reference's is f32.
+        act_prec: activations of the model that is judged; None: the runtime's default for the back
+            end. The reference's are fp32, and so are the model's unless asked otherwise: then the
+            weights alone differ.
+    """
+
+    backend: str = "cpu"
+    threads: int = 1
+    kv_dtype: str = "f32"
+    act_prec: str | None = "fp32"
+
+    def session(self, model: Model, window: int, is_reference: bool) -> Session:
+        """Return a session that gives logits of every token.
+
+        Raises:
+            UsageError: the model has fewer positions than a window.
+            OutOfMemory: two windows of logits do not fit.
+        """
+        nbytes = 2 * 4 * window * model.spec.vocab_size
+        require(nbytes, "two windows of logits need", "lower --window")
+        return Session(
+            model,
+            backend=self.backend,
+            threads=self.threads,
+            context=window,
+            kv_dtype="f32" if is_reference else self.kv_dtype,
+            chunk=min(window, _CHUNK),
+            act_prec="fp32" if is_reference else self.act_prec,
+            all_logits=True,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a manifest says of a tensor: see `TensorError`."""
+
+    method: str = "rtn"
+    out_nmse: float | None = None
+    out_nmse_rtn: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How large a model is.
+
+    Attributes:
+        parameters: elements of all tensors.
+        nbytes: bytes of all tensors.
+        bpw: bits per parameter, scales included.
+    """
+
+    parameters: int
+    nbytes: int
+
+    @property
+    def bpw(self) -> float:
+        """Return bits per parameter."""
+        return 8 * self.nbytes / self.parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What was found about one model."""
+
+    gate: GateResult
+    summary: Summary
+    errors: tuple[TensorError, ...]
+    size: Size
+
+
+def size_of(model: Model) -> Size:
+    """Return the size of a model as it is stored."""
+    stored = model.checkpoint.tensors
+    return Size(
+        sum(prod(weight.shape) for weight in model.weights.values()),
+        # Vectors are fp32 in memory, whatever the file has.
+        sum(
+            weight.nbytes if isinstance(weight, QuantTensor) else stored[name].nbytes
+            for name, weight in model.weights.items()
+        ),
+    )
+
+
+def evaluate(
+    reference: Model,
+    model: Model,
+    documents: Documents,
+    *,
+    runs: Runs | None = None,
+    limits_class: str | None = None,
+    given: Mapping[str, float | int | None] | None = None,
+    records: Mapping[str, Record] | None = None,
+    cache: Path | None = None,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Judge a model against the float model that it was made from.
+
+    Args:
+        reference: the float model.
+        model: the quantised one.
+        documents: held-out text, in the tokens of the reference.
+        runs: how both are run.
+        limits_class: a key of `gate.LIMITS`; None: by the formats that differ.
+        given: fields of `Limits` that replace those of the class.
+        records: what a manifest says of tensors, by name.
+        cache: file of the reference's log-probabilities; written if it is not there.
+        progress: called with the step and its (done, total).
+
+    Raises:
+        ModelError: the two are not the same architecture, or a model gives no finite logits.
+        UsageError: a limit or a setting is out of range, or the cache is of something else.
+        OutOfMemory: a window's logits do not fit in memory.
+    """
+    check_alike(reference, model)
+    runs = runs or Runs()
+    tell = progress or (lambda what, done, total: None)
+    errors = weight_errors(reference, model, records, tell)
+    settings = [
+        *(["kv"] if runs.kv_dtype != "f32" else []),
+        *(["int8"] if runs.act_prec in (None, "int8") else []),
+    ]
+    formats = [parse_format(error.format) for error in errors]
+    name, limits = choose_limits(formats, settings, limits_class)
+    limits = override(limits, **(given or {}))
+    compared = _compare(reference, model, documents, runs, cache, tell)
+    summary = summarise(compared)
+    checks = tensor_checks(errors, limits.min_cosine) + text_checks(summary, limits)
+    return Evaluation(GateResult(name, limits, tuple(checks)), summary, errors, size_of(model))
+
+
+def check_alike(reference: Model, model: Model) -> None:
+    """Refuse a pair that cannot be compared: other tensors, shapes or vocabularies.
+
+    Raises:
+        ModelError: they differ.
+    """
+    shapes = {name: tensor.shape for name, tensor in reference.weights.items()}
+    others = {name: tensor.shape for name, tensor in model.weights.items()}
+    for name in sorted({*shapes, *others}):
+        if shapes.get(name) != others.get(name):
+            raise ModelError(
+                f"tensor {name} is {_spell(others.get(name))} in the model, "
+                f"{_spell(shapes.get(name))} in the reference; the two are not the same model"
+            )
+
+
+def weight_errors(
+    reference: Model,
+    model: Model,
+    records: Mapping[str, Record] | None = None,
+    progress: Progress | None = None,
+) -> tuple[TensorError, ...]:
+    """Return the errors of all tensors that are not stored as in the reference."""
+    errors = []
+    known = records or {}
+    for number, (name, tensor) in enumerate(model.weights.items(), start=1):
+        if not same(reference.weights[name], tensor):
+            record = known.get(name, Record())
+            errors.append(
+                measure(
+                    name,
+                    reference.weights[name],
+                    tensor,
+                    record.method,
+                    record.out_nmse,
+                    record.out_nmse_rtn,
+                )
+            )
+        if progress is not None:
+            progress("weights", number, len(model.weights))
+    return tuple(errors)
+
+
+def decode_speed(model: Model, prompt: list[int], backend: str, threads: int) -> float:
+    """Return tokens per second of decoding one sequence, with the runtime's default settings.
+
+    The median of three runs of 64 tokens after a prompt; prefill is not in it.
+    """
+    context = min(model.spec.max_positions, len(prompt) + _DECODED)
+    session = Session(model, backend=backend, threads=threads, context=context)
+    try:
+        session.warm()
+        rates = []
+        for _ in range(_ROUNDS):
+            window = TimedWindow("decode", synchronize=session.synchronize)
+            for _ in session.generate([prompt], _DECODED, stop_ids=frozenset(), window=window):
+                pass
+            spans = [span for span in window.spans if span.kind == "decode"]
+            if not spans:
+                raise UsageError("the model's context leaves no room to time decoding")
+            rates.append(len(spans) * 1e9 / sum(span.ns for span in spans))
+        return median(rates)
+    finally:
+        session.close()
+
+
+def _compare(
+    reference: Model,
+    model: Model,
+    documents: Documents,
+    runs: Runs,
+    cache: Path | None,
+    tell: Progress,
+) -> Comparison:
+    vocab = reference.spec.vocab_size
+    stored = None
+    if cache is not None:
+        mark = fingerprint(reference, documents, f"{runs.backend} fp32 f32")
+        if not cache.exists():
+            own = runs.session(reference, documents.window, is_reference=True)
+            try:
+                store(cache, own.logits, documents, vocab, mark, lambda *n: tell("reference", *n))
+            finally:
+                own.close()
+        stored = StoredReference(cache, documents, vocab, mark)
+    session = runs.session(model, documents.window, is_reference=False)
+    try:
+        if stored is not None:
+            return stored.compare(session.logits, lambda *n: tell("windows", *n))
+        own = runs.session(reference, documents.window, is_reference=True)
+        try:
+            return compare(own.logits, session.logits, documents, lambda *n: tell("windows", *n))
+        finally:
+            own.close()
+    finally:
+        session.close()
+
+
+def _spell(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else str(list(shape))

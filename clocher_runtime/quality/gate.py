@@ -1,0 +1,354 @@
+"""The gate: is a quantised model good enough, not good enough, or is there too little text to say.
+
+Every check compares a number with a limit. A number measured on text has a 95 % interval: the check
+passes if the whole interval is within the limit, fails if none of it is, and is undecided between.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import ceil, isfinite
+from typing import Any, Literal
+
+from clocher_kernels.errors import UsageError
+from clocher_kernels.formats import Format, Fp8, Int4, Int8, Mxfp4, parse_format
+from clocher_kernels.formats.float import Float
+from clocher_runtime.exit_codes import ExitCode
+from clocher_runtime.quality.bootstrap import FEWEST_DOCUMENTS, Estimate, Summary
+from clocher_runtime.quality.tensor_error import TensorError, expected_rms
+
+Verdict = Literal["pass", "fail", "undecided"]
+
+MIN_TOKENS = 32_768
+MIN_DOCUMENTS = 64
+MAX_CLIPPED = 0.02
+RMS_FACTOR = {"rtn": 1.3, "imx": 1.3, "gptq": 2.0}
+"""Method -> how often the error of rounding heavy-tailed weights a tensor may have."""
+MAX_OUTPUT_FACTOR = 1.02
+"""A method other than rounding may not make a layer's output worse than rounding does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of a class of models.
+
+    Attributes:
+        max_ppl_ratio: perplexity over that of the reference.
+        max_kld: mean KL divergence, nats.
+        min_same_top: share of tokens with the same most likely token.
+        max_rms_dp: root mean square change of the true token's probability.
+        min_cosine: of a tensor's weights with the float ones; None: by its format.
+        min_tokens: scored tokens below which nothing passes.
+        min_documents: documents below which nothing passes.
+    """
+
+    max_ppl_ratio: float
+    max_kld: float
+    min_same_top: float
+    max_rms_dp: float
+    min_cosine: float | None = None
+    min_tokens: int = MIN_TOKENS
+    min_documents: int = MIN_DOCUMENTS
+
+
+LIMITS = {
+    "float": Limits(1.001, 0.0005, 0.99, 0.005),
+    "int8": Limits(1.002, 0.003, 0.97, 0.02),
+    "kv": Limits(1.004, 0.005, 0.96, 0.02),
+    "fp8": Limits(1.006, 0.01, 0.955, 0.025),
+    "int4": Limits(1.03, 0.05, 0.915, 0.06),
+}
+"""Class -> its limits, the strictest first."""
+MIN_COSINE = {"float": 0.9999, "int8": 0.999, "fp8": 0.999, "int4": 0.98}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One number against its limit.
+
+    Attributes:
+        name: what is measured.
+        verdict: "pass", "fail" or "undecided".
+        value: the number.
+        low: lower end of its 95 % interval; the number itself where it is exact.
+        high: upper end.
+        at_most: whether the limit is an upper one.
+        limit: the limit.
+        tokens: scored tokens behind it, 0 for weights.
+        documents: documents behind it, 0 for weights.
+        where: the tensor that it is about, or "".
+        more_tokens: tokens to add for a decision, about; 0 if decided, None if no number helps.
+    """
+
+    name: str
+    verdict: Verdict
+    value: float
+    low: float
+    high: float
+    at_most: bool
+    limit: float
+    tokens: int = 0
+    documents: int = 0
+    where: str = ""
+    more_tokens: int | None = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of a manifest's `gates`; numbers that are not finite become null."""
+        known = {
+            "name": self.name,
+            "value": self.value,
+            "ci95": [self.low, self.high],
+            "n_tokens": self.tokens,
+            "n_docs": self.documents,
+            "threshold": self.limit,
+            "at_most": self.at_most,
+            "verdict": self.verdict,
+            "pass": self.verdict == "pass",
+        }
+        if self.where:
+            known["where"] = self.where
+        if self.verdict == "undecided":
+            known["more_tokens"] = self.more_tokens
+        return {key: _plain(value) for key, value in known.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class GateResult:
+    """The checks of one model.
+
+    Attributes:
+        limits_class: name of the limits, a key of `LIMITS`.
+        limits: what the model was held to.
+        checks: all checks, those of the weights first.
+    """
+
+    limits_class: str
+    limits: Limits
+    checks: tuple[Check, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """Return "fail" if a check fails, else "undecided" if one is, else "pass"."""
+        return worst(check.verdict for check in self.checks)
+
+    @property
+    def more_tokens(self) -> int | None:
+        """Tokens to add for a decision, about; None if no number of them helps."""
+        needed = [check.more_tokens for check in self.checks if check.verdict == "undecided"]
+        known = [count for count in needed if count is not None]
+        return max(known, default=0) if len(known) == len(needed) else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a manifest records."""
+        return {
+            "class": self.limits_class,
+            "limits": asdict(self.limits),
+            "verdict": self.verdict,
+            "gates": [check.to_json() for check in self.checks],
+        }
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """Return the verdict of several together."""
+    found = set(verdicts)
+    return "fail" if "fail" in found else "undecided" if "undecided" in found else "pass"
+
+
+def verdict_code(verdict: Verdict) -> ExitCode:
+    """Return the exit code of a command that ends with a verdict."""
+    return {
+        "pass": ExitCode.OK,
+        "fail": ExitCode.REJECTED,
+        "undecided": ExitCode.UNDECIDED,
+    }[verdict]
+
+
+def family(fmt: Format) -> str | None:
+    """Return the class that a format belongs to, None if no limits are known for it."""
+    if isinstance(fmt, Float):
+        return "float"
+    if isinstance(fmt, Int8):
+        return "int8"
+    if isinstance(fmt, Fp8):
+        return "fp8"
+    return "int4" if isinstance(fmt, Int4 | Mxfp4) else None
+
+
+def choose_limits(
+    changed: Iterable[Format], settings: Iterable[str] = (), name: str | None = None
+) -> tuple[str, Limits]:
+    """Return the class of a model and its limits.
+
+    Args:
+        changed: formats of the tensors that are not stored as in the reference.
+        settings: classes of what else differs: "kv" for the cache, "int8" for activations.
+        name: the class, if a person names it.
+
+    Raises:
+        UsageError: the class is not known, or a format has none.
+    """
+    if name is not None:
+        if name not in LIMITS:
+            raise UsageError(f"limits {name!r} are not known; known: {', '.join(LIMITS)}")
+        return name, LIMITS[name]
+    found = {"float", *settings}
+    for fmt in changed:
+        kind = family(fmt)
+        if kind is None:
+            raise UsageError(
+                f"there are no default limits for {fmt.name}; name a class with --limits: "
+                f"{', '.join(LIMITS)}"
+            )
+        found.add(kind)
+    loosest = [kind for kind in LIMITS if kind in found][-1]
+    return loosest, LIMITS[loosest]
+
+
+def override(limits: Limits, **given: float | int | None) -> Limits:
+    """Return limits with the given fields replaced; None leaves a field as it is.
+
+    Raises:
+        UsageError: a limit is negative or not finite.
+    """
+    named = {name: value for name, value in given.items() if value is not None}
+    for name, value in named.items():
+        if not (isfinite(value) and value >= 0):
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} is {value}; expected a number that is at least 0")
+    return replace(limits, **named)  # type: ignore[arg-type]
+
+
+def text_checks(summary: Summary, limits: Limits) -> list[Check]:
+    """Return the checks of what a model says of a text."""
+    measured = (
+        ("ppl_ratio", summary.ppl_ratio, limits.max_ppl_ratio, True),
+        ("kld", summary.kld, limits.max_kld, True),
+        ("same_top", summary.same_top, limits.min_same_top, False),
+        ("rms_dp", summary.rms_dp, limits.max_rms_dp, True),
+    )
+    checks = [
+        hard("nonfinite_logits", summary.nonfinite, 0, tokens=summary.tokens + summary.nonfinite)
+    ]
+    for name, estimate, limit, at_most in measured:
+        checks.append(_judge(name, estimate, limit, at_most, summary, limits))
+    return checks
+
+
+def _judge(
+    name: str, estimate: Estimate, limit: float, at_most: bool, summary: Summary, limits: Limits
+) -> Check:
+    sign = 1 if at_most else -1
+    best, worst_end = sorted((sign * estimate.low, sign * estimate.high))
+    tokens, documents = summary.tokens, summary.documents
+    verdict: Verdict = "undecided"
+    if best > sign * limit:
+        verdict = "fail"
+    elif worst_end <= sign * limit and _enough(summary, limits):
+        verdict = "pass"
+    more: int | None = 0
+    if verdict == "undecided":
+        more = _more(estimate, limit, summary, limits)
+    return Check(
+        name,
+        verdict,
+        estimate.value,
+        estimate.low,
+        estimate.high,
+        at_most,
+        limit,
+        tokens,
+        documents,
+        more_tokens=more,
+    )
+
+
+def _enough(summary: Summary, limits: Limits) -> bool:
+    return summary.tokens >= limits.min_tokens and summary.documents >= limits.min_documents
+
+
+def _more(estimate: Estimate, limit: float, summary: Summary, limits: Limits) -> int | None:
+    """Return how many tokens to add until the interval, narrowing as 1/sqrt(n), leaves the limit.
+
+    None: the value is so near the limit that more than a thousand times the text is needed.
+    """
+    tokens = summary.tokens
+    per_document = tokens / summary.documents
+    documents = max(limits.min_documents, FEWEST_DOCUMENTS)
+    needed = max(limits.min_tokens, ceil(documents * per_document))
+    end = estimate.high if estimate.value <= limit else estimate.low
+    if isfinite(end):
+        distance = abs(limit - estimate.value)
+        half = abs(end - estimate.value)
+        if half > distance * 1000**0.5:
+            return None
+        if half > distance:
+            needed = max(needed, ceil(tokens * (half / distance) ** 2))
+    return max(needed - tokens, 1)
+
+
+def hard(
+    name: str, value: float, limit: float, *, at_most: bool = True, where: str = "", tokens: int = 0
+) -> Check:
+    """Return the check of an exact number."""
+    within = value <= limit if at_most else value >= limit
+    verdict: Verdict = "pass" if within else "fail"
+    return Check(name, verdict, value, value, value, at_most, limit, tokens, where=where)
+
+
+def tensor_checks(errors: Sequence[TensorError], min_cosine: float | None = None) -> list[Check]:
+    """Return the checks of a model's weights, each about the tensor that is nearest its limit.
+
+    Args:
+        errors: of every tensor that is not stored as in the reference.
+        min_cosine: least cosine of all tensors; None: by the format of each.
+    """
+    bad = next((error.name for error in errors if not error.finite), "")
+    checks = [hard("nonfinite_tensors", sum(not e.finite for e in errors), 0, where=bad)]
+    sound = [error for error in errors if error.finite]
+    found = [hard("rms_rel", e.rms_rel, rms_limit(e), where=e.name) for e in sound]
+    checks += _nearest(found)
+    found = []
+    for error in sound:
+        least = min_cosine
+        if least is None:
+            least = MIN_COSINE.get(family(parse_format(error.format)) or "")
+        if least is not None:
+            found.append(hard("cosine", error.cosine, least, at_most=False, where=error.name))
+    checks += _nearest(found)
+    checks += _nearest(
+        [
+            hard("clipped_frac", error.clipped_frac, MAX_CLIPPED, where=error.name)
+            for error in sound
+            if error.clipped_frac is not None
+        ]
+    )
+    checks += _nearest(
+        [
+            hard("out_nmse", e.out_nmse, MAX_OUTPUT_FACTOR * e.out_nmse_rtn, where=e.name)
+            for e in sound
+            if e.out_nmse is not None and e.out_nmse_rtn is not None
+        ]
+    )
+    return checks
+
+
+def rms_limit(error: TensorError) -> float:
+    """Return the relative error that a tensor may have."""
+    factor = RMS_FACTOR.get(error.method, max(RMS_FACTOR.values()))
+    return factor * expected_rms(error.format, error.shape)
+
+
+def _nearest(checks: list[Check]) -> list[Check]:
+    """Return the check that fails by most, or passes by least, in a list; [] of none."""
+
+    def excess(check: Check) -> float:
+        if check.at_most:
+            return check.value / check.limit if check.limit else float(check.value > 0)
+        return (1 - check.value) / (1 - check.limit) if check.limit < 1 else 2 - check.value
+
+    return [max(checks, key=excess)] if checks else []
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    return [_plain(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,287 @@
+"""Comparing a trace with another implementation of the same model.
+
+The reference is fed the prompt ids and then the ids that the engine generated, so that every step
+is judged on its own: one difference does not hide or cause the next. It may be anything that gives
+logits; scripts/verify_hf_generation_ids.py hands in Hugging Face transformers.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from clocher_kernels.errors import UsageError
+from clocher_runtime.quality.trace import TopLogits, Trace, top_logits
+
+SCHEMA = "clocher.verify/1"
+MAX_FINDINGS = 200
+
+Verdict = Literal["match", "near-tie", "mismatch"]
+Kind = Literal["prompt", "vocabulary", "token", "logits", "near-tie"]
+
+
+class Reference(Protocol):
+    """The other implementation."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that it knows: 0 up to, not including, this."""
+
+    def logits(self, ids: Sequence[int], last: int) -> np.ndarray:
+        """Return its logits after each of the last ids, fp32 [last, V]."""
+
+
+Encode = Callable[[str], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """What is compared, and how closely.
+
+    Attributes:
+        topk: size of the sets of largest logits that are compared.
+        logits_tol: how far apart two logits may be. A token whose logit, by the reference, is at
+            most this far below the reference's largest is a near tie; a traced logit further than
+            this from the reference's is a difference.
+        check_prompt: compare the ids of the prompts with the reference's tokenizer.
+    """
+
+    topk: int = 5
+    logits_tol: float = 1e-3
+    check_prompt: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One difference.
+
+    Attributes:
+        kind: "prompt" (the tokenizer gives other ids), "vocabulary" (an id that the reference does
+            not know), "token" (another next token), "logits" (a traced logit is beyond the
+            tolerance), or "near-tie" (another next token, within the tolerance).
+        prompt: number of the prompt, from 0.
+        step: generated token, from 0, or position in the prompt.
+        got: what the trace says; None past its end.
+        expected: what the reference says; None past its end.
+        gap: how far the logits are apart: of both tokens by the reference, or of both sides.
+    """
+
+    kind: Kind
+    prompt: int
+    step: int
+    got: float | None
+    expected: float | None
+    gap: float | None = None
+
+    def __str__(self) -> str:
+        where = "position" if self.kind in ("prompt", "vocabulary") else "step"
+        gap = "" if self.gap is None else f" (logits {self.gap:.3g} apart)"
+        return (
+            f"prompt {self.prompt}, {where} {self.step}: {self.kind}: got {self.got}, "
+            f"expected {self.expected}{gap}"
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """What the comparison gave.
+
+    Attributes:
+        prompts: lines of the trace.
+        prompts_checked: prompts whose text was tokenised again.
+        prompts_equal: of these, how many have the same ids.
+        prompts_without_text: prompts that were given as ids, and that cannot be tokenised again.
+        steps: generated tokens compared.
+        equal: tokens that are also the reference's.
+        near_ties: others, whose logits differ by no more than the tolerance.
+        mismatches: the rest.
+        in_topk: tokens among the largest logits of the reference.
+        traced_steps: steps whose largest logits were traced.
+        topk_overlap: mean share of these that are among the reference's largest; None without.
+        logits_compared: traced logits compared.
+        logits_beyond_tol: steps with one further from the reference's than the tolerance.
+        logits_max_diff: the largest difference; None without.
+        unknown_ids: prompts with an id that the reference does not know; no step is compared.
+        findings: the first `MAX_FINDINGS` differences.
+        findings_left_out: how many more there are.
+    """
+
+    prompts: int = 0
+    prompts_checked: int = 0
+    prompts_equal: int = 0
+    prompts_without_text: int = 0
+    steps: int = 0
+    equal: int = 0
+    near_ties: int = 0
+    mismatches: int = 0
+    in_topk: int = 0
+    traced_steps: int = 0
+    topk_overlap: float | None = None
+    logits_compared: int = 0
+    logits_beyond_tol: int = 0
+    logits_max_diff: float | None = None
+    unknown_ids: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    findings_left_out: int = 0
+
+    @property
+    def verdict(self) -> Verdict:
+        """Return the verdict: a near tie is not a mismatch, but it is never called a match."""
+        wrong = self.mismatches + self.logits_beyond_tol + self.unknown_ids
+        if wrong or self.prompts_equal != self.prompts_checked:
+            return "mismatch"
+        return "near-tie" if self.near_ties else "match"
+
+    def document(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return {"schema": SCHEMA, "verdict": self.verdict, **asdict(self)}
+
+    def add(self, finding: Finding) -> None:
+        """Note a difference."""
+        if len(self.findings) < MAX_FINDINGS:
+            self.findings.append(finding)
+        else:
+            self.findings_left_out += 1
+
+
+def verify(
+    traces: Sequence[Trace],
+    checks: Checks,
+    reference: Reference | None,
+    encode: Encode | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Compare traces with a reference.
+
+    Args:
+        traces: see `read_trace`.
+        checks: what is compared.
+        reference: None compares no steps.
+        encode: the reference's tokenizer: text to ids; needed by `check_prompt`.
+        progress: called with (done, total) prompts.
+
+    Raises:
+        UsageError: steps of a run that was not greedy cannot be compared.
+    """
+    if reference is not None:
+        for number, trace in enumerate(traces):
+            if not trace.greedy:
+                raise UsageError(
+                    f"prompt {number} was sampled with temperature "
+                    f"{trace.sampling['temperature']}; steps can be compared only of a greedy run: "
+                    "leave out --temperature, or check the prompts alone with --tokenizer-only"
+                )
+    report = Report(prompts=len(traces))
+    overlaps: list[float] = []
+    for number, trace in enumerate(traces):
+        if checks.check_prompt and encode is not None:
+            _check_prompt(report, number, trace, encode)
+        if reference is not None and _ids_are_known(report, number, trace, reference.vocab_size):
+            ids = trace.prompt_ids + trace.generated_ids
+            logits = reference.logits(ids[:-1], len(trace.generated_ids))
+            for step, row in enumerate(logits):
+                overlap = _check_step(report, checks, number, trace, step, row)
+                overlaps += [] if overlap is None else [overlap]
+        if progress is not None:
+            progress(number + 1, len(traces))
+    if overlaps:
+        report.topk_overlap = float(np.mean(overlaps))
+    return report
+
+
+def _check_prompt(report: Report, number: int, trace: Trace, encode: Encode) -> None:
+    if trace.prompt is None:
+        report.prompts_without_text += 1
+        return
+    report.prompts_checked += 1
+    got, expected = list(trace.prompt_ids), list(encode(trace.prompt))
+    if got == expected:
+        report.prompts_equal += 1
+        return
+    length = min(len(got), len(expected))
+    step = next((i for i in range(length) if got[i] != expected[i]), length)
+    report.add(
+        Finding(
+            kind="prompt",
+            prompt=number,
+            step=step,
+            got=got[step] if step < len(got) else None,
+            expected=expected[step] if step < len(expected) else None,
+        )
+    )
+
+
+def _ids_are_known(report: Report, number: int, trace: Trace, vocab_size: int) -> bool:
+    """Whether the reference knows all ids; the first that it does not know is a finding."""
+    for step, token in enumerate(trace.prompt_ids + trace.generated_ids):
+        if token >= vocab_size:
+            report.unknown_ids += 1
+            report.add(
+                Finding(
+                    kind="vocabulary", prompt=number, step=step, got=token, expected=vocab_size - 1
+                )
+            )
+            return False
+    return True
+
+
+def _check_step(
+    report: Report, checks: Checks, number: int, trace: Trace, step: int, row: np.ndarray
+) -> float | None:
+    """Compare one step; return the share of traced largest logits that the reference has too."""
+    got, expected = trace.generated_ids[step], int(row.argmax())
+    gap = float(row[expected] - row[got])
+    report.steps += 1
+    close = gap <= checks.logits_tol  # never where the reference gives NaN
+    same = close and got == expected
+    report.equal += same
+    report.near_ties += close and not same
+    report.mismatches += not close
+    if not same:
+        kind: Kind = "near-tie" if close else "token"
+        report.add(
+            Finding(
+                kind=kind, prompt=number, step=step, got=got, expected=expected, gap=_finite(gap)
+            )
+        )
+    largest = set(top_logits(row, checks.topk).ids)
+    report.in_topk += got in largest
+    if trace.topk is None:
+        return None
+    report.traced_steps += 1
+    _check_logits(report, checks, number, step, trace.topk[step], row)
+    traced = trace.topk[step].ids[: checks.topk]
+    # As many of the reference's as there are traced ones: fewer traced ones lose nothing.
+    return len(set(traced) & set(top_logits(row, len(traced)).ids)) / len(traced)
+
+
+def _check_logits(
+    report: Report, checks: Checks, number: int, step: int, traced: TopLogits, row: np.ndarray
+) -> None:
+    ids = np.array(traced.ids)
+    known = ids < row.size
+    logits = np.array(traced.logits)
+    difference = np.full(ids.size, np.inf)
+    difference[known] = np.abs(logits[known] - row[ids[known]])
+    difference[np.isnan(difference)] = np.inf
+    worst = int(difference.argmax())
+    report.logits_compared += ids.size
+    if np.isfinite(difference[worst]):
+        report.logits_max_diff = max(report.logits_max_diff or 0.0, float(difference[worst]))
+    if difference[worst] > checks.logits_tol:
+        report.logits_beyond_tol += 1
+        report.add(
+            Finding(
+                kind="logits",
+                prompt=number,
+                step=step,
+                got=_finite(logits[worst]),
+                expected=_finite(row[ids[worst]]) if known[worst] else None,
+                gap=_finite(difference[worst]),
+            )
+        )
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None

@@ -1,0 +1,70 @@
+"""Chat templates: Jinja programs from model files, run in a process that can be ended.
+
+Time, memory and output are bounded there, whatever a template does; see docs/limits.md.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from clocher_kernels.errors import FormatError, UsageError
+from clocher_runtime.text.text_process import PROCESS, Refused
+
+MAX_TEMPLATE_BYTES = 64 << 10
+MAX_SECONDS = 1.0
+MAX_MEMORY_BYTES = 256 << 20
+
+
+class ChatTemplate:
+    """A template, with the settings and functions that transformers gives to its templates.
+
+    Args:
+        source: the template, or a list of `{"name", "template"}` with one called "default".
+
+    Raises:
+        FormatError: it is too large or not valid Jinja.
+    """
+
+    def __init__(self, source: object) -> None:
+        self._text = _choose(source)
+        if len(self._text.encode("utf-8", errors="replace")) > MAX_TEMPLATE_BYTES:
+            raise FormatError(
+                f"chat template of {len(self._text)} characters; the limit is "
+                f"{MAX_TEMPLATE_BYTES} bytes"
+            )
+        try:
+            self._ask("compile_template")
+        except Refused as error:
+            # Expressions of constants are computed already here.
+            stopped = "" if error.kind == "refused" else " stopped"
+            raise FormatError(f"chat template{stopped}: {error}") from None
+
+    def render(self, **variables: Any) -> str:
+        """Return the text that the template makes of its variables, which are JSON values.
+
+        Raises:
+            UsageError: the template refuses its variables, or needs ones that are not there.
+            FormatError: it does what the sandbox forbids, or takes too much time or memory.
+        """
+        try:
+            text: str = self._ask("render", variables=variables)
+        except Refused as error:
+            if error.kind == "refused":
+                raise UsageError(f"chat template refused the messages: {error}") from None
+            raise FormatError(f"chat template stopped: {error}") from None
+        return text
+
+    def _ask(self, operation: str, **arguments: Any) -> Any:
+        return PROCESS.ask(operation, MAX_SECONDS, MAX_MEMORY_BYTES, source=self._text, **arguments)
+
+
+def _choose(source: object) -> str:
+    if isinstance(source, list):
+        named = {
+            entry.get("name"): entry.get("template")
+            for entry in source
+            if isinstance(entry, Mapping)
+        }
+        source = named.get("default")
+    if not isinstance(source, str):
+        raise FormatError("chat template: expected text, or a list with one named 'default'")
+    return source

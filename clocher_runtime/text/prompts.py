@@ -1,0 +1,266 @@
+"""The prompts of a run: where they come from, and how one is made ready for the model."""
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from io import FileIO
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from clocher_kernels.errors import OutOfMemory, UsageError
+
+DEFAULT_PROMPT = "def fibonacci(n):\n"
+MAX_STDIN_CHARS = 64 << 20
+MAX_LINE_BYTES = 4 << 20
+MAX_SKIPPED_BYTES = 1 << 30
+"""Of a line that is too long: what goes on like that is no text, and may have no end."""
+
+_CHUNK_BYTES = 1 << 16
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A prompt as it was given.
+
+    Attributes:
+        number: of the line in its file, from 1.
+        content: a line of a file without its end, text, or token ids.
+    """
+
+    number: int
+    content: bytes | str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt that can be generated from, or the reason why it cannot.
+
+    Attributes:
+        ids: token ids; empty if there is an error.
+        text: what they stand for; None where the prompt was given as ids, or cannot be read.
+        error: where the prompt stands and what is wrong with it; None if nothing is.
+        where: where the prompt stands.
+    """
+
+    ids: Sequence[int]
+    text: str | None = None
+    error: str | None = None
+    where: str = ""
+
+
+class Encodes(Protocol):
+    """What is needed of a tokenizer."""
+
+    def encode(self, text: str, *, room: int | None = None) -> list[int]:
+        """Return the ids of a text; one that is surely longer than `room` tokens is refused."""
+
+
+class PromptSource:
+    """The prompts of a run, in their order. They can be gone through once for each round.
+
+    A file is read as it is needed, never as a whole. Where its name ends in `.jsonl`, a line is an
+    object with text under `prompt` or token ids under `ids`; else a line is a prompt. Blank lines
+    do not count.
+
+    Args:
+        file: of prompts; None for a single one.
+        single: the prompt where there is no file, text or token ids.
+        rounds: how often all prompts are read.
+
+    Attributes:
+        jsonl: whether the lines are JSON objects.
+
+    Raises:
+        UsageError: the file or standard input cannot be read, or has no prompt, or is to be read
+            for several rounds and can be read once only.
+    """
+
+    def __init__(
+        self, file: Path | None, single: str | tuple[int, ...] | None = None, rounds: int = 1
+    ) -> None:
+        self._file: FileIO | None = None
+        self._name = "" if file is None else f"prompts file {file}"
+        self.jsonl = file is not None and file.suffix == ".jsonl"
+        if file is None:
+            content = single if isinstance(single, tuple) else _text(single)
+            self._single = Line(1, content)
+            self._head: Iterator[Line] = iter([self._single])
+            return
+        try:
+            # Unbuffered: no lock that a thread still holds when the process ends.
+            self._file = FileIO(file)
+        except OSError as error:
+            raise UsageError(f"{self._name}: {error.strerror}") from None
+        if rounds > 1 and not self._file.seekable():
+            raise UsageError(f"{self._name}: --rounds needs a file that can be read again")
+        self._head = self._read()
+
+    def peek(self, count: int) -> list[Line]:
+        """Return the first prompts, at most `count`, without using them up.
+
+        Raises:
+            UsageError: there is none.
+        """
+        first = list(islice(self._head, count))
+        if not first:
+            raise UsageError(f"{self._name}: no prompts; put one on each line")
+        self._head = chain(first, self._head)
+        return first
+
+    def lines(self) -> Iterator[Line]:
+        """Return an iterator over all prompts, from the first one."""
+        head, self._head = self._head, self._again()
+        return head
+
+    def where(self, line: Line) -> str:
+        """Return the place of a prompt, for messages."""
+        return f"{self._name}, line {line.number}" if self._name else f"prompt {line.number}"
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _again(self) -> Iterator[Line]:
+        """Yield all prompts of another round."""
+        if self._file is None:
+            yield self._single
+        else:
+            self._file.seek(0)
+            yield from self._read()
+
+    def _read(self) -> Iterator[Line]:
+        for number, line in enumerate(split_lines(self._chunks()), start=1):
+            if number == 1:
+                line = line.removeprefix(_BYTE_ORDER_MARK)
+            if line.strip():
+                yield Line(number, line)
+
+    def _chunks(self) -> Iterator[bytes]:
+        assert self._file is not None
+        try:
+            while chunk := self._file.read(_CHUNK_BYTES):
+                yield chunk
+        except OSError as error:
+            raise UsageError(f"{self._name}: {error.strerror}") from None
+
+
+class Preparation:
+    """Turns what was given into what can be generated from. Threads may share one.
+
+    Args:
+        source: where the lines come from.
+        tokenizer: None where the model has none: then only token ids will do.
+        check: raises UsageError for ids that the model cannot continue.
+        room: tokens that a prompt may have; None: any number.
+    """
+
+    def __init__(
+        self,
+        source: PromptSource,
+        tokenizer: Encodes | None,
+        check: Callable[[Sequence[int]], None],
+        room: int | None = None,
+    ) -> None:
+        self._source, self._tokenizer, self._check = source, tokenizer, check
+        self._room = room
+
+    def __call__(self, line: Line) -> Prompt:
+        """Decode, parse, tokenise and check a prompt; what is wrong becomes its `error`."""
+        text, where = None, self._source.where(line)
+        try:
+            content = line.content
+            if isinstance(content, bytes):
+                content = self._parse(content)
+            if isinstance(content, str):
+                text = content
+                ids: Sequence[int] = self._encode(content)
+            else:
+                ids = content
+            self._check(ids)
+        except (UsageError, OutOfMemory) as error:
+            return Prompt((), text, f"{where}: {error}", where)
+        return Prompt(ids, text, None, where)
+
+    def _parse(self, line: bytes) -> str | tuple[int, ...]:
+        if len(line) > MAX_LINE_BYTES:
+            raise UsageError(f"longer than {MAX_LINE_BYTES} bytes; shorten it")
+        try:
+            text = line.removesuffix(b"\r").decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UsageError(f"not UTF-8: {error}") from None
+        return parse_json_prompt(text) if self._source.jsonl else text
+
+    def _encode(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            raise UsageError("text, but the model has no tokenizer; give token ids")
+        return self._tokenizer.encode(text, room=self._room)
+
+
+def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a file without their ends.
+
+    Only a line feed ends a line: a prompt may contain form feeds and Unicode line separators. Of a
+    line that is longer than `MAX_LINE_BYTES` only the beginning is kept, and that is longer too.
+
+    Raises:
+        UsageError: a line goes on for more than `MAX_SKIPPED_BYTES`.
+    """
+    held, skipped = b"", 0
+    for chunk in chunks:
+        end, *following = chunk.split(b"\n")
+        if len(held) <= MAX_LINE_BYTES:
+            held += end
+        elif (skipped := skipped + len(end)) > MAX_SKIPPED_BYTES:
+            raise UsageError(
+                f"a line of the prompts goes on for more than {MAX_SKIPPED_BYTES} bytes; give a "
+                "text file with a prompt on each line"
+            )
+        for line in following:
+            yield held
+            held, skipped = line, 0
+    if held:
+        yield held
+
+
+def parse_json_prompt(text: str) -> str | tuple[int, ...]:
+    """Return the text or the token ids of a prompt that is a JSON object.
+
+    Raises:
+        UsageError: it is not such an object.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"not JSON: {error}") from None
+    given: list[Any] = []
+    if isinstance(value, dict):
+        given = [value[key] for key in ("prompt", "ids") if key in value]
+    if len(given) == 1:
+        (prompt,) = given
+        if isinstance(prompt, str) and "prompt" in value:
+            return prompt
+        if isinstance(prompt, list) and "ids" in value and all(type(i) is int for i in prompt):
+            return tuple(prompt)
+    raise UsageError('expected an object with text under "prompt" or token ids under "ids"')
+
+
+def _text(prompt: str | None) -> str:
+    """Return the text of `--prompt`."""
+    if prompt != "-":
+        return DEFAULT_PROMPT if prompt is None else prompt
+    if sys.stdin is None:
+        raise UsageError("--prompt -: standard input is closed; give it a text to read")
+    try:
+        text = sys.stdin.read(MAX_STDIN_CHARS + 1)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--prompt -: standard input is not UTF-8: {error}") from None
+    except OSError as error:
+        raise UsageError(f"--prompt -: standard input: {error.strerror}") from None
+    if not 0 < len(text) <= MAX_STDIN_CHARS:
+        limit = MAX_STDIN_CHARS
+        raise UsageError(f"--prompt -: expected 1 to {limit} characters on standard input")
+    return text

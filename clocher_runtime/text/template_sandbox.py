@@ -1,0 +1,113 @@
+"""Jinja, as transformers sets it up for chat templates. It runs in the process for text only.
+
+The sandbox keeps a template from the attributes of Python; time and memory are bounded from outside
+(`text_process_main`).
+"""
+
+import datetime
+import json
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from clocher_runtime.text.text_process import Refused
+
+MAX_OUTPUT_CHARS = 16 << 20
+_KEPT = 8
+
+
+@lru_cache(maxsize=_KEPT)
+def compiled(source: str) -> jinja2.Template:
+    """Return the template of a text; the last few are kept.
+
+    Raises:
+        Refused: it is not valid Jinja.
+    """
+    try:
+        return _environment().from_string(source)
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever a compiler makes of a text that is no program
+        raise Refused("refused", str(error)) from None
+
+
+def render(source: str, variables: Mapping[str, Any]) -> str:
+    """Return the text that a template makes of its variables.
+
+    Raises:
+        Refused: the template refuses its variables, needs ones that are not there, does what the
+            sandbox forbids, or makes more than `MAX_OUTPUT_CHARS`.
+    """
+    template = compiled(source)
+    pieces: list[str] = []
+    size = 0
+    try:
+        for piece in template.generate(**variables):
+            pieces.append(piece)
+            size += len(piece)
+            if size > MAX_OUTPUT_CHARS:
+                raise SecurityError(f"more than {MAX_OUTPUT_CHARS} characters of output")
+    except (SecurityError, RecursionError, OverflowError) as error:
+        raise Refused("forbidden", str(error)) from None
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever a program of somebody else runs into
+        raise Refused("refused", str(error)) from None
+    return "".join(pieces)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what an assistant said, for training; here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja declares it so
+
+    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
+        """Return what stands between the marks, in a scope of its own as in transformers."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return [jinja2.nodes.CallBlock(self.call_method("_as_it_is"), [], [], body, lineno=line)]
+
+    def _as_it_is(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    del environment.globals["lipsum"]
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    # In local time and without a zone, as in transformers.
+    return datetime.datetime.now().astimezone().replace(tzinfo=None).strftime(format)

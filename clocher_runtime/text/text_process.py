@@ -1,0 +1,200 @@
+"""A process for work on text that may take any time or memory: it is ended, and nothing else is.
+
+It is started when it is first needed and serves one request after the other: unusual tokenizers,
+long texts, chat templates. What it may take is set for each request.
+"""
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from select import POLLIN, poll
+from typing import Any
+
+from clocher_kernels.errors import ClocherError
+
+HEADER_BYTES = 8
+MAX_REQUEST_BYTES = 128 << 20
+MAX_REPLY_BYTES = 256 << 20
+MAX_IDLE_BYTES = 512 << 20
+"""A process that is larger once it has replied is ended, unless it has just loaded a tokenizer."""
+
+BASE_PATIENCE, PATIENCE = 60.0, 20.0
+"""Seconds to wait for an answer, and more for each second of CPU time that it may take: a process
+that computes is ended by the system, one that waits for itself is not."""
+
+_MODULE = "clocher_runtime.text.text_process_main"
+
+
+class Refused(ClocherError):
+    """The work failed; every caller turns this into the error that fits.
+
+    Attributes:
+        kind: "refused": by the library or the template, "forbidden": by the sandbox, "unicode",
+            "memory", "time", "crash".
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class TextProcess:
+    """The process, from outside. Threads may share it; they take turns."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        self._loaded = ""
+
+    def ask(
+        self,
+        operation: str,
+        seconds: float,
+        memory: int,
+        tokenizer: tuple[tuple[str, str], tuple[float, int]] | None = None,
+        **arguments: Any,
+    ) -> Any:
+        """Have something done, and return the result.
+
+        Args:
+            operation: name of a function of `text_process_main`.
+            seconds: of CPU time that it may take.
+            memory: bytes that the process may grow by.
+            tokenizer: with which: its name and its tokenizer.json, then seconds and memory for
+                loading it. It is sent unless the last request was for the same name.
+            **arguments: of the function; JSON values.
+
+        Raises:
+            Refused: it was not done.
+        """
+        with self._turn:
+            if tokenizer is not None:
+                (name, text), limits = tokenizer
+                if self._loaded != name or not self._is_ours():
+                    self._loaded = ""
+                    self._ask("load", *limits, {"text": text})
+                    self._loaded = name
+            return self._ask(operation, seconds, memory, arguments)
+
+    def close(self) -> None:
+        """End the process; the next request starts another."""
+        process, self._process, self._loaded = self._process, None, ""
+        if process is None:
+            return
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with suppress(OSError):  # what it was not sent any more, if it is dead
+                    pipe.close()
+        if self._owner == os.getpid():
+            process.kill()
+            process.wait()
+
+    def _is_ours(self) -> bool:
+        return self._process is not None and self._owner == os.getpid()
+
+    def _ask(self, operation: str, seconds: float, memory: int, arguments: dict[str, Any]) -> Any:
+        try:
+            request = to_bytes([operation, seconds, memory, arguments])
+        except (TypeError, ValueError, RecursionError) as error:
+            raise Refused("refused", f"not JSON values: {error!s:.200}") from None
+        if len(request) > MAX_REQUEST_BYTES:
+            raise Refused("refused", f"{len(request)} bytes; the limit is {MAX_REQUEST_BYTES}")
+        if not self._is_ours():
+            self._start()
+        reply = None
+        try:
+            reply = self._exchange(request, BASE_PATIENCE + PATIENCE * seconds)
+        finally:
+            # An answer that nobody waited for, as after Ctrl-C, must not become that of the next.
+            if reply is None or (reply["size"] > MAX_IDLE_BYTES and operation != "load"):
+                self.close()
+        assert reply is not None
+        if "error" in reply:
+            raise Refused(*reply["error"])
+        if "defect" in reply:
+            raise RuntimeError(f"the process for text failed: {reply['defect']}")
+        return reply["value"]
+
+    def _start(self) -> None:
+        self.close()  # that of the process that this one was forked from
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", _MODULE],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,  # a library that panics writes there
+                env=os.environ
+                | {
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                    # With little memory left the library could wait for itself over a backtrace.
+                    "RUST_BACKTRACE": "0",
+                },
+                start_new_session=True,  # Ctrl-C is for this process, which ends that one
+            )
+        except OSError as error:
+            raise Refused("crash", f"the process for text cannot be started: {error}") from None
+        self._owner = os.getpid()
+        atexit.unregister(self.close)
+        atexit.register(self.close)
+
+    def _exchange(self, request: bytes, patience: float) -> dict[str, Any]:
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(len(request).to_bytes(HEADER_BYTES, "little"))
+            process.stdin.write(request)
+            process.stdin.flush()
+            waiting = poll()
+            waiting.register(process.stdout, POLLIN)
+            if not waiting.poll(1000 * patience):
+                raise Refused("time", f"no answer within {patience:g} s")
+            header = process.stdout.read(HEADER_BYTES)
+            size = int.from_bytes(header, "little")
+            if len(header) == HEADER_BYTES and size > MAX_REPLY_BYTES:
+                raise Refused("memory", f"a result of {size} bytes; the limit is {MAX_REPLY_BYTES}")
+            data = process.stdout.read(size)
+        except BrokenPipeError:
+            header = data = b""
+        if len(header) < HEADER_BYTES or len(data) < size:
+            raise _death(process.wait())
+        reply: dict[str, Any] = from_bytes(data)
+        return reply
+
+
+def to_bytes(value: object) -> bytes:
+    """Return a JSON value as it goes through a pipe; lone surrogates stay what they are."""
+    return json.dumps(value, ensure_ascii=False, default=_plain).encode("utf-8", "surrogatepass")
+
+
+def from_bytes(data: bytes) -> Any:
+    """Return the value of `to_bytes`."""
+    return json.loads(data.decode("utf-8", "surrogatepass"))
+
+
+def _plain(value: object) -> dict[Any, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is none")
+
+
+def _death(code: int) -> Refused:
+    """Return what the end of the process means."""
+    import signal
+
+    if code in (-signal.SIGXCPU, -signal.SIGKILL):
+        return Refused("time", "it takes too long")
+    if code == -signal.SIGABRT:  # how the library takes it that there is no more memory
+        return Refused("memory", "it needs too much memory")
+    if code > 0:
+        raise RuntimeError(f"the process for text ended with exit code {code}")
+    return Refused("crash", f"its process ended with signal {-code}")
+
+
+PROCESS = TextProcess()
+"""One for all: a request takes a moment, or is worth waiting for."""

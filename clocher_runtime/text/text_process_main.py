@@ -1,0 +1,139 @@
+"""The process for work on text, from inside; `text_process` starts it and says what it can do.
+
+A request is a list of an operation, CPU seconds, bytes of memory and arguments; a reply is an
+object with `value`, or `error` as kind and message. Both are JSON behind their length.
+"""
+
+import os
+import resource
+import signal
+import traceback
+from collections.abc import Callable, Mapping
+from math import ceil
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from clocher_runtime.text.text_process import HEADER_BYTES, Refused, from_bytes, to_bytes
+from clocher_runtime.text.tokenizer_library import LibraryTokenizer
+
+_tokenizers: list[LibraryTokenizer] = []
+"""The one that was loaded last."""
+
+
+class _OutOfTime(BaseException):
+    """No template catches it: it is no Exception."""
+
+
+def main() -> None:
+    """Serve requests until the other end is closed."""
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)  # only replies go there
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, _stop)
+    while header := requests.read(HEADER_BYTES):
+        data = requests.read(int.from_bytes(header, "little"))
+        reply = to_bytes(_reply(from_bytes(data)))
+        replies.write(len(reply).to_bytes(HEADER_BYTES, "little"))
+        replies.write(reply)
+        replies.flush()
+
+
+def _reply(request: list[Any]) -> dict[str, Any]:
+    operation, seconds, memory, arguments = request
+    try:
+        _bound(seconds, memory)
+        try:
+            reply = {"value": _OPERATIONS[operation](**arguments)}
+        finally:
+            _unbound()
+    except Refused as error:
+        reply = {"error": [error.kind, str(error)[:1000]]}
+    except _OutOfTime:
+        reply = {"error": ["time", f"more than {seconds:g} s of CPU time"]}
+    except MemoryError:
+        reply = {"error": ["memory", f"more than {memory >> 20} MiB of memory"]}
+    except Exception:  # a defect of this program
+        reply = {"defect": traceback.format_exc()}
+    return {**reply, "size": _pages(1) * resource.getpagesize()}
+
+
+def _bound(seconds: float, memory: int) -> None:
+    """Limit what comes: Python code is stopped, a library that goes on ends the process."""
+    if mapped := _pages(0):
+        _limit(resource.RLIMIT_AS, mapped * resource.getpagesize() + memory)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    _limit(resource.RLIMIT_CPU, ceil(usage.ru_utime + usage.ru_stime + seconds) + 1)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def _pages(field: int) -> int:
+    """Return the pages that are mapped (0) or resident (1); 0 where the system does not say."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[field]) if statm.exists() else 0
+
+
+def _unbound() -> None:
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU):
+        _limit(kind, resource.getrlimit(kind)[1])
+
+
+def _limit(kind: int, value: int) -> None:
+    most = resource.getrlimit(kind)[1]
+    soft = most if value < 0 or (most >= 0 and value > most) else value
+    resource.setrlimit(kind, (soft, most))
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    raise _OutOfTime
+
+
+def _load(text: str) -> None:
+    _tokenizers.clear()
+    _tokenizers.append(LibraryTokenizer(text))
+
+
+def _vocab_size() -> int:
+    return _tokenizers[0].vocab_size
+
+
+def _encode(text: str, special: bool) -> list[int]:
+    return _tokenizers[0].encode(text, special)
+
+
+def _decode(ids: list[int], skip_special: bool) -> str:
+    return _tokenizers[0].decode(ids, skip_special)
+
+
+def _token_to_id(text: str) -> int | None:
+    return _tokenizers[0].token_to_id(text)
+
+
+def _compile_template(source: str) -> None:
+    from clocher_runtime.text.template_sandbox import compiled
+
+    compiled(source)
+
+
+def _render(source: str, variables: Mapping[str, Any]) -> str:
+    from clocher_runtime.text.template_sandbox import render
+
+    return render(source, variables)
+
+
+_OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    "load": _load,
+    "vocab_size": _vocab_size,
+    "encode": _encode,
+    "decode": _decode,
+    "token_to_id": _token_to_id,
+    "compile_template": _compile_template,
+    "render": _render,
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Text to token ids and back. Nothing else in the runtime knows text."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from clocher_kernels.errors import FormatError, OutOfMemory, UsageError
+from clocher_runtime.disk.files import read_bytes
+from clocher_runtime.text.text_process import Refused
+from clocher_runtime.text.tokenizer_apart import TokenizerApart
+from clocher_runtime.text.tokenizer_library import LibraryTokenizer
+from clocher_runtime.text.tokenizer_limits import MAX_FILE_BYTES, inspect
+
+MAX_TEXT_CHARS = 8 << 20
+LONG_TEXT_CHARS = 1 << 18
+"""Longer texts are tokenised in a process of their own: that can be interrupted."""
+
+ROOMY_TOKEN_CHARS = 64
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_MOST_BYTES = 4
+"""Of a character in UTF-8."""
+
+
+class Tokenizer:
+    """A tokenizer.json with the settings that its tokenizer_config.json adds.
+
+    What a file may hold and what work on a text may take is bounded: docs/limits.md.
+
+    Args:
+        tokenizer_json: the file of the `tokenizers` library, or its content.
+        config: contents of tokenizer_config.json.
+
+    Raises:
+        ModelNotFound: there is no such file.
+        FormatError: the file, or a setting, is not one that can be used.
+        OutOfMemory: loading it takes more memory than it may.
+    """
+
+    def __init__(self, tokenizer_json: Path | bytes, config: Mapping[str, Any]) -> None:
+        if isinstance(tokenizer_json, Path):
+            where, data = str(tokenizer_json), read_bytes(tokenizer_json, MAX_FILE_BYTES)
+        else:
+            where, data = "the tokenizer of the metadata", tokenizer_json
+        found = inspect(data, where)
+        self._chars_of_token = max(found.longest, ROOMY_TOKEN_CHARS)
+        self._inner: LibraryTokenizer | TokenizerApart
+        self._for_long_texts: TokenizerApart | None = None
+        self._special = {
+            name: _content(name, config[name]) for name in _SPECIAL if config.get(name) is not None
+        }
+        try:
+            self._inner = (LibraryTokenizer if found.plain else TokenizerApart)(found.text)
+            self._prefix = self._ids_of("bos_token") if config.get("add_bos_token") is True else []
+            self._suffix = self._ids_of("eos_token") if config.get("add_eos_token") is True else []
+        except Refused as error:
+            raise FormatError(f"{where}: not a tokenizer that can be loaded: {error}") from None
+        self._explicit = "add_bos_token" in config or "add_eos_token" in config
+        self._template = config.get("chat_template")
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, added tokens included."""
+        return self._inner.vocab_size
+
+    def encode(self, text: str, special: bool = True, *, room: int | None = None) -> list[int]:
+        """Return the ids of a text.
+
+        Args:
+            text: any text; special tokens spelled out in it become their ids.
+            special: add what the model expects around a text, usually a token that begins it. As
+                in transformers, `add_bos_token` and `add_eos_token` of the configuration decide,
+                and without them the post-processor of tokenizer.json.
+            room: tokens that the model has room for. A text of more characters than so many of its
+                longest token have is refused before work is done on it.
+
+        Raises:
+            UsageError: the text is not valid Unicode, too long, or the tokenizer has no ids for it.
+            OutOfMemory: it takes more memory than it may.
+        """
+        self._check_length(text, room)
+        try:
+            ids = self._fit_for(text).encode(text, special and not self._explicit)
+        except Refused as error:
+            if error.kind == "unicode":
+                raise UsageError("the prompt is not valid Unicode text; give it in UTF-8") from None
+            kind = OutOfMemory if error.kind == "memory" else UsageError
+            raise kind(f"the prompt cannot be tokenised: {error}") from None
+        return [*self._prefix, *ids, *self._suffix] if special else ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
+        """Return the text of ids; bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+            UsageError: an id is no token id, or the tokenizer has no text for them.
+        """
+        try:
+            return self._inner.decode(ids, skip_special)
+        except Refused as error:
+            raise UsageError(f"the token ids have no text: {error}") from None
+
+    def stream(self) -> "TextStream":
+        """Return a decoder that takes one id at a time."""
+        return TextStream(self.decode)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return the text of a conversation, to be encoded with `special=False`.
+
+        Raises:
+            UsageError: the model has no chat template, or the template refuses these messages.
+            FormatError: the template is not one that can be used.
+        """
+        if self._template is None:
+            raise UsageError("this model has no chat template; give it plain text")
+        # Completing text, the common case, does not pay for importing Jinja.
+        from clocher_runtime.text.chat_template import ChatTemplate
+
+        return ChatTemplate(self._template).render(
+            messages=[_with_reasoning(message) for message in messages],
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            **self._special,
+        )
+
+    def _ids_of(self, name: str) -> list[int]:
+        """Return the id of a special token in a list, [] where the tokenizer has none."""
+        found = self._inner.token_to_id(self._special.get(name, ""))
+        return [] if found is None else [found]
+
+    def _fit_for(self, text: str) -> LibraryTokenizer | TokenizerApart:
+        """Return the tokenizer itself, or for a long text its double in another process."""
+        if isinstance(self._inner, TokenizerApart) or len(text) <= LONG_TEXT_CHARS:
+            return self._inner
+        if self._for_long_texts is None:
+            self._for_long_texts = TokenizerApart(self._inner.to_text())
+        return self._for_long_texts
+
+    def _check_length(self, text: str, room: int | None) -> None:
+        most = MAX_TEXT_CHARS
+        if room is not None:
+            most = min(most, room * self._chars_of_token)
+        if len(text) > most:
+            holds = "" if room is None else f", and the context holds {room} tokens"
+            raise UsageError(
+                f"{len(text)} characters are too many: at most {most} are taken{holds}; shorten it"
+            )
+
+
+class TextStream:
+    """Decodes ids as they come and gives out text only when it can no longer change.
+
+    For byte-level tokenizers the pieces joined are the text of all ids, whatever the ids are.
+
+    What may still change is short: a character of UTF-8 has at most 4 bytes, and an id at least
+    one. So if 4 ids leave a character open, some of them are bytes that nothing can complete any
+    more. They are given out as U+FFFD, and each id costs the same however many came before.
+
+    Args:
+        decode: returns the text of ids.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []  # the last finished piece, for context, then the open one
+        self._context = 0
+
+    def push(self, token: int) -> str:
+        """Return the text that an id completes: "" while a character is still open."""
+        self._ids.append(token)
+        piece = self._open_text()
+        if piece and not piece.endswith(_REPLACEMENT):
+            self._ids = self._ids[self._context :]
+            self._context = len(self._ids)
+            return piece
+        if len(self._ids) - self._context < _MOST_BYTES:
+            return ""
+        if not piece:
+            self._ids.pop()  # it has no text
+            return ""
+        return self._cut(piece)
+
+    def _cut(self, piece: str) -> str:
+        """Give out what comes before the last character that may still be completed."""
+        ids, done = self._ids, len(self._decode(self._ids[: self._context]))
+        whole = self._decode(ids)
+        for end in range(len(ids) - 1, len(ids) - 1 - _MOST_BYTES, -1):
+            # Cut within a character, the two halves would have more U+FFFD than the whole.
+            head = self._decode(ids[:end])
+            if head + self._decode(ids[end:]) == whole:
+                self._ids, self._context = ids[end - 1 :], 1
+                return head[done:]
+        self._ids, self._context = ids[-1:], 1  # a decoder that is not byte-level
+        return piece
+
+    def flush(self) -> str:
+        """Return what is left at the end of the ids."""
+        piece = self._open_text()
+        self._ids, self._context = [], 0
+        return piece
+
+    def _open_text(self) -> str:
+        # Decoded with its context: some decoders drop the space before the first token.
+        done = self._decode(self._ids[: self._context])
+        return self._decode(self._ids)[len(done) :]
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose reasoning has the names that templates read, as in transformers."""
+    found = [message[name] for name in _REASONING if message.get(name) is not None]
+    if not found:
+        return message
+    return {"thinking": found[0], **message, "reasoning_content": found[0]}
+
+
+def _content(name: str, value: object) -> str:
+    """Return the text of a special token, which is a string or an object with `content`."""
+    content = value.get("content") if isinstance(value, Mapping) else value
+    if not isinstance(content, str):
+        raise FormatError(f"tokenizer_config.json: {name} is {value!r:.60}; expected a string")
+    return content

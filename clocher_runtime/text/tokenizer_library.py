@@ -1,0 +1,87 @@
+"""The `tokenizers` library: its calls, with whatever they raise turned into `Refused`.
+
+The library raises `Exception` itself for every reason, and panics where its authors saw none.
+"""
+
+from collections.abc import Sequence
+
+import tokenizers
+
+from clocher_runtime.text.text_process import Refused
+from clocher_runtime.text.tokenizer_limits import MAX_TOKEN_CHARS
+
+_MESSAGE_CHARS = 200
+
+
+class LibraryTokenizer:
+    """A tokenizer of the library.
+
+    Args:
+        text: a tokenizer.json.
+
+    Attributes:
+        vocab_size: number of ids, added tokens included.
+
+    Raises:
+        Refused: the library cannot load it.
+    """
+
+    def __init__(self, text: str) -> None:
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+            # The file may ask for both, for training; a prompt is neither cut nor filled up.
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        except BaseException as error:
+            raise _typed(error) from None
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        """Return the ids of a text, with those that the file puts around it if `special`.
+
+        Raises:
+            Refused: there are none, or the text is not valid Unicode.
+        """
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        except (TypeError, UnicodeError):
+            raise Refused("unicode", "not valid Unicode text") from None
+        except BaseException as error:
+            raise _typed(error) from None
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool) -> str:
+        """Return the text of ids.
+
+        Raises:
+            Refused: there is none, or it is longer than tokens can be.
+        """
+        try:
+            text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+        except BaseException as error:
+            raise _typed(error) from None
+        if len(text) > MAX_TOKEN_CHARS * len(ids):
+            raise Refused("refused", f"{len(ids)} tokens with a text of {len(text)} characters")
+        return text
+
+    def token_to_id(self, text: str) -> int | None:
+        """Return the id of a token, None if there is no such token."""
+        found: int | None = self._tokenizer.token_to_id(text)
+        return found
+
+    def to_text(self) -> str:
+        """Return its tokenizer.json."""
+        text: str = self._tokenizer.to_str()
+        return text
+
+
+def _typed(error: BaseException) -> BaseException:
+    """Return what is to be raised in place of an error of the library."""
+    # A panic of Rust is no Exception, and its class cannot be imported.
+    ours = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+    if isinstance(error, MemoryError) or not ours:
+        return error
+    text = str(error)
+    return Refused(
+        "refused", text if len(text) <= _MESSAGE_CHARS else f"{text[:_MESSAGE_CHARS]}..."
+    )

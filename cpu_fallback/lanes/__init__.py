@@ -1,0 +1,1 @@
+"""The language of kernels: instruction sets, vectors, memory, records, compiling."""

@@ -1,0 +1,243 @@
+"""Compile Python functions to machine code, once per machine.
+
+`@device` marks a piece that is inlined into kernels. `@kernel` marks what the tape calls:
+
+    @kernel
+    def rms_norm(rec, ctl, rank, size, scratch): ...
+
+        rec      address of the launch's int64 fields
+        ctl      address of the control block (`sync`): M, R, ...
+        rank     this thread's number in the team, 0 .. size-1
+        size     threads in the team
+        scratch  address of this thread's scratch memory, 64-byte aligned
+
+Nothing is compiled at import. `warm` compiles the kernels it is given, `Kernel.address` the one.
+Numba types the function and lowers it to LLVM; machine code for the chosen ISA is emitted from
+that, stored as an object file, and later processes load the file without starting Numba's
+compiler.
+
+The cache is a directory per (sources, versions, ISA) below $CLOCHER_CACHE_DIR,
+$XDG_CACHE_HOME/clocher or ~/.cache/clocher, and is used only where nobody else can write it (see
+`private_files`). Compiling happens under a file lock, files appear by rename, and each carries a
+hash of itself against torn writes. Numba's own cache is not used: processes that fill it at once
+crash (numba issue 4807), and it does not see edits in inlined callees.
+"""
+
+import logging
+import mmap
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import llvmlite.binding as llvm
+import numba
+from numba import config, types
+from numba.core.ccallback import CFunc
+from numba.core.compiler_lock import global_compiler_lock
+
+from clocher_kernels.guards import refuse_in_window
+from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.lanes.objects import ObjectCache
+
+_log = logging.getLogger(__name__)
+
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+
+Progress = Callable[[int, int], None]
+
+device = numba.njit(**_OPTIONS, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+"""Decorator: a function inlined into the kernels that call it. Not callable from Python."""
+
+_one_thread = threading.RLock()
+
+_LINK_BYTES = 4 << 20
+"""Of address space that must be free when a kernel is put into memory."""
+
+_EXTERNAL = frozenset({"memcpy", "memset", "memmove", "sched_yield", "nanosleep", "clock_gettime"})
+
+
+class Kernel:
+    """A function compiled to machine code when its address is first asked for.
+
+    Args:
+        function: pure Python, of int64 parameters; calls devices and intrinsics only.
+        result: Numba type it returns, void or int64.
+    """
+
+    def __init__(self, function: Callable[..., Any], result: Any = types.void) -> None:
+        self.function = function
+        self.result = result
+        self.params = function.__code__.co_argcount
+        self.name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+        self.__doc__ = function.__doc__
+        self._address = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether the machine code is in memory."""
+        return self._address != 0
+
+    @property
+    def address(self) -> int:
+        """Address of the machine code, compiled or loaded if it is not yet."""
+        if not self._address:
+            warm([self])
+        return self._address
+
+    def load(self, code: bytes) -> None:
+        """Put machine code into memory."""
+        self._address = _Linker.get().link(code, _symbol(self))
+
+    def __repr__(self) -> str:
+        return f"<kernel {self.name}>"
+
+
+def kernel(function: Callable[..., Any]) -> Kernel:
+    """Mark a function (rec, ctl, rank, size, scratch) as one that the tape calls."""
+    return Kernel(function)
+
+
+def warm(kernels: Iterable[Kernel], progress: Progress | None = None) -> None:
+    """Load kernels from the cache, and compile those that are not there.
+
+    Args:
+        kernels: any number of them.
+        progress: called with (done, total) before the first compilation and after each; never if
+            all are in the cache.
+
+    Raises:
+        WindowError: a kernel would have to be compiled inside a timed window.
+    """
+    with _one_thread:
+        _warm([k for k in dict.fromkeys(kernels) if not k.ready], progress)
+
+
+def _warm(wanted: list[Kernel], progress: Progress | None) -> None:
+    cache = ObjectCache.get()
+    missing = []
+    for k in wanted:
+        code = cache.read(k.name)
+        if code is None:
+            missing.append(k)
+        else:
+            k.load(code)
+    if not missing:
+        return
+    refuse_in_window(f"compile the kernel {missing[0].name}")
+    if progress:
+        progress(0, len(missing))
+    for done, k in enumerate(missing, 1):
+        with cache.locked():
+            # Another process may have compiled it while this one waited for the lock.
+            code = cache.read(k.name)
+            if code is None:
+                code = _compile(k)
+                cache.write(k.name, code)
+        k.load(code)
+        if progress:
+            progress(done, len(missing))
+
+
+def assembly(k: Kernel) -> str:
+    """Return the kernel's assembly for the ISA of this process, compiled anew."""
+    return _machine().emit_assembly(_module(k))
+
+
+def _compile(k: Kernel) -> bytes:
+    _log.debug("compiling %s for %s", k.name, CURRENT.name)
+    return _machine().emit_object(_module(k))
+
+
+def _module(k: Kernel) -> llvm.ModuleRef:
+    text, native = _lower(k)
+    args = ", ".join(f"i64 %a{i}" for i in range(k.params))
+    # Numba returns a status and passes the result by pointer; callers want a plain C function.
+    text += f"""
+define i64 @{_symbol(k)}({args}) {{
+  %result = alloca i64
+  %error = alloca ptr
+  store i64 0, ptr %result
+  %status = call i32 @{native}(ptr %result, ptr %error{args and ", " + args})
+  %value = load i64, ptr %result
+  ret i64 %value
+}}
+"""
+    module = llvm.parse_assembly(text)
+    for thing in (*module.functions, *module.global_variables):
+        if not thing.is_declaration and thing.name != _symbol(k):
+            thing.linkage = "internal"
+    passes = llvm.create_new_module_pass_manager()
+    passes.add_global_dead_code_eliminate_pass()
+    passes.run(module, llvm.create_pass_builder(_machine(), llvm.create_pipeline_tuning_options()))
+    _check(k, module)
+    return module
+
+
+def _lower(k: Kernel) -> tuple[str, str]:
+    """Return the optimised LLVM of a kernel and the name of its function there."""
+    signature = ((types.int64,) * k.params, k.result)
+    callback = CFunc(k.function, signature, {}, dict(_OPTIONS))
+    with global_compiler_lock:
+        kept = config.LOOP_VECTORIZE, config.SLP_VECTORIZE
+        # Kernels say what is a vector; vectorised scalar loops would only be more code.
+        config.LOOP_VECTORIZE = config.SLP_VECTORIZE = 0
+        try:
+            # CFunc.compile() would go on to make machine code for the host, which is not wanted.
+            compiled = callback._compile_uncached()
+            compiled.library.finalize()
+        finally:
+            config.LOOP_VECTORIZE, config.SLP_VECTORIZE = kept
+    return compiled.library.get_llvm_str(), compiled.fndesc.llvm_func_name
+
+
+def _check(k: Kernel, module: llvm.ModuleRef) -> None:
+    """Raise if a kernel could raise, allocate or call Python, for nothing would see the error."""
+    called = {f.name for f in module.functions if f.is_declaration}
+    foreign = {name for name in called if not name.startswith("llvm.")} - _EXTERNAL
+    messages = {v.name for v in module.global_variables if v.name.startswith(".const.pickle")}
+    if foreign or messages:
+        raise RuntimeError(
+            f"kernel {k.name} may raise, allocate or call Python: it needs "
+            f"{', '.join(sorted(foreign | messages))}; of C it may call "
+            f"{', '.join(sorted(_EXTERNAL))}"
+        )
+
+
+def _symbol(k: Kernel) -> str:
+    return "clocher_" + k.name.replace(".", "_")
+
+
+def _machine() -> llvm.TargetMachine:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    target = llvm.Target.from_triple(llvm.get_process_triple())
+    return target.create_target_machine(
+        cpu=CURRENT.cpu, features=CURRENT.features, opt=3, reloc="pic", codemodel="small"
+    )
+
+
+class _Linker:
+    """The execution engine that holds this process's machine code, for its lifetime."""
+
+    _instance: "_Linker | None" = None
+
+    def __init__(self) -> None:
+        empty = llvm.parse_assembly("")
+        empty.triple = llvm.get_process_triple()
+        self._engine = llvm.create_mcjit_compiler(empty, _machine())
+
+    @classmethod
+    def get(cls) -> "_Linker":
+        if cls._instance is None:
+            cls._instance = cls()
+        return cls._instance
+
+    def link(self, code: bytes, symbol: str) -> int:
+        try:
+            # Without memory for it LLVM would end the process.
+            mmap.mmap(-1, _LINK_BYTES + 4 * len(code), mmap.MAP_PRIVATE).close()
+        except OSError as error:
+            raise MemoryError(f"machine code of {symbol}: {error.strerror}; free memory") from None
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        self._engine.finalize_object()
+        return int(self._engine.get_function_address(symbol))

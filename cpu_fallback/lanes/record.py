@@ -1,0 +1,155 @@
+"""Records: what a kernel finds at an address, read by name.
+
+A record is a run of int64. A `NamedTuple` says what they are, in its order: an `int` is a number or
+an address, a `float` is an fp32 in the low half, a `Kernel` is its address, and another NamedTuple
+lies in place, read as its address:
+
+    class Panels(NamedTuple):
+        paired: int
+        factor: float
+
+    panels_at = reader(Panels)
+
+    @device
+    def fill(panels): ... panels_at(panels).factor ...
+
+The record of an op's kernel begins with what its contract says: each dimension letter, each
+parameter that is an array, each attribute that is a number. Reading all of it is one intrinsic;
+LLVM drops what the kernel does not use.
+
+    class Groups(NamedTuple):
+        groups: int
+
+    @executes("rms_norm", Groups)
+    def rms_norm(a, rank, size, scratch): ... a.M * a.groups, a.x, a.eps ...
+
+M and R are the step's numbers by then, `a.rec` and `a.ctl` the addresses of the record and of the
+control block.
+"""
+
+import inspect
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, get_type_hints
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from clocher_kernels.ops import OPS
+from clocher_kernels.ops.contract import OpSpec, rows_of
+from cpu_fallback.lanes.jit import Kernel, device
+from cpu_fallback.lanes.memory import emit_load
+from cpu_fallback.lanes.vector import f32, i64
+
+Value = int | float | Kernel | tuple[Any, ...]
+
+_I64 = ir.IntType(64)
+COUNT = "count"
+"""Kind of a field: the step's M or R."""
+_NUMBERS: Mapping[Any, Any] = {int: i64, float: f32, Kernel: i64, COUNT: i64}
+
+
+def words(value: Value) -> Iterator[int | Kernel]:
+    """Yield the int64 of a record, or of a value in one; a Kernel stands for its address."""
+    if isinstance(value, tuple):
+        for inner in value:
+            yield from words(inner)
+    elif isinstance(value, float | np.floating):
+        yield int(np.float32(value).view(np.int32))
+    else:
+        yield value if isinstance(value, Kernel) else int(value)
+
+
+def length(record: type) -> int:
+    """Return how many int64 a record is."""
+    kinds = get_type_hints(record).values()
+    return sum(1 if kind in _NUMBERS else length(kind) for kind in kinds)
+
+
+def reader(record: type) -> Any:
+    """Return the intrinsic that reads a record: address -> NamedTuple."""
+    return _intrinsic(record, get_type_hints(record), ())
+
+
+def contract_fields(spec: OpSpec) -> dict[str, Any]:
+    """Return the fields that the contract of an op gives: name -> kind, or int for an address."""
+    fields: dict[str, Any] = {}
+    for param in spec.params:
+        letters = param.dims.split()
+        fields |= {letter: int for letter in letters if letter not in fields}
+        if rows_of(param):
+            fields[letters[0]] = COUNT
+    fields |= {param.name: int for param in spec.params if param.kind != "matrix"}
+    names = {param.name for param in spec.params}
+    for name, parameter in inspect.signature(spec.reference).parameters.items():
+        if name not in names and parameter.annotation in (int, float):
+            fields[name] = parameter.annotation
+    return fields
+
+
+def executes(op: str, own: type | None = None) -> Callable[[Callable[..., None]], Kernel]:
+    """Return a decorator for a function (a, rank, size, scratch): the kernel of an op.
+
+    Args:
+        op: its name; the record begins with the fields of its contract.
+        own: NamedTuple of what else the kernel needs. `BoundCall.launch` is given one.
+    """
+    fields = contract_fields(OPS[op]) | (get_type_hints(own) if own else {})
+
+    def decorate(function: Callable[..., None]) -> Kernel:
+        names = ("rec", "ctl", *fields)
+        read = _intrinsic(namedtuple(f"{function.__name__}_args", names), fields, ("rec", "ctl"))
+        body = device(function)
+
+        def entry(rec, ctl, rank, size, scratch):
+            body(read(rec, ctl), rank, size, scratch)
+
+        entry.__name__, entry.__doc__ = function.__name__, function.__doc__
+        entry.__module__ = function.__module__
+        made = Kernel(entry)
+        made.op = op
+        return made
+
+    return decorate
+
+
+def _intrinsic(record: type, fields: Mapping[str, Any], given: Sequence[str]) -> Any:
+    """Make the intrinsic that reads these fields, behind the addresses that it was given."""
+    kinds = [_NUMBERS.get(kind, i64) for kind in fields.values()]
+    made = types.BaseTuple.from_types([*[i64] * len(given), *kinds], record)
+    params = (i64,) * max(1, len(given))
+
+    def typing(context: Any, *args: Any) -> Any:
+        return made(*params), generate
+
+    def generate(context: Any, builder: Any, signature: Any, addresses: Any) -> Any:
+        values, offset = list(addresses[: len(given)]), 0
+        for kind in fields.values():
+            at = builder.add(addresses[0], ir.Constant(_I64, offset))
+            if kind is float:
+                values.append(emit_load(builder, ir.FloatType(), at))
+            elif kind is COUNT:
+                values.append(_emit_count(builder, at, addresses[1]))
+            else:
+                values.append(emit_load(builder, _I64, at) if kind in _NUMBERS else at)
+            offset += 8 if kind in _NUMBERS else 8 * length(kind)
+        return context.make_tuple(builder, signature.return_type, values)
+
+    # Numba looks at the parameters of the typing function.
+    names = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_ONLY)]
+    names += [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in given or ("at",)]
+    typing.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
+    typing.__name__ = record.__name__
+    return intrinsic(typing)
+
+
+def _emit_count(builder: Any, at: Any, ctl: Any) -> Any:
+    """Emit a count: -1 is the step's M, -2 its R, in the control block; others are themselves."""
+    count = emit_load(builder, _I64, at)
+    place = builder.sub(
+        ctl, builder.shl(builder.add(count, ir.Constant(_I64, 1)), ir.Constant(_I64, 3))
+    )
+    follows = builder.icmp_signed("<", count, ir.Constant(_I64, 0))
+    return emit_load(builder, _I64, builder.select(follows, place, at))

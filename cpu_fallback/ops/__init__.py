@@ -1,0 +1,1 @@
+"""The kernels of the ops, and how calls of a Plan become launches."""

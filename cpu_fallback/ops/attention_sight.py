@@ -1,0 +1,93 @@
+"""What each token of a tile sees.
+
+Tokens that follow each other in a step and belong to one slot make a tile. A token sees the cells
+`begin` .. `end` - 1 of its own numbering: those below `committed` are cells of its slot, the rest
+the bits of `tree`, its ancestors, in their order. Nobody sees a cell beyond the page table.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from cpu_fallback.lanes.jit import device
+from cpu_fallback.lanes.maths import popcount
+from cpu_fallback.lanes.memory import read_i32, read_i64, write_i64
+from cpu_fallback.lanes.record import reader
+from cpu_fallback.ops.attention_rows import SPAN
+from cpu_fallback.ops.attention_tiles import BLOCK
+from cpu_fallback.ops.bind import within
+
+
+class Sight(NamedTuple):
+    """What a token sees."""
+
+    begin: int
+    end: int
+    committed: int
+    tree: int
+
+
+sight_at = reader(Sight)
+"""Read the record at an address."""
+SIGHT = 32
+"""Bytes of a token's sight."""
+
+
+@device
+def padded(d):
+    """Round up to whole vectors."""
+    return (d + 15) & -16
+
+
+@device
+def tile_end(a, t):
+    """Return the token after the tile that begins with token t."""
+    slot, limit = read_i32(a.slots + 4 * t), min(a.M, t + a.tokens)
+    t += 1
+    while t < limit and read_i32(a.slots + 4 * t) == slot:
+        t += 1
+    return t
+
+
+@device
+def _look(a, t, sight):
+    """Write what a token sees: a `Sight`."""
+    cells = a.T * a.B
+    end, tree = within(read_i32(a.ends + 4 * t), cells + 1), read_i64(a.ancestors + 8 * t)
+    if cells - end < 64:
+        tree &= (np.int64(1) << (cells - end)) - 1
+    shown, begin = popcount(tree), np.int64(0)
+    if a.window:
+        begin = max(begin, within(read_i32(a.positions + 4 * t), cells) - a.window + 1)
+        if begin >= end:
+            begin = end + max(0, shown - a.window)
+    write_i64(sight, begin)
+    write_i64(sight + 8, end + shown)
+    write_i64(sight + 16, end)
+    write_i64(sight + 24, tree)
+
+
+@device
+def look_all(a, t, stop, sights):
+    """Write what the tokens of a tile see; return the first span and the one after the last."""
+    low, high = np.int64(1 << 40), np.int64(0)
+    for i in range(stop - t):
+        _look(a, t + i, sights + SIGHT * i)
+        sight = sight_at(sights + SIGHT * i)
+        if sight.begin < sight.end:
+            low = min(low, sight.begin // SPAN)
+            high = max(high, (sight.end + SPAN - 1) // SPAN)
+    return min(low, high), high
+
+
+@device
+def clip(value, start):
+    """Return where in the block that begins with cell `start` a cell lies, 0 .. BLOCK."""
+    return min(max(value - start, 0), BLOCK)
+
+
+@device
+def sees(sight, span):
+    """Return whether a token sees a cell of a span."""
+    s = sight_at(sight)
+    return max(s.begin, span * SPAN) < min(s.end, (span + 1) * SPAN)

@@ -1,0 +1,190 @@
+"""Tiles of a block-sparse product: rows of one block row times tokens, in registers throughout.
+
+A result is one accumulator of 16 lanes that walks the stored blocks of its row in order, and each
+block in steps of 16 columns, the last one masked; then comes the tree of `simd.hsum`. Blocks with
+scales sum their codes first and are added times the scale. Tiles only decide which accumulators are
+in registers together, so a result depends neither on the tile nor on the other tokens.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.lanes.memory import emit_load, emit_prefetch, emit_store
+from cpu_fallback.lanes.simd import emit_fma
+from cpu_fallback.lanes.vector import F32, LANES, constant, i64, op, spread, void
+from cpu_fallback.lanes.widen import WIDEN, Widen
+from cpu_fallback.ops.attention_tiles import emit_totals
+
+AHEAD = 6144
+"""Bytes of blocks that are asked for in advance: no multiple of 4096, or lines would collide."""
+ACC = 64
+"""Bytes of an accumulator."""
+
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+
+# Accumulators that are in registers together: 32, 16 and 16 registers of 16, 8 and 4 lanes.
+_MOST = 16 if CURRENT.avx512 else 4 if CURRENT.avx2 else 2
+
+
+def _number(value: int) -> ir.Constant:
+    return ir.Constant(_I64, value)
+
+
+def _at(b: Any, base: Any, index: Any, size: Any) -> Any:
+    return b.add(base, b.mul(index, size))
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """The stored blocks of a block row, from some row of theirs on; bytes and addresses.
+
+    Attributes:
+        codes: of that row in the first block.
+        block: from one block to the next.
+        row: from one row to the next.
+        scales: of that row in the first block; None without.
+        scale_block: from the scales of one block to those of the next.
+        columns: their block columns, int32.
+        count: how many.
+        width: columns of a block.
+        k: columns of the matrix.
+    """
+
+    codes: Any
+    block: Any
+    row: Any
+    scales: Any
+    scale_block: Any
+    columns: Any
+    count: Any
+    width: Any
+    k: Any
+
+
+def _emit_tile(
+    b: Any, kind: Widen, blocks: _Blocks, rows: range, xs: list[Any], places: list[Any]
+) -> None:
+    """Emit the product of some rows and tokens, added to the accumulators at some places."""
+    tiles = [(r, t) for r in range(len(rows)) for t in range(len(xs))]
+    sums = [cgutils.alloca_once(b, F32.llvm) for _ in tiles]
+    parts = [cgutils.alloca_once(b, F32.llvm) for _ in tiles] if blocks.scales else sums
+    for slot, place in zip(sums, places, strict=True):
+        b.store(emit_load(b, F32.llvm, place), slot)
+    with cgutils.for_range_slice(b, _number(0), blocks.count, _number(1), _I64) as (index, _):
+        place = emit_load(b, _I32, _at(b, blocks.columns, index, _number(4)))
+        column = b.mul(b.sext(place, _I64), blocks.width)
+        left = b.sub(blocks.k, column)
+        width = b.select(b.icmp_signed("<", left, blocks.width), left, blocks.width)
+        whole = b.and_(width, _number(-LANES))
+        block = _at(b, blocks.codes, index, blocks.block)
+        lines = [_at(b, block, blocks.row, _number(r)) for r in rows]
+        tokens = [_at(b, x, column, _number(4)) for x in xs]
+        if blocks.scales:
+            for slot in parts:
+                b.store(constant(F32, 0.0), slot)
+
+        def step(
+            c: Any, vectors: int, count: Any, lines: Any = lines, tokens: Any = tokens
+        ) -> None:
+            """Emit some vectors of columns, row by row: the order in which they lie."""
+            starts = [b.add(c, _number(LANES * v)) for v in range(vectors)]
+            load = _emit_load if count is None else partial(_emit_load, count=count)
+            to = [b.mul(start, _number(4)) for start in starts]
+            x = [[load(b, WIDEN["f32"], b.add(token, at)) for at in to] for token in tokens]
+            at = b.lshr(b.mul(c, _number(kind.bits)), _number(3))
+            for r, line in enumerate(lines):
+                for v in range(vectors):
+                    place = b.add(line, b.add(at, _number(kind.nbytes * v)))
+                    if count is None and len(xs) == 1:
+                        emit_prefetch(b, b.add(place, _number(AHEAD)), level=1)
+                    w = load(b, kind, place)
+                    for t in range(len(xs)):
+                        slot = parts[r * len(xs) + t]
+                        b.store(emit_fma(b, w, x[t][v], b.load(slot)), slot)
+
+        pairs = b.and_(width, _number(-2 * LANES))
+        with cgutils.for_range_slice(b, _number(0), pairs, _number(2 * LANES), _I64) as (c, _):
+            step(c, 2, None)
+        with b.if_then(b.icmp_signed("<", pairs, whole)):
+            step(pairs, 1, None)
+        tail = b.sub(width, whole)
+        with b.if_then(b.icmp_signed(">", tail, _number(0))):
+            step(whole, 1, tail)
+        if blocks.scales:
+            scales = _at(b, blocks.scales, index, blocks.scale_block)
+            for r, row in enumerate(rows):
+                scale = _emit_scale(b, b.add(scales, _number(2 * row)))
+                for t in range(len(xs)):
+                    own = r * len(xs) + t
+                    total = emit_fma(b, b.load(parts[own]), scale, b.load(sums[own]))
+                    b.store(total, sums[own])
+    for slot, place in zip(sums, places, strict=True):
+        emit_store(b, b.load(slot), place)
+
+
+def _emit_load(b: Any, kind: Widen, address: Any, count: Any = None) -> Any:
+    return kind.emit(b, address) if count is None else kind.emit_n(b, address, count)
+
+
+def _emit_scale(b: Any, address: Any) -> Any:
+    """Emit 16 times the bf16 at an address."""
+    code = b.zext(emit_load(b, ir.IntType(16), address), _I32)
+    return spread(b, F32, b.bitcast(b.shl(code, ir.Constant(_I32, 16)), ir.FloatType()))
+
+
+def _tile(name: str, scaled: bool, rows: int, tokens: int) -> Any:
+    """Make the operation that adds rows times tokens to accumulators [rows, tokens]."""
+    kind = WIDEN[name]
+    wide = min(tokens, 4 if CURRENT.avx512 else 2)
+    tall = min(rows, _MOST // wide)
+
+    @op(void, *[i64] * 12)
+    def tile(b, codes, block, row, scales, step, columns, count, width, k, x, pitch, acc):
+        blocks = _Blocks(
+            codes, block, row, scales if scaled else None, step, columns, count, width, k
+        )
+        xs = [_at(b, x, pitch, _number(t)) for t in range(tokens)]
+        for r in range(0, rows, tall):
+            for t in range(0, tokens, wide):
+                places = [
+                    b.add(acc, _number(ACC * ((r + i) * tokens + t + j)))
+                    for i in range(tall)
+                    for j in range(wide)
+                ]
+                _emit_tile(b, kind, blocks, range(r, r + tall), xs[t : t + wide], places)
+
+    return tile
+
+
+@op(void, i64, i64)
+def totals(b, acc, out):
+    """Write the sums of 16 accumulators."""
+    vectors = [emit_load(b, F32.llvm, b.add(acc, _number(ACC * i))) for i in range(LANES)]
+    emit_store(b, emit_totals(b, vectors), out)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The tiles of one kind of block: operations by rows and tokens, for kernels to close over."""
+
+    name: str
+    scaled: bool
+
+    def tile(self, rows: int, tokens: int) -> Any:
+        """Return the operation that multiplies so many rows by so many tokens."""
+        return _tile(self.name, self.scaled, rows, tokens)
+
+
+TILES = {
+    "f32": Tiles("f32", False),
+    "bf16": Tiles("bf16", False),
+    "f16": Tiles("f16", False),
+    "int8": Tiles("i8", True),
+    "int4": Tiles("i4", True),
+}
+"""Inner format of the blocks -> tiles."""

@@ -1,0 +1,296 @@
+"""Choose the next tokens, and step the token inputs on.
+
+A row of logits belongs to one thread. Sampling narrows a list of candidates, kept in ascending
+order of id: all, then the top_k largest, then the shortest descending run that has top_p of the
+mass, then one of them. The narrowing is a radix selection on the bits of the logits, so nothing is
+sorted, and masses are fp64, so the choice is that of the reference.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from clocher_kernels.ops.sampling import NO_TOKEN
+from cpu_fallback.lanes.jit import device
+from cpu_fallback.lanes.maths import (
+    boltzmann,
+    lowest_bit,
+    mask_bits,
+    ones64,
+    read_f64,
+    store_f64,
+    uniform,
+    write_f64,
+)
+from cpu_fallback.lanes.memory import (
+    load_f32,
+    load_f32_n,
+    read_f32,
+    read_i32,
+    read_i64,
+    store_f32,
+    store_i32,
+    write_i32,
+    write_i64,
+)
+from cpu_fallback.lanes.record import executes, reader
+from cpu_fallback.lanes.simd import (
+    add,
+    bits_i32,
+    eq,
+    first,
+    fma,
+    hmax,
+    hsum,
+    iadd,
+    iand,
+    ieq,
+    ilt,
+    ior,
+    iota,
+    iselect,
+    isplat,
+    isub,
+    izero,
+    maximum,
+    select,
+    shr,
+    splat,
+    zero,
+)
+from cpu_fallback.ops.bind import BoundCall, share
+from cpu_fallback.team.tape import Launch
+
+_LOWEST = np.float32(-np.inf)
+_SIGN = 1 << 31
+_BINS = 256
+
+# Scratch: the record of the candidates; the bins of the selection, fp64; then the three arrays.
+_ARRAYS = 64 + 8 * _BINS
+_LEAST = np.float64(np.finfo(np.float64).tiny)
+
+
+class Candidates(NamedTuple):
+    """The addresses of the candidates' logits, fp32, ids, int32, and weights, fp64."""
+
+    x: int
+    ids: int
+    weights: int
+
+
+candidates_at = reader(Candidates)
+"""Read the record at an address."""
+
+
+@device
+def _largest(row, v):
+    """Return the largest of v values, NaN if one of them is NaN or infinite."""
+    lowest = splat(_LOWEST)
+    a, b, c, d = lowest, lowest, lowest, lowest
+    e, f = zero(), zero()
+    for i in range(0, v - 63, 64):
+        at = row + 4 * i
+        p, q, r, s = load_f32(at), load_f32(at + 64), load_f32(at + 128), load_f32(at + 192)
+        a, b, c, d = maximum(p, a), maximum(q, b), maximum(r, c), maximum(s, d)
+        # Zero times what is not finite is NaN, which no sum loses.
+        e, f = fma(r, zero(), fma(p, zero(), e)), fma(s, zero(), fma(q, zero(), f))
+    i = v & -64
+    while i < v:
+        n = min(16, v - i)
+        p = load_f32_n(row + 4 * i, n)
+        a, e = maximum(select(first(n), p, lowest), a), fma(p, zero(), e)
+        i += 16
+    return hmax(maximum(maximum(a, b), maximum(c, d))) + hsum(add(e, f))
+
+
+@device
+def _greedy(row, v, top):
+    """Return the index of the first value that is the largest."""
+    for i in range(0, v - 15, 16):
+        found = mask_bits(eq(load_f32(row + 4 * i), splat(top)))
+        if found:
+            return i + lowest_bit(found)
+    for i in range(v & -16, v):
+        if read_f32(row + 4 * i) == top:
+            return i
+    return 0
+
+
+@device
+def _keys(x):
+    """Map fp32 lanes to int32 lanes of the same order; both zeros become 0."""
+    code = bits_i32(add(x, zero()))
+    magnitude = iand(code, isplat(0x7FFFFFFF))
+    negative = ior(isub(isplat(0x7FFFFFFF), magnitude), isplat(_SIGN))
+    return iselect(ilt(code, izero()), negative, code)
+
+
+@device
+def _key(address):
+    """Do that for one fp32, plus 2^31: a number in 0 .. 2^32 - 1."""
+    code = read_i32(address)
+    if code == -_SIGN:
+        code = 0
+    if code < 0:
+        code ^= 0x7FFFFFFF
+    return code + _SIGN
+
+
+@device
+def _candidates(row, v, scratch):
+    """Make every token a candidate of weight 1."""
+    room = (v + 15) & -16
+    x = scratch + _ARRAYS
+    ids, weights = x + 4 * room, x + 8 * room
+    write_i64(scratch, x)
+    write_i64(scratch + 8, ids)
+    write_i64(scratch + 16, weights)
+    for i in range(0, v, 16):
+        store_f32(x + 4 * i, load_f32_n(row + 4 * i, min(16, v - i)))
+        store_i32(ids + 4 * i, iadd(iota(), isplat(i)))
+        store_f64(weights + 8 * i, ones64())
+
+
+@device
+def _present(count):
+    """Return a bit for each of the first `count` lanes."""
+    return (1 << min(16, count)) - 1
+
+
+@device
+def _gather(scratch, n, target):
+    """Walk by descending logit and ascending id until n candidates weigh `target`; keep those.
+
+    A radix selection finds where the walk ends, 8 bits of the key at a time; if all together do
+    not weigh enough, it ends at the last. `target` must be positive, so one is kept.
+
+    Returns:
+        How many are kept.
+    """
+    listed, bins = candidates_at(scratch), scratch + 64
+    x, weights = listed.x, listed.weights
+    prefix, above = np.int64(0), np.float64(0)
+    for shift in range(24, -1, -8):
+        for digit in range(_BINS):
+            write_f64(bins + 8 * digit, np.float64(0))
+        for i in range(0, n, 16):
+            keys = iadd(_keys(load_f32(x + 4 * i)), isplat(_SIGN))
+            # Two shifts, for one by 32 is undefined.
+            lanes = mask_bits(ieq(shr(shr(keys, shift), 8), isplat(prefix))) & _present(n - i)
+            while lanes:
+                j = i + lowest_bit(lanes)
+                lanes &= lanes - 1
+                at = bins + 8 * ((_key(x + 4 * j) >> shift) & 255)
+                write_f64(at, read_f64(at) + read_f64(weights + 8 * j))
+        chosen, total = np.int64(0), above
+        for back in range(_BINS):
+            digit = _BINS - 1 - back
+            weight = read_f64(bins + 8 * digit)
+            if weight > 0 and total < target:
+                chosen, above = digit, total
+                total += weight
+        prefix = (prefix << 8) | chosen
+    return _keep(scratch, n, prefix, above, target)
+
+
+@device
+def _keep(scratch, n, last, above, target):
+    """Keep the candidates above the key `last`, and those at it until they weigh `target`."""
+    listed = candidates_at(scratch)
+    x, ids, weights = listed.x, listed.ids, listed.weights
+    kept = np.int64(0)
+    for i in range(0, n, 16):
+        below = mask_bits(ilt(_keys(load_f32(x + 4 * i)), isplat(last - _SIGN)))
+        lanes = ~below & _present(n - i)
+        while lanes:
+            j = i + lowest_bit(lanes)
+            lanes &= lanes - 1
+            weight, tie = read_f64(weights + 8 * j), _key(x + 4 * j) == last
+            if not tie or above < target:
+                write_i32(ids + 4 * kept, read_i32(ids + 4 * j))
+                write_f64(weights + 8 * kept, weight)
+                write_i32(x + 4 * kept, read_i32(x + 4 * j))
+                kept += 1
+            if tie:
+                above += weight
+    return kept
+
+
+@device
+def _accumulate(scratch, n):
+    """Replace weights by their running sums, in order, and return the last."""
+    weights, total = candidates_at(scratch).weights, np.float64(0)
+    for i in range(n):
+        total += read_f64(weights + 8 * i)
+        write_f64(weights + 8 * i, total)
+    return total
+
+
+@device
+def _drawn(row, v, top, temperature, top_k, top_p, number, scratch):
+    """Return the id of one candidate; `number` in [0, 1) decides. `top` is the largest logit."""
+    _candidates(row, v, scratch)
+    listed = candidates_at(scratch)
+    x, ids, weights = listed.x, listed.ids, listed.weights
+    n = v
+    if 0 < top_k < v:
+        n = _gather(scratch, n, np.float64(top_k))
+    for i in range(0, n, 16):
+        store_f64(weights + 8 * i, boltzmann(load_f32(x + 4 * i), top, temperature))
+    if top_p < np.float32(1):
+        total = np.float64(0)
+        for i in range(n):
+            total += read_f64(weights + 8 * i)
+        n = _gather(scratch, n, max(np.float64(top_p) * total, _LEAST))
+    target = number * _accumulate(scratch, n)
+    low, high = np.int64(0), n - 1
+    while low < high:
+        middle = (low + high) >> 1
+        if read_f64(weights + 8 * middle) > target:
+            high = middle
+        else:
+            low = middle + 1
+    return read_i32(ids + 4 * low)
+
+
+@executes("sample")
+def sample(a, rank, size, scratch):
+    """Choose a token per row, none where a logit is not finite; each thread has a range of rows."""
+    begin, end = share(a.R, rank, size)
+    for r in range(begin, end):
+        row, temperature = a.logits + 4 * r * a.V, read_f32(a.temperature + 4 * r)
+        top = _largest(row, a.V)
+        if top != top:
+            chosen = np.int64(NO_TOKEN)
+        elif temperature == np.float32(0):
+            chosen = _greedy(row, a.V, top)
+        else:
+            top_k, top_p = read_i32(a.top_k + 4 * r), read_f32(a.top_p + 4 * r)
+            number = uniform(read_i64(a.seeds + 8 * r), read_i32(a.draws + 4 * r))
+            chosen = _drawn(row, a.V, top, temperature, top_k, top_p, number, scratch)
+        write_i32(a.ids + 4 * r, chosen)
+
+
+@executes("advance")
+def advance(a, rank, size, scratch):
+    """Make the sampled tokens the next step's tokens; each thread has a range of rows."""
+    begin, end = share(a.R, rank, size)
+    for r in range(begin, end):
+        t = read_i32(a.rows + 4 * r)
+        if 0 <= t < a.M:
+            write_i32(a.ids + 4 * t, max(read_i32(a.sampled + 4 * r), 0))
+            _increment(a.positions + 4 * t)
+            _increment(a.ends + 4 * t)
+        _increment(a.draws + 4 * r)
+
+
+@device
+def _increment(address):
+    write_i32(address, read_i32(address) + 1)
+
+
+def _sample(call: BoundCall) -> list[Launch]:
+    return [call.launch(sample, scratch=_ARRAYS + 16 * (-(-call.dim("V") // 16) * 16))]
+
+
+LOWER = {"sample": _sample, "advance": advance}

@@ -1,0 +1,234 @@
+"""A team of threads that execute a tape together.
+
+Rank 0 is the thread that calls `step`; the others are workers. Inside `running` the workers are in
+compiled code without the interpreter lock, waiting for the next step by spinning, then yielding,
+then short sleeps. Outside they are parked in a Python `Event` and cost nothing.
+
+The protocol is level-triggered and has no state that an interruption could leave half-way. A worker
+remembers the last step that it has seen, and a step cannot end without the workers that take part
+in it (`pace`), so a worker that wakes late, or twice, or never left, does the right thing.
+`running` sets the stop word to 0 and all events; leaving it sets the stop word to 1. A worker looks
+for a step before it looks at the stop word.
+
+The child of a fork has the thread that forked and no workers. What they left half-way is cleared
+there, and the next `running` starts new ones.
+
+With a `Placement` each thread is pinned to its CPU: workers for life, the calling thread while it
+is inside `running`.
+"""
+
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from clocher_kernels.errors import DeviceError, UsageError
+from cpu_fallback.team import sync, tape
+from cpu_fallback.team.pace import Pace
+from cpu_fallback.team.placement import Placement, pin, unpin
+
+_LINE = 64
+_MOST_THREADS = (1 << 16) - 1
+_teams: "weakref.WeakSet[Team]" = weakref.WeakSet()
+
+
+def aligned(nbytes: int) -> np.ndarray:
+    """Return zeroed bytes [nbytes] that start on a cache line."""
+    raw = np.zeros(nbytes + _LINE, np.uint8)
+    start = -raw.ctypes.data % _LINE
+    return raw[start : start + nbytes]
+
+
+class Team:
+    """Threads, their control block and their scratch memory.
+
+    Args:
+        threads: size of the team, the calling thread included.
+        words: the tape, or one for each thread.
+        scratch: bytes of scratch memory per thread.
+        placement: where the threads run; None: anywhere.
+        adaptive: let threads sit out while others take their cores away (`pace`).
+
+    Raises:
+        DeviceError: the system does not start so many threads.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        words: np.ndarray | Sequence[np.ndarray],
+        scratch: int,
+        placement: Placement | None = None,
+        adaptive: bool = True,
+    ) -> None:
+        if not 1 <= threads <= _MOST_THREADS:
+            raise UsageError(f"a team of {threads} threads; expected at least 1, at most 65535")
+        self.threads = threads
+        self.pace = Pace(threads)
+        self._adaptive = adaptive and threads > 1
+        self._placement = placement or Placement()
+        tapes = [words] * threads if isinstance(words, np.ndarray) else list(words)
+        addresses = self._addresses = np.array([each.ctypes.data for each in tapes], np.int64)
+        scratch = -(-max(scratch, 1) // _LINE) * _LINE
+        self._scratch = aligned(threads * scratch)
+        self._control = aligned(8 * (sync.LOST + sync.LINE * threads)).view(np.int64)
+        self._control[[sync.TAPES, sync.SCRATCH, sync.SCRATCH_BYTES]] = (
+            addresses.ctypes.data,
+            self._scratch.ctypes.data,
+            scratch,
+        )
+        self._control[sync.STOP] = 1
+        self._address = self._control.ctypes.data
+        self._lead = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(tape.lead.address)
+        self._inside = 0
+        self._led_by = 0
+        self._before: frozenset[int] = frozenset()
+        self._tapes = tapes
+        self._kept_alive = (self._control, self._scratch, addresses, *tapes)
+        self._workers: list[_Worker] = []
+        # For an owner who forgets to close, and for the end of the interpreter.
+        self._finalizer = weakref.finalize(self, _end, self._control, self._workers)
+        self._start_workers()
+        _teams.add(self)
+
+    def step(self, tokens: int, rows: int) -> None:
+        """Execute the tape for this many tokens and output rows."""
+        if not self._inside:
+            with self.running():
+                self.step(tokens, rows)
+            return
+        pace = self.pace
+        self._lead(self._address, tokens, rows, pace.active)
+        if self._adaptive:
+            pace.stepped((tokens, rows), int(self._control[sync.STEP_NS]), self._lost)
+
+    def execute(self, words: np.ndarray, tokens: int, rows: int) -> None:
+        """Execute another tape once, one of launches of the team's own. Only inside `running`."""
+        own = self._addresses.copy()
+        self._addresses[...] = words.ctypes.data
+        try:
+            self._lead(self._address, tokens, rows, self.pace.active)
+        finally:
+            self._addresses[...] = own
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Keep the workers awake between steps.
+
+        Raises:
+            UsageError: the team is closed.
+        """
+        if not self._finalizer.alive:
+            raise UsageError("a closed team was asked to run; make another executor")
+        self._inside += 1
+        try:
+            if self._inside == 1:
+                self._start_workers()
+                self._led_by = threading.get_native_id()
+                self._before = pin(self._placement.cpu(0))
+            self._control[sync.STOP] = 0
+            for worker in self._workers:
+                worker.wake.set()
+            yield
+        finally:
+            self._inside = max(0, self._inside - 1)
+            if not self._inside:
+                self._control[sync.STOP] = 1
+                unpin(self._before, self._led_by)
+
+    def close(self) -> None:
+        """End the workers and wait until they have ended. The team cannot step again."""
+        self._inside = 0
+        self._finalizer()
+
+    def _start_workers(self) -> None:
+        """Start the workers that are missing."""
+        for rank in range(len(self._workers) + 1, self.threads):
+            try:
+                worker = _Worker(self._address, rank, self._kept_alive, self._placement.cpu(rank))
+            except RuntimeError:
+                self.close()
+                raise DeviceError(
+                    f"the system starts no more than {rank} of {self.threads} threads; lower "
+                    "--threads, or raise the limit of processes (ulimit -u)"
+                ) from None
+            self._workers.append(worker)
+
+    def forget_workers(self) -> None:
+        """Make the child of a fork forget its parent's workers, and the step that was going on.
+
+        They are not told to end: they are not there, and one may hold the lock of its event.
+        """
+        self._workers.clear()
+        self._inside = 0
+        unpin(self._before, 0)
+        self._before = frozenset()
+        self._control[sync.EPOCH :] = 0
+        self._control[sync.STOP] = 1
+        for words in self._tapes:
+            tape.clear_counts(words)
+
+    def _lost(self) -> int:
+        """Return what the thread that lost most has lost at barriers since the last call, in ns."""
+        counts = self._control[sync.LOST :: sync.LINE]
+        most = int(counts.max())
+        counts[...] = 0
+        return most
+
+
+class _Worker:
+    """One thread of a team other than the caller's.
+
+    Args:
+        control: address of the control block.
+        rank: its number, from 1.
+        kept_alive: what it reads and writes. It holds these and not the team, so that a team can be
+            collected.
+        cpu: where it runs; None: anywhere.
+    """
+
+    def __init__(
+        self, control: int, rank: int, kept_alive: tuple[np.ndarray, ...], cpu: int | None
+    ) -> None:
+        self.wake = threading.Event()
+        self.closing = False
+        self._kept_alive = kept_alive
+        self._serve = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(tape.serve.address)
+        self._control = control
+        self._rank = rank
+        self._cpu = cpu
+        self.thread = threading.Thread(target=self._loop, name=f"clocher-{rank}", daemon=True)
+        self.thread.start()
+
+    def _loop(self) -> None:
+        pin(self._cpu)
+        seen = 0
+        while True:
+            self.wake.wait()
+            self.wake.clear()
+            if self.closing:
+                return
+            seen = self._serve(self._control, self._rank, seen)
+
+
+def _forked() -> None:
+    for team in list(_teams):
+        team.forget_workers()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+def _end(control: np.ndarray, workers: list[_Worker]) -> None:
+    control[sync.STOP] = 1
+    for worker in workers:
+        worker.closing = True
+        worker.wake.set()
+    for worker in workers:
+        if worker.thread is not threading.current_thread():
+            worker.thread.join()

@@ -1,0 +1,1 @@
+"""Integer weights in tiles of 16 rows: the layout, packing, products, memory."""

@@ -1,0 +1,254 @@
+"""Dot products of bytes in tiles: 16 rows times 32 columns of one or more tokens, in int32.
+
+`dots_of` chooses how the bytes of a line become unsigned operands, by code, ISA and number of
+tokens. A running sum is a list of int32 accumulators whose values are weighted by powers of two,
+so that operands need not be shifted into place when there are few tokens to share the work, and the
+dot products of few tokens do not wait for each other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+from clocher_kernels.dtypes import E2M1_VALUES
+from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.lanes.memory import emit_load
+from cpu_fallback.lanes.vector import BYTES, I32, call, constant, pick, spread
+from cpu_fallback.tiles.layout import LINE, UNIT
+
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_SHORTS = ir.VectorType(_I16, 32)
+_DWORDS = UNIT // 4
+
+_FP4 = [int(2 * value) + 12 for value in E2M1_VALUES]
+
+Sum = list[Any]
+"""Slots of int32 accumulators, one for each of `Dots.shifts`."""
+
+
+@dataclass(frozen=True)
+class Dots:
+    """How the dot products of a unit are emitted.
+
+    Attributes:
+        code: of the layout.
+        shifts: accumulator i holds 2^shifts[i] times its part of the sum.
+        top: largest unsigned operand.
+    """
+
+    code: str
+    shifts: tuple[int, ...]
+    top: int
+
+    def begin(self, b: Any, start: Any, zeros: Any) -> Sum:
+        """Emit the accumulators of a block, the bias taken off in advance.
+
+        Args:
+            b: the builder.
+            start: -bias times the sum of the activations; if there are zero points, the low 16 bits
+                of the negative sum, lane by lane.
+            zeros: int32 zero points or None.
+        """
+        if zeros is not None:
+            start = _emit_pairs(b, zeros, start)
+        sums = []
+        for i in range(len(self.shifts)):
+            slot = _alloca(b)
+            b.store(start if i == 0 else constant(I32, 0), slot)
+            sums.append(slot)
+        return sums
+
+    def unit(self, b: Any, lines: Any, codes: Any, sums: Sequence[Sum], ahead: Any) -> None:
+        """Emit one unit: add 16 rows times 32 columns of each token to its sum.
+
+        Args:
+            b: the builder.
+            lines: address of the unit in the tile.
+            codes: address of the tokens' codes.
+            sums: running sum of each token.
+            ahead: bytes ahead of the lines at which to ask for lines.
+        """
+        count = {"int4": 4, "fp4": 4, "int8": 8, "ternary": 2}[self.code]
+        operands: list[tuple[Any, int]] = []
+        for i in range(count):
+            at = b.add(lines, ir.Constant(_I64, LINE * i))
+            _prefetch(b, b.add(at, ahead))
+            line = emit_load(b, BYTES.llvm, at)
+            operands += self._operands(b, line)
+        for t, total in enumerate(sums):
+            pairs = []
+            for i, (weights, own) in enumerate(operands):
+                slot = own if any(self.shifts) else i % len(self.shifts)
+                at = b.add(codes, ir.Constant(_I64, UNIT * t + 4 * i))
+                x = b.bitcast(spread(b, I32, emit_load(b, _I32, at)), BYTES.llvm)
+                pairs.append((weights, x, slot))
+            self._add(b, pairs, total)
+
+    def end(self, b: Any, total: Sum) -> Any:
+        """Emit the sum of a block."""
+        value = b.load(total[0])
+        for slot, shift in zip(total[1:], self.shifts[1:], strict=True):
+            part = b.load(slot)
+            if shift:
+                part = b.ashr(part, constant(I32, shift))
+            value = b.add(value, part)
+        return value
+
+    def _operands(self, b: Any, line: Any) -> list[tuple[Any, int]]:
+        """Return the operands of a line in the order of the activations, and their accumulators."""
+        if self.code == "int8":
+            return [(line, 0)]
+        if self.code == "ternary":
+            if len(self.shifts) == 4:
+                masks = [3 << 2 * p for p in range(4)]
+                return [(b.and_(line, constant(BYTES, mask)), p) for p, mask in enumerate(masks)]
+            return [(_bits(b, line, 2 * p, 3), 0) for p in range(4)]
+        if self.code == "int4" and len(self.shifts) == 2:
+            return [(b.and_(line, constant(BYTES, mask)), i) for i, mask in enumerate((15, 240))]
+        nibbles = [_bits(b, line, shift, 15) for shift in (0, 4)]
+        if self.code == "fp4":
+            nibbles = [_look_up(b, _FP4, nibble) for nibble in nibbles]
+        return [(nibble, 0) for nibble in nibbles]
+
+    def _add(self, b: Any, pairs: list[tuple[Any, Any, int]], total: Sum) -> None:
+        if CURRENT.avx512:
+            for weights, x, slot in pairs:
+                b.store(_dot(b, b.load(total[slot]), weights, x), total[slot])
+            return
+        value = b.load(total[0])
+        if CURRENT.avx2 and self.top * 256 * 2 <= 32767:
+            run = 32767 // (self.top * 256)
+            for start in range(0, len(pairs), run):
+                value = b.add(value, _emit_run(b, pairs[start : start + run]))
+        else:
+            for weights, x, _ in pairs:
+                value = _emit_split(b, value, weights, x)
+        b.store(value, total[0])
+
+
+def dots_of(code: str, tokens: int) -> Dots:
+    """Return how the dot products of a code with this many tokens are emitted."""
+    top = {"int4": 15, "fp4": 24, "int8": 255, "ternary": 2}[code]
+    few = CURRENT.avx512 and tokens <= 4
+    if few and code == "int4":
+        return Dots(code, (0, 4), top)
+    if few and code == "ternary":
+        return Dots(code, (0, 2, 4, 6), top)
+    if few and code == "int8":
+        return Dots(code, (0, 0), top)
+    return Dots(code, (0,), top)
+
+
+def _prefetch(b: Any, address: Any) -> None:
+    reading, near, data = (ir.Constant(_I32, value) for value in (0, 3, 1))
+    pointer = b.inttoptr(address, _I8.as_pointer())
+    call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, reading, near, data)
+
+
+def _alloca(b: Any) -> Any:
+    with b.goto_entry_block():
+        return b.alloca(I32.llvm)
+
+
+def _bits(b: Any, line: Any, shift: int, mask: int) -> Any:
+    """Emit bits of each byte; there is no shift of bytes, but the mask removes the neighbour's."""
+    if shift:
+        shorts = b.bitcast(line, _SHORTS)
+        shorts = b.lshr(shorts, ir.Constant(_SHORTS, [shift] * 32))
+        line = b.bitcast(shorts, BYTES.llvm)
+    return b.and_(line, constant(BYTES, mask))
+
+
+def _look_up(b: Any, table: list[int], nibbles: Any) -> Any:
+    """Emit table[nibble] byte by byte."""
+    if CURRENT.avx512:
+        entries = ir.Constant(BYTES.llvm, table * 4)
+        return call(b, "llvm.x86.avx512.pshuf.b.512", BYTES.llvm, entries, nibbles)
+    if CURRENT.avx2:
+        half = ir.VectorType(_I8, 32)
+        entries = ir.Constant(half, table * 2)
+        parts = [
+            call(b, "llvm.x86.avx2.pshuf.b", half, entries, _half(b, nibbles, start))
+            for start in (0, 32)
+        ]
+        lanes = ir.Constant(ir.VectorType(_I32, 64), list(range(64)))
+        return b.shuffle_vector(parts[0], parts[1], lanes)
+    return _arithmetic_fp4(b, nibbles)
+
+
+def _arithmetic_fp4(b: Any, nibbles: Any) -> Any:
+    """Emit 2 * e2m1 + 12 without a table: 0 1 2 3 4 6 8 12, bit 3 the sign."""
+    magnitude = b.and_(nibbles, constant(BYTES, 7))
+    value = magnitude
+    for at, extra in ((5, 1), (6, 1), (7, 3)):
+        above = b.icmp_unsigned(">=", magnitude, constant(BYTES, at))
+        value = b.add(value, b.select(above, constant(BYTES, extra), constant(BYTES, 0)))
+    negative = b.icmp_unsigned(">=", nibbles, constant(BYTES, 8))
+    value = b.select(negative, b.sub(constant(BYTES, 0), value), value)
+    return b.add(value, constant(BYTES, 12))
+
+
+def _half(b: Any, vector: Any, start: int) -> Any:
+    return pick(b, vector, list(range(start, start + vector.type.count // 2)))
+
+
+def _dot(b: Any, total: Any, weights: Any, x: Any) -> Any:
+    if llvm.llvm_version_info[0] < 21:
+        weights, x = b.bitcast(weights, I32.llvm), b.bitcast(x, I32.llvm)
+    return call(b, "llvm.x86.avx512.vpdpbusd.512", I32.llvm, total, weights, x)
+
+
+def _emit_run(b: Any, pairs: list[tuple[Any, Any, int]]) -> Any:
+    """Emit the sum of products whose partial sums fit in int16, for AVX2."""
+    halves = []
+    short = ir.VectorType(_I16, 16)
+    for start in (0, 32):
+        total = None
+        for weights, x, _ in pairs:
+            operands = [_half(b, v, start) for v in (weights, x)]
+            products = call(b, "llvm.x86.avx2.pmadd.ub.sw", short, *operands)
+            total = products if total is None else b.add(total, products)
+        ones = ir.Constant(short, [1] * 16)
+        halves.append(call(b, "llvm.x86.avx2.pmadd.wd", ir.VectorType(_I32, 8), total, ones))
+    return b.shuffle_vector(
+        halves[0], halves[1], ir.Constant(ir.VectorType(_I32, 16), list(range(16)))
+    )
+
+
+def _emit_split(b: Any, total: Any, weights: Any, x: Any) -> Any:
+    """Emit the products of any bytes: even and odd ones apart, widened to int16."""
+    eight = ir.Constant(_SHORTS, [8] * 32)
+    w, x = b.bitcast(weights, _SHORTS), b.bitcast(x, _SHORTS)
+    even = (b.and_(w, ir.Constant(_SHORTS, [255] * 32)), b.ashr(b.shl(x, eight), eight))
+    odd = (b.lshr(w, eight), b.ashr(x, eight))
+    for left, right in (even, odd):
+        total = b.add(total, _pairs(b, left, right))
+    return total
+
+
+def _pairs(b: Any, left: Any, right: Any) -> Any:
+    """Emit products of int16 [32], added in pairs to int32 [16]."""
+    if CURRENT.avx512:
+        return call(b, "llvm.x86.avx512.pmaddw.d.512", I32.llvm, left, right)
+    if CURRENT.avx2:
+        eight = ir.VectorType(_I32, 8)
+        halves = [
+            call(b, "llvm.x86.avx2.pmadd.wd", eight, _half(b, left, start), _half(b, right, start))
+            for start in (0, 16)
+        ]
+        lanes = ir.Constant(ir.VectorType(_I32, 16), list(range(16)))
+        return b.shuffle_vector(halves[0], halves[1], lanes)
+    products = []
+    for first in (0, 1):
+        lanes = list(range(first, 32, 2))
+        a, c = (b.sext(pick(b, v, lanes), I32.llvm) for v in (left, right))
+        products.append(b.mul(a, c))
+    return b.add(*products)
+
+
+def _emit_pairs(b: Any, zeros: Any, start: Any) -> Any:
+    """Emit zero point times negative sum: int16 products, whose high halves are zero."""
+    return _pairs(b, b.bitcast(zeros, _SHORTS), b.bitcast(start, _SHORTS))

@@ -1,0 +1,165 @@
+"""Panels: int8 activations of a few tokens, in the order in which tiles use them.
+
+The panel of T tokens is three runs, one after the other:
+
+    codes   i8 [units, T, 32]    columns of a unit in the order of the tile's operands, zero-padded
+    starts  i32 [blocks, T]      what a dot product over a block begins with, to take the bias off
+    scales  f32 [groups, T]      activation scales, times the weight's own factor
+
+A block is what is summed in int32: the shorter of weight block and activation group.
+"""
+
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+
+from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.lanes.jit import device
+from cpu_fallback.lanes.memory import (
+    emit_load,
+    emit_load_n,
+    emit_store,
+    read_f32,
+    write_f32,
+    write_i32,
+)
+from cpu_fallback.lanes.record import reader
+from cpu_fallback.lanes.vector import call, i64, op, pick
+from cpu_fallback.tiles.layout import BIAS, UNIT, Layout
+
+TOKENS = 16
+
+_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_UNIT = ir.VectorType(ir.IntType(8), UNIT)
+
+
+class Form(NamedTuple):
+    """How panels are filled for a weight.
+
+    Attributes:
+        paired: whether even columns of each 8 come before odd ones.
+        bias: of the codes.
+        units: per block, 0 for all.
+        group: columns per activation scale, 0 for all.
+        factor: the weight's, multiplied into the activation scales.
+    """
+
+    paired: int
+    bias: int
+    units: int
+    group: int
+    factor: float
+
+
+form_at = reader(Form)
+"""Read the record at an address."""
+
+
+def _sum(b: Any, codes: Any) -> Any:
+    if CURRENT.avx2:
+        short, eight = ir.VectorType(_I16, 16), ir.VectorType(_I32, 8)
+        ones = ir.Constant(_UNIT, [1] * UNIT)
+        pairs = call(b, "llvm.x86.avx2.pmadd.ub.sw", short, ones, codes)
+        one = ir.Constant(short, [1] * 16)
+        total = call(b, "llvm.x86.avx2.pmadd.wd", eight, pairs, one)
+        return b.sext(call(b, "llvm.vector.reduce.add.v8i32", _I32, total), _I64)
+    wide = ir.VectorType(_I16, UNIT)
+    total = call(b, "llvm.vector.reduce.add.v32i16", _I16, b.sext(codes, wide))
+    return b.sext(total, _I64)
+
+
+def _move(b: Any, codes: Any, target: Any, paired: Any) -> Any:
+    order = [8 * g + 2 * i + odd for g in range(UNIT // 8) for odd in (0, 1) for i in range(4)]
+    apart = pick(b, codes, order)
+    emit_store(b, b.select(b.trunc(paired, ir.IntType(1)), apart, codes), target)
+    return _sum(b, codes)
+
+
+@op(i64, i64, i64, i64)
+def move_unit(b, source, target, paired):
+    """Copy 32 codes, even columns of each 8 before odd ones if `paired`; return their sum."""
+    return _move(b, emit_load(b, _UNIT, source), target, paired)
+
+
+@op(i64, i64, i64, i64, i64)
+def move_tail(b, source, count, target, paired):
+    """Copy the first `count` of 32 codes and zeros after them; return their sum."""
+    return _move(b, emit_load_n(b, _UNIT, source, count), target, paired)
+
+
+def form_of(layout: Layout, group: int, factor: float) -> Form:
+    """Return the form of the panels of a product.
+
+    Args:
+        layout: of the weight's tiles.
+        group: columns per activation scale, 0 for one per token.
+        factor: what activation scales are multiplied by.
+    """
+    periods = [p // UNIT for p in (layout.block, group) if p]
+    bias = 1 if layout.zeros else BIAS[layout.code]
+    paired = int(layout.code in ("int4", "fp4"))
+    return Form(paired, bias, min(periods, default=0), group, float(factor))
+
+
+def panel_bytes(layout: Layout, group: int, k: int) -> int:
+    """Return the bytes of a panel per token."""
+    units = -(-k // UNIT)
+    periods = [p for p in (layout.block, group) if p]
+    blocks = -(-k // min(periods)) if periods else 1
+    groups = -(-k // group) if group else 1
+    return UNIT * units + 4 * (blocks + groups)
+
+
+@device
+def width(tokens):
+    """Return how many tokens the panel has that holds this many: 1, 2, 4, 8 or 16."""
+    if tokens > 8:
+        return 16
+    if tokens > 4:
+        return 8
+    if tokens > 2:
+        return 4
+    return tokens
+
+
+@device
+def fill_token(form, q, scale, k, panel, t, tokens):
+    """Write token t of a panel of `tokens`.
+
+    Args:
+        form: address of the record.
+        q: address of its codes, i8 [K].
+        scale: address of its scales, fp32.
+        k: columns.
+        panel: address of the panel.
+        t: place in the panel.
+        tokens: width of the panel.
+    """
+    f = form_at(form)
+    paired, bias, per_block, group = f.paired, f.bias, f.units, f.group
+    units = (k + 31) >> 5
+    if per_block == 0:
+        per_block = units
+    blocks = (units + per_block - 1) // per_block
+    code = panel + 32 * t
+    start = panel + 32 * tokens * units + 4 * t
+    scales = start + 4 * tokens * blocks
+    total = 0
+    left = per_block
+    for u in range(units):
+        if 32 * u + 32 <= k:
+            total += move_unit(q + 32 * u, code, paired)
+        else:
+            total += move_tail(q + 32 * u, k - 32 * u, code, paired)
+        code += 32 * tokens
+        left -= 1
+        if left == 0 or u == units - 1:
+            write_i32(start, -bias * total)
+            start += 4 * tokens
+            total = 0
+            left = per_block
+    groups = 1
+    if group:
+        groups = (k + group - 1) // group
+    for g in range(groups):
+        write_f32(scales + 4 * tokens * g, read_f32(scale + 4 * g) * f.factor)

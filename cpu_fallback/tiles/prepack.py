@@ -1,0 +1,98 @@
+"""Which weights of a Plan are packed into tiles, or copied into large pages, before it runs."""
+
+import weakref
+from collections.abc import Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+
+from clocher_kernels.guards import refuse_in_window
+from clocher_kernels.host_memory import require
+from clocher_kernels.ops.contract import Value
+from clocher_kernels.plan import Plan
+from clocher_kernels.quant_tensor import QuantTensor
+from cpu_fallback.team.large_pages import HUGE, allocate, give_back, is_mapped
+from cpu_fallback.team.placement import usable_cpus
+from cpu_fallback.tiles.tile_pack import is_packed
+
+TILED = frozenset({"linear_i8", "linear_q8", "moe_gate_up_q8", "moe_down_q8"})
+"""Ops that read their weight from tiles."""
+IN_PLACE = frozenset({"linear", "moe_gate_up", "moe_down"})
+"""Ops that read their weight as it is stored, from wherever it lies."""
+
+_CHUNK = 4 << 20
+_copies: dict[int, np.ndarray] = {}
+
+
+def waiting(plan: Plan, values: Mapping[str, Value], copied: Set[str]) -> dict[str, int]:
+    """Return the bytes of each weight that binding a Plan will pack or copy.
+
+    Args:
+        plan: what is bound.
+        values: every parameter by name.
+        copied: weights to copy if they are read in place and lie in a mapped file.
+    """
+    found: dict[str, int] = {}
+    for call in plan.calls:
+        name = call.args.get("w", "")
+        tensor = values.get(name)
+        if not isinstance(tensor, QuantTensor):
+            continue
+        if call.op in TILED and not is_packed(tensor):
+            found[name] = tensor.nbytes
+        elif call.op in IN_PLACE and name in copied:
+            planes = tensor.planes.values()
+            fresh = [p.nbytes for p in planes if _is_worth_it(p) and id(p) not in _copies]
+            found[name] = sum(fresh)
+    return found
+
+
+def check_memory(packed: int, beside: int) -> None:
+    """Refuse to pack what does not fit in memory.
+
+    Args:
+        packed: bytes of all that will be packed.
+        beside: bytes of the buffers, which are allocated but not touched yet.
+
+    Raises:
+        OutOfMemory: it does not fit.
+    """
+    if packed:
+        require(
+            packed + beside,
+            f"packing weights takes {packed >> 20} MiB beside buffers of {beside >> 20}, together",
+            "--pretranspose none reads them from the file, slower",
+        )
+
+
+def in_large_pages(tensor: QuantTensor) -> QuantTensor:
+    """Return a tensor whose large planes are copies in large pages, if they lie in a mapped file.
+
+    They are copied once, shared by all Plans, and kept as long as the originals live, whose pages
+    are given back.
+    """
+    return replace(tensor, planes={name: _copied(p) for name, p in tensor.planes.items()})
+
+
+def _copied(array: np.ndarray) -> np.ndarray:
+    if not _is_worth_it(array):
+        return array
+    key = id(array)
+    if key not in _copies:
+        refuse_in_window("copy weights")
+        made, source = allocate(array.nbytes), array.reshape(-1).view(np.uint8)
+
+        def part(start: int) -> None:
+            made[start : start + _CHUNK] = source[start : start + _CHUNK]
+
+        with ThreadPoolExecutor(usable_cpus()) as pool:
+            list(pool.map(part, range(0, array.nbytes, _CHUNK)))
+        _copies[key] = made.view(array.dtype).reshape(array.shape)
+        weakref.finalize(array, _copies.pop, key, None)
+        give_back(array)
+    return _copies[key]
+
+
+def _is_worth_it(array: np.ndarray) -> bool:
+    return array.nbytes >= HUGE and is_mapped(array)

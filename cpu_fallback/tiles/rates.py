@@ -1,0 +1,72 @@
+"""Kernels that measure the machine: clock, byte dot products per cycle, tiles."""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.lanes.jit import Kernel
+from cpu_fallback.lanes.memory import emit_load, store_i32, write_i64
+from cpu_fallback.lanes.vector import BYTES, I32, call, constant, i64, op
+from cpu_fallback.tiles.tile_product import call_product
+
+CHAIN_CYCLES = 32
+"""Cycles per step of `chain` on x86: 8 multiplications of latency 3 and ORs of latency 1."""
+DOT_ACCUMULATORS = 16
+"""Byte dot products per step of `dots`, each 64 products."""
+
+_I64 = ir.IntType(64)
+
+
+@op(i64, i64, i64)
+def _multiply_chain(b, count, value):
+    slot = cgutils.alloca_once_value(b, value)
+    with cgutils.for_range(b, count):
+        for _ in range(8):
+            here = b.load(slot)
+            b.store(b.mul(here, b.or_(here, ir.Constant(_I64, 1))), slot)
+    return b.load(slot)
+
+
+def _chain(count, value):
+    """Return a number that takes `count` times CHAIN_CYCLES cycles to compute."""
+    return _multiply_chain(count, value)
+
+
+@op(I32, i64, i64)
+def _many_dots(b, count, source):
+    line = emit_load(b, BYTES.llvm, source)
+    slots = [cgutils.alloca_once_value(b, constant(I32, i)) for i in range(DOT_ACCUMULATORS)]
+    with cgutils.for_range(b, count):
+        for slot in slots:
+            b.store(_dot(b, b.load(slot), line), slot)
+    total = b.load(slots[0])
+    for slot in slots[1:]:
+        total = b.xor(total, b.load(slot))
+    return total
+
+
+def _dot(b: Any, total: Any, line: Any) -> Any:
+    if CURRENT.avx512:
+        return call(b, "llvm.x86.avx512.vpdpbusd.512", I32.llvm, total, line, line)
+    return b.add(total, b.bitcast(line, I32.llvm))
+
+
+def _dots(count, source, out):
+    """Compute count * DOT_ACCUMULATORS independent byte dot products of 64 products each."""
+    store_i32(out, _many_dots(count, source))
+
+
+def _sweep(product, tiles, tile_bytes, count, repeats, panel, out, units, tokens, ahead):
+    """Multiply `count` tiles by a panel, `repeats` times."""
+    for _ in range(repeats):
+        for tile in range(count):
+            call_product(product, tiles + tile * tile_bytes, panel, out, units, tokens, ahead)
+    write_i64(out, 0)
+
+
+chain = Kernel(_chain, types.int64)
+dots = Kernel(_dots)
+sweep = Kernel(_sweep)

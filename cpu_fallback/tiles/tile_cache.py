@@ -1,0 +1,208 @@
+"""The tile cache: packed weights on disk, in files named by what they were packed from.
+
+It is off unless CLOCHER_TILE_CACHE_MB gives it room: packing is at least as fast as finding out
+which file would do, since that takes a hash of the same bytes. It pays where weights have to be
+packed by something slower than this machine.
+
+A file is a header (a magic number and a hash of what follows) and the tiles. Files appear by
+rename, so a process sees a whole file or none; two that pack the same tensor write the same bytes.
+What is truncated or damaged does not fit its header, and is packed again. When the files together
+are larger than the limit, those used least recently go.
+"""
+
+import fcntl
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from clocher_kernels.errors import UsageError
+from clocher_kernels.quant_tensor import QuantTensor
+from cpu_fallback.lanes.objects import cache_root
+from cpu_fallback.lanes.private_files import locked, open_private, private_directory
+from cpu_fallback.team.placement import usable_cpus
+from cpu_fallback.tiles.layout import Layout
+
+LIMIT_VARIABLE = "CLOCHER_TILE_CACHE_MB"
+
+_log = logging.getLogger(__name__)
+_NAME = "tiles"
+_MAGIC = b"clocher tiles 1\n"
+_DIGEST_BYTES = 32
+_HEADER = len(_MAGIC) + _DIGEST_BYTES
+_CHUNK = 4 << 20
+
+_given_up: set[Path] = set()
+"""Directories that this process does not use any more."""
+
+
+class TileCache:
+    """Packed tensors by the hash of what they were packed from.
+
+    A cache that cannot be read or written, or that others can write, costs time and never a result.
+
+    Args:
+        root: directory of all caches.
+        limit: bytes of all files together. A write in progress is not counted.
+    """
+
+    def __init__(self, root: Path, limit: int) -> None:
+        self.root = root
+        self.limit = limit
+
+    @property
+    def directory(self) -> Path:
+        """Where the files are."""
+        return self.root / _NAME
+
+    @classmethod
+    def get(cls) -> "TileCache | None":
+        """Return the cache that the environment asks for, None if it asks for none.
+
+        Raises:
+            UsageError: the limit is not a number of MiB.
+        """
+        raw = os.environ.get(LIMIT_VARIABLE) or "0"
+        if not re.fullmatch("[0-9]{1,9}", raw):
+            raise UsageError(
+                f"{LIMIT_VARIABLE}: got {raw[:60]!r}, expected MiB as an integer from 0 (off)"
+            )
+        root = cache_root() if int(raw) else None
+        return None if root is None else cls(root, int(raw) << 20)
+
+    def read(self, key: str, out: np.ndarray) -> bool:
+        """Fill `out`, u8, with the tiles of a key; False if there are none or they are damaged.
+
+        The contents of `out` are undefined then.
+        """
+        if self.directory in _given_up:
+            return False
+        try:
+            path = private_directory(self.root, _NAME) / f"{key}.tiles"
+            with open(open_private(path, os.O_RDONLY), "rb", buffering=0) as file:
+                if os.fstat(file.fileno()).st_size != _HEADER + out.nbytes:
+                    return False
+                header = file.read(_HEADER)
+
+                def load(start: int) -> bytes:
+                    piece = out.data[start : start + _CHUNK]
+                    done = 0
+                    while done < len(piece):
+                        got = os.preadv(file.fileno(), [piece[done:]], _HEADER + start + done)
+                        if not got:
+                            raise OSError(f"{path} has become shorter")
+                        done += got
+                    return _hash(piece)
+
+                if header != _MAGIC + _combine(_each(load, out.nbytes)):
+                    _log.warning("%s is damaged; its tensor is packed again", path)
+                    return False
+            os.utime(path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            self._give_up("read", error)
+            return False
+        return True
+
+    def write(self, key: str, data: np.ndarray) -> None:
+        """Store tiles, u8, and make room for them."""
+        if _HEADER + data.nbytes > self.limit or self.directory in _given_up:
+            return
+        temporary = None
+        try:
+            directory = private_directory(self.root, _NAME, create=True)
+            path, lock = directory / f"{key}.tiles", directory / ".lock"
+            temporary = directory / f".{key}.{os.getpid()}"
+            header = _MAGIC + hash_of(data)
+            with locked(lock):
+                temporary.unlink(missing_ok=True)  # of another process that had this number
+                descriptor = open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)  # `_tidy` knows by it that we live
+            with open(descriptor, "wb", buffering=0) as file:
+                for piece in (memoryview(header), data.data):
+                    done = 0
+                    while done < len(piece):
+                        done += file.write(piece[done : done + _CHUNK])
+                os.fsync(file.fileno())
+                with locked(lock):
+                    temporary.replace(path)
+                    self._tidy(path)
+            _sync_names(directory)
+        except OSError as error:
+            if temporary is not None:
+                with suppress(OSError):
+                    temporary.unlink()
+            self._give_up("store", error)
+
+    def _give_up(self, what: str, error: OSError) -> None:
+        """Leave the directory alone from now on: the next tensor would not fare better."""
+        _given_up.add(self.directory)
+        _log.warning("could not %s packed weights in %s: %s", what, self.directory, error)
+
+    def _tidy(self, keep: Path) -> None:
+        """Remove what dead writers left behind, then the files used least recently."""
+        for left in keep.parent.glob(".*.*"):
+            with suppress(OSError), open(open_private(left, os.O_RDONLY), "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error if its writer lives
+                left.unlink()
+        files = [(path.lstat(), path) for path in keep.parent.glob("*.tiles")]
+        total = sum(status.st_size for status, _ in files)
+        for status, path in sorted(files, key=lambda found: found[0].st_mtime_ns):
+            if total > self.limit and path != keep:
+                path.unlink(missing_ok=True)
+                total -= status.st_size
+
+
+def _sync_names(directory: Path) -> None:
+    names = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(names)
+    finally:
+        os.close(names)
+
+
+def key_of(layout: Layout, tensor: QuantTensor, version: int) -> str:
+    """Return a name for all that determines the tiles of a tensor: 64 hexadecimal digits.
+
+    Tiles do not depend on the instruction set, so it is no part of the key.
+
+    Args:
+        layout: of the tiles.
+        tensor: what they are packed from.
+        version: of the packing.
+    """
+    planes = {name: np.ascontiguousarray(array) for name, array in sorted(tensor.planes.items())}
+    stored = [(name, array.dtype.str, array.shape) for name, array in planes.items()]
+    described = repr((version, layout, tensor.format.name, tensor.shape, stored)).encode()
+    return _combine([described, *(hash_of(array) for array in planes.values())]).hex()
+
+
+def hash_of(array: np.ndarray) -> bytes:
+    """Return a hash of the bytes of a contiguous array, computed on all CPUs."""
+    data = array.reshape(-1).view(np.uint8).data
+    return _combine(_each(lambda start: _hash(data[start : start + _CHUNK]), len(data)))
+
+
+def _each(function: Callable[[int], bytes], nbytes: int) -> list[bytes]:
+    """Return what a function returns for the start of each chunk."""
+    starts = range(0, nbytes, _CHUNK)
+    if len(starts) < 2:
+        return [function(start) for start in starts]
+    with ThreadPoolExecutor(usable_cpus()) as pool:
+        return list(pool.map(function, starts))
+
+
+def _hash(data: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+
+
+def _combine(digests: Sequence[bytes]) -> bytes:
+    """Return a hash of several strings that no other several strings have."""
+    return _hash(b"".join(len(digest).to_bytes(8, "little") + digest for digest in digests))

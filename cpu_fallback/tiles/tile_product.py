@@ -1,0 +1,311 @@
+"""Tiles times tokens: exact int32 dot products, scaled in fp32 in one fixed order.
+
+`product_of` gives the kernel of a layout and an activation group:
+
+    product(tile, panel, out, units, tokens, ahead)
+
+        tile    address of a tile (`tiles`)
+        panel   address of the activations of the tokens (`panels`)
+        out     fp32 [tokens, 16], written
+        units   K in units of 32 columns, rounded up
+        tokens  1, 2, 4, 8 or 16
+        ahead   how far ahead of the tile's lines to ask for lines, in bytes
+
+Columns are summed in int32 over the shorter of the weight's block and the activation's group. Such
+a sum is converted, and scaled and added with one fma; the sums of a longer block or group likewise.
+int32 sums are exact, so neither the number of tokens nor the ISA changes a bit of the result, but
+for the generic ISA, whose fma rounds twice.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.lanes.jit import Kernel
+from cpu_fallback.lanes.memory import emit_load, emit_store
+from cpu_fallback.lanes.simd import emit_fma
+from cpu_fallback.lanes.vector import F32, I32, call, constant, i64, op, spread, void
+from cpu_fallback.tiles.byte_dots import Dots, dots_of
+from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, Layout
+
+TOKENS = (1, 2, 4, 8, 16)
+
+_AT_ONCE = 16 if CURRENT.avx512 else 4 if CURRENT.avx2 else 1
+"""Tokens whose sums the registers hold; the rest of a panel takes another pass over the tile."""
+
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_FLOAT = ir.FloatType()
+
+
+def _i64(value: int) -> ir.Constant:
+    return ir.Constant(_I64, value)
+
+
+class _Pointer:
+    """An address that advances as the code goes on."""
+
+    def __init__(self, b: Any, address: Any) -> None:
+        self._b = b
+        self._slot = cgutils.alloca_once_value(b, address)
+
+    def take(self, nbytes: Any) -> Any:
+        """Return the address, and advance it."""
+        at = self._b.load(self._slot)
+        step = _i64(nbytes) if isinstance(nbytes, int) else nbytes
+        self._b.store(self._b.add(at, step), self._slot)
+        return at
+
+
+class _Emitter:
+    """Emits the product of one tile with a fixed number of the tokens of a panel."""
+
+    def __init__(self, b: Any, layout: Layout, group: int, tokens: int) -> None:
+        self.b, self.layout, self.tokens = b, layout, tokens
+        self.dots: Dots = dots_of(layout.code, tokens)
+        self.wide, self.narrow = layout.block // UNIT, group // UNIT
+        periods = [p for p in (self.wide, self.narrow) if p]
+        self.block = min(periods, default=0)
+        self.group = max(periods) if len(periods) == 2 else 0
+
+    def emit(
+        self, tile: Any, panel: Any, out: Any, units: Any, width: Any, first: Any, ahead: Any
+    ) -> None:
+        """Emit everything.
+
+        Args:
+            tile: address of the tile.
+            panel: address of the panel.
+            out: address of the results of the whole panel.
+            units: of K.
+            width: tokens of the panel.
+            first: the first of them that is multiplied.
+            ahead: bytes to ask ahead.
+        """
+        b = self.b
+        self.ahead = ahead
+        self.weights = _Pointer(b, tile)
+        self.row, self.line = b.mul(width, _i64(4)), b.mul(width, _i64(UNIT))
+        place = b.mul(first, _i64(4))
+        starts = b.add(panel, b.mul(units, self.line))
+        scales = b.add(starts, b.mul(self._blocks(units), self.row))
+        self.codes = _Pointer(b, b.add(panel, b.mul(first, _i64(UNIT))))
+        self.starts = _Pointer(b, b.add(starts, place))
+        self.scales = _Pointer(b, b.add(scales, place))
+        self.head = cgutils.alloca_once_value(b, tile)
+        self.index = cgutils.alloca_once_value(b, _i64(0))
+        if not self.block:
+            sums = self._sums(units)
+        elif not self.group:
+            sums = self._parts(units, self.block)
+        else:
+            sums = self._groups(units)
+        if not self.narrow:
+            sums = [b.fmul(s, x) for s, x in zip(sums, self._activation_scales(), strict=True)]
+        if self.layout.scale == "row":
+            rows = emit_load(b, F32.llvm, self.weights.take(LINE))
+            sums = [b.fmul(s, rows) for s in sums]
+        out = b.add(out, b.mul(first, _i64(4 * ROWS)))
+        for i, value in enumerate(sums):
+            emit_store(b, value, b.add(out, _i64(4 * ROWS * i)))
+
+    def _blocks(self, units: Any) -> Any:
+        if not self.block:
+            return _i64(1)
+        return self.b.udiv(self.b.add(units, _i64(self.block - 1)), _i64(self.block))
+
+    @contextmanager
+    def _steps(self, units: Any, step: int) -> Iterator[Any]:
+        """Loop over units in steps; yields the units of the step."""
+        b = self.b
+        left = cgutils.alloca_once_value(b, units)
+        head, body, end = (b.append_basic_block(n) for n in ("units", "units.body", "units.end"))
+        b.branch(head)
+        b.position_at_end(head)
+        rest = b.load(left)
+        b.cbranch(b.icmp_signed(">", rest, _i64(0)), body, end)
+        b.position_at_end(body)
+        more = b.icmp_signed(">", rest, _i64(step))
+        yield b.select(more, _i64(step), rest) if step > 1 else _i64(1)
+        b.store(b.sub(rest, _i64(step)), left)
+        b.branch(head)
+        b.position_at_end(end)
+
+    def _zeros(self) -> list[Any]:
+        slots = [cgutils.alloca_once(self.b, F32.llvm) for _ in range(self.tokens)]
+        for slot in slots:
+            self.b.store(constant(F32, 0.0), slot)
+        return slots
+
+    def _add(self, slots: list[Any], values: list[Any], scales: list[Any]) -> None:
+        for slot, value, scale in zip(slots, values, scales, strict=True):
+            self.b.store(emit_fma(self.b, value, scale, self.b.load(slot)), slot)
+
+    def _groups(self, units: Any) -> list[Any]:
+        """Emit the sum over groups of blocks, or of blocks that have both scales."""
+        b, totals = self.b, self._zeros()
+        with self._steps(units, self.group) as within:
+            if self.block == self.group:
+                scale, zeros = self._weight_scales()
+                parts = [b.fmul(s, scale) for s in self._sums(within, zeros)]
+                self._add(totals, parts, self._activation_scales())
+            elif self.wide == self.block:
+                self._add(totals, self._parts(within, self.block), self._activation_scales())
+            else:
+                scale, zeros = self._weight_scales()
+                parts = self._parts(within, self.block, zeros)
+                self._add(totals, parts, [scale] * self.tokens)
+        return [b.load(slot) for slot in totals]
+
+    def _parts(self, units: Any, block: int, zeros: Any = None) -> list[Any]:
+        """Emit the sum over blocks, each scaled by the scale that changes with every block."""
+        parts = self._zeros()
+        with self._steps(units, block) as within:
+            if self.wide == block:
+                scale, zeros = self._weight_scales()
+                self._add(parts, self._sums(within, zeros), [scale] * self.tokens)
+            else:
+                self._add(parts, self._sums(within, zeros), self._activation_scales())
+        return [self.b.load(slot) for slot in parts]
+
+    def _sums(self, units: Any, zeros: Any = None) -> list[Any]:
+        """Emit the exact sum over one block, as fp32."""
+        b, t = self.b, self.tokens
+        at = self.starts.take(self.row)
+        sums = []
+        for i in range(t):
+            start = spread(b, I32, emit_load(b, _I32, b.add(at, _i64(4 * i))))
+            sums.append(self.dots.begin(b, start, zeros))
+        one = isinstance(units, ir.Constant)
+        with self._one() if one else self._steps(units, 1):
+            step = self.layout.lines * LINE
+            lines = self.weights.take(step)
+            codes = self.codes.take(self.line)
+            self.dots.unit(b, lines, codes, sums, self.ahead)
+        return [b.sitofp(self.dots.end(b, total), F32.llvm) for total in sums]
+
+    @contextmanager
+    def _one(self) -> Iterator[None]:
+        yield
+
+    def _activation_scales(self) -> list[Any]:
+        b = self.b
+        at = self.scales.take(self.row)
+        places = [b.add(at, _i64(4 * i)) for i in range(self.tokens)]
+        return [spread(b, F32, emit_load(b, _FLOAT, place)) for place in places]
+
+    def _weight_scales(self) -> tuple[Any, Any]:
+        """Emit the scales of a block, fp32, and its zero points, int32 or None."""
+        b, layout = self.b, self.layout
+        if layout.per_head == 1:
+            at = self.weights.take(layout.head)
+        else:
+            index = b.load(self.index)
+            b.store(b.add(index, _i64(1)), self.index)
+            fresh = b.icmp_signed("==", b.and_(index, _i64(layout.per_head - 1)), _i64(0))
+            here = self.weights.take(b.select(fresh, _i64(layout.head), _i64(0)))
+            at = b.select(fresh, here, b.add(b.load(self.head), _i64(layout.record)))
+            b.store(at, self.head)
+        zeros = None
+        if layout.zeros:
+            place = b.add(at, _i64(layout.record - ROWS))
+            zeros = b.zext(emit_load(b, ir.VectorType(_I8, ROWS), place), I32.llvm)
+        return _emit_scales(b, layout.scale, at), zeros
+
+
+def _emit_scales(b: Any, kind: str, at: Any) -> Any:
+    """Emit 16 stored scales as fp32; they are finite."""
+    if kind == "f32":
+        return emit_load(b, F32.llvm, at)
+    if kind == "e8m0":
+        codes = b.zext(emit_load(b, ir.VectorType(_I8, ROWS), at), I32.llvm)
+        bits = b.shl(codes, constant(I32, 23))
+        least = constant(I32, 1 << 22)
+        return b.bitcast(call(b, "llvm.umax.v16i32", I32.llvm, bits, least), F32.llvm)
+    codes = emit_load(b, ir.VectorType(_I16, ROWS), at)
+    if kind == "f16" and CURRENT.f16c:
+        return b.fpext(b.bitcast(codes, ir.VectorType(ir.HalfType(), ROWS)), F32.llvm)
+    codes = b.zext(codes, I32.llvm)
+    if kind == "bf16":
+        return b.bitcast(b.shl(codes, constant(I32, 16)), F32.llvm)
+    magnitude = b.shl(b.and_(codes, constant(I32, 0x7FFF)), constant(I32, 13))
+    scaled = b.fmul(b.bitcast(magnitude, F32.llvm), constant(F32, 2.0**112))
+    sign = b.shl(b.and_(codes, constant(I32, 0x8000)), constant(I32, 16))
+    return b.bitcast(b.or_(b.bitcast(scaled, I32.llvm), sign), F32.llvm)
+
+
+def _emitter(layout: Layout, group: int, tokens: int) -> Callable[..., Any]:
+    @op(void, i64, i64, i64, i64, i64, i64, i64)
+    def emit(b, tile, panel, out, units, width, first, ahead):
+        _Emitter(b, layout, group, tokens).emit(tile, panel, out, units, width, first, ahead)
+
+    return emit
+
+
+def _wide(layout: Layout, group: int) -> Callable[..., None]:
+    one, two, four, eight, sixteen = (_emitter(layout, group, t) for t in TOKENS)
+
+    def product(tile, panel, out, units, tokens, ahead):
+        if tokens == 1:
+            one(tile, panel, out, units, 1, 0, ahead)
+        elif tokens == 2:
+            two(tile, panel, out, units, 2, 0, ahead)
+        elif tokens == 4:
+            four(tile, panel, out, units, 4, 0, ahead)
+        elif tokens == 8:
+            eight(tile, panel, out, units, 8, 0, ahead)
+        else:
+            sixteen(tile, panel, out, units, 16, 0, ahead)
+
+    return product
+
+
+def _medium(layout: Layout, group: int) -> Callable[..., None]:
+    one, two, four = (_emitter(layout, group, t) for t in TOKENS[:3])
+
+    def product(tile, panel, out, units, tokens, ahead):
+        if tokens == 1:
+            one(tile, panel, out, units, 1, 0, ahead)
+        elif tokens == 2:
+            two(tile, panel, out, units, 2, 0, ahead)
+        else:
+            for first in range(0, tokens, 4):
+                four(tile, panel, out, units, tokens, first, ahead)
+
+    return product
+
+
+def _narrow(layout: Layout, group: int) -> Callable[..., None]:
+    one = _emitter(layout, group, 1)
+
+    def product(tile, panel, out, units, tokens, ahead):
+        for first in range(tokens):
+            one(tile, panel, out, units, tokens, first, ahead)
+
+    return product
+
+
+@cache
+def product_of(layout: Layout, group: int) -> Kernel:
+    """Return the kernel for a layout and an activation group.
+
+    Args:
+        layout: of the weight's tiles.
+        group: columns per activation scale: 32, 128, or 0 for one per token.
+    """
+    function = {16: _wide, 4: _medium, 1: _narrow}[_AT_ONCE]
+    kernel = Kernel(function(layout, group))
+    kernel.name = f"tile_product.{layout.name}_x{group}"
+    return kernel
+
+
+@op(void, i64, i64, i64, i64, i64, i64, i64)
+def call_product(b, kernel, tile, panel, out, units, tokens, ahead):
+    """Call the product kernel at an address."""
+    kind = ir.FunctionType(ir.VoidType(), [_I64] * 6)
+    args = [tile, panel, out, units, tokens, ahead]
+    b.call(b.inttoptr(kernel, kind.as_pointer()), args)
