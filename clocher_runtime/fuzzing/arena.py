@@ -27,6 +27,8 @@ from clocher_runtime.fuzzing.oracle import address_space
 ROOT = Path(__file__).parents[2]
 CPU_SECONDS, COMPILING_CPU_SECONDS, WALL_SECONDS = 20, 150, 200
 MEMORY_FACTOR, EXTRA_MIB, COMPILING_MIB = 1.5, 96, 192
+# Caches of 999 sequences of the embedded model: honest, and the rest of a run does not grow.
+BATCH_MIB = 1536
 NOBODY = 65534
 
 # In no text that a person or a program should see.
@@ -87,6 +89,7 @@ class Arena:
         compiling = "compiling kernels" in end.err
         mib = MEMORY_FACTOR * self.honest_mib + EXTRA_MIB + COMPILING_MIB * compiling
         mib += 64 * sum(map(len, attack.files.values())) / (1 << 20) + ("64" in attack.flags) * 64
+        mib += ("999" in attack.flags) * BATCH_MIB
         if end.hung:
             return "hang"
         if found := next((text for text in _CAUGHT if text in end.err), None):
