@@ -27,7 +27,7 @@ from clocher_runtime.fuzzing.oracle import address_space
 ROOT = Path(__file__).parents[2]
 CPU_SECONDS, COMPILING_CPU_SECONDS, WALL_SECONDS = 20, 150, 200
 MEMORY_FACTOR, EXTRA_MIB, COMPILING_MIB = 1.5, 96, 192
-# Caches of 999 sequences of the embedded model: honest, and the rest of a run does not grow.
+# A large batch has 4 MiB of cache for each prompt of its file (embedded model, fp16): honest.
 BATCH_MIB = 1536
 NOBODY = 65534
 
