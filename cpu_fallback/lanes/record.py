@@ -108,9 +108,7 @@ def executes(op: str, own: type | None = None) -> Callable[[Callable[..., None]]
 
         entry.__name__, entry.__doc__ = function.__name__, function.__doc__
         entry.__module__ = function.__module__
-        made = Kernel(entry)
-        made.op = op
-        return made
+        return Kernel(entry)
 
     return decorate
 
