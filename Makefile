@@ -17,8 +17,8 @@ help:  ## list the targets
 run: $(VENV)/.installed  ## complete a Python function with the embedded model; ARGS='--max-new 100' adds flags
 	@$(BIN)/clocher-run $(ARGS)
 
-test: lint  ## check style and types, then run the tests
-	@$(BIN)/python -m pytest $(ARGS)
+test: lint  ## check style and types, then run the tests, two files at a time
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed-test  ## check style and types only
 	@$(BIN)/ruff check --quiet .

@@ -7,20 +7,21 @@ the keys and values that the step must read once; with several tokens the limit 
 GFLOP/s says how far it is.
 """
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from itertools import product
 from statistics import median
 
 import click
 import numpy as np
-from rich.table import Table
 
 from bench.bandwidth import Reader
-from bench.measure import Rows, interleave, machine, print_table, ratio, seconds, write_json
+from bench.measure import seconds
+from bench.ops.experiment import TEAM, Listed, Row, experiment, of_read, turns
 from clocher_kernels.dtypes import STORAGE, from_f32
 from clocher_kernels.ops.attention import KV_DTYPES
 from clocher_kernels.plan import Buffer, Call, Plan
-from clocher_runtime.engine.topology import default_threads
 from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.lanes.isa import CURRENT
 
@@ -35,6 +36,7 @@ SHAPES = {
 _PAGE = 64
 _BYTES = 192 << 20
 _MAX_LAYERS = 64
+_TOKEN = ("slots", "positions", "ends", "ancestors")
 
 
 class Step:
@@ -77,7 +79,9 @@ class Step:
             attrs = {"kv_dtype": kv, "scale": dim**-0.5, "window": window}
             calls.append(Call("attention", args, attrs))
         plan = Plan(tokens, 1, buffers, {}, (), tuple(calls))
-        self.tokens, self.executor = tokens, CpuExecutor(plan, {}, threads)
+        self.layers, self.tokens = layers, tokens
+        self.executor = CpuExecutor(plan, {}, threads)
+        self.close = self.executor.close
         rng = np.random.default_rng(0)
         values = rng.standard_normal((1, *shape[1:]), dtype=np.float32)
         for name, buffer in buffers.items():
@@ -98,27 +102,20 @@ class Step:
             return seconds(lambda: self.executor.step(self.tokens, 1), 0.01)
 
 
-_TOKEN = ("slots", "positions", "ends", "ancestors")
-
-
-def _names(known: tuple[str, ...]) -> Callable[..., tuple[str, ...]]:
-    def read(context: click.Context, option: click.Parameter, value: str) -> tuple[str, ...]:
-        parts = tuple(value.split(","))
-        if not set(parts) <= set(known):
-            raise click.BadParameter(f"{value!r}; expected some of {', '.join(known)}")
-        return parts
-
-    return read
-
-
-@click.command(help=__doc__)
-@click.option("--models", default=",".join(SHAPES), callback=_names(tuple(SHAPES)))
-@click.option("--kv", "kinds", default="f32,bf16,e4m3,i8", callback=_names(KV_DTYPES))
+@experiment(
+    "attention",
+    __doc__,
+    "model | kv | context | us a layer | GB/s | % of read | GFLOP/s",
+    "{model} | {kv} | {context} | {us_per_layer:.1f} | {gbps:.1f} | {pct_of_limit:.0f} | "
+    "{gflops:.0f}",
+    title="attention, {tokens} tokens, {threads} threads, {isa}",
+    rounds=11,
+)
+@click.option("--models", type=Listed.of(SHAPES), default=",".join(SHAPES))
+@click.option("--kv", "kinds", type=Listed.of(KV_DTYPES), default="f32,bf16,e4m3,i8")
 @click.option("--context", type=click.IntRange(1), multiple=True, default=(1024, 8192))
 @click.option("--tokens", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--threads", type=click.IntRange(1), default=default_threads, show_default="all")
-@click.option("--rounds", type=click.IntRange(1), default=11, show_default=True)
-@click.option("--json", "out", type=click.Path(path_type=Path), help="Write rows there.")
+@TEAM
 def main(
     models: tuple[str, ...],
     kinds: tuple[str, ...],
@@ -126,40 +123,26 @@ def main(
     tokens: int,
     threads: int,
     rounds: int,
-    out: Path | None,
-) -> None:
-    """Measure and print."""
-    title = f"attention, {tokens} tokens, {threads} threads, {CURRENT.name}, {machine()}"
-    table = Table("model", "kv", "context", "us a layer", "GB/s", "of read", "GFLOP/s", title=title)
-    reader, rows = Reader("2m"), Rows()
-    for model in models:
-        for length in context:
-            for kind in kinds:
-                step = Step(model, kind, length, tokens, threads)
-                runs = {"step": step.seconds, "read": lambda: reader.gbps(threads)}
-                found = interleave(runs, rounds, rest_s=0.01)
-                step.executor.close()
-                gbps = [step.nbytes / value / 1e9 for value in found["step"]]
-                share, took = ratio(gbps, found["read"]), median(found["step"])
-                layers = len(step.executor.plan.calls)
-                gflops = step.flops / took / 1e9
-                row = {"op": "attention", "model": model, "kv": kind, "context": length}
-                row |= {"tokens": tokens, "threads": threads, "isa": CURRENT.name}
-                row |= {"gbps": median(gbps), "read_gbps": median(found["read"])}
-                row |= {"pct_of_limit": 100 * share.value, "gflops": gflops}
-                rows.append(row)
-                table.add_row(
-                    model,
-                    kind,
-                    str(length),
-                    f"{took / layers * 1e6:.1f}",
-                    f"{median(gbps):.1f}",
-                    f"{share.value:.0%}",
-                    f"{gflops:.0f}",
-                )
-    print_table(table)
-    if out:
-        write_json(out, rows)
+) -> Iterator[Row]:
+    """Yield a row for each model, context and KV dtype."""
+    reader = Reader("2m")
+    for model, length, kind in product(models, context, kinds):
+        with closing(Step(model, kind, length, tokens, threads)) as step:
+            runs = {"step": step.seconds, "read": partial(reader.gbps, threads)}
+            found = turns(runs, rounds, rest_s=0.01)
+        took = median(found["step"])
+        yield {
+            "op": "attention",
+            "model": model,
+            "kv": kind,
+            "context": length,
+            "tokens": tokens,
+            "threads": threads,
+            "isa": CURRENT.name,
+            **of_read([step.nbytes / value / 1e9 for value in found["step"]], found["read"]),
+            "gflops": step.flops / took / 1e9,
+            "us_per_layer": took / step.layers * 1e6,
+        }
 
 
 if __name__ == "__main__":

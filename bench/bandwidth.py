@@ -11,16 +11,15 @@ import mmap
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import click
 import numpy as np
-from rich.table import Table
 
-from bench.measure import Rows, interleave, machine, print_table, write_json
-from clocher_runtime.engine.topology import default_threads
+from bench.ops.experiment import TEAMS, Listed, Row, experiment, turns
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel
 from cpu_fallback.lanes.memory import load_i32, write_i64
@@ -28,6 +27,17 @@ from cpu_fallback.lanes.simd import ihsum, ior, izero
 
 PAGES = ("4k", "2m")
 DEFAULT_BYTES = 512 << 20
+
+PAGES_READ = click.option(
+    "--pages", type=click.Choice(PAGES), default="2m", show_default=True, help="of what is read"
+)
+MIB = click.option(
+    "--mib",
+    type=click.IntRange(2),
+    default=DEFAULT_BYTES >> 20,
+    show_default=True,
+    help="Bytes to move.",
+)
 
 _HUGE = 2 << 20
 _LINES = 512
@@ -135,54 +145,36 @@ def _huge_bytes(address: int) -> int:
     return 0
 
 
-def parse_counts(context: click.Context, option: click.Parameter, value: str) -> tuple[int, ...]:
-    """Read "1,2,4"."""
-    parts = value.split(",")
-    if not all(re.fullmatch("[1-9][0-9]{0,5}", part) for part in parts):
-        raise click.BadParameter(f"{value!r}; expected numbers from 1, such as 1,2")
-    return tuple(dict.fromkeys(int(part) for part in parts))
-
-
-def default_counts() -> str:
-    """Return the thread counts 1 and that of a run, as an option's text."""
-    return ",".join(str(n) for n in sorted({1, default_threads()}))
-
-
-@click.command(help=__doc__)
-@click.option("--threads", default=default_counts, callback=parse_counts, show_default="1 and all")
-@click.option("--pages", type=click.Choice([*PAGES, "4k,2m"]), default="4k,2m", show_default=True)
-@click.option("--mib", type=click.IntRange(2), default=DEFAULT_BYTES >> 20, show_default=True)
-@click.option("--rounds", type=click.IntRange(1), default=11, show_default=True)
-@click.option("--json", "out", type=click.Path(path_type=Path), help="Write rows there.")
-def main(threads: tuple[int, ...], pages: str, mib: int, rounds: int, out: Path | None) -> None:
-    """Measure and print."""
-    readers = {kind: Reader(kind, mib << 20) for kind in pages.split(",")}
-    cases = {f"{kind} {count}": (kind, count) for kind in readers for count in threads}
-    runs: dict[str, Callable[[], float]] = {
-        name: (lambda kind=kind, count=count: readers[kind].gbps(count))
-        for name, (kind, count) in cases.items()
+@experiment(
+    "bandwidth",
+    __doc__,
+    "pages | huge | threads | GB/s | best",
+    "{pages} | {huge_share:.0%} | {threads} | {gbps:.1f} | {best_gbps:.1f}",
+    title="read",
+    rounds=11,
+)
+@TEAMS
+@click.option("--pages", type=Listed.of(PAGES), default=",".join(PAGES), show_default=True)
+@MIB
+def main(threads: tuple[int, ...], pages: tuple[str, ...], mib: int, rounds: int) -> Iterator[Row]:
+    """Yield a row for each kind of pages and thread count."""
+    readers = {kind: Reader(kind, mib << 20) for kind in pages}
+    runs = {
+        (kind, count): partial(reader.gbps, count)
+        for kind, reader in readers.items()
+        for count in threads
     }
-    found = interleave(runs, rounds)
-    table = Table("pages", "huge", "threads", "GB/s", "best", title=f"read, {machine()}")
-    rows: Rows = []
-    for name, (kind, count) in cases.items():
-        share = readers[kind].huge_share
-        rows.append(
-            {
-                "op": "read",
-                "pages": kind,
-                "huge_share": share,
-                "threads": count,
-                "isa": CURRENT.name,
-                "gbps": median(found[name]),
-                "samples": found[name],
-            }
-        )
-        values = f"{median(found[name]):.1f}", f"{max(found[name]):.1f}"
-        table.add_row(kind, f"{share:.0%}", str(count), *values)
-    print_table(table)
-    if out:
-        write_json(out, rows)
+    for (kind, count), samples in turns(runs, rounds).items():
+        yield {
+            "op": "read",
+            "pages": kind,
+            "huge_share": readers[kind].huge_share,
+            "threads": count,
+            "isa": CURRENT.name,
+            "gbps": median(samples),
+            "best_gbps": max(samples),
+            "samples": samples,
+        }
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from pathlib import Path
 import click
 import numpy as np
 
-from bench.measure import Rows, cpu_name, interleave, ratio, write_json
+from bench.measure import cpu_name, ratio
+from bench.ops.experiment import Row, experiment, turns
 from clocher_kernels.formats import parse_format
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import encode
@@ -118,8 +119,25 @@ def quota(root: Path) -> Iterator[Path]:
         group.rmdir()
 
 
-def measure(shape: str, rounds: int, seconds: float, root: Path | None) -> Rows:
-    """Return a row for each ratio."""
+@experiment(
+    "contention",
+    __doc__,
+    "over | under | ratio",
+    "{over} | {under} | {ratio:.2f} [{low:.2f}, {high:.2f}]",
+    title="{shape}",
+    rounds=10,
+)
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="large", show_default=True)
+@click.option("--seconds", type=float, default=1.0, show_default=True, help="of each run")
+@click.option("--cgroup", "root", type=click.Path(path_type=Path, exists=True), help="see above")
+@click.option("--serve", type=click.IntRange(1), hidden=True)
+def main(
+    shape: str, seconds: float, root: Path | None, serve: int | None, rounds: int
+) -> Iterator[Row]:
+    """Yield a row for each ratio; or be one of the teams."""
+    if serve is not None:
+        work(serve, shape)
+        return
     one_cpu = {max(os.sched_getaffinity(0))}
     with ExitStack() as stack:
 
@@ -167,40 +185,15 @@ def measure(shape: str, rounds: int, seconds: float, root: Path | None) -> Rows:
             for name, threads in (("two", 2), ("one", 1)):
                 runs[f"{name}, quota of one CPU"] = alone(team(threads, group=group))
             pairs.append(("two, quota of one CPU", "one, quota of one CPU"))
-        found = interleave(runs, rounds)
-    rows = []
+        found = turns(runs, rounds)
     for over, under in pairs:
         r = ratio(found[over], found[under])
-        rows.append({"shape": shape, "over": over, "under": under, "cpu": cpu_name()})
-        rows[-1] |= {"ratio": r.value, "low": r.low, "high": r.high, "rounds": rounds}
-    return rows
-
-
-@click.command(help=__doc__)
-@click.option("--shape", type=click.Choice(list(SHAPES)), default="large", show_default=True)
-@click.option("--rounds", type=click.IntRange(1), default=10, show_default=True)
-@click.option("--seconds", type=float, default=1.0, show_default=True, help="of each run")
-@click.option("--cgroup", type=click.Path(path_type=Path, exists=True), help="see above")
-@click.option("--json", "target", type=click.Path(path_type=Path), help="write rows to a file")
-@click.option("--serve", type=click.IntRange(1), hidden=True)
-def main(
-    shape: str,
-    rounds: int,
-    seconds: float,
-    cgroup: Path | None,
-    target: Path | None,
-    serve: int | None,
-) -> None:
-    """Measure and print."""
-    if serve is not None:
-        work(serve, shape)
-        return
-    rows = measure(shape, rounds, seconds, cgroup)
-    for row in rows:
-        interval = f"[{row['low']:.2f}, {row['high']:.2f}]"
-        click.echo(f"{row['over']} / {row['under']}: {row['ratio']:.2f} {interval}")
-    if target is not None:
-        write_json(target, rows)
+        yield {"shape": shape, "over": over, "under": under, "cpu": cpu_name()} | {
+            "ratio": r.value,
+            "low": r.low,
+            "high": r.high,
+            "rounds": rounds,
+        }
 
 
 if __name__ == "__main__":

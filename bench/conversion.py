@@ -17,20 +17,20 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
 import click
 import numpy as np
-from rich.table import Table
 
-from bench.measure import Rows, interleave, machine, print_table, ratio, write_json
-from clocher_kernels.errors import ClocherError
+from bench.measure import Rows, ratio
+from bench.ops.experiment import FILE, Row, experiment, turns
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.convert.rounding import round_tensor
 from clocher_runtime.convert.to_iebin import convert
+from clocher_runtime.disk.safetensors_file import safetensors_head
 from clocher_runtime.engine.topology import usable_cpus
 
 ROWS, COLUMNS = 4096, 4096
@@ -44,18 +44,10 @@ def write_checkpoint(folder: Path, matrices: int) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
     names = [f"model.layers.{index}.mlp.up_proj.weight" for index in range(matrices)]
-    header = {
-        name: {
-            "dtype": "BF16",
-            "shape": [ROWS, COLUMNS],
-            "data_offsets": [index * MATRIX_BYTES, (index + 1) * MATRIX_BYTES],
-        }
-        for index, name in enumerate(names)
-    }
-    text = json.dumps(header).encode()
+    head, _ = safetensors_head(dict.fromkeys(names, ("BF16", (ROWS, COLUMNS))))
     rng = np.random.default_rng(0)
     with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(head)
         for _ in names:
             values = rng.standard_normal(ROWS * COLUMNS, np.float32)
             file.write((values.view(np.uint32) >> 16).astype(np.uint16).data)
@@ -126,7 +118,7 @@ def measure(folder: Path, matrices: int, quantise: bool, rounds: int) -> Rows:
         out.mkdir(exist_ok=True)
         return seconds
 
-    found = interleave({way: lambda way=way: timed(way) for way in ways}, rounds)
+    found = turns({way: lambda way=way: timed(way) for way in ways}, rounds)
     limits = zip(found["disk"], found.get("codec", found["disk"]), strict=True)
     found["allowed"] = [max(pair) for pair in limits]
     rows: Rows = []
@@ -148,32 +140,27 @@ def measure(folder: Path, matrices: int, quantise: bool, rounds: int) -> Rows:
     return rows
 
 
-@click.command(help=__doc__)
+@experiment(
+    "conversion",
+    __doc__,
+    "conversion | what | s | GB/s in | time over the converter's",
+    "{conversion} | {op} | {seconds:.2f} | {gbps:.2f} | "
+    "{over_converter:.2f}x [{over_converter_95[0]:.2f}, {over_converter_95[1]:.2f}]",
+    title="{bytes_in} bytes of bf16",
+    rounds=5,
+)
 @click.option("--megabytes", type=click.IntRange(64), default=1024, show_default=True)
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
-@click.option("--dir", "folder", type=click.Path(path_type=Path), help="Which disk to measure.")
-@click.option("--json", "out", type=click.Path(path_type=Path), help="Write rows there.")
-def main(megabytes: int, rounds: int, folder: Path | None, out: Path | None) -> None:
-    """Measure and print."""
+@click.option("--dir", "folder", type=FILE, help="Which disk to measure.")
+def main(megabytes: int, folder: Path | None, rounds: int) -> Iterator[Row]:
+    """Yield the rows of a copy and of a quantisation."""
     matrices = max(2, megabytes * 10**6 // MATRIX_BYTES)
-    rows: Rows = []
     try:
         with tempfile.TemporaryDirectory(dir=folder) as place:
             write_checkpoint(Path(place) / "hf", matrices)
             for quantise in (False, True):
-                rows += measure(Path(place), matrices, quantise, rounds)
-    except (ClocherError, OSError) as error:
+                yield from measure(Path(place), matrices, quantise, rounds)
+    except OSError as error:
         raise click.ClickException(str(error)) from None
-    title = f"{megabytes} MB of bf16; {machine()}"
-    table = Table("conversion", "what", "s", "GB/s in", "time over the converter's", title=title)
-    for row in rows:
-        low, high = row["over_converter_95"]
-        over = f"{row['over_converter']:.2f}x [{low:.2f}, {high:.2f}]"
-        cells = (f"{row['seconds']:.2f}", f"{row['gbps']:.2f}", over)
-        table.add_row(row["conversion"], row["op"], *cells)
-    print_table(table)
-    if out:
-        write_json(out, rows)
 
 
 if __name__ == "__main__":

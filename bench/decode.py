@@ -10,32 +10,58 @@ prefill and text. "same ids" says that every round and every thread count gave t
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import click
 import numpy as np
-from rich.table import Table
 
-from bench.bandwidth import DEFAULT_BYTES, PAGES, Reader, default_counts, parse_counts
-from bench.compiled_calls import CompiledCalls
-from bench.measure import (
-    NotMeasured,
-    Rows,
-    interleave,
-    limit_note,
-    machine,
-    print_table,
-    ratio,
-    write_json,
-)
-from clocher_kernels.errors import ClocherError
-from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.command.model_choice import embedded_model
-from clocher_runtime.engine.load import PRECISIONS, Model, load_model
+from bench.bandwidth import MIB, PAGES_READ, Reader
+from bench.measure import NotMeasured, limit_note, ratio
+from bench.ops.experiment import MODEL_DIR, TEAMS, Row, experiment, of_read, opened, turns
+from clocher_runtime.engine.load import PRECISIONS, Model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.timing import TimedWindow
+
+
+class CompiledCalls:
+    """Reads the clock around the one compiled call of a CPU step, below everything public.
+
+    Attributes:
+        ns: time spent in it since it was last set to 0.
+        calls: how many there were since then.
+        known: whether the executor has such a call.
+    """
+
+    def __init__(self, executor: object) -> None:
+        self.ns = self.calls = 0
+        self._team: Any = getattr(executor, "_team", None)
+        self._call: Callable[..., Any] | None = getattr(self._team, "_lead", None)
+        self.known = self._call is not None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Read the clock for as long as this is open."""
+        if self._call is None:
+            yield
+            return
+        self._team._lead = self.timed
+        try:
+            yield
+        finally:
+            self._team._lead = self._call
+
+    def timed(self, *arguments: int) -> None:
+        """Make the compiled call."""
+        assert self._call is not None
+        start = time.perf_counter_ns()
+        self._call(*arguments)
+        self.ns += time.perf_counter_ns() - start
+        self.calls += 1
 
 
 class Runner:
@@ -49,7 +75,7 @@ class Runner:
 
     Attributes:
         ids: hash of the tokens of every generation so far.
-        outside: share of time outside compiled calls of every generation so far.
+        spent: steps, time of all and time in compiled calls (ns) of every generation so far.
     """
 
     def __init__(
@@ -61,7 +87,7 @@ class Runner:
         self.session.warm()
         self.vocab_size = model.spec.vocab_size
         self.ids: list[str] = []
-        self.outside: list[float] = []
+        self.spent: list[tuple[int, int, int]] = []
         self._compiled = CompiledCalls(self.session.executor)
 
     def decode(self, tokens: int) -> float:
@@ -70,14 +96,14 @@ class Runner:
         made = []
         stream = self.session.generate([[1]], tokens + 1, stop_ids=frozenset(), window=window)
         made.append(next(stream).id)
-        self._compiled.ns = 0
+        self._compiled.ns = self._compiled.calls = 0
         with self._compiled.watched():
             start = time.perf_counter_ns()
             made += [token.id for token in stream]
             elapsed = time.perf_counter_ns() - start
         self.ids.append(hashlib.sha256(np.array(made, "<i4").tobytes()).hexdigest())
         if self._compiled.known:
-            self.outside.append(1 - self._compiled.ns / elapsed)
+            self.spent.append((self._compiled.calls, elapsed, self._compiled.ns))
         steps = [span for span in window.spans if span.kind == "decode"]
         return len(steps) / (sum(span.ns for span in steps) / 1e9)
 
@@ -90,133 +116,83 @@ class Runner:
         return tokens / (window.total_ns / 1e9)
 
     def outside_share(self) -> float:
-        """Return the median share of time outside compiled calls.
+        """Return the median share of time outside compiled calls, the first generation left out.
 
         Raises:
             NotMeasured: the executor does not show its calls.
         """
-        if not self.outside:
+        if not self.spent:
             raise NotMeasured("this executor does not show its compiled call")
-        return median(self.outside[-max(len(self.outside) - 1, 1) :])
+        return median(1 - inside / total for _, total, inside in self.spent[1:] or self.spent)
 
     def close(self) -> None:
         """End the session."""
         self.session.close()
 
 
-def measure(
-    model: Model, threads: tuple[int, ...], tokens: int, rounds: int, reader: Reader
-) -> Rows:
-    """Return a row for each thread count."""
-    context = min(model.spec.max_positions, tokens + 2)
-    runners = {count: Runner(model, count, context) for count in threads}
-    runs: dict[str, Callable[[], float]] = {}
-    for count, runner in runners.items():
-        runs[f"decode {count}"] = lambda runner=runner: runner.decode(tokens)
-        runs[f"read {count}"] = lambda count=count: reader.gbps(count)
-    try:
-        found = interleave(runs, rounds)
-        same = len({ids for runner in runners.values() for ids in runner.ids}) == 1
-        first = found[f"decode {threads[0]}"]
-        rows: Rows = []
-        for count, runner in runners.items():
-            speeds, reads = found[f"decode {count}"], found[f"read {count}"]
-            gbps = median(speeds) * model.bytes_per_token / 1e9
-            limit = ratio([s * model.bytes_per_token / 1e9 for s in speeds], reads)
-            note = limit_note(100 * limit.value)
-            try:
-                outside = runner.outside_share()
-            except NotMeasured as reason:
-                outside, note = None, f"outside: not measured: {reason}"
-            rows.append(
-                {
-                    "op": "decode",
-                    "test": f"tg{tokens}",
-                    "model": model.checkpoint.path.name,
-                    "format": model.precision,
-                    "threads": count,
-                    "isa": runner.session.isa,
-                    "tok_s": median(speeds),
-                    "samples": speeds,
-                    "bytes_per_token": model.bytes_per_token,
-                    "gbps": gbps,
-                    "read_gbps": median(reads),
-                    "read_huge_share": reader.huge_share,
-                    "pct_of_limit": 100 * limit.value,
-                    "pct_of_limit_95": [100 * limit.low, 100 * limit.high],
-                    "outside_share": outside,
-                    "scaling": ratio(speeds, first).value,
-                    "tokens_sha256": runner.ids[-1],
-                    "correct": same,
-                    "note": note,
-                }
-            )
-        return rows
-    finally:
-        for runner in runners.values():
-            runner.close()
-
-
-def show(rows: Rows) -> None:
-    """Print the rows as a table."""
-    table = Table(title=f"{rows[0]['model']}  {rows[0]['format']}  {machine()}")
-    for column in ("test", "threads", "tok/s", "GB/s", "read GB/s", "% of limit", "outside"):
-        table.add_column(column, justify="right")
-    table.add_column("scaling", justify="right")
-    table.add_column("same ids")
-    table.add_column("note")
-    for row in rows:
-        low, high = row["pct_of_limit_95"]
-        outside = row["outside_share"]
-        table.add_row(
-            row["test"],
-            str(row["threads"]),
-            f"{row['tok_s']:.2f}",
-            f"{row['gbps']:.1f}",
-            f"{row['read_gbps']:.1f}",
-            f"{row['pct_of_limit']:.0f} [{low:.0f}, {high:.0f}]",
-            "" if outside is None else f"{outside:.2%}",
-            f"{row['scaling']:.2f}",
-            "yes" if row["correct"] else "NO",
-            row["note"],
-        )
-    print_table(table)
-
-
-@click.command(help=__doc__)
-@click.option(
-    "--model-dir",
-    type=click.Path(path_type=Path),
-    envvar="MODEL_DIR",
-    help="default: MODEL_DIR, else the embedded model",
+@experiment(
+    "decode",
+    __doc__,
+    "test | threads | tok/s | GB/s | read GB/s | % of limit | outside | scaling | same ids | note",
+    "{test} | {threads} | {tok_s:.2f} | {gbps:.1f} | {read_gbps:.1f} | "
+    "{pct_of_limit:.0f} [{pct_low:.0f}, {pct_high:.0f}] | {outside_share:.2%} | "
+    "{scaling:.2f} | {correct} | {note}",
+    title="{model}  {format}",
+    rounds=7,
 )
+@MODEL_DIR
 @click.option("--precision", type=click.Choice(PRECISIONS), help="default: as stored")
-@click.option("--threads", default=default_counts, callback=parse_counts, show_default="1 and all")
+@TEAMS
 @click.option("--tokens", type=click.IntRange(1), default=64, show_default=True)
-@click.option("--rounds", type=click.IntRange(1), default=7, show_default=True)
-@click.option("--pages", type=click.Choice(PAGES), default="2m", show_default=True)
-@click.option("--mib", type=click.IntRange(2), default=DEFAULT_BYTES >> 20, help="Buffer to read.")
-@click.option("--json", "out", type=click.Path(path_type=Path), help="Write rows there.")
+@PAGES_READ
+@MIB
 def main(
     model_dir: Path | None,
     precision: str | None,
     threads: tuple[int, ...],
     tokens: int,
-    rounds: int,
     pages: str,
     mib: int,
-    out: Path | None,
-) -> None:
-    """Measure and print; the exit code is 1 if the tokens differ."""
-    try:
-        model = load_model(open_checkpoint(model_dir or embedded_model()), precision)
-        rows = measure(model, threads, tokens, rounds, Reader(pages, mib << 20))
-    except ClocherError as error:
-        raise click.ClickException(str(error)) from None
-    show(rows)
-    if out:
-        write_json(out, rows)
-    raise SystemExit(int(not all(row["correct"] for row in rows)))
+    rounds: int,
+) -> Iterator[Row]:
+    """Yield a row for each thread count; none is correct if the tokens differ."""
+    model, reader = opened(model_dir, precision), Reader(pages, mib << 20)
+    context = min(model.spec.max_positions, tokens + 2)
+    with ExitStack() as stack:
+        runners = {n: stack.enter_context(closing(Runner(model, n, context))) for n in threads}
+        runs: dict[tuple[str, int], Callable[[], float]] = {}
+        for count, runner in runners.items():
+            runs["decode", count] = partial(runner.decode, tokens)
+            runs["read", count] = partial(reader.gbps, count)
+        found = turns(runs, rounds)
+    same = len({ids for runner in runners.values() for ids in runner.ids}) == 1
+    for count, runner in runners.items():
+        speeds = found["decode", count]
+        limit = of_read([s * model.bytes_per_token / 1e9 for s in speeds], found["read", count])
+        note = limit_note(limit["pct_of_limit"])
+        try:
+            outside = runner.outside_share()
+        except NotMeasured as reason:
+            outside, note = None, f"outside: not measured: {reason}"
+        yield {
+            "op": "decode",
+            "test": f"tg{tokens}",
+            "model": model.checkpoint.path.name,
+            "format": model.precision,
+            "threads": count,
+            "isa": runner.session.isa,
+            "tok_s": median(speeds),
+            "samples": speeds,
+            "bytes_per_token": model.bytes_per_token,
+            **limit,
+            "pct_of_limit_95": [limit["pct_low"], limit["pct_high"]],
+            "read_huge_share": reader.huge_share,
+            "outside_share": outside,
+            "scaling": ratio(speeds, found["decode", threads[0]]).value,
+            "tokens_sha256": runner.ids[-1],
+            "correct": same,
+            "note": note,
+        }
 
 
 if __name__ == "__main__":

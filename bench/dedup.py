@@ -9,23 +9,20 @@ SHA-256 alone, "copy" a copy into memory in use.
 
 import hashlib
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
 import click
 import numpy as np
-from rich.table import Table
 
-from bench.measure import Rows, interleave, machine, print_table, write_json
-from clocher_kernels.errors import ClocherError
+from bench.measure import Rows, seconds
+from bench.ops.experiment import FILE, Row, experiment, turns
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.dedup.reader import DedupFile, open_dedup
-from clocher_runtime.checkpoints.iebin.writer import IebinWriter
-from clocher_runtime.convert.dedup.report import describe
-from clocher_runtime.convert.dedup.writer import plan_dedup
+from clocher_runtime.checkpoints.iebin import IebinWriter
+from clocher_runtime.convert.dedup.writer import describe, plan_dedup
 
 _COLUMNS = 4096
 _STUDENT = 5
@@ -70,18 +67,16 @@ def measure(dedup: DedupFile, number: int, rounds: int) -> Rows:
         "copy": copy,
     }
 
-    def rate(way: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        way()
-        return nbytes / (time.perf_counter() - start) / 1e9
-
-    found = interleave({name: lambda way=way: rate(way) for name, way in ways.items()}, rounds)
+    found = turns(
+        {name: lambda way=way: nbytes / seconds(way) / 1e9 for name, way in ways.items()}, rounds
+    )
     stored = sum(part for _, part in plane.parts())
     return [
         {
             "op": name,
             "plane": f"{plane.tensor} {plane.key}",
             "nbytes": nbytes,
+            "mib": nbytes / (1 << 20),
             "ratio": stored / nbytes,
             "how": describe(plane),
             "gbps": median(speeds),
@@ -104,32 +99,25 @@ def chosen(dedup: DedupFile) -> Iterator[int]:
     yield from sorted(largest.values())
 
 
-@click.command(help=__doc__)
-@click.option("--model-dir", type=click.Path(path_type=Path), help="A deduplicated model.")
+@experiment(
+    "dedup",
+    __doc__,
+    "plane | stored | how | MiB | way | GB/s",
+    "{plane} | {ratio:.1%} | {how} | {mib:.1f} | {op} | {gbps:.2f}",
+    title="deduplicated planes",
+    rounds=9,
+)
+@click.option("--model-dir", type=FILE, help="A deduplicated model.")
 @click.option("--mib", type=click.IntRange(1), default=32, show_default=True)
-@click.option("--rounds", type=click.IntRange(1), default=9, show_default=True)
-@click.option("--json", "out", type=click.Path(path_type=Path), help="Write rows there.")
-def main(model_dir: Path | None, mib: int, rounds: int, out: Path | None) -> None:
-    """Measure and print."""
-    rows: Rows = []
-    try:
-        with tempfile.TemporaryDirectory() as root:
-            if model_dir is None:
-                make_model(Path(root), mib)
-                plan_dedup(Path(root)).run()
-            dedup = open_dedup(model_dir or Path(root))
-            for number in chosen(dedup):
-                rows += measure(dedup, number, rounds)
-    except ClocherError as error:
-        raise click.ClickException(str(error)) from None
-    table = Table("plane", "stored", "how", "MiB", "way", "GB/s", title=machine())
-    for row in rows:
-        mebibytes = f"{row['nbytes'] / (1 << 20):.1f}"
-        stored = f"{100 * row['ratio']:.1f} %"
-        table.add_row(row["plane"], stored, row["how"], mebibytes, row["op"], f"{row['gbps']:.2f}")
-    print_table(table)
-    if out:
-        write_json(out, rows)
+def main(model_dir: Path | None, mib: int, rounds: int) -> Iterator[Row]:
+    """Yield the rows of the largest planes."""
+    with tempfile.TemporaryDirectory() as root:
+        if model_dir is None:
+            make_model(Path(root), mib)
+            plan_dedup(Path(root)).run()
+        dedup = open_dedup(model_dir or Path(root))
+        for number in chosen(dedup):
+            yield from measure(dedup, number, rounds)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,9 @@ from pathlib import Path
 
 import click
 
-from bench.gpu import cache, report, results
-from bench.gpu.parts import BUDGET, CALLS, PARTS, parts_of
+from bench.gpu import precompile, record, report
 from bench.gpu.record import Record
-from bench.gpu.supervise import Job, jobs_of, run_jobs
+from bench.gpu.supervise import BUDGET, CALLS, PARTS, Job, jobs_of, parts_of, run_jobs
 
 _FOLDER = click.Path(path_type=Path, file_okay=False)
 
@@ -78,7 +77,7 @@ def main(
         for name, part in parts_of(wanted).items():
             if not names or name in names:
                 made += jobs_of(name, part, records, dry_run, min(part.shards, at_once), only)
-        kernels = None if folder is None else cache.use(folder)
+        kernels = None if folder is None else precompile.use(folder)
         run = _Run(out, records, made, dry_run, bool(only), kernels)
         code = run.stages(budget or BUDGET * len(wanted), at_once)
     raise SystemExit(code)
@@ -94,7 +93,7 @@ class _Run:
         jobs: list[Job],
         dry: bool,
         chosen: bool,
-        kernels: cache.Cache | None,
+        kernels: precompile.Cache | None,
     ) -> None:
         self.out, self.records, self.jobs = out, records, jobs
         self.dry, self.chosen, self.kernels = dry, chosen, kernels
@@ -134,18 +133,18 @@ class _Run:
         result["some_items"] = self.chosen
         if self.kernels is not None:
             result["kernels"] = self.kernels.said
-        self.text = results.write(self.out, result)
+        self.text = report.write(self.out, result)
         if archive:
-            results.archive(self.out, self.records, self.kernels.files() if self.kernels else ())
+            record.archive(self.out, self.records, self.kernels.files() if self.kernels else ())
         return report.is_good(result)
 
 
 def _merge(out: Path, paths: Sequence[Path]) -> int:
     try:
-        result = results.merge([results.read(path) for path in paths], PARTS)
+        result = report.merge([record.read(path) for path in paths], PARTS)
     except ValueError as error:
         raise click.UsageError(f"--merge: {error}") from None
-    click.echo(results.write(out, result))
+    click.echo(report.write(out, result))
     return 0 if report.is_good(result) else 1
 
 

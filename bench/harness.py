@@ -29,19 +29,27 @@ if __package__ in (None, ""):  # python bench/harness.py: modules are found from
 import click
 from rich.console import Console
 
-from bench import harness_machine as machine
-from bench.harness_cells import Cell, base_settings, content_key, make_cells
-from bench.harness_results import Row, group, problems, read_rows, unmeasured, write_csv
-from bench.harness_runs import Harness, Plan
-from bench.harness_tables import cells_table, compare_files, files_table, pairs
+from bench.clock import machine
 from bench.measure import print_table
+from bench.report.sections import cells_tables, files_table
+from bench.sweep.cells import Cell, base_settings, command_of, content_key, make_cells
+from bench.sweep.results import (
+    SPEED,
+    Row,
+    compare_files,
+    group,
+    pairs,
+    problems,
+    read_rows,
+    unmeasured,
+    write_csv,
+)
+from bench.sweep.runs import Harness, Plan
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.clocher_run import parse as parse_flags
-from clocher_runtime.command.config import Given, GivenInFile
-from clocher_runtime.command.config_file import read_toml, setting_texts
-from clocher_runtime.command.env import sources_of
+from clocher_runtime.command.env import read_toml, setting_texts, sources_of
 from clocher_runtime.command.parsing import integer, number, path, text
-from clocher_runtime.command.settings import ALL, Setting
+from clocher_runtime.command.settings import ALL, Given, GivenInFile, Setting
 from clocher_runtime.exit_codes import ExitCode, exit_code
 
 FOLDER = Path("build/bench")
@@ -136,6 +144,7 @@ def prepare(
             values["others_limit"],
             values["tokens_max"],
             values["patience"],
+            command_of(settings, values["sweep"], values["runs"]),
         ),
         values["out"] or FOLDER / f"{stamp}.jsonl",
     )
@@ -155,7 +164,9 @@ def measure(job: Job, console: Console) -> int:
     write_csv(job.out.with_suffix(".csv"), rows)
     cells = group(own)
     order = [cell.key for cell in job.plan.cells]
-    print_table(cells_table(sorted(cells, key=lambda cell: order.index(cell.key))))
+    shown, *_ = cells_tables(sorted(cells, key=lambda cell: order.index(cell.key)))
+    title = "median of runs [95 % interval], IQR; ratios are to the first row"
+    print_table(shown.on_terminal(title))
     click.echo(f"{job.out} and {job.out.with_suffix('.csv').name}")
     for problem in problems(cells):
         click.echo(f"note: {problem}", err=True)
@@ -168,7 +179,7 @@ def compare(before: Path, after: Path) -> int:
     found = pairs(old, new)
     if not found:
         raise UsageError(f"{before} and {after} have no label in common: nothing to compare")
-    print_table(files_table(old, new))
+    print_table(files_table(found).on_terminal(f"{SPEED}, second file / first file"))
     hosts = {row["machine"]["host_sha256"] for pair in found for c in pair for row in c.rows}
     if len(hosts) > 1:
         click.echo("the files are of different machines: nothing follows from them", err=True)

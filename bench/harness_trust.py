@@ -22,18 +22,18 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.table import Table
 
-from bench import harness, harness_machine
-from bench.harness_cells import Cell, base_settings
-from bench.harness_results import ResultCell, group
-from bench.harness_runs import Child, Harness, Plan, launch
-from bench.harness_stats import agree, compare_apart, compare_paired, summarise
-from bench.harness_tables import figure, interval, ratio_text
+from bench import harness
+from bench.clock.machine import OTHERS_LIMIT, describe
 from bench.measure import machine, print_table
+from bench.report.columns import NONE, Table, of_ratio, of_runs
+from bench.sweep.cells import Cell, base_settings
+from bench.sweep.results import ResultCell, compare_files, group, paired
+from bench.sweep.runs import Child, Harness, Plan, launch
 from clocher_kernels.errors import ClocherError
 from clocher_runtime.command.clocher_run import parse as parse_flags
 from clocher_runtime.exit_codes import ExitCode, exit_code
+from clocher_runtime.quality.statistics import Ratio, agree, median_of_runs
 
 NEEDED = 0.95
 PLAIN, AGAIN, SLOWED = "plain", "again", "slowed"
@@ -69,7 +69,7 @@ class Question:
 
 def cells_for(settings: dict[str, str], planted: float) -> list[Cell]:
     """Return the three cells of a trial, each with a key of its own."""
-    host = harness_machine.describe()["host_sha256"]
+    host = describe()["host_sha256"]
     base = harness.with_key(Cell(PLAIN, {}, settings), host)
     made = []
     for label, percent in ((PLAIN, 0.0), (AGAIN, 0.0), (SLOWED, planted)):
@@ -107,19 +107,19 @@ def questions(found: Sequence[dict[str, ResultCell]], planted: float) -> list[Qu
         ),
         Question(
             "in one harness run: nothing planted, nothing found",
-            tuple(_paired(t, AGAIN, "no difference shown") for t in found),
+            tuple(_is(paired(t[PLAIN], t[AGAIN]), "no difference shown") for t in found),
         ),
         Question(
             f"in one harness run: {planted:g} % planted, a slowdown found",
-            tuple(_paired(t, SLOWED, "slower") for t in found),
+            tuple(_is(paired(t[PLAIN], t[SLOWED]), "slower") for t in found),
         ),
         Question(
             "--compare: nothing planted, nothing found",
-            tuple(_apart(a[PLAIN], b[AGAIN], "no difference shown") for a, b in after),
+            tuple(_is(compare_files(a[PLAIN], b[AGAIN]), "no difference shown") for a, b in after),
         ),
         Question(
             f"--compare: {planted:g} % planted, a slowdown found",
-            tuple(_apart(a[PLAIN], b[SLOWED], "slower") for a, b in after),
+            tuple(_is(compare_files(a[PLAIN], b[SLOWED]), "slower") for a, b in after),
         ),
     ]
 
@@ -127,45 +127,25 @@ def questions(found: Sequence[dict[str, ResultCell]], planted: float) -> list[Qu
 def _agree(a: ResultCell, b: ResultCell) -> bool | None:
     if len(a.values()) < 2 or len(b.values()) < 2:
         return None
-    return agree(summarise(a.values()), summarise(b.values()))
+    return agree(median_of_runs(a.values()), median_of_runs(b.values()))
 
 
-def _paired(trial: dict[str, ResultCell], label: str, wanted: str) -> bool | None:
-    base, other = _together(trial, label)
-    return compare_paired(base, other).verdict == wanted if len(base) > 1 else None
-
-
-def _apart(a: ResultCell, b: ResultCell, wanted: str) -> bool | None:
-    if len(a.values()) < 2 or len(b.values()) < 2:
-        return None
-    return compare_apart(a.values(), b.values()).verdict == wanted
-
-
-def _together(trial: dict[str, ResultCell], label: str) -> tuple[list[float], list[float]]:
-    common = {r["run"] for r in trial[PLAIN].good} & {r["run"] for r in trial[label].good}
-    return trial[PLAIN].values(runs=common), trial[label].values(runs=common)
+def _is(found: Ratio | None, wanted: str) -> bool | None:
+    """Whether a comparison says what it should; None where there are too few runs to say."""
+    return found.verdict == wanted if found is not None and found.known else None
 
 
 def trials_table(found: Sequence[dict[str, ResultCell]]) -> Table:
     """Return a row for each trial."""
-    table = Table(title="tokens/s: median [95 % interval] of the runs that count")
-    for title in ("trial", "runs", "void", PLAIN, f"{AGAIN} / {PLAIN}", f"{SLOWED} / {PLAIN}"):
-        table.add_column(title, justify="right")
+    head = ("trial", "runs", "void", PLAIN, f"{AGAIN} / {PLAIN}", f"{SLOWED} / {PLAIN}")
+    rows = []
     for number, trial in enumerate(found, 1):
         values = trial[PLAIN].values()
-        shown = "-"
-        if values:
-            summary = summarise(values)
-            shown = f"{figure(summary.median)} {interval(summary.low, summary.high)}"
-        pairs = [_together(trial, label) for label in (AGAIN, SLOWED)]
-        table.add_row(
-            str(number),
-            str(len(values)),
-            str(sum(cell.count("void") for cell in trial.values())),
-            shown,
-            *(ratio_text(compare_paired(*pair)) if pair[0] else "-" for pair in pairs),
-        )
-    return table
+        void = sum(cell.count("void") for cell in trial.values())
+        shown = of_runs(median_of_runs(values)) if values else NONE
+        ratios = (of_ratio(paired(trial[PLAIN], trial[label])) for label in (AGAIN, SLOWED))
+        rows.append((str(number), str(len(values)), str(void), shown, *ratios))
+    return Table(head, tuple(rows))
 
 
 @click.command(help=__doc__)
@@ -176,7 +156,7 @@ def trials_table(found: Sequence[dict[str, ResultCell]]) -> Table:
 @click.option(
     "--others-limit",
     type=click.FloatRange(0, 100),
-    default=harness_machine.OTHERS_LIMIT,
+    default=OTHERS_LIMIT,
     show_default=True,
 )
 @click.option(
@@ -212,7 +192,9 @@ def main(
     except (ClocherError, OSError, KeyboardInterrupt) as error:
         console.print(f"error: {error or type(error).__name__}", markup=False)
         sys.exit(ExitCode.USAGE if isinstance(error, OSError) else exit_code(error))
-    print_table(trials_table(found))
+    print_table(
+        trials_table(found).on_terminal("tokens/s: median [95 % interval] of the runs that count")
+    )
     click.echo(machine())
     asked = questions(found, planted)
     for question in asked:

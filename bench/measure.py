@@ -9,41 +9,27 @@ they shared the machine's mood.
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.engine.topology import usable_cpus
+from clocher_runtime.quality.statistics import ratio as ratio
 
 Rows = list[dict[str, Any]]
 
 REST_S = 0.05
 """Pause between two contestants: thread pools spin for a while after their work."""
 
-_DRAWS = 2000
 _ABOVE_LIMIT = 105.0
 
 
 class NotMeasured(Exception):
     """A contestant that cannot run here; its text is the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """A ratio of medians and its bootstrap 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.2f}x [{self.low:.2f}, {self.high:.2f}]"
 
 
 def interleave(
@@ -77,15 +63,6 @@ def interleave(
             if number >= 0:
                 found[name].append(value)
     return found
-
-
-def ratio(numerator: Sequence[float], denominator: Sequence[float], seed: int = 0) -> Ratio:
-    """Return median(numerator) / median(denominator) of rounds that were run together."""
-    over, under = np.asarray(numerator), np.asarray(denominator)
-    rounds = np.random.default_rng(seed).integers(len(over), size=(_DRAWS, len(over)))
-    drawn = np.median(over[rounds], axis=1) / np.median(under[rounds], axis=1)
-    low, high = np.percentile(drawn, [2.5, 97.5])
-    return Ratio(median(over.tolist()) / median(under.tolist()), float(low), float(high))
 
 
 def seconds(call: Callable[[], object], at_least: float = 0.0) -> float:
@@ -138,10 +115,5 @@ def print_table(table: Table) -> None:
 
 def write_json(path: Path, rows: Rows) -> None:
     """Write rows as a JSON list, a row a line; the file appears whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
     lines = ",\n".join(json.dumps(row, allow_nan=False) for row in rows)
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(f"[\n{lines}\n]\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    write_file(path, f"[\n{lines}\n]\n".encode())

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from bench.op_shapes import real_cases
-from bench.op_timing import DEVICES, Timed, has_kernel, timed
+from bench.ops.op_timing import DEVICES, Timed, timed
 from clocher_kernels.cuda.probe import unusable
 from clocher_kernels.ops.contract import Case, OpSpec
 from clocher_runtime.engine.topology import default_threads
@@ -29,12 +29,12 @@ _LEAST_ROUNDS = 5
 
 
 def parameters(devices: Sequence[str]) -> list[Any]:
-    """Return (op, case, device) for pytest; an op counts where a device has a kernel for it."""
+    """Return (op, case, device) for pytest, where a device has a kernel for the case."""
     return [
         pytest.param(spec, case, device, id=f"{device}-{spec.name}-{case.id}")
         for device in devices
         for spec, case in real_cases()
-        if has_kernel(device, spec.name)
+        if device not in case.missing
     ]
 
 
@@ -60,6 +60,7 @@ def test_op(subject: Timed, benchmark: Any, request: pytest.FixtureRequest) -> N
         benchmark(subject.run)
     if benchmark.stats is not None:  # --benchmark-disable runs it once
         benchmark.extra_info |= subject.rates(median(benchmark.stats.stats.data))
-    row = {"name": request.node.callspec.id, **benchmark.extra_info}
+    facts = benchmark.extra_info
+    row = {"name": request.node.callspec.id, "megabytes": facts["bytes"] / 1e6, **facts}
     request.config.stash.setdefault(ROWS, []).append(row)
     assert subject.facts["correct"], f"differs from the reference: {subject.facts}"

@@ -13,43 +13,31 @@ speed over the peer's. A peer that is missing is shown with the reason, never wi
 
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import click
-from rich.table import Table
 
-from bench.bandwidth import DEFAULT_BYTES, PAGES, Reader
+from bench.bandwidth import MIB, PAGES_READ, Reader
 from bench.decode import Runner
 from bench.llama_cpp import LlamaCpp
-from bench.matmuls import ENGINES, Engine, Problem, exact_product
-from bench.measure import (
-    NotMeasured,
-    Ratio,
-    Rows,
-    help_text,
-    interleave,
-    limit_note,
-    machine,
-    print_table,
-    ratio,
-    write_json,
-)
-from clocher_kernels.errors import ClocherError
-from clocher_kernels.formats import parse_format
-from clocher_runtime.checkpoints import open_checkpoint
+from bench.measure import NotMeasured, limit_note, ratio
+from bench.ops.experiment import SHAPES, TEAM, Row, experiment, of_read, opened, turns
+from bench.ops.products import ENGINES, Engine, Problem, exact_product
 from clocher_runtime.convert.synthetic import GGUF_NAME
-from clocher_runtime.engine.load import Model, load_model
-from clocher_runtime.engine.topology import default_threads
+from clocher_runtime.engine.load import Model
 from cpu_fallback.lanes.isa import CURRENT
 
 OURS = next(iter(ENGINES))
-FORMATS = ("int4_sym_g32_f16", "int4_sym_g128_f16", "int8_row_f32", "bf16", "ternary", "mxfp4")
-SHAPES = ("14336x4096", "2880x4096", "6912x2560")
-TESTS = ("pp128", "tg32")
+_FORMATS = ("int4_sym_g32_f16", "int4_sym_g128_f16", "int8_row_f32", "bf16", "ternary", "mxfp4")
+_SHAPES = ("14336x4096", "2880x4096", "6912x2560")
+_TESTS = ("pp128", "tg32")
+_DIRECTORY = click.Path(path_type=Path, exists=True, file_okay=False)
 
 _AT_LEAST_S = 0.02
 
@@ -62,32 +50,30 @@ class Setting:
     rounds: int
     reader: Reader
 
+    def turns(self, runs: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
+        """Run the contestants in turn, and what reads the limit among them."""
+        return turns({**runs, "read": partial(self.reader.gbps, self.threads)}, self.rounds)
 
-def compare_products(problem: Problem, setting: Setting) -> Rows:
-    """Return a row for each engine that could multiply, or the reason why not."""
+
+def compare_products(problem: Problem, setting: Setting) -> Iterator[Row]:
+    """Yield a row for each engine that could multiply, or the reason why not."""
     weights = problem.weights()
     exact = exact_product(problem, weights)
     engines: dict[str, Engine] = {}
     correct, missing = {}, {}
-    for name, build in ENGINES.items():
-        try:
-            engines[name] = build(problem, weights, setting.threads)
-            correct[name] = engines[name].correct(exact)
-        except NotMeasured as reason:
-            missing[name] = str(reason)
-    runs: dict[str, Callable[[], float]] = {
-        name: (lambda engine=engine: engine.gbps(problem.nbytes, _AT_LEAST_S))
-        for name, engine in engines.items()
-    }
-    runs["read"] = lambda: setting.reader.gbps(setting.threads)
-    try:
-        found = interleave(runs, setting.rounds)
-    finally:
-        for engine in engines.values():
-            engine.close()
-    rows = []
+    with ExitStack() as stack:
+        for name, build in ENGINES.items():
+            try:
+                engine = stack.enter_context(closing(build(problem, weights, setting.threads)))
+                correct[name] = engine.correct(exact)
+                engines[name] = engine
+            except NotMeasured as reason:
+                missing[name] = str(reason)
+        found = setting.turns(
+            {n: partial(e.gbps, problem.nbytes, _AT_LEAST_S) for n, e in engines.items()}
+        )
     for name in ENGINES:
-        row: dict[str, Any] = {
+        row: Row = {
             "op": "linear",
             "engine": name,
             "format": problem.format,
@@ -100,130 +86,63 @@ def compare_products(problem: Problem, setting: Setting) -> Rows:
             "read_gbps": median(found["read"]),
         }
         if name in missing:
-            rows.append({**row, "note": f"not measured: {missing[name]}"})
+            yield {**row, "note": f"not measured: {missing[name]}"}
             continue
-        speeds = found[name]
-        row |= {
-            "gbps": median(speeds),
-            "pct_of_limit": 100 * ratio(speeds, found["read"]).value,
-            "correct": correct[name],
-            "samples": speeds,
-        }
+        row |= of_read(found[name], found["read"])
+        row |= {"correct": correct[name], "samples": found[name]}
         notes = engines[name].note, limit_note(row["pct_of_limit"])
         row["note"] = "; ".join(filter(None, notes))
-        rows.append({**row, **_ratio_fields(found[OURS], speeds)})
-    return rows
+        yield {**row, **_over(found[OURS], found[name])}
 
 
 def compare_models(
     model: Model, peers: dict[str, LlamaCpp], tests: Sequence[str], setting: Setting
-) -> Rows:
-    """Return a row for each contestant and test."""
+) -> Iterator[Row]:
+    """Yield a row for each contestant and test."""
     longest = max(int(test[2:]) for test in tests) + 2
-    runner = Runner(model, setting.threads, longest)
     missing = {}
-    for name, peer in peers.items():
-        try:
-            peer.speed("tg1")
-        except NotMeasured as reason:
-            missing[name] = str(reason)
     runs: dict[str, Callable[[], float]] = {}
-    for test in tests:
-        run = runner.prefill if test.startswith("pp") else runner.decode
-        runs[f"{OURS} {test}"] = lambda run=run, size=int(test[2:]): run(size)
+    with closing(Runner(model, setting.threads, longest)) as runner:
         for name, peer in peers.items():
-            if name not in missing:
-                runs[f"{name} {test}"] = lambda peer=peer, test=test: peer.speed(test)
-    runs["read"] = lambda: setting.reader.gbps(setting.threads)
-    try:
-        found = interleave(runs, setting.rounds)
-    finally:
-        runner.close()
-    rows: Rows = []
-    for test in tests:
-        ours = found[f"{OURS} {test}"]
-        for name in (OURS, *peers):
-            row: dict[str, Any] = {
-                "op": "model",
-                "engine": name,
-                "model": model.checkpoint.path.name,
-                "format": model.precision if name == OURS else peers[name].gguf.name,
-                "test": test,
-                "threads": setting.threads,
-                "isa": runner.session.isa if name == OURS else None,
-                "read_gbps": median(found["read"]),
-            }
-            if name in missing:
-                rows.append({**row, "note": f"not measured: {missing[name]}"})
-                continue
-            speeds = found[f"{name} {test}"]
-            row |= {"tok_s": median(speeds), "samples": speeds, "note": ""}
-            if name == OURS and test.startswith("tg"):
-                gbps = [speed * model.bytes_per_token / 1e9 for speed in speeds]
-                row["gbps"] = median(gbps)
-                row["pct_of_limit"] = 100 * ratio(gbps, found["read"]).value
-                row["note"] = limit_note(row["pct_of_limit"])
-            if name != OURS:
-                about = peers[name].about
-                row["note"] = " ".join(str(value) for value in about.values() if value)
-            rows.append({**row, **_ratio_fields(ours, speeds)})
-    return rows
+            try:
+                peer.speed("tg1")
+            except NotMeasured as reason:
+                missing[name] = str(reason)
+        for test in tests:
+            run = runner.prefill if test.startswith("pp") else runner.decode
+            runs[f"{OURS} {test}"] = partial(run, int(test[2:]))
+            present = {name: peer for name, peer in peers.items() if name not in missing}
+            runs |= {f"{name} {test}": partial(p.speed, test) for name, p in present.items()}
+        found = setting.turns(runs)
+    for test, name in product(tests, (OURS, *peers)):
+        row: Row = {
+            "op": "model",
+            "engine": name,
+            "model": model.checkpoint.path.name,
+            "format": model.precision if name == OURS else peers[name].gguf.name,
+            "test": test,
+            "threads": setting.threads,
+            "isa": runner.session.isa if name == OURS else None,
+            "read_gbps": median(found["read"]),
+        }
+        if name in missing:
+            yield {**row, "note": f"not measured: {missing[name]}"}
+            continue
+        speeds = found[f"{name} {test}"]
+        row |= {"tok_s": median(speeds), "samples": speeds, "note": ""}
+        if name == OURS and test.startswith("tg"):
+            row |= of_read([s * model.bytes_per_token / 1e9 for s in speeds], found["read"])
+            row["note"] = limit_note(row["pct_of_limit"])
+        if name != OURS:
+            row["note"] = " ".join(str(value) for value in peers[name].about.values() if value)
+        yield {**row, **_over(found[f"{OURS} {test}"], speeds)}
 
 
-def _ratio_fields(ours: list[float], theirs: list[float]) -> dict[str, float]:
+def _over(ours: list[float], theirs: list[float]) -> dict[str, float]:
     if ours is theirs:
         return {}
     found = ratio(ours, theirs)
     return {"ratio": found.value, "ratio_low": found.low, "ratio_high": found.high}
-
-
-def show(rows: Rows, threads: int) -> None:
-    """Print the rows as tables."""
-    models = [row for row in rows if row["op"] == "model"]
-    products = [row for row in rows if row["op"] == "linear"]
-    title = f"{threads} threads on {machine()}"
-    if models:
-        table = Table("model", "test", "engine", "tok/s", "% of limit", "Clocher / peer", "note")
-        table.title = title
-        for row in models:
-            table.add_row(
-                Path(row["model"]).name,
-                row["test"],
-                f"{row['engine']} {row['format']}" if row["engine"] == OURS else row["engine"],
-                _number(row, "tok_s", ".2f"),
-                _number(row, "pct_of_limit", ".0f"),
-                _ratio_text(row),
-                row["note"],
-            )
-        print_table(table)
-    if products:
-        table = Table("format", "N x K, M", "engine", "GB/s", "read", "% of limit")
-        for column in ("correct", "Clocher / peer", "note"):
-            table.add_column(column)
-        table.title = title
-        for row in products:
-            table.add_row(
-                row["format"],
-                f"{row['N']} x {row['K']}, {row['M']}",
-                row["engine"],
-                _number(row, "gbps", ".1f"),
-                f"{row['read_gbps']:.1f}",
-                _number(row, "pct_of_limit", ".0f"),
-                {True: "yes", False: "NO"}.get(row.get("correct"), ""),  # type: ignore[arg-type]
-                _ratio_text(row),
-                row["note"],
-            )
-        print_table(table)
-
-
-def _number(row: dict[str, Any], key: str, spec: str) -> str:
-    return format(row[key], spec) if key in row else ""
-
-
-def _ratio_text(row: dict[str, Any]) -> str:
-    if "ratio" not in row:
-        return ""
-    return str(Ratio(row["ratio"], row["ratio_low"], row["ratio_high"]))
 
 
 def _peers(
@@ -244,63 +163,63 @@ def _peers(
     }
 
 
-def _shape(text: str) -> tuple[int, int]:
-    match = re.fullmatch("([1-9][0-9]{0,6})x([1-9][0-9]{0,6})", text)
-    if match is None:
-        raise click.UsageError(f"--shape {text!r}; expected NxK, such as {SHAPES[0]}")
-    return int(match[1]), int(match[2])
+def _checked(
+    context: click.Context, option: click.Parameter, tests: tuple[str, ...]
+) -> tuple[str, ...]:
+    if bad := [test for test in tests if not re.fullmatch("(pp|tg)[1-9][0-9]{0,5}", test)]:
+        raise click.BadParameter(f"{bad[0]!r}; expected pp or tg and a number, such as pp512")
+    return tests
 
 
-@click.command(help=help_text(__doc__))
-@click.option("--model-dir", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@experiment(
+    "peers",
+    __doc__,
+    "model | test | format | N x K, M | engine | tok/s | GB/s | read | % of limit | "
+    "correct | Clocher / peer | note",
+    "{model} | {test} | {format} | {N} x {K}, {M} | {engine} | {tok_s:.2f} | {gbps:.1f} | "
+    "{read_gbps:.1f} | {pct_of_limit:.0f} | {correct} | "
+    "{ratio:.2f}x [{ratio_low:.2f}, {ratio_high:.2f}] | {note}",
+    title="{threads} threads",
+    rounds=7,
+)
+@click.option("--model-dir", type=_DIRECTORY)
 @click.option("--gguf", type=click.Path(path_type=Path, exists=True), multiple=True)
 @click.option("--llama-bench", help="Program, and arguments for it: 'llama-bench -fa 1'.")
-@click.option("--test", "tests", multiple=True, default=TESTS, show_default=True)
-@click.option("--format", "formats", multiple=True, default=FORMATS, show_default=True)
-@click.option("--shape", "shapes", multiple=True, default=SHAPES, show_default=True, help="NxK")
+@click.option(
+    "--test", "tests", multiple=True, default=_TESTS, callback=_checked, show_default=True
+)
+@click.option("--format", "formats", multiple=True, default=_FORMATS, show_default=True)
+@click.option(
+    "--shape", "shapes", type=SHAPES, multiple=True, default=_SHAPES, show_default=True, help="NxK"
+)
 @click.option("--tokens", type=click.IntRange(1), default=1, show_default=True, help="M")
-@click.option("--threads", type=click.IntRange(1), help="default: all usable cores")
-@click.option("--rounds", type=click.IntRange(1), default=7, show_default=True)
-@click.option("--pages", type=click.Choice(PAGES), default="2m", show_default=True)
-@click.option("--mib", type=click.IntRange(2), default=DEFAULT_BYTES >> 20, help="Bytes to move.")
-@click.option("--json", "out", type=click.Path(path_type=Path), help="Write rows there.")
+@TEAM
+@PAGES_READ
+@MIB
 def main(
     model_dir: Path | None,
     gguf: tuple[Path, ...],
     llama_bench: str | None,
     tests: tuple[str, ...],
     formats: tuple[str, ...],
-    shapes: tuple[str, ...],
+    shapes: tuple[tuple[tuple[int, int], ...], ...],
     tokens: int,
-    threads: int | None,
-    rounds: int,
+    threads: int,
     pages: str,
     mib: int,
-    out: Path | None,
-) -> None:
-    """Measure and print; the exit code is 1 if a result was wrong."""
-    setting = Setting(threads or default_threads(), rounds, Reader(pages, mib << 20))
-    if bad := [test for test in tests if not re.fullmatch("(pp|tg)[1-9][0-9]{0,5}", test)]:
-        raise click.UsageError(f"--test {bad[0]!r}; expected pp or tg and a number, such as pp512")
-    rows: Rows = []
-    try:
-        if model_dir:
-            command = shlex.split(llama_bench) if llama_bench else None
-            model = load_model(open_checkpoint(model_dir))
-            peers = _peers(model_dir, gguf, command, setting.threads)
-            rows = compare_models(model, peers, tests, setting)
-        else:
-            for fmt in formats:
-                parse_format(fmt)
-                for n, k in map(_shape, shapes):
-                    problem = Problem.filling(fmt, n, k, tokens, mib << 20)
-                    rows += compare_products(problem, setting)
-    except (ClocherError, NotMeasured) as error:
-        raise click.ClickException(str(error)) from None
-    show(rows, setting.threads)
-    if out:
-        write_json(out, rows)
-    raise SystemExit(int(not all(row.get("correct", True) for row in rows)))
+    rounds: int,
+) -> Iterator[Row]:
+    """Yield the rows of a model, or those of products."""
+    setting = Setting(threads, rounds, Reader(pages, mib << 20))
+    if model_dir:
+        model = opened(model_dir)
+        command = shlex.split(llama_bench) if llama_bench else None
+        peers = _peers(model_dir, gguf, command, threads)
+        yield from compare_models(model, peers, tests, setting)
+        return
+    for name, (n, k) in product(formats, chain.from_iterable(shapes)):
+        problem = Problem.filling(name, n, k, tokens, mib << 20)
+        yield from compare_products(problem, setting)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ least, and the limit is the read bandwidth that was measured in the same run. --
 as a flame graph, --trace writes it for chrome://tracing or ui.perfetto.dev.
 """
 
+import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -22,24 +23,22 @@ from typing import Any
 
 import click
 import numpy as np
-from rich.table import Table
 
-from bench.bandwidth import DEFAULT_BYTES, PAGES, Reader
-from bench.flame_graph import Frame, write_svg
-from bench.measure import Rows, limit_note, machine, print_table, write_json
-from bench.trace_events import write_trace
-from clocher_kernels.errors import ClocherError
+from bench.bandwidth import MIB, PAGES_READ, Reader
+from bench.clock.step_pictures import Frame, svg, trace
+from bench.measure import Rows, limit_note
+from bench.ops.experiment import FILE, MODEL_DIR, TEAM, Row, experiment, opened
 from clocher_kernels.ops import OPS
+from clocher_kernels.ops.cases import cost
 from clocher_kernels.plan import Call
-from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.command.model_choice import embedded_model
-from clocher_runtime.engine.load import PRECISIONS, Model, load_model
+from clocher_runtime.disk.output_file import write_file
+from clocher_runtime.engine.backends import Tuning
+from clocher_runtime.engine.load import PRECISIONS, Model
 from clocher_runtime.engine.session import Session
-from clocher_runtime.engine.topology import default_threads
-from clocher_runtime.engine.tuning import Tuning
 
 _LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.*)")
 _WARM_STEPS = 4
+_BEYOND_CACHES = 8 << 20
 _OUTSIDE = ("embed", "gather_rows", "sample", "advance")
 
 
@@ -189,7 +188,7 @@ class Profiler:
                 else:
                     known = plan.consts if name in plan.consts else self.model.weights
                     values[param] = known[name]
-            costs.append(int(OPS[call.op].cost(values, call.attrs).bytes))
+            costs.append(int(cost(OPS[call.op], values, call.attrs).bytes))
         return costs
 
 
@@ -221,6 +220,7 @@ def rows_of(steps: Sequence[Step], read_gbps: float) -> Rows:
                 "nbytes": nbytes,
                 "gbps": gbps,
                 "pct_of_limit": 100 * gbps / read_gbps,
+                "note": _note(nbytes, 100 * gbps / read_gbps),
             }
         )
     rows.sort(key=lambda row: -row["us"])
@@ -230,6 +230,12 @@ def rows_of(steps: Sequence[Step], read_gbps: float) -> Rows:
         rows.append({"name": name, "us": ns / 1e3, "share": ns / whole})
     rows.append({"name": "step", "us": whole / 1e3, "share": 1.0})
     return rows
+
+
+def _note(nbytes: int, percent: float) -> str:
+    """Say how near the limit a call is, unless its bytes may lie in a cache."""
+    said = (f"{percent:.0f} % of the limit", limit_note(percent))
+    return ": ".join(filter(None, said)) if nbytes >= _BEYOND_CACHES else ""
 
 
 def flame(step: Step, title: str) -> Frame:
@@ -250,61 +256,40 @@ def flame(step: Step, title: str) -> Frame:
     return Frame(title, step.ns, (compiled, outside))
 
 
-def show(rows: Rows, title: str) -> None:
-    """Print the rows as a table."""
-    table = Table("call", "calls", "us", "share", "waiting us", "MB", "GB/s", title=title)
-    table.add_column("% of limit")
-    table.add_column("note")
-    for row in rows:
-        cells = [row["name"], str(row.get("calls", "")), f"{row['us']:.1f}", f"{row['share']:.1%}"]
-        if "nbytes" in row:
-            cells += [f"{row['waiting_us']:.1f}"]
-            cells += [f"{row['nbytes'] / 1e6:.2f}", f"{row['gbps']:.1f}"]
-            large = row["nbytes"] >= 8 << 20
-            cells += [f"{row['pct_of_limit']:.0f}" if large else ""]
-            cells += [limit_note(row["pct_of_limit"]) if large else ""]
-        table.add_row(*cells)
-    print_table(table)
-
-
-@click.command(help=__doc__)
-@click.option(
-    "--model-dir",
-    type=click.Path(path_type=Path),
-    envvar="MODEL_DIR",
-    help="default: MODEL_DIR, else the embedded model",
+@experiment(
+    "profile",
+    __doc__,
+    "call | calls | us | share | waiting us | bytes | GB/s | note",
+    "{name} | {calls} | {us:.1f} | {share:.1%} | {waiting_us:.1f} | {nbytes:,} | {gbps:.1f} | "
+    "{note}",
+    title="{model} {format}, {test}, {threads} threads, read {read_gbps:.1f} GB/s",
 )
+@MODEL_DIR
 @click.option("--precision", type=click.Choice(PRECISIONS), help="default: as stored")
-@click.option("--threads", type=click.IntRange(1), help="default: all usable cores")
+@TEAM
 @click.option("--tokens", type=click.IntRange(1), default=32, show_default=True, help="steps")
 @click.option("--depth", type=click.IntRange(1), default=16, show_default=True, help="prompt")
 @click.option("--prefill", type=click.IntRange(1, 512), help="profile the prefill of N tokens")
-@click.option("--pages", type=click.Choice(PAGES), default="2m", show_default=True)
-@click.option("--mib", type=click.IntRange(2), default=DEFAULT_BYTES >> 20, help="Buffer to read.")
-@click.option("--svg", type=click.Path(path_type=Path), help="Draw the median step there.")
-@click.option("--trace", type=click.Path(path_type=Path), help="Write trace events there.")
-@click.option("--json", "out", type=click.Path(path_type=Path), help="Write rows there.")
+@PAGES_READ
+@MIB
+@click.option("--svg", "picture", type=FILE, help="Draw the median step there.")
+@click.option("--trace", "events", type=FILE, help="Write trace events there.")
 def main(
     model_dir: Path | None,
     precision: str | None,
-    threads: int | None,
+    threads: int,
     tokens: int,
     depth: int,
     prefill: int | None,
     pages: str,
     mib: int,
-    svg: Path | None,
-    trace: Path | None,
-    out: Path | None,
-) -> None:
-    """Measure and print."""
-    threads = threads or default_threads()
-    try:
-        model = load_model(open_checkpoint(model_dir or embedded_model()), precision)
-        longest = max(prefill or 0, depth + tokens + _WARM_STEPS) + 1
-        profiler = Profiler(model, threads, min(longest, model.spec.max_positions))
-    except ClocherError as error:
-        raise click.ClickException(str(error)) from None
+    picture: Path | None,
+    events: Path | None,
+) -> Iterator[Row]:
+    """Measure, draw, and yield a row for each kind of call."""
+    model = opened(model_dir, precision)
+    longest = max(prefill or 0, depth + tokens + _WARM_STEPS) + 1
+    profiler = Profiler(model, threads, min(longest, model.spec.max_positions))
     reader = Reader(pages, mib << 20)
     before = reader.gbps(threads)
     steps = profiler.prefill(prefill, tokens) if prefill else profiler.decode(tokens, depth)
@@ -313,18 +298,16 @@ def main(
     test = f"pp{prefill}" if prefill else f"tg{len(steps)} @ d{depth}"
     name = model_dir.name if model_dir else "embedded"
     title = f"{name} {model.precision}, {test}, {threads} threads, read {read_gbps:.1f} GB/s"
-    rows = rows_of(steps, read_gbps)
-    show(rows, f"{title}\n{machine()}")
     chosen = median_step(steps)
-    if svg:
-        write_svg(svg, flame(chosen, f"{test}, {threads} threads"), title)
-    if trace:
-        events = [(c.name, c.spans, c.nbytes) for c in chosen.calls]
-        write_trace(trace, events, title)
-    if out:
-        about = {"op": "profile", "model": name, "format": model.precision, "test": test}
-        about |= {"threads": threads, "isa": profiler.session.isa, "read_gbps": read_gbps}
-        write_json(out, [{**about, **row} for row in rows])
+    if picture:
+        drawn = flame(chosen, f"{test}, {threads} threads")
+        write_file(picture, svg(drawn, title).encode())
+    if events:
+        document = trace([(c.name, c.spans, c.nbytes) for c in chosen.calls], title)
+        write_file(events, json.dumps(document).encode())
+    about = {"op": "profile", "model": name, "format": model.precision, "test": test}
+    about |= {"threads": threads, "isa": profiler.session.isa, "read_gbps": read_gbps}
+    yield from ({**about, **row} for row in rows_of(steps, read_gbps))
 
 
 if __name__ == "__main__":

@@ -10,23 +10,22 @@ and to "off". "same ids" says that every row generated the same tokens.
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
 import click
-from rich.table import Table
 
-from bench.measure import Rows, interleave, machine, print_table, ratio, write_json
-from clocher_kernels.errors import ClocherError
+from bench.measure import Rows, interleave, ratio
+from bench.ops.experiment import MODEL_DIR, Row, experiment
 from clocher_runtime.command.completions import Completions
-from clocher_runtime.command.config import RunConfig
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.loading import Engine, load_engine
 from clocher_runtime.command.run import measure as measure_run
 from clocher_runtime.command.run import pipeline
+from clocher_runtime.command.settings import RunConfig
 from clocher_runtime.engine.topology import usable_cpus
 from clocher_runtime.text.prompts import Preparation, PromptSource
 
@@ -62,7 +61,7 @@ class Generation:
         batch = len(source.peek(config.batch))
         console = Silent()
         pipelines = partial(pipeline, config, self._engine, source, prepare, batch)
-        with Completions(config, console) as completions:
+        with Completions(console) as completions:
             start = time.perf_counter()
             done = measure_run(self._engine, pipelines, config, batch, console, completions)
             self.elapsed[mode].append(done.tokens / (time.perf_counter() - start))
@@ -150,21 +149,22 @@ def _with(config: RunConfig, mode: int | str) -> RunConfig:
     )
 
 
-@click.command(help=__doc__)
-@click.option(
-    "--model-dir",
-    type=click.Path(path_type=Path),
-    envvar="MODEL_DIR",
-    help="default: MODEL_DIR, else the embedded model",
+@experiment(
+    "prompt_pipeline",
+    __doc__,
+    "test | prefetch | speed | ratio | same ids",
+    "{test} | {prefetch} | {speed:.0f} {unit} | "
+    "{ratio:.2f}x [{ratio_95[0]:.2f}, {ratio_95[1]:.2f}] | {correct}",
+    title="{model}, batch {batch}, {threads} threads",
+    rounds=9,
 )
+@MODEL_DIR
 @click.option("--threads", type=click.IntRange(1), help="of the model; default: all cores")
 @click.option("--batch", type=click.IntRange(1), default=4, show_default=True)
 @click.option("--max-new", type=click.IntRange(1), default=16, show_default=True)
 @click.option("--prompts", type=click.IntRange(1), default=64, help="To generate from.")
 @click.option("--lines", type=click.IntRange(1), default=5000, help="To tokenise only.")
 @click.option("--words", type=click.IntRange(1), default=40, help="Of a prompt.")
-@click.option("--rounds", type=click.IntRange(1), default=9, show_default=True)
-@click.option("--json", "out", type=click.Path(path_type=Path), help="Write rows there.")
 def main(
     model_dir: Path | None,
     threads: int | None,
@@ -174,56 +174,29 @@ def main(
     lines: int,
     words: int,
     rounds: int,
-    out: Path | None,
-) -> None:
-    """Measure and print; the exit code is 1 if the tokens differ."""
+) -> Iterator[Row]:
+    """Yield the rows; the exit code is 1 if the tokens differ."""
     with TemporaryDirectory() as place:
-        files = [
-            write_prompts(Path(place) / f"{count}.txt", count, words) for count in (lines, prompts)
-        ]
-        configs = [
+        tokenise, generate = (
             RunConfig(
                 model_dir=model_dir,
                 threads=threads,
-                prompts_file=path,
+                prompts_file=write_prompts(Path(place) / f"{count}.txt", count, words),
                 batch=batch,
                 max_new=max_new,
                 ignore_eos=True,
             )
-            for path in files
-        ]
-        try:
-            engine = load_engine(configs[1], batch, lambda done, total: None)
-            engine.session.warm()
-            rows, same = measure(engine, configs[0], configs[1], rounds)
-        except ClocherError as error:
-            raise click.ClickException(str(error)) from None
-    engine.session.close()
-    for row in rows:
-        row |= {"model": engine.model, "threads": engine.threads, "batch": batch, "correct": same}
-        row |= {"cpus": len(usable_cpus()), "words": words}
-    show(rows, same)
-    if out:
-        write_json(out, rows)
-    raise SystemExit(int(not same))
-
-
-def show(rows: Rows, same: bool) -> None:
-    """Print the rows as a table."""
-    first = rows[0]
-    title = f"{first['model']}, batch {first['batch']}, {first['threads']} threads  {machine()}"
-    table = Table("test", "prefetch", "speed", "ratio", title=title)
-    for row in rows:
-        low, high = row["ratio_95"]
-        unit = row["unit"].replace("_", "/")
-        table.add_row(
-            row["test"],
-            row["prefetch"],
-            f"{row['speed']:.0f} {unit}",
-            f"{row['ratio']:.2f}x [{low:.2f}, {high:.2f}]",
+            for count in (lines, prompts)
         )
-    print_table(table)
-    click.echo(f"same ids: {'yes' if same else 'NO'}")
+        engine = load_engine(generate, batch, lambda done, total: None)
+        try:
+            engine.session.warm()
+            rows, same = measure(engine, tokenise, generate, rounds)
+        finally:
+            engine.session.close()
+    about = {"model": engine.model, "threads": engine.threads, "batch": batch, "correct": same}
+    about |= {"cpus": len(usable_cpus()), "words": words}
+    yield from ({**row, **about} for row in rows)
 
 
 if __name__ == "__main__":

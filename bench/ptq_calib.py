@@ -26,6 +26,7 @@ from clocher_runtime.command.model_choice import embedded_model
 from clocher_runtime.command.script_run import reporting
 from clocher_runtime.convert.q4.map import reason_to_keep
 from clocher_runtime.convert.rounding import parse_clip, round_tensor
+from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.engine.topology import default_threads
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.quality.tensor_error import TensorError, measure
@@ -77,7 +78,8 @@ def main(model: Path | None, json_path: Path | None, **options: Any) -> None:
         cosine = worst[1][judged].cosine
         accepted = cosine >= options["cosine_threshold"]
         if json_path:
-            json_path.write_text(json.dumps(_numbers(rows, judged, accepted, options), indent=1))
+            numbers = _numbers(rows, judged, accepted, options)
+            write_file(json_path, json.dumps(numbers, indent=1).encode())
         report.done(
             f"{'accepted' if accepted else 'rejected'}: smallest cosine {judged} {cosine:.6f}, "
             f"budget {options['cosine_threshold']:g} ({worst[0]})"

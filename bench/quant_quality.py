@@ -28,11 +28,11 @@ from clocher_runtime.command.script_run import reporting
 from clocher_runtime.convert.q4.map import parse_q4_map
 from clocher_runtime.convert.q4.parts import PartsWriter
 from clocher_runtime.convert.rounding import round_tensor
+from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.topology import default_threads
-from clocher_runtime.quality.bootstrap import Summary, summarise
-from clocher_runtime.quality.compare import TokenScores, run, score_window
+from clocher_runtime.quality.compare import Summary, TokenScores, run, score_window, summarise
 from clocher_runtime.quality.documents import Documents, cut
 from clocher_runtime.quality.report import Row, table
 from clocher_runtime.quantize.alloc import allocate, allocation_table
@@ -185,7 +185,7 @@ def main(model: Path | None, json_path: Path | None, **options: Any) -> None:
         console.print("\n".join(change for change in changes if change))
         if json_path:
             numbers = {label: dataclasses.asdict(found) for label, (_, found) in rows.items()}
-            json_path.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+            write_file(json_path, f"{json.dumps(numbers, indent=1)}\n".encode())
 
 
 def _label(method: str, group: int, affine: bool) -> str:

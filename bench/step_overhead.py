@@ -7,60 +7,37 @@ around the whole loop. The difference is Python: the generate loop, the window, 
 Prints one JSON line; exits 1 if the share is over --limit.
 """
 
-import json
-import time
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import click
 
-from bench.compiled_calls import CompiledCalls
-from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.command.model_choice import embedded_model
-from clocher_runtime.engine.load import load_model
-from clocher_runtime.engine.session import Session
-from clocher_runtime.engine.timing import TimedWindow
-from clocher_runtime.engine.topology import default_threads
+from bench.decode import Runner
+from bench.ops.experiment import MODEL_DIR, TEAM, Row, experiment, opened
 
 
-@click.command(help=__doc__)
-@click.option(
-    "--model-dir",
-    type=click.Path(path_type=Path),
-    envvar="MODEL_DIR",
-    help="default: MODEL_DIR, else the embedded model",
-)
+@experiment("step_overhead", __doc__, good=lambda row: bool(row["outside_share"] <= row["limit"]))
+@MODEL_DIR
 @click.option("--steps", type=click.IntRange(1), default=200, show_default=True)
-@click.option("--threads", type=click.IntRange(1), help="default: all usable cores")
+@TEAM
 @click.option("--limit", type=float, default=0.05, show_default=True, help="largest share")
-def main(model_dir: Path | None, steps: int, threads: int | None, limit: float) -> None:
-    """Measure and print."""
-    model = load_model(open_checkpoint(model_dir or embedded_model()))
-    session = Session(model, threads=threads or default_threads(), context=steps + 2)
-    session.warm()
-    for _ in session.generate([[1]], steps, stop_ids=frozenset()):  # warm the loop too
-        pass
-    compiled = CompiledCalls(session.executor)
-    window = TimedWindow("step overhead")
-    stream = session.generate([[1]], steps + 1, stop_ids=frozenset(), window=window)
-    next(stream)  # the prefill
-    with compiled.watched():
-        start = time.perf_counter_ns()
-        for _ in stream:
-            pass
-        total = time.perf_counter_ns() - start
-    session.close()
-    inside, made = compiled.ns, compiled.calls
-    share = 1 - inside / total
-    line = {
+def main(model_dir: Path | None, steps: int, threads: int, limit: float) -> Iterator[Row]:
+    """Yield the one row; what was generated first has warmed the loop."""
+    with closing(Runner(opened(model_dir), threads, steps + 2)) as runner:
+        runner.decode(steps)
+        runner.decode(steps)
+        share = runner.outside_share()
+    made, total, inside = runner.spent[-1]
+    yield {
         "steps": made,
-        "threads": threads or default_threads(),
+        "threads": threads,
         "total_us_per_step": total / made / 1e3,
         "compiled_us_per_step": inside / made / 1e3,
         "outside_us_per_step": (total - inside) / made / 1e3,
         "outside_share": share,
+        "limit": limit,
     }
-    click.echo(json.dumps(line))
-    raise SystemExit(int(share > limit))
 
 
 if __name__ == "__main__":

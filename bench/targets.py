@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from bench.harness_results import group, read_rows, unmeasured
+from bench.sweep.results import group, read_rows, unmeasured
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.env import resolve
 from clocher_runtime.command.parsing import Value, integer, number, one_of, path, switch, text

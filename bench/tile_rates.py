@@ -9,39 +9,21 @@ has the rates from memory.
 """
 
 import ctypes
-import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import click
 import numpy as np
 
+from bench.ops.experiment import FORMATS, Row, experiment
+from bench.ops.products import Problem
 from clocher_kernels.formats import parse_format
-from clocher_kernels.ops.quantized import INTEGER_FORMATS
-from clocher_kernels.quant_tensor import QuantTensor
+from clocher_kernels.ops.linear import INTEGER_FORMATS
 from cpu_fallback.lanes import jit
 from cpu_fallback.tiles import panels, rates, tile_pack, tile_product
 from cpu_fallback.tiles.layout import ROWS, UNIT, layout_of
 
 _TOKENS = tile_product.TOKENS
-
-
-def random_tensor(name: str, n: int, k: int) -> QuantTensor:
-    """Return a tensor of random codes and scales near one."""
-    fmt = parse_format(name)
-    rng = np.random.default_rng(7)
-    planes = {}
-    for plane, spec in fmt.planes((n, k)).items():
-        if plane in ("codes", "blocks"):
-            data = rng.integers(0, 256, spec.nbytes, dtype=np.uint8)
-            data = data & 0x55 if name.startswith("ternary") else data
-            planes[plane] = data.view(spec.storage).reshape(spec.shape)
-        elif plane == "zeros":
-            planes[plane] = rng.integers(0, 16, spec.shape).astype(np.uint8)
-        else:
-            one = {"f32": np.float32(1), "f16": np.float16(1), "bf16": 0x3F80, "e8m0": 127}
-            planes[plane] = np.full(spec.shape, one[spec.dtype], spec.storage)
-    return QuantTensor((n, k), fmt, planes)
 
 
 def best_slope(run: Callable[[int], None], few: int, many: int, tries: int) -> float:
@@ -72,16 +54,16 @@ def machine(tries: int) -> tuple[float, float]:
     return hertz, rates.DOT_ACCUMULATORS / (step * hertz)
 
 
-def from_cache(name: str, group: int, k: int, tries: int) -> list[dict[str, object]]:
-    """Return rows: weights per cycle and share of the dot-product rate for each panel width."""
+def from_cache(name: str, group: int, k: int, tries: int) -> Iterator[Row]:
+    """Yield weights per cycle and share of the dot-product rate for each panel width."""
     layout = layout_of("bench", parse_format(name))
     count = max(1, (256 << 10) // layout.tile_bytes(k))
-    tiles = tile_pack.pack(layout, random_tensor(name, ROWS * count, k))
+    weight = Problem(name, ROWS * count, k, 1, 1).weights()[0]
+    tiles = tile_pack.pack(layout, weight)
     product = tile_product.product_of(layout, group)
     sweep = function(rates.sweep)
     out = np.zeros(16 * 16, np.float32)
     panel = np.ones(16 * panels.panel_bytes(layout, group, k), np.uint8)
-    rows = []
     for tokens in _TOKENS:
         hertz, peak = machine(tries)
 
@@ -102,32 +84,28 @@ def from_cache(name: str, group: int, k: int, tries: int) -> list[dict[str, obje
         many = 2 + 40 // tokens
         cycles = best_slope(run, 1, 1 + many, tries) * hertz
         weights = ROWS * count * k / cycles
-        rows.append(
-            {
-                "format": name,
-                "group": group,
-                "K": k,
-                "M": tokens,
-                "ghz": round(hertz / 1e9, 2),
-                "weights_per_cycle": round(weights, 1),
-                "macs_per_cycle": round(weights * tokens, 1),
-                "pct_of_dot_rate": round(100 * weights * tokens / (64 * peak), 1),
-                "gbps_one_core": round(tiles.data.nbytes * hertz / cycles / 1e9, 1),
-            }
-        )
-    return rows
+        yield {
+            "format": name,
+            "group": group,
+            "K": k,
+            "M": tokens,
+            "ghz": round(hertz / 1e9, 2),
+            "weights_per_cycle": round(weights, 1),
+            "macs_per_cycle": round(weights * tokens, 1),
+            "pct_of_dot_rate": round(100 * weights * tokens / (64 * peak), 1),
+            "gbps_one_core": round(tiles.data.nbytes * hertz / cycles / 1e9, 1),
+        }
 
 
-@click.command(help=__doc__)
-@click.option("--formats", default=",".join(INTEGER_FORMATS), help="comma-separated")
+@experiment("tile_rates", __doc__)
+@click.option("--formats", type=FORMATS, default=",".join(INTEGER_FORMATS), show_default=True)
 @click.option("--group", type=int, default=128, show_default=True, help="of the activations")
 @click.option("--k", type=int, default=2048, show_default=True, help="columns")
 @click.option("--tries", type=int, default=30, show_default=True)
-def main(formats: str, group: int, k: int, tries: int) -> None:
-    """Measure and print one JSON line per figure."""
-    for name in formats.split(","):
-        for row in from_cache(name, group, k, tries):
-            click.echo(json.dumps(row))
+def main(formats: tuple[str, ...], group: int, k: int, tries: int) -> Iterator[Row]:
+    """Yield a row for each format and panel width."""
+    for name in formats:
+        yield from from_cache(name, group, k, tries)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def main(out: Path, only: tuple[str, ...], dry_run: bool) -> None:
     """Tune every weight and write the table after each."""
     if dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-    from bench.gpu.environment import state
+    from bench.gpu.machine import state
     from bench.gpu.setting import make_setting
     from clocher_kernels.cuda.tile_tables import key_of, users_table_aside
     from clocher_kernels.cuda.tune import add, new_table

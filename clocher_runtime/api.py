@@ -1,4 +1,4 @@
-"""The Python API: load a model, generate text.
+"""The Python API: load a model, go on with texts and conversations.
 
 import clocher_runtime as clocher
 
@@ -6,10 +6,12 @@ model = clocher.load()                       # or a directory
 print(model.generate("def fibonacci(n):", max_new=48))
 for piece in model.stream_generate("import "):
     print(piece, end="", flush=True)
+print(model.chat([{"role": "user", "content": "What is a bell tower?"}]).text)
 """
 
+import asyncio
 import os
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,35 +20,58 @@ from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.gguf.checkpoint import find_gguf
 from clocher_runtime.command.model_choice import embedded_model
-from clocher_runtime.engine.arguments import (
-    Sampling,
-    listed,
-    refuse_unknown,
-    shown,
-    token_ids,
-    whole,
-)
+from clocher_runtime.engine.arguments import listed, refuse_unknown, shown, token_ids, whole
 from clocher_runtime.engine.backends import choose
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.topology import default_threads
-from clocher_runtime.engine.turns import Stream
+from clocher_runtime.text.completion import (
+    MAX_NEW,
+    OPTIONS,
+    Completion,
+    Options,
+    TextGeneration,
+)
 from clocher_runtime.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
 _OPTIONS = frozenset(Session.__init__.__kwdefaults__ or ()) - {"backend", "threads"}
 
 
-def _sampling(options: Mapping[str, Any]) -> Sampling:
-    refuse_unknown(options, Sampling.__dataclass_fields__, "sampling")
-    return Sampling(**options)
+def _text_or_ids(prompt: Prompt) -> str | list[int]:
+    try:
+        return prompt if isinstance(prompt, str) else token_ids(prompt)
+    except UsageError as error:
+        raise UsageError(f"a prompt is text or a list of token ids: {error}") from None
+
+
+def _usable_path(path: object) -> Path | None:
+    if path is None:
+        return None
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"path is {shown(path)}; expected a string or a pathlib.Path")
+    if not os.fspath(path):
+        raise UsageError(
+            "path is empty; give the directory of a model, or a GGUF file, or leave it out for the "
+            "embedded model"
+        )
+    if not (os.path.isdir(path) or find_gguf(Path(path))):
+        raise UsageError(
+            f"{path} is not a directory; give the directory of a model, or a GGUF file"
+        )
+    return Path(path)
 
 
 class LanguageModel:
-    """A model bound to a back end, with its tokenizer. It generates one thing at a time.
+    """A model bound to a back end, with its tokenizer. Any number of threads may share it.
 
-    Every method raises SessionBusy while a generation is under way, in this thread or another, and
-    UsageError when an argument cannot be used or the model is closed.
+    Keyword arguments of its methods say how a text goes on: `max_new` (also `max_tokens`,
+    `max_new_tokens`; 64 if not given), `stop` (a string or several), `logprobs` (how many of the
+    likeliest tokens to tell with each), and the fields of `Sampling`: temperature, top_k, top_p,
+    min_p, seed, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, processors.
+
+    Every method raises UsageError when an argument cannot be used or the model is closed.
 
     Attributes:
         model: weights and ModelSpec.
@@ -57,84 +82,134 @@ class LanguageModel:
     def __init__(self, model: Model, session: Session, tokenizer: Tokenizer) -> None:
         self.model, self.session, self.tokenizer = model, session, tokenizer
 
-    def generate(self, prompt: Prompt, max_new: int = 64, **sampling: Any) -> str:
-        """Return the completion of a prompt.
+    def generate(self, prompt: Prompt, max_new: int = MAX_NEW, **options: Any) -> str:
+        """Return the text that a prompt is gone on with.
 
         Args:
             prompt: text, or token ids.
-            max_new: tokens to generate at most.
-            **sampling: fields of `Sampling`: temperature, top_k, top_p, seed.
-
-        Raises:
-            SessionBusy: a generation is under way.
-            UsageError: an argument cannot be used, or the model is closed.
+            max_new: tokens to make at most.
+            **options: see `LanguageModel`.
         """
-        return "".join(self.stream_generate(prompt, max_new, **sampling))
+        return self.complete(prompt, **_with(max_new, options)).text
 
-    def stream_generate(self, prompt: Prompt, max_new: int = 64, **sampling: Any) -> Stream[str]:
-        """Return the completion of a prompt in pieces, as tokens are made.
-
-        The model is busy from the first piece to the last, or until the stream is closed or
-        dropped.
+    def complete(self, prompt: Prompt, **options: Any) -> Completion:
+        """Return how a prompt goes on, with ids, the reason of its end and log probabilities.
 
         Args:
             prompt: text, or token ids.
-            max_new: tokens to generate at most.
-            **sampling: fields of `Sampling`: temperature, top_k, top_p, seed.
-
-        Raises:
-            SessionBusy: at the first piece: a generation is under way.
-            UsageError: an argument cannot be used, or the model is closed.
+            **options: see `LanguageModel`.
         """
-        ids, max_new = self._ids(prompt), whole("max_new", max_new, 1)
-        self.session.check(ids)
-        chosen = _sampling(sampling)
-        return Stream(lambda _: self._pieces(ids, max_new, chosen))
+        return self._begin(prompt, options).result()
 
-    def _pieces(
-        self, ids: list[int], max_new: int, sampling: Sampling
-    ) -> Generator[str, None, None]:
-        pieces = self.tokenizer.stream()
-        for token in self.session.generate([ids], max_new, sampling):
-            if token.id not in self.model.spec.eos_ids:
-                yield pieces.push(token.id)
-        yield pieces.flush()
+    def stream_generate(
+        self, prompt: Prompt, max_new: int = MAX_NEW, **options: Any
+    ) -> TextGeneration:
+        """Return the same in pieces, as tokens are made; `result()` of it is the whole.
 
-    def _ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, room=self.session.context)
-        try:
-            return token_ids(prompt)
-        except UsageError as error:
-            raise UsageError(f"a prompt is text or a list of token ids: {error}") from None
+        Args:
+            prompt: text, or token ids.
+            max_new: tokens to make at most.
+            **options: see `LanguageModel`.
+        """
+        return self._begin(prompt, _with(max_new, options))
 
     def generate_batch(
-        self, prompts: Sequence[Prompt], max_new: int = 64, **sampling: Any
+        self, prompts: Sequence[Prompt], max_new: int = MAX_NEW, **options: Any
     ) -> list[str]:
-        """Return the completions of several prompts, generated side by side.
+        """Return the texts that several prompts are gone on with; see `complete_batch`."""
+        return [each.text for each in self.complete_batch(prompts, **_with(max_new, options))]
+
+    def complete_batch(self, prompts: Sequence[Prompt], **options: Any) -> list[Completion]:
+        """Return how prompts go on, generated side by side, as many as `batch` of `load` at a time.
 
         Args:
-            prompts: at most as many as the `batch` given to `load`.
-            max_new: tokens to generate at most, each.
-            **sampling: fields of `Sampling`: temperature, top_k, top_p, seed.
+            prompts: any number of texts or lists of token ids.
+            **options: see `LanguageModel`.
+        """
+        running = []
+        for number, prompt in enumerate(listed(prompts, "a list of prompts")):
+            try:
+                running.append(self._begin(prompt, options))
+            except UsageError as error:
+                raise UsageError(f"prompt {number}: {error}") from None
+        if not running:
+            raise UsageError("0 prompts; give at least one")
+        for each in running:
+            each.begin()
+        left = running
+        while left:
+            # A token of each: that is a step, and a stop string ends its text at once.
+            left = [each for each in left if next(each, None) is not None]
+        return [each.result() for each in running]
+
+    def chat(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> Completion:
+        """Return the answer to a conversation.
+
+        The text of it is what the model makes: what marks channels or tool calls stands in it.
+
+        Args:
+            messages: `{"role": ..., "content": ...}` each, as the model's chat template reads them.
+            tools: functions that the model may call, as JSON schemas.
+            **options: see `LanguageModel`; others are variables of the chat template.
 
         Raises:
-            SessionBusy: a generation is under way.
-            UsageError: an argument cannot be used, or the model is closed.
+            UsageError: the model has no chat template, or it refuses these messages.
         """
-        ids = [self._ids(p) for p in listed(prompts, "a list of prompts")]
-        made: list[list[int]] = [[] for _ in ids]
-        for token in self.session.generate(ids, max_new, _sampling(sampling)):
-            if token.id not in self.model.spec.eos_ids:
-                made[token.sequence].append(token.id)
-        return [self.tokenizer.decode(out) for out in made]
+        return self.stream_chat(messages, tools, **options).result()
+
+    def stream_chat(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> TextGeneration:
+        """Return the answer to a conversation in pieces; see `chat`."""
+        variables = {name: value for name, value in options.items() if name not in OPTIONS}
+        text = self.tokenizer.apply_chat_template(messages, tools=tools, variables=variables)
+        ids = self.tokenizer.encode(text, special=False, room=self.session.context)
+        return self._begin(ids, {name: options[name] for name in options if name in OPTIONS})
+
+    async def agenerate(self, prompt: Prompt, max_new: int = MAX_NEW, **options: Any) -> str:
+        """Do `generate` without blocking the event loop; when cancelled, it ends."""
+        return (await self.acomplete(prompt, **_with(max_new, options))).text
+
+    async def acomplete(self, prompt: Prompt, **options: Any) -> Completion:
+        """Do `complete` without blocking the event loop; when cancelled, it ends."""
+        return await _whole(self._begin(prompt, options))
+
+    async def achat(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> Completion:
+        """Do `chat` without blocking the event loop; when cancelled, it ends."""
+        return await _whole(self.stream_chat(messages, tools, **options))
+
+    async def astream_generate(
+        self, prompt: Prompt, max_new: int = MAX_NEW, **options: Any
+    ) -> AsyncIterator[str]:
+        """Do `stream_generate` without blocking the event loop."""
+        async for piece in _pieces(self._begin(prompt, _with(max_new, options))):
+            yield piece
+
+    async def astream_chat(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> AsyncIterator[str]:
+        """Do `stream_chat` without blocking the event loop."""
+        async for piece in _pieces(self.stream_chat(messages, tools, **options)):
+            yield piece
 
     def close(self) -> None:
-        """Stop the threads and release the buffers. A generation that is suspended ends.
-
-        Raises:
-            SessionBusy: a step is running in another thread.
-        """
+        """Stop the threads and release the buffers, after the step that runs. Generations end."""
         self.session.close()
 
     def __enter__(self) -> "LanguageModel":
@@ -147,6 +222,38 @@ class LanguageModel:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _begin(self, prompt: Prompt, options: Mapping[str, Any]) -> TextGeneration:
+        chosen, ids = Options.of(options), self._ids(prompt)
+        self.session.check(ids)
+        return TextGeneration(self.session, self.tokenizer, ids, chosen)
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        given = _text_or_ids(prompt)
+        if isinstance(given, str):
+            return self.tokenizer.encode_prompt(given, room=self.session.context)
+        return given
+
+
+def _with(max_new: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with a length, unless they have it by one of its other names."""
+    is_named = "max_tokens" in options or "max_new_tokens" in options
+    return options if is_named and max_new == MAX_NEW else {**options, "max_new": max_new}
+
+
+async def _whole(text: TextGeneration) -> Completion:
+    async for _ in _pieces(text):
+        pass
+    return text.result()
+
+
+async def _pieces(text: TextGeneration) -> AsyncIterator[str]:
+    """Yield the pieces of a text; a thread waits for each."""
+    try:
+        while (piece := await asyncio.to_thread(next, text, None)) is not None:
+            yield piece
+    finally:
+        text.close()
 
 
 def load(
@@ -169,7 +276,9 @@ def load(
         device: "auto", "cpu", "cuda" or "ze".
         precision: None keeps the weights as stored; see `load_model`.
         threads: None: as many as this process may use.
-        **session: arguments of `Session`: batch, context, kv_dtype, chunk, progress.
+        **session: arguments of `Session`: batch, context, kv_dtype, kv_pages, itl_ms, ...
+            What texts have in common at their beginning is computed once, unless
+            `prefix_cache=False`.
 
     Raises:
         ModelError: the model is missing, damaged or not supported.
@@ -179,22 +288,19 @@ def load(
     """
     refuse_unknown(session, _OPTIONS, "load")
     backend, _ = choose(device)
-    if path is not None and not isinstance(path, str | os.PathLike):
-        raise UsageError(f"path is {shown(path)}; expected a string or a pathlib.Path")
-    if path is not None and not (os.path.isdir(path) or find_gguf(Path(path))):
-        raise UsageError(
-            f"{path} is not a directory; give the directory of a model, or a GGUF file"
-        )
+    where = _usable_path(path) or embedded_model()
     threads = default_threads() if threads is None else whole("threads", threads, 1)
-    checkpoint = open_checkpoint(embedded_model() if path is None else Path(path))
+    checkpoint = open_checkpoint(where)
     model = load_model(checkpoint, precision)
     tokenizer = Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config)
+    session.setdefault("prefix_cache", True)
     bound = Session(model, backend=backend, threads=threads, **session)
     return LanguageModel(model, bound, tokenizer)
 
 
 def generate(prompt: Prompt, path: str | Path | None = None, **options: Any) -> str:
-    """Load a model and return one completion; `options` are those of `LanguageModel.generate`."""
+    """Load a model and return one text; `options` are those of `LanguageModel.generate`."""
+    Options.of(options)  # before a model is loaded for nothing
     with load(path) as model:
         return model.generate(prompt, **options)
 
@@ -202,10 +308,18 @@ def generate(prompt: Prompt, path: str | Path | None = None, **options: Any) -> 
 def stream_generate(
     prompt: Prompt, path: str | Path | None = None, **options: Any
 ) -> Iterator[str]:
-    """Load a model and return one completion in pieces; the model is closed after the last."""
+    """Load a model and return one text in pieces; the model is closed after the last.
 
-    def pieces() -> Generator[str, None, None]:
-        with load(path) as model:
-            yield from model.stream_generate(prompt, **options)
+    It is loaded when the first piece is asked for.
 
-    return Stream(lambda _: pieces())
+    Raises:
+        UsageError: an argument cannot be used.
+    """
+    Options.of(options)
+    given, where = _text_or_ids(prompt), _usable_path(path)
+
+    def pieces() -> Iterator[str]:
+        with load(where) as model:
+            yield from model.stream_generate(given, **options)
+
+    return pieces()

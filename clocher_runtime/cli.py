@@ -6,6 +6,7 @@ Nothing slow is imported before somebody listens for signals.
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from clocher_runtime.signals import cause_of, ignore, listen, restore
 
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt as signal:  # after the answer, and before nothing can change it
             line, code = _interrupted(signal)
             ignore(before)
-        return code if line is None or _emit(line) else 1
+        return code if _emit(line) else 1
     finally:
         if argv is not None:
             restore(before)
@@ -35,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _flush_errors()
 
 
-def _answer(argv: Sequence[str]) -> tuple[str | None, int]:
-    """Do what the arguments say; return the line, None where there is to be none, and the code."""
+def _answer(argv: Sequence[str]) -> tuple[str, int]:
+    """Do what the arguments say; return what standard output gets, and the code."""
     try:
         # Most of a short run: a signal may well arrive here.
         from clocher_runtime.command.clocher_run import command
@@ -63,9 +64,11 @@ def _emit(text: str) -> bool:
     try:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
-    except OSError:
+    except OSError as error:
         # Python flushes again when it exits, and must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with suppress(OSError, AttributeError):  # standard error may be gone too
+            sys.stderr.write(f"clocher-run: error: standard output: {error.strerror}\n")
         return False
     return True
 

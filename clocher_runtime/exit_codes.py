@@ -1,5 +1,6 @@
 """Exit codes of the commands, and the one map from exceptions to them."""
 
+import errno
 from enum import IntEnum
 
 from clocher_kernels import errors
@@ -37,15 +38,30 @@ _CODES: tuple[tuple[type[BaseException], ExitCode], ...] = (
 def told(error: BaseException) -> BaseException:
     """Return an error as it is to be reported.
 
-    Threads are started in many places, by libraries too, and Python has no class of its own for a
-    system that refuses one.
+    Threads are started and libraries loaded in many places, by other libraries too, and Python has
+    no class of its own for a system that refuses one for want of memory.
     """
     if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
         return errors.DeviceError(
             "the system gives this process no more threads; lower --threads, or raise its limit of "
             "processes (ulimit -u, or pids.max of its control group)"
         )
+    cause: BaseException | None = error if isinstance(error, OSError | ImportError) else None
+    while cause is not None:
+        if isinstance(cause, OSError | ImportError) and _lacks_memory(cause):
+            return errors.OutOfMemory(
+                f"the system gives this process no more memory ({cause}); free some, or raise its "
+                "limit (ulimit -v, or memory.max of its control group)"
+            )
+        cause = cause.__cause__ or cause.__context__
     return error
+
+
+def _lacks_memory(error: OSError | ImportError) -> bool:
+    # The loader of shared libraries says so in words only.
+    return getattr(error, "errno", None) == errno.ENOMEM or any(
+        words in str(error) for words in ("failed to map segment", "annot allocate memory")
+    )
 
 
 def exit_code(error: BaseException) -> ExitCode:

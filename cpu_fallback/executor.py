@@ -23,7 +23,7 @@ from cpu_fallback.team.placement import call_on, hot_weights, replicate
 from cpu_fallback.team.stamps import Stamps, stamp
 from cpu_fallback.team.tape import Launch
 from cpu_fallback.team.team import Team, aligned
-from cpu_fallback.tiles.prepack import IN_PLACE, check_memory, in_large_pages, waiting
+from cpu_fallback.tiles.prepack import check_memory, in_large_pages, reads_in_place, waiting
 
 _MANY_BYTES = 512 << 20
 
@@ -192,7 +192,7 @@ class CpuExecutor:
                     f"{', '.join(sorted(LOWER))}"
                 )
             weight = call.args.get("w", "")
-            if call.op in IN_PLACE and weight in self._copied:
+            if weight in self._copied and reads_in_place(call, values[weight]):
                 values[weight] = in_large_pages(values[weight])
             bound = BoundCall(OPS[call.op], call, values, self.plan.buffers, self._asked)
             lower = LOWER[call.op]

@@ -9,8 +9,8 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from clocher_kernels.formats.bsr import INNERS
-from clocher_runtime.checkpoints.iebin.checkpoint import JSON_NAME, open_iebin
-from clocher_runtime.command.script_run import reporting
+from clocher_runtime.checkpoints.iebin import JSON_NAME, open_iebin
+from clocher_runtime.command.script_run import Report, needed, option, script, switch
 from clocher_runtime.convert.block_sparse import (
     LINEARS,
     Outcome,
@@ -43,42 +43,29 @@ def _block(context: click.Context, option: click.Parameter, value: str) -> tuple
     return int(sides[1]), int(sides[2])
 
 
-@click.command(epilog=EPILOG, context_settings={"max_content_width": 100})
-@click.option(
-    "--model-dir",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Directory of the model, Hugging Face or IEBIN. It is only read.",
+@script(
+    "convert_to_block_sparse",
+    EPILOG,
+    needed("--model-dir", "Directory of the model, Hugging Face or IEBIN. It is only read."),
+    needed(
+        "--out-dir",
+        "Directory for model.ie.json, model.ie.bin and vocab.json. It is made if need be.",
+    ),
+    option("--block", str, "Block shape.", default="32x32", callback=_block),
+    option(
+        "--sparsity",
+        click.FloatRange(0, 1, max_open=True),
+        "Make so large a share of each matrix's blocks zero, the weakest by magnitude. 0 leaves "
+        "out only blocks that are zero already.",
+        default=0.0,
+    ),
+    option("--inner", click.Choice(INNERS), "How blocks are stored; by default as the matrix was."),
+    option("--pattern", str, "Regular expression of the names of the matrices.", default=LINEARS),
+    switch("--force", "Convert matrices that become larger too."),
+    switch("--verify", "Read the result back and check every hash."),
 )
-@click.option(
-    "--out-dir",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Directory for model.ie.json, model.ie.bin and vocab.json. It is made if need be.",
-)
-@click.option("--block", default="32x32", callback=_block, show_default=True, help="Block shape.")
-@click.option(
-    "--sparsity",
-    type=click.FloatRange(0, 1, max_open=True),
-    default=0.0,
-    show_default=True,
-    help="Make so large a share of each matrix's blocks zero, the weakest by magnitude. 0 leaves "
-    "out only blocks that are zero already.",
-)
-@click.option(
-    "--inner",
-    type=click.Choice(INNERS),
-    help="How blocks are stored; by default as the matrix was.",
-)
-@click.option(
-    "--pattern",
-    default=LINEARS,
-    show_default=True,
-    help="Regular expression of the names of the matrices.",
-)
-@click.option("--force", is_flag=True, help="Convert matrices that become larger too.")
-@click.option("--verify", is_flag=True, help="Read the result back and check every hash.")
 def main(
+    report: Report,
     model_dir: Path,
     out_dir: Path,
     block: tuple[int, int],
@@ -92,18 +79,17 @@ def main(
 
     A matrix that would not become smaller stays as it is; if none would, nothing is written.
     """
-    with reporting("convert_to_block_sparse") as report:
-        how = Sparsifying(block, inner or "", sparsity, pattern, force)
-        outcomes = plan_block_sparse(model_dir, out_dir, how).run()
-        if verify:
-            open_iebin(out_dir / JSON_NAME, verify=True)
-        tables = Console()
-        (tables if tables.is_terminal else Console(width=120)).print(_table(outcomes))
-        done = [outcome for outcome in outcomes if not outcome.note]
-        report.done(
-            f"{len(done)} of {len(outcomes)} matrices are block-sparse in {out_dir}"
-            f"{', verified' if verify else ''}"
-        )
+    how = Sparsifying(block, inner or "", sparsity, pattern, force)
+    outcomes = plan_block_sparse(model_dir, out_dir, how).run()
+    if verify:
+        open_iebin(out_dir / JSON_NAME, verify=True)
+    tables = Console()
+    (tables if tables.is_terminal else Console(width=120)).print(_table(outcomes))
+    done = [outcome for outcome in outcomes if not outcome.note]
+    report.done(
+        f"{len(done)} of {len(outcomes)} matrices are block-sparse in {out_dir}"
+        f"{', verified' if verify else ''}"
+    )
 
 
 def _table(outcomes: list[Outcome]) -> Table:

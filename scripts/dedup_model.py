@@ -6,11 +6,10 @@ from pathlib import Path
 import click
 
 from clocher_kernels.errors import ModelNotFound, UsageError
-from clocher_runtime.checkpoints.dedup.checkpoint import has_dedup, open_deduplicated
-from clocher_runtime.checkpoints.iebin.checkpoint import BIN_NAME, JSON_NAME, read_index
-from clocher_runtime.command.script_run import Report, reporting
-from clocher_runtime.convert.dedup.report import gains
-from clocher_runtime.convert.dedup.writer import Deduplication, plan_dedup, restore
+from clocher_runtime.checkpoints.dedup.reader import has_dedup, open_deduplicated
+from clocher_runtime.checkpoints.iebin import BIN_NAME, JSON_NAME, read_index
+from clocher_runtime.command.script_run import PATH, Report, needed, option, script, switch
+from clocher_runtime.convert.dedup.writer import Deduplication, gains, plan_dedup, restore
 from clocher_runtime.exit_codes import ExitCode
 
 EPILOG = """\b
@@ -36,28 +35,28 @@ Killed at any moment, it leaves model.ie.bin alone, and either the old deduplica
 that a reader accepts, or the finished new ones. Run it again to start over."""
 
 
-@click.command(epilog=EPILOG, context_settings={"max_content_width": 100})
-@click.option(
-    "--model-dir",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Directory with model.ie.json and model.ie.bin. The output goes there, too: "
-    "model.dedup.json, model.dedup.{defaults,masks,exceptions}.bin.",
+@script(
+    "dedup_model",
+    EPILOG,
+    needed(
+        "--model-dir",
+        "Directory with model.ie.json and model.ie.bin. The output goes there, too: "
+        "model.dedup.json, model.dedup.{defaults,masks,exceptions}.bin.",
+    ),
+    option(
+        "--base",
+        PATH,
+        "Directory of a model that this one is a variant of: what both have in common is not "
+        "stored again. The variant can then be read only where the base is, best beside it.",
+    ),
+    switch("--verify", "Read the result back and check every hash."),
+    switch("--keep-anyway", "Write it even if it saves less than 3 %."),
+    switch("--remove-bin", "Then delete model.ie.bin."),
+    switch("--restore", "The other way: write model.ie.bin, byte for byte.", "back"),
+    switch("--check", "Write nothing; check every hash of what is there."),
 )
-@click.option(
-    "--base",
-    type=click.Path(path_type=Path),
-    help="Directory of a model that this one is a variant of: what both have in common is not "
-    "stored again. The variant can then be read only where the base is, best beside it.",
-)
-@click.option("--verify", is_flag=True, help="Read the result back and check every hash.")
-@click.option("--keep-anyway", is_flag=True, help="Write it even if it saves less than 3 %.")
-@click.option("--remove-bin", is_flag=True, help="Then delete model.ie.bin.")
-@click.option(
-    "--restore", "back", is_flag=True, help="The other way: write model.ie.bin, byte for byte."
-)
-@click.option("--check", is_flag=True, help="Write nothing; check every hash of what is there.")
 def main(
+    report: Report,
     model_dir: Path,
     base: Path | None,
     verify: bool,
@@ -70,26 +69,25 @@ def main(
 
     One tensor at a time is in memory. Everything is decoded again and compared before it counts.
     """
-    with reporting("dedup_model") as report:
-        if (back or check) and (remove_bin or keep_anyway or back == check):
-            raise UsageError("--restore and --check stand alone, with --base or --verify")
-        if back:
-            _restore(report, model_dir, base)
-        elif check:
+    if (back or check) and (remove_bin or keep_anyway or back == check):
+        raise UsageError("--restore and --check stand alone, with --base or --verify")
+    if back:
+        _restore(report, model_dir, base)
+    elif check:
+        open_deduplicated(model_dir, base, verify=True)
+        report.done(f"{model_dir}: every hash is right")
+    else:
+        _deduplicate(report, model_dir, base, keep_anyway)
+        if verify or remove_bin:
             open_deduplicated(model_dir, base, verify=True)
-            report.done(f"{model_dir}: every hash is right")
-        else:
-            _deduplicate(report, model_dir, base, keep_anyway)
-            if verify or remove_bin:
-                open_deduplicated(model_dir, base, verify=True)
-                report.done("verified")
-            if remove_bin:
-                (model_dir / BIN_NAME).unlink()
-                report.done(f"removed {BIN_NAME}")
+            report.done("verified")
+        if remove_bin:
+            (model_dir / BIN_NAME).unlink()
+            report.done(f"removed {BIN_NAME}")
 
 
 def _deduplicate(report: Report, model_dir: Path, base: Path | None, keep_anyway: bool) -> None:
-    total = read_index(model_dir / JSON_NAME).nbytes
+    total = read_index(model_dir / JSON_NAME).bin.nbytes
     with report.progress(total) as progress:
         plan = plan_dedup(model_dir, base, progress)
     _table(plan)
@@ -105,7 +103,7 @@ def _deduplicate(report: Report, model_dir: Path, base: Path | None, keep_anyway
 def _restore(report: Report, model_dir: Path, base: Path | None) -> None:
     if not has_dedup(model_dir):
         raise ModelNotFound(f"{model_dir}: no deduplicated weights there")
-    with report.progress(read_index(model_dir / JSON_NAME).nbytes) as progress:
+    with report.progress(read_index(model_dir / JSON_NAME).bin.nbytes) as progress:
         nbytes = restore(model_dir, base, progress)
     report.done(f"restored {BIN_NAME}, {nbytes} bytes, SHA-256 as in {JSON_NAME}")
 

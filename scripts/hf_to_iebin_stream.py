@@ -1,39 +1,16 @@
 """Convert a checkpoint to IEBIN in small pieces: the one converter, which always does."""
 
-from pathlib import Path
+from clocher_runtime.command.script_run import converter
 
-import click
-
-from clocher_runtime.command.script_run import (
-    EXIT_CODES,
-    RESUMES,
-    SAFETENSORS,
-    conversion_options,
-    reporting,
-    write_model,
-)
-from clocher_runtime.convert.to_iebin import plan_conversion
-
-EPILOG = f"""\b
-Example:
-  python scripts/hf_to_iebin_stream.py --hf-dir models/llama/hf --out-dir models/llama
-
-{EXIT_CODES}
-{RESUMES}"""
-
-
-@click.command(epilog=EPILOG, context_settings={"max_content_width": 100})
-@conversion_options(SAFETENSORS)
-def main(hf_dir: Path, out_dir: Path, verify: bool) -> None:
+main = converter(
+    "hf_to_iebin_stream",
     """Convert a checkpoint to IEBIN without ever holding the model in memory.
 
     Every Clocher converter streams: two tensors at a time are in memory, and the disk gets pieces
     of 4 MiB. This is hf_to_iebin.py without --q4-map under the name that guides use; the result is
     the same, byte for byte.
-    """
-    with reporting("hf_to_iebin_stream") as report:
-        write_model(report, plan_conversion(hf_dir, out_dir), verify)
-
+    """,
+)
 
 if __name__ == "__main__":
     main()

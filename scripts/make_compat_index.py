@@ -1,12 +1,12 @@
-"""Write model.ie.compat.json. The work is in clocher_runtime.convert.q4.append."""
+"""Write model.ie.compat.json. The work is in clocher_runtime.convert.q4.planes."""
 
 from pathlib import Path
 
 import click
 
-from clocher_runtime.checkpoints.q4.overlay import COMPAT_NAME
+from clocher_runtime.checkpoints.q4 import COMPAT_NAME
 from clocher_runtime.command.script_run import EXIT_CODES, reporting
-from clocher_runtime.convert.q4.append import make_index
+from clocher_runtime.convert.q4.planes import make_index
 
 EPILOG = f"""\b
 Example:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.command.script_run import Report, reporting
+from clocher_runtime.command.script_run import PATH, Report, option, script, switch
 from clocher_runtime.monitoring import require_prometheus_client
 from clocher_runtime.monitoring.sources import FollowedDirectory, FollowedFile, stream_lines
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from clocher_runtime.monitoring.exporter import RunMetrics
 
 PORT = 9640
-NAME = "metrics_exporter"
 
 EPILOG = """\b
 Examples:
@@ -37,46 +36,46 @@ docs/monitoring describes the metrics."""
 _POLL_S = 1.0
 
 
-@click.command(epilog=EPILOG, context_settings={"max_content_width": 100})
-@click.argument("source", type=click.Path(path_type=Path), default="-")
-@click.option("--port", type=click.IntRange(0, 65535), default=PORT, show_default=True)
-@click.option("--address", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--once", is_flag=True, help="Read what is there, print the metrics and end.")
-def main(source: Path, port: int, address: str, once: bool) -> None:
+@script(
+    "metrics_exporter",
+    EPILOG,
+    click.argument("source", type=PATH, default="-"),
+    option("--port", click.IntRange(0, 65535), default=PORT),
+    option("--address", str, "Address to listen on.", default="127.0.0.1"),
+    switch("--once", "Read what is there, print the metrics and end."),
+)
+def main(report: Report, source: Path, port: int, address: str, once: bool) -> None:
     """Serve the JSON lines in SOURCE as metrics on /metrics.
 
     The lines are those of clocher-run and of the harness. SOURCE is a file that is followed, a
     directory whose .json and .jsonl files are followed, or - for standard input, the default. A
     line that is neither is counted and does no harm.
     """
-    with reporting(NAME) as report:
-        require_prometheus_client()
-        from clocher_runtime.monitoring.exporter import RunMetrics
+    require_prometheus_client()
+    from clocher_runtime.monitoring.exporter import RunMetrics
 
-        stream = str(source) == "-"
-        if stream and sys.stdin.isatty():
-            raise UsageError("standard input is a terminal; name a SOURCE, or pipe lines in")
-        if once and not stream and not source.exists():
-            raise OSError(f"{source}: no such file or directory")
-        intake = _Intake(RunMetrics(), report)
-        if once:
-            intake.take(
-                stream_lines(sys.stdin.buffer) if stream else _open(source).lines(last=True)
-            )
-            click.echo(intake.metrics.text(), nl=False)
-            return
-        signal.signal(signal.SIGTERM, _interrupt)
-        try:
-            with intake.metrics.served(address, port) as actual:
-                host = f"[{address}]" if ":" in address else address
-                report.done(f"serving http://{host}:{actual}/metrics from {source}")
-                if stream:
-                    intake.take(stream_lines(sys.stdin.buffer))
-                    report.done("the input ended; still serving")
-                    Event().wait()
-                intake.follow(_open(source))
-        except KeyboardInterrupt:
-            report.done("stopped")
+    stream = str(source) == "-"
+    if stream and sys.stdin.isatty():
+        raise UsageError("standard input is a terminal; name a SOURCE, or pipe lines in")
+    if once and not stream and not source.exists():
+        raise OSError(f"{source}: no such file or directory")
+    intake = _Intake(RunMetrics(), report)
+    if once:
+        intake.take(stream_lines(sys.stdin.buffer) if stream else _open(source).lines(last=True))
+        click.echo(intake.metrics.text(), nl=False)
+        return
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with intake.metrics.served(address, port) as actual:
+            host = f"[{address}]" if ":" in address else address
+            report.done(f"serving http://{host}:{actual}/metrics from {source}")
+            if stream:
+                intake.take(stream_lines(sys.stdin.buffer))
+                report.done("the input ended; still serving")
+                Event().wait()
+            intake.follow(_open(source))
+    except KeyboardInterrupt:
+        report.done("stopped")
 
 
 class _Intake:

@@ -1,16 +1,11 @@
 """Quantise a Hugging Face checkpoint of pickled weights (pytorch_model*.bin): write a q4 manifest.
 
-The files are read by torch's restricted unpickler (torch 2.6 or newer); no code in them is run.
+The pickles are followed and not run: only plain tensors are read. torch is not needed.
 """
 
-import sys
-from pathlib import Path
-from typing import Any
-
-import click
-
 from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
-from clocher_runtime.command.ptq import EXIT_CODES, ptq_options, run_ptq
+from clocher_runtime.command.ptq import EXIT_CODES, ptq_script
+from clocher_runtime.command.script_run import needed
 
 EPILOG = f"""\b
 Examples:
@@ -21,19 +16,18 @@ Examples:
 {EXIT_CODES}"""
 
 
-@click.command(help=__doc__, epilog=EPILOG, context_settings={"max_content_width": 100})
-@click.option(
-    "--hf-dir",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Directory with config.json and pytorch_model.bin, or its index and shards (or with them "
-    "in hf/ or hf/original/).",
+main = ptq_script(
+    "ptq_from_bin",
+    __doc__,
+    EPILOG,
+    needed(
+        "--hf-dir",
+        "Directory with config.json and pytorch_model.bin, or its index and shards (or with them "
+        "in hf/ or hf/original/).",
+        name="source",
+    ),
+    open_torch_bin,
 )
-@ptq_options
-def main(hf_dir: Path, **options: Any) -> None:
-    """Quantise the checkpoint."""
-    sys.exit(run_ptq("ptq_from_bin", lambda: open_torch_bin(hf_dir), options))
-
 
 if __name__ == "__main__":
     main()

@@ -8,14 +8,12 @@ import os
 import pkgutil
 import sys
 from pathlib import Path
-from typing import Any
-
-import click
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints.arrays import open_arrays, open_npz
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.command.ptq import EXIT_CODES, ptq_options, run_ptq
+from clocher_runtime.command.ptq import EXIT_CODES, ptq_script
+from clocher_runtime.command.script_run import option
 
 EPILOG = f"""\b
 Examples:
@@ -24,14 +22,6 @@ Examples:
       --bits 4 --group 64 --symmetric --mse
 
 {EXIT_CODES}"""
-
-
-@click.command(help=__doc__, epilog=EPILOG, context_settings={"max_content_width": 100})
-@click.option("--source", required=True, help="FILE.npz, or module:function (from here).")
-@ptq_options
-def main(source: str, **options: Any) -> None:
-    """Quantise the arrays."""
-    sys.exit(run_ptq("ptq_from_source", lambda: _open(source), options))
 
 
 def _open(source: str) -> Checkpoint:
@@ -49,6 +39,14 @@ def _open(source: str) -> Checkpoint:
         raise UsageError(f"--source {source}: {type(found).__name__} is not a function")
     return open_arrays(found(), source)
 
+
+main = ptq_script(
+    "ptq_from_source",
+    __doc__,
+    EPILOG,
+    option("--source", str, "FILE.npz, or module:function (from here).", required=True),
+    _open,
+)
 
 if __name__ == "__main__":
     main()

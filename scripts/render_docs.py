@@ -10,7 +10,7 @@ import click
 
 from clocher_kernels.formats import FAMILIES, Family, parse_format
 from clocher_kernels.ops import OPS, OpSpec
-from clocher_kernels.ops.contract import Param
+from clocher_kernels.ops.contract import EXACT, Param
 
 DOCS = Path(__file__).parents[1] / "docs"
 NOTE = "<!-- Written by scripts/render_docs.py. Edit the source that it reads, not this file. -->"
@@ -38,7 +38,7 @@ plane, and G is the length of a group along K."""
 EXAMPLE_SHAPE = (256, 4096)
 
 # What a table of parameters says in a column of its own.
-STORED_AS = re.compile(r"^\[[\w, ]*\](?: (?:fp32|int8|i32|u64))?[.,;]? *")
+STORED_AS = re.compile(r"^\[[\w, *]*\](?: (?:fp32|int8|i32|u64))?[.,;]? *")
 
 
 @click.command(help=__doc__)
@@ -84,21 +84,32 @@ def render_op(spec: OpSpec) -> str:
     if settings:
         parts.append(table(("setting", "meaning"), [(f"`{n}`", meanings[n]) for n in settings]))
     tested = f"Error: {error(spec)}. Compared on {len(spec.cases)} cases"
-    formats = dict.fromkeys(f"`{f}`" for case in spec.cases for f in case.formats.values())
+    formats = dict.fromkeys(
+        f"`{name}`"
+        for case in spec.cases
+        for param, name in case.formats.items()
+        if spec.param(param).kind == "matrix"
+    )
     parts.append(f"{tested}, {', '.join(formats)}." if formats else f"{tested}.")
+    missing = dict.fromkeys(why for case in spec.cases for why in case.missing.items())
+    for backend, why in missing:
+        count = sum(case.missing.get(backend) == why for case in spec.cases)
+        parts.append(f"No {backend} kernel for {count} of them: {why}.")
     return "\n\n".join([*parts, *source])
 
 
 def shape(param: Param) -> str:
     """Return a parameter's element type and dimensions."""
-    stored = param.dtype or ("any format" if param.kind == "matrix" else "`kv_dtype`")
+    stored = " or ".join(param.dtypes)
+    stored = stored or ("any format" if param.kind == "matrix" else "`kv_dtype`")
     return f"{stored} [{', '.join(param.dims.split())}]"
 
 
 def error(spec: OpSpec) -> str:
-    """Return the tolerance of an op."""
-    limit = spec.tolerance
-    return "exact" if limit.max == 0 else f"{limit.rms:g} / {limit.max:g}"
+    """Return the tolerance of an op, and those of cases that have their own."""
+    limits = dict.fromkeys(spec.allowed(case) for case in spec.cases)
+    spelled = ("exact" if each == EXACT else f"{each.rms:g} / {each.max:g}" for each in limits)
+    return " or ".join(spelled)
 
 
 def read_docstring(function: object) -> tuple[list[str], dict[str, str], list[str]]:

@@ -1,6 +1,6 @@
 """Write docs/PERFORMANCE.md and docs/plots from the result files in bench/results.
 
-The work, and --help, are those of bench.report_update.
+The work, and --help, are those of bench.report.
 """
 
 import os
@@ -11,5 +11,5 @@ ROOT = Path(__file__).resolve().parents[1]
 
 if __name__ == "__main__":
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "bench.report_update", *sys.argv[1:]]
+    command = [sys.executable, "-m", "bench.report", "update", *sys.argv[1:]]
     os.execve(sys.executable, command, {**os.environ, "PYTHONPATH": path})

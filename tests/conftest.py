@@ -3,9 +3,16 @@
 import os
 import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# The same examples in every run: what fails, fails again.
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.load_profile("same")
 
 # Kernels of the CUDA back end run in Triton's interpreter; it must be chosen before the import.
 os.environ["TRITON_INTERPRET"] = "1"
@@ -14,6 +21,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 # that tests interrupt. A handler, unlike that, is not inherited: they get the default.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+Run = Callable[..., tuple[int, dict[str, Any], str]]
 
 _left_out: Counter[str] = Counter()
 
@@ -44,6 +53,45 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
         _left_out[" and ".join(markers) or "not asked for"] += 1
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if workeroutput := getattr(session.config, "workeroutput", None):  # of pytest-xdist
+        workeroutput["left out"] = dict(_left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    _left_out.update(node.workeroutput["left out"])
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for reason, count in sorted(_left_out.items()):
         terminalreporter.write_line(f"not run: {count} test(s), {reason}")
+
+
+@pytest.fixture
+def inside(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Run:
+    """Run clocher-run in this process, on the reference back end, in an empty directory.
+
+    The function takes flags, and variables by name; it returns (code, line, standard error).
+    """
+    from commands import VARIABLES, only_line
+
+    from clocher_runtime import cli
+    from clocher_runtime.command import loading
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loading, "choose", lambda device: ("reference", "test"))
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+
+    def run(*flags: str, **env: str) -> tuple[int, dict[str, Any], str]:
+        with monkeypatch.context() as patch:
+            for variable, value in env.items():
+                patch.setenv(variable, value)
+            code = cli.main(flags)
+        out, err = capsys.readouterr()
+        return code, only_line(out), err
+
+    return run

@@ -16,12 +16,13 @@ from sass_ratchet import figures, print_or_record
 
 from clocher_kernels.cuda.aot import ARCHITECTURES, PTX_ONLY, compile_code, compile_ptx
 from clocher_kernels.cuda.gemv_bits import gemv_bits
-from clocher_kernels.cuda.integer import linear_i8
 from clocher_kernels.cuda.launch import Launch
-from clocher_kernels.cuda.moe import moe_down, moe_gate_up
+from clocher_kernels.cuda.linear import linear
+from clocher_kernels.cuda.lowering import LOWER
 from clocher_kernels.cuda.prepack import rearrange
 from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
 from clocher_kernels.formats import parse_format
+from clocher_kernels.ops import OPS
 
 FP16, FP32, BF16 = torch.float16, torch.float32, torch.bfloat16
 
@@ -51,10 +52,10 @@ def product(
 
 
 def exact(m: int, n: int, k: int, capability: int) -> Launch:
-    """Return the launch of `linear_i8`."""
-    (launch,) = linear_i8(
-        q=meta((m, k), torch.int8),
-        scale=meta((m,), FP32),
+    """Return the launch of `linear` for int8 activations."""
+    (launch,) = linear(
+        x=meta((m, k), torch.int8),
+        x_scale=meta((m, 1), FP32),
         w=weights("ternary", n, k),
         y=meta((m, n), FP16),
         residual=meta((m, n), FP32),
@@ -63,33 +64,22 @@ def exact(m: int, n: int, k: int, capability: int) -> Launch:
     return launch
 
 
-def gate_up(fmt: str, m: int, capability: int, x_type: torch.dtype = FP16) -> Launch:
-    """Return the launch of `moe_gate_up` in the shape of gpt-oss-20b."""
-    (launch,) = moe_gate_up(
-        x=meta((m, WIDTH), x_type),
-        ids=meta((m, CHOSEN), torch.int32),
-        w=weights(fmt, EXPERTS, 2 * WIDTH, WIDTH),
-        y=meta((m, CHOSEN, WIDTH), x_type),
-        limit=7.0,
-        alpha=1.702,
-        bias=meta((EXPERTS, 2 * WIDTH), FP32),
-        device=meta_device(capability),
-    )
-    return launch
-
-
-def down(fmt: str, m: int, capability: int, x_type: torch.dtype = FP16) -> Launch:
-    """Return the launch of `moe_down` in the shape of gpt-oss-20b."""
-    (launch,) = moe_down(
-        x=meta((m, CHOSEN, WIDTH), x_type),
-        ids=meta((m, CHOSEN), torch.int32),
-        weights=meta((m, CHOSEN), FP32),
-        w=weights(fmt, EXPERTS, WIDTH, WIDTH),
-        y=meta((m, WIDTH), FP32),
-        bias=meta((EXPERTS, WIDTH), FP32),
-        residual=meta((m, WIDTH), FP32),
-        device=meta_device(capability),
-    )
+def experts(stem: str, fmt: str, capability: int, x_type: torch.dtype = FP16) -> Launch:
+    """Return the launch of an experts' op, `moe_<stem>`, for a token of gpt-oss-20b."""
+    spec = OPS[f"moe_{stem}"]
+    sizes = {"M": 1, "A": CHOSEN, "E": EXPERTS, "J": 2 * WIDTH}
+    sizes |= dict.fromkeys("NIK", WIDTH)
+    args: dict[str, Any] = {}
+    for param in spec.params:
+        if param.kind == "matrix":
+            args[param.name] = weights(fmt, *param.shape(sizes))
+        elif param.name != "x_scale":
+            # What is the residual stream too is not narrow.
+            narrow = param.narrow and param.dims != "M N"
+            dtype = x_type if narrow else TORCH_DTYPES[param.dtypes[0]]
+            args[param.name] = meta(param.shape(sizes), dtype)
+    attrs = spec.cases[0].attrs
+    (launch,) = LOWER[spec.name](**args, **attrs, device=meta_device(capability))
     return launch
 
 
@@ -99,9 +89,9 @@ def launches() -> Iterator[tuple[str, int, Launch]]:
         for fmt in ("int4_sym_g128_f16", "mxfp4"):
             yield f"budget-{fmt}-m1-n14336-k4096", cc, product(fmt, 1, 14336, 4096, cc)
         yield "budget-ternary_i8-m1-n13824-k2560", cc, exact(1, 13824, 2560, cc)
-        yield "budget-mxfp4-experts-gate_up-m1", cc, gate_up("mxfp4", 1, cc)
+        yield "budget-mxfp4-experts-gate_up-m1", cc, experts("gate_up", "mxfp4", cc)
     for cc in (86, 90):
-        yield "budget-mxfp4-experts-down-m1", cc, down("mxfp4", 1, cc)
+        yield "budget-mxfp4-experts-down-m1", cc, experts("down", "mxfp4", cc)
     for fmt, cc in (("int4_sym_g32_f16", 80), ("int4_asym_g64_f16", 89)):
         yield f"budget-{fmt}-m1-n14336-k4096", cc, product(fmt, 1, 14336, 4096, cc)
     yield (
@@ -119,7 +109,7 @@ def launches() -> Iterator[tuple[str, int, Launch]]:
     yield "mxfp4-m8-n14336-k4096", 80, product("mxfp4", 8, 14336, 4096, 80)
     yield "mxfp4-bf16-m1-n14336-k4096", 90, product("mxfp4", 1, 14336, 4096, 90, BF16)
     yield "ternary_i8-m8-n13824-k2560", 86, exact(8, 13824, 2560, 86)
-    yield "bf16-experts-gate_up-m1", 90, gate_up("bf16", 1, 90, BF16)
+    yield "bf16-experts-gate_up-m1", 90, experts("gate_up", "bf16", 90, BF16)
 
 
 def main() -> None:
@@ -131,7 +121,7 @@ def main() -> None:
     for cc in PTX_ONLY:
         for name, launch in (
             ("int4", product("int4_sym_g128_f16", 1, 4096, 4096, cc)),
-            ("mxfp4", gate_up("mxfp4", 1, cc)),
+            ("mxfp4", experts("gate_up", "mxfp4", cc)),
             ("ternary", exact(1, 2560, 2560, cc)),
         ):
             ptx[f"{name}-sm_{cc}"] = "evict_first" in compile_ptx(launch, cc)

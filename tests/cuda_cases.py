@@ -20,6 +20,7 @@ from clocher_kernels.cuda.launch import INTERPRETER, Device, execute
 from clocher_kernels.cuda.lowering import LOWER
 from clocher_kernels.cuda.prepack import prepack
 from clocher_kernels.cuda.tensors import as_torch
+from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.quant_tensor import QuantTensor
 
 if os.environ.get("TRITON_INTERPRET") == "1":  # scripts that compile do without
@@ -58,7 +59,7 @@ def run_interpreted(run: OpRun, narrow: Mapping[str, torch.dtype] | None = None)
         if tensor.is_floating_point():
             stored = run.plan.buffers[name].dtype
             if stored in ("bf16", "f16"):
-                out[name] = tensor.view(torch.int16).numpy().view(np.uint16)
+                out[name] = tensor.view(torch.int16).numpy().view(STORAGE[stored])
             else:
                 out[name] = tensor.to(torch.float32).numpy()
         else:

@@ -129,8 +129,8 @@ def write_gguf(
     arch = ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(path, arch)
     for key, value in settings(config).items():
-        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
-        add[type(value)](f"{arch}.{key}", value)
+        kinds = {str: "string", float: "float32", int: "uint32"}
+        getattr(writer, f"add_{kinds[type(value)]}")(f"{arch}.{key}", value)
     if extra:
         extra(writer)
     factors = rope_factors(config)

@@ -1,6 +1,6 @@
 """Inputs that select what is not there: ids, slots, positions, page numbers, rows out of range."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -8,26 +8,22 @@ from op_cases import OpRun
 
 from clocher_kernels.ops.contract import Value
 
-RANGES: Mapping[str, Callable[[Mapping[str, int]], int]] = {
-    "ids": lambda sizes: sizes["E"] if "E" in sizes else sizes.get("V", 0),
-    "slots": lambda sizes: sizes["S"],
-    "positions": lambda sizes: (
-        sizes["C"] if "C" in sizes else sizes.get("B", 1) * sizes.get("T", 1)
-    ),
-    "ends": lambda sizes: sizes.get("B", 1) * sizes.get("T", 1) + 1,
-    "pages": lambda sizes: sizes["P"],
-    "rows": lambda sizes: sizes["M"],
-}
-"""Parameter -> how many there are to select from, by the sizes of a case."""
+_CELLS = ("positions", "ends", "ancestors")
+"""Parameters that select cells of the cache."""
 KINDS = ("below", "far below", "past", "far past", "mixed")
 _EVERY_CELL = np.uint64((1 << 64) - 1)
 
 
 def selectors(op: OpRun) -> list[str]:
     """Return the inputs of a case that select something."""
-    if op.spec.name == "advance":  # its ids and positions are what is stepped on
-        return ["rows"]
-    return [n for n in (*RANGES, "ancestors") if n in op.values and n in op.plan.buffers]
+    cells = _CELLS if "pages" in op.values else ()
+    return [p.name for p in op.spec.params if p.below or p.name in cells]
+
+
+def _count(op: OpRun, name: str) -> int:
+    """Return how many there are to select from."""
+    sizes, below = op.case.sizes, op.spec.param(name).below
+    return sizes[below] if below else sizes["B"] * sizes["T"] + (name == "ends")
 
 
 def hostile(op: OpRun) -> Iterator[tuple[str, dict[str, Value]]]:
@@ -49,7 +45,7 @@ def _bad(op: OpRun, name: str, kind: str) -> np.ndarray:
             0, 64, value.shape, np.uint64
         )
         return np.where(rng.random(value.shape) < 0.5, masks, value)
-    count, low, high = RANGES[name](op.case.sizes), -(1 << 31), (1 << 31) - 1
+    count, low, high = _count(op, name), -(1 << 31), (1 << 31) - 1
     bad = {"below": -1, "far below": low, "past": count, "far past": high}
     if kind in bad:
         return np.full_like(value, bad[kind])

@@ -42,8 +42,9 @@ def planted(tensor: QuantTensor, plane: str, value: float, at: int = 0) -> Quant
 def ready(spec: OpSpec, case: Case) -> OpRun:
     """Return a case whose first token reads what is planted."""
     run = OpRun(spec, case)
-    if spec.name in ("embed", "gather_rows"):
-        run.values["ids" if spec.name == "embed" else "rows"][0] = 0
+    for param in spec.params:
+        if param.below and spec.name in ("embed", "gather_rows"):
+            run.values[param.name][0] = 0
     return run
 
 
@@ -58,7 +59,12 @@ def plants(run: OpRun) -> Iterator[tuple[str, str, dict[str, Value]]]:
                     if copy is not None:
                         what = f"{name} in {param.name}.{plane}"
                         yield param.name, what, {**run.values, param.name: copy}
-            elif value is not None and param.dtype == "f32" and param.name not in _SETTINGS:
+            elif (
+                value is not None
+                and "f32" in param.dtypes
+                and value.dtype == "f4"
+                and param.name not in _SETTINGS
+            ):
                 if (run.spec.name, param.name) == ("attention", "q") and np.isinf(odd):
                     continue  # `rope` leaves none
                 array = np.array(value)

@@ -3,7 +3,6 @@
 import json
 from math import gcd
 from pathlib import Path
-from zlib import crc32
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from transformers import (
     Qwen3Config,
 )
 from transformers.integrations.bitnet import AutoBitLinear, BitLinear, pack_weights
+from weight_files import rng as rng_of
 
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import encode
@@ -28,10 +28,6 @@ BITNET = ("offline-autobitlinear", "offline-bitlinear", "online-autobitlinear")
 CONTEXT = 160
 
 torch._dynamo.config.disable = True  # transformers compiles BitNet's quantisers with a C++ compiler
-
-
-def rng_of(name: str) -> np.random.Generator:
-    return np.random.default_rng(crc32(name.encode()))
 
 
 def draw_config(family: str, rng: np.random.Generator):

@@ -2,19 +2,18 @@
 
 import json
 from itertools import product
-from pathlib import Path
-from zlib import crc32
 
 import numpy as np
 import pytest
+from calibration import make_plan, sequences
 from click.testing import CliRunner
+from weight_files import DATA, LLAMA, write_first_layers
+from weight_files import rng as rng_of
 
 from bench.quant_quality import main
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import parse_format
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.convert.q4.map import parse_q4_map
 from clocher_runtime.quantize.alloc import (
     CANDIDATES,
     Option,
@@ -23,16 +22,8 @@ from clocher_runtime.quantize.alloc import (
     choose,
     unit_of,
 )
-from clocher_runtime.quantize.plan import QuantPlan, build_plan
-from clocher_runtime.text.tokenizer import Tokenizer
 
-DATA = Path(__file__).parent / "data"
-LLAMA = DATA / "clocher-tiny-llama"
-LINEARS = {"pattern": r".*layers\.[45]\..*_proj.*", "dtype": "int4w", "group": 128, "method": "imx"}
-
-
-def rng_of(name: str) -> np.random.Generator:
-    return np.random.default_rng(crc32(name.encode()))
+LINEARS = {"pattern": r".*layers\.5\..*_proj.*", "dtype": "int4w", "group": 128, "method": "imx"}
 
 
 def draw_options(rng: np.random.Generator, units: int) -> list[list[Option]]:
@@ -105,18 +96,6 @@ def test_units_are_what_is_decided_together(name, unit):
     assert unit_of(name) == unit
 
 
-def make_plan(checkpoint: Checkpoint, *rules: dict) -> QuantPlan:
-    document = {"version": 1, "rules": list(rules)}
-    return build_plan(checkpoint, parse_q4_map(document, Path("rules.json")))
-
-
-def sequences(checkpoint: Checkpoint, count: int, length: int) -> list[list[int]]:
-    tokenizer = Tokenizer(checkpoint.tokenizer_json, checkpoint.tokenizer_config)
-    text = (DATA / "calib.txt").read_text(encoding="utf-8")
-    ids = tokenizer.encode(text[: 8 * count * length])
-    return [ids[i * length : (i + 1) * length] for i in range(count)]
-
-
 def test_allocating_a_trained_model():
     checkpoint = open_checkpoint(LLAMA)
     head = {"pattern": "lm_head.weight", "dtype": "int8w", "group": 32}
@@ -124,11 +103,11 @@ def test_allocating_a_trained_model():
     text = sequences(checkpoint, 3, 40)
     seen = []
     result, record = allocate(
-        checkpoint, plan, text, target_bpw=6.05, progress=lambda *a: seen.append(a)
+        checkpoint, plan, text, target_bpw=7.5, progress=lambda *a: seen.append(a)
     )
-    assert 6.03 < result.quantised_bpw <= 6.05
+    assert 7.48 < result.quantised_bpw <= 7.5
     assert record["bpw"] == result.quantised_bpw
-    assert len(record["units"]) == 2 * 4 == len(seen)
+    assert len(record["units"]) == 4 == len(seen)
     assert len({unit["format"] for unit in record["units"]}) > 1
     assert result.tensors["lm_head.weight"].format == parse_format("int8_g32_f16")
     for unit in record["units"]:
@@ -138,15 +117,15 @@ def test_allocating_a_trained_model():
         harms = [c["harm"] for c in unit["candidates"].values()]
         assert min(harms) > 0
         assert harms[-1] < 0.1 * harms[0]
-    again = allocate(checkpoint, plan, text, target_bpw=6.05)
+    again = allocate(checkpoint, plan, text, target_bpw=7.5)
     assert again == (result, record)
     replayed = plan.with_formats(
         {name: parse_format(unit["format"]) for unit in record["units"] for name in unit["tensors"]}
     )
     assert replayed == result
     lines = allocation_table(record)
-    assert len(lines) == 2 + 8
-    assert "4.down" in lines[2]
+    assert len(lines) == 2 + 4
+    assert "5.down" in lines[2]
     with pytest.raises(UsageError, match=r"4\.2 cannot be met: .* 1 tensors keep the formats"):
         allocate(checkpoint, plan, text, target_bpw=4.2)
     with pytest.raises(UsageError, match="nothing to choose"):
@@ -154,7 +133,8 @@ def test_allocating_a_trained_model():
 
 
 def test_the_bench_compares_methods_and_sizes(tmp_path):
-    options = ["--model", LLAMA, "--calib", DATA / "calib.txt", "--text", DATA / "valid.txt"]
+    model = write_first_layers(LLAMA, tmp_path / "model", 2)
+    options = ["--model", model, "--calib", DATA / "calib.txt", "--text", DATA / "valid.txt"]
     options += ["--chars", 8000, "--window", 64, "--samples", 4, "--group", 32, "--target", 4.5]
     options += ["--method", "rtn", "--method", "imx", "--allocate-method", "rtn"]
     options += ["--json", tmp_path / "numbers.json"]

@@ -64,7 +64,7 @@ def test_a_matrix_of_ids_is_a_batch(model: LanguageModel) -> None:
         ([5, None], "token 1 is None"),
         ([5, "6"], "token 1 is '6'"),
         ([[5, 6]], r"token 0 is \[5, 6\]"),
-        ([{"role": "user", "content": "hi"}], "list of messages; .*apply_chat_template"),
+        ([{"role": "user", "content": "hi"}], "list of messages; .*chat"),
         ({"role": "user"}, "expected a list of token ids"),
         (b"text", "got b'text'; expected a list"),
         (None, "got None"),
@@ -107,7 +107,7 @@ def test_prompts(model: LanguageModel, prompt: Any, message: str) -> None:
         ({"max_new": 0}, "max_new is 0"),
         ({"max_new": -(10**30)}, "max_new is -1"),
         ({"max_new": np.array([3])}, "max_new is array"),
-        ({"temperature": "0.5"}, "temperature is '0.5'; expected temperature >= 0"),
+        ({"temperature": "0.5"}, "temperature is '0.5'; expected a number, at least 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": float("inf")}, "temperature is inf"),
         ({"temperature": 1e39}, "temperature is 1e"),
@@ -126,7 +126,10 @@ def test_prompts(model: LanguageModel, prompt: Any, message: str) -> None:
         ({"seed": -1}, "seed is -1"),
         ({"seed": 1 << 64}, "seed is 18446744073709551616"),
         ({"seed": False}, "seed is False"),
-        ({"sed": 1}, "no option 'sed'; it has seed, temperature, top_k, top_p"),
+        (
+            {"sed": 1},
+            "no option 'sed'; it has frequency_penalty, .*, seed, stop, temperature, top_k, top_p",
+        ),
     ],
     ids=str,
 )
@@ -145,7 +148,6 @@ def test_options(model: LanguageModel, options: dict[str, Any], message: str) ->
         (None, "expected a list of prompts"),
         ({"prompt": PROMPT}, "expected a list of prompts"),
         (PROMPT, "a prompt is text or a list of token ids: got 5"),
-        ([PROMPT] * 3, "3 prompts; this session takes 1 to 2"),
         ([], "0 prompts"),
         ([PROMPT, None], "got None"),
         ([PROMPT, []], "prompt 1: no tokens"),
@@ -188,6 +190,8 @@ def test_more_tokens_than_the_context_holds_are_fewer(model: LanguageModel) -> N
         ({"path": b"model"}, "path is b'model'"),
         ({"path": ["a"]}, r"path is \['a'\]"),
         ({"path": "\0"}, "not a directory"),
+        ({"path": ""}, "path is empty; give the directory of a model"),
+        ({"tuning": 5}, "tuning is 5; expected a Tuning"),
         ({"path": Path("no-such-model")}, "no-such-model is not a directory"),
     ],
     ids=lambda v: shown(v),
@@ -196,6 +200,24 @@ def test_loading(options: dict[str, Any], message: str) -> None:
     given = {"device": "cpu", **options}
     with pytest.raises(ClocherError, match=message):
         clocher_runtime.load(**given)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        (5, {}, "a prompt is text or a list of token ids: got 5"),
+        ("a", {"path": ""}, "path is empty"),
+        ("a", {"path": "no-such-model"}, "no-such-model is not a directory"),
+        ("a", {"max_new": 0}, "max_new is 0"),
+        ("a", {"top_p": 2}, "top_p is 2"),
+        ("a", {"sed": 1}, "no option 'sed'"),
+    ],
+)
+def test_a_stream_of_its_own_model_checks_at_the_call(
+    prompt: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        clocher_runtime.stream_generate(prompt, **options)
 
 
 def test_sampling_keeps_plain_numbers() -> None:

@@ -1,27 +1,19 @@
 """Whole runs under attack: a documented exit code, one JSON line, no traceback, within bounds."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import python
+from fuzz.arena import Arena, End
+from fuzz.attacks import Attack, compose
+from weight_files import ROOT
 
-from clocher_runtime.fuzzing.arena import Arena, End
-from clocher_runtime.fuzzing.attacks import Attack, compose
-
-ROOT = Path(__file__).parents[1]
 ERROR = b'{"schema": "clocher.run/1", "status": "error", "version": "1", "code": 2}\n'
 
 
 def campaign(folder: Path, *flags: str) -> None:
-    script = ROOT / "scripts" / "attack_runs.py"
-    done = subprocess.run(
-        [sys.executable, str(script), "--failures", str(folder), *flags],
-        capture_output=True,
-        text=True,
-        timeout=7000,
-    )
+    done = python(ROOT / "tests" / "attack_runs.py", "--failures", folder, *flags, timeout=7000)
     assert done.returncode == 0, done.stderr[-4000:] + done.stdout
 
 

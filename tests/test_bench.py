@@ -6,13 +6,15 @@ import stat
 import sys
 from pathlib import Path
 
+import click
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
-from bench import bandwidth, decode, peers
+from bench import bandwidth, block_sparse, decode, peers, step_overhead
 from bench.llama_cpp import LlamaCpp
-from bench.matmuls import ENGINES, Problem, clocher, exact_product
 from bench.measure import NotMeasured, cpu_name, interleave, limit_note, ratio, seconds, write_json
+from bench.ops.experiment import Row, experiment
+from bench.ops.products import ENGINES, Problem, clocher, exact_product
 from clocher_runtime.convert.synthetic import Precision, plan_synthesis
 
 FAST = ["--rounds", "2", "--mib", "2"]
@@ -243,3 +245,63 @@ def test_help_keeps_the_lines_of_its_examples() -> None:
     shown = CliRunner().invoke(peers.main, ["--help"]).output
     assert "\\b" not in shown
     assert "\n      python -m bench.peers   " in shown
+
+
+def made_of(rows: list[Row], *arguments: str) -> Result:
+    """Run a bench that yields these rows and knows one option."""
+
+    @experiment(
+        "made_up", "Rows.", "name | GB/s | right | note", "{name} | {gbps:.1f} | {right} | {note}"
+    )
+    @click.option("--dir")
+    def main(dir: str | None) -> list[Row]:
+        return rows
+
+    return CliRunner().invoke(main, arguments)
+
+
+def test_rows_say_what_made_them_and_name_no_folder(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    rows: list[Row] = [{"name": "a", "gbps": 1.25}]
+    done = made_of(rows, "--dir", "/somebodys/models/a b/", f"--json={out}")
+    assert done.exit_code == 0, done.output
+    command = "python -m bench.made_up --dir 'a b' --json=rows.json"
+    assert json.loads(out.read_text()) == [{"kind": "made_up", "command": command, **rows[0]}]
+
+
+def test_a_table_shows_what_rows_have() -> None:
+    rows: list[Row] = [{"name": "a", "gbps": 1.25, "right": True}, {"name": "b", "right": False}]
+    lines = made_of(rows).output.splitlines()
+    assert "note" not in lines[-5] and "right" in lines[-5]
+    assert [line.split("│")[1:4] for line in lines[-3:-1]] == [
+        [" a    ", " 1.2  ", " yes   "],
+        [" b    ", "      ", " NO    "],
+    ]
+
+
+def test_a_wrong_row_is_an_exit_code() -> None:
+    assert made_of([{"name": "a", "correct": True}]).exit_code == 0
+    assert made_of([{"name": "a", "correct": True}, {"name": "b", "correct": False}]).exit_code == 1
+
+
+def test_block_sparse(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    arguments = ["--shape", "64x64", "--blocks", "16x16,32x16", "--sparsity", "0,50"]
+    arguments += ["--rounds", "2", "--threads", "2", "--json", str(out)]
+    done = CliRunner().invoke(block_sparse.main, arguments, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    rows = json.loads(out.read_text())
+    assert [(r["op"], r["block"], r["sparsity"]) for r in rows] == [
+        (op, block, sparsity)
+        for block in ("16x16", "32x16")
+        for op, sparsity in (("linear", 0), ("bsr_linear", 0), ("bsr_linear", 0.5))
+    ]
+    assert all(r["correct"] and r["seconds"] > 0 and 0 <= r["break_even"] <= 1 for r in rows)
+
+
+def test_step_overhead_is_gated() -> None:
+    arguments = ["--steps", "3", "--threads", "1", "--limit"]
+    done = CliRunner().invoke(step_overhead.main, [*arguments, "1"], catch_exceptions=False)
+    line = json.loads(done.output)
+    assert done.exit_code == 0 and line["steps"] == 3 and 0 < line["outside_share"] < 1
+    assert CliRunner().invoke(step_overhead.main, [*arguments, "0"]).exit_code == 1

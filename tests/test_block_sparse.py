@@ -1,12 +1,12 @@
 """Block-sparse matrices: products, files, hostile files, and the converter."""
 
 import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import run_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_op import run
@@ -18,12 +18,12 @@ from clocher_kernels.formats import Bsr, parse_format
 from clocher_kernels.formats.bsr import INNERS
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.iebin.writer import IebinWriter
+from clocher_runtime.checkpoints.iebin import IebinWriter
 from clocher_runtime.convert.block_sparse import Sparsifying, plan_block_sparse, prune
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.engine.session import Session
 
-ROOT = Path(__file__).parents[1]
+script = partial(run_script, "convert_to_block_sparse")
 NAME = "model.layers.0.self_attn.q_proj.weight"
 
 
@@ -40,7 +40,7 @@ def sparse(
     return encode(values, Bsr.for_values(values, block, inner))
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80)
 @given(
     st.tuples(st.integers(1, 70), st.integers(1, 150)),
     st.tuples(st.integers(1, 40), st.integers(1, 70)),
@@ -227,11 +227,6 @@ def test_an_input_is_never_its_own_output(tmp_path: Path) -> None:
         plan_block_sparse(tmp_path, tmp_path / "out")
     with pytest.raises(UsageError, match=r"config\.json"):
         plan_block_sparse(LLAMA, LLAMA)
-
-
-def script(*args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "convert_to_block_sparse.py")]
-    return subprocess.run([*command, *map(str, args)], capture_output=True, text=True, check=False)
 
 
 def test_the_script_reports_and_exits(tmp_path: Path) -> None:

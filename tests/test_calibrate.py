@@ -1,50 +1,29 @@
 """Calibration: the walk equals the model, experts are counted, runs resume, bytes repeat."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
+from calibration import make_plan, sequences
+from weight_files import BITNET, GPTOSS, LLAMA, write_first_layers
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.command.model_choice import embedded_model
-from clocher_runtime.convert.q4.map import parse_q4_map
 from clocher_runtime.convert.q4.parts import PartsWriter
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.quantize.calibrate import Calibrated, calibrate
 from clocher_runtime.quantize.capture import Walk
-from clocher_runtime.quantize.plan import QuantPlan, build_plan
+from clocher_runtime.quantize.plan import QuantPlan
 from clocher_runtime.quantize.rows import RowStore, make_text
 from clocher_runtime.quantize.sensitivity import log_softmax
 from clocher_runtime.quantize.sites import ExpertInputs, Hidden, Site
-from clocher_runtime.text.tokenizer import Tokenizer
 
-DATA = Path(__file__).parent / "data"
-LLAMA = DATA / "clocher-tiny-llama"
-BITNET = DATA / "clocher-tiny-bitnet"
-GPTOSS = embedded_model()
 EXPERTS = "model.layers.{}.mlp.experts.{}"
-
-
-def make_plan(checkpoint: Checkpoint, *rules: dict, requantize: bool = False) -> QuantPlan:
-    document = {"version": 1, "rules": list(rules)}
-    if requantize:
-        document["requantize"] = True
-    return build_plan(checkpoint, parse_q4_map(document, Path("rules.json")))
 
 
 def rule(pattern: str, method: str, group: int = 128, **more: str) -> dict:
     return {"pattern": pattern, "dtype": "int4w", "group": group, "method": method, **more}
-
-
-def sequences(checkpoint: Checkpoint, count: int, length: int, name: str = "calib.txt") -> list:
-    tokenizer = Tokenizer(checkpoint.tokenizer_json, checkpoint.tokenizer_config)
-    text = (DATA / name).read_text(encoding="utf-8")
-    ids = tokenizer.encode(text[: 8 * count * length])
-    return [ids[i * length : (i + 1) * length] for i in range(count)]
 
 
 class Memory:
@@ -273,10 +252,10 @@ def test_unusable_texts_are_refused(text, message):
         calibrate(checkpoint, plan, text, parts=Memory())
 
 
-def test_calibration_lowers_the_divergence_of_a_trained_model():
-    checkpoint = open_checkpoint(LLAMA)
-    text = sequences(checkpoint, 24, 160)
-    walk = Walk(checkpoint, make_text(sequences(checkpoint, 3, 256, "valid.txt")))
+def test_calibration_lowers_the_divergence_of_a_trained_model(tmp_path):
+    checkpoint = open_checkpoint(write_first_layers(LLAMA, tmp_path / "model", 2))
+    text = sequences(checkpoint, 16, 160)
+    walk = Walk(checkpoint, make_text(sequences(checkpoint, 2, 256, "valid.txt")))
     reference = log_softmax(logits_of(walk))
     divergence = {}
     for method in ("rtn", "imx", "gptq"):

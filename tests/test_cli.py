@@ -1,6 +1,6 @@
 """`clocher-run` from outside: one JSON line, exit codes, streams, which model, prompts."""
 
-import json
+import errno
 import os
 import shutil
 import subprocess
@@ -10,27 +10,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import clean_environment, only_line
 
 from clocher_kernels import errors
 from clocher_runtime import cli
 from clocher_runtime.checkpoints.opening import open_checkpoint
 from clocher_runtime.command import loading as engine
-from clocher_runtime.command.cli_help import describe
+from clocher_runtime.command.clocher_run import describe
 from clocher_runtime.command.console import COMPILING, Console
 from clocher_runtime.command.model_choice import embedded_model
 from clocher_runtime.command.settings import ALL
-from clocher_runtime.command.stub import stub_id
 from clocher_runtime.convert.to_iebin import convert
+from clocher_runtime.engine.stub import stub_id
 from clocher_runtime.text.prompts import DEFAULT_PROMPT
 
 ROOT = Path(__file__).parent.parent
 BITNET = Path(__file__).parent / "data" / "clocher-tiny-bitnet"
-VARIABLES = {variable for setting in ALL.values() for variable in setting.env}
-
-
-def clean_environment(**extra):
-    kept = {k: v for k, v in os.environ.items() if k not in VARIABLES}
-    return kept | {"PYTHONPATH": str(ROOT)} | extra
 
 
 def command(*flags):
@@ -48,31 +43,6 @@ def outside(cwd, *flags, **env):
     process = start(cwd, *flags, env=env)
     out, err = process.communicate(timeout=250)
     return process.returncode, only_line(out), err
-
-
-def only_line(out):
-    assert out.endswith("\n")
-    assert out.count("\n") == 1
-    return json.loads(out)
-
-
-@pytest.fixture
-def inside(monkeypatch, tmp_path, capsys):
-    """Run the command in this process, on the reference back end, in an empty directory."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(engine, "choose", lambda device: ("reference", "test"))
-    for variable in VARIABLES:
-        monkeypatch.delenv(variable, raising=False)
-
-    def run(*flags, **env):
-        with monkeypatch.context() as patch:
-            for variable, value in env.items():
-                patch.setenv(variable, value)
-            code = cli.main(flags)
-        out, err = capsys.readouterr()
-        return code, only_line(out), err
-
-    return run
 
 
 # The real command on the real back end
@@ -159,6 +129,16 @@ def test_stub_takes_ids_and_lists_what_it_does_not_act_on(inside):
     assert code == 0
     assert line["outputs"][0]["token_ids"] == [stub_id([5, 6], 0), stub_id([5, 6], 1)]
     assert sorted(line["hints_ignored"]) == ["--top-k=3", "IE_BYTES_PER_TOKEN=64"]
+
+
+def test_stub_takes_any_id_and_lists_hints_in_the_order_of_the_settings(inside):
+    most = (1 << 31) - 1
+    env = {"IE_DEDUP": "1", "AFFINITY": "compact", "IE_ACT_PREC": "fp8"}
+    flags = ("--prompt-ids", f"{most},99999", "--max-new", "1", "--top-p", ".5")
+    _, line, _ = inside("--stub", *flags, **env)
+    assert line["outputs"][0]["token_ids"] == [stub_id([most, 99999], 0)]
+    ignored = ["--top-p=.5", "IE_ACT_PREC=fp8", "AFFINITY=compact", "IE_DEDUP=1"]
+    assert line["hints_ignored"] == ignored
 
 
 def test_closed_stdout_is_code_1_without_a_traceback(tmp_path):
@@ -250,6 +230,32 @@ def test_error_of_the_engine_becomes_its_code(inside, monkeypatch, error, code):
     got, line, err = inside()
     assert (got, line["code"], line["type"]) == (code, code, type(error).__name__)
     assert ("Traceback" in err) == (code == 1)
+
+
+def test_library_that_finds_no_memory_is_code_6(inside, monkeypatch):
+    def load(*args, **kwargs):
+        try:
+            raise OSError("libllvmlite.so: failed to map segment from shared object")
+        except OSError as error:
+            raise OSError("Could not find/load shared object file") from error
+
+    monkeypatch.setattr("clocher_runtime.command.run.load_engine", load)
+    code, line, err = inside()
+    assert (code, line["type"]) == (6, "OutOfMemory")
+    assert "failed to map segment" in line["message"] and "ulimit -v" in line["message"]
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("kind", [errors.FormatError, ZeroDivisionError])
+def test_other_errors_keep_their_code_where_memory_was_short_before(inside, monkeypatch, kind):
+    def load(*args, **kwargs):
+        try:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        except OSError as error:
+            raise kind("something else") from error
+
+    monkeypatch.setattr("clocher_runtime.command.run.load_engine", load)
+    assert inside()[1]["type"] == kind.__name__
 
 
 def test_cache_that_does_not_fit_is_code_6(inside, monkeypatch):
@@ -417,10 +423,14 @@ def test_prompt_comes_from_flag_stdin_file_or_default(inside, tmp_path, monkeypa
         ("p.txt", b"", "no prompts"),
         ("p.txt", b"\n \n", "no prompts"),
         ("p.txt", b"\xff\xfe", "not UTF-8"),
-        ("p.jsonl", b'{"prompt": 1}\n', "line 1: expected an object"),
+        ("p.jsonl", b'{"prompt": 1}\n', 'line 1: "prompt" is 1; expected an object'),
         ("p.jsonl", b'\n[1]\n["prompt"]\n', "none of 2 prompts is usable: prompts file p.jsonl, "),
-        ("p.jsonl", b'\n["prompt"]\n', "line 2: expected an object"),
-        ("p.jsonl", b"{", "line 1: not JSON"),
+        ("p.jsonl", b'\n["prompt"]\n', "line 2: got ['prompt']; expected an object"),
+        (
+            "p.jsonl",
+            b"{",
+            "name enclosed in double quotes, at column 2; expected an object",
+        ),
         ("p.jsonl", b"[" * 100_000, "line 1: not JSON"),
     ],
 )
@@ -429,6 +439,12 @@ def test_bad_prompts_file_is_code_2(inside, tmp_path, name, content, message):
     code, line, _ = inside("--prompts-file", name)
     assert code == 2
     assert message in line["message"]
+
+
+def test_the_error_of_a_single_prompt_is_told_once(inside):
+    code, line, err = inside("--stub", "--prompt", "")
+    assert code == 2
+    assert err.count(line["message"]) == 1
 
 
 def test_sampling_is_reproducible_and_depends_on_the_seed(inside):

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import test_cli
-from test_cli import ROOT, clean_environment, command, only_line, outside, start
+from commands import clean_environment, only_line
+from test_cli import ROOT, command, outside, start
 
 from clocher_runtime.command import loading as engine
 
-inside, bitnet = test_cli.inside, test_cli.bitnet
+bitnet = test_cli.bitnet
 
 ENDINGS = [("SIGINT", 130, "KeyboardInterrupt"), ("SIGTERM", 143, "Terminated")]
 
@@ -111,6 +112,14 @@ def test_stdout_that_is_closed_from_the_start_is_code_1(tmp_path):
     assert (code, out) == (1, "")
     assert "Traceback" not in err
     assert json.loads((tmp_path / "o.jsonl").read_text())["error"] is None
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version", "--stub"])
+def test_full_disk_behind_stdout_is_code_1(tmp_path, flag):
+    code, _, err = shell(tmp_path, ">/dev/full", flag)
+    assert code == 1
+    assert err.endswith("clocher-run: error: standard output: No space left on device\n")
+    assert "Traceback" not in err
 
 
 def test_closed_stdin_is_code_2_where_it_is_read(tmp_path):

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import PYTHON_PATH, SCRIPTS, python, run_script
 from weight_files import (
     BITNET,
     GPTOSS,
     LLAMA,
-    ROOT,
     TINY,
     Array,
     array,
@@ -35,7 +35,7 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.convert import rounding
 from clocher_runtime.convert.to_iebin import convert, plan_conversion
 
-SCRIPT = ROOT / "scripts" / "hf_to_iebin.py"
+to_iebin = partial(run_script, "hf_to_iebin")
 TEMPLATE: dict[str, Any] = {
     "version": 1,
     "rules": [
@@ -70,17 +70,6 @@ def digests(folder: Path) -> dict[str, str]:
 def manifest(path: Path, *rules: dict[str, Any]) -> Path:
     path.write_text(json.dumps({"version": 1, "rules": rules}))
     return path
-
-
-def run_script(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, SCRIPT, *map(str, args)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        **options,
-    )
 
 
 @pytest.mark.parametrize("model", TINY, ids=lambda path: path.name)
@@ -310,7 +299,7 @@ def test_a_disk_that_fills_up_is_exit_5_with_the_path_and_no_leftovers(tmp_path:
     def limit_files() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 
-    done = run_script("--hf-dir", LLAMA, "--out-dir", out, preexec_fn=limit_files)
+    done = to_iebin("--hf-dir", LLAMA, "--out-dir", out, preexec_fn=limit_files)
     assert done.returncode == 5, done.stderr
     assert str(out / "model.ie.bin.partial") in done.stderr and "Traceback" not in done.stderr
     assert digests(out) == before
@@ -328,13 +317,7 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
         "before = peak(); convert(*map(Path, sys.argv[1:]));"
         "print(peak() - before)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, model, tmp_path / "out", path],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = python("-c", code, model, tmp_path / "out", path, check=True)
     assert int(done.stdout) < 48 * 1024, "KiB above the start"
 
 
@@ -344,9 +327,7 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
 def test_script_converts_and_reports_on_stderr(tmp_path: Path) -> None:
     path = tmp_path / "q4.json"
     path.write_text(json.dumps(TEMPLATE))
-    done = run_script(
-        "--hf-dir", GPTOSS, "--out-dir", tmp_path / "out", "--q4-map", path, "--verify"
-    )
+    done = to_iebin("--hf-dir", GPTOSS, "--out-dir", tmp_path / "out", "--q4-map", path, "--verify")
     assert done.returncode == 0 and done.stdout == ""
     lines = done.stderr.splitlines()
     assert lines[0].startswith("note: pattern '.*attn.*(q_proj")
@@ -368,7 +349,7 @@ def test_script_converts_and_reports_on_stderr(tmp_path: Path) -> None:
     ids=["missing flag", "unknown flag", "no manifest", "same folder", "no model", "no place"],
 )
 def test_script_exit_codes(args: list[object], code: int, message: str, tmp_path: Path) -> None:
-    done = run_script(*(str(arg).format(out=tmp_path / "out") for arg in args))
+    done = to_iebin(*(str(arg).format(out=tmp_path / "out") for arg in args))
     assert done.returncode == code, done.stderr
     assert message in done.stderr and "Traceback" not in done.stderr and done.stdout == ""
 
@@ -438,13 +419,7 @@ def test_killed_at_every_system_call(over: str, tmp_path: Path) -> None:
         "t.crash_at_every_step(*(Path(a) if a else None for a in sys.argv[1:]))"
     )
     args = [model, old or "", tmp_path / "crashes", tmp_path / "reference"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, args)],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-c", code, *args)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20, "steps"
     assert digests(model) == before
@@ -458,8 +433,9 @@ def kill_at_random(tmp_path: Path, kills: int) -> None:
     convert(model, tmp_path / "reference")
     whole = time.monotonic() - start
     valid = {digests_of(tmp_path / "reference" / "model.ie.json")}
-    command = [sys.executable, str(SCRIPT), "--hf-dir", str(model), "--out-dir", str(out)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    flags = ["--hf-dir", model, "--out-dir", out]
+    command = [sys.executable, SCRIPTS / "hf_to_iebin.py", *flags]
+    environment = os.environ | PYTHON_PATH
     moments = np.random.default_rng(kills).uniform(0, 1.1, kills) * whole
     at_work = 0
     for index, moment in enumerate(moments):

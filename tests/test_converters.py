@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import PYTHON_PATH, SCRIPTS, python, run_script
 from gguf_files import add_tokenizer, as_f32, write_gguf
-from test_convert import die_at, digests, digests_of, run_script
+from test_convert import die_at, digests, digests_of
 from weight_files import (
     GPTOSS,
     HOSTILE,
     LLAMA,
-    ROOT,
     Array,
     array,
     copy_model,
@@ -33,16 +33,13 @@ from weight_files import (
 from clocher_kernels.errors import FormatError, ModelError, UsageError
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.iebin.checkpoint import seal
-from clocher_runtime.checkpoints.iebin.writer import IebinWriter
-from clocher_runtime.checkpoints.q4.overlay import open_index
-from clocher_runtime.checkpoints.q4.planes import Q4_0, load_q4_planes
-from clocher_runtime.convert.q4.append import make_index, plan_append
-from clocher_runtime.convert.q4.writer import plan_q4
+from clocher_runtime.checkpoints.iebin import IebinWriter
+from clocher_runtime.checkpoints.q4 import Q4_0, load_q4_planes, open_index
+from clocher_runtime.convert.q4.planes import make_index, plan_append, plan_q4
 from clocher_runtime.convert.to_iebin import convert, plan_conversion
 from clocher_runtime.disk.output_file import OutputFile
+from clocher_runtime.disk.plane_index import seal
 
-SCRIPTS = ROOT / "scripts"
 SHELL = ("gen_q4_bytes_stream_all.sh", "rebuild_dedup_and_quant.sh", "run_quant_and_dedup.sh")
 SMALL: dict[str, Array] = {
     "model.embed_tokens.weight": array("BF16", 6, 64),
@@ -57,13 +54,11 @@ SMALL: dict[str, Array] = {
 
 def run(command: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a command line as it stands in the guide, with this interpreter as python."""
-    python = Path(sys.executable)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command],
         cwd=cwd,
-        env=os.environ
-        | {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-        | variables,
+        env=os.environ | {"PATH": path} | PYTHON_PATH | variables,
         capture_output=True,
         text=True,
         check=False,
@@ -256,7 +251,7 @@ def test_a_gguf_file_is_converted_with_its_tokenizer(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     source = open_checkpoint(LLAMA)
     write_gguf(path, source.config, as_f32(source), add_tokenizer(LLAMA, "gpt-2"))
-    done = run_script("--hf-dir", path, "--out-dir", tmp_path / "out", "--verify")
+    done = run_script("hf_to_iebin", "--hf-dir", path, "--out-dir", tmp_path / "out", "--verify")
     assert done.returncode == 0, done.stderr
     gguf, result = open_checkpoint(path), open_checkpoint(tmp_path / "out")
     assert sorted(gguf.names) == sorted(result.names)
@@ -574,7 +569,7 @@ def plane_files_are_sound_or_absent(folder: Path, reference: Path) -> None:
         planes = load_q4_planes(folder / "q4.json")
         for name, entry in planes.entries.items():
             for key, file in planes.files.items():
-                assert file.read_bytes()[: entry.end(key)]
+                assert file.read_bytes()[: entry.ends[key]]
             assert planes.tensors[name].decode() is not None
         assert digests_of(folder / "model.q4.bin") == digests_of(reference / "model.q4.bin")
 
@@ -643,13 +638,7 @@ def in_a_process_of_its_own(call: str, *args: object) -> list[int]:
         "import sys, test_converters as t; from pathlib import Path;"
         f"t.{call}(*(Path(a) if '/' in a else int(a) if a.isdigit() else a for a in sys.argv[1:]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, args)],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-c", code, *args)
     assert done.returncode == 0, done.stderr
     return [int(word) for word in done.stdout.split()]
 
@@ -786,13 +775,7 @@ def test_memory_is_at_most_three_tensors(kind: str, tmp_path: Path) -> None:
         "except SystemExit as end: assert not end.code, end.code\n"
         "print(*(line.split()[1] for line in open('/proc/self/status') if 'VmHWM' in line))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, SCRIPTS / script, "--hf-dir", hf, *args],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-c", code, SCRIPTS / script, "--hf-dir", hf, *args)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) * 1024 < BOUND, f"{int(done.stdout) >> 10} MiB"
 
@@ -802,5 +785,5 @@ def test_progress_reaches_what_was_announced(tmp_path: Path) -> None:
     job = q4_job(GPTOSS, tmp_path / "out", include_lm_head=True)
     job.run(lambda nbytes, name: seen.append(nbytes))
     assert seen == sorted(seen) and 0.95 * job.nbytes < seen[-1] <= job.nbytes
-    done = run_script("--hf-dir", LLAMA, "--out-dir", tmp_path / "pair")
+    done = run_script("hf_to_iebin", "--hf-dir", LLAMA, "--out-dir", tmp_path / "pair")
     assert "of disk" in done.stderr and "free" in done.stderr

@@ -11,7 +11,8 @@ from op_cases import error
 from clocher_kernels.dtypes import E2M1_VALUES, to_f32
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.formats import Int8, Mxfp4, Ternary, parse_format
-from clocher_kernels.ops.quantized import INTEGER_FORMATS, groups_of, quantize_blocks
+from clocher_kernels.ops.linear import INTEGER_FORMATS
+from clocher_kernels.ops.quantize import GROUPED, groups_of, quantize
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_kernels.reference import ReferenceExecutor
@@ -115,15 +116,15 @@ def test_large_allocations_begin_on_a_large_page() -> None:
 
 @pytest.mark.parametrize("name", ["int4_sym_g34_f16", "int8_g37_f32", "bf16", "fp8_e4m3_row_f32"])
 def test_formats_without_tiles_are_refused(name: str) -> None:
-    with pytest.raises(UnsupportedOp, match=rf"linear_q8: .* {name} .*; use the fp32 op"):
-        layout_of("linear_q8", parse_format(name))
+    with pytest.raises(UnsupportedOp, match=rf"linear: .* {name} .*; keep its activations fp32"):
+        layout_of("linear", parse_format(name))
 
 
 def _quantized(x: np.ndarray, group: int) -> dict[str, np.ndarray]:
     q = np.empty(x.shape, np.int8)
     scale = np.empty((len(x), groups_of(x.shape[1], group)), np.float32)
-    quantize_blocks(x=x, q=q, scale=scale, group=group)
-    return {"q": q, "scale": scale}
+    quantize(x=x, q=q, scale=scale, group=group, **GROUPED)
+    return {"x": q, "x_scale": scale}
 
 
 @pytest.mark.parametrize(
@@ -145,14 +146,14 @@ def test_shapes_that_cross_every_block(name: str, m: int, n: int, k: int, group:
         "residual": rng.standard_normal((m, n), dtype=np.float32),
     }
     sizes, attrs = {"M": m, "N": n}, {"group": group}
-    got = run("linear_q8", sizes, attrs, values)["y"]
-    expected = run("linear_q8", sizes, attrs, values, threads=0)["y"]
+    got = run("linear", sizes, attrs, values)["y"]
+    expected = run("linear", sizes, attrs, values, threads=0)["y"]
     rms, largest = error(got, expected)
     assert rms < 2e-6 and largest < 2e-5, (rms, largest)
     for threads in (1, 3):
-        assert np.array_equal(run("linear_q8", sizes, attrs, values, threads)["y"], got)
+        assert np.array_equal(run("linear", sizes, attrs, values, threads)["y"], got)
     last = {name: v[-1:] if isinstance(v, np.ndarray) else v for name, v in values.items()}
-    alone = run("linear_q8", {**sizes, "M": 1}, attrs, last)["y"]
+    alone = run("linear", {**sizes, "M": 1}, attrs, last)["y"]
     assert np.array_equal(alone[0], got[-1])
 
 
@@ -170,8 +171,8 @@ def test_int8_products_do_not_saturate(name: str, code: int, m: int) -> None:
     planes["codes"][::2] = -128 + 255 * (np.arange(k) % 2)
     q = np.full((m, k), -128, np.int8)
     q[:, ::3] = 127
-    values = {"q": q, "scale": np.ones((m, 1), np.float32), "w": QuantTensor((n, k), fmt, planes)}
-    got = run("linear_q8", {"M": m, "N": n}, {"group": 0}, values)["y"]
+    values = {"x": q, "x_scale": np.ones((m, 1), np.float32), "w": QuantTensor((n, k), fmt, planes)}
+    got = run("linear", {"M": m, "N": n}, {"group": 0}, values)["y"]
     exact = q.astype(np.int64) @ planes["codes"].astype(np.int64).T
     np.testing.assert_array_equal(got, exact.astype(np.float32))
 
@@ -190,8 +191,8 @@ def test_extreme_codes_are_exact(name: str) -> None:
     w = QuantTensor((n, k), fmt, planes)
     q = np.full((m, k), -128, np.int8)
     q[1], q[2, ::2] = 127, 127
-    values = {"q": q, "scale": np.ones((m, 1), np.float32), "w": w}
-    got = run("linear_q8", {"M": m, "N": n}, {"group": 0}, values)["y"]
+    values = {"x": q, "x_scale": np.ones((m, 1), np.float32), "w": w}
+    got = run("linear", {"M": m, "N": n}, {"group": 0}, values)["y"]
     np.testing.assert_array_equal(got, (q.astype(np.float64) @ w.decode().T).astype(np.float32))
 
 
@@ -202,20 +203,29 @@ def test_scales_at_the_ends_of_their_types() -> None:
         planes = {p: np.full(s.shape, 1, s.storage) for p, s in fmt.planes((2, 64)).items()}
         planes["scales"][...] = np.array(plane).reshape(2, 2)
         w = QuantTensor((2, 64), fmt, planes)
-        values = {"q": q, "scale": np.ones((2, 2), np.float32), "w": w}
-        got = run("linear_q8", {"M": 2, "N": 2}, {"group": 32}, values)["y"]
+        values = {"x": q, "x_scale": np.ones((2, 2), np.float32), "w": w}
+        got = run("linear", {"M": 2, "N": 2}, {"group": 32}, values)["y"]
         np.testing.assert_allclose(got, q @ w.decode().T, rtol=1e-6, atol=1e-37)
 
 
 @pytest.mark.parametrize(("group", "scales"), [(64, 4), (128, 3), (0, 2)])
 def test_groups_that_do_not_fit_are_refused(group: int, scales: int) -> None:
     values = {
-        "q": np.zeros((1, 256), np.int8),
-        "scale": np.ones((1, scales), np.float32),
+        "x": np.zeros((1, 256), np.int8),
+        "x_scale": np.ones((1, scales), np.float32),
         "w": _tensor("int8_row_f32", 16, 256),
     }
     with pytest.raises(ShapeError, match="expected group 32, 128 or 0"):
-        run("linear_q8", {"M": 1, "N": 16}, {"group": group}, values)
+        run("linear", {"M": 1, "N": 16}, {"group": group}, values)
+
+
+@pytest.mark.parametrize(("dtype", "scaled"), [(np.float32, True), (np.int8, False)])
+def test_codes_and_scales_come_together(dtype: type, scaled: bool) -> None:
+    values = {"x": np.zeros((1, 64), dtype), "w": _tensor("int8_row_f32", 16, 64)}
+    if scaled:
+        values["x_scale"] = np.ones((1, 1), np.float32)
+    with pytest.raises(ShapeError, match="expected int8 with scales, or float32 without"):
+        run("linear", {"M": 1, "N": 16}, {"group": 0}, values)
 
 
 def test_products_of_a_plan_share_the_quantised_activations() -> None:
@@ -226,10 +236,10 @@ def test_products_of_a_plan_share_the_quantised_activations() -> None:
         "scale": Buffer((m, 3), "f32", "M"),
         **{f"y{w}": Buffer((m, n), "f32", "M", "output") for w, n in sizes.items()},
     }
-    calls = [Call("quantize_blocks", {"x": "x", "q": "q", "scale": "scale"}, {"group": 128})]
+    calls = [Call("quantize", {"x": "x", "q": "q", "scale": "scale"}, {"group": 128, **GROUPED})]
     for w in sizes:
-        args = {"q": "q", "scale": "scale", "w": w, "y": f"y{w}"}
-        calls.append(Call("linear_q8", args, {"group": 128}))
+        args = {"x": "q", "x_scale": "scale", "w": w, "y": f"y{w}"}
+        calls.append(Call("linear", args, {"group": 128}))
     plan = Plan(m, 0, buffers, {}, tuple(sizes), tuple(calls))
     weights = {"a": _tensor("int4_sym_g32_f16", 48, k), "b": _tensor("mxfp4", 20, k)}
     x = _rng("plan").standard_normal((m, k), dtype=np.float32)

@@ -4,7 +4,6 @@ Their layout, the kernels in Triton's interpreter, the inline assembly in NumPy,
 """
 
 import zlib
-from typing import Any
 
 import numpy as np
 import ptx_emulator
@@ -14,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from cuda_cases import aot_report, run_interpreted
-from op_cases import ALL, OpRun, error, name_of
+from op_cases import OpRun, error
 
-from clocher_kernels.cuda import dots, integer, prepack
+from clocher_kernels.cuda import dots, prepack, ternary
 from clocher_kernels.cuda.gemv_bits import gemv_bits
 from clocher_kernels.cuda.launch import INTERPRETER, Device, execute
 from clocher_kernels.cuda.linear import linear
@@ -28,7 +27,8 @@ from clocher_kernels.dtypes import E2M1_VALUES
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.formats import parse_format
 from clocher_kernels.formats.ternary import Ternary
-from clocher_kernels.ops.contract import Case, OpSpec
+from clocher_kernels.ops import OPS
+from clocher_kernels.ops.contract import EXACT, Case
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_kernels.reference import ReferenceExecutor
 
@@ -113,42 +113,41 @@ def test_whole_rows_are_rearranged_in_place() -> None:
 
 # Large enough to take several turns and, in the last case, several programs.
 _OWN = [
-    (op, Case(f"{fmt}-m{m}-n{n}-k{k}", {"M": m, "N": n, "K": k}, {}, {"w": fmt}, options))
-    for op, fmt, m, n, k, options in [
-        ("linear", "int4_sym_g100_f16", 1, 5, 1100, {}),
-        ("linear", "int4_asym_g34_f32", 2, 3, 613, {"bias": True}),
-        ("linear", "int4_asym_g40_bf16", 3, 5, 333, {"residual": True}),
-        ("linear", "int4_asym_row_bf16", 5, 5, 301, {"bias": True}),
-        ("linear", "int4_sym_g64_f16", 8, 70, 2880, {"bias": True, "residual": True}),
-        ("linear", "mxfp4", 7, 3, 2880, {"bias": True}),
-        ("linear", "ternary", 2, 68, 1041, {"residual": True}),
-        ("linear_i8", "ternary_f32", 9, 68, 1041, {"bias": True, "residual": True}),
-        ("linear_i8", "ternary_inverse", 1, 4, 2560, {}),
+    Case(f"{fmt}-m{m}-n{n}-k{k}", {"M": m, "N": n, "K": k}, {}, {"w": fmt}, options)
+    for fmt, m, n, k, options in [
+        ("int4_sym_g100_f16", 1, 5, 1100, {}),
+        ("int4_asym_g34_f32", 2, 3, 613, {"bias": True}),
+        ("int4_asym_g40_bf16", 3, 5, 333, {"residual": True}),
+        ("int4_asym_row_bf16", 5, 5, 301, {"bias": True}),
+        ("int4_sym_g64_f16", 8, 70, 2880, {"bias": True, "residual": True}),
+        ("mxfp4", 7, 3, 2880, {"bias": True}),
+        ("ternary", 2, 68, 1041, {"residual": True}),
     ]
 ]
 
 
-def _cases() -> list[Any]:
-    taken = []
-    for spec, case in ALL:
-        fmt = case.formats.get("w", "")
-        bits = fmt.startswith(("int4", "mxfp4")) or fmt == "ternary_inverse"
-        few = spec.name == "linear" and case.sizes["M"] == 2
-        exact = spec.name == "linear_i8" and not case.id.startswith("large")
-        if (bits and few) or exact or spec.name == "quantize_act":
-            taken.append((spec, case))
-    specs = {spec.name: spec for spec, _ in ALL}
-    taken += [(specs[name], case) for name, case in _OWN]
-    return [pytest.param(spec, case, id=name_of(spec, case)) for spec, case in taken]
+_OWN_CODES = [
+    Case(
+        f"{fmt}-m{m}-n{n}-k{k}-i8",
+        {"M": m, "N": n, "K": k},
+        {"group": 0},
+        {"w": fmt, "x": "i8"},
+        {**options, "x_scale": True},
+        EXACT,
+    )
+    for fmt, m, n, k, options in [
+        ("ternary_f32", 9, 68, 1041, {"bias": True, "residual": True}),
+        ("ternary_inverse", 1, 4, 2560, {}),
+    ]
+]
 
 
-@pytest.mark.parametrize(("spec", "case"), _cases())
-def test_parity(spec: OpSpec, case: Case) -> None:
-    op = OpRun(spec, case)
-    got, expected = run_interpreted(op), op.run(ReferenceExecutor)
-    for name in op.written:
-        rms, largest = error(got[name], expected[name])
-        assert rms <= spec.tolerance.rms and largest <= spec.tolerance.max, (name, rms, largest)
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.id) for c in (*_OWN, *_OWN_CODES)])
+def test_several_turns_and_programs(case: Case) -> None:
+    op = OpRun(OPS["linear"], case)
+    limit = op.spec.allowed(case)
+    rms, largest = error(run_interpreted(op)["y"], op.run(ReferenceExecutor)["y"])
+    assert rms <= limit.rms and largest <= limit.max, (rms, largest)
 
 
 _MARGIN = 64
@@ -349,8 +348,8 @@ def test_assembly_adds_ternary_products() -> None:
     words, total = _words(weight), np.zeros(4, np.uint32)
     for c in range(4):
         xs = list(q.view(np.uint32)[4 * c : 4 * c + 4])
-        (total,) = ptx_emulator.run(integer._DOT16.value, 1, words[:, c], *xs, total)
-        (total,) = ptx_emulator.run(integer._LESS16.value, 1, *xs, total)
+        (total,) = ptx_emulator.run(ternary._DOT16.value, 1, words[:, c], *xs, total)
+        (total,) = ptx_emulator.run(ternary._LESS16.value, 1, *xs, total)
     codes = weight.format.codes(weight.planes, weight.shape)
     np.testing.assert_array_equal(total.view(np.int32), codes.astype(np.int32) @ q)
 

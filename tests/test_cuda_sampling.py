@@ -3,27 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from cuda_cases import run_interpreted
-from op_cases import ALL, OpRun, name_of
 
 from clocher_kernels.cuda.launch import INTERPRETER, execute
 from clocher_kernels.cuda.lowering import LOWER
-from clocher_kernels.ops.contract import Case, OpSpec
 from clocher_kernels.ops.sampling import sample as reference
-from clocher_kernels.reference import ReferenceExecutor
-
-OPS = ("sample", "advance")
-
-
-@pytest.mark.parametrize(
-    ("spec", "case"), [pytest.param(s, c, id=name_of(s, c)) for s, c in ALL if s.name in OPS]
-)
-def test_parity(spec: OpSpec, case: Case) -> None:
-    op = OpRun(spec, case)
-    got, expected = run_interpreted(op), op.run(ReferenceExecutor)
-    for name in op.written:
-        np.testing.assert_array_equal(got[name], expected[name], err_msg=name)
-
 
 VOCABULARY = 4500
 ROWS = 7

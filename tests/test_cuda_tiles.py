@@ -11,7 +11,6 @@ import torch
 from cuda_cases import meta, meta_device
 
 from clocher_kernels.cuda import tile_tables, tune
-from clocher_kernels.cuda.integer import linear_i8
 from clocher_kernels.cuda.launch import INTERPRETER, Launch
 from clocher_kernels.cuda.linear import linear
 from clocher_kernels.cuda.prepack import rearrange
@@ -57,8 +56,8 @@ def _launch(fmt: str, m: int, capability: int = 90, n: int = N) -> Launch:
     w: DeviceTensor = rearrange(made, (n, K), planes)
     y, device = meta((m, n), torch.float16), meta_device(capability)
     if fmt == "ternary":
-        q, scale = meta((m, K), torch.int8), meta((m,), torch.float32)
-        (launch,) = linear_i8(q=q, scale=scale, w=w, y=y, device=device)
+        x, scale = meta((m, K), torch.int8), meta((m, 1), torch.float32)
+        (launch,) = linear(x=x, x_scale=scale, w=w, y=y, device=device)
     else:
         (launch,) = linear(x=meta((m, K), torch.float16), w=w, y=y, device=device)
     return launch

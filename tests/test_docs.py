@@ -7,14 +7,16 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from commands import VARIABLES
 
 from clocher_runtime.command.jsonline import RunLine
-from clocher_runtime.command.settings import ALL
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.models.families import FAMILIES
 
@@ -31,7 +33,6 @@ PAGES = sorted(
 )
 RUN_BY_NAME = {"bash", "python"}
 NOT_COMMANDS = {"", "json"}
-VARIABLES = {variable for setting in ALL.values() for variable in setting.env}
 
 # Blocks that test_block does not execute, by their first line, each with the reason.
 ELSEWHERE = {
@@ -75,19 +76,28 @@ BLOCKS = blocks()
 COMMANDS = [b for b in BLOCKS if b.language in RUN_BY_NAME]
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A directory that looks like the repository, in which commands may write."""
-    for entry in ROOT.iterdir():
-        if not entry.name.startswith("."):
-            (tmp_path / entry.name).symlink_to(entry)
-    return tmp_path
+Done = subprocess.CompletedProcess[str]
 
 
-def run(arguments: list[str], cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Block], Done]:
+    """Run a block where it may write, in what looks like the repository; each only once."""
+
+    @cache
+    def run_block(block: Block) -> Done:
+        checkout = tmp_path_factory.mktemp("checkout")
+        for entry in ROOT.iterdir():
+            if not entry.name.startswith(".") and entry.name != "build":
+                (checkout / entry.name).symlink_to(entry)
+        return run(command_line(block), checkout)
+
+    return run_block
+
+
+def run(arguments: list[str], cwd: Path, **more: str) -> Done:
     """Run a command with the `python` and `clocher-run` of this interpreter."""
-    environment = {k: v for k, v in os.environ.items() if k not in VARIABLES}
     bin_dir = str(Path(sys.executable).parent)
+    environment = {k: v for k, v in os.environ.items() if k not in VARIABLES}
     environment["PATH"] = os.pathsep.join([bin_dir, environment.get("PATH", "")])
     return subprocess.run(
         arguments, cwd=cwd, env=environment | more, capture_output=True, text=True, timeout=280
@@ -112,8 +122,8 @@ def block_of(text: str) -> Block:
     "block",
     [pytest.param(b, id=b.where) for b in COMMANDS if b.first not in ELSEWHERE],
 )
-def test_block(block: Block, checkout: Path) -> None:
-    done = run(command_line(block), checkout)
+def test_block(block: Block, outcome: Callable[[Block], Done]) -> None:
+    done = outcome(block)
     assert done.returncode == 0, f"{block.text}\n{done.stdout}\n{done.stderr}"
     lines = json_lines(done.stdout)
     assert len(lines) == sum(
@@ -132,17 +142,16 @@ def test_no_block_is_left_out_silently() -> None:
     assert not plain, "name the language of every block of these pages"
 
 
-def test_the_json_shown_is_what_its_command_prints(checkout: Path) -> None:
+def test_the_json_shown_is_what_its_command_prints(outcome: Callable[[Block], Done]) -> None:
     shown = json.loads(block_of('"schema"').text.replace("\n", " "))
-    command = block_of("--prompt")
-    (printed,) = json_lines(run(command_line(command), checkout).stdout)
+    (printed,) = json_lines(outcome(block_of("--prompt")).stdout)
     assert list(shown) == list(printed) == [f.name for f in fields(RunLine)]
     for key in ("schema", "version", "model", "precision", "outputs", "bytes_touched", "kv_hits"):
         assert shown[key] == printed[key], key
 
 
-def test_the_page_converts_to_the_same_tokens(checkout: Path) -> None:
-    (printed,) = json_lines(run(command_line(block_of("hf_to_iebin")), checkout).stdout)
+def test_the_page_converts_to_the_same_tokens(outcome: Callable[[Block], Done]) -> None:
+    (printed,) = json_lines(outcome(block_of("hf_to_iebin")).stdout)
     shown = json.loads(block_of('"schema"').text.replace("\n", " "))
     assert printed["outputs"] == shown["outputs"]
 

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.command.config import RunConfig
 from clocher_runtime.command.env import resolve
-from clocher_runtime.command.settings import ALL, HINTS, SETTINGS
+from clocher_runtime.command.settings import ALL, HINTS, SETTINGS, RunConfig
 
 ROOT = Path(__file__).parent.parent
 

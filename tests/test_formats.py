@@ -158,7 +158,7 @@ def matrices(draw: st.DrawFn, name: str) -> np.ndarray:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_round_trip(name: str) -> None:
-    @settings(max_examples=25, derandomize=True, deadline=None, database=None)
+    @settings(max_examples=25)
     @given(matrices(name))
     def check(values: np.ndarray) -> None:
         original = values.copy()

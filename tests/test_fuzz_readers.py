@@ -2,25 +2,18 @@
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
-
-from clocher_kernels.errors import FormatError, ModelError
-from clocher_runtime.checkpoints.iebin.checkpoint import unsealed
-from clocher_runtime.disk import strict_json
-from clocher_runtime.disk.safetensors_file import SafetensorsFile
-from clocher_runtime.disk.strict_json import parse_json
-from clocher_runtime.engine.topology import usable_cpus
-from clocher_runtime.fuzzing import oracle
-from clocher_runtime.fuzzing.campaign import Tally, load, save
-from clocher_runtime.fuzzing.mutations import (
+from commands import python
+from fuzz import oracle
+from fuzz.campaign import Tally, load, save
+from fuzz.mutations import (
     mutate_bytes,
     mutate_gguf,
     mutate_json,
@@ -28,21 +21,22 @@ from clocher_runtime.fuzzing.mutations import (
     mutate_safetensors,
     mutate_sealed,
 )
-from clocher_runtime.fuzzing.oracle import Folder, Judgement, bounded_memory, judge
-from clocher_runtime.fuzzing.readers import READERS, Mutator
+from fuzz.oracle import Folder, Judgement, bounded_memory, judge
+from fuzz.readers import READERS, Mutator
+from weight_files import ROOT
 
-ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "scripts" / "fuzz_readers.py"
-MUTANTS = 20_000
+from clocher_kernels.errors import FormatError, ModelError
+from clocher_runtime.disk import strict_json
+from clocher_runtime.disk.plane_index import unsealed
+from clocher_runtime.disk.safetensors_file import SafetensorsFile
+from clocher_runtime.disk.strict_json import parse_json
+from clocher_runtime.engine.topology import usable_cpus
+
+fuzz_readers = partial(python, ROOT / "tests" / "fuzz_readers.py", timeout=3000)
+MUTANTS = 2_000
 # Most of a mutant of a text reader is the library's work, and some of it another process's.
-MUTANTS_OF_TEXT = 1_000
+MUTANTS_OF_TEXT = 200
 TEXT = ("tokenizer", "templates")
-
-
-def run_script(*flags: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *flags], capture_output=True, text=True, cwd=cwd, timeout=3000
-    )
 
 
 # The campaign
@@ -56,7 +50,7 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for names, mutants in ((others, MUTANTS), (TEXT, MUTANTS_OF_TEXT)):
         flags = [flag for name in names for flag in ("--reader", name)]
         flags += ["--mutants", str(mutants), "--jobs", "2", "--failures", str(folder)]
-        done = run_script(*flags)
+        done = fuzz_readers(*flags)
         assert done.returncode in (0, 7), done.stderr
         document["readers"] |= json.loads(done.stdout)["readers"]
         document["stderr"] += done.stderr
@@ -80,8 +74,7 @@ def test_a_reader_survives_its_mutants(name: str, counts: dict[str, Any]) -> Non
 @pytest.mark.parametrize("name", READERS)
 def test_a_reader_survives_a_million_mutants(name: str, tmp_path: Path) -> None:
     flags = ("--reader", name, "--mutants", "1000000", "--jobs", str(len(usable_cpus())))
-    command = [sys.executable, str(SCRIPT), *flags, "--failures", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = fuzz_readers(*flags, "--failures", tmp_path, timeout=None)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["readers"][name]["mutants"] == 1_000_000
 
@@ -319,8 +312,8 @@ PLANTED = """
 import ctypes, os, signal, sys
 from pathlib import Path
 from clocher_kernels.errors import FormatError, ModelError
-from clocher_runtime.fuzzing import campaign, readers
-from clocher_runtime.fuzzing.mutations import mutate_bytes
+from fuzz import campaign, readers
+from fuzz.mutations import mutate_bytes
 
 def read(folder):
     data = (folder / "f").read_bytes()
@@ -351,8 +344,7 @@ if __name__ == "__main__":
 def test_a_crash_is_found_counted_and_reproduced(tmp_path: Path) -> None:
     script = tmp_path / "planted.py"
     script.write_text(PLANTED)
-    command = [sys.executable, str(script), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT)
+    done = python(script, tmp_path, timeout=500)
     assert done.returncode == 0, done.stderr
     totals, *failures = done.stdout.splitlines()
     assert totals == "60 60"
@@ -388,7 +380,7 @@ def test_a_saved_mutant_is_loaded_as_it_was(tmp_path: Path) -> None:
     path = save(tmp_path / "new", "q4-map", 5, failure)
     assert path.name == "q4-map-5-7.json"
     assert load(path) == ("q4-map", files)
-    done = run_script("--reproduce", str(path))
+    done = fuzz_readers("--reproduce", str(path))
     assert (done.returncode, done.stdout) == (0, "")
     assert "q4-map: refused UsageError" in done.stderr
 
@@ -406,22 +398,21 @@ def test_a_saved_mutant_is_loaded_as_it_was(tmp_path: Path) -> None:
 def test_what_is_no_saved_mutant_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "m.json"
     path.write_text(text)
-    done = run_script("--reproduce", str(path))
+    done = fuzz_readers("--reproduce", str(path))
     assert (done.returncode, done.stdout) == (2, "")
     assert str(path) in done.stderr
 
 
 def test_an_unknown_reader_is_refused() -> None:
-    done = run_script("--reader", "elf")
+    done = fuzz_readers("--reader", "elf")
     assert done.returncode == 2
     assert "known: all, safetensors" in done.stderr
 
 
 def test_a_campaign_can_go_on_where_another_ended(tmp_path: Path) -> None:
-    flags = ("--reader", "q4-map", "--seed", "9", "--jobs", "1", "--failures", str(tmp_path))
-    parts = [
-        json.loads(run_script(*flags, "--start", start, "--mutants", n).stdout)["readers"]["q4-map"]
-        for start, n in (("0", "100"), ("100", "150"), ("0", "250"))
-    ]
+    flags = ("--reader", "q4-map", "--seed", "9", "--jobs", "1", "--failures", tmp_path)
+    ranges = ((0, 100), (100, 150), (0, 250))
+    runs = [fuzz_readers(*flags, "--start", start, "--mutants", count) for start, count in ranges]
+    parts = [json.loads(run.stdout)["readers"]["q4-map"] for run in runs]
     assert [part["mutants"] for part in parts] == [100, 150, 250]
     assert parts[0]["accepted"] + parts[1]["accepted"] == parts[2]["accepted"]

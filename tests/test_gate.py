@@ -9,44 +9,38 @@ from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 import pytest
+from commands import run_script
+from weight_files import DATA, LLAMA, rng
 
 from clocher_kernels.errors import FormatError, ModelError, UsageError
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.iebin.writer import IebinWriter
+from clocher_runtime.checkpoints.iebin import IebinWriter
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.quality import compare as compare_module
 from clocher_runtime.quality import gate, report
-from clocher_runtime.quality.bootstrap import (
-    Estimate,
+from clocher_runtime.quality.compare import (
+    Comparison,
     Summary,
-    _t975,
-    block_means,
-    interval,
+    TokenScores,
+    compare,
+    score_window,
     summarise,
 )
-from clocher_runtime.quality.compare import Comparison, TokenScores, compare, score_window
 from clocher_runtime.quality.documents import Documents, cut
 from clocher_runtime.quality.evaluate import Record, Runs, check_alike, evaluate, weight_errors
 from clocher_runtime.quality.reference_cache import KEPT, StoredReference, fingerprint, store
+from clocher_runtime.quality.statistics import Estimate, block_means, of_documents, student
 from clocher_runtime.quality.tensor_error import expected_rms, measure, same
 from clocher_runtime.quantize.candidate import open_candidate, records_by_model, records_of
 from clocher_runtime.text.tokenizer import Tokenizer
 
-ROOT = Path(__file__).parents[1]
-DATA = Path(__file__).parent / "data"
-LLAMA = DATA / "clocher-tiny-llama"
 TEXT = DATA / "valid.txt"
-
-
-def rng(name: str) -> np.random.Generator:
-    return np.random.default_rng(crc32(name.encode()))
 
 
 def log_softmax(row: np.ndarray) -> np.ndarray:
@@ -187,7 +181,7 @@ def test_coverage_on_correlated_documents(documents: int) -> None:
     covered = covered_iid = 0
     for trial in range(trials):
         values = correlated(random, documents, length).reshape(1, -1)
-        block = interval(0, block_means(values, owner, 400, trial)[0], documents)
+        block = of_documents(0, block_means(values, owner, 400, trial)[0], documents)
         half = 1.96 * values.std() / np.sqrt(values.size)
         covered += block.low <= 0 <= block.high
         covered_iid += abs(values.mean()) <= half
@@ -196,13 +190,15 @@ def test_coverage_on_correlated_documents(documents: int) -> None:
 
 
 def test_few_documents_have_no_interval() -> None:
-    found = interval(1.0, np.linspace(0, 2, 100), 7)
+    found = of_documents(1.0, np.linspace(0, 2, 100), 7)
     assert (found.low, found.high) == (-np.inf, np.inf)
 
 
-@pytest.mark.parametrize(("freedom", "known"), [(7, 2.3646), (15, 2.1314), (63, 1.9983)])
+@pytest.mark.parametrize(
+    ("freedom", "known"), [(1, 12.7062), (6, 2.4469), (7, 2.3646), (15, 2.1314), (63, 1.9983)]
+)
 def test_student_quantile(freedom: int, known: float) -> None:
-    assert _t975(freedom) == pytest.approx(known, rel=2e-3)
+    assert student(freedom) == pytest.approx(known, rel=1e-3)
 
 
 def comparison(
@@ -664,11 +660,8 @@ def test_models_of_another_shape_are_refused() -> None:
 
 
 def script(*args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "quality_gate.py"), "--no-speed"]
-    fixed = ["--reference", LLAMA, "--text", TEXT, "--window", 64, "--document-windows", 1]
-    return subprocess.run(
-        [*command, *map(str, [*fixed, *args])], capture_output=True, text=True, check=False
-    )
+    fixed = ["--no-speed", "--reference", LLAMA, "--text", TEXT, "--window", 64]
+    return run_script("quality_gate", *fixed, "--document-windows", 1, *args)
 
 
 def test_script_passes_int8(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import tokenizers
+from fuzz.oracle import bounded_memory
 from gguf_files import (
     F32,
     Kind,
@@ -32,10 +33,9 @@ from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
 from clocher_runtime.checkpoints.gguf.file import GgufFile
 from clocher_runtime.checkpoints.gguf.header import MAX_TENSORS
-from clocher_runtime.convert.gguf.export import plan_gguf
+from clocher_runtime.convert.gguf import plan_gguf
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.engine.session import Session
-from clocher_runtime.fuzzing.oracle import bounded_memory
 from clocher_runtime.text.tokenizer import Tokenizer
 
 TEXTS = Path(__file__).parent / "data" / "valid.txt"

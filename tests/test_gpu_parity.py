@@ -10,10 +10,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from cuda_cases import run_interpreted
+from op_cases import ALL
 
 from bench.gpu import parity
 from bench.gpu.setting import Setting, make_setting
-from bench.op_run import OpRun
+from bench.ops.op_run import OpRun
 from clocher_kernels.cuda.executor import CudaExecutor
 from clocher_kernels.cuda.launch import INTERPRETER, Device
 from clocher_kernels.cuda.lowering import LOWER
@@ -27,9 +29,7 @@ CASES = [
         spec,
         case,
         id=f"{spec.name}-{case.id}",
-        marks=pytest.mark.skipif(
-            spec.name not in LOWER, reason=f"the CUDA back end has no kernel for {spec.name}"
-        ),
+        marks=pytest.mark.skipif("cuda" in case.missing, reason=case.missing.get("cuda", "")),
     )
     for spec in OPS.values()
     for case in spec.cases
@@ -53,6 +53,15 @@ def test_parity(spec: OpSpec, case: Case, gpu: Setting) -> None:
             continue
         assert row["status"] == "ok", (act, row)
     executed(spec, case, gpu.device)
+
+
+MISSING = {(s.name, c.formats.get("w")): (s, c) for s, c in ALL if "cuda" in c.missing}
+
+
+@pytest.mark.parametrize(("spec", "case"), list(MISSING.values()), ids=map(str, MISSING))
+def test_what_is_said_to_have_no_kernel_is_refused(spec: OpSpec, case: Case) -> None:
+    with pytest.raises(UnsupportedOp, match=f"^{spec.name}: no CUDA kernel .* 16-bit$"):
+        run_interpreted(OpRun(spec, case))
 
 
 @pytest.mark.parametrize(("op", "case"), [("gather_rows", "r5-k37"), ("rms_norm", "m5-d100")])
@@ -94,7 +103,7 @@ def executed(spec: OpSpec, case: Case, device: Device) -> None:
             got = executor._values[name].cpu().contiguous()
             wide = got.view(torch.int16) if got.element_size() == 2 else got
             found = wide.numpy().view(want.dtype)
-            row = parity.judge(spec.name, "f32", found, want)
+            row = parity.judge(spec.allowed(case, "cuda"), found, want)
             assert row["status"] == "ok", (name, row)
     finally:
         executor.close()

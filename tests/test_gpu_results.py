@@ -17,11 +17,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bench import gpu_suite
-from bench.gpu import cache, counters, report, results, targets
-from bench.gpu.parts import BUDGET, CALLS, PARTS, parts_of
+from bench.gpu import precompile as cache
+from bench.gpu import record as records
+from bench.gpu import report, targets, tools
 from bench.gpu.record import Record, Row, write_json
 from bench.gpu.setting import Setting, make_setting
-from bench.gpu.timer import Timing
+from bench.gpu.supervise import BUDGET, CALLS, PARTS, parts_of
+from clocher_kernels.cuda.timer import Timing
 
 ROOT = Path(__file__).parents[1]
 
@@ -63,9 +65,9 @@ gpu_suite.main()
 
 def whole(out: Path) -> Row:
     """Check that each of the three files is whole; return the result."""
-    result = results.read(out)
-    assert (out / results.TEXT).read_text().endswith(" s\n")
-    with tarfile.open(out / results.ARCHIVE) as tar:
+    result = records.read(out)
+    assert (out / records.TEXT).read_text().endswith(" s\n")
+    with tarfile.open(out / records.ARCHIVE) as tar:
         for member in tar:
             content = tar.extractfile(member)
             assert content is not None
@@ -92,7 +94,7 @@ def test_a_kill_at_any_moment_leaves_whole_files(tmp_path: Path) -> None:
         out = tmp_path / str(seen)
         command = [sys.executable, "-c", SLEEPING_SUITE, "--out", str(out), "--dry-run"]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as suite:
-            while not (out / results.ARCHIVE).exists() or rows_of(results.read(out)) < seen:
+            while not (out / records.ARCHIVE).exists() or rows_of(records.read(out)) < seen:
                 time.sleep(0.01)
                 assert suite.poll() is None
             time.sleep(rng.random() / 2)
@@ -103,7 +105,7 @@ def test_a_kill_at_any_moment_leaves_whole_files(tmp_path: Path) -> None:
         assert not report.is_good(result) and result["ended_early"]
         merged = merge(tmp_path / f"merged{seen}", out)
         assert merged.exit_code == 1 and "Traceback" not in merged.output
-        assert results.read(tmp_path / f"merged{seen}")["parts"] == result["parts"]
+        assert records.read(tmp_path / f"merged{seen}")["parts"] == result["parts"]
         assert not [pid for pid in children if is_running(pid)]
 
 
@@ -123,7 +125,7 @@ def is_running(pid: int) -> bool:
 def test_a_run_that_is_asked_to_end_saves_what_it_has(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SLEEPING_SUITE, "--out", str(tmp_path), "--dry-run"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as suite:
-        while not (tmp_path / results.ARCHIVE).exists() or not whole(tmp_path)["seconds"] > 0.5:
+        while not (tmp_path / records.ARCHIVE).exists() or not whole(tmp_path)["seconds"] > 0.5:
             time.sleep(0.05)
         suite.terminate()
     assert suite.returncode == 128 + signal.SIGTERM
@@ -172,7 +174,7 @@ def test_merged_calls_are_one_result(tmp_path: Path) -> None:
     write_json(tmp_path / "c/suite.json", again)
     done = merge(tmp_path / "abc", *(tmp_path / n for n in "abc"))
     assert done.exit_code == 0, done.output
-    merged = results.read(tmp_path / "abc")
+    merged = records.read(tmp_path / "abc")
     assert set(merged["parts"]) == set(PARTS) and merged["seconds"] == 30
     assert [r["value"] for r in merged["parts"][names[3]]["rows"]] == [names[3], "again"]
     assert len(merged["parts"]["environment"]["rows"]) == 2
@@ -181,7 +183,7 @@ def test_merged_calls_are_one_result(tmp_path: Path) -> None:
 
 def test_a_failure_is_not_hidden_by_running_again(tmp_path: Path) -> None:
     bad = result_of({"parity": [{"status": "failed", "reason": "wrong"}]})
-    merged = results.merge([bad, result_of({"parity": [{"value": 1}]})], ["parity"])
+    merged = report.merge([bad, result_of({"parity": [{"value": 1}]})], ["parity"])
     assert not report.is_good(merged)
 
 
@@ -210,11 +212,11 @@ def test_an_archive_of_compiled_kernels_stays_small(
     write_json(tmp_path / "parts/x.0.json", {"a": 1})
     kernel = tmp_path / "k.cubin"
     kernel.write_bytes(random.Random(0).randbytes(5000))
-    assert results.archive(tmp_path / "out", tmp_path / "parts", [("cache/k", kernel)]) == 1
+    assert records.archive(tmp_path / "out", tmp_path / "parts", [("cache/k", kernel)]) == 1
     with tarfile.open(tmp_path / "out/suite.tgz") as tar:
         assert tar.getnames() == ["parts/x.0.json", "cache/k"]
-    monkeypatch.setattr(results, "MOST_ARCHIVE_BYTES", 4000)
-    assert results.archive(tmp_path / "out", tmp_path / "parts", [("cache/k", kernel)]) == 0
+    monkeypatch.setattr(records, "MOST_ARCHIVE_BYTES", 4000)
+    assert records.archive(tmp_path / "out", tmp_path / "parts", [("cache/k", kernel)]) == 0
     with tarfile.open(tmp_path / "out/suite.tgz") as tar:
         assert tar.getnames() == ["parts/x.0.json"]
 
@@ -256,10 +258,10 @@ NCU = """==PROF== Connected to process 1
 
 
 def test_counters_are_read_from_what_ncu_prints() -> None:
-    (row,) = counters.read(NCU)
+    (row,) = tools.read_counters(NCU)
     assert row["kernel"] == "_gate_up(int)"
     assert row["metrics"] == {"ns": 12345.0, "bytes read": 26542080.0, "registers": 40.0}
-    assert counters.read("==ERROR== no permission") == []
+    assert tools.read_counters("==ERROR== no permission") == []
 
 
 @pytest.fixture
@@ -286,7 +288,7 @@ def test_wheels_are_importable_in_the_parts(tmp_path: Path) -> None:
     assert "has no *.whl" in done
 
 
-def precompile(out: Path) -> str:
+def compiled_ahead(out: Path) -> str:
     command = [sys.executable, "-m", "bench.gpu.precompile", "--out", str(out), "--jobs", "1"]
     command += ["--only", "gather_rows-r5"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -297,7 +299,7 @@ def precompile(out: Path) -> str:
 @pytest.mark.usefixtures("environment")
 def test_kernels_compiled_ahead_are_found_after_they_moved(tmp_path: Path) -> None:
     """Compiles in a process of its own, without the interpreter and without a GPU."""
-    said = precompile(tmp_path / "here")
+    said = compiled_ahead(tmp_path / "here")
     used = cache.use(tmp_path / "here")
     made = {name for name, _ in used.files()}
     assert "kernels compiled ahead are used" in said and "kernels compiled ahead" in used.said
@@ -310,7 +312,7 @@ def test_kernels_compiled_ahead_are_found_after_they_moved(tmp_path: Path) -> No
     with tarfile.open(fileobj=content) as tar:
         tar.extractall(tmp_path, filter="data")
     os.rename(tmp_path / "here", tmp_path / "gone")
-    precompile(tmp_path / "there")
+    compiled_ahead(tmp_path / "there")
     moved = cache.use(tmp_path / "there")
     assert {name for name, _ in moved.files()} == made, "nothing was compiled again"
     assert not list(moved.path.glob("*/*.ptx")), "nothing was compiled again"

@@ -21,24 +21,25 @@ from bench.gpu import (
     moe,
     parity,
     report,
-    sanitize,
     shapes,
     supervise,
     targets,
+    tools,
     weights,
 )
-from bench.gpu.parts import NAMES, items_of
-from bench.gpu.record import STATUSES, Record, Row
-from bench.gpu.setting import Setting, make_setting, run_item
-from bench.gpu.timer import Call, DryTimer, GpuTimer, Timing
+from bench.gpu.record import SCHEMA, STATUSES, Record, Row
+from bench.gpu.setting import DryTimer, Setting, make_setting, run_item
+from bench.gpu.supervise import NAMES, items_of
 from bench.gpu_suite import main
 from clocher_kernels.cuda import prepack, tiles, tune
 from clocher_kernels.cuda.executor import CudaExecutor
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.lowering import LOWER, LOWER_GREEDY
 from clocher_kernels.cuda.tensors import DeviceTensor
+from clocher_kernels.cuda.timer import Call, GpuTimer, Timing
 from clocher_kernels.formats import Bsr, known_formats, parse_format
 from clocher_kernels.ops import OPS
+from clocher_kernels.ops.contract import EXACT
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.engine.session import Session
 
@@ -120,7 +121,7 @@ def test_dry_run_of_the_command(tmp_path: Path) -> None:
     done = suite(tmp_path, "--dry-run", "--part", "parity", "--only", "glu", "--only", "coverage")
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "suite.json").read_text())
-    assert result["schema"] == report.SCHEMA and result["dry"] is True
+    assert result["schema"] == SCHEMA and result["dry"] is True
     assert set(result["parts"]) == {"parity"}
     part = result["parts"]["parity"]
     assert part["finished"] and part["items"] == 2
@@ -257,7 +258,7 @@ def test_a_missing_kernel_is_refused_not_passed(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(LOWER, "glu")
-    assert one(setting, "glu-silu-m2-i37") == []
+    assert {row["status"] for row in one(setting, "glu-silu-m2-i37")} == {"refused"}
     gaps = [row for row in one(setting, "coverage") if row.get("op") == "glu"]
     assert gaps[0]["status"] == "not measured"
 
@@ -354,7 +355,7 @@ def test_sanitizer_verdicts() -> None:
     def verdict(log: str, code: int, running: str | None = None) -> Row:
         record = Record("exercise", dry=True, running=running, done=["a"], rows=[])
         done: subprocess.CompletedProcess[str] = subprocess.CompletedProcess([], code, "", "")
-        return sanitize._verdict(done, log, record)
+        return tools.verdict(done, log, record)
 
     assert verdict("========= ERROR SUMMARY: 0 errors", 0)["status"] == "ok"
     hazards = "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"
@@ -367,13 +368,14 @@ def test_sanitizer_verdicts() -> None:
 
 def test_nan_and_large_errors_never_pass() -> None:
     expected = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
-    assert parity.judge("linear", "f16", expected, expected)["status"] == "ok"
+    limit = OPS["linear"].allowed(None, "cuda", "f16")
+    assert parity.judge(limit, expected, expected)["status"] == "ok"
     for index, value in ((3, np.nan), (999, np.inf), (0, 5.0)):
         got = expected.copy()
         got[index] = value
         with np.errstate(invalid="ignore"):
-            assert parity.judge("linear", "f16", got, expected)["status"] == "failed"
-            assert parity.judge("linear_i8", "f16", got, expected)["status"] == "failed"
+            assert parity.judge(limit, got, expected)["status"] == "failed"
+            assert parity.judge(EXACT, got, expected)["status"] == "failed"
 
 
 def test_overlapping_kernels_count_once() -> None:
@@ -413,8 +415,9 @@ def test_the_report_of_a_gpu_prints_speeds() -> None:
 
 def test_gaps_in_the_op_table_are_named(setting: Setting) -> None:
     rows = one(setting, "coverage")
-    named = {row["op"] for row in rows if "op" in row}
-    assert named == set(OPS) - set(LOWER)
+    named = {(row["op"], row["reason"]) for row in rows if "op" in row}
+    stated = {(s.name, c.missing.get("cuda")) for s in OPS.values() for c in s.cases}
+    assert named == {(op, why) for op, why in stated if why}
     assert rows[-1]["without_contract"] == sorted(set(LOWER) - set(OPS))
 
 
@@ -527,6 +530,35 @@ def test_rows_of_a_gpu(part: str, setting: Setting, monkeypatch: pytest.MonkeyPa
     result = report.combine([record], {}, dry=False, seconds=1)
     report.show(result, Console(file=StringIO(), width=150))
     assert [row for row in timed if str(row.get("who", "clocher")).startswith("clocher")]
+
+
+def test_who_cannot_race_says_why(setting: Setting) -> None:
+    setting.timer, setting.copy_gbs = FixedTimer(), 3000.0
+
+    def missing() -> tuple[int, list[Call]]:
+        raise ImportError("not installed here")
+
+    ran: list[str] = []
+    racing = {
+        "clocher fast": lambda: (8_000_000, [lambda: ran.append("fast")]),
+        "clocher broken": missing,
+        "peer": missing,
+    }
+    rows = {row["who"]: row for row in setting.race(racing, kind="made up", m=1)}
+    assert set(ran) == {"fast"} and set(rows) == set(racing)
+    assert rows["clocher fast"]["gbs"] == 1000 and rows["clocher fast"]["share"] == 1000 / 3000
+    assert rows["clocher broken"]["status"] == "failed", "our own kernels may not be missing"
+    assert rows["peer"]["status"] == "not measured"
+    assert rows["peer"]["reason"] == "ImportError: not installed here"
+    assert all(row["kind"] == "made up" and row["m"] == 1 for row in rows.values())
+
+
+def test_rows_say_what_makes_them_again() -> None:
+    record = Record("linear", dry=True)
+    record.add("a b-m1", [{"kind": "race"}, {}])
+    assert [row["kind"] for row in record.rows] == ["race", "linear"]
+    command = "python -m bench.gpu_suite --part linear --only 'a b-m1'"
+    assert {row["command"] for row in record.rows} == {command}
 
 
 def test_tuning_tries_tiles_and_puts_the_functions_back(setting: Setting) -> None:

@@ -8,22 +8,32 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import harness, harness_machine, harness_trust
-from bench.harness_cells import (
+from bench import harness, harness_trust
+from bench.clock import machine
+from bench.clock.machine import State
+from bench.sweep.cells import (
     Cell,
     base_settings,
+    command_of,
     content_key,
     make_cells,
     parse_sweep,
 )
-from bench.harness_machine import State
-from bench.harness_results import append_row, group, problems, read_rows, write_csv
-from bench.harness_runs import Child, Harness, Plan
-from bench.harness_stats import agree, compare_apart, compare_paired, summarise
-from bench.harness_tables import beside, compare_files, pairs
+from bench.sweep.results import (
+    append_row,
+    beside,
+    compare_files,
+    group,
+    pairs,
+    problems,
+    read_rows,
+    write_csv,
+)
+from bench.sweep.runs import Child, Harness, Plan
 from clocher_kernels.errors import ModelNotFound, UsageError
-from clocher_runtime.command.config import GivenInFile
 from clocher_runtime.command.env import resolve
+from clocher_runtime.command.settings import GivenInFile
+from clocher_runtime.quality.statistics import agree, apart_ratio, median_of_runs, paired_ratio
 
 ROOT = Path(__file__).parents[1]
 SIXTY = ",".join(map(str, range(1, 61)))
@@ -78,7 +88,7 @@ def run(path: Path, machine: Machine, plan: Plan) -> list[dict]:
 def test_the_interval_holds_the_true_median(runs: int) -> None:
     rng = generator(f"coverage-{runs}")
     true = float(np.median(noisy(100, 100_000, rng)))
-    found = [summarise(noisy(100, runs, rng)) for _ in range(300)]
+    found = [median_of_runs(noisy(100, runs, rng)) for _ in range(300)]
     inside = sum(s.low <= true <= s.high for s in found)
     assert inside >= 0.87 * 300
 
@@ -87,12 +97,13 @@ def test_the_interval_holds_the_true_median(runs: int) -> None:
 def test_two_summaries_of_the_same_thing_agree(runs: int) -> None:
     rng = generator(f"agree-{runs}")
     pairs = [
-        (summarise(noisy(100, runs, rng)), summarise(noisy(100, runs, rng))) for _ in range(200)
+        (median_of_runs(noisy(100, runs, rng)), median_of_runs(noisy(100, runs, rng)))
+        for _ in range(200)
     ]
     assert sum(agree(a, b) for a, b in pairs) >= 0.95 * 200
 
 
-@pytest.mark.parametrize("compare", [compare_paired, compare_apart], ids=["paired", "apart"])
+@pytest.mark.parametrize("compare", [paired_ratio, apart_ratio], ids=["paired", "apart"])
 @pytest.mark.parametrize(
     ("slowdown", "verdicts"),
     [
@@ -108,7 +119,7 @@ def test_a_claim_needs_parted_intervals_and_three_percent(compare, slowdown, ver
     found = []
     for _ in range(40):
         base, other = noisy(100, 15, rng), noisy(100 / (1 + slowdown), 15, rng)
-        found.append(compare(base, other).verdict)
+        found.append(compare(other, base).verdict)
     assert sum(verdict in verdicts for verdict in found) >= 38
 
 
@@ -117,16 +128,16 @@ def test_a_drift_that_is_shared_does_not_hide_a_slowdown_from_pairs() -> None:
     drift = np.exp(np.linspace(0, 0.4, 12))
     base = list(np.array(noisy(100, 12, rng)) * drift)
     other = list(np.array(noisy(95, 12, rng)) * drift)
-    assert compare_paired(base, other).verdict == "slower"
-    assert compare_apart(base, other).verdict == "no difference shown"
+    assert paired_ratio(other, base).verdict == "slower"
+    assert apart_ratio(other, base).verdict == "no difference shown"
 
 
 def test_too_few_runs_make_no_claim() -> None:
-    assert compare_paired([100.0], [50.0]).verdict == "too few runs"
-    assert compare_apart([100.0, 101.0], [50.0]).verdict == "too few runs"
-    assert summarise([3.0]).low is None
+    assert paired_ratio([50.0], [100.0]).verdict == "too few runs"
+    assert apart_ratio([50.0], [100.0, 101.0]).verdict == "too few runs"
+    assert not median_of_runs([3.0]).known
     with pytest.raises(ValueError, match="positive"):
-        summarise([])
+        median_of_runs([])
 
 
 # Cells
@@ -271,6 +282,15 @@ def test_different_tokens_are_a_problem(tmp_path: Path) -> None:
     assert problems(group(rows)) == ["a: its processes generated 2 different texts"]
 
 
+def test_the_command_of_a_sweep_is_one_that_a_shell_takes() -> None:
+    settings = {"max_new": "4", "ignore_eos": "1", "tile_table": "a b"}
+    assert command_of(settings, "threads=1,2|nt_loads=0,1", 3) == (
+        "'CLOCHER_TILE_TABLE=a b' python -m bench.harness --runs 3 "
+        "--sweep 'threads=1,2|nt_loads=0,1' -- --max-new=4 --ignore-eos"
+    )
+    assert command_of({}, "", 1) == "python -m bench.harness --runs 1"
+
+
 def test_a_setting_that_the_engine_ignores_compares_nothing(tmp_path: Path) -> None:
     cells = make_cells({"stub": "1"}, "nt_loads=0,1|threads=1,2", "")
     cells = [Cell(c.label, c.swept, c.settings, key=f"{n:064}") for n, c in enumerate(cells)]
@@ -327,7 +347,7 @@ def test_compare_cannot_tell_without_runs_or_from_different_machines(tmp_path, c
     few = result_file(tmp_path / "few.jsonl", 50, runs=1)
     assert harness.main(["--compare", str(before), str(few)]) == 9
     text = result_file(tmp_path / "there.jsonl", 50).read_text()
-    host = harness_machine.describe()["host_sha256"]
+    host = machine.describe()["host_sha256"]
     (tmp_path / "there.jsonl").write_text(text.replace(host, "0" * 12))
     assert harness.main(["--compare", str(before), str(tmp_path / "there.jsonl")]) == 9
     assert "different machines" in capsys.readouterr().err
@@ -361,10 +381,10 @@ def recorded(root: Path, user: int, steal: int, throttles: int, quota_us: int) -
 
 def test_counters_of_the_machine(tmp_path: Path) -> None:
     cpus = frozenset({0})
-    before = harness_machine.read(recorded(tmp_path, 100, 0, 3, 0), cpus)
-    after = harness_machine.read(recorded(tmp_path, 200, 5, 4, 400_000), cpus)
+    before = machine.read(recorded(tmp_path, 100, 0, 3, 0), cpus)
+    after = machine.read(recorded(tmp_path, 200, 5, 4, 400_000), cpus)
     seconds = replace(after, seconds=before.seconds + 2, own_s=before.own_s + 0.5)
-    state = harness_machine.between(before, seconds, 1, tmp_path)
+    state = machine.between(before, seconds, 1, tmp_path)
     assert state.steal_percent == pytest.approx(2.5)
     assert state.others_percent == pytest.approx(25)
     assert (state.throttled_events, state.quota_throttled_s, state.runnable) == (1, 0.4, 4)
@@ -377,8 +397,8 @@ def test_counters_of_the_machine(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_counters_disturbs_nothing(tmp_path: Path) -> None:
-    reading = harness_machine.read(tmp_path, frozenset({0}))
-    state = harness_machine.between(reading, reading, 1, tmp_path)
+    reading = machine.read(tmp_path, frozenset({0}))
+    state = machine.between(reading, reading, 1, tmp_path)
     assert state.disturbances(1.0) == []
     assert state.others_percent is None
 
@@ -415,7 +435,7 @@ def test_real_processes(tmp_path: Path, bare: None, capsys: pytest.CaptureFixtur
 
 
 def test_a_planted_slowdown_spends_its_time_in_the_window(bare: None) -> None:
-    from bench.harness_runs import launch
+    from bench.sweep.runs import launch
 
     settings = {"max_new": "32", "ignore_eos": "1", "rounds": "2"}
     plain = launch(Cell("a", {}, settings))

@@ -354,7 +354,7 @@ BAD: list[tuple[str, dict[str, Array], dict[str, Any], type[ModelError], str]] =
         UnsupportedModel,
         "known: mxfp4, bitnet, fp8",
     ),
-    ("list", PLAIN, {"quantization_config": []}, FormatError, "not an object"),
+    ("list", PLAIN, {"quantization_config": []}, FormatError, "expected an object"),
     ("method is a list", PLAIN, {"quantization_config": {"quant_method": []}}, ModelError, "known"),
     ("packed without config", EXPERTS, {}, UnsupportedModel, "'e_blocks': dtype U8 has no meaning"),
     ("f8 without config", FP8, {}, UnsupportedModel, "dtype F8_E4M3"),

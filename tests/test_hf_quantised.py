@@ -20,7 +20,7 @@ from weight_files import Array, rng, write_hf
 from clocher_kernels.dtypes import E4M3_VALUES, from_f32, to_f32
 from clocher_kernels.errors import FormatError, ModelError, UnsupportedModel
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.iebin.checkpoint import open_iebin
+from clocher_runtime.checkpoints.iebin import open_iebin
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.engine.session import Session
@@ -592,10 +592,22 @@ SETTINGS: list[tuple[str, str, dict[str, Any], type[ModelError], str]] = [
     ("awq group", "awq-gemm-g32", {"group_size": 48}, FormatError, "no multiple of group_size 48"),
     ("awq sym", "awq-gemm-g32", {"zero_point": False}, UnsupportedModel, "zero_point False"),
     ("ct ignore", PACK4, {"ignore": ["p"]}, FormatError, "ignore lists 'p'"),
-    ("ct ignore odd", PACK4, {"ignore": [1]}, FormatError, "list of names"),
+    ("ct ignore odd", PACK4, {"ignore": [1]}, FormatError, r"ignore\[0\] is 1; expected text"),
     ("ct format", PACK4, {"format": "nvfp4-pack-quantized"}, UnsupportedModel, "known: pack-"),
-    ("ct groups", PACK4, {"config_groups": {}}, FormatError, "config_groups must be"),
-    ("ct group", PACK4, {"config_groups": {"a": 1}}, FormatError, "not an object"),
+    (
+        "ct groups",
+        PACK4,
+        {"config_groups": {}},
+        FormatError,
+        "config_groups is {}; expected an object of length >= 1",
+    ),
+    (
+        "ct group",
+        PACK4,
+        {"config_groups": {"a": 1}},
+        FormatError,
+        "expected an object, got an integer",
+    ),
     ("ct no weights", PACK4, {"config_groups": {"a": {}}}, FormatError, "quantises weights"),
     ("ct 24", PACK4, {"sparsity_config": {"format": "sparse-24"}}, UnsupportedModel, "sparse-24"),
     ("ct rotate", PACK4, {"transform_config": {"a": 1}}, UnsupportedModel, "rotations"),

@@ -3,23 +3,23 @@
 import hashlib
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import pytest
+from commands import run_script
 from huggingface_hub import constants
-from weight_files import ROOT, rng
+from weight_files import rng
 
 from clocher_kernels.errors import FormatError, ModelError, ModelNotFound, UsageError
 from clocher_runtime.checkpoints.hf.hub import PATTERNS, Download, local_or_fetched, plan_download
 
-SCRIPT = ROOT / "scripts" / "download_gpt_oss_20b.py"
+script = partial(run_script, "download_gpt_oss_20b")
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 FILES = {
     "config.json": b'{"model_type": "llama"}',
@@ -350,16 +350,6 @@ def test_a_name_that_is_no_directory_is_fetched_once(
         local_or_fetched(Path("own/absent"))
 
 
-def script(*args: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, SCRIPT, *args],
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @pytest.mark.parametrize(
     ("variables", "code", "message"),
     [
@@ -371,7 +361,8 @@ def script(*args: str | Path, **variables: str) -> subprocess.CompletedProcess[s
 def test_the_script_without_a_network(
     variables: dict[str, str], code: int, message: str, tmp_path: Path
 ) -> None:
-    done = script("--out-dir", tmp_path / "hf", HF_HOME=str(tmp_path / "home"), **variables)
+    variables = {"HF_HOME": str(tmp_path / "home"), **variables}
+    done = script("--out-dir", tmp_path / "hf", env=variables)
     assert (done.returncode, done.stdout) == (code, "")
     assert message in done.stderr and "copy the" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "hf").exists()
@@ -380,9 +371,9 @@ def test_the_script_without_a_network(
 def test_the_script_fetches(server: Hub, tmp_path: Path) -> None:
     variables = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path / "home")}
     out = tmp_path / "hf"
-    done = script("--repo", "own/tiny", "--out-dir", out, **variables)
+    done = script("--repo", "own/tiny", "--out-dir", out, env=variables)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert "needs" in done.stderr and "all match their hashes" in done.stderr
     assert "checking model.safetensors" in done.stderr and contents(out) == wanted()
-    done = script("--repo", "own/absent", "--out-dir", out, **variables)
+    done = script("--repo", "own/absent", "--out-dir", out, env=variables)
     assert done.returncode == 3 and "no such repository" in done.stderr

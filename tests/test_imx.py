@@ -1,9 +1,8 @@
 """The importance-weighted search: format errors, never worse than rounding, refusals."""
 
-from zlib import crc32
-
 import numpy as np
 import pytest
+from weight_files import rng as rng_of
 
 from clocher_kernels.dtypes import to_f32
 from clocher_kernels.errors import FormatError, ShapeError, UsageError
@@ -38,10 +37,6 @@ FORMATS = (
     "int8_g32_f16",
     "int8_row_f32",
 )
-
-
-def rng_of(name: str) -> np.random.Generator:
-    return np.random.default_rng(crc32(name.encode()))
 
 
 def relative_rms(values: np.ndarray, tensor: QuantTensor) -> float:

@@ -13,7 +13,6 @@ import pytest
 from clocher_kernels import errors, guards
 from clocher_runtime.command import run as run_module
 from clocher_runtime.command.completions import Completions
-from clocher_runtime.command.config import Given, RunConfig
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.jsonline import (
     ErrorLine,
@@ -25,7 +24,8 @@ from clocher_runtime.command.jsonline import (
 )
 from clocher_runtime.command.loading import Engine
 from clocher_runtime.command.run import measure, run_line, summary
-from clocher_runtime.engine.session import Token
+from clocher_runtime.command.settings import Given, RunConfig
+from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.text.prompt_pipeline import PromptPipeline
@@ -123,7 +123,7 @@ class ScriptedSession:
     def work_touch(self, bytes_per_token, stride):
         return None
 
-    def generate(self, prompts, max_new, sampling, stop_ids, window, after_token):
+    def generate(self, prompts, max_new, sampling, stop_ids, window, after_token, *, logits):
         self.calls.append([list(p) for p in prompts])
         for sequence, prompt in enumerate(prompts):
             with window.span("prefill", len(prompt)):
@@ -131,14 +131,14 @@ class ScriptedSession:
                 self.touch(after_token, 1)
             self.kv_misses += len(prompt)
             self.clock.now += 500 * MS  # what happens between spans does not count
-            yield Token(sequence, 1, False)
+            yield Token(sequence, 1)
         for step in range(1, max_new):
             with window.span("decode", len(prompts)):
                 self.clock.now += step * MS
                 self.touch(after_token, len(prompts))
             self.kv_hits += 1
             for sequence in range(len(prompts)):
-                yield Token(sequence, step + 1, step == max_new - 1)
+                yield Token(sequence, step + 1, "length" if step == max_new - 1 else "")
 
     def touch(self, after_token, count):
         if after_token is not None:
@@ -177,7 +177,7 @@ def line_from(engine, prompts, batch, config):
     """Return the line of a run with these prompts, ids each."""
     console = Console()
     ready = [Prompt(tuple(ids)) for ids in prompts]
-    with Completions(config, console) as completions:
+    with Completions(console, aggregate=config.aggregate) as completions:
         measured = measure(
             engine,
             lambda: PromptPipeline(ready, lambda prompt: prompt, batch=batch),

@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fuzz import seeds
 from weight_files import GPTOSS, LLAMA, copy_model, write_iebin
 
 import clocher_runtime as clocher
 from clocher_kernels.errors import FormatError, ModelChanged
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.dedup.checkpoint import open_deduplicated
-from clocher_runtime.convert.gguf.export import plan_gguf
+from clocher_runtime.checkpoints.dedup.reader import open_deduplicated
+from clocher_runtime.convert.gguf import plan_gguf
 from clocher_runtime.convert.to_iebin import convert, plan_conversion
 from clocher_runtime.disk.files import MappedFile
-from clocher_runtime.fuzzing import seeds
 
 ROOT = Path(__file__).parents[1]
 LINUX = sys.platform.startswith("linux")
@@ -109,7 +109,7 @@ def test_a_changed_file_fails_a_run(what: str, source: str, pair: Path, tmp_path
 def test_a_bus_error_elsewhere_goes_its_way() -> None:
     program = (
         "import mmap, os, tempfile\n"
-        "from clocher_runtime.disk.lost_pages import ending_on_lost_pages\n"
+        "from clocher_runtime.disk.files import ending_on_lost_pages\n"
         "with ending_on_lost_pages(print), tempfile.TemporaryFile() as file:\n"
         "    file.truncate(8192)\n"
         "    data = mmap.mmap(file.fileno(), 8192)\n"
@@ -266,8 +266,7 @@ def test_verify_weights_checks_the_hashes_and_a_normal_start_does_not(
 def test_the_indices_of_block_sparse_rows_cannot_change_after_the_check(tmp_path: Path) -> None:
     from clocher_kernels.formats import Bsr
     from clocher_kernels.quant_tensor import encode
-    from clocher_runtime.checkpoints.iebin.checkpoint import JSON_NAME, open_iebin
-    from clocher_runtime.checkpoints.iebin.writer import IebinWriter
+    from clocher_runtime.checkpoints.iebin import JSON_NAME, IebinWriter, open_iebin
 
     values = np.eye(8, dtype=np.float32)
     with IebinWriter(tmp_path) as writer:

@@ -8,14 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import VARIABLES
 
 from bench import harness, targets
-from bench.harness_results import read_rows
+from bench.sweep.results import read_rows
 from clocher_kernels.errors import UsageError
-from clocher_runtime.command.settings import ALL
 
 ROOT = Path(__file__).parents[1]
-ENGINE_VARIABLES = {variable for setting in ALL.values() for variable in setting.env}
 
 # Every variable of the original documents that is about a benchmark, with a value that it refuses.
 REFUSED = {
@@ -100,7 +99,7 @@ def call(commands: Commands, tmp_path: Path, **environ: str) -> targets.Call:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_bad_value_is_refused_by_name_with_what_it_takes(name, monkeypatch, capsys) -> None:
-    for variable in ENGINE_VARIABLES | set(targets.VARIABLES):
+    for variable in VARIABLES | set(targets.VARIABLES):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv(name, REFUSED[name])
     assert targets.main(["bench"]) == 2
@@ -110,7 +109,7 @@ def test_a_bad_value_is_refused_by_name_with_what_it_takes(name, monkeypatch, ca
 
 def test_every_variable_is_tried() -> None:
     not_of_the_seeds = {"CLOCHER_ISA", "CLOCHER_TILE_TABLE"}
-    known = ENGINE_VARIABLES | set(targets.VARIABLES)
+    known = VARIABLES | set(targets.VARIABLES)
     assert set(REFUSED) | ANY_TEXT == known - not_of_the_seeds
 
 
@@ -242,7 +241,7 @@ def test_a_report_of_the_strict_window_is_checked(tmp_path: Path) -> None:
 
 def make(*arguments: str, cwd: Path = ROOT, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run make with this interpreter in place of .venv."""
-    drop = ENGINE_VARIABLES | set(targets.VARIABLES) | {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PWD"}
+    drop = VARIABLES | set(targets.VARIABLES) | {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PWD"}
     kept = {name: value for name, value in os.environ.items() if name not in drop}
     own = [
         f"BIN={Path(sys.executable).parent}",

@@ -196,9 +196,9 @@ def test_only_runs_that_are_ok_measure() -> None:
 
 
 def test_the_harness_and_the_exporter_name_one_schema() -> None:
-    from bench import harness_results
+    from bench.sweep import results
 
-    assert HARNESS_SCHEMA == harness_results.SCHEMA
+    assert HARNESS_SCHEMA == results.SCHEMA
 
 
 def test_configurations_are_apart() -> None:
@@ -270,7 +270,7 @@ def test_a_hostile_line_is_counted_and_does_no_harm(name: str) -> None:
             assert before[name] == after[name], name
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -285,7 +285,7 @@ def test_any_value_of_any_key(value: object, key: str) -> None:
     samples(metrics.text())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.binary(max_size=200))
 def test_any_bytes(data: bytes) -> None:
     metrics = RunMetrics()

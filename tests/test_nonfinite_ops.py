@@ -13,7 +13,6 @@ from cuda_cases import run_interpreted
 from op_cases import Arrays, OpRun, name_of
 from planting import odd_tokens, one_case_of_each, plants, ready
 
-from clocher_kernels.cuda.lowering import LOWER
 from clocher_kernels.ops.contract import Case, OpSpec
 from clocher_kernels.reference import ReferenceExecutor
 from cpu_fallback.executor import CpuExecutor
@@ -54,7 +53,7 @@ def test_cpu(spec: OpSpec, case: Case) -> None:
 def _on_gpu() -> Iterator[Any]:
     """Yield the cases of the CUDA kernels; those that take the interpreter long are slow tests."""
     for spec, case in CASES:
-        if spec.name in LOWER:
+        if "cuda" not in case.missing:
             few = case.id == "f32-m5-e4-a3-n37-i96" or not spec.name.startswith(("linear", "moe"))
             yield pytest.param(
                 spec, case, id=name_of(spec, case), marks=[] if few else pytest.mark.slow

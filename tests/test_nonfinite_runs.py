@@ -19,7 +19,7 @@ from clocher_runtime.cli import main
 from clocher_runtime.engine import session as session_module
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.session import Sampling, Session
-from clocher_runtime.quality.perplexity import perplexity
+from clocher_runtime.quality.compare import perplexity
 
 EMBED, LAST_NORM = "model.embed_tokens.weight", "model.norm.weight"
 LAYER = "model.layers.1."
@@ -59,7 +59,7 @@ def run(model: Model, prompts: list[list[int]], sampling: Sampling | None = None
         ("llama", f"{LAYER}self_attn.q_proj.weight", "linear of model.layers.1.self_attn.q_proj"),
         ("llama", f"{LAYER}mlp.gate_proj.weight", "linear of model.layers.1.mlp.gate_proj"),
         ("llama", LAST_NORM, "rms_norm of model.norm.weight"),
-        ("gptoss", f"{LAYER}mlp.experts.gate_up_proj_bias", "moe_gate_up"),
+        ("gptoss", f"{LAYER}mlp.experts.gate_up_proj_bias", f"gate_up of {LAYER}mlp.experts"),
         ("gptoss", f"{LAYER}self_attn.k_proj.weight", "linear of model.layers.1.self_attn.k_proj"),
         ("bitnet", f"{LAYER}mlp.ffn_sub_norm.weight", "rms_norm of model.layers.1.mlp.ffn_sub"),
     ],

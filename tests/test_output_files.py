@@ -11,12 +11,11 @@ import pytest
 from weight_files import LLAMA
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.checkpoints.iebin.checkpoint import JSON_NAME, open_iebin
-from clocher_runtime.convert.gguf.writer import GgufWriter
-from clocher_runtime.convert.q4.writer import plan_q4
+from clocher_runtime.checkpoints.iebin import JSON_NAME, open_iebin
+from clocher_runtime.convert.gguf import write_gguf
+from clocher_runtime.convert.q4.planes import plan_q4
 from clocher_runtime.convert.to_iebin import plan_conversion
-from clocher_runtime.disk.jsonl_writer import JsonlWriter
-from clocher_runtime.disk.output_file import Journal, OutputFile, write_file
+from clocher_runtime.disk.output_file import Journal, JsonlWriter, OutputFile, write_file
 from clocher_runtime.quality.reference_cache import store
 
 SECRET = b"somebody else's"
@@ -91,7 +90,6 @@ def test_a_journal(trap: Trap, tmp_path: Path) -> None:
     trap(path)
     journal = Journal(path, "job")
     assert journal.entries == []
-    journal.restart(0)
     journal.add({"x": 1})
     journal.close()
     assert Journal(path, "job").entries == [{"x": 1}]
@@ -107,8 +105,7 @@ def test_lines_and_gguf(trap: Trap, tmp_path: Path) -> None:
     assert is_untouched(tmp_path)
     (tmp_path / "victim").unlink(missing_ok=True)
     trap(tmp_path / "a.gguf.partial")
-    with GgufWriter(tmp_path / "a.gguf", {}, []) as gguf:
-        gguf.commit()
+    write_gguf(tmp_path / "a.gguf", {}, [], [])
     assert (tmp_path / "a.gguf").read_bytes()[:4] == b"GGUF" and is_untouched(tmp_path)
 
 

@@ -12,7 +12,7 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.command.model_choice import embedded_model
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.engine.session import Session
-from clocher_runtime.quality.perplexity import perplexity, window_loss
+from clocher_runtime.quality.compare import perplexity, window_loss
 from clocher_runtime.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent / "data"

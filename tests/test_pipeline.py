@@ -13,18 +13,16 @@ from itertools import repeat
 from pathlib import Path
 
 import pytest
+from commands import clean_environment
 from hypothesis import given
 from hypothesis import strategies as st
 
 from clocher_kernels.errors import UsageError, WindowError
-from clocher_runtime import cli
-from clocher_runtime.command import loading as engine
 from clocher_runtime.command.completions import MAX_LISTED
-from clocher_runtime.command.settings import ALL
-from clocher_runtime.command.stub import StubTokenizer, stub_id
-from clocher_runtime.disk.jsonl_writer import JsonlWriter
-from clocher_runtime.engine.step_totals import Reservoir, StepTotals
-from clocher_runtime.engine.timing import Span, TimedWindow
+from clocher_runtime.command.loading import StubTokenizer
+from clocher_runtime.disk.output_file import JsonlWriter
+from clocher_runtime.engine.stub import stub_id
+from clocher_runtime.engine.timing import Reservoir, Span, StepTotals, TimedWindow
 from clocher_runtime.quality.trace import read_trace
 from clocher_runtime.text.prompt_pipeline import (
     MAX_WORKERS,
@@ -43,7 +41,6 @@ from clocher_runtime.text.prompts import (
 )
 
 ROOT = Path(__file__).parents[1]
-VARIABLES = {variable for setting in ALL.values() for variable in setting.env}
 WAIT_S = 30
 SHAPES = [
     pytest.param(ahead, workers, overlap, id=f"ahead{ahead}-workers{workers}-{overlap}")
@@ -308,13 +305,21 @@ def check(ids) -> None:
         ("p.jsonl", b'{"prompt": ""}', "no tokens"),
         ("p.jsonl", b'{"ids": []}', "no tokens"),
         ("p.jsonl", b'{"prompt": "\\ud800"}', "not valid Unicode"),
-        ("p.jsonl", b'{"ids": [1, true]}', "expected an object"),
-        ("p.jsonl", b'{"ids": [1.0]}', "expected an object"),
-        ("p.jsonl", b'{"ids": "ab"}', "expected an object"),
-        ("p.jsonl", b'{"prompt": [1]}', "expected an object"),
-        ("p.jsonl", b'{"prompt": "a", "ids": [1]}', "expected an object"),
-        ("p.jsonl", b'{"text": "a"}', "expected an object"),
-        ("p.jsonl", b"[1]", "expected an object"),
+        ("p.jsonl", b'{"ids": [1, true]}', '"ids" is [1, True]; expected an object'),
+        ("p.jsonl", b'{"ids": [1.0]}', '"ids" is [1.0]; expected'),
+        ("p.jsonl", b'{"ids": "ab"}', "\"ids\" is 'ab'; expected"),
+        ("p.jsonl", b'{"prompt": [1]}', '"prompt" is [1]; expected'),
+        (
+            "p.jsonl",
+            b'{"prompt": "a", "ids": [1]}',
+            'the object has "prompt" and "ids"; ',
+        ),
+        (
+            "p.jsonl",
+            b'{"text": "a"}',
+            'the object has neither "prompt" nor "ids"; ',
+        ),
+        ("p.jsonl", b"[1]", "got [1]; expected an object"),
         ("p.jsonl", b"{", "not JSON: "),
         ("p.jsonl", b"[" * 100_000, "not JSON: "),
         ("p.jsonl", b'{"ids": [' + b"9" * 9999 + b"]}", "not JSON: "),
@@ -346,22 +351,6 @@ def test_text_for_a_model_without_a_tokenizer_fails_alone(tmp_path):
 # The run
 
 
-@pytest.fixture
-def run(monkeypatch, tmp_path, capsys):
-    """Run clocher-run in this process, on the reference back end: (code, line, stderr)."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(engine, "choose", lambda device: ("reference", "test"))
-    for variable in VARIABLES:
-        monkeypatch.delenv(variable, raising=False)
-
-    def command(*flags: str):
-        code = cli.main(flags)
-        out, err = capsys.readouterr()
-        return code, json.loads(out), err
-
-    return command
-
-
 MIXED = b"""{"prompt": "a"}
 {"prompt": 5}
 
@@ -373,10 +362,12 @@ MIXED = b"""{"prompt": "a"}
 
 
 @pytest.mark.parametrize("batch", ["1", "2", "9"])
-def test_a_bad_line_fails_alone_and_in_its_place(run, tmp_path, batch):
+def test_a_bad_line_fails_alone_and_in_its_place(inside, tmp_path, batch):
     (tmp_path / "p.jsonl").write_bytes(MIXED)
     flags = ("--stub", "--prompts-file", "p.jsonl", "--max-new", "2", "--batch", batch)
-    code, line, err = run(*flags, "--rounds", "2", "--trace-ids", "t.jsonl", "--outputs", "o.jsonl")
+    code, line, err = inside(
+        *flags, "--rounds", "2", "--trace-ids", "t.jsonl", "--outputs", "o.jsonl"
+    )
     assert (code, line["status"]) == (0, "ok")
     assert (line["prompts"], line["prompts_failed"], line["tokens_generated"]) == (6, 3, 12)
     good = [[97], [7, 8], [98]]
@@ -398,13 +389,13 @@ def test_a_bad_line_fails_alone_and_in_its_place(run, tmp_path, batch):
 
 
 @pytest.mark.parametrize("batch", ["1", "7", "64"])
-def test_the_result_does_not_depend_on_prefetch(run, tmp_path, batch):
+def test_the_result_does_not_depend_on_prefetch(inside, tmp_path, batch):
     text = "".join(f"prompt {n}\n" if n % 11 else "\n\udcff\n" for n in range(300))
     (tmp_path / "p.txt").write_bytes(text.encode("utf-8", "surrogateescape"))
     flags = ("--stub", "--prompts-file", "p.txt", "--max-new", "2", "--rounds", "2")
     found = {}
     for prefetch in ("off", "0", "auto", "on", "1", "256"):
-        code, line, err = run(*flags, "--batch", batch, "--prefetch", prefetch)
+        code, line, err = inside(*flags, "--batch", batch, "--prefetch", prefetch)
         assert (code, line["prefetch"], line["hints_ignored"]) == (0, prefetch, [])
         assert (line["prompts"], line["prompts_failed"]) == (300, 28)
         texts = [text for text in err.splitlines() if "tok/s" not in text]
@@ -412,60 +403,60 @@ def test_the_result_does_not_depend_on_prefetch(run, tmp_path, batch):
     assert all(result == found["off"] for result in found.values())
 
 
-def test_the_embedded_model_generates_the_same_with_every_prefetch(run, tmp_path):
+def test_the_embedded_model_generates_the_same_with_every_prefetch(inside, tmp_path):
     (tmp_path / "p.txt").write_text("import os\nclass A:\n\nfor i in\ndef f(\nx = [\n")
     flags = ("--prompts-file", "p.txt", "--max-new", "3", "--batch", "2", "--warmup", "1")
-    found = [run(*flags, "--prefetch", prefetch)[1] for prefetch in ("off", "auto", "on")]
+    found = [inside(*flags, "--prefetch", prefetch)[1] for prefetch in ("off", "auto", "on")]
     assert found[0]["outputs"] == found[1]["outputs"] == found[2]["outputs"]
     assert found[0]["prompts"] == 5
 
 
-def test_too_long_for_the_context_fails_alone(run, tmp_path):
+def test_too_long_for_the_context_fails_alone(inside, tmp_path):
     (tmp_path / "p.jsonl").write_text('{"ids": [1, 2]}\n{"ids": [1, 2, 3]}\n{"ids": [99999]}\n')
     flags = ("--prompts-file", "p.jsonl", "--max-new", "1", "--context", "2", "--batch", "3")
-    code, line, _ = run(*flags)
+    code, line, _ = inside(*flags)
     assert (code, line["prompts_failed"]) == (0, 2)
     assert "3 tokens, the context holds 2" in line["outputs"][1]["error"]
     assert "outside 0..4095" in line["outputs"][2]["error"]
 
 
-def test_ids_need_no_tokenizer(run, tmp_path):
+def test_ids_need_no_tokenizer(inside, tmp_path):
     shutil.copytree(ROOT / "tests" / "data" / "clocher-tiny-bitnet", tmp_path / "m")
     (tmp_path / "m" / "tokenizer.json").unlink()
     (tmp_path / "p.jsonl").write_text('{"ids": [5]}\n{"prompt": "a"}\n')
     flags = ("--model-dir", "m", "--max-new", "1", "--prompts-file")
-    code, line, _ = run(*flags, "p.jsonl")
+    code, line, _ = inside(*flags, "p.jsonl")
     assert (code, line["prompts_failed"], line["outputs"][0]["text"]) == (0, 1, "")
     (tmp_path / "p.txt").write_text("a\n")
-    assert run(*flags, "p.txt")[0] == 3
+    assert inside(*flags, "p.txt")[0] == 3
 
 
-def test_a_file_without_one_usable_prompt_is_code_2(run, tmp_path):
+def test_a_file_without_one_usable_prompt_is_code_2(inside, tmp_path):
     (tmp_path / "p.txt").write_bytes(b"\xff\n\xfe\n")
-    code, line, err = run("--stub", "--prompts-file", "p.txt", "--outputs", "o.jsonl")
+    code, line, err = inside("--stub", "--prompts-file", "p.txt", "--outputs", "o.jsonl")
     assert (code, line["type"]) == (2, "UsageError")
     assert line["message"].startswith("none of 2 prompts is usable: prompts file p.txt, line 1: ")
     assert "line 2: not UTF-8" in err
 
 
-def test_the_line_lists_the_first_outputs_only(run, tmp_path):
+def test_the_line_lists_the_first_outputs_only(inside, tmp_path):
     (tmp_path / "p.txt").write_text("".join(f"{n}\n" for n in range(MAX_LISTED + 5)))
     flags = ("--stub", "--prompts-file", "p.txt", "--max-new", "1", "--batch", "50")
-    line = run(*flags, "--outputs", "o.jsonl")[1]
+    line = inside(*flags, "--outputs", "o.jsonl")[1]
     assert (len(line["outputs"]), line["prompts"]) == (MAX_LISTED, MAX_LISTED + 5)
     written = [json.loads(text) for text in Path("o.jsonl").read_text().splitlines()]
     assert [w["index"] for w in written] == list(range(MAX_LISTED + 5))
     assert [w["token_ids"] for w in written] == [
         [stub_id(list(str(n).encode()), 0)] for n in range(MAX_LISTED + 5)
     ]
-    line = run(*flags, "--aggregate", "--outputs", "a.jsonl")[1]
+    line = inside(*flags, "--aggregate", "--outputs", "a.jsonl")[1]
     assert line["outputs"] == []
     assert Path("a.jsonl").read_bytes() == Path("o.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize("path", [".", "absent/o.jsonl", os.devnull])
-def test_outputs_that_cannot_be_written_are_refused_before_the_model_loads(run, path):
-    code, line, _ = run("--model-dir", "absent", "--outputs", path)
+def test_outputs_that_cannot_be_written_are_refused_before_the_model_loads(inside, path):
+    code, line, _ = inside("--model-dir", "absent", "--outputs", path)
     assert code == 2
     assert line["message"].startswith(f"--outputs: {path} cannot be written")
     assert not Path(f"{path}.partial").exists()
@@ -491,11 +482,10 @@ def test_a_file_that_was_not_finished_keeps_its_other_name(tmp_path):
 
 
 def start(cwd: Path, *flags: str) -> subprocess.Popen:
-    kept = {k: v for k, v in os.environ.items() if k not in VARIABLES}
     return subprocess.Popen(
         [sys.executable, "-m", "clocher_runtime.cli", "--stub", *flags],
         cwd=cwd,
-        env=kept | {"PYTHONPATH": str(ROOT)},
+        env=clean_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -10,9 +10,9 @@ from kernel_run import kernel_cache
 from clocher_kernels.formats import parse_format
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.command.config import Given, RunConfig
 from clocher_runtime.command.env import resolve
-from clocher_runtime.command.threads import choose_threads, not_acted_on, tune
+from clocher_runtime.command.loading import choose_threads, not_acted_on, tuning_of
+from clocher_runtime.command.settings import Given
 from clocher_runtime.engine.topology import Cpu
 from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.team.hints import Asked, Hints
@@ -210,7 +210,7 @@ def test_block_columns():
 
 def machine(monkeypatch, *sockets):
     cpus = tuple(Cpu(i, i, 0, socket, socket, socket, 0) for i, socket in enumerate(sockets))
-    monkeypatch.setattr("clocher_runtime.command.threads.read_cpus", lambda: cpus)
+    monkeypatch.setattr("clocher_runtime.command.loading.read_cpus", lambda: cpus)
 
 
 @pytest.mark.parametrize(
@@ -228,24 +228,24 @@ def machine(monkeypatch, *sockets):
 )
 def test_what_a_run_asks_for(monkeypatch, environ, cpus, sockets):
     machine(monkeypatch, 0, 0, 1, 1)
-    tuning = tune(resolve({}, environ), 3)
+    tuning = tuning_of(resolve({}, environ), 3)
     assert (tuning.cpus, tuning.sockets) == (cpus, sockets)
 
 
 def test_limits_and_distances(monkeypatch):
     machine(monkeypatch, 0, 0)
     environ = {"IE_HOT_REPL_LIMIT_MB": "3", "IE_PREFETCH_DISTANCE": "256"}
-    tuning = tune(resolve({}, environ | {"IE_HOT_REPLICATE": "1"}), 2)
+    tuning = tuning_of(resolve({}, environ | {"IE_HOT_REPLICATE": "1"}), 2)
     assert (tuning.cpus, tuning.hot_limit, tuning.prefetch_distance) == ((), 3 << 20, 256)
-    assert tune(resolve({}, {"IE_PREFETCH_DISTANCE": "auto"}), 2).prefetch_distance is None
+    assert tuning_of(resolve({}, {"IE_PREFETCH_DISTANCE": "auto"}), 2).prefetch_distance is None
 
 
 def test_threads_of_one_socket(monkeypatch):
     machine(monkeypatch, 0, 0, 1)
-    assert choose_threads(resolve({}, {"NUMA_POLICY": "socket:1"})) == 1
-    monkeypatch.setattr("clocher_runtime.command.threads.usable_cpus", lambda: frozenset(range(3)))
-    assert choose_threads(resolve({"threads": "2"}, {"NUMA_POLICY": "socket:1"})) == 2
-    assert choose_threads(resolve({"threads": "4"}, {"NUMA_POLICY": "socket:1"})) == 3
+    assert choose_threads(None, "socket:1") == 1
+    monkeypatch.setattr("clocher_runtime.command.loading.usable_cpus", lambda: frozenset(range(3)))
+    assert choose_threads(2, "socket:1") == 2
+    assert choose_threads(4, "socket:1") == 3
 
 
 def test_what_was_not_acted_on_is_told():
@@ -257,7 +257,6 @@ def test_what_was_not_acted_on_is_told():
         "prefetch_distance": Given("IE_PREFETCH_DISTANCE", "64"),
         "threads": Given("THREADS", "3"),
     }
-    config = RunConfig(given=given)
     ignored = ("AFFINITY=compact", "IE_HOT_REPLICATE=1", "IE_HOT_REPL_LIMIT_MB=9")
-    assert not_acted_on(config, {"prefetch_distance"}) == ignored
-    assert not_acted_on(config, {"placement", "hot_replicate", "prefetch_distance"}) == ()
+    assert not_acted_on(given, {"prefetch_distance"}) == ignored
+    assert not_acted_on(given, {"placement", "hot_replicate", "prefetch_distance"}) == ()

@@ -13,16 +13,16 @@ import pytest
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import Float, parse_format
+from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.env import resolve
+from clocher_runtime.command.loading import not_acted_on
 from clocher_runtime.command.model_choice import embedded_model
-from clocher_runtime.command.threads import not_acted_on
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.models.inventory import EMBED, HEAD, SCOPES, in_scope
-from clocher_runtime.models.rewrite import INTEGER_PRODUCTS
 from cpu_fallback import executor
 from cpu_fallback.team.large_pages import allocate, give_back, is_mapped
 from cpu_fallback.tiles import prepack
@@ -44,7 +44,7 @@ def session_of(model: Model, **more) -> Session:
 
 def integer_weights(session: Session) -> set[str]:
     calls = session._executor.plan.calls
-    return {call.args["w"] for call in calls if call.op in INTEGER_PRODUCTS}
+    return {call.args["w"] for call in calls if has_codes(call)}
 
 
 @pytest.mark.parametrize("scope", [None, *SCOPES])
@@ -100,8 +100,8 @@ def test_ternary_weights_are_packed_in_any_case() -> None:
     session = session_of(model, pretranspose="none")
     assert session.act_prec == "int8" and "pretranspose" not in session.acted_on
     config = resolve({"pretranspose": "none"}, {})
-    assert not_acted_on(config, session.acted_on) == ("--pretranspose=none",)
-    assert not_acted_on(config, {"pretranspose"}) == ()
+    assert not_acted_on(config.given, session.acted_on) == ("--pretranspose=none",)
+    assert not_acted_on(config.given, {"pretranspose"}) == ()
     session.close()
 
 

@@ -286,17 +286,22 @@ def test_no_home_costs_one_warning() -> None:
     out, err = started(CLOCHER_CACHE_DIR="~nouser/x")
     assert out == "compiled True\n"
     assert err == [
-        "nothing is cached: no home directory; set CLOCHER_CACHE_DIR to a directory of your own"
+        "nothing is cached: CLOCHER_CACHE_DIR is '~nouser/x', a home directory that is not known; "
+        "set CLOCHER_CACHE_DIR to a directory of your own"
     ]
 
 
-def test_where_there_is_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_is_no_home(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    objects._nowhere.cache_clear()  # it warns once in a process
     for name in ("CLOCHER_CACHE_DIR", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/ignored")
     with monkeypatch.context() as patch:
         patch.setattr("pwd.getpwuid", lambda uid: {}[uid])
         assert cache_root() is None
+        assert "no home directory" in caplog.text
         assert TileCache.get() is None
         assert ObjectCache(None).read("some.kernel") is None
         with ObjectCache(None).locked():

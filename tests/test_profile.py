@@ -8,9 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from bench import profile
-from bench.flame_graph import Frame, svg
+from bench.clock.step_pictures import Frame, svg, trace
 from bench.profile import Profiler, flame, label, layer_of, median_step, rows_of
-from bench.trace_events import trace
 from clocher_kernels.plan import Call
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.command.model_choice import embedded_model

@@ -8,65 +8,54 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import click
 import jsonschema
 import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from commands import PYTHON_PATH, SCRIPTS
+from commands import run_script as script
 from safetensors.torch import load_file
 from weight_files import BITNET, GPTOSS, LLAMA, ROOT, copy_model
 
-from clocher_kernels.errors import FormatError, ModelNotFound, UsageError
+from clocher_kernels.errors import FormatError, ModelNotFound, UnsupportedModel, UsageError
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import encode
-from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
 from clocher_runtime.checkpoints.arrays import open_arrays, open_npz
-from clocher_runtime.checkpoints.hf import torch_bin
 from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
-from clocher_runtime.command.ptq import ptq_options, rules_of, run_ptq
+from clocher_runtime.command.ptq import ptq_script, rules_of
+from clocher_runtime.command.script_run import needed
 from clocher_runtime.convert.q4.map import load_q4_map, parse_q4_map
 from clocher_runtime.convert.q4.parts import PartsWriter, part_of
 from clocher_runtime.convert.rounding import parse_clip, round_tensor
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.quantize import job as job_module
 from clocher_runtime.quantize.job import CalibrationText, Job, run_job
-from clocher_runtime.quantize.manifest import describe_source
-from clocher_runtime.quantize.plan import QuantPlan, build_plan
+from clocher_runtime.quantize.plan import QuantPlan, build_plan, describe_source
 
 SCHEMA = json.loads((ROOT / "docs" / "q4-manifest.schema.json").read_text())
-SCRIPTS = ROOT / "scripts"
-
-
-def script(name: str, *args: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, SCRIPTS / f"{name}.py", *map(str, args)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        **options,
-    )
 
 
 def from_hf(model: Path, out: Path, *args: object) -> tuple[int, str]:
     """Run what scripts/ptq_from_hf.py runs, in this process."""
-    codes = []
+    return quantised(open_checkpoint, model, out, *args)
 
-    @click.command()
-    @ptq_options
-    def main(**options: Any) -> None:
-        codes.append(run_ptq("ptq", lambda: open_checkpoint(model), options))
 
-    result = CliRunner().invoke(main, ["--out", str(out), *map(str, args)])
+def quantised(
+    opener: Callable[[Path], Checkpoint], source: Path, out: Path, *args: object
+) -> tuple[int, str]:
+    main = ptq_script("ptq", None, "", needed("--in", "It.", name="source"), opener)
+    given = ["--in", str(source), "--out", str(out), *map(str, args)]
+    result = CliRunner().invoke(main, given)
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
-    return (codes[0] if codes else result.exit_code), result.output
+    return result.exit_code, result.output
 
 
 def manifest(model: Path, out: Path, *args: object) -> dict[str, Any]:
@@ -151,15 +140,7 @@ def test_every_flag_reaches_the_weights(
 
 
 def from_npz(path: Path, out: Path, *args: object) -> tuple[int, str]:
-    codes = []
-
-    @click.command()
-    @ptq_options
-    def main(**options: Any) -> None:
-        codes.append(run_ptq("ptq", lambda: open_npz(path), options))
-
-    result = CliRunner().invoke(main, ["--out", str(out), *map(str, args)])
-    return (codes[0] if codes else result.exit_code), result.output
+    return quantised(open_npz, path, out, *args)
 
 
 @pytest.mark.parametrize(
@@ -324,21 +305,18 @@ def test_what_is_not_a_dict_of_tensors_is_refused(content: Any, tmp_path: Path) 
         open_torch_bin(tmp_path)
 
 
-@pytest.mark.parametrize("version", ["2.5.1+cu121", "1.13.0", None])
-def test_an_unsafe_torch_is_refused(
-    version: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def installed(name: str) -> str:
-        if version is None:
-            raise torch_bin.metadata.PackageNotFoundError(name)
-        return version
-
-    monkeypatch.setattr(torch_bin.metadata, "version", installed)
-    (tmp_path / "config.json").write_text("{}")
-    torch.save({"w": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
-    message = "CVE-2025-32434" if version else "needs torch 2.6"
-    with pytest.raises(UsageError, match=message):
-        open_torch_bin(tmp_path)
+def test_pickled_weights_need_no_torch(tmp_path: Path) -> None:
+    model = bin_model(tmp_path / "model")
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from pathlib import Path\n"
+        "from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin\n"
+        "print(len(open_torch_bin(Path(sys.argv[1])).names))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(model)], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) == len(open_checkpoint(LLAMA).names)
 
 
 def test_a_truncated_or_flipped_bin_is_refused_or_read(tmp_path: Path) -> None:
@@ -359,7 +337,7 @@ def test_a_truncated_or_flipped_bin_is_refused_or_read(tmp_path: Path) -> None:
         file.write_bytes(damaged)
         try:
             open_torch_bin(tmp_path)
-        except (FormatError, torch_bin.UnsupportedModel):
+        except (FormatError, UnsupportedModel):
             refused += 1
     assert refused > 15
 
@@ -482,9 +460,8 @@ def calibrated_job(out: Path, seed: int = 0) -> Job:
 
 
 def run_stand_in(monkeypatch: pytest.MonkeyPatch, job: Job, die_after: int = 0) -> list[str]:
-    import clocher_runtime.quantize.calibrate as calibrate_module
 
-    monkeypatch.setattr(calibrate_module, "calibrate", stand_in)
+    monkeypatch.setattr(job_module, "calibrate", stand_in)
     stand_in.written, stand_in.die_after = [], die_after  # type: ignore[attr-defined]
     if die_after:
         with pytest.raises(KeyboardInterrupt):
@@ -559,7 +536,7 @@ def test_interrupted_is_exit_130_and_leaves_no_manifest(tmp_path: Path) -> None:
     command += ["--out", str(out), "--mse", "--threads", "1"]
     text = ROOT / "tests" / "data" / "valid.txt"
     process = subprocess.Popen(
-        [*command, "--gate", str(text)], env=os.environ | {"PYTHONPATH": str(ROOT)},
+        [*command, "--gate", str(text)], env=os.environ | PYTHON_PATH,
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stderr is not None

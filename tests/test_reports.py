@@ -1,5 +1,6 @@
 """Reports: rendered the same each time, from nothing but result files, and whole by themselves."""
 
+import base64
 import json
 import re
 import shutil
@@ -13,15 +14,15 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 
-from bench import report_baseline, report_run, report_update
-from bench.report_charts import Axis, Series, chart
-from bench.report_commands import command
-from bench.report_data import FOLDER, ResultFile, read_file, read_folder
-from bench.report_document import Section, Table, html, markdown
-from bench.report_files import write_report
-from bench.report_page import NOTE, add, render, without_directories
-from bench.report_plots import block_sparse, intensity, latency, roofline, thread_scaling
-from bench.report_sections import missing, reasons, sections
+from bench.report import __main__ as commands
+from bench.report.charts import Axis, Chart, Ratios, Series, svg
+from bench.report.columns import Table
+from bench.report.data import FOLDER, ResultFile, read_file, read_folder
+from bench.report.document import Section, html, markdown
+from bench.report.files import write_report
+from bench.report.page import NOTE, add, render, without_directories
+from bench.report.plots import block_sparse, intensity, latency, roofline, thread_scaling
+from bench.report.sections import missing, reasons, sections
 from clocher_kernels.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +40,9 @@ def harness_row(label: str, run: int, speed: float, **changes: Any) -> dict[str,
     line |= {"effective_gbps": 0.00432 * speed, "rss_peak_mb": 123.5, "wall_time_s": 1.0}
     row = {
         "schema": "clocher.bench/1",
+        "kind": "harness",
+        "command": "python -m bench.harness --runs 4 --sweep threads=1,2 -- "
+        "--model-dir=/data/someone/models/tiny",
         "key": f"{hash_of(label)}",
         "label": label,
         "swept": swept,
@@ -140,7 +144,7 @@ def test_rendering_is_deterministic(folder: Path) -> None:
 
 
 def update(*arguments: str) -> tuple[int, str]:
-    done = CliRunner().invoke(report_update.main, arguments, catch_exceptions=False)
+    done = CliRunner().invoke(commands.update, arguments, catch_exceptions=False)
     return done.exit_code, done.output
 
 
@@ -382,13 +386,26 @@ def test_the_report_is_one_well_formed_file_that_loads_nothing(
     page = write_report(read_folder(folder), out, "Title <&>", tokens_max=2)
     root = parse(page)
     tags = [element.tag.rpartition("}")[2] for element in root.iter()]
-    assert not {"script", "link", "img", "iframe", "object", "image", "use"} & set(tags)
+    assert not {"script", "link", "iframe", "object", "image", "use"} & set(tags)
+    pictures = []
     for element in root.iter():
         for name, value in element.attrib.items():
-            assert not name.endswith(("href", "src")) and not name.startswith("on"), name
+            if name == "src":
+                head, _, data = value.partition(",")
+                assert (element.tag.rpartition("}")[2], head) == (
+                    "img",
+                    "data:image/svg+xml;base64",
+                )
+                pictures.append(base64.b64decode(data).decode())
+                continue
+            assert not name.endswith("href") and not name.startswith("on"), name
             assert "url(" not in value
+    for picture in pictures:
+        ElementTree.fromstring(picture)
+        assert not re.search(r"<(script|image|a) |@import|href=\"(?!#)|url\((?!#)", picture)
     assert "url(" not in page.read_text() and "@import" not in page.read_text()
-    assert tags.count("svg") == len(list((out / "plots").glob("*.svg"))) == 5
+    assert sorted(pictures) == sorted(p.read_text() for p in (out / "plots").glob("*.svg"))
+    assert len(pictures) == 5
     text = "".join(root.itertext())
     assert "Title <&>" in text
     assert "Some CPU, 2 CPUs, 8 GiB, Linux 6.1" in text
@@ -437,7 +454,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
 
 
 def script(*arguments: str) -> tuple[int, str]:
-    done = CliRunner().invoke(report_run.main, arguments, catch_exceptions=False)
+    done = CliRunner().invoke(commands.run, arguments, catch_exceptions=False)
     return done.exit_code, done.output
 
 
@@ -473,7 +490,7 @@ def test_the_report_script_runs_the_harness(
         shutil.copy(folder / "run.jsonl", command[command.index("--out") + 1])
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(report_run.subprocess, "run", run)
+    monkeypatch.setattr(commands.subprocess, "run", run)
     arguments = ["--out-dir", str(tmp_path), "--", "--runs", "2", "--", "--max-new", "4"]
     assert script(*arguments)[0] == 0
     out = ["--out", str(tmp_path / "bench.jsonl")]
@@ -485,14 +502,14 @@ def test_the_report_script_runs_the_harness(
 def test_a_baseline(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "BASELINE.md"
     arguments = [str(folder / "run.jsonl"), "--out", str(out)]
-    done = CliRunner().invoke(report_baseline.main, arguments, catch_exceptions=False)
+    done = CliRunner().invoke(commands.baseline, arguments, catch_exceptions=False)
     assert done.exit_code == 0
     text = out.read_text()
     assert "| threads=1 | 3 | 102 [" in text
     assert "4.321" in text and "11.25" in text and "98.7" in text
     assert "svg" not in text
     other = write(tmp_path / "other.json", [{"op": "else"}])
-    done = CliRunner().invoke(report_baseline.main, [str(other)])
+    done = CliRunner().invoke(commands.baseline, [str(other)])
     assert done.exit_code == 2 and "no report shows" in done.output
 
 
@@ -509,9 +526,22 @@ def test_reasons_are_counted_together() -> None:
     assert reasons(HARNESS) == (("2", "void: steal: 3.1 to 7.5 % of CPU time (limit 1 %)"),)
 
 
+def test_rows_say_what_they_are_and_those_of_before_are_told_apart(tmp_path: Path) -> None:
+    row = decode_rows()[0]
+    assert read_file(write(tmp_path / "old.json", [row])).kind == "decode"
+    assert read_file(write(tmp_path / "old.json", [row])).command == ""
+    said = [{**row, "kind": "decode", "command": "python -m bench.decode --model-dir=/data/x/tiny"}]
+    assert read_file(write(tmp_path / "new.json", said)).command.endswith("--model-dir=tiny")
+    # Peers on single products are shown by no report, as before they said their kind.
+    product = {**said[0], "kind": "peers", "op": "linear"}
+    assert read_file(write(tmp_path / "new.json", [product])).kind == "other"
+    said[0]["kind"] = "attention"
+    assert read_file(write(tmp_path / "new.json", said)).kind == "other"
+
+
 def test_commands_leave_places_out() -> None:
     file = ResultFile("x.json", "strict", strict_rows())
-    assert command(file) == "python -m bench.strict --model-dir tiny"
+    assert file.command == "python -m bench.strict --model-dir tiny"
 
 
 def test_markdown_escapes_and_html_does_too() -> None:
@@ -520,22 +550,24 @@ def test_markdown_escapes_and_html_does_too() -> None:
     text = markdown("T", (), [section])
     assert "| a\\|b | `x_y` |" in text
     assert "\\<i\\>\\*\\_" in text and "[1, 2\\](u)" in text
-    page = html("T", (), [section])
+    page = html("T", (), [section], {})
     assert '<td class="pass">✓</td>' in page and '<td class="number">12</td>' in page
     assert "<code>c_d</code> &lt;q&gt;" in page
 
 
 def marks(picture: str) -> list[tuple[float, float]]:
     root = ElementTree.fromstring(picture)
-    found = [element for element in root.iter() if element.tag == f"{SVG}circle"]
-    return [(float(e.get("cx", 0)), float(e.get("cy", 0))) for e in found]
+    found = [element for element in root.iter() if element.tag == f"{SVG}use" and element.get("x")]
+    return [
+        (float(e.get("x", 0)), float(e.get("y", 0))) for e in found if "#0072b2" in str(e.attrib)
+    ]
 
 
 def test_points_lie_where_the_axes_say() -> None:
     points = tuple((float(x), float(x)) for x in (1, 10, 100))
-    picture = chart("t", Axis("x", log=True), Axis("y"), [Series("s", points, joined=False)])
-    drawn, _legend = marks(picture)[:3], marks(picture)[3:]
-    xs, ys = zip(*drawn, strict=True)
+    series = Series("s", points, joined=False)
+    drawn = marks(svg(Chart("t", Axis("x", log=True), Axis("y"), (series,))))
+    xs, ys = zip(*drawn[:3], strict=True)
     assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.02)
     assert (ys[0] - ys[1]) * 10 == pytest.approx(ys[1] - ys[2], rel=0.01)
     assert ys[0] > ys[1] > ys[2]
@@ -544,17 +576,26 @@ def test_points_lie_where_the_axes_say() -> None:
 @pytest.mark.parametrize("values", [(), ((0.0, 0.0),), ((1.0, 5.0),), ((2.0, float("nan")),)])
 @pytest.mark.parametrize("log", [False, True], ids=["linear", "log"])
 def test_a_chart_of_little_is_a_chart(values: tuple[tuple[float, float], ...], log: bool) -> None:
-    series = [Series("a <&> \x00", values), Series("limit", values, dashed=True)]
-    picture = chart("t \x1b", Axis("x", log=log), Axis("y", log=log, zero=True), series)
-    ElementTree.fromstring(picture)
+    series = (Series("_a <&> \x00 $x^2$", values), Series("limit", values, dashed=True))
+    chart = Chart("t \x1b", Axis("x", log=log), Axis("y", log=log, zero=True), series)
+    picture = svg(chart)
+    text = "".join(ElementTree.fromstring(picture).itertext())
     assert "nan" not in picture
+    assert "_a <&> \N{REPLACEMENT CHARACTER} $x^2$" in text and "limit" in text
+    assert svg(chart) == picture
+
+
+def test_ratios_are_drawn_with_their_names() -> None:
+    picture = svg(Ratios("t", "times", (("one", 2.0, 1.5, 3.0), ("_two", 0.5, 0.4, 0.6))))
+    text = "".join(ElementTree.fromstring(picture).itertext())
+    assert all(word in text for word in ("one", "_two", "2.00x", "0.50x", "times"))
 
 
 def test_the_axis_shows_round_numbers() -> None:
-    assert Axis("x").ticks(0, 10) == [0, 2, 4, 6, 8, 10]
-    assert Axis("x", whole=True).ticks(1, 2) == [1, 2]
-    assert Axis("x", log=True).ticks(1, 20) == [1, 2, 5, 10, 20]
-    assert Axis("x", log=True).ticks(1, 20_000) == [1, 10, 100, 1000, 10_000]
+    points = ((1.0, 0.0), (20.0, 10.0))
+    chart = Chart("t", Axis("x", log=True), Axis("y", whole=True), (Series("s", points),))
+    text = "".join(ElementTree.fromstring(svg(chart)).itertext()).split()
+    assert {"1", "2", "5", "10", "20"} <= set(text) and {"0", "4", "8"} <= set(text)
 
 
 def test_intensity_counts_the_bytes_of_the_format() -> None:
@@ -567,13 +608,13 @@ def test_intensity_counts_the_bytes_of_the_format() -> None:
 def test_the_four_plots(folder: Path) -> None:
     files = read_folder(folder)
     by_kind = {file.kind: file for file in files}
-    sparse = block_sparse(by_kind["block_sparse"]).svg
+    sparse = svg(block_sparse(by_kind["block_sparse"]).chart)
     assert "even at" in sparse and "stroke-dasharray" in sparse
-    line = roofline(by_kind["roofline"]).svg
+    line = svg(roofline(by_kind["roofline"]).chart)
     assert "read bandwidth" in line and "ternary" in line
     scaling = thread_scaling([by_kind["decode"], by_kind["harness"]])
-    assert scaling is not None and "tiny bf16 tg32" in scaling.svg
+    assert scaling is not None and "tiny bf16 tg32" in svg(scaling.chart)
     assert thread_scaling([by_kind["roofline"]]) is None
     times = latency(files)
-    assert times is not None and "tiny bf16, tg16 @ d32, 2 threads" in times.svg
+    assert times is not None and "tiny bf16, tg16 @ d32, 2 threads" in svg(times.chart)
     assert latency([by_kind["decode"]]) is None

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from bench import strict
-from bench.strict_checks import (
+from bench.strict import __main__ as strict
+from bench.strict.checks import (
     Check,
     checks,
     linear,
@@ -21,7 +21,7 @@ from bench.strict_checks import (
     touched,
     within_bandwidth,
 )
-from bench.strict_launch import Task, as_json, main, measure, touched_sum
+from bench.strict.launch import Task, as_json, main, measure, touched_sum
 from clocher_kernels.errors import UsageError
 from clocher_runtime.engine.probes import WorkTouch
 from clocher_runtime.exit_codes import ExitCode

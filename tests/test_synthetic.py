@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+from commands import python, run_script
 from gguf.quants import dequantize
 
 from clocher_kernels.dtypes import to_f32
@@ -17,13 +17,14 @@ from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.gguf.blocks import F16, F32, row_blocks, same_type
-from clocher_runtime.convert.gguf.writer import GgufEntry, GgufWriter
-from clocher_runtime.convert.presets import PRESETS, find_preset
+from clocher_runtime.convert.gguf import GgufEntry, write_gguf
 from clocher_runtime.convert.random_tensors import normal_matrix
 from clocher_runtime.convert.synthetic import (
     GGUF_NAME,
+    PRESETS,
     Precision,
     byte_tokenizer,
+    find_preset,
     plan_synthesis,
 )
 from clocher_runtime.engine.load import load_model
@@ -163,7 +164,7 @@ def test_a_full_disk_is_seen_before_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr("clocher_runtime.convert.synthetic.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     with pytest.raises(OSError, match="1000 free"):
         plan_synthesis("tiny-llama", Precision(), tmp_path / "new")
     assert not (tmp_path / "new").exists()
@@ -186,17 +187,12 @@ def test_a_gguf_file_is_whole_or_absent(tmp_path: Path) -> None:
     entries = [GgufEntry("a", (2, 3), F32), GgufEntry("b", (5,), F32)]
     fields = {"general.architecture": "llama", "a.flag": True, "a.size": 7, "a.part": 0.5}
     first, second = np.arange(6, dtype=np.float32), np.arange(5, dtype=np.float32)
-    with GgufWriter(path, fields, entries) as writer:
-        writer.write(first)
-        with pytest.raises(FormatError, match="1 of 2 tensors written"):
-            writer.commit()
-        with pytest.raises(FormatError, match="more bytes than tensor 1 has"):
-            writer.write(first)
+    with pytest.raises(ValueError, match="shorter"):
+        write_gguf(path, fields, entries, [[first]])
+    with pytest.raises(FormatError, match="24 bytes of b, expected 20"):
+        write_gguf(path, fields, entries, [[first], [first]])
     assert list(tmp_path.iterdir()) == []
-    with GgufWriter(path, fields, entries) as writer:
-        writer.write(first)
-        writer.write(second)
-        writer.commit()
+    write_gguf(path, fields, entries, [[first[:2], first[2:]], [second]])
     assert list(tmp_path.iterdir()) == [path]
     reader = gguf.GGUFReader(path)
     np.testing.assert_array_equal(reader.tensors[0].data, first.reshape(2, 3))
@@ -218,25 +214,13 @@ def test_tokenizer_has_every_id(tmp_path: Path) -> None:
 
 
 def test_the_script_makes_what_clocher_run_runs(tmp_path: Path) -> None:
-    script = [sys.executable, "scripts/make_synthetic.py", "--out-dir", str(tmp_path)]
-    subprocess.run([*script, "--preset", "tiny-llama", "--layers", "1"], check=True, cwd=ROOT)
-    command = [sys.executable, "-m", "clocher_runtime.cli", "--model-dir", str(tmp_path)]
-    run = subprocess.run(
-        [*command, "--prompt", "abc", "--max-new", "3"],
-        check=True,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    line = json.loads(run.stdout)
+    make = partial(run_script, "make_synthetic", "--out-dir", tmp_path)
+    make("--preset", "tiny-llama", "--layers", "1", check=True)
+    flags = ("--model-dir", tmp_path, "--prompt", "abc", "--max-new", "3")
+    line = json.loads(python("-m", "clocher_runtime.cli", *flags, check=True).stdout)
     assert line["tokens_generated"] == 3
     assert line["status"] == "ok"
-    failed = subprocess.run(
-        [*script, "--preset", "tiny-gpt-oss", "--precision", "ternary"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    failed = make("--preset", "tiny-gpt-oss", "--precision", "ternary")
     assert failed.returncode == 2
     assert failed.stderr.startswith("make_synthetic: error: model.layers.0")
 

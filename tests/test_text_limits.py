@@ -12,19 +12,18 @@ import time
 from pathlib import Path
 
 import pytest
+from fuzz import text_seeds
 from tokenizers import Regex, pre_tokenizers
 
 from clocher_kernels.errors import FormatError, OutOfMemory, UsageError
+from clocher_runtime.command.loading import StubTokenizer
 from clocher_runtime.command.model_choice import embedded_model
-from clocher_runtime.command.stub import StubTokenizer
-from clocher_runtime.fuzzing import text_seeds
 from clocher_runtime.models.split_patterns import KNOWN
-from clocher_runtime.text import text_process, tokenizer_apart
+from clocher_runtime.text import text_process, tokenizer_library
 from clocher_runtime.text.prompts import Line, Preparation
 from clocher_runtime.text.text_process import PROCESS, Refused
 from clocher_runtime.text.tokenizer import LONG_TEXT_CHARS, MAX_TEXT_CHARS, Tokenizer
-from clocher_runtime.text.tokenizer_apart import TokenizerApart
-from clocher_runtime.text.tokenizer_library import LibraryTokenizer
+from clocher_runtime.text.tokenizer_library import LibraryTokenizer, TokenizerApart
 from clocher_runtime.text.tokenizer_limits import MAX_ADDED, MAX_FILE_BYTES, inspect
 
 ROOT = Path(__file__).parents[1]
@@ -52,8 +51,8 @@ def is_plain(document) -> bool:
 @pytest.fixture
 def strict(monkeypatch):
     """Little time and memory for what runs apart, so that these tests do not wait for it."""
-    monkeypatch.setattr(tokenizer_apart, "BASE_SECONDS", 0.5)
-    monkeypatch.setattr(tokenizer_apart, "BASE_BYTES", 128 << 20)
+    monkeypatch.setattr(tokenizer_library, "BASE_SECONDS", 0.5)
+    monkeypatch.setattr(tokenizer_library, "BASE_BYTES", 128 << 20)
 
 
 # What runs where

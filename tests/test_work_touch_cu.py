@@ -124,7 +124,7 @@ class Emulated:
         self.position = begin
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=4),
     st.integers(1, 200),

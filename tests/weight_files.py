@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shutil
 import zlib
 from collections.abc import Iterator
@@ -14,14 +15,15 @@ import safetensors
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.checkpoints.iebin.checkpoint import seal
-from clocher_runtime.checkpoints.iebin.writer import IebinWriter
+from clocher_runtime.checkpoints.iebin import IebinWriter
+from clocher_runtime.disk.plane_index import seal
 from clocher_runtime.disk.safetensors_file import DTYPES
 
 ROOT = Path(__file__).parents[1]
+DATA = ROOT / "tests" / "data"
 GPTOSS = ROOT / "clocher_runtime" / "assets" / "clocher-tiny-gptoss"
-BITNET = ROOT / "tests" / "data" / "clocher-tiny-bitnet"
-LLAMA = ROOT / "tests" / "data" / "clocher-tiny-llama"
+BITNET = DATA / "clocher-tiny-bitnet"
+LLAMA = DATA / "clocher-tiny-llama"
 TINY = (GPTOSS, BITNET, LLAMA)
 
 Array = tuple[str, tuple[int, ...], bytes]
@@ -61,6 +63,13 @@ def safetensors_bytes(header: bytes, data: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + data
 
 
+def safetensors_of(arrays: dict[str, Array], **metadata: str) -> bytes:
+    """Return a sound safetensors file."""
+    header = {"__metadata__": metadata} if metadata else {}
+    data = b"".join(stored for _, _, stored in arrays.values())
+    return safetensors_bytes(json.dumps(header | header_of(arrays)).encode(), data)
+
+
 def read_with_the_library(path: Path) -> dict[str, Any]:
     """Return what the safetensors library finds: name -> {"dtype", "shape", "data"}."""
     found = safetensors.deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
@@ -69,8 +78,7 @@ def read_with_the_library(path: Path) -> dict[str, Any]:
 
 def write_safetensors(path: Path, arrays: dict[str, Array]) -> None:
     """Write a sound safetensors file."""
-    data = b"".join(stored[2] for stored in arrays.values())
-    path.write_bytes(safetensors_bytes(json.dumps(header_of(arrays)).encode(), data))
+    path.write_bytes(safetensors_of(arrays))
 
 
 def write_hf(
@@ -116,11 +124,11 @@ def small_tensors() -> dict[str, QuantTensor]:
     }
 
 
-def write_iebin(directory: Path) -> Path:
-    """Write a small IEBIN model."""
+def write_iebin(directory: Path, tensors: dict[str, QuantTensor] | None = None) -> Path:
+    """Write a small IEBIN model: these tensors, or `small_tensors`."""
     directory.mkdir(parents=True, exist_ok=True)
     with IebinWriter(directory) as writer:
-        for name, tensor in small_tensors().items():
+        for name, tensor in (tensors or small_tensors()).items():
             writer.add(name, tensor)
         writer.commit({"model_type": "llama", "eps": 1e-05}, {}, {"bos": "<s>"}, b"{}\n", {})
     return directory
@@ -129,6 +137,22 @@ def write_iebin(directory: Path) -> Path:
 def copy_model(source: Path, target: Path) -> Path:
     """Copy the files of a model."""
     shutil.copytree(source, target)
+    return target
+
+
+def write_first_layers(source: Path, target: Path, count: int) -> Path:
+    """Write a Hugging Face model that is the first layers of another: trained, and small."""
+    copy_model(source, target)
+    config = json.loads((source / "config.json").read_text())
+    kept = {"num_hidden_layers": count, "layer_types": config.get("layer_types", [])[:count]}
+    (target / "config.json").write_text(json.dumps(config | {k: v for k, v in kept.items() if v}))
+    layer = re.compile(r"model\.layers\.(\d+)\.")
+    arrays = {
+        name: (found["dtype"], tuple(found["shape"]), bytes(found["data"]))
+        for name, found in read_with_the_library(source / "model.safetensors").items()
+        if not (match := layer.match(name)) or int(match[1]) < count
+    }
+    write_safetensors(target / "model.safetensors", arrays)
     return target
 
 

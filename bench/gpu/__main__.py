@@ -8,8 +8,7 @@ from pathlib import Path
 
 import click
 
-from bench.gpu.parts import NAMES
-from bench.gpu.supervise import LOST, NO_DEVICE, die_with_parent
+from bench.gpu.supervise import LOST, NAMES, NO_DEVICE, die_with_parent, items_of
 
 
 @click.command(help=__doc__)
@@ -35,10 +34,9 @@ def main(
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
     else:
         os.environ.pop("TRITON_INTERPRET", None)
-    from bench.gpu.parts import items_of
     from bench.gpu.record import Record
     from bench.gpu.setting import is_lost, make_setting, run_item
-    from bench.gpu.timer import reason
+    from clocher_kernels.cuda.timer import reason
 
     began = time.monotonic()
     record = Record(part, shard, dry_run)

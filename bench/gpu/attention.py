@@ -7,14 +7,14 @@ from functools import partial
 import torch
 
 from bench.gpu import shapes
-from bench.gpu.ceilings import measure_copy
 from bench.gpu.parity import judge
 from bench.gpu.record import Row
-from bench.gpu.setting import Item, Setting
+from bench.gpu.setting import Item, Prepare, Setting
 from bench.gpu.shapes import Heads
-from bench.gpu.timer import Call, reason
 from clocher_kernels.cuda.launch import Launch, execute
+from clocher_kernels.cuda.timer import Call
 from clocher_kernels.dtypes import STORAGE
+from clocher_kernels.ops import OPS
 
 _PAGE_CELLS = 64
 _BATCHES = (1, 8)
@@ -47,15 +47,13 @@ class _Case:
 
 
 def items(dry: bool) -> list[Item]:
-    """Return one item for each shape, context and batch."""
-    return attention_items(dry, check=False)
+    """Return one race for each shape, context and batch."""
+    return [Item(case.id, partial(_race, case=case)) for case in _cases(dry)]
 
 
-def attention_items(dry: bool, *, check: bool) -> list[Item]:
-    """Return the items that time attention, or those that check the same launches."""
-    run = _check if check else _race
-    suffix = "-attention" if check else ""
-    return [Item(case.id + suffix, partial(run, case=case)) for case in _cases(dry)]
+def checked_items(dry: bool) -> list[Item]:
+    """Return the items that check the same launches."""
+    return [Item(f"{case.id}-attention", partial(_check, case=case)) for case in _cases(dry)]
 
 
 def _cases(dry: bool) -> list[_Case]:
@@ -146,7 +144,7 @@ def _check(setting: Setting, case: _Case) -> list[Row]:
         call.run()
         got, want = (t.float().cpu().numpy() for t in (call.y, _reference(call, case, kv)))
         row: Row = {"op": "attention", "case": f"{case.id} {kv}", "act": "f16"}
-        rows.append(row | judge("attention", "f16", got, want))
+        rows.append(row | judge(OPS["attention"].allowed(None, "cuda", "f16"), got, want))
     return rows
 
 
@@ -182,39 +180,22 @@ def _cells(call: _Call, index: int, slot: int, case: _Case, kv: str) -> torch.Te
 
 
 def _race(setting: Setting, case: _Case) -> list[Row]:
-    if not setting.copy_gbs:
-        measure_copy(setting)
-    calls: dict[str, list[Call]] = {}
-    sizes, absent = {}, {}
-    for kv in _kv_dtypes(setting):
-        name = f"clocher {kv}"
-        sizes[name] = case.nbytes(kv)
-        try:
-            made = [_make(setting, case, kv) for _ in range(setting.copies(sizes[name]))]
-            calls[name] = [call.run for call in made]
-        except Exception as error:
-            absent[name] = reason(error)
-    if not case.window:
-        for name, grouped in (("SDPA bf16", False), ("SDPA bf16, heads as tokens", True)):
-            sizes[name] = case.nbytes("bf16")
-            try:
-                calls[name] = _sdpa(setting, case, grouped)
-            except Exception as error:
-                absent[name] = reason(error)
-    timings = {**absent, **setting.timer.race(calls)}
-    facts: Row = {
-        "kind": "attention",
-        "model": case.heads.model,
-        "context": case.context,
-        "batch": case.batch,
-        "window": case.window,
+    racing: dict[str, Prepare] = {
+        f"clocher {kv}": partial(_calls, setting, case, kv) for kv in _kv_dtypes(setting)
     }
-    return [
-        setting.measured(timing, sizes[name], **facts, who=name) for name, timing in timings.items()
-    ]
+    if not case.window:
+        racing["SDPA bf16"] = partial(_sdpa, setting, case, grouped=False)
+        racing["SDPA bf16, heads as tokens"] = partial(_sdpa, setting, case, grouped=True)
+    facts: Row = {"kind": "attention", "model": case.heads.model, "context": case.context}
+    return setting.race(racing, **facts, batch=case.batch, window=case.window)
 
 
-def _sdpa(setting: Setting, case: _Case, grouped: bool) -> list[Call]:
+def _calls(setting: Setting, case: _Case, kv: str) -> tuple[int, list[Call]]:
+    nbytes = case.nbytes(kv)
+    return nbytes, [_make(setting, case, kv).run for _ in range(setting.copies(nbytes))]
+
+
+def _sdpa(setting: Setting, case: _Case, grouped: bool) -> tuple[int, list[Call]]:
     """Return calls of torch's attention on a contiguous cache, without sinks.
 
     With the heads that share keys given as query tokens, it may split the keys over the GPU.
@@ -224,13 +205,13 @@ def _sdpa(setting: Setting, case: _Case, grouped: bool) -> list[Call]:
     q = setting.randn(case.batch, h.heads, 1, h.dim, dtype=half)
     if grouped:
         q = q.view(case.batch, h.kv_heads, h.heads // h.kv_heads, h.dim)
-    calls: list[Call] = []
-    for _ in range(setting.copies(case.nbytes("bf16"))):
+    nbytes, calls = case.nbytes("bf16"), []
+    for _ in range(setting.copies(nbytes)):
         k, v = (
             setting.randn(case.batch, h.kv_heads, case.context, h.dim, dtype=half) for _ in "kv"
         )
         calls.append(partial(attend, q, k, v, enable_gqa=not grouped))
-    return calls
+    return nbytes, calls
 
 
 def _kv_dtypes(setting: Setting) -> Sequence[str]:

@@ -10,19 +10,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.gpu.ceilings import measure_copy
 from bench.gpu.record import Row
 from bench.gpu.setting import Item, Setting
-from bench.gpu.timer import reason
 from bench.gpu.weights import random_tensor
 from clocher_kernels.cuda.executor import CudaExecutor
 from clocher_kernels.cuda.launch import Launch
 from clocher_kernels.cuda.tensors import DeviceTensor
+from clocher_kernels.cuda.timer import reason
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.formats import parse_format
 from clocher_kernels.formats.base import Format
 from clocher_runtime.checkpoints.opening import Checkpoint
-from clocher_runtime.convert.presets import find_preset
+from clocher_runtime.convert.synthetic import find_preset
 from clocher_runtime.models.build import build_plan, page_table
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import EMBED, Need, head_name, inventory
@@ -281,8 +280,7 @@ def measure(
     setting: Setting, precision: Precision, batch: int, layers: int | None = None
 ) -> list[Row]:
     """Time decode steps of a model at each context."""
-    if not setting.copy_gbs:
-        measure_copy(setting)
+    setting.measure_copy()
     began = time.perf_counter()
     model = _Model(setting, precision, batch, layers)
     rows: list[Row] = []

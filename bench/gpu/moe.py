@@ -7,15 +7,15 @@ import numpy as np
 import torch
 
 from bench.gpu import weights
-from bench.gpu.ceilings import measure_copy
 from bench.gpu.parity import judge
 from bench.gpu.record import Row
-from bench.gpu.setting import Item, Setting
+from bench.gpu.setting import Item, Setting, ready
 from bench.gpu.shapes import Experts, experts
-from bench.gpu.timer import Call, reason
 from clocher_kernels.cuda.launch import Launch, execute
 from clocher_kernels.cuda.tensors import DeviceTensor
+from clocher_kernels.cuda.timer import Call
 from clocher_kernels.formats import parse_format
+from clocher_kernels.ops import OPS
 
 _FMT, _ROUTER = parse_format("mxfp4"), parse_format("bf16")
 _LIMIT, _ALPHA = 7.0, 1.702
@@ -120,6 +120,15 @@ def items(dry: bool) -> list[Item]:
     ]
 
 
+def checked_items(dry: bool) -> list[Item]:
+    """Return the items that check what is raced."""
+    return [
+        Item(f"{shape.model}-moe-m{m}", partial(_check, shape=shape, m=m))
+        for shape in experts(dry)
+        for m in shape.tokens
+    ]
+
+
 def launches(setting: Setting, shape: Experts, m: int) -> list[Launch]:
     """Return the launches of a block."""
     return _Block.make(setting, _Layer.make(setting, shape, keep=False), m).launches
@@ -133,7 +142,7 @@ def piece(setting: Setting, name: str) -> Call:
     return partial(execute, block.pieces[name])
 
 
-def check(setting: Setting, shape: Experts, m: int) -> list[Row]:
+def _check(setting: Setting, shape: Experts, m: int) -> list[Row]:
     """Compare the two experts' products of a block with fp64."""
     layer = _Layer.make(setting, shape, keep=True)
     block = _Block.make(setting, layer, m)
@@ -152,7 +161,13 @@ def check(setting: Setting, shape: Experts, m: int) -> list[Row]:
         ("moe_gate_up", block.gated, gated),
         ("moe_down", block.h, y),
     ):
-        rows.append({"op": op, **facts, **judge(op, "f16", _host(got), _host(want))})
+        rows.append(
+            {
+                "op": op,
+                **facts,
+                **judge(OPS[op].allowed(None, "cuda", "f16"), _host(got), _host(want)),
+            }
+        )
     return rows
 
 
@@ -173,8 +188,6 @@ def _reference(block: _Block, before: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _race(setting: Setting, shape: Experts, m: int) -> list[Row]:
-    if not setting.copy_gbs:
-        measure_copy(setting)
     layers = [_Layer.make(setting, shape, keep=False) for _ in range(_LAYERS)]
     count = 2 if setting.dry else _CALLS
     blocks = [_Block.make(setting, layers[i % _LAYERS], m) for i in range(count)]
@@ -182,24 +195,18 @@ def _race(setting: Setting, shape: Experts, m: int) -> list[Row]:
         execute(block.launches)
     distinct = sum(len(set(b.ids.flatten().tolist())) for b in blocks) / count
     layer = layers[0]
-    one = {"gate_up": layer.up.nbytes, "down": layer.down.nbytes}
-    one = {name: int(nbytes / shape.experts * distinct) for name, nbytes in one.items()}
-    sizes = {"clocher block": sum(one.values()) + layer.router.nbytes}
-    calls: dict[str, list[Call]] = {"clocher block": [partial(execute, b.launches) for b in blocks]}
-    for piece in ("gate_up", "down"):
-        calls[f"clocher {piece}"] = [partial(execute, b.pieces[piece]) for b in blocks]
-        sizes[f"clocher {piece}"] = one[piece]
-    sizes["torch grouped_mm bf16"] = int(6 * shape.hidden * shape.inner * distinct)
-    absent = {}
-    try:
-        calls["torch grouped_mm bf16"] = _grouped(setting, shape, m, count)
-    except Exception as error:
-        absent["torch grouped_mm bf16"] = reason(error)
-    timings = {**absent, **setting.timer.race(calls)}
-    facts: Row = {"kind": "moe", "model": shape.model, "m": m, "distinct_experts": distinct}
-    return [
-        setting.measured(timing, sizes[name], **facts, who=name) for name, timing in timings.items()
-    ]
+    sizes = {
+        name: int(weight.nbytes / shape.experts * distinct)
+        for name, weight in (("gate_up", layer.up), ("down", layer.down))
+    }
+    whole = sum(sizes.values()) + layer.router.nbytes
+    racing = {"clocher block": ready(whole, [partial(execute, b.launches) for b in blocks])}
+    for name, nbytes in sizes.items():
+        calls = [partial(execute, b.pieces[name]) for b in blocks]
+        racing[f"clocher {name}"] = ready(nbytes, calls)
+    dense = int(6 * shape.hidden * shape.inner * distinct)
+    racing["torch grouped_mm bf16"] = lambda: (dense, _grouped(setting, shape, m, count))
+    return setting.race(racing, kind="moe", model=shape.model, m=m, distinct_experts=distinct)
 
 
 def _grouped(setting: Setting, shape: Experts, m: int, count: int) -> list[Call]:

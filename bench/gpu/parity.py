@@ -6,8 +6,7 @@ must give the bits that it gives in a batch of up to eight.
 """
 
 import math
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,28 +15,21 @@ import torch
 
 from bench.gpu.record import Row
 from bench.gpu.setting import Item, Setting
-from bench.gpu.timer import reason
+from bench.ops.op_run import OpRun, error
 from clocher_kernels.cuda.launch import Launch, execute
 from clocher_kernels.cuda.lowering import LOWER
 from clocher_kernels.cuda.prepack import prepack
 from clocher_kernels.cuda.tensors import TORCH_DTYPES, as_torch
+from clocher_kernels.cuda.timer import reason
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.ops import OPS
-from clocher_kernels.ops.contract import Case, OpSpec, Value, case_plan
-from clocher_kernels.plan import Plan
+from clocher_kernels.ops.contract import EXACT, Case, OpSpec, Tolerance, Value
 from clocher_kernels.quant_tensor import QuantTensor
+from clocher_kernels.reference import ReferenceExecutor
 
 ACTIVATIONS = ("f32", "f16", "bf16")
-# Parameters that may be 16-bit; ops that turn activations into integers keep theirs in fp32.
-_NARROW = {"x", "q", "k", "v", "y", "residual", "gate", "up"}
-_FULL_WIDTH = ("quantize_", "topk_softmax", "sample", "advance")
-# Ops that may round their products to 16 bits on the way, whatever the activations are stored as.
-_PRODUCTS = ("linear", "bsr_linear", "moe_", "attention")
-_RMS_LIMIT = {"f32": 1e-3, "f16": 1e-3, "bf16": 5e-3}
 _DRY_CASES = ("glu-silu-m2-i37", "gather_rows-r5-k37")
 _MOST_ALONE = 8
-
-Outputs = dict[str, np.ndarray]
 
 
 def items(dry: bool) -> list[Item]:
@@ -51,44 +43,26 @@ def items(dry: bool) -> list[Item]:
 
 def run_once(setting: Setting, spec: OpSpec, case: Case) -> list[Row]:
     """Run a case without comparing it, for tools that watch the kernels."""
-    trial = Trial(setting, spec, case, "f16" if narrow_names(spec) else "f32")
+    trial = Trial(setting, spec, case, "f16" if spec.narrow else "f32")
     trial.launch()
     return [{"op": spec.name, "case": case.id}]
 
 
-def limits(op: str, act: str) -> tuple[float, float]:
-    """Return the largest RMS and the largest single error accepted, relative to the RMS.
-
-    (0, 0) asks for equality.
-    """
-    spec = OPS[op]
-    if spec.tolerance.max == 0:
-        return 0.0, 0.0
-    if op.startswith(_PRODUCTS) or act != "f32":
-        return _RMS_LIMIT[act], 12 * _RMS_LIMIT[act]
-    return 5 * spec.tolerance.rms, 5 * spec.tolerance.max
-
-
-def judge(op: str, act: str, got: np.ndarray, expected: np.ndarray) -> Row:
+def judge(limit: Tolerance, got: np.ndarray, expected: np.ndarray) -> Row:
     """Compare an output with its reference; NaN never passes.
 
     Args:
-        op: name of the op.
-        act: how activations are stored.
+        limit: what is accepted.
         got: fp32, or the stored integers.
         expected: the same, of the same shape.
     """
-    rms_limit, max_limit = limits(op, act)
-    if rms_limit == 0 or got.dtype.kind != "f":
+    if limit == EXACT or got.dtype.kind != "f":
         wrong = int(np.count_nonzero(got != expected))
         if wrong:
             return {"wrong": wrong, "status": "failed", "reason": f"{wrong} values differ"}
         return {"wrong": 0, "status": "ok"}
-    a, b = got.astype(np.float64), expected.astype(np.float64)
-    scale = float(np.sqrt(np.mean(b * b))) or 1.0
-    rms = float(np.sqrt(np.mean((a - b) ** 2))) / scale
-    largest = float(np.abs(a - b).max()) / scale
-    if rms <= rms_limit and largest <= max_limit:
+    rms, largest = error(got, expected)
+    if rms <= limit.rms and largest <= limit.max:
         return {"rms": rms, "max": largest, "status": "ok"}
     # Not a number would not be JSON either.
     row: Row = {"status": "failed", "reason": f"rms {rms:.3g}, largest error {largest:.3g}"}
@@ -97,10 +71,15 @@ def judge(op: str, act: str, got: np.ndarray, expected: np.ndarray) -> Row:
 
 def _coverage(setting: Setting) -> list[Row]:
     """Report ops without a kernel, and kernels that no contract describes."""
+    missing = {
+        (spec.name, case.missing["cuda"])
+        for spec in OPS.values()
+        for case in spec.cases
+        if "cuda" in case.missing
+    }
+    missing |= {(op, "there is no kernel") for op in OPS if op not in LOWER}
     rows: list[Row] = [
-        {"op": op, "status": "not measured", "reason": "there is no kernel"}
-        for op in OPS
-        if op not in LOWER
+        {"op": op, "status": "not measured", "reason": why} for op, why in sorted(missing)
     ]
     extra = sorted(set(LOWER) - set(OPS))
     return [*rows, {"ops": len(OPS), "kernels": len(LOWER), "without_contract": extra}]
@@ -108,9 +87,9 @@ def _coverage(setting: Setting) -> list[Row]:
 
 def activations(spec: OpSpec, case: Case) -> list[str]:
     """Return how the activations of a case may be stored; bf16 is tried on small batches."""
-    if spec.name not in LOWER:
+    if "cuda" in case.missing:
         return []
-    if not narrow_names(spec):
+    if not spec.narrow:
         return ["f32"]
     few = case.sizes.get("M", 1) in (1, 2)
     return [act for act in ACTIVATIONS if act != "bf16" or few]
@@ -136,32 +115,14 @@ def _check_case(setting: Setting, spec: OpSpec, case: Case) -> list[Row]:
     return rows
 
 
-def narrow_names(spec: OpSpec) -> set[str]:
-    """Return the parameters of an op that hold activations."""
-    if spec.name.startswith(_FULL_WIDTH):
-        return set()
-    return {
-        p.name
-        for p in spec.params
-        if p.name in _NARROW and p.dtype == "f32" and p.kind in ("in", "out", "inout")
-    }
-
-
-class Trial:
+class Trial(OpRun):
     """One case with its activations stored in one type."""
 
     def __init__(self, setting: Setting, spec: OpSpec, case: Case, act: str) -> None:
-        self.setting, self.spec, self.case, self.act = setting, spec, case, act
-        seed = zlib.crc32(f"{spec.name}-{case.id}-{act}".encode())
-        values = spec.make(case, np.random.default_rng(seed))
-        self.types = dict.fromkeys(narrow_names(spec), TORCH_DTYPES[act])
-        self.values: Mapping[str, Value] = {n: self._rounded(n, v) for n, v in values.items()}
-        self.plan: Plan = case_plan(spec, case, self.values)
-        self.written = [
-            p.name
-            for p in spec.params
-            if p.name in self.plan.buffers and p.kind in ("out", "inout")
-        ]
+        self.setting, self.act = setting, act
+        self.types = dict.fromkeys(spec.narrow, TORCH_DTYPES[act])
+        self.limit = spec.allowed(case, "cuda", act)
+        super().__init__(spec, case, f"-{act}", self._rounded)
 
     def launches(self) -> list[Launch]:
         """Return the launches, on arguments of their own."""
@@ -177,17 +138,17 @@ class Trial:
         tensors = self._tensors()
         kept = {n: tensors[n].clone() for n in self.written if n in self.values}
         launches = self.setting.lower(self.spec.name, **tensors, **self.case.attrs)
-        first = self._run(partial(execute, launches), tensors, kept)
+        first = self._launched(partial(execute, launches), tensors, kept)
         row: Row = {"status": "ok"}
-        for name, expected in self._reference().items():
-            part = judge(self.spec.name, self.act, *self._comparable(name, first[name], expected))
+        for name, expected in self.run(ReferenceExecutor).items():
+            part = judge(self.limit, *self._comparable(name, first[name], expected))
             row["rms"] = max(row.get("rms", 0.0), part.get("rms", 0.0))
             row["max"] = max(row.get("max", 0.0), part.get("max", 0.0))
             if part["status"] != "ok":
                 row |= {"status": "failed", "reason": f"{name}: {part['reason']}"}
-        again = self._run(partial(execute, launches), tensors, kept)
+        again = self._launched(partial(execute, launches), tensors, kept)
         replay = self.setting.timer.replay([partial(execute, launches)])
-        graph = self._run(replay, tensors, kept)
+        graph = self._launched(replay, tensors, kept)
         for what, other in (("a second run", again), ("the graph's replay", graph)):
             if any(not _same(first[n], other[n]) for n in self.written):
                 row |= {"status": "failed", "reason": f"{what} gave other bits"}
@@ -227,7 +188,7 @@ class Trial:
                 poison(tensors[name])
         return tensors
 
-    def _run(
+    def _launched(
         self, run: Any, tensors: dict[str, Any], kept: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         for name in self.written:
@@ -239,16 +200,6 @@ class Trial:
         self.setting.timer.synchronize()
         return {name: tensors[name].clone() for name in self.written}
 
-    def _reference(self) -> Outputs:
-        arrays: dict[str, Value] = {
-            n: v.copy() if isinstance(v, np.ndarray) else v for n, v in self.values.items()
-        }
-        for name in self.written:
-            if name not in arrays:
-                arrays[name] = self.plan.buffers[name].allocate()
-        self.spec.reference(**arrays, **self.case.attrs)
-        return {name: arrays[name] for name in self.written}  # type: ignore[misc]
-
     def _comparable(
         self, name: str, got: torch.Tensor, expected: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -258,7 +209,7 @@ class Trial:
             return got.view(torch.int16).numpy().view(np.uint16), expected
         if expected.dtype.kind != "f":
             return got.numpy().view(expected.dtype), expected
-        if name in self.types and limits(self.spec.name, self.act) == (0.0, 0.0):
+        if name in self.types and self.limit == EXACT:
             expected = torch.from_numpy(expected).to(self.types[name]).float().numpy()
         return got.float().numpy(), expected.astype(np.float32)
 
@@ -267,6 +218,9 @@ class Trial:
 
     def _rounded(self, name: str, value: Value) -> Value:
         if name not in self.types or isinstance(value, QuantTensor):
+            return value
+        if value.dtype == np.int8:  # codes are what they are
+            del self.types[name]
             return value
         return torch.from_numpy(value.copy()).to(self.types[name]).float().numpy()
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from bench.gpu.record import Row
-from bench.gpu.setting import Item, Setting
-from bench.gpu.timer import Call, reason
+from bench.gpu.setting import Item, Prepare, Setting
+from clocher_kernels.cuda.timer import Call, reason
 
 _WRONG = 0.05
 
@@ -35,32 +35,25 @@ class Prepared:
     dense: Callable[[], torch.Tensor]
 
 
-Prepare = Callable[[Setting, int, int, int], Prepared]
+Peer = Callable[[Setting, int, int, int], Prepared]
 
 
 def items(dry: bool) -> list[Item]:
     """Return one item for each peer that starts quickly; the others are checked where they race."""
-    quick = {name: prepare for name, prepare in PEERS.items() if name not in SLOW}
-    return [Item(name, partial(check, prepare=p, name=name)) for name, p in quick.items()]
+    return [Item(name, partial(check, prepare=PEERS[name], name=name)) for name in QUICK]
 
 
-def contenders(
-    setting: Setting, names: Sequence[str], n: int, k: int, m: int
-) -> tuple[dict[str, list[Call]], dict[str, int], dict[str, str]]:
-    """Prepare peers for a race: calls, bytes, and the reasons of those that cannot take part."""
-    calls: dict[str, list[Call]] = {}
-    sizes: dict[str, int] = {}
-    absent: dict[str, str] = {}
-    for name in names:
-        try:
-            prepared = PEERS[name](setting, n, k, m)
-            calls[name], sizes[name] = list(prepared.calls), prepared.nbytes
-        except Exception as error:
-            absent[name] = reason(error)
-    return calls, sizes, absent
+def contender(setting: Setting, name: str, n: int, k: int, m: int) -> Prepare:
+    """Return what a peer does before a race."""
+
+    def prepared() -> tuple[int, Sequence[Call]]:
+        made = PEERS[name](setting, n, k, m)
+        return made.nbytes, made.calls
+
+    return prepared
 
 
-def check(setting: Setting, prepare: Prepare, name: str) -> list[Row]:
+def check(setting: Setting, prepare: Peer, name: str) -> list[Row]:
     """Compare what a peer returns with fp64."""
     rows = []
     for m in (1, 8):
@@ -100,7 +93,7 @@ def _tinygemm(setting: Setting, n: int, k: int, m: int) -> Prepared:
     x = setting.randn(m, k, dtype=torch.bfloat16)
     calls, first = [], None
     for _ in range(setting.copies(nbytes)):
-        codes = _codes(setting, (n, k), 16)
+        codes = _codes(setting, (n, k))
         shape = (k // group, n, 2)
         draw = torch.rand(shape, generator=setting.random, device=setting.place)
         affine = ((draw + 0.5) * k**-0.5 / 5).to(torch.bfloat16)
@@ -166,7 +159,7 @@ def _gemlite(setting: Setting, n: int, k: int, m: int) -> Prepared:
     x = setting.randn(m, k, dtype=torch.float16)
     layers, first = [], None
     for _ in range(setting.copies(nbytes)):
-        codes = _codes(setting, (n, k), 16)
+        codes = _codes(setting, (n, k))
         draw = torch.rand((n * k // group, 1), generator=setting.random, device=setting.place)
         scales = ((draw + 0.5) * k**-0.5 / 5).to(torch.float16)
         zeros = torch.full_like(scales, 8)
@@ -220,10 +213,9 @@ def _apply(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return layer(x)
 
 
-def _codes(setting: Setting, shape: tuple[int, int], most: int) -> torch.Tensor:
-    return torch.randint(
-        0, most, shape, generator=setting.random, device=setting.place, dtype=torch.uint8
-    )
+def _codes(setting: Setting, shape: tuple[int, int]) -> torch.Tensor:
+    draw = partial(torch.randint, 0, 16, shape, generator=setting.random, dtype=torch.uint8)
+    return draw(device=setting.place)
 
 
 def _int8(setting: Setting, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -239,7 +231,7 @@ def _scaled_rows(pair: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor
     return pair[0].float() * pair[1].float()[:, None]
 
 
-PEERS: dict[str, Prepare] = {
+PEERS: dict[str, Peer] = {
     "cuBLAS bf16": partial(_cublas, dtype=torch.bfloat16),
     "cuBLAS f16": partial(_cublas, dtype=torch.float16),
     "torch tinygemm int4": _tinygemm,
@@ -252,3 +244,4 @@ PEERS: dict[str, Prepare] = {
 }
 SLOW = ("torch.compile int8", "gemlite int4", "torchao int8")
 """They compile or tune for every shape, some for a minute: they run last, where the targets ask."""
+QUICK = tuple(name for name in PEERS if name not in SLOW)

@@ -1,16 +1,25 @@
-"""What a part has found so far, in a file that is whole at every moment.
+"""What a run leaves: the record of each part, and three files; all whole at every moment.
 
 A part is a list of items; each gives rows. The file is rewritten before and after every item, so a
 part that crashes or hangs loses no row, and whoever starts it again knows where to go on.
 """
 
+import io
 import json
 import os
+import shlex
+import tarfile
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+
+SCHEMA = 2
+JSON, TEXT, ARCHIVE = "suite.json", "suite.txt", "suite.tgz"
+MOST_ARCHIVE_BYTES = 15 << 20
+"""An archive with the compiled kernels in it may be this large; else they are left out."""
 
 STATUSES = ("ok", "failed", "refused", "crashed", "timeout", "not measured")
 """What a row may say about itself.
@@ -45,9 +54,11 @@ class Record:
 
     def add(self, item: str, rows: list[Row]) -> None:
         """Note the rows of an item and that it is done."""
+        command = ["python", "-m", "bench.gpu_suite", "--part", self.part, "--only", item]
+        about = {"item": item, "dry": self.dry, "kind": self.part, "command": shlex.join(command)}
         for row in rows:
             row.setdefault("status", "ok")
-            self.rows.append({"item": item, "dry": self.dry, **row})
+            self.rows.append({**about, **row})
         self.done.append(item)
         self.running = None
 
@@ -83,3 +94,54 @@ def write_whole(path: Path, content: bytes) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def archive(out: Path, records: Path, kernels: Iterable[tuple[str, Path]] = ()) -> int:
+    """Write the archive: records and logs of all processes, and compiled kernels if they fit.
+
+    Args:
+        out: the output folder.
+        records: folder of the records.
+        kernels: name in the archive and file of each kernel.
+
+    Returns:
+        The number of kernels' files in it.
+    """
+    logs = [(f"parts/{p.name}", p) for p in sorted(records.glob("[!.]*"))]
+    kernels = list(kernels)
+    content = _tar([*logs, *kernels])
+    if len(content) > MOST_ARCHIVE_BYTES:
+        content, kernels = _tar(logs), []
+    write_whole(out / ARCHIVE, content)
+    return len(kernels)
+
+
+def read(path: Path) -> Row:
+    """Read the JSON of a run.
+
+    Args:
+        path: the file, or the folder it lies in.
+
+    Raises:
+        ValueError: it is no result of this suite.
+    """
+    path = path / JSON if path.is_dir() else path
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as a result: {error}") from None
+    schema = found.get("schema") if isinstance(found, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(f"{path} has schema {schema!r}; this suite reads {SCHEMA}")
+    return dict(found)
+
+
+def _tar(files: Iterable[tuple[str, Path]]) -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w:gz", compresslevel=6) as tar:
+        for name, path in files:
+            data = path.read_bytes()  # a record may be replaced while it is read
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return content.getvalue()

@@ -1,20 +1,69 @@
 """What every item of a part is given: the device, the timer, and the ceilings of this run."""
 
+import itertools
+import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from bench.gpu.record import Row
-from bench.gpu.timer import DryTimer, Timing, reason
 from clocher_kernels.cuda.launch import INTERPRETER, Launch
 from clocher_kernels.cuda.lowering import LOWER
+from clocher_kernels.cuda.timer import Call, Timing, reason
 from clocher_kernels.cuda.workbench import Workbench, gpu_workbench
 from clocher_kernels.errors import UnsupportedOp
 
 # How a reason starts if there is no kernel for what was asked.
 REFUSALS = ("UnsupportedOp", "ShapeError")
+_LARGE_COPY, _TINY_COPY = 1 << 30, 4096
+
+Prepare = Callable[[], tuple[int, Sequence[Call]]]
+"""What a contender of a race does first: the bytes that a call has to move, and calls, each on a
+copy of its own of the weights. What it raises is the reason why it does not take part."""
+
+
+def ready(nbytes: int, calls: Sequence[Call]) -> Prepare:
+    """Return what a contender does whose calls are made already."""
+    return lambda: (nbytes, calls)
+
+
+class DryTimer:
+    """Executes everything once or twice on the CPU. Its numbers mean nothing.
+
+    This is the only place where a dry run and a run on a GPU differ in how they execute things.
+    """
+
+    dry = True
+    calls = 2
+
+    def race(self, contenders: Mapping[str, Sequence[Call]]) -> dict[str, Timing | str]:
+        """Run each contender's calls; return a time, or why there is none, by name."""
+        results: dict[str, Timing | str] = {}
+        for name, calls in contenders.items():
+            try:
+                start = time.perf_counter()
+                for call in itertools.islice(itertools.cycle(calls), self.calls):
+                    call()
+                us = (time.perf_counter() - start) / self.calls * 1e6
+                results[name] = Timing(us, us, us, 1)
+            except Exception as error:
+                results[name] = reason(error)
+        return results
+
+    def replay(self, calls: Sequence[Call]) -> Call:
+        """Return a function that makes the calls again."""
+
+        def again() -> None:
+            for call in calls:
+                call()
+
+        return again
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
 
 
 @dataclass
@@ -36,6 +85,44 @@ class Setting(Workbench):
         if op not in LOWER:
             raise UnsupportedOp(f"the CUDA back end has no kernel for {op!r}")
         return LOWER[op](**arguments, device=self.device)
+
+    def bytes(self, size: int) -> torch.Tensor:
+        """Return random bytes on the device."""
+        draw = partial(torch.randint, 0, 256, (size,), generator=self.random, dtype=torch.uint8)
+        return draw(device=self.place)
+
+    def copy(self, size: int) -> Row:
+        """Time copies of some bytes."""
+        pairs = [(self.bytes(size), self.bytes(size)) for _ in range(self.copies(2 * size))]
+        calls = [partial(target.copy_, source) for target, source in pairs]
+        timing = self.timer.race({"copy": calls})["copy"]
+        return self.measured(timing, 2 * size, kind="copy", size=size)
+
+    def measure_copy(self) -> None:
+        """Measure the large copy that this process's shares are of; warms the GPU up, too."""
+        if not self.copy_gbs:
+            row = self.copy(_TINY_COPY if self.dry else _LARGE_COPY)
+            self.copy_gbs = float(row.get("gbs", 0.0))
+
+    def race(self, contenders: Mapping[str, Prepare], **facts: object) -> list[Row]:
+        """Time contenders in turns and return a row for each.
+
+        Args:
+            contenders: what each does first, by name.
+            facts: what all rows say besides.
+        """
+        self.measure_copy()
+        sizes, calls, timings = {}, {}, {}
+        for name, prepare in contenders.items():
+            try:
+                sizes[name], calls[name] = prepare()
+            except Exception as error:
+                timings[name] = reason(error)
+        timings |= self.timer.race(calls)
+        return [
+            self.measured(timing, sizes.get(name, 0), **facts, who=name)
+            for name, timing in timings.items()
+        ]
 
     def measured(self, timing: Timing | str, nbytes: int, **facts: object) -> Row:
         """Return the row of one contender: time, bandwidth and its share of the copy's.

@@ -11,15 +11,14 @@ from functools import partial
 import numpy as np
 import torch
 
-from bench.gpu import ceilings
-from bench.gpu.parity import Trial, narrow_names
+from bench.gpu.machine import launch_sum
+from bench.gpu.parity import Trial
+from bench.gpu.products import without_pdl
 from bench.gpu.record import Row
 from bench.gpu.setting import Item, Setting
 from bench.gpu.shapes import Matrix
-from bench.gpu.variants import without_pdl
 from bench.gpu.weights import random_tensor
 from clocher_kernels.cuda.launch import Launch, execute
-from clocher_kernels.cuda.lowering import LOWER
 from clocher_kernels.cuda.raw_module import DeviceWorkTouch
 from clocher_kernels.cuda.tensors import as_torch
 from clocher_kernels.errors import DeviceError
@@ -34,11 +33,12 @@ from clocher_runtime.engine.session import Session
 
 # Of a product each layout has a kernel of its own, and each range of tokens.
 _PRODUCTS = (
-    "int4_sym_g64_bf16-aligned-m1",
+    "int4_sym_g64_f16-aligned-m1",
     "mxfp4-aligned-m1",
     "int8_row_bf16-aligned-m1",
     "bf16-aligned-m1",
     "bf16-wide-m37",
+    "ternary-aligned-m1-n64-k256-i8",
 )
 _CHAIN = Matrix("chain", "square", 512, 512, ("int4_sym_g64_f16",))
 _LINKS, _REPLAYS = 24, 50
@@ -64,8 +64,6 @@ def items(dry: bool) -> list[Item]:
 
 def _family_cases() -> Iterator[tuple[OpSpec, Case]]:
     for spec in OPS.values():
-        if spec.name not in LOWER:
-            continue
         if spec.name != "linear":
             yield spec, spec.cases[0]
             continue
@@ -74,7 +72,7 @@ def _family_cases() -> Iterator[tuple[OpSpec, Case]]:
 
 
 def _kernel(setting: Setting, spec: OpSpec, case: Case) -> list[Row]:
-    act = "f16" if narrow_names(spec) else "f32"
+    act = "f16" if spec.narrow else "f32"
     row: Row = {"op": spec.name, "case": case.id, "act": act}
     return [row | Trial(setting, spec, case, act).check()]
 
@@ -84,7 +82,7 @@ def _launcher(setting: Setting) -> list[Row]:
     x = torch.arange(4096, dtype=torch.int32, device=setting.place)
     y = torch.zeros(1, dtype=torch.int32, device=setting.place)
     began = time.perf_counter()
-    ceilings.launch_sum(x, y, len(x), 256, 1)
+    launch_sum(x, y, len(x), 256, 1)
     setting.timer.synchronize()
     row: Row = {"first_launch_s": time.perf_counter() - began} if not setting.dry else {}
     good = int(y) == len(x) // 2

@@ -1,4 +1,7 @@
-"""Run parts in processes of their own, with time limits; go on after whatever ends one early."""
+"""Which parts there are, and their processes: time limits, and going on after what ends one early.
+
+Nothing heavy is imported here: the suite itself needs neither torch nor Triton.
+"""
 
 import contextlib
 import ctypes
@@ -7,12 +10,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from bench.gpu.parts import Part
 from bench.gpu.record import Record
+
+if TYPE_CHECKING:
+    from bench.gpu.setting import Item
 
 LOST = 3
 """Exit code of a part whose GPU does not answer any more: a new process goes on."""
@@ -28,6 +34,105 @@ _MOST_STARTS = 12
 _LOG_LINES = 12
 # Many processes run side by side, and what they compute on the CPU is small.
 _FEW_THREADS = {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """How a part is run.
+
+    Attributes:
+        call: the third of the suite that it belongs to; 0: all of them.
+        stage: parts of one stage run side by side; those that time anything are alone in theirs.
+        seconds: time limit of the part.
+        item_seconds: time limit of one item.
+        shards: processes that share its items.
+    """
+
+    call: int
+    stage: int
+    seconds: float
+    item_seconds: float
+    shards: int = 1
+
+
+CALLS = (1, 2, 3)
+BUDGET = 520.0
+"""Seconds that a call may take; the limits of its stages come to no more."""
+
+PARTS: dict[str, Part] = {
+    "environment": Part(0, 0, 20, 20),
+    "smoke": Part(1, 0, 60, 55, shards=8),
+    "ceilings": Part(1, 1, 40, 30),
+    "decode": Part(1, 2, 170, 60),
+    "parity": Part(1, 3, 250, 90, shards=14),
+    "peers": Part(2, 4, 40, 25),
+    "linear": Part(2, 5, 180, 60),
+    "moe": Part(2, 6, 40, 30),
+    "batches": Part(2, 7, 100, 45),
+    "generate": Part(2, 8, 140, 60),
+    "attention": Part(3, 9, 60, 40),
+    "sparse": Part(3, 10, 50, 40),
+    "variants": Part(3, 11, 60, 45),
+    "counters": Part(3, 12, 75, 40),
+    "sanitize": Part(3, 13, 125, 120, shards=3),
+    # These compile or tune at their first call, for as long as they like: they cost nobody else.
+    "slow_peers": Part(3, 14, 130, 60),
+}
+INNER = ("exercise", "profiled")
+"""What `sanitize` and `counters` run under their tools; no parts of the suite."""
+
+NAMES = (*PARTS, *INNER)
+
+
+def parts_of(calls: Iterable[int]) -> dict[str, Part]:
+    """Return the parts of some calls, in the order of their stages."""
+    wanted = set(calls)
+    return {name: p for name, p in PARTS.items() if not p.call or p.call in wanted}
+
+
+def items_of(part: str, dry: bool) -> "list[Item]":
+    """Return the items of a part: few and tiny ones for a dry run."""
+    from bench.gpu import (
+        attention,
+        decode,
+        generate,
+        machine,
+        moe,
+        parity,
+        peers,
+        products,
+        smoke,
+        tools,
+    )
+
+    makers = {
+        "environment": (machine.items,),
+        "smoke": (smoke.items,),
+        "ceilings": (machine.ceiling_items,),
+        "decode": (decode.items,),
+        # The op table is what must not be missing if time runs out; products compile longest.
+        "parity": (
+            parity.items,
+            products.checked_items,
+            moe.checked_items,
+            attention.checked_items,
+            decode.short_items,
+        ),
+        "batches": (decode.batch_items,),
+        "generate": (generate.items,),
+        "peers": (peers.items,),
+        "slow_peers": (products.slow_items,),
+        "linear": (products.items,),
+        "moe": (moe.items,),
+        "attention": (attention.items,),
+        "sparse": (products.sparse_items,),
+        "variants": (products.variant_items,),
+        "counters": (tools.counter_items,),
+        "profiled": (tools.profiled_items,),
+        "sanitize": (tools.sanitize_items,),
+        "exercise": (tools.exercise_items,),
+    }
+    return [item for make in makers[part] for item in make(dry)]
 
 
 @dataclass

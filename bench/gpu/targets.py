@@ -87,7 +87,7 @@ def _share(low: float, high: float) -> Callable[[Sequence[Row]], float | None]:
             (
                 float(r["share"])
                 for r in _where(rows, kind="linear", m=1)
-                if str(r["format"]).startswith(_STREAMED) and low <= r["nbytes"] < high
+                if str(r.get("format")).startswith(_STREAMED) and low <= r["nbytes"] < high
             ),
             default=None,
         )

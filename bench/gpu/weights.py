@@ -1,33 +1,28 @@
-"""Random weights made on the device, in any format, and what they decode to.
+"""Random weights made on the device, our products with them, and what those must give.
 
 A model's bytes are never on the host here. `decode` repeats the formats' NumPy decoders in torch,
 so that a reference product over 200,000 rows takes a moment; a test holds the two equal.
 """
 
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 
 from bench.gpu.setting import Setting
+from clocher_kernels.cuda.launch import Launch, execute
 from clocher_kernels.cuda.prepack import rearrange
 from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
+from clocher_kernels.cuda.timer import Call
 from clocher_kernels.cuda.workbench import Planes, Shape, random_copies, random_planes
 from clocher_kernels.dtypes import E2M1_VALUES
-from clocher_kernels.formats import Bsr, Float, Fp8, Int4, Int8, Mxfp4, Ternary
+from clocher_kernels.formats import Bsr, Float, Fp8, Int4, Int8, Mxfp4, Ternary, parse_format
 from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.fp8 import BLOCK
 
-__all__ = [
-    "Planes",
-    "Shape",
-    "decode",
-    "digits",
-    "expert",
-    "on_device",
-    "random_blocks",
-    "random_copies",
-    "random_planes",
-    "random_tensor",
-]
+__all__ = ["Planes", "Shape", "random_copies", "random_planes"]
 
+_ROWS_AT_ONCE = 8192
 _FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -106,3 +101,86 @@ def _spread(scales: torch.Tensor, group: int | str, shape: Shape) -> torch.Tenso
     if not isinstance(group, int):
         return scales[..., None]
     return scales.repeat_interleave(group, -1)[..., : shape[-1]]
+
+
+@dataclass
+class Product:
+    """One launchable y = x W^T (+ residual); activations of ternary weights are int8."""
+
+    fmt: Format
+    x: torch.Tensor
+    scale: torch.Tensor | None
+    y: torch.Tensor
+    launches: list[Launch]
+
+    @property
+    def run(self) -> Call:
+        """A function that launches it."""
+        return partial(execute, self.launches)
+
+
+def product(
+    setting: Setting,
+    fmt: Format,
+    w: DeviceTensor,
+    m: int,
+    act: str,
+    residual: bool = False,
+    x: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+) -> Product:
+    """Lower a product of M tokens.
+
+    Args:
+        setting: where.
+        fmt: format of the weight.
+        w: the weight [N, K].
+        m: tokens.
+        act: how activations are stored.
+        residual: y is fp32 and holds the residual that is added.
+        x: activations [M, K] (int8 for ternary weights); None draws them.
+        scale: of int8 activations [M, 1].
+    """
+    n, k = w.shape
+    y = torch.empty((m, n), dtype=TORCH_DTYPES["f32" if residual else act], device=setting.place)
+    args: dict[str, object] = {"w": w, "y": y}
+    if residual:
+        y.copy_(setting.randn(m, n))
+        args["residual"] = y
+    if isinstance(fmt, Ternary):
+        if x is None:
+            draw = partial(torch.randint, -127, 128, (m, k), generator=setting.random)
+            x = draw(dtype=torch.int8, device=setting.place)
+        if scale is None:
+            scale = setting.randn(m, 1).abs() * 0.01
+        args["x_scale"] = scale
+    elif x is None:
+        x = setting.randn(m, k, dtype=TORCH_DTYPES[act])
+    launches = setting.lower("linear", x=x, **args)
+    return Product(fmt, x, scale, y, launches)
+
+
+def contender(setting: Setting, name: str, n: int, k: int, m: int) -> tuple[int, list[Call]]:
+    """Return what a product of M tokens does before a race: its traffic, and its calls."""
+    fmt = parse_format(name)
+    activations = 1 if isinstance(fmt, Ternary) else 2
+    copies = random_copies(fmt, (n, k), setting)
+    calls = [product(setting, fmt, w, m, "f16").run for w in copies]
+    return fmt.nbytes((n, k)) + m * (activations * k + 2 * n), calls
+
+
+def expected(product: Product, planes: Planes, shape: tuple[int, int]) -> torch.Tensor:
+    """Return x decode(w)^T in fp64 [M, N]; for ternary weights exactly what the contract says."""
+    fmt = product.fmt
+    if isinstance(fmt, Ternary):
+        assert product.scale is not None
+        total = _matmul(product.x.double(), digits(planes)).float()
+        factor = planes["scale"].float()
+        factor = 1 / factor if fmt.inverse else factor
+        return (total * (product.scale * factor)).double()
+    return _matmul(product.x.double(), decode(fmt, shape, planes))
+
+
+def _matmul(x: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+    parts = [x @ rows.double().T for rows in dense.split(_ROWS_AT_ONCE)]
+    return torch.cat(parts, 1)

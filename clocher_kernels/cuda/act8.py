@@ -73,7 +73,7 @@ def quantize_act8(
         x: [M, K] fp32, fp16 or bf16.
         q: [M, K], written; int8 for "int8", uint8 for fp8 codes.
         scale: [M] fp32, written; absmax counts as at least 1e-5.
-        code: "int8" (limit 127, as `ops.linear.quantize_act`), "e4m3" (448) or "e5m2" (57344).
+        code: "int8" (limit 127, as BitNet's `quantize`), "e4m3" (448) or "e5m2" (57344).
         device: what to lower for.
     """
     m, k = x.shape

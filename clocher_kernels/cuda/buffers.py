@@ -8,41 +8,35 @@ import torch
 from clocher_kernels.cuda.launch import Device
 from clocher_kernels.cuda.tensors import TORCH_DTYPES
 from clocher_kernels.dtypes import STORAGE
+from clocher_kernels.ops import OPS
 from clocher_kernels.plan import Buffer, Plan
 
-# Parameters whose kernels take 16-bit activations. What quantises its input (quantize_act) stays
-# fp32, so that its integers are those of the other back ends.
-_NARROW = {
-    ("linear", "x"),
-    ("bsr_linear", "x"),
-    ("moe_gate_up", "x"),
-    ("moe_down", "x"),
-    ("glu", "gate"),
-    ("glu", "up"),
-}
 _ALIGNMENT = 256
 
 
 def activation_types(plan: Plan, act: str) -> dict[str, str]:
     """Return the element type of each buffer when activations are stored as `act`.
 
-    A scratch buffer is an activation if all that read it are matrix products and gates. The
-    residual stream, queries, keys, values and logits stay fp32.
+    A scratch buffer is an activation if it is read, and every parameter that it is passed as may be
+    narrow: those of matrix products and gates. The residual stream, queries, keys, values and
+    logits stay fp32, and what is quantised, so that its integers are those of the other back ends.
 
     Args:
         plan: the Plan.
         act: "f16", "bf16" or "f32".
     """
-    readers: dict[str, set[tuple[str, str]]] = {name: set() for name in plan.buffers}
+    wide, read = set(), set()
     for call in plan.calls:
-        for param, name in call.args.items():
-            if name in readers and param not in ("y", "ids", "weights"):
-                readers[name].add((call.op, param))
-    types = {}
-    for name, buffer in plan.buffers.items():
-        narrow = buffer.role == "scratch" and buffer.dtype == "f32" and bool(readers[name])
-        types[name] = act if narrow and readers[name] <= _NARROW else buffer.dtype
-    return types
+        for param in OPS[call.op].params:
+            name = call.args.get(param.name, "")
+            if not param.narrow:
+                wide.add(name)
+            if param.kind != "out":
+                read.add(name)
+    return {
+        name: act if b.role == "scratch" and b.dtype == "f32" and name in read - wide else b.dtype
+        for name, b in plan.buffers.items()
+    }
 
 
 def buffer_bytes(plan: Plan, types: Mapping[str, str]) -> int:

@@ -244,7 +244,7 @@ class CudaExecutor:
                 follows = self.plan.buffers[name].rows if name in self.plan.buffers else ""
                 if follows:
                     value = value[: tokens if follows == "M" else rows]
-                elif name == "pages":
+                elif param == "pages":
                     value = value[:, : -(-cells // self._page_cells)]
                 arguments[param] = value
             yield call, table[call.op](**arguments, **call.attrs, device=self.device)

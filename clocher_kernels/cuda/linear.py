@@ -7,9 +7,12 @@ from clocher_kernels.cuda.gemv_bits import gemv_bits
 from clocher_kernels.cuda.gemv_bytes import MAX_TOKENS, gemv_bytes
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.tensors import DeviceTensor
+from clocher_kernels.cuda.ternary import linear_ternary
+from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats.float import Float
 from clocher_kernels.formats.fp8 import Fp8
 from clocher_kernels.formats.int8 import Int8
+from clocher_kernels.ops.linear import sums_exactly
 
 MOST_SLICED = 32
 """Tokens that are multiplied in slices of 8. Two to four passes over the weights with every
@@ -22,15 +25,26 @@ def linear(
     x: torch.Tensor,
     w: DeviceTensor,
     y: torch.Tensor,
+    x_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    group: int = 0,
     device: Device,
 ) -> list[Launch]:
     """Lower `ops.linear.linear`.
 
     Up to `MOST_SLICED` tokens a token's sum has one order, so its result is the same bits in a
     batch of any size.
+
+    Raises:
+        UnsupportedOp: int8 activations and weights that are not ternary, or scales for groups.
     """
+    if x_scale is not None:
+        if not sums_exactly(w.format, group):
+            raise no_codes("linear", w)
+        return linear_ternary(
+            x=x, x_scale=x_scale, w=w, y=y, bias=bias, residual=residual, device=device
+        )
     if len(x) > MOST_SLICED:
         return gemm(x=x, w=w, y=y, bias=bias, residual=residual, device=device)
     lower = gemv_bytes if isinstance(w.format, Float | Int8 | Fp8) else gemv_bits
@@ -46,6 +60,14 @@ def linear(
             device=device,
         )
     return launches
+
+
+def no_codes(op: str, w: DeviceTensor) -> UnsupportedOp:
+    """Return the error for int8 activations that no kernel multiplies by a weight."""
+    return UnsupportedOp(
+        f"{op}: no CUDA kernel multiplies int8 activations by the format {w.format.name}; expected "
+        "ternary weights of a linear, and one scale a token; keep these activations 16-bit"
+    )
 
 
 LOWER = {"linear": linear}

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 
-from clocher_kernels.cuda import attention, bsr, elementwise, integer, kv, linear, moe, sampling
+from clocher_kernels.cuda import attention, bsr, elementwise, kv, linear, moe, sampling, ternary
 from clocher_kernels.cuda.launch import Launch
 
 LOWER: dict[str, Callable[..., list[Launch]]] = {
     **elementwise.LOWER,
     **linear.LOWER,
-    **integer.LOWER,
+    **ternary.LOWER,
     **moe.LOWER,
     **bsr.LOWER,
     **kv.LOWER,

@@ -16,6 +16,7 @@ from clocher_kernels.cuda.dots import to_scale
 from clocher_kernels.cuda.finite import as_activation, or_nan
 from clocher_kernels.cuda.gemv_bits import add_lanes, rows_of, stream_rows
 from clocher_kernels.cuda.launch import Arg, Device, Launch
+from clocher_kernels.cuda.linear import no_codes
 from clocher_kernels.cuda.pdl import start
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.cuda.tiles import GemvTile, gemv_tile
@@ -204,10 +205,18 @@ def moe_gate_up(
     y: torch.Tensor,
     limit: float,
     alpha: float,
+    x_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    group: int = 0,
     device: Device,
 ) -> list[Launch]:
-    """Lower `ops.moe.moe_gate_up`."""
+    """Lower `ops.moe.moe_gate_up`.
+
+    Raises:
+        UnsupportedOp: int8 activations.
+    """
+    if x_scale is not None:
+        raise no_codes("moe_gate_up", w)
     experts = _experts(x, ids, w, device)
     args = {"x": x, "ids": ids, **experts.args, "bias": bias, "y": y}
     constants = {**experts.constants, "LIMIT": float(limit), "ALPHA": float(alpha)}
@@ -224,11 +233,19 @@ def moe_down(
     weights: torch.Tensor,
     w: DeviceTensor,
     y: torch.Tensor,
+    x_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    group: int = 0,
     device: Device,
 ) -> list[Launch]:
-    """Lower `ops.moe.moe_down`."""
+    """Lower `ops.moe.moe_down`.
+
+    Raises:
+        UnsupportedOp: int8 activations.
+    """
+    if x_scale is not None:
+        raise no_codes("moe_down", w)
     experts = _experts(x, ids, w, device)
     together = triton.next_power_of_2(ids.shape[1])
     args = {"x": x, "ids": ids, "weights": weights, **experts.args}

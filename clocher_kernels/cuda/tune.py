@@ -169,25 +169,24 @@ def race(
 
 
 def _activations(bench: Workbench, w: DeviceTensor, m: int) -> dict[str, torch.Tensor]:
-    """Return random activations for a weight, int8 if it is ternary."""
+    """Return random activations for a weight, int8 with scales if it is ternary."""
     k = w.shape[1]
     if not isinstance(w.format, Ternary):
         return {"x": bench.randn(m, k, dtype=torch.float16)}
     q = torch.randint(
         -127, 128, (m, k), generator=bench.random, device=bench.place, dtype=torch.int8
     )
-    return {"q": q, "scale": bench.randn(m).abs() * 0.01}
+    return {"x": q, "x_scale": bench.randn(m, 1).abs() * 0.01}
 
 
 class _Product:
-    """A launchable product y [M, N] through `linear` or, if ternary, `linear_i8`."""
+    """A launchable product y [M, N]."""
 
     def __init__(
         self, bench: Workbench, w: DeviceTensor, m: int, inputs: Mapping[str, torch.Tensor]
     ) -> None:
         self.y = torch.empty((m, w.shape[0]), dtype=torch.float16, device=bench.place)
-        op = "linear_i8" if isinstance(w.format, Ternary) else "linear"
-        self._launches = LOWER[op](**inputs, w=w, y=self.y, device=bench.device)
+        self._launches = LOWER["linear"](**inputs, w=w, y=self.y, device=bench.device)
 
     def run(self) -> None:
         """Execute it."""

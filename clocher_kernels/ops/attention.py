@@ -19,6 +19,7 @@ from clocher_kernels.ops.contract import (
     Cost,
     OpSpec,
     Param,
+    Real,
     Tolerance,
     Value,
     nearest,
@@ -255,15 +256,7 @@ def _make_append(case: Case, rng: np.random.Generator) -> dict[str, Value]:
 
 
 def _make_attention(case: Case, rng: np.random.Generator) -> dict[str, Value]:
-    m, n = case.sizes["M"], case.sizes["N"]
-    values: dict[str, Value] = {
-        "q": rng.standard_normal((m, n * case.sizes["D"]), dtype=np.float32) * np.float32(2),
-        **_tokens(case, rng),
-        **_cache(case, rng),
-    }
-    if case.options.get("sinks", False):
-        values["sinks"] = rng.standard_normal(n, dtype=np.float32)
-    return values
+    return {**_tokens(case, rng), **_cache(case, rng)}
 
 
 def _append_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
@@ -320,12 +313,14 @@ _APPEND_CASES = (
     ),
 )
 
+_CACHE = {"H": 8, "D": 64, "S": 1, "B": 128}
+
 _TOKEN = (
-    Param("slots", "in", "M", "i32"),
+    Param("slots", "in", "M", "i32", below="S"),
     Param("positions", "in", "M", "i32"),
     Param("ends", "in", "M", "i32"),
     Param("ancestors", "in", "M", "u64"),
-    Param("pages", "in", "S B", "i32"),
+    Param("pages", "in", "S B", "i32", below="P"),
 )
 
 SPECS = (
@@ -342,28 +337,37 @@ SPECS = (
             Param("v_scale", "inout", "P H T", optional=True),
         ),
         kv_append,
-        _make_append,
         _APPEND_CASES,
         EXACT,
-        _append_cost,
+        (
+            Real("append-*-m3-*", {"M": 1, "N": 8, **_CACHE}),
+            Real("append-chunk-*", {"M": 64, "N": 8, **_CACHE}),
+        ),
+        make=_make_append,
+        cost=_append_cost,
     ),
     OpSpec(
         "attention",
         "softmax attention over a paged cache: GQA, sinks, window, trees",
         (
-            Param("q", "in", "M F"),
+            Param("q", "in", "M F", std=2.0),
             *_TOKEN,
             Param("k_cache", "in", "P H T D", ""),
             Param("v_cache", "in", "P H T D", ""),
             Param("k_scale", "in", "P H T", optional=True),
             Param("v_scale", "in", "P H T", optional=True),
             Param("sinks", "vector", "N", optional=True),
-            Param("y", "out", "M F"),
+            Param("y", "out", "M F", narrow=True),
         ),
         attention,
-        _make_attention,
         _ATTENTION_CASES,
         Tolerance(5e-6, 5e-5),
-        _attention_cost,
+        (
+            Real("decode-*", {"M": 1, "N": 64, **_CACHE}),
+            Real("prefill-bf16-*", {"M": 64, "N": 64, **_CACHE}),
+        ),
+        rounds=True,
+        make=_make_attention,
+        cost=_attention_cost,
     ),
 )

@@ -1,7 +1,11 @@
 """What an op is: its parameters, its NumPy reference, its cases, its tolerance and its cost.
 
-`OpSpec` is the contract. Parity tests, microbenches, rooflines and docs/ops.md are generated from
-the table of them (`ops.OPS`); back ends only add speed.
+`OpSpec` is the contract, and what is known of an op stands nowhere else. Parity tests,
+microbenches, rooflines and docs/ops.md are generated from the table of them (`ops.OPS`); back ends
+only add speed.
+
+Activations are stored as fp32 or as int8 codes. A parameter `x` that takes both is int8 if scales
+stand beside it (`x_scale`); the attribute `group` says how many columns share one.
 
 Integers that select something (token ids, slots, positions, ends, ancestors, page numbers, rows,
 experts) are data, and data may be wrong: the device steps them on by itself, and a caller may hand
@@ -9,13 +13,13 @@ over anything. So no op reads or writes beside its arrays, whatever they hold. W
 index out of range is read with the nearest one in range, and what is written with one is dropped.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
-from clocher_kernels.plan import Attr, Buffer, Call, Plan, Rows
+from clocher_kernels.plan import Attr, Call, Rows
 from clocher_kernels.quant_tensor import QuantTensor
 
 Kind = Literal["in", "out", "inout", "matrix", "vector"]
@@ -30,8 +34,13 @@ class Param:
         kind: "in", "out", "inout" are buffers; "matrix" is a QuantTensor used as stored; "vector"
             is an fp32 array that the loader decoded (biases, norm weights, sinks, tables).
         dims: dimension letters, for the reader and for shape checks: "M K". A letter stands for
-            the same size in every parameter of a call.
-        dtype: element type, "" for matrices (any format) and KV planes (any KV dtype).
+            the same size in every parameter of a call. "A*" is any number of dimensions, none too;
+            A is the product of their sizes.
+        dtype: element types that it may have: "f32", "f32 i8"; "" for matrices (any format) and KV
+            planes (any KV dtype).
+        below: of integers that select, the letter of what they number: they are in 0 .. size - 1.
+        narrow: a GPU may store it in 16 bits.
+        std: standard deviation of random inputs.
     """
 
     name: str
@@ -39,6 +48,35 @@ class Param:
     dims: str
     dtype: str = "f32"
     optional: bool = False
+    below: str = ""
+    narrow: bool = False
+    std: float = 1.0
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Element types that it may have; empty for any."""
+        return tuple(self.dtype.split())
+
+    @property
+    def letters(self) -> tuple[str, ...]:
+        """The dimension letters."""
+        return tuple(dim.rstrip("*") for dim in self.dims.split())
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return its shape; a letter for any number of dimensions has one, or none if no size."""
+        dims = self.dims.split()
+        return tuple(sizes[d.rstrip("*")] for d in dims if d[-1] != "*" or d[:-1] in sizes)
+
+    def sizes(self, shape: Sequence[int]) -> dict[str, int] | None:
+        """Return what the letters stand for in an array of this shape; None if it does not fit."""
+        dims, found, rest = self.dims.split(), {}, list(shape)
+        for place, dim in enumerate(dims):
+            count = len(rest) - (len(dims) - place - 1) if dim[-1] == "*" else 1
+            if not 0 <= count <= len(rest) or (dim[-1] != "*" and not rest):
+                return None
+            found[dim.rstrip("*")] = int(np.prod(rest[:count], dtype=np.int64))
+            rest = rest[count:]
+        return None if rest else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +93,14 @@ class Tolerance:
 
 EXACT = Tolerance(0.0, 0.0)
 FP32 = Tolerance(2e-6, 2e-5)
+_STORED = {
+    "f32": Tolerance(1e-3, 12e-3),
+    "f16": Tolerance(1e-3, 12e-3),
+    "bf16": Tolerance(5e-3, 60e-3),
+}
+"""What a GPU may be off by, by how activations are stored."""
+_OTHER_ORDER = 5
+"""A GPU adds in another order and has other functions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +118,11 @@ class Case:
     Attributes:
         sizes: dimension letter -> size.
         attrs: attributes of the call.
-        formats: matrix parameter -> format name.
-        options: choices for the input maker (which optional parameters are present, ...).
+        formats: matrix parameter -> format name; "i8" for an `x` of int8 codes.
+        options: names of the optional parameters that are there, and what else the maker of inputs
+            wants to know.
+        tolerance: if it is not the op's.
+        missing: back end -> why it has no kernel for this.
     """
 
     id: str
@@ -81,6 +130,23 @@ class Case:
     attrs: Mapping[str, Attr] = field(default_factory=dict)
     formats: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    tolerance: Tolerance | None = None
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Real:
+    """Sizes of a real model for the cases of an op, to be timed on.
+
+    Attributes:
+        cases: a pattern of case ids, as `fnmatch` has it.
+        sizes: dimension letter -> size; what follows from other sizes is left out.
+        label: how ids begin; None: like the case's, without its sizes.
+    """
+
+    cases: str
+    sizes: Mapping[str, int]
+    label: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,22 +156,57 @@ class OpSpec:
     Attributes:
         reference: takes the arrays by parameter name, the attributes by name, writes the outputs.
             Buffers are sliced to the step's tokens or rows. Arithmetic is fp32 or fp64.
-        make: case, random generator -> value of each parameter except "out" ones.
-        cost: the arguments of a call -> its cost.
+        real: sizes to time it on; none: the cases' own.
+        rounds: a GPU may round on the way, whatever the activations are stored as.
+        make: case, random generator -> inputs that `cases.inputs` would not make as they have to
+            be.
+        cost: every argument of a call, outputs too, and its attributes -> its cost; None: what
+            `cases.cost` counts.
+        flops: operations for each element of the largest argument, if nothing is multiplied.
     """
 
     name: str
     summary: str
     params: tuple[Param, ...]
     reference: Callable[..., None]
-    make: Callable[[Case, np.random.Generator], dict[str, Value]]
     cases: tuple[Case, ...]
     tolerance: Tolerance
-    cost: Callable[[Mapping[str, Value], Mapping[str, Attr]], Cost]
+    real: tuple[Real, ...] = ()
+    rounds: bool = False
+    make: Callable[[Case, np.random.Generator], dict[str, Value]] | None = None
+    cost: Callable[[Mapping[str, Value], Mapping[str, Attr]], Cost] | None = None
+    flops: int = 4
 
     def param(self, name: str) -> Param:
         """Return the parameter with this name."""
         return next(p for p in self.params if p.name == name)
+
+    @property
+    def matrix(self) -> Param | None:
+        """The parameter that is a stored matrix, [N, K] or of experts [E, N, K], or None."""
+        return next((p for p in self.params if p.kind == "matrix"), None)
+
+    @property
+    def narrow(self) -> frozenset[str]:
+        """Names of the parameters that a GPU may store in 16 bits."""
+        return frozenset(p.name for p in self.params if p.narrow)
+
+    def allowed(
+        self, case: Case | None = None, backend: str = "cpu", stored: str = "f32"
+    ) -> Tolerance:
+        """Return the largest accepted error.
+
+        Args:
+            case: one of the op's cases, which may have a tolerance of its own.
+            backend: "cpu" or "cuda".
+            stored: element type of narrow parameters: "f32", "f16" or "bf16".
+        """
+        limit = case.tolerance if case and case.tolerance else self.tolerance
+        if backend == "cpu" or limit == EXACT:
+            return limit
+        if self.rounds or stored != "f32":
+            return _STORED[stored]
+        return Tolerance(_OTHER_ORDER * limit.rms, _OTHER_ORDER * limit.max)
 
 
 def nearest(index: np.ndarray | int, count: int) -> Any:
@@ -115,34 +216,10 @@ def nearest(index: np.ndarray | int, count: int) -> Any:
 
 def rows_of(param: Param) -> Rows:
     """Return which step count the leading dimension of a buffer parameter follows."""
-    lead = param.dims.split()[0] if param.dims else ""
+    lead = param.letters[0] if param.dims else ""
     return lead if lead in ("M", "R") and param.kind in ("in", "out", "inout") else ""  # type: ignore[return-value]
 
 
-def case_plan(spec: OpSpec, case: Case, values: Mapping[str, Value]) -> Plan:
-    """Build the Plan of one call of an op, so that every back end can be asked to execute it.
-
-    Buffers and weights are named like the parameters. "out" sizes come from the case.
-    """
-    buffers: dict[str, Buffer] = {}
-    args: dict[str, str] = {}
-    weights = []
-    for p in spec.params:
-        if p.kind != "out" and p.name not in values:
-            continue
-        args[p.name] = p.name
-        if p.kind in ("matrix", "vector"):
-            weights.append(p.name)
-            continue
-        if p.kind == "out":
-            shape = tuple(case.sizes[d] for d in p.dims.split())
-            buffers[p.name] = Buffer(shape, p.dtype, rows_of(p), "output")
-        else:
-            array = values[p.name]
-            assert isinstance(array, np.ndarray)
-            dtype = p.dtype or str(case.attrs["kv_dtype"])
-            role: Literal["state", "input"] = "state" if p.kind == "inout" else "input"
-            buffers[p.name] = Buffer(array.shape, dtype, rows_of(p), role)
-    tokens, rows = case.sizes.get("M", 1), case.sizes.get("R", 1)
-    call = Call(spec.name, args, dict(case.attrs))
-    return Plan(tokens, rows, buffers, {}, tuple(weights), (call,))
+def has_codes(call: Call) -> bool:
+    """Return whether the activations that a call multiplies are int8 codes."""
+    return "x_scale" in call.args

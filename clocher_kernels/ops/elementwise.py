@@ -1,14 +1,10 @@
 """Norms, rotary embedding, gated activations, row gathers."""
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from clocher_kernels.dtypes import LARGEST
-from clocher_kernels.formats import parse_format
-from clocher_kernels.ops.contract import EXACT, FP32, Case, Cost, OpSpec, Param, Value, nearest
-from clocher_kernels.plan import Attr
-from clocher_kernels.quant_tensor import QuantTensor, encode
+from clocher_kernels.ops.contract import EXACT, FP32, Case, OpSpec, Param, Real, nearest
+from clocher_kernels.quant_tensor import QuantTensor
 
 Array = np.ndarray
 
@@ -94,84 +90,16 @@ def gather_rows(*, x: Array, rows: Array, y: Array) -> None:
     y[...] = x[nearest(rows, len(x))]
 
 
-def _normal(rng: np.random.Generator, *shape: int) -> Array:
-    return rng.standard_normal(shape, dtype=np.float32)
-
-
-def _make_norm(case: Case, rng: np.random.Generator) -> dict[str, Value]:
-    return {
-        "x": _normal(rng, case.sizes["M"], case.sizes["F"]) * np.float32(3),
-        "weight": _normal(rng, case.sizes["D"]),
-    }
-
-
-def _make_rope(case: Case, rng: np.random.Generator) -> dict[str, Value]:
-    s = case.sizes
-    angle = rng.random((s["C"], s["P"])) * 6.3
-    return {
-        "x": _normal(rng, s["M"], s["F"]),
-        "positions": rng.integers(0, s["C"], s["M"]).astype(np.int32),
-        "cos": np.cos(angle).astype(np.float32),
-        "sin": np.sin(angle).astype(np.float32),
-    }
-
-
-def _make_glu(case: Case, rng: np.random.Generator) -> dict[str, Value]:
-    shape = case.sizes["M"], case.sizes["I"]
-    return {"gate": _normal(rng, *shape) * np.float32(4), "up": _normal(rng, *shape)}
-
-
-def _make_embed(case: Case, rng: np.random.Generator) -> dict[str, Value]:
-    v, k = case.sizes["V"], case.sizes["K"]
-    return {
-        "ids": rng.integers(0, v, case.sizes["M"]).astype(np.int32),
-        "table": encode(_normal(rng, v, k), parse_format(case.formats["table"])),
-    }
-
-
-def _make_gather(case: Case, rng: np.random.Generator) -> dict[str, Value]:
-    s = case.sizes
-    return {
-        "x": _normal(rng, s["M"], s["K"]),
-        "rows": rng.integers(0, s["M"], s["R"]).astype(np.int32),
-    }
-
-
-def _streaming(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
-    arrays = [v for v in values.values() if isinstance(v, np.ndarray)]
-    largest = max(a.nbytes for a in arrays)
-    return Cost(sum(a.nbytes for a in arrays) + largest, 4 * (largest // 4))
-
-
-def _rope_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
-    """Count a row of each table for every token, whatever the tables hold."""
-    x, positions, cos = values["x"], values["positions"], values["cos"]
-    assert isinstance(x, np.ndarray) and isinstance(positions, np.ndarray)
-    assert isinstance(cos, np.ndarray)
-    rows = 2 * len(positions) * cos.shape[1] * cos.itemsize
-    return Cost(2 * x.nbytes + positions.nbytes + rows, 3 * x.size)
-
-
-def _embed_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
-    ids, table = values["ids"], values["table"]
-    assert isinstance(table, QuantTensor)
-    rows = len(ids) if isinstance(ids, np.ndarray) else 0
-    return Cost(rows * (table.nbytes // table.shape[0] + 4 * table.shape[1]), 0)
-
-
-def _gather_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
-    x, rows = values["x"], values["rows"]
-    assert isinstance(x, np.ndarray) and isinstance(rows, np.ndarray)
-    return Cost(2 * len(rows) * x.shape[1] * 4, 0)
-
-
 SPECS = (
     OpSpec(
         "rms_norm",
         "y = x / rms(x) * weight over groups of D",
-        (Param("x", "in", "M F"), Param("weight", "vector", "D"), Param("y", "out", "M F")),
+        (
+            Param("x", "in", "M F", std=3.0),
+            Param("weight", "vector", "D"),
+            Param("y", "out", "M F", narrow=True),
+        ),
         rms_norm,
-        _make_norm,
         (
             Case("m1-d256", {"M": 1, "F": 256, "D": 256}, {"eps": 1e-5}),
             Case("m5-d100", {"M": 5, "F": 100, "D": 100}, {"eps": 1e-6}),
@@ -179,51 +107,59 @@ SPECS = (
             Case("heads-m2-d20", {"M": 2, "F": 60, "D": 20}, {"eps": 1e-6}),
         ),
         FP32,
-        _streaming,
+        (
+            Real("m1-*", {"M": 1, "F": 2880, "D": 2880}),
+            Real("heads-m3-*", {"M": 1, "F": 4096, "D": 128}),
+        ),
     ),
     OpSpec(
         "rope",
         "rotate the halves of each head by its position",
         (
             Param("x", "inout", "M F"),
-            Param("positions", "in", "M", "i32"),
+            Param("positions", "in", "M", "i32", below="C"),
             Param("cos", "vector", "C P"),
             Param("sin", "vector", "C P"),
         ),
         rope,
-        _make_rope,
         (
             Case("m1-h4-d32", {"M": 1, "F": 128, "P": 16, "C": 64}),
             Case("m7-h3-d20", {"M": 7, "F": 60, "P": 10, "C": 33}),
             Case("m2-h1-d64", {"M": 2, "F": 64, "P": 32, "C": 8}),
         ),
         FP32,
-        _rope_cost,
+        (Real("m1-*", {"M": 1, "F": 4096, "P": 32, "C": 4096}, label=""),),
+        flops=3,
     ),
     OpSpec(
         "glu",
         "y = act(gate) * up",
-        (Param("gate", "in", "M I"), Param("up", "in", "M I"), Param("y", "out", "M I")),
+        (
+            Param("gate", "in", "M I", narrow=True, std=4.0),
+            Param("up", "in", "M I", narrow=True),
+            Param("y", "out", "M I", narrow=True),
+        ),
         glu,
-        _make_glu,
         tuple(
             Case(f"{act}-m{m}-i{i}", {"M": m, "I": i}, {"act": act})
             for act in ("silu", "relu2")
             for m, i in ((1, 256), (3, 100), (2, 37))
         ),
         FP32,
-        _streaming,
+        (
+            Real("silu-m1-*", {"M": 1, "I": 14336}),
+            Real("relu2-m1-*", {"M": 1, "I": 6912}),
+        ),
     ),
     OpSpec(
         "embed",
         "rows of the embedding table",
         (
-            Param("ids", "in", "M", "i32"),
+            Param("ids", "in", "M", "i32", below="V"),
             Param("table", "matrix", "V K", ""),
-            Param("y", "out", "M K"),
+            Param("y", "out", "M K", narrow=True),
         ),
         embed,
-        _make_embed,
         tuple(
             Case(f"{fmt}-m{m}-k{k}", {"M": m, "V": v, "K": k}, formats={"table": fmt})
             for fmt, m, v, k in (
@@ -235,19 +171,23 @@ SPECS = (
             )
         ),
         FP32,
-        _embed_cost,
+        (Real("*", {"M": 1, "V": 4096, "K": 2880}),),
     ),
     OpSpec(
         "gather_rows",
         "copy the rows whose logits are wanted",
-        (Param("x", "in", "M K"), Param("rows", "in", "R", "i32"), Param("y", "out", "R K")),
+        (
+            Param("x", "in", "M K"),
+            Param("rows", "in", "R", "i32", below="M"),
+            Param("y", "out", "R K", narrow=True),
+        ),
         gather_rows,
-        _make_gather,
         (
             Case("r1-k256", {"M": 4, "R": 1, "K": 256}),
             Case("r5-k37", {"M": 9, "R": 5, "K": 37}),
         ),
         EXACT,
-        _gather_cost,
+        (Real("r1-*", {"M": 16, "R": 1, "K": 2880}),),
+        flops=0,
     ),
 )

@@ -1,108 +1,97 @@
-"""Matrix products: y = x W^T with W in any format, the BitNet integer path, block-sparse rows."""
+"""Matrix products: y = x W^T with W in any format, and block-sparse rows."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
-from clocher_kernels.formats import parse_format
+from clocher_kernels.errors import ShapeError
+from clocher_kernels.formats import known_formats, parse_format
+from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.formats.ternary import Ternary
-from clocher_kernels.ops.contract import EXACT, FP32, Case, Cost, OpSpec, Param, Value
+from clocher_kernels.ops.contract import (
+    EXACT,
+    FP32,
+    Case,
+    Cost,
+    OpSpec,
+    Param,
+    Real,
+    Value,
+)
+from clocher_kernels.ops.quantize import GROUPS, dequantize, groups_of
 from clocher_kernels.plan import Attr
 from clocher_kernels.quant_tensor import QuantTensor, encode
 
 Array = np.ndarray
 
-LINEAR_FORMATS = (
-    "f32",
-    "f16",
-    "bf16",
-    "int8_tensor_f32",
-    "int8_row_bf16",
-    "int8_g64_f16",
-    "int4_sym_g32_f16",
-    "int4_sym_g64_bf16",
-    "int4_sym_g128_f32",
-    "int4_sym_row_f32",
-    "int4_asym_g64_f16",
-    "int4_asym_g128_bf16",
-    "int4_asym_row_f32",
-    "fp8_e4m3_tensor_f32",
-    "fp8_e4m3_row_f32",
-    "fp8_e4m3_b128_f32",
-    "fp8_e5m2_tensor_f32",
-    "fp8_e5m2_row_bf16",
-    "fp8_e5m2_b128_f32",
-    "ternary",
-    "ternary_inverse",
-    "ternary_f32",
-    "mxfp4",
-)
+_COVERED = {
+    "int4_sym_g32_f16": (32, 128),
+    "int4_sym_g64_bf16": GROUPS,
+    "int4_sym_g128_f32": (128,),
+    "int4_sym_row_f32": (128,),
+    "int4_asym_g32_f16": (0,),
+    "int4_asym_g64_bf16": (32, 128),
+    "int4_asym_g128_f16": (128,),
+    "int4_asym_row_f16": (0,),
+    "int8_tensor_f32": (128,),
+    "int8_row_bf16": (0, 32),
+    "int8_g32_f16": (32,),
+    "int8_g128_f32": (0,),
+    "mxfp4": (32, 128),
+    "ternary": (0,),
+    "ternary_f32": (0,),
+    "ternary_inverse": (0,),
+    "ternary_inverse_f32": (128,),
+}
+INTEGER_FORMATS = tuple(_COVERED)
+"""Formats that are tried with int8 activations. Groups of weights must be multiples of 32."""
+
+NO_CODES = {"cuda": "int8 activations are for ternary weights there; others multiply 16-bit ones"}
+"""Back end -> why it does not multiply int8 activations by what is not ternary."""
+
+
+def sums_exactly(fmt: Format, group: int) -> bool:
+    """Return whether int8 activations and weights of a format are summed in int32 over all K."""
+    return isinstance(fmt, Ternary) and group == 0
 
 
 def linear(
-    *, x: Array, w: QuantTensor, y: Array, bias: Array | None = None, residual: Array | None = None
+    *,
+    x: Array,
+    w: QuantTensor,
+    y: Array,
+    x_scale: Array | None = None,
+    bias: Array | None = None,
+    residual: Array | None = None,
+    group: int = 0,
 ) -> None:
     """Multiply activations by a stored weight: y = x decode(w)^T + bias + residual.
 
+    int8 activations are x * x_scale. With ternary weights and one scale a token y is exact: the sum
+    of the codes' products is an int32; then come fp32 roundings in this order: x_scale * the
+    weight's factor, sum * that, + bias, + residual.
+
     Args:
-        x: [M, K] fp32.
-        w: logical [N, K], any format.
+        x: [M, K]; int8 codes from `quantize` if there are scales, else fp32.
+        w: logical [N, K], any format; with int8 activations int8 or int4 with scales per row or per
+            multiple of 32 columns, mxfp4 or ternary.
         y: [M, N] fp32, written; may be the residual's own buffer.
+        x_scale: [M, B] fp32; B = ceil(K / group), or 1.
         bias: [N] fp32.
         residual: [M, N] fp32.
+        group: columns per activation scale; 0 for one scale per token.
     """
-    total = x.astype(np.float64) @ w.decode().astype(np.float64).T
-    if bias is not None:
-        total += bias
-    if residual is not None:
-        total += residual
-    y[...] = total
-
-
-def quantize_act(*, x: Array, q: Array, scale: Array) -> None:
-    """Quantise each token to int8: q = clamp(rint(x * 127 / absmax), -128, 127).
-
-    Args:
-        x: [M, K] fp32.
-        q: [M, K] int8, written.
-        scale: [M] fp32, written: absmax / 127, so that x is about q * scale; NaN, with any codes,
-            for a token with NaN or infinity.
-
-    Source: BitNet b1.58 (arXiv 2402.17764) as in transformers' ActQuant; absmax >= 1e-5.
-    """
-    finite = np.isfinite(x)
-    x = np.where(finite, x, np.float32(0))
-    absmax = np.maximum(np.abs(x).max(axis=1), np.float32(1e-5))
-    inverse = np.float32(127) / absmax
-    q[...] = np.clip(np.rint(x * inverse[:, None]), -128, 127)
-    scale[...] = np.where(finite.all(axis=1), absmax / np.float32(127), np.float32(np.nan))
-
-
-def linear_i8(
-    *,
-    q: Array,
-    scale: Array,
-    w: QuantTensor,
-    y: Array,
-    bias: Array | None = None,
-    residual: Array | None = None,
-) -> None:
-    """Multiply int8 activations by ternary weights, exactly: y = (q codes^T) * (scale * factor).
-
-    Args:
-        q: [M, K] int8.
-        scale: [M] fp32, from `quantize_act`.
-        w: logical [N, K], "ternary" or "ternary_inverse"; `factor` is its fp32 multiplier.
-        y: [M, N] fp32, written. The sum is an int32; then three fp32 roundings in this order:
-            scale * factor, sum * that, + bias, + residual.
-        bias: [N] fp32.
-        residual: [M, N] fp32.
-    """
-    assert isinstance(w.format, Ternary)
-    codes = w.format.codes(w.planes, w.shape)
-    total = (q.astype(np.float64) @ codes.astype(np.float64).T).astype(np.float32)
-    total *= (scale * w.format.multiplier(w.planes))[:, None]
+    total: Array
+    if x_scale is not None and sums_exactly(w.format, group):
+        assert isinstance(w.format, Ternary)
+        codes = w.format.codes(w.planes, w.shape)
+        total = (x.astype(np.float64) @ codes.astype(np.float64).T).astype(np.float32)
+        total *= x_scale * w.format.multiplier(w.planes)
+    else:
+        wide = x.astype(np.float64) if x_scale is None else dequantize(x, x_scale, group)
+        total = wide @ w.decode().astype(np.float64).T
     if bias is not None:
         total += bias
     if residual is not None:
@@ -142,63 +131,17 @@ def bsr_linear(
     y[...] = total
 
 
-def _make_linear(case: Case, rng: np.random.Generator) -> dict[str, Value]:
-    m, n, k = (case.sizes[d] for d in "MNK")
-    weight = rng.standard_normal((n, k), dtype=np.float32) * np.float32(k**-0.5)
-    values: dict[str, Value] = {
-        "x": rng.standard_normal((m, k), dtype=np.float32),
-        "w": encode(weight, parse_format(case.formats["w"])),
-    }
-    if case.options.get("bias", False):
-        values["bias"] = rng.standard_normal(n, dtype=np.float32)
-    if case.options.get("residual", False):
-        values["residual"] = rng.standard_normal((m, n), dtype=np.float32)
-    return values
-
-
-def _make_quantize(case: Case, rng: np.random.Generator) -> dict[str, Value]:
-    x = rng.standard_normal((case.sizes["M"], case.sizes["K"]), dtype=np.float32)
-    x[-1] *= 1e-7 if case.options.get("tiny") else 1
-    return {"x": x}
-
-
-def _make_linear_i8(case: Case, rng: np.random.Generator) -> dict[str, Value]:
-    values = _make_linear(case, rng)
-    x = values.pop("x")
-    assert isinstance(x, np.ndarray)
-    q, scale = np.empty(x.shape, np.int8), np.empty(len(x), np.float32)
-    quantize_act(x=x, q=q, scale=scale)
-    return {"q": q, "scale": scale, **values}
-
-
 def _make_bsr(case: Case, rng: np.random.Generator) -> dict[str, Value]:
-    m, n, k = (case.sizes[d] for d in "MNK")
+    n, k = (case.sizes[d] for d in "NK")
     height, width = case.options["block"]
     weight = rng.standard_normal((n, k), dtype=np.float32)
     keep = rng.random((-(-n // height), -(-k // width))) < case.options["density"]
     weight *= np.kron(keep, np.ones((height, width), np.float32))[:n, :k]
-    fmt = Bsr.for_values(weight, (height, width), case.options.get("inner", "f32"))
-    values: dict[str, Value] = {
-        "x": rng.standard_normal((m, k), dtype=np.float32),
-        "w": encode(weight, fmt),
+    return {
+        "w": encode(
+            weight, Bsr.for_values(weight, (height, width), case.options.get("inner", "f32"))
+        )
     }
-    if case.options.get("bias", False):
-        values["bias"] = rng.standard_normal(n, dtype=np.float32)
-    if case.options.get("residual", False):
-        values["residual"] = rng.standard_normal((m, n), dtype=np.float32)
-    return values
-
-
-def _bytes(values: Mapping[str, Value]) -> int:
-    return sum(v.nbytes for v in values.values())
-
-
-def _linear_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
-    x, w = values.get("x", values.get("q")), values["w"]
-    assert isinstance(x, np.ndarray) and isinstance(w, QuantTensor)
-    return Cost(
-        _bytes(values) + 4 * x.shape[0] * w.shape[0], 2 * x.shape[0] * w.shape[0] * x.shape[1]
-    )
 
 
 def _bsr_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
@@ -206,122 +149,160 @@ def _bsr_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
     assert isinstance(x, np.ndarray) and isinstance(w, QuantTensor)
     assert isinstance(w.format, Bsr)
     stored = w.format.nnzb * w.format.block[0] * w.format.block[1]
-    return Cost(_bytes(values) + 4 * x.shape[0] * w.shape[0], 2 * x.shape[0] * stored)
+    return Cost(sum(v.nbytes for v in values.values()), 2 * x.shape[0] * stored)
 
 
-def _quantize_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
-    x = values["x"]
-    assert isinstance(x, np.ndarray)
-    return Cost(x.nbytes + x.size + 4 * len(x), 3 * x.size)
+_Shape = tuple[str, int, int, int, dict[str, Any]]
+"""Name, M, N, K and options."""
+
+_SHAPES: tuple[_Shape, ...] = (
+    ("aligned-m1", 1, 64, 256, {}),
+    ("aligned-m4", 4, 64, 256, {"bias": True, "residual": True}),
+    ("wide-m37", 37, 48, 384, {"residual": True}),
+    ("ragged-m3", 3, 52, 352, {"bias": True}),
+    ("odd-m2", 2, 37, 100, {"bias": True}),
+)
+_SHAPES_OF_CODES = (
+    *_SHAPES[:3],
+    ("odd-m2", 2, 37, 100, {"bias": True}),
+    ("ragged-m5", 5, 52, 352, {"bias": True}),
+    ("odd-m1", 1, 37, 41, {}),
+)
+# Sizes that cross the blocks of kernels: 64 tokens, 8 rows, 512 columns; odd groups.
+_LARGE = (
+    ("f32", 1100),
+    ("bf16", 1041),
+    ("int4_sym_g100_f16", 1100),
+    ("int4_asym_g34_f32", 613),
+    ("int8_g37_bf16", 600),
+    ("int8_tensor_f32", 530),
+    ("fp8_e4m3_b128_bf16", 1100),
+    ("mxfp4", 1088),
+    ("ternary", 1041),
+)
 
 
-def _linear_cases(formats: tuple[str, ...]) -> tuple[Case, ...]:
-    cases = []
-    for fmt in formats:
-        for name, m, n, k, options in (
-            ("aligned-m1", 1, 64, 256, {}),
-            ("aligned-m4", 4, 64, 256, {"bias": True, "residual": True}),
-            ("wide-m37", 37, 48, 384, {"residual": True}),
-            ("ragged-m3", 3, 52, 352, {"bias": True}),
-            ("odd-m2", 2, 37, 100, {"bias": True}),
-        ):
-            if "ternary" in fmt and n % 4:
-                n = 36
-            if fmt == "mxfp4" and k % 32:
-                k = 96
+def _cases() -> Iterator[Case]:
+    """Yield the cases with fp32 activations, then those with int8 ones."""
+    for fmt in known_formats():
+        if isinstance(parse_format(fmt), Bsr):
+            continue
+        for name, m, n, k, options in _SHAPES:
+            n, k = _possible(fmt, n, k)
             sizes = {"M": m, "N": n, "K": k}
-            cases.append(Case(f"{fmt}-{name}-n{n}-k{k}", sizes, {}, {"w": fmt}, options))
-    return tuple(cases)
+            yield Case(f"{fmt}-{name}-n{n}-k{k}", sizes, {}, {"w": fmt}, options)
+    for fmt, k in _LARGE:
+        sizes = {"M": 70, "N": 148, "K": k}
+        yield Case(f"large-{fmt}-m70-n148-k{k}", sizes, {}, {"w": fmt}, {"bias": True})
+    for fmt, groups in _COVERED.items():
+        for i, (name, m, n, k, options) in enumerate(_SHAPES_OF_CODES):
+            n, k = _possible(fmt, n, k)
+            group = groups[i % len(groups)]
+            yield _case_of_codes(f"{fmt}-{name}", fmt, m, n, k, group, options)
+    for k in (64, 1041):
+        yield _case_of_codes("large-ternary-m70", "ternary", 70, 20, k, 0, {"residual": True})
 
 
-_X = Param("x", "in", "M K")
+def _possible(fmt: str, n: int, k: int) -> tuple[int, int]:
+    """Return sizes near N and K that a format can have: some pack 4 rows or 32 columns."""
+    for shape in ((n, k), (n // 4 * 4, k), (n, k // 32 * 32)):
+        try:
+            parse_format(fmt).planes(shape)
+        except ShapeError:
+            continue
+        return shape
+    raise ShapeError(
+        f"{fmt}: no matrix of about {[n, k]}; its rows or columns are packed otherwise"
+    )
+
+
+def _case_of_codes(
+    name: str, fmt: str, m: int, n: int, k: int, group: int, options: Mapping[str, Any]
+) -> Case:
+    exact = "ternary" in fmt and group == 0
+    return Case(
+        f"{name}-n{n}-k{k}-i8-g{group}",
+        {"M": m, "N": n, "K": k, "B": groups_of(k, group)},
+        {"group": group},
+        {"w": fmt, "x": "i8"},
+        {**options, "x_scale": True},
+        EXACT if exact else None,
+        {} if exact else NO_CODES,
+    )
+
+
+_BSR_CASES: tuple[_Shape, ...] = (
+    ("16x32-aligned", 2, 64, 128, {"block": (16, 32), "density": 0.3}),
+    ("16x32-tails", 1, 70, 100, {"block": (16, 32), "density": 0.5}),
+    ("4x4-odd", 3, 37, 41, {"block": (4, 4), "density": 0.2}),
+    ("8x8-empty", 1, 24, 24, {"block": (8, 8), "density": 0.0}),
+    ("16x16-bf16", 2, 48, 50, {"block": (16, 16), "density": 0.5, "inner": "bf16"}),
+    *(
+        (
+            f"{height}x{width}-{inner}-m{m}",
+            m,
+            n,
+            k,
+            {"block": (height, width), "density": 0.4, "inner": inner, **tail},
+        )
+        for inner in ("f16", "bf16", "int8", "int4")
+        for height, width, m, n, k, tail in (
+            (32, 32, 1, 128, 192, {"bias": True}),
+            (20, 24, 7, 75, 130, {"bias": True, "residual": True}),
+            (1, 33, 2, 9, 140, {"residual": True}),
+        )
+    ),
+    ("large-20x600-m70-n50-k1300", 70, 50, 1300, {"block": (20, 600), "density": 0.7}),
+)
+_ONE = {"M": 1, "N": 4096, "K": 2880}
+_MANY = {"M": 32, "N": 4096, "K": 2880}
+_BITNET = {"N": 2560, "K": 6912}
+
+_W = Param("w", "matrix", "N K", "")
 _TAIL = (
     Param("bias", "vector", "N", optional=True),
     Param("residual", "in", "M N", optional=True),
-    Param("y", "out", "M N"),
+    Param("y", "out", "M N", narrow=True),
 )
 
 SPECS = (
     OpSpec(
         "linear",
-        "y = x W^T + bias + residual, W in any format",
-        (_X, Param("w", "matrix", "N K", ""), *_TAIL),
-        linear,
-        _make_linear,
-        _linear_cases(LINEAR_FORMATS),
-        FP32,
-        _linear_cost,
-    ),
-    OpSpec(
-        "quantize_act",
-        "int8 codes and one scale per token",
-        (_X, Param("q", "out", "M K", "i8"), Param("scale", "out", "M")),
-        quantize_act,
-        _make_quantize,
+        "y = x W^T + bias + residual, W in any format; exact sums within blocks of int8 x",
         (
-            Case("m1-k256", {"M": 1, "K": 256}),
-            Case("m5-k100", {"M": 5, "K": 100}, options={"tiny": True}),
-            Case("m2-k37", {"M": 2, "K": 37}),
-        ),
-        EXACT,
-        _quantize_cost,
-    ),
-    OpSpec(
-        "linear_i8",
-        "int8 activations x ternary weights, exact integer sums",
-        (
-            Param("q", "in", "M K", "i8"),
-            Param("scale", "in", "M"),
-            Param("w", "matrix", "N K", ""),
+            Param("x", "in", "M K", "f32 i8", narrow=True),
+            Param("x_scale", "in", "M B", optional=True),
+            _W,
             *_TAIL,
         ),
-        linear_i8,
-        _make_linear_i8,
-        _linear_cases(("ternary", "ternary_inverse", "ternary_f32")),
-        EXACT,
-        _linear_cost,
+        linear,
+        tuple(_cases()),
+        FP32,
+        (
+            Real("*-aligned-m1-*-k256", _ONE),
+            Real("bf16-wide-*", _MANY),
+            Real("int4_sym_g32_f16-wide-*", _MANY),
+            Real("mxfp4-wide-*", _MANY),
+            Real("int*-aligned-m1-*-i8-*", _ONE),
+            Real("mxfp4-aligned-m1-*-i8-*", _ONE),
+            Real("ternary*-aligned-m1-*-i8-*", {"M": 1, **_BITNET}),
+            Real("ternary-wide-*-i8-*", {"M": 32, **_BITNET}),
+        ),
+        rounds=True,
     ),
     OpSpec(
         "bsr_linear",
         "y = x W^T over the stored blocks of block-sparse rows",
-        (_X, Param("w", "matrix", "N K", ""), *_TAIL),
+        (Param("x", "in", "M K", narrow=True), _W, *_TAIL),
         bsr_linear,
-        _make_bsr,
-        (
-            Case(
-                "16x32-aligned",
-                {"M": 2, "N": 64, "K": 128},
-                options={"block": (16, 32), "density": 0.3},
-            ),
-            Case(
-                "16x32-tails",
-                {"M": 1, "N": 70, "K": 100},
-                options={"block": (16, 32), "density": 0.5},
-            ),
-            Case("4x4-odd", {"M": 3, "N": 37, "K": 41}, options={"block": (4, 4), "density": 0.2}),
-            Case(
-                "8x8-empty", {"M": 1, "N": 24, "K": 24}, options={"block": (8, 8), "density": 0.0}
-            ),
-            Case(
-                "16x16-bf16",
-                {"M": 2, "N": 48, "K": 50},
-                options={"block": (16, 16), "density": 0.5, "inner": "bf16"},
-            ),
-            *(
-                Case(
-                    f"{height}x{width}-{inner}-m{m}",
-                    {"M": m, "N": n, "K": k},
-                    options={"block": (height, width), "density": 0.4, "inner": inner, **tail},
-                )
-                for inner in ("f16", "bf16", "int8", "int4")
-                for height, width, m, n, k, tail in (
-                    (32, 32, 1, 128, 192, {"bias": True}),
-                    (20, 24, 7, 75, 130, {"bias": True, "residual": True}),
-                    (1, 33, 2, 9, 140, {"residual": True}),
-                )
-            ),
+        tuple(
+            Case(name, {"M": m, "N": n, "K": k}, options=options)
+            for name, m, n, k, options in _BSR_CASES
         ),
         FP32,
-        _bsr_cost,
+        (Real("16x32-aligned", _ONE), Real("32x32-*-m1", _ONE)),
+        rounds=True,
+        make=_make_bsr,
+        cost=_bsr_cost,
     ),
 )

@@ -1,11 +1,8 @@
 """Choose the next tokens, and step the token inputs on, so that a decode step needs no host."""
 
-from collections.abc import Mapping
-
 import numpy as np
 
-from clocher_kernels.ops.contract import EXACT, Case, Cost, OpSpec, Param, Value
-from clocher_kernels.plan import Attr
+from clocher_kernels.ops.contract import EXACT, Case, OpSpec, Param, Real, Value
 
 Array = np.ndarray
 
@@ -123,18 +120,6 @@ def _make_advance(case: Case, rng: np.random.Generator) -> dict[str, Value]:
     }
 
 
-def _sample_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
-    logits = values["logits"]
-    assert isinstance(logits, np.ndarray)
-    return Cost(logits.nbytes, 4 * logits.size)
-
-
-def _advance_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
-    rows = values["rows"]
-    assert isinstance(rows, np.ndarray)
-    return Cost(32 * len(rows), 3 * len(rows))
-
-
 SPECS = (
     OpSpec(
         "sample",
@@ -149,7 +134,6 @@ SPECS = (
             Param("ids", "out", "R", "i32"),
         ),
         sample,
-        _make_sample,
         tuple(
             Case(
                 f"t{temperature}-k{k}-p{p}-r{r}-v{v}",
@@ -166,23 +150,25 @@ SPECS = (
             )
         ),
         EXACT,
-        _sample_cost,
+        (Real("*-r1-*", {"R": 1, "V": 201088}),),
+        make=_make_sample,
     ),
     OpSpec(
         "advance",
         "feed the sampled tokens back",
         (
             Param("sampled", "in", "R", "i32"),
-            Param("rows", "in", "R", "i32"),
+            Param("rows", "in", "R", "i32", below="M"),
             Param("ids", "inout", "M", "i32"),
             Param("positions", "inout", "M", "i32"),
             Param("ends", "inout", "M", "i32"),
             Param("draws", "inout", "R", "i32"),
         ),
         advance,
-        _make_advance,
         (Case("r1-m1", {"M": 1, "R": 1}), Case("r3-m7", {"M": 7, "R": 3})),
         EXACT,
-        _advance_cost,
+        (Real("*", {"M": 32, "R": 32}),),
+        make=_make_advance,
+        flops=3,
     ),
 )

@@ -160,29 +160,16 @@ def _npy(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, file: MappedFile, whe
         start += int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
         if start + nbytes > file.nbytes:
             raise FormatError(f"{where}: reaches beyond the file; it is truncated")
-        data = file.bytes(start, start + nbytes)
-        return stored_tensor(shape, fmt, {"data": _shaped(data, dtype, shape, fortran)}, where)
-    make = partial(_unpacked, file.path, entry.filename, begin, dtype, shape, fortran, where)
-    return lazy_tensor(shape, fmt, make, where)
+        data = file.bytes(start, start + nbytes).view(dtype)
+        data = data.reshape(shape, order="F" if fortran else "C")
+        return stored_tensor(shape, fmt, {"data": data}, where)
+    return lazy_tensor(shape, fmt, partial(_unpacked, file.path, entry.filename, where), where)
 
 
-def _unpacked(
-    path: Path,
-    member: str,
-    begin: int,
-    dtype: np.dtype,
-    shape: tuple[int, ...],
-    fortran: bool,
-    where: str,
-) -> dict[str, np.ndarray]:
+def _unpacked(path: Path, member: str, where: str) -> dict[str, np.ndarray]:
     try:
-        with zipfile.ZipFile(path) as archive:
-            data = np.frombuffer(archive.read(member), np.uint8)[begin:]
+        with zipfile.ZipFile(path) as archive, archive.open(member) as stream:
+            values = np.lib.format.read_array(stream)
     except (zipfile.BadZipFile, zlib.error, OSError, KeyError, ValueError) as error:
         raise FormatError(f"{where}: {error}") from None
-    values = _shaped(data, dtype, shape, fortran)
-    return {"data": values if dtype.str in _FLOATS else values.astype(np.float32)}
-
-
-def _shaped(data: np.ndarray, dtype: np.dtype, shape: tuple[int, ...], fortran: bool) -> np.ndarray:
-    return data.view(dtype).reshape(shape, order="F" if fortran else "C")
+    return {"data": values if values.dtype.str in _FLOATS else values.astype(np.float32)}

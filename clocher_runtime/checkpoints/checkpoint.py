@@ -1,6 +1,5 @@
 """A checkpoint: the common face of every container that weights come in."""
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +11,9 @@ from clocher_kernels.errors import FormatError, ModelError, ShapeError, Unsuppor
 from clocher_kernels.formats import Bsr, Format, Mxfp4
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.disk.files import MappedFile
+from clocher_runtime.disk.plane_index import check_hashes
 
 CHECK_LIMIT_BYTES = 64 << 20
-_HASH_STEP = 1 << 22
 _INDICES = ("row_ptr", "col_idx")
 
 
@@ -130,7 +129,8 @@ class Checkpoint:
         if isinstance(stored.format, Bsr):
             planes |= {key: planes[key].copy() for key in _INDICES}
         if verify:
-            self._check_hashes(name, planes)
+            where = f"{self.path}: tensor {name!r}"
+            check_hashes(planes, self.hashes.get(name, {}), where, "convert the model again")
         tensor = QuantTensor(stored.shape, stored.format, planes)
         always = isinstance(tensor.format, Bsr | Mxfp4)
         if verify or always or tensor.nbytes <= CHECK_LIMIT_BYTES:
@@ -177,18 +177,6 @@ class Checkpoint:
     def close(self) -> None:
         """Finish with the files. A mapping lasts until the last view of it is gone."""
         self.release()
-
-    def _check_hashes(self, name: str, planes: Mapping[str, np.ndarray]) -> None:
-        for key, expected in self.hashes.get(name, {}).items():
-            data = planes[key].reshape(-1).view(np.uint8)
-            digest = hashlib.sha256()
-            for start in range(0, len(data), _HASH_STEP):
-                digest.update(data[start : start + _HASH_STEP].data)
-            if digest.hexdigest() != expected:
-                raise FormatError(
-                    f"{self.path}: tensor {name!r}, plane {key!r}: the bytes do not match their "
-                    "SHA-256: the file is damaged; convert the model again"
-                )
 
     def _stored(self, name: str) -> Stored:
         if name not in self.tensors:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from clocher_kernels.errors import ModelNotFound
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.checkpoints.dedup.checkpoint import has_dedup, open_deduplicated
+from clocher_runtime.checkpoints.dedup.reader import has_dedup, open_deduplicated
 from clocher_runtime.checkpoints.gguf.checkpoint import SUFFIX, find_gguf, open_gguf
 from clocher_runtime.checkpoints.hf.checkpoint import CONFIG, SUBFOLDERS, find_hf, open_hf
-from clocher_runtime.checkpoints.iebin.checkpoint import BIN_NAME, JSON_NAME, open_iebin
+from clocher_runtime.checkpoints.iebin import BIN_NAME, JSON_NAME, open_iebin
 
 __all__ = ["Checkpoint", "open_checkpoint", "open_iebin"]
 

@@ -3,14 +3,15 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from clocher_runtime.command.config import RunConfig
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.jsonline import OutputFields, clocher_version
 from clocher_runtime.command.loading import Engine
-from clocher_runtime.disk.jsonl_writer import JsonlWriter
+from clocher_runtime.disk.output_file import JsonlWriter
+from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.quality.trace import TopLogits, Trace, document
 from clocher_runtime.text.prompts import Prompt
 
@@ -24,8 +25,13 @@ class Completions:
     Use it as a context manager: leaving it finishes the files of `--outputs` and `--trace-ids`.
 
     Args:
-        config: the run.
         console: shows what is wrong with a prompt, and texts that were not shown as they grew.
+        sampling: for traces.
+        outputs: file for all completions.
+        trace_ids: file for the ids of all completions.
+        trace_topk: whether traces have largest logits.
+        aggregate: list none.
+        single: there is but one prompt, whose error ends the run and is told then.
 
     Attributes:
         prompts: how many came.
@@ -38,18 +44,30 @@ class Completions:
         UsageError: a file cannot be written.
     """
 
-    def __init__(self, config: RunConfig, console: Console) -> None:
+    def __init__(
+        self,
+        console: Console,
+        *,
+        sampling: Sampling | None = None,
+        outputs: Path | None = None,
+        trace_ids: Path | None = None,
+        trace_topk: int = 0,
+        aggregate: bool = False,
+        single: bool = False,
+    ) -> None:
         self.prompts = self.failed = 0
         self.first_error = ""
         self.listed: list[OutputFields] = []
-        self._config, self._console = config, console
+        self._console, self._sampling = console, sampling or Sampling()
+        self._most = 0 if aggregate else MAX_LISTED
+        self._has_topk, self._is_single = trace_topk > 0, single
         self.fingerprint: str | None = None
         self._files = ExitStack()
         self._outputs = self._traces = None
-        if config.outputs is not None:
-            self._outputs = self._files.enter_context(JsonlWriter(config.outputs, "--outputs"))
-        if config.trace_ids is not None:
-            self._traces = self._files.enter_context(JsonlWriter(config.trace_ids, "--trace-ids"))
+        if outputs is not None:
+            self._outputs = self._files.enter_context(JsonlWriter(outputs, "--outputs"))
+        if trace_ids is not None:
+            self._traces = self._files.enter_context(JsonlWriter(trace_ids, "--trace-ids"))
 
     def __enter__(self) -> Self:
         return self
@@ -83,12 +101,13 @@ class Completions:
             UsageError: a file cannot be written any more.
         """
         self.prompts += 1
-        listed = len(self.listed) < MAX_LISTED and not self._config.aggregate
+        listed = len(self.listed) < self._most
         text = engine.text(ids) if listed or show or self._outputs is not None else ""
         if prompt.error is not None:
             self.failed += 1
             self.first_error = self.first_error or prompt.error
-            self._console.note(prompt.error)
+            if not self._is_single:
+                self._console.note(prompt.error)
         elif show:
             self._console.note(f"prompt {self.prompts}:")
             self._console.completion(text)
@@ -104,7 +123,6 @@ class Completions:
     def _trace(
         self, engine: Engine, prompt: Prompt, ids: Sequence[int], topk: Sequence[TopLogits]
     ) -> Trace:
-        config = self._config
         return Trace(
             version=clocher_version(),
             model=engine.model,
@@ -114,13 +132,13 @@ class Completions:
             kv_dtype=engine.kv_dtype,
             device=engine.device,
             sampling={
-                "temperature": config.temperature,
-                "top_k": config.top_k,
-                "top_p": config.top_p,
-                "seed": config.seed,
+                "temperature": self._sampling.temperature,
+                "top_k": self._sampling.top_k,
+                "top_p": self._sampling.top_p,
+                "seed": self._sampling.seed,
             },
             prompt=prompt.text,
             prompt_ids=tuple(prompt.ids),
             generated_ids=tuple(ids),
-            topk=tuple(topk) if config.trace_topk else None,
+            topk=tuple(topk) if self._has_topk else None,
         )

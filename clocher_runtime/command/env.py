@@ -1,13 +1,15 @@
 """From flags, variables and a file to a RunConfig: flag, variable, file, default."""
 
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.command.config import Given, GivenInFile, RunConfig
-from clocher_runtime.command.config_file import read_toml, setting_texts
-from clocher_runtime.command.settings import ALL, HINTS, Setting
+from clocher_runtime.command.settings import ALL, HINTS, Given, GivenInFile, RunConfig, Setting
+
+MAX_BYTES = 1 << 20
+"""Of a settings file."""
 
 # Products are accumulated in fp32 whatever the weights are, so asking for it is no ignored hint.
 _HOST_MATH = "fp32"
@@ -105,3 +107,52 @@ def _keep_one(names: Sequence[str], values: dict[str, Any], given: dict[str, Giv
 def _rank(given: Given) -> int:
     """Return 0 for a flag, 1 for a variable, 2 for a key of the file."""
     return 2 if isinstance(given, GivenInFile) else 0 if given.source.startswith("--") else 1
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the content of a TOML file.
+
+    Raises:
+        UsageError: it cannot be read, is larger than 1 MiB, or is not TOML.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise UsageError(f"{path}: larger than {MAX_BYTES} bytes; is it a settings file?")
+        return tomllib.loads(data.decode("utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}; give a TOML file with settings") from None
+    except (ValueError, RecursionError) as error:  # invalid TOML and invalid UTF-8
+        raise UsageError(f"{path}: not TOML: {error}") from None
+
+
+def setting_texts(table: Mapping[str, Any], known: Collection[str], where: str) -> dict[str, str]:
+    """Return name -> the text that a flag would have been given.
+
+    True and false become 1 and 0, a list its elements with commas between them.
+
+    Args:
+        table: what `read_toml` returned, or a table of it.
+        known: names that may be in it.
+        where: the file, for messages.
+
+    Raises:
+        UsageError: a name is not known, or a value is a table, a date or a time.
+    """
+    unknown = sorted(set(table) - set(known))
+    if unknown:
+        raise UsageError(
+            f"{where}: unknown setting {unknown[0]!r}; known are {', '.join(sorted(known))}"
+        )
+    return {name: _text(value, f"{where}: {name}") for name, value in table.items()}
+
+
+def _text(value: Any, where: str) -> str:
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, str | int | float):
+        return str(value)
+    if isinstance(value, list):
+        return ",".join(_text(item, where) for item in value)
+    raise UsageError(f"{where}: got a {type(value).__name__}, expected text, a number or a list")

@@ -1,12 +1,11 @@
 """The JSON line: its keys, their meaning and their derivation. docs/json-line.md describes it."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
+from clocher_runtime.disk.schema import finite
 from clocher_runtime.exit_codes import exit_code
 
 SCHEMA = "clocher.run/1"
@@ -117,7 +116,7 @@ def error_line(error: BaseException) -> ErrorLine:
 
 def to_json(line: RunLine | TuneLine | ErrorLine) -> str:
     """Return a line as JSON text: ASCII only, without a line break, NaN and infinities as null."""
-    return json.dumps(_finite(asdict(line)), allow_nan=False)
+    return json.dumps(finite(asdict(line)), allow_nan=False)
 
 
 def clocher_version() -> str:
@@ -126,11 +125,3 @@ def clocher_version() -> str:
         return version("clocher")
     except PackageNotFoundError:
         return "unknown"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,65 +1,57 @@
-"""The engine of a run: a loaded model bound to a back end, or the stub, and how both are made."""
+"""The engine of a run: a loaded model bound to a back end, or to the stub, and how it is made."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
-from clocher_kernels.errors import ModelNotFound
+from clocher_kernels.errors import ModelNotFound, UsageError
 from clocher_runtime.checkpoints import Checkpoint
-from clocher_runtime.command.config import RunConfig
 from clocher_runtime.command.model_choice import choose_model
-from clocher_runtime.command.settings import SETTINGS
-from clocher_runtime.command.stub import StubSession, StubTokenizer
-from clocher_runtime.command.threads import choose_threads, not_acted_on, tune
-from clocher_runtime.engine.arguments import Sampling
-from clocher_runtime.engine.backends import ACTIVATIONS, Progress, choose, gpu
-from clocher_runtime.engine.load import load_model
-from clocher_runtime.engine.probes import Touch
-from clocher_runtime.engine.sequences import Token
+from clocher_runtime.command.settings import SETTINGS, Given, RunConfig, unmet
+from clocher_runtime.engine.backends import BACK_ENDS, Progress, Tuning, choose, gpu
+from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.session import Session
-from clocher_runtime.engine.timing import TimedWindow
-from clocher_runtime.text.tokenizer import Tokenizer
+from clocher_runtime.engine.stub import CONTEXT, stub_model
+from clocher_runtime.engine.topology import default_threads, in_order, read_cpus, usable_cpus
+from clocher_runtime.text.tokenizer import TextStream, Tokenizer
+
+_STUB_ACTS_ON = {"stub", "prompt", "prompt_ids", "prompts_file", "max_new", "batch", "prefetch"}
+_STUB_ACTS_ON |= {"rounds", "warmup", "aggregate", "require_model", "outputs"}
+_STUB_ACTS_ON |= {"trace_ids", "trace_topk"}
+
+_PINNED = frozenset({"affinity", "use_affinity", "numa_policy"})
+_REPLICATED = frozenset({"hot_replicate", "hot_repl_limit_mb"})
+_MEMORY = frozenset({"pretranspose", "prefetch_distance", "stream_block_bytes"})
 
 
-class Generates(Protocol):
-    """What a run needs of a session; see `Session`."""
+class StubTokenizer:
+    """The tokenizer of the stub: prompts are their UTF-8 bytes; ids are written out as numbers."""
 
-    context: int
-    kv_hits: int
-    kv_misses: int
+    def encode(self, text: str, *, room: int | None = None) -> list[int]:
+        """Return the UTF-8 bytes of a text.
 
-    def synchronize(self) -> None:
-        """Wait until the device has done all steps."""
+        Raises:
+            UsageError: the text is not valid Unicode, or has more characters than `room`.
+        """
+        if room is not None and len(text) > room:
+            raise UsageError(f"{len(text)} characters; at most {room} are taken: shorten it")
+        try:
+            return list(text.encode("utf-8"))
+        except UnicodeError:
+            raise UsageError("not valid Unicode text; give it in UTF-8") from None
 
-    def work_touch(self, bytes_per_token: int, stride: int) -> Touch | None:
-        """Return a work-touch of weights on a device; None: they are the mapped files."""
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the ids in angle brackets."""
+        return "".join(f"<{token}>" for token in ids)
 
-    def warm(self) -> None:
-        """Compile and load every kernel."""
-
-    def close(self) -> None:
-        """Release threads and buffers."""
-
-    def check(self, prompt: Sequence[int]) -> None:
-        """Raise UsageError unless a prompt can be generated from."""
-
-    def step_logits(self, token: Token) -> np.ndarray:
-        """Return the logits that a token of the last step was drawn from, [V] fp32."""
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new: int,
-        sampling: Sampling | None = None,
-        stop_ids: frozenset[int] | None = None,
-        window: TimedWindow | None = None,
-        after_token: Callable[[int], None] | None = None,
-    ) -> Iterator[Token]:
-        """Generate tokens for some prompts."""
+    def stream(self) -> TextStream:
+        """Return a decoder that takes one id at a time."""
+        return TextStream(self.decode)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +60,6 @@ class Engine:
 
     Attributes:
         tokenizer: None where the model has none.
-        checkpoint: None for the stub.
         files: contents of the mapped weight files, u8 [size] each.
         stop_ids: ids that end a sequence.
         bytes_per_token: weight bytes that one token reads.
@@ -76,9 +67,9 @@ class Engine:
         hints_ignored: what the run asked for and this engine does not act on.
     """
 
-    session: Generates
+    session: Session
     tokenizer: Tokenizer | StubTokenizer | None
-    checkpoint: Checkpoint | None
+    checkpoint: Checkpoint
     device: str
     backend_reason: str
     isa: str
@@ -117,89 +108,112 @@ def load_engine(
         DeviceError: the device is not available.
         OutOfMemory: the model or its cache does not fit.
     """
+    chosen = _stub(config) if config.stub else _model(config)
+    model = chosen.model
+    session = Session(
+        model,
+        backend=chosen.device,
+        batch=batch,
+        progress=progress,
+        packing=packing,
+        **chosen.settings,
+    )
+    ignored = not_acted_on(config.given, session.acted_on) + chosen.ignored
+    if config.act_prec not in (None, session.act_prec):
+        ignored = unmet(config.given, {"act_prec"}) + ignored
+    return Engine(
+        session=session,
+        tokenizer=chosen.tokenizer,
+        checkpoint=model.checkpoint,
+        device=chosen.device,
+        backend_reason=chosen.reason,
+        isa=session.isa,
+        model=chosen.name,
+        model_source=chosen.source,
+        precision=model.precision,
+        act_prec=session.act_prec,
+        kv_dtype=session.kv_dtype if model.spec.windows else "none",  # no layers, no cache
+        threads=chosen.settings["threads"],
+        files=tuple(file.bytes(0, file.nbytes) for file in model.checkpoint.files),
+        stop_ids=frozenset() if config.ignore_eos else frozenset(model.spec.eos_ids),
+        bytes_per_token=model.bytes_per_token,
+        gpu=gpu() if chosen.device == "cuda" else None,
+        hints_ignored=tuple(how for how in map(str, config.given.values()) if how in ignored),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chosen:
+    """What is to be bound, and how.
+
+    Attributes:
+        reason: why it is this device.
+        source: what named the model.
+        settings: arguments of `Session`.
+        ignored: what the run asked for and is not obeyed, whatever the session does.
+    """
+
+    device: str
+    reason: str
+    name: str
+    source: str
+    model: Model
+    tokenizer: Tokenizer | StubTokenizer | None
+    settings: Mapping[str, Any]
+    ignored: tuple[str, ...]
+
+
+def _model(config: RunConfig) -> _Chosen:
+    """Load the model of a run."""
     device, reason = choose(config.device)
     choice = choose_model(config)
     checkpoint, not_deduplicated = choice.open_for(config)
     if config.verify_weights:
         checkpoint.verify()
     model = load_model(checkpoint, config.precision)
-    tokenizer = _tokenizer(config, checkpoint)
-    threads = choose_threads(config)
-    tuning = tune(config, threads)
-    wanted = config.act_prec if config.act_prec in ACTIVATIONS[device] else None
-    session = Session(
-        model,
-        backend=device,
-        threads=threads,
-        batch=batch,
-        context=config.context,
-        kv_dtype=config.kv_dtype,
-        act_prec=wanted,
-        tuning=tuning,
-        pretranspose=config.pretranspose,
-        progress=progress,
-        packing=packing,
-    )
-    ignored = not_acted_on(config, session.acted_on)
-    if config.act_prec not in (None, session.act_prec):
-        ignored = (str(config.given["act_prec"]), *ignored)
-    ignored += not_deduplicated
-    return Engine(
-        session=session,
-        tokenizer=tokenizer,
-        checkpoint=checkpoint,
-        device=device,
-        backend_reason=reason,
-        isa=session.isa,
-        model=choice.name,
-        model_source=choice.source,
-        precision=model.precision,
-        act_prec=session.act_prec,
-        kv_dtype=session.kv_dtype,
-        threads=threads,
-        files=tuple(file.bytes(0, file.nbytes) for file in checkpoint.files),
-        stop_ids=frozenset() if config.ignore_eos else frozenset(model.spec.eos_ids),
-        bytes_per_token=model.bytes_per_token,
-        gpu=gpu() if device == "cuda" else None,
-        hints_ignored=ignored,
-    )
-
-
-def load_stub(config: RunConfig, batch: int) -> Engine:
-    """Return the stub. It acts on the prompt and on counts only; the rest is listed as ignored."""
-    acted_on = {"stub", "prompt", "prompt_ids", "prompts_file", "max_new", "batch", "prefetch"}
-    acted_on |= {"rounds", "warmup", "aggregate", "require_model", "outputs"}
-    acted_on |= {"trace_ids", "trace_topk"}
-    return Engine(
-        session=StubSession(batch),
-        tokenizer=StubTokenizer(),
-        checkpoint=None,
-        device="stub",
-        backend_reason="asked for by --stub",
-        isa="none",
-        model="stub",
-        model_source="--stub",
-        precision="none",
-        act_prec="none",
-        kv_dtype="none",
-        threads=1,
-        files=(),
-        stop_ids=frozenset(),
-        bytes_per_token=0,
-        gpu=None,
-        hints_ignored=tuple(
-            str(given)
-            for name, given in config.given.items()
-            if name not in acted_on and given.raw not in SETTINGS[name].idle
-        ),
-    )
-
-
-def _tokenizer(config: RunConfig, checkpoint: Checkpoint) -> Tokenizer | None:
-    """Load the tokenizer. Prompts that are or may be token ids do without one."""
-    source = checkpoint.tokenizer_source
     file = config.prompts_file
     may_be_ids = config.prompt_ids is not None or (file is not None and file.suffix == ".jsonl")
+    tokenizer = _tokenizer(checkpoint, may_be_ids)
+    threads = choose_threads(config.threads, config.numa_policy)
+    return _Chosen(
+        device=device,
+        reason=reason,
+        name=choice.name,
+        source=choice.source,
+        model=model,
+        tokenizer=tokenizer,
+        settings={
+            "threads": threads,
+            "context": config.context,
+            "kv_dtype": config.kv_dtype,
+            "act_prec": config.act_prec
+            if config.act_prec in BACK_ENDS[device].activations
+            else None,
+            "tuning": tuning_of(config, threads),
+            "pretranspose": config.pretranspose,
+            "itl_ms": inf,  # nobody waits for a single token
+        },
+        ignored=not_deduplicated,
+    )
+
+
+def _stub(config: RunConfig) -> _Chosen:
+    """Return the stub. It acts on the prompt and on counts only; the rest is listed as ignored."""
+    return _Chosen(
+        device="stub",
+        reason="asked for by --stub",
+        name="stub",
+        source="--stub",
+        model=stub_model(),
+        tokenizer=StubTokenizer(),
+        settings={"threads": 1, "context": CONTEXT},
+        ignored=unmet(config.given, SETTINGS.keys() - _STUB_ACTS_ON),
+    )
+
+
+def _tokenizer(checkpoint: Checkpoint, may_be_ids: bool) -> Tokenizer | None:
+    """Load the tokenizer. Prompts that are or may be token ids do without one."""
+    source = checkpoint.tokenizer_source
     if may_be_ids and isinstance(source, Path) and not os.path.exists(source):
         return None
     try:
@@ -208,3 +222,58 @@ def _tokenizer(config: RunConfig, checkpoint: Checkpoint) -> Tokenizer | None:
         raise ModelNotFound(
             f"{source!s}: no such file; a model without it takes --prompt-ids"
         ) from None
+
+
+def choose_threads(asked: int | None, policy: str) -> int:
+    """Return the threads of a run, on the socket that its NUMA policy names if it names one.
+
+    They are at most the usable CPUs. More would wait for each other at every barrier and cannot be
+    faster; results do not depend on their number.
+
+    Raises:
+        UsageError: none of the usable CPUs is on that socket.
+    """
+    if asked is not None:
+        return min(asked, len(usable_cpus()))
+    if policy.startswith("socket:"):
+        cpus = in_order(read_cpus(), policy=policy)
+        return default_threads(cpus=frozenset(cpu.id for cpu in cpus))
+    return default_threads()
+
+
+def tuning_of(config: RunConfig, threads: int) -> Tuning:
+    """Return the tuning of a run.
+
+    Threads are pinned if IE_TP_USE_AFFINITY=1, if NUMA_POLICY says where to, or if each socket has
+    weights of its own.
+
+    Raises:
+        UsageError: none of the usable CPUs is on the socket that NUMA_POLICY names.
+    """
+    every = read_cpus()
+    sockets = {cpu.socket for cpu in every}
+    copies = config.hot_replicate and len(sockets) > 1
+    pinned = config.use_affinity or config.numa_policy != "auto" or copies
+    cpus = in_order(every, config.affinity, config.numa_policy)[:threads] if pinned else ()
+    ahead = config.prefetch_distance
+    return Tuning(
+        cpus=tuple(cpu.id for cpu in cpus),
+        sockets=tuple(cpu.socket for cpu in cpus),
+        prefetch_distance=ahead if isinstance(ahead, int) else None,
+        stream_block_bytes=config.stream_block_bytes,
+        hot_replicate=config.hot_replicate,
+        hot_limit=config.hot_repl_limit_mb << 20,
+    )
+
+
+def not_acted_on(given: Mapping[str, Given], acted_on: Set[str]) -> tuple[str, ...]:
+    """Return what a run asked for and did not get, as "NAME=value".
+
+    Args:
+        given: how each field was set.
+        acted_on: what the executor acted on, by field of its hints.
+    """
+    met = set(acted_on & _MEMORY)
+    met |= _PINNED if "placement" in acted_on else set()
+    met |= _REPLICATED if "hot_replicate" in acted_on else set()
+    return unmet(given, (_PINNED | _REPLICATED | _MEMORY) - met)

@@ -20,11 +20,13 @@ class Value:
         metavar: its place holder in help.
         takes: what is accepted, as a noun phrase.
         parse: text to value; raises ValueError.
+        unset: the value of a setting that was not given, unless it has a default.
     """
 
     metavar: str
     takes: str
     parse: Callable[[str], Any]
+    unset: Any = None
 
     def read(self, source: str, raw: str) -> Any:
         """Return the value that a flag or variable named `source` was given.
@@ -55,54 +57,31 @@ def number(low: float, high: float) -> Value:
     """Take a decimal number of a closed range."""
 
     def parse(raw: str) -> float:
-        if not _NUMBER.fullmatch(raw) or not low <= float(raw) <= high:
-            raise ValueError(raw)
-        return float(raw)
+        return float(_such(raw, bool(_NUMBER.fullmatch(raw)) and low <= float(raw) <= high))
 
     return Value("X", f"a number from {low:g} to {high:g}", parse)
 
 
 def one_of(*names: str) -> Value:
     """Take one of some names."""
-
-    def parse(raw: str) -> str:
-        if raw not in names:
-            raise ValueError(raw)
-        return raw
-
-    return Value("|".join(names), f"one of {', '.join(names)}", parse)
+    return Value(
+        "|".join(names), f"one of {', '.join(names)}", lambda raw: _such(raw, raw in names)
+    )
 
 
 def switch() -> Value:
-    """Take 1 (on) or 0 (off)."""
-
-    def parse(raw: str) -> bool:
-        if raw not in ("0", "1"):
-            raise ValueError(raw)
-        return raw == "1"
-
-    return Value("0|1", "0 or 1", parse)
+    """Take 1 (on) or 0 (off); off unless it is given."""
+    return Value("0|1", "0 or 1", lambda raw: _such(raw, raw in ("0", "1")) == "1", unset=False)
 
 
 def text(metavar: str = "TEXT") -> Value:
     """Take any text in UTF-8."""
-
-    def parse(raw: str) -> str:
-        raw.encode("utf-8")
-        return raw
-
-    return Value(metavar, "text in UTF-8", parse)
+    return Value(metavar, "text in UTF-8", lambda raw: raw.encode("utf-8").decode("utf-8"))
 
 
 def path() -> Value:
     """Take a path."""
-
-    def parse(raw: str) -> Path:
-        if not raw:
-            raise ValueError(raw)
-        return Path(raw)
-
-    return Value("PATH", "a path", parse)
+    return Value("PATH", "a path", lambda raw: Path(_such(raw, raw != "")))
 
 
 def id_list() -> Value:
@@ -120,15 +99,17 @@ def socket_policy() -> Value:
     def parse(raw: str) -> str:
         if raw not in ("auto", "compact", "scatter"):
             kind, _, number_text = raw.partition(":")
-            if kind != "socket":
-                raise ValueError(raw)
-            _bounded(number_text, 0, 1023)
+            _bounded(_such(number_text, kind == "socket"), 0, 1023)
         return raw
 
     return Value("POLICY", "one of auto, compact, scatter, socket:N", parse)
 
 
 def _bounded(raw: str, low: int, high: int) -> int:
-    if not _INTEGER.fullmatch(raw) or not low <= int(raw) <= high:
+    return int(_such(raw, bool(_INTEGER.fullmatch(raw)) and low <= int(raw) <= high))
+
+
+def _such(raw: str, good: bool) -> str:
+    if not good:
         raise ValueError(raw)
-    return int(raw)
+    return raw

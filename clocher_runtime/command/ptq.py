@@ -3,8 +3,9 @@
 import hashlib
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import numpy as np
@@ -12,14 +13,13 @@ from rich.filesize import decimal
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.command.script_run import Report, reporting
-from clocher_runtime.convert.name_pattern import NamePattern
-from clocher_runtime.convert.q4.map import Q4Map, load_q4_map, parse_q4_map
+from clocher_runtime.command.script_run import COUNT, FILE, Report, Wrap, option, script, switch
+from clocher_runtime.convert.q4.map import NamePattern, Q4Map, load_q4_map, parse_q4_map
 from clocher_runtime.convert.rounding import parse_clip
 from clocher_runtime.engine.topology import default_threads
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.quality.documents import cut
-from clocher_runtime.quality.gate import LIMITS, verdict_code
+from clocher_runtime.quality.gate import LIMITS, Limits, verdict_code
 from clocher_runtime.quantize.alloc import allocation_table
 from clocher_runtime.quantize.job import CalibrationText, GateText, Job, Outcome, run_job
 from clocher_runtime.quantize.plan import QuantPlan
@@ -43,122 +43,124 @@ _GATE_WINDOW = 256
 _DOCUMENT_TOKENS = 1024
 _NOT_RECORDED = {"out", "threads", "calib_text", "gate", "rules"}
 
-F = TypeVar("F", bound=Callable[..., Any])
+OPTIONS: tuple[Wrap, ...] = (
+    option(
+        "--out",
+        click.Path(path_type=Path, dir_okay=False),
+        "Manifest to write (JSON). Planes of imx and gptq go to NAME.parts beside it.",
+        required=True,
+    ),
+    option("--bits", click.Choice(["4", "8"]), "Bits of a code.  [default: 4]"),
+    option(
+        "--weights-only",
+        click.IntRange(0, 1),
+        "Only 1: activations are never quantised by a manifest (see --act-prec of clocher-run).",
+        default=1,
+    ),
+    option(
+        "--granularity",
+        click.Choice(["per-tensor", "per-row", "per-group"]),
+        "What shares a scale.  [default: per-group for 4 bits, per-row for 8]",
+    ),
+    option(
+        "--group",
+        click.Choice(["32", "64", "128", "256"]),
+        "Columns that share a scale.  [default: 32]",
+    ),
+    click.option(
+        "--symmetric/--affine",
+        "symmetric",
+        default=None,
+        help="Without or with a zero point per group.  [default: affine for 4 bits]",
+    ),
+    option("--scale-dtype", click.Choice(["f16", "bf16", "f32"])),
+    option("--clamp", float, "Clamp weights to [-CLAMP, CLAMP] first."),
+    option("--percentile", float, "Leave the largest 100 - PERCENTILE % out of a range."),
+    switch("--mse", "Search each scale for the least squared error."),
+    option(
+        "--rules",
+        FILE,
+        "Manifest with rules (regex, first match wins) in place of the flags above.",
+    ),
+    option(
+        "--method",
+        click.Choice(["rtn", "imx", "gptq"]),
+        "Rounding; search weighted by activations; GPTQ.  [default: rtn, or imx with --calib-text]",
+    ),
+    option("--calib-text", FILE, "UTF-8 text for imx, gptq and --target-bpw."),
+    option("--samples", COUNT, default=128),
+    option("--seq-len", click.IntRange(8), default=512),
+    option("--seed", click.IntRange(0), default=0),
+    option(
+        "--target-bpw",
+        float,
+        "Choose formats per tensor for so many bits per quantised weight.",
+    ),
+    switch("--requantize", "Quantise tensors that are MXFP4, ternary or integers already; lossy."),
+    option("--gate", FILE, "UTF-8 held-out text to judge the result on."),
+    option("--gate-window", click.IntRange(2), default=_GATE_WINDOW),
+    option("--gate-limits", click.Choice(list(LIMITS)), "Default: by format."),
+    option("--max-ppl-ratio", float),
+    option("--max-kld", float),
+    option("--min-same-top", float),
+    option("--max-rms-dp", float),
+    option("--min-tokens", COUNT),
+    option("--min-documents", COUNT),
+    option(
+        "--cosine-threshold",
+        click.FloatRange(-1, 1),
+        "Least cosine of each quantised tensor with the float one; below it: rejected.",
+    ),
+    option("--threads", COUNT, "Default: all usable cores."),
+    switch("--no-hash", "Record a hash of each file's first MiB alone."),
+    switch("--dry-run", "Print the plan, write nothing."),
+)
+"""What every PTQ script takes besides its input."""
 
 
-def ptq_options(function: F) -> F:
-    """Add the flags of a PTQ script to a command."""
-    text = click.Path(path_type=Path, exists=True, dir_okay=False)
-    decorators = [
-        click.option(
-            "--out",
-            type=click.Path(path_type=Path, dir_okay=False),
-            required=True,
-            help="Manifest to write (JSON). Planes of imx and gptq go to NAME.parts beside it.",
-        ),
-        click.option("--bits", type=click.Choice(["4", "8"]), help="Bits of a code.  [default: 4]"),
-        click.option(
-            "--weights-only",
-            type=click.IntRange(0, 1),
-            default=1,
-            show_default=True,
-            help="Only 1: activations are never quantised by a manifest (see --act-prec of "
-            "clocher-run).",
-        ),
-        click.option(
-            "--granularity",
-            type=click.Choice(["per-tensor", "per-row", "per-group"]),
-            help="What shares a scale.  [default: per-group for 4 bits, per-row for 8]",
-        ),
-        click.option(
-            "--group",
-            type=click.Choice(["32", "64", "128", "256"]),
-            help="Columns that share a scale.  [default: 32]",
-        ),
-        click.option(
-            "--symmetric/--affine",
-            "symmetric",
-            default=None,
-            help="Without or with a zero point per group.  [default: affine for 4 bits]",
-        ),
-        click.option("--scale-dtype", type=click.Choice(["f16", "bf16", "f32"])),
-        click.option("--clamp", type=float, help="Clamp weights to [-CLAMP, CLAMP] first."),
-        click.option(
-            "--percentile", type=float, help="Leave the largest 100 - PERCENTILE % out of a range."
-        ),
-        click.option("--mse", is_flag=True, help="Search each scale for the least squared error."),
-        click.option(
-            "--rules",
-            type=text,
-            help="Manifest with rules (regex, first match wins) in place of the flags above.",
-        ),
-        click.option(
-            "--method",
-            type=click.Choice(["rtn", "imx", "gptq"]),
-            help="Rounding; search weighted by activations; GPTQ.  [default: rtn, or imx with "
-            "--calib-text]",
-        ),
-        click.option("--calib-text", type=text, help="UTF-8 text for imx, gptq and --target-bpw."),
-        click.option("--samples", type=click.IntRange(1), default=128, show_default=True),
-        click.option("--seq-len", type=click.IntRange(8), default=512, show_default=True),
-        click.option("--seed", type=click.IntRange(0), default=0, show_default=True),
-        click.option(
-            "--target-bpw",
-            type=float,
-            help="Choose formats per tensor for so many bits per quantised weight.",
-        ),
-        click.option(
-            "--requantize",
-            is_flag=True,
-            help="Quantise tensors that are MXFP4, ternary or integers already; lossy.",
-        ),
-        click.option("--gate", type=text, help="UTF-8 held-out text to judge the result on."),
-        click.option(
-            "--gate-window", type=click.IntRange(2), default=_GATE_WINDOW, show_default=True
-        ),
-        click.option("--gate-limits", type=click.Choice(list(LIMITS)), help="Default: by format."),
-        click.option("--max-ppl-ratio", type=float),
-        click.option("--max-kld", type=float),
-        click.option("--min-same-top", type=float),
-        click.option("--max-rms-dp", type=float),
-        click.option("--min-tokens", type=click.IntRange(1)),
-        click.option("--min-documents", type=click.IntRange(1)),
-        click.option(
-            "--cosine-threshold",
-            type=click.FloatRange(-1, 1),
-            help="Least cosine of each quantised tensor with the float one; below it: rejected.",
-        ),
-        click.option("--threads", type=click.IntRange(1), help="Default: all usable cores."),
-        click.option(
-            "--no-hash", is_flag=True, help="Record a hash of each file's first MiB alone."
-        ),
-        click.option("--dry-run", is_flag=True, help="Print the plan, write nothing."),
-    ]
-    for decorator in reversed(decorators):
-        function = decorator(function)
-    return function
-
-
-def run_ptq(name: str, opener: Callable[[], Checkpoint], options: dict[str, Any]) -> int:
-    """Run one PTQ script and return its exit code.
+def ptq_script(
+    name: str,
+    about: str | None,
+    epilog: str,
+    given: Wrap,
+    opener: Callable[[Any], Checkpoint],
+) -> click.Command:
+    """Return a PTQ script.
 
     Args:
         name: of the script, for messages.
-        opener: opens the input.
-        options: what `ptq_options` has read.
+        about: what its help says.
+        epilog: the end of its help.
+        given: the option that names its input, called "source".
+        opener: opens what that option was given.
     """
-    with reporting(name) as report:
-        rules_of(options, ())  # refuses flags before a model is opened, or even fetched
-        checkpoint = opener()
-        rules = rules_of(options, checkpoint.names)
-        job = _job(checkpoint, rules, options)
-        plan = job.plan()
-        _say_plan(report, checkpoint, plan)
-        if options["dry_run"]:
-            return ExitCode.OK
-        with _Bars(report) as bars:
-            outcome = run_job(job, plan, bars.tell)
-        return _say_outcome(report, outcome)
+
+    @script(name, epilog, given, *OPTIONS, help=about)
+    def main(report: Report, source: Any, **options: Any) -> int:
+        return run_ptq(report, lambda: opener(source), options)
+
+    return main
+
+
+def run_ptq(report: Report, opener: Callable[[], Checkpoint], options: dict[str, Any]) -> int:
+    """Quantise, and return the exit code.
+
+    Args:
+        report: where it is told.
+        opener: opens the input.
+        options: what `OPTIONS` have read.
+    """
+    rules_of(options, ())  # refuses flags before a model is opened, or even fetched
+    checkpoint = opener()
+    rules = rules_of(options, checkpoint.names)
+    job = _job(checkpoint, rules, options)
+    plan = job.plan()
+    _say_plan(report, checkpoint, plan)
+    if options["dry_run"]:
+        return ExitCode.OK
+    with report.counting() as tell:
+        outcome = run_job(job, plan, tell)
+    return _say_outcome(report, outcome)
 
 
 def rules_of(options: dict[str, Any], names: Iterable[str]) -> Q4Map:
@@ -305,8 +307,7 @@ def _gate(checkpoint: Checkpoint, options: dict[str, Any]) -> GateText:
     per_document = max(1, _DOCUMENT_TOKENS // window)
     encode = _tokenizer(checkpoint).encode
     documents = cut(text, encode, window, windows_per_document=per_document)
-    names = ("max_ppl_ratio", "max_kld", "min_same_top", "max_rms_dp")
-    given = {name: options[name] for name in (*names, "min_tokens", "min_documents")}
+    given = {field.name: options.get(field.name) for field in fields(Limits)}
     return GateText(documents, options["gate_limits"], given, {"text": record, "window": window})
 
 
@@ -327,38 +328,6 @@ def _read_text(path: Path) -> tuple[str, dict[str, Any]]:
         raise UsageError(f"{path}: not UTF-8: {error}") from None
     digest = hashlib.sha256(data).hexdigest()
     return text, {"name": path.name, "nbytes": len(data), "sha256": digest}
-
-
-class _Bars:
-    """Shows one progress bar after the other, a new one for each thing that is done."""
-
-    def __init__(self, report: Report) -> None:
-        self._report = report
-        self._what = ""
-        self._bar: Any = None
-        self._advance: Callable[[int, str], None] | None = None
-
-    def __enter__(self) -> "_Bars":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._end(*error)
-
-    def tell(self, what: str, done: int, total: int) -> None:
-        """Show that so much of something is done."""
-        kind = what.split(":")[0]
-        if kind != self._what:
-            self._end(None, None, None)
-            self._what = kind
-            self._bar = self._report.progress(total)
-            self._advance = self._bar.__enter__()
-        if self._advance:
-            self._advance(done, what)
-
-    def _end(self, *error: Any) -> None:
-        if self._bar is not None:
-            bar, self._bar, self._advance = self._bar, None, None
-            bar.__exit__(*error)
 
 
 def _say_plan(report: Report, checkpoint: Checkpoint, plan: QuantPlan) -> None:

@@ -1,7 +1,7 @@
 """The job of `clocher-run`: prompts in, text out, one measured window, one line of numbers."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isnan, nan
@@ -9,16 +9,16 @@ from pathlib import Path
 
 from clocher_kernels.errors import NonFinite, UsageError
 from clocher_runtime.command.completions import Completions
-from clocher_runtime.command.config import RunConfig
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.jsonline import RunLine, WorkTouchFields, clocher_version
-from clocher_runtime.command.loading import Engine, load_engine, load_stub
-from clocher_runtime.engine import metrics
+from clocher_runtime.command.loading import Engine, load_engine
+from clocher_runtime.command.settings import RunConfig
+from clocher_runtime.engine import timing
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.probes import Touch, WorkTouch, rss_peak_mib
-from clocher_runtime.engine.sequences import Token
-from clocher_runtime.engine.step_totals import Reservoir, StepTotals
-from clocher_runtime.engine.timing import TimedWindow
+from clocher_runtime.engine.requests import Token
+from clocher_runtime.engine.session import Session
+from clocher_runtime.engine.timing import Reservoir, StepTotals, TimedWindow
 from clocher_runtime.engine.topology import usable_cpus
 from clocher_runtime.quality.trace import TopLogits, fingerprint, top_logits
 from clocher_runtime.text.prompt_pipeline import PromptPipeline, prefetch_depth, worker_count
@@ -66,8 +66,16 @@ def run(config: RunConfig, console: Console) -> RunLine:
     source = PromptSource(config.prompts_file, config.prompt_ids or config.prompt, config.rounds)
     try:
         batch = len(source.peek(config.batch))
-        _warn(config, batch, console)
-        with Completions(config, console) as completions:
+        _warn(console, config.threads, config.batch, batch)
+        with Completions(
+            console,
+            sampling=_sampling(config),
+            outputs=config.outputs,
+            trace_ids=config.trace_ids,
+            trace_topk=config.trace_topk,
+            aggregate=config.aggregate,
+            single=config.prompts_file is None,
+        ) as completions:
             return _run(config, console, source, batch, completions)
     finally:
         source.close()
@@ -80,24 +88,21 @@ def _run(
     batch: int,
     completions: Completions,
 ) -> RunLine:
-    engine = (
-        load_stub(config, batch)
-        if config.stub
-        else load_engine(config, batch, console.compiling, console.packing)
-    )
+    engine = load_engine(config, batch, console.compiling, console.packing)
+    session = engine.session
     try:
-        for note in engine.checkpoint.notes if engine.checkpoint else ():
+        for note in engine.checkpoint.notes:
             console.note(note)
-        if config.trace_ids is not None and engine.checkpoint is not None:
+        if config.trace_ids is not None and engine.checkpoint.files:
             completions.fingerprint = fingerprint(engine.checkpoint)
-        room = engine.session.context or None  # the stub has no end
-        prepare = Preparation(source, engine.tokenizer, engine.session.check, room)
-        engine.session.warm()
-        _warm_up(engine, config, source, prepare)
+        prepare = Preparation(source, engine.tokenizer, session.check, session.context)
+        session.warm()
+        if config.warmup:
+            _warm_up(session, config.warmup, map(prepare, source.peek(config.batch)))
         pipelines = partial(pipeline, config, engine, source, prepare, batch)
         measured = measure(engine, pipelines, config, batch, console, completions)
     finally:
-        engine.session.close()
+        session.close()
     if completions.failed == completions.prompts:
         count = completions.prompts
         reason = completions.first_error
@@ -135,14 +140,13 @@ def measure(
     """
     session = engine.session
     window = TimedWindow("generate", synchronize=session.synchronize)
-    per_token = config.bytes_per_token if engine.files else 0  # the stub has none
-    touch = session.work_touch(per_token, config.stride_bytes)
+    touch = session.work_touch(config.bytes_per_token, config.stride_bytes)
     if touch is None:
-        touch = WorkTouch(engine.files, per_token, config.stride_bytes)
-    sampling = Sampling(config.temperature, config.top_k, config.top_p, config.seed)
+        touch = WorkTouch(engine.files, config.bytes_per_token, config.stride_bytes)
+    sampling = _sampling(config)
     hits, misses = session.kv_hits, session.kv_misses
     steps, first_token_ns = StepTotals(), Reservoir[int]()
-    tokens = 0
+    tokens, traced = 0, bool(config.trace_topk)
     for round_number in range(config.rounds):
         first = round_number == 0
         shown = first and not config.aggregate
@@ -161,15 +165,15 @@ def measure(
                     engine.stop_ids,
                     window,
                     touch if touch.bytes_per_token else None,
+                    logits=traced and first,
                 )
                 for token in _named(generated, usable) if usable else ():
                     ids = made[token.sequence]
                     if not ids:
                         first_token_ns.add(window.total_ns - began)
                     ids.append(token.id)
-                    if config.trace_topk and first:
-                        logits = session.step_logits(token)
-                        largest[token.sequence].append(top_logits(logits, config.trace_topk))
+                    if token.logits is not None:
+                        largest[token.sequence].append(top_logits(token.logits, config.trace_topk))
                     if stream is not None and token.id not in engine.stop_ids:
                         console.completion(stream.push(token.id))
                 if stream is not None:
@@ -195,6 +199,10 @@ def measure(
     )
 
 
+def _sampling(config: RunConfig) -> Sampling:
+    return Sampling(config.temperature, config.top_k, config.top_p, config.seed)
+
+
 def _named(tokens: Iterator[Token], prompts: Sequence[Prompt]) -> Iterator[Token]:
     """Yield the tokens; say of what ends them which prompt it was."""
     try:
@@ -209,7 +217,7 @@ def run_line(
 ) -> RunLine:
     """Derive the line of a run from what was measured."""
     wall_ns, steps, touch = measured.wall_ns, measured.steps, measured.touch
-    latencies = metrics.token_latencies_ms(steps.decode.values)
+    latencies = timing.token_latencies_ms(steps.decode.values)
     passes = steps.passes
     file_bytes = sum(file.size for file in engine.files)
     bytes_touched = engine.bytes_per_token * passes + touch.bytes_touched
@@ -233,13 +241,13 @@ def run_line(
         prefetch=str(config.prefetch),
         rounds=config.rounds,
         tokens_generated=measured.tokens,
-        wall_time_s=wall_ns / metrics.NS_PER_S,
-        tps_true=metrics.per_second(measured.tokens, wall_ns),
-        latency_p50_ms=metrics.percentile(latencies, 50),
-        latency_p95_ms=metrics.percentile(latencies, 95),
+        wall_time_s=wall_ns / timing.NS_PER_S,
+        tps_true=timing.per_second(measured.tokens, wall_ns),
+        latency_p50_ms=timing.percentile(latencies, 50),
+        latency_p95_ms=timing.percentile(latencies, 95),
         prefill_tokens=steps.prefill_tokens,
-        prefill_s=steps.prefill_ns / metrics.NS_PER_S,
-        ttft_ms=metrics.percentile(measured.first_token_ns.values, 50) / metrics.NS_PER_MS,
+        prefill_s=steps.prefill_ns / timing.NS_PER_S,
+        ttft_ms=timing.percentile(measured.first_token_ns.values, 50) / timing.NS_PER_MS,
         rss_peak_mb=measured.rss_peak_mib,
         kv_hits=measured.kv_hits,
         kv_misses=measured.kv_misses,
@@ -254,7 +262,7 @@ def run_line(
         ),
         bytes_touched=bytes_touched,
         coverage=bytes_touched / file_bytes if file_bytes else nan,
-        effective_gbps=metrics.per_second(bytes_touched, wall_ns) / 1e9,
+        effective_gbps=timing.per_second(bytes_touched, wall_ns) / 1e9,
         hints_ignored=[*config.hints_ignored, *engine.hints_ignored],
         outputs=completions.listed,
     )
@@ -299,19 +307,18 @@ def _is_same(path: Path, other: Path | None) -> bool:
         return False
 
 
-def _warn(config: RunConfig, prompts: int, console: Console) -> None:
+def _warn(console: Console, threads: int | None, batch: int, prompts: int) -> None:
     """Say where a run does not do quite what its flags say."""
     usable = len(usable_cpus())
-    if config.threads is not None and config.threads > usable:
-        console.note(f"{config.threads} threads with {usable} usable CPU(s): running {usable}")
-    if config.batch > prompts:
-        console.note(f"batch {config.batch} with {prompts} prompt(s): running {prompts} at a time")
+    if threads is not None and threads > usable:
+        console.note(f"{threads} threads with {usable} usable CPU(s): running {usable}")
+    if batch > prompts:
+        console.note(f"batch {batch} with {prompts} prompt(s): running {prompts} at a time")
 
 
-def _warm_up(engine: Engine, config: RunConfig, source: PromptSource, prepare: Preparation) -> None:
-    """Generate from the first usable prompt of the first micro-batch."""
-    prompts = map(prepare, source.peek(config.batch) if config.warmup else ())
+def _warm_up(session: Session, tokens: int, prompts: Iterable[Prompt]) -> None:
+    """Generate from the first usable prompt."""
     ids = next((prompt.ids for prompt in prompts if prompt.error is None), None)
     if ids is not None:
-        for _ in engine.session.generate([ids], config.warmup, stop_ids=frozenset()):
+        for _ in session.generate([ids], tokens, stop_ids=frozenset()):
             pass

@@ -1,13 +1,16 @@
-"""The one table of flags and environment variables.
+"""The one table of settings: a field of `RunConfig` is a flag, variables and a key of the file.
+
+Everything else is made from its metadata: the parser, the help text, and what docs/cli.md must say.
 
 A hint is a setting that is checked and accepted, and that this version does not act on. A hint
 that asks for something else than what happens anyway is listed under `hints_ignored`. When a later
-version acts on a hint, it becomes a field of `RunConfig`.
+version acts on a hint, it becomes a field.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from clocher_runtime.command.parsing import (
     Value,
@@ -21,15 +24,13 @@ from clocher_runtime.command.parsing import (
     text,
 )
 
-Group = Literal["Model", "Prompt", "Generation", "Run", "Work-touch", "Hints"]
-
 
 @dataclass(frozen=True, slots=True)
 class Setting:
     """How one setting of a run is given.
 
     Attributes:
-        group: heading that it is listed under.
+        group: heading of the help text that its flag is listed under.
         takes: what its flag and its variables accept.
         help: one phrase.
         flag: "--name", or "" without one. The flag of a setting that takes 0 or 1 takes no value.
@@ -38,7 +39,7 @@ class Setting:
             else than what happens anyway.
     """
 
-    group: Group
+    group: str
     takes: Value
     help: str
     flag: str = ""
@@ -46,18 +47,35 @@ class Setting:
     idle: tuple[str, ...] = ()
 
 
-def _set(
-    group: Group, takes: Value, help: str, flag: str = "", env: tuple[str, ...] = ()
-) -> Setting:
-    return Setting(group, takes, help, flag, env)
+class Given(NamedTuple):
+    """How a field was set: the flag or variable, and the text it was given."""
+
+    source: str
+    raw: str
+
+    def __str__(self) -> str:
+        return f"{self.source}={self.raw}"
 
 
-def _soft(env: str, takes: Value, help: str, *idle: str) -> Setting:
-    return Setting("Hints", takes, help, "", (env,), idle)
+class GivenInFile(Given):
+    """The same of a file: its source is the file and the key."""
+
+    __slots__ = ()
 
 
-def _hint(env: str, takes: Value, help: str, *idle: str) -> Setting:
-    return Setting("Hints", takes, help, "", (env,), idle)
+def _flag(group: str, takes: Value, help: str, *env: str, **more: Any) -> Any:
+    """Declare a field whose flag has its name."""
+    return _field(Setting(group, takes, help, "--", env), **more)
+
+
+def _variable(takes: Value, help: str, *env: str, **more: Any) -> Any:
+    """Declare a field that has no flag."""
+    return _field(Setting("", takes, help, "", env), **more)
+
+
+def _field(setting: Setting, idle: tuple[str, ...] = (), **more: Any) -> Any:
+    default = more.get("default", setting.takes.unset)
+    return field(default=default, metadata={"setting": replace(setting, idle=idle)})
 
 
 _PATH, _TEXT, _SWITCH = path(), text(), switch()
@@ -74,231 +92,254 @@ _LAYOUT = one_of("none", "woh", "wxh", "all")
 _AHEAD = integer(0, 4096, "on", "off", "auto")
 _DEDUP = one_of("off", "on_demand", "cache", "replicate_hot")
 
-SETTINGS: Mapping[str, Setting] = {
-    "model_dir": _set(
-        "Model", _PATH, "directory of a model, or GGUF file", "--model-dir", ("MODEL_DIR",)
-    ),
-    "model_json": _set("Model", _PATH, "model.ie.json of an IEBIN pair", "--model-json"),
-    "model_bin": _set("Model", _PATH, "model.ie.bin of an IEBIN pair", "--model-bin"),
-    "require_model": _set(
-        "Model",
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """A run, fully decided: every setting that it acts on. A None stands for what help says.
+
+    Attributes:
+        isa: the CPU back end reads its variable itself.
+        tile_table: None leaves tiles to the shipped tables; the CUDA back end reads its variable
+            itself.
+        config: the file whose settings are in here already.
+        given: field -> how it was set; fields with their default are absent.
+        hints_ignored: "source=value" of what was given and this version does not act on.
+    """
+
+    model_dir: Path | None = _flag(
+        "Model", _PATH, "directory of a model, or GGUF file", "MODEL_DIR"
+    )
+    model_json: Path | None = _flag("Model", _PATH, "model.ie.json of an IEBIN pair")
+    model_bin: Path | None = _flag("Model", _PATH, "model.ie.bin of an IEBIN pair")
+    require_model: bool = _variable(
         _SWITCH,
         "1: exit 3 unless a model is named or lies in the current directory",
-        env=("IE_REQUIRE_MODEL",),
-    ),
-    "verify_weights": _set(
+        "IE_REQUIRE_MODEL",
+    )
+    verify_weights: bool = _flag(
         "Model",
         _SWITCH,
         "read all weights first; check their hashes, where they have any, and their codes",
-        "--verify-weights",
-    ),
-    "stub": _set("Model", _SWITCH, "no model: token ids are a hash of the prompt", "--stub"),
-    "precision": _set(
+    )
+    stub: bool = _flag("Model", _SWITCH, "no model: token ids are a hash of the prompt")
+    precision: str | None = _flag(
         "Model",
         _PRECISION,
         "cast or quantise float weights at load (unset: as stored)",
-        "--precision",
-        ("IE_PRECISION", "PRECISION"),
-    ),
-    "kv_dtype": _set(
-        "Model",
-        _KV_DTYPE,
-        "storage of the KV cache (unset: f16, on a GPU bf16)",
-        "--kv-dtype",
-    ),
-    "context": _set(
+        "IE_PRECISION",
+        "PRECISION",
+    )
+    kv_dtype: str | None = _flag(
+        "Model", _KV_DTYPE, "storage of the KV cache (unset: f16, on a GPU bf16)"
+    )
+    context: int | None = _flag(
         "Model",
         _TOKENS,
         "prompt and output tokens of a sequence (unset: the model's, at most 4096)",
-        "--context",
-    ),
-    "prompt": _set("Prompt", _TEXT, "text to complete; - reads standard input", "--prompt"),
-    "prompt_ids": _set("Prompt", id_list(), "token ids to complete", "--prompt-ids"),
-    "prompts_file": _set(
+    )
+
+    prompt: str | None = _flag("Prompt", _TEXT, "text to complete; - reads standard input")
+    prompt_ids: tuple[int, ...] | None = _flag("Prompt", id_list(), "token ids to complete")
+    prompts_file: Path | None = _flag(
         "Prompt",
         _PATH,
         'one prompt per line; *.jsonl: {"prompt": "..."} or {"ids": [...]} per line',
-        "--prompts-file",
-        ("PROMPTS",),
-    ),
-    "max_new": _set(
-        "Generation",
-        _TOKENS,
-        "tokens to generate per prompt",
-        "--max-new",
-        ("MAX_NEW",),
-    ),
-    "temperature": _set(
-        "Generation", number(0, 100), "0 takes the most likely token", "--temperature"
-    ),
-    "top_k": _set("Generation", _COUNT, "sample from the k most likely; 0: all", "--top-k"),
-    "top_p": _set(
+        "PROMPTS",
+    )
+
+    max_new: int = _flag(
+        "Generation", _TOKENS, "tokens to generate per prompt", "MAX_NEW", default=64
+    )
+    temperature: float = _flag(
+        "Generation", number(0, 100), "0 takes the most likely token", default=0.0
+    )
+    top_k: int = _flag("Generation", _COUNT, "sample from the k most likely; 0: all", default=0)
+    top_p: float = _flag(
         "Generation",
         number(1e-6, 1),
         "sample from the most likely that sum to this probability",
-        "--top-p",
-    ),
-    "seed": _set("Generation", integer(0, (1 << 64) - 1), "same seed, same tokens", "--seed"),
-    "ignore_eos": _set(
-        "Generation", _SWITCH, "go on after the end-of-sequence token", "--ignore-eos"
-    ),
-    "device": _set("Run", _DEVICE, "where to run", "--device"),
-    "isa": _set(
-        "Run", _ISA, "CPU instruction set (unset: the best of the host)", env=("CLOCHER_ISA",)
-    ),
-    "threads": _set(
+        default=1.0,
+    )
+    seed: int = _flag("Generation", integer(0, (1 << 64) - 1), "same seed, same tokens", default=0)
+    ignore_eos: bool = _flag("Generation", _SWITCH, "go on after the end-of-sequence token")
+
+    device: str = _flag("Run", _DEVICE, "where to run", default="auto")
+    isa: str | None = _variable(
+        _ISA, "CPU instruction set (unset: the best of the host)", "CLOCHER_ISA"
+    )
+    threads: int | None = _flag(
         "Run",
         integer(1, 1024),
         "CPU threads (unset: physical cores, within the CPU quota)",
-        "--threads",
-        ("THREADS",),
-    ),
-    "tile_table": _set(
-        "Run",
-        _PATH,
-        "JSON table of tiles that GPU kernels follow; --tune writes it",
-        env=("CLOCHER_TILE_TABLE",),
-    ),
-    "tune": _set(
+        "THREADS",
+    )
+    tile_table: Path | None = _variable(
+        _PATH, "JSON table of tiles that GPU kernels follow; --tune writes it", "CLOCHER_TILE_TABLE"
+    )
+    tune: bool = _flag(
         "Run",
         _SWITCH,
         "generate nothing: time the tiles of GPU kernels on the model's weights, write a table",
-        "--tune",
-    ),
-    "config": _set(
-        "Run", _PATH, "TOML file of settings by name; flags and variables are stronger", "--config"
-    ),
-    "batch": _set(
-        "Run",
-        integer(1, 1024),
-        "prompts to generate side by side",
-        "--batch",
-        ("BATCH",),
-    ),
-    "rounds": _set(
-        "Run",
-        integer(1, 1_000_000),
-        "times to run every prompt",
-        "--rounds",
-        ("ROUNDS",),
-    ),
-    "warmup": _set(
+    )
+    config: Path | None = _flag(
+        "Run", _PATH, "TOML file of settings by name; flags and variables are stronger"
+    )
+    batch: int = _flag(
+        "Run", integer(1, 1024), "prompts to generate side by side", "BATCH", default=1
+    )
+    rounds: int = _flag(
+        "Run", integer(1, 1_000_000), "times to run every prompt", "ROUNDS", default=1
+    )
+    warmup: int = _flag(
         "Run",
         integer(0, 1 << 24),
         "tokens to generate before the timed window",
-        "--warmup",
-        ("WARMUP_TOKENS",),
-    ),
-    "prefetch": _set(
+        "WARMUP_TOKENS",
+        default=0,
+    )
+    prefetch: int | str = _flag(
         "Run",
         _AHEAD,
         "tokenise ahead: auto only between batches, off never, on or N (batches) beside the model",
-        "--prefetch",
-        ("PREFETCH",),
-    ),
-    "aggregate": _set(
-        "Run", _SWITCH, "report totals only: outputs stays empty in the JSON line", "--aggregate"
-    ),
-    "outputs": _set(
-        "Run",
-        _PATH,
-        "write ids and text of every prompt to this file, JSONL",
-        "--outputs",
-    ),
-    "trace_ids": _set(
+        "PREFETCH",
+        default="auto",
+    )
+    aggregate: bool = _flag(
+        "Run", _SWITCH, "report totals only: outputs stays empty in the JSON line"
+    )
+    outputs: Path | None = _flag(
+        "Run", _PATH, "write ids and text of every prompt to this file, JSONL"
+    )
+    trace_ids: Path | None = _flag(
         "Run",
         _PATH,
         "write prompt and generated ids of each prompt to this file, JSONL, to be verified",
-        "--trace-ids",
-    ),
-    "trace_topk": _set(
+    )
+    trace_topk: int = _flag(
         "Run",
         integer(1, 1000),
         "with --trace-ids: also the N largest logits of each step",
-        "--trace-topk",
-    ),
-    "bytes_per_token": _set(
-        "Work-touch",
+        default=0,
+    )
+
+    bytes_per_token: int = _variable(
         _BYTES,
         "bytes of the weight files to walk over per token; 0: none",
-        env=("IE_BYTES_PER_TOKEN",),
-    ),
-    "stride_bytes": _set(
-        "Work-touch",
+        "IE_BYTES_PER_TOKEN",
+        default=0,
+    )
+    stride_bytes: int = _variable(
         integer(1, 1 << 40),
         "distance of the bytes that the walk reads",
-        env=("IE_STRIDE_BYTES",),
-    ),
-    "verify_touch": _set(
-        "Work-touch", _SWITCH, "1: report the checksum of the walk", env=("IE_VERIFY_TOUCH",)
-    ),
-    "act_prec": _set(
-        "Hints", _ACT_PREC, "precision of activations (unset: the model's)", env=("IE_ACT_PREC",)
-    ),
-    "pretranspose": _set(
+        "IE_STRIDE_BYTES",
+        default=256,
+    )
+    verify_touch: bool = _variable(_SWITCH, "1: report the checksum of the walk", "IE_VERIFY_TOUCH")
+
+    act_prec: str | None = _variable(
+        _ACT_PREC, "precision of activations (unset: the model's)", "IE_ACT_PREC"
+    )
+    pretranspose: str | None = _flag(
         "Hints",
         _LAYOUT,
         "prepack weights: of the output head (woh), of the blocks (wxh), all or none (unset: all "
         "integer weights)",
-        "--pretranspose",
-        ("PRETRANSPOSE",),
-    ),
-    "affinity": _soft(
-        "AFFINITY",
+        "PRETRANSPOSE",
+    )
+    affinity: str = _variable(
         _PLACEMENT,
         "pinned threads: compact takes neighbouring cores and fills sockets, scatter one of each "
         "cache and socket in turn",
-        "auto",
-    ),
-    "use_affinity": _soft("IE_TP_USE_AFFINITY", _SWITCH, "1: pin each thread to a CPU", "0"),
-    "numa_policy": _soft(
-        "NUMA_POLICY",
+        "AFFINITY",
+        default="auto",
+        idle=("auto",),
+    )
+    use_affinity: bool = _variable(
+        _SWITCH, "1: pin each thread to a CPU", "IE_TP_USE_AFFINITY", idle=("0",)
+    )
+    numa_policy: str = _variable(
         socket_policy(),
         "pin threads: fill sockets, one of each in turn, or one socket only",
-        "auto",
-    ),
-    "hot_replicate": _soft(
-        "IE_HOT_REPLICATE", _SWITCH, "1: copies per socket of weights that every token reads", "0"
-    ),
-    "hot_repl_limit_mb": _soft(
-        "IE_HOT_REPL_LIMIT_MB", _COUNT, "cap of the copies of a socket in MiB; 0: none", "0"
-    ),
-    "prefetch_distance": _soft(
-        "IE_PREFETCH_DISTANCE",
+        "NUMA_POLICY",
+        default="auto",
+        idle=("auto",),
+    )
+    hot_replicate: bool = _variable(
+        _SWITCH,
+        "1: copies per socket of weights that every token reads",
+        "IE_HOT_REPLICATE",
+        idle=("0",),
+    )
+    hot_repl_limit_mb: int = _variable(
+        _COUNT,
+        "cap of the copies of a socket in MiB; 0: none",
+        "IE_HOT_REPL_LIMIT_MB",
+        default=0,
+        idle=("0",),
+    )
+    prefetch_distance: int | str = _variable(
         integer(0, 1 << 40, "auto"),
         "bytes of weights to load ahead (auto: the kernel's)",
-        "auto",
-    ),
-    "stream_block_bytes": _soft(
-        "IE_STREAM_BLOCK_BYTES",
+        "IE_PREFETCH_DISTANCE",
+        default="auto",
+        idle=("auto",),
+    )
+    stream_block_bytes: int | None = _variable(
         _BYTES,
         "stored bytes of float weights to decode at a time for many tokens",
-    ),
-    "dedup": _soft(
-        "IE_DEDUP",
+        "IE_STREAM_BLOCK_BYTES",
+    )
+    dedup: bool | None = _variable(
         _SWITCH,
         "1: use deduplicated weights, 0: never (unset: if model.ie.bin is not there)",
-        "0",
-    ),
-    "dedup_strict": _soft(
-        "IE_DEDUP_STRICT", _SWITCH, "with IE_DEDUP=1: refuse a model without sound ones", "0"
-    ),
-    "dedup_policy": _soft(
-        "IE_DEDUP_POLICY",
+        "IE_DEDUP",
+        default=None,
+        idle=("0",),
+    )
+    dedup_strict: bool = _variable(
+        _SWITCH,
+        "with IE_DEDUP=1: refuse a model without sound ones",
+        "IE_DEDUP_STRICT",
+        idle=("0",),
+    )
+    dedup_policy: str = _variable(
         _DEDUP,
         "decode a tensor when it is loaded; also keep it in files; also keep others in memory",
-        "off",
-    ),
-    "dedup_cache_mb": _soft("IE_DEDUP_CACHE_MB", _COUNT, "with cache: MiB of files (unset: 1024)"),
-    "dedup_hot_bytes": _soft(
-        "IE_DEDUP_HOT_BYTES", _BYTES, "with replicate_hot: bytes to copy into memory; 0: no limit"
-    ),
-    "dedup_hot_list": _soft(
-        "IE_DEDUP_HOT_LIST",
+        "IE_DEDUP_POLICY",
+        default="on_demand",
+        idle=("off",),
+    )
+    dedup_cache_mb: int | None = _variable(
+        _COUNT, "with cache: MiB of files (unset: 1024)", "IE_DEDUP_CACHE_MB"
+    )
+    dedup_hot_bytes: int = _variable(
+        _BYTES,
+        "with replicate_hot: bytes to copy into memory; 0: no limit",
+        "IE_DEDUP_HOT_BYTES",
+        default=0,
+    )
+    dedup_hot_list: str | None = _variable(
         _TEXT,
         "with replicate_hot: names of tensors, commas between them, * and ? wild (unset: all)",
-    ),
-}
+        "IE_DEDUP_HOT_LIST",
+    )
+
+    given: Mapping[str, Given] = field(default_factory=dict)
+    hints_ignored: tuple[str, ...] = ()
+
+
+def _declared() -> Iterator[tuple[str, Setting]]:
+    for each in fields(RunConfig):
+        if setting := each.metadata.get("setting"):
+            flag = f"--{each.name.replace('_', '-')}" if setting.flag else ""
+            yield each.name, replace(setting, flag=flag)
+
+
+def _hint(env: str, takes: Value, help: str, *idle: str) -> Setting:
+    return Setting("Hints", takes, help, "", (env,), idle)
+
+
+SETTINGS: Mapping[str, Setting] = dict(_declared())
 """Field of `RunConfig` -> how it is given."""
 
 _HINTS = (
@@ -314,3 +355,9 @@ HINTS: Mapping[str, Setting] = {hint.env[0].lower().removeprefix("ie_"): hint fo
 
 ALL: Mapping[str, Setting] = {**SETTINGS, **HINTS}
 """Every flag and every environment variable of a run."""
+
+
+def unmet(given: Mapping[str, Given], names: Collection[str]) -> tuple[str, ...]:
+    """Return what was given of some settings as "source=value", but for what asks for nothing."""
+    found = [(setting, given[n]) for n, setting in SETTINGS.items() if n in names and n in given]
+    return tuple(str(how) for setting, how in found if how.raw not in setting.idle)

@@ -6,16 +6,14 @@ from pathlib import Path
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.checkpoints.iebin.writer import write_file
-from clocher_runtime.command.config import RunConfig
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.jsonline import TuneLine, clocher_version
 from clocher_runtime.command.model_choice import choose_model
+from clocher_runtime.command.settings import RunConfig
+from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.engine import backends
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.models.build import build_plan
-
-_PRODUCTS = ("linear", "linear_i8")
 
 
 def tune(config: RunConfig, console: Console) -> TuneLine:
@@ -67,7 +65,7 @@ def products(model: Model) -> Iterator[tuple[str, int, int]]:
         model.spec, model.formats, tokens=1, rows=1, slots=1, context=1, kv_dtype="bf16"
     )
     for call in plan.calls:
-        if call.op in _PRODUCTS:
+        if call.op == "linear":
             weight = model.weights[call.args["w"]]
             assert isinstance(weight, QuantTensor)
             yield weight.format.name, weight.shape[0], weight.shape[1]

@@ -4,13 +4,9 @@ Blocks that are zero are left out. With a target sparsity the weakest blocks of 
 their root mean square, are made zero first. A matrix that would not become smaller stays dense.
 """
 
-import errno
 import os
-import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,12 +15,12 @@ from clocher_kernels.formats import Bsr, Float
 from clocher_kernels.formats.bsr import INNERS
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.checkpoints.hf.checkpoint import CONFIG
-from clocher_runtime.checkpoints.iebin.checkpoint import MAX_VOCAB_BYTES
-from clocher_runtime.checkpoints.iebin.writer import IebinWriter
+from clocher_runtime.checkpoints.iebin import BIN_NAME, IebinWriter
 from clocher_runtime.checkpoints.opening import open_checkpoint
-from clocher_runtime.convert.name_pattern import NamePattern
-from clocher_runtime.disk.files import read_bytes
+from clocher_runtime.convert.q4.map import NamePattern
+from clocher_runtime.convert.to_iebin import finish, refuse_hf_folder, vocabulary
+from clocher_runtime.disk.output_file import check_free
+from clocher_runtime.disk.plane_writer import Progress
 
 LINEARS = r"model\.layers\.[0-9]+\..*_proj\.weight"
 """Names of the matrices that are made block-sparse unless a run says otherwise."""
@@ -140,7 +136,7 @@ class SparseConversion:
     nbytes: int
     free_bytes: int
 
-    def run(self, progress: Callable[[int, str], None] | None = None) -> list[Outcome]:
+    def run(self, progress: Progress | None = None) -> list[Outcome]:
         """Write the output.
 
         Args:
@@ -155,11 +151,10 @@ class SparseConversion:
             UsageError: no matrix would become smaller, or another conversion is at work there.
             OSError: the output cannot be written; nothing of it is left.
         """
-        tokenizer = self.source.tokenizer_json
-        vocab = read_bytes(tokenizer, MAX_VOCAB_BYTES) if os.path.isfile(tokenizer) else None
+        vocab = vocabulary(self.source)
         self.out_dir.mkdir(parents=True, exist_ok=True)
         outcomes: list[Outcome] = []
-        with IebinWriter(self.out_dir) as writer:
+        with IebinWriter(self.out_dir, progress=progress) as writer:
             for name in self.source.names:
                 tensor = self.source.tensor(name, verify=True)
                 if name in self.names:
@@ -167,21 +162,15 @@ class SparseConversion:
                     outcomes.append(outcome)
                 writer.add(name, tensor)
                 self.source.release()
-                if progress:
-                    progress(writer.nbytes, name)
             if all(outcome.note for outcome in outcomes):
                 raise UsageError(
                     f"none of the {len(outcomes)} matrices would become smaller; the sparsest, "
                     f"{_sparsest(outcomes)}; ask for a sparsity, other blocks, or force it"
                 )
-            self.source.check_unchanged()
-            writer.commit(
-                self.source.config,
-                self.source.generation_config,
-                self.source.tokenizer_config,
-                vocab,
-                self._provenance(outcomes),
-            )
+            done = {o.name: self.source.tensors[o.name].format.name for o in outcomes if not o.note}
+            how = asdict(self.how) | {"block": list(self.how.block)}
+            del how["force"]
+            finish(writer, self.source, vocab, q4_map=None, quantised=done, block_sparse=how)
         return outcomes
 
     def _convert(self, name: str, tensor: QuantTensor) -> tuple[QuantTensor, Outcome]:
@@ -200,21 +189,6 @@ class SparseConversion:
             note = "would grow"
         stored = tensor if note else sparse
         return stored, Outcome(name, density, before, after, stored.format.name, note)
-
-    def _provenance(self, outcomes: list[Outcome]) -> dict[str, Any]:
-        done = {o.name: self.source.tensors[o.name].format.name for o in outcomes if not o.note}
-        return {
-            "container": "iebin" if self.source.kind == "iebin" else "safetensors",
-            "files": [{"file": f.path.name, "nbytes": f.nbytes} for f in self.source.files],
-            "q4_map": None,
-            "quantised": done,
-            "block_sparse": {
-                "block": list(self.how.block),
-                "inner": self.how.inner,
-                "sparsity": self.how.sparsity,
-                "pattern": self.how.pattern,
-            },
-        }
 
 
 def _sparsest(outcomes: list[Outcome]) -> str:
@@ -238,11 +212,7 @@ def plan_block_sparse(
         OSError: the disk is too small.
     """
     how = how or Sparsifying()
-    if os.path.lexists(out_dir / CONFIG):
-        raise UsageError(
-            f"{out_dir}: holds a Hugging Face model (config.json), whose files the output could "
-            "overwrite; choose another --out-dir"
-        )
+    refuse_hf_folder(out_dir)
     source = open_checkpoint(model_dir)
     if os.path.exists(out_dir) and os.path.samefile(out_dir, source.path):
         raise UsageError(f"{out_dir}: is the input; choose another --out-dir")
@@ -258,11 +228,7 @@ def plan_block_sparse(
             f"{', '.join(source.names[:4])}, ..."
         )
     nbytes = _most_bytes(source, names, how)
-    existing = next(folder for folder in (out_dir, *out_dir.parents) if folder.is_dir())
-    free = shutil.disk_usage(existing).free
-    if nbytes > free:
-        message = f"the model needs up to {nbytes} bytes, the disk has {free} free"
-        raise OSError(errno.ENOSPC, message, str(out_dir))
+    free = check_free(out_dir / BIN_NAME, nbytes)
     return SparseConversion(source, out_dir, how, names, nbytes, free)
 
 
@@ -276,6 +242,4 @@ def _most_bytes(source: Checkpoint, names: tuple[str, ...], how: Sparsifying) ->
             blocks = -(-n // height) * -(-k // width)
             most = max(most, replace(fmt, nnzb=blocks).nbytes(tensor.shape))
         total += most + _EXTRA_BYTES_PER_TENSOR
-    return total + sum(
-        os.path.getsize(file) for file in (source.tokenizer_json,) if os.path.isfile(file)
-    )
+    return total + len(vocabulary(source) or b"")

@@ -11,6 +11,7 @@ stay the same, and each tensor has a stream of its own: seed and name decide its
 import zlib
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from statistics import NormalDist
 
 import numpy as np
@@ -45,9 +46,7 @@ def normal_vector(
     name: str, shape: Shape, seed: int, mean: float, std: float, fmt: Format
 ) -> QuantTensor:
     """Return a float tensor of normally distributed values."""
-    count = 1
-    for dim in shape:
-        count *= dim
+    count = prod(shape)
     values = np.float32(mean) + np.float32(std) * _normal(_stream(name, seed), count)
     return QuantTensor(shape, fmt, fmt.encode(values.reshape(shape)))
 
@@ -68,9 +67,7 @@ def normal_matrix(name: str, shape: Shape, seed: int, std: float, fmt: Format) -
     """
     planes = fmt.planes(shape)
     pool = _pool(fmt, std, seed)
-    rows = 1
-    for dim in shape[:-1]:
-        rows *= dim
+    rows = prod(shape[:-1])
     if isinstance(fmt, Ternary):
         rows //= 4
     across = -(-shape[-1] // pool.elements)
@@ -89,9 +86,7 @@ def normal_matrix(name: str, shape: Shape, seed: int, std: float, fmt: Format) -
         if key in pool.shared:
             whole[key] = _spread(pool.shared[key], plane.dtype, plane.shape, stream)
             continue
-        width = 1
-        for dim in plane.shape[len(shape) - 1 :]:
-            width *= dim
+        width = prod(plane.shape[len(shape) - 1 :])
         # Where K is no multiple of the cell, a row ends inside one.
         full = drawn[key].reshape(rows, -1)
         whole[key] = np.ascontiguousarray(full[:, :width]).reshape(plane.shape)
@@ -128,9 +123,7 @@ def _pool(fmt: Format, std: float, seed: int) -> _Pool:
 
 def _spread(value: np.ndarray, dtype: str, shape: Shape, stream: np.random.SFC64) -> np.ndarray:
     """Return scales for a shape: one as it is, several within 10 % of it."""
-    count = 1
-    for dim in shape:
-        count *= dim
+    count = prod(shape)
     if count == 1:
         return value.reshape(shape).copy()
     factor = 0.9 + 0.2 * _draws(stream, count).astype(np.float32) / 65536

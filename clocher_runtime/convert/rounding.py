@@ -80,7 +80,7 @@ def parse_clip(text: str) -> Clip:
 
 
 def round_tensor(
-    tensor: QuantTensor, fmt: Format, clip: Clip = NO_CLIP, threads: int = 1
+    tensor: QuantTensor, fmt: Format, clip: Clip = NO_CLIP, threads: int = 1, rows: int = 0
 ) -> QuantTensor:
     """Round a tensor to int4 or int8.
 
@@ -89,6 +89,7 @@ def round_tensor(
         fmt: an `Int4` or an `Int8`.
         clip: how the range of a cell is chosen.
         threads: how many threads share the row blocks.
+        rows: rows of a block; 0 leaves it to us. The result does not depend on it.
 
     Raises:
         FormatError: a value is NaN or infinite, or a scale is beyond the type of the scales.
@@ -97,23 +98,23 @@ def round_tensor(
     if not isinstance(fmt, Int4 | Int8):
         raise FormatError(f"rounding gives int4 or int8, not {fmt.name}")
     planes = {k: np.empty(p.shape, p.storage) for k, p in fmt.planes(tensor.shape).items()}
-    with Rows(tensor, threads) as rows:
+    with Rows(tensor, threads, rows) as blocks:
         for index in np.ndindex(*tensor.shape[:-2]):
             mine = {key: plane[index] for key, plane in planes.items()}
             if isinstance(fmt, Int8) and fmt.group == "tensor":
-                _round_whole(rows, index, fmt, clip, mine)
+                _round_whole(blocks, index, fmt, clip, mine)
             else:
-                rows.each(index, partial(_round_rows, fmt, clip, mine))
+                blocks.each(index, partial(_round_rows, fmt, clip, mine))
     return QuantTensor(tensor.shape, fmt, planes)
 
 
 class Rows:
     """Decodes the matrices of a tensor a few rows at a time, on several threads."""
 
-    def __init__(self, tensor: QuantTensor, threads: int = 1) -> None:
-        """Prepare to read a tensor [..., N, K]."""
+    def __init__(self, tensor: QuantTensor, threads: int = 1, step: int = 0) -> None:
+        """Prepare to read a tensor [..., N, K], this many rows at a time."""
         self._tensor = tensor
-        self._step = max(1, _BLOCK_ELEMENTS // tensor.shape[-1])
+        self._step = step or max(1, _BLOCK_ELEMENTS // tensor.shape[-1])
         self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
 
     def __enter__(self) -> "Rows":

@@ -1,27 +1,37 @@
 """Models of published shapes with random weights, written as IEBIN and, if asked, as GGUF.
 
+A preset says everything about a model but its weights: speed is measured at real shapes without a
+download. assets/presets.json has those of published models, of `llama-1b`, which was never
+published, and of tiny models of the same kinds for tests.
+
 Weights have the standard deviation 1/sqrt(K), so that a linear keeps the size of its input, and
 logits come out of the order of 1. One tensor is in memory at a time. The same arguments give the
 same bytes.
 """
 
-import errno
+import copy
 import json
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from clocher_kernels.errors import FormatError, ShapeError, UsageError
 from clocher_kernels.formats import Float, Format, Int4, Int8, Mxfp4, Ternary
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.checkpoints.hf.checkpoint import CONFIG
-from clocher_runtime.checkpoints.iebin.checkpoint import JSON_NAME, open_iebin, place
-from clocher_runtime.checkpoints.iebin.writer import IebinWriter
-from clocher_runtime.convert.gguf.export import GgufExport, plan_gguf
-from clocher_runtime.convert.presets import find_preset
+from clocher_runtime.checkpoints.iebin import (
+    BIN_NAME,
+    JSON_NAME,
+    IebinWriter,
+    model_bytes,
+    open_iebin,
+)
+from clocher_runtime.convert.gguf import GgufExport, plan_gguf
 from clocher_runtime.convert.random_tensors import normal_matrix, normal_vector
+from clocher_runtime.convert.to_iebin import refuse_hf_folder
+from clocher_runtime.disk.output_file import check_free
+from clocher_runtime.disk.plane_writer import Progress
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import Need, inventory
 from clocher_runtime.models.spec import ModelSpec
@@ -31,11 +41,62 @@ HEADS = ("bf16", "int8w", "int4")
 GROUPS = ("32", "64", "128", "row")
 GGUF_NAME = "model.gguf"
 
-Progress = Callable[[int, str], None]
-
+_PRESETS = Path(__file__).parents[1] / "assets" / "presets.json"
 _STORED = Float("bf16")
-_JSON_BYTES_PER_TENSOR = 2048
 _BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A model without weights.
+
+    Attributes:
+        name: on command lines.
+        summary: one line for people.
+        settings: contents of its config.json, for all layers.
+    """
+
+    name: str
+    summary: str
+    settings: Mapping[str, Any]
+
+    def config(self, layers: int | None = None) -> dict[str, Any]:
+        """Return a config.json.
+
+        Args:
+            layers: keep this many layers, the first ones; None keeps all.
+
+        Raises:
+            UsageError: the model has fewer layers.
+        """
+        config = copy.deepcopy(dict(self.settings))
+        most = config["num_hidden_layers"]
+        if layers is not None and not 1 <= layers <= most:
+            raise UsageError(f"{self.name} has {most} layers, got {layers}; expected 1 to {most}")
+        config["num_hidden_layers"] = layers or most
+        if "layer_types" in config:
+            config["layer_types"] = config["layer_types"][:layers]
+        return config
+
+
+def _presets() -> dict[str, Preset]:
+    found = json.loads(_PRESETS.read_text(encoding="utf-8"))
+    return {name: Preset(name, about["summary"], about["config"]) for name, about in found.items()}
+
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(_presets())
+"""Presets by name."""
+
+
+def find_preset(name: str) -> Preset:
+    """Return the preset with this name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if name not in PRESETS:
+        raise UsageError(f"no preset {name!r}; known: {', '.join(PRESETS)}")
+    return PRESETS[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +201,9 @@ class Synthesis:
         self.out_dir.mkdir(parents=True, exist_ok=True)
         (self.out_dir / GGUF_NAME).unlink(missing_ok=True)
         needs = inventory(spec_from_config(self.config))
-        with IebinWriter(self.out_dir) as writer:
+        with IebinWriter(self.out_dir, progress=progress) as writer:
             for name, fmt in self.formats.items():
                 writer.add(name, random_tensor(name, needs[name], fmt, self.seed))
-                if progress:
-                    progress(writer.nbytes, name)
             vocab = byte_tokenizer(self.config["vocab_size"])
             done = writer.nbytes
             writer.commit(self.config, {}, {}, vocab, self.source)
@@ -182,10 +241,7 @@ def plan_synthesis(
         FormatError: ggml cannot hold the weights.
         OSError: the disk is too small.
     """
-    if (out_dir / CONFIG).exists():
-        raise UsageError(
-            f"{out_dir}: holds a Hugging Face model (config.json); choose another --out-dir"
-        )
+    refuse_hf_folder(out_dir)
     config = find_preset(preset).config(layers)
     spec = spec_from_config(config)
     formats = precision.formats(spec)
@@ -202,16 +258,9 @@ def plan_synthesis(
     }
     export = plan_gguf(config, formats, preset, gguf) if gguf else None
     needs = inventory(spec)
-    end = 0
-    for name, fmt in formats.items():
-        end = place(fmt, needs[name].shape, end)[-1].end
-    nbytes = end + _JSON_BYTES_PER_TENSOR * len(formats) + len(byte_tokenizer(spec.vocab_size))
-    nbytes += export.nbytes if export else 0
-    existing = next(folder for folder in (out_dir, *out_dir.parents) if folder.is_dir())
-    free = shutil.disk_usage(existing).free
-    if nbytes > free:
-        message = f"the model needs {nbytes} bytes, the disk has {free} free: {nbytes - free} short"
-        raise OSError(errno.ENOSPC, message, str(out_dir))
+    nbytes = model_bytes((fmt, needs[name].shape) for name, fmt in formats.items())
+    nbytes += len(byte_tokenizer(spec.vocab_size)) + (export.nbytes if export else 0)
+    free = check_free(out_dir / BIN_NAME, nbytes)
     return Synthesis(preset, config, formats, seed, out_dir, export, source, nbytes, free)
 
 

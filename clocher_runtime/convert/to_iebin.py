@@ -9,30 +9,40 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from clocher_kernels.errors import FormatError, ModelNotFound, UsageError
 from clocher_kernels.formats import Format
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.hf.checkpoint import CONFIG, find_hf, open_hf
-from clocher_runtime.checkpoints.iebin.checkpoint import MAX_VOCAB_BYTES, place
-from clocher_runtime.checkpoints.iebin.writer import PARTIAL_NAME, IebinWriter
+from clocher_runtime.checkpoints.iebin import (
+    BIN_NAME,
+    JSON_NAME,
+    MAX_VOCAB_BYTES,
+    PARTIAL_NAME,
+    IebinWriter,
+    model_bytes,
+    read_index,
+)
 from clocher_runtime.checkpoints.opening import open_checkpoint
-from clocher_runtime.checkpoints.q4.planes import Q4Planes, is_q4_planes, load_q4_planes
-from clocher_runtime.convert.q4.encode import encode_tensor
+from clocher_runtime.checkpoints.q4 import Q4Planes, is_q4_planes, load_q4_planes
 from clocher_runtime.convert.q4.map import Q4Map, load_q4_map
 from clocher_runtime.disk.files import read_bytes
-from clocher_runtime.disk.output_file import check_free
+from clocher_runtime.disk.output_file import check_free, write_file
+from clocher_runtime.disk.plane_index import dump
+from clocher_runtime.disk.plane_writer import Progress
 from clocher_runtime.engine.topology import usable_cpus
 
-Progress = Callable[[int, str], None]
+T = TypeVar("T")
 
-_JSON_BYTES_PER_TENSOR = 2048
+MAP_NAME = "tensor_map.json"
+
+_MAPPED = ("offset", "nbytes", "dtype", "shape")
 _CONTAINERS = {"hf": "safetensors", "bin": "pytorch"}
 
 
@@ -82,40 +92,18 @@ class Conversion:
             UsageError: another conversion is writing to the same directory.
             OSError: the output cannot be written; nothing of it is left.
         """
-        vocab = _vocabulary(self.source)
         self.out_dir.mkdir(parents=True, exist_ok=True)
+        vocab = vocabulary(self.source)
         tensors = {name: (fmt, self.source.shape(name)) for name, fmt in self.formats.items()}
-        with IebinWriter(self.out_dir, self._job()) as writer:
-            done = writer.resume(tensors, progress)
-            for name, tensor in self._prepared(list(self.formats)[len(done) :]):
+        with IebinWriter(self.out_dir, self._job(), progress) as writer:
+            done = len(writer.resume(tensors))
+            names = list(self.formats)[done:]
+            for name, tensor in prepared(self.source, names, self._prepare):
                 writer.add(name, tensor)
                 self.source.release()
-                if progress:
-                    progress(writer.nbytes, name)
-            self.source.check_unchanged()
-            writer.commit(
-                self.source.config,
-                self.source.generation_config,
-                self.source.tokenizer_config,
-                vocab,
-                self._provenance(),
-            )
-        return len(done)
-
-    def _prepared(self, names: list[str]) -> Iterator[tuple[str, QuantTensor]]:
-        """Yield tensors as they are to be written.
-
-        Meanwhile the next one is prepared, and the disk reads the one after it.
-        """
-        with ThreadPoolExecutor(1) as ahead:
-            upcoming = [ahead.submit(self._prepare, name) for name in names[:1]]
-            for index, name in enumerate(names):
-                tensor = upcoming.pop().result()
-                upcoming = [ahead.submit(self._prepare, n) for n in names[index + 1 : index + 2]]
-                for later in names[index + 2 : index + 3]:
-                    self.source.read_ahead(later)
-                yield name, tensor
-                del tensor
+            manifest = self.q4_map.document if self.q4_map else None
+            finish(writer, self.source, vocab, q4_map=manifest, quantised=self.quantised)
+        return done
 
     def _prepare(self, name: str) -> QuantTensor:
         fmt = self.formats[name]
@@ -123,10 +111,8 @@ class Conversion:
         if fmt.name == tensor.format.name:
             return tensor
         try:
-            if isinstance(self.q4_map, Q4Planes):
-                return self.q4_map.stored(name, tensor)
             assert self.q4_map is not None, "only a manifest changes formats"
-            return encode_tensor(self.q4_map, name, tensor, threads=len(usable_cpus()))
+            return self.q4_map.stored(name, tensor, threads=len(usable_cpus()))
         except FormatError as error:
             raise FormatError(f"tensor {name!r}: {error}") from None
         finally:
@@ -134,20 +120,62 @@ class Conversion:
 
     def _job(self) -> str:
         """Return what decides the output: a change of it forbids to resume."""
-        files = [(str(f.path), f.nbytes, os.stat(f.path).st_mtime_ns) for f in self.source.files]
         formats = [(n, f.name, self.source.shape(n)) for n, f in self.formats.items()]
-        manifest = self.q4_map.document if self.q4_map else None
-        text = json.dumps([files, formats, manifest])
-        return hashlib.sha256(text.encode()).hexdigest()
+        return job_name(self.source, formats, self.q4_map.document if self.q4_map else None)
 
-    def _provenance(self) -> dict[str, Any]:
-        files = [{"file": f.path.name, "nbytes": f.nbytes} for f in self.source.files]
-        return {
-            "container": _CONTAINERS.get(self.source.kind, self.source.kind),
-            "files": files,
-            "q4_map": self.q4_map.document if self.q4_map else None,
-            "quantised": self.quantised,
-        }
+
+def prepared(
+    source: Checkpoint, names: Sequence[str], prepare: Callable[[str], T]
+) -> Iterator[tuple[str, T]]:
+    """Yield each name with what was prepared for it.
+
+    Meanwhile the next one is prepared, and the disk reads the one after it.
+    """
+    with ThreadPoolExecutor(1) as ahead:
+        upcoming = [ahead.submit(prepare, name) for name in names[:1]]
+        for index, name in enumerate(names):
+            result = upcoming.pop().result()
+            upcoming = [ahead.submit(prepare, later) for later in names[index + 1 : index + 2]]
+            for later in names[index + 2 : index + 3]:
+                source.read_ahead(later)
+            yield name, result
+            del result
+
+
+def job_name(source: Checkpoint, *options: object) -> str:
+    """Return what stands for an input, as it is now, and the options of what is made of it."""
+    files = [(str(f.path), f.nbytes, os.stat(f.path).st_mtime_ns) for f in source.files]
+    return hashlib.sha256(json.dumps([files, *options]).encode()).hexdigest()
+
+
+def finish(
+    writer: IebinWriter, source: Checkpoint, vocab: bytes | None, **provenance: object
+) -> None:
+    """Commit what was made of a checkpoint, with its settings.
+
+    Raises:
+        ModelChanged: it changed meanwhile.
+        OSError: the output cannot be written.
+    """
+    source.check_unchanged()
+    container = _CONTAINERS.get(source.kind, source.kind)
+    files = [{"file": f.path.name, "nbytes": f.nbytes} for f in source.files]
+    writer.commit(
+        source.config,
+        source.generation_config,
+        source.tokenizer_config,
+        vocab,
+        {"container": container, "files": files, **provenance},
+    )
+
+
+def refuse_hf_folder(out_dir: Path) -> None:
+    """Raise UsageError if an output directory holds a Hugging Face model."""
+    if os.path.lexists(out_dir / CONFIG):
+        raise UsageError(
+            f"{out_dir}: holds a Hugging Face model (config.json), whose files the output could "
+            "overwrite; choose another --out-dir"
+        )
 
 
 def open_source(path: Path) -> Checkpoint:
@@ -188,11 +216,7 @@ def plan_conversion(
         UsageError: the output directory or the manifest cannot be used.
         OSError: the disk is too small.
     """
-    if os.path.lexists(out_dir / CONFIG):
-        raise UsageError(
-            f"{out_dir}: holds a Hugging Face model (config.json), whose files the output could "
-            "overwrite; choose another --out-dir"
-        )
+    refuse_hf_folder(out_dir)
     rules = _load_map(q4_map) if q4_map else None
     source = opener(hf_dir)
     if source.kind == "iebin" and os.path.realpath(source.path) == os.path.realpath(out_dir):
@@ -200,7 +224,9 @@ def plan_conversion(
     chosen, notes = rules.choose(source.tensors) if rules else ({}, [])
     names = sorted(source.names, key=natural)
     formats = {name: chosen.get(name, source.tensors[name].format) for name in names}
-    nbytes = _output_bytes(source, formats)
+    nbytes = model_bytes((fmt, source.shape(name)) for name, fmt in formats.items())
+    nbytes += sum(os.path.getsize(file) for file in source.path.glob("*config.json"))
+    nbytes += len(vocabulary(source) or b"")
     partial = out_dir / PARTIAL_NAME
     reclaimed = partial.stat().st_size if partial.is_file() else 0
     free = check_free(partial, nbytes, reclaimed)
@@ -220,7 +246,7 @@ def _load_map(path: Path) -> Q4Map | Q4Planes:
     return load_q4_planes(path) if is_q4_planes(path) else load_q4_map(path)
 
 
-def _vocabulary(source: Checkpoint) -> bytes | None:
+def vocabulary(source: Checkpoint) -> bytes | None:
     """Return the content of tokenizer.json, None if the model has no tokenizer."""
     tokenizer = source.tokenizer_source
     if isinstance(tokenizer, bytes):
@@ -228,16 +254,41 @@ def _vocabulary(source: Checkpoint) -> bytes | None:
     return read_bytes(tokenizer, MAX_VOCAB_BYTES) if os.path.isfile(tokenizer) else None
 
 
-def _output_bytes(source: Checkpoint, formats: Mapping[str, Format]) -> int:
-    end = 0
-    for name, fmt in formats.items():
-        end = place(fmt, source.shape(name), end)[-1].end
-    rest = sum(os.path.getsize(file) for file in source.path.glob("*config.json"))
-    return end + rest + len(_vocabulary(source) or b"") + _JSON_BYTES_PER_TENSOR * len(formats)
-
-
 def natural(name: str) -> list[str | int]:
     """Return a sort key that puts layer 2 before layer 10."""
     parts: list[str | int] = list(re.split("([0-9]{1,9})", name))
     parts[1::2] = [int(part) for part in parts[1::2]]
     return parts
+
+
+def write_tensor_map(model_dir: Path) -> int:
+    """Write tensor_map.json beside model.ie.json, for programs that do not read IEBIN.
+
+    It says nothing that model.ie.json does not say, and Clocher never reads it. It carries the
+    checksum of the model.ie.json that it was made from, so that a stale map can be told.
+
+    Returns:
+        The number of tensors in it.
+
+    Raises:
+        ModelError: model.ie.json is missing or damaged.
+        OSError: the map cannot be written.
+    """
+    document = read_index(model_dir / JSON_NAME).document
+    head = {
+        "format": "clocher.tensor_map",
+        "version": 1,
+        "index": {"file": JSON_NAME, "sha256": document["sha256"]},
+    }
+    tensors = []
+    for tensor in document["tensors"]:
+        planes = {
+            key: {"file": BIN_NAME, **{field: plane[field] for field in _MAPPED}}
+            for key, plane in tensor["planes"].items()
+        }
+        found = {"shape": tensor["shape"], "format": tensor["format"], "planes": planes}
+        tensors.append(f"{dump(tensor['name'])}: {dump(found)}")
+    fields = "".join(f'"{key}": {dump(value)},\n' for key, value in head.items())
+    body = ",\n".join(tensors)
+    write_file(model_dir / MAP_NAME, f'{{\n{fields}"tensors": {{\n{body}\n}}\n}}\n'.encode())
+    return len(tensors)

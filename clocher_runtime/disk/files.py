@@ -1,9 +1,20 @@
-"""The one door to model files: regular files only, sizes known first, mapped read-only."""
+"""The one door to model files: regular files only, sizes known first, mapped read-only.
 
+A file that is truncated while it is mapped, or whose disk fails, has pages that cannot be read any
+more. The system says so with SIGBUS to the thread that read one, in the middle of a compiled kernel
+as it may be, and no exception can come of that. So the commands install a handler that says what
+happened and ends the process (`ending_on_lost_pages`). Libraries do not own the signals of a
+process: the Python API leaves SIGBUS alone.
+"""
+
+import ctypes
+import hashlib
 import mmap
 import os
+import signal
 import stat
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +25,12 @@ import numpy as np
 from clocher_kernels.errors import FormatError, ModelChanged, ModelError, ModelNotFound
 from clocher_kernels.formats.base import Plane
 from clocher_kernels.guards import refuse_in_window
+from clocher_runtime.exit_codes import ExitCode
 
+_SA_SIGINFO = 4
+_ADDRESS_OFFSET = 16
+"""Of si_addr in siginfo_t, on the 64-bit Linux ABIs."""
+_STEP = 1 << 22
 _LEAVE = "leave the files of a model alone while it is in use, and load it again"
 
 
@@ -51,7 +67,7 @@ _MAPPED: WeakKeyDictionary[mmap.mmap, _Mapped] = WeakKeyDictionary()
 """What is mapped now. A mapping outlives its `MappedFile` while there are views of it."""
 
 
-def lost_page(address: int) -> str | None:
+def _lost_page(address: int) -> str | None:
     """Return the message for a page that could not be read; None: it is no model file's."""
     for mapped in list(_MAPPED.values()):
         if mapped.holds(address):
@@ -187,10 +203,87 @@ class MappedFile:
             first = start - start % mmap.PAGESIZE
             self._map.madvise(mmap.MADV_WILLNEED, first, start + view.nbytes - first)
 
+    def sha256(self, start: int = 0) -> str:
+        """Return the SHA-256 of the file from a byte on; pages are given back on the way."""
+        digest = hashlib.sha256()
+        for piece in byte_pieces(self._bytes[start:]):
+            digest.update(piece)
+            self.release()
+        return digest.hexdigest()
+
     def release(self) -> None:
         """Let the kernel take back the resident pages; views stay valid and read them again."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
+def byte_pieces(array: np.ndarray) -> Iterator[memoryview]:
+    """Yield the bytes of an array, 4 MiB at a time."""
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return (data[start : start + _STEP].data for start in range(0, len(data), _STEP))
+
+
+def sha256_of(*arrays: np.ndarray) -> str:
+    """Return the SHA-256 of the bytes of arrays, one after the other."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        for piece in byte_pieces(array):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
 def _address(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
+
+
+_Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+
+
+class _Action(ctypes.Structure):
+    """`struct sigaction` of Linux, as glibc and musl have it."""
+
+    _fields_ = (
+        ("handler", ctypes.c_void_p),
+        ("mask", ctypes.c_ubyte * 128),
+        ("flags", ctypes.c_int),
+        ("restorer", ctypes.c_void_p),
+    )
+
+
+@contextmanager
+def ending_on_lost_pages(report: Callable[[str], None]) -> Iterator[None]:
+    """End the process with `ExitCode.MODEL` if a page of a model file turns out to be gone.
+
+    Only on Linux. A SIGBUS that has to do with no model file goes its way as before.
+
+    Args:
+        report: called with the message, once, in the thread that read the page. Python code can run
+            there: such a read comes from compiled code, never from the interpreter's own.
+    """
+    if not sys.platform.startswith("linux"):
+        yield
+        return
+    sigaction = ctypes.CDLL(None, use_errno=True).sigaction
+    before = _Action()
+    ended: list[str] = []
+
+    def handle(number: int, info: int, context: int) -> None:
+        address = ctypes.c_void_p.from_address(info + _ADDRESS_OFFSET).value
+        message = _lost_page(address or 0)
+        if message is None:
+            sigaction(signal.SIGBUS, ctypes.byref(before), None)  # and it happens again
+            return
+        while ended:  # another thread is about to end the process
+            signal.pause()
+        ended.append(message)
+        try:
+            report(message)
+        finally:
+            os._exit(ExitCode.MODEL)
+
+    handler = _Handler(handle)
+    ours = _Action(handler=ctypes.cast(handler, ctypes.c_void_p), flags=_SA_SIGINFO)
+    sigaction(signal.SIGBUS, ctypes.byref(ours), ctypes.byref(before))
+    try:
+        yield
+    finally:
+        sigaction(signal.SIGBUS, ctypes.byref(before), None)

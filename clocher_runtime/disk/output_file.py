@@ -1,4 +1,4 @@
-"""Writing large files: hashed on the way, locked, resumable, whole or not there.
+"""Writing files: hashed on the way, locked, resumable, line by line, whole or not there.
 
 What a killed writer leaves is a partial file and beside it a journal of what is finished in it.
 Nobody reads them but the next writer, which checks every byte that it keeps against its hash.
@@ -12,22 +12,25 @@ import os
 import shutil
 import stat
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 
 from clocher_kernels.errors import FormatError, ModelError, UsageError
-from clocher_runtime.disk.files import check_all_mapped, read_bytes
+from clocher_runtime.disk.files import byte_pieces, check_all_mapped, read_bytes
 from clocher_runtime.disk.strict_json import parse_object
 
-ALIGNMENT = 64
 _STEP = 1 << 22
 _IN_FLIGHT = 8
 _FLUSH_BYTES = 1 << 26
 _MAX_JOURNAL_BYTES = 1 << 30
+PARTIAL = ".partial"
+"""What a file is called, after its name, while it is written."""
 
 
 class OutputFile:
@@ -42,7 +45,7 @@ class OutputFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open a file, or make it; what it holds stays until `truncate`.
+        """Open a file, or make it; what it holds stays until the first `write` or `sync`.
 
         Raises:
             UsageError: another process is writing it.
@@ -57,12 +60,12 @@ class OutputFile:
         self._flusher = ThreadPoolExecutor(1)
         self._flush: Future[None] | None = None
         self._dirty = 0
+        self._cut = False
 
     def write(self, array: np.ndarray) -> str:
         """Append the bytes of an array and return their SHA-256."""
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        pieces = (data[start : start + _STEP].data for start in range(0, len(data), _STEP))
-        return self._hashed(self._written(piece) for piece in pieces)
+        self._cut_off()
+        return self._hashed(self._written(piece) for piece in byte_pieces(array))
 
     def pad(self, nbytes: int) -> None:
         """Append zeros up to a size."""
@@ -93,13 +96,9 @@ class OutputFile:
         """Undo the last `keep`."""
         self.nbytes, self._hash = self._before
 
-    def truncate(self) -> None:
-        """Cut the file off after what was written or kept."""
-        os.ftruncate(self._descriptor, self.nbytes)
-        os.lseek(self._descriptor, self.nbytes, os.SEEK_SET)
-
     def sync(self) -> str:
         """Wait until the disk has everything; return the SHA-256 of the file."""
+        self._cut_off()
         if self._flush:
             self._flush.result()
         os.fsync(self._descriptor)
@@ -110,6 +109,13 @@ class OutputFile:
         for executor in (*self._hashers, self._flusher):
             executor.shutdown()
         os.close(self._descriptor)
+
+    def _cut_off(self) -> None:
+        """Drop what an earlier writer left behind what was kept."""
+        if not self._cut:
+            os.ftruncate(self._descriptor, self.nbytes)
+            os.lseek(self._descriptor, self.nbytes, os.SEEK_SET)
+            self._cut = True
 
     def _hashed(self, pieces: Iterable[memoryview]) -> str:
         """Hash what comes, a few pieces behind, for the whole file and by itself."""
@@ -148,6 +154,10 @@ class Journal:
 
     A line is written after the bytes that it speaks of. It is not flushed to the disk: whoever
     reads it checks the bytes.
+
+    Attributes:
+        entries: what was read.
+        kept: how many of them, the first ones, are still true; `add` drops the others.
     """
 
     def __init__(self, path: Path, job: str) -> None:
@@ -155,21 +165,21 @@ class Journal:
         self.path = path
         self._job = job
         self.entries = self._read()
+        self.kept = 0
         self._descriptor: int | None = None
 
-    def restart(self, kept: int) -> None:
-        """Begin anew with the first entries that were read.
+    def add(self, entry: dict[str, Any]) -> None:
+        """Append an entry, the first time to a new journal with what is kept of the old one.
 
         Raises:
             OSError: the file cannot be written.
         """
-        self.close()
-        self._descriptor = open_new(self.path)
-        self._append([{"job": self._job}, *self.entries[:kept]])
-
-    def add(self, entry: dict[str, Any]) -> None:
-        """Append an entry."""
-        self._append([entry])
+        new = [entry]
+        if self._descriptor is None:
+            self._descriptor = open_new(self.path)
+            new = [{"job": self._job}, *self.entries[: self.kept], entry]
+        text = "".join(f"{json.dumps(one, ensure_ascii=False)}\n" for one in new)
+        write_all(self._descriptor, memoryview(text.encode()), self.path)
 
     def remove(self) -> None:
         """Close and delete the journal."""
@@ -181,11 +191,6 @@ class Journal:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-
-    def _append(self, entries: list[dict[str, Any]]) -> None:
-        assert self._descriptor is not None
-        text = "".join(f"{json.dumps(entry, ensure_ascii=False)}\n" for entry in entries)
-        write_all(self._descriptor, memoryview(text.encode()), self.path)
 
     def _read(self) -> list[dict[str, Any]]:
         try:
@@ -200,6 +205,87 @@ class Journal:
             except FormatError:
                 break
         return found[1:] if found and found[0] == {"job": self._job} else []
+
+
+class JsonlWriter:
+    """A JSONL file that grows under the name FILE.partial and becomes FILE when all is done.
+
+    FILE.partial is locked until then: of two runs that name the same file, the second is refused.
+
+    Use it as a context manager. If an exception leaves it, FILE is what it was before, and the
+    lines written so far stay in FILE.partial.
+
+    Args:
+        path: the file; one of that name is replaced.
+        source: flag that named it, for messages.
+
+    Attributes:
+        lines: written so far.
+
+    Raises:
+        UsageError: it cannot be written, is something else than a file, or another run, or another
+            flag of this one, is writing it.
+    """
+
+    def __init__(self, path: Path, source: str) -> None:
+        self.lines = 0
+        self._path, self._source = path, source
+        if os.path.islink(path):
+            raise UsageError(f"{source}: {path} is a link, which would be replaced; name the file")
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise UsageError(f"{source}: {path} cannot be written: it is no file")
+        self._partial = path.with_name(path.name + PARTIAL)
+        try:
+            descriptor = open_locked(self._partial)
+            os.ftruncate(descriptor, 0)
+        except UsageError:
+            raise UsageError(
+                f"{source}: {path} is being written by another run, or for another flag; "
+                "name another file"
+            ) from None
+        except OSError as error:
+            raise self._refused(error) from None
+        self._file = os.fdopen(descriptor, "w", encoding="ascii", newline="\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            with self._file:  # the lock goes last: nobody else may have the name before
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                if error is None:
+                    os.replace(self._partial, self._path)
+                    sync_directory(self._path.parent)
+                elif not self.lines:
+                    self._partial.unlink()
+        except OSError as failure:
+            if error is None:
+                raise self._refused(failure) from None
+
+    def write(self, document: Mapping[str, Any]) -> None:
+        """Append a line.
+
+        Raises:
+            UsageError: the disk is full, or the like.
+        """
+        try:
+            self._file.write(f"{json.dumps(document, allow_nan=False)}\n")
+        except OSError as error:
+            raise self._refused(error) from None
+        self.lines += 1
+
+    def _refused(self, error: OSError) -> UsageError:
+        return UsageError(
+            f"{self._source}: {self._path} cannot be written: {error.strerror}; name a file in a "
+            "directory that exists and is writable"
+        )
 
 
 def open_locked(path: Path) -> int:
@@ -258,20 +344,30 @@ def write_all(descriptor: int, data: memoryview, path: Path) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file under a temporary name and rename it, so that no reader sees half of it."""
-    partial = path.with_name(path.name + ".partial")
-    descriptor = open_new(partial)
-    try:
-        write_all(descriptor, memoryview(data), partial)
-        os.fsync(descriptor)
-    except BaseException:
-        partial.unlink()
-        raise
-    finally:
-        os.close(descriptor)
-    os.replace(partial, path)
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Yield a new file that takes a path's place when all went well, so nobody sees half of it.
+
+    Raises:
+        OSError: it cannot be written; nothing of it is left.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    with os.fdopen(open_new(partial), "wb") as file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
     sync_directory(path.parent)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all; an OSError names it."""
+    with replacing(path) as file:
+        write_all(file.fileno(), memoryview(data), path)
 
 
 def check_free(path: Path, nbytes: int, reclaimed: int = 0) -> int:

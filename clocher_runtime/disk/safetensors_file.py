@@ -6,7 +6,8 @@ Source: https://github.com/huggingface/safetensors#format. Stricter than that te
 duplicate keys, unprintable names, shapes beyond 2^48 elements and unknown dtypes are refused.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ class SafetensorsFile:
     Attributes:
         file: the mapping.
         tensors: what the file holds, by name, in file order.
+        metadata: what else its header says.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,7 +77,9 @@ class SafetensorsFile:
             WindowError: a timed window is open.
         """
         self.file = MappedFile(path)
-        self.tensors: Mapping[str, TensorInfo] = _read_header(self.file)
+        self.tensors: Mapping[str, TensorInfo]
+        self.metadata: Mapping[str, str]
+        self.tensors, self.metadata = _read_header(self.file)
 
     def view(self, name: str) -> np.ndarray:
         """Return the stored array of a tensor, as a read-only view of the file."""
@@ -83,7 +87,38 @@ class SafetensorsFile:
         return self.file.plane(Plane(DTYPES[info.dtype], info.shape), info.offset)
 
 
-def _read_header(file: MappedFile) -> dict[str, TensorInfo]:
+def safetensors_head(
+    arrays: Mapping[str, tuple[str, Sequence[int]]],
+    metadata: Mapping[str, str] | None = None,
+    alignment: int = _LENGTH_BYTES,
+) -> tuple[bytes, dict[str, TensorInfo]]:
+    """Return what a file begins with, and where each tensor lies in it.
+
+    The library can only write what is in memory as a whole.
+
+    Args:
+        arrays: safetensors dtype and shape by name, in the order of the file.
+        metadata: what else the header says.
+        alignment: the first tensor begins at a multiple of it.
+    """
+    header: dict[str, Any] = {}
+    end = 0
+    for name, (dtype, shape) in arrays.items():
+        begin, end = end, end + Plane(DTYPES[dtype], tuple(shape)).nbytes
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    named = {"__metadata__": metadata} if metadata else {}
+    text = json.dumps(header | named, ensure_ascii=False, allow_nan=False).encode()
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % alignment)
+    head = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    places = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        shape = tuple(entry["shape"])
+        places[name] = TensorInfo(entry["dtype"], shape, len(head) + begin, end - begin)
+    return head, places
+
+
+def _read_header(file: MappedFile) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     where = str(file.path)
     if file.nbytes < _LENGTH_BYTES:
         raise FormatError(f"{where}: {file.nbytes} bytes is too short for a safetensors file")
@@ -98,7 +133,7 @@ def _read_header(file: MappedFile) -> dict[str, TensorInfo]:
     if not text.startswith(b"{"):
         raise FormatError(f"{where}: the header does not begin with '{{': not safetensors")
     header = parse_object(text, f"{where} (header)", file.nbytes - length)
-    _check_metadata(header.pop("__metadata__", {}), where)
+    metadata = _metadata(header.pop("__metadata__", {}), where)
     entries = [_entry(name, entry, start, where) for name, entry in header.items()]
     entries.sort(key=lambda named: (named[1].offset, named[1].nbytes))
     end = start
@@ -114,7 +149,7 @@ def _read_header(file: MappedFile) -> dict[str, TensorInfo]:
             f"{where}: the header describes {end} bytes, the file has {file.nbytes}: "
             "truncated download, or trailing data"
         )
-    return dict(entries)
+    return dict(entries), metadata
 
 
 def _entry(name: str, value: object, start: int, where: str) -> tuple[str, TensorInfo]:
@@ -139,6 +174,7 @@ def _entry(name: str, value: object, start: int, where: str) -> tuple[str, Tenso
     return name, TensorInfo(entry["dtype"], plane.shape, start + begin, plane.nbytes)
 
 
-def _check_metadata(value: object, where: str) -> None:
+def _metadata(value: object, where: str) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
         raise FormatError(f"{where}: __metadata__ must map strings to strings")
+    return value

@@ -72,7 +72,8 @@ def fields(
     Args:
         value: what was parsed.
         where: what it describes, for messages.
-        required: key -> type of each key that must be there. A bool is not an int.
+        required: key -> type of each key that must be there. A bool is not an int; everything is
+            an object.
         optional: key -> type of each key that may be there.
 
     Raises:
@@ -86,7 +87,7 @@ def fields(
     if missing := [key for key in required if key not in value]:
         raise FormatError(f"{where}: field {missing[0]!r} is missing")
     for key, item in value.items():
-        if type(item) is not known[key]:
+        if known[key] not in (type(item), object):
             raise FormatError(
                 f"{where}: field {key!r} is {type(item).__name__}, expected {known[key].__name__}"
             )

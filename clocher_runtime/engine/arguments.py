@@ -2,8 +2,8 @@
 
 import operator
 import reprlib
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -99,14 +99,16 @@ def token_ids(prompt: object) -> list[int]:
     ids = []
     for at, item in enumerate(items):
         if isinstance(item, Mapping):
-            raise UsageError(
-                "got a list of messages; make a text of it with `tokenizer.apply_chat_template`"
-            )
+            raise UsageError("got a list of messages; give them to `chat` of the model")
         number = _index(item)
         if number is None:
             raise UsageError(f"token {at} is {shown(item)}; expected an integer")
         ids.append(number)
     return ids
+
+
+Processor = Callable[[list[int], np.ndarray], np.ndarray]
+"""Takes the ids so far and logits [V] fp32 that it may write to; returns logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,29 +120,77 @@ class Sampling:
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the shortest run of most likely tokens with this probability.
         seed: the same seed draws the same tokens, whatever the batch.
+        min_p: drop tokens less likely than this share of the most likely one; before top_k.
+        repetition_penalty: divides positive logits of tokens in the text, multiplies negative ones.
+        presence_penalty: taken from the logits of tokens that were made.
+        frequency_penalty: taken once for each time that a token was made.
+        logit_bias: token -> what is added to its logit.
+        processors: change the logits, in their order.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    processors: Sequence[Processor] = ()
 
     def __post_init__(self) -> None:
-        heat, p = _number(self.temperature), _number(self.top_p)
-        k, seed = _index(self.top_k), _index(self.seed)
-        for name, value, good in (
-            ("temperature", self.temperature, heat is not None and 0 <= heat <= _LARGEST_F32),
-            ("top_k", self.top_k, k is not None and 0 <= k < 1 << 31),
-            ("top_p", self.top_p, p is not None and 0 < p <= 1),
-            ("seed", self.seed, seed is not None and 0 <= seed < 1 << 64),
-        ):
-            if not good:
-                raise UsageError(
-                    f"{name} is {shown(value)}; expected temperature >= 0, integer top_k >= 0, "
-                    "0 < top_p <= 1, integer 0 <= seed < 2^64"
-                )
-        for name, number in (("temperature", heat), ("top_k", k), ("top_p", p), ("seed", seed)):
+        for name, expected, low, high in _REAL:
+            value = getattr(self, name)
+            number = _number(value)
+            # top_p and the repetition penalty must be above their bound.
+            above = name in ("top_p", "repetition_penalty")
+            if number is None or not low <= number <= high or (above and number == low):
+                raise UsageError(f"{name} is {shown(value)}; expected {expected}")
             object.__setattr__(self, name, number)
+        object.__setattr__(self, "top_k", whole("top_k", self.top_k, 0, (1 << 31) - 1))
+        object.__setattr__(self, "seed", whole("seed", self.seed, 0, (1 << 64) - 1))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        processors = tuple(listed(self.processors, "processors as a list of functions"))
+        for process in processors:
+            if not callable(process):
+                raise UsageError(f"a logits processor is {shown(process)}; expected a function")
+        object.__setattr__(self, "processors", processors)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it wants more than the sampling op of a Plan does."""
+        return bool(
+            self.min_p
+            or self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.processors
+        )
+
+
+_REAL = (
+    ("temperature", "a number, at least 0", 0.0, _LARGEST_F32),
+    ("top_p", "a number above 0, at most 1", 0.0, 1.0),
+    ("min_p", "a number, 0 to 1", 0.0, 1.0),
+    ("repetition_penalty", "a number above 0", 0.0, _LARGEST_F32),
+    ("presence_penalty", "a number", -_LARGEST_F32, _LARGEST_F32),
+    ("frequency_penalty", "a number", -_LARGEST_F32, _LARGEST_F32),
+)
+
+
+def _biases(value: object) -> dict[int, float]:
+    """Return biases by token."""
+    if not isinstance(value, Mapping):
+        raise UsageError(f"logit_bias is {shown(value)}; expected token ids with numbers")
+    biases = {}
+    for token, bias in value.items():
+        number = _number(bias)
+        if number is None or number != number:
+            raise UsageError(f"logit_bias of {shown(token)} is {shown(bias)}; expected a number")
+        biases[whole("a token of logit_bias", token, 0)] = number
+    return biases
 
 
 def _index(value: object) -> int | None:

@@ -2,32 +2,44 @@
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from clocher_kernels.errors import DeviceError, UsageError
+from clocher_kernels.errors import DeviceError
 from clocher_kernels.plan import Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.engine.arguments import one_of
-from clocher_runtime.engine.tuning import Tuning
 
 DEVICES = ("auto", "cpu", "cuda", "ze")
-KV_DEFAULT = {"cpu": "f16", "reference": "f16", "cuda": "bf16"}
-"""Back end -> storage of the KV cache unless a run asks for another."""
-CHUNK_DEFAULT = {"cpu": 128, "reference": 128, "cuda": 512}
-"""Back end -> tokens of a prefill step unless a run asks for another number."""
-ACTIVATIONS: Mapping[str, Mapping[str, str]] = {
-    "cpu": {"int8": "i8", "fp32": "f32"},
-    "reference": {"fp32": "f32", "int8": "i8"},
-    "cuda": {"fp16": "f16", "bf16": "bf16", "fp32": "f32"},
-}
-"""Back end -> precision of activations that a run may ask for -> type; the first is the default.
-
-On the CPU int8 is for products with integer weights; what meets float weights stays fp32.
-"""
 Progress = Callable[[int, int], None]
+Weights = Mapping[str, np.ndarray | QuantTensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Settings of the CPU back end that change speed and never results.
+
+    Attributes:
+        cpus: CPU of each thread; empty: wherever the system puts them.
+        sockets: socket of each of these CPUs.
+        prefetch_distance: bytes of weights to ask for ahead of use; None: the kernel's own choice.
+        stream_block_bytes: stored bytes of weights to decode at a time; None: the kernel's choice.
+        hot_replicate: keep weights that every step reads once per socket.
+        hot_limit: bytes of the copies of one socket, 0 for no limit.
+        copied: weights to copy from the mapped file into large pages, if they are not packed.
+        stamped: write the time between the launches of a step.
+    """
+
+    cpus: tuple[int, ...] = ()
+    sockets: tuple[int, ...] = ()
+    prefetch_distance: int | None = None
+    stream_block_bytes: int | None = None
+    hot_replicate: bool = False
+    hot_limit: int = 0
+    copied: frozenset[str] = frozenset()
+    stamped: bool = False
 
 
 class Executor(Protocol):
@@ -136,15 +148,112 @@ def acted_on(executor: Executor) -> frozenset[str]:
     return names
 
 
-def default_act_prec(name: str) -> str:
-    """Return the precision of activations that a back end takes unless told otherwise."""
-    return next(iter(ACTIVATIONS[name]))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackEnd:
+    """A way to execute Plans.
+
+    Attributes:
+        make: binds a Plan; takes what `make_executor` does after the name.
+        activations: precision of activations that a run may ask for -> type; the first is the
+            default.
+        kv_dtype: storage of the KV cache unless a run asks for another.
+        chunk: tokens of a prefill step unless a run asks for another number.
+        on_host: whether the buffers of a Plan are in the memory of the host.
+    """
+
+    make: Callable[..., Executor]
+    activations: Mapping[str, str]
+    kv_dtype: str = "f16"
+    chunk: int = 128
+    on_host: bool = True
+
+    @property
+    def default_act_prec(self) -> str:
+        """The precision of activations unless a run asks for another."""
+        return next(iter(self.activations))
+
+
+def _make_cpu(
+    plan: Plan,
+    weights: Weights,
+    threads: int,
+    progress: Progress | None,
+    act_prec: str | None,
+    tuning: Tuning | None,
+    packing: Progress | None,
+) -> Executor:
+    from cpu_fallback.executor import CpuExecutor
+    from cpu_fallback.team.hints import Hints
+    from cpu_fallback.team.placement import Placement
+
+    tuning = tuning or Tuning()
+    hints = Hints(
+        prefetch_distance=tuning.prefetch_distance,
+        stream_block_bytes=tuning.stream_block_bytes,
+        placement=Placement(tuning.cpus, tuning.sockets),
+        hot_replicate=tuning.hot_replicate,
+        hot_limit=tuning.hot_limit,
+        copied=tuning.copied,
+        adaptive=not tuning.stamped,  # a thread that sits out has no times
+        stamped=tuning.stamped,
+    )
+    executor: Executor = CpuExecutor(plan, weights, threads, progress, hints, packing)
+    return executor
+
+
+def _make_cuda(
+    plan: Plan,
+    weights: Weights,
+    threads: int,
+    progress: Progress | None,
+    act_prec: str | None,
+    *_: object,
+) -> Executor:
+    from clocher_kernels.cuda.executor import CudaExecutor
+
+    cuda = BACK_ENDS["cuda"]
+    activations = cuda.activations[act_prec or cuda.default_act_prec]
+    executor: Executor = CudaExecutor(plan, weights, activations=activations, progress=progress)
+    return executor
+
+
+def _make_reference(plan: Plan, weights: Weights, *_: object) -> Executor:
+    from clocher_kernels.reference import ReferenceExecutor
+
+    return ReferenceExecutor(plan, weights)
+
+
+def _make_stub(plan: Plan, weights: Weights, *_: object) -> Executor:
+    from clocher_runtime.engine.stub import StubExecutor
+
+    return StubExecutor(plan)
+
+
+BACK_ENDS: Mapping[str, BackEnd] = {
+    # int8 is for products with integer weights; what meets float weights stays fp32.
+    "cpu": BackEnd(make=_make_cpu, activations={"int8": "i8", "fp32": "f32"}),
+    "reference": BackEnd(make=_make_reference, activations={"fp32": "f32", "int8": "i8"}),
+    "cuda": BackEnd(
+        make=_make_cuda,
+        activations={"fp16": "f16", "bf16": "bf16", "fp32": "f32"},
+        kv_dtype="bf16",
+        chunk=512,
+        on_host=False,
+    ),
+    "stub": BackEnd(
+        make=_make_stub,
+        activations={"none": "f32"},
+        chunk=4096,
+        on_host=False,
+    ),
+}
+"""The back ends by name."""
 
 
 def make_executor(
     name: str,
     plan: Plan,
-    weights: Mapping[str, np.ndarray | QuantTensor],
+    weights: Weights,
     threads: int,
     progress: Progress | None = None,
     act_prec: str | None = None,
@@ -154,41 +263,14 @@ def make_executor(
     """Bind a Plan to a back end.
 
     Args:
-        name: "cpu", "cuda" or "reference".
+        name: one of `BACK_ENDS`.
         plan: what to execute.
         weights: tensors by name.
         threads: threads of the CPU team.
         progress: called with (done, total) while kernels compile, or weights are copied to the GPU.
-        act_prec: one of `ACTIVATIONS[name]`; None: its first.
+        act_prec: one of the back end's `activations`; None: its first.
         tuning: placement and memory access of the CPU team.
         packing: called with (done, total) while the CPU back end packs weights, if they are many.
     """
-    if name == "reference":
-        from clocher_kernels.reference import ReferenceExecutor
-
-        return ReferenceExecutor(plan, weights)
-    if name == "cpu":
-        from cpu_fallback.executor import CpuExecutor
-        from cpu_fallback.team.hints import Hints
-        from cpu_fallback.team.placement import Placement
-
-        tuning = tuning or Tuning()
-        hints = Hints(
-            prefetch_distance=tuning.prefetch_distance,
-            stream_block_bytes=tuning.stream_block_bytes,
-            placement=Placement(tuning.cpus, tuning.sockets),
-            hot_replicate=tuning.hot_replicate,
-            hot_limit=tuning.hot_limit,
-            copied=tuning.copied,
-            adaptive=not tuning.stamped,  # a thread that sits out has no times
-            stamped=tuning.stamped,
-        )
-        executor: Executor = CpuExecutor(plan, weights, threads, progress, hints, packing)
-        return executor
-    if name == "cuda":
-        from clocher_kernels.cuda.executor import CudaExecutor
-
-        activations = ACTIVATIONS["cuda"][act_prec or default_act_prec("cuda")]
-        on_gpu: Executor = CudaExecutor(plan, weights, activations=activations, progress=progress)
-        return on_gpu
-    raise UsageError(f"back end is {name!r}; known: cpu, cuda, reference")
+    one_of("back end", name, BACK_ENDS)
+    return BACK_ENDS[name].make(plan, weights, threads, progress, act_prec, tuning, packing)

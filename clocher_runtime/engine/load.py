@@ -13,9 +13,11 @@ from clocher_kernels.formats.float import Float
 from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.opening import Checkpoint
+from clocher_runtime.disk.schema import given, read_as
 from clocher_runtime.engine.arguments import one_of
+from clocher_runtime.engine.backends import Weights
+from clocher_runtime.models.config import Ends
 from clocher_runtime.models.families import spec_from_config
-from clocher_runtime.models.fields import Fields
 from clocher_runtime.models.inventory import EMBED, HEAD, Need, head_name, inventory
 from clocher_runtime.models.spec import ModelSpec
 
@@ -26,8 +28,6 @@ WEIGHT_ONLY = {
     "int4": "int4_sym_g64_f16",
 }
 PRECISIONS = (*CASTS, *WEIGHT_ONLY)
-
-Weights = Mapping[str, np.ndarray | QuantTensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,8 @@ def load_model(checkpoint: Checkpoint, precision: str | None = None) -> Model:
 
 def _with_stop_ids(spec: ModelSpec, generation_config: Mapping[str, Any]) -> ModelSpec:
     """Add the ids of generation_config.json, where chat models list all that end a turn."""
-    fields = Fields(generation_config, "generation_config.json")
-    more = fields.token_ids("eos_token_id", spec.vocab_size)
+    ends = read_as(given(generation_config), Ends, "generation_config.json")
+    more = ends.eos_ids(spec.vocab_size)
     return replace(spec, eos_ids=tuple(dict.fromkeys((*spec.eos_ids, *more))))
 
 

@@ -4,7 +4,7 @@ A step looks at its logits only: sampling marks a row in which one is not finite
 found afterwards, by executing the step again call by call.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import closing
 
 import numpy as np
@@ -14,9 +14,7 @@ from clocher_kernels.errors import NonFinite
 from clocher_kernels.ops import OPS
 from clocher_kernels.plan import Call
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.engine.backends import Executor
-
-Weights = Mapping[str, np.ndarray | QuantTensor]
+from clocher_runtime.engine.backends import Executor, Weights
 
 _PIECE = 1 << 20
 

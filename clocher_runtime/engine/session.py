@@ -1,66 +1,71 @@
-"""A session: one Plan bound to one back end, and the generate loop. It knows ids, not text."""
+"""A session: one Plan bound to one back end, shared by all who generate. It knows ids, not text."""
 
-import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
-from clocher_kernels.errors import NonFinite, SessionBusy, UsageError
+from clocher_kernels.errors import UsageError
 from clocher_kernels.host_memory import require
-from clocher_kernels.ops.sampling import NO_TOKEN
+from clocher_kernels.ops.attention import KV_DTYPES
+from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.plan import Plan
 from clocher_runtime.engine.arguments import Sampling, listed, one_of, shown, token_ids, whole
 from clocher_runtime.engine.backends import (
-    ACTIVATIONS,
-    CHUNK_DEFAULT,
-    KV_DEFAULT,
+    BACK_ENDS,
     Executor,
     Progress,
+    Tuning,
     acted_on,
-    default_act_prec,
     make_executor,
 )
+from clocher_runtime.engine.generation import Generation
 from clocher_runtime.engine.load import Model
-from clocher_runtime.engine.nonfinite import explain
+from clocher_runtime.engine.pages import Census, KvPages, window_pages
 from clocher_runtime.engine.probes import Touch
-from clocher_runtime.engine.sequences import Growing, Token, chunks, take_all
-from clocher_runtime.engine.step_inputs import StepInputs
+from clocher_runtime.engine.requests import Mailbox, Request
+from clocher_runtime.engine.scheduler import Scheduler
 from clocher_runtime.engine.timing import TimedWindow
-from clocher_runtime.engine.tuning import Tuning
-from clocher_runtime.engine.turns import Stream, Turn
-from clocher_runtime.models.build import build_plan
+from clocher_runtime.engine.turns import Turns
+from clocher_runtime.models.build import PAGE_CELLS, build_plan
 from clocher_runtime.models.inventory import SCOPES, in_scope
-from clocher_runtime.models.rewrite import INTEGER_PRODUCTS, quantize_activations
+from clocher_runtime.models.rewrite import quantize_activations
 
-KV_DTYPES = ("f32", "bf16", "f16", "e4m3", "e5m2", "i8")
 DEFAULT_CONTEXT = 4096
 MAX_THREADS = 1024
+ITL_MS = 100.0
+"""Expected time of a step above which no more of a prompt is taken while somebody decodes."""
 _MOST = (1 << 31) - 1  # slots and rows are int32
 ACT_GROUP = 128
 """Columns per scale of int8 activations."""
 
 
 class Session:
-    """A model bound to a back end. It does one thing at a time (`turns`); two sessions do two.
+    """A model bound to a back end. Any number of threads and generations share its steps.
+
+    Whoever waits for a token does the next step for all, or waits for who is doing it. A generation
+    that nobody holds any more leaves before the next step.
 
     Args:
         model: from `load_model`.
-        backend: "cpu", "cuda" or "reference".
+        backend: "cpu", "cuda", "reference" or "stub".
         threads: threads of the CPU team.
-        batch: sequences generated side by side.
-        context: cells of each sequence, prompt and output; None: the model's, at most 4096.
+        batch: sequences generated side by side; more wait.
+        context: longest sequence in tokens, prompt and output; None: the model's, at most 4096.
         kv_dtype: storage of the KV cache: f32, bf16, f16, e4m3, e5m2 or i8; None: the back end's.
         chunk: tokens of a prefill step; None: the back end's.
-        act_prec: one of `backends.ACTIVATIONS[backend]`; None: its first.
+        act_prec: one of `backends.BACK_ENDS[backend].activations`; None: its first.
         tuning: placement and memory access of the CPU team.
         pretranspose: weights that the CPU back end packs before the first step: "none", the output
             head ("woh"), the blocks ("wxh") or "all". Products with others keep fp32 activations,
             except ternary ones. Weights without a packed form are copied into large pages. None:
             "all" without these copies, which seldom pay.
         all_logits: keep logits of every token of a step, for scoring.
+        kv_pages: pages of 64 tokens that all sequences share; None: `batch` whole contexts.
+        prefix_cache: find the keys of texts that began alike instead of computing them again.
+        itl_ms: while somebody decodes, take no more of a prompt into a step than is expected to end
+            in this time; infinite: as much as fits.
         progress: called with (done, total) while kernels compile, or weights are copied.
         packing: called with (done, total) while weights are packed, if they are many.
 
@@ -83,24 +88,35 @@ class Session:
         tuning: Tuning | None = None,
         pretranspose: str | None = None,
         all_logits: bool = False,
+        kv_pages: int | None = None,
+        prefix_cache: bool = False,
+        itl_ms: float = ITL_MS,
         progress: Progress | None = None,
         packing: Progress | None = None,
     ) -> None:
-        one_of("backend", backend, ACTIVATIONS)
-        kv_dtype = KV_DEFAULT[backend] if kv_dtype is None else kv_dtype
+        known = BACK_ENDS[one_of("backend", backend, BACK_ENDS)]
+        kv_dtype = known.kv_dtype if kv_dtype is None else kv_dtype
         one_of("kv_dtype", kv_dtype, KV_DTYPES)
-        chunk = CHUNK_DEFAULT.get(backend, 128) if chunk is None else chunk
+        chunk = known.chunk if chunk is None else chunk
         batch, chunk = whole("batch", batch, 1, _MOST), whole("chunk", chunk, 1, _MOST)
         threads = whole("threads", threads, 1, MAX_THREADS)
+        if not isinstance(itl_ms, int | float) or not itl_ms > 0:
+            raise UsageError(f"itl_ms is {shown(itl_ms)}; expected milliseconds above 0")
         for name, function in (("progress", progress), ("packing", packing)):
             if function is not None and not callable(function):
                 raise UsageError(f"{name} is {shown(function)}; expected a function or None")
+        if tuning is not None and not isinstance(tuning, Tuning):
+            raise UsageError(f"tuning is {shown(tuning)}; expected a Tuning of engine.backends")
         longest = model.spec.max_positions
         context = min(longest, DEFAULT_CONTEXT) if context is None else whole("context", context)
         if not 1 <= context <= longest:
             raise UsageError(f"context is {shown(context)}; this model takes 1 to {longest}")
+        blocks = -(-context // PAGE_CELLS)
+        kv_pages = batch * blocks if kv_pages is None else whole("kv_pages", kv_pages, 1, _MOST)
         self.model, self.batch, self.context, self.kv_dtype = model, batch, context, kv_dtype
         self._chunk = max(chunk, batch)
+        window = max(model.spec.windows, default=0)
+        few = window_pages(window, self._chunk, batch, context, kv_pages) if window else 0
         plan = build_plan(
             model.spec,
             model.formats,
@@ -109,10 +125,12 @@ class Session:
             slots=batch,
             context=context,
             kv_dtype=kv_dtype,
-            room=partial(_check_room, backend),
+            pages=kv_pages,
+            window_pages=few,
+            room=partial(_check_room, known.on_host),
         )
-        act_prec = default_act_prec(backend) if act_prec is None else act_prec
-        one_of(f"act_prec of the {backend} back end", act_prec, ACTIVATIONS[backend])
+        act_prec = known.default_act_prec if act_prec is None else act_prec
+        one_of(f"act_prec of the {backend} back end", act_prec, known.activations)
         if pretranspose is not None:
             one_of("pretranspose", pretranspose, SCOPES)
         scope = in_scope(model.spec, pretranspose or "all")
@@ -124,13 +142,25 @@ class Session:
         self._executor = make_executor(
             backend, plan, model.weights, threads, progress, act_prec, tuning, packing
         )
-        packed = {c.args["w"] for c in plan.calls if c.op in ("linear_i8", *INTEGER_PRODUCTS)}
+        packed = {call.args["w"] for call in plan.calls if has_codes(call)}
         self._scope_is_kept = backend == "cpu" and packed <= scope
-        self._inputs = StepInputs(self._executor, batch)
-        self._all_logits, self._is_warm = all_logits, False
-        self._turn = Turn()
-        self._last: Sequence[Token] = ()  # what the last step made
-        self.kv_hits = self.kv_misses = 0
+        self._all_logits = all_logits
+        salt = f"{model.spec} {sorted(model.formats.items())} {kv_dtype} {self.act_prec}"
+        pages = KvPages(
+            self._executor.array("pages") if model.spec.windows else None,
+            kv_pages,
+            window_table=self._executor.array("window_pages") if few else None,
+            window_pages=few,
+            window=window,
+            salt=salt.encode(),
+            reuse=prefix_cache,
+        )
+        self._longest = min(context, kv_pages * PAGE_CELLS)
+        self._scheduler = Scheduler(
+            self._executor, pages, batch, model.weights, self.act_prec, itl_ms
+        )
+        self._is_warm = False
+        self._turns = Turns(self._scheduler)
 
     @property
     def isa(self) -> str:
@@ -148,27 +178,48 @@ class Session:
         """What executes the Plan, for those who measure it."""
         return self._executor
 
+    @property
+    def scheduler(self) -> Scheduler:
+        """Who computes what, for those who measure it."""
+        return self._scheduler
+
+    @property
+    def kv_hits(self) -> int:
+        """Keys of earlier tokens that tokens found in the cache."""
+        return self._scheduler.kv_hits
+
+    @property
+    def kv_misses(self) -> int:
+        """Tokens that were computed."""
+        return self._scheduler.kv_misses
+
+    def census(self) -> list[Census]:
+        """Count the pages of each pool: blank, cached, in use; those of who has left are unused."""
+        with self._turns.taken("census"):
+            self._scheduler.sweep()
+            return self._scheduler.census()
+
     def warm(self) -> None:
         """Run one step, so that every kernel is compiled and loaded.
 
         Raises:
-            SessionBusy: a generation is under way.
+            SessionBusy: it is called from within a step.
+            UsageError: the session is closed.
         """
-        with self._turn.taken("warm"):
-            self._last, self._is_warm = (), True
+        with self._turns.taken("warm"), self._executor.running():
+            self._is_warm = True
+            self._scheduler.blank_step()
             self._executor.warm()
-            self._inputs.choose(Sampling())
-            self._inputs.stage([0], [0], [0], [0], [0])
-            self._executor.step(1, 1)
             self.synchronize()
 
     def work_touch(self, bytes_per_token: int, stride: int) -> Touch | None:
         """Return a work-touch of the weights on the device; None: they are the mapped files.
 
         Raises:
-            SessionBusy: a generation is under way.
+            SessionBusy: it is called from within a step.
+            UsageError: the session is closed.
         """
-        with self._turn.taken("work_touch"):
+        with self._turns.taken("work_touch"):
             make = getattr(self._executor, "work_touch", None)
             touch: Touch | None = make(bytes_per_token, stride) if make else None
             return touch
@@ -178,13 +229,12 @@ class Session:
         self._executor.synchronize()
 
     def close(self) -> None:
-        """Stop the threads and release the buffers. A generation that is suspended ends.
+        """Stop the threads and release the buffers, after the step that runs. Generations end.
 
         Raises:
-            SessionBusy: a step is running, in another thread or around this call.
+            SessionBusy: it is called from within a step.
         """
-        if self._turn.end():
-            self._last = ()
+        if self._turns.close():
             self._executor.close()
 
     def generate(
@@ -195,102 +245,63 @@ class Session:
         stop_ids: frozenset[int] | None = None,
         window: TimedWindow | None = None,
         after_token: Callable[[int], None] | None = None,
-    ) -> Stream[Token]:
-        """Generate tokens for up to `batch` prompts.
+        *,
+        logits: bool = False,
+        salt: str = "",
+    ) -> Generation:
+        """Generate tokens for some prompts.
 
-        The session is taken when the first token is asked for, and free again when the last one has
-        been given out, or the stream is closed or dropped.
+        It joins the steps of the session when its first token is asked for, and leaves when the
+        last one is made, or it is closed or dropped. While others step, its tokens are made too,
+        and wait for being asked for.
 
-        Every step is one span of `window`: first "prefill" spans, then "decode" spans. What the
-        caller does between two tokens is outside the window.
+        Every step is one span of `window`, "prefill" if it has tokens of a prompt, else "decode".
+        What the caller does between two tokens is outside the window.
 
         Args:
             prompts: token ids of each prompt, at least one each.
             max_new: tokens to generate for each prompt; fewer where the context ends.
             sampling: how tokens are chosen; greedy by default.
             stop_ids: ids that end a sequence; None: the model's; empty: none.
-            window: measures the steps.
+            window: measures the steps; no other generation may run beside a measured one.
             after_token: called inside the span with the number of tokens that the step made.
+            logits: give each token the logits that it was drawn from.
+            salt: find only cached texts of the same salt.
 
         Returns:
             Tokens, in the order of their steps. What is wrong shows when the first is asked for.
 
         Raises:
-            SessionBusy: a generation is under way.
-            UsageError: too many prompts, an empty or too long one, or an id that is no token; or
-                the session is closed.
+            SessionBusy: a measured generation beside another, or a call from within a step.
+            UsageError: no prompt, an empty or too long one, or an id that is no token; or the
+                session is closed.
             NonFinite: a step gave logits that are NaN or infinite.
             ModelChanged: a weight file was written to, replaced or deleted since it was loaded;
                 looked for before the first step and after the last one.
         """
-        return Stream(
-            lambda own: self._generate(
-                own, prompts, max_new, sampling, stop_ids, window, after_token
-            )
-        )
 
-    def _generate(
-        self,
-        own: "weakref.ref[Stream[Token]]",
-        given: Sequence[Sequence[int]],
-        max_new: int,
-        sampling: Sampling | None,
-        stop_ids: frozenset[int] | None,
-        window: TimedWindow | None,
-        after_token: Callable[[int], None] | None,
-    ) -> Generator[Token, None, None]:
-        """Yield the tokens of `generate`."""
-        prompts, max_new = self._usable(given), whole("max_new", max_new, 1)
-        self.model.checkpoint.check_unchanged()
-        stop = frozenset(self.model.spec.eos_ids) if stop_ids is None else stop_ids
-        span = window.span if window is not None else _no_span
-        sequences = [
-            Growing(slot, len(p), min(max_new, self.context - len(p)))
-            for slot, p in enumerate(prompts)
-        ]
-        active: list[Growing] = []
-        with self._turn.taken("generate", own), self._executor.running():
-            self._inputs.choose(sampling or Sampling())
-            if self._is_warm:  # another temperature may need more
-                self._executor.warm()
-            for slots, positions, ids, ends in chunks(prompts, self._chunk):
-                self._last = ()
-                with span("prefill", len(ids)):
-                    self._inputs.stage(ids, slots, positions, ends, [0] * len(ends))
-                    self._executor.step(len(ids), len(ends))
-                    if ends and after_token is not None:
-                        after_token(len(ends))
-                self._count(positions)
-                sampled = self._sampled(len(ends))
-                if NO_TOKEN in sampled:
-                    raise self._fault(self._again(prompts))
-                ended = [sequences[slots[i]] for i in ends]
-                tokens = take_all(ended, sampled, stop)
-                active += [s for s, t in zip(ended, tokens, strict=True) if not t.last]
-                self._last = tokens
-                yield from tokens
-            staged: list[Growing] = []
-            while active:
-                count, self._last = len(active), ()
-                with span("decode", count):
-                    if staged != active:
-                        self._stage_decode(active)
-                        staged = active
-                    self._executor.step(count, count)
-                    if after_token is not None:
-                        after_token(count)
-                    sampled = self._sampled(count)
-                if NO_TOKEN in sampled:
-                    raise self._fault([self._stage_decode(active)])
-                tokens = take_all(active, sampled, stop)
-                self._count([s.position for s in active])
-                for s in active:
-                    s.position += 1
-                if any(t.last for t in tokens):
-                    active = [s for s, t in zip(active, tokens, strict=True) if not t.last]
-                self._last = tokens
-                yield from tokens
-        self.model.checkpoint.check_unchanged()
+        def begin() -> Mailbox:
+            usable, most = self._usable(prompts), whole("max_new", max_new, 1)
+            stop = frozenset(self.model.spec.eos_ids) if stop_ids is None else stop_ids
+            chosen = sampling or Sampling()
+            self._check_biases(chosen)
+            box = Mailbox(len(usable), window, after_token, logits)
+            requests = [
+                Request(
+                    ids=ids,
+                    salt=salt.encode(),
+                    box=box,
+                    index=index,
+                    budget=max(1, min(most, self._longest - len(ids))),
+                    sampling=chosen,
+                    stop=stop,
+                )
+                for index, ids in enumerate(usable)
+            ]
+            self._submit("generate", requests)
+            return box
+
+        return self._generation(begin)
 
     def check(self, prompt: Sequence[int]) -> None:
         """Check that a prompt can be generated from.
@@ -300,104 +311,77 @@ class Session:
         """
         self._ids(prompt)
 
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """Return the logits after each token of one sequence, [T, V] fp32; see `score`."""
+        out = np.empty((len(ids), self.model.spec.vocab_size), np.float32)
+        self.score(ids, out.__setitem__)
+        return out
+
+    def score(self, ids: Sequence[int], take: Callable[[int, np.ndarray], None]) -> None:
+        """Hand over the logits after each token of one sequence.
+
+        Args:
+            ids: the sequence.
+            take: called with each position in order, and logits [V] fp32 that are valid meanwhile.
+
+        Raises:
+            SessionBusy: a measured generation runs, or a call from within a step.
+            UsageError: the session was not made with all_logits, the sequence does not fit the
+                context, or an id is no token.
+            NonFinite: a logit is NaN or infinite.
+            ModelChanged: see `generate`.
+        """
+        if not self._all_logits:
+            raise UsageError("logits: make the session with all_logits=True")
+        (usable,) = self._usable([ids])
+
+        def begin() -> Mailbox:
+            request = Request(
+                ids=usable, box=Mailbox(1), index=0, budget=0, sampling=Sampling(), scored=take
+            )
+            self._submit("logits", [request])
+            return request.box
+
+        for _ in self._generation(begin):
+            pass
+
+    def _generation(self, begin: Callable[[], Mailbox]) -> Generation:
+        unchanged = self.model.checkpoint.check_unchanged
+        return Generation(begin, self._turns.serve, self._turns.let_go, unchanged)
+
+    def _submit(self, purpose: str, requests: Sequence[Request]) -> None:
+        self.model.checkpoint.check_unchanged()
+        with self._turns.taken(purpose):
+            self._scheduler.submit(requests, warm=self._is_warm)
+
+    def _check_biases(self, sampling: Sampling) -> None:
+        for token in sampling.logit_bias:
+            if token >= self.model.spec.vocab_size:
+                raise UsageError(
+                    f"logit_bias of token {token}; the last one is {self.model.spec.vocab_size - 1}"
+                )
+
     def _ids(self, prompt: Sequence[int]) -> list[int]:
         """Return the ids of a prompt that can be generated from."""
         ids = token_ids(prompt)
         if not ids:
             raise UsageError("no tokens; give it at least one")
-        if len(ids) > self.context:
+        if len(ids) > self._longest:
             raise UsageError(
-                f"{len(ids)} tokens, the context holds {self.context}; "
+                f"{len(ids)} tokens, the context holds {self._longest}; "
                 "shorten it or raise --context"
             )
         last = self.model.spec.vocab_size - 1
         if min(ids) < 0 or max(ids) > last:
             at = next(i for i, each in enumerate(ids) if not 0 <= each <= last)
             raise UsageError(f"token {at} is the id {shown(ids[at])}, outside 0..{last}")
-        return ids
-
-    def step_logits(self, token: Token) -> np.ndarray:
-        """Return the logits that a token was drawn from, [V] fp32, while its step is the last.
-
-        Raises:
-            SessionBusy: another thread began a step meanwhile.
-            UsageError: another step has been, or is being, done since; or the session is closed.
-        """
-        self._turn.refuse_closed("step_logits")
-        last = self._last
-        if not any(made is token for made in last):
-            raise UsageError(
-                "step_logits: this token is not of the last step; ask before the next token is "
-                "asked for"
-            )
-        logits: np.ndarray = self._executor.fetch("logits", token.row + 1)[token.row].copy()
-        if self._last is not last:
-            raise SessionBusy("step_logits: another thread asked for the next token meanwhile")
-        return logits
-
-    def logits(self, ids: Sequence[int]) -> np.ndarray:
-        """Return the logits after each token of one sequence, [T, V] fp32.
-
-        Raises:
-            SessionBusy: a generation is under way.
-            UsageError: the session was not made with `all_logits`, or an id is no token.
-            NonFinite: a logit is NaN or infinite.
-            ModelChanged: see `generate`.
-        """
-        if not self._all_logits:
-            raise UsageError("logits: make the session with all_logits=True")
-        prompts = self._usable([ids])
-        self.model.checkpoint.check_unchanged()
-        out = np.empty((len(prompts[0]), self.model.spec.vocab_size), np.float32)
-        with self._turn.taken("logits"), self._executor.running():
-            self._last = ()
-            self._inputs.choose(Sampling())
-            for slots, positions, tokens, _ in chunks(prompts, self._chunk):
-                count = len(tokens)
-                self._inputs.stage(tokens, slots, positions, range(count), [0] * count)
-                self._executor.step(count, count)
-                if NO_TOKEN in self._sampled(count):
-                    raise self._fault(self._again(prompts))
-                out[positions[0] : positions[0] + count] = self._executor.fetch("logits", count)
-        self.model.checkpoint.check_unchanged()
-        return out
-
-    def _again(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
-        """Stage the prompts again, step by step; yield counts of tokens and output rows."""
-        for slots, positions, ids, ends in chunks(prompts, self._chunk):
-            rows = range(len(ids)) if self._all_logits else ends
-            yield self._inputs.stage(ids, slots, positions, rows, [0] * len(rows))
-
-    def _fault(self, steps: Iterable[tuple[int, int]]) -> NonFinite:
-        return explain(self._executor, self.model.weights, self.act_prec, steps)
-
-    def _sampled(self, count: int) -> list[int]:
-        """Return the token ids that the last step drew."""
-        ids: list[int] = self._executor.fetch("sampled", count).tolist() if count else []
-        return ids
-
-    def _stage_decode(self, active: Sequence[Growing]) -> tuple[int, int]:
-        """Write the inputs of the next decode steps; the Plan itself then steps them on."""
-        return self._inputs.stage(
-            [s.token for s in active],
-            [s.slot for s in active],
-            [s.position for s in active],
-            range(len(active)),
-            [s.made for s in active],
-        )
-
-    def _count(self, positions: Sequence[int]) -> None:
-        self.kv_misses += len(positions)
-        self.kv_hits += sum(positions)
+        return list(ids)
 
     def _usable(self, given: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the ids of the prompts of a call, one list for each."""
         prompts = listed(given, "a list of prompts, each a list of token ids")
-        if not 1 <= len(prompts) <= self.batch:
-            raise UsageError(
-                f"{len(prompts)} prompts; this session takes 1 to {self.batch}; load it with "
-                f"batch={len(prompts)} for more side by side"
-            )
+        if not prompts:
+            raise UsageError("0 prompts; give at least one")
         usable = []
         for number, prompt in enumerate(prompts):
             try:
@@ -407,21 +391,17 @@ class Session:
         return usable
 
 
-def _no_span(kind: str, tokens: int) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 def _act_prec(plan: Plan, stored: str) -> str:
     """Return "int8" if the Plan has integer products, else how activations are stored."""
-    integer = any(call.op in ("linear_i8", *INTEGER_PRODUCTS) for call in plan.calls)
+    integer = any(has_codes(call) for call in plan.calls)
     return "int8" if integer else "fp32" if stored == "int8" else stored
 
 
-def _check_room(backend: str, buffers: int, tables: int) -> None:
+def _check_room(on_host: bool, buffers: int, tables: int) -> None:
     """Refuse before anything is allocated that the machine does not have."""
     # The GPU's memory is checked where it is known.
     require(
-        tables if backend == "cuda" else buffers + tables,
+        buffers + tables if on_host else tables,
         "KV cache and buffers need",
         "lower --context or --batch, or choose a smaller --kv-dtype",
     )

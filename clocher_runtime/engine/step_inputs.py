@@ -6,68 +6,52 @@ import numpy as np
 
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.backends import Executor
-from clocher_runtime.models.build import page_table
+from clocher_runtime.engine.requests import Request
 
-_NAMES = (
-    "ids",
-    "slots",
-    "positions",
-    "ends",
-    "ancestors",
-    "pages",
-    "rows",
-    "temperature",
-    "top_k",
-    "top_p",
-    "seeds",
-    "draws",
-)
+_TOKENS = ("ids", "slots", "positions", "ends", "ancestors")
+_ROWS = ("rows", "temperature", "top_k", "top_p", "seeds", "draws")
 
 
 class StepInputs:
-    """The live input buffers of an executor; slot s owns the pages of its own row of the table.
+    """The live input buffers of an executor, but for the page tables.
 
     Args:
         executor: its Plan has the inputs of every Plan (`plan`).
-        slots: sequences side by side.
     """
 
-    def __init__(self, executor: Executor, slots: int) -> None:
+    def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._arrays = {name: executor.array(name) for name in _NAMES}
-        pages = self._arrays["pages"]
-        pages[...] = page_table(slots, pages.shape[1])
+        self._arrays = {name: executor.array(name) for name in (*_TOKENS, *_ROWS)}
 
     def stage(
-        self,
-        ids: Sequence[int],
-        slots: Sequence[int],
-        positions: Sequence[int],
-        rows: Sequence[int],
-        draws: Sequence[int],
+        self, parts: Sequence[tuple[Request, int]], rows: Sequence[tuple[Request, int]]
     ) -> tuple[int, int]:
         """Write a step of causal tokens; return its tokens and output rows.
 
         Args:
-            ids: of each token.
-            slots: sequence of each token.
-            positions: of each token in its sequence.
-            rows: tokens whose logits are wanted.
-            draws: number of the random draw of each row.
+            parts: requests, and how many tokens of each come next.
+            rows: requests, and positions of tokens of theirs whose logits are wanted.
         """
-        count, arrays = len(ids), self._arrays
-        arrays["ids"][:count] = ids
-        arrays["slots"][:count] = slots
-        arrays["positions"][:count] = positions
-        arrays["ends"][:count] = arrays["positions"][:count] + 1
-        arrays["rows"][: len(rows)] = rows
-        arrays["draws"][: len(rows)] = draws
+        arrays, first, start = self._arrays, {}, 0
+        for request, count in parts:
+            cells, stop = request.cells, start + count
+            arrays["ids"][start:stop] = request.ids[cells : cells + count]
+            arrays["slots"][start:stop] = request.slot
+            arrays["positions"][start:stop] = np.arange(cells, cells + count)
+            first[request] = start - cells
+            start = stop
+        arrays["ends"][:start] = arrays["positions"][:start] + 1
+        for row, (request, position) in enumerate(rows):
+            sampling = request.sampling
+            arrays["rows"][row] = first[request] + position
+            arrays["draws"][row] = request.made
+            arrays["temperature"][row] = 0 if sampling.on_host else sampling.temperature
+            arrays["top_k"][row] = sampling.top_k
+            arrays["top_p"][row] = sampling.top_p
+            arrays["seeds"][row] = sampling.seed
         self._executor.upload()
-        return count, len(rows)
+        return start, len(rows)
 
     def choose(self, sampling: Sampling) -> None:
-        """Write how every row's token is chosen."""
-        self._arrays["temperature"][...] = sampling.temperature
-        self._arrays["top_k"][...] = sampling.top_k
-        self._arrays["top_p"][...] = sampling.top_p
-        self._arrays["seeds"][...] = np.uint64(sampling.seed)
+        """Write how every row's token is chosen, for a warm-up that looks at it."""
+        self._arrays["temperature"][...] = 0 if sampling.on_host else sampling.temperature

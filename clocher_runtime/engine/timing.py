@@ -1,14 +1,25 @@
-"""The strict window. No other code in the project reads the clock."""
+"""The strict window, and what its spans add up to. No other code in the project reads the clock.
 
+Numbers are pure functions of spans. Unknown is NaN, never 0.
+"""
+
+import itertools
+import math
+import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from clocher_kernels.guards import close_window, open_window
 
 SpanKind = Literal["prefill", "decode"]
+T = TypeVar("T")
+NS_PER_S = 1_000_000_000
+NS_PER_MS = 1_000_000
+SAMPLE = 1 << 16
+"""Values that a percentile is taken of, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +90,133 @@ class TimedWindow:
     def _wait(self) -> None:
         if self._synchronize is not None:
             self._synchronize()
+
+
+class Reservoir(Generic[T]):
+    """An even random sample of values as they come: all of them while they are few.
+
+    The same values in the same order give the same sample.
+
+    Args:
+        size: values to keep.
+
+    Attributes:
+        values: the sample.
+        count: values that came.
+
+    Source: Vitter, Random sampling with a reservoir, 1985, algorithm R.
+    """
+
+    def __init__(self, size: int = SAMPLE) -> None:
+        self.values: list[T] = []
+        self.count = 0
+        self._size = size
+        self._random = random.Random(0)
+
+    def add(self, value: T) -> None:
+        """Take a value."""
+        self.count += 1
+        if len(self.values) < self._size:
+            self.values.append(value)
+        elif (place := self._random.randrange(self.count)) < self._size:
+            self.values[place] = value
+
+
+class StepTotals:
+    """What the spans of a window add up to.
+
+    Attributes:
+        passes: spans.
+        prefill_tokens: prompt tokens.
+        prefill_ns: time in prefill spans.
+        decode: sample of the decode spans.
+    """
+
+    def __init__(self) -> None:
+        self.passes = self.prefill_tokens = self.prefill_ns = 0
+        self.decode: Reservoir[Span] = Reservoir()
+
+    def add(self, spans: Iterable[Span]) -> None:
+        """Count some spans."""
+        for span in spans:
+            self.passes += 1
+            if span.kind == "decode":
+                self.decode.add(span)
+            else:
+                self.prefill_tokens += span.tokens
+                self.prefill_ns += span.ns
+
+
+def per_second(count: float, ns: int) -> float:
+    """Return count / time in 1/s; NaN when no time has passed."""
+    return count * NS_PER_S / ns if ns > 0 else math.nan
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return a percentile by the nearest-rank method; NaN without values.
+
+    It is the smallest value that at least `percent` per cent of the values do not exceed: always
+    a value that was measured, never an interpolation.
+
+    Args:
+        values: in any order.
+        percent: above 0, at most 100.
+    """
+    if not values:
+        return math.nan
+    rank = math.ceil(percent * len(values) / 100)
+    return sorted(values)[max(rank, 1) - 1]
+
+
+def token_latencies_ms(spans: Sequence[Span]) -> list[float]:
+    """Return the latency of each decoded token in milliseconds.
+
+    A token's latency is the duration of the decode step that made it. The step of a batch counts
+    once for each of its tokens: every sequence waited that long. First tokens are made by prefill
+    steps and are counted by the time to first token instead.
+    """
+    return [
+        span.ns / NS_PER_MS for span in spans if span.kind == "decode" for _ in range(span.tokens)
+    ]
+
+
+class StepTimes:
+    """How long steps of some number of tokens take, learnt from those that ran.
+
+    Sizes are counted in classes, four to a doubling; a class remembers an average that follows what
+    came last. Between two known classes the time is taken as a straight line.
+
+    Args:
+        clock: returns nanoseconds that never go back.
+    """
+
+    _NEW = 0.3  # weight of the newest time
+
+    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        self.now = clock
+        self._known: dict[int, tuple[float, float]] = {}  # class -> tokens, ns
+
+    def add(self, tokens: int, ns: int) -> None:
+        """Note how long a step took."""
+        place = round(4 * math.log2(tokens))
+        size, mean = self._known.get(place, (tokens, ns))
+        new = self._NEW
+        self._known[place] = (size + new * (tokens - size), mean + new * (ns - mean))
+
+    def most(self, limit_ms: float) -> int:
+        """Return the most tokens that a step is expected to compute within a time.
+
+        At most twice what the largest step so far had, since beyond it nothing is known.
+        """
+        known = [(0.0, 0.0), *sorted(self._known.values())]
+        largest, longest = known[-1]
+        limit = limit_ms * 1e6
+        if longest <= limit:
+            return int(largest * min(2.0, limit / longest)) if longest else 1
+        most = 0.0
+        for (low, low_ns), (high, high_ns) in itertools.pairwise(known):
+            if high_ns <= limit:
+                most = high
+            elif low_ns <= limit:
+                most = max(most, low + (high - low) * (limit - low_ns) / (high_ns - low_ns))
+        return int(most)

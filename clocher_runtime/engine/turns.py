@@ -1,148 +1,140 @@
-"""Who may use a session: one generation at a time, until it is closed.
+"""Who does the next step of a session: whoever needs a token while nobody else does one.
 
-A session has one set of inputs and one KV cache, so two generations at once would write into each
-other. The right to run steps is taken once for each generation; its steps check nothing.
+There is no thread in the background. A thread that waits for a token does a step for all, or sleeps
+while another one does it.
 """
 
+import os
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
 
 from clocher_kernels.errors import SessionBusy, UsageError
+from clocher_runtime.engine.requests import Mailbox
+from clocher_runtime.engine.scheduler import Scheduler
 
-T_co = TypeVar("T_co", covariant=True)
-
-_EXECUTING = "generator already executing"  # what Python says, in a ValueError
+_all: "weakref.WeakSet[Turns]" = weakref.WeakSet()
 
 
-class Stream(Iterator[T_co], Generic[T_co]):
-    """What a generation yields, made as it is asked for.
-
-    Dropping it, or `close`, ends the generation. Threads may hand it to each other, but only one
-    can be waiting for the next item.
+class Turns:
+    """The right to work with a scheduler and its executor.
 
     Args:
-        make: makes the generator of the items; it is given a reference to this stream.
+        scheduler: does the steps.
     """
 
-    def __init__(
-        self, make: Callable[["weakref.ref[Stream[T_co]]"], Generator[T_co, None, None]]
-    ) -> None:
-        self._generator = make(weakref.ref(self))
-        self._cut_off = False
-
-    def __next__(self) -> T_co:
-        """Return the next item.
-
-        Raises:
-            SessionBusy: another thread is waiting for it.
-            UsageError: the session was closed before the generation had ended.
-        """
-        try:
-            return next(self._generator)
-        except StopIteration:
-            if self._cut_off:
-                raise _closed("this generation cannot go on") from None
-            raise
-        except ValueError as error:
-            raise _explained(error) from None
-
-    def close(self) -> None:
-        """End the generation.
-
-        Raises:
-            SessionBusy: a thread is waiting for the next item.
-        """
-        try:
-            self._generator.close()
-        except ValueError as error:
-            raise _explained(error) from None
-
-    def cut_off(self) -> None:
-        """End the generation, and let whoever asks for more know that it is not complete.
-
-        Raises:
-            SessionBusy: a thread is waiting for the next item.
-        """
-        self.close()
-        self._cut_off = True
-
-
-class Turn:
-    """The right to run steps of a session."""
-
-    def __init__(self) -> None:
-        self._taken = threading.Lock()  # closing takes it for good
-        self._stream: weakref.ref[Stream[Any]] | None = None
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._renew()
         self._is_closed = False
+        _all.add(self)
+
+    def _renew(self) -> None:
+        # `with` on the lock itself: Ctrl-C cannot come between taking it and being in the block.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._leader: int | None = None  # the thread that has the right
+        self._inside: int | None = None  # the same, between entering and leaving the context
 
     @contextmanager
-    def taken(
-        self, purpose: str, stream: "weakref.ref[Stream[Any]] | None" = None
-    ) -> Iterator[None]:
-        """Hold the right while the context is open.
+    def taken(self, purpose: str) -> Iterator[None]:
+        """Hold the right while the context is open; wait for who has it.
 
         Args:
             purpose: what it is for, as the errors name it.
-            stream: what can be closed to have it back.
 
         Raises:
-            SessionBusy: somebody has it.
+            SessionBusy: this thread has it: it calls from within a step.
             UsageError: the session is closed.
         """
-        if not self._taken.acquire(blocking=False):
-            self.refuse_closed(purpose)
+        me = threading.get_ident()
+        if self._inside == me:
             raise SessionBusy(
-                f"{purpose}: a generation is under way on this session, which does one at a time; "
-                "finish or close that one first, or load a second session"
+                f"{purpose}: called from within a step of this session; return from there first"
             )
-        self._stream = stream
+        with self._lock:
+            # What this thread has without being inside, Ctrl-C kept it from giving back.
+            while self._leader not in (None, me):
+                self._changed.wait()
+            if self._is_closed:
+                self._leader = None
+                raise _closed(purpose)
+            self._leader = me
         try:
+            self._inside = me
             yield
         finally:
-            self._stream = None
-            self._taken.release()
+            self._inside = None
+            with self._lock:
+                self._leader = None
+                self._changed.notify_all()
 
-    def refuse_closed(self, purpose: str) -> None:
-        """Fail if the session is closed.
+    def serve(self, box: Mailbox) -> None:
+        """Do steps, or wait for those of others, until there is something in a mailbox.
 
         Raises:
-            UsageError: it is.
+            SessionBusy: called from within a step.
         """
-        if self._is_closed:
-            raise _closed(purpose)
+        me = threading.get_ident()
+        while not box.has_news:
+            with self._lock:
+                while self._leader not in (None, me) and not box.has_news:
+                    self._changed.wait()
+            if not box.has_news:
+                with self.taken("generate"):
+                    if not box.has_news:
+                        self._scheduler.step()
 
-    def end(self) -> bool:
-        """Cut a suspended generation off, and take the right for good.
+    def let_go(self, box: Mailbox) -> None:
+        """Note that nobody reads a mailbox; what its requests hold is free now, or after a step."""
+        box.left = True
+        if not self._lock.acquire(blocking=False):
+            return  # who has it looks for those who left
+        try:
+            if self._leader is None and not self._is_closed:
+                self._scheduler.sweep()
+                self._scheduler.rest()
+        finally:
+            self._lock.release()
+
+    def close(self) -> bool:
+        """End all generations after the step that runs, and take the right for good.
 
         Returns:
             Whether this call did it, and no earlier one.
 
         Raises:
-            SessionBusy: somebody is using it.
+            SessionBusy: called from within a step.
         """
         if self._is_closed:
             return False
-        stream = self._stream() if self._stream is not None else None
-        if stream is not None:
-            stream.cut_off()
-        if not self._taken.acquire(blocking=False):
-            raise SessionBusy("close: a step of this session is running; wait until it has ended")
-        self._is_closed = True
+        try:
+            with self.taken("close"):
+                self._is_closed = True
+                self._scheduler.end_all(_closed("this generation cannot go on"))
+        except SessionBusy:
+            raise
+        except UsageError:  # another thread was faster
+            return False
         return True
+
+    def forked(self) -> None:
+        """Go on in the child of a fork, without the threads that stayed behind."""
+        alone = self._leader in (None, threading.get_ident())
+        self._renew()
+        if not alone and not self._is_closed:
+            self._scheduler.end_all(UsageError("this process was forked during a step; ask again"))
 
 
 def _closed(purpose: str) -> UsageError:
     return UsageError(f"{purpose}: the session is closed; load the model again")
 
 
-def _explained(error: ValueError) -> Exception:
-    """Return the error to raise for one that came out of a generator."""
-    if str(error) != _EXECUTING:
-        return error
-    return SessionBusy(
-        "another thread is waiting for the next item of this generation; let one thread take its "
-        "items"
-    )
+def _after_fork() -> None:
+    for turns in list(_all):
+        turns.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

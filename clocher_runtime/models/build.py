@@ -10,12 +10,13 @@ from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.formats.ternary import Ternary
 from clocher_kernels.plan import Attr, Buffer, Call, Plan, Role, Rows
 from clocher_runtime.models.inventory import EMBED, NORM, head_name, layer_name
+from clocher_runtime.models.rewrite import quantize_for_ternary
 from clocher_runtime.models.rope import rope_tables
 from clocher_runtime.models.spec import ModelSpec
 
 PAGE_CELLS = 64  # cells of a KV page
 
-_TOKEN_ARGS = {n: n for n in ("slots", "positions", "ends", "ancestors", "pages")}
+_TOKEN_ARGS = {n: n for n in ("slots", "positions", "ends", "ancestors")}
 
 
 def build_plan(
@@ -27,6 +28,8 @@ def build_plan(
     slots: int,
     context: int,
     kv_dtype: str = "f32",
+    pages: int | None = None,
+    window_pages: int = 0,
     room: Callable[[int, int], None] = lambda buffers, tables: None,
 ) -> Plan:
     """Build the forward pass of a model.
@@ -36,17 +39,25 @@ def build_plan(
         formats: format of each matrix by tensor name; a ternary one gets int8 activations.
         tokens: capacity M of a step.
         rows: capacity R: tokens of a step whose logits are wanted.
-        slots: sequences that the KV cache holds.
-        context: cells of each slot.
+        slots: sequences side by side.
+        context: longest sequence.
         kv_dtype: f32, bf16, f16, e4m3, e5m2 or i8.
+        pages: pages of the KV cache of each layer; None: `slots` whole contexts.
+        window_pages: pages of layers with a sliding window, which have a page table of their own;
+            0: they have the others' table and number of pages.
         room: raises unless there is memory for the bytes of the buffers and of the rotary tables;
             called before the tables are made.
 
     Returns:
         The Plan. Inputs: ids, slots, positions, ends, ancestors, pages, rows, temperature, top_k,
-        top_p, seeds, draws. Outputs: logits [R, V], sampled [R].
+        top_p, seeds, draws, and window_pages if these layers have a table of their own. Outputs:
+        logits [R, V], sampled [R].
     """
-    return _Builder(spec, formats, tokens, rows, slots, context, kv_dtype).build(room)
+    builder = _Builder(spec, formats, tokens, rows, slots, context, kv_dtype)
+    if pages is not None:
+        builder.pages = pages
+    builder.window_pages = window_pages
+    return builder.build(room)
 
 
 class _Builder:
@@ -64,10 +75,10 @@ class _Builder:
         self.tokens, self.rows, self.slots, self.context = tokens, rows, slots, context
         self.kv_dtype = kv_dtype
         self.blocks = -(-context // PAGE_CELLS)
+        self.pages, self.window_pages = slots * self.blocks, 0
         self.buffers: dict[str, Buffer] = {}
         self.weights: dict[str, None] = {}
         self.calls: list[Call] = []
-        self.quantized: set[str] = set()  # buffers whose int8 copy is current
 
     def build(self, room: Callable[[int, int], None]) -> Plan:
         spec, hidden = self.spec, self.spec.hidden_size
@@ -95,8 +106,10 @@ class _Builder:
         plan = Plan(
             self.tokens, self.rows, self.buffers, {}, tuple(self.weights), tuple(self.calls)
         )
+        plan = quantize_for_ternary(plan, self.formats)
         room(plan.scratch_bytes(), 4 * self.context * spec.head_dim)
-        cos, sin = rope_tables(spec.rope, spec.head_dim, self.context)
+        positions = self.context if spec.windows else 0  # no layers turn nothing
+        cos, sin = rope_tables(spec.rope, spec.head_dim, positions)
         return replace(plan, consts={"rope.cos": cos, "rope.sin": sin})
 
     def _inputs(self) -> None:
@@ -104,6 +117,8 @@ class _Builder:
             self._buffer(name, (self.tokens,), "i32", "M", "input")
         self._buffer("ancestors", (self.tokens,), "u64", "M", "input")
         self._buffer("pages", (self.slots, self.blocks), "i32", "", "input")
+        if self.window_pages:
+            self._buffer("window_pages", (self.slots, self.blocks), "i32", "", "input")
         for name, dtype in (
             ("rows", "i32"),
             ("temperature", "f32"),
@@ -130,10 +145,10 @@ class _Builder:
                 self._norm(name, f"{prefix}{name}_norm.weight", name)
             tables = {"cos": "rope.cos", "sin": "rope.sin"}
             self._call("rope", {"x": name, "positions": "positions", **tables})
-        cache = self._cache(layer)
+        cache = self._cache(layer, window)
         kv: dict[str, Attr] = {"kv_dtype": self.kv_dtype}
-        self._call("kv_append", {"k": "k", "v": "v", **_TOKEN_ARGS, **cache}, **kv)
-        args = {"q": "q", **_TOKEN_ARGS, **cache, "y": "attended"}
+        self._call("kv_append", {"k": "k", "v": "v", **cache}, **kv)
+        args = {"q": "q", **cache, "y": "attended"}
         if spec.sinks:
             args["sinks"] = f"{prefix}sinks"
         self._call("attention", args, **kv, scale=dim**-0.5, window=window)
@@ -142,11 +157,12 @@ class _Builder:
         out = f"{prefix}o_proj.weight"
         self._linear("attended", out, "h", bias=spec.o_bias, residual="h")
 
-    def _cache(self, layer: int) -> dict[str, str]:
+    def _cache(self, layer: int, window: int) -> dict[str, str]:
         """Declare the KV cache of a layer; return its arguments by parameter."""
-        pages = self.slots * self.blocks
+        has_own = window and self.window_pages
+        pages = self.window_pages if has_own else self.pages
         shape = (pages, self.spec.num_kv_heads, PAGE_CELLS, self.spec.head_dim)
-        args = {}
+        args = {**_TOKEN_ARGS, "pages": "window_pages" if has_own else "pages"}
         for name in "kv":
             args[f"{name}_cache"] = f"kv.{layer}.{name}"
             self._buffer(f"kv.{layer}.{name}", shape, self.kv_dtype, "", "state")
@@ -194,24 +210,13 @@ class _Builder:
             tail["bias"] = f"{stem}.bias"
         if residual:
             tail["residual"] = residual
-        if not isinstance(self.formats[weight], Ternary):
-            op = "bsr_linear" if isinstance(self.formats[weight], Bsr) else "linear"
-            self._call(op, {"x": x, "w": weight, **tail})
-            return
-        size = self.buffers[x].shape[-1]
-        source, rows = x, self.buffers[x].rows
-        capacity = self.buffers[x].shape[0]
-        if self.spec.input_norm_eps:  # each linear has its own norm, so nothing is shared
+        fmt, source = self.formats[weight], x
+        if self.spec.input_norm_eps and isinstance(fmt, Ternary):  # each has a norm of its own
             source = f"{x}.normed"
-            self._buffer(source, (capacity, size), "f32", rows)
+            self.buffers[source] = self.buffers[x]
             self._norm(x, f"{stem}.rms_norm.weight", source, self.spec.input_norm_eps)
-        codes, scale = f"{source}.codes", f"{source}.scale"
-        if source not in self.quantized:
-            self._buffer(codes, (capacity, size), "i8", rows)
-            self._buffer(scale, (capacity,), "f32", rows)
-            self._call("quantize_act", {"x": source, "q": codes, "scale": scale})
-            self.quantized.add(source)
-        self._call("linear_i8", {"q": codes, "scale": scale, "w": weight, **tail})
+        op = "bsr_linear" if isinstance(fmt, Bsr) else "linear"
+        self._call(op, {"x": source, "w": weight, **tail})
 
     def _norm(self, x: str, weight: str, y: str, eps: float | None = None) -> None:
         args = {"x": x, "weight": weight, "y": y}
@@ -226,12 +231,10 @@ class _Builder:
         self.buffers[name] = Buffer(shape, dtype, rows, role)
 
     def _call(self, op: str, args: Mapping[str, str], **attrs: Attr) -> None:
-        """Append a call; note the weights it reads and the int8 copies it makes stale."""
+        """Append a call; note the weights it reads."""
         for name in args.values():
             if name not in self.buffers and not name.startswith("rope."):
                 self.weights[name] = None
-        written = args.get("x") if op == "rope" else args.get("y")
-        self.quantized.discard(str(written))
         self.calls.append(Call(op, dict(args), attrs))
 
 

@@ -1,27 +1,23 @@
-"""Rewrites of a Plan: the same model, other ops."""
+"""Rewrites of a Plan: the same model, its products' activations stored as int8."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from clocher_kernels.formats import Int4, Int8, Mxfp4
+from clocher_kernels.formats import Int4, Int8, Mxfp4, Ternary
 from clocher_kernels.formats.base import Format
-from clocher_kernels.ops.quantized import groups_of
-from clocher_kernels.plan import Buffer, Call, Plan
+from clocher_kernels.ops import OPS, written
+from clocher_kernels.ops.contract import has_codes
+from clocher_kernels.ops.quantize import BITNET, GROUPED, groups_of
+from clocher_kernels.plan import Attr, Buffer, Call, Plan
+
+CODES = ".codes"
+"""What a buffer's name ends with that holds the codes which ternary weights multiply."""
 
 _UNIT = 32
-_INTEGER_OP = {
-    "linear": ("quantize_blocks", "linear_q8"),
-    "moe_gate_up": ("quantize_blocks", "moe_gate_up_q8"),
-    "moe_down": ("quantize_experts", "moe_down_q8"),
-}
-
-
-INTEGER_PRODUCTS = frozenset(product for _, product in _INTEGER_OP.values())
-"""Ops that multiply int8 activations with integer weights."""
 
 
 def takes_int8(fmt: Format) -> bool:
-    """Return whether weights of a format are multiplied with int8 activations as integers."""
+    """Return whether weights of a format are multiplied with int8 activations if that is wanted."""
     match fmt:
         case Int4(group=group) | Int8(group=group):
             return not isinstance(group, int) or group % _UNIT == 0
@@ -30,8 +26,22 @@ def takes_int8(fmt: Format) -> bool:
     return False
 
 
+def quantize_for_ternary(plan: Plan, formats: Mapping[str, Format]) -> Plan:
+    """Quantise the inputs of linears with ternary weights as BitNet does, which they ask for.
+
+    Args:
+        plan: what is rewritten.
+        formats: format of each matrix by name.
+    """
+
+    def wanted(call: Call) -> bool:
+        return call.op == "linear" and isinstance(formats.get(call.args["w"]), Ternary)
+
+    return _with_codes(plan, wanted, (CODES, ".scale"), {"group": 0, **BITNET})
+
+
 def quantize_activations(plan: Plan, formats: Mapping[str, Format], group: int) -> Plan:
-    """Quantise the inputs of products with integer weights to int8, once for all that read them.
+    """Quantise the inputs of products with integer weights to int8.
 
     Products with float weights, and what is no product, stay as they are.
 
@@ -40,27 +50,46 @@ def quantize_activations(plan: Plan, formats: Mapping[str, Format], group: int) 
         formats: format of each matrix whose products may be integer ones, by name.
         group: columns per activation scale; 0 for one scale per token.
     """
+
+    def wanted(call: Call) -> bool:
+        fmt = formats.get(call.args.get("w", ""))
+        either = any("i8" in param.dtypes for param in OPS[call.op].params if param.name == "x")
+        return either and fmt is not None and takes_int8(fmt)
+
+    return _with_codes(plan, wanted, (".q8", ".q8_scale"), {"group": group, **GROUPED})
+
+
+def _with_codes(
+    plan: Plan,
+    wanted: Callable[[Call], bool],
+    endings: tuple[str, str],
+    attrs: Mapping[str, Attr],
+) -> Plan:
+    """Store the `x` of calls as int8, quantised once for all that read it.
+
+    Args:
+        plan: what is rewritten.
+        wanted: which calls; those whose `x` is int8 already stay as they are.
+        endings: what the names of the buffers of codes and scales end with.
+        attrs: of `quantize`.
+    """
     buffers = dict(plan.buffers)
     calls: list[Call] = []
     current: set[str] = set()
     for call in plan.calls:
-        weight = call.args.get("w", "")
-        if call.op in _INTEGER_OP and weight in formats and takes_int8(formats[weight]):
-            quantize, product = _INTEGER_OP[call.op]
+        if wanted(call) and not has_codes(call):
             x = call.args["x"]
-            codes, scale = f"{x}.q8", f"{x}.q8_scale"
+            codes, scale = (f"{x}{ending}" for ending in endings)
             if x not in current:
-                source = buffers[x]
+                source, group = buffers[x], int(attrs["group"])
                 *lead, size = source.shape
                 buffers[codes] = Buffer(source.shape, "i8", source.rows)
                 shape = (*lead, groups_of(size, group))
                 buffers[scale] = Buffer(shape, "f32", source.rows)
-                args = {"x": x, "q": codes, "scale": scale}
-                calls.append(Call(quantize, args, {"group": group}))
+                calls.append(Call("quantize", {"x": x, "q": codes, "scale": scale}, attrs))
                 current.add(x)
-            args = {"q": codes, "scale": scale}
-            args |= {name: value for name, value in call.args.items() if name != "x"}
-            call = Call(product, args, {**call.attrs, "group": group})
+            args = {**call.args, "x": codes, "x_scale": scale}
+            call = Call(call.op, args, {**call.attrs, "group": attrs["group"]})
         calls.append(call)
-        current -= {call.args.get("y", ""), call.args["x"] if call.op == "rope" else ""}
+        current -= written(call)
     return replace(plan, buffers=buffers, calls=tuple(calls))

@@ -1,16 +1,23 @@
-"""Two models on the same text, token by token: likelihood, KL divergence, top token."""
+"""What models make of a text: perplexity, and two models compared token by token."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import exp
 
 import numpy as np
 
-from clocher_kernels.errors import ModelError
+from clocher_kernels.errors import ModelError, UsageError
+from clocher_runtime.engine.arguments import token_ids, whole
+from clocher_runtime.engine.session import Session
 from clocher_runtime.quality.documents import Documents
+from clocher_runtime.quality.statistics import Estimate, block_means, of_documents
 
 Logits = Callable[[Sequence[int]], np.ndarray]
 """Token ids of a window [T] -> logits after each of them, [T, V] fp32."""
 Progress = Callable[[int, int], None]
+
+RESAMPLES = 2000
+"""Bootstrap resamples of the documents."""
 
 _STEP = 1 << 20
 
@@ -89,14 +96,11 @@ def run(
         parts.append(score(ids))
         if progress is not None:
             progress(number + 1, len(documents.windows))
-    joined = [
-        np.concatenate([getattr(part, name) for part in parts])
-        for name in ("nll_reference", "nll_model", "kld", "same_top")
-    ]
+    scores = _joined(parts)
     lengths = [len(ids) - 1 for ids in documents.windows]
     owner = np.repeat(np.array(documents.owner, np.int64), lengths)
-    finite = np.isfinite(joined[1]) & np.isfinite(joined[2])
-    scores = TokenScores(*(array[finite] for array in joined))
+    finite = np.isfinite(scores.nll_model) & np.isfinite(scores.kld)
+    scores = TokenScores(*(getattr(scores, name)[finite] for name in _SCORES))
     bad = int(np.count_nonzero(~finite))
     return Comparison(scores, owner[finite], documents.count, bad, lower_bound)
 
@@ -131,12 +135,19 @@ def per_rows(
     """Call `score` for runs of rows of bounded size with the true tokens, and join the results."""
     true = np.asarray(ids[1:], np.int64)
     step = max(1, _STEP // vocab)
-    parts = [
-        score(slice(start, min(start + step, len(true))), true[start : start + step])
-        for start in range(0, len(true), step)
-    ]
-    names = ("nll_reference", "nll_model", "kld", "same_top")
-    return TokenScores(*(np.concatenate([getattr(p, name) for p in parts]) for name in names))
+    return _joined(
+        [
+            score(slice(start, min(start + step, len(true))), true[start : start + step])
+            for start in range(0, len(true), step)
+        ]
+    )
+
+
+_SCORES = ("nll_reference", "nll_model", "kld", "same_top")
+
+
+def _joined(parts: Sequence[TokenScores]) -> TokenScores:
+    return TokenScores(*(np.concatenate([getattr(p, name) for p in parts]) for name in _SCORES))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,3 +206,161 @@ def _score_rows(reference: np.ndarray, model: np.ndarray, ids: np.ndarray) -> To
         np.where(q.finite, np.maximum(kld, 0), np.inf),
         reference.argmax(axis=1) == np.where(q.finite[:, None], model, 0).argmax(axis=1),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """Mean negative log-likelihood over windows of a text.
+
+    Attributes:
+        windows: windows scored, each alone, from an empty cache.
+        window_tokens: tokens of a window; the first of them is not predicted.
+        loss: mean of the windows' mean losses, in nats per token.
+    """
+
+    windows: int
+    window_tokens: int
+    loss: float
+
+    @property
+    def perplexity(self) -> float:
+        """Return exp(loss)."""
+        return exp(self.loss)
+
+
+def window_loss(logits: np.ndarray, ids: Sequence[int]) -> float:
+    """Return the mean negative log-likelihood of ids[1:] under the logits before them.
+
+    Args:
+        logits: [T, V] fp32, after each token.
+        ids: [T].
+    """
+    scores = logits[:-1].astype(np.float64)
+    top = scores.max(axis=1)
+    normalizer = top + np.log(np.exp(scores - top[:, None]).sum(axis=1))
+    chosen = scores[np.arange(len(ids) - 1), np.asarray(ids[1:])]
+    return float(np.mean(normalizer - chosen))
+
+
+def perplexity(
+    session: Session,
+    ids: Sequence[int],
+    window: int = 256,
+    limit: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Perplexity:
+    """Score consecutive windows of a text.
+
+    Args:
+        session: made with all_logits.
+        ids: the text's tokens; a last partial window is left out.
+        window: tokens of a window.
+        limit: score at most this many windows.
+        progress: called with (done, total).
+
+    Raises:
+        SessionBusy: a generation is under way.
+        UsageError: the text has less than one window, or a window less than two tokens; or an
+            argument cannot be used.
+    """
+    ids, window = token_ids(ids), whole("window", window)
+    limit = None if limit is None else whole("limit", limit, 0)
+    if window < 2:
+        raise UsageError(f"a window of {window} tokens predicts nothing; give at least 2")
+    total = len(ids) // window
+    if limit is not None:
+        total = min(total, limit)
+    if total < 1:
+        raise UsageError(
+            f"the text has {len(ids)} tokens, a window takes {window}; give a longer text"
+        )
+    losses = []
+    for number in range(total):
+        part = ids[number * window : (number + 1) * window]
+        losses.append(window_loss(session.logits(part), part))
+        if progress is not None:
+            progress(number + 1, total)
+    return Perplexity(total, window, float(np.mean(losses)))
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Statistics of a comparison.
+
+    Attributes:
+        tokens: scored tokens.
+        documents: documents that they come from.
+        nonfinite: tokens left out, for which the model's logits were not finite.
+        perplexity_reference: of the reference.
+        perplexity: of the model.
+        ppl_ratio: perplexity of the model over that of the reference, paired by token.
+        kld: mean KL divergence in nats.
+        same_top: share of tokens with the same most likely token.
+        rms_dp: root mean square of the change of the true token's probability.
+        kld_p999: 99.9 % quantile of the divergence.
+        kld_max: its maximum.
+        lower_bound: the divergences are lower bounds; see `Comparison`.
+    """
+
+    tokens: int
+    documents: int
+    nonfinite: int
+    perplexity_reference: float
+    perplexity: float
+    ppl_ratio: Estimate
+    kld: Estimate
+    same_top: Estimate
+    rms_dp: Estimate
+    kld_p999: float
+    kld_max: float
+    lower_bound: bool
+
+
+def summarise(comparison: Comparison, resamples: int = RESAMPLES, seed: int = 0) -> Summary:
+    """Return the statistics of a comparison.
+
+    Args:
+        comparison: from `compare`.
+        resamples: bootstrap resamples.
+        seed: of the resampling; the same seed gives the same intervals.
+
+    Raises:
+        ModelError: no token has finite logits.
+    """
+    scores = comparison.scores
+    if not len(scores.kld):
+        raise ModelError("the model gives no finite logits at all; its weights are damaged")
+    values = np.stack(
+        [
+            scores.nll_model - scores.nll_reference,
+            scores.kld,
+            scores.same_top.astype(np.float64),
+            scores.delta_p**2,
+        ]
+    )
+    means = block_means(values, comparison.owner, resamples, seed)
+    documents = len(np.unique(comparison.owner))
+
+    def estimate(row: int, shape: Callable[[np.ndarray], np.ndarray] = np.asarray) -> Estimate:
+        value = float(shape(values[row].mean()))
+        return of_documents(value, shape(means[row]), documents)
+
+    return Summary(
+        tokens=len(scores.kld),
+        documents=documents,
+        nonfinite=comparison.nonfinite,
+        perplexity_reference=exp(scores.nll_reference.mean()),
+        perplexity=exp(min(scores.nll_model.mean(), 700.0)),
+        ppl_ratio=estimate(0, _bounded_exp),
+        kld=estimate(1),
+        same_top=estimate(2),
+        rms_dp=estimate(3, np.sqrt),
+        kld_p999=float(np.quantile(scores.kld, 0.999)),
+        kld_max=float(scores.kld.max()),
+        lower_bound=comparison.lower_bound,
+    )
+
+
+def _bounded_exp(values: np.ndarray) -> np.ndarray:
+    """Return exp, at most what fp64 holds: a wrecked model may be 10^400 times worse."""
+    return np.asarray(np.exp(np.minimum(values, 700.0)))

@@ -1,4 +1,4 @@
-"""A text as documents: what a quality comparison scores, and what its intervals resample."""
+"""The documents of a text: what a comparison scores, and what its intervals resample."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ def cut(
     """Cut a text into documents of windows.
 
     Without a separator the text is one run of tokens, cut into consecutive windows of `window`
-    tokens as `clocher_runtime.quality.perplexity` does, the last partial one left out; each
+    tokens as `clocher_runtime.quality.compare` does, the last partial one left out; each
     `windows_per_document` windows in a row are a document. With a separator each part between two
     of them is a document: it is encoded by itself, and its last window may be short.
 

@@ -1,7 +1,8 @@
 """One model through the gate: its weights, its text scores, its size and its speed."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -13,8 +14,7 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.timing import TimedWindow
-from clocher_runtime.quality.bootstrap import Summary, summarise
-from clocher_runtime.quality.compare import Comparison, compare
+from clocher_runtime.quality.compare import Comparison, Summary, compare, summarise
 from clocher_runtime.quality.documents import Documents
 from clocher_runtime.quality.gate import (
     GateResult,
@@ -199,15 +199,9 @@ def weight_errors(
     for number, (name, tensor) in enumerate(model.weights.items(), start=1):
         if not same(reference.weights[name], tensor):
             record = known.get(name, Record())
+            error = measure(name, reference.weights[name], tensor, record.method)
             errors.append(
-                measure(
-                    name,
-                    reference.weights[name],
-                    tensor,
-                    record.method,
-                    record.out_nmse,
-                    record.out_nmse_rtn,
-                )
+                replace(error, out_nmse=record.out_nmse, out_nmse_rtn=record.out_nmse_rtn)
             )
         if progress is not None:
             progress("weights", number, len(model.weights))
@@ -220,8 +214,7 @@ def decode_speed(model: Model, prompt: list[int], backend: str, threads: int) ->
     The median of three runs of 64 tokens after a prompt; prefill is not in it.
     """
     context = min(model.spec.max_positions, len(prompt) + _DECODED)
-    session = Session(model, backend=backend, threads=threads, context=context)
-    try:
+    with closing(Session(model, backend=backend, threads=threads, context=context)) as session:
         session.warm()
         rates = []
         for _ in range(_ROUNDS):
@@ -232,9 +225,7 @@ def decode_speed(model: Model, prompt: list[int], backend: str, threads: int) ->
             if not spans:
                 raise UsageError("the model's context leaves no room to time decoding")
             rates.append(len(spans) * 1e9 / sum(span.ns for span in spans))
-        return median(rates)
-    finally:
-        session.close()
+    return median(rates)
 
 
 def _compare(
@@ -250,23 +241,14 @@ def _compare(
     if cache is not None:
         mark = fingerprint(reference, documents, f"{runs.backend} fp32 f32")
         if not cache.exists():
-            own = runs.session(reference, documents.window, is_reference=True)
-            try:
+            with closing(runs.session(reference, documents.window, is_reference=True)) as own:
                 store(cache, own.logits, documents, vocab, mark, lambda *n: tell("reference", *n))
-            finally:
-                own.close()
         stored = StoredReference(cache, documents, vocab, mark)
-    session = runs.session(model, documents.window, is_reference=False)
-    try:
+    with closing(runs.session(model, documents.window, is_reference=False)) as session:
         if stored is not None:
             return stored.compare(session.logits, lambda *n: tell("windows", *n))
-        own = runs.session(reference, documents.window, is_reference=True)
-        try:
+        with closing(runs.session(reference, documents.window, is_reference=True)) as own:
             return compare(own.logits, session.logits, documents, lambda *n: tell("windows", *n))
-        finally:
-            own.close()
-    finally:
-        session.close()
 
 
 def _spell(shape: tuple[int, ...] | None) -> str:

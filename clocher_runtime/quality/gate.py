@@ -4,7 +4,7 @@ Every check compares a number with a limit. A number measured on text has a 95 %
 passes if the whole interval is within the limit, fails if none of it is, and is undecided between.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil, isfinite
 from typing import Any, Literal
@@ -12,8 +12,10 @@ from typing import Any, Literal
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import Format, Fp8, Int4, Int8, Mxfp4, parse_format
 from clocher_kernels.formats.float import Float
+from clocher_runtime.disk.schema import finite
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.quality.bootstrap import FEWEST_DOCUMENTS, Estimate, Summary
+from clocher_runtime.quality.compare import Summary
+from clocher_runtime.quality.statistics import FEWEST_DOCUMENTS, Estimate
 from clocher_runtime.quality.tensor_error import TensorError, expected_rms
 
 Verdict = Literal["pass", "fail", "undecided"]
@@ -108,7 +110,8 @@ class Check:
             known["where"] = self.where
         if self.verdict == "undecided":
             known["more_tokens"] = self.more_tokens
-        return {key: _plain(value) for key, value in known.items()}
+        found: dict[str, Any] = finite(known)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,32 +306,30 @@ def tensor_checks(errors: Sequence[TensorError], min_cosine: float | None = None
     """
     bad = next((error.name for error in errors if not error.finite), "")
     checks = [hard("nonfinite_tensors", sum(not e.finite for e in errors), 0, where=bad)]
-    sound = [error for error in errors if error.finite]
-    found = [hard("rms_rel", e.rms_rel, rms_limit(e), where=e.name) for e in sound]
-    checks += _nearest(found)
-    found = []
-    for error in sound:
-        least = min_cosine
-        if least is None:
-            least = MIN_COSINE.get(family(parse_format(error.format)) or "")
-        if least is not None:
-            found.append(hard("cosine", error.cosine, least, at_most=False, where=error.name))
-    checks += _nearest(found)
-    checks += _nearest(
-        [
-            hard("clipped_frac", error.clipped_frac, MAX_CLIPPED, where=error.name)
-            for error in sound
-            if error.clipped_frac is not None
-        ]
-    )
-    checks += _nearest(
-        [
-            hard("out_nmse", e.out_nmse, MAX_OUTPUT_FACTOR * e.out_nmse_rtn, where=e.name)
-            for e in sound
-            if e.out_nmse is not None and e.out_nmse_rtn is not None
-        ]
-    )
-    return checks
+    found: dict[str, list[Check]] = {name: [] for name in _MEASURES}
+    for error in errors:
+        if error.finite:
+            for name, value, limit in _measured(error, min_cosine):
+                at_most = name != "cosine"
+                found[name].append(hard(name, value, limit, at_most=at_most, where=error.name))
+    return [*checks, *(max(of_all, key=_excess) for of_all in found.values() if of_all)]
+
+
+_MEASURES = ("rms_rel", "cosine", "clipped_frac", "out_nmse")
+
+
+def _measured(error: TensorError, min_cosine: float | None) -> Iterator[tuple[str, float, float]]:
+    """Yield what is known of a tensor: the measure, its value and its limit."""
+    yield "rms_rel", error.rms_rel, rms_limit(error)
+    least = min_cosine
+    if least is None:
+        least = MIN_COSINE.get(family(parse_format(error.format)) or "")
+    if least is not None:
+        yield "cosine", error.cosine, least
+    if error.clipped_frac is not None:
+        yield "clipped_frac", error.clipped_frac, MAX_CLIPPED
+    if error.out_nmse is not None and error.out_nmse_rtn is not None:
+        yield "out_nmse", error.out_nmse, MAX_OUTPUT_FACTOR * error.out_nmse_rtn
 
 
 def rms_limit(error: TensorError) -> float:
@@ -337,18 +338,8 @@ def rms_limit(error: TensorError) -> float:
     return factor * expected_rms(error.format, error.shape)
 
 
-def _nearest(checks: list[Check]) -> list[Check]:
-    """Return the check that fails by most, or passes by least, in a list; [] of none."""
-
-    def excess(check: Check) -> float:
-        if check.at_most:
-            return check.value / check.limit if check.limit else float(check.value > 0)
-        return (1 - check.value) / (1 - check.limit) if check.limit < 1 else 2 - check.value
-
-    return [max(checks, key=excess)] if checks else []
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if isfinite(value) else None
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+def _excess(check: Check) -> float:
+    """Return how near its limit a check is; of several the largest counts."""
+    if check.at_most:
+        return check.value / check.limit if check.limit else float(check.value > 0)
+    return (1 - check.value) / (1 - check.limit) if check.limit < 1 else 2 - check.value

@@ -12,11 +12,8 @@ All tokens beyond the K are compared as one, so a divergence from it is a lower 
 inequality), short of the exact one by what happens inside the tail.
 """
 
-import json
-import os
 from collections.abc import Sequence
 from hashlib import sha256
-from math import prod
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,8 +21,9 @@ import numpy as np
 
 from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.disk.output_file import open_new, sync_directory
-from clocher_runtime.disk.safetensors_file import SafetensorsFile
+from clocher_runtime.disk.files import byte_pieces
+from clocher_runtime.disk.output_file import replacing
+from clocher_runtime.disk.safetensors_file import SafetensorsFile, safetensors_head
 from clocher_runtime.engine.load import Model
 from clocher_runtime.quality.compare import (
     Comparison,
@@ -42,7 +40,6 @@ from clocher_runtime.quality.documents import Documents
 KEPT = 256
 _LEAST_LOG = -60000.0
 """Within f16; exp of it is 0 in any case."""
-_BYTES = 1 << 24
 
 
 def fingerprint(model: Model, documents: Documents, settings: str) -> bytes:
@@ -57,9 +54,8 @@ def fingerprint(model: Model, documents: Documents, settings: str) -> bytes:
             kind, planes = "vector", {"data": tensor}
         found.update(f"{name} {kind} {list(tensor.shape)}\n".encode())
         for key in sorted(planes):
-            data = np.ascontiguousarray(planes[key]).reshape(-1).view(np.uint8)
-            for start in range(0, len(data), _BYTES):
-                found.update(data[start : start + _BYTES].data)
+            for piece in byte_pieces(planes[key]):
+                found.update(piece)
     return found.digest()
 
 
@@ -86,32 +82,23 @@ def store(
         OSError: the file cannot be written; nothing of it is left.
     """
     kept = min(KEPT, vocab)
-    header, offsets = _header(_layout(documents.tokens, kept))
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with os.fdopen(open_new(partial), "wb") as file:
-            file.write(header)
-            _put(file, offsets["fingerprint"], np.frombuffer(mark, np.uint8))
-            done = 0
-            for number, (_, ids) in enumerate(documents):
-                logits = reference(ids)
-                step = max(1, (1 << 20) // vocab)
-                for start in range(0, len(ids) - 1, step):
-                    stop = min(start + step, len(ids) - 1)
-                    true = np.asarray(ids[start + 1 : stop + 1])
-                    for name, rows in _rows(logits[start:stop], true, kept).items():
-                        row = rows.nbytes // len(rows)
-                        _put(file, offsets[name] + done * row, rows)
-                    done += stop - start
-                if progress is not None:
-                    progress(number + 1, len(documents.windows))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-        sync_directory(path.parent)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    head, places = safetensors_head(_layout(documents.tokens, kept))
+    with replacing(path) as file:
+        file.write(head)
+        _put(file, places["fingerprint"].offset, np.frombuffer(mark, np.uint8))
+        done = 0
+        for number, (_, ids) in enumerate(documents):
+            logits = reference(ids)
+            step = max(1, (1 << 20) // vocab)
+            for start in range(0, len(ids) - 1, step):
+                stop = min(start + step, len(ids) - 1)
+                true = np.asarray(ids[start + 1 : stop + 1])
+                for name, rows in _rows(logits[start:stop], true, kept).items():
+                    row = rows.nbytes // len(rows)
+                    _put(file, places[name].offset + done * row, rows)
+                done += stop - start
+            if progress is not None:
+                progress(number + 1, len(documents.windows))
 
 
 class StoredReference:
@@ -235,21 +222,6 @@ def _layout(count: int, kept: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         "log_probs": ("F16", (count, kept)),
         "fingerprint": ("U8", (32,)),
     }
-
-
-def _header(shapes: dict[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
-    """Return the head of the file and where each tensor starts in it."""
-    itemsize = {"F32": 4, "I32": 4, "F16": 2, "U8": 1}
-    entries, starts, end = {}, {}, 0
-    for name, (dtype, shape) in shapes.items():
-        starts[name] = end
-        end += prod(shape) * itemsize[dtype]
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [starts[name], end]}
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    base = 8 + len(text)
-    offsets = {name: base + start for name, start in starts.items()}
-    return len(text).to_bytes(8, "little") + text, offsets
 
 
 def _put(file: BinaryIO, offset: int, array: np.ndarray) -> None:

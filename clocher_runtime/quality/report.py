@@ -6,7 +6,7 @@ from math import log10
 from pathlib import Path
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.quality.bootstrap import Estimate
+from clocher_runtime.quality.statistics import Estimate
 
 _COLOURS = {"pass": "#2a7f3f", "fail": "#b3261e", "undecided": "#8a6d00"}
 _LEAST_KLD = 1e-7

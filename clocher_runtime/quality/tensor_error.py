@@ -71,8 +71,6 @@ def measure(
     reference: Tensor,
     tensor: Tensor,
     method: str = "rtn",
-    out_nmse: float | None = None,
-    out_nmse_rtn: float | None = None,
 ) -> TensorError:
     """Return the error of a tensor, a few rows at a time.
 
@@ -81,8 +79,6 @@ def measure(
         reference: the float tensor.
         tensor: the same, quantised.
         method: how its codes were chosen.
-        out_nmse: see `TensorError`.
-        out_nmse_rtn: see `TensorError`.
     """
     dot = own = other = wrong = largest = 0.0
     clipped = 0
@@ -114,8 +110,6 @@ def measure(
         max_abs=largest,
         clipped_frac=clipped / max(count, 1) if steps else None,
         finite=finite,
-        out_nmse=out_nmse,
-        out_nmse_rtn=out_nmse_rtn,
     )
 
 

@@ -5,62 +5,57 @@ between its steps and under a temporary name, and read as strictly as a model fi
 """
 
 import hashlib
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
+import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 
 from clocher_kernels.errors import FormatError, ModelError, UsageError
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.disk.files import read_bytes
-from clocher_runtime.disk.jsonl_writer import JsonlWriter
-from clocher_runtime.disk.strict_json import fields, parse_object
+from clocher_runtime.disk.output_file import JsonlWriter
+from clocher_runtime.disk.schema import finite, read_as
+from clocher_runtime.disk.strict_json import parse_object
 
 SCHEMA = "clocher.trace/1"
 MAX_BYTES = 1 << 30
 MAX_ID = (1 << 31) - 1
 
-_FIELDS: dict[str, type] = {
-    "schema": str,
-    "version": str,
-    "model": str,
-    "precision": str,
-    "act_prec": str,
-    "kv_dtype": str,
-    "device": str,
-    "sampling": dict,
-    "prompt_ids": list,
-    "generated_ids": list,
-}
-_NULLABLE = ("fingerprint", "prompt", "topk")
-_SAMPLING: dict[str, tuple[type, ...]] = {
-    "temperature": (float, int),
-    "top_k": (int,),
-    "top_p": (float, int),
-    "seed": (int,),
-}
+_Ids = Annotated[tuple[Annotated[int, Meta(ge=0, le=MAX_ID)], ...], Meta(min_length=1)]
+_Amount = Annotated[float, Meta(ge=0)]
+_Whole = Annotated[int, Meta(ge=0)]
+
 _SAMPLED_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class TopLogits:
+class TopLogits(Struct, frozen=True, forbid_unknown_fields=True):
     """The largest logits of one step, the largest first.
 
     Attributes:
         ids: token ids.
-        logits: their logits as the engine had them; NaN where they are not finite.
+        logits: their logits as the engine had them; where they are not finite, a file has None.
     """
 
-    ids: tuple[int, ...]
-    logits: tuple[float, ...]
+    ids: _Ids
+    logits: tuple[float | None, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
+class Sampling(TypedDict):
+    """How the tokens of a run were drawn."""
+
+    temperature: _Amount
+    top_k: _Whole
+    top_p: _Amount
+    seed: _Whole
+
+
+class Trace(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=SCHEMA, tag_field="schema"
+):
     """What was generated for one prompt.
 
     Attributes:
@@ -85,10 +80,10 @@ class Trace:
     act_prec: str
     kv_dtype: str
     device: str
-    sampling: Mapping[str, float | int]
+    sampling: Sampling
     prompt: str | None
-    prompt_ids: tuple[int, ...]
-    generated_ids: tuple[int, ...]
+    prompt_ids: _Ids
+    generated_ids: _Ids
     topk: tuple[TopLogits, ...] | None = None
 
     @property
@@ -164,15 +159,7 @@ def read_trace(path: Path) -> list[Trace]:
 
 def document(trace: Trace) -> dict[str, Any]:
     """Return the object that a line holds."""
-    found = {"schema": SCHEMA, **asdict(trace)}
-    if trace.topk is not None:
-        found["topk"] = [
-            {
-                "ids": list(step.ids),
-                "logits": [value if math.isfinite(value) else None for value in step.logits],
-            }
-            for step in trace.topk
-        ]
+    found: dict[str, Any] = finite(msgspec.to_builtins(trace))
     return found
 
 
@@ -180,62 +167,18 @@ def _trace(line: bytes, where: str) -> Trace:
     document = parse_object(line, where)
     if document.get("schema") != SCHEMA:
         raise FormatError(f"{where}: schema is {document.get('schema')!r:.60}, expected {SCHEMA!r}")
-    nullable = {key: type(document.get(key)) for key in _NULLABLE}
-    fields(document, where, _FIELDS | nullable)
-    for key, kind in zip(_NULLABLE, (str, str, list), strict=True):
-        if nullable[key] not in (kind, type(None)):
+    trace = read_as(document, Trace, where)
+    if trace.topk is None:
+        return trace
+    if len(trace.topk) != len(trace.generated_ids):
+        raise FormatError(
+            f"{where}: topk: {len(trace.topk)} steps, but {len(trace.generated_ids)} ids were "
+            "generated"
+        )
+    for index, step in enumerate(trace.topk):
+        if not len(step.logits) == len(step.ids) == len(set(step.ids)):
             raise FormatError(
-                f"{where}: {key} is {nullable[key].__name__}, expected {kind.__name__}"
+                f"{where}: topk[{index}]: {len(step.logits)} logits for {len(step.ids)} ids, all "
+                "different"
             )
-    generated = _ids(document["generated_ids"], f"{where}: generated_ids")
-    return Trace(
-        **{key: document[key] for key in ("version", "model", "fingerprint", "precision")},
-        **{key: document[key] for key in ("act_prec", "kv_dtype", "device", "prompt")},
-        sampling=_sampling(document["sampling"], f"{where}: sampling"),
-        prompt_ids=_ids(document["prompt_ids"], f"{where}: prompt_ids"),
-        generated_ids=generated,
-        topk=_topk(document["topk"], len(generated), f"{where}: topk"),
-    )
-
-
-def _sampling(value: dict[str, Any], where: str) -> dict[str, float | int]:
-    if set(value) != set(_SAMPLING):
-        raise FormatError(f"{where}: fields {sorted(value)!r:.80}, expected {sorted(_SAMPLING)}")
-    for key, kinds in _SAMPLING.items():
-        if type(value[key]) not in kinds or value[key] < 0:
-            raise FormatError(f"{where}: {key} is {value[key]!r:.40}, expected a number >= 0")
-    return value
-
-
-def _ids(value: list[Any], where: str) -> tuple[int, ...]:
-    if not value:
-        raise FormatError(f"{where}: empty, expected token ids")
-    for index, token in enumerate(value):
-        if type(token) is not int or not 0 <= token <= MAX_ID:
-            raise FormatError(
-                f"{where}[{index}] is {token!r:.40}, expected an id from 0 to {MAX_ID}"
-            )
-    return tuple(value)
-
-
-def _topk(value: list[Any] | None, steps: int, where: str) -> tuple[TopLogits, ...] | None:
-    if value is None:
-        return None
-    if len(value) != steps:
-        raise FormatError(f"{where}: {len(value)} steps, but {steps} ids were generated")
-    found = []
-    for index, step in enumerate(value):
-        at = f"{where}[{index}]"
-        fields(step, at, {"ids": list, "logits": list})
-        ids = _ids(step["ids"], f"{at}.ids")
-        logits = step["logits"]
-        if len(logits) != len(ids) or len(set(ids)) != len(ids):
-            raise FormatError(f"{at}: {len(logits)} logits for {len(ids)} ids, all different")
-        for number in logits:
-            if number is not None and type(number) not in (float, int):
-                raise FormatError(f"{at}.logits: {number!r:.40} is no number")
-            if type(number) is int and abs(number) > MAX_ID:
-                raise FormatError(f"{at}.logits: {number!r:.40} is out of range")
-        floats = tuple(math.nan if number is None else float(number) for number in logits)
-        found.append(TopLogits(ids, floats))
-    return tuple(found)
+    return trace

@@ -5,17 +5,20 @@ is judged on its own: one difference does not hide or cause the next. It may be 
 logits; scripts/verify_hf_generation_ids.py hands in Hugging Face transformers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from clocher_kernels.errors import UsageError
+from clocher_runtime.disk.schema import finite
 from clocher_runtime.quality.trace import TopLogits, Trace, top_logits
 
 SCHEMA = "clocher.verify/1"
 MAX_FINDINGS = 200
+MAX_SHOWN = 20
 
 Verdict = Literal["match", "near-tie", "mismatch"]
 Kind = Literal["prompt", "vocabulary", "token", "logits", "near-tie"]
@@ -137,10 +140,20 @@ class Report:
         """Return the report as JSON values."""
         return {"schema": SCHEMA, "verdict": self.verdict, **asdict(self)}
 
-    def add(self, finding: Finding) -> None:
-        """Note a difference."""
+    def add(
+        self,
+        kind: Kind,
+        prompt: int,
+        step: int,
+        got: float | None,
+        expected: float | None,
+        gap: float | None = None,
+    ) -> None:
+        """Note a difference; what is not finite becomes None."""
+        got, expected, gap = finite([got, expected, gap])
+        found = Finding(kind=kind, prompt=prompt, step=step, got=got, expected=expected, gap=gap)
         if len(self.findings) < MAX_FINDINGS:
-            self.findings.append(finding)
+            self.findings.append(found)
         else:
             self.findings_left_out += 1
 
@@ -199,17 +212,9 @@ def _check_prompt(report: Report, number: int, trace: Trace, encode: Encode) -> 
     if got == expected:
         report.prompts_equal += 1
         return
-    length = min(len(got), len(expected))
-    step = next((i for i in range(length) if got[i] != expected[i]), length)
-    report.add(
-        Finding(
-            kind="prompt",
-            prompt=number,
-            step=step,
-            got=got[step] if step < len(got) else None,
-            expected=expected[step] if step < len(expected) else None,
-        )
-    )
+    pairs = enumerate(zip_longest(got, expected))
+    step, (mine, theirs) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+    report.add("prompt", number, step, mine, theirs)
 
 
 def _ids_are_known(report: Report, number: int, trace: Trace, vocab_size: int) -> bool:
@@ -217,11 +222,7 @@ def _ids_are_known(report: Report, number: int, trace: Trace, vocab_size: int) -
     for step, token in enumerate(trace.prompt_ids + trace.generated_ids):
         if token >= vocab_size:
             report.unknown_ids += 1
-            report.add(
-                Finding(
-                    kind="vocabulary", prompt=number, step=step, got=token, expected=vocab_size - 1
-                )
-            )
+            report.add("vocabulary", number, step, token, vocab_size - 1)
             return False
     return True
 
@@ -239,12 +240,7 @@ def _check_step(
     report.near_ties += close and not same
     report.mismatches += not close
     if not same:
-        kind: Kind = "near-tie" if close else "token"
-        report.add(
-            Finding(
-                kind=kind, prompt=number, step=step, got=got, expected=expected, gap=_finite(gap)
-            )
-        )
+        report.add("near-tie" if close else "token", number, step, got, expected, gap)
     largest = set(top_logits(row, checks.topk).ids)
     report.in_topk += got in largest
     if trace.topk is None:
@@ -261,7 +257,7 @@ def _check_logits(
 ) -> None:
     ids = np.array(traced.ids)
     known = ids < row.size
-    logits = np.array(traced.logits)
+    logits = np.array(traced.logits, np.float64)  # None becomes NaN
     difference = np.full(ids.size, np.inf)
     difference[known] = np.abs(logits[known] - row[ids[known]])
     difference[np.isnan(difference)] = np.inf
@@ -271,17 +267,42 @@ def _check_logits(
         report.logits_max_diff = max(report.logits_max_diff or 0.0, float(difference[worst]))
     if difference[worst] > checks.logits_tol:
         report.logits_beyond_tol += 1
-        report.add(
-            Finding(
-                kind="logits",
-                prompt=number,
-                step=step,
-                got=_finite(logits[worst]),
-                expected=_finite(row[ids[worst]]) if known[worst] else None,
-                gap=_finite(difference[worst]),
-            )
+        expected = float(row[ids[worst]]) if known[worst] else None
+        gap = float(difference[worst])
+        report.add("logits", number, step, float(logits[worst]), expected, gap)
+
+
+def summary(report: Report, same: bool | None) -> Iterator[str]:
+    """Yield lines that sum up for a person.
+
+    Args:
+        report: what was found.
+        same: whether the run had the weights of the reference; None: not known.
+    """
+    # The first of each kind in each prompt says most; what follows it is often its consequence.
+    first = {(f.prompt, f.kind): f for f in reversed(report.findings)}
+    shown = [f for f in report.findings if first[f.prompt, f.kind] is f][:MAX_SHOWN]
+    for finding in shown:
+        yield str(finding)
+    if more := len(report.findings) - len(shown) + report.findings_left_out:
+        yield f"and {more} more"
+    if same is False:
+        yield "note: the run used other weights (quantised, or another model)"
+    if report.prompts_checked or report.prompts_without_text:
+        yield (
+            f"prompts: {report.prompts_equal} of {report.prompts_checked} tokenised alike"
+            f", {report.prompts_without_text} without text"
         )
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None
+    if report.steps:
+        yield (
+            f"tokens: {report.equal} of {report.steps} equal, {report.near_ties} near "
+            f"ties, {report.mismatches} mismatches, {report.in_topk} in the top k"
+        )
+    if report.topk_overlap is not None:
+        largest = report.logits_max_diff
+        yield (
+            f"logits: top-k overlap {report.topk_overlap:.1%}, largest difference "
+            f"{'-' if largest is None else format(largest, '.3g')}, "
+            f"{report.logits_beyond_tol} of {report.traced_steps} steps beyond the tolerance"
+        )
+    yield f"{report.verdict} ({report.prompts} prompts)"

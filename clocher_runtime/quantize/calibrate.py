@@ -1,43 +1,220 @@
 """Calibration: quantise the linears of a model, layer by layer, with what they see of a text.
 
-One pass of the float model over the text. The inputs of a layer's linears are summed (`stats`),
+One pass of the float model over the text. The inputs of a layer's linears are summed (`rows`),
 then its matrices are quantised (`matrix`), one expert at a time, and the layer is written before
 the next one begins. Layers do not depend on each other's results: GPTQ with the inputs that the
 quantised layers before would give was measured and gained nothing at four bits. Equal inputs, seed
 and thread count of the BLAS give equal bytes.
+
+Dense linears wait for the end of their layer. Experts are quantised one by one, each as soon as it
+has seen its tokens, so that one Hessian per product is in memory, not one per expert.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+import numpy as np
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import Int4, Int8
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.convert.q4.parts import part_of
+from clocher_runtime.convert.q4.parts import PartsWriter, part_of
 from clocher_runtime.models.inventory import layer_name
 from clocher_runtime.quantize.capture import Walk
-from clocher_runtime.quantize.layer_job import LayerJob
+from clocher_runtime.quantize.matrix import (
+    MIN_HELD,
+    MIN_TOKENS,
+    Inputs,
+    Outcome,
+    make_inputs,
+    solve_matrix,
+)
 from clocher_runtime.quantize.plan import PlannedTensor, QuantPlan
-from clocher_runtime.quantize.rows import make_text
+from clocher_runtime.quantize.rows import HELD_ROWS, InputStats, make_text
+from clocher_runtime.quantize.sites import ExpertInputs, Hidden, Site, expert_matrix, look_up_rows
+
+POOL_ROWS = 2048
+"""Tokens of a layer that every expert with few tokens of its own is shown."""
+
+_BLOCK_ELEMENTS = 1 << 25
+
+
+class LayerJob:
+    """Observes a layer and quantises its matrices.
+
+    Args:
+        walk: what shows the layer, and has its weights.
+        wanted: the tensors to quantise, by name.
+        threads: threads of the search.
+        seed: of the choice of pooled tokens.
+
+    Attributes:
+        records: what is known of each tensor that is done; see `calibrate.Calibrated`.
+    """
+
+    def __init__(
+        self, walk: Walk, wanted: Mapping[str, PlannedTensor], threads: int, seed: int
+    ) -> None:
+        self.records: dict[str, dict[str, Any]] = {}
+        self._walk, self._wanted, self._threads = walk, wanted, threads
+        self._stats: dict[str, InputStats] = {}
+        self._dense: list[tuple[InputStats, list[str]]] = []
+        self._planes: dict[str, dict[str, np.ndarray]] = {}
+        self._outcomes: dict[str, list[Outcome]] = {}
+        self._tokens: dict[str, list[int]] = {}
+        self._own: dict[str, InputStats] = {}
+        self._router = 0.0
+        held = walk.text.held
+        rng = np.random.default_rng([seed, 1])
+        self._pool = np.sort(
+            np.concatenate(
+                [
+                    rng.permutation(np.flatnonzero(~held))[:POOL_ROWS],
+                    rng.permutation(np.flatnonzero(held))[:HELD_ROWS],
+                ]
+            )
+        )
+
+    def linear(self, site: Site, x: np.ndarray, rows: slice) -> None:
+        """Sum the inputs of linears that share them."""
+        mine = [name for name in site.weights if name in self._wanted]
+        if not mine:
+            return
+        if mine[0] not in self._stats:
+            stats = self._new_stats(x.shape[1], *mine)
+            self._stats |= dict.fromkeys(mine, stats)
+            self._dense.append((stats, [n for n in mine if len(self._wanted[n].shape) == 2]))
+        self._stats[mine[0]].add(x, self._walk.text.held[rows])
+
+    def expert(
+        self, weights: tuple[str, str], expert: int, inputs: ExpertInputs, rows: np.ndarray
+    ) -> None:
+        """Sum the inputs of an expert's products."""
+        held = self._walk.text.held[rows]
+        for name, x, router in self._products(weights, inputs):
+            if name not in self._own:
+                self._own[name] = self._new_stats(x.shape[1], name)
+            self._own[name].add(x, held, router)
+        self._router += float(np.square(inputs.router).sum())
+
+    def expert_done(self, weights: tuple[str, str], expert: int, hidden: Hidden) -> None:
+        """Quantise an expert."""
+        up, down = weights
+        for name in weights:
+            if name not in self._wanted:
+                continue
+            own = self._own.pop(name, None)
+            if own is None:
+                own = self._new_stats(self._wanted[name].shape[2], name)
+            pooled = self._stats[up] if name == up else self._pooled(down, own, hidden)
+            inputs = make_inputs(own, pooled, hessian=self._needs_hessian(name))
+            self._solve(name, expert, expert_matrix(self._walk.tensor(name), expert), inputs)
+            self._tokens.setdefault(name, []).append(own.tokens)
+        self._router = 0.0
+
+    def finish(self) -> dict[str, QuantTensor]:
+        """Quantise what is left and return every wanted tensor of the layer, in their order."""
+        for stats, names in self._dense:
+            if not names:
+                continue
+            inputs = make_inputs(stats, None, hessian=self._needs_hessian(*names))
+            for name in names:
+                self._quantise(name, inputs, stats.tokens)
+        for name, tensor in self._wanted.items():
+            if name not in self._planes:  # an embedding: every row is read as it is
+                inputs = Inputs(
+                    np.ones(tensor.shape[-1]), np.zeros((0, tensor.shape[-1]), np.float32)
+                )
+                self._quantise(name, inputs, 0)
+        self.records = {name: self._record(name) for name in self._wanted}
+        return {
+            name: QuantTensor(tensor.shape, tensor.format, self._planes[name])
+            for name, tensor in self._wanted.items()
+        }
+
+    def _quantise(self, name: str, inputs: Inputs, tokens: int) -> None:
+        """Quantise a dense matrix, whose rows do not depend on each other, in blocks of rows."""
+        rows, columns = self._wanted[name].shape
+        step = max(1, _BLOCK_ELEMENTS // columns)
+        for start in range(0, rows, step):
+            part = slice(start, min(start + step, rows))
+            self._solve(name, part, look_up_rows(self._walk.tensor(name), part), inputs)
+            self._walk.checkpoint.release()
+        self._tokens[name] = [tokens]
+
+    def _solve(self, name: str, place: int | slice, values: np.ndarray, inputs: Inputs) -> None:
+        """Quantise an expert, or a block of rows."""
+        tensor = self._wanted[name]
+        outcome = solve_matrix(values, tensor.format, tensor.method, inputs, threads=self._threads)
+        planes = self._planes.setdefault(name, _empty(tensor))
+        for key, plane in outcome.tensor.planes.items():
+            planes[key][place] = plane
+        self._outcomes.setdefault(name, []).append(outcome)
+
+    def _record(self, name: str) -> dict[str, Any]:
+        tensor, outcomes, tokens = self._wanted[name], self._outcomes[name], self._tokens[name]
+        experts = len(tensor.shape) == 3
+        falls = [o.fallback for o in outcomes if o.fallback]
+        notes = [f"{fall} in {falls.count(fall)} of {len(outcomes)}" for fall in sorted(set(falls))]
+        if few := sum(n < MIN_TOKENS for n in tokens) if experts else 0:
+            notes.append(f"pooled statistics in {few} of {len(outcomes)}")
+        errors = [o.nmse for o in outcomes]
+        err = {
+            "out_nmse": float(np.mean(errors)),
+            "out_nmse_rtn": float(np.mean([o.nmse_rtn for o in outcomes])),
+        }
+        if experts:
+            err["out_nmse_worst"] = max(errors)
+        spread = [int(q) for q in np.quantile(tokens, (0, 0.05, 0.5, 1), method="lower")]
+        return {
+            "method": tensor.method,
+            "fallback": ("; ".join(notes) or None) if len(outcomes) > 1 else outcomes[0].fallback,
+            "tokens_seen": spread if experts else tokens[0],
+            "damp": max(o.damp for o in outcomes),
+            "err": err,
+        }
+
+    def _products(
+        self, weights: tuple[str, str], inputs: ExpertInputs
+    ) -> list[tuple[str, np.ndarray, np.ndarray | None]]:
+        up, down = weights
+        products = [(up, inputs.x, None), (down, inputs.gated, inputs.router)]
+        return [product for product in products if product[0] in self._wanted]
+
+    def _pooled(self, name: str, own: InputStats, hidden: Hidden) -> InputStats | None:
+        """Return the statistics of the layer's tokens sent through an expert that has few."""
+        columns = self._wanted[name].shape[2]
+        enough = 4 * columns if self._needs_hessian(name) else MIN_TOKENS
+        if own.tokens >= enough and len(own.held) >= MIN_HELD:
+            return None
+        pooled = self._new_stats(columns, name)
+        count = max(1, own.tokens + len(own.held))
+        weight = np.float32((self._router / count) ** 0.5 or 1.0)
+        for start in range(0, len(self._pool), POOL_ROWS):
+            rows = self._pool[start : start + POOL_ROWS]
+            gated = hidden(rows).gated
+            held = self._walk.text.held[rows]
+            pooled.add(gated, held, np.full(len(rows), weight, np.float32))
+        return pooled
+
+    def _new_stats(self, columns: int, *names: str) -> InputStats:
+        return InputStats(columns, hessian=self._needs_hessian(*names))
+
+    def _needs_hessian(self, *names: str) -> bool:
+        return any(self._wanted[name].method == "gptq" for name in names)
+
+
+def _empty(tensor: PlannedTensor) -> dict[str, np.ndarray]:
+    planes = tensor.format.planes(tensor.shape)
+    return {key: np.empty(plane.shape, plane.storage) for key, plane in planes.items()}
+
 
 Progress = Callable[[int, int, str], None]
 
 METHODS = ("imx", "gptq")
-
-
-class Parts(Protocol):
-    """Where finished layers go; `weights.q4.parts.PartsWriter` is one."""
-
-    def finished(self, part: str) -> dict[str, dict[str, Any]] | None:
-        """Return the records of a part that an earlier run finished."""
-
-    def write(
-        self, part: str, tensors: Mapping[str, QuantTensor], records: Mapping[str, dict[str, Any]]
-    ) -> None:
-        """Write a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +244,7 @@ def calibrate(
     plan: QuantPlan,
     text_ids: Sequence[Sequence[int]],
     *,
-    parts: Parts,
+    parts: PartsWriter,
     threads: int = 1,
     seed: int = 0,
     progress: Progress | None = None,

@@ -7,7 +7,7 @@ from typing import Any
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
-from clocher_runtime.checkpoints.iebin.checkpoint import JSON_NAME
+from clocher_runtime.checkpoints.iebin import JSON_NAME
 from clocher_runtime.convert.q4.map import load_q4_map
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, parse_object

@@ -15,7 +15,8 @@ import numpy as np
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import Float, Format, parse_format
-from clocher_kernels.ops import OPS
+from clocher_kernels.ops import OPS, of_experts
+from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.plan import Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
@@ -24,19 +25,16 @@ from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import Need, inventory, layer_name
 from clocher_runtime.quantize.rows import RowStore, Text
 from clocher_runtime.quantize.sites import (
-    EXPERTS,
-    PRODUCTS,
     ExpertInputs,
     Observer,
     Site,
-    sites_of,
-    source_of,
-)
-from clocher_runtime.quantize.whole_ops import (
     causal_attention,
     clamped_swiglu,
     expert_matrix,
     look_up_rows,
+    multiplies,
+    sites_of,
+    source_of,
 )
 
 CHUNK_TOKENS = 2048
@@ -103,7 +101,7 @@ class Walk:
     def matrices(self, layer: int) -> list[str]:
         """Return the names of all matrices that a layer multiplies by."""
         calls = self._layers[layer]
-        return [call.args["w"] for call in calls if call.op in (*PRODUCTS, *EXPERTS)]
+        return [call.args["w"] for call in calls if multiplies(call)]
 
     def restart(self) -> None:
         """Embed the text: the state before layer 0."""
@@ -130,7 +128,7 @@ class Walk:
         self._overlay = weights or {}
         calls = self._layers[index]
         first_of = sites_of(index, calls)
-        experts = next((i for i, c in enumerate(calls) if c.op == "moe_gate_up"), len(calls))
+        experts = next((i for i, call in enumerate(calls) if of_experts(call)), len(calls))
         router: dict[str, list[np.ndarray]] = {"experts": [], "expert_weights": []}
         for chunk in self._chunks:
             chunk.buffers = {"h": self.state[chunk.rows]}
@@ -168,7 +166,7 @@ class Walk:
 
     def logits(self) -> Iterator[tuple[slice, np.ndarray]]:
         """Yield (rows, logits [m, V]) from the state after the last layer, a few rows at a time."""
-        norm, head = (c for c in self._tail if c.op in ("rms_norm", *PRODUCTS))
+        norm, head = (c for c in self._tail if c.op == "rms_norm" or multiplies(c))
         table = self.tensor(head.args["w"])
         vocab = table.shape[0]
         step = max(1, _LOGITS // vocab)
@@ -187,7 +185,7 @@ class Walk:
 
     def head_inputs(self, observer: Observer) -> None:
         """Show the inputs of the output head, from the state after the last layer."""
-        norm, head = (c for c in self._tail if c.op in ("rms_norm", *PRODUCTS))
+        norm, head = (c for c in self._tail if c.op == "rms_norm" or multiplies(c))
         for chunk in self._chunks:
             chunk.buffers = {norm.args["x"]: self.state[chunk.rows]}
             self._run(chunk, (norm,))
@@ -244,7 +242,7 @@ class Walk:
             if call.op == "embed":
                 table = self.tensor(call.args["table"])
                 chunk.buffers[call.args["y"]] = look_up_rows(table, chunk.buffers["ids"])
-            elif call.op == "linear":
+            elif call.op == "linear" and not has_codes(call):
                 self._linear(chunk, call)
             elif call.op == "attention":
                 self._attention(chunk, call)

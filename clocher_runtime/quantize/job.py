@@ -14,7 +14,6 @@ import numpy as np
 from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint, LazyTensor, Stored
-from clocher_runtime.convert.q4.encode import encode_tensor
 from clocher_runtime.convert.q4.map import Q4Map, parse_q4_map, parts_dir
 from clocher_runtime.convert.q4.parts import SUFFIX, PartsWriter, part_of, plane_hashes
 from clocher_runtime.convert.rounding import round_tensor
@@ -23,14 +22,18 @@ from clocher_runtime.quality.documents import Documents
 from clocher_runtime.quality.evaluate import Evaluation, Record, Runs, evaluate
 from clocher_runtime.quality.gate import Verdict, tensor_checks, worst
 from clocher_runtime.quality.tensor_error import measure
-from clocher_runtime.quantize.manifest import (
+from clocher_runtime.quantize.alloc import allocate
+from clocher_runtime.quantize.calibrate import Calibrated, calibrate
+from clocher_runtime.quantize.plan import (
     Done,
+    PlannedTensor,
+    QuantPlan,
+    build_plan,
     describe_source,
     document_of,
     tool,
     write_manifest,
 )
-from clocher_runtime.quantize.plan import PlannedTensor, QuantPlan, build_plan
 
 Progress = Callable[[str, int, int], None]
 """Called with what is done, and (done, total)."""
@@ -166,11 +169,31 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
     sections["options"] = dict(job.options)
     if job.calibration:
         sections["calibration"] = dict(job.calibration.record)
-    plan, allocation = _allocate(job, plan, tell)
-    if allocation:
+    sequences = job.calibration.sequences if job.calibration else ()
+    allocation: Mapping[str, Any] = {}
+    if job.target_bpw is not None:
+        plan, allocation = allocate(
+            checkpoint,
+            plan,
+            sequences,
+            target_bpw=job.target_bpw,
+            threads=job.threads,
+            seed=job.seed,
+            progress=lambda done, total, what: tell(f"allocating: {what}", done, total),
+        )
         sections["allocation"] = allocation
     parts = PartsWriter(parts_dir(job.out), _fingerprint(job, plan, source))
-    records = _calibrate(job, plan, parts, tell)
+    records: Mapping[str, Calibrated] = {}
+    if plan.calibrated:
+        records = calibrate(
+            checkpoint,
+            plan,
+            sequences,
+            parts=parts,
+            threads=job.threads,
+            seed=job.seed,
+            progress=lambda done, total, what: tell(f"calibrating: {what}", done, total),
+        )
     done = tuple(_quantise(job, plan, parts, records, tell))
     verdicts: list[Verdict] = []
     evaluation = None
@@ -192,7 +215,7 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
     path = job.out if verdict == "pass" else rejected_path(job.out)
     checkpoint.check_unchanged()
     write_manifest(path, document_of(rules, plan, done, files, sections))
-    return Outcome(verdict, path, plan, done, evaluation, allocation or {})
+    return Outcome(verdict, path, plan, done, evaluation, allocation)
 
 
 def quantised_checkpoint(checkpoint: Checkpoint, q4_map: Q4Map, threads: int = 1) -> Checkpoint:
@@ -200,7 +223,7 @@ def quantised_checkpoint(checkpoint: Checkpoint, q4_map: Q4Map, threads: int = 1
     formats, _ = q4_map.choose(checkpoint.tensors)
 
     def make(name: str) -> Mapping[str, np.ndarray]:
-        return encode_tensor(q4_map, name, checkpoint.tensor(name), threads).planes
+        return q4_map.stored(name, checkpoint.tensor(name), threads).planes
 
     tensors: dict[str, Stored] = dict(checkpoint.tensors)
     for name, fmt in formats.items():
@@ -237,47 +260,11 @@ def _judge(
     )
 
 
-def _allocate(
-    job: Job, plan: QuantPlan, tell: Progress
-) -> tuple[QuantPlan, Mapping[str, Any] | None]:
-    if job.target_bpw is None:
-        return plan, None
-    assert job.calibration is not None, "Job.plan asks for a text"
-    from clocher_runtime.quantize.alloc import allocate
-
-    return allocate(
-        job.checkpoint,
-        plan,
-        job.calibration.sequences,
-        target_bpw=job.target_bpw,
-        threads=job.threads,
-        seed=job.seed,
-        progress=lambda done, total, what: tell(f"allocating: {what}", done, total),
-    )
-
-
-def _calibrate(job: Job, plan: QuantPlan, parts: PartsWriter, tell: Progress) -> Mapping[str, Any]:
-    if not plan.calibrated:
-        return {}
-    assert job.calibration is not None, "Job.plan asks for a text"
-    from clocher_runtime.quantize.calibrate import calibrate
-
-    return calibrate(
-        job.checkpoint,
-        plan,
-        job.calibration.sequences,
-        parts=parts,
-        threads=job.threads,
-        seed=job.seed,
-        progress=lambda done, total, what: tell(f"calibrating: {what}", done, total),
-    )
-
-
 def _quantise(
     job: Job,
     plan: QuantPlan,
     parts: PartsWriter,
-    records: Mapping[str, Any],
+    records: Mapping[str, Calibrated],
     tell: Progress,
 ) -> list[Done]:
     """Round what is rounded, take the rest from the parts, and measure all of it."""
@@ -295,7 +282,11 @@ def _quantise(
 
 
 def _quantise_one(
-    job: Job, planned: PlannedTensor, source: QuantTensor, parts: PartsWriter, record: Any
+    job: Job,
+    planned: PlannedTensor,
+    source: QuantTensor,
+    parts: PartsWriter,
+    record: Calibrated | None,
 ) -> Done:
     name = planned.name
     if record is None:

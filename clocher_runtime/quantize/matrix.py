@@ -11,7 +11,7 @@ import numpy as np
 from clocher_kernels.formats import Format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.quantize import gptq, imx
-from clocher_runtime.quantize.stats import InputStats
+from clocher_runtime.quantize.rows import InputStats
 
 DO_NO_HARM = 1.02
 MIN_TOKENS = 64

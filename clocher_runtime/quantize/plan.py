@@ -1,15 +1,28 @@
-"""What a quantisation will do, known before a weight is read."""
+"""What a quantisation will do, known before a weight is read; and the manifest of what was done.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+The manifest says what was asked for, what was done, how good it is. Nothing in it depends on when
+or where it was made, so equal input gives equal bytes.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import metadata
 from math import prod
+from pathlib import Path
+from typing import Any
 
-from clocher_kernels.errors import ShapeError, UsageError
+from clocher_kernels.errors import FormatError, ShapeError, UsageError
 from clocher_kernels.formats import Format
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.convert.q4.map import Q4Map, assign
+from clocher_runtime.convert.q4.document import PartFile
+from clocher_runtime.convert.q4.map import VERSION, Q4Map, assign, parse_q4_map
 from clocher_runtime.convert.rounding import Clip
 from clocher_runtime.convert.to_iebin import natural
+from clocher_runtime.disk.files import MappedFile
+from clocher_runtime.disk.output_file import write_file
+from clocher_runtime.quality.tensor_error import TensorError
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +150,170 @@ def build_plan(checkpoint: Checkpoint, rules: Q4Map) -> QuantPlan:
         sum(tensor.nbytes for tensor in stay),
         checkpoint.nbytes,
     )
+
+
+HEADER_BYTES = 1 << 20
+"""What is hashed of a file without --hash: its first MiB, where the names and shapes are."""
+
+_STEP = 1 << 22
+_DIGITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What became of one tensor.
+
+    Attributes:
+        planned: what was to be done.
+        sha256: of each plane.
+        error: distance from the float tensor.
+        method: how the codes were chosen in the end.
+        fallback: why it is not the method that was asked for, or "".
+        tokens_seen: calibration tokens: one number, or one per expert.
+        part: the file with the planes, "" if rounding gives them again.
+        more_errors: what calibration measured.
+    """
+
+    planned: PlannedTensor
+    sha256: Mapping[str, str]
+    error: TensorError
+    method: str
+    fallback: str = ""
+    tokens_seen: Sequence[int] = ()
+    part: str = ""
+    more_errors: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of a manifest's `tensors`."""
+        planned = self.planned
+        errors: dict[str, Any] = {
+            "rms_rel": _short(self.error.rms_rel),
+            "max_abs": _short(self.error.max_abs),
+            "cosine": _short(self.error.cosine),
+            "clipped_frac": _short(self.error.clipped_frac),
+        }
+        errors |= {key: _short(value) for key, value in self.more_errors.items()}
+        entry: dict[str, Any] = {
+            "name": planned.name,
+            "shape": list(planned.shape),
+            "format": planned.format.name,
+            "method": self.method,
+            "rule": planned.rule,
+            "bpw": float(8 * planned.nbytes / planned.params),
+            "nbytes": planned.nbytes,
+            "sha256": dict(self.sha256),
+            "err": {key: value for key, value in errors.items() if value is not None},
+        }
+        if self.part:
+            entry["part"] = self.part
+        if self.fallback:
+            entry["fallback"] = self.fallback
+        if self.tokens_seen:
+            entry["tokens_seen"] = [int(count) for count in self.tokens_seen]
+        return entry
+
+
+def tool() -> dict[str, str]:
+    """Return name and version of the program, as a manifest says them."""
+    try:
+        return {"name": "clocher", "version": metadata.version("clocher")}
+    except metadata.PackageNotFoundError:
+        return {"name": "clocher", "version": "unknown"}
+
+
+def describe_source(
+    checkpoint: Checkpoint, whole: bool = True, progress: Callable[[int, str], None] | None = None
+) -> dict[str, Any]:
+    """Return the `source` of a manifest: names, sizes and hashes of the weight files.
+
+    Args:
+        checkpoint: its files are read once.
+        whole: hash whole files; otherwise the first MiB of each.
+        progress: called with the bytes hashed so far and the file's name.
+    """
+    files = []
+    before = 0
+    for file in checkpoint.files:
+        digest = _hash_file(file, whole, before, progress)
+        key = "sha256" if whole else "header_sha256"
+        files.append({"name": file.path.name, "nbytes": file.nbytes, key: digest})
+        before += file.nbytes
+    return {"kind": checkpoint.kind, "files": files}
+
+
+def document_of(
+    rules: Sequence[Mapping[str, Any]],
+    plan: QuantPlan,
+    done: Sequence[Done],
+    parts: Sequence[PartFile],
+    sections: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return a manifest, checked by its reader.
+
+    Args:
+        rules: as they were given.
+        plan: what was to be done.
+        done: what was done, in the order of the plan.
+        parts: files beside the manifest.
+        sections: further sections: tool, source, options, calibration, ...
+
+    Raises:
+        FormatError: a tensor is not accounted for, or two sections contradict each other.
+    """
+    if [entry.planned.name for entry in done] != list(plan.tensors):
+        raise FormatError("the manifest would not say what became of every tensor of the plan")
+    by_format: dict[str, int] = {}
+    for entry in done:
+        name = entry.planned.format.name
+        by_format[name] = by_format.get(name, 0) + entry.planned.nbytes
+    document: dict[str, Any] = {"version": VERSION, **sections}
+    document["rules"] = [dict(rule) for rule in rules]
+    document["size"] = {
+        "params": plan.params,
+        "nbytes": plan.nbytes,
+        "source_nbytes": plan.source_nbytes,
+        "bpw": plan.bpw,
+        "quantised_bpw": plan.quantised_bpw,
+        "by_format": by_format,
+    }
+    if parts:
+        document["parts"] = [
+            {"file": part.file, "nbytes": part.nbytes, "sha256": part.sha256} for part in parts
+        ]
+    document["tensors"] = [entry.to_json() for entry in done]
+    document["kept"] = [{"name": name, "reason": reason} for name, reason in plan.kept.items()]
+    parse_q4_map(document, Path("the new manifest"))
+    return document
+
+
+def write_manifest(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a manifest, whole or not at all: a line per tensor, rule, part and gate."""
+    lines = []
+    for key, value in document.items():
+        text = _dump(value)
+        if isinstance(value, list) and value:
+            items = ",\n".join(f"  {_dump(item)}" for item in value)
+            text = f"[\n{items}\n]"
+        lines.append(f"{_dump(key)}: {text}")
+    write_file(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
+
+
+def _hash_file(
+    file: MappedFile, whole: bool, before: int, progress: Callable[[int, str], None] | None
+) -> str:
+    digest = hashlib.sha256()
+    end = file.nbytes if whole else min(file.nbytes, HEADER_BYTES)
+    for start in range(0, end, _STEP):
+        digest.update(file.bytes(start, min(start + _STEP, end)).data)
+        file.release()
+        if progress:
+            progress(before + start, file.path.name)
+    return digest.hexdigest()
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+
+
+def _dump(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -13,13 +13,11 @@ from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.convert.rounding import round_tensor
 from clocher_runtime.quantize import imx
+from clocher_runtime.quantize.calibrate import LayerJob
 from clocher_runtime.quantize.capture import Walk
-from clocher_runtime.quantize.layer_job import LayerJob
 from clocher_runtime.quantize.plan import PlannedTensor
-from clocher_runtime.quantize.rows import RowStore, make_text
-from clocher_runtime.quantize.sites import ExpertInputs, Hidden, Site
-from clocher_runtime.quantize.stats import InputStats
-from clocher_runtime.quantize.whole_ops import expert_matrix, look_up_rows
+from clocher_runtime.quantize.rows import InputStats, RowStore, make_text
+from clocher_runtime.quantize.sites import ExpertInputs, Hidden, Site, expert_matrix, look_up_rows
 
 TOKENS = 8192
 """Tokens of the calibration text that are used: half to fit, half to measure on."""

@@ -3,7 +3,7 @@
 Time, memory and output are bounded there, whatever a template does; see docs/limits.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from clocher_kernels.errors import FormatError, UsageError
@@ -32,7 +32,7 @@ class ChatTemplate:
                 f"{MAX_TEMPLATE_BYTES} bytes"
             )
         try:
-            self._ask("compile_template")
+            self._reads = frozenset(self._ask("compile_template"))
         except Refused as error:
             # Expressions of constants are computed already here.
             stopped = "" if error.kind == "refused" else " stopped"
@@ -52,6 +52,19 @@ class ChatTemplate:
                 raise UsageError(f"chat template refused the messages: {error}") from None
             raise FormatError(f"chat template stopped: {error}") from None
         return text
+
+    def refuse_unread(self, variables: Iterable[str]) -> None:
+        """Fail if there are variables that the template does not read.
+
+        Raises:
+            UsageError: there are.
+        """
+        unread = sorted(set(variables) - self._reads)
+        if unread:
+            raise UsageError(
+                f"{unread[0]!r} is neither an option nor a variable of the chat template, which "
+                f"reads {', '.join(sorted(self._reads))}"
+            )
 
     def _ask(self, operation: str, **arguments: Any) -> Any:
         return PROCESS.ask(operation, MAX_SECONDS, MAX_MEMORY_BYTES, source=self._text, **arguments)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from io import FileIO
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from clocher_kernels.errors import OutOfMemory, UsageError
+from clocher_runtime.engine.arguments import shown
 
 DEFAULT_PROMPT = "def fibonacci(n):\n"
 MAX_STDIN_CHARS = 64 << 20
@@ -18,6 +19,7 @@ MAX_SKIPPED_BYTES = 1 << 30
 """Of a line that is too long: what goes on like that is no text, and may have no end."""
 
 _CHUNK_BYTES = 1 << 16
+_EXPECTED = 'expected an object with text under "prompt" or token ids under "ids"'
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -234,18 +236,22 @@ def parse_json_prompt(text: str) -> str | tuple[int, ...]:
     """
     try:
         value = json.loads(text)
+    except json.JSONDecodeError as error:  # of a text that is one line
+        raise UsageError(f"not JSON: {error.msg}, at column {error.colno}; {_EXPECTED}") from None
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"not JSON: {error}") from None
-    given: list[Any] = []
-    if isinstance(value, dict):
-        given = [value[key] for key in ("prompt", "ids") if key in value]
-    if len(given) == 1:
-        (prompt,) = given
-        if isinstance(prompt, str) and "prompt" in value:
-            return prompt
-        if isinstance(prompt, list) and "ids" in value and all(type(i) is int for i in prompt):
-            return tuple(prompt)
-    raise UsageError('expected an object with text under "prompt" or token ids under "ids"')
+        raise UsageError(f"not JSON: {error}; {_EXPECTED}") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"got {shown(value)}; {_EXPECTED}")
+    given = [key for key in ("prompt", "ids") if key in value]
+    if len(given) != 1:
+        both = '"prompt" and "ids"' if given else 'neither "prompt" nor "ids"'
+        raise UsageError(f"the object has {both}; {_EXPECTED}")
+    prompt = value[given[0]]
+    if given == ["prompt"] and isinstance(prompt, str):
+        return prompt
+    if given == ["ids"] and isinstance(prompt, list) and all(type(i) is int for i in prompt):
+        return tuple(prompt)
+    raise UsageError(f'"{given[0]}" is {shown(prompt)}; {_EXPECTED}')
 
 
 def _text(prompt: str | None) -> str:

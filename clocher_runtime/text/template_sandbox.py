@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import meta
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -35,6 +36,16 @@ def compiled(source: str) -> jinja2.Template:
         raise
     except Exception as error:  # whatever a compiler makes of a text that is no program
         raise Refused("refused", str(error)) from None
+
+
+def variables_of(source: str) -> list[str]:
+    """Return the names that a template reads and does not set.
+
+    Raises:
+        Refused: it is not valid Jinja.
+    """
+    compiled(source)
+    return sorted(meta.find_undeclared_variables(_environment().parse(source)))
 
 
 def render(source: str, variables: Mapping[str, Any]) -> str:

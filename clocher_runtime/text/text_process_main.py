@@ -113,10 +113,10 @@ def _token_to_id(text: str) -> int | None:
     return _tokenizers[0].token_to_id(text)
 
 
-def _compile_template(source: str) -> None:
-    from clocher_runtime.text.template_sandbox import compiled
+def _compile_template(source: str) -> list[str]:
+    from clocher_runtime.text.template_sandbox import variables_of
 
-    compiled(source)
+    return variables_of(source)
 
 
 def _render(source: str, variables: Mapping[str, Any]) -> str:

@@ -6,9 +6,9 @@ from typing import Any
 
 from clocher_kernels.errors import FormatError, OutOfMemory, UsageError
 from clocher_runtime.disk.files import read_bytes
+from clocher_runtime.engine.arguments import listed, shown
 from clocher_runtime.text.text_process import Refused
-from clocher_runtime.text.tokenizer_apart import TokenizerApart
-from clocher_runtime.text.tokenizer_library import LibraryTokenizer
+from clocher_runtime.text.tokenizer_library import LibraryTokenizer, TokenizerApart
 from clocher_runtime.text.tokenizer_limits import MAX_FILE_BYTES, inspect
 
 MAX_TEXT_CHARS = 8 << 20
@@ -89,6 +89,20 @@ class Tokenizer:
             raise kind(f"the prompt cannot be tokenised: {error}") from None
         return [*self._prefix, *ids, *self._suffix] if special else ids
 
+    def encode_prompt(self, text: str, *, room: int | None = None) -> list[int]:
+        """Return the ids of a text with what the model expects around it, once.
+
+        A text that a chat template made begins with that already.
+
+        Raises:
+            UsageError: see `encode`.
+        """
+        ids = self.encode(text, room=room)
+        begins = self._special.get("bos_token")
+        if begins and text.startswith(begins) and len(ids) > 1 and ids[0] == ids[1]:
+            return ids[1:]
+        return ids
+
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         """Return the text of ids; bytes that are not UTF-8 become U+FFFD.
 
@@ -110,8 +124,15 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the text of a conversation, to be encoded with `special=False`.
+
+        Args:
+            messages: `{"role": ..., "content": ...}` each.
+            tools: functions that the model may call, as JSON schemas.
+            add_generation_prompt: end it where the model's answer begins.
+            variables: further ones that the template reads.
 
         Raises:
             UsageError: the model has no chat template, or the template refuses these messages.
@@ -122,11 +143,17 @@ class Tokenizer:
         # Completing text, the common case, does not pay for importing Jinja.
         from clocher_runtime.text.chat_template import ChatTemplate
 
-        return ChatTemplate(self._template).render(
-            messages=[_with_reasoning(message) for message in messages],
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            **self._special,
+        template = ChatTemplate(self._template)
+        if variables:
+            template.refuse_unread(variables)
+        return template.render(
+            **{
+                **self._special,
+                **(variables or {}),
+                "messages": [_with_reasoning(m) for m in _conversation(messages)],
+                "tools": tools,
+                "add_generation_prompt": add_generation_prompt,
+            }
         )
 
     def _ids_of(self, name: str) -> list[int]:
@@ -209,6 +236,17 @@ class TextStream:
         # Decoded with its context: some decoders drop the space before the first token.
         done = self._decode(self._ids[: self._context])
         return self._decode(self._ids)[len(done) :]
+
+
+def _conversation(messages: object) -> list[Mapping[str, Any]]:
+    """Return the messages of a conversation."""
+    found = listed(messages, "a list of messages, each with a role and its content")
+    for at, message in enumerate(found):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise UsageError(
+                f"message {at} is {shown(message)}; expected a mapping with a role and its content"
+            )
+    return found
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -130,18 +130,18 @@ def cache_root() -> Path | None:
     wanted = os.environ.get("CLOCHER_CACHE_DIR")
     if wanted:
         root = os.path.expanduser(wanted)
-        return _no_home() if root.startswith("~") else Path(root)
+        if root.startswith("~"):
+            return _nowhere(f"CLOCHER_CACHE_DIR is {wanted!r}, a home directory that is not known")
+        return Path(root)
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):  # to be ignored, says the XDG specification
         base = os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "clocher" if os.path.isabs(base) else _no_home()
+    return Path(base) / "clocher" if os.path.isabs(base) else _nowhere("no home directory")
 
 
 @functools.cache
-def _no_home() -> None:
-    _log.warning(
-        "nothing is cached: no home directory; set CLOCHER_CACHE_DIR to a directory of your own"
-    )
+def _nowhere(why: str) -> None:
+    _log.warning("nothing is cached: %s; set CLOCHER_CACHE_DIR to a directory of your own", why)
 
 
 def fingerprint() -> str:

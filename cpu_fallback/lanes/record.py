@@ -77,7 +77,7 @@ def contract_fields(spec: OpSpec) -> dict[str, Any]:
     """Return the fields that the contract of an op gives: name -> kind, or int for an address."""
     fields: dict[str, Any] = {}
     for param in spec.params:
-        letters = param.dims.split()
+        letters = param.letters
         fields |= {letter: int for letter in letters if letter not in fields}
         if rows_of(param):
             fields[letters[0]] = COUNT

@@ -14,6 +14,7 @@ selects something goes through `within`, or what it selects is not written (`ops
 `record` says how a kernel reads its arguments.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -101,10 +102,13 @@ class BoundCall:
         return int(self.array(param).ctypes.data) if self.has(param) else 0
 
     def attr(self, name: str) -> Attr:
-        """Return an attribute of the call."""
-        if name not in self._call.attrs:
+        """Return an attribute of the call; if it is not there, the reference's default."""
+        if name in self._call.attrs:
+            return self._call.attrs[name]
+        default: Attr = inspect.signature(self.spec.reference).parameters[name].default
+        if default is inspect.Parameter.empty:
             raise ShapeError(f"{self.spec.name}: no attribute {name!r}")
-        return self._call.attrs[name]
+        return default
 
     def dim(self, letter: str) -> int:
         """Return the size that a dimension letter stands for, at capacity."""
@@ -135,7 +139,7 @@ class BoundCall:
     def _contract(self) -> Iterator[Field]:
         """Yield the values of `contract_fields`: 0 for what an absent parameter would say."""
         params = {param.name for param in self.spec.params}
-        letters = {letter for param in self.spec.params for letter in param.dims.split()}
+        letters = {letter for param in self.spec.params for letter in param.letters}
         for name, kind in contract_fields(self.spec).items():
             if kind == COUNT:
                 yield self._count(name)
@@ -157,10 +161,12 @@ class BoundCall:
         arrays = value.planes.values() if isinstance(value, QuantTensor) else (value,)
         if not all(array.flags.c_contiguous for array in arrays):
             raise ShapeError(f"{where} is not contiguous; copy it with numpy.ascontiguousarray")
-        if isinstance(value, np.ndarray) and param.dtype and value.dtype != STORAGE[param.dtype]:
-            raise ShapeError(f"{where} is {value.dtype}; expected {STORAGE[param.dtype]}")
-        letters = param.dims.split()
-        if len(letters) != len(value.shape):
+        types = [STORAGE[dtype] for dtype in param.dtypes]
+        if isinstance(value, np.ndarray) and types and value.dtype not in types:
+            expected = " or ".join(map(str, types))
+            raise ShapeError(f"{where} is {value.dtype}; expected {expected}")
+        letters, sizes = param.letters, param.sizes(value.shape)
+        if sizes is None:
             raise ShapeError(f"{where} has shape {list(value.shape)}; expected [{param.dims}]")
         if letters and param.name in self._rows:
             rows = self._rows[param.name]
@@ -169,7 +175,7 @@ class BoundCall:
                     f"{where}: {letters[0]} follows {rows or 'nothing'} in this buffer and "
                     f"{self._leads[letters[0]] or 'nothing'} elsewhere in the call"
                 )
-        for letter, size in zip(letters, value.shape, strict=True):
+        for letter, size in sizes.items():
             if self._dims.setdefault(letter, size) != size:
                 raise ShapeError(
                     f"{where} has shape {list(value.shape)}, [{param.dims}], but {letter} is "

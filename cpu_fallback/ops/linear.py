@@ -1,4 +1,4 @@
-"""Matrix products of any format, and embedding rows."""
+"""Matrix products of any format, of fp32 or int8 activations, and embedding rows."""
 
 from typing import NamedTuple
 
@@ -14,16 +14,22 @@ from cpu_fallback.lanes.memory import (
     write_i64,
 )
 from cpu_fallback.lanes.record import executes
+from cpu_fallback.lanes.simd import add
 from cpu_fallback.ops import decode
 from cpu_fallback.ops.bind import BoundCall, share, within
 from cpu_fallback.ops.decode import ROWS, Weight, weight_record
 from cpu_fallback.ops.product import SCRATCH, SUMS, TOKENS, XS, multiply
 from cpu_fallback.ops.stream import Stored, stored
+from cpu_fallback.ops.tiled import PANELS, SHARES, TILE_SUMS, Tiled, has_codes, is_filled, tiled
 from cpu_fallback.team.tape import Launch
+from cpu_fallback.tiles.panels import fill_token, width
+from cpu_fallback.tiles.tile_product import call_product
 
 _SHARES = 8
 _LARGE = 1 << 18
 """Weights from which a product takes longer than it takes threads to share it."""
+_LARGE_TILES = 1 << 17
+"""The same in bytes of tiles."""
 
 
 @device
@@ -62,6 +68,76 @@ def linear(a, rank, size, scratch):
                     write_f32(y + at, total)
 
 
+@executes("linear", Tiled)
+def linear_of_codes(a, rank, size, scratch):
+    """Compute y = (x x_scale) w^T + bias + residual, x int8; each thread has a range of tiles.
+
+    So it reads one stream of weights, once for each block of tokens.
+    """
+    panel = scratch + PANELS
+    first, last = share((a.N + 15) >> 4, rank, size)
+    if first == last:
+        return
+    start = 0
+    while start < a.M:
+        tokens = min(a.kept, a.M - start)
+        if not is_filled(a.rec, a.ctl, scratch, start):
+            for t in range(0, tokens, 16):
+                _fill(a, start + t, min(16, tokens - t), panel + t * a.per_token)
+        _multiply(a, scratch, start, tokens, first, last)
+        start += tokens
+
+
+@device
+def _multiply(a, scratch, start, tokens, first, last):
+    """Multiply a range of tiles by the tokens of the panels, block by block."""
+    units = (a.K + 31) >> 5
+    sums, panel = scratch + TILE_SUMS, scratch + PANELS
+    block = 0
+    while block < tokens:
+        end = min(block + a.per_block, tokens)
+        for tile in range(first, last):
+            at = a.tiles + tile * a.tile_bytes
+            for t in range(block, end, 16):
+                count = min(16, end - t)
+                here = panel + t * a.per_token
+                call_product(a.product, at, here, sums, units, width(count), a.ahead)
+                _finish(a, sums, start + t, count, tile * 16)
+        block = end
+
+
+@device
+def _fill(a, first, count, panel):
+    """Write the panel of up to 16 tokens, the last of them repeated up to its width."""
+    wide = width(count)
+    for t in range(wide):
+        token = first + min(t, count - 1)
+        scale = a.x_scale + 4 * token * a.scales
+        fill_token(a.form, a.x + token * a.K, scale, a.K, panel, t, wide)
+
+
+@device
+def _finish(a, sums, first, tokens, row):
+    """Write 16 rows of up to 16 tokens, bias and residual added."""
+    n, y, bias, residual = a.N, a.y, a.bias, a.residual
+    count = min(16, n - row)
+    for t in range(tokens):
+        value = load_f32(sums + 64 * t)
+        at = 4 * ((first + t) * n + row)
+        if count == 16:
+            if bias:
+                value = add(value, load_f32(bias + 4 * row))
+            if residual:
+                value = add(value, load_f32(residual + at))
+            store_f32(y + at, value)
+        else:
+            if bias:
+                value = add(value, load_f32_n(bias + 4 * row, count))
+            if residual:
+                value = add(value, load_f32_n(residual + at, count))
+            store_f32_n(y + at, value, count)
+
+
 class Table(NamedTuple):
     """The table of `embed`."""
 
@@ -81,6 +157,11 @@ def embed(a, rank, size, scratch):
 
 
 def _linear(call: BoundCall) -> list[Launch]:
+    if has_codes(call):
+        own, tiles = tiled(call, "K", call.array("x").shape[0])
+        shares = SHARES if tiles.data.nbytes >= _LARGE_TILES else 1
+        scratch = PANELS + own.kept * own.per_token
+        return [call.launch(linear_of_codes, own, scratch, shares)]
     shares = _SHARES if call.dim("N") * call.dim("K") >= _LARGE else 1
     return [call.launch(linear, stored(call), SCRATCH, shares)]
 

@@ -8,12 +8,10 @@ from cpu_fallback.ops import (
     attention,
     bsr,
     elementwise,
-    integer,
     kv,
     linear,
     moe,
-    quantized,
-    quantized_moe,
+    quantize,
     sampling,
 )
 from cpu_fallback.ops.bind import BoundCall
@@ -23,12 +21,10 @@ _MODULES = (
     attention,
     bsr,
     elementwise,
-    integer,
     kv,
     linear,
     moe,
-    quantized,
-    quantized_moe,
+    quantize,
     sampling,
 )
 

@@ -116,8 +116,8 @@ def layout_of(op_name: str, fmt: Format) -> Layout:
             return Layout("ternary", "one")
     raise UnsupportedOp(
         f"{op_name}: no CPU kernel reads the format {fmt.name} with int8 activations; expected "
-        "int8 or int4 with a scale per row or per multiple of 32 columns, mxfp4 or ternary; use "
-        "the fp32 op"
+        "int8 or int4 with a scale per row or per multiple of 32 columns, mxfp4 or ternary; "
+        "keep its activations fp32"
     )
 
 

@@ -7,19 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 
+from clocher_kernels.formats import Bsr
 from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.host_memory import require
-from clocher_kernels.ops.contract import Value
-from clocher_kernels.plan import Plan
+from clocher_kernels.ops.contract import Value, has_codes
+from clocher_kernels.plan import Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.team.large_pages import HUGE, allocate, give_back, is_mapped
 from cpu_fallback.team.placement import usable_cpus
 from cpu_fallback.tiles.tile_pack import is_packed
-
-TILED = frozenset({"linear_i8", "linear_q8", "moe_gate_up_q8", "moe_down_q8"})
-"""Ops that read their weight from tiles."""
-IN_PLACE = frozenset({"linear", "moe_gate_up", "moe_down"})
-"""Ops that read their weight as it is stored, from wherever it lies."""
 
 _CHUNK = 4 << 20
 _copies: dict[int, np.ndarray] = {}
@@ -39,13 +35,19 @@ def waiting(plan: Plan, values: Mapping[str, Value], copied: Set[str]) -> dict[s
         tensor = values.get(name)
         if not isinstance(tensor, QuantTensor):
             continue
-        if call.op in TILED and not is_packed(tensor):
+        if has_codes(call) and not is_packed(tensor):
             found[name] = tensor.nbytes
-        elif call.op in IN_PLACE and name in copied:
+        elif name in copied and reads_in_place(call, tensor):
             planes = tensor.planes.values()
             fresh = [p.nbytes for p in planes if _is_worth_it(p) and id(p) not in _copies]
             found[name] = sum(fresh)
     return found
+
+
+def reads_in_place(call: Call, tensor: Value) -> bool:
+    """Return whether a call multiplies by a weight as it is stored, from wherever it lies."""
+    dense = isinstance(tensor, QuantTensor) and not isinstance(tensor.format, Bsr)
+    return dense and not has_codes(call)
 
 
 def check_memory(packed: int, beside: int) -> None:

@@ -4,20 +4,34 @@ No offset is written down. Parts follow each other in the order of the index, so
 can neither overlap nor leave a hole, and the sizes of the files follow from the index too.
 """
 
-import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from clocher_kernels.dtypes import STORAGE
-from clocher_kernels.errors import FormatError, UnsupportedModel
+from clocher_kernels.errors import FormatError
 from clocher_kernels.formats.base import Plane
-from clocher_runtime.checkpoints.dedup import codec
-from clocher_runtime.checkpoints.dedup.codec import MAX_ESCAPES, WIDTHS, Stream, exception_bits
-from clocher_runtime.checkpoints.dedup.planes import SPLITS, splits_of
-from clocher_runtime.checkpoints.iebin.checkpoint import seal, unsealed
-from clocher_runtime.disk.strict_json import checked_name, checked_shape, fields, parse_object
+from clocher_runtime.checkpoints.dedup.codec import (
+    MAX_ESCAPES,
+    SPLITS,
+    WIDTHS,
+    Mode,
+    Stream,
+    exception_bits,
+    splits_of,
+)
+from clocher_runtime.checkpoints.iebin import IebinIndex
+from clocher_runtime.disk.plane_index import (
+    FileFacts,
+    Region,
+    aligned,
+    checked_hash,
+    dump,
+    lines,
+    read_sealed,
+    seal,
+)
+from clocher_runtime.disk.strict_json import checked_name, checked_shape, fields
 
 INDEX_NAME = "model.dedup.json"
 FORMAT = "clocher.dedup"
@@ -33,7 +47,7 @@ stand for any size."""
 
 PlaneMode = Literal["raw", "streams", "blocks", "same", "base"]
 
-_HASH = re.compile("[0-9a-f]{64}")
+_KIND = (FORMAT, VERSION, "make it again from model.ie.bin or update Clocher")
 _FIELDS: dict[str, type] = {
     "format": str,
     "version": int,
@@ -44,7 +58,6 @@ _FIELDS: dict[str, type] = {
     "totals": dict,
     "sha256": str,
 }
-_FILE: dict[str, type] = {"nbytes": int, "sha256": str}
 _BASE: dict[str, type] = {"nbytes": int, "sha256": str, "name_hint": str}
 _PLANE: dict[str, type] = {
     "tensor": str,
@@ -70,29 +83,14 @@ _STREAM: dict[str, dict[str, type]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
-    """A part of one of the three files."""
-
-    kind: str
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class FileFacts:
-    """Size and SHA-256 of a file."""
-
-    nbytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class Base:
+class Base(FileFacts):
     """The model.ie.bin that a variant builds on; the hint is the name of its directory."""
 
-    nbytes: int
-    sha256: str
     name_hint: str
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON object."""
+        return {"nbytes": self.nbytes, "sha256": self.sha256, "name_hint": self.name_hint}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +148,7 @@ class StoredPlane:
     @property
     def stored_bytes(self) -> int:
         """Bytes of all parts, each rounded up to its alignment."""
-        return sum(-(-n // ALIGNMENT[kind]) * ALIGNMENT[kind] for kind, n in self.parts())
+        return sum(aligned(n, ALIGNMENT[kind]) for kind, n in self.parts())
 
     def document(self) -> dict[str, Any]:
         """Return the JSON object of the plane."""
@@ -186,7 +184,7 @@ class Places:
         regions = []
         for kind, nbytes in plane.parts():
             end = self.ends[kind]
-            offset = -(-end // ALIGNMENT[kind]) * ALIGNMENT[kind] if nbytes else end
+            offset = aligned(end, ALIGNMENT[kind]) if nbytes else end
             self.ends[kind] = offset + nbytes
             regions.append(Region(kind, offset, nbytes))
         return tuple(regions)
@@ -217,18 +215,16 @@ class DedupIndex:
 
     def text(self) -> bytes:
         """Return the file: a line per field and a line per plane."""
-        base = self.base
         head: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
-            "source": _facts(self.source),
-            "base": base and {**_facts(base), "name_hint": base.name_hint},
-            "files": {kind: _facts(self.files[kind]) for kind in KINDS},
+            "source": self.source.document(),
+            "base": self.base and self.base.document(),
+            "files": {kind: self.files[kind].document() for kind in KINDS},
         }
-        lines = "".join(f'"{key}": {_dump(value)},\n' for key, value in head.items())
-        planes = ",\n".join(_dump(plane.document()) for plane in self.planes)
-        totals = _dump({"in": self.source.nbytes, "out": self.nbytes})
-        return seal(f'{{\n{lines}"planes": [\n{planes}\n],\n"totals": {totals},\n'.encode())
+        text = lines(head, "planes", [plane.document() for plane in self.planes])
+        totals = dump({"in": self.source.nbytes, "out": self.nbytes})
+        return seal(f'{text}"totals": {totals},\n'.encode())
 
 
 def parse_index(data: bytes, where: str) -> DedupIndex:
@@ -238,45 +234,31 @@ def parse_index(data: bytes, where: str) -> DedupIndex:
         FormatError: it breaks a rule of docs/dedup.md.
         UnsupportedModel: it is of another version.
     """
-    document = parse_object(data, where)
-    if document.get("format") != FORMAT:
-        raise FormatError(f"{where}: not {FORMAT}: format is {document.get('format')!r:.40}")
-    version = document.get("version")
-    if type(version) is not int or version != VERSION:
-        raise UnsupportedModel(
-            f"{where}: {FORMAT} version {version!r:.40}; this Clocher reads version {VERSION}: "
-            "make it again from model.ie.bin or update Clocher"
-        )
-    unsealed(data, where)
-    base = document.get("base")
-    known = _FIELDS | {"base": dict if base is not None else type(None)}
-    fields(document, where, known)
-    source = _read_facts(document["source"], f"{where}: source")
+    document = read_sealed(data, where, _KIND, _FIELDS)
+    base = _read_base(document["base"], f"{where}: base")
+    source = FileFacts.read(document["source"], f"{where}: source")
     kinds = fields(document["files"], f"{where}: files", dict.fromkeys(KINDS, dict))
-    files = {kind: _read_facts(kinds[kind], f"{where}: files: {kind}") for kind in KINDS}
+    files = {kind: FileFacts.read(kinds[kind], f"{where}: files: {kind}") for kind in KINDS}
     planes = _read_planes(document["planes"], where, base is not None)
     places = Places()
     regions = tuple(places.take(plane) for plane in planes)
-    _check_sizes(places.ends, files, planes, where)
+    for kind, end in places.ends.items():
+        if files[kind].nbytes != end:
+            raise FormatError(
+                f"{where}: files.{kind}.nbytes is {files[kind].nbytes}, its parts end at {end}"
+            )
+    check_expansion(planes, sum(places.ends.values()), where)
     totals = {"in": source.nbytes, "out": sum(facts.nbytes for facts in files.values())}
     if document["totals"] != totals:
         raise FormatError(f"{where}: totals are {document['totals']!r:.80}, expected {totals}")
-    return DedupIndex(source, _read_base(base, where), files, planes, regions)
+    return DedupIndex(source, base, files, planes, regions)
 
 
-def _check_sizes(
-    ends: Mapping[str, int],
-    files: Mapping[str, FileFacts],
-    planes: tuple[StoredPlane, ...],
-    where: str,
-) -> None:
-    for kind in KINDS:
-        if files[kind].nbytes != ends[kind]:
-            raise FormatError(
-                f"{where}: files.{kind}.nbytes is {files[kind].nbytes}, its parts end at "
-                f"{ends[kind]}"
-            )
-    check_expansion(planes, sum(ends.values()), where)
+def raw_planes(index: IebinIndex) -> Iterator[tuple[StoredPlane, Region]]:
+    """Yield every plane of model.ie.bin, stored as it is, with its place there."""
+    for entry in index.entries:
+        for key, plane in entry.format.planes(entry.shape).items():
+            yield StoredPlane(entry.name, key, plane, entry.hashes[key]), entry.regions[key]
 
 
 def check_expansion(planes: Iterable[StoredPlane], stored: int, where: str) -> None:
@@ -293,27 +275,14 @@ def check_expansion(planes: Iterable[StoredPlane], stored: int, where: str) -> N
         )
 
 
-def _read_facts(value: object, where: str) -> FileFacts:
-    found = fields(value, where, _FILE)
-    if found["nbytes"] < 0:
-        raise FormatError(f"{where}: nbytes is {found['nbytes']}")
-    return FileFacts(found["nbytes"], _checked_hash(found["sha256"], where))
-
-
 def _read_base(value: object, where: str) -> Base | None:
     if value is None:
         return None
-    found = fields(value, f"{where}: base", _BASE)
+    found = fields(value, where, _BASE)
     hint = found["name_hint"]
     if len(hint) > 255 or "/" in hint or "\0" in hint or hint in ("", ".", ".."):
-        raise FormatError(f"{where}: base: name_hint is not the name of a directory")
-    return Base(found["nbytes"], _checked_hash(found["sha256"], f"{where}: base"), hint)
-
-
-def _checked_hash(value: str, where: str) -> str:
-    if not _HASH.fullmatch(value):
-        raise FormatError(f"{where}: sha256 must be 64 lower-case hexadecimal digits")
-    return value
+        raise FormatError(f"{where}: name_hint is not the name of a directory")
+    return Base(found["nbytes"], checked_hash(found["sha256"], where), hint)
 
 
 def _read_planes(values: list[object], where: str, has_base: bool) -> tuple[StoredPlane, ...]:
@@ -363,7 +332,7 @@ def _read_plane(value: object, at: str) -> StoredPlane:
         tensor=checked_name(found["tensor"], at),
         key=checked_name(found["plane"], at),
         plane=plane,
-        sha256=_checked_hash(found["sha256"], at),
+        sha256=checked_hash(found["sha256"], at),
         mode=mode,  # type: ignore[arg-type]
         **stored,
     )
@@ -382,7 +351,7 @@ def _read_streams(found: Mapping[str, Any], plane: Plane, at: str) -> tuple[Stre
 
 def _read_stream(value: object, bits: int, count: int, at: str) -> Stream:
     mode = value.get("mode") if isinstance(value, dict) else None
-    if not isinstance(mode, str) or mode not in get_args(codec.Mode):
+    if not isinstance(mode, str) or mode not in get_args(Mode):
         raise FormatError(f"{at}: a stream has mode {mode!r:.40}; known: {', '.join(_STREAM)}")
     found = fields(value, f"{at}: stream", {"mode": str} | _STREAM[mode])
     if mode == "const":
@@ -401,11 +370,3 @@ def _read_stream(value: object, bits: int, count: int, at: str) -> Stream:
     if not 0 <= escapes <= most or (most and not escapes):
         raise FormatError(f"{at}: {escapes} escapes of {count} symbols, at most {most} can be")
     return Stream("code", bits, count, width, table, escapes)
-
-
-def _facts(facts: FileFacts | Base) -> dict[str, Any]:
-    return {"nbytes": facts.nbytes, "sha256": facts.sha256}
-
-
-def _dump(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -1,41 +1,53 @@
-"""Reading `clocher.dedup`: checked in full when opened, decoded a piece at a time."""
+"""Opening a model by its deduplicated weights: checked in full, decoded a piece at a time."""
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from clocher_kernels.errors import FormatError, ModelNotFound
-from clocher_runtime.checkpoints.dedup.codec import UNIT, Decoder, Stream, unpack
+from clocher_kernels.errors import FormatError, ModelError, ModelNotFound
+from clocher_runtime.checkpoints.checkpoint import Checkpoint, Stored, lazy_tensor, stored_tensor
+from clocher_runtime.checkpoints.dedup.codec import (
+    SPLITS,
+    UNIT,
+    Decoder,
+    Part,
+    Stream,
+    join,
+    unpack,
+)
 from clocher_runtime.checkpoints.dedup.index import (
-    ALIGNMENT,
     BLOCK_BYTES,
     FILE_NAMES,
     INDEX_NAME,
     KINDS,
+    Base,
     DedupIndex,
-    Region,
     StoredPlane,
     parse_index,
+    raw_planes,
 )
-from clocher_runtime.checkpoints.dedup.planes import SPLITS, Part, join
-from clocher_runtime.disk.files import MappedFile, read_bytes
+from clocher_runtime.checkpoints.iebin import BIN_NAME, JSON_NAME, IebinIndex, read_index
+from clocher_runtime.disk.files import MappedFile, read_bytes, sha256_of
+from clocher_runtime.disk.plane_index import FileFacts, Region, check_padding
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES
 
 PIECE_ITEMS = 4 * UNIT
 _BLOCKS = 64
-_HASH_STEP = 1 << 22
 
 BasePlane = Callable[[str, str], np.ndarray]
 """Name of a tensor, name of a plane -> the plane of the base."""
 
 
-def open_dedup(path: Path | str, base: BasePlane | None = None) -> "DedupFile":
+def open_dedup(directory: Path, base: BasePlane | None = None) -> "DedupFile":
     """Open the deduplicated weights of a directory.
 
     Args:
-        path: the directory, or its model.dedup.json.
+        directory: where model.dedup.json and its three files are.
         base: where planes of the base come from; needed for planes that build on it.
 
     Raises:
@@ -44,11 +56,10 @@ def open_dedup(path: Path | str, base: BasePlane | None = None) -> "DedupFile":
         UnsupportedModel: it is of another version.
         WindowError: a timed window is open.
     """
-    path = Path(path)
-    json_path = path if path.name == INDEX_NAME else path / INDEX_NAME
-    index = parse_index(read_bytes(json_path, MAX_JSON_BYTES), str(json_path))
-    names = {kind: json_path.parent / name for kind, name in FILE_NAMES.items()}
-    return DedupFile(json_path, index, names, base)
+    path = directory / INDEX_NAME
+    index = parse_index(read_bytes(path, MAX_JSON_BYTES), str(path))
+    names = {kind: directory / name for kind, name in FILE_NAMES.items()}
+    return DedupFile(path, index, names, base)
 
 
 class DedupFile:
@@ -71,7 +82,8 @@ class DedupFile:
                 self._files[kind] = MappedFile(names[kind], size)
             elif not names[kind].is_file() or names[kind].stat().st_size:
                 raise FormatError(f"{names[kind]}: expected an empty file")
-        self._check_padding()
+        regions = (region for plane in index.regions for region in plane if region.nbytes)
+        check_padding(regions, self._files)
 
     @property
     def files(self) -> tuple[MappedFile, ...]:
@@ -105,37 +117,13 @@ class DedupFile:
             data = self._bytes(self.index.regions[number][0])
         else:
             # A base that is not there must be missed before memory is asked for.
-            base = self._base_bytes(plane) if plane.xor else None
+            pieces = self.pieces(number, 0, plane.plane.nbytes)
             data = np.empty(plane.plane.nbytes, np.uint8)
-            self._decode(number, base, data)
+            self._decode(plane, pieces, data)
             verify = False
         if verify:
-            digest = hashlib.sha256()
-            for start in range(0, len(data), _HASH_STEP):
-                digest.update(data[start : start + _HASH_STEP].data)
-            self._check_hash(plane, digest.hexdigest())
+            self._check_hash(plane, sha256_of(data))
         return data.view(plane.plane.storage).reshape(plane.plane.shape)
-
-    def read(self, number: int, start: int, stop: int) -> np.ndarray:
-        """Return a range of bytes of a plane, u8, without decoding all of it.
-
-        Args:
-            number: number of the plane in the index.
-            start: first byte.
-            stop: the byte after the last one.
-
-        Raises:
-            FormatError: it cannot be decoded.
-        """
-        plane = self.index.planes[number]
-        if plane.mode == "same":
-            return self.read(plane.of, start, stop)
-        if self.in_place(number):
-            return self.plane(number).reshape(-1).view(np.uint8)[start:stop]
-        step = self._step(plane)
-        first = start // step * step
-        pieces = list(self.pieces(number, first, min(stop, plane.plane.nbytes)))
-        return np.concatenate(pieces)[start - first : stop - first]
 
     def pieces(self, number: int, start: int, stop: int) -> Iterator[np.ndarray]:
         """Yield decoded bytes of a plane that is not in place, u8, without checking a hash.
@@ -150,7 +138,22 @@ class DedupFile:
         """
         plane = self.index.planes[number]
         base = self._base_bytes(plane) if plane.xor else None
-        return self._pieces(number, base, start, stop)
+        step = BLOCK_BYTES * _BLOCKS
+        if plane.mode == "streams":
+            step = PIECE_ITEMS * SPLITS[plane.split].item.itemsize
+
+        def decoded() -> Iterator[np.ndarray]:
+            try:
+                decode = self._blocks(number) if plane.mode == "blocks" else self._streams(number)
+                for at in range(start, stop, step):
+                    piece = decode(at, min(at + step, plane.plane.nbytes))
+                    yield piece if base is None else piece ^ base[at : at + step]
+            except FormatError as error:
+                raise FormatError(
+                    f"{self.path}: tensor {plane.tensor!r}, plane {plane.key!r}: {error}"
+                ) from None
+
+        return decoded()
 
     def verify(self) -> None:
         """Decode everything; check the SHA-256 of each plane and each file.
@@ -164,15 +167,10 @@ class DedupFile:
             if self.in_place(number):
                 self.plane(number, verify=True)
             else:
-                base = self._base_bytes(plane) if plane.xor else None
-                self._decode(number, base, None)
+                self._decode(plane, self.pieces(number, 0, plane.plane.nbytes), None)
             self.release()
         for kind, file in self._files.items():
-            digest = hashlib.sha256()
-            for start in range(0, file.nbytes, _HASH_STEP):
-                digest.update(file.bytes(start, min(start + _HASH_STEP, file.nbytes)).data)
-            file.release()
-            if digest.hexdigest() != self.index.files[kind].sha256:
+            if file.sha256() != self.index.files[kind].sha256:
                 raise FormatError(f"{file.path}: the bytes do not match their SHA-256")
 
     def release(self) -> None:
@@ -180,11 +178,12 @@ class DedupFile:
         for file in self.files:
             file.release()
 
-    def _decode(self, number: int, base: np.ndarray | None, out: np.ndarray | None) -> None:
-        plane = self.index.planes[number]
+    def _decode(
+        self, plane: StoredPlane, pieces: Iterator[np.ndarray], out: np.ndarray | None
+    ) -> None:
         digest = hashlib.sha256()
         start = 0
-        for piece in self._pieces(number, base, 0, plane.plane.nbytes):
+        for piece in pieces:
             digest.update(piece.data)
             if out is not None:
                 out[start : start + len(piece)] = piece
@@ -197,27 +196,6 @@ class DedupFile:
                 f"{self.path}: tensor {plane.tensor!r}, plane {plane.key!r}: the bytes do not "
                 "match their SHA-256: the files are damaged; make them again from model.ie.bin"
             )
-
-    def _step(self, plane: StoredPlane) -> int:
-        if plane.mode == "blocks":
-            return BLOCK_BYTES * _BLOCKS
-        return PIECE_ITEMS * SPLITS[plane.split].item.itemsize
-
-    def _pieces(
-        self, number: int, base: np.ndarray | None, start: int, stop: int
-    ) -> Iterator[np.ndarray]:
-        """Yield bytes from `start`, a multiple of a step, until `stop` is passed or the end."""
-        plane = self.index.planes[number]
-        try:
-            decode = self._blocks(number) if plane.mode == "blocks" else self._streams(number)
-            step, size = self._step(plane), plane.plane.nbytes
-            for at in range(start, stop, step):
-                piece = decode(at, min(at + step, size))
-                yield piece if base is None else piece ^ base[at : at + step]
-        except FormatError as error:
-            raise FormatError(
-                f"{self.path}: tensor {plane.tensor!r}, plane {plane.key!r}: {error}"
-            ) from None
 
     def _streams(self, number: int) -> Callable[[int, int], np.ndarray]:
         plane, regions = self.index.planes[number], self.index.regions[number]
@@ -263,7 +241,7 @@ class DedupFile:
     def _bytes(self, region: Region) -> np.ndarray:
         if not region.nbytes:
             return np.zeros(0, np.uint8)
-        return self._files[region.kind].bytes(region.offset, region.offset + region.nbytes)
+        return self._files[region.file].bytes(region.offset, region.end)
 
     def _base_bytes(self, plane: StoredPlane) -> np.ndarray:
         if self._base is None:
@@ -273,13 +251,150 @@ class DedupFile:
             raise FormatError("the base has it in another type or shape")
         return found.reshape(-1).view(np.uint8)
 
-    def _check_padding(self) -> None:
-        ends = dict.fromkeys(KINDS, 0)
-        for regions in self.index.regions:
-            for region in regions:
-                if not region.nbytes:
-                    continue
-                gap = self._files[region.kind].bytes(ends[region.kind], region.offset)
-                if gap.size >= ALIGNMENT[region.kind] or gap.any():
-                    raise FormatError(f"{self._files[region.kind].path}: padding is not zero")
-                ends[region.kind] = region.offset + region.nbytes
+
+Keep = Callable[[DedupFile, int], np.ndarray]
+"""Gives a plane of a file: `DedupFile.plane`, or something that remembers planes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """The weights of a directory: model.ie.json, and model.ie.bin or its deduplicated form.
+
+    Attributes:
+        index: model.ie.json.
+        dedup: the deduplicated form; None if model.ie.bin is read.
+        checkpoint: the model.
+    """
+
+    index: IebinIndex
+    dedup: DedupFile | None
+    checkpoint: Checkpoint
+
+
+def has_dedup(directory: Path) -> bool:
+    """Return whether a directory holds deduplicated weights."""
+    return os.path.isfile(directory / INDEX_NAME)
+
+
+def open_deduplicated(
+    directory: Path,
+    base: Path | None = None,
+    verify: bool = False,
+    keep: Keep = DedupFile.plane,
+) -> Artifact:
+    """Open a model by its deduplicated weights.
+
+    Planes that are stored as they are stay views of the files; the others are decoded each time
+    that a tensor is read, and checked against their SHA-256.
+
+    Args:
+        directory: where model.ie.json, model.dedup.json and its three files are.
+        base: directory of the base; by default it is looked for beside `directory`.
+        verify: decode everything and check every SHA-256 now.
+        keep: gives the planes.
+
+    Raises:
+        ModelNotFound: a file or the base is missing.
+        FormatError: a file is damaged, or the files do not belong together.
+        UnsupportedModel: one is of another version.
+        WindowError: a timed window is open.
+    """
+    index = read_index(directory / JSON_NAME)
+    planes: list[BasePlane] = []
+    dedup = open_dedup(directory, lambda tensor, key: planes[0](tensor, key))
+    _check_same_model(dedup, index)
+    files = dedup.files
+    if dedup.index.base is not None:
+        found = _find_base(dedup.index.base, directory, base)
+        planes.append(planes_of(found.checkpoint))
+        files += found.checkpoint.files
+    if verify:
+        dedup.verify()
+    return Artifact(index, dedup, index.checkpoint(dict(_tensors(dedup, index, keep)), files))
+
+
+def open_base(directory: Path) -> Artifact:
+    """Open a model that others may build on.
+
+    Raises:
+        ModelError: it is missing, damaged, or builds on another one itself.
+    """
+    if os.path.isfile(directory / BIN_NAME) or not has_dedup(directory):
+        index = read_index(directory / JSON_NAME)
+        return Artifact(index, None, index.open())
+    if open_dedup(directory).index.base is not None:
+        raise FormatError(
+            f"{directory}: builds on a base itself; expected a model that is complete: restore "
+            f"its {BIN_NAME} first"
+        )
+    return open_deduplicated(directory)
+
+
+def _check_same_model(dedup: DedupFile, index: IebinIndex) -> None:
+    listed = [plane for plane, _ in raw_planes(index)]
+    found = [StoredPlane(p.tensor, p.key, p.plane, p.sha256) for p in dedup.index.planes]
+    if dedup.index.source != index.bin or found != listed:
+        raise FormatError(
+            f"{dedup.path}: stands for another {BIN_NAME} than {index.path} describes; "
+            "deduplicate the model again"
+        )
+
+
+def _find_base(wanted: Base, directory: Path, given: Path | None) -> Artifact:
+    """Return the base: the one that is given, or the one beside a directory that has its hash."""
+    for candidate in [given] if given else _candidates(wanted, directory):
+        try:
+            index = read_index(candidate / JSON_NAME)
+            if index.bin == FileFacts(wanted.nbytes, wanted.sha256):
+                return open_base(candidate)
+        except ModelError:
+            if given:
+                raise
+    where = str(given) if given else f"a directory beside {directory}"
+    raise ModelNotFound(
+        f"{directory / INDEX_NAME}: builds on a model whose {BIN_NAME} has SHA-256 "
+        f"{wanted.sha256} ({wanted.name_hint!r} when it was made); {where} is not that model: put "
+        "it there"
+    )
+
+
+def _candidates(wanted: Base, directory: Path) -> Iterator[Path]:
+    parent = directory.resolve().parent
+    yield parent / wanted.name_hint
+    try:
+        names = sorted(os.listdir(parent))
+    except OSError:
+        return
+    for name in names:
+        if name != wanted.name_hint and os.path.isfile(parent / name / JSON_NAME):
+            yield parent / name
+
+
+def planes_of(checkpoint: Checkpoint) -> BasePlane:
+    """Return what gives the planes of a model as a base."""
+
+    def plane(tensor: str, key: str) -> np.ndarray:
+        planes = checkpoint.tensor(tensor).planes
+        if key not in planes:
+            raise FormatError("the base has no such plane")
+        return planes[key]
+
+    return plane
+
+
+def _tensors(dedup: DedupFile, index: IebinIndex, keep: Keep) -> Iterator[tuple[str, Stored]]:
+    number = 0
+    for entry in index.entries:
+        numbers = {key: number + i for i, key in enumerate(entry.regions)}
+        number += len(numbers)
+        where = f"{dedup.path}: tensor {entry.name!r}"
+        if keep is DedupFile.plane and all(map(dedup.in_place, numbers.values())):
+            planes = {key: dedup.plane(at) for key, at in numbers.items()}
+            yield entry.name, stored_tensor(entry.shape, entry.format, planes, where)
+        else:
+            make = partial(_kept, dedup, numbers, keep)
+            yield entry.name, lazy_tensor(entry.shape, entry.format, make, where)
+
+
+def _kept(dedup: DedupFile, numbers: Mapping[str, int], keep: Keep) -> dict[str, np.ndarray]:
+    return {key: keep(dedup, number) for key, number in numbers.items()}

@@ -1,7 +1,8 @@
 """From the vocabulary of a GGUF file to the JSON of the `tokenizers` library.
 
 Two kinds are known: byte-level BPE ("gpt2"), whose text is split as `tokenizer.ggml.pre` says, and
-SentencePiece ("llama"), whose merges follow from the scores of its tokens.
+SentencePiece ("llama"), whose merges follow from the scores of its tokens. Which ids have a role
+is said here too.
 
 Source: llama.cpp's llama-vocab.cpp for what each kind and pre-type does; the expressions are those
 of the models' own tokenizer.json.
@@ -14,17 +15,80 @@ from typing import Any
 import numpy as np
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
-from clocher_runtime.checkpoints.gguf.file import GgufFile
-from clocher_runtime.checkpoints.gguf.tokens import (
-    CONTROL,
-    MODEL,
-    UNKNOWN,
-    USER,
-    token_id,
-    token_types,
-    tokens,
-)
+from clocher_runtime.checkpoints.gguf.file import GgufFile, Strings
 from clocher_runtime.models.split_patterns import DEFAULT, GPT2, GPT4O, LLAMA3, QWEN2
+
+MODEL, TOKENS, TYPES = "tokenizer.ggml.model", "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_ENDS = ("eos", "eot", "eom")
+
+# What ends a turn, by name, as in llama.cpp: a file has one id for it, chat models several.
+_END_TEXTS = {
+    "<|call|>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|return|>",
+}
+
+
+def has_vocabulary(file: GgufFile) -> bool:
+    """Return whether the file has one: files for benchmarks may do without."""
+    return MODEL in file.keys and file.text(MODEL) not in ("no_vocab", "none")
+
+
+def token_id(file: GgufFile, role: str) -> int | None:
+    """Return the id of a special token, None where the file does not say it."""
+    key = f"tokenizer.ggml.{ROLES.get(role, role)}_token_id"
+    if file.value(key) is None:
+        return None
+    return file.integer(key)
+
+
+def token_types(file: GgufFile, count: int) -> np.ndarray:
+    """Return what each token is, `NORMAL` to `BYTE`; without the entry all are normal.
+
+    Raises:
+        FormatError: the entry has another length.
+    """
+    if TYPES not in file.keys:
+        return np.full(count, NORMAL)
+    types = file.numbers(TYPES)
+    if len(types) != count:
+        raise FormatError(f"{file.file.path}: {TYPES} has {len(types)} entries for {count} tokens")
+    return types
+
+
+def tokens(file: GgufFile) -> Strings:
+    """Return the tokens, in the order of their ids.
+
+    Raises:
+        FormatError: there are none.
+    """
+    found = file.strings(TOKENS)
+    if not len(found):
+        raise FormatError(f"{file.file.path}: {TOKENS} is empty")
+    return found
+
+
+def stop_ids(file: GgufFile) -> list[int]:
+    """Return the ids that end a turn: those that the file names, and control tokens known for it.
+
+    Raises:
+        FormatError: the vocabulary is damaged.
+    """
+    found = [token_id(file, role) for role in _ENDS]
+    ids = [index for index in found if index is not None]
+    if has_vocabulary(file):
+        texts = tokens(file)
+        for index in np.flatnonzero(token_types(file, len(texts)) == CONTROL).tolist():
+            if texts.text(index) in _END_TEXTS:
+                ids.append(index)
+    return list(dict.fromkeys(ids))
+
 
 _PRE, _MERGES, _SCORES = "tokenizer.ggml.pre", "tokenizer.ggml.merges", "tokenizer.ggml.scores"
 _MAX_SPM_CHARS = 1 << 22

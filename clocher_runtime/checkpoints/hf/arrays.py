@@ -1,4 +1,9 @@
-"""What the readers of quantised Hugging Face checkpoints share: taking arrays, reading settings."""
+"""What the readers of quantised Hugging Face checkpoints share: taking arrays, moving bits.
+
+Words of packed codes are little-endian, so the bytes of a word that packs its elements low bits
+first are already in order: two 4-bit codes in a byte, the even one low, as `Int4` stores them.
+Nothing is rounded.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -7,13 +12,23 @@ from typing import Any
 import numpy as np
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
-from clocher_runtime.checkpoints.checkpoint import Stored
+from clocher_kernels.formats import Fp8
+from clocher_kernels.formats.fp8 import BLOCK, Scope
+from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.checkpoints.checkpoint import Stored, stored_tensor
+from clocher_runtime.disk.safetensors_file import DTYPES
+from clocher_runtime.disk.schema import one_of, shown
 
 FLOATS = ("F32", "F16", "BF16")
 
 REQUANTISE = "quantise the float checkpoint again"
+SETTINGS = "quantization_config"
 
 _MAX_GROUP = 999_999
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of 8 neighbours the nibbles of an AWQ word hold, from the lowest."""
+_TILE = 64
 
 # They scale activations and the KV cache, which run as the session's settings say.
 _ACTIVATION_SCALES = (
@@ -110,7 +125,7 @@ class Source:
 
     def choice(self, key: str, default: Any, known: Iterable[Any], way_out: str = "") -> Any:
         """Return a setting that must be one of the known ones; null counts as left out."""
-        return one_of(self.settings, key, default, known, way_out)
+        return one_of(self.settings, key, default, known, SETTINGS, way_out)
 
     def group_size(self) -> int | None:
         """Return the setting `group_size`, None for -1: a scale per row."""
@@ -125,33 +140,9 @@ def columns_per_group(value: object) -> int | None:
     """
     if type(value) is not int or not (value == -1 or 1 <= value <= _MAX_GROUP):
         raise FormatError(
-            f"quantization_config: group_size is {value!r:.60}; expected -1 or 1 to {_MAX_GROUP}"
+            f"{SETTINGS}: group_size is {shown(value)}; expected -1 or 1 to {_MAX_GROUP}"
         )
     return None if value == -1 else value
-
-
-def one_of(
-    settings: Mapping[str, Any], key: str, default: Any, known: Iterable[Any], way_out: str = ""
-) -> Any:
-    """Return a setting that must be one of the known ones; null counts as left out.
-
-    Raises:
-        UnsupportedModel: it is another one.
-    """
-    value = settings.get(key)
-    value = default if value is None else value
-    known = tuple(known)
-    # True == 1 in Python, and a list has no hash.
-    if not any(type(value) is type(item) and value == item for item in known):
-        raise unknown(key, value, known, way_out)
-    return value
-
-
-def unknown(key: str, value: object, known: Iterable[object], way_out: str = "") -> Exception:
-    """Return the error for a setting that is not known."""
-    text = f"quantization_config: {key} {value!r:.60} is not known; known: "
-    text += ", ".join(str(item) for item in known)
-    return UnsupportedModel(f"{text}; {way_out}" if way_out else text)
 
 
 def refuse_act_order(g_idx: StoredArray, columns: int, group: int | None) -> None:
@@ -168,3 +159,80 @@ def refuse_act_order(g_idx: StoredArray, columns: int, group: int | None) -> Non
             "neighbours do not share a scale, which no format here can hold; "
             f"{REQUANTISE} with desc_act=false or static groups"
         )
+
+
+def transposed_bytes(words: np.ndarray) -> np.ndarray:
+    """Return the bytes of words [A, N] with N first, u8 [N, 4A]."""
+    rows, columns = words.shape
+    out = np.empty((columns, rows), np.int32)
+    for left in range(0, columns, _TILE):  # in tiles, which stay in cache
+        for top in range(0, rows, _TILE):
+            tile = words[top : top + _TILE, left : left + _TILE]
+            out[left : left + _TILE, top : top + _TILE] = tile.T
+    return out.view(np.uint8)
+
+
+def nibbles(words: np.ndarray) -> np.ndarray:
+    """Return the 4-bit codes of words [A, B] packed along B, low bits first, u8 [A, 8B]."""
+    packed = np.ascontiguousarray(words).view(np.uint8)
+    out = np.empty((packed.shape[0], 2 * packed.shape[1]), np.uint8)
+    np.bitwise_and(packed, 15, out=out[:, 0::2])
+    np.right_shift(packed, 4, out=out[:, 1::2])
+    return out
+
+
+def awq_nibbles(words: np.ndarray) -> np.ndarray:
+    """Return the 4-bit codes of words [A, B] packed along B in AWQ's order, u8 [A, 8B]."""
+    stored = nibbles(words).reshape(words.shape[0], -1, 8)
+    out = np.empty_like(stored)
+    out[:, :, AWQ_ORDER] = stored
+    return out.reshape(words.shape[0], -1)
+
+
+def awq_codes(words: np.ndarray) -> np.ndarray:
+    """Return the codes of an AWQ "gemm" matrix, words [K, N/8], as `Int4` packs them.
+
+    Returns:
+        u8 [N, K/2]; K is even.
+    """
+    rows, columns = words.shape
+    out = np.empty((columns, 8, rows // 2), np.uint8)
+    for start in range(0, columns, _TILE):
+        packed = np.ascontiguousarray(words[:, start : start + _TILE]).view(np.uint8)
+        even, odd = packed[0::2], packed[1::2]
+        low, high = even & 15 | odd << 4, even >> 4 | odd & 0xF0
+        for byte in range(4):
+            out[start : start + _TILE, AWQ_ORDER[2 * byte]] = low[:, byte::4].T
+            out[start : start + _TILE, AWQ_ORDER[2 * byte + 1]] = high[:, byte::4].T
+    return out.reshape(8 * columns, -1)
+
+
+def signed(codes: np.ndarray) -> np.ndarray:
+    """Return 8-bit codes with zero at 128 as signed ones, i8 of the same shape."""
+    return (codes ^ np.uint8(0x80)).view(np.int8)
+
+
+def fp8_tensor(codes: StoredArray, scales: StoredArray, scopes: tuple[Scope, ...]) -> QuantTensor:
+    """Return a tensor of e4m3 codes and their scales, as they lie in the file.
+
+    Args:
+        scopes: what the scales may be for; the first that their shape fits is taken.
+
+    Raises:
+        FormatError: a dtype or a shape is another one.
+    """
+    codes.expect(("F8_E4M3",))
+    n, k = codes.matrix()
+    scales.expect(FLOATS)
+    shapes: dict[Scope, tuple[tuple[int, ...], ...]] = {
+        "b128": ((-(-n // BLOCK), -(-k // BLOCK)),),
+        "tensor": ((1,), (), (1, 1)),
+        "row": ((n,), (n, 1)),
+    }
+    for scope in scopes:
+        if scales.array.shape in shapes[scope]:
+            fmt = Fp8("e4m3", scope, DTYPES[scales.dtype])
+            planes = {"codes": codes.array, "scales": scales.array.reshape(shapes[scope][0])}
+            return stored_tensor((n, k), fmt, planes, codes.where)
+    expected = " or ".join(str(list(shape)) for scope in scopes for shape in shapes[scope])
+    raise FormatError(f"{scales.where}: shape {list(scales.array.shape)}, expected {expected}")

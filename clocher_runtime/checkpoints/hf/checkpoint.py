@@ -7,29 +7,52 @@ agree on every tensor. Pickled weights (`pytorch_model*.bin`) are not opened; se
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
 
 from clocher_kernels.errors import FormatError, ModelNotFound, UnsupportedModel
-from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.checkpoints.hf.arrays import StoredArray
-from clocher_runtime.checkpoints.hf.tensors import logical_tensors
+from clocher_kernels.formats import Float, Mxfp4, Ternary
+from clocher_kernels.formats.fp8 import BLOCK, Scope
+from clocher_runtime.checkpoints.checkpoint import Checkpoint, stored_tensor
+from clocher_runtime.checkpoints.hf.arrays import (
+    FLOATS,
+    SETTINGS,
+    Arrays,
+    Source,
+    StoredArray,
+    Tensors,
+    fp8_tensor,
+)
+from clocher_runtime.checkpoints.hf.compressed import read_compressed
+from clocher_runtime.checkpoints.hf.packed_words import read_awq, read_gptq
 from clocher_runtime.disk.files import MappedFile, read_bytes
-from clocher_runtime.disk.safetensors_file import SafetensorsFile
+from clocher_runtime.disk.safetensors_file import DTYPES, SafetensorsFile
+from clocher_runtime.disk.schema import read_as, unknown
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, parse_object
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 SUBFOLDERS = ("", "hf", "hf/original", "original")
 
-Weights = tuple[dict[str, StoredArray], tuple[MappedFile, ...]]
+Weights = tuple[Arrays, tuple[MappedFile, ...]]
 """Arrays of weight files by name, and the files."""
 
 _MAX_CONFIG_BYTES = 16_000_000
 _MAX_TEMPLATE_BYTES = 1_000_000
-_SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,240}\.safetensors")
+# transformers multiplies float experts from the right and stores them [E, K, N]; here, and in MXFP4
+# checkpoints, they are [E, N, K].
+_TRANSPOSED = (".experts.gate_up_proj", ".experts.down_proj")
+
+
+class _Quantised(Struct):
+    quantization_config: dict[str, Any] | None = None
+
+
+class _Index(Struct):
+    weight_map: Annotated[dict[str, Any], Meta(min_length=1)]
 
 
 def find_hf(path: Path) -> Path | None:
@@ -68,9 +91,7 @@ def read_folder(
     """
     folder = HfFolder(directory)
     config = folder.json(CONFIG)
-    settings = config.get("quantization_config")
-    if settings is not None and not isinstance(settings, dict):
-        raise FormatError(f"{directory / CONFIG}: quantization_config is not an object")
+    settings = read_as(config, _Quantised, str(directory / CONFIG)).quantization_config
     arrays, files = read(folder)
     tensors, notes = logical_tensors(arrays, settings)
     return Checkpoint(
@@ -87,13 +108,17 @@ def read_folder(
 
 
 def _open_safetensors(folder: "HfFolder") -> Weights:
-    shards = _open_shards(folder)
+    return read_shards(folder, "model", ".safetensors", _read_safetensors)
+
+
+def _read_safetensors(path: Path) -> tuple[Arrays, MappedFile]:
+    shard = SafetensorsFile(path)
+    where = f"{shard.file.path}: tensor"
     arrays = {
-        name: StoredArray(info.dtype, shard.view(name), f"{shard.file.path}: tensor {name!r}")
-        for shard in shards
+        name: StoredArray(info.dtype, shard.view(name), f"{where} {name!r}")
         for name, info in shard.tensors.items()
     }
-    return arrays, tuple(shard.file for shard in shards)
+    return arrays, shard.file
 
 
 class HfFolder:
@@ -126,26 +151,6 @@ class HfFolder:
         """Return the object in a JSON file, {} without the file."""
         return self.json(name) if self.has(name) else {}
 
-    def weight_map(self, index: str, shard: re.Pattern[str], suffix: str) -> dict[str, str]:
-        """Return the tensors of an index file with the shard that holds each.
-
-        Args:
-            index: name of the index file.
-            shard: what names of shards look like.
-            suffix: their ending, for the message.
-        """
-        where = self.directory / index
-        weight_map = self.json(index, MAX_JSON_BYTES).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise FormatError(f"{where}: weight_map must be an object that is not empty")
-        for name, file_name in weight_map.items():
-            if not isinstance(file_name, str) or not shard.fullmatch(file_name):
-                raise FormatError(
-                    f"{where}: tensor {name!r:.80} is in {file_name!r:.80}; a shard is a plain "
-                    f"file name of letters, digits, '.', '_', '-' that ends in {suffix}"
-                )
-        return weight_map
-
 
 def _tokenizer_config(folder: HfFolder) -> dict[str, Any]:
     config = folder.optional_json("tokenizer_config.json")
@@ -158,31 +163,188 @@ def _tokenizer_config(folder: HfFolder) -> dict[str, Any]:
     return config
 
 
-def _open_shards(folder: HfFolder) -> list[SafetensorsFile]:
-    if folder.has(SINGLE):
-        return [SafetensorsFile(folder.member(SINGLE))]
-    if not folder.has(INDEX):
-        raise _no_weights(folder.directory)
-    weight_map = folder.weight_map(INDEX, _SHARD, ".safetensors")
-    shards = []
-    for file_name in sorted(set(weight_map.values())):
-        shard = SafetensorsFile(folder.member(file_name))
-        listed = {name for name, shard_name in weight_map.items() if shard_name == file_name}
-        if differing := sorted(listed ^ set(shard.tensors)):
+def read_shards(
+    folder: HfFolder, stem: str, suffix: str, read: Callable[[Path], tuple[Arrays, MappedFile]]
+) -> Weights:
+    """Read the one weight file of a folder, or the shards that its index lists.
+
+    Args:
+        folder: the model's.
+        stem: name of the file without its ending; the index is `<stem><suffix>.index.json`.
+        suffix: ending of the weight files.
+        read: returns the arrays of a file.
+
+    Raises:
+        ModelError: files are missing, or the index and the shards disagree.
+    """
+    single, index = f"{stem}{suffix}", f"{stem}{suffix}.index.json"
+    if folder.has(single):
+        arrays, file = read(folder.member(single))
+        return arrays, (file,)
+    if not folder.has(index):
+        raise _no_weights(folder.directory, single, index)
+    where = str(folder.directory / index)
+    weight_map = read_as(folder.json(index, MAX_JSON_BYTES), _Index, where).weight_map
+    plain = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,240}}{re.escape(suffix)}")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not plain.fullmatch(shard):
+            raise FormatError(
+                f"{where}: tensor {name!r:.80} is in {shard!r:.80}; a shard is a plain "
+                f"file name of letters, digits, '.', '_', '-' that ends in {suffix}"
+            )
+    everything: Arrays = {}
+    files = []
+    for shard in sorted(set(weight_map.values())):
+        arrays, file = read(folder.member(shard))
+        listed = {name for name, place in weight_map.items() if place == shard}
+        if differing := sorted(listed ^ set(arrays)):
             state = "is not in it" if differing[0] in listed else "is not listed for it"
             raise FormatError(
-                f"{folder.directory / file_name}: {INDEX} and the shard disagree: tensor "
+                f"{folder.directory / shard}: {index} and the shard disagree: tensor "
                 f"{differing[0]!r} {state} ({len(differing)} in all); download the model again"
             )
-        shards.append(shard)
-    return shards
+        everything |= arrays
+        files.append(file)
+    return everything, tuple(files)
 
 
-def _no_weights(directory: Path) -> Exception:
-    if any(directory.glob("pytorch_model*.bin")):
+def _no_weights(directory: Path, single: str, index: str) -> Exception:
+    if single == SINGLE and any(directory.glob("pytorch_model*.bin")):
         return UnsupportedModel(
             f"{directory}: only pickled weights (pytorch_model*.bin). Clocher never unpickles on "
             "its own, because a pickle can run code; convert the model to safetensors, or ask for "
-            "torch's restricted unpickler: scripts/hf_to_iebin_stream_pt.py, ptq_from_bin.py"
+            "it to be followed, not run: scripts/hf_to_iebin_stream_pt.py, ptq_from_bin.py"
         )
-    return ModelNotFound(f"{directory}: neither {SINGLE} nor {INDEX} is there")
+    return ModelNotFound(f"{directory}: neither {single} nor {index} is there")
+
+
+def logical_tensors(
+    arrays: Mapping[str, StoredArray], settings: Mapping[str, Any] | None
+) -> tuple[Tensors, tuple[str, ...]]:
+    """Return the logical tensors of a checkpoint, and notes on what was left out of it.
+
+    `X_blocks` with `X_scales` is X in MXFP4; a packed `X.weight` with its `X.weight_scale` (BitNet)
+    is `X.weight`, and so on: `_METHODS` names the readers, which describe their layouts. Everything
+    else is a plain float.
+
+    Args:
+        arrays: what the shards hold, by name.
+        settings: `quantization_config`, or None.
+
+    Raises:
+        UnsupportedModel: a quantisation method, one of its settings or a dtype is not known.
+        FormatError: the arrays contradict the settings or each other.
+    """
+    source = Source(dict(arrays), settings or {})
+    tensors: Tensors = {}
+    if settings is not None:
+        method = settings.get("quant_method")
+        if not isinstance(method, str) or method not in _METHODS:
+            raise unknown("quant_method", method, _METHODS, SETTINGS)
+        source.drop_activation_scales()
+        tensors = _METHODS[method](source)
+        if not tensors and (method, settings.get("quantization_mode")) != ("bitnet", "online"):
+            raise FormatError(f"quantization_config says {method}, but no tensor is packed")
+    for name, stored in source.rest.items():
+        if name in tensors:
+            raise FormatError(f"{stored.where}: stored both packed and plain")
+        if stored.dtype not in FLOATS:
+            raise UnsupportedModel(
+                f"{stored.where}: dtype {stored.dtype} has no meaning here; known without "
+                f"quantization_config: {', '.join(FLOATS)}"
+            )
+        fmt = Float(DTYPES[stored.dtype])
+        array = stored.array
+        if array.ndim == 3 and name.endswith(_TRANSPOSED):
+            array = array.transpose(0, 2, 1)
+        tensors[name] = stored_tensor(array.shape, fmt, {"data": array}, stored.where)
+    return tensors, tuple(source.notes)
+
+
+def _mxfp4(source: Source) -> Tensors:
+    tensors: Tensors = {}
+    for name in source.ending("_blocks"):
+        base = name.removesuffix("_blocks")
+        blocks = source.rest.pop(name)
+        scales = source.claim(f"{base}_scales", blocks)
+        blocks.expect(("U8",))
+        scales.expect(("U8",))
+        if blocks.array.ndim < 3:
+            raise FormatError(f"{blocks.where}: {blocks.array.ndim} dimensions, expected 3 or more")
+        *rows, groups, _ = blocks.array.shape
+        planes = {"blocks": blocks.array, "scales": scales.array}
+        tensors[base] = stored_tensor((*rows, 32 * groups), Mxfp4(), planes, blocks.where)
+    return tensors
+
+
+def _bitnet(source: Source) -> Tensors:
+    linear_class = source.choice("linear_class", "bitlinear", ("autobitlinear", "bitlinear"))
+    mode = source.choice("quantization_mode", "offline", ("offline", "online"))
+    packed = [name for name, stored in source.rest.items() if stored.dtype == "U8"]
+    if mode == "online":
+        # The weights are plain floats; the model makes them ternary at run time.
+        if odd := [*packed, *source.ending(".weight_scale")]:
+            raise FormatError(
+                f"{source.rest[odd[0]].where}: packed, but quantization_mode is online"
+            )
+        return {}
+    tensors: Tensors = {}
+    for name in packed:
+        codes = source.rest.pop(name)
+        scale = source.claim(f"{name}_scale", codes)
+        scale.expect(FLOATS)
+        if codes.array.ndim != 2:
+            raise FormatError(f"{codes.where}: {codes.array.ndim} dimensions, expected 2")
+        rows, columns = codes.array.shape
+        planes = {"codes": codes.array, "scale": scale.array}
+        fmt = Ternary(linear_class == "bitlinear", DTYPES[scale.dtype])
+        tensors[name] = stored_tensor((4 * rows, columns), fmt, planes, codes.where)
+    source.refuse_orphans(".weight_scale")
+    return tensors
+
+
+def _fp8(source: Source) -> Tensors:
+    """Read DeepSeek's 128 x 128 blocks, and whole tensors or rows.
+
+        X.weight            e4m3 [N, K]
+        X.weight_scale_inv  float [ceil(N/128), ceil(K/128)] with weight_block_size [128, 128]; else
+                            one scale ([] or [1]) or one per row ([N, 1] or [N])
+
+    The scale multiplies, despite its name; files for whole tensors also call it `X.weight_scale`.
+
+    Source: transformers integrations/finegrained_fp8.py.
+    """
+    block = source.settings.get("weight_block_size")
+    if block not in (None, [BLOCK, BLOCK]):
+        raise unknown("weight_block_size", block, (f"[{BLOCK}, {BLOCK}]", None), SETTINGS)
+    source.choice("activation_scheme", "dynamic", ("dynamic", "static"))
+    source.choice("scale_fmt", "float", ("float",))
+    # transformers takes blocks for granted where the key is left out; others mean whole tensors.
+    left_out = "weight_block_size" not in source.settings
+    scopes: tuple[Scope, ...] = ("b128",) if block else ("tensor", "row")
+    tensors: Tensors = {}
+    for name in [name for name, stored in source.rest.items() if stored.dtype == "F8_E4M3"]:
+        codes = source.rest.pop(name)
+        other = f"{name}_scale"
+        scales = source.claim(other if other in source.rest else f"{name}_scale_inv", codes)
+        tensors[name] = fp8_tensor(codes, scales, ("b128", *scopes) if left_out else scopes)
+    source.refuse_orphans(".weight_scale", ".weight_scale_inv")
+    return tensors
+
+
+def _auto_round(source: Source) -> Tensors:
+    source.choice("data_type", "int", ("int",))
+    known = ("auto_round:auto_gptq", "auto_round:auto_awq")
+    packing = source.choice("packing_format", "left out", known, "export it as auto_gptq")
+    return read_gptq(source) if packing == known[0] else read_awq(source)
+
+
+_METHODS: dict[str, Callable[[Source], Tensors]] = {
+    "mxfp4": _mxfp4,
+    "bitnet": _bitnet,
+    "fp8": _fp8,
+    "gptq": read_gptq,
+    "awq": read_awq,
+    "auto-round": _auto_round,
+    "compressed-tensors": read_compressed,
+}

@@ -21,33 +21,97 @@ The patterns of `targets` and `ignore` are not run, because a pattern from a fil
 Source: compressed-tensors src/compressed_tensors/{compressors,quantization}.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+from msgspec import Meta, Struct
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
-from clocher_kernels.formats.fp8 import BLOCK
-from clocher_runtime.checkpoints.checkpoint import Stored
+from clocher_kernels.formats import Int4, Int8, Mxfp4, mxfp4
+from clocher_kernels.formats.fp8 import BLOCK, Scope
+from clocher_kernels.formats.scaling import Group
+from clocher_runtime.checkpoints.checkpoint import Stored, lazy_tensor, stored_tensor
 from clocher_runtime.checkpoints.hf.arrays import (
+    FLOATS,
     REQUANTISE,
+    SETTINGS,
     Source,
+    StoredArray,
     Tensors,
     columns_per_group,
-    one_of,
-    unknown,
+    fp8_tensor,
+    nibbles,
+    refuse_act_order,
+    signed,
+    transposed_bytes,
 )
-from clocher_runtime.checkpoints.hf.compressed_layouts import (
-    FLOAT,
-    FORMATS,
-    INT,
-    MXFP4,
-    NAIVE,
-    PACKED,
-    Linear,
-    Scheme,
-    read_linear,
-)
+from clocher_runtime.disk.safetensors_file import DTYPES
+from clocher_runtime.disk.schema import given, one_of, read_as, unknown
 
-_MAX_GROUPS = 256
+_PACKED, _INT, _FLOAT, _NAIVE = (f"{kind}-quantized" for kind in ("pack", "int", "float", "naive"))
+_MXFP4 = "mxfp4-pack-quantized"
+_FORMATS = (_PACKED, _INT, _FLOAT, _NAIVE, _MXFP4)
+_SCOPES: dict[str, Scope] = {"tensor": "tensor", "channel": "row", "block": "b128"}
+
+
+class _Group(Struct):
+    """A config group; without weights it quantises activations alone."""
+
+    weights: dict[str, Any] | None = None
+    format: str | None = None
+
+
+class _Settings(Struct):
+    config_groups: Annotated[dict[str, _Group], Meta(min_length=1, max_length=256)]
+    ignore: list[str] = []
+    format: Any = None
+    sparsity_config: dict[str, Any] = {}
+    transform_config: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Scheme:
+    """How the linears of a config group are stored.
+
+    Attributes:
+        label: name of the config group.
+        form: one of `_FORMATS`, with naive-quantized resolved.
+        bits: of a code.
+        strategy: "tensor", "channel", "group" or "block".
+        group: columns of a group, or None.
+    """
+
+    label: str
+    form: str
+    bits: int
+    symmetric: bool
+    strategy: str
+    group: int | None
+
+    @property
+    def scope(self) -> Group:
+        """What shares a scale, as `Int8` spells it."""
+        if self.group is not None:
+            return self.group
+        return "tensor" if self.strategy == "tensor" else "row"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Linear:
+    """The arrays of one linear X.
+
+    Attributes:
+        weight: X.weight_packed or X.weight.
+        scale: X.weight_scale; shape, zero, g_idx: the optional ones, X.weight_shape and so on.
+    """
+
+    weight: StoredArray
+    scale: StoredArray
+    shape: StoredArray | None
+    zero: StoredArray | None
+    g_idx: StoredArray | None
 
 
 def read_compressed(source: Source) -> Tensors:
@@ -58,9 +122,16 @@ def read_compressed(source: Source) -> Tensors:
         FormatError: the arrays contradict the settings or each other.
     """
     source.choice("quantization_status", "compressed", ("compressed", "frozen"))
-    _refuse_sparsity(source.settings)
-    schemes = _schemes(source.settings)
-    ignored = _names(source.settings.get("ignore"))
+    settings = read_as(given(source.settings), _Settings, SETTINGS)
+    way_out = "save it without sparse compression"
+    one_of(settings.sparsity_config, "format", "dense", ("dense",), SETTINGS, way_out)
+    if settings.transform_config:
+        raise UnsupportedModel(
+            f"{SETTINGS}: transform_config asks for rotations at run time, which are not known "
+            f"here; {REQUANTISE} without them"
+        )
+    schemes = _schemes(settings)
+    ignored = frozenset(settings.ignore)
     tensors: Tensors = {}
     packed = source.ending(".weight_packed")
     plain = [n for n, a in source.rest.items() if a.dtype in ("I8", "F8_E4M3")]
@@ -68,101 +139,188 @@ def read_compressed(source: Source) -> Tensors:
         stem = name.removesuffix("_packed").removesuffix(".weight")
         if stem in ignored:
             raise FormatError(f"{source.rest[name].where}: packed, but ignore lists {stem!r}")
-        linear = _linear(source, name, stem)
-        tensors[f"{stem}.weight"] = _tensor(schemes, linear)
+        tensors[f"{stem}.weight"] = _tensor(schemes, _linear(source, name, stem))
     source.refuse_orphans(".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx")
     return tensors
 
 
-def _refuse_sparsity(settings: Mapping[str, Any]) -> None:
-    sparsity = settings.get("sparsity_config") or {}
-    if not isinstance(sparsity, dict):
-        raise FormatError("quantization_config: sparsity_config is not an object")
-    one_of(sparsity, "format", "dense", ("dense",), "save it without sparse compression")
-    if settings.get("transform_config"):
-        raise UnsupportedModel(
-            "quantization_config: transform_config asks for rotations at run time, which are not "
-            f"known here; {REQUANTISE} without them"
-        )
-
-
-def _names(value: object) -> frozenset[str]:
-    if value is None:
-        return frozenset()
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise FormatError("quantization_config: ignore must be a list of names")
-    return frozenset(value)
-
-
-def _schemes(settings: Mapping[str, Any]) -> list[Scheme]:
-    groups = settings.get("config_groups")
-    if not isinstance(groups, dict) or not 0 < len(groups) <= _MAX_GROUPS:
-        raise FormatError(
-            f"quantization_config: config_groups must be an object of 1 to {_MAX_GROUPS} groups"
-        )
+def _schemes(settings: _Settings) -> list[_Scheme]:
     schemes = []
-    for label, group in groups.items():
-        if not isinstance(group, dict):
-            raise FormatError(f"quantization_config: config group {label!r:.60} is not an object")
-        weights = group.get("weights")
-        if weights is None:
-            continue  # it quantises activations alone
-        if not isinstance(weights, dict):
-            raise FormatError(f"quantization_config: weights of {label!r:.60} is not an object")
-        form = group.get("format") or settings.get("format")
-        if form not in FORMATS:
-            raise unknown("format", form, FORMATS, "save it in one of these")
-        schemes.append(_scheme(label, str(form), weights))
+    for label, group in settings.config_groups.items():
+        if group.weights is None:
+            continue
+        form = group.format or settings.format
+        if form not in _FORMATS:
+            raise unknown("format", form, _FORMATS, SETTINGS, "save it in one of these")
+        schemes.append(_scheme(label, str(form), group.weights))
     if not schemes:
-        raise FormatError("quantization_config: no config group quantises weights")
+        raise FormatError(f"{SETTINGS}: no config group quantises weights")
     return schemes
 
 
-def _scheme(label: str, form: str, weights: Mapping[str, Any]) -> Scheme:
-    kinds = {PACKED: ("int",), INT: ("int",), FLOAT: ("float",), MXFP4: ("float",)}
-    kind = one_of(weights, "type", "int", kinds.get(form, ("int", "float")))
-    if form == NAIVE:
-        form = INT if kind == "int" else FLOAT
-    known_bits = {PACKED: (4, 8), INT: (4, 8), FLOAT: (8,), MXFP4: (4,)}[form]
-    bits = one_of(weights, "num_bits", 8, known_bits, f"{REQUANTISE} with one of these")
-    symmetric = one_of(weights, "symmetric", True, (True, False))
-    if not symmetric and (form != PACKED or bits != 4):
+def _scheme(label: str, form: str, weights: Mapping[str, Any]) -> _Scheme:
+    def choice(key: str, default: Any, known: tuple[Any, ...], way_out: str = "") -> Any:
+        return one_of(weights, key, default, known, SETTINGS, way_out)
+
+    kinds = {_PACKED: ("int",), _INT: ("int",), _FLOAT: ("float",), _MXFP4: ("float",)}
+    kind = choice("type", "int", kinds.get(form, ("int", "float")))
+    if form == _NAIVE:
+        form = _INT if kind == "int" else _FLOAT
+    known_bits = {_PACKED: (4, 8), _INT: (4, 8), _FLOAT: (8,), _MXFP4: (4,)}[form]
+    bits = choice("num_bits", 8, known_bits, f"{REQUANTISE} with one of these")
+    symmetric = choice("symmetric", True, (True, False))
+    if not symmetric and (form != _PACKED or bits != 4):
         raise UnsupportedModel(
-            f"quantization_config: {form} of {bits} bits with zero points (symmetric false) has no "
+            f"{SETTINGS}: {form} of {bits} bits with zero points (symmetric false) has no "
             f"format here; {REQUANTISE} symmetrically, or as pack-quantized with 4 bits"
         )
     size = weights.get("group_size")
     group = None if size is None else columns_per_group(size)
     inferred = "group" if group else "channel" if size else "tensor"
-    cells = "block" if form == FLOAT else "group"
-    strategies = ("group",) if form == MXFP4 else ("tensor", "channel", cells)
-    strategy = one_of(weights, "strategy", inferred, strategies, REQUANTISE)
-    if (strategy == "group") != (group is not None) or (form == MXFP4 and group != 32):
-        raise FormatError(
-            f"quantization_config: strategy {strategy} of {form} with group_size {group}"
-        )
+    cells = "block" if form == _FLOAT else "group"
+    strategies = ("group",) if form == _MXFP4 else ("tensor", "channel", cells)
+    strategy = choice("strategy", inferred, strategies, REQUANTISE)
+    if (strategy == "group") != (group is not None) or (form == _MXFP4 and group != 32):
+        raise FormatError(f"{SETTINGS}: strategy {strategy} of {form} with group_size {group}")
     block = weights.get("block_structure")
     if strategy == "block" and block not in ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"):
-        raise unknown("block_structure", block, (f"[{BLOCK}, {BLOCK}]",), REQUANTISE)
-    return Scheme(label, form, bits, symmetric, strategy, group)
+        known = (f"[{BLOCK}, {BLOCK}]",)
+        raise unknown("block_structure", block, known, SETTINGS, REQUANTISE)
+    return _Scheme(label, form, bits, symmetric, strategy, group)
 
 
-def _linear(source: Source, name: str, stem: str) -> Linear:
+def _linear(source: Source, name: str, stem: str) -> _Linear:
     weight = source.rest.pop(name)
     optional = [
         source.rest.pop(f"{stem}.weight_{part}", None) for part in ("shape", "zero_point", "g_idx")
     ]
-    return Linear(weight, source.claim(f"{stem}.weight_scale", weight), *optional)
+    return _Linear(weight, source.claim(f"{stem}.weight_scale", weight), *optional)
 
 
-def _tensor(schemes: list[Scheme], linear: Linear) -> Stored:
+def _tensor(schemes: list[_Scheme], linear: _Linear) -> Stored:
     """Return the tensor of a linear, read by the first scheme that describes its arrays."""
     misfits = []
     for scheme in schemes:
         try:
-            return read_linear(scheme, linear)
+            return _READERS[scheme.form](scheme, linear)
         except FormatError as error:
             misfits.append(f"{scheme.label}: {error}")
     if len(misfits) == 1:
         raise FormatError(misfits[0].partition(": ")[2])
     raise FormatError(f"{linear.weight.where}: fits no config group; {'; '.join(misfits[:4])}")
+
+
+def _packed(scheme: _Scheme, linear: _Linear) -> Stored:
+    words = linear.weight
+    words.expect(("I32",))
+    n, width = words.matrix()
+    if linear.shape is None:
+        raise FormatError(f"{words.where}: packed, but its weight_shape is missing")
+    linear.shape.expect(("I64", "I32"), (2,))
+    rows, k = (int(dim) for dim in linear.shape.array)
+    if rows != n or k < 1 or -(-k * scheme.bits // 32) != width:
+        raise FormatError(
+            f"{linear.shape.where}: says [{rows}, {k}], which is no shape of {scheme.bits}-bit "
+            f"codes packed as [{n}, {width}]"
+        )
+    groups = _check_groups(scheme, linear, n, k)
+    return (_packed_int4 if scheme.bits == 4 else _packed_int8)(scheme, linear, n, k, groups)
+
+
+def _packed_int8(scheme: _Scheme, linear: _Linear, n: int, k: int, groups: int) -> Stored:
+    _refuse_zeros(linear)
+    fmt = Int8(scheme.scope, DTYPES[linear.scale.dtype])
+    shape = fmt.planes((n, k))["scales"].shape
+
+    def make() -> Mapping[str, np.ndarray]:
+        codes = np.ascontiguousarray(linear.weight.array).view(np.uint8)[:, :k]
+        return {"codes": signed(codes), "scales": linear.scale.array.reshape(shape)}
+
+    return lazy_tensor((n, k), fmt, make, linear.weight.where)
+
+
+def _packed_int4(scheme: _Scheme, linear: _Linear, n: int, k: int, groups: int) -> Stored:
+    if k % 2:
+        raise UnsupportedModel(f"{linear.weight.where}: {k} columns, expected an even number")
+    zeros = None
+    if scheme.symmetric:
+        _refuse_zeros(linear)
+    else:
+        zeros = _packed_zeros(scheme, linear, n, groups)
+    fmt = Int4(scheme.symmetric, scheme.group or "row", DTYPES[linear.scale.dtype])
+    shape = (n, groups) if scheme.group else (n,)
+
+    def make() -> Mapping[str, np.ndarray]:
+        codes = np.ascontiguousarray(linear.weight.array).view(np.uint8)[:, : k // 2]
+        # Int4 has no scale for a whole matrix: every row repeats it.
+        scales = np.broadcast_to(linear.scale.array.reshape(-1, groups), (n, groups))
+        planes = {"codes": codes, "scales": scales.reshape(shape)}
+        return planes if zeros is None else {**planes, "zeros": zeros().reshape(shape)}
+
+    return lazy_tensor((n, k), fmt, make, linear.weight.where)
+
+
+def _packed_zeros(
+    scheme: _Scheme, linear: _Linear, n: int, groups: int
+) -> Callable[[], np.ndarray]:
+    """Return what computes the zero points plus 8, u8 [N, G]."""
+    zero = linear.zero
+    if zero is None:
+        raise FormatError(f"{linear.weight.where}: not symmetric, but weight_zero_point is missing")
+    if scheme.strategy == "tensor":
+        zero.expect(("I8",), (1,), (), (1, 1))
+        return lambda: np.broadcast_to(
+            zero.array.reshape(1, 1).view(np.uint8) + np.uint8(8), (n, 1)
+        )
+    zero.expect(("I32",), (-(-n // 8), groups))
+    return lambda: nibbles(transposed_bytes(zero.array)).T[:n]
+
+
+def _integers(scheme: _Scheme, linear: _Linear) -> Stored:
+    linear.weight.expect(("I8",))
+    n, k = linear.weight.matrix()
+    _check_groups(scheme, linear, n, k)
+    _refuse_zeros(linear)
+    fmt = Int8(scheme.scope, DTYPES[linear.scale.dtype])
+    shape = fmt.planes((n, k))["scales"].shape
+    planes = {"codes": linear.weight.array, "scales": linear.scale.array.reshape(shape)}
+    return stored_tensor((n, k), fmt, planes, linear.weight.where)
+
+
+def _floats(scheme: _Scheme, linear: _Linear) -> Stored:
+    _refuse_zeros(linear)
+    return fp8_tensor(linear.weight, linear.scale, (_SCOPES[scheme.strategy],))
+
+
+def _mxfp4(scheme: _Scheme, linear: _Linear) -> Stored:
+    linear.weight.expect(("U8",))
+    n, width = linear.weight.matrix()
+    if 2 * width % mxfp4.BLOCK:
+        raise FormatError(
+            f"{linear.weight.where}: {2 * width} columns, no multiple of {mxfp4.BLOCK}"
+        )
+    linear.scale.expect(("U8",), (n, 2 * width // mxfp4.BLOCK))
+    blocks = linear.weight.array.reshape(n, -1, mxfp4.BLOCK // 2)
+    planes = {"blocks": blocks, "scales": linear.scale.array}
+    return stored_tensor((n, 2 * width), Mxfp4(), planes, linear.weight.where)
+
+
+def _check_groups(scheme: _Scheme, linear: _Linear, n: int, k: int) -> int:
+    """Check the scales of integer codes and the order of the columns; return the groups a row."""
+    groups = -(-k // scheme.group) if scheme.group else 1
+    tensor = scheme.strategy == "tensor"
+    shapes = [(1,), (), (1, 1)] if tensor else [(n, groups)]
+    linear.scale.expect(FLOATS, *shapes, *([(n,)] if scheme.strategy == "channel" else []))
+    # -1 stands for columns in their own order.
+    if linear.g_idx is not None and not (linear.g_idx.array == -1).all():
+        refuse_act_order(linear.g_idx, k, scheme.group)
+    return groups
+
+
+def _refuse_zeros(linear: _Linear) -> None:
+    """Old writers store the zero points of symmetric codes as well; they must be zero."""
+    if linear.zero is not None and linear.zero.array.any():
+        raise FormatError(f"{linear.zero.where}: not zero, but its config group is symmetric")
+
+
+_READERS = {_PACKED: _packed, _INT: _integers, _FLOAT: _floats, _MXFP4: _mxfp4}

@@ -1,59 +1,69 @@
-"""Pickled PyTorch weights (`pytorch_model*.bin`), read without running what is in them.
+"""Pickled PyTorch weights (`pytorch_model*.bin`), read without unpickling them.
 
-A pickle is a program. torch's `weights_only` unpickler runs only the few calls that rebuild
-tensors; before torch 2.6 it could be tricked into running others (CVE-2025-32434), so older ones
-are refused. Even so it can be made to compute for ever or to ask for any memory, so `pickle_scan`
-looks through the pickle first. torch only says where each tensor lies: the file, a ZIP archive of
-uncompressed arrays, is mapped a second time by us, and no weight is read before it is asked for.
-This is the one module that calls torch.load, and torch is imported only when it is needed.
+A pickle is a program: it can run code, compute for ever and ask for any memory, and torch's
+restricted unpickler has been made to (CVE-2025-32434). So nobody runs it. Every opcode is followed
+with the kinds of values alone, which tells where each tensor lies in the file, a ZIP archive of
+uncompressed arrays that is mapped; whatever a dictionary of plain tensors has no use for is
+refused. torch is not needed.
+
+Source: torch/serialization.py and torch/_utils.py; pickletools for the opcodes.
 """
 
 import math
+import pickletools
 import re
-from collections.abc import Mapping
-from importlib import metadata
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from clocher_kernels.dtypes import STORAGE
-from clocher_kernels.errors import FormatError, ModelNotFound, UnsupportedModel, UsageError
+from clocher_kernels.errors import FormatError, ModelNotFound, UnsupportedModel
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.checkpoints.hf.arrays import StoredArray
-from clocher_runtime.checkpoints.hf.checkpoint import (
-    CONFIG,
-    HfFolder,
-    Weights,
-    find_hf,
-    read_folder,
-)
-from clocher_runtime.checkpoints.hf.pickle_scan import scan_pickle
+from clocher_runtime.checkpoints.hf.arrays import Arrays, StoredArray
+from clocher_runtime.checkpoints.hf.checkpoint import CONFIG, find_hf, read_folder, read_shards
 from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.disk.safetensors_file import DTYPES
-from clocher_runtime.disk.strict_json import checked_name, checked_shape
-from clocher_runtime.disk.zip_directory import stored_records
+from clocher_runtime.disk.strict_json import MAX_ELEMENTS, MAX_RANK, checked_name, checked_shape
+from clocher_runtime.disk.zip_directory import Record, stored_records
 
-SINGLE = "pytorch_model.bin"
-INDEX = "pytorch_model.bin.index.json"
-SAFE_TORCH = (2, 6)
-
-_SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,240}\.bin")
 _PICKLE = "data.pkl"
 _PICKLE_BYTES = 1 << 20
 _PICKLE_BYTES_PER_RECORD = 1 << 10
-_TORCH_DTYPES = {
-    "torch.float32": "F32",
-    "torch.float16": "F16",
-    "torch.bfloat16": "BF16",
-    "torch.float8_e4m3fn": "F8_E4M3",
-    "torch.float8_e5m2": "F8_E5M2",
-    "torch.int64": "I64",
-    "torch.int32": "I32",
-    "torch.int8": "I8",
-    "torch.uint8": "U8",
-    "torch.bool": "BOOL",
+_BYTES_PER_DICTIONARY = 8
+"""Of the pickle, at the least: a tensor has one, and needs more bytes than that."""
+_MAX_DEPTH = 8
+_READ_DTYPES = {
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
 }
+_OTHER_DTYPES = """float64 int16 uint64 uint32 uint16 float8_e4m3fnuz float8_e5m2fnuz
+    float8_e8m0fnu"""
+_STORAGES = {
+    "Double": "float64",
+    "Float": "float32",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+}
+_BYTES = ""
+"""Stands for the type of a storage that says none: its elements are bytes."""
+_KEY = re.compile("[0-9]{1,9}")
 _WAY_OUT = (
     "; convert the model to safetensors (transformers: model.save_pretrained), or get a "
     "safetensors revision of it"
@@ -68,179 +78,314 @@ def open_torch_bin(path: Path) -> Checkpoint:
             its shards; or one with these in `hf` or `hf/original`.
 
     Raises:
-        UsageError: torch is missing, or too old to be safe.
         ModelNotFound: a file is missing.
-        FormatError: a file is damaged, holds something other than tensors, or asks for code.
+        FormatError: a file is damaged, or holds something other than tensors.
         UnsupportedModel: the files are sound but of a kind that is not read.
         WindowError: a timed window is open.
     """
     directory = find_hf(path)
     if directory is None:
         raise ModelNotFound(f"{path}: no {CONFIG} there, nor in hf or hf/original below it")
-    require_safe_torch()
-    return read_torch_bin(directory)
+    return read_folder(
+        directory, "bin", lambda folder: read_shards(folder, "pytorch_model", ".bin", _read_file)
+    )
 
 
-def read_torch_bin(directory: Path) -> Checkpoint:
-    """Open a directory as `open_torch_bin`, with a torch that is known to be safe."""
-    return read_folder(directory, "bin", _read_weights)
+class _Storage(NamedTuple):
+    """An array of the archive: the name of its record, its type and how many elements it has."""
+
+    key: str
+    dtype: str
+    size: int
 
 
-def has_safe_torch() -> bool:
-    """Return whether `require_safe_torch` raises nothing."""
-    try:
-        require_safe_torch()
-    except UsageError:
-        return False
-    return True
+class PickledTensor(NamedTuple):
+    """What a pickle says of a tensor; offset and strides count elements."""
+
+    storage: _Storage
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
-def require_safe_torch() -> None:
-    """Raise UsageError unless the torch that is installed has a restricted unpickler that holds."""
-    try:
-        version = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        raise UsageError(
-            f"reading pytorch_model*.bin needs torch 2.6 or newer, which is not installed{_WAY_OUT}"
-        ) from None
-    numbers = tuple(int(part) for part in re.findall("[0-9]+", version)[:2])
-    if numbers < SAFE_TORCH:
-        raise UsageError(
-            f"torch {version}: its weights_only unpickler can be made to run code "
-            f"(CVE-2025-32434); install torch 2.6 or newer{_WAY_OUT}"
-        )
-
-
-def _read_weights(folder: HfFolder) -> Weights:
-    if folder.has(SINGLE):
-        arrays, file = _read_file(folder.member(SINGLE))
-        return arrays, (file,)
-    if not folder.has(INDEX):
-        raise ModelNotFound(f"{folder.directory}: neither {SINGLE} nor {INDEX} is there")
-    weight_map = folder.weight_map(INDEX, _SHARD, ".bin")
-    everything: dict[str, StoredArray] = {}
-    files = []
-    for name in sorted(set(weight_map.values())):
-        arrays, file = _read_file(folder.member(name))
-        listed = {tensor for tensor, shard in weight_map.items() if shard == name}
-        if differing := sorted(listed ^ set(arrays)):
-            state = "is not in it" if differing[0] in listed else "is not listed for it"
-            raise FormatError(
-                f"{folder.directory / name}: {INDEX} and the shard disagree: tensor "
-                f"{differing[0]!r} {state} ({len(differing)} in all); download the model again"
-            )
-        everything |= arrays
-        files.append(file)
-    return everything, tuple(files)
-
-
-def _read_file(path: Path) -> tuple[dict[str, StoredArray], MappedFile]:
+def _read_file(path: Path) -> tuple[Arrays, MappedFile]:
     """Return views of the tensors of one file."""
     file = MappedFile(path)
     try:
-        used = _checked_storages(file)
+        records = stored_records(file)
+        folder, _, _ = next(iter(records), "").partition("/")
+        if f"{folder}/{_PICKLE}" not in records:
+            raise FormatError(f"{path}: holds no {_PICKLE}, as torch 1.6 and later write it")
+        order = records.get(f"{folder}/byteorder")
+        if order and file.bytes(order.start, order.end).tobytes() != b"little":
+            raise UnsupportedModel(f"{path}: written on a big-endian machine{_WAY_OUT}")
+        place = records[f"{folder}/{_PICKLE}"]
+        limit = _PICKLE_BYTES + _PICKLE_BYTES_PER_RECORD * len(records)
+        if place.nbytes > limit:
+            raise FormatError(f"{path}: a pickle of {place.nbytes} bytes; the limit is {limit}")
+        tensors = pickled_tensors(file.bytes(place.start, place.end).tobytes(), str(path))
+        arrays = {}
+        for name, tensor in tensors.items():
+            where = f"{path}: tensor {checked_name(name, str(path))!r}"
+            record = records.get(f"{folder}/data/{tensor.storage.key}")
+            if record is None:
+                raise FormatError(f"{where}: the file has no array {tensor.storage.key}")
+            arrays[name] = _view(tensor, file, record, where)
     except FormatError as error:
         raise FormatError(f"{error}{_WAY_OUT}") from None
-    tensors = _unpickled(path)
-    base = _base(tensors, used, path)
-    arrays = {}
-    for name, tensor in tensors.items():
-        where = f"{path}: tensor {checked_name(name, str(path))!r}"
-        arrays[name] = _view(tensor, file, base, where)
     return arrays, file
 
 
-def _checked_storages(file: MappedFile) -> dict[int, int]:
-    """Return offset -> size of the arrays that the pickle uses, which has been looked through."""
-    records = stored_records(file)
-    folder, _, _ = next(iter(records), "").partition("/")
-    if f"{folder}/{_PICKLE}" not in records:
-        raise FormatError(f"{file.path}: holds no {_PICKLE}, as torch 1.6 and later write it")
-    order = records.get(f"{folder}/byteorder")
-    if order and file.bytes(order.start, order.end).tobytes() != b"little":
-        raise UnsupportedModel(f"{file.path}: written on a big-endian machine{_WAY_OUT}")
-    place = records[f"{folder}/{_PICKLE}"]
-    limit = _PICKLE_BYTES + _PICKLE_BYTES_PER_RECORD * len(records)
-    if place.nbytes > limit:
-        raise FormatError(f"{file.path}: a pickle of {place.nbytes} bytes; the limit is {limit}")
-    keys = scan_pickle(file.bytes(place.start, place.end).tobytes(), str(file.path))
-    names = [f"{folder}/data/{key}" for key in keys]
-    if missing := [name for name in names if name not in records]:
-        raise FormatError(f"{file.path}: has no {missing[0]}, which its pickle names")
-    return {records[name].start: records[name].nbytes for name in names if records[name].nbytes}
-
-
-def _unpickled(path: Path) -> dict[str, Any]:
-    """Return the dictionary of tensors that the restricted unpickler builds."""
-    import torch
-
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises what its archive reader and unpickler happen to raise
-        # Not torch's own text: it advises to switch the protection off.
-        raise FormatError(
-            f"{path}: torch's restricted unpickler refuses it ({type(error).__name__}){_WAY_OUT}"
-        ) from None
-    if not isinstance(loaded, dict) or not loaded:
-        raise FormatError(
-            f"{path}: holds {type(loaded).__name__}, expected a dictionary of tensors"
-        )
-    tensors = dict(dict.items(loaded))  # attributes, which a file may set, could hide its own items
-    for name, tensor in tensors.items():
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise FormatError(
-                f"{path}: {name!r:.80} is {type(tensor).__name__}, expected a dictionary of "
-                f"tensors alone (is it a training checkpoint?){_WAY_OUT}"
-            )
-        plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
-        if not plain or str(tensor.dtype) not in _TORCH_DTYPES:
-            raise UnsupportedModel(
-                f"{path}: tensor {name!r:.80} is {tensor.layout} {tensor.dtype} on "
-                f"{tensor.device}; known: plain {', '.join(_TORCH_DTYPES)}"
-            )
-    return {name: tensor.detach() for name, tensor in tensors.items()}
-
-
-def _base(tensors: Mapping[str, Any], used: Mapping[int, int], path: Path) -> int:
-    """Return the address at which torch has mapped the file."""
-    storages = {}
-    for tensor in tensors.values():
-        storage = tensor.untyped_storage()
-        if storage.nbytes():
-            storages[storage.data_ptr()] = storage.nbytes()
-    base = min(storages, default=0) - min(used, default=0)
-    if {address - base: nbytes for address, nbytes in storages.items()} != used:
-        raise UnsupportedModel(f"{path}: its arrays are not those that torch reads in it{_WAY_OUT}")
-    return base
-
-
-def _view(tensor: Any, file: MappedFile, base: int, where: str) -> StoredArray:
-    dtype = _TORCH_DTYPES[str(tensor.dtype)]
-    shape = checked_shape(list(tensor.shape), where)
+def _view(tensor: PickledTensor, file: MappedFile, record: Record, where: str) -> StoredArray:
+    """Return a tensor as a read-only view of its record."""
+    storage = tensor.storage
+    if tensor.dtype not in _READ_DTYPES:
+        known = ", ".join(_READ_DTYPES)
+        raise UnsupportedModel(f"{where} is {tensor.dtype or 'untyped'}; known: {known}")
+    dtype = _READ_DTYPES[tensor.dtype]
     kind = STORAGE[DTYPES[dtype]]
+    width = kind.itemsize if storage.dtype else 1
+    if storage.dtype not in (tensor.dtype, _BYTES) or storage.size * width != record.nbytes:
+        raise FormatError(
+            f"{where}: {storage.size} elements of {storage.dtype or 'a byte'} in an array of "
+            f"{record.nbytes} bytes"
+        )
+    shape = checked_shape(list(tensor.shape), where)
     if 0 in shape:
         return StoredArray(dtype, np.zeros(shape, kind), where)
-    storage = tensor.untyped_storage()
-    strides = tuple(int(stride) * kind.itemsize for stride in tensor.stride())
-    begin = int(tensor.storage_offset()) * kind.itemsize
+    strides = tuple(stride * kind.itemsize for stride in tensor.strides)
+    begin = tensor.offset * kind.itemsize
+    if len(strides) != len(shape) or min(strides, default=0) < 0:
+        raise FormatError(f"{where}: strides {list(tensor.strides)} of a shape {list(shape)}")
     end = begin + kind.itemsize
     end += sum((dim - 1) * stride for dim, stride in zip(shape, strides, strict=True))
     if math.prod(shape) * kind.itemsize > end - begin:
         raise FormatError(
-            f"{where}: its elements share memory: {list(shape)} in {end - begin} bytes{_WAY_OUT}"
+            f"{where}: its elements share memory: {list(shape)} in {end - begin} bytes"
         )
-    if min(strides, default=0) < 0 or begin < 0 or end > storage.nbytes():
+    if begin < 0 or end > record.nbytes:
         raise FormatError(f"{where}: reaches beyond its array")
-    start = storage.data_ptr() - base + begin
-    data = file.bytes(start, start + end - begin)
-    seen = tensor[(0,) * len(shape)].reshape(1).view(_bytes_dtype()).numpy()
-    if not np.array_equal(seen, data[: kind.itemsize]):
-        raise FormatError(f"{where}: does not lie where torch reads it; this is a bug of Clocher")
-    view = np.lib.stride_tricks.as_strided(data.view(kind), shape, strides, writeable=False)
-    return StoredArray(dtype, view, where)
+    data = file.bytes(record.start + begin, record.start + end).view(kind)
+    return StoredArray(
+        dtype, np.lib.stride_tricks.as_strided(data, shape, strides, writeable=False), where
+    )
 
 
-def _bytes_dtype() -> Any:
-    import torch
+class _Refused(Exception):
+    """The pickle asks for something that no dictionary of plain tensors needs."""
 
-    return torch.uint8
+
+@dataclass(slots=True, eq=False)
+class _Value:
+    """A value that the pickle would make: its kind, and what else has to be known of it.
+
+    Attributes:
+        held: text, number, tuple or tensor itself; the items of a dictionary once it has some.
+    """
+
+    kind: str
+    held: Any = None
+    depth: int = 0
+
+
+_ORDERED_DICT = "collections.OrderedDict"
+_REBUILD = "torch._utils._rebuild_"
+_PARAMETER = f"{_REBUILD}parameter"
+_GLOBALS = {
+    _ORDERED_DICT: _Value("dictionary type", _ORDERED_DICT),
+    **{
+        name: _Value("function", name)
+        for name in (f"{_REBUILD}tensor_v2", f"{_REBUILD}tensor_v3", _PARAMETER)
+    },
+    **{f"torch.{n}Storage": _Value("storage type", dtype) for n, dtype in _STORAGES.items()},
+    "torch.storage.UntypedStorage": _Value("storage type", _BYTES),
+    **{f"torch.{n}": _Value("dtype", n) for n in (*_READ_DTYPES, *_OTHER_DTYPES.split())},
+}
+
+
+def pickled_tensors(data: bytes, where: str) -> dict[str, PickledTensor]:
+    """Return the tensors that a pickle would make.
+
+    Args:
+        data: the pickle.
+        where: what it is, for messages: the file.
+
+    Raises:
+        FormatError: it makes anything but a dictionary of plain tensors.
+    """
+    machine = _Machine(1 + len(data) // _BYTES_PER_DICTIONARY)
+    try:
+        for opcode, argument, _ in pickletools.genops(data):
+            machine.follow(opcode.name, argument)
+        made = machine.stack[-1]
+    except _Refused as error:
+        raise FormatError(f"{where}: the pickle is refused ({error})") from None
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        raise FormatError(f"{where}: the pickle is damaged ({type(error).__name__})") from None
+    if made.kind != "dictionary" or not made.held:
+        raise FormatError(f"{where}: holds {made.kind}, expected a dictionary of tensors")
+    for name, value in made.held.items():
+        if not isinstance(name, str) or value.kind != "tensor":
+            raise FormatError(
+                f"{where}: {name!r:.80} is {value.kind}, expected a dictionary of tensors alone "
+                "(is it a training checkpoint?)"
+            )
+    return {name: value.held for name, value in made.held.items()}
+
+
+class _Machine:
+    """The stack of an unpickler, of kinds instead of values."""
+
+    def __init__(self, dictionaries: int) -> None:
+        self.stack: list[_Value] = []
+        self._dictionaries = dictionaries
+        self._marked: list[list[_Value]] = []
+        self._memo: dict[int, _Value] = {}
+
+    def follow(self, name: str, argument: Any) -> None:
+        """Do what one opcode does to the stack."""
+        if name in _PUSHED:
+            self.stack.append(_PUSHED[name])
+        elif name in _READ:
+            self.stack.append(_READ[name](argument))
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            self._memo[argument] = self.stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            self.stack.append(self._memo[argument])
+        elif name in _DONE:
+            _DONE[name](self)
+        elif name not in ("PROTO", "STOP"):
+            raise _Refused(f"it has the opcode {name}")
+
+    def mark(self) -> None:
+        """Begin a run of values."""
+        self._marked.append(self.stack)
+        self.stack = []
+
+    def run(self) -> list[_Value]:
+        """Take the values since the last mark."""
+        values, self.stack = self.stack, self._marked.pop()
+        return values
+
+    def last(self, count: int) -> list[_Value]:
+        """Take the last values."""
+        if len(self.stack) < count:
+            raise IndexError
+        values = self.stack[-count:]
+        del self.stack[-count:]
+        return values
+
+    def tuple_of(self, values: list[_Value]) -> None:
+        """Make a tuple."""
+        depth = 1 + max((value.depth for value in values), default=0)
+        if depth > _MAX_DEPTH:
+            raise _Refused(f"tuples nested deeper than {_MAX_DEPTH}")
+        self.stack.append(_Value("tuple", tuple(values), depth))
+
+    def dictionary(self) -> None:
+        """Make a dictionary, unless there are more of them than tensors of this size need."""
+        self._dictionaries -= 1
+        if self._dictionaries < 0:
+            raise _Refused("it makes too many dictionaries")
+        self.stack.append(_Value("dictionary"))
+
+    def append(self, values: list[_Value]) -> None:
+        """Add values to a list."""
+        if self.stack[-1].kind != "list":
+            raise _Refused(f"it appends to a {self.stack[-1].kind}")
+
+    def set_items(self, values: list[_Value]) -> None:
+        """Add keys and values to a dictionary."""
+        target = self.stack[-1]
+        if target.kind != "dictionary" or len(values) % 2:
+            raise _Refused(f"it sets items of a {target.kind}")
+        target.held = target.held or {}
+        for key, value in zip(values[::2], values[1::2], strict=True):
+            if key.kind not in ("text", "integer"):
+                raise _Refused(f"a key is a {key.kind}")
+            target.held[key.held] = value
+
+    def build(self) -> None:
+        """Give a dictionary attributes, as those of a module have; they are of no use here."""
+        if [value.kind for value in self.last(1) + self.stack[-1:]] != ["dictionary"] * 2:
+            raise _Refused("it sets the state of something that is no dictionary")
+
+    def storage(self) -> None:
+        """Name a storage: ("storage", type, key, device, elements)."""
+        (value,) = self.last(1)
+        if _kinds(value) != ["text", "storage type", "text", "text", "integer"]:
+            raise _Refused("it names something that is no storage")
+        label, dtype, key, _, count = (item.held for item in value.held)
+        if label != "storage" or not _KEY.fullmatch(key) or not 0 <= count <= MAX_ELEMENTS:
+            raise _Refused("it names an odd storage")
+        self.stack.append(_Value("storage", _Storage(key, dtype, count)))
+
+    def call(self) -> None:
+        """Call a function."""
+        function, arguments = self.last(2)
+        kinds, values = _kinds(arguments), arguments.held
+        if function.held == _ORDERED_DICT and kinds == []:
+            self.dictionary()
+            return
+        if function.held == _PARAMETER and kinds == ["tensor", "flag", "dictionary"]:
+            self.stack.append(values[0])
+            return
+        expected = ["storage", "integer", "tuple", "tuple", "flag", "dictionary"]
+        if function.held == f"{_REBUILD}tensor_v3":
+            expected.append("dtype")
+        if function.kind != "function" or function.held == _PARAMETER or kinds != expected:
+            raise _Refused(f"it calls {function.held or function.kind!s:.80} in an unusual way")
+        shape, strides = (tuple(n.held for n in numbers.held) for numbers in values[2:4])
+        if set(_kinds(values[2]) + _kinds(values[3])) - {"integer"} or len(shape) > MAX_RANK:
+            raise _Refused("a tensor has an odd shape")
+        dtype = values[6].held if len(values) == 7 else values[0].held.dtype
+        tensor = PickledTensor(values[0].held, dtype, values[1].held, shape, strides)
+        self.stack.append(_Value("tensor", tensor))
+
+
+def _kinds(value: _Value) -> list[str]:
+    """Return the kinds of what a tuple holds."""
+    if value.kind != "tuple":
+        raise _Refused(f"a {value.kind} where a tuple belongs")
+    return [item.kind for item in value.held]
+
+
+def _global(argument: str) -> _Value:
+    name = argument.replace(" ", ".")
+    if argument.count(" ") != 1 or name not in _GLOBALS:
+        raise _Refused(f"it asks for {name!s:.100}")
+    return _GLOBALS[name]
+
+
+_NUMBER = _Value("number")
+_PUSHED = {
+    "NONE": _NUMBER,
+    "NEWTRUE": _Value("flag"),
+    "NEWFALSE": _Value("flag"),
+    "EMPTY_LIST": _Value("list"),
+    "EMPTY_TUPLE": _Value("tuple", (), 1),
+}
+_READ: dict[str, Callable[[Any], _Value]] = {
+    "GLOBAL": _global,
+    "BINUNICODE": lambda argument: _Value("text", argument),
+    "BINFLOAT": lambda argument: _NUMBER,
+    **dict.fromkeys(
+        ("BININT", "BININT1", "BININT2", "LONG1"), lambda argument: _Value("integer", argument)
+    ),
+}
+_DONE: dict[str, Callable[[_Machine], None]] = {
+    "MARK": _Machine.mark,
+    "EMPTY_DICT": _Machine.dictionary,
+    "TUPLE": lambda machine: machine.tuple_of(machine.run()),
+    "TUPLE1": lambda machine: machine.tuple_of(machine.last(1)),
+    "TUPLE2": lambda machine: machine.tuple_of(machine.last(2)),
+    "TUPLE3": lambda machine: machine.tuple_of(machine.last(3)),
+    "APPEND": lambda machine: machine.append(machine.last(1)),
+    "APPENDS": lambda machine: machine.append(machine.run()),
+    "SETITEM": lambda machine: machine.set_items(machine.last(2)),
+    "SETITEMS": lambda machine: machine.set_items(machine.run()),
+    "BUILD": _Machine.build,
+    "BINPERSID": _Machine.storage,
+    "REDUCE": _Machine.call,
+}

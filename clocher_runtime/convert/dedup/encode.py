@@ -1,16 +1,210 @@
-"""Writing one plane into the three files, a piece at a time."""
+"""How a plane is stored best, and its way into the three files, a piece at a time.
 
-from collections.abc import Mapping
+Symbols are counted once and sizes compared; nothing is written for that.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
-from clocher_runtime.checkpoints.dedup.codec import RANK_STRIDE, Stream, pack, pack_trits
-from clocher_runtime.checkpoints.dedup.index import Region
-from clocher_runtime.checkpoints.dedup.planes import SPLITS, Part, Split
-from clocher_runtime.convert.dedup.choice import PIECE_ITEMS, Choice, Source, block, filled
+from clocher_runtime.checkpoints.dedup.codec import (
+    MAX_ESCAPES,
+    RANK_STRIDE,
+    SPLITS,
+    UNIT,
+    WIDTHS,
+    Part,
+    Split,
+    Stream,
+    exception_bits,
+    pack,
+    pack_trits,
+    splits_of,
+)
+from clocher_runtime.checkpoints.dedup.index import BLOCK_BYTES, StoredPlane
+from clocher_runtime.disk.plane_index import Region
 
+KEEP_RAW = 0.95
+"""What is not at least 5 per cent smaller stays as it is. Source: ZipNN, arXiv 2411.05239."""
+PIECE_ITEMS = UNIT * 16
 _COPY_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The bytes of a plane, or their XOR with those of another one.
+
+    Attributes:
+        data: the plane, u8 [nbytes].
+        base: the other one, or None.
+    """
+
+    data: np.ndarray
+    base: np.ndarray | None = None
+
+    def bytes(self, start: int, stop: int) -> np.ndarray:
+        """Return a range of bytes, u8."""
+        piece = self.data[start:stop]
+        return piece if self.base is None else piece ^ self.base[start:stop]
+
+    def pieces(self, step: int) -> Iterator[np.ndarray]:
+        """Yield all bytes, `step` at a time."""
+        for start in range(0, len(self.data), step):
+            yield self.bytes(start, start + step)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a plane will be stored, and what is needed for it.
+
+    Attributes:
+        plane: the plane.
+        tables: symbols of each stream, the most frequent first, u8; equal counts by value.
+        unique: block number of each different block, in order.
+        index: for each block the position in `unique`, u32.
+    """
+
+    plane: StoredPlane
+    tables: tuple[np.ndarray, ...] = ()
+    unique: np.ndarray | None = None
+    index: np.ndarray | None = None
+
+
+def choose(raw: StoredPlane, source: Source) -> Choice:
+    """Return the smallest way to store a plane; the plane as it is unless 5 per cent are saved.
+
+    Args:
+        raw: the plane, with mode "raw".
+        source: its bytes; XOR the base if that is to be tried.
+    """
+    xor = source.base is not None
+    found = [Choice(raw)]
+    names = splits_of(raw.plane.dtype)
+    histogram = _histogram(SPLITS[names[0]].item, source)
+    for name in names:
+        plane = replace(raw, mode="streams", xor=xor, split=name)
+        found.append(_split(plane, source, histogram))
+    if (blocks := _blocks(replace(raw, mode="blocks", xor=xor), source)) is not None:
+        found.append(blocks)
+    best = min(found, key=lambda choice: choice.plane.stored_bytes)
+    small = best.plane.stored_bytes <= KEEP_RAW * raw.plane.nbytes
+    return best if small else Choice(raw)
+
+
+def _histogram(item: np.dtype, source: Source) -> np.ndarray | None:
+    """Return how often each item occurs, None if items have too many values to count."""
+    if item.itemsize > 2:
+        return None
+    total = np.zeros(1 << 8 * item.itemsize, np.int64)
+    for piece in source.pieces(PIECE_ITEMS * item.itemsize):
+        total += np.bincount(piece.view(item), minlength=len(total))
+    return total
+
+
+def _split(plane: StoredPlane, source: Source, histogram: np.ndarray | None) -> Choice:
+    streams, tables = [], []
+    for part in SPLITS[plane.split].parts:
+        if histogram is None:
+            counts = _counts(part, SPLITS[plane.split].item, source)
+        else:
+            counts = _fold(part, histogram)
+        stream, table = choose_stream(counts, part.bits)
+        streams.append(stream)
+        tables.append(table)
+    return Choice(replace(plane, streams=tuple(streams)), tuple(tables))
+
+
+def _counts(part: Part, item: np.dtype, source: Source) -> np.ndarray:
+    """Return how often each symbol of a stream occurs."""
+    total = np.zeros(1 << part.bits, np.int64)
+    for piece in source.pieces(PIECE_ITEMS * item.itemsize):
+        total += np.bincount(part.cut(piece.view(item)), minlength=len(total))
+    return total
+
+
+def _fold(part: Part, histogram: np.ndarray) -> np.ndarray:
+    """Return how often each symbol of a stream occurs, from how often each item does."""
+    items = np.flatnonzero(histogram).astype(np.uint8 if len(histogram) == 256 else "<u2")
+    symbols = part.cut(items)
+    total = np.zeros(1 << part.bits, np.int64)
+    np.add.at(total, symbols, np.repeat(histogram[items], len(symbols) // len(items)))
+    return total
+
+
+def choose_stream(counts: np.ndarray, bits: int) -> tuple[Stream, np.ndarray]:
+    """Return the smallest way to store a stream, and its table.
+
+    Args:
+        counts: how often each symbol occurs, [2^bits].
+        bits: bits of a symbol.
+    """
+    count = int(counts.sum())
+    order = np.lexsort((np.arange(len(counts)), -counts))
+    table = order[: np.count_nonzero(counts)].astype(np.uint8)
+    if len(table) == 1:
+        return Stream("const", bits, count, table=1), table
+    found = [Stream("raw", bits, count)]
+    if len(table) <= 3:
+        found.append(Stream("trits", bits, count, table=len(table)))
+    for width in WIDTHS:
+        if width < bits:
+            rare = exception_bits(len(table), width)
+            escapes = count - int(counts[table[: (1 << width) - 1]].sum()) if rare else 0
+            if escapes <= MAX_ESCAPES:
+                found.append(Stream("code", bits, count, width, len(table), escapes))
+    best = min(found, key=_cost)
+    return best, table[: best.table]
+
+
+def _cost(stream: Stream) -> float:
+    """Return the bytes of a stream, and a bit for the time that each escape takes."""
+    stored = stream.table + stream.code_bytes + 4 * stream.ranks + stream.literal_bytes
+    return stored + stream.escapes / 8
+
+
+def _blocks(plane: StoredPlane, source: Source) -> Choice | None:
+    """Return the plane as its different blocks, None if that cannot be worth it.
+
+    Blocks are compared by a hash first and byte by byte then; should two hashes collide, both
+    blocks are kept.
+    """
+    hashes = np.concatenate(list(_hashes(source)))
+    if len(np.unique(hashes)) > KEEP_RAW * len(hashes):
+        return None
+    numbers: dict[int, int] = {}
+    unique: list[int] = []
+    index = np.empty(len(hashes), np.uint32)
+    for block, key in enumerate(hashes.tolist()):
+        number = numbers.setdefault(key, len(unique))
+        if number < len(unique) and not _equal(source, unique[number], block):
+            number = len(unique)
+        if number == len(unique):
+            unique.append(block)
+        index[block] = number
+    return Choice(replace(plane, unique=len(unique)), (), np.array(unique), index)
+
+
+def _hashes(source: Source) -> Iterator[np.ndarray]:
+    odd = np.random.default_rng(0).integers(1 << 62, size=BLOCK_BYTES // 8, dtype=np.uint64)
+    odd = odd * np.uint64(2) + np.uint64(1)
+    for piece in source.pieces(BLOCK_BYTES * 256):
+        yield (filled(piece).reshape(-1, BLOCK_BYTES).view(np.uint64) * odd).sum(axis=1)
+
+
+def _equal(source: Source, first: int, second: int) -> bool:
+    return np.array_equal(filled(block(source, first)), filled(block(source, second)))
+
+
+def block(source: Source, number: int) -> np.ndarray:
+    """Return a block, u8; the last one may be short."""
+    return source.bytes(number * BLOCK_BYTES, (number + 1) * BLOCK_BYTES)
+
+
+def filled(data: np.ndarray) -> np.ndarray:
+    """Return whole blocks: zeros are appended."""
+    return np.pad(data, (0, -len(data) % BLOCK_BYTES))
 
 
 class Sink(Protocol):
@@ -37,7 +231,7 @@ def encode(
     plane = choice.plane
     for region in regions:
         if region.nbytes and plane.mode != "streams":
-            files[region.kind].pad(region.offset)
+            files[region.file].pad(region.offset)
     if plane.mode == "raw":
         for piece in source.pieces(_COPY_BYTES):
             files["exceptions"].write(piece)
@@ -87,7 +281,7 @@ class _StreamWriter:
 
     def _begin(self, region: Region) -> None:
         if region.nbytes:
-            self._files[region.kind].pad(region.offset)
+            self._files[region.file].pad(region.offset)
 
     def _piece(self, symbols: np.ndarray) -> None:
         stream = self._stream

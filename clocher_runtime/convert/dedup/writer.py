@@ -2,53 +2,46 @@
 
 First every plane is looked at and the way to store it is chosen; that gives the sizes. Then the
 three files are written under temporary names, read back and compared. model.dedup.json makes them
-valid: it is removed first and written last.
+valid: it is removed first and written last. `gains` says to people what came of it.
 """
 
-import errno
-import hashlib
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from clocher_kernels.errors import FormatError, ModelNotFound, UsageError
-from clocher_runtime.checkpoints.dedup.checkpoint import (
-    Artifact,
-    open_base,
-    open_deduplicated,
-    planes_of,
-    raw_planes,
-)
+from clocher_runtime.checkpoints.dedup.codec import SPLITS, Stream
 from clocher_runtime.checkpoints.dedup.index import (
     FILE_NAMES,
     INDEX_NAME,
     KINDS,
     Base,
     DedupIndex,
-    FileFacts,
     Places,
-    Region,
     StoredPlane,
     check_expansion,
+    raw_planes,
 )
-from clocher_runtime.checkpoints.dedup.reader import DedupFile
-from clocher_runtime.checkpoints.iebin.checkpoint import BIN_NAME, JSON_NAME, IebinIndex, read_index
-from clocher_runtime.convert.dedup.choice import Choice, Source, choose
-from clocher_runtime.convert.dedup.encode import encode
+from clocher_runtime.checkpoints.dedup.reader import (
+    Artifact,
+    DedupFile,
+    open_base,
+    open_deduplicated,
+    planes_of,
+)
+from clocher_runtime.checkpoints.iebin import BIN_NAME, JSON_NAME, IebinIndex, read_index
+from clocher_runtime.convert.dedup.encode import Choice, Source, choose, encode
 from clocher_runtime.disk.files import MappedFile
-from clocher_runtime.disk.output_file import OutputFile, sync_directory, write_file
-
-Progress = Callable[[int, str], None]
+from clocher_runtime.disk.output_file import OutputFile, check_free, sync_directory, write_file
+from clocher_runtime.disk.plane_index import Region, check_hashes
+from clocher_runtime.disk.plane_writer import PlaneWriter, Progress
 
 WORTH_IT = 0.97
 """A model is deduplicated if its new size is at most this part of the old one."""
-
-_HASH_STEP = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +67,7 @@ class Deduplication:
     @property
     def worth_it(self) -> bool:
         """Whether it saves enough."""
-        return self.nbytes <= WORTH_IT * self.index.nbytes
+        return self.nbytes <= WORTH_IT * self.index.bin.nbytes
 
     def run(self, progress: Progress | None = None) -> None:
         """Write the output, whether it is worth it or not.
@@ -87,37 +80,23 @@ class Deduplication:
             UsageError: somebody else is writing there.
             OSError: the output cannot be written; nothing of it is left.
         """
-        _check_space(self.directory, self.nbytes)
-        partials = {kind: self.directory / f"{FILE_NAMES[kind]}.partial" for kind in KINDS}
-        files: dict[str, OutputFile] = {}
-        try:
-            for kind in KINDS:
-                files[kind] = OutputFile(partials[kind])
-                files[kind].truncate()
-            self._write(files, progress)
-            facts = {kind: FileFacts(file.nbytes, file.sync()) for kind, file in files.items()}
+        check_free(self.directory / INDEX_NAME, self.nbytes)
+        path = self.directory / INDEX_NAME
+        paths = {kind: self.directory / FILE_NAMES[kind] for kind in KINDS}
+        with PlaneWriter(paths) as writer:
+            self._write(writer.files, progress)
             planes = tuple(choice.plane for choice in self.choices)
-            source = FileFacts(self.index.nbytes, self.index.sha256)
-            index = DedupIndex(source, self._base(), facts, planes, self.regions)
-            path = self.directory / INDEX_NAME
-            DedupFile(path, index, partials, _Base(self.base).plane).verify()
-            self._commit(partials, index.text())
-        finally:
-            for kind, file in files.items():
-                partials[kind].unlink(missing_ok=True)
-                file.close()
+            index = DedupIndex(self.index.bin, self._base(), writer.sync(), planes, self.regions)
+            written = {kind: file.path for kind, file in writer.files.items()}
+            DedupFile(path, index, written, _Base(self.base).plane).verify()
+            try:
+                writer.publish(stale=[path])
+                write_file(path, index.text())
+            except OSError:
+                remove_dedup(self.directory)
+                raise
 
-    def _commit(self, partials: dict[str, Path], text: bytes) -> None:
-        remove_dedup(self.directory)
-        try:
-            for kind in KINDS:
-                os.replace(partials[kind], self.directory / FILE_NAMES[kind])
-            write_file(self.directory / INDEX_NAME, text)
-        except OSError:
-            remove_dedup(self.directory)
-            raise
-
-    def _write(self, files: dict[str, OutputFile], progress: Progress | None) -> None:
+    def _write(self, files: Mapping[str, OutputFile], progress: Progress | None) -> None:
         done = 0
         base = _Base(self.base)
         stored = zip(self.choices, self.regions, strict=True)
@@ -133,7 +112,7 @@ class Deduplication:
         if self.base is None:
             return None
         index = self.base.index
-        return Base(index.nbytes, index.sha256, index.path.parent.resolve().name)
+        return Base(index.bin.nbytes, index.bin.sha256, index.path.parent.resolve().name)
 
 
 def plan_dedup(
@@ -197,41 +176,24 @@ def restore(directory: Path, base_dir: Path | None = None, progress: Progress | 
     index, dedup = artifact.index, artifact.dedup
     if dedup is None:
         raise ModelNotFound(f"{directory}: no {INDEX_NAME}")
-    _check_space(directory, index.nbytes)
-    partial = directory / f"{BIN_NAME}.partial"
-    file = OutputFile(partial)
-    try:
-        file.truncate()
-        number = 0
-        for entry in index.entries:
-            for item in entry.placed:
-                file.pad(item.offset)
-                file.write(dedup.plane(number, verify=True))
-                dedup.release()
-                number += 1
+    check_free(directory / BIN_NAME, index.bin.nbytes)
+    with PlaneWriter({"bin": directory / BIN_NAME}) as writer:
+        for number, (plane, region) in enumerate(raw_planes(index)):
+            writer.put(region, dedup.plane(number, verify=True))
+            dedup.release()
             if progress:
-                progress(file.nbytes, entry.name)
-        if file.sync() != index.sha256:
+                progress(writer.nbytes, plane.tensor)
+        if writer.sync()["bin"] != index.bin:
             raise FormatError(f"{directory}: what was restored does not match bin.sha256")
-        os.replace(partial, directory / BIN_NAME)
-        sync_directory(directory)
-    finally:
-        partial.unlink(missing_ok=True)
-        file.close()
-    return index.nbytes
+        writer.publish()
+    return index.bin.nbytes
 
 
 def _choose(raw: StoredPlane, data: np.ndarray, earlier: int | None, base: "_Base") -> Choice:
     if earlier is not None:
         return Choice(replace(raw, mode="same", of=earlier))
-    digest = hashlib.sha256()
-    for start in range(0, len(data), _HASH_STEP):
-        digest.update(data[start : start + _HASH_STEP].data)
-    if digest.hexdigest() != raw.sha256:
-        raise FormatError(
-            f"{BIN_NAME}: tensor {raw.tensor!r}, plane {raw.key!r}: the bytes do not match their "
-            "SHA-256: the file is damaged; convert the model again"
-        )
+    where = f"{BIN_NAME}: tensor {raw.tensor!r}"
+    check_hashes({raw.key: data}, {raw.key: raw.sha256}, where, "convert the model again")
     alike = base.alike(raw)
     if alike is not None and alike.sha256 == raw.sha256:
         return Choice(replace(raw, mode="base"))
@@ -262,9 +224,9 @@ class _Base:
 
 def _planes(directory: Path, index: IebinIndex) -> Iterator[tuple[StoredPlane, np.ndarray]]:
     """Yield every plane of model.ie.bin and its bytes, u8."""
-    file = MappedFile(directory / BIN_NAME, index.nbytes)
-    for plane, offset in raw_planes(index):
-        yield plane, file.bytes(offset, offset + plane.plane.nbytes)
+    file = MappedFile(directory / BIN_NAME, index.bin.nbytes)
+    for plane, region in raw_planes(index):
+        yield plane, file.bytes(region.offset, region.end)
         file.release()
 
 
@@ -272,8 +234,52 @@ def _index_bytes(choices: list[Choice]) -> int:
     return sum(len(json.dumps(choice.plane.document())) + 2 for choice in choices)
 
 
-def _check_space(directory: Path, nbytes: int) -> None:
-    free = shutil.disk_usage(directory).free
-    if nbytes > free:
-        message = f"{nbytes} bytes are needed, the disk has {free} free: {nbytes - free} short"
-        raise OSError(errno.ENOSPC, message, str(directory))
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """One plane before and after.
+
+    Attributes:
+        name: tensor and plane.
+        dtype: element type of the plane.
+        nbytes: its size.
+        stored: bytes that it takes, without padding.
+        how: how it is stored.
+    """
+
+    name: str
+    dtype: str
+    nbytes: int
+    stored: int
+    how: str
+
+    @property
+    def percent(self) -> float:
+        """Part of the size that is saved, in per cent."""
+        return 100 * (1 - self.stored / self.nbytes)
+
+
+def gains(planes: Iterable[StoredPlane]) -> Iterator[Gain]:
+    """Yield what is gained on each plane."""
+    for plane in planes:
+        stored = sum(nbytes for _, nbytes in plane.parts())
+        name = f"{plane.tensor} {plane.key}"
+        yield Gain(name, plane.plane.dtype, plane.plane.nbytes, stored, describe(plane))
+
+
+def describe(plane: StoredPlane) -> str:
+    """Return in a few words how a plane is stored."""
+    over = "XOR base: " if plane.xor else ""
+    if plane.mode == "blocks":
+        return f"{over}{plane.unique} of {plane.blocks} blocks"
+    if plane.mode == "streams":
+        parts = zip(SPLITS[plane.split].parts, plane.streams, strict=True)
+        return over + ", ".join(f"{part.name} {_stream(stream)}" for part, stream in parts)
+    fixed = {"raw": "as it is", "same": f"same as plane {plane.of}", "base": "in the base"}
+    return fixed[plane.mode]
+
+
+def _stream(stream: Stream) -> str:
+    if stream.mode == "code":
+        escaped = f" + {100 * stream.escapes / stream.count:.2f} % escapes"
+        return f"{stream.width}-bit code{escaped if stream.escapes else ''}"
+    return {"const": "constant", "trits": "5 per byte", "raw": "as it is"}[stream.mode]

@@ -27,6 +27,7 @@ from typing import Any
 
 from clocher_kernels.errors import ClocherError, FormatError
 from clocher_kernels.formats import Format, parse_format
+from clocher_runtime.disk.plane_index import checked_hash
 from clocher_runtime.disk.strict_json import checked_name, checked_shape, fields
 
 METHODS = ("rtn", "imx", "gptq")
@@ -46,7 +47,6 @@ SECTIONS: dict[str, type] = {
 }
 """Optional field -> its type."""
 
-_SHA256 = re.compile("[0-9a-f]{64}")
 _PART = re.compile(r"[a-z0-9][a-z0-9-]{0,60}\.safetensors")
 _ENTRY = {"name": str, "shape": list, "format": str, "method": str, "rule": int} | {
     "nbytes": int,
@@ -158,7 +158,7 @@ def _entry(value: object, where: str, rules: int) -> tuple[str, Entry]:
         raise FormatError(f"{where}: rule {item['rule']}; there are {rules}")
     hashes = fields(item["sha256"], f"{where}: sha256", dict.fromkeys(planes, str))
     for plane, digest in hashes.items():
-        _check_hash(digest, f"{where}: sha256 of {plane}")
+        checked_hash(digest, f"{where}: plane {plane!r}")
     part = item.get("part", "")
     if part:
         _check_part_name(part, where)
@@ -168,7 +168,7 @@ def _entry(value: object, where: str, rules: int) -> tuple[str, Entry]:
 def _part(value: object, where: str) -> PartFile:
     item = fields(value, where, {"file": str, "nbytes": int, "sha256": str})
     _check_part_name(item["file"], where)
-    _check_hash(item["sha256"], where)
+    checked_hash(item["sha256"], where)
     if item["nbytes"] <= 0:
         raise FormatError(f"{where}: nbytes is {item['nbytes']}")
     return PartFile(item["file"], item["nbytes"], item["sha256"])
@@ -182,7 +182,7 @@ def _check_source(value: object, where: str) -> None:
         item = fields(file, here, {"name": str, "nbytes": int}, more)
         if "/" in item["name"] or len(item) != 3:
             raise FormatError(f"{here}: expected a plain name, a size and one hash")
-        _check_hash(item.get("sha256", item.get("header_sha256", "")), here)
+        checked_hash(item.get("sha256", item.get("header_sha256", "")), here)
 
 
 def _check_part_name(name: str, where: str) -> None:
@@ -190,8 +190,3 @@ def _check_part_name(name: str, where: str) -> None:
         raise FormatError(
             f"{where}: part {name!r:.80}; expected a plain name such as layer-00000.safetensors"
         )
-
-
-def _check_hash(digest: str, where: str) -> None:
-    if not _SHA256.fullmatch(digest):
-        raise FormatError(f"{where}: {digest!r:.80} is not a SHA-256 in lower-case hex")

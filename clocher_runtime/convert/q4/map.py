@@ -30,15 +30,17 @@ from typing import Any
 
 from clocher_kernels.errors import FormatError, ModelError, UsageError
 from clocher_kernels.formats import Bsr, Float, Format, Int4, Int8
+from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Stored
-from clocher_runtime.convert.name_pattern import NamePattern
 from clocher_runtime.convert.q4.document import METHODS, SECTIONS, Entry, PartFile, read_sections
-from clocher_runtime.convert.rounding import NO_CLIP, Clip, parse_clip
+from clocher_runtime.convert.q4.parts import check_hashes, read_part
+from clocher_runtime.convert.rounding import NO_CLIP, Clip, parse_clip, round_tensor
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, fields, parse_object
 
 VERSION = 1
 MAX_RULES = 1000
+MAX_PATTERN_CHARS = 500
 
 _MAX_BYTES = MAX_JSON_BYTES
 _CHOICES: dict[str, tuple[object, ...]] = {
@@ -56,6 +58,54 @@ _OPTIONAL = {"group": int, "zero": str, "scale": str} | {
 }
 _ROUTER = re.compile(r"(.*\.)?(router|gate|shared_expert_gate)\.weight")
 _NORM = re.compile(r"(.*[._])?(layer)?norm\w*\.weight")
+
+
+class NamePattern:
+    """A regular expression that a whole name has to match, from a file that nobody has checked.
+
+    It is matched by RE2, in time linear in the name, where Python's own `re` would try for years
+    what a hostile pattern such as `(a+)+b` asks of it. The syntax is that of `re` without what
+    cannot be matched so: look-around (`(?=`, `(?!`) and back-references.
+
+    Source: R. Cox, "Regular Expression Matching Can Be Simple And Fast", 2007.
+
+    Attributes:
+        text: the pattern as it was written.
+    """
+
+    __slots__ = ("_compiled", "text")
+
+    def __init__(self, text: str) -> None:
+        """Compile a pattern.
+
+        Raises:
+            UsageError: it is too long, or no regular expression that RE2 knows.
+        """
+        if len(text) > MAX_PATTERN_CHARS:
+            raise UsageError(f"a pattern has at most {MAX_PATTERN_CHARS} characters")
+        self.text = text
+        self._compiled = _compile(text)
+
+    def matches(self, name: str) -> bool:
+        """Return whether the pattern matches the whole name."""
+        return self._compiled.fullmatch(name) is not None
+
+
+def _compile(text: str) -> Any:
+    # Imported here, because a model whose manifest has been applied runs without it.
+    import re2
+
+    options = re2.Options()
+    options.log_errors = False
+    try:
+        return re2.compile(text, options)
+    except (re2.error, UnicodeError) as error:
+        said = error.args[0] if error.args else ""
+        reason = said.decode(errors="replace") if isinstance(said, bytes) else str(error)
+        raise UsageError(
+            f"pattern {text!r:.80}: {reason}; expected a regular expression for tensor names, "
+            "without look-around or back-references"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +194,32 @@ class Q4Map:
                 )
             formats[name] = _format_of(rule)
         return formats, list(assigned.notes)
+
+    def stored(self, name: str, source: QuantTensor, threads: int = 1) -> QuantTensor:
+        """Return a tensor that `choose` has chosen, quantised.
+
+        Its planes come from the manifest's parts if they are there, else they are rounded, some
+        rows at a time. Where the manifest records their hashes, they are checked.
+
+        Args:
+            name: of the tensor.
+            source: as the checkpoint stores it, [N, K] or [E, N, K].
+            threads: how many threads round.
+
+        Raises:
+            FormatError: a value cannot be stored, or the planes are not those that the manifest
+                records: the checkpoint is not the one that it was made from.
+            ModelNotFound: a part is missing.
+        """
+        if self.entries is None:
+            rule = next(rule for rule in self.rules if rule.pattern.matches(name))
+            return round_tensor(source, _format_of(rule), rule.clip, threads)
+        entry = self.entries[name]
+        if entry.part:
+            return read_part(self.parts_dir, self.parts, name, entry)
+        encoded = round_tensor(source, entry.format, self.rules[entry.rule].clip, threads)
+        check_hashes(encoded, entry, str(self.path))
+        return encoded
 
 
 def parts_dir(manifest: Path) -> Path:

@@ -7,9 +7,6 @@ about it (a JSON object), and the SHA-256 of the data. A part is written whole o
 killed job goes on after the last one.
 """
 
-import hashlib
-import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,15 +19,17 @@ from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import stored_tensor
 from clocher_runtime.convert.q4.document import Entry, PartFile
-from clocher_runtime.disk.output_file import OutputFile, sync_directory
-from clocher_runtime.disk.safetensors_file import DTYPES, SafetensorsFile
+from clocher_runtime.disk.files import sha256_of
+from clocher_runtime.disk.plane_index import ALIGNMENT, Region, dump
+from clocher_runtime.disk.plane_writer import PlaneWriter
+from clocher_runtime.disk.safetensors_file import DTYPES, SafetensorsFile, safetensors_head
 from clocher_runtime.disk.strict_json import checked_shape, fields, parse_object
 
 SUFFIX = ".safetensors"
 
 _NAMES = {storage: name for name, storage in DTYPES.items() if name != "BOOL"}
 _LAYER = re.compile(r"(?:.*\.)?layers\.([0-9]{1,5})\..*")
-_STEP = 1 << 22
+_METADATA = ("job", "sha256", "tensors", "records")
 
 Records = dict[str, dict[str, Any]]
 
@@ -61,11 +60,13 @@ class PartsWriter:
         path = self._path(part)
         try:
             file = SafetensorsFile(path)
-            metadata = _metadata(file)
-            if metadata["job"] != self._job or metadata["sha256"] != _data_hash(file):
+            job, digest, *texts = (file.metadata[key] for key in _METADATA)
+            start = min((info.offset for info in file.tensors.values()), default=0)
+            if job != self._job or digest != file.file.sha256(start):
                 return None
-            return self._remember(part, file, metadata["tensors"], metadata["records"])
-        except (ModelError, ClocherError):
+            described, records = (parse_object(text.encode(), str(path)) for text in texts)
+            return self._remember(part, file, described, records)
+        except (ClocherError, KeyError):
             return None
 
     def write(
@@ -83,34 +84,23 @@ class PartsWriter:
             OSError: it cannot be written.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        planes = {f"{n}/{key}": p for n, t in tensors.items() for key, p in t.planes.items()}
+        arrays, planes = {}, {}
+        for name, tensor in tensors.items():
+            for key, plane in tensor.format.planes(tensor.shape).items():
+                arrays[f"{name}/{key}"] = (_NAMES[plane.dtype], plane.shape)
+                planes[f"{name}/{key}"] = tensor.planes[key]
         described = {
             n: {"shape": list(t.shape), "format": t.format.name} for n, t in tensors.items()
         }
-        header = _header(tensors)
-        header["__metadata__"] = {
-            "job": self._job,
-            "sha256": _hash(planes.values()),
-            "tensors": _dump(described),
-            "records": _dump(dict(records)),
-        }
-        text = _dump(header).encode()
-        text += b" " * (-(8 + len(text)) % 64)
+        said = (self._job, sha256_of(*planes.values()), dump(described), dump(dict(records)))
+        head, places = safetensors_head(arrays, dict(zip(_METADATA, said, strict=True)), ALIGNMENT)
         path = self._path(part)
-        output = OutputFile(path.with_name(path.name + ".partial"))
-        try:
-            output.truncate()
-            output.write(np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8))
-            for plane in planes.values():
-                output.write(plane)
+        with PlaneWriter({part: path}) as output:
+            output.put(Region(part, 0, len(head)), np.frombuffer(head, np.uint8))
+            for stored, info in places.items():
+                output.put(Region(part, info.offset, info.nbytes), planes[stored])
             output.sync()
-            os.replace(output.path, path)
-        except BaseException:
-            output.path.unlink(missing_ok=True)
-            raise
-        finally:
-            output.close()
-        sync_directory(self.directory)
+            output.publish()
         self._remember(part, SafetensorsFile(path), described, records)
 
     def tensor(self, name: str) -> QuantTensor:
@@ -134,9 +124,7 @@ class PartsWriter:
         found = []
         for part in sorted(self._open):
             file = self._open[part].file
-            digest = _hash([file.bytes(0, file.nbytes)])
-            file.release()
-            found.append(PartFile(part + SUFFIX, file.nbytes, digest))
+            found.append(PartFile(part + SUFFIX, file.nbytes, file.sha256()))
         return found
 
     def remove_others(self) -> None:
@@ -197,7 +185,7 @@ def read_part(directory: Path, files: Iterable[PartFile], name: str, entry: Entr
 
 def plane_hashes(tensor: QuantTensor) -> dict[str, str]:
     """Return the SHA-256 of each plane of a tensor."""
-    return {key: _hash([plane]) for key, plane in tensor.planes.items()}
+    return {key: sha256_of(plane) for key, plane in tensor.planes.items()}
 
 
 def check_hashes(tensor: QuantTensor, entry: Entry, where: str) -> None:
@@ -208,20 +196,6 @@ def check_hashes(tensor: QuantTensor, entry: Entry, where: str) -> None:
                 f"{where}: plane {key!r} has SHA-256 {digest}, the manifest says "
                 f"{entry.sha256[key]}; it was made from other weights: run the PTQ script again"
             )
-
-
-def _header(tensors: Mapping[str, QuantTensor]) -> dict[str, Any]:
-    header: dict[str, Any] = {}
-    end = 0
-    for name, tensor in tensors.items():
-        for key, plane in tensor.format.planes(tensor.shape).items():
-            header[f"{name}/{key}"] = {
-                "dtype": _NAMES[plane.dtype],
-                "shape": list(plane.shape),
-                "data_offsets": [end, end + plane.nbytes],
-            }
-            end += plane.nbytes
-    return header
 
 
 def _tensor(file: SafetensorsFile, name: str, shape: tuple[int, ...], fmt: str) -> QuantTensor:
@@ -237,34 +211,3 @@ def _tensor(file: SafetensorsFile, name: str, shape: tuple[int, ...], fmt: str) 
         key: np.require(file.view(stored), requirements=["C", "A"]) for key, stored in keys.items()
     }
     return stored_tensor(shape, parsed, planes, where)
-
-
-def _metadata(file: SafetensorsFile) -> dict[str, Any]:
-    where = f"{file.file.path} (header)"
-    length = int.from_bytes(file.file.bytes(0, 8).tobytes(), "little")
-    header = parse_object(file.file.bytes(8, 8 + length).tobytes(), where)
-    keys = ("job", "sha256", "tensors", "records")
-    found = fields(header.get("__metadata__"), where, dict.fromkeys(keys, str))
-    for key in ("tensors", "records"):
-        found[key] = parse_object(found[key].encode(), f"{where}: {key}")
-    return found
-
-
-def _data_hash(file: SafetensorsFile) -> str:
-    start = min(info.offset for info in file.tensors.values())
-    digest = _hash([file.file.bytes(start, file.file.nbytes)])
-    file.file.release()
-    return digest
-
-
-def _hash(arrays: Iterable[np.ndarray]) -> str:
-    digest = hashlib.sha256()
-    for array in arrays:
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        for start in range(0, len(data), _STEP):
-            digest.update(data[start : start + _STEP].data)
-    return digest.hexdigest()
-
-
-def _dump(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=False)

@@ -1,0 +1,95 @@
+"""Run one case of an op on a back end, and compare what it wrote."""
+
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from clocher_kernels.ops import OpSpec, cases
+from clocher_kernels.ops.contract import Case, Value
+from clocher_kernels.plan import Plan
+
+Arrays = dict[str, np.ndarray]
+
+
+def name_of(spec: OpSpec, case: Case) -> str:
+    """Return the name of a case; the seed of its inputs is the name's CRC."""
+    return f"{spec.name}-{case.id}"
+
+
+class OpRun:
+    """The inputs and the Plan of one case.
+
+    Args:
+        spec: the op.
+        case: sizes and settings.
+        salt: added to the name that seeds the inputs.
+        change: takes the name and the value of each input and returns the value to use.
+    """
+
+    def __init__(
+        self,
+        spec: OpSpec,
+        case: Case,
+        salt: str = "",
+        change: Callable[[str, Value], Value] = lambda name, value: value,
+    ) -> None:
+        self.spec, self.case = spec, case
+        seed = zlib.crc32(f"{name_of(spec, case)}{salt}".encode())
+        made = cases.inputs(spec, case, np.random.default_rng(seed))
+        self.values: Mapping[str, Value] = {n: change(n, value) for n, value in made.items()}
+        self.plan: Plan = cases.case_plan(spec, case, self.values)
+        self.weights = {name: self.values[name] for name in self.plan.weights}
+        self.written = [
+            p.name
+            for p in spec.params
+            if p.name in self.plan.buffers and p.kind in ("out", "inout")
+        ]
+
+    def fill(self, executor: Any) -> None:
+        """Set every buffer: inputs to their values, outputs to NaN or 0x7f bytes."""
+        for name, buffer in self.plan.buffers.items():
+            array = executor.array(name)
+            if buffer.role == "output":
+                array.view(np.uint8)[...] = 0xFF if array.dtype.kind == "f" else 0x7F
+            else:
+                array[...] = self.values[name]
+
+    def outputs(self, executor: Any) -> Arrays:
+        """Return copies of the buffers that the op writes."""
+        return {name: executor.array(name).copy() for name in self.written}
+
+    def run(self, make: Callable[[Plan, Mapping[str, Value]], Any]) -> Arrays:
+        """Make an executor, run the whole case on it, and return what it wrote."""
+        executor = make(self.plan, self.weights)
+        try:
+            self.fill(executor)
+            executor.step(self.plan.tokens, self.plan.rows)
+            return self.outputs(executor)
+        finally:
+            executor.close()
+
+    def alone(self) -> str:
+        """Return "M" or "R" if the op's outputs are rows that a step can compute one at a time."""
+        leads = {self.plan.buffers[name].rows for name in self.written}
+        lead = leads.pop()
+        count = {"M": self.plan.tokens, "R": self.plan.rows, "": 1}[lead]
+        return lead if not leads and count > 1 else ""
+
+    def run_alone(self, executor: Any, lead: str, index: int) -> Arrays:
+        """Run the case for one token or row, moved to the front; return the whole buffers."""
+        self.fill(executor)
+        for name, buffer in self.plan.buffers.items():
+            if buffer.rows == lead and buffer.role != "output":
+                executor.array(name)[0] = self.values[name][index]
+        tokens = 1 if lead == "M" else self.plan.tokens
+        executor.step(tokens, 1 if lead == "R" else self.plan.rows)
+        return self.outputs(executor)
+
+
+def error(got: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
+    """Return the RMS and the largest error, relative to the RMS of the expected values."""
+    a, b = got.astype(np.float64), expected.astype(np.float64)
+    scale = float(np.sqrt(np.mean(b * b))) or 1.0
+    return float(np.sqrt(np.mean((a - b) ** 2))) / scale, float(np.abs(a - b).max()) / scale

@@ -1,0 +1,147 @@
+"""One op of the op table, ready to be timed on a back end, and whether it is right there."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from bench.ops.experiment import Subject
+from bench.ops.op_run import OpRun, error
+from clocher_kernels.ops import OpSpec
+from clocher_kernels.ops.cases import cost
+from clocher_kernels.ops.contract import EXACT, Case, Cost
+from clocher_kernels.reference import ReferenceExecutor
+from cpu_fallback.executor import CpuExecutor
+from cpu_fallback.team.hints import Hints
+
+DEVICES = ("cpu", "cuda")
+
+_ENOUGH_BYTES = 4 << 20
+_MOST_CALLS = 32
+
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed(Subject):
+    """An op on a back end, and what it says besides the time.
+
+    Attributes:
+        cost: of one call: bytes that must move, and operations.
+        facts: where it runs, and `correct`: whether the first call gave what the reference gives.
+    """
+
+    cost: Cost
+    facts: Facts
+
+    def rates(self, seconds: float) -> Facts:
+        """Return time, bandwidth and arithmetic of one call, from the seconds of a run."""
+        call = seconds / self.calls
+        return {
+            "us_per_call": call * 1e6,
+            "gbps": self.cost.bytes / call / 1e9,
+            "gflops": self.cost.flops / call / 1e9,
+        }
+
+
+def timed(spec: OpSpec, case: Case, device: str, threads: int) -> Timed:
+    """Return an op on a back end, compared with its reference.
+
+    Args:
+        spec: the op.
+        case: sizes and settings.
+        device: one of `DEVICES`.
+        threads: threads of the CPU team.
+    """
+    op = OpRun(spec, case)
+    cost = cost_of(op)
+    # A call that is over at once would measure how long it takes to wake the team.
+    calls = max(1, min(_MOST_CALLS, _ENOUGH_BYTES // max(cost.bytes, 1)))
+    facts = {
+        "op": spec.name,
+        "case": case.id,
+        "device": device,
+        "bytes": cost.bytes,
+        "flops": cost.flops,
+        "calls": calls,
+    }
+    if device == "cuda":
+        return _on_gpu(spec, case, calls, cost, facts)
+    return _on_cpu(op, threads, calls, cost, facts)
+
+
+def cost_of(op: OpRun) -> Cost:
+    """Return the cost of one call."""
+    buffers = op.plan.buffers
+    outputs = {n: buffers[n].allocate() for n in op.written if n not in op.values}
+    return cost(op.spec, {**op.values, **outputs}, op.case.attrs)
+
+
+def compare(op: OpRun, got: Mapping[str, np.ndarray]) -> Facts:
+    """Compare what an op wrote with the reference: whether it is `correct`, and its errors."""
+    expected = op.run(ReferenceExecutor)
+    facts: Facts = {"correct": True, "rms_error": 0.0, "max_error": 0.0}
+    limit = op.spec.allowed(op.case)
+    for name in op.written:
+        if limit == EXACT or expected[name].dtype.kind != "f":
+            facts["correct"] &= bool(np.array_equal(got[name], expected[name]))
+            continue
+        if not np.isfinite(got[name]).all():  # and errors that are not numbers are not JSON
+            facts |= {"correct": False, "rms_error": None, "max_error": None}
+            break
+        rms, largest = error(got[name], expected[name])
+        facts["rms_error"] = max(facts["rms_error"], rms)
+        facts["max_error"] = max(facts["max_error"], largest)
+        facts["correct"] &= rms <= limit.rms and largest <= limit.max
+    return facts
+
+
+def _on_cpu(op: OpRun, threads: int, calls: int, cost: Cost, facts: Facts) -> Timed:
+    # A team that is free to use fewer threads would make "2 threads" mean something else.
+    hints = Hints(adaptive=False)
+    plan = op.plan
+    executor = CpuExecutor(plan, op.weights, threads, hints=hints)
+    op.fill(executor)
+    executor.step(plan.tokens, plan.rows)
+    facts |= compare(op, op.outputs(executor))
+    facts |= {"isa": executor.isa, "threads": threads}
+    if calls > 1:
+        executor.close()
+        plan = replace(plan, calls=plan.calls * calls)
+        executor = CpuExecutor(plan, op.weights, threads, hints=hints)
+        op.fill(executor)
+    return Timed(
+        run=partial(executor.step, plan.tokens, plan.rows),
+        calls=calls,
+        awake=executor.running,
+        close=executor.close,
+        cost=cost,
+        facts=facts,
+    )
+
+
+def _on_gpu(spec: OpSpec, case: Case, calls: int, cost: Cost, facts: Facts) -> Timed:
+    from bench.gpu.parity import Trial
+    from bench.gpu.setting import make_setting
+    from clocher_kernels.cuda.launch import execute
+
+    setting = make_setting(dry=False)
+    act = "f16" if spec.narrow else "f32"
+    trial = Trial(setting, spec, case, act)
+    row = trial.check()
+    facts |= {
+        "correct": row["status"] == "ok",
+        "rms_error": row.get("rms"),
+        "max_error": row.get("max"),
+        "isa": f"sm_{setting.device.capability}",
+        "activations": act,
+    }
+    replay = setting.timer.replay([partial(execute, trial.launches())] * calls)
+
+    def run() -> None:
+        replay()
+        setting.timer.synchronize()
+
+    return Timed(run=run, calls=calls, cost=cost, facts=facts)

@@ -1,0 +1,141 @@
+"""Columns, declared once: the same cells stand on the terminal, in Markdown and in HTML.
+
+A cell is text in which `...` is code.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import rich.table
+from rich.text import Text
+
+from clocher_runtime.quality.statistics import Estimate, Ratio
+
+Row = Mapping[str, Any]
+Show = Callable[[Row], str]
+Columns = Mapping[str, Show]
+"""Heading, with the unit -> what a row shows there."""
+
+NONE = "-"
+MARKS: Mapping[str, str] = {"pass": "✓", "fail": "✗", "undecided": "?"}
+_FIGURE = re.compile(r"[-+(]?[0-9][0-9.,%x]*( \[[^]]*\])?\)?|-")
+_RIGHT = {True: "yes", False: "NO", None: NONE}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Headings and rows of cells."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def on_terminal(self, title: str = "") -> rich.table.Table:
+        """Return it for the terminal."""
+        made = rich.table.Table(title=title)
+        for index, heading in enumerate(self.head):
+            cells = [line[index] for line in self.rows]
+            figures = all(is_figure(cell) or not cell for cell in cells)
+            made.add_column(Text(heading), justify="right" if figures else "left", overflow="fold")
+        for line in self.rows:
+            made.add_row(*(Text(cell.replace("`", "")) for cell in line))
+        return made
+
+
+def table(columns: Columns, rows: Iterable[Row]) -> Table:
+    """Return the table of some rows."""
+    return Table(
+        tuple(columns), tuple(tuple(show(row) for show in columns.values()) for row in rows)
+    )
+
+
+def text(key: str) -> Show:
+    """Show a text as it is; nothing where there is none."""
+    return lambda row: plain(str(row.get(key) or ""))
+
+
+def code_of(key: str) -> Show:
+    """Show a text as code."""
+    return lambda row: code(str(row[key]))
+
+
+def model(key: str = "model") -> Show:
+    """Show the last part of a model's path."""
+    return lambda row: plain(model_name(row[key]))
+
+
+def number(key: str, scale: float = 1.0, none: str = NONE) -> Show:
+    """Show a number, over `scale`, with four digits that count."""
+    return lambda row: none if row.get(key) is None else figure(row[key] / scale)
+
+
+def estimate(key: str, ends: str) -> Show:
+    """Show a number and its interval, which stands under another key."""
+    return lambda row: NONE if row.get(key) is None else spelled(row[key], row.get(ends))
+
+
+def percent(key: str, *ends: str) -> Show:
+    """Show per cent and its interval: under one key as a list, or under two."""
+
+    def show(row: Row) -> str:
+        if row.get(key) is None:
+            return NONE
+        found = [row.get(end) for end in ends]
+        low_high = found[0] if len(ends) == 1 else found if None not in found else None
+        return f"{row[key]:.0f}" + (f" [{low_high[0]:.0f}, {low_high[1]:.0f}]" if low_high else "")
+
+    return show
+
+
+def share(key: str) -> Show:
+    """Show a share as per cent."""
+    return lambda row: f"{row[key]:.0%}"
+
+
+def right(key: str = "correct") -> Show:
+    """Show whether something was right; NO is loud."""
+    return lambda row: _RIGHT[row.get(key)]
+
+
+def is_figure(cell: str) -> bool:
+    """Whether a cell holds a number, perhaps with its interval, and nothing else."""
+    return bool(_FIGURE.fullmatch(cell))
+
+
+def figure(value: float) -> str:
+    """Return a number with four digits that count."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def spelled(value: float, ends: Sequence[float] | None) -> str:
+    """Return a value, and its interval in brackets if there is one."""
+    return f"{figure(value)} [{figure(ends[0])}, {figure(ends[1])}]" if ends else figure(value)
+
+
+def of_runs(found: Estimate | None) -> str:
+    """Return the median of some runs with its interval."""
+    return NONE if found is None else spelled(found.value, found.ends)
+
+
+def of_ratio(found: Ratio | None) -> str:
+    """Return a ratio of speeds with its interval."""
+    if found is None:
+        return NONE
+    return f"{found.value:.3f}" + (f" [{found.low:.3f}, {found.high:.3f}]" if found.known else "")
+
+
+def code(shown: str) -> str:
+    """Return text that is shown as it is, in a cell or a paragraph."""
+    return f"`{plain(shown)}`"
+
+
+def plain(shown: str) -> str:
+    """Return text of a result file without anything that a cell would take for markup."""
+    return " ".join(shown.replace("`", "'").split())
+
+
+def model_name(path: str) -> str:
+    """Return the last part of a model's path."""
+    return Path(path).name or path

@@ -1,0 +1,1 @@
+"""Configurations in fresh processes, in turns: what runs, its rows, what they say together."""

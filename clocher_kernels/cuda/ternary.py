@@ -1,0 +1,239 @@
+"""int8 activations: quantise a token, and multiply it by ternary weights; equal to the reference.
+
+Sums are exact, so their order is free. What follows them is rounded as the contracts say: products
+are kept apart from the sums that use them, which the compiler would fuse into one rounding.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from clocher_kernels.cuda.decode import ternary_digit
+from clocher_kernels.cuda.dots import split4
+from clocher_kernels.cuda.gemv_bits import add_lanes, load_vectors, rows_of
+from clocher_kernels.cuda.launch import Device, Launch
+from clocher_kernels.cuda.pdl import start
+from clocher_kernels.cuda.tensors import DeviceTensor
+from clocher_kernels.cuda.tile_tables import key_of
+from clocher_kernels.cuda.tiles import gemv_tile
+from clocher_kernels.errors import UnsupportedOp
+
+MAX_TOKENS = 8
+"""Tokens that a program multiplies with the weights it streams."""
+
+_WEIGHTS = 64
+"""Ternary weights of a 16-byte vector."""
+
+# $0 = $6 + the dot product of a word of codes 0..2 with 16 int8, four words $2..$5.
+_DOT16 = tl.constexpr("""{
+.reg .b32 c, t;
+and.b32 c, $1, 0x03030303;
+dp4a.s32.s32 t, c, $2, $6;
+shr.u32 c, $1, 2;
+and.b32 c, c, 0x03030303;
+dp4a.s32.s32 t, c, $3, t;
+shr.u32 c, $1, 4;
+and.b32 c, c, 0x03030303;
+dp4a.s32.s32 t, c, $4, t;
+shr.u32 c, $1, 6;
+and.b32 c, c, 0x03030303;
+dp4a.s32.s32 $0, c, $5, t;
+}""")
+
+# $0 = $5 - the sum of 16 int8: what codes 0..2 count too much.
+_LESS16 = tl.constexpr("""{
+.reg .b32 t, o;
+mov.b32 o, 0xffffffff;
+dp4a.s32.s32 t, $1, o, $5;
+dp4a.s32.s32 t, $2, o, t;
+dp4a.s32.s32 t, $3, o, t;
+dp4a.s32.s32 $0, $4, o, t;
+}""")
+
+
+@triton.jit
+def _rounded_product(a, b, ASM: tl.constexpr):
+    """Multiply in fp32; the product is rounded before anything is added to it."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1
+        )
+    else:
+        return a * b
+
+
+@triton.jit
+def _load16(q, m, k, inside, K: tl.constexpr):
+    """Load columns k .. k + 15 of tokens m as 4 tiles [L, BM, 1] of words, 0 beyond K."""
+    if K % 4 == 0:
+        at = (k // 4)[:, :, :, None] + tl.arange(0, 4)[None, None, None, :]
+        row = q.to(tl.pointer_type(tl.int32), bitcast=True) + (m * (K // 4))[:, :, :, None]
+        to = tl.max_contiguous(row + at, (2, 1, 1, 4))
+        return split4(tl.load(to, inside[:, :, :, None] & (at < K // 4), other=0))
+    else:
+        at = k[:, :, :, None] + tl.arange(0, 16)[None, None, None, :]
+        row = q + (m * K)[:, :, :, None]
+        t = tl.load(row + at, inside[:, :, :, None] & (at < K), other=0).to(tl.int32) & 255
+        even, odd = tl.split(t.reshape(t.shape[0], t.shape[1], t.shape[2], 4, 2, 2))
+        b0, b2 = tl.split(even)
+        b1, b3 = tl.split(odd)
+        return split4(b0 | (b1 << 8) | (b2 << 16) | (b3 << 24))
+
+
+@triton.jit
+def _add_word(total, less, word, xs, ASM: tl.constexpr):
+    """Add a word's 16 products to `total`; `less` is the part that all rows have in common."""
+    if ASM:
+        registers: tl.constexpr = "=r,r,r,r,r,r,r"
+        operands = [word, xs[0], xs[1], xs[2], xs[3], total]
+        total = tl.inline_asm_elementwise(_DOT16, registers, operands, tl.int32, True, 1)
+        operands = [xs[0], xs[1], xs[2], xs[3], less]
+        less = tl.inline_asm_elementwise(_LESS16, "=r,r,r,r,r,r", operands, tl.int32, True, 1)
+    else:
+        for j in tl.static_range(16):
+            total += (xs[j // 4] << (24 - j % 4 * 8) >> 24) * ternary_digit(word, j)
+    return total, less
+
+
+@triton.jit
+def _linear_ternary(
+    x, x_scale, w, multiplier, bias, residual, y,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    L: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, R: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    BN: tl.constexpr = L // BV * R
+    V: tl.constexpr = (K + 63) // 64
+    first = tl.program_id(0) * BN
+    m = (tl.program_id(1) * BM + tl.arange(0, BM))[None, :, None]
+    lane = (tl.arange(0, L) % BV)[:, None, None]
+    row = rows_of(first, L, BV, R)[:, None, :]
+    # Rows beyond the last one repeat it and are not stored.
+    row = (row if N % BN == 0 else tl.minimum(row, N - 1)).to(tl.int64)
+    total = tl.zeros((L, BM, R), tl.int32)
+    less = tl.zeros((L, BM, 1), tl.int32)
+    w += row * (V * 4)
+    ahead = load_vectors(w, lane, V)
+    start(PDL)
+    for turn in range(0, V, BV):
+        v = turn + lane
+        words = split4(ahead)
+        if V > BV:
+            ahead = load_vectors(w, v + BV, V)
+        for c in tl.static_range(4):
+            xs = _load16(x, m, v * 64 + c * 16, m < M, K)
+            total, less = _add_word(total, less, words[c], xs, ASM)
+
+    total = add_lanes(total + less, BV).to(tl.float32)
+    factor = tl.load(x_scale + m, m < M, other=0.0) * tl.load(multiplier)
+    total = _rounded_product(total, factor, ASM)
+    n = rows_of(first, L // BV, 1, R)[:, None, :]
+    inside = (m < M) & (n < N)
+    if bias is not None:
+        total += tl.load(bias + n, n < N, other=0.0)
+    at = m.to(tl.int64) * N + n
+    if residual is not None:
+        total += tl.load(residual + at, inside, other=0.0).to(tl.float32)
+    tl.store(y + at, total.to(y.dtype.element_ty), inside)
+
+
+def linear_ternary(
+    *,
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    w: DeviceTensor,
+    y: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    device: Device,
+) -> list[Launch]:
+    """Lower `ops.linear.linear` for ternary weights, and int8 activations with a scale a token."""
+    (m, k), n = x.shape, w.shape[0]
+    tile = gemv_tile(
+        rows=n,
+        vectors=-(-k // _WEIGHTS),
+        tokens=min(m, MAX_TOKENS),
+        copies=1,
+        device=device,
+        key=key_of(w.format.name, n, k),
+        most=8 if m <= 2 else 2,  # what registers have room for
+    )
+    constants = {
+        "M": m,
+        "N": n,
+        "K": k,
+        "L": 32 * tile.warps,
+        "BV": tile.vectors,
+        "BM": tile.tokens,
+        "R": tile.rows_of_lane,
+        "ASM": device.asm,
+        "PDL": device.pdl,
+    }
+    args = {"x": x, "x_scale": x_scale, "w": w.planes["codes"]}
+    args |= {"multiplier": w.planes["scale"], "bias": bias, "residual": residual, "y": y}
+    grid = (triton.cdiv(n, tile.rows), triton.cdiv(m, tile.tokens))
+    weights = tile.rows_of_lane * _WEIGHTS
+    return [Launch(_linear_ternary, grid, args, constants, tile.warps, device.pdl, weights)]
+
+
+@triton.jit
+def _quantize(
+    x, q, scale,
+    K: tl.constexpr, BLOCK: tl.constexpr, FLOOR: tl.constexpr, LOWEST: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    start(PDL)
+    largest, odd = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.int32)
+    for k0 in range(0, K, BLOCK):
+        t = tl.load(x + m * K + k0 + k, k0 + k < K, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(t))
+        odd |= (tl.abs(t) < float("inf")).to(tl.int32) ^ 1
+    odd = tl.max(odd, axis=0) > 0
+    absmax = tl.where(odd, 1.0, tl.maximum(tl.max(largest, axis=0), FLOOR))
+    inverse = tl.div_rn(127.0, absmax)
+    for k0 in range(0, K, BLOCK):
+        t = tl.load(x + m * K + k0 + k, k0 + k < K, other=0.0).to(tl.float32)
+        # Adding 1.5 * 2^23 rounds to integers, ties to even.
+        steps = (_rounded_product(t, inverse, ASM) + 12582912.0) - 12582912.0
+        steps = tl.minimum(tl.maximum(tl.where(odd, 0.0, steps), LOWEST), 127.0)
+        tl.store(q + m * K + k0 + k, steps.to(tl.int8), k0 + k < K)
+    tl.store(scale + m, tl.where(odd, float("nan"), tl.div_rn(absmax, 127.0)))
+
+
+def quantize(
+    *,
+    x: torch.Tensor,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    group: int,
+    floor: float,
+    lowest: int,
+    device: Device,
+) -> list[Launch]:
+    """Lower `ops.quantize.quantize`, with one scale a token.
+
+    Raises:
+        UnsupportedOp: a token has a scale for each group of columns.
+    """
+    if group:
+        raise UnsupportedOp(
+            f"quantize: no CUDA kernel has a scale for every {group} columns; expected group 0, "
+            "one scale a token; keep these activations 16-bit"
+        )
+    k = x.shape[-1]
+    block = min(triton.next_power_of_2(k), 4096)
+    constants = {
+        "K": k,
+        "BLOCK": block,
+        "FLOOR": floor,
+        "LOWEST": float(lowest),
+        "ASM": device.asm,
+        "PDL": device.pdl,
+    }
+    args = {"x": x, "q": q, "scale": scale}
+    return [Launch(_quantize, (x.numel() // k,), args, constants, 4, device.pdl)]
+
+
+LOWER = {"quantize": quantize}

@@ -1,0 +1,1 @@
+"""Clocher inside other people's programs."""

@@ -1,0 +1,217 @@
+"""IEBIN v1, the container that Clocher writes and maps into memory. docs/iebin-v1.md specifies it.
+
+`model.ie.json` makes a directory a model. It is written last and removed first, so at every moment
+the directory holds the old model, no model, or the new one.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clocher_kernels.errors import FormatError
+from clocher_kernels.formats import Format
+from clocher_runtime.checkpoints.checkpoint import Checkpoint, Stored, stored_tensor
+from clocher_runtime.disk.files import MappedFile, read_bytes
+from clocher_runtime.disk.output_file import PARTIAL, write_file
+from clocher_runtime.disk.plane_index import (
+    Entry,
+    FileFacts,
+    Shape,
+    check_padding,
+    lines,
+    place,
+    read_sealed,
+    seal,
+)
+from clocher_runtime.disk.plane_writer import PlaneWriter, Progress
+from clocher_runtime.disk.strict_json import MAX_JSON_BYTES
+
+JSON_NAME = "model.ie.json"
+BIN_NAME = "model.ie.bin"
+VOCAB_NAME = "vocab.json"
+PARTIAL_NAME = BIN_NAME + PARTIAL
+FORMAT = "iebin"
+VERSION = 1
+MAX_VOCAB_BYTES = 256_000_000
+
+_JSON_BYTES_PER_TENSOR = 2048
+
+_FIELDS: dict[str, type] = {
+    "format": str,
+    "version": int,
+    "config": dict,
+    "generation_config": dict,
+    "tokenizer_config": dict,
+    "bin": dict,
+    "source": dict,
+    "tensors": list,
+    "sha256": str,
+}
+_KIND = (FORMAT, VERSION, "convert the model again or update Clocher")
+
+
+def open_iebin(
+    json_path: Path | str, bin_path: Path | str | None = None, verify: bool = False
+) -> Checkpoint:
+    """Open an IEBIN model.
+
+    Args:
+        json_path: model.ie.json; vocab.json lies beside it.
+        bin_path: model.ie.bin; by default the one beside the JSON.
+        verify: also read all weights: check every hash, the padding and all stored codes.
+
+    Raises:
+        ModelNotFound: a file is missing.
+        FormatError: a file is damaged, or the files do not belong together.
+        UnsupportedModel: it was written for another version of IEBIN.
+        WindowError: a timed window is open.
+    """
+    index = read_index(Path(json_path))
+    checkpoint = index.open(Path(bin_path) if bin_path else None)
+    if verify:
+        checkpoint.verify()
+        (file,) = checkpoint.files
+        if file.sha256() != index.bin.sha256:
+            raise FormatError(f"{file.path}: the file does not match bin.sha256")
+        regions = (region for entry in index.entries for region in entry.regions.values())
+        check_padding(regions, {"bin": file})
+    return checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class IebinIndex:
+    """model.ie.json, checked in full, and vocab.json beside it.
+
+    Attributes:
+        path: the file.
+        document: its contents.
+        entries: its tensors, in the order of model.ie.bin.
+        bin: facts of model.ie.bin.
+    """
+
+    path: Path
+    document: Mapping[str, Any]
+    entries: tuple[Entry, ...]
+    bin: FileFacts
+
+    def open(self, bin_path: Path | None = None) -> Checkpoint:
+        """Return the model as views of model.ie.bin, by default the one beside the file.
+
+        Raises:
+            ModelError: model.ie.bin is missing or of another size.
+        """
+        files = {"bin": MappedFile(bin_path or self.path.parent / BIN_NAME, self.bin.nbytes)}
+        tensors = {}
+        for entry in self.entries:
+            where = f"{files['bin'].path}: tensor {entry.name!r}"
+            views = entry.views(files)
+            tensors[entry.name] = stored_tensor(entry.shape, entry.format, views, where)
+        return self.checkpoint(tensors, tuple(files.values()))
+
+    def checkpoint(
+        self, tensors: Mapping[str, Stored], files: tuple[MappedFile, ...]
+    ) -> Checkpoint:
+        """Return a checkpoint of these tensors with the settings of the file."""
+        return Checkpoint(
+            path=self.path.parent,
+            kind="iebin",
+            config=self.document["config"],
+            generation_config=self.document["generation_config"],
+            tokenizer_config=self.document["tokenizer_config"],
+            tokenizer_json=self.path.parent / VOCAB_NAME,
+            tensors=tensors,
+            files=files,
+            hashes={entry.name: entry.hashes for entry in self.entries},
+        )
+
+
+def read_index(json_path: Path) -> IebinIndex:
+    """Read model.ie.json and check all that can be checked without model.ie.bin.
+
+    Raises:
+        ModelNotFound: it or vocab.json is missing.
+        FormatError: it is damaged, or vocab.json is another one.
+        UnsupportedModel: it was written for another version of IEBIN.
+        WindowError: a timed window is open.
+    """
+    where = str(json_path)
+    data = read_bytes(json_path, MAX_JSON_BYTES)
+    document = read_sealed(data, where, _KIND, _FIELDS, {"vocab": dict, "extra": dict})
+    if "vocab" in document:
+        vocab = FileFacts.read(document["vocab"], f"{where}: vocab", VOCAB_NAME)
+        path = json_path.parent / VOCAB_NAME
+        if _facts(read_bytes(path, MAX_VOCAB_BYTES)) != vocab:
+            raise FormatError(f"{path}: not the vocabulary that {where} describes; convert again")
+    weights = FileFacts.read(document["bin"], f"{where}: bin", BIN_NAME)
+    entries = Entry.read(document["tensors"], where)
+    end = entries[-1].ends["bin"] if entries else 0
+    if weights.nbytes != end:
+        raise FormatError(f"{where}: bin.nbytes is {weights.nbytes}, the tensors end at {end}")
+    return IebinIndex(json_path, document, entries, weights)
+
+
+def model_bytes(tensors: Iterable[tuple[Format, Shape]]) -> int:
+    """Return the bytes of model.ie.bin and, at most, of model.ie.json without its settings."""
+    ends, count = {"bin": 0}, 0
+    for fmt, shape in tensors:
+        for region in place(fmt, shape, ends).values():
+            ends["bin"] = region.end
+        count += 1
+    return ends["bin"] + _JSON_BYTES_PER_TENSOR * count
+
+
+class IebinWriter(PlaneWriter):
+    """Writes one model: `add` every tensor, then `commit`. Leaving without it undoes all."""
+
+    def __init__(self, directory: Path, job: str = "", progress: Progress | None = None) -> None:
+        """Start a model in an existing directory; see `PlaneWriter`.
+
+        Args:
+            directory: where the model will be.
+            job: names the input and the options; the same job always gives the same bytes.
+            progress: called after each tensor with the bytes so far and its name.
+        """
+        super().__init__({"bin": directory / BIN_NAME}, job, progress=progress)
+        self.directory = directory
+
+    def commit(
+        self,
+        config: Mapping[str, Any],
+        generation_config: Mapping[str, Any],
+        tokenizer_config: Mapping[str, Any],
+        vocab: bytes | None,
+        source: Mapping[str, Any],
+    ) -> None:
+        """Turn what was added into the directory's model.
+
+        Args:
+            config: contents of config.json.
+            generation_config: contents of generation_config.json.
+            tokenizer_config: contents of tokenizer_config.json.
+            vocab: contents of tokenizer.json, or None.
+            source: what the model was made from; for people, no reader looks inside.
+        """
+        weights = self.sync()["bin"]
+        self.publish(stale=[self.directory / JSON_NAME])
+        document: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "config": config,
+            "generation_config": generation_config,
+            "tokenizer_config": tokenizer_config,
+        }
+        if vocab is None:
+            (self.directory / VOCAB_NAME).unlink(missing_ok=True)
+        else:
+            write_file(self.directory / VOCAB_NAME, vocab)
+            document["vocab"] = {"file": VOCAB_NAME, **_facts(vocab).document()}
+        document["bin"] = {"file": BIN_NAME, **weights.document()}
+        document["source"] = source
+        text = lines(document, "tensors", [entry.document() for entry in self.entries])
+        write_file(self.directory / JSON_NAME, seal(text.encode()))
+
+
+def _facts(data: bytes) -> FileFacts:
+    return FileFacts(len(data), hashlib.sha256(data).hexdigest())

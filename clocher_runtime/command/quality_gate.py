@@ -1,0 +1,224 @@
+"""The job of scripts/quality_gate.py: models through the gate, a table, a verdict."""
+
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from clocher_kernels.ops.attention import KV_DTYPES
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.command.script_run import COUNT, FILE, PATH, Report, needed, option
+from clocher_runtime.disk.output_file import write_file
+from clocher_runtime.disk.schema import finite
+from clocher_runtime.engine.load import PRECISIONS, Model, load_model
+from clocher_runtime.engine.topology import default_threads
+from clocher_runtime.exit_codes import ExitCode
+from clocher_runtime.quality.documents import Documents, cut
+from clocher_runtime.quality.evaluate import Evaluation, Runs, decode_speed, evaluate, size_of
+from clocher_runtime.quality.gate import LIMITS, Check, Limits, verdict_code, worst
+from clocher_runtime.quality.report import Row, draw, require_matplotlib, table
+from clocher_runtime.quantize.candidate import Records, open_candidate, records_by_model
+from clocher_runtime.text.tokenizer import Tokenizer
+
+_PROMPT = 32
+OPTIONS = (
+    needed("--reference", "float model"),
+    needed("--model", "", name="models", multiple=True),
+    option("--text", FILE, required=True),
+    option("--chars", COUNT, "use the first CHARS characters of the text"),
+    option("--window", click.IntRange(2), "tokens", default=256),
+    option("--document-separator", str, "text between documents; default: blocks of windows"),
+    option(
+        "--document-windows",
+        COUNT,
+        "windows of a document, without a separator; default: those in 1024 tokens",
+    ),
+    option("--documents", COUNT, "score at most DOCUMENTS documents"),
+    option("--precision", click.Choice(PRECISIONS), "of the models; default: stored"),
+    option(
+        "--manifest",
+        FILE,
+        "manifest that a model was converted with",
+        multiple=True,
+        name="manifests",
+    ),
+    option("--kv-dtype", click.Choice(KV_DTYPES), default="f32"),
+    option(
+        "--act-prec",
+        click.Choice(["fp32", "default"]),
+        "activations of the models; default: what the runtime uses",
+        default="fp32",
+    ),
+    option("--backend", click.Choice(["cpu", "cuda", "reference"]), default="cpu"),
+    option("--threads", COUNT, "default: all usable cores"),
+    option("--limits", click.Choice(list(LIMITS)), "default: by what differs"),
+    option("--max-ppl-ratio", float, "perplexity over that of the reference"),
+    option("--max-kld", float, "mean KL divergence, nats"),
+    option("--min-same-top", float, "share of tokens, 0 to 1"),
+    option("--max-rms-dp", float, "RMS change of the true token's probability"),
+    option("--min-cosine", float, "of each tensor; default: by its format"),
+    option("--min-tokens", int, "fewer never pass; default: 32768"),
+    option("--min-documents", int, "fewer never pass; default: 64"),
+    option("--reference-cache", PATH, "the reference's log-probabilities"),
+    option("--speed/--no-speed", None, "measure decoding", default=True),
+    option("--json", PATH, "write all numbers", name="json_path"),
+    option("--report", PATH, "directory for table and picture", name="directory"),
+)
+"""What the script takes."""
+
+
+def judge(report: Report, options: dict[str, Any]) -> ExitCode:
+    """Run every model through the gate, print and write what was found; return the exit code."""
+    if options["directory"] is not None:
+        require_matplotlib()
+        options["directory"].mkdir(parents=True, exist_ok=True)
+    checkpoint = open_checkpoint(options["reference"])
+    reference = load_model(checkpoint)
+    tokenizer = Tokenizer(checkpoint.tokenizer_json, checkpoint.tokenizer_config)
+    text = options["text"].read_text(encoding="utf-8")[: options["chars"]]
+    documents = cut(
+        text,
+        tokenizer.encode,
+        options["window"],
+        windows_per_document=options["document_windows"],
+        separator=options["document_separator"],
+        limit=options["documents"],
+    )
+    records = records_by_model(options["models"], options["manifests"])
+    found = {
+        label: _one(report, path, reference, records.get(path), documents, options)
+        for label, path in _labels(options["models"]).items()
+    }
+    first = next(iter(found.values()))[0]
+    size = size_of(reference)
+    rows = [
+        Row(
+            "reference",
+            size.bpw,
+            size.nbytes,
+            first.summary.perplexity_reference,
+            tokens_per_s=_speed(reference, documents, options),
+        )
+    ]
+    rows += [_row(label, evaluation, speed) for label, (evaluation, speed) in found.items()]
+    click.echo(table(rows))
+    for label, (evaluation, _) in found.items():
+        click.echo(f"\n{label}: {evaluation.gate.verdict} ({evaluation.gate.limits_class} limits)")
+        for check in evaluation.gate.checks:
+            click.echo(f"  {_spell(check)}")
+    _write(rows, found, documents, options)
+    return verdict_code(worst(evaluation.gate.verdict for evaluation, _ in found.values()))
+
+
+def _one(
+    report: Report,
+    path: Path,
+    reference: Model,
+    records: Records | None,
+    documents: Documents,
+    options: dict[str, Any],
+) -> tuple[Evaluation, float | None]:
+    """Evaluate one model and time it."""
+    threads = options["threads"] or default_threads()
+    model = open_candidate(path, reference.checkpoint, options["precision"], threads)
+    act_prec = None if options["act_prec"] == "default" else options["act_prec"]
+    with report.counting() as tell:
+        evaluation = evaluate(
+            reference,
+            model,
+            documents,
+            runs=Runs(options["backend"], threads, options["kv_dtype"], act_prec),
+            limits_class=options["limits"],
+            given={field.name: options[field.name] for field in fields(Limits)},
+            records=records,
+            cache=options["reference_cache"],
+            progress=lambda what, done, total: tell(f"{path.name}: {what}", done, total),
+        )
+    return evaluation, _speed(model, documents, options)
+
+
+def _speed(model: Model, documents: Documents, options: dict[str, Any]) -> float | None:
+    if not options["speed"]:
+        return None
+    prompt = list(documents.windows[0][:_PROMPT])
+    threads = options["threads"] or default_threads()
+    return decode_speed(model, prompt, options["backend"], threads)
+
+
+def _labels(paths: tuple[Path, ...]) -> dict[str, Path]:
+    """Name each model by its directory or file, or by its path where two are named alike."""
+    names = [path.resolve().name.removesuffix(".json") for path in paths]
+    return {
+        name if names.count(name) == 1 else str(path): path
+        for name, path in zip(names, paths, strict=True)
+    }
+
+
+def _row(label: str, evaluation: Evaluation, speed: float | None) -> Row:
+    summary = evaluation.summary
+    return Row(
+        label,
+        evaluation.size.bpw,
+        evaluation.size.nbytes,
+        summary.perplexity,
+        summary.ppl_ratio,
+        summary.kld,
+        summary.same_top,
+        summary.rms_dp,
+        speed,
+        evaluation.gate.verdict,
+    )
+
+
+def _spell(check: Check) -> str:
+    """Return a check as a line for people."""
+    sign = "<=" if check.at_most else ">="
+    line = f"{check.verdict:9} {check.name} {check.value:.6g} {sign} {check.limit:.6g}"
+    if check.low != check.high:
+        line += f", 95 % interval [{check.low:.6g}, {check.high:.6g}]"
+    if check.where:
+        line += f", {check.where}"
+    if check.verdict == "undecided":
+        more = check.more_tokens
+        line += f"; add about {more} tokens" if more is not None else "; it lies at its limit"
+    return line
+
+
+def _write(
+    rows: list[Row],
+    found: dict[str, tuple[Evaluation, float | None]],
+    documents: Documents,
+    options: dict[str, Any],
+) -> None:
+    document = {
+        "schema": "clocher.quality/1",
+        "text": {
+            "windows": len(documents.windows),
+            "window": documents.window,
+            "tokens": documents.tokens,
+            "documents": documents.count,
+            "sha256": documents.digest.hex(),
+        },
+        "options": {k: options[k] for k in ("precision", "kv_dtype", "act_prec", "backend")},
+        "rows": [finite(asdict(row)) for row in rows],
+        "models": {
+            label: {
+                **evaluation.gate.to_json(),
+                "summary": finite(asdict(evaluation.summary)),
+                "tensors": [finite(asdict(error)) for error in evaluation.errors],
+            }
+            for label, (evaluation, _) in found.items()
+        },
+    }
+    data = json.dumps(document, indent=1, allow_nan=False).encode() + b"\n"
+    if options["json_path"] is not None:
+        write_file(options["json_path"], data)
+    if options["directory"] is not None:
+        directory = options["directory"]
+        write_file(directory / "quality.json", data)
+        write_file(directory / "quality.md", table(rows).encode() + b"\n")
+        title = f"{documents.tokens} tokens of {options['text'].name}, {documents.count} documents"
+        draw(rows, directory / "quality.png", title)
+        click.echo(f"wrote quality.json, quality.md and quality.png to {directory}", err=True)

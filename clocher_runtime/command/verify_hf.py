@@ -1,0 +1,108 @@
+"""The job of scripts/verify_hf_generation_ids.py: a trace against Hugging Face transformers."""
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import click
+
+from clocher_kernels.errors import ModelError, ModelNotFound
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints.hf.checkpoint import CONFIG, find_hf
+from clocher_runtime.command.script_run import PATH, Report, needed, option, switch
+from clocher_runtime.disk.output_file import write_file
+from clocher_runtime.exit_codes import ExitCode
+from clocher_runtime.quality.trace import Trace, fingerprint, read_trace
+from clocher_runtime.quality.transformers_model import DTYPES, HfModel, hf_tokenizer
+from clocher_runtime.quality.verify import Checks, summary, verify
+
+OPTIONS = (
+    needed("--trace-jsonl", "What clocher-run --trace-ids wrote."),
+    needed(
+        "--hf-dir",
+        "Directory of the Hugging Face model. Nothing is downloaded.",
+        envvar="HF_DIR",
+    ),
+    option(
+        "--device",
+        click.Choice(["cpu", "cuda"]),
+        default="cpu",
+        envvar="HF_DEVICE",
+    ),
+    option(
+        "--dtype",
+        click.Choice(list(DTYPES)),
+        "What transformers computes in. Default: fp32; bf16 for BitNet, which knows nothing else.",
+        envvar="HF_DTYPE",
+    ),
+    option(
+        "--topk",
+        click.IntRange(1, 1000),
+        "Size of the sets of largest logits that are compared.",
+        default=5,
+        envvar="HF_TOPK",
+    ),
+    option(
+        "--logits-tol",
+        click.FloatRange(0, 1e6),
+        "How far apart two logits may be. Another token within it is a near tie.",
+        default=1e-3,
+        envvar="HF_LOGITS_TOL",
+    ),
+    switch("--tokenizer-only", "Load no model; implies --check-prompt."),
+    switch("--check-prompt", "Tokenise the prompts again and compare ids."),
+    option("--out", PATH, "Write the report here, as JSON."),
+)
+"""What the script takes."""
+
+
+def check(
+    report: Report,
+    trace_jsonl: Path,
+    hf_dir: Path,
+    device: str,
+    dtype: str | None,
+    topk: int,
+    logits_tol: float,
+    tokenizer_only: bool,
+    check_prompt: bool,
+    out: Path | None,
+) -> ExitCode:
+    """Compare a trace with transformers, tell and write what was found; return the exit code."""
+    checks = Checks(topk, logits_tol, check_prompt or tokenizer_only)
+    traces = read_trace(trace_jsonl)
+    directory = find_hf(hf_dir)
+    if directory is None:
+        raise ModelNotFound(f"{hf_dir}: no {CONFIG} there, nor in hf or hf/original below it")
+    model = None if tokenizer_only else HfModel(directory, device, dtype)
+    encode = hf_tokenizer(directory) if checks.check_prompt else None
+    with report.counting() as tell:
+        found = verify(traces, checks, model, encode, partial(tell, "prompts"))
+    same = same_weights(traces, directory)
+    if out is not None:
+        settings = {
+            "trace_jsonl": str(trace_jsonl),
+            "hf_dir": str(hf_dir),
+            "device": device,
+            "dtype": model.dtype if model else None,
+            "topk": topk,
+            "logits_tol": logits_tol,
+            "tokenizer_only": tokenizer_only,
+            "check_prompt": checks.check_prompt,
+            "same_weights": same,
+        }
+        text = json.dumps({**found.document(), **settings}, allow_nan=False, indent=1)
+        write_file(out, f"{text}\n".encode())
+    for line in summary(found, same):
+        report.done(line)
+    return ExitCode.MISMATCH if found.verdict == "mismatch" else ExitCode.OK
+
+
+def same_weights(traces: Sequence[Trace], directory: Path) -> bool | None:
+    """Whether the run had the weights of this directory bit for bit; None: not known."""
+    traced = {trace.fingerprint for trace in traces}
+    try:
+        return None if None in traced else traced == {fingerprint(open_checkpoint(directory))}
+    except ModelError:
+        return None

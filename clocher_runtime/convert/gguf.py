@@ -1,0 +1,300 @@
+"""An opened model -> GGUF for llama.cpp: the same weights, so that speeds can be compared.
+
+The file has no vocabulary (`tokenizer.ggml.model` is "no_vocab"), so it is for benchmarks. Names
+and row orders are llama.cpp's: query and key rows of a Llama are paired for its RoPE, the gate and
+up rows of gpt-oss experts become two tensors. llama.cpp computes its "bitnet" with SiLU where
+BitNet 2B-4T has a squared ReLU: the bytes and the shapes are the same, the text is not.
+
+Source of the container: ggml's docs/gguf.md, version 3.
+"""
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from clocher_kernels.errors import FormatError, UnsupportedModel, UsageError
+from clocher_kernels.formats import Format
+from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.checkpoints.gguf.blocks import F32, FLOATS, GgmlType, row_blocks, same_type
+from clocher_runtime.checkpoints.gguf.tensors import (
+    ACTIVATION,
+    ROPE_FACTORS,
+    Order,
+    heads_of,
+    pieces,
+    row_order,
+)
+from clocher_runtime.disk.output_file import replacing
+from clocher_runtime.disk.plane_index import aligned
+from clocher_runtime.disk.plane_writer import Progress
+from clocher_runtime.models.families import spec_from_config
+from clocher_runtime.models.inventory import Need, inventory
+from clocher_runtime.models.rope import inverse_frequencies
+from clocher_runtime.models.spec import ModelSpec, RopeSpec
+
+SAME = "same"
+TYPES = (SAME, *FLOATS)
+
+Field = str | bool | int | float
+
+ALIGNMENT = 32
+_UINT32, _FLOAT32, _BOOL, _STRING = 4, 6, 7, 8
+_PIECE_ELEMENTS = 1 << 23
+_ARCHITECTURES = {"llama": "llama", "bitnet": "bitnet", "gpt_oss": "gpt-oss"}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufEntry:
+    """A tensor of the file.
+
+    Attributes:
+        name: as llama.cpp spells it.
+        shape: logical shape, slowest dimension first.
+        kind: its element type.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: GgmlType
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape[:-1]) * self.kind.row_bytes(self.shape[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A tensor of the file and the rows of a model's tensor that it holds."""
+
+    entry: GgufEntry
+    source: str
+    order: Order
+
+
+@dataclass(frozen=True, slots=True)
+class GgufExport:
+    """A file that can be written.
+
+    Attributes:
+        spec: the model.
+        fields: metadata.
+        items: its tensors.
+    """
+
+    spec: ModelSpec
+    fields: Mapping[str, Field]
+    items: tuple[_Item, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        entries = [item.entry for item in self.items]
+        ends, header = _layout(self.fields, entries)
+        return len(header) + (ends[-1] if ends else 0) + ALIGNMENT
+
+    def write(self, checkpoint: Checkpoint, path: Path, progress: Progress | None = None) -> None:
+        """Write the file.
+
+        Args:
+            checkpoint: the model's weights.
+            path: the file; its directory exists.
+            progress: called after each tensor with the bytes written so far and its name.
+
+        Raises:
+            ModelChanged: the input changed meanwhile.
+            FormatError: a tensor is damaged, or ggml cannot hold it exactly.
+            OSError: the file cannot be written; nothing of it is left.
+        """
+        done = 0
+
+        def tensors() -> Iterator[Iterable[np.ndarray]]:
+            nonlocal done
+            for item in self.items:
+                yield self._pieces(item, checkpoint)
+                if not item.source:
+                    continue
+                checkpoint.release()
+                done += item.entry.nbytes
+                if progress:
+                    progress(done, item.entry.name)
+            checkpoint.check_unchanged()
+
+        write_gguf(path, self.fields, [item.entry for item in self.items], tensors())
+
+    def _pieces(self, item: _Item, checkpoint: Checkpoint) -> Iterator[np.ndarray]:
+        """Yield the bytes of a tensor, some rows at a time."""
+        if not item.source:
+            yield _rope_factors(self.spec)
+            return
+        tensor = checkpoint.tensor(item.source, verify=True)
+        vector = len(item.entry.shape) == 1 or item.source.endswith(("_bias", ".bias"))
+        count = prod(tensor.shape) if vector else prod(tensor.shape[:-1])
+        order = row_order(item.order, count, heads_of(self.spec, item.source))
+        if vector:
+            yield tensor.decode().reshape(-1)[order].astype(np.float32)
+            return
+        step = max(1, _PIECE_ELEMENTS // tensor.shape[-1])
+        for start in range(0, len(order), step):
+            yield row_blocks(tensor, order[start : start + step], item.entry.kind)
+
+
+def write_gguf(
+    path: Path,
+    fields: Mapping[str, Field],
+    entries: Sequence[GgufEntry],
+    tensors: Iterable[Iterable[np.ndarray]],
+) -> None:
+    """Write a file: a header that says everything, then the tensors.
+
+    Args:
+        path: the file.
+        fields: metadata; integers are stored as u32, floats as f32.
+        entries: the tensors, in order.
+        tensors: the bytes of each, in pieces.
+
+    Raises:
+        FormatError: a tensor has other bytes than its entry says.
+        OSError: the file cannot be written; nothing of it is left.
+    """
+    with replacing(path) as file:
+        file.write(_layout(fields, entries)[1])
+        for entry, pieces in zip(entries, tensors, strict=True):
+            start = file.tell()
+            for piece in pieces:
+                file.write(np.ascontiguousarray(piece).data)
+            got = file.tell() - start
+            if got != entry.nbytes:
+                raise FormatError(f"{path}: {got} bytes of {entry.name}, expected {entry.nbytes}")
+            file.write(bytes(-got % ALIGNMENT))
+
+
+def plan_gguf(
+    config: Mapping[str, object], formats: Mapping[str, Format], name: str, kind: str = SAME
+) -> GgufExport:
+    """Check that a model can be written as GGUF, and how.
+
+    Args:
+        config: contents of its config.json.
+        formats: format of each tensor.
+        name: of the model, for people.
+        kind: "same" keeps the numbers exactly; "f32", "f16" or "bf16" decodes all matrices, for
+            llama-quantize to encode.
+
+    Raises:
+        UsageError: the kind is not known.
+        UnsupportedModel: llama.cpp has no such model.
+        FormatError: ggml has no type for a format.
+    """
+    if kind not in TYPES:
+        raise UsageError(f"GGUF type {kind!r}; known: {', '.join(TYPES)}")
+    spec = spec_from_config(config)
+    if spec.family not in _ARCHITECTURES:
+        raise UnsupportedModel(
+            f"a {spec.family} model as GGUF; this writer knows {', '.join(_ARCHITECTURES)}"
+        )
+    items = [
+        item
+        for source, need in inventory(spec).items()
+        for item in _items(spec, source, need, formats[source], kind)
+    ]
+    if spec.rope.kind == "llama3":
+        factors = GgufEntry(ROPE_FACTORS, (spec.head_dim // 2,), F32)
+        items.insert(0, _Item(factors, "", "all"))
+    share: dict[GgmlType, int] = {}
+    for item in items:
+        share[item.entry.kind] = share.get(item.entry.kind, 0) + item.entry.nbytes
+    main = max(share, key=lambda k: share[k])
+    return GgufExport(spec, _fields(spec, name, main), tuple(items))
+
+
+def _items(spec: ModelSpec, source: str, need: Need, fmt: Format, kind: str) -> list[_Item]:
+    if need.kind in ("vector", "router"):
+        ggml = F32
+    else:
+        ggml = same_type(fmt) if kind == SAME else FLOATS[kind]
+    return [
+        _Item(GgufEntry(piece.name, piece.shape, ggml), source, piece.order)
+        for piece in pieces(spec, source, need)
+    ]
+
+
+def _rope_factors(spec: ModelSpec) -> np.ndarray:
+    plain = inverse_frequencies(RopeSpec(spec.rope.theta), spec.head_dim)
+    return np.asarray(plain / inverse_frequencies(spec.rope, spec.head_dim), np.float32)
+
+
+def _fields(spec: ModelSpec, name: str, main: GgmlType) -> dict[str, Field]:
+    arch = _ARCHITECTURES[spec.family]
+    values: dict[str, Field] = {
+        "vocab_size": spec.vocab_size,
+        "block_count": spec.num_layers,
+        "context_length": spec.max_positions,
+        "embedding_length": spec.hidden_size,
+        "feed_forward_length": spec.intermediate_size,
+        "attention.head_count": spec.num_heads,
+        "attention.head_count_kv": spec.num_kv_heads,
+        "attention.key_length": spec.head_dim,
+        "attention.value_length": spec.head_dim,
+        "attention.layer_norm_rms_epsilon": spec.norm_eps,
+        "rope.dimension_count": spec.head_dim,
+        "rope.freq_base": spec.rope.theta,
+    }
+    if spec.moe is not None:
+        values |= {
+            "expert_count": spec.moe.experts,
+            "expert_used_count": spec.moe.active,
+            "expert_feed_forward_length": spec.intermediate_size,
+            "attention.sliding_window": max(spec.windows),
+        }
+    if spec.rope.kind == "yarn":
+        values |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": spec.rope.factor,
+            "rope.scaling.original_context_length": spec.rope.original_positions,
+        }
+    activation: dict[str, Field] = {ACTIVATION: spec.act} if spec.family == "bitnet" else {}
+    return {
+        "general.architecture": arch,
+        "general.name": name,
+        "general.file_type": main.file_type,
+        "general.quantization_version": 2,
+        "tokenizer.ggml.model": "no_vocab",
+        **activation,
+        **{f"{arch}.{key}": value for key, value in values.items()},
+    }
+
+
+def _layout(fields: Mapping[str, Field], entries: Sequence[GgufEntry]) -> tuple[list[int], bytes]:
+    """Return where each tensor ends, counted from the first, and the header."""
+    parts = [b"GGUF", struct.pack("<IQQ", 3, len(entries), len(fields))]
+    parts += [_string(key) + _value(value) for key, value in fields.items()]
+    ends: list[int] = []
+    for entry in entries:
+        offset = aligned(ends[-1], ALIGNMENT) if ends else 0
+        ends.append(offset + entry.nbytes)
+        shape = entry.shape[::-1]
+        parts.append(_string(entry.name))
+        parts.append(struct.pack(f"<I{len(shape)}Q", len(shape), *shape))
+        parts.append(struct.pack("<IQ", entry.kind.code, offset))
+    header = b"".join(parts)
+    return ends, header + bytes(-len(header) % ALIGNMENT)
+
+
+def _string(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(value: Field) -> bytes:
+    if isinstance(value, str):
+        return struct.pack("<I", _STRING) + _string(value)
+    if isinstance(value, bool):
+        return struct.pack("<I?", _BOOL, value)
+    if isinstance(value, int):
+        return struct.pack("<II", _UINT32, value)
+    return struct.pack("<If", _FLOAT32, value)

@@ -1,1 +1,0 @@
-"""Writing GGUF files for peers."""

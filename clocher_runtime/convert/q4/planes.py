@@ -1,0 +1,308 @@
+"""Writing Q4_0 plane files with their manifest, laying them over an IEBIN pair, appending to them.
+
+The manifest is what makes the pair of files valid: it is removed first and written last. A killed
+run leaves partial files and a journal; the next run of the same job goes on where it stopped.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from clocher_kernels.errors import FormatError, UsageError
+from clocher_kernels.formats import Float
+from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.checkpoints.checkpoint import Checkpoint, Stored
+from clocher_runtime.checkpoints.iebin import JSON_NAME, open_iebin
+from clocher_runtime.checkpoints.q4 import (
+    AGAIN,
+    CODES,
+    COMPAT_NAME,
+    Q4_0,
+    Q4_NAMES,
+    SCALES,
+    Q4Entry,
+    described,
+    is_float,
+    load_q4_planes,
+    open_index,
+    q4_document,
+    read_overlay,
+    source_hash,
+    write_overlay,
+)
+from clocher_runtime.convert.rounding import round_tensor
+from clocher_runtime.convert.to_iebin import job_name, natural, open_source, prepared
+from clocher_runtime.disk.files import read_bytes
+from clocher_runtime.disk.output_file import check_free, write_file
+from clocher_runtime.disk.plane_writer import PlaneWriter, Progress
+from clocher_runtime.disk.strict_json import MAX_JSON_BYTES
+from clocher_runtime.engine.topology import usable_cpus
+
+CHUNK_ROWS = 1024
+_JSON_BYTES = 1024
+_HEAD = "lm_head.weight"
+_ATTENTION = re.compile(r".*\.self_attn\.[qkvo]_proj\.weight")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Q4Job:
+    """A pair of files that can be written.
+
+    Attributes:
+        source: the input.
+        files: where the plane files will be: "codes" and "scales".
+        manifest: where the expanded manifest will be.
+        names: the matrices, in the order of the files.
+        kept: name -> reason of every other tensor.
+        chunk_rows: rows that are encoded at a time; the bytes do not depend on it.
+        nbytes: bytes that the output will take.
+        free_bytes: bytes that the disk has for it.
+    """
+
+    source: Checkpoint
+    files: Mapping[str, Path]
+    manifest: Path
+    names: tuple[str, ...]
+    kept: Mapping[str, str]
+    chunk_rows: int
+    nbytes: int
+    free_bytes: int
+
+    def run(self, progress: Progress | None = None) -> int:
+        """Write the files, or the rest of them if an earlier run was killed.
+
+        Args:
+            progress: called after each matrix with the bytes written so far and its name.
+
+        Returns:
+            How many matrices an earlier run had finished.
+
+        Raises:
+            FormatError: a matrix cannot be encoded.
+            ModelChanged: the input changed meanwhile.
+            UsageError: another process is writing the same files.
+            OSError: the output cannot be written; nothing of it is left.
+        """
+        folder = self.manifest.parent
+        for path in (*self.files.values(), self.manifest):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        shapes = {name: self.source.shape(name) for name in self.names}
+        job = job_name(self.source, list(shapes.items()))
+        with PlaneWriter(self.files, job, Q4Entry, progress=progress) as pair:
+            planned = {name: (Q4_0, shape) for name, shape in shapes.items()}
+            done = len(pair.resume(planned))
+            for name, matrix in encoded(self.source, self.names[done:], self.chunk_rows):
+                pair.add(name, *matrix)
+            pair.sync()
+            self.source.check_unchanged()
+            pair.publish(stale=[self.manifest, self.files[CODES].with_name(COMPAT_NAME)])
+            places = {key: _relative(path, folder) for key, path in self.files.items()}
+            document = q4_document(places, pair.entries, dict(self.kept))
+            write_file(self.manifest, f"{json.dumps(document, indent=1)}\n".encode())
+        return done
+
+
+def _relative(path: Path, folder: Path) -> str:
+    """Return the place of a file seen from a folder, so that documents hold no absolute path."""
+    return Path(os.path.relpath(os.path.realpath(path), os.path.realpath(folder))).as_posix()
+
+
+def plan_q4(
+    hf_dir: Path,
+    codes: Path,
+    scales: Path,
+    manifest: Path,
+    include_lm_head: bool = False,
+    chunk_rows: int = CHUNK_ROWS,
+) -> Q4Job:
+    """Open the input and check everything that can be checked before writing.
+
+    Args:
+        hf_dir: the checkpoint, as `open_source` takes it.
+        codes: path of model.q4.bin.
+        scales: path of model.q4.scales.fp16.bin.
+        manifest: path of the expanded manifest.
+        include_lm_head: whether the output head is encoded too.
+        chunk_rows: rows that are encoded at a time.
+
+    Raises:
+        ModelError: the input is missing, damaged or unknown.
+        UsageError: the paths are not three different files, or nothing can be encoded.
+        OSError: the disk is too small.
+    """
+    paths = [os.path.realpath(path) for path in (codes, scales, manifest)]
+    if len(set(paths)) != len(paths):
+        raise UsageError("--q4-bytes, --scales and --manifest must be three different files")
+    source = open_source(hf_dir)
+    taken = {os.path.realpath(file.path) for file in source.files}
+    if clash := taken & set(paths):
+        raise UsageError(f"{clash.pop()}: is a file of the input; choose another output")
+    reasons = {
+        name: _reason_to_keep(name, source.tensors[name], include_lm_head)
+        for name in sorted(source.names, key=natural)
+    }
+    names = tuple(name for name, reason in reasons.items() if not reason)
+    if not names:
+        raise UsageError(
+            f"{source.path}: no float matrix to encode: {', '.join(sorted(set(reasons.values())))}"
+        )
+    kept = {name: reason for name, reason in reasons.items() if reason}
+    nbytes = sum(Q4_0.nbytes(source.shape(name)) + _JSON_BYTES for name in names)
+    free = check_free(codes, nbytes)
+    files = {CODES: codes, SCALES: scales}
+    return Q4Job(source, files, manifest, names, kept, chunk_rows, nbytes, free)
+
+
+def _reason_to_keep(name: str, tensor: Stored, include_lm_head: bool) -> str:
+    if not isinstance(tensor.format, Float):
+        return f"stored as {tensor.format.name}"
+    if len(tensor.shape) != 2:
+        return "vector" if len(tensor.shape) < 2 else "experts stored as floats"
+    if name == _HEAD:
+        return "" if include_lm_head else "output head"
+    return "" if name.endswith("_proj.weight") else "embedding, router or other matrix"
+
+
+def encoded(
+    source: Checkpoint, names: tuple[str, ...], chunk_rows: int
+) -> Iterator[tuple[str, tuple[QuantTensor, str]]]:
+    """Yield the name of each matrix, the matrix in Q4_0 and the hash of what it was made from."""
+
+    def prepare(name: str) -> tuple[QuantTensor, str]:
+        tensor = source.tensor(name, verify=True)
+        try:
+            matrix = round_tensor(tensor, Q4_0, threads=len(usable_cpus()), rows=chunk_rows)
+            return matrix, source_hash(tensor)
+        except FormatError as error:
+            raise FormatError(f"tensor {name!r}: {error}") from None
+        finally:
+            source.release()
+
+    return prepared(source, names, prepare)
+
+
+def make_index(model_dir: Path, manifest: Path) -> list[str]:
+    """Write model.ie.compat.json from model.ie.json and an expanded manifest.
+
+    Args:
+        model_dir: the directory of the pair and of the plane files.
+        manifest: the expanded manifest that describes them.
+
+    Returns:
+        The names of the matrices that it takes from the plane files.
+
+    Raises:
+        UsageError: the manifest describes other files, or another model.
+        ModelError: the pair or a plane file is missing or damaged.
+    """
+    planes = load_q4_planes(manifest)
+    for key, name in Q4_NAMES.items():
+        found = planes.files[key]
+        if os.path.realpath(found) != os.path.realpath(model_dir / name):
+            raise UsageError(f"{manifest}: describes {found}, expected {model_dir / name}")
+    base = open_iebin(model_dir / JSON_NAME)
+    for name, entry in planes.entries.items():
+        tensor = base.tensors.get(name)
+        done = tensor is not None and (tensor.shape, tensor.format.name) == (entry.shape, Q4_0.name)
+        if not done and not is_float(tensor, entry.shape):
+            raise UsageError(
+                f"{manifest}: tensor {name!r} {list(entry.shape)}: {JSON_NAME} has "
+                f"{described(tensor)}"
+            )
+    for name in planes.entries:
+        planes.check(name)
+    write_overlay(model_dir / COMPAT_NAME, list(planes.entries.values()))
+    return list(planes.entries)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AppendJob:
+    """Attention matrices that can be appended.
+
+    Attributes:
+        source: the checkpoint that the pair was made of.
+        index: model.ie.compat.json.
+        entries: what the index lists.
+        names: the matrices that it lacks.
+        present: those that it has.
+        nbytes: bytes that the new ones will take.
+        free_bytes: bytes that the disk has for them.
+    """
+
+    source: Checkpoint
+    index: Path
+    entries: tuple[Q4Entry, ...]
+    names: tuple[str, ...]
+    present: tuple[str, ...]
+    nbytes: int
+    free_bytes: int
+
+    def run(self, progress: Progress | None = None) -> None:
+        """Append the matrices. The index is written anew after each, so a kill loses one at most.
+
+        Args:
+            progress: called after each matrix with the bytes appended so far and its name.
+
+        Raises:
+            UsageError: another process is writing the files.
+            ModelError: a matrix cannot be encoded, or the files are not what the index says.
+            OSError: the files cannot be written; the index is as it was after the last matrix.
+        """
+        paths = {key: self.index.with_name(name) for key, name in Q4_NAMES.items()}
+        with PlaneWriter(paths, kind=Q4Entry, in_place=True) as pair:
+            for entry in self.entries:
+                if not pair.keep(entry):
+                    raise FormatError(
+                        f"{self.index.parent}: the bytes of {entry.name!r} in the plane files do "
+                        f"not match the SHA-256 in the index; {AGAIN}"
+                    )
+            pair.sync()  # which cuts off what a killed run has left
+            start = pair.nbytes
+            for name, matrix in encoded(self.source, self.names, CHUNK_ROWS):
+                self.source.check_unchanged()
+                pair.add(name, *matrix)
+                pair.sync()
+                write_overlay(self.index, pair.entries)
+                if progress:
+                    progress(pair.nbytes - start, name)
+
+
+def plan_append(hf_dir: Path, index: Path, q4_bin: Path) -> AppendJob:
+    """Find the attention matrices that an index does not have yet, and check what can be checked.
+
+    Args:
+        hf_dir: the checkpoint that the pair was made of.
+        index: model.ie.compat.json.
+        q4_bin: model.q4.bin beside it.
+
+    Raises:
+        UsageError: the files do not lie together, or the checkpoint is of another model.
+        ModelError: the model or the index is missing or damaged.
+        OSError: the disk is too small.
+    """
+    expected = index.with_name(Q4_NAMES[CODES])
+    if os.path.realpath(q4_bin) != os.path.realpath(expected):
+        raise UsageError(f"--q4-bin {q4_bin}: expected {expected}, the one beside --compat-json")
+    if not os.path.isfile(index):
+        raise UsageError(
+            f"--compat-json not found: {index}; scripts/rebuild_dedup_and_quant.sh --model-dir "
+            f"{index.parent} makes it"
+        )
+    entries = read_overlay(index, read_bytes(index, MAX_JSON_BYTES))
+    source, base = open_source(hf_dir), open_index(index)
+    there = {entry.name for entry in entries}
+    wanted = [name for name in base.names if _ATTENTION.fullmatch(name)]
+    missing = tuple(name for name in wanted if name not in there)
+    for name in missing:
+        if not is_float(found := source.tensors.get(name), base.shape(name)):
+            raise UsageError(
+                f"{hf_dir}: tensor {name!r} {list(base.shape(name))}: got {described(found)}; give "
+                "the checkpoint that the model was made of, with floats"
+            )
+    nbytes = sum(Q4_0.nbytes(base.shape(name)) for name in missing)
+    free = check_free(index, nbytes)
+    present = tuple(name for name in wanted if name in there)
+    return AppendJob(source, index, entries, missing, present, nbytes, free)

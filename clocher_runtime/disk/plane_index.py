@@ -1,0 +1,358 @@
+"""Planes in files and the JSON documents that list them: where each lies, and what is checked.
+
+Planes follow each other in the order of their document, each at the next multiple of an alignment,
+so that two of them can neither overlap nor leave a hole. Offsets and sizes that a document repeats
+must be these. A document may end with its own SHA-256: then it is sealed.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Self
+
+import numpy as np
+
+from clocher_kernels.errors import FormatError, ShapeError, UnsupportedModel
+from clocher_kernels.formats import Bsr, Format, parse_format
+from clocher_runtime.disk.files import MappedFile, sha256_of
+from clocher_runtime.disk.strict_json import checked_name, checked_shape, fields, parse_object
+
+ALIGNMENT = 64
+MAX_ELEMENTS_PER_BYTE = 1000
+
+_HASH = re.compile("[0-9a-f]{64}")
+_SEAL = re.compile(rb'"sha256": "([0-9a-f]{64})"\n}\n')
+_SEAL_BYTES = 79
+
+Shape = tuple[int, ...]
+
+
+class Region(NamedTuple):
+    """Bytes of a file, which has a name of its own in each store."""
+
+    file: str
+    offset: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        """Offset of the byte after the last one."""
+        return self.offset + self.nbytes
+
+
+def aligned(end: int, alignment: int = ALIGNMENT) -> int:
+    """Return the next multiple of an alignment."""
+    return -(-end // alignment) * alignment
+
+
+def place(fmt: Format, shape: Shape, ends: Mapping[str, int]) -> dict[str, Region]:
+    """Return where the planes of the next tensor go.
+
+    Args:
+        fmt: its format.
+        shape: its logical shape.
+        ends: where each file ends now. If there are several, each is named as the plane it holds.
+
+    Raises:
+        FormatError: the format cannot hold this shape, or would hold a huge one in a small file.
+    """
+    try:
+        planes = fmt.planes(shape)
+    except ShapeError as error:
+        raise FormatError(str(error)) from None
+    if isinstance(fmt, Bsr):
+        _check_density(fmt, shape)
+    placed: dict[str, Region] = {}
+    ends = dict(ends)
+    for key, plane in planes.items():
+        file = key if len(ends) > 1 else next(iter(ends))
+        placed[key] = Region(file, aligned(ends[file]), plane.nbytes)
+        ends[file] = placed[key].end
+    return placed
+
+
+def _check_density(fmt: Bsr, shape: Shape) -> None:
+    """Refuse a matrix without blocks, and a small file that would decode to a huge matrix."""
+    nbytes = fmt.nbytes(shape)
+    if not fmt.nnzb:
+        raise FormatError(f"{fmt.name}: no block is stored; expected at least 1")
+    if shape[0] * shape[1] > MAX_ELEMENTS_PER_BYTE * nbytes:
+        raise FormatError(
+            f"{fmt.name}: a {list(shape)} matrix in {nbytes} bytes; expected at most "
+            f"{MAX_ELEMENTS_PER_BYTE} elements for each byte"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor as a document lists it. A kind of document is a subclass: its files and fields.
+
+    Attributes:
+        name: of the tensor.
+        shape: logical shape.
+        format: its format.
+        regions: where each of its planes lies.
+        hashes: SHA-256 of each plane.
+        source_sha256: SHA-256 of the stored bytes that it was made from; "" if the document does
+            not say.
+    """
+
+    FILES: ClassVar[tuple[str, ...]] = ("bin",)
+    FIELDS: ClassVar[dict[str, type]] = {"name": str, "shape": list, "format": str, "planes": dict}
+    PLANE: ClassVar[dict[str, type]] = {"dtype": str, "shape": list} | {
+        "offset": int,
+        "nbytes": int,
+        "sha256": str,
+    }
+
+    name: str
+    shape: Shape
+    format: Format
+    regions: Mapping[str, Region]
+    hashes: Mapping[str, str]
+    source_sha256: str = ""
+
+    @classmethod
+    def parse_format(cls, name: str, shape: Shape, planes: Mapping[str, Any]) -> Format:
+        """Return the format of a listed tensor.
+
+        Raises:
+            FormatError: a document of this kind has no such tensors.
+        """
+        fmt = parse_format(name)
+        return _counted(fmt, planes) if isinstance(fmt, Bsr) else fmt
+
+    @property
+    def ends(self) -> dict[str, int]:
+        """Where each file that it has planes in ends."""
+        return {region.file: region.end for region in self.regions.values()}
+
+    def document(self) -> dict[str, Any]:
+        """Return the entry as the document holds it."""
+        planes: dict[str, Any] = {}
+        for key, plane in self.format.planes(self.shape).items():
+            whole: dict[str, Any] = {
+                "dtype": plane.dtype,
+                "shape": list(plane.shape),
+                "offset": self.regions[key].offset,
+                "nbytes": self.regions[key].nbytes,
+                "sha256": self.hashes[key],
+            }
+            planes[key] = {field: whole[field] for field in self.PLANE}
+        whole = {
+            "name": self.name,
+            "shape": list(self.shape),
+            "format": self.format.name,
+            "planes": planes,
+            "source_sha256": self.source_sha256,
+        }
+        return {field: whole[field] for field in self.FIELDS}
+
+    def views(self, files: Mapping[str, MappedFile]) -> dict[str, np.ndarray]:
+        """Return the planes as read-only views of the files, whose sizes have been checked."""
+        return {
+            key: files[self.regions[key].file].plane(plane, self.regions[key].offset)
+            for key, plane in self.format.planes(self.shape).items()
+        }
+
+    @classmethod
+    def read(cls, values: Sequence[object], where: str) -> tuple[Self, ...]:
+        """Return what a document lists, checked: names, shapes, and places that follow from them.
+
+        Raises:
+            FormatError: something is not as the specification of the document says.
+        """
+        found: dict[str, Self] = {}
+        ends = dict.fromkeys(cls.FILES, 0)
+        for index, value in enumerate(values):
+            item = fields(value, f"{where}: tensors[{index}]", cls.FIELDS)
+            name = checked_name(item["name"], where)
+            at = f"{where}: tensor {name!r}"
+            if name in found:
+                raise FormatError(f"{at}: listed twice")
+            found[name] = cls._read(name, item, ends, at)
+            ends |= found[name].ends
+        return tuple(found.values())
+
+    @classmethod
+    def _read(cls, name: str, item: Mapping[str, Any], ends: Mapping[str, int], at: str) -> Self:
+        shape = checked_shape(item["shape"], at)
+        try:
+            fmt = cls.parse_format(item["format"], shape, item["planes"])
+            regions = place(fmt, shape, ends)
+        except FormatError as error:
+            raise FormatError(f"{at}: {error}") from None
+        if list(item["planes"]) != list(regions):
+            raise FormatError(f"{at}: planes {list(item['planes'])!r:.80}, expected {[*regions]}")
+        hashes = {}
+        for key, value in item["planes"].items():
+            plane = fields(value, f"{at}: plane {key!r}", cls.PLANE)
+            checked_shape(plane.get("shape", []), f"{at}: plane {key!r}")
+            hashes[key] = checked_hash(plane["sha256"], f"{at}: plane {key!r}")
+        source = item.get("source_sha256", "")
+        entry = cls(name, shape, fmt, regions, hashes, source and checked_hash(source, at))
+        for key, expected in entry.document()["planes"].items():
+            if item["planes"][key] != expected:
+                got = [item["planes"][key][field] for field in expected if field != "sha256"]
+                del expected["sha256"]
+                raise FormatError(
+                    f"{at}: plane {key!r}: {', '.join(expected)} are {got!r:.120}, expected "
+                    f"{list(expected.values())}"
+                )
+        return entry
+
+
+def _counted(fmt: Bsr, planes: Mapping[str, Any]) -> Bsr:
+    """Return the format with its number of blocks, which only the shape of a plane tells."""
+    described = planes.get("col_idx")
+    shape = described.get("shape") if isinstance(described, dict) else None
+    if not isinstance(shape, list) or len(shape) != 1 or type(shape[0]) is not int:
+        raise FormatError(f"{fmt.name}: plane 'col_idx' has shape {shape!r:.40}, expected [blocks]")
+    return replace(fmt, nnzb=shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """Size and SHA-256 of a file."""
+
+    nbytes: int
+    sha256: str
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON object."""
+        return {"nbytes": self.nbytes, "sha256": self.sha256}
+
+    @classmethod
+    def read(cls, value: object, where: str, file: str = "") -> Self:
+        """Return what a document says of a file, which it names if it has a name to name.
+
+        Raises:
+            FormatError: it is not such an object, or of another file.
+        """
+        named = {"file": str} if file else {}
+        found = fields(value, where, named | {"nbytes": int, "sha256": str})
+        if found.get("file", "") != file:
+            raise FormatError(f"{where}: file is {found['file']!r:.80}, expected {file!r}")
+        if found["nbytes"] < 0:
+            raise FormatError(f"{where}: nbytes is {found['nbytes']}")
+        return cls(found["nbytes"], checked_hash(found["sha256"], where))
+
+
+def checked_hash(value: str, where: str) -> str:
+    """Return a SHA-256: 64 lower-case hexadecimal digits."""
+    if not _HASH.fullmatch(value):
+        raise FormatError(f"{where}: sha256 {value!r:.80}; expected 64 lower-case hex digits")
+    return value
+
+
+def check_hashes(
+    planes: Mapping[str, np.ndarray], hashes: Mapping[str, str], where: str, again: str
+) -> None:
+    """Compare planes with their hashes.
+
+    Args:
+        planes: arrays by name.
+        hashes: SHA-256 of those that have one.
+        where: file and tensor, for messages.
+        again: what to do about a damaged file.
+
+    Raises:
+        FormatError: they differ.
+    """
+    for key, expected in hashes.items():
+        if sha256_of(planes[key]) != expected:
+            raise FormatError(
+                f"{where}, plane {key!r}: the bytes do not match their SHA-256: the file is "
+                f"damaged; {again}"
+            )
+
+
+def check_padding(regions: Iterable[Region], files: Mapping[str, MappedFile]) -> None:
+    """Check that what lies before each region, which come in the order of the files, is zero.
+
+    Raises:
+        FormatError: it is not.
+    """
+    ends = dict.fromkeys(files, 0)
+    for region in regions:
+        file = files[region.file]
+        if file.bytes(ends[region.file], region.offset).any():
+            raise FormatError(
+                f"{file.path}: the padding before byte {region.offset} is not zero: the file is "
+                "damaged; make it again"
+            )
+        ends[region.file] = region.end
+
+
+def lines(head: Mapping[str, Any], key: str, items: Iterable[object]) -> str:
+    """Return the text of an object that is not closed yet: a line per field and one per item.
+
+    Args:
+        head: the first fields.
+        key: name of the last field, a list.
+        items: of the list.
+    """
+    first = "".join(f'"{name}": {dump(value)},\n' for name, value in head.items())
+    return f'{{\n{first}"{key}": [\n' + ",\n".join(map(dump, items)) + "\n],\n"
+
+
+def dump(value: object) -> str:
+    """Return the JSON of a value, in one line."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def seal(body: bytes) -> bytes:
+    """Append the closing field, the SHA-256 of all bytes before it."""
+    return body + b'"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
+
+
+def unsealed(data: bytes, where: str) -> str:
+    """Return the SHA-256 that a text ends with, which is that of all bytes before it.
+
+    Raises:
+        FormatError: the closing field is not there, or not the SHA-256 of what precedes it.
+    """
+    tail = _SEAL.fullmatch(data[-_SEAL_BYTES:])
+    found = hashlib.sha256(data[:-_SEAL_BYTES]).hexdigest()
+    if tail is None or tail[1].decode() != found:
+        raise FormatError(
+            f"{where}: the file does not match its own SHA-256: it was damaged or edited; "
+            "convert the model again"
+        )
+    return found
+
+
+def read_sealed(
+    data: bytes,
+    where: str,
+    kind: tuple[str, int, str],
+    required: Mapping[str, type],
+    optional: Mapping[str, type] | None = None,
+) -> dict[str, Any]:
+    """Return a sealed document, with its fields of the declared types.
+
+    Args:
+        data: the text.
+        where: the file, for messages.
+        kind: its format, its version, and what to do about another version.
+        required: as in `fields`.
+        optional: as in `fields`.
+
+    Raises:
+        FormatError: it is no such document, or damaged.
+        UnsupportedModel: it is of another version.
+    """
+    document = parse_object(data, where)
+    fmt, version, again = kind
+    if document.get("format") != fmt:
+        raise FormatError(f"{where}: not {fmt}: format is {document.get('format')!r:.40}")
+    found = document.get("version")
+    if type(found) is not int or found != version:
+        raise UnsupportedModel(
+            f"{where}: {fmt} version {found!r:.40}; this Clocher reads version {version}: {again}"
+        )
+    fields(document, where, required, optional)
+    unsealed(data, where)
+    return document

@@ -1,0 +1,186 @@
+"""Writing planes so that a killed writer leaves nothing that a reader accepts.
+
+Files grow under temporary names. The document that makes them valid is removed before they get
+their own names and written after, so at every moment a directory holds what was there before,
+nothing, or what is new.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from clocher_kernels.formats import Format
+from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.disk.output_file import PARTIAL, Journal, OutputFile, sync_directory
+from clocher_runtime.disk.plane_index import Entry, FileFacts, Region, Shape, place
+
+Progress = Callable[[int, str], None]
+"""Called with the bytes so far and the name of a tensor."""
+
+
+class PlaneWriter:
+    """Files that grow together: `add` tensors or `put` planes, then `publish`.
+
+    Leaving before that undoes it. With a job, a killed (or interrupted) writer's work is kept
+    for the next writer of the same job, which takes it over with `resume`.
+
+    Attributes:
+        files: the files by name, under their temporary names.
+        entries: the tensors that were added or kept.
+    """
+
+    def __init__(
+        self,
+        paths: Mapping[str, Path],
+        job: str = "",
+        kind: type[Entry] = Entry,
+        in_place: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        """Open the files, over what a killed writer left there.
+
+        Args:
+            paths: what each file will be called.
+            job: names the input and the options; the same job always gives the same bytes.
+            kind: how the document lists tensors.
+            in_place: the files have these names already and lose nothing if this fails: what was
+                added last is cut off by the next writer.
+            progress: called after each tensor that is added or kept.
+
+        Raises:
+            UsageError: another writer is at work there.
+            OSError: a file cannot be written.
+        """
+        self.files: dict[str, OutputFile] = {}
+        self.entries: list[Entry] = []
+        self._kind, self._paths, self._resumable = kind, dict(paths), bool(job)
+        self._temporary, self._progress = not in_place, progress
+        try:
+            for name, path in paths.items():
+                now = path if in_place else path.with_name(path.name + PARTIAL)
+                self.files[name] = OutputFile(now)
+        except BaseException:
+            self._close()
+            raise
+        first = next(iter(self.files.values())).path
+        self._journal = Journal(first.with_name(f"{first.name}.journal"), job)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._temporary and not (isinstance(error, KeyboardInterrupt) and self._resumable):
+            self._journal.remove()
+            for file in self.files.values():
+                file.path.unlink(missing_ok=True)
+        self._journal.close()
+        self._close()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files so far."""
+        return sum(file.nbytes for file in self.files.values())
+
+    @property
+    def _ends(self) -> dict[str, int]:
+        return {name: file.nbytes for name, file in self.files.items()}
+
+    def resume(self, tensors: Mapping[str, tuple[Format, Shape]]) -> list[str]:
+        """Take over what a killed writer of the same job finished, as far as its hashes hold.
+
+        Args:
+            tensors: format and shape of the tensors that will be added, in order.
+
+        Returns:
+            The names of the first tensors, which need not be added.
+        """
+        for found, (name, (fmt, shape)) in zip(
+            self._journal.entries, tensors.items(), strict=False
+        ):
+            entry = self._journalled(found, name, fmt, shape)
+            if entry is None or not self.keep(entry):
+                break
+            self._tell(name)
+        self._journal.kept = len(self.entries)
+        return [entry.name for entry in self.entries]
+
+    def keep(self, entry: Entry) -> bool:
+        """Go over a tensor if the files hold it next; return whether they do."""
+        kept: list[OutputFile] = []
+        for name, file in self.files.items():
+            mine = [(key, region) for key, region in entry.regions.items() if region.file == name]
+            if not file.keep([(r.offset, r.nbytes, entry.hashes[key]) for key, r in mine]):
+                for other in kept:
+                    other.unkeep()
+                return False
+            kept.append(file)
+        self.entries.append(entry)
+        return True
+
+    def add(self, name: str, tensor: QuantTensor, source_sha256: str = "") -> None:
+        """Append a tensor.
+
+        Raises:
+            FormatError: the files cannot hold it.
+            OSError: they cannot be written.
+        """
+        regions = place(tensor.format, tensor.shape, self._ends)
+        hashes = {key: self.put(region, tensor.planes[key]) for key, region in regions.items()}
+        args = (name, tensor.shape, tensor.format, regions, hashes, source_sha256)
+        self.entries.append(self._kind(*args))
+        if self._resumable:
+            self._journal.add(self.entries[-1].document())
+        self._tell(name)
+
+    def put(self, region: Region, plane: np.ndarray) -> str:
+        """Append a plane at its place, with zeros before it; return its SHA-256."""
+        file = self.files[region.file]
+        file.pad(region.offset)
+        return file.write(plane)
+
+    def sync(self) -> dict[str, FileFacts]:
+        """Wait until the disk has everything; return the facts of each file."""
+        return {name: FileFacts(file.nbytes, file.sync()) for name, file in self.files.items()}
+
+    def publish(self, stale: Iterable[Path] = ()) -> None:
+        """Give the files, which have been synced, their names.
+
+        Args:
+            stale: documents that describe the files which are replaced; they are removed first.
+        """
+        for path in stale:
+            path.unlink(missing_ok=True)
+            sync_directory(path.parent)
+        for name, path in self._paths.items():
+            self.files[name].path.replace(path)
+            sync_directory(path.parent)
+        self._temporary = False
+        self._journal.remove()
+
+    def _journalled(
+        self, found: Mapping[str, Any], name: str, fmt: Format, shape: Shape
+    ) -> Entry | None:
+        """Return what a line of the journal says, if it is of this tensor at this place."""
+        try:
+            hashes = {key: str(plane["sha256"]) for key, plane in found["planes"].items()}
+            source = str(found.get("source_sha256", ""))
+            entry = self._kind(name, shape, fmt, place(fmt, shape, self._ends), hashes, source)
+            return entry if found == entry.document() else None
+        except (KeyError, TypeError, AttributeError):
+            return None
+
+    def _tell(self, name: str) -> None:
+        if self._progress:
+            self._progress(self.nbytes, name)
+
+    def _close(self) -> None:
+        for file in self.files.values():
+            file.close()

@@ -1,0 +1,320 @@
+"""Pages of the KV cache: who holds which, and which still hold the keys of a text seen before.
+
+The cache of a layer is a pool of pages; a page holds `PAGE_CELLS` cells of one sequence. Layers
+that see everything share one pool and one page table. Layers with a sliding window share another:
+pages behind the window are given back, so a long sequence holds few of them.
+
+A page that is full is named by the 128-bit hash of all ids up to its end. When nobody uses it any
+more it stays where it is, and a sequence that begins with the same ids finds it by that name and
+computes nothing. Pages are taken from those that nobody uses: first what has no name, then what was
+used longest ago. Nothing is ever copied.
+
+Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with
+PagedAttention, 2023; chained hashes of pages as in vLLM.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+
+from clocher_runtime.models.build import PAGE_CELLS
+
+_KEY_BYTES = 16
+NO_PAGE = -1
+"""Entry of a page table where there is none: what is written there is dropped."""
+
+
+class Census(NamedTuple):
+    """The pages of a pool: blank, unused but named, and in use. They add up to all of them."""
+
+    blank: int
+    cached: int
+    used: int
+
+
+class PagePool:
+    """The pages of one group of layers.
+
+    Args:
+        count: pages.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._touched = 0  # pages that were ever taken
+        self._users: list[int] = []  # of each of them
+        self._unused: OrderedDict[int, None] = OrderedDict()  # of them
+        self._names: dict[int, tuple[bytes, bytes]] = {}  # page -> key, ids
+        self._pages: dict[bytes, int] = {}  # key -> page
+
+    @property
+    def available(self) -> int:
+        """Pages that can be taken."""
+        return self.count - self._touched + len(self._unused)
+
+    def census(self) -> Census:
+        """Count the pages."""
+        cached = sum(page in self._names for page in self._unused)
+        used = sum(users > 0 for users in self._users)
+        return Census(self.available - cached, cached, used)
+
+    def take(self) -> int:
+        """Take an unused page; what it was named for is forgotten. There must be one."""
+        first = next(iter(self._unused), None)
+        if self._touched < self.count and (first is None or first in self._names):
+            page = self._touched
+            self._touched += 1
+            self._users.append(1)
+            return page
+        page, _ = self._unused.popitem(last=False)
+        self.forget(page)
+        self._users[page] = 1
+        return page
+
+    def find(self, key: bytes, ids: bytes) -> int | None:
+        """Return the page with this name and these ids; None if there is none."""
+        page = self._pages.get(key)
+        return page if page is not None and self._names[page][1] == ids else None
+
+    def is_unused(self, page: int) -> bool:
+        """Return whether nobody uses a page."""
+        return self._users[page] == 0
+
+    def share(self, page: int) -> None:
+        """Become one more user of a page."""
+        self._users[page] += 1
+        self._unused.pop(page, None)
+
+    def release(self, page: int) -> None:
+        """Use a page no more."""
+        self._users[page] -= 1
+        if not self._users[page]:
+            self._unused[page] = None
+            if page not in self._names:
+                self._unused.move_to_end(page, last=False)
+
+    def name(self, page: int, key: bytes, ids: bytes) -> None:
+        """Name a full page in use, unless there is one with its content already."""
+        if key not in self._pages and page not in self._names:
+            self._names[page], self._pages[key] = (key, ids), page
+
+    def forget(self, page: int) -> None:
+        """Let nobody find a page any more."""
+        named = self._names.pop(page, None)
+        if named is not None:
+            del self._pages[named[0]]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """What the cache knows of a sequence.
+
+    Attributes:
+        ids: its tokens so far; those from `cells` on have no keys yet.
+        salt: sequences share pages only with those that have the same one.
+        slot: its row of the page tables; -1: it has none, and no pages.
+        cells: tokens whose keys are in the cache.
+        held: block -> page, for each group of layers.
+        keys: names of its blocks as far as they were needed, each with its ids.
+    """
+
+    ids: list[int]
+    salt: bytes = b""
+    slot: int = -1
+    cells: int = 0
+    held: tuple[dict[int, int], ...] = ()
+    keys: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+
+class _Group(NamedTuple):
+    """Layers that share a page table [S, B] and a pool; `window` is 0 where they see everything."""
+
+    table: np.ndarray
+    pool: PagePool
+    window: int
+
+    def first_block(self, cell: int) -> int:
+        """Return the first block that the token of a cell sees."""
+        return max(0, cell - self.window + 1) // PAGE_CELLS if self.window else 0
+
+
+class KvPages:
+    """The page tables of a Plan, and who owns what they name.
+
+    Args:
+        table: [S, B] i32, the live page table of layers that see everything; None: the Plan keeps
+            nothing of earlier tokens.
+        pages: pages of their pool.
+        window_table: [S, B] i32, that of layers with a window; None without such layers.
+        window_pages: pages of their pool.
+        window: their window in tokens.
+        salt: what the content of a page depends on besides ids: model, KV type.
+        reuse: find pages of earlier sequences.
+
+    Attributes:
+        changed: a table was written to; whoever hands tables to a device clears it.
+    """
+
+    def __init__(
+        self,
+        table: np.ndarray | None,
+        pages: int,
+        *,
+        window_table: np.ndarray | None = None,
+        window_pages: int = 0,
+        window: int = 0,
+        salt: bytes = b"",
+        reuse: bool = True,
+    ) -> None:
+        self._groups = [] if table is None else [_Group(table, PagePool(pages), 0)]
+        if window_table is not None:
+            self._groups.append(_Group(window_table, PagePool(window_pages), window))
+        for group in self._groups:
+            group.table[...] = NO_PAGE
+        self._salt, self._reuse = salt, reuse
+        self.changed = True
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the Plan keeps anything of earlier tokens."""
+        return bool(self._groups)
+
+    def census(self) -> list[Census]:
+        """Count the pages of each pool."""
+        return [group.pool.census() for group in self._groups]
+
+    def admit(self, sequence: Sequence, slot: int, reuse: bool = True) -> bool:
+        """Give a sequence a slot and the pages of its beginning that are there.
+
+        At least one of its tokens is left to be computed.
+
+        Returns:
+            Whether the rest of it has room too; nothing has happened if not.
+        """
+        blocks = self._known(sequence) if reuse and self._reuse and self._groups else 0
+        found = []
+        for group in self._groups:
+            pages = {}
+            for block in range(group.first_block(blocks * PAGE_CELLS), blocks):
+                page = group.pool.find(*sequence.keys[block])
+                assert page is not None
+                pages[block] = page
+            found.append(pages)
+        needed = -(-len(sequence.ids) // PAGE_CELLS) - blocks
+        for group, pages in zip(self._groups[:1], found, strict=False):
+            revived = sum(group.pool.is_unused(page) for page in pages.values())
+            if needed > group.pool.available - revived:
+                return False
+        for group, pages in zip(self._groups, found, strict=True):
+            for block, page in pages.items():
+                group.pool.share(page)
+                group.table[slot, block] = page
+        sequence.slot, sequence.cells = slot, blocks * PAGE_CELLS
+        sequence.held = tuple(found)
+        self.changed = True
+        return True
+
+    def reserve(self, sequence: Sequence, cells: int) -> bool:
+        """Make sure that a sequence has pages for its first `cells` cells, as far as layers see.
+
+        Returns:
+            Whether it has. If not, it keeps what it had and what it got.
+        """
+        last = (cells - 1) // PAGE_CELLS
+        for group, held in zip(self._groups, sequence.held, strict=True):
+            if last in held:
+                continue
+            for block in range(group.first_block(sequence.cells), last + 1):
+                if block in held:
+                    continue
+                if not group.pool.available:
+                    return False
+                held[block] = page = group.pool.take()
+                group.table[sequence.slot, block] = page
+                self.changed = True
+        return True
+
+    def commit(self, sequence: Sequence, cells: int) -> None:
+        """Note that the keys of a sequence are in the cache up to `cells`."""
+        before, sequence.cells = sequence.cells // PAGE_CELLS, cells
+        full = cells // PAGE_CELLS
+        if full == before:
+            return
+        for block in range(before, full):
+            for group, held in zip(self._groups, sequence.held, strict=True):
+                if self._reuse and block in held:
+                    group.pool.name(held[block], *self._key(sequence, block))
+        for group, held in zip(self._groups, sequence.held, strict=True):
+            first = group.first_block(cells)
+            for block in [each for each in held if each < first]:
+                group.pool.release(held.pop(block))
+                group.table[sequence.slot, block] = NO_PAGE
+                self.changed = True
+
+    def release(self, sequence: Sequence, forget: bool = False) -> None:
+        """Take slot and pages from a sequence; its full pages can still be found.
+
+        Args:
+            sequence: who has them.
+            forget: nobody finds them: what they hold is not to be trusted.
+        """
+        for group, held in zip(self._groups, sequence.held, strict=True):
+            # The end first: a beginning is of use to more sequences, and is kept longer.
+            for block in sorted(held, reverse=True):
+                if forget:
+                    group.pool.forget(held[block])
+                group.pool.release(held[block])
+                group.table[sequence.slot, block] = NO_PAGE
+                self.changed = True
+        sequence.held, sequence.slot, sequence.cells = (), -1, 0
+
+    def _known(self, sequence: Sequence) -> int:
+        """Return how many blocks at the beginning of a sequence can be had without computing."""
+        blocks = 0
+        for block in range((len(sequence.ids) - 1) // PAGE_CELLS):
+            if self._groups[0].pool.find(*self._key(sequence, block)) is None:
+                break
+            blocks += 1
+        for group in self._groups[1:]:
+            while blocks and not all(
+                group.pool.find(*sequence.keys[block]) is not None
+                for block in range(group.first_block(blocks * PAGE_CELLS), blocks)
+            ):
+                blocks -= 1
+        return blocks
+
+    def _key(self, sequence: Sequence, block: int) -> tuple[bytes, bytes]:
+        """Return the name of a block, which stands for all ids up to its end, and its own ids."""
+        keys = sequence.keys
+        while len(keys) <= block:
+            start = len(keys) * PAGE_CELLS
+            ids = np.array(sequence.ids[start : start + PAGE_CELLS], np.int32).tobytes()
+            before = keys[-1][0] if keys else _digest([self._salt, sequence.salt])
+            keys.append((_digest([before, ids]), ids))
+        return keys[block]
+
+
+def _digest(parts: Iterable[bytes]) -> bytes:
+    digest = blake2b(digest_size=_KEY_BYTES)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+def window_pages(window: int, chunk: int, slots: int, context: int, others: int) -> int:
+    """Return the pages that layers with a window need.
+
+    Args:
+        window: tokens that they see.
+        chunk: tokens of a step.
+        slots: sequences side by side.
+        context: cells of a sequence.
+        others: pages of the layers that see everything; a quarter of them is kept for prefixes.
+    """
+    most = -(-context // PAGE_CELLS)
+    live = min(most, -(-(window + chunk) // PAGE_CELLS) + 1)
+    return min(slots * most, slots * live + others // 4)

@@ -1,0 +1,222 @@
+"""From tokens to what a caller reads: text, stop strings, why it ended, log probabilities."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple, Self
+
+import numpy as np
+
+from clocher_kernels.errors import UsageError
+from clocher_runtime.engine.arguments import Sampling, listed, refuse_unknown, shown, whole
+from clocher_runtime.engine.generation import Generation
+from clocher_runtime.engine.requests import Token
+from clocher_runtime.engine.session import Session
+from clocher_runtime.text.tokenizer import Tokenizer
+
+FinishReason = Literal["stop", "length"]
+MAX_NEW = 64
+MAX_LOGPROBS = 20
+_LENGTHS = ("max_new", "max_tokens", "max_new_tokens")
+_SAMPLING = tuple(field.name for field in fields(Sampling))
+OPTIONS = frozenset((*_LENGTHS, "stop", "logprobs", *_SAMPLING))
+"""Keyword arguments that say how a text is gone on with."""
+
+
+class TokenLogprob(NamedTuple):
+    """How likely a token was.
+
+    Attributes:
+        logprob: natural logarithm of its probability at temperature 1, before any sampling setting.
+        top: the likeliest tokens and theirs, likeliest first; as many as were asked for.
+    """
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """How a text goes on.
+
+    Attributes:
+        text: without the token or the stop string that ended it.
+        ids: tokens made, the one that ended it included.
+        finish_reason: "stop" if a token or a stop string ended it, "length" if as many tokens as
+            were asked for are made or the context is full.
+        prompt_tokens: tokens of the prompt.
+        logprobs: of each token made; None unless asked for.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens made."""
+        return len(self.ids)
+
+    def __str__(self) -> str:
+        """Return the text."""
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a text is gone on with.
+
+    Attributes:
+        max_new: tokens to make at most.
+        stop: strings that end it.
+        logprobs: how many of the likeliest tokens to tell with each; None: no log probabilities.
+        sampling: how tokens are chosen.
+    """
+
+    max_new: int
+    stop: tuple[str, ...]
+    logprobs: int | None
+    sampling: Sampling
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Read keyword arguments.
+
+        Args:
+            given: `max_new` (or `max_tokens`, or `max_new_tokens`), `stop`, `logprobs`, and fields
+                of `Sampling`.
+
+        Raises:
+            UsageError: one is not known or cannot be used.
+        """
+        refuse_unknown(given, OPTIONS, "generate")
+        lengths = [name for name in _LENGTHS if name in given]
+        if len(lengths) > 1:
+            raise UsageError(f"{' and '.join(lengths)} mean the same; give one of them")
+        name = lengths[0] if lengths else "max_new"
+        logprobs = given.get("logprobs")
+        return cls(
+            whole(name, given.get(name, MAX_NEW), 1),
+            _stops(given.get("stop")),
+            None if logprobs is None else whole("logprobs", logprobs, 0, MAX_LOGPROBS),
+            Sampling(**{key: given[key] for key in _SAMPLING if key in given}),
+        )
+
+
+class TextGeneration(Iterator[str]):
+    """A text as it is made, in pieces. Closing or dropping it ends the generation.
+
+    Args:
+        session: makes the tokens.
+        tokenizer: gives them text.
+        ids: the prompt.
+        options: how it goes on.
+    """
+
+    def __init__(
+        self, session: Session, tokenizer: Tokenizer, ids: Sequence[int], options: Options
+    ) -> None:
+        self._options, self._prompt_tokens = options, len(ids)
+        self._ends = frozenset(session.model.spec.eos_ids)
+        self._tokens: Generation = session.generate(
+            [ids], options.max_new, options.sampling, logits=options.logprobs is not None
+        )
+        self._decoder = tokenizer.stream()
+        self._held = ""  # may be the beginning of a stop string
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._text: list[str] = []
+        self._finish: FinishReason | None = None
+
+    def __next__(self) -> str:
+        """Return the next piece; it may be empty.
+
+        Raises:
+            ClocherError: see `Session.generate`.
+        """
+        if self._finish is not None:
+            raise StopIteration
+        piece = self._take(next(self._tokens))
+        self._text.append(piece)
+        return piece
+
+    def close(self) -> None:
+        """End the generation."""
+        self._tokens.close()
+
+    def begin(self) -> None:
+        """Join the steps of the session now, and not when the first piece is asked for."""
+        self._tokens.begin()
+
+    def result(self) -> Completion:
+        """Return the whole, once the last piece has been taken."""
+        for _ in self:
+            pass
+        if self._finish is None:
+            raise UsageError("this generation was closed before its end; it has no result")
+        return Completion(
+            text="".join(self._text),
+            ids=tuple(self._ids),
+            finish_reason=self._finish,
+            prompt_tokens=self._prompt_tokens,
+            logprobs=tuple(self._logprobs) if self._options.logprobs is not None else None,
+        )
+
+    def _take(self, token: Token) -> str:
+        """Return the text that a token makes certain."""
+        self._ids.append(token.id)
+        if token.logits is not None:
+            count = self._options.logprobs or 0
+            self._logprobs.append(logprob_of(token.logits, token.id, count))
+        text = "" if token.id in self._ends else self._decoder.push(token.id)
+        if token.finish:
+            text += self._decoder.flush()
+        text = self._held + text
+        at = min((i for i in map(text.find, self._options.stop) if i >= 0), default=-1)
+        if at >= 0:
+            self._finish, self._held = "stop", ""
+            self._tokens.close()
+            return text[:at]
+        if token.finish:
+            self._finish, self._held = token.finish, ""
+            return text
+        kept = _open_stop(text, self._options.stop)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+
+def logprob_of(logits: np.ndarray, token: int, count: int) -> TokenLogprob:
+    """Return how likely a token is, and the `count` likeliest, by logits [V] fp32."""
+    shifted = logits.astype(np.float64) - logits.max()
+    total = np.log(np.exp(shifted).sum())
+    top: tuple[tuple[int, float], ...] = ()
+    if count:
+        # The whole order, so that equal ones rank by id as in sampling.
+        largest = np.argpartition(-shifted, min(count, shifted.size - 1))[: count + 1]
+        least = shifted[largest].min()
+        among = np.flatnonzero(shifted >= least)
+        order = among[np.argsort(-shifted[among], kind="stable")][:count]
+        top = tuple((int(i), float(shifted[i] - total)) for i in order)
+    return TokenLogprob(token, float(shifted[token] - total), top)
+
+
+def _stops(value: object) -> tuple[str, ...]:
+    """Return stop strings from one, several or none."""
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else listed(value, "stop as a string or several")
+    for stop in stops:
+        if not isinstance(stop, str) or not stop:
+            raise UsageError(f"stop has {shown(stop)}; expected strings that are not empty")
+    return tuple(stops)
+
+
+def _open_stop(text: str, stops: Collection[str]) -> int:
+    """Return how many characters at the end of a text may begin a stop string."""
+    longest = max(map(len, stops), default=1) - 1
+    for size in range(min(longest, len(text)), 0, -1):
+        if any(stop.startswith(text[-size:]) for stop in stops):
+            return size
+    return 0

@@ -1,0 +1,143 @@
+"""What products of int8 activations and integer weights in tiles have in common.
+
+A panel holds the codes of up to 16 tokens as a tile wants them. Tokens come in blocks whose panels
+stay in a thread's second-level cache.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from clocher_kernels.errors import ShapeError
+from cpu_fallback.lanes.jit import device
+from cpu_fallback.lanes.memory import read_i64, write_i64
+from cpu_fallback.ops.bind import BoundCall
+from cpu_fallback.ops.quantize import check_groups
+from cpu_fallback.team.sync import EPOCH
+from cpu_fallback.tiles import panels
+from cpu_fallback.tiles.layout import Layout
+from cpu_fallback.tiles.panels import Form
+from cpu_fallback.tiles.tile_pack import Tiles, tiles_of
+from cpu_fallback.tiles.tile_product import product_of
+
+_PANELS_BYTES = 384 << 10
+_MOST_TOKENS = 128
+_KEPT_BYTES = 64 << 20
+
+TILE_SUMS = 64
+"""In the scratch of a product, after what `is_filled` keeps: the sums, fp32 [16, 16]."""
+PANELS = TILE_SUMS + 4 * 16 * 16
+"""In the scratch of a product: the panels."""
+SHARES = 4
+"""Shares per thread of a product whose weights are worth it."""
+_LONGEST = 1 << 17
+
+AHEAD = 8192
+"""Bytes of weights to ask for ahead of use: what a core's own prefetcher does not keep up with."""
+
+
+@device
+def is_filled(rec, ctl, scratch, start):
+    """Return whether this thread has made these panels in this launch; from now on it has.
+
+    A launch may be divided into several shares for a thread. Its scratch memory is its own until
+    the launch ends.
+
+    Args:
+        rec: address of the launch's record.
+        ctl: address of the control block.
+        scratch: address of the thread's scratch memory.
+        start: first token or pair of the panels.
+    """
+    step = read_i64(ctl + 8 * EPOCH)
+    same = read_i64(scratch) == rec and read_i64(scratch + 8) == step
+    filled = same and read_i64(scratch + 16) == start
+    write_i64(scratch, rec)
+    write_i64(scratch + 8, step)
+    write_i64(scratch + 16, start)
+    return filled
+
+
+class Tiled(NamedTuple):
+    """A weight in tiles, and how the panels that it is multiplied by are made.
+
+    Attributes:
+        product: address of the kernel that multiplies a tile by a panel.
+        tiles: address of the tiles.
+        tile_bytes: of one.
+        scales: activation scales of a row of q.
+        per_block: tokens or pairs whose panels stay in cache while the tiles are read.
+        kept: tokens or pairs whose panels are in the scratch memory at once.
+        per_token: bytes of a panel for each.
+        ahead: bytes of weights to ask for ahead of use.
+        form: how panels are filled.
+    """
+
+    product: int
+    tiles: int
+    tile_bytes: int
+    scales: int
+    per_block: int
+    kept: int
+    per_token: int
+    ahead: int
+    form: Form
+
+
+def panel_sizes(layout: Layout, group: int, k: int, most: int) -> tuple[int, int, int]:
+    """Return tokens per block, tokens whose panels are kept, and the bytes of a panel per token.
+
+    Args:
+        layout: of the weight's tiles.
+        group: columns per activation scale.
+        k: columns.
+        most: tokens or pairs of a step, at capacity.
+
+    Raises:
+        ShapeError: K is so large that a sum might not fit in int32.
+    """
+    if k > _LONGEST:
+        raise ShapeError(f"K = {k}; the integer products take at most {_LONGEST} columns")
+    per_token = panels.panel_bytes(layout, group, k)
+    block = max(16, min(_MOST_TOKENS, _PANELS_BYTES // per_token // 16 * 16))
+    kept = max(block, min(-(-most // 16) * 16, _KEPT_BYTES // per_token // block * block))
+    return block, kept, per_token
+
+
+def has_codes(call: BoundCall) -> bool:
+    """Return whether the activations of a call are int8 codes.
+
+    Raises:
+        ShapeError: they are, and have no scales; or the other way round.
+    """
+    codes, scaled = call.array("x").dtype == np.int8, call.has("x_scale")
+    if codes != scaled:
+        raise ShapeError(
+            f"{call.spec.name}: 'x' is {call.array('x').dtype} and 'x_scale' is "
+            f"{'there' if scaled else 'absent'}; expected int8 with scales, or float32 without"
+        )
+    return codes
+
+
+def tiled(call: BoundCall, columns: str, most: int) -> tuple[Tiled, Tiles]:
+    """Return what a kernel needs to multiply int8 activations by the tiles of `w`, and the tiles.
+
+    Args:
+        call: the bound call.
+        columns: the letter of a row of activations.
+        most: tokens or pairs of a step, at capacity.
+    """
+    group, k = check_groups(call, columns), call.dim(columns)
+    tiles = tiles_of(call.spec.name, call.tensor("w"))
+    block, kept, per_token = panel_sizes(tiles.layout, group, k, most)
+    return Tiled(
+        product=product_of(tiles.layout, group),
+        tiles=int(tiles.data.ctypes.data),
+        tile_bytes=tiles.tile_bytes,
+        scales=-(-k // group) if group else 1,
+        per_block=block,
+        kept=kept,
+        per_token=per_token,
+        ahead=call.hints.prefetch_distance(AHEAD),
+        form=panels.form_of(tiles.layout, group, tiles.factor),
+    ), tiles

@@ -1,0 +1,315 @@
+"""The step loop: any schedule gives each request what it gets alone, and no page is ever lost."""
+
+import hashlib
+import math
+import random
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clocher_kernels.errors import NonFinite
+from clocher_runtime.engine.arguments import Sampling
+from clocher_runtime.engine.pages import KvPages, PagePool, window_pages
+from clocher_runtime.engine.requests import Mailbox, Request
+from clocher_runtime.engine.scheduler import Scheduler
+from clocher_runtime.engine.timing import StepTimes
+from clocher_runtime.models.build import PAGE_CELLS
+
+WINDOW = 100
+VOCABULARY = 50
+
+
+def next_id(seen: bytes, near: bytes, seed: int, draw: int) -> int:
+    """What the model below goes on with: a hash of all cells, and of those in the window."""
+    digest = hashlib.blake2b(seen + b"|" + near + b"%d %d" % (seed, draw), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % VOCABULARY
+
+
+def alone(ids: list[int], count: int, seed: int) -> list[int]:
+    """The tokens that a prompt is followed by."""
+    ids, made = list(ids), []
+    for draw in range(count):
+        seen = np.array(ids, np.int32)
+        near = seen[max(0, len(ids) - WINDOW) :]
+        made.append(next_id(seen.tobytes(), near.tobytes(), seed, draw))
+        ids.append(made[-1])
+    return made
+
+
+class Executor:
+    """A model whose keys are the ids: it reads them through the page tables, like attention."""
+
+    def __init__(self, slots: int, chunk: int, context: int, pages: int, few: int) -> None:
+        blocks = -(-context // PAGE_CELLS)
+        self.plan = SimpleNamespace(tokens=chunk, rows=slots)
+        tables = {"pages": (slots, blocks), "window_pages": (slots, blocks)}
+        tokens = dict.fromkeys(("ids", "slots", "positions", "ends", "ancestors"), (chunk,))
+        rows = dict.fromkeys(
+            ("rows", "temperature", "top_k", "top_p", "seeds", "draws", "sampled"), (slots,)
+        )
+        self.arrays = {n: np.zeros(s, np.int64) for n, s in {**tables, **tokens, **rows}.items()}
+        self.arrays["temperature"] = np.zeros(slots, np.float32)
+        self.cells = {
+            "pages": np.full((pages, PAGE_CELLS), -7, np.int32),
+            "window_pages": np.full((few, PAGE_CELLS), -7, np.int32),
+        }
+        self.steps: list[tuple[int, int]] = []
+        self.awake = 0
+
+    def array(self, name: str) -> np.ndarray:
+        return self.arrays[name]
+
+    def upload(self) -> None:
+        pass
+
+    def warm(self) -> None:
+        pass
+
+    def running(self) -> Any:
+        return nullcontext()
+
+    def fetch(self, name: str, count: int) -> np.ndarray:
+        return self.arrays[name][:count]
+
+    def read(self, table: str, slot: int, first: int, end: int) -> bytes:
+        cells = np.arange(first, end)
+        pages = self.arrays[table][slot][cells // PAGE_CELLS]
+        return self.cells[table][pages, cells % PAGE_CELLS].tobytes()
+
+    def step(self, tokens: int, rows: int) -> None:
+        a = self.arrays
+        self.steps.append((tokens, rows))
+        for t in range(tokens):
+            slot, position = a["slots"][t], a["positions"][t]
+            for table, cells in self.cells.items():
+                page = a[table][slot, position // PAGE_CELLS]
+                assert page >= 0, f"no page for cell {position}"
+                cells[page, position % PAGE_CELLS] = a["ids"][t]
+        for row in range(rows):
+            t = a["rows"][row]
+            slot, end = a["slots"][t], a["ends"][t]
+            seen = self.read("pages", slot, 0, end)
+            near = self.read("window_pages", slot, max(0, end - WINDOW), end)
+            token = next_id(seen, near, int(a["seeds"][row]), int(a["draws"][row]))
+            a["sampled"][row] = a["ids"][t] = token
+            a["positions"][t] += 1
+            a["ends"][t] += 1
+            a["draws"][row] += 1
+
+
+def scheduler_of(
+    slots: int, chunk: int, context: int, pages: int, reuse: bool, itl_ms: float = math.inf
+) -> tuple[Scheduler, Executor]:
+    few = window_pages(WINDOW, chunk, slots, context, pages)
+    executor = Executor(slots, chunk, context, pages, few)
+    held = KvPages(
+        executor.array("pages"),
+        pages,
+        window_table=executor.array("window_pages"),
+        window_pages=few,
+        window=WINDOW,
+        reuse=reuse,
+    )
+    return Scheduler(executor, held, slots, {}, "fp32", itl_ms), executor
+
+
+def request_of(ids: list[int], budget: int, seed: int, salt: bytes = b"") -> Request:
+    sampling = Sampling(seed=seed)
+    return Request(
+        ids=list(ids), box=Mailbox(1), index=0, budget=budget, sampling=sampling, salt=salt
+    )
+
+
+def assert_conserved(scheduler: Scheduler, pages: int) -> None:
+    full, few = scheduler.census()
+    assert sum(full) == pages
+    assert full.used == few.used == 0, "idle, and somebody holds pages"
+
+
+def play(seed: int) -> int:
+    """Play a random schedule; return how often a sequence was preempted."""
+    rng = random.Random(seed)
+    slots, context = rng.choice([1, 2, 3, 5]), rng.choice([64, 200, 300])
+    chunk = max(slots, rng.choice([1, 7, 64, 100]))
+    least = -(-context // PAGE_CELLS)
+    pages = least if rng.random() < 0.5 else rng.randint(least, least * slots)
+    scheduler, executor = scheduler_of(slots, chunk, context, pages, rng.random() < 0.8)
+    stems = [[rng.randrange(VOCABULARY) for _ in range(context)] for _ in range(2)]
+    pending = []
+    for _ in range(rng.randint(1, 8)):
+        length = context if rng.random() < 0.1 else rng.randint(1, context // 2)
+        ids = rng.choice(stems)[:length]
+        if rng.random() < 0.3:
+            ids = [*ids[: length // 2], *(rng.randrange(VOCABULARY) for _ in ids[length // 2 :])]
+        budget = rng.randint(1, max(1, min(90, context - length)))
+        pending.append((rng.randint(0, 9), ids, budget, rng.randrange(3)))
+    pending.sort(key=lambda each: each[0], reverse=True)
+    live: list[tuple[Request, list[int], int, int]] = []
+    now = 0
+    while pending or not scheduler.is_idle:
+        while pending and pending[-1][0] <= now:
+            _, ids, budget, sampling = pending.pop()
+            request = request_of(ids, budget, sampling)
+            scheduler.submit([request], warm=False)
+            live.append((request, ids, budget, sampling))
+        if live and rng.random() < 0.01:
+            rng.choice(live)[0].box.left = True
+        scheduler.step()
+        assert len(executor.steps) < 5000, "it does not end"
+        now += 1
+    scheduler.sweep()
+    for request, ids, budget, sampling in live:
+        made = [token.id for token in request.box.tokens]
+        expected = alone(ids, budget, sampling)
+        assert request.box.error is None
+        assert made == expected[: len(made)] if request.box.left else made == expected
+    assert_conserved(scheduler, pages)
+    return scheduler.preempted
+
+
+def test_random_schedules_change_nothing_and_lose_no_page() -> None:
+    preempted = sum(play(seed) for seed in range(600))
+    assert preempted > 50, "the schedules are too easy"
+
+
+@pytest.mark.slow
+def test_ten_thousand_random_schedules() -> None:
+    for seed in range(600, 10_000):
+        play(seed)
+
+
+def finish(scheduler: Scheduler) -> None:
+    while not scheduler.is_idle:
+        scheduler.step()
+
+
+def test_a_text_seen_before_is_not_computed_again() -> None:
+    scheduler, executor = scheduler_of(2, 64, 640, 20, reuse=True)
+    ids = [i % VOCABULARY for i in range(512)]
+    first = request_of(ids, 4, 0)
+    scheduler.submit([first], warm=False)
+    finish(scheduler)
+    assert sum(tokens for tokens, _ in executor.steps) == 512 + 3
+    executor.steps.clear()
+    again = request_of(ids, 4, 0)
+    scheduler.submit([again], warm=False)
+    finish(scheduler)
+    # The last page is computed, so that there is something to draw from.
+    assert sum(tokens for tokens, _ in executor.steps) == 64 + 3
+    assert scheduler.reused == 448
+    assert [t.id for t in again.box.tokens] == [t.id for t in first.box.tokens]
+    executor.steps.clear()
+    turn = [*ids, *(t.id for t in first.box.tokens), 1, 2, 3]
+    more = request_of(turn, 4, 0)
+    scheduler.submit([more], warm=False)
+    finish(scheduler)
+    assert sum(tokens for tokens, _ in executor.steps) < 4 + 3 + PAGE_CELLS + 3
+    assert [t.id for t in more.box.tokens] == alone(turn, 4, 0)
+    assert_conserved(scheduler, 20)
+
+
+def test_texts_of_another_salt_are_not_shared() -> None:
+    scheduler, _ = scheduler_of(1, 64, 640, 20, reuse=True)
+    ids = [i % VOCABULARY for i in range(256)]
+    for salt in (b"a", b"b"):
+        scheduler.submit([request_of(ids, 1, 0, salt)], warm=False)
+        finish(scheduler)
+    assert scheduler.reused == 0
+    scheduler.submit([request_of(ids, 1, 0, b"a")], warm=False)
+    finish(scheduler)
+    assert scheduler.reused == 192
+
+
+def test_a_long_text_holds_few_window_pages() -> None:
+    scheduler, _ = scheduler_of(1, 64, 6400, 100, reuse=False)
+    scheduler.submit([request_of([1] * 6000, 2, 0)], warm=False)
+    most = 0
+    while not scheduler.is_idle:
+        scheduler.step()
+        most = max(most, scheduler.census()[1].used)
+    assert most <= -(-(WINDOW + 64) // PAGE_CELLS) + 1
+
+
+def test_decodes_come_first_and_prompts_fit_the_time() -> None:
+    scheduler, executor = scheduler_of(2, 64, 640, 20, reuse=False, itl_ms=10)
+    clock = iter(range(0, 10**12, 1))
+    scheduler.times = StepTimes(lambda: next(clock))
+    for tokens in (1, 2, 4, 8, 16, 32, 64):
+        scheduler.times.add(tokens, tokens * 500_000)  # half a millisecond a token
+    scheduler.submit([request_of([1] * 3, 30, 0)], warm=False)
+    scheduler.step()
+    scheduler.submit([request_of([2] * 200, 3, 0)], warm=False)
+    scheduler.step()
+    assert executor.steps[-1] == (20, 1)  # one that decodes, and 19 of the prompt
+    scheduler.itl_ms = math.inf
+    scheduler.step()
+    assert executor.steps[-1] == (64, 1)
+
+
+def test_what_cannot_have_pages_waits_and_nothing_is_lost() -> None:
+    scheduler, _ = scheduler_of(3, 64, 192, 3, reuse=True)
+    requests = [request_of([i] * 60, 100, i) for i in range(3)]
+    scheduler.submit(requests, warm=False)
+    finish(scheduler)
+    assert scheduler.preempted
+    for i, request in enumerate(requests):
+        assert [t.id for t in request.box.tokens] == alone([i] * 60, 100, i)
+    assert_conserved(scheduler, 3)
+
+
+def test_the_error_of_a_caller_is_the_callers() -> None:
+    scheduler, _ = scheduler_of(2, 64, 192, 6, reuse=True)
+
+    def fail(tokens: int) -> None:
+        raise ZeroDivisionError
+
+    good, bad = request_of([1, 2], 5, 0), request_of([3, 4], 5, 0)
+    bad.box.after_token = fail
+    scheduler.submit([good], warm=False)
+    scheduler.submit([bad], warm=False)
+    finish(scheduler)
+    assert isinstance(bad.box.error, ZeroDivisionError)
+    assert [t.id for t in good.box.tokens] == alone([1, 2], 5, 0)
+
+
+def test_the_error_of_a_step_is_everyones(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, executor = scheduler_of(2, 64, 192, 6, reuse=True)
+    requests = [request_of([1, 2], 5, 0), request_of([3], 5, 0)]
+    for request in requests:
+        scheduler.submit([request], warm=False)
+    scheduler.step()
+
+    def broken(tokens: int, rows: int) -> None:
+        raise NonFinite("the device is gone")
+
+    monkeypatch.setattr(executor, "step", broken)
+    scheduler.step()
+    assert all(isinstance(r.box.error, NonFinite) for r in requests)
+    assert scheduler.is_idle
+    assert_conserved(scheduler, 6)
+
+
+def test_a_pool_takes_what_was_used_longest_ago() -> None:
+    pool = PagePool(3)
+    a, b, c = (pool.take() for _ in range(3))
+    for page, key in ((a, b"a"), (b, b"b")):
+        pool.name(page, key, b"ids")
+    for page in (b, a, c):
+        pool.release(page)
+    assert pool.census() == (1, 2, 0)
+    assert pool.take() == c  # blank
+    assert pool.find(b"b", b"other ids") is None
+    assert pool.take() == b
+    assert pool.find(b"b", b"ids") is None
+    assert pool.find(b"a", b"ids") == a
+
+
+@pytest.mark.parametrize("limit", [0.1, 1, 5, 1000])
+def test_times_grow_with_what_is_known(limit: float) -> None:
+    times = StepTimes()
+    assert times.most(limit) == 1
+    times.add(8, 1_000_000)
+    assert times.most(limit) == min(16, int(8 * limit))
