@@ -134,13 +134,17 @@ class LanguageModel:
                 raise UsageError(f"prompt {number}: {error}") from None
         if not running:
             raise UsageError("0 prompts; give at least one")
-        for each in running:
-            each.begin()
-        left = running
-        while left:
-            # A token of each: that is a step, and a stop string ends its text at once.
-            left = [each for each in left if next(each, None) is not None]
-        return [each.result() for each in running]
+        try:
+            for each in running:
+                each.begin()
+            left = running
+            while left:
+                # A token of each: that is a step, and a stop string ends its text at once.
+                left = [each for each in left if next(each, None) is not None]
+            return [each.result() for each in running]
+        finally:
+            for each in running:
+                each.close()
 
     def chat(
         self,

@@ -102,6 +102,22 @@ def test_an_option_that_nothing_reads_is_refused(model: LanguageModel) -> None:
         model.chat(CHAT, temprature=0.5)
 
 
+def test_tools_that_a_template_does_not_read_are_refused(model: LanguageModel) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = Tokenizer(LLAMA / "tokenizer.json", {"chat_template": template})
+    with pytest.raises(UsageError, match="'tools' is neither an option nor a variable"):
+        tokenizer.apply_chat_template(CHAT, tools=[{"type": "function"}], variables={})
+
+
+def test_the_error_of_one_prompt_ends_its_batch(model: LanguageModel) -> None:
+    def fail(ids: list[int], row: np.ndarray) -> np.ndarray:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        model.complete_batch([PROMPT, "import"], max_new=50, processors=[fail])
+    assert model.session.scheduler.is_idle or model.session.census()[0].used == 0
+
+
 def test_a_text_that_begins_like_a_template_begins_once() -> None:
     content = json.loads((LLAMA / "tokenizer.json").read_bytes())
     begins = content["added_tokens"][0]["content"]

@@ -4,6 +4,8 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -205,6 +207,59 @@ def test_a_right_that_ctrl_c_kept_from_being_given_back_is_found(
     assert ids_of(session) == expected
     session._turns._leader = threading.get_ident()
     session.close()
+
+
+def test_a_thread_joins_beside_a_running_generation() -> None:
+    session = Session(weights(), threads=2, batch=2, context=256)
+    long = session.generate([PROMPT], 200, stop_ids=frozenset())
+    left: list[int] = []
+
+    def work() -> None:
+        left.extend(token.id for token in long)
+
+    next(long)
+    thread = threading.Thread(target=work)
+    thread.start()
+    list(session.generate([[8, 9]], 1, stop_ids=frozenset()))
+    assert len(left) < 150, "it was let in only near the end of the other"
+    thread.join(SECONDS)
+    assert len(left) == 199
+    session.close()
+
+
+def test_a_generation_closed_before_it_joined_stays_away(session: Session) -> None:
+    stream = session.generate([PROMPT], LENGTH)
+    stream.close()
+    assert list(stream) == [] and session.scheduler.is_idle
+
+
+def test_ctrl_c_in_a_step_loses_no_page(
+    session: Session, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = session.scheduler._pages
+    stream = session.generate([PROMPT], LENGTH, stop_ids=frozenset())
+    next(stream)
+
+    def cut(*_: object) -> bool:
+        pages._groups[0].pool.take()  # and before it is noted:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pages, "reserve", cut)
+        with pytest.raises(KeyboardInterrupt):
+            list(stream)
+    assert_idle(session)
+    assert ids_of(session) == expected
+
+
+def test_an_interpreter_ends_while_a_daemon_thread_generates() -> None:
+    code = (
+        "import threading, time, clocher_runtime as c\nm = c.load(threads=1)\n"
+        "def work():\n    while True: m.generate([5], 400)\n"
+        "threading.Thread(target=work, daemon=True).start(); time.sleep(0.3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_measured_generation_is_alone(session: Session, expected: list[int]) -> None:

@@ -40,6 +40,8 @@ class Generation(Iterator[Token]):
         if self._is_over:
             raise StopIteration
         box = self.begin()
+        if self._is_over:
+            raise StopIteration
         while True:
             self._serve(box)
             try:
@@ -67,6 +69,8 @@ class Generation(Iterator[Token]):
                 except BaseException:
                     self._is_over = True
                     raise
+                if self._is_over:  # closed while it waited to join
+                    self._let_go(self._box)
             return self._box
 
     def close(self) -> None:

@@ -183,6 +183,13 @@ class KvPages:
         """Whether the Plan keeps anything of earlier tokens."""
         return bool(self._groups)
 
+    def reset(self) -> None:
+        """Forget everything, when no sequence is left: what was noted may be half of it."""
+        self._groups = [group._replace(pool=PagePool(group.pool.count)) for group in self._groups]
+        for group in self._groups:
+            group.table[...] = NO_PAGE
+        self.changed = True
+
     def census(self) -> list[Census]:
         """Count the pages of each pool."""
         return [group.pool.census() for group in self._groups]

@@ -66,7 +66,7 @@ class Scheduler:
         self._executor, self._pages = executor, pages
         self._weights, self._act_prec = weights, act_prec
         self._inputs = StepInputs(executor)
-        self._slots = list(range(slots))[::-1]
+        self._count, self._slots = slots, list(range(slots))[::-1]
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # oldest first
         self._staged: list[Request] = []  # what the device goes on with by itself
@@ -125,8 +125,7 @@ class Scheduler:
             self._staged = []
             self.end_all(error)
         except BaseException as cut:  # Ctrl-C: it is the caller's, and nobody else's
-            self._staged = []
-            self.end_all(DeviceError(f"a step was cut off by {type(cut).__name__}; ask again"))
+            self._begin_anew(DeviceError(f"a step was cut off by {type(cut).__name__}; ask again"))
             raise
         self.rest()
 
@@ -154,6 +153,15 @@ class Scheduler:
         for request in (*self._running, *self._waiting):
             request.box.error = error
         self.sweep()
+        self.rest()
+
+    def _begin_anew(self, error: BaseException) -> None:
+        """End every call, and trust nothing that was noted of them."""
+        for request in (*self._running, *self._waiting):
+            request.box.error = error
+        self._running, self._waiting, self._staged = [], deque(), []
+        self._slots = list(range(self._count))[::-1]
+        self._pages.reset()
         self.rest()
 
     def blank_step(self) -> None:
@@ -239,7 +247,8 @@ class Scheduler:
             self._executor.step(tokens, len(rows))
             _tell(rows)
             sampled = self._executor.fetch("sampled", len(rows)).tolist() if rows else []
-            self.times.add(tokens, self.times.now() - began)
+            if rows:  # otherwise a GPU may still be at it
+                self.times.add(tokens, self.times.now() - began)
         if self._pages.keeps:
             self.kv_misses += tokens
             self.kv_hits += sum(count * r.cells + count * (count - 1) // 2 for r, count in parts)

@@ -4,11 +4,12 @@ There is no thread in the background. A thread that waits for a token does a ste
 while another one does it.
 """
 
+import atexit
 import os
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from clocher_kernels.errors import SessionBusy, UsageError
 from clocher_runtime.engine.requests import Mailbox
@@ -36,6 +37,7 @@ class Turns:
         self._changed = threading.Condition(self._lock)
         self._leader: int | None = None  # the thread that has the right
         self._inside: int | None = None  # the same, between entering and leaving the context
+        self._asking = 0  # threads that wait for the right, and come before the next step
 
     @contextmanager
     def taken(self, purpose: str) -> Iterator[None]:
@@ -54,13 +56,28 @@ class Turns:
                 f"{purpose}: called from within a step of this session; return from there first"
             )
         with self._lock:
-            # What this thread has without being inside, Ctrl-C kept it from giving back.
-            while self._leader not in (None, me):
-                self._changed.wait()
-            if self._is_closed:
-                self._leader = None
-                raise _closed(purpose)
-            self._leader = me
+            self._asking += 1
+            try:
+                # What this thread has without being inside, Ctrl-C kept it from giving back.
+                while self._leader not in (None, me):
+                    self._changed.wait()
+            finally:
+                self._asking -= 1
+                self._changed.notify_all()
+            self._lead(me, purpose)
+        with self._led(me):
+            yield
+
+    def _lead(self, me: int, purpose: str) -> None:
+        """Take the right that nobody else has; the lock is held."""
+        self._leader = None
+        if self._is_closed:
+            raise _closed(purpose)
+        self._leader = me
+
+    @contextmanager
+    def _led(self, me: int) -> Iterator[None]:
+        """Be inside, and give the right back."""
         try:
             self._inside = me
             yield
@@ -77,14 +94,18 @@ class Turns:
             SessionBusy: called from within a step.
         """
         me = threading.get_ident()
+        if self._inside == me:
+            raise SessionBusy("generate: called from within a step of this session; return first")
         while not box.has_news:
             with self._lock:
-                while self._leader not in (None, me) and not box.has_news:
+                # Who joins, leaves or closes comes first: this thread would ask again at once.
+                while (self._asking or self._leader not in (None, me)) and not box.has_news:
                     self._changed.wait()
-            if not box.has_news:
-                with self.taken("generate"):
-                    if not box.has_news:
-                        self._scheduler.step()
+                if box.has_news:
+                    return
+                self._lead(me, "generate")
+            with self._led(me):
+                self._scheduler.step()
 
     def let_go(self, box: Mailbox) -> None:
         """Note that nobody reads a mailbox; what its requests hold is free now, or after a step."""
@@ -131,10 +152,18 @@ def _closed(purpose: str) -> UsageError:
     return UsageError(f"{purpose}: the session is closed; load the model again")
 
 
+def _at_exit() -> None:
+    # A daemon thread in a step would go on in memory that the interpreter gives back.
+    for turns in list(_all):
+        with suppress(SessionBusy):
+            turns.close()
+
+
 def _after_fork() -> None:
     for turns in list(_all):
         turns.forked()
 
 
+atexit.register(_at_exit)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)

@@ -132,7 +132,8 @@ class Tokenizer:
             messages: `{"role": ..., "content": ...}` each.
             tools: functions that the model may call, as JSON schemas.
             add_generation_prompt: end it where the model's answer begins.
-            variables: further ones that the template reads.
+            variables: further ones. What the template does not read of them is refused, and tools,
+                unless this is None.
 
         Raises:
             UsageError: the model has no chat template, or the template refuses these messages.
@@ -144,8 +145,8 @@ class Tokenizer:
         from clocher_runtime.text.chat_template import ChatTemplate
 
         template = ChatTemplate(self._template)
-        if variables:
-            template.refuse_unread(variables)
+        if variables is not None:
+            template.refuse_unread([*variables, *(["tools"] if tools else [])])
         return template.render(
             **{
                 **self._special,
