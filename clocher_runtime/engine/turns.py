@@ -30,6 +30,9 @@ class Turns:
         self._renew()
         self._is_closed = False
         _all.add(self)
+        # What is registered last runs first: before memory that the executor has is given back.
+        atexit.unregister(_at_exit)
+        atexit.register(_at_exit)
 
     def _renew(self) -> None:
         # `with` on the lock itself: Ctrl-C cannot come between taking it and being in the block.
@@ -164,6 +167,5 @@ def _after_fork() -> None:
         turns.forked()
 
 
-atexit.register(_at_exit)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
