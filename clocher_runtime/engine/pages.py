@@ -56,6 +56,11 @@ class PagePool:
         """Pages that can be taken."""
         return self.count - self._touched + len(self._unused)
 
+    @property
+    def used(self) -> int:
+        """Pages that somebody uses."""
+        return self._touched - len(self._unused)
+
     def census(self) -> Census:
         """Count the pages."""
         cached = sum(page in self._names for page in self._unused)
@@ -182,6 +187,11 @@ class KvPages:
     def keeps(self) -> bool:
         """Whether the Plan keeps anything of earlier tokens."""
         return bool(self._groups)
+
+    @property
+    def used(self) -> int:
+        """Pages that sequences hold."""
+        return sum(group.pool.used for group in self._groups)
 
     def reset(self) -> None:
         """Forget everything, when no sequence is left: what was noted may be half of it."""

@@ -140,6 +140,7 @@ class Scheduler:
     def rest(self) -> None:
         """Let the executor sleep if there is nothing to do."""
         if self.is_idle and self._is_awake:
+            assert not self._pages.used, "nobody runs, and pages are held"
             self._is_awake = False
             self._awake.close()
 
