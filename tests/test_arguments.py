@@ -166,6 +166,11 @@ def test_more_tokens_than_the_context_holds_are_fewer(model: LanguageModel) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"prefix_cache": "no"}, "prefix_cache is 'no'; expected True or False"),
+        ({"all_logits": 1}, "all_logits is 1; expected True or False"),
+        ({"itl_ms": True}, "itl_ms is True; expected milliseconds above 0"),
+        ({"itl_ms": 0}, "itl_ms is 0; expected milliseconds above 0"),
+        ({"kv_pages": 0}, "kv_pages is 0; expected an integer, at least 1"),
         *(
             ({name: value}, f"{name} is ")
             for name in ("threads", "context", "batch", "chunk")

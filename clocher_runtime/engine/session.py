@@ -100,7 +100,10 @@ class Session:
         chunk = known.chunk if chunk is None else chunk
         batch, chunk = whole("batch", batch, 1, _MOST), whole("chunk", chunk, 1, _MOST)
         threads = whole("threads", threads, 1, MAX_THREADS)
-        if not isinstance(itl_ms, int | float) or not itl_ms > 0:
+        for name, flag in (("all_logits", all_logits), ("prefix_cache", prefix_cache)):
+            if not isinstance(flag, bool):
+                raise UsageError(f"{name} is {shown(flag)}; expected True or False")
+        if isinstance(itl_ms, bool) or not isinstance(itl_ms, int | float) or not itl_ms > 0:
             raise UsageError(f"itl_ms is {shown(itl_ms)}; expected milliseconds above 0")
         for name, function in (("progress", progress), ("packing", packing)):
             if function is not None and not callable(function):
@@ -367,8 +370,9 @@ class Session:
         if not ids:
             raise UsageError("no tokens; give it at least one")
         if len(ids) > self._longest:
+            what = "context" if self._longest == self.context else "KV cache (kv_pages)"
             raise UsageError(
-                f"{len(ids)} tokens, the context holds {self._longest}; "
+                f"{len(ids)} tokens, the {what} holds {self._longest}; "
                 "shorten it or raise --context"
             )
         last = self.model.spec.vocab_size - 1
