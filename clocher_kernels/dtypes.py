@@ -23,6 +23,7 @@ STORAGE: dict[str, np.dtype] = {
     "u8": np.dtype(np.uint8),
     "i32": np.dtype(np.int32),
     "i64": np.dtype(np.int64),
+    "u32": np.dtype(np.uint32),
     "u64": np.dtype(np.uint64),
 }
 """Name of an element type -> NumPy dtype that holds its bytes."""

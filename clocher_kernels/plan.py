@@ -46,6 +46,11 @@ class Buffer:
     rows: Rows = ""
     role: Role = "scratch"
 
+    @property
+    def nbytes(self) -> int:
+        """Size at capacity."""
+        return prod(self.shape) * STORAGE[self.dtype].itemsize
+
     def allocate(self) -> np.ndarray:
         """Return a zeroed array for the buffer."""
         return np.zeros(self.shape, STORAGE[self.dtype])

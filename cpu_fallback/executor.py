@@ -129,7 +129,7 @@ class CpuExecutor:
         """Return the first rows of a buffer as they are now."""
         return self.array(name)[:count]
 
-    def upload(self) -> None:
+    def upload(self, masks: int | None = None) -> None:
         """Do nothing: steps read the host's arrays."""
 
     def fetch(self, name: str, count: int) -> np.ndarray:

@@ -15,6 +15,7 @@ from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.lowering import LOWER
 from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
 from clocher_kernels.formats import parse_format
+from clocher_kernels.ops.sampling import words_for
 
 PAGE, CELLS, SLOTS, VOCABULARY = 64, 8192, 4, 201088
 
@@ -61,6 +62,8 @@ def append(device: Device, kv: str) -> list[Launch]:
 def sample(device: Device) -> list[Launch]:
     return LOWER["sample"](
         logits=floats(1, VOCABULARY),
+        allowed=ints(1, words_for(VOCABULARY)),
+        masked=ints(1),
         temperature=floats(1),
         top_k=ints(1),
         top_p=floats(1),

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_run import compiled, kernel_cache
+from masks import masks_of
 from one_op import run
 
-from clocher_kernels.ops.sampling import NO_TOKEN
+from clocher_kernels.ops.sampling import NO_TOKEN, NONE_ALLOWED
 from cpu_fallback.lanes.maths import boltzmann, store_f64
 from cpu_fallback.lanes.memory import load_f32, read_f32
 
@@ -18,13 +19,25 @@ LOWEST = np.finfo(np.float32).min
 
 
 def drawn(
-    logits: np.ndarray, chosen: Settings, seeds: np.ndarray, draws: np.ndarray, threads: int = 2
+    logits: np.ndarray,
+    chosen: Settings,
+    seeds: np.ndarray,
+    draws: np.ndarray,
+    threads: int = 2,
+    allowed: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return the ids drawn for the rows of logits [R, V], all with (temperature, top_k, top_p)."""
+    """Return the ids drawn for the rows of logits [R, V], all with (temperature, top_k, top_p).
+
+    `allowed`, bool [R, V], says which tokens; without it none of the masks, which allow nothing,
+    is used.
+    """
     rows, v = logits.shape
     temperature, top_k, top_p = chosen
+    masked = np.zeros(rows) if allowed is None else np.arange(rows) + 1
     values = {
         "logits": logits.astype(np.float32),
+        "allowed": masks_of(np.zeros((rows, v), bool) if allowed is None else allowed),
+        "masked": masked.astype(np.int32),
         "temperature": np.full(rows, temperature, np.float32),
         "top_k": np.full(rows, top_k, np.int32),
         "top_p": np.full(rows, top_p, np.float32),
@@ -34,11 +47,17 @@ def drawn(
     return run("sample", {"R": rows, "V": v}, {}, values, threads)["ids"]
 
 
-def _same(logits: np.ndarray, chosen: Settings, rng: np.random.Generator) -> None:
+def _same(
+    logits: np.ndarray,
+    chosen: Settings,
+    rng: np.random.Generator,
+    allowed: np.ndarray | None = None,
+) -> np.ndarray:
     seeds = rng.integers(0, 2**64, len(logits), dtype=np.uint64)
     draws = rng.integers(0, 5000, len(logits))
-    got, expected = (drawn(logits, chosen, seeds, draws, threads) for threads in (2, 0))
+    got, expected = (drawn(logits, chosen, seeds, draws, threads, allowed) for threads in (2, 0))
     np.testing.assert_array_equal(got, expected)
+    return got
 
 
 @settings(max_examples=200)
@@ -62,6 +81,48 @@ def test_ids_are_those_of_the_reference(
     elif kind == "masked":
         logits[:, 1:][rng.random((4, v - 1)) < 0.5] = LOWEST
     _same(logits, (temperature, top_k, top_p), rng)
+
+
+@settings(max_examples=200)
+@given(
+    st.integers(1, 300),
+    st.sampled_from([0, 0.3, 1.0, 2.5]),
+    st.integers(0, 310),
+    st.one_of(st.just(1.0), st.floats(1e-6, 1.0)),
+    st.sampled_from([0.0, 0.02, 0.5, 0.97, 1.0]),
+    st.integers(0, 2**32),
+)
+def test_only_allowed_tokens_are_drawn_as_the_reference_does(
+    v: int, temperature: float, top_k: int, top_p: float, share: float, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    logits = np.round(rng.standard_normal((4, v)) * 4) / 2
+    allowed = rng.random((4, v)) < share
+    got = _same(logits, (temperature, top_k, top_p), rng, allowed)
+    for row, token in enumerate(got):
+        assert allowed[row, token] if allowed[row].any() else token == NONE_ALLOWED
+
+
+@pytest.mark.parametrize("chosen", [(0, 0, 1), (1, 0, 1), (1, 3, 1), (1, 0, 0.5)])
+def test_a_draw_among_allowed_tokens_is_one_among_the_others_logits(chosen: Settings) -> None:
+    rng = np.random.default_rng(3)
+    logits = rng.standard_normal((6, 500)).astype(np.float32) * 3
+    some = np.sort(rng.permutation(500)[:90])
+    allowed = np.zeros((6, 500), bool)
+    allowed[:, some] = True
+    seeds, draws = np.arange(6), np.arange(6)
+    alone = drawn(logits[:, some], chosen, seeds, draws)
+    np.testing.assert_array_equal(drawn(logits, chosen, seeds, draws, allowed=allowed), some[alone])
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("v", [1, 31, 32, 33, 500])
+def test_a_mask_that_allows_nothing_is_no_fault(temperature: float, v: int) -> None:
+    logits, nothing = np.zeros((2, v)), np.zeros(2)
+    logits[1, v - 1] = np.nan
+    for threads in (0, 2):
+        ids = drawn(logits, (temperature, 0, 1), nothing, nothing, threads, np.zeros((2, v), bool))
+        assert ids.tolist() == [NONE_ALLOWED, NO_TOKEN]
 
 
 @pytest.mark.parametrize("chosen", [(0, 0, 1), (1, 0, 1), (0.8, 50, 0.95), (1.2, 0, 0.9)], ids=str)

@@ -3,16 +3,22 @@
 import numpy as np
 import pytest
 import torch
+from masks import masks_of
 
+from clocher_kernels.cuda.buffers import InputBlock
 from clocher_kernels.cuda.launch import INTERPRETER, execute
 from clocher_kernels.cuda.lowering import LOWER
+from clocher_kernels.ops.sampling import NO_TOKEN, NONE_ALLOWED
 from clocher_kernels.ops.sampling import sample as reference
+from clocher_kernels.plan import Buffer, Plan
 
 VOCABULARY = 4500
 ROWS = 7
 
 
-def draw(logits: np.ndarray, **settings: float) -> tuple[np.ndarray, np.ndarray]:
+def draw(
+    logits: np.ndarray, allowed: np.ndarray | None = None, **settings: float
+) -> tuple[np.ndarray, np.ndarray]:
     """Return what the interpreter and the reference choose for rows with the same settings."""
     rows = len(logits)
     values = {
@@ -23,13 +29,23 @@ def draw(logits: np.ndarray, **settings: float) -> tuple[np.ndarray, np.ndarray]
         "seeds": np.arange(rows, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1),
         "draws": np.arange(rows, dtype=np.int32) * 1000,
     }
-    return choose(values)
+    return choose(values, allowed)
 
 
-def choose(values: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    rows = len(values["logits"])
-    tensors = {n: torch.from_numpy(v.copy()) for n, v in values.items() if n != "seeds"}
-    tensors["seeds"] = torch.from_numpy(values["seeds"].view(np.int64).copy())
+def choose(
+    values: dict[str, np.ndarray], allowed: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    rows, vocabulary = values["logits"].shape
+    nothing = np.zeros((1, vocabulary), bool)
+    values = {
+        **values,
+        "allowed": masks_of(nothing if allowed is None else allowed),
+        "masked": (np.zeros(rows) if allowed is None else np.arange(rows) + 1).astype(np.int32),
+    }
+    signed = {
+        name: v.view(f"i{v.itemsize}") if v.dtype.kind == "u" else v for name, v in values.items()
+    }
+    tensors = {name: torch.from_numpy(v.copy()) for name, v in signed.items()}
     got = torch.full((rows,), -1, dtype=torch.int32)
     execute(LOWER["sample"](**tensors, ids=got, device=INTERPRETER))
     expected = np.full(rows, -1, np.int32)
@@ -108,6 +124,58 @@ def test_a_row_that_is_not_finite_gives_no_token(odd: float, temperature: float)
     np.testing.assert_array_equal(draw(normal(4), temperature=0.8, top_k=20)[0] >= 0, True)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0},
+        {"temperature": 1},
+        {"temperature": 0.7, "top_k": 50},
+        {"top_p": 0.8},
+        {"temperature": 1.2, "top_k": 300, "top_p": 0.9},
+        {"temperature": 1e-6},
+    ],
+    ids=str,
+)
+def test_only_allowed_tokens_are_drawn(settings: dict[str, float]) -> None:
+    logits = normal(5)
+    allowed = np.random.default_rng(1).random(logits.shape) < 0.1
+    allowed[0], allowed[1] = False, True
+    allowed[2] = np.arange(VOCABULARY) == 4321
+    allowed[3, logits[3] > -6] = False  # what is likely is forbidden
+    got, expected = draw(logits, allowed, **settings)
+    np.testing.assert_array_equal(got, expected)
+    assert got[0] == NONE_ALLOWED and got[2] == 4321 and allowed[range(1, 5), got[1:]].all()
+
+
+def test_a_fault_shows_behind_a_mask() -> None:
+    logits = normal(2)
+    logits[0, 9] = np.nan
+    got, _ = draw(logits, np.zeros(logits.shape, bool), temperature=0.8)
+    assert got.tolist() == [NO_TOKEN, NONE_ALLOWED]
+
+
+def test_rows_share_masks_and_a_number_beyond_them_is_the_last() -> None:
+    logits = normal(4, 700)
+    allowed = np.zeros((2, 700), bool)
+    allowed[0, 5], allowed[1, 600] = True, True
+    values = {
+        "logits": logits,
+        "allowed": masks_of(allowed).view(np.int32),
+        "masked": np.array([2, -5, 1, 9], np.int32),
+        "temperature": np.ones(4, np.float32),
+        "top_k": np.zeros(4, np.int32),
+        "top_p": np.ones(4, np.float32),
+        "seeds": np.ones(4, np.int64),
+        "draws": np.zeros(4, np.int32),
+    }
+    got = torch.zeros(4, dtype=torch.int32)
+    tensors = {name: torch.from_numpy(value) for name, value in values.items()}
+    execute(LOWER["sample"](**tensors, ids=got, device=INTERPRETER))
+    assert got[[0, 2, 3]].tolist() == [600, 5, 600]
+    free, _ = draw(logits[1:2])  # whose seed is 1 too
+    assert got[1] == free[0]
+
+
 def test_a_choice_does_not_depend_on_other_rows() -> None:
     logits = normal(3, 700)
     together, _ = draw(logits, top_k=30, top_p=0.9)
@@ -119,3 +187,19 @@ def test_counters_and_bins_are_left_at_zero() -> None:
     names = ("sample_arrivals", "sample_counts", "sample_bin_masses")
     left = [t for key, t in INTERPRETER._scratch.items() if key[0] in names]
     assert left and not any(t.any() for t in left)
+
+
+def test_masks_are_sent_as_far_as_they_are_wanted() -> None:
+    buffers = {
+        "allowed": Buffer((3, 2), "u32", "", "input"),
+        "rows": Buffer((5,), "i32", "R", "input"),
+    }
+    block = InputBlock(Plan(5, 5, buffers, {}, (), ()), INTERPRETER)
+    for array in block.host.values():
+        array[...] = 7
+    for masks, sent in ((0, 0), (2, 2), (None, 3)):
+        for tensor in block.tensors.values():
+            tensor.zero_()
+        block.upload(masks)
+        assert block.tensors["rows"].tolist() == [7] * 5
+        assert block.tensors["allowed"].tolist() == [[7, 7]] * sent + [[0, 0]] * (3 - sent)

@@ -48,9 +48,11 @@ class Executor:
         tables = {"pages": (slots, blocks), "window_pages": (slots, blocks)}
         tokens = dict.fromkeys(("ids", "slots", "positions", "ends", "ancestors"), (chunk,))
         rows = dict.fromkeys(
-            ("rows", "temperature", "top_k", "top_p", "seeds", "draws", "sampled"), (slots,)
+            ("rows", "masked", "temperature", "top_k", "top_p", "seeds", "draws", "sampled"),
+            (slots,),
         )
         self.arrays = {n: np.zeros(s, np.int64) for n, s in {**tables, **tokens, **rows}.items()}
+        self.arrays["allowed"] = np.zeros((slots, 1), np.uint32)
         self.arrays["temperature"] = np.zeros(slots, np.float32)
         self.cells = {
             "pages": np.full((pages, PAGE_CELLS), -7, np.int32),
@@ -62,8 +64,8 @@ class Executor:
     def array(self, name: str) -> np.ndarray:
         return self.arrays[name]
 
-    def upload(self) -> None:
-        pass
+    def upload(self, masks: int | None = None) -> None:
+        assert masks is not None and masks <= len(self.arrays["allowed"])
 
     def warm(self) -> None:
         pass

@@ -236,7 +236,7 @@ def test_a_generation_closed_before_it_joined_stays_away(session: Session) -> No
 def test_ctrl_c_in_a_step_loses_no_page(
     session: Session, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pages = session.scheduler._pages
+    pages = session.scheduler.pages
     stream = session.generate([PROMPT], LENGTH, stop_ids=frozenset())
     next(stream)
 

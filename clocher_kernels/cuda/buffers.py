@@ -12,6 +12,7 @@ from clocher_kernels.ops import OPS
 from clocher_kernels.plan import Buffer, Plan
 
 _ALIGNMENT = 256
+_MASKS = "allowed"
 
 
 def activation_types(plan: Plan, act: str) -> dict[str, str]:
@@ -56,18 +57,25 @@ def allocate(plan: Plan, types: Mapping[str, str], device: Device) -> dict[str, 
 class InputBlock:
     """The inputs of a Plan in one block, so that one copy takes them to the device.
 
+    The masks of the sampling op, larger than all the rest, come last: few steps need some.
+
     Attributes:
         host: NumPy arrays by name; what the host writes.
         tensors: the device's arrays by name; what kernels read, and step on.
     """
 
     def __init__(self, plan: Plan, device: Device) -> None:
-        inputs = {n: b for n, b in plan.buffers.items() if b.role == "input"}
+        given = {n: b for n, b in plan.buffers.items() if b.role == "input"}
+        inputs = dict(sorted(given.items(), key=lambda item: item[0] == _MASKS))
         offsets, size = {}, 0
         for name, buffer in inputs.items():
             offsets[name] = size
             size += -(-_nbytes(buffer, buffer.dtype) // _ALIGNMENT) * _ALIGNMENT
         size = max(size, _ALIGNMENT)
+        self._size, self._masks_at, self._mask_bytes = size, size, 0
+        if masks := inputs.get(_MASKS):
+            self._masks_at = offsets[_MASKS]
+            self._mask_bytes = _nbytes(masks, masks.dtype) // masks.shape[0]
         self._block = torch.zeros(size, dtype=torch.uint8, device=device.torch_device)
         self._bytes = np.zeros(size, np.uint8)
         self.host: dict[str, np.ndarray] = {}
@@ -86,15 +94,20 @@ class InputBlock:
             self._sent = [torch.cuda.Event() for _ in "ab"]
         self._turn = 0
 
-    def upload(self) -> None:
-        """Send what the host wrote, in the order of the current stream."""
+    def upload(self, masks: int | None = None) -> None:
+        """Send what the host wrote, in the order of the current stream.
+
+        Args:
+            masks: how many of the masks, from the first on; None: all.
+        """
+        end = self._size if masks is None else self._masks_at + masks * self._mask_bytes
         if not self._pinned:
-            self._block.copy_(torch.from_numpy(self._bytes))
+            self._block[:end].copy_(torch.from_numpy(self._bytes[:end]))
             return
         pinned, sent = self._pinned[self._turn], self._sent[self._turn]
         sent.synchronize()
-        pinned.numpy()[...] = self._bytes
-        self._block.copy_(pinned, non_blocking=True)
+        pinned.numpy()[:end] = self._bytes[:end]
+        self._block[:end].copy_(pinned[:end], non_blocking=True)
         sent.record()
         self._turn ^= 1
 

@@ -106,15 +106,18 @@ class CudaExecutor:
         """Return the host array of an input buffer, at capacity; `upload` sends it."""
         return self._inputs.host[name]
 
-    def upload(self) -> None:
+    def upload(self, masks: int | None = None) -> None:
         """Send the inputs that the host wrote to the device, before the next step.
+
+        Args:
+            masks: how many of the masks of the sampling op, from the first on; None: all.
 
         Raises:
             DeviceError: this process was forked from the one that made the executor.
         """
         self._refuse_fork()
         with self._on_stream():
-            self._inputs.upload()
+            self._inputs.upload(masks)
         self._fresh = True
 
     def step(self, tokens: int, rows: int) -> None:
@@ -301,7 +304,7 @@ class CudaExecutor:
                 array[rows:high] = array[rows - 1]
         if "rows" in host and rows:
             host["rows"][rows:high] = np.minimum(tokens + np.arange(high - rows), wide - 1)
-        self.upload()
+        self.upload(masks=0)
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -2,7 +2,17 @@
 
 from collections.abc import Callable
 
-from clocher_kernels.cuda import attention, bsr, elementwise, kv, linear, moe, sampling, ternary
+from clocher_kernels.cuda import (
+    advance,
+    attention,
+    bsr,
+    elementwise,
+    kv,
+    linear,
+    moe,
+    sampling,
+    ternary,
+)
 from clocher_kernels.cuda.launch import Launch
 
 LOWER: dict[str, Callable[..., list[Launch]]] = {
@@ -14,6 +24,7 @@ LOWER: dict[str, Callable[..., list[Launch]]] = {
     **kv.LOWER,
     **attention.LOWER,
     **sampling.LOWER,
+    **advance.LOWER,
 }
 LOWER_GREEDY = {**LOWER, **sampling.LOWER_GREEDY}
 """The same for steps whose rows all have temperature 0."""

@@ -1,4 +1,4 @@
-"""Choose the next tokens, and step the token inputs on, in a few launches of fixed size.
+"""Choose the next tokens in a few launches of fixed size.
 
 A row takes four launches: the largest logit (which is all that greedy rows need), the bins, the
 cuts, the draw. What a launch leaves for the next is in scratch; the program of a row that ends last
@@ -23,12 +23,15 @@ from clocher_kernels.cuda.sampling_cuts import (
     share_of,
     unit_for,
     weight_of,
+    without_forbidden,
 )
 from clocher_kernels.ops.sampling import NO_TOKEN as NOTHING
+from clocher_kernels.ops.sampling import NONE_ALLOWED as FORBIDDEN
 
 # Tokens of a program.
 _BLOCK = 2048
 NO_TOKEN = tl.constexpr(NOTHING)
+NONE_ALLOWED = tl.constexpr(FORBIDDEN)
 
 # What a row keeps between launches, int64: kept ranks are at least CUT; the rest says in which bins
 # the cuts are, what is before them, and how many tokens are in these bins.
@@ -66,12 +69,16 @@ def _is_last(arrivals, PROGRAMS: tl.constexpr):
 @triton.jit
 def _largest(
     logits,
+    allowed,
+    masked,
     largest,
     tops,
     firsts,
     ids,
     arrivals,
     V: tl.constexpr,
+    C: tl.constexpr,
+    W: tl.constexpr,
     ROW: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -80,14 +87,15 @@ def _largest(
 ):
     """Find the largest logit of a row, and the lowest id that has it: what greedy rows choose.
 
-    If a logit is not finite, the largest is NaN and there is no token; the other launches then
-    leave the row alone.
+    If a logit is not finite, or none is allowed, the largest is NaN and there is no token; the
+    other launches then leave the row alone.
     """
     start(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
     token = part * BLOCK + tl.arange(0, BLOCK)
     x = load_logits(logits, row, token, V, ROW)
     odd = (token < V) & ((tl.abs(x) < float("inf")) == 0)
+    x = without_forbidden(x, allowed, masked, row, token, V, C, W)
     top, index = tl.max(tl.where(odd, float("inf"), x), 0, return_indices=True)
     tl.store(tops + row * PROGRAMS + part, top)
     tl.store(firsts + row * PROGRAMS + part, part * BLOCK + index)
@@ -96,15 +104,19 @@ def _largest(
         at, inside = row * PROGRAMS + each, each < PROGRAMS
         top_of = tl.load(tops + at, inside, other=float("-inf"), cache_modifier=".cg")
         first_of = tl.load(firsts + at, inside, other=V - 1, cache_modifier=".cg")
-        best = or_nan(tl.max(top_of))
+        best = tl.max(top_of)
         found = tl.min(tl.where(top_of == best, first_of, V - 1))
-        tl.store(largest + row, best)
-        tl.store(ids + row, tl.where(best == best, found, NO_TOKEN))
+        found = tl.where(best == float("-inf"), NONE_ALLOWED, found)
+        found = tl.where(best == float("inf"), NO_TOKEN, found)
+        tl.store(largest + row, or_nan(best))
+        tl.store(ids + row, found)
 
 
 @triton.jit
 def _fill_bins(
     logits,
+    allowed,
+    masked,
     largest,
     temperature,
     top_k,
@@ -114,6 +126,8 @@ def _fill_bins(
     state,
     arrivals,
     V: tl.constexpr,
+    C: tl.constexpr,
+    W: tl.constexpr,
     ROW: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -138,6 +152,7 @@ def _fill_bins(
         return
     at = part * BLOCK + tl.arange(0, BLOCK)
     x = load_logits(logits, row, at, V, ROW)
+    x = without_forbidden(x, allowed, masked, row, at, V, C, W)
     counts += row * BINS
     masses += row * BINS
     # Of a temperature that is none nothing is sure; a bin that is none must not be counted in.
@@ -163,6 +178,8 @@ def _fill_bins(
 @triton.jit
 def _cut(
     logits,
+    allowed,
+    masked,
     largest,
     temperature,
     top_p,
@@ -170,6 +187,8 @@ def _cut(
     state,
     arrivals,
     V: tl.constexpr,
+    C: tl.constexpr,
+    W: tl.constexpr,
     ROW: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -189,6 +208,7 @@ def _cut(
         return
     at = part * BLOCK + tl.arange(0, BLOCK)
     x = load_logits(logits, row, at, V, ROW)
+    x = without_forbidden(x, allowed, masked, row, at, V, C, W)
     which = bin_of(x, top, heat)
     listed = (at < V) & ((which == k_bin) | ((which >= p_low) & (which <= p_high)))
     nth = tl.cumsum(listed.to(tl.int32), 0)
@@ -213,6 +233,8 @@ def _cut(
 @triton.jit
 def _draw(
     logits,
+    allowed,
+    masked,
     largest,
     temperature,
     seeds,
@@ -222,6 +244,8 @@ def _draw(
     ids,
     arrivals,
     V: tl.constexpr,
+    C: tl.constexpr,
+    W: tl.constexpr,
     ROW: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -238,6 +262,7 @@ def _draw(
     cut = tl.load(state + row * STATE + CUT)
     at = part * BLOCK + tl.arange(0, BLOCK)
     x = load_logits(logits, row, at, V, ROW)
+    x = without_forbidden(x, allowed, masked, row, at, V, C, W)
     kept = tl.where(rank_of(x, at) >= cut, weight_of(x, top, heat, UNIT), 0)
     masses += row * PROGRAMS
     tl.store(masses + part, tl.sum(kept))
@@ -251,6 +276,7 @@ def _draw(
         target -= tl.sum(tl.where(each < chosen, mass, 0))
         at = chosen * BLOCK + tl.arange(0, BLOCK)
         x = load_logits(logits, row, at, V, ROW)
+        x = without_forbidden(x, allowed, masked, row, at, V, C, W)
         kept = tl.where(rank_of(x, at) >= cut, weight_of(x, top, heat, UNIT), 0)
         inside = tl.sum((tl.cumsum(kept, 0) <= target).to(tl.int32))
         tl.store(ids + row, tl.minimum(chosen * BLOCK + inside, V - 1))
@@ -259,6 +285,8 @@ def _draw(
 def sample(
     *,
     logits: torch.Tensor,
+    allowed: torch.Tensor,
+    masked: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
@@ -276,6 +304,8 @@ def sample(
     programs = triton.cdiv(vocabulary, _BLOCK)
     common = {
         "V": vocabulary,
+        "C": allowed.shape[0],
+        "W": allowed.shape[1],
         "ROW": logits.stride(0),
         "BLOCK": _BLOCK,
         "PROGRAMS": programs,
@@ -291,12 +321,13 @@ def sample(
     state = scratch("state", STATE.value, torch.int64)
     arrivals = scratch("arrivals", 1, torch.int32)
     bins = BINS.value
-    row = {"logits": logits, "largest": largest, "temperature": temperature}
+    among = {"logits": logits, "allowed": allowed, "masked": masked}
+    row = {**among, "largest": largest, "temperature": temperature}
     steps = (
         (
             _largest,
             {
-                "logits": logits,
+                **among,
                 "largest": largest,
                 "tops": scratch("tops", programs, torch.float32),
                 "firsts": scratch("firsts", programs, torch.int32),
@@ -345,59 +376,6 @@ def sample(
     ]
 
 
-@triton.jit
-def _advance(
-    sampled,
-    rows,
-    ids,
-    positions,
-    ends,
-    draws,
-    R: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    start(PDL)
-    at = tl.arange(0, BLOCK)
-    inside = at < R
-    token = tl.load(rows + at, inside, other=0)
-    there = inside & (token >= 0) & (token < TOKENS)
-    tl.store(ids + token, tl.maximum(tl.load(sampled + at, inside, other=0), 0), there)
-    tl.store(positions + token, tl.load(positions + token, there, other=0) + 1, there)
-    tl.store(ends + token, tl.load(ends + token, there, other=0) + 1, there)
-    tl.store(draws + at, tl.load(draws + at, inside, other=0) + 1, inside)
-
-
-def advance(
-    *,
-    sampled: torch.Tensor,
-    rows: torch.Tensor,
-    ids: torch.Tensor,
-    positions: torch.Tensor,
-    ends: torch.Tensor,
-    draws: torch.Tensor,
-    device: Device,
-) -> list[Launch]:
-    """Lower `ops.sampling.advance`; a token has at most one row."""
-    args = {
-        "sampled": sampled,
-        "rows": rows,
-        "ids": ids,
-        "positions": positions,
-        "ends": ends,
-        "draws": draws,
-    }
-    count = len(sampled)
-    constants = {
-        "R": count,
-        "TOKENS": len(ids),
-        "BLOCK": triton.next_power_of_2(count),
-        "PDL": device.pdl,
-    }
-    return [Launch(_advance, (1,), args, constants, num_warps=1, pdl=device.pdl)]
-
-
 def sample_greedy(
     *, logits: torch.Tensor, ids: torch.Tensor, device: Device, **settings: torch.Tensor
 ) -> list[Launch]:
@@ -405,5 +383,5 @@ def sample_greedy(
     return sample(logits=logits, ids=ids, device=device, **settings)[:1]
 
 
-LOWER = {"sample": sample, "advance": advance}
+LOWER = {"sample": sample}
 LOWER_GREEDY = {"sample": sample_greedy}

@@ -35,6 +35,18 @@ def load_logits(logits, row, token, V: tl.constexpr, ROW: tl.constexpr):
 
 
 @triton.jit
+def without_forbidden(
+    x, allowed, masked, row, token, V: tl.constexpr, C: tl.constexpr, W: tl.constexpr
+):
+    """Return the logits of tokens of a row; minus infinity where its mask does not allow them."""
+    mask = tl.load(masked + row)
+    words = allowed + (tl.minimum(mask, C) - 1).to(tl.int64) * W + token // 32
+    # Of a row without a mask nothing is read.
+    word = tl.load(words, token < tl.where(mask > 0, V, 0), other=-1)
+    return tl.where((word >> (token % 32)) & 1 != 0, x, float("-inf"))
+
+
+@triton.jit
 def weight_of(x, largest, temperature, UNIT: tl.constexpr):
     """Return weights in units, int64."""
     exponent = (x.to(tl.float64) - largest.to(tl.float64)) / temperature.to(tl.float64)

@@ -22,6 +22,7 @@ TORCH_DTYPES = {
     "e5m2": torch.uint8,
     "e8m0": torch.uint8,
     "i32": torch.int32,
+    "u32": torch.int32,
     "u64": torch.int64,
 }
 
@@ -52,8 +53,8 @@ def as_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
     array = np.ascontiguousarray(array)
     if dtype in ("bf16", "f16"):
         array = array.view(np.int16)
-    elif dtype == "u64":
-        array = array.view(np.int64)
+    elif dtype in ("u32", "u64"):
+        array = array.view(f"i{array.itemsize}")
     with warnings.catch_warnings():
         # torch has no read-only tensors; nobody writes to the view of a mapped file.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")

@@ -2,12 +2,16 @@
 
 import numpy as np
 
-from clocher_kernels.ops.contract import EXACT, Case, OpSpec, Param, Real, Value
+from clocher_kernels.ops.contract import EXACT, Case, OpSpec, Param, Real, Value, nearest
 
 Array = np.ndarray
 
 NO_TOKEN = -1
 """What is sampled from logits that are not all finite: the step went wrong."""
+NONE_ALLOWED = -2
+"""What is sampled from finite logits by a mask that allows no token."""
+WORD_BITS = 32
+"""Tokens of a word of a mask."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
@@ -26,9 +30,22 @@ def uniform(seed: int, draw: int) -> float:
     return float((z >> 11) * 2.0**-53)
 
 
+def words_for(vocabulary: int) -> int:
+    """Return the words of a mask of so many tokens."""
+    return -(-vocabulary // WORD_BITS)
+
+
+def tokens_of(mask: Array, vocabulary: int) -> Array:
+    """Return the tokens that a mask, [W] u32, allows, ascending."""
+    bits = np.unpackbits(mask.astype("<u4").view(np.uint8), count=vocabulary, bitorder="little")
+    return np.flatnonzero(bits)
+
+
 def sample(
     *,
     logits: Array,
+    allowed: Array,
+    masked: Array,
     temperature: Array,
     top_k: Array,
     top_p: Array,
@@ -38,13 +55,17 @@ def sample(
 ) -> None:
     """Draw one token per row; greedy where temperature is 0.
 
-    In this order: scale by 1 / temperature; keep the top_k largest (0: all); of those keep the
-    shortest descending run whose probability reaches top_p, at least one; draw by the inverse
-    distribution function, walking kept tokens by ascending id. Equal logits rank by ascending id.
-    A row with a logit that is NaN or infinite gets `NO_TOKEN`.
+    In this order: drop the tokens that the row's mask does not allow; scale by 1 / temperature;
+    keep the top_k largest (0: all); of those keep the shortest descending run whose probability
+    reaches top_p, at least one; draw by the inverse distribution function, walking kept tokens by
+    ascending id. Equal logits rank by ascending id. A row with a logit that is NaN or infinite,
+    allowed or not, gets `NO_TOKEN`; another one whose mask allows no token gets `NONE_ALLOWED`.
 
     Args:
         logits: [R, V] fp32.
+        allowed: [C, W] u32, masks, W = ceil(V / 32): bit i of word w is token 32 w + i. Bits beyond
+            V mean nothing.
+        masked: [R] i32, a row's mask is number `masked - 1`; 0 or less: all tokens are allowed.
         temperature: [R] fp32, >= 0.
         top_k: [R] i32.
         top_p: [R] fp32, in (0, 1].
@@ -56,20 +77,34 @@ def sample(
         if not np.isfinite(row).all():
             ids[r] = NO_TOKEN
             continue
-        if temperature[r] == 0:
-            ids[r] = np.argmax(row)
+        among = np.arange(len(row))
+        if masked[r] > 0:
+            among = tokens_of(allowed[nearest(masked[r] - 1, len(allowed))], len(row))
+        if not among.size:
+            ids[r] = NONE_ALLOWED
             continue
-        probability = np.exp((row.astype(np.float64) - row.max()) / np.float64(temperature[r]))
-        order = np.argsort(-row, kind="stable")
-        if top_k[r] > 0:
-            order = order[: top_k[r]]
-        if top_p[r] < 1:
-            mass = np.cumsum(probability[order])
-            order = order[: int(np.searchsorted(mass, np.float64(top_p[r]) * mass[-1])) + 1]
-        kept = np.sort(order)
-        mass = np.cumsum(probability[kept])
-        target = uniform(int(seeds[r]), int(draws[r])) * mass[-1]
-        ids[r] = kept[min(int(np.searchsorted(mass, target, side="right")), len(kept) - 1)]
+        number = uniform(int(seeds[r]), int(draws[r]))
+        ids[r] = among[_chosen(row[among], temperature[r], top_k[r], top_p[r], number)]
+
+
+def _chosen(
+    row: Array, temperature: np.float32, top_k: np.int32, top_p: np.float32, number: float
+) -> int:
+    """Return the index of the logit that a number in [0, 1) draws."""
+    if temperature == 0:
+        return int(np.argmax(row))
+    probability = np.exp((row.astype(np.float64) - row.max()) / np.float64(temperature))
+    order = np.argsort(-row, kind="stable")
+    if top_k > 0:
+        order = order[:top_k]
+    if top_p < 1:
+        mass = np.cumsum(probability[order])
+        order = order[: int(np.searchsorted(mass, np.float64(top_p) * mass[-1])) + 1]
+    kept = np.sort(order)
+    mass = np.cumsum(probability[kept])
+    return int(
+        kept[min(int(np.searchsorted(mass, number * mass[-1], side="right")), len(kept) - 1)]
+    )
 
 
 def advance(
@@ -78,7 +113,7 @@ def advance(
     """Make the sampled tokens the next step's tokens, one position on.
 
     Args:
-        sampled: [R] i32; `NO_TOKEN` goes on as token 0, which every table has.
+        sampled: [R] i32; what is no token goes on as token 0, which every table has.
         rows: [R] i32, the token each row came from.
         ids: [M] i32, updated.
         positions: [M] i32, updated.
@@ -97,8 +132,14 @@ def _make_sample(case: Case, rng: np.random.Generator) -> dict[str, Value]:
     r, v = case.sizes["R"], case.sizes["V"]
     logits = rng.standard_normal((r, v), dtype=np.float32) * np.float32(3)
     logits[0, v // 2 :] = np.round(logits[0, v // 2 :])  # ties
+    c, w = case.sizes["C"], case.sizes["W"]
+    allowed = rng.integers(0, 1 << WORD_BITS, (c, w), np.uint32)
+    allowed[:, 0] |= 1 << 7  # some token
+    masked = np.arange(r) % (c + 1) if case.options.get("masked") else np.zeros(r)
     return {
         "logits": logits,
+        "allowed": allowed,
+        "masked": masked.astype(np.int32),
         "temperature": np.full(r, case.options["temperature"], np.float32),
         "top_k": np.full(r, case.options["top_k"], np.int32),
         "top_p": np.full(r, case.options["top_p"], np.float32),
@@ -123,9 +164,11 @@ def _make_advance(case: Case, rng: np.random.Generator) -> dict[str, Value]:
 SPECS = (
     OpSpec(
         "sample",
-        "greedy, temperature, top-k, top-p",
+        "allowed tokens, greedy, temperature, top-k, top-p",
         (
             Param("logits", "in", "R V"),
+            Param("allowed", "in", "C W", "u32"),
+            Param("masked", "in", "R", "i32"),
             Param("temperature", "in", "R"),
             Param("top_k", "in", "R", "i32"),
             Param("top_p", "in", "R"),
@@ -136,11 +179,11 @@ SPECS = (
         sample,
         tuple(
             Case(
-                f"t{temperature}-k{k}-p{p}-r{r}-v{v}",
-                {"R": r, "V": v},
-                options={"temperature": temperature, "top_k": k, "top_p": p},
+                f"t{temperature}-k{k}-p{p}-r{r}-v{v}{'-masked' if masked else ''}",
+                {"R": r, "V": v, "C": 3, "W": words_for(v)},
+                options={"temperature": temperature, "top_k": k, "top_p": p, "masked": masked},
             )
-            for r, v in ((1, 1024), (5, 37))
+            for r, v, masked in ((1, 1024, False), (5, 37, False), (5, 100, True))
             for temperature, k, p in (
                 (0, 0, 1),
                 (1, 0, 1),
@@ -150,7 +193,7 @@ SPECS = (
             )
         ),
         EXACT,
-        (Real("*-r1-*", {"R": 1, "V": 201088}),),
+        (Real("*-r1-*", {"R": 1, "V": 201088, "C": 1, "W": words_for(201088)}),),
         make=_make_sample,
     ),
     OpSpec(

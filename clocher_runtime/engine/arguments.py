@@ -107,6 +107,54 @@ def token_ids(prompt: object) -> list[int]:
     return ids
 
 
+def prompt_ids(prompt: object, vocab_size: int, longest: int, what: str) -> list[int]:
+    """Return the ids of a prompt that can be generated from.
+
+    Args:
+        prompt: a sequence of integers, or an array [T] of them.
+        vocab_size: ids are below it.
+        longest: tokens that there is room for.
+        what: what has no more room.
+
+    Raises:
+        UsageError: it is empty, longer, or has an id that is no token.
+    """
+    ids = token_ids(prompt)
+    if not ids:
+        raise UsageError("no tokens; give it at least one")
+    if len(ids) > longest:
+        raise UsageError(
+            f"{len(ids)} tokens, the {what} holds {longest}; shorten it or raise --context"
+        )
+    last = vocab_size - 1
+    if min(ids) < 0 or max(ids) > last:
+        at = next(i for i, each in enumerate(ids) if not 0 <= each <= last)
+        raise UsageError(f"token {at} is the id {shown(ids[at])}, outside 0..{last}")
+    return list(ids)
+
+
+def for_each_prompt(given: object, read: Callable[[Any], list[int]]) -> list[list[int]]:
+    """Return the ids of the prompts of a call, one list for each.
+
+    Args:
+        given: the prompts.
+        read: returns the ids of one.
+
+    Raises:
+        UsageError: there is none, or `read` raised that.
+    """
+    prompts = listed(given, "a list of prompts, each a list of token ids")
+    if not prompts:
+        raise UsageError("0 prompts; give at least one")
+    found = []
+    for number, prompt in enumerate(prompts):
+        try:
+            found.append(read(prompt))
+        except UsageError as error:
+            raise UsageError(f"prompt {number}: {error}") from None
+    return found
+
+
 Processor = Callable[[list[int], np.ndarray], np.ndarray]
 """Takes the ids so far and logits [V] fp32 that it may write to; returns logits."""
 
@@ -168,6 +216,17 @@ class Sampling:
             or self.logit_bias
             or self.processors
         )
+
+
+def check_biases(sampling: Sampling, vocab_size: int) -> None:
+    """Refuse biases of what is no token.
+
+    Raises:
+        UsageError: there is one.
+    """
+    for token in sampling.logit_bias:
+        if token >= vocab_size:
+            raise UsageError(f"logit_bias of token {token}; the last one is {vocab_size - 1}")
 
 
 _REAL = (

@@ -51,8 +51,12 @@ class Executor(Protocol):
     def array(self, name: str) -> np.ndarray:
         """Return the host array of an input buffer, at capacity."""
 
-    def upload(self) -> None:
-        """Hand the inputs that were written over to the device, before the next step."""
+    def upload(self, masks: int | None = None) -> None:
+        """Hand the inputs that were written over to the device, before the next step.
+
+        Args:
+            masks: how many of the masks of the sampling op, from the first on; None: all.
+        """
 
     def step(self, tokens: int, rows: int) -> None:
         """Execute the Plan for the first `tokens` tokens and `rows` output rows."""

@@ -5,15 +5,23 @@ from collections.abc import Sequence
 import numpy as np
 
 from clocher_kernels.errors import UsageError
-from clocher_kernels.ops.sampling import sample
+from clocher_kernels.ops.sampling import sample, tokens_of
 from clocher_runtime.engine.arguments import Sampling, shown
 
 
-def draw(logits: np.ndarray, ids: Sequence[int], prompt: int, made: int, sampling: Sampling) -> int:
+def draw(
+    logits: np.ndarray,
+    ids: Sequence[int],
+    prompt: int,
+    made: int,
+    sampling: Sampling,
+    mask: np.ndarray | None = None,
+) -> int:
     """Return a token drawn from logits.
 
-    In this order: penalties, biases, processors; then, unless greedy, min_p, and what the sampling
-    op does. The same seed, number of tokens and logits give the same token.
+    In this order: penalties, biases, processors; tokens that are not allowed are dropped; then,
+    unless greedy, min_p, and what the sampling op does. The same seed, number of tokens and logits
+    give the same token.
 
     Args:
         logits: [V] fp32; not written to.
@@ -21,9 +29,10 @@ def draw(logits: np.ndarray, ids: Sequence[int], prompt: int, made: int, samplin
         prompt: how many of them are the prompt's.
         made: how many tokens have been drawn.
         sampling: what is wanted.
+        mask: [W] u32, which tokens are allowed; None: all.
 
     Raises:
-        UsageError: a processor returned something else than logits.
+        UsageError: a processor returned something else than logits, or none above -inf is left.
 
     Source: repetition penalty, Keskar et al. 2019 (CTRL); presence and frequency penalties, OpenAI
     API reference; min_p, Nguyen et al. 2024.
@@ -42,9 +51,17 @@ def draw(logits: np.ndarray, ids: Sequence[int], prompt: int, made: int, samplin
         row[token] += np.float32(bias)
     for process in sampling.processors:
         row = _processed(process(list(ids), row), row.shape)
+    if mask is not None:
+        among = tokens_of(mask, row.size)
+        forbidden = np.full_like(row, -np.inf)
+        forbidden[among] = row[among]
+        row = forbidden
     best = int(row.argmax())
     if not row[best] > -np.inf:
-        raise UsageError("logits processors left no token; leave at least one above -inf")
+        raise UsageError(
+            "biases or logits processors left no token that is allowed; leave at least one above "
+            "-inf"
+        )
     if sampling.temperature == 0:
         return best
     heat = np.float64(sampling.temperature)
@@ -53,6 +70,8 @@ def draw(logits: np.ndarray, ids: Sequence[int], prompt: int, made: int, samplin
     out = np.zeros(1, np.int32)
     sample(
         logits=row[kept][None],
+        allowed=np.zeros((1, 1), np.uint32),
+        masked=np.zeros(1, np.int32),  # what is kept is allowed
         temperature=np.array([sampling.temperature], np.float32),
         top_k=np.array([sampling.top_k], np.int32),
         top_p=np.array([sampling.top_p], np.float32),

@@ -56,6 +56,26 @@ class Generation(Iterator[Token]):
             self._end()
         raise StopIteration
 
+    def poll(self) -> list[Token] | None:
+        """Return the tokens that are made and not taken yet; None after the last one.
+
+        It does no step: for who does the steps of a session with `Session.step`.
+
+        Raises:
+            ClocherError: what ended the generation early; see `Session.generate`.
+        """
+        box = self.begin()
+        tokens = [box.tokens.popleft() for _ in range(len(box.tokens))]
+        if tokens or not box.is_over:
+            return tokens
+        if self._is_over:
+            return None
+        self._is_over = True
+        if box.error is not None and not box.left:
+            raise box.error
+        self._end()
+        return None
+
     def begin(self) -> Mailbox:
         """Join the steps of the session now, and not when the first token is asked for.
 

@@ -61,6 +61,11 @@ class PagePool:
         """Pages that somebody uses."""
         return self._touched - len(self._unused)
 
+    @property
+    def named(self) -> int:
+        """Pages that can be found, in use or not."""
+        return len(self._names)
+
     def census(self) -> Census:
         """Count the pages."""
         cached = sum(page in self._names for page in self._unused)
@@ -192,6 +197,16 @@ class KvPages:
     def used(self) -> int:
         """Pages that sequences hold."""
         return sum(group.pool.used for group in self._groups)
+
+    @property
+    def total(self) -> int:
+        """Pages of all pools."""
+        return sum(group.pool.count for group in self._groups)
+
+    @property
+    def named(self) -> int:
+        """Pages whose text can be found, in use or not."""
+        return sum(group.pool.named for group in self._groups)
 
     def reset(self) -> None:
         """Forget everything, when no sequence is left: what was noted may be half of it."""

@@ -7,7 +7,10 @@ from typing import Literal
 
 import numpy as np
 
+from clocher_kernels.errors import UsageError
+from clocher_kernels.ops.sampling import words_for
 from clocher_runtime.engine.arguments import Sampling
+from clocher_runtime.engine.constraint import Constraint
 from clocher_runtime.engine.drawing import draw
 from clocher_runtime.engine.pages import Sequence as Cached
 from clocher_runtime.engine.timing import TimedWindow
@@ -21,8 +24,8 @@ class Token:
 
     Attributes:
         sequence: index of its prompt in the call.
-        finish: why nothing follows: "stop" if the id ends the sequence, "length" if as many as were
-            asked for are made, or the context is full; "" if something follows.
+        finish: why nothing follows: "stop" if the id or a constraint ends the sequence, "length" if
+            as many as were asked for are made, or the context is full; "" if something follows.
         logits: what it was drawn from, [V] fp32, if they were asked for.
     """
 
@@ -81,6 +84,7 @@ class Request(Cached):
         sampling: how they are chosen.
         stop: ids that end it.
         made: tokens made so far; they stand at the end of `ids`.
+        constraint: which tokens may be made.
         scored: takes each position of the prompt and the logits after it, [V] fp32, valid during
             the call; nothing is made then.
     """
@@ -91,6 +95,7 @@ class Request(Cached):
     sampling: Sampling
     stop: frozenset[int] = frozenset()
     made: int = 0
+    constraint: Constraint | None = None
     scored: Callable[[int, np.ndarray], None] | None = None
 
     @property
@@ -103,16 +108,47 @@ class Request(Cached):
         """Whether it makes one token a step from the one before."""
         return self.made > 0 and len(self.ids) - self.cells == 1
 
+    def restrict(self, mask: np.ndarray) -> bool:
+        """Write which tokens may come next, [W] u32, if there is a constraint.
+
+        Returns:
+            Whether it was written; an error of the constraint ends the call instead.
+        """
+        if self.constraint is None or self.box.is_over:
+            return False
+        try:
+            self.constraint.fill(mask)
+        except Exception as error:
+            self.box.error = error
+            return False
+        return True
+
     def draw(self, logits: np.ndarray) -> int:
         """Return the token that the host draws from logits, [V] fp32."""
-        return draw(logits, self.ids, len(self.ids) - self.made, self.made, self.sampling)
+        mask = None
+        if self.constraint is not None:
+            mask = np.zeros(words_for(logits.size), np.uint32)
+            self.constraint.fill(mask)
+        prompt = len(self.ids) - self.made
+        return draw(logits, self.ids, prompt, self.made, self.sampling, mask)
 
     def take(self, token: int, logits: np.ndarray | None) -> Token:
-        """Go on with a token that was drawn."""
+        """Go on with a token that was drawn.
+
+        Raises:
+            UsageError: it is none, for the constraint allows none.
+        """
+        if token < 0:
+            raise UsageError(
+                f"after {self.made} tokens the constraint allows no token of this model; it has to "
+                "allow some, or be over"
+            )
         self.ids.append(token)
         self.made += 1
+        if self.constraint is not None:
+            self.constraint.take(token)
         finish: Finish = ""
-        if token in self.stop:
+        if token in self.stop or (self.constraint is not None and self.constraint.is_over):
             finish = "stop"
         elif self.made >= self.budget:
             finish = "length"

@@ -23,13 +23,14 @@ from clocher_runtime.engine.nonfinite import explain
 from clocher_runtime.engine.pages import Census, KvPages
 from clocher_runtime.engine.requests import Mailbox, Request
 from clocher_runtime.engine.step_inputs import StepInputs
-from clocher_runtime.engine.timing import SpanKind, StepTimes
+from clocher_runtime.engine.timing import SpanKind, StepSums, StepTimes
 
 Part = tuple[Request, int]
 """A request, and how many of its tokens a step computes."""
 Row = tuple[Request, int]
 """A request, and the position of a token whose logits are wanted."""
 
+_WITH_PROMPTS = 1.5  # of the time of a step without prompts, a step with some may take
 _LEAST_PIECE = 4  # tokens of a prompt that a step takes however long it lasts
 
 
@@ -50,6 +51,8 @@ class Scheduler:
         kv_misses: tokens that were computed.
         reused: tokens that were found in the cache instead.
         preempted: how often a sequence had to give its pages back.
+        sums: what all steps add up to.
+        pages: see there.
     """
 
     def __init__(
@@ -61,9 +64,9 @@ class Scheduler:
         act_prec: str,
         itl_ms: float,
     ) -> None:
-        self.itl_ms, self.times = itl_ms, StepTimes()
+        self.itl_ms, self.times, self.sums = itl_ms, StepTimes(), StepSums()
         self.kv_hits = self.kv_misses = self.reused = self.preempted = 0
-        self._executor, self._pages = executor, pages
+        self._executor, self.pages = executor, pages
         self._weights, self._act_prec = weights, act_prec
         self._inputs = StepInputs(executor)
         self._count, self._slots = slots, list(range(slots))[::-1]
@@ -77,9 +80,14 @@ class Scheduler:
         """Whether there is nothing to do."""
         return not self._running and not self._waiting
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Requests that run, and that wait."""
+        return len(self._running), len(self._waiting)
+
     def census(self) -> list[Census]:
         """Count the pages of each pool."""
-        return self._pages.census()
+        return self.pages.census()
 
     def submit(self, requests: Sequence[Request], warm: bool) -> None:
         """Put the requests of a call at the end of those that wait.
@@ -140,7 +148,7 @@ class Scheduler:
     def rest(self) -> None:
         """Let the executor sleep if there is nothing to do."""
         if self.is_idle and self._is_awake:
-            assert not self._pages.used, "nobody runs, and pages are held"
+            assert not self.pages.used, "nobody runs, and pages are held"
             self._is_awake = False
             self._awake.close()
 
@@ -162,7 +170,7 @@ class Scheduler:
             request.box.error = error
         self._running, self._waiting, self._staged = [], deque(), []
         self._slots = list(range(self._count))[::-1]
-        self._pages.reset()
+        self.pages.reset()
         self.rest()
 
     def blank_step(self) -> None:
@@ -179,7 +187,9 @@ class Scheduler:
         decoding = sum(r.decodes for r in self._running)
         room = self._executor.plan.tokens - decoding
         if decoding and (self._waiting or decoding < len(self._running)):
-            room = min(room, max(self.times.most(self.itl_ms) - decoding, _LEAST_PIECE))
+            # Who comes would wait for ever if those who are there needed all of the time.
+            limit = max(self.itl_ms, _WITH_PROMPTS * self.times.expected_ms(decoding))
+            room = min(room, max(self.times.most(limit) - decoding, _LEAST_PIECE))
         rows = self._executor.plan.rows
         parts: list[Part] = []
         preempted = self.preempted
@@ -196,7 +206,7 @@ class Scheduler:
         while self._waiting and self._slots and room and rows and self.preempted == preempted:
             request = self._waiting[0]
             reuse = request.scored is None
-            if not self._pages.admit(request, self._slots[-1], reuse):
+            if not self.pages.admit(request, self._slots[-1], reuse):
                 break
             self._waiting.popleft()
             self._slots.pop()
@@ -215,7 +225,7 @@ class Scheduler:
         Returns:
             Whether it has them; otherwise it waits again.
         """
-        while not self._pages.reserve(request, request.cells + count):
+        while not self.pages.reserve(request, request.cells + count):
             newest = self._running[-1]
             self._retire(newest)
             self._waiting.appendleft(newest)
@@ -228,7 +238,7 @@ class Scheduler:
         """Take slot and pages from a request that runs."""
         self._running.remove(request)
         self._slots.append(request.slot)
-        self._pages.release(request, forget)
+        self.pages.release(request, forget)
         if request in self._staged:
             self._staged = []
 
@@ -242,23 +252,34 @@ class Scheduler:
         tokens, rows = sum(count for _, count in parts), _rows(parts)
         with self._span(requests, tokens - decodes, decodes):
             began = self.times.now()
-            if not only_decodes or self._staged != requests or self._pages.changed:
+            if not only_decodes or self._staged != requests or self.pages.changed:
                 self._stage(parts, rows)
-                self._staged = requests if only_decodes else []
+                # After each token a constraint allows others, which only the host knows.
+                goes_on = only_decodes and all(r.constraint is None for r in requests)
+                self._staged = requests if goes_on else []
             self._executor.step(tokens, len(rows))
             _tell(rows)
             sampled = self._executor.fetch("sampled", len(rows)).tolist() if rows else []
+            took = self.times.now() - began
+            self.sums.add(tokens - decodes, decodes, took)
             if rows:  # otherwise a GPU may still be at it
-                self.times.add(tokens, self.times.now() - began)
-        if self._pages.keeps:
+                self.times.add(tokens, took)
+        if self.pages.keeps:
             self.kv_misses += tokens
             self.kv_hits += sum(count * r.cells + count * (count - 1) // 2 for r, count in parts)
+        table = self._logits(rows)  # before a fault is looked for: that does steps of its own
         if NO_TOKEN in sampled:
             self._fail({r for (r, _), id_ in zip(rows, sampled, strict=True) if id_ == NO_TOKEN})
         for request, count in parts:
             if request.slot >= 0:
-                self._pages.commit(request, request.cells + count)
-        self._deliver(rows, sampled)
+                self.pages.commit(request, request.cells + count)
+        self._deliver(rows, sampled, table)
+
+    def _logits(self, rows: list[Row]) -> np.ndarray | None:
+        """Return the logits of a step [R, V], None if nobody wants them."""
+        if any(r.scored is not None or r.box.logits or r.sampling.on_host for r, _ in rows):
+            return self._executor.fetch("logits", len(rows))
+        return None
 
     def _span(
         self, requests: list[Request], prompt: int, decodes: int
@@ -271,14 +292,11 @@ class Scheduler:
         return nullcontext()
 
     def _stage(self, parts: list[Part], rows: list[Row]) -> tuple[int, int]:
-        self._pages.changed = False
+        self.pages.changed = False
         return self._inputs.stage(parts, rows)
 
-    def _deliver(self, rows: list[Row], sampled: list[int]) -> None:
+    def _deliver(self, rows: list[Row], sampled: list[int], table: np.ndarray | None) -> None:
         """Give each request what was made in its rows."""
-        table = None
-        if any(r.scored is not None or r.box.logits or r.sampling.on_host for r, _ in rows):
-            table = self._executor.fetch("logits", len(rows))
         for row, ((request, position), token) in enumerate(zip(rows, sampled, strict=True)):
             box = request.box
             if box.is_over:
@@ -298,7 +316,7 @@ class Scheduler:
             assert logits is not None
             request.scored(position, logits)
             return position == len(request.ids) - 1
-        if request.sampling.on_host:
+        if request.sampling.on_host and token >= 0:
             assert logits is not None
             self._staged = []  # the device went on with its own token
             token = request.draw(logits)
@@ -322,19 +340,19 @@ class Scheduler:
     def _again(self, request: Request) -> Generator[tuple[int, int], None, None]:
         """Stage all tokens of a request again, step by step; yield their counts and of rows."""
         slot = request.slot
-        self._pages.release(request, forget=True)
-        if not self._pages.admit(request, slot, reuse=False):
+        self.pages.release(request, forget=True)
+        if not self.pages.admit(request, slot, reuse=False):
             request.slot = slot
             return
         while request.waiting_tokens:
             count = min(request.waiting_tokens, self._executor.plan.tokens)
             if request.scored is not None:
                 count = min(count, self._executor.plan.rows)
-            if not self._pages.reserve(request, request.cells + count):
+            if not self.pages.reserve(request, request.cells + count):
                 return
             parts = [(request, count)]
             yield self._stage(parts, _rows(parts))
-            self._pages.commit(request, request.cells + count)
+            self.pages.commit(request, request.cells + count)
 
 
 def _rows(parts: list[Part]) -> list[Row]:

@@ -11,7 +11,15 @@ from clocher_kernels.host_memory import require
 from clocher_kernels.ops.attention import KV_DTYPES
 from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.plan import Plan
-from clocher_runtime.engine.arguments import Sampling, listed, one_of, shown, token_ids, whole
+from clocher_runtime.engine.arguments import (
+    Sampling,
+    check_biases,
+    for_each_prompt,
+    one_of,
+    prompt_ids,
+    shown,
+    whole,
+)
 from clocher_runtime.engine.backends import (
     BACK_ENDS,
     Executor,
@@ -20,6 +28,7 @@ from clocher_runtime.engine.backends import (
     acted_on,
     make_executor,
 )
+from clocher_runtime.engine.constraint import Constraint, one_for_each
 from clocher_runtime.engine.generation import Generation
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.pages import Census, KvPages, window_pages
@@ -62,6 +71,8 @@ class Session:
             except ternary ones. Weights without a packed form are copied into large pages. None:
             "all" without these copies, which seldom pay.
         all_logits: keep logits of every token of a step, for scoring.
+        score_rows: keep those of so many tokens of a step, which scores slower and takes less
+            memory.
         kv_pages: pages of 64 tokens that all sequences share; None: `batch` whole contexts.
         prefix_cache: find the keys of texts that began alike instead of computing them again.
         itl_ms: while somebody decodes, take no more of a prompt into a step than is expected to end
@@ -88,6 +99,7 @@ class Session:
         tuning: Tuning | None = None,
         pretranspose: str | None = None,
         all_logits: bool = False,
+        score_rows: int = 0,
         kv_pages: int | None = None,
         prefix_cache: bool = False,
         itl_ms: float = ITL_MS,
@@ -118,13 +130,14 @@ class Session:
         kv_pages = batch * blocks if kv_pages is None else whole("kv_pages", kv_pages, 1, _MOST)
         self.model, self.batch, self.context, self.kv_dtype = model, batch, context, kv_dtype
         self._chunk = max(chunk, batch)
+        rows = max(batch, min(whole("score_rows", score_rows, 0, _MOST), self._chunk))
         window = max(model.spec.windows, default=0)
         few = window_pages(window, self._chunk, batch, context, kv_pages) if window else 0
         plan = build_plan(
             model.spec,
             model.formats,
             tokens=self._chunk,
-            rows=self._chunk if all_logits else batch,
+            rows=self._chunk if all_logits else rows,
             slots=batch,
             context=context,
             kv_dtype=kv_dtype,
@@ -147,7 +160,7 @@ class Session:
         )
         packed = {call.args["w"] for call in plan.calls if has_codes(call)}
         self._scope_is_kept = backend == "cpu" and packed <= scope
-        self._all_logits = all_logits
+        self._scores = all_logits or score_rows > 0
         salt = f"{model.spec} {sorted(model.formats.items())} {kv_dtype} {self.act_prec}"
         pages = KvPages(
             self._executor.array("pages") if model.spec.windows else None,
@@ -175,6 +188,11 @@ class Session:
         """Fields of the tuning that change what happens, and "pretranspose" if it was obeyed."""
         kept = {"pretranspose"} if self._scope_is_kept else set()
         return acted_on(self._executor) | kept
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence: the context, unless the KV cache holds less."""
+        return self._longest
 
     @property
     def executor(self) -> Executor:
@@ -251,6 +269,7 @@ class Session:
         *,
         logits: bool = False,
         salt: str = "",
+        constraints: Sequence[Constraint | None] | None = None,
     ) -> Generation:
         """Generate tokens for some prompts.
 
@@ -270,6 +289,7 @@ class Session:
             after_token: called inside the span with the number of tokens that the step made.
             logits: give each token the logits that it was drawn from.
             salt: find only cached texts of the same salt.
+            constraints: of each prompt, what its text may be, or None; each of one call only.
 
         Returns:
             Tokens, in the order of their steps. What is wrong shows when the first is asked for.
@@ -287,7 +307,8 @@ class Session:
             usable, most = self._usable(prompts), whole("max_new", max_new, 1)
             stop = frozenset(self.model.spec.eos_ids) if stop_ids is None else stop_ids
             chosen = sampling or Sampling()
-            self._check_biases(chosen)
+            check_biases(chosen, self.model.spec.vocab_size)
+            bound = one_for_each(constraints, len(usable), self._executor.array("allowed"))
             box = Mailbox(len(usable), window, after_token, logits)
             requests = [
                 Request(
@@ -298,6 +319,7 @@ class Session:
                     budget=max(1, min(most, self._longest - len(ids))),
                     sampling=chosen,
                     stop=stop,
+                    constraint=bound[index],
                 )
                 for index, ids in enumerate(usable)
             ]
@@ -312,7 +334,7 @@ class Session:
         Raises:
             UsageError: it is empty, longer than the context, or has an id that is no token.
         """
-        self._ids(prompt)
+        self._usable_ids(prompt)
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """Return the logits after each token of one sequence, [T, V] fp32; see `score`."""
@@ -321,11 +343,19 @@ class Session:
         return out
 
     def score(self, ids: Sequence[int], take: Callable[[int, np.ndarray], None]) -> None:
-        """Hand over the logits after each token of one sequence.
+        """Hand over the logits after each token of one sequence; see `scoring`."""
+        for _ in self.scoring(ids, take):
+            pass
+
+    def scoring(self, ids: Sequence[int], take: Callable[[int, np.ndarray], None]) -> Generation:
+        """Hand over the logits after each token of one sequence while steps are done.
 
         Args:
             ids: the sequence.
             take: called with each position in order, and logits [V] fp32 that are valid meanwhile.
+
+        Returns:
+            What has no token, and ends when the last position has been handed over.
 
         Raises:
             SessionBusy: a measured generation runs, or a call from within a step.
@@ -334,8 +364,8 @@ class Session:
             NonFinite: a logit is NaN or infinite.
             ModelChanged: see `generate`.
         """
-        if not self._all_logits:
-            raise UsageError("logits: make the session with all_logits=True")
+        if not self._scores:
+            raise UsageError("logits: make the session with all_logits=True, or with score_rows")
         (usable,) = self._usable([ids])
 
         def begin() -> Mailbox:
@@ -345,8 +375,21 @@ class Session:
             self._submit("logits", [request])
             return request.box
 
-        for _ in self._generation(begin):
-            pass
+        return self._generation(begin)
+
+    def step(self) -> bool:
+        """Do the next step for all who generate; return whether there is more to do.
+
+        Whoever waits for a token does this by itself; it is for one loop that serves many, and
+        takes what is made with `Generation.poll`.
+
+        Raises:
+            SessionBusy: it is called from within a step.
+            UsageError: the session is closed.
+        """
+        with self._turns.taken("step"):
+            self._scheduler.step()
+            return not self._scheduler.is_idle
 
     def _generation(self, begin: Callable[[], Mailbox]) -> Generation:
         unchanged = self.model.checkpoint.check_unchanged
@@ -357,42 +400,13 @@ class Session:
         with self._turns.taken(purpose):
             self._scheduler.submit(requests, warm=self._is_warm)
 
-    def _check_biases(self, sampling: Sampling) -> None:
-        for token in sampling.logit_bias:
-            if token >= self.model.spec.vocab_size:
-                raise UsageError(
-                    f"logit_bias of token {token}; the last one is {self.model.spec.vocab_size - 1}"
-                )
-
-    def _ids(self, prompt: Sequence[int]) -> list[int]:
-        """Return the ids of a prompt that can be generated from."""
-        ids = token_ids(prompt)
-        if not ids:
-            raise UsageError("no tokens; give it at least one")
-        if len(ids) > self._longest:
-            what = "context" if self._longest == self.context else "KV cache (kv_pages)"
-            raise UsageError(
-                f"{len(ids)} tokens, the {what} holds {self._longest}; "
-                "shorten it or raise --context"
-            )
-        last = self.model.spec.vocab_size - 1
-        if min(ids) < 0 or max(ids) > last:
-            at = next(i for i, each in enumerate(ids) if not 0 <= each <= last)
-            raise UsageError(f"token {at} is the id {shown(ids[at])}, outside 0..{last}")
-        return list(ids)
-
     def _usable(self, given: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the ids of the prompts of a call, one list for each."""
-        prompts = listed(given, "a list of prompts, each a list of token ids")
-        if not prompts:
-            raise UsageError("0 prompts; give at least one")
-        usable = []
-        for number, prompt in enumerate(prompts):
-            try:
-                usable.append(self._ids(prompt))
-            except UsageError as error:
-                raise UsageError(f"prompt {number}: {error}") from None
-        return usable
+        return for_each_prompt(given, self._usable_ids)
+
+    def _usable_ids(self, prompt: Sequence[int]) -> list[int]:
+        what = "context" if self._longest == self.context else "KV cache (kv_pages)"
+        return prompt_ids(prompt, self.model.spec.vocab_size, self._longest, what)
 
 
 def _act_prec(plan: Plan, stored: str) -> str:

@@ -9,7 +9,7 @@ from clocher_runtime.engine.backends import Executor
 from clocher_runtime.engine.requests import Request
 
 _TOKENS = ("ids", "slots", "positions", "ends", "ancestors")
-_ROWS = ("rows", "temperature", "top_k", "top_p", "seeds", "draws")
+_ROWS = ("rows", "masked", "temperature", "top_k", "top_p", "seeds", "draws")
 
 
 class StepInputs:
@@ -21,7 +21,7 @@ class StepInputs:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._arrays = {name: executor.array(name) for name in (*_TOKENS, *_ROWS)}
+        self._arrays = {name: executor.array(name) for name in (*_TOKENS, *_ROWS, "allowed")}
 
     def stage(
         self, parts: Sequence[tuple[Request, int]], rows: Sequence[tuple[Request, int]]
@@ -41,6 +41,7 @@ class StepInputs:
             first[request] = start - cells
             start = stop
         arrays["ends"][:start] = arrays["positions"][:start] + 1
+        masks = 0
         for row, (request, position) in enumerate(rows):
             sampling = request.sampling
             arrays["rows"][row] = first[request] + position
@@ -49,7 +50,10 @@ class StepInputs:
             arrays["top_k"][row] = sampling.top_k
             arrays["top_p"][row] = sampling.top_p
             arrays["seeds"][row] = sampling.seed
-        self._executor.upload()
+            masked = request.constraint is not None and request.restrict(arrays["allowed"][masks])
+            masks += masked
+            arrays["masked"][row] = masks if masked else 0
+        self._executor.upload(masks)
         return start, len(rows)
 
     def choose(self, sampling: Sampling) -> None:

@@ -180,6 +180,42 @@ def token_latencies_ms(spans: Sequence[Span]) -> list[float]:
     ]
 
 
+@dataclass(slots=True)
+class StepSums:
+    """What the steps of a session add up to, those that nobody measures too.
+
+    A step with tokens of a prompt counts as one of them, also if others decode in it.
+
+    Attributes:
+        decode_ns: time in steps that only decode.
+        prompt_ns: time in the others.
+    """
+
+    decode_steps: int = 0
+    decode_tokens: int = 0
+    decode_ns: int = 0
+    prompt_steps: int = 0
+    prompt_tokens: int = 0
+    prompt_ns: int = 0
+
+    def add(self, prompt: int, decodes: int, ns: int) -> None:
+        """Count a step.
+
+        Args:
+            prompt: tokens of prompts.
+            decodes: tokens of sequences that are decoded.
+            ns: how long it took.
+        """
+        self.decode_tokens += decodes
+        if prompt:
+            self.prompt_steps += 1
+            self.prompt_tokens += prompt
+            self.prompt_ns += ns
+        else:
+            self.decode_steps += 1
+            self.decode_ns += ns
+
+
 class StepTimes:
     """How long steps of some number of tokens take, learnt from those that ran.
 
@@ -202,6 +238,14 @@ class StepTimes:
         size, mean = self._known.get(place, (tokens, ns))
         new = self._NEW
         self._known[place] = (size + new * (tokens - size), mean + new * (ns - mean))
+
+    def expected_ms(self, tokens: int) -> float:
+        """Return how long a step of so many tokens takes, 0 while nothing is known."""
+        known = [(0.0, 0.0), *sorted(self._known.values())]
+        for (low, low_ns), (high, high_ns) in itertools.pairwise(known):
+            if tokens <= high:
+                return (low_ns + (high_ns - low_ns) * (tokens - low) / (high - low)) / NS_PER_MS
+        return known[-1][1] / NS_PER_MS
 
     def most(self, limit_ms: float) -> int:
         """Return the most tokens that a step is expected to compute within a time.

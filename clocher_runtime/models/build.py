@@ -8,6 +8,7 @@ import numpy as np
 from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.formats.ternary import Ternary
+from clocher_kernels.ops.sampling import words_for
 from clocher_kernels.plan import Attr, Buffer, Call, Plan, Role, Rows
 from clocher_runtime.models.inventory import EMBED, NORM, head_name, layer_name
 from clocher_runtime.models.rewrite import quantize_for_ternary
@@ -49,9 +50,9 @@ def build_plan(
             called before the tables are made.
 
     Returns:
-        The Plan. Inputs: ids, slots, positions, ends, ancestors, pages, rows, temperature, top_k,
-        top_p, seeds, draws, and window_pages if these layers have a table of their own. Outputs:
-        logits [R, V], sampled [R].
+        The Plan. Inputs: ids, slots, positions, ends, ancestors, pages, rows, masked, temperature,
+        top_k, top_p, seeds, draws, allowed, and window_pages if these layers have a table of their
+        own. Outputs: logits [R, V], sampled [R].
     """
     builder = _Builder(spec, formats, tokens, rows, slots, context, kv_dtype)
     if pages is not None:
@@ -99,7 +100,8 @@ class _Builder:
         self._buffer("last.normed", (self.rows, hidden), "f32", "R")
         self._norm("last", NORM, "last.normed")
         self._linear("last.normed", head_name(spec), "logits")
-        draw = {n: n for n in ("logits", "temperature", "top_k", "top_p", "seeds", "draws")}
+        settings = ("temperature", "top_k", "top_p", "seeds", "draws")
+        draw = {n: n for n in ("logits", "allowed", "masked", *settings)}
         self._call("sample", {**draw, "ids": "sampled"})
         step = {n: n for n in ("sampled", "rows", "ids", "positions", "ends", "draws")}
         self._call("advance", step)
@@ -121,6 +123,7 @@ class _Builder:
             self._buffer("window_pages", (self.slots, self.blocks), "i32", "", "input")
         for name, dtype in (
             ("rows", "i32"),
+            ("masked", "i32"),
             ("temperature", "f32"),
             ("top_k", "i32"),
             ("top_p", "f32"),
@@ -128,6 +131,9 @@ class _Builder:
             ("draws", "i32"),
         ):
             self._buffer(name, (self.rows,), dtype, "R", "input")
+        # The last of the inputs: what of it is new is sent with them.
+        masks = min(self.rows, self.slots), words_for(self.spec.vocab_size)
+        self._buffer("allowed", masks, "u32", "", "input")
 
     def _attention(self, layer: int, window: int) -> None:
         spec, dim = self.spec, self.spec.head_dim

@@ -1,16 +1,16 @@
 """Choose the next tokens, and step the token inputs on.
 
 A row of logits belongs to one thread. Sampling narrows a list of candidates, kept in ascending
-order of id: all, then the top_k largest, then the shortest descending run that has top_p of the
-mass, then one of them. The narrowing is a radix selection on the bits of the logits, so nothing is
-sorted, and masses are fp64, so the choice is that of the reference.
+order of id: all that are allowed, then the top_k largest, then the shortest descending run that has
+top_p of the mass, then one of them. The narrowing is a radix selection on the bits of the logits,
+so nothing is sorted, and masses are fp64, so the choice is that of the reference.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from clocher_kernels.ops.sampling import NO_TOKEN
+from clocher_kernels.ops.sampling import NO_TOKEN, NONE_ALLOWED
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.maths import (
     boltzmann,
@@ -28,6 +28,7 @@ from cpu_fallback.lanes.memory import (
     read_f32,
     read_i32,
     read_i64,
+    read_u16,
     store_f32,
     store_i32,
     write_i32,
@@ -58,7 +59,7 @@ from cpu_fallback.lanes.simd import (
     splat,
     zero,
 )
-from cpu_fallback.ops.bind import BoundCall, share
+from cpu_fallback.ops.bind import BoundCall, share, within
 from cpu_fallback.team.tape import Launch
 
 _LOWEST = np.float32(-np.inf)
@@ -137,14 +138,20 @@ def _key(address):
 
 
 @device
-def _candidates(row, v, scratch):
-    """Make every token a candidate of weight 1."""
+def _arrays(v, scratch):
+    """Lay out the arrays of at most v candidates; return their record."""
     room = (v + 15) & -16
     x = scratch + _ARRAYS
-    ids, weights = x + 4 * room, x + 8 * room
     write_i64(scratch, x)
-    write_i64(scratch + 8, ids)
-    write_i64(scratch + 16, weights)
+    write_i64(scratch + 8, x + 4 * room)
+    write_i64(scratch + 16, x + 8 * room)
+    return candidates_at(scratch)
+
+
+@device
+def _candidates(row, v, scratch):
+    """Make every token a candidate of weight 1."""
+    x, ids, weights = _arrays(v, scratch)
     for i in range(0, v, 16):
         store_f32(x + 4 * i, load_f32_n(row + 4 * i, min(16, v - i)))
         store_i32(ids + 4 * i, iadd(iota(), isplat(i)))
@@ -155,6 +162,28 @@ def _candidates(row, v, scratch):
 def _present(count):
     """Return a bit for each of the first `count` lanes."""
     return (1 << min(16, count)) - 1
+
+
+@device
+def _allowed_candidates(row, v, mask, scratch):
+    """Make the tokens that a mask allows candidates of weight 1; return how many these are."""
+    x, ids, weights = _arrays(v, scratch)
+    n = np.int64(0)
+    for i in range(0, v, 16):
+        lanes = read_u16(mask + (i >> 3)) & _present(v - i)
+        if lanes == 0xFFFF:
+            store_f32(x + 4 * n, load_f32(row + 4 * i))
+            store_i32(ids + 4 * n, iadd(iota(), isplat(i)))
+            store_f64(weights + 8 * n, ones64())
+            n, lanes = n + 16, 0
+        while lanes:
+            j = i + lowest_bit(lanes)
+            lanes &= lanes - 1
+            write_i32(x + 4 * n, read_i32(row + 4 * j))
+            write_i32(ids + 4 * n, j)
+            write_f64(weights + 8 * n, np.float64(1))
+            n += 1
+    return n
 
 
 @device
@@ -227,13 +256,11 @@ def _accumulate(scratch, n):
 
 
 @device
-def _drawn(row, v, top, temperature, top_k, top_p, number, scratch):
-    """Return the id of one candidate; `number` in [0, 1) decides. `top` is the largest logit."""
-    _candidates(row, v, scratch)
-    listed = candidates_at(scratch)
-    x, ids, weights = listed.x, listed.ids, listed.weights
-    n = v
-    if 0 < top_k < v:
+def _drawn(a, r, n, top, temperature, scratch):
+    """Return the id of one of n candidates of row r; `top` is the largest logit."""
+    x, ids, weights = candidates_at(scratch)
+    top_k, top_p = read_i32(a.top_k + 4 * r), read_f32(a.top_p + 4 * r)
+    if 0 < top_k < n:
         n = _gather(scratch, n, np.float64(top_k))
     for i in range(0, n, 16):
         store_f64(weights + 8 * i, boltzmann(load_f32(x + 4 * i), top, temperature))
@@ -242,6 +269,7 @@ def _drawn(row, v, top, temperature, top_k, top_p, number, scratch):
         for i in range(n):
             total += read_f64(weights + 8 * i)
         n = _gather(scratch, n, max(np.float64(top_p) * total, _LEAST))
+    number = uniform(read_i64(a.seeds + 8 * r), read_i32(a.draws + 4 * r))
     target = number * _accumulate(scratch, n)
     low, high = np.int64(0), n - 1
     while low < high:
@@ -253,21 +281,36 @@ def _drawn(row, v, top, temperature, top_k, top_p, number, scratch):
     return read_i32(ids + 4 * low)
 
 
+@device
+def _allowed(a, r, mask, temperature, scratch):
+    """Return the token chosen for row r, of those that a mask allows."""
+    row, mask = a.logits + 4 * r * a.V, a.allowed + 4 * a.W * within(mask - 1, a.C)
+    n = _allowed_candidates(row, a.V, mask, scratch)
+    if n == 0:
+        return np.int64(NONE_ALLOWED)
+    x, ids, _ = candidates_at(scratch)
+    top = _largest(x, n)
+    if temperature == np.float32(0):
+        return np.int64(read_i32(ids + 4 * _greedy(x, n, top)))
+    return np.int64(_drawn(a, r, n, top, temperature, scratch))
+
+
 @executes("sample")
 def sample(a, rank, size, scratch):
     """Choose a token per row, none where a logit is not finite; each thread has a range of rows."""
     begin, end = share(a.R, rank, size)
     for r in range(begin, end):
         row, temperature = a.logits + 4 * r * a.V, read_f32(a.temperature + 4 * r)
-        top = _largest(row, a.V)
+        mask, top = read_i32(a.masked + 4 * r), _largest(row, a.V)
         if top != top:
             chosen = np.int64(NO_TOKEN)
+        elif mask > 0:
+            chosen = _allowed(a, r, mask, temperature, scratch)
         elif temperature == np.float32(0):
             chosen = _greedy(row, a.V, top)
         else:
-            top_k, top_p = read_i32(a.top_k + 4 * r), read_f32(a.top_p + 4 * r)
-            number = uniform(read_i64(a.seeds + 8 * r), read_i32(a.draws + 4 * r))
-            chosen = _drawn(row, a.V, top, temperature, top_k, top_p, number, scratch)
+            _candidates(row, a.V, scratch)
+            chosen = _drawn(a, r, a.V, top, temperature, scratch)
         write_i32(a.ids + 4 * r, chosen)
 
 
