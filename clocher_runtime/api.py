@@ -12,6 +12,7 @@ print(model.chat([{"role": "user", "content": "What is a bell tower?"}]).text)
 import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,6 +21,7 @@ from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.gguf.checkpoint import find_gguf
 from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.engine.arguments import listed, refuse_unknown, shown, token_ids, whole
 from clocher_runtime.engine.backends import choose
 from clocher_runtime.engine.load import Model, load_model
@@ -32,7 +34,9 @@ from clocher_runtime.text.completion import (
     Options,
     TextGeneration,
 )
+from clocher_runtime.text.grammar import GrammarMaker
 from clocher_runtime.text.tokenizer import Tokenizer
+from clocher_runtime.text.tokenizer_limits import MAX_FILE_BYTES
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -70,6 +74,9 @@ class LanguageModel:
     `max_new_tokens`; 64 if not given), `stop` (a string or several), `logprobs` (how many of the
     likeliest tokens to tell with each), and the fields of `Sampling`: temperature, top_k, top_p,
     min_p, seed, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, processors.
+    One of `json_schema` (a schema, as a dictionary), `json_object` (True), `regex`, `grammar` (Lark
+    or GBNF) and `choice` (a list of texts) says what the whole text has to be; only a text that
+    ends with "stop" is whole.
 
     Every method raises UsageError when an argument cannot be used or the model is closed.
 
@@ -176,7 +183,9 @@ class LanguageModel:
         variables = {name: value for name, value in options.items() if name not in OPTIONS}
         text = self.tokenizer.apply_chat_template(messages, tools=tools, variables=variables)
         ids = self.tokenizer.encode(text, special=False, room=self.session.context)
-        return self._begin(ids, {name: options[name] for name in options if name in OPTIONS})
+        chosen = {name: options[name] for name in options if name in OPTIONS}
+        style = "harmony" if self.model.spec.family == "gpt_oss" else "plain"
+        return self._begin(ids, chosen, style)
 
     async def agenerate(self, prompt: Prompt, max_new: int = MAX_NEW, **options: Any) -> str:
         """Do `generate` without blocking the event loop; when cancelled, it ends."""
@@ -227,10 +236,23 @@ class LanguageModel:
     ) -> None:
         self.close()
 
-    def _begin(self, prompt: Prompt, options: Mapping[str, Any]) -> TextGeneration:
+    def _begin(
+        self, prompt: Prompt, options: Mapping[str, Any], style: str = "plain"
+    ) -> TextGeneration:
         chosen, ids = Options.of(options), self._ids(prompt)
         self.session.check(ids)
-        return TextGeneration(self.session, self.tokenizer, ids, chosen)
+        constraint = None
+        if chosen.structure is not None:
+            spec = {**chosen.structure, "style": style}
+            self._grammars.check(spec)
+            constraint = self._grammars.compile(spec)
+        return TextGeneration(self.session, self.tokenizer, ids, chosen, constraint)
+
+    @cached_property
+    def _grammars(self) -> GrammarMaker:
+        source, spec = self.model.checkpoint.tokenizer_source, self.model.spec
+        data = read_bytes(source, MAX_FILE_BYTES) if isinstance(source, Path) else source
+        return GrammarMaker(data.decode(), spec.vocab_size, spec.eos_ids)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         given = _text_or_ids(prompt)

@@ -63,7 +63,7 @@ def careless(op: OpRun) -> Iterator[tuple[str, dict[str, Value]]]:
         for number in floats:
             yield f"{name} {number}", {**op.values, name: np.full_like(op.values[name], number)}
     for number in (-1, -(1 << 31), (1 << 31) - 1):
-        for name in ("top_k", "draws"):
+        for name in ("top_k", "draws", "masked"):
             yield f"{name} {number}", {**op.values, name: np.full_like(op.values[name], number)}
     for number in (np.nan, np.inf, -np.inf):
         yield f"logits {number}", {**op.values, "logits": np.full_like(op.values["logits"], number)}

@@ -41,6 +41,8 @@ ELSEWHERE = {
     "python -m pip install -e '.[cuda]'": "needs a package index and a GPU",
     "python -m bench.gpu_suite --out results --dry-run": "runs a minute: test_gpu_suite runs it",
     "python -m bench.gpu_suite --out call1 --call 1": "needs a GPU",
+    "from openai import OpenAI": "needs a server: test_serve runs it",
+    "from langchain_openai import ChatOpenAI": "needs a server: test_serve_clients runs it",
     "python3 -m venv .venv": "needs a package index: what make run does, with an extra",
 }
 

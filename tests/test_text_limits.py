@@ -72,6 +72,8 @@ def test_another_process_gives_the_same_ids_and_text(index):
     here, apart = LibraryTokenizer(text), TokenizerApart(text)
     assert here.vocab_size == apart.vocab_size
     assert here.token_to_id("ab") == apart.token_to_id("ab")
+    for token in (-1, 0, 3, 1 << 40):
+        assert here.id_to_token(token) == apart.id_to_token(token)
     for special in (True, False):
         for given in ("", "a", "ab ba \n é😀 <s> 12", text_seeds.TEXT):
             ids = here.encode(given, special)

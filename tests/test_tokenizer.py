@@ -124,6 +124,33 @@ def test_bytes_of_a_sentencepiece_vocabulary(tmp_path):
     assert [stream.push(i) for i in (3,) * 40].count("") <= 36
 
 
+@settings(max_examples=100)
+@given(st.text(), st.lists(st.integers(0, 4095), max_size=9))
+def test_bytes_of_tokens_joined_are_the_text(tokenizer, text, ids):
+    found = b"".join(map(tokenizer.token_bytes, tokenizer.encode(text)))
+    assert found == text.encode()
+    raw = b"".join(map(tokenizer.token_bytes, ids))
+    assert raw.decode("utf-8", "replace") == tokenizer.decode(ids)
+
+
+def test_tokens_by_name(tokenizer):
+    ends = tokenizer.token_id("<|end|>")
+    assert tokenizer.encode("<|end|>") == [ends]
+    assert tokenizer.token_bytes(ends) == b"<|end|>"
+    assert tokenizer.token_id("<|nothing|>") is None
+    assert [tokenizer.token_bytes(i) for i in (-1, tokenizer.vocab_size + 9, 1 << 40)] == [b""] * 3
+
+
+def test_bytes_of_tokens_that_are_not_byte_level(tmp_path):
+    vocab = {"<0xF0>": 0, "<0x0A>": 1, "▁é": 2, "Ġ": 3, "?": 4}
+    raw = RawTokenizer(models.WordLevel(vocab, "?"))
+    raw.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    raw.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json", {})
+    found = [tokenizer.token_bytes(i) for i in range(4)]
+    assert found == [b"\xf0", b"\n", " é".encode(), "Ġ".encode()]
+
+
 def test_stream_never_shows_half_a_character(tokenizer):
     text = "naïve 😀 € end"
     stream = tokenizer.stream()

@@ -1,1 +1,1 @@
-"""Text to ids and back: tokenizer, chat templates, prompts and their pipeline."""
+"""Text to ids and back: tokenizer, chat templates, prompts and their pipeline, answers."""

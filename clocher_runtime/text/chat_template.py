@@ -25,7 +25,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: object) -> None:
-        self._text = _choose(source)
+        self._text = template_text(source)
         if len(self._text.encode("utf-8", errors="replace")) > MAX_TEMPLATE_BYTES:
             raise FormatError(
                 f"chat template of {len(self._text)} characters; the limit is "
@@ -70,7 +70,12 @@ class ChatTemplate:
         return PROCESS.ask(operation, MAX_SECONDS, MAX_MEMORY_BYTES, source=self._text, **arguments)
 
 
-def _choose(source: object) -> str:
+def template_text(source: object) -> str:
+    """Return the text of a template, or of the one called "default" in a list of them.
+
+    Raises:
+        FormatError: there is none.
+    """
     if isinstance(source, list):
         named = {
             entry.get("name"): entry.get("template")

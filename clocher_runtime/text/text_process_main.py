@@ -12,13 +12,21 @@ from collections.abc import Callable, Mapping
 from math import ceil
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from clocher_kernels.errors import UsageError
 from clocher_runtime.text.text_process import HEADER_BYTES, Refused, from_bytes, to_bytes
 from clocher_runtime.text.tokenizer_library import LibraryTokenizer
 
+if TYPE_CHECKING:
+    from clocher_runtime.text.grammar_library import LibraryGrammars
+
 _tokenizers: list[LibraryTokenizer] = []
 """The one that was loaded last."""
+_grammars: list["LibraryGrammars"] = []
+"""Made with it, if they were asked for."""
+_STACK_BYTES = 1 << 20
+"""Of work that is done again where a stack is eight times that."""
 
 
 class _OutOfTime(BaseException):
@@ -94,6 +102,7 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
 
 def _load(text: str) -> None:
     _tokenizers.clear()
+    _grammars.clear()
     _tokenizers.append(LibraryTokenizer(text))
 
 
@@ -113,6 +122,10 @@ def _token_to_id(text: str) -> int | None:
     return _tokenizers[0].token_to_id(text)
 
 
+def _id_to_token(token: int) -> str | None:
+    return _tokenizers[0].id_to_token(token)
+
+
 def _compile_template(source: str) -> list[str]:
     from clocher_runtime.text.template_sandbox import variables_of
 
@@ -125,14 +138,38 @@ def _render(source: str, variables: Mapping[str, Any]) -> str:
     return render(source, variables)
 
 
+def _load_grammars(vocab_size: int, eos_ids: list[int]) -> None:
+    from clocher_runtime.text.grammar_library import LibraryGrammars
+
+    if not _grammars:
+        try:
+            _grammars.append(LibraryGrammars(_tokenizers[0].to_text(), vocab_size, eos_ids))
+        except UsageError as error:
+            raise Refused("refused", str(error)) from None
+
+
+def _check_rules(rules: str) -> None:
+    kept = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    _limit(resource.RLIMIT_STACK, _STACK_BYTES)
+    try:
+        _grammars[0].follow(rules)
+    except UsageError as error:
+        raise Refused("refused", str(error)) from None
+    finally:
+        _limit(resource.RLIMIT_STACK, kept)
+
+
 _OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "load": _load,
     "vocab_size": _vocab_size,
     "encode": _encode,
     "decode": _decode,
     "token_to_id": _token_to_id,
+    "id_to_token": _id_to_token,
     "compile_template": _compile_template,
     "render": _render,
+    "load_grammars": _load_grammars,
+    "check_rules": _check_rules,
 }
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """Text to token ids and back. Nothing else in the runtime knows text."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,12 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MOST_BYTES = 4
 """Of a character in UTF-8."""
 
+_BYTE_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
+_SHOWN = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)]
+_HIDDEN = [byte for byte in range(256) if byte not in _SHOWN]
+_BYTE_OF = {chr(b): b for b in _SHOWN} | {chr(256 + n): b for n, b in enumerate(_HIDDEN)}
+"""The byte that a character of a byte-level vocabulary stands for, as in GPT-2."""
+
 
 class Tokenizer:
     """A tokenizer.json with the settings that its tokenizer_config.json adds.
@@ -31,6 +40,8 @@ class Tokenizer:
     Args:
         tokenizer_json: the file of the `tokenizers` library, or its content.
         config: contents of tokenizer_config.json.
+        here: characters of the longest text that is tokenised in this process. The library keeps
+            other Python threads waiting meanwhile.
 
     Raises:
         ModelNotFound: there is no such file.
@@ -38,7 +49,13 @@ class Tokenizer:
         OutOfMemory: loading it takes more memory than it may.
     """
 
-    def __init__(self, tokenizer_json: Path | bytes, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        tokenizer_json: Path | bytes,
+        config: Mapping[str, Any],
+        here: int = LONG_TEXT_CHARS,
+    ) -> None:
+        self._here = here
         if isinstance(tokenizer_json, Path):
             where, data = str(tokenizer_json), read_bytes(tokenizer_json, MAX_FILE_BYTES)
         else:
@@ -63,6 +80,17 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of ids, added tokens included."""
         return self._inner.vocab_size
+
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template, "" where the model has none.
+
+        Raises:
+            FormatError: it is not one that can be used.
+        """
+        from clocher_runtime.text.chat_template import template_text
+
+        return "" if self._template is None else template_text(self._template)
 
     def encode(self, text: str, special: bool = True, *, room: int | None = None) -> list[int]:
         """Return the ids of a text.
@@ -114,6 +142,35 @@ class Tokenizer:
         except Refused as error:
             raise UsageError(f"the token ids have no text: {error}") from None
 
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token by its name, as "<|end|>"; None if there is no such token."""
+        try:
+            return self._inner.token_to_id(token)
+        except Refused:
+            return None
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that an id stands for, b"" for one that stands for nothing.
+
+        They may be a part of a character only, which `decode` cannot show.
+        """
+        spelled = self._inner.id_to_token(token)
+        if spelled is None:
+            return b""
+        if self._is_byte_level:
+            with suppress(KeyError):
+                return bytes(map(_BYTE_OF.__getitem__, spelled))
+            return spelled.encode()  # an added token
+        if found := _BYTE_FALLBACK.fullmatch(spelled):
+            return bytes.fromhex(found[1])
+        return spelled.replace("\u2581", " ").encode()  # as SentencePiece spells a space
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        """Whether the vocabulary spells bytes as GPT-2's, where a space is "Ġ"."""
+        space = self.token_id("Ġ")
+        return space is not None and self.decode([space]) == " "
+
     def stream(self) -> "TextStream":
         """Return a decoder that takes one id at a time."""
         return TextStream(self.decode)
@@ -164,7 +221,7 @@ class Tokenizer:
 
     def _fit_for(self, text: str) -> LibraryTokenizer | TokenizerApart:
         """Return the tokenizer itself, or for a long text its double in another process."""
-        if isinstance(self._inner, TokenizerApart) or len(text) <= LONG_TEXT_CHARS:
+        if isinstance(self._inner, TokenizerApart) or len(text) <= self._here:
             return self._inner
         if self._for_long_texts is None:
             self._for_long_texts = TokenizerApart(self._inner.to_text())

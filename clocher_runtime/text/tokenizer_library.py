@@ -72,6 +72,14 @@ class LibraryTokenizer:
         found: int | None = self._tokenizer.token_to_id(text)
         return found
 
+    def id_to_token(self, token: int) -> str | None:
+        """Return a token as the vocabulary spells it, None if there is no such id."""
+        try:
+            found: str | None = self._tokenizer.id_to_token(token)
+        except OverflowError:
+            return None
+        return found
+
     def to_text(self) -> str:
         """Return its tokenizer.json."""
         text: str = self._tokenizer.to_str()
@@ -98,6 +106,12 @@ BYTES_PER_LOADED_BYTE = 24
 BYTES_PER_CHAR = 256
 
 
+def loading_limits(text: str) -> tuple[float, int]:
+    """Return the seconds and bytes that loading a tokenizer.json in a process apart may take."""
+    seconds = BASE_SECONDS + len(text) / LOADED_BYTES_PER_SECOND
+    return seconds, BASE_BYTES + BYTES_PER_LOADED_BYTE * len(text)
+
+
 class TokenizerApart:
     """A tokenizer that nobody vouches for, with the methods of `LibraryTokenizer`.
 
@@ -113,8 +127,7 @@ class TokenizerApart:
 
     def __init__(self, text: str) -> None:
         self._source = (sha256(text.encode()).hexdigest(), text)
-        seconds = BASE_SECONDS + len(text) / LOADED_BYTES_PER_SECOND
-        self._load = (seconds, BASE_BYTES + BYTES_PER_LOADED_BYTE * len(text))
+        self._load = loading_limits(text)
         self.vocab_size: int = self._ask("vocab_size", 0)
 
     def encode(self, text: str, special: bool) -> list[int]:
@@ -130,6 +143,11 @@ class TokenizerApart:
     def token_to_id(self, text: str) -> int | None:
         """Return the id of a token, None if there is no such token."""
         found: int | None = self._ask("token_to_id", len(text), text=text)
+        return found
+
+    def id_to_token(self, token: int) -> str | None:
+        """Return a token as the vocabulary spells it; see `LibraryTokenizer.id_to_token`."""
+        found: str | None = self._ask("id_to_token", 0, token=token)
         return found
 
     def _ask(self, operation: str, size: int, **arguments: Any) -> Any:

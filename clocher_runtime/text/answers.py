@@ -1,0 +1,77 @@
+"""What a model's tokens say, in the parts that a client of a chat reads."""
+
+from collections.abc import Collection
+from typing import Literal
+
+from clocher_runtime.text.deltas import AnswerReader, Delta, DeltaKind, PlainText, TextReader
+from clocher_runtime.text.harmony import HarmonyReader, Tokens
+from clocher_runtime.text.thinking import Thinking
+from clocher_runtime.text.tool_calls import HermesCalls, LlamaCalls
+
+__all__ = ["AnswerReader", "AnswerStyle", "Delta", "DeltaKind", "answer_style", "make_reader"]
+
+AnswerStyle = Literal["harmony", "hermes", "llama3", "plain"]
+
+_HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+
+
+def answer_style(tokenizer: Tokens, template: str) -> AnswerStyle:
+    """Return how a model spells its answers.
+
+    Args:
+        tokenizer: of the model.
+        template: its chat template, "" where it has none.
+    """
+    if all(tokenizer.token_id(name) is not None for name in _HARMONY):
+        return "harmony"
+    # Qwen3-Coder writes <function=NAME> between the same marks, which is no JSON.
+    if "<tool_call>" in template and "<function=" not in template:
+        return "hermes"
+    if tokenizer.token_id("<|python_tag|>") is not None and '"parameters"' in template:
+        return "llama3"
+    return "plain"
+
+
+def make_reader(
+    tokenizer: Tokens,
+    style: AnswerStyle,
+    *,
+    tools: bool,
+    prompt_tail: str = "",
+    ends: Collection[int] = (),
+) -> AnswerReader:
+    """Return a reader for one answer.
+
+    Args:
+        tokenizer: of the model.
+        style: how the model spells its answers.
+        tools: whether there are functions to call. If not, what looks like a call is text.
+        prompt_tail: the end of the prompt, at least from where the answer's message begins: it may
+            have begun a thought, or a call.
+        ends: ids that end the generation. They have no text, and may be pushed or not.
+    """
+    if style == "harmony":
+        return HarmonyReader(tokenizer, tools=tools, prompt_tail=prompt_tail, ends=ends)
+    answer: TextReader = PlainText()
+    if tools and style != "plain":
+        answer = HermesCalls() if style == "hermes" else LlamaCalls()
+    opened = prompt_tail.rstrip().endswith("<think>")
+    return _AnswerInText(tokenizer, Thinking(answer, opened=opened), ends)
+
+
+class _AnswerInText:
+    """Reads the text of the tokens, whatever tokens it is cut into."""
+
+    def __init__(self, tokenizer: Tokens, reader: TextReader, ends: Collection[int]) -> None:
+        self._stream, self._reader = tokenizer.stream(), reader
+        self._ends = frozenset(ends)
+
+    def push(self, token: int) -> list[Delta]:
+        """Return what a token makes certain."""
+        if token in self._ends:
+            return []
+        return self._reader.push(self._stream.push(token))
+
+    def finish(self) -> list[Delta]:
+        """Return what was held back, after the last token."""
+        return self._reader.push(self._stream.flush()) + self._reader.finish()

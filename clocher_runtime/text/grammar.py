@@ -1,0 +1,101 @@
+"""Structured output: constraints of a text by a JSON schema, an expression or a grammar."""
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from hashlib import sha256
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from clocher_kernels.errors import UsageError
+from clocher_runtime.engine.constraint import Constraint
+from clocher_runtime.text.grammar_rules import rules_of
+from clocher_runtime.text.text_process import Refused, TextProcess
+from clocher_runtime.text.tokenizer_library import loading_limits
+from clocher_runtime.text.tokenizer_limits import inspect
+
+if TYPE_CHECKING:
+    from clocher_runtime.text.grammar_library import LibraryGrammars
+
+CHECK_SECONDS = 2.0
+CHECK_BYTES = 512 << 20
+"""What trying rules may take, CPU time and memory."""
+
+_PROCESS = TextProcess()
+"""Not the one for prompts: hostile rules take their time, and prompts do not wait for them."""
+_turn = threading.Lock()
+
+
+class GrammarMaker:
+    """Makes constraints for the texts of a model. Threads may share it.
+
+    What is wanted is a mapping of "kind", "value" and "style", see `grammar_rules.rules_of`; a
+    server checks it in one process and compiles it in another.
+
+    Args:
+        tokenizer_json: contents of the model's tokenizer.json.
+        vocab_size: tokens of the model; those that the tokenizer does not have are never allowed.
+        eos_ids: tokens that end a text.
+
+    Raises:
+        FormatError: the tokenizer is none.
+        UsageError: llguidance is not installed, or the model has no structured output.
+    """
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        if find_spec("llguidance") is None:
+            raise UsageError(
+                "structured output needs llguidance: pip install 'clocher[serve]', or leave it out"
+            )
+        if not eos_ids or not inspect(tokenizer_json.encode(), "tokenizer.json").plain:
+            raise UsageError(
+                "structured output needs a token that ends a text, and a tokenizer whose steps are "
+                "all known; this model has no such; leave it out"
+            )
+        self._text, self._vocab_size, self._eos_ids = tokenizer_json, vocab_size, list(eos_ids)
+        added: list[dict[str, Any]] = json.loads(tokenizer_json).get("added_tokens") or []
+        self._special = frozenset(t["content"] for t in added if t.get("special") is True)
+        self._checked = ""
+
+    def check(self, spec: Mapping[str, Any]) -> None:
+        """Try what is wanted, in a process that is ended if it takes too long or too much memory.
+
+        Raises:
+            UsageError: it makes no sense, is too complex, or no text obeys it.
+        """
+        rules = rules_of(spec, self._special)
+        if rules == self._checked:
+            return
+        library: dict[str, Any] = {"vocab_size": self._vocab_size, "eos_ids": self._eos_ids}
+        name = sha256(f"{library} {self._text}".encode()).hexdigest()
+        limits = loading_limits(self._text)
+        try:
+            with _turn:
+                _PROCESS.ask("load_grammars", *limits, ((name, self._text), limits), **library)
+                _PROCESS.ask("check_rules", CHECK_SECONDS, CHECK_BYTES, rules=rules)
+        except Refused as error:
+            if error.kind == "refused":
+                raise UsageError(str(error)) from None
+            raise UsageError(
+                f"this structure is too complex to be had: {error}; make it smaller"
+            ) from None
+        self._checked = rules
+
+    def compile(self, spec: Mapping[str, Any]) -> Constraint:
+        """Return the constraint of one text. It takes milliseconds, mostly without the GIL.
+
+        Args:
+            spec: what `check` has let pass; anything else may end this process. Threads need 8 MiB
+                of stack for it, as they have by default.
+
+        Raises:
+            UsageError: see `check`.
+        """
+        return self._library.follow(rules_of(spec, self._special))
+
+    @cached_property
+    def _library(self) -> "LibraryGrammars":
+        from clocher_runtime.text.grammar_library import LibraryGrammars
+
+        return LibraryGrammars(self._text, self._vocab_size, self._eos_ids)

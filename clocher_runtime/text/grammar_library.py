@@ -1,0 +1,129 @@
+"""The llguidance library: rules made into something that follows a text, within limits.
+
+Its work on rules is not all bounded: a deep schema overflows its stack, some patterns take it for
+ever. So rules are first tried in a process that can be ended (`grammar`), with less of everything.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from clocher_kernels.errors import UsageError
+from clocher_kernels.ops.sampling import WORD_BITS, words_for
+
+_LIMITS = LLParserLimits(
+    max_items_in_row=500,
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=100_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,  # nothing of the text that was made so far stands in a message
+)
+_MESSAGE_CHARS = 200
+
+
+class LibraryGrammars:
+    """What rules are made with: a tokenizer as the library knows it.
+
+    Args:
+        text: a tokenizer.json of a plain tokenizer.
+        vocab_size: tokens of the model; at least those of the tokenizer.
+        eos_ids: tokens that end a text; at least one.
+
+    Raises:
+        UsageError: the library cannot load it.
+    """
+
+    def __init__(self, text: str, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        try:
+            self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
+            known = LLTokenizer(text, eos_token=list(eos_ids)).vocab_size
+        except BaseException as error:
+            # A panic of Rust is no Exception, and its class cannot be imported.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise UsageError(
+                f"structured output is not possible with this tokenizer: {_short(str(error))}"
+            ) from None
+        bits = np.zeros(WORD_BITS * words_for(vocab_size), np.uint8)
+        bits[:known] = 1
+        self._known = np.packbits(bits, bitorder="little").view("<u4")
+
+    def follow(self, rules: str) -> "GrammarConstraint":
+        """Return what follows one text by some rules.
+
+        Raises:
+            UsageError: they make no sense, are too complex, or no text obeys them.
+        """
+        matcher = LLMatcher(self._tokenizer, rules, log_level=0, limits=_LIMITS)
+        matcher.compute_bitmask()
+        if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
+            reason = _short(matcher.get_error())
+            if not reason or reason.startswith("NoExtension"):
+                reason = "no text obeys it"
+            raise UsageError(f"this structure cannot be had: {reason}")
+        return GrammarConstraint(matcher, self._known)
+
+
+class GrammarConstraint:
+    """Allows the tokens that rules allow, and those that end a text where it may end.
+
+    Args:
+        matcher: at the beginning of a text.
+        known: [W] u32, tokens that the tokenizer has.
+    """
+
+    def __init__(self, matcher: LLMatcher, known: np.ndarray) -> None:
+        self._matcher, self._known = matcher, known
+
+    def fill(self, mask: np.ndarray) -> None:
+        """Write which tokens may come next, [W] u32.
+
+        Raises:
+            UsageError: the rules are too complex here.
+        """
+        bits = self._matcher.compute_bitmask()
+        self._check()
+        # The library may have a word more.
+        np.bitwise_and(np.frombuffer(bits, "<u4", mask.size), self._known, out=mask)
+
+    def take(self, token: int) -> None:
+        """Go on with a token.
+
+        Raises:
+            UsageError: it is not allowed, or the rules are too complex here.
+        """
+        self._matcher.consume_token(token)
+        self._check()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing may follow."""
+        return self._matcher.is_stopped()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            reason = _short(self._matcher.get_error())
+            raise UsageError(f"the text cannot go on as its structure wants: {reason}")
+
+
+def lark_of(gbnf: str) -> str:
+    """Return a grammar of GBNF in Lark's notation.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        text: str = gbnf_to_lark(gbnf)
+    except Exception as error:  # the library's own, and what hostile text makes of it
+        raise UsageError(f"the grammar is no GBNF: {_short(str(error))}") from None
+    return text
+
+
+def _short(message: str) -> str:
+    """Return the first line of a message, shortened."""
+    line = message.strip().splitlines()[0] if message.strip() else ""
+    return line if len(line) <= _MESSAGE_CHARS else f"{line[:_MESSAGE_CHARS]}..."

@@ -1,0 +1,248 @@
+"""The format of gpt-oss, in which a model answers in several messages with headers.
+
+A message is `<|start|>assistant[ to=RECIPIENT]<|channel|>CHANNEL[ to=RECIPIENT]
+[<|constrain|>TYPE]<|message|>BODY` and then `<|end|>`, `<|call|>` or `<|return|>`. The prompt ends
+after `<|start|>assistant`. Source: docs/format.md of openai/harmony; what its parser does with
+answers that do not keep to it, unless it is strict.
+"""
+
+import re
+from collections.abc import Collection
+from typing import Literal, NamedTuple, Protocol
+
+from clocher_runtime.text.deltas import Delta, DeltaKind
+from clocher_runtime.text.tokenizer import TextStream
+
+Mark = Literal["start", "channel", "constrain", "message", "end"]
+MARKS: dict[str, Mark] = {
+    "<|start|>": "start",
+    "<|channel|>": "channel",
+    "<|constrain|>": "constrain",
+    "<|message|>": "message",
+    "<|end|>": "end",
+    "<|return|>": "end",
+    "<|call|>": "end",
+}
+"""Special tokens, and what they do: three of them end a message."""
+
+_STOPS = ("<|return|>", "<|call|>")
+_CHANNELS = ("analysis", "commentary", "final")
+_ROLES = ("assistant", "user", "system", "developer", "tool")
+_FUNCTION = re.compile(r"functions\.([A-Za-z0-9_.-]+)")
+_SPLIT = re.compile(f"({'|'.join(map(re.escape, MARKS))})")
+
+_TO = r"to=(?P<to>[^\s{<]{0,256})"
+_NAME = r"[\w./-]{0,128}"
+
+
+class _Part(NamedTuple):
+    """A part of a header, which begins at a mark.
+
+    Attributes:
+        whole: matches a text that is such a part, or may become one.
+        known: matches what is surely not yet the body, at the start of a text that is no such part.
+    """
+
+    whole: re.Pattern[str]
+    known: re.Pattern[str]
+
+
+_ROLE = _Part(
+    re.compile(rf"\s?(?P<word>{_NAME}?)(?:\s?{_TO}|\sto?)?\s?"),
+    re.compile(rf"\s?(?:{'|'.join(_ROLES)})(?![\w./-])(?:\s?{_TO})?\s?"),
+)
+_AFTER_ROLE = _Part(
+    re.compile(rf"(?P<word>)\s?(?:{_TO}\s?|to?)?"),
+    re.compile(rf"(?:\s?{_TO}\s?)?"),
+)
+_CHANNEL = _Part(
+    re.compile(rf"\s?(?P<word>{_NAME}?)(?:\s?{_TO})?(?:\s{_NAME})?\s?"),
+    re.compile(rf"\s?(?:{'|'.join(_CHANNELS)})(?![\w./-])(?:\s?{_TO}(?:\sjson\b)?)?\s?"),
+)
+_TYPE = _Part(_CHANNEL.whole, re.compile(rf"\s?{_NAME}(?:\s?{_TO})?\s?"))
+
+
+class Tokens(Protocol):
+    """What is needed of a tokenizer."""
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token by its name."""
+        ...
+
+    def stream(self) -> TextStream:
+        """Return a decoder that takes one id at a time."""
+        ...
+
+
+def harmony_marks(tokenizer: Tokens) -> dict[int, Mark]:
+    """Return what the special tokens of the format do, by their ids in a vocabulary."""
+    found = {tokenizer.token_id(name): mark for name, mark in MARKS.items()}
+    return {token: mark for token, mark in found.items() if token is not None}
+
+
+def harmony_stop_ids(tokenizer: Tokens) -> frozenset[int]:
+    """Return the ids that end an answer. `<|end|>` is none: it ends a message only."""
+    found = map(tokenizer.token_id, _STOPS)
+    return frozenset(token for token in found if token is not None)
+
+
+class HarmonyReader:
+    """Reads an answer in the format, or in none; see `AnswerReader`.
+
+    Text for the user is `content`: of the channel "final", of "commentary" without a recipient, of
+    channels that are not known and of messages without a header. A message to a function is a call
+    whatever its channel; what is thought or said to anybody else is `reasoning`. Headers that end
+    with `<|message|>` are in no part. Of one that does not, only the parts that the format knows
+    are left out; the rest is the body.
+
+    Args:
+        tokenizer: with the special tokens of the format.
+        tools: there are functions to call; without them a call is `reasoning`.
+        prompt_tail: the end of the prompt, at least from its last `<|start|>` on.
+        ends: further ids that end a message.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokens,
+        *,
+        tools: bool = True,
+        prompt_tail: str = "<|start|>assistant",
+        ends: Collection[int] = (),
+    ) -> None:
+        end: Mark = "end"
+        self._marks = dict.fromkeys(ends, end) | harmony_marks(tokenizer)
+        self._stream = tokenizer.stream()
+        self._tools = tools
+        self._calls = 0
+        self._kind: DeltaKind = "content"  # of the body
+        self._index = 0
+        self._header: _Header | None = _Header(_AFTER_ROLE)
+        self._begun = self._go_on_from(prompt_tail)
+
+    def push(self, token: int) -> list[Delta]:
+        """Return what a token makes certain."""
+        mark = self._marks.get(token)
+        if mark is None:
+            found = self._text(self._stream.push(token))
+        else:
+            found = self._text(self._stream.flush()) + self._mark(mark)
+        if self._begun:
+            found, self._begun = self._begun + found, []
+        return found
+
+    def finish(self) -> list[Delta]:
+        """Return what was held back, after the last token."""
+        found = self._begun + self._text(self._stream.flush()) + self._give_up()
+        self._begun = []
+        return found
+
+    def _go_on_from(self, prompt: str) -> list[Delta]:
+        """Take up the last message of a prompt; return the call that it begins."""
+        at = prompt.rfind("<|start|>")
+        if at < 0:
+            return []
+        begun = []
+        for piece in _SPLIT.split(prompt[at:]):
+            mark = MARKS.get(piece)
+            begun += self._text(piece) if mark is None else self._mark(mark)
+        if self._header is not None:
+            self._header.belongs_to_prompt()
+        return [delta for delta in begun if delta.kind == "tool_call"]
+
+    def _text(self, text: str) -> list[Delta]:
+        if not text:
+            return []
+        if self._header is None:
+            return [Delta(self._kind, text, self._index)]
+        if self._header.push(text):
+            return []
+        return self._give_up()
+
+    def _mark(self, mark: Mark) -> list[Delta]:
+        if mark == "start" or mark == "end":
+            found = self._give_up()
+            self._header = _Header(_ROLE)
+            return found
+        if mark == "channel" and self._header is None:
+            self._header = _Header(_ROLE)
+        if self._header is not None:
+            if mark == "message":
+                return self._begin_body()
+            self._header.begin(_CHANNEL if mark == "channel" else _TYPE)
+        return []  # a stray mark in a body stands for nothing
+
+    def _give_up(self) -> list[Delta]:
+        """Begin the body within what looked like a header."""
+        if self._header is None:
+            return []
+        rest = self._header.give_up()
+        if not rest:
+            return []
+        return self._begin_body() + self._text(rest)
+
+    def _begin_body(self) -> list[Delta]:
+        assert self._header is not None
+        header, self._header = self._header, None
+        header.close()
+        function = _FUNCTION.match(header.recipient) if self._tools else None
+        if function is not None:
+            self._kind, self._index = "arguments", self._calls
+            self._calls += 1
+            return [Delta("tool_call", function[1], self._index)]
+        hidden = header.recipient or header.channel == "analysis" or header.role != "assistant"
+        self._kind, self._index = "reasoning" if hidden else "content", 0
+        return []
+
+
+class _Header:
+    """A header as it comes, in parts.
+
+    Attributes:
+        role, channel, recipient: of the parts that are closed; "" where there is none.
+    """
+
+    def __init__(self, part: _Part) -> None:
+        self._part, self._piece = part, ""
+        self._made = ""  # all of it that is not of the prompt
+        self.role, self.channel, self.recipient = "assistant", "", ""
+        self._known = True
+
+    def belongs_to_prompt(self) -> None:
+        """Say that nothing of it so far was made by the model."""
+        if self._part is _ROLE and self._piece:
+            self.begin(_AFTER_ROLE)
+        self._made = ""
+
+    def push(self, text: str) -> bool:
+        """Add text; return whether this can still be a header."""
+        self._piece += text
+        self._made += text
+        return self._part.whole.fullmatch(self._piece) is not None
+
+    def begin(self, part: _Part) -> None:
+        """Close a part at a mark, and begin the next one."""
+        self.close()
+        self._part, self._piece = part, ""
+
+    def close(self) -> None:
+        """Read the part that is open."""
+        found = self._part.whole.fullmatch(self._piece)
+        assert found is not None  # what is pushed is given up where it matches no more
+        self._known &= not self._piece or self._part.known.fullmatch(self._piece) is not None
+        self.recipient = self.recipient or found["to"] or ""
+        if self._part is _ROLE:
+            self.role = found["word"] or self.role
+        elif self._part is _CHANNEL:
+            self.channel = found["word"]
+
+    def give_up(self) -> str:
+        """Return what of the text is body after all, and keep what the format knows before it."""
+        found = self._part.known.match(self._piece)
+        if found is None or not self._known:
+            self.role, self.channel, self.recipient = "assistant", "", ""
+            self._part, self._piece = _AFTER_ROLE, ""
+            return self._made
+        body = self._piece[found.end() :]
+        self._piece = found[0]
+        return body

@@ -1,0 +1,248 @@
+"""Calls and thoughts in answers that are plain text, however the text is cut."""
+
+import json
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clocher_runtime.text.deltas import PlainText, TextReader
+from clocher_runtime.text.json_object import JsonObject
+from clocher_runtime.text.thinking import Thinking
+from clocher_runtime.text.tool_calls import HermesCalls, LlamaCalls
+from tests.answer_texts import joined, read_pieces
+
+Parts = list[tuple[str, str, int]]
+READERS: dict[str, Callable[[], TextReader]] = {
+    "hermes": HermesCalls,
+    "llama": LlamaCalls,
+    "thinking": lambda: Thinking(PlainText(), opened=False),
+    "opened": lambda: Thinking(HermesCalls(), opened=True),
+    "both": lambda: Thinking(HermesCalls(), opened=False),
+}
+
+
+def call(name: str, arguments: str, index: int = 0) -> Parts:
+    return [("tool_call", name, index), ("arguments", arguments, index)]
+
+
+def content(text: str) -> Parts:
+    return [("content", text, 0)]
+
+
+WEATHER = '{"name": "get_weather", "arguments": {"city": "Paris \\"}\\" \\u00e9", "n": [1, {}]}}'
+ARGUMENTS = '{"city": "Paris \\"}\\" \\u00e9", "n": [1, {}]}'
+BARE = WEATHER.replace("arguments", "parameters")
+CASES: list[tuple[str, str, Parts]] = [
+    ("hermes", f"<tool_call>\n{WEATHER}\n</tool_call>", call("get_weather", ARGUMENTS)),
+    (
+        "hermes",
+        f"I look.\n<tool_call>\n{WEATHER}\n</tool_call>\n<tool_call>\n"
+        '{"name": "f", "arguments": {}}\n</tool_call>',
+        content("I look.") + call("get_weather", ARGUMENTS) + call("f", "{}", 1),
+    ),
+    (
+        "hermes",
+        '<tool_call>{"arguments": {"a": 1}, "id": 7, "name": "f"}</tool_call> Done.',
+        call("f", '{"a": 1}') + content(" Done."),
+    ),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', call("f", "{}")),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', call("f", "{}")),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        call("f", '{"a": 1}'),
+    ),
+    # A last brace too few, one too many, no closing mark, a line break in a string.
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {}\n</tool_call>\nx',
+        call("f", "{}") + content("x"),
+    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}}\n</tool_call>', call("f", "{}")),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}', call("f", "{}")),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "1\n2"}}', call("f", '{"a": "1\n2"}')),
+    # Cut short, by the length or by an error: what is out stays, the rest is text.
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a', call("f", '{"a')),
+    ("hermes", '<tool_call>{"name": "f", "argum', content('<tool_call>{"name": "f", "argum')),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a" 1}}</tool_call>',
+        call("f", '{"a" ') + content("1}}</tool_call>"),
+    ),
+    ("llama", BARE, call("get_weather", ARGUMENTS)),
+    ("llama", f"<|python_tag|>{BARE}", call("get_weather", ARGUMENTS)),
+    (
+        "llama",
+        f'{BARE}; {{"name": "f", "parameters": {{}}}}',
+        call("get_weather", ARGUMENTS) + call("f", "{}", 1),
+    ),
+    ("llama", f'{{"type": "function", {BARE[1:]}', call("get_weather", ARGUMENTS)),
+    (
+        "thinking",
+        "<think>\nHm.\n</think>\n\nYes.",
+        [("reasoning", "Hm.", 0), ("content", "Yes.", 0)],
+    ),
+    ("thinking", "<think>\n\n</think>\n\nYes.", content("Yes.")),
+    ("thinking", "<think>Hm.\n", [("reasoning", "Hm.\n", 0)]),
+    ("thinking", "Yes <think>no</think>", content("Yes <think>no</think>")),
+    ("opened", "Hm.</think>Yes.", [("reasoning", "Hm.", 0), ("content", "Yes.", 0)]),
+    ("opened", "<think>\nHm.</think>Yes.", [("reasoning", "Hm.", 0), ("content", "Yes.", 0)]),
+    ("opened", "\nHm", [("reasoning", "Hm", 0)]),
+    (
+        "both",
+        f"<think>\n<tool_call>? {{\n</think>\n\n<tool_call>\n{WEATHER}\n</tool_call>",
+        [("reasoning", "<tool_call>? {", 0), *call("get_weather", ARGUMENTS)],
+    ),
+]
+TEXTS = [
+    *(
+        "",
+        " ",
+        "Hello <world",
+        "<",
+        "<tool_call",
+        "<tool_call>",
+        "<tool_call>\n",
+        "a\n\n\n<b",
+        "\n" * 9,
+    ),
+    *("<tool_call>{}</tool_call>", "<tool_call>[1]</tool_call>", '<tool_call>{"x": 1}</tool_call>'),
+    *(
+        '<tool_call>{"name": 3}',
+        '<tool_call>{"name": "a b", "arguments": {}}',
+        "<tool_call>\n\nhi\n",
+    ),
+    *('<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"name": "f", "arguments": [1]}'),
+    *('{"name": "Alice", "age": 3}', '{"name": "Alice"}', '{"parameters": {}}', '{"a": [1, 2', "{"),
+    *("<|python_tag|>print(1)", "<|python", " " * 40 + "{}", '{"name": "f", "parameters": "x"}'),
+    *("<think", "<th", " <thin", "x</think>"),
+]
+
+
+@pytest.mark.parametrize(("reader", "text", "parts"), CASES)
+def test_an_answer_is_read(reader: str, text: str, parts: Parts) -> None:
+    assert read_pieces(READERS[reader](), [text]) == parts
+    assert read_pieces(READERS[reader](), text) == parts  # a character at a time
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("reader", ["hermes", "llama", "thinking", "both"])
+def test_what_is_no_call_is_text(reader: str, text: str) -> None:
+    expected = content(text) if text else []
+    assert read_pieces(READERS[reader](), [text] if text else []) == expected
+    assert read_pieces(READERS[reader](), text) == expected
+
+
+def test_a_call_comes_while_it_is_made() -> None:
+    for reader, text in ((HermesCalls(), f"<tool_call>{WEATHER}"), (LlamaCalls(), BARE)):
+        begun = text.index("{", text.index("arg" if "arg" in text else "par"))
+        for character in text[:begun]:
+            assert not reader.push(character)
+        assert joined(reader.push("{")) == call("get_weather", "{")
+        for character in text[begun + 1 : -1]:
+            assert joined(reader.push(character)) == [("arguments", character, 0)]
+
+
+def test_text_is_not_held_back() -> None:
+    for make in READERS.values():
+        reader = make()
+        assert all(
+            reader.push(word) for word in ["A", " list", " {", '"a"', ": 1}", ".\nB", " <b>"]
+        )
+
+
+def test_json_that_is_no_call_is_not_held_back() -> None:
+    for make, opening in ((LlamaCalls, ""), (HermesCalls, "<tool_call>")):
+        reader = make()
+        assert reader.push(opening + '{"name": "Alice", "age": 3, ')
+        assert reader.push('"of": "Wonderland"')
+
+
+def mutated(draw: random.Random) -> str:
+    """Return answers with calls, and a few characters of them lost, doubled or moved."""
+    parts = [text for _, text, _ in CASES] + TEXTS
+    text = "".join(draw.choices(parts, k=draw.randrange(1, 4)))
+    for _ in range(draw.choice((0, 0, 1, 1, 2, 5))):
+        at, size = draw.randrange(len(text) + 1), draw.randrange(4)
+        other = draw.randrange(len(text) + 1)
+        new = draw.choice(("", "", text[other : other + size], draw.choice('{}"\\[],:\n <x')))
+        text = text[:at] + new + text[at + size :]
+    return text
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_how_text_is_cut_changes_nothing_and_nothing_is_lost(name: str) -> None:
+    draw = random.Random(name)
+    for _ in range(3000):
+        text = mutated(draw)
+        places = sorted(draw.choices(range(len(text) + 1), k=draw.randrange(6)))
+        pieces = [text[i:j] for i, j in zip([0, *places], [*places, len(text)], strict=True)]
+        parts = read_pieces(READERS[name](), pieces)
+        assert parts == read_pieces(READERS[name](), text) == read_pieces(READERS[name](), [text])
+        is_there(text, parts)
+
+
+def is_there(text: str, parts: Parts) -> None:
+    """Whatever comes out stands in the text, in order; all of it if there was nothing to read."""
+    kinds = {kind for kind, _, _ in parts}
+    if kinds <= {"content"} and "think>" not in text:
+        assert "".join(piece for _, piece, _ in parts) == text
+    at, calls = 0, 0
+    for kind, piece, index in parts:
+        if kind == "tool_call":
+            assert index == calls and json.dumps(piece) in text
+            calls += 1
+        elif kind == "arguments":
+            assert index == calls - 1
+        else:
+            at = text.index(piece, at) + len(piece)
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(-9, 9) | st.text(max_size=8)
+VALUES = SCALARS | st.lists(SCALARS, max_size=3) | st.dictionaries(SCALARS.map(str), SCALARS)
+
+
+@settings(max_examples=80)
+@given(st.dictionaries(st.text(max_size=8), VALUES), st.booleans(), st.sampled_from([None, 1]))
+def test_any_arguments_come_out_as_they_are(
+    value: object, ascii_only: bool, indent: int | None
+) -> None:
+    arguments = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
+    text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>\nok'
+    assert read_pieces(HermesCalls(), text) == call("f", arguments) + content("ok")
+
+
+def followed(text: str) -> str:
+    """Return the last event of an object, and whether all of it was taken."""
+    at, event, scanner = 0, "", JsonObject()
+    while event not in ("more", "closed", "broken"):
+        event, at = scanner.follow(text, at)
+    return event if event != "closed" or at == len(text) else "more text"
+
+
+def test_json_is_what_the_library_says_it_is() -> None:
+    draw = random.Random(5)
+    seen = dict.fromkeys(("closed", "broken", "more", "more text"), 0)
+    for _ in range(20_000):
+        value = {
+            draw.choice("ab\n\\"): draw.choice(
+                [1, -2.5e-7, True, None, 'x"', "é", [1, [], {}], {"a": {}}]
+            )
+        }
+        text = json.dumps(value, indent=draw.choice((None, 1)))
+        if draw.random() < 0.7:
+            at = draw.randrange(len(text))
+            text = text[:at] + draw.choice('{}[]",:\\0-. etug') + text[at + draw.randrange(2) :]
+        event = followed(text)
+        seen[event] += 1
+        try:
+            json.loads(text, strict=False)
+            assert event == "closed"
+        except json.JSONDecodeError as error:
+            assert event != "closed"
+            if event == "more text":
+                assert error.msg == "Extra data"
+    assert min(seen.values()) > 50
