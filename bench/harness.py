@@ -46,7 +46,7 @@ from bench.sweep.results import (
 )
 from bench.sweep.runs import Harness, Plan
 from clocher_kernels.errors import ClocherError, UsageError
-from clocher_runtime.command.clocher_run import parse as parse_flags
+from clocher_runtime.command.clocher_run import COMMAND
 from clocher_runtime.command.env import read_toml, setting_texts, sources_of
 from clocher_runtime.command.parsing import integer, number, path, text
 from clocher_runtime.command.settings import ALL, Given, GivenInFile, Setting
@@ -271,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         job = prepare(
             given,
-            {**engine, **(parse_flags(values["flags"]) or {})},
+            {**engine, **(COMMAND.parse(values["flags"]) or {})},
             os.environ,
             values["config"],
         )

@@ -31,7 +31,7 @@ from bench.sweep.cells import Cell, base_settings
 from bench.sweep.results import ResultCell, compare_files, group, paired
 from bench.sweep.runs import Child, Harness, Plan, launch
 from clocher_kernels.errors import ClocherError
-from clocher_runtime.command.clocher_run import parse as parse_flags
+from clocher_runtime.command.clocher_run import COMMAND
 from clocher_runtime.exit_codes import ExitCode, exit_code
 from clocher_runtime.quality.statistics import Ratio, agree, median_of_runs
 
@@ -179,7 +179,7 @@ def main(
     """Run the trials, print them and what follows."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        given = {**_FLAGS, "ignore_eos": "1", **(parse_flags(flags) or {})}
+        given = {**_FLAGS, "ignore_eos": "1", **(COMMAND.parse(flags) or {})}
         plan = Plan(
             cells_for(base_settings(given, os.environ, {}), planted),
             runs,

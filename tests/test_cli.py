@@ -16,7 +16,7 @@ from clocher_kernels import errors
 from clocher_runtime import cli
 from clocher_runtime.checkpoints.opening import open_checkpoint
 from clocher_runtime.command import loading as engine
-from clocher_runtime.command.clocher_run import describe
+from clocher_runtime.command.clocher_run import COMMAND
 from clocher_runtime.command.console import COMPILING, Console
 from clocher_runtime.command.model_choice import embedded_model
 from clocher_runtime.command.settings import ALL
@@ -293,7 +293,7 @@ def test_help_teaches_every_flag_variable_and_code(monkeypatch, capsys):
     for name, setting in ALL.items():
         assert setting.flag in text
         assert all(variable in text for variable in setting.env)
-        assert " ".join(describe(name).split()[:3]) in text
+        assert " ".join(COMMAND.describe(name).split()[:3]) in text
     for code in ("0", "1", "2", "3", "5", "6", "130", "143"):
         assert f" {code} " in text
     assert "Examples:" in text

@@ -9,20 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 
-import click
-
-from clocher_kernels.errors import ModelChanged, UsageError
+from clocher_kernels.errors import ModelChanged
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.env import resolve
+from clocher_runtime.command.flags import Command
 from clocher_runtime.command.jsonline import (
     ErrorLine,
     RunLine,
     TuneLine,
-    clocher_version,
     error_line,
     to_json,
 )
-from clocher_runtime.command.settings import ALL, HINTS, RunConfig, Setting
+from clocher_runtime.command.settings import ALL, RunConfig
 from clocher_runtime.exit_codes import ExitCode, exit_code, told
 from clocher_runtime.signals import cause_of
 
@@ -54,7 +52,22 @@ EXIT_CODES = (
     (ExitCode.TERMINATED, "terminated (SIGTERM)"),
 )
 
-_DEFAULTS = {field.name: field.default for field in fields(RunConfig)}
+PRECEDENCE = """A flag is stronger than a variable, a variable is stronger than the file of
+--config, and the file is stronger than the default."""
+
+COMMAND = Command(
+    name=NAME,
+    about=ABOUT,
+    table=ALL,
+    defaults={field.name: field.default for field in fields(RunConfig)},
+    notes=(
+        PRECEDENCE,
+        """A hint is checked and accepted; this version does not act on it. The JSON line lists
+it under hints_ignored unless it asks for what happens anyway.""",
+    ),
+    examples=EXAMPLES,
+    exit_codes=EXIT_CODES,
+)
 
 
 def command(argv: Sequence[str], emit: Callable[[str], object]) -> tuple[str, int]:
@@ -74,7 +87,7 @@ def command(argv: Sequence[str], emit: Callable[[str], object]) -> tuple[str, in
     with Console() as console:
         try:
             shown: list[str] = []
-            flags = parse(argv, shown.append)
+            flags = COMMAND.parse(argv, shown.append)
             if flags is None:
                 return "\n".join(shown), ExitCode.OK
             config = resolve(flags, os.environ)
@@ -107,105 +120,3 @@ def _lost(console: Console, emit: Callable[[str], object], message: str) -> None
     with console:
         console.note(f"error: {message}")
     emit(to_json(line))
-
-
-def parse(argv: Sequence[str], show: Callable[[str], object] = click.echo) -> dict[str, str] | None:
-    """Return name of a setting -> what its flag was given; None after --help or --version.
-
-    Args:
-        argv: arguments after the name of the command.
-        show: takes the text of --help or --version.
-
-    Raises:
-        UsageError: a flag is unknown or lacks its value, or there is an argument that is no flag.
-    """
-    options: list[click.Parameter] = [
-        click.Option([setting.flag, name], is_flag=stands_alone(setting), default=None)
-        for name, setting in ALL.items()
-        if setting.flag
-    ]
-    options += [
-        _asked("--version", lambda context: show(f"{NAME} {clocher_version()}")),
-        _asked("--help", lambda context: show(context.get_help())),
-    ]
-    command = HelpfulCommand(NAME, params=options, help=ABOUT, add_help_option=False)
-    try:
-        with command.make_context(NAME, list(argv)) as context:
-            values = context.params
-    except click.exceptions.Exit:
-        return None
-    except click.UsageError as error:
-        raise UsageError(f"{error.format_message()} See {NAME} --help.") from None
-    given = {name: value for name, value in values.items() if value not in (None, False)}
-    return {name: "1" if value is True else value for name, value in given.items()}
-
-
-def _asked(flag: str, answer: Callable[[click.Context], object]) -> click.Option:
-    """Return a flag that answers a question and ends the command."""
-
-    def callback(context: click.Context, option: click.Parameter, wanted: bool) -> None:
-        if wanted:
-            answer(context)
-            context.exit()
-
-    return click.Option([flag], is_flag=True, is_eager=True, expose_value=False, callback=callback)
-
-
-class HelpfulCommand(click.Command):
-    """A click command whose help is made from the table of settings."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write flags by group, variables without a flag, examples and exit codes."""
-        groups: dict[str, list[tuple[str, str]]] = {}
-        variables: list[tuple[str, str]] = []
-        for name, setting in ALL.items():
-            if setting.flag:
-                row = (usage(setting), describe(name))
-                groups.setdefault(setting.group, []).append(row)
-            else:
-                variables.append((f"{setting.env[0]} {setting.takes.metavar}", describe(name)))
-        for group, rows in groups.items():
-            _section(formatter, group, rows)
-        _section(formatter, "Other", [("--version", ""), ("--help", "")])
-        _section(formatter, "Environment variables", variables)
-        formatter.write(
-            "\nA flag is stronger than a variable, a variable is stronger than the file of "
-            "--config,\nand the file is stronger than the default.\n"
-        )
-        formatter.write(
-            "\nA hint is checked and accepted; this version does not act on it. The JSON line "
-            "lists\nit under hints_ignored unless it asks for what happens anyway.\n"
-        )
-        with formatter.section("Examples"):
-            for about, command in EXAMPLES:
-                formatter.write(f"  # {about}\n  {command}\n")
-        _section(formatter, "Exit codes", [(str(int(code)), text) for code, text in EXIT_CODES])
-
-
-def usage(setting: Setting) -> str:
-    """Return a flag with what it takes."""
-    return setting.flag if stands_alone(setting) else f"{setting.flag} {setting.takes.metavar}"
-
-
-def stands_alone(setting: Setting) -> bool:
-    """Whether the flag of a setting takes no value and means 1."""
-    return setting.takes.metavar == "0|1"
-
-
-def describe(name: str) -> str:
-    """Return what a setting does, with its default and the variables beside its flag."""
-    setting = ALL[name]
-    notes = ["hint"] if name in HINTS else []
-    default = _DEFAULTS.get(name)
-    if default is not None and default is not False:
-        notes.append(
-            f"default: {default:g}" if isinstance(default, float) else f"default: {default}"
-        )
-    if setting.flag and setting.env:
-        notes.append(f"env: {', '.join(setting.env)}")
-    return f"{setting.help} [{'; '.join(notes)}]" if notes else setting.help
-
-
-def _section(formatter: click.HelpFormatter, title: str, rows: list[tuple[str, str]]) -> None:
-    with formatter.section(title):
-        formatter.write_dl(rows, col_max=34)

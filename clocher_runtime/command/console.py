@@ -23,10 +23,12 @@ class Console:
     Use it as a context manager: leaving it ends an open progress bar.
 
     Args:
-        stream: where to write.
+        stream: where to write; None: standard error.
+        name: of the command, before its messages.
     """
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(self, stream: TextIO | None = None, name: str = "clocher-run") -> None:
+        self._name = name
         self._stream = sys.stderr if stream is None else stream
         # Python has no stream where the process was started with standard error closed.
         self._has_reader = self._stream is not None
@@ -50,7 +52,7 @@ class Console:
     def note(self, text: str) -> None:
         """Write a message on a line of its own."""
         self.end_line()
-        self.completion(f"clocher-run: {text}\n")
+        self.completion(f"{self._name}: {text}\n")
 
     def completion(self, text: str) -> None:
         """Write a piece of generated text, at once."""

@@ -93,7 +93,11 @@ class Engine:
 
 
 def load_engine(
-    config: RunConfig, batch: int, progress: Progress, packing: Progress | None = None
+    config: RunConfig,
+    batch: int,
+    progress: Progress,
+    packing: Progress | None = None,
+    **session: Any,
 ) -> Engine:
     """Load the model of a run and compile what it needs.
 
@@ -102,6 +106,7 @@ def load_engine(
         batch: sequences side by side.
         progress: called while kernels compile.
         packing: called while weights are packed, if they are many.
+        **session: further arguments of `Session`.
 
     Raises:
         ModelError: the model is missing, invalid or not supported.
@@ -110,29 +115,29 @@ def load_engine(
     """
     chosen = _stub(config) if config.stub else _model(config)
     model = chosen.model
-    session = Session(
+    bound = Session(
         model,
         backend=chosen.device,
         batch=batch,
         progress=progress,
         packing=packing,
-        **chosen.settings,
+        **{**chosen.settings, **session},
     )
-    ignored = not_acted_on(config.given, session.acted_on) + chosen.ignored
-    if config.act_prec not in (None, session.act_prec):
+    ignored = not_acted_on(config.given, bound.acted_on) + chosen.ignored
+    if config.act_prec not in (None, bound.act_prec):
         ignored = unmet(config.given, {"act_prec"}) + ignored
     return Engine(
-        session=session,
+        session=bound,
         tokenizer=chosen.tokenizer,
         checkpoint=model.checkpoint,
         device=chosen.device,
         backend_reason=chosen.reason,
-        isa=session.isa,
+        isa=bound.isa,
         model=chosen.name,
         model_source=chosen.source,
         precision=model.precision,
-        act_prec=session.act_prec,
-        kv_dtype=session.kv_dtype if model.spec.windows else "none",  # no layers, no cache
+        act_prec=bound.act_prec,
+        kv_dtype=bound.kv_dtype if model.spec.windows else "none",  # no layers, no cache
         threads=chosen.settings["threads"],
         files=tuple(file.bytes(0, file.nbytes) for file in model.checkpoint.files),
         stop_ids=frozenset() if config.ignore_eos else frozenset(model.spec.eos_ids),

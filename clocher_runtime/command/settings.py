@@ -63,12 +63,12 @@ class GivenInFile(Given):
     __slots__ = ()
 
 
-def _flag(group: str, takes: Value, help: str, *env: str, **more: Any) -> Any:
+def flag(group: str, takes: Value, help: str, *env: str, **more: Any) -> Any:
     """Declare a field whose flag has its name."""
     return _field(Setting(group, takes, help, "--", env), **more)
 
 
-def _variable(takes: Value, help: str, *env: str, **more: Any) -> Any:
+def variable(takes: Value, help: str, *env: str, **more: Any) -> Any:
     """Declare a field that has no flag."""
     return _field(Setting("", takes, help, "", env), **more)
 
@@ -106,147 +106,145 @@ class RunConfig:
         hints_ignored: "source=value" of what was given and this version does not act on.
     """
 
-    model_dir: Path | None = _flag(
-        "Model", _PATH, "directory of a model, or GGUF file", "MODEL_DIR"
-    )
-    model_json: Path | None = _flag("Model", _PATH, "model.ie.json of an IEBIN pair")
-    model_bin: Path | None = _flag("Model", _PATH, "model.ie.bin of an IEBIN pair")
-    require_model: bool = _variable(
+    model_dir: Path | None = flag("Model", _PATH, "directory of a model, or GGUF file", "MODEL_DIR")
+    model_json: Path | None = flag("Model", _PATH, "model.ie.json of an IEBIN pair")
+    model_bin: Path | None = flag("Model", _PATH, "model.ie.bin of an IEBIN pair")
+    require_model: bool = variable(
         _SWITCH,
         "1: exit 3 unless a model is named or lies in the current directory",
         "IE_REQUIRE_MODEL",
     )
-    verify_weights: bool = _flag(
+    verify_weights: bool = flag(
         "Model",
         _SWITCH,
         "read all weights first; check their hashes, where they have any, and their codes",
     )
-    stub: bool = _flag("Model", _SWITCH, "no model: token ids are a hash of the prompt")
-    precision: str | None = _flag(
+    stub: bool = flag("Model", _SWITCH, "no model: token ids are a hash of the prompt")
+    precision: str | None = flag(
         "Model",
         _PRECISION,
         "cast or quantise float weights at load (unset: as stored)",
         "IE_PRECISION",
         "PRECISION",
     )
-    kv_dtype: str | None = _flag(
+    kv_dtype: str | None = flag(
         "Model", _KV_DTYPE, "storage of the KV cache (unset: f16, on a GPU bf16)"
     )
-    context: int | None = _flag(
+    context: int | None = flag(
         "Model",
         _TOKENS,
         "prompt and output tokens of a sequence (unset: the model's, at most 4096)",
     )
 
-    prompt: str | None = _flag("Prompt", _TEXT, "text to complete; - reads standard input")
-    prompt_ids: tuple[int, ...] | None = _flag("Prompt", id_list(), "token ids to complete")
-    prompts_file: Path | None = _flag(
+    prompt: str | None = flag("Prompt", _TEXT, "text to complete; - reads standard input")
+    prompt_ids: tuple[int, ...] | None = flag("Prompt", id_list(), "token ids to complete")
+    prompts_file: Path | None = flag(
         "Prompt",
         _PATH,
         'one prompt per line; *.jsonl: {"prompt": "..."} or {"ids": [...]} per line',
         "PROMPTS",
     )
 
-    max_new: int = _flag(
+    max_new: int = flag(
         "Generation", _TOKENS, "tokens to generate per prompt", "MAX_NEW", default=64
     )
-    temperature: float = _flag(
+    temperature: float = flag(
         "Generation", number(0, 100), "0 takes the most likely token", default=0.0
     )
-    top_k: int = _flag("Generation", _COUNT, "sample from the k most likely; 0: all", default=0)
-    top_p: float = _flag(
+    top_k: int = flag("Generation", _COUNT, "sample from the k most likely; 0: all", default=0)
+    top_p: float = flag(
         "Generation",
         number(1e-6, 1),
         "sample from the most likely that sum to this probability",
         default=1.0,
     )
-    seed: int = _flag("Generation", integer(0, (1 << 64) - 1), "same seed, same tokens", default=0)
-    ignore_eos: bool = _flag("Generation", _SWITCH, "go on after the end-of-sequence token")
+    seed: int = flag("Generation", integer(0, (1 << 64) - 1), "same seed, same tokens", default=0)
+    ignore_eos: bool = flag("Generation", _SWITCH, "go on after the end-of-sequence token")
 
-    device: str = _flag("Run", _DEVICE, "where to run", default="auto")
-    isa: str | None = _variable(
+    device: str = flag("Run", _DEVICE, "where to run", default="auto")
+    isa: str | None = variable(
         _ISA, "CPU instruction set (unset: the best of the host)", "CLOCHER_ISA"
     )
-    threads: int | None = _flag(
+    threads: int | None = flag(
         "Run",
         integer(1, 1024),
         "CPU threads (unset: physical cores, within the CPU quota)",
         "THREADS",
     )
-    tile_table: Path | None = _variable(
+    tile_table: Path | None = variable(
         _PATH, "JSON table of tiles that GPU kernels follow; --tune writes it", "CLOCHER_TILE_TABLE"
     )
-    tune: bool = _flag(
+    tune: bool = flag(
         "Run",
         _SWITCH,
         "generate nothing: time the tiles of GPU kernels on the model's weights, write a table",
     )
-    config: Path | None = _flag(
+    config: Path | None = flag(
         "Run", _PATH, "TOML file of settings by name; flags and variables are stronger"
     )
-    batch: int = _flag(
+    batch: int = flag(
         "Run", integer(1, 1024), "prompts to generate side by side", "BATCH", default=1
     )
-    rounds: int = _flag(
+    rounds: int = flag(
         "Run", integer(1, 1_000_000), "times to run every prompt", "ROUNDS", default=1
     )
-    warmup: int = _flag(
+    warmup: int = flag(
         "Run",
         integer(0, 1 << 24),
         "tokens to generate before the timed window",
         "WARMUP_TOKENS",
         default=0,
     )
-    prefetch: int | str = _flag(
+    prefetch: int | str = flag(
         "Run",
         _AHEAD,
         "tokenise ahead: auto only between batches, off never, on or N (batches) beside the model",
         "PREFETCH",
         default="auto",
     )
-    aggregate: bool = _flag(
+    aggregate: bool = flag(
         "Run", _SWITCH, "report totals only: outputs stays empty in the JSON line"
     )
-    outputs: Path | None = _flag(
+    outputs: Path | None = flag(
         "Run", _PATH, "write ids and text of every prompt to this file, JSONL"
     )
-    trace_ids: Path | None = _flag(
+    trace_ids: Path | None = flag(
         "Run",
         _PATH,
         "write prompt and generated ids of each prompt to this file, JSONL, to be verified",
     )
-    trace_topk: int = _flag(
+    trace_topk: int = flag(
         "Run",
         integer(1, 1000),
         "with --trace-ids: also the N largest logits of each step",
         default=0,
     )
 
-    bytes_per_token: int = _variable(
+    bytes_per_token: int = variable(
         _BYTES,
         "bytes of the weight files to walk over per token; 0: none",
         "IE_BYTES_PER_TOKEN",
         default=0,
     )
-    stride_bytes: int = _variable(
+    stride_bytes: int = variable(
         integer(1, 1 << 40),
         "distance of the bytes that the walk reads",
         "IE_STRIDE_BYTES",
         default=256,
     )
-    verify_touch: bool = _variable(_SWITCH, "1: report the checksum of the walk", "IE_VERIFY_TOUCH")
+    verify_touch: bool = variable(_SWITCH, "1: report the checksum of the walk", "IE_VERIFY_TOUCH")
 
-    act_prec: str | None = _variable(
+    act_prec: str | None = variable(
         _ACT_PREC, "precision of activations (unset: the model's)", "IE_ACT_PREC"
     )
-    pretranspose: str | None = _flag(
+    pretranspose: str | None = flag(
         "Hints",
         _LAYOUT,
         "prepack weights: of the output head (woh), of the blocks (wxh), all or none (unset: all "
         "integer weights)",
         "PRETRANSPOSE",
     )
-    affinity: str = _variable(
+    affinity: str = variable(
         _PLACEMENT,
         "pinned threads: compact takes neighbouring cores and fills sockets, scatter one of each "
         "cache and socket in turn",
@@ -254,71 +252,71 @@ class RunConfig:
         default="auto",
         idle=("auto",),
     )
-    use_affinity: bool = _variable(
+    use_affinity: bool = variable(
         _SWITCH, "1: pin each thread to a CPU", "IE_TP_USE_AFFINITY", idle=("0",)
     )
-    numa_policy: str = _variable(
+    numa_policy: str = variable(
         socket_policy(),
         "pin threads: fill sockets, one of each in turn, or one socket only",
         "NUMA_POLICY",
         default="auto",
         idle=("auto",),
     )
-    hot_replicate: bool = _variable(
+    hot_replicate: bool = variable(
         _SWITCH,
         "1: copies per socket of weights that every token reads",
         "IE_HOT_REPLICATE",
         idle=("0",),
     )
-    hot_repl_limit_mb: int = _variable(
+    hot_repl_limit_mb: int = variable(
         _COUNT,
         "cap of the copies of a socket in MiB; 0: none",
         "IE_HOT_REPL_LIMIT_MB",
         default=0,
         idle=("0",),
     )
-    prefetch_distance: int | str = _variable(
+    prefetch_distance: int | str = variable(
         integer(0, 1 << 40, "auto"),
         "bytes of weights to load ahead (auto: the kernel's)",
         "IE_PREFETCH_DISTANCE",
         default="auto",
         idle=("auto",),
     )
-    stream_block_bytes: int | None = _variable(
+    stream_block_bytes: int | None = variable(
         _BYTES,
         "stored bytes of float weights to decode at a time for many tokens",
         "IE_STREAM_BLOCK_BYTES",
     )
-    dedup: bool | None = _variable(
+    dedup: bool | None = variable(
         _SWITCH,
         "1: use deduplicated weights, 0: never (unset: if model.ie.bin is not there)",
         "IE_DEDUP",
         default=None,
         idle=("0",),
     )
-    dedup_strict: bool = _variable(
+    dedup_strict: bool = variable(
         _SWITCH,
         "with IE_DEDUP=1: refuse a model without sound ones",
         "IE_DEDUP_STRICT",
         idle=("0",),
     )
-    dedup_policy: str = _variable(
+    dedup_policy: str = variable(
         _DEDUP,
         "decode a tensor when it is loaded; also keep it in files; also keep others in memory",
         "IE_DEDUP_POLICY",
         default="on_demand",
         idle=("off",),
     )
-    dedup_cache_mb: int | None = _variable(
+    dedup_cache_mb: int | None = variable(
         _COUNT, "with cache: MiB of files (unset: 1024)", "IE_DEDUP_CACHE_MB"
     )
-    dedup_hot_bytes: int = _variable(
+    dedup_hot_bytes: int = variable(
         _BYTES,
         "with replicate_hot: bytes to copy into memory; 0: no limit",
         "IE_DEDUP_HOT_BYTES",
         default=0,
     )
-    dedup_hot_list: str | None = _variable(
+    dedup_hot_list: str | None = variable(
         _TEXT,
         "with replicate_hot: names of tensors, commas between them, * and ? wild (unset: all)",
         "IE_DEDUP_HOT_LIST",
@@ -328,18 +326,19 @@ class RunConfig:
     hints_ignored: tuple[str, ...] = ()
 
 
-def _declared() -> Iterator[tuple[str, Setting]]:
-    for each in fields(RunConfig):
+def declared(config: type[Any]) -> Iterator[tuple[str, Setting]]:
+    """Yield the settings of a dataclass whose fields were made by `flag` and `variable`."""
+    for each in fields(config):
         if setting := each.metadata.get("setting"):
-            flag = f"--{each.name.replace('_', '-')}" if setting.flag else ""
-            yield each.name, replace(setting, flag=flag)
+            name = f"--{each.name.replace('_', '-')}" if setting.flag else ""
+            yield each.name, replace(setting, flag=name)
 
 
 def _hint(env: str, takes: Value, help: str, *idle: str) -> Setting:
     return Setting("Hints", takes, help, "", (env,), idle)
 
 
-SETTINGS: Mapping[str, Setting] = dict(_declared())
+SETTINGS: Mapping[str, Setting] = dict(declared(RunConfig))
 """Field of `RunConfig` -> how it is given."""
 
 _HINTS = (
