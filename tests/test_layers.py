@@ -41,6 +41,7 @@ clocher_runtime.convert
 clocher_runtime.quality
 clocher_runtime.quantize
 clocher_runtime.command
+clocher_runtime.serve
 clocher_runtime.api clocher_runtime.cli clocher_runtime.monitoring
 clocher_runtime.adapters
 bench.measure
@@ -50,7 +51,7 @@ bench.clock
 bench.sweep
 bench.report
 bench.strict
-bench
+bench.serving bench
 """.replace("\\\n", "")
     .strip()
     .splitlines()
@@ -66,7 +67,10 @@ LIBRARIES: dict[str, str] = {
     "clocher_runtime.quality.report": "matplotlib",
     "clocher_runtime.quality.transformers_model": "numpy torch transformers",
     "clocher_runtime.monitoring": "prometheus_client",
+    "clocher_runtime.serve": "numpy msgspec click starlette uvicorn pydantic prometheus_client",
+    "clocher_runtime.text.grammar": "numpy llguidance",
     "clocher_runtime.adapters.lm_eval_model": "numpy lm_eval tqdm",
+    "bench.serving": "numpy click msgspec",
     "scripts": "numpy click rich",
     "bench": """numpy click rich jinja2 pytest torch triton cupy onnx onnxruntime llama_cpp
         matplotlib gemlite torchao bitsandbytes""",
@@ -268,6 +272,8 @@ def test_only_declared_libraries() -> None:
             "clocher_runtime.quality.report": ("bench",),
             "clocher_runtime.quality.transformers_model": ("test",),
             "clocher_runtime.monitoring": ("monitoring",),
+            "clocher_runtime.serve": ("serve",),
+            "clocher_runtime.text.grammar": ("serve",),
             "clocher_runtime.adapters.lm_eval_model": ("eval",),
         }.get(package, ())
         declared = core.union(*(names_of(extras[name]) for name in extra))

@@ -1,0 +1,405 @@
+"""The routes of the server. What is behind them is in the modules that they name."""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from clocher_runtime.command.jsonline import clocher_version
+from clocher_runtime.serve.chat import ChatAnswer, ChatChoice
+from clocher_runtime.serve.completions import CompletionAnswer, TextChoice
+from clocher_runtime.serve.constraints import Grammars, Spec, spec_of
+from clocher_runtime.serve.edge import (
+    KeyCheck,
+    Named,
+    OriginCheck,
+    error_response,
+    http_error,
+    json_response,
+)
+from clocher_runtime.serve.engine_process import EngineProcess
+from clocher_runtime.serve.errors import (
+    body_too_large,
+    invalid,
+    unknown_model,
+    wrong_media_type,
+)
+from clocher_runtime.serve.jobs import Ask
+from clocher_runtime.serve.messages import Ready
+from clocher_runtime.serve.metrics import ServerMetrics
+from clocher_runtime.serve.openapi import document
+from clocher_runtime.serve.prompts import PromptRoom, check_biases, room_for
+from clocher_runtime.serve.response_events import ResponseStream
+from clocher_runtime.serve.responses import ResponsesAnswer
+from clocher_runtime.serve.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from clocher_runtime.serve.schemas_base import Schema
+from clocher_runtime.serve.schemas_responses import ResponsesRequest
+from clocher_runtime.serve.settings import ServeConfig, is_local
+from clocher_runtime.serve.sse import Disconnected, EventStream, unless_gone
+from clocher_runtime.serve.usage import Answer, TokenTexts
+from clocher_runtime.text.stops import StopStrings
+
+SMALL_BODY_BYTES = 1 << 16
+"""Larger bodies are checked in the thread for text."""
+
+BODY_S = 60.0
+"""Seconds that a client has for sending a body."""
+
+_CLOSED = 499  # nginx's: the client was gone before the answer; nobody reads it
+S = TypeVar("S", bound=Schema)
+
+
+@dataclass(slots=True)
+class Server:
+    """What the routes have in common.
+
+    Attributes:
+        name: what clients call the model.
+        created: when the server was started, in seconds since 1970.
+    """
+
+    config: ServeConfig
+    engine: EngineProcess
+    prompts: PromptRoom
+    grammars: Grammars
+    metrics: ServerMetrics
+    name: str
+    created: int
+
+    # What is asked for.
+
+    async def parse(self, request: Request, schema: type[S]) -> S:
+        """Return the checked body of a request.
+
+        Raises:
+            ApiError: it is too large, does not say that it is JSON, or is wrong.
+        """
+        data = await self._body(request)
+        # Any web page may send a body of another type here, without being asked whether it may.
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise wrong_media_type(kind)
+        if len(data) <= SMALL_BODY_BYTES:
+            asked = schema.parse(data)
+        else:
+            asked = await self.prompts.apart(lambda: schema.parse(data))
+        model = getattr(asked, "model", None)
+        if model not in (None, "", self.name):
+            raise unknown_model(model, [self.name])
+        return asked
+
+    async def _body(self, request: Request) -> bytes:
+        most = self.config.max_body_mb << 20
+        length = request.headers.get("content-length", "0")
+        if not (length.isascii() and length.isdigit()) or int(length) > most:
+            raise body_too_large(most)
+        data = bytearray()
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for piece in request.stream():
+                    data += piece
+                    if len(data) > most:
+                        raise body_too_large(most)
+        except TimeoutError:
+            raise Disconnected from None
+        return bytes(data)
+
+    def ready(self) -> Ready:
+        """Return what the engine said when it was ready.
+
+        Raises:
+            ApiError: it is not.
+        """
+        with self.engine.reserve(0):
+            pass
+        assert self.engine.ready is not None
+        return self.engine.ready
+
+    def stop_ids(self, ready: Ready, ignore: bool | None) -> tuple[int, ...]:
+        """Return the tokens that end an answer."""
+        return () if ignore else (*ready.eos_ids, *self.prompts.stop_ids)
+
+    # Routes.
+
+    async def chat(self, request: Request) -> ASGIApp:
+        """POST /v1/chat/completions."""
+        asked = await self.parse(request, ChatRequest)
+        answer = await self.begin_chat(asked, "chatcmpl")
+        if asked.stream:
+            return EventStream(answer.chunks(asked.include_usage, asked.continuous_usage))
+        return json_response(await unless_gone(request.receive, answer.whole()))
+
+    async def begin_chat(self, asked: ChatRequest, kind: str) -> ChatAnswer:
+        """Hand a conversation to the engine.
+
+        Raises:
+            ApiError: it cannot be answered, or not now.
+        """
+        with self.engine.reserve(asked.choices):
+            ready = self.ready()
+            ids, tail = await self.prompts.chat(
+                asked.dialogue(), asked.functions, asked.template_variables, ready.longest
+            )
+            budget = room_for(ids, asked.budget, ready.longest, ready.vocab_size, "messages")
+            ends = self.stop_ids(ready, asked.ignore_eos)
+            constraint = await self._constraint(asked, ready, tail)
+            asks = [
+                self._ask(asked, choice, ids, budget, ends, constraint, ready)
+                for choice in range(asked.choices)
+            ]
+            job = self.engine.submit(asks)
+        job.expire(self.config.timeout)
+        names = TokenTexts(self.prompts.tokenizer)
+        choices = [
+            ChatChoice(
+                self.prompts.reader(bool(asked.functions), tail, ends),
+                StopStrings(asked.stop or ()),
+                asked.parallel_tool_calls is False,
+            )
+            for _ in asks
+        ]
+        return ChatAnswer(Answer(kind, self.name, len(ids)), job, choices, asked.likeliest, names)
+
+    async def respond(self, request: Request) -> ASGIApp:
+        """POST /v1/responses."""
+        asked = await self.parse(request, ResponsesRequest)
+        chat = await self.begin_chat(await self.prompts.apart(asked.chat), "resp")
+        answer = ResponsesAnswer(chat, ResponseStream(asked, chat.answer))
+        if asked.stream:
+            return EventStream(answer.events())
+        return json_response(await unless_gone(request.receive, answer.whole()))
+
+    async def complete(self, request: Request) -> ASGIApp:
+        """POST /v1/completions."""
+        asked = await self.parse(request, CompletionRequest)
+        with self.engine.reserve(len(asked.prompt) * asked.choices):
+            ready = self.ready()
+            prompts = [await self.prompts.ids(p, True, ready.longest) for p in asked.prompt]
+            budgets = [
+                room_for(ids, asked.budget, ready.longest, ready.vocab_size, "prompt")
+                for ids in prompts
+            ]
+            ends = self.stop_ids(ready, asked.ignore_eos)
+            constraint = await self._constraint(asked, ready)
+            scores = bool(asked.echo) and (asked.likeliest >= 0 or not asked.budget)
+            asks = [
+                self._ask(asked, choice, ids, budget, ends, constraint, ready, scores)
+                for ids, budget in zip(prompts, budgets, strict=True)
+                for choice in range(asked.choices)
+            ]
+            job = self.engine.submit(asks)
+        job.expire(self.config.timeout)
+        names = TokenTexts(self.prompts.tokenizer) if asked.likeliest >= 0 else None
+        choices = [
+            TextChoice(
+                ask.ids if asked.echo else [],
+                self.prompts.tokenizer.stream(),
+                StopStrings(asked.stop or ()),
+                frozenset(ends),
+                names,
+                only_scored=not ask.max_new,
+            )
+            for ask in asks
+        ]
+        taken = Answer("cmpl", self.name, sum(map(len, prompts)))
+        answer = CompletionAnswer(
+            taken, job, choices, scores, self.prompts.tokenizer, self.prompts.apart
+        )
+        if asked.stream:
+            return EventStream(answer.chunks(asked.include_usage, asked.continuous_usage))
+        return json_response(await unless_gone(request.receive, answer.whole()))
+
+    async def _constraint(
+        self, asked: ChatRequest | CompletionRequest, ready: Ready, tail: str = ""
+    ) -> Spec | None:
+        """Return what an answer has to follow, once it was tried.
+
+        Raises:
+            UsageError: it cannot be had.
+        """
+        if isinstance(asked, ChatRequest):
+            style, tools, must_call = self.prompts.style, asked.functions, asked.must_call
+            spec = spec_of(asked.constraint, style, tools, must_call, tail)
+        else:
+            spec = spec_of(asked.constraint, "plain")
+        if spec is not None:
+            ends = self.stop_ids(ready, False)
+            await asyncio.wrap_future(self.grammars.checked(ready.vocab_size, ends, spec))
+        return spec
+
+    def _ask(
+        self,
+        asked: ChatRequest | CompletionRequest,
+        choice: int,
+        ids: list[int],
+        budget: int,
+        ends: tuple[int, ...],
+        constraint: Spec | None,
+        ready: Ready,
+        scores: bool = False,
+    ) -> Ask:
+        sampling = asked.sampling(choice)
+        check_biases(sampling["logit_bias"], ready.vocab_size)
+        return Ask(
+            ids=ids,
+            max_new=budget,
+            sampling=sampling,
+            stop_ids=ends,
+            logprobs=asked.likeliest,
+            scores=scores,
+            salt=asked.cache_salt or "",
+            constraint=constraint,
+        )
+
+    async def models(self, request: Request) -> ASGIApp:
+        """GET /v1/models."""
+        return json_response({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> ASGIApp:
+        """GET /v1/models/{model}."""
+        if request.path_params["model"] != self.name:
+            raise unknown_model(request.path_params["model"], [self.name])
+        return json_response(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        ready = self.engine.ready
+        known = {} if ready is None else {"max_model_len": ready.longest, **ready.about}
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "clocher",
+            **known,
+        }
+
+    async def tokenize(self, request: Request) -> ASGIApp:
+        """POST /tokenize."""
+        asked = await self.parse(request, TokenizeRequest)
+        ready = self.ready()
+        if asked.messages is not None:
+            ids, _ = await self.prompts.chat(
+                asked.dialogue(), asked.functions, asked.template_variables, ready.longest
+            )
+        else:
+            special = asked.add_special_tokens is not False
+            ids = await self.prompts.ids(asked.prompt or "", special, ready.longest)
+        return json_response({"count": len(ids), "max_model_len": ready.longest, "tokens": ids})
+
+    async def detokenize(self, request: Request) -> ASGIApp:
+        """POST /detokenize."""
+        asked = await self.parse(request, DetokenizeRequest)
+        size = self.ready().vocab_size
+        if asked.tokens and max(asked.tokens) >= size:
+            raise invalid(f"tokens has {max(asked.tokens)}; the last one is {size - 1}", "tokens")
+        text = await self.prompts.apart(lambda: self.prompts.tokenizer.decode(asked.tokens))
+        return json_response({"prompt": text})
+
+    async def health(self, request: Request) -> ASGIApp:
+        """GET /health: 200 while requests are served, else 503."""
+        engine = self.engine
+        status = "stuck" if engine.is_stuck else engine.status
+        body = {
+            "status": "ok" if status == "ready" else status,
+            "model": self.name,
+            "pid": os.getpid(),
+            "engine_pid": engine.pid,
+            "heartbeat_age_s": round(engine.age_s, 3) if engine.ready else None,
+            "running": engine.state.running,
+            "sequences": engine.sequences,
+            "restarts": engine.restarts,
+        }
+        return json_response(body, 200 if status == "ready" else 503)
+
+    async def show_metrics(self, request: Request) -> ASGIApp:
+        """GET /metrics."""
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def describe(self, request: Request) -> ASGIApp:
+        """GET /openapi.json."""
+        return json_response(document(clocher_version()))
+
+    async def root(self, request: Request) -> ASGIApp:
+        """GET /: what this is."""
+        return json_response(
+            {
+                "name": "clocher-serve",
+                "version": clocher_version(),
+                "model": self.name,
+                "routes": sorted(route.path for route in request.app.routes),
+            }
+        )
+
+    def app(self) -> Starlette:
+        """Return the ASGI application."""
+        table = [
+            ("POST", "/v1/chat/completions", self.chat),
+            ("POST", "/v1/completions", self.complete),
+            ("POST", "/v1/responses", self.respond),
+            ("GET", "/v1/models", self.models),
+            ("GET", "/v1/models/{model:path}", self.model),
+            ("POST", "/tokenize", self.tokenize),
+            ("POST", "/detokenize", self.detokenize),
+            ("GET", "/health", self.health),
+            ("GET", "/metrics", self.show_metrics),
+            ("GET", "/openapi.json", self.describe),
+            ("GET", "/", self.root),
+        ]
+        origins = [each.strip() for each in (self.config.cors_origins or "").split(",")]
+        origins = list(filter(None, origins))
+        local = is_local(self.config.host) and self.config.api_key is None
+        middleware = [
+            Middleware(Named),
+            Middleware(OriginCheck, origins=origins, only_local=local),
+            Middleware(KeyCheck, key=self.config.api_key),
+        ]
+        if origins:
+            # Before the key: a browser asks whether it may, without one.
+            cors = Middleware(
+                CORSMiddleware,
+                allow_origins=origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "retry-after"],
+            )
+            middleware.insert(1, cors)
+        return Starlette(
+            routes=[
+                Route(path, self._guarded(path, endpoint), methods=[method])
+                for method, path, endpoint in table
+            ],
+            middleware=middleware,
+            exception_handlers={HTTPException: http_error},
+        )
+
+    def _guarded(
+        self, path: str, endpoint: Callable[[Request], Awaitable[ASGIApp]]
+    ) -> Callable[[Request], Awaitable[ASGIApp]]:
+        """Return an endpoint whose errors are answers, and that counts them."""
+
+        async def guarded(request: Request) -> ASGIApp:
+            try:
+                response = await endpoint(request)
+            except (Disconnected, ClientDisconnect):
+                response = Response(status_code=_CLOSED)
+            except Exception as error:
+                response = error_response(error)
+            status = response.status_code if isinstance(response, Response) else 200
+            self.metrics.response(path, status)
+            return response
+
+        return guarded

@@ -1,0 +1,109 @@
+"""The command `clocher-serve`: flags, messages, exit codes."""
+
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from clocher_kernels.errors import ClocherError, UsageError
+from clocher_runtime.command.clocher_run import PRECEDENCE
+from clocher_runtime.command.console import Console
+from clocher_runtime.command.flags import Command
+from clocher_runtime.exit_codes import ExitCode, exit_code, told
+from clocher_runtime.serve.settings import DEFAULTS, TABLE, decide
+
+NAME = "clocher-serve"
+
+ABOUT = """Serve a language model over HTTP, as OpenAI does: /v1/chat/completions, /v1/completions,
+/v1/responses, /v1/models.
+
+It listens on this machine only, unless told otherwise. When the model is loaded, standard output
+gets one line of JSON with the address; messages go to standard error. SIGTERM and Ctrl-C let what
+runs come to its end first."""
+
+COMMAND = Command(
+    name=NAME,
+    about=ABOUT,
+    table=TABLE,
+    defaults=DEFAULTS,
+    notes=(PRECEDENCE,),
+    examples=(
+        ("the model that ships with Clocher", "clocher-serve"),
+        ("your model: a Hugging Face directory or an IEBIN pair", "clocher-serve --model-dir DIR"),
+        ("float weights quantised to 4 bits at load", "clocher-serve --precision int4w"),
+        ("16 texts side by side, 8192 tokens each", "clocher-serve --batch 16 --context 8192"),
+        (
+            "for other machines, with a key",
+            "CLOCHER_API_KEY=$(openssl rand -hex 16) clocher-serve --host 0.0.0.0",
+        ),
+        (
+            "a question",
+            "curl -s localhost:8000/v1/chat/completions -H 'Content-Type: application/json' -d "
+            '\'{"messages":[{"role":"user","content":"Hello"}]}\'',
+        ),
+    ),
+    exit_codes=(
+        (ExitCode.OK, "ended by a signal, after what ran"),
+        (ExitCode.BUG, "unexpected: a defect of Clocher"),
+        (ExitCode.USAGE, "bad flag or variable, or an extra is not installed"),
+        (ExitCode.MODEL, "model missing, invalid or not supported"),
+        (ExitCode.DEVICE, "device or address not available; the engine ended three times"),
+        (ExitCode.MEMORY, "out of memory"),
+        (ExitCode.TERMINATED, "ended at once by a second signal"),
+    ),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code.
+
+    Args:
+        argv: arguments after the name of the command; None: those of the process.
+    """
+    with Console(name=NAME) as console:
+        try:
+            flags = COMMAND.parse(sys.argv[1:] if argv is None else argv)
+            if flags is None:
+                return ExitCode.OK
+            settings = decide(flags, os.environ)
+            _require_extra()
+            logging.basicConfig(format=f"{NAME}: %(message)s", level=logging.WARNING)
+            from clocher_runtime.serve.life import serve
+
+            return serve(settings, console.note, _announce)
+        except KeyboardInterrupt:  # before there is a loop that takes it
+            return ExitCode.INTERRUPTED
+        except Exception as raised:
+            error = told(raised)
+            if isinstance(error, ClocherError | MemoryError):
+                console.note(f"error: {error or type(error).__name__}")
+            else:
+                console.note("".join(traceback.format_exception(error)).rstrip())
+            return exit_code(error)
+
+
+def _announce(facts: dict[str, Any]) -> None:
+    try:
+        print(json.dumps(facts), flush=True)  # noqa: T201 - who starts the server waits for it
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _require_extra() -> None:
+    try:
+        import llguidance  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import pydantic  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            f"the server needs {error.name}, which is not installed; pip install 'clocher[serve]'"
+        ) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

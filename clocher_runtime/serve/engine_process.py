@@ -1,0 +1,377 @@
+"""The engine of a server, from outside: its process, started anew when it dies, and its answers.
+
+Everything here runs in the server's event loop.
+"""
+
+import asyncio
+import os
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from clocher_runtime.exit_codes import ExitCode
+from clocher_runtime.serve.errors import ApiError, from_failure, queue_full, too_many, unavailable
+from clocher_runtime.serve.jobs import Ask, Job
+from clocher_runtime.serve.messages import (
+    Broken,
+    Cancel,
+    Made,
+    Reader,
+    Ready,
+    Start,
+    State,
+    Step,
+    Submit,
+    ToServer,
+    encode,
+)
+
+MAX_FAILURES, FAILURE_S = 3, 600.0
+"""So many ends of the engine in so many seconds end the server."""
+
+QUIET_S = 10.0
+"""Without a message for so long, the engine counts as stuck; longer if its steps take longer."""
+
+WEDGED_S = 120.0
+"""Without a message for so long, or 20 steps if that is longer, the process is ended."""
+
+RETRY_S = 2.0
+_FADING = 0.98
+_SOCKET_BYTES = 4 << 20
+
+_DIED = ApiError(
+    500,
+    "The engine ended before the answer was complete; send the request again",
+    type="server_error",
+    code="engine_failed",
+)
+
+
+Status = Literal["loading", "ready", "draining", "failed"]
+
+
+@dataclass(slots=True)
+class _Clocked:
+    """A sequence that is not finished.
+
+    Attributes:
+        began: when it was handed to the engine.
+        last: when its last token came; 0 before the first.
+    """
+
+    job: Job
+    prompt: int
+    began: float
+    last: float = 0.0
+    made: int = 0
+    only_scored: bool = False
+
+
+class _Line(asyncio.Protocol):
+    """What comes from the engine. There is no task that would have to wake up for each message.
+
+    Args:
+        hear: takes messages.
+
+    Attributes:
+        last: the last word of an engine that ends.
+        ended: done when nothing comes any more.
+    """
+
+    def __init__(self, hear: Callable[[Ready | Step], None]) -> None:
+        self._hear, self._reader = hear, Reader(ToServer)
+        self.last: Broken | None = None
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        """Take some bytes."""
+        for message in self._reader.feed(data):
+            if isinstance(message, Broken):
+                self.last = message
+            else:
+                self._hear(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Note the end."""
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+class Watcher(Protocol):
+    """Takes times, in seconds, for those who look at a server."""
+
+    def first(self, seconds: float) -> None:
+        """Note how long a request waited for its first token."""
+
+    def next(self, seconds: float) -> None:
+        """Note the time from one token to the next."""
+
+    def ended(self, how: str, seconds: float, prompt: int, made: int) -> None:
+        """Note the end of a sequence: how, after how long, its tokens."""
+
+
+class EngineProcess:
+    """The process of the engine, and all jobs.
+
+    Args:
+        start: what it is to load.
+        queue: sequences that may wait beyond those side by side.
+        note: writes a line for who runs the server.
+        watcher: takes times.
+
+    Attributes:
+        status: "failed" once it has died too often.
+        ready: of the process that serves; None while it loads.
+        state: how it went after the last step.
+        pid: of the process; 0 without one.
+        restarts: how often it was started again.
+        exit_code: what the server ends with if the status is "failed".
+        step_s: longest time between two messages while there is work; older ones count less.
+    """
+
+    def __init__(
+        self, start: Start, queue: int, note: Callable[[str], None], watcher: Watcher
+    ) -> None:
+        self._watcher = watcher
+        self._start, self._most, self._note = start, start.batch + queue, note
+        self.status: Status = "loading"
+        self.ready: Ready | None = None
+        self.state = State()
+        self.pid = self.restarts = 0
+        self.exit_code = int(ExitCode.OK)
+        self.step_s = 0.0
+        self.changed = asyncio.Event()
+        self._open: dict[int, _Clocked] = {}
+        self._next, self._reserved = 0, 0
+        self._writer: asyncio.Transport | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._failures: deque[float] = deque()
+        self._heard = 0.0
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that are not finished."""
+        return len(self._open)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the engine was last heard of."""
+        return asyncio.get_running_loop().time() - self._heard
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the engine should have been heard of."""
+        return self.status == "ready" and self.age_s > max(QUIET_S, 5 * self.step_s)
+
+    def reserve(self, count: int) -> "Reservation":
+        """Make sure of room for some sequences before work is done for them.
+
+        Raises:
+            ApiError: 503 unless the engine answers, 429 if the queue is full, 400 if it always is.
+        """
+        if self.status != "ready":
+            raise self._unavailable()
+        if self.is_stuck:
+            raise unavailable("stuck")
+        if count > self._most:
+            raise too_many(count, self._most)
+        taken = len(self._open) + self._reserved
+        if taken and taken + count > self._most:
+            raise queue_full(taken, self._retry_after())
+        return Reservation(self, count)
+
+    def _unavailable(self) -> ApiError:
+        return unavailable("draining" if self.status == "draining" else "loading")
+
+    def _retry_after(self) -> int:
+        return max(1, min(60, round(self.step_s * 10)))
+
+    def submit(self, asks: Sequence[Ask]) -> Job:
+        """Hand sequences to the engine.
+
+        Raises:
+            ApiError: it is not there any more.
+        """
+        if self._writer is None or self.status not in ("ready", "draining"):
+            raise self._unavailable()
+        numbers = range(self._next, self._next + len(asks))
+        self._next += len(asks)
+        job = Job(numbers, self._cancel)
+        now = asyncio.get_running_loop().time()
+        for number, ask in zip(numbers, asks, strict=True):
+            self._open[number] = _Clocked(job, len(ask.ids), now, only_scored=not ask.max_new)
+            self._writer.write(
+                encode(
+                    Submit(
+                        number,
+                        ask.ids,
+                        ask.max_new,
+                        ask.sampling,
+                        ask.stop_ids,
+                        ask.logprobs,
+                        ask.scores,
+                        ask.salt,
+                        ask.constraint,
+                    )
+                )
+            )
+        return job
+
+    def _cancel(self, number: int) -> None:
+        if self._end(number, "abort") is not None and self._writer is not None:
+            self._writer.write(encode(Cancel(number)))
+
+    def _end(self, number: int, how: str) -> Job | None:
+        """Count the end of a sequence; return whose it was."""
+        found = self._open.pop(number, None)
+        if found is None:
+            return None
+        took = asyncio.get_running_loop().time() - found.began
+        self._watcher.ended(how, took, found.prompt, found.made)
+        return found.job
+
+    async def run(self) -> None:
+        """Keep a process running until it has failed too often, or this task is cancelled."""
+        try:
+            while self.status != "failed":
+                try:
+                    broken = await self._live()
+                except OSError as error:  # no descriptors, no memory: later there may be
+                    self._note(f"the engine cannot be started: {error.strerror}; trying again")
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                self._died(broken)
+        finally:
+            self._kill()
+
+    async def _live(self) -> Broken | None:
+        """Start a process and hear what it says until its end; return its last word."""
+        ours, theirs = socket.socketpair()
+        with theirs, ExitStack() as unless_started:
+            unless_started.enter_context(ours)
+            for end in (ours, theirs):
+                for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                    end.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "clocher_runtime.serve.engine_main",
+                str(theirs.fileno()),
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=2,  # standard output belongs to the server
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,  # Ctrl-C is for the server, which ends the engine
+            )
+            unless_started.pop_all()
+        self.pid = self._process.pid
+        loop = asyncio.get_running_loop()
+        self._writer, line = await loop.create_connection(lambda: _Line(self._hear), sock=ours)
+        try:
+            self._writer.write(encode(self._start))
+            while not line.ended.done():
+                if self.ready and self.age_s > max(WEDGED_S, 20 * self.step_s):
+                    self._kill()
+                await asyncio.wait({line.ended}, timeout=1.0)
+        finally:
+            self._writer.close()
+            self._writer = None
+        await self._process.wait()
+        return line.last
+
+    def _hear(self, message: Ready | Step) -> None:
+        now = asyncio.get_running_loop().time()
+        if isinstance(message, Ready):
+            self.ready, self._heard = message, now
+            if self.status == "loading":
+                self.status = "ready"
+            self.changed.set()
+            return
+        if self._open:
+            self.step_s = max(now - self._heard, _FADING * self.step_s)
+        self._heard, self.state = now, message.state
+        for made in message.made:
+            self._take(made, now)
+        for scored in message.scored:
+            if found := self._open.get(scored.request):
+                if found.only_scored:
+                    self._end(scored.request, "length")
+                found.job.put(scored.request, scored, found.only_scored)
+        for failed in message.failed:
+            if job := self._end(failed.request, "error"):
+                job.fail(from_failure(failed.kind, failed.message))
+
+    def _take(self, made: Made, now: float) -> None:
+        """Hand a token to whom it belongs."""
+        found = self._open.get(made.request)
+        if found is None:
+            return  # it was cancelled meanwhile
+        if found.last:
+            self._watcher.next(now - found.last)
+        else:
+            self._watcher.first(now - found.began)
+        found.last = now
+        found.made += 1
+        if made.finish:
+            self._end(made.request, made.finish)
+        found.job.put(made.request, made, bool(made.finish))
+
+    def _died(self, last: Broken | None) -> None:
+        """Fail all jobs, and decide whether there is another life."""
+        assert self._process is not None
+        code = self._process.returncode
+        why = f"{last.kind}: {last.message}" if last else f"ended with code {code}"
+        never_ready = self.ready is None
+        self.pid, self.ready, self.state = 0, None, State()
+        self.end_all(_DIED)
+        if self.status == "draining":
+            return
+        now = asyncio.get_running_loop().time()
+        self._failures.append(now)
+        while self._failures[0] < now - FAILURE_S:
+            self._failures.popleft()
+        # What keeps the first one from loading, as a missing model, keeps the next one too.
+        hopeless = last is not None and never_ready and not self.restarts
+        if hopeless or len(self._failures) >= MAX_FAILURES:
+            self.status = "failed"
+            self.exit_code = last.exit_code if last and last.exit_code else int(ExitCode.DEVICE)
+            self._note(f"error: {last.message}" if hopeless and last else f"error: engine {why}")
+        else:
+            self.status = "loading"
+            self.restarts += 1
+            self._note(f"the engine ended ({why}); it is started again")
+        self.changed.set()
+
+    def drain(self) -> None:
+        """Take no more requests."""
+        if self.status != "failed":
+            self.status = "draining"
+
+    def end_all(self, error: ApiError) -> None:
+        """End every job with an error."""
+        jobs = {found.job for found in self._open.values()}
+        for number in list(self._open):
+            self._end(number, "error")
+        for job in jobs:
+            job.fail(error)
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+
+class Reservation:
+    """Room for sequences, until they are submitted: a context."""
+
+    def __init__(self, engine: EngineProcess, count: int) -> None:
+        self._engine, self._count = engine, count
+
+    def __enter__(self) -> None:
+        self._engine._reserved += self._count
+
+    def __exit__(self, *exception: object) -> None:
+        self._engine._reserved -= self._count

@@ -1,0 +1,288 @@
+"""The life of a server: it listens, loads, serves, drains and ends."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from clocher_kernels.errors import DeviceError
+from clocher_runtime.command.model_choice import ModelChoice, choose_model
+from clocher_runtime.exit_codes import ExitCode
+from clocher_runtime.serve.app import Server
+from clocher_runtime.serve.constraints import Grammars
+from clocher_runtime.serve.engine_process import EngineProcess
+from clocher_runtime.serve.errors import unavailable
+from clocher_runtime.serve.messages import Ready, Start
+from clocher_runtime.serve.metrics import ServerMetrics
+from clocher_runtime.serve.prompts import PromptRoom
+from clocher_runtime.serve.settings import ServeConfig, Settings, is_local
+from clocher_runtime.serve.usage import now_s
+
+MAX_HEADER_BYTES = 32 << 10
+HEADER_S = 20.0
+"""Seconds that a client has for its first request after it has connected."""
+
+KEEP_ALIVE_S = 75
+FLUSH_S = 2.0
+"""Seconds for the last events of streams that are cut off at the end."""
+
+MAX_DESCRIPTORS, _OWN_DESCRIPTORS = 8192, 40
+_BACKLOG = 128
+_MIB = 1 << 20
+
+
+class _Connection(H11Protocol):
+    """A connection, one of not too many, that has to say something soon."""
+
+    most = 1024
+    """Connections at a time. Below the limit of descriptors, or the engine could not be started."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for its first request."""
+        super().connection_made(transport)
+        self._late = self.loop.call_later(HEADER_S, self._give_up)
+        if len(self.connections) > self.most:
+            transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no more."""
+        self._late.cancel()
+        super().connection_lost(exc)
+
+    def _give_up(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():
+            self.transport.close()
+
+
+def _descriptors() -> int:
+    """Raise the limit of descriptors as far as this process may, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn's server, without its signal handlers."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        """Leave signals to `Life`."""
+        yield
+
+
+class Life:
+    """A server from its start to its end.
+
+    Args:
+        settings: how it serves, and what.
+        note: writes a line for who runs it.
+        announce: takes the facts of a server that is ready.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        note: Callable[[str], None],
+        announce: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._settings, self._note, self._announce = settings, note, announce
+        self._asked_to_end = asyncio.Event()
+        self._code = int(ExitCode.OK)
+        self._told: set[str] = set()
+
+    async def run(self) -> int:
+        """Serve until a signal comes or the engine fails for good; return the exit code.
+
+        Raises:
+            ClocherError: it cannot begin.
+        """
+        config = self._settings.serve
+        choice = choose_model(self._settings.run)
+        checkpoint, _ = choice.open_for(self._settings.run)
+        prompts = await asyncio.to_thread(PromptRoom, checkpoint)
+        sock = _listen(config.host, config.port)
+        name = config.served_model_name or _name_of(choice)
+        metrics = ServerMetrics(name)
+        start = Start(
+            self._settings.flags,
+            self._settings.batch,
+            config.kv_pages,
+            config.itl_ms,
+            not config.no_prefix_cache,
+        )
+        engine = EngineProcess(start, config.queue, self._note, metrics)
+        metrics.watch(engine)
+        grammars = Grammars(checkpoint)
+        server = Server(config, engine, prompts, grammars, metrics, name, now_s())
+        self._note(f"loading {choice.name}; /health says when it is ready")
+        try:
+            await self._serve(config, engine, server.app(), sock, name)
+        finally:
+            prompts.close()
+            grammars.close()
+        return self._code
+
+    async def _serve(
+        self,
+        config: ServeConfig,
+        engine: EngineProcess,
+        app: ASGIApp,
+        sock: socket.socket,
+        name: str,
+    ) -> None:
+        room = _descriptors() - _OWN_DESCRIPTORS
+        # asyncio accepts so many in one go before any of them can be turned away.
+        backlog = max(4, min(_BACKLOG, room // 2))
+        _Connection.most = max(4, room - backlog)
+        http = _HttpServer(
+            uvicorn.Config(
+                app,
+                http=_Connection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=int(FLUSH_S),
+                backlog=backlog,
+            )
+        )
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._unexpected)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled)
+        keeping = asyncio.create_task(engine.run())
+        telling = asyncio.ensure_future(self._tell(engine, sock, name))
+        draining = asyncio.ensure_future(self._drain(config, engine, http, keeping))
+        try:
+            await http.serve([sock])
+            if keeping.done():
+                keeping.result()  # a defect, and no death of the engine
+        finally:
+            for task in (telling, draining, keeping):
+                task.cancel()
+            await asyncio.gather(telling, draining, keeping, return_exceptions=True)
+
+    def _unexpected(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Say once what asyncio met outside of any request, and nothing of what came."""
+        told = f"{context['message']} ({type(context.get('exception')).__name__})"
+        if told not in self._told:
+            self._told.add(told)
+            self._note(f"event loop: {told}")
+
+    def _signalled(self) -> None:
+        if self._asked_to_end.is_set():
+            os._exit(ExitCode.TERMINATED)  # asked twice
+        self._note("finishing what runs, taking no more; a second signal ends at once")
+        self._asked_to_end.set()
+
+    async def _drain(
+        self,
+        config: ServeConfig,
+        engine: EngineProcess,
+        http: uvicorn.Server,
+        keeping: asyncio.Task[None],
+    ) -> None:
+        """Wait for a signal or the last death of the engine; then let the server end."""
+        loop = asyncio.get_running_loop()
+        while not (self._asked_to_end.is_set() or engine.status == "failed" or keeping.done()):
+            asked = asyncio.create_task(self._asked_to_end.wait())
+            changed = asyncio.create_task(engine.changed.wait())
+            await asyncio.wait((asked, changed, keeping), return_when=asyncio.FIRST_COMPLETED)
+            asked.cancel()
+            changed.cancel()
+            engine.changed.clear()
+        if engine.status == "failed":
+            self._code = engine.exit_code
+        else:
+            engine.drain()
+            end = loop.time() + config.drain
+            while engine.sequences and loop.time() < end:
+                await asyncio.sleep(0.02)
+            if engine.sequences:
+                self._note(f"{engine.sequences} sequences did not end in {config.drain:g} s")
+            engine.end_all(unavailable("draining"))
+        http.should_exit = True
+
+    async def _tell(self, engine: EngineProcess, sock: socket.socket, name: str) -> None:
+        """Say when the server is ready for the first time."""
+        while engine.ready is None:
+            await asyncio.sleep(0.02)
+        host, port = sock.getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        for line in facts(engine.ready, self._settings):
+            self._note(line)
+        reach = "this machine only" if is_local(host) else "whoever has the key"
+        self._note(f"listening on {url} for {reach}")
+        about = {"url": url, "model": name, "pid": os.getpid(), "engine_pid": engine.pid}
+        self._announce({"event": "ready", **about})
+
+
+def facts(ready: Ready, settings: Settings) -> list[str]:
+    """Return what who runs a server should know of it."""
+    about = ready.about
+    cache = (
+        f"KV cache: {ready.pages} pages of {ready.page_cells} tokens, {ready.kv_bytes / _MIB:.0f} "
+        f"MiB {about['kv_dtype']}; {about['batch']} sequences side by side, {ready.longest} "
+        f"tokens each at most, {settings.serve.queue} may wait"
+    )
+    engine = (
+        f"{about['device']} ({about['isa']}, {about['threads']} threads), {about['precision']} "
+        f"weights, {about['act_prec']} activations, {ready.weight_bytes / _MIB:.0f} MiB per token"
+    )
+    ignored = about["hints_ignored"]
+    return [engine, cache, *([f"not acted on: {', '.join(ignored)}"] if ignored else [])]
+
+
+def _name_of(choice: ModelChoice) -> str:
+    """Return what clients call a model: never a path of this machine."""
+    path = Path(choice.path)
+    return path.parent.name if path.is_file() and path.suffix == ".json" else path.stem
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        known = error.errno is not None and error.errno > 0
+        reason = os.strerror(error.errno or 0) if known else error.strerror
+        raise DeviceError(
+            f"cannot listen on {host} port {port}: {reason or error}; choose another "
+            "--port (0 takes a free one)"
+        ) from None
+
+
+def serve(
+    settings: Settings,
+    note: Callable[[str], None],
+    announce: Callable[[dict[str, Any]], None],
+) -> int:
+    """Serve, and return the exit code.
+
+    Args:
+        settings: how, and what.
+        note: writes a line for who runs the server.
+        announce: takes the facts of a server that is ready.
+
+    Raises:
+        ClocherError: it cannot begin.
+    """
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # its warnings quote requests
+    return asyncio.run(Life(settings, note, announce).run())

@@ -1,0 +1,183 @@
+"""What /metrics tells: vLLM's names with our prefix, and the times of all steps.
+
+No label and no value comes from the text of a request.
+"""
+
+from collections.abc import Iterator
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from clocher_runtime.serve.engine_process import EngineProcess
+
+_FIRST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
+_NEXT_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+_NS_PER_S = 1e9
+_MOST_NOTED = 4096
+
+
+class ServerMetrics(Collector):
+    """Counts what the server does; a watcher of its engine.
+
+    Args:
+        model: what clients call the model.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._model, self._engine = model, None
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        self._registry.register(self)
+
+        def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(
+                f"clocher:{name}", about, ["model_name"], buckets=buckets, registry=self._registry
+            )
+            return made.labels(model)
+
+        self._first = histogram("time_to_first_token_seconds", "Time to first token.", _FIRST_S)
+        self._next = histogram("inter_token_latency_seconds", "Between two tokens.", _NEXT_S)
+        self._whole = histogram("e2e_request_latency_seconds", "Of whole sequences.", _FIRST_S)
+        self._prompt = histogram("request_prompt_tokens", "Tokens of prompts.", _TOKENS)
+        self._made = histogram("request_generation_tokens", "Tokens made.", _TOKENS)
+        self._tokens = Counter(
+            "clocher:generation_tokens",
+            "Tokens made.",
+            ["model_name"],
+            registry=self._registry,
+        ).labels(model)
+        self._ended = Counter(
+            "clocher:request_success",
+            "Sequences by how they ended.",
+            ["model_name", "finished_reason"],
+            registry=self._registry,
+        )
+        self._responses = Counter(
+            "clocher:http_responses",
+            "Responses by route and status.",
+            ["route", "status"],
+            registry=self._registry,
+        )
+
+        self._firsts: list[float] = []
+        self._nexts: list[float] = []
+
+    _engine: EngineProcess | None
+
+    def watch(self, engine: EngineProcess) -> None:
+        """Tell of an engine."""
+        self._engine = engine
+
+    def first(self, seconds: float) -> None:
+        """Note how long a request waited for its first token."""
+        self._firsts.append(seconds)
+
+    def next(self, seconds: float) -> None:
+        """Note the time from one token to the next."""
+        self._nexts.append(seconds)
+        if len(self._nexts) >= _MOST_NOTED:
+            self._count()
+
+    def ended(self, how: str, seconds: float, prompt: int, made: int) -> None:
+        """Note the end of a sequence."""
+        self._ended.labels(self._model, how).inc()
+        self._whole.observe(seconds)
+        self._prompt.observe(prompt)
+        self._made.observe(made)
+
+    def response(self, route: str, status: int) -> None:
+        """Count a response.
+
+        Args:
+            route: as the table of routes has it, never as a request does.
+            status: of HTTP.
+        """
+        self._responses.labels(route, str(status)).inc()
+
+    def text(self) -> bytes:
+        """Return everything in Prometheus' text format."""
+        self._count()
+        return generate_latest(self._registry)
+
+    def _count(self) -> None:
+        """Count the times that were noted: not token by token, since that is in everybody's way."""
+        for histogram, noted in ((self._first, self._firsts), (self._next, self._nexts)):
+            self._tokens.inc(len(noted))
+            for seconds in noted:
+                histogram.observe(seconds)
+            noted.clear()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what the engine tells of itself."""
+        engine = self._engine
+        if engine is None:
+            return
+        state, ready = engine.state, engine.ready
+        pages = ready.pages if ready else 0
+        answers = engine.status == "ready" and not engine.is_stuck
+        gauges = (
+            ("num_requests_running", "Sequences that are worked on.", state.running),
+            (
+                "num_requests_waiting",
+                "Sequences that wait for that.",
+                max(engine.sequences - state.running, 0),
+            ),
+            (
+                "kv_cache_usage_perc",
+                "Used share of the pages of the KV cache; 1 is all.",
+                state.pages_used / pages if pages else 0.0,
+            ),
+            ("kv_cache_pages", "Pages of the KV cache.", pages),
+            ("kv_cache_pages_used", "Those that a sequence holds.", state.pages_used),
+            ("kv_cache_pages_findable", "Those whose text can be found.", state.pages_cached),
+            (
+                "engine_up",
+                "1 while the engine answers.",
+                float(answers),
+            ),
+            ("engine_heartbeat_age_seconds", "Since it was last heard of.", engine.age_s),
+        )
+        for name, about, value in gauges:
+            yield self._gauge(name, about, value)
+        counters = (
+            ("prompt_tokens", "Tokens of prompts that were computed.", state.prompt_tokens),
+            ("decode_tokens", "Tokens made but for the first of each text.", state.decode_tokens),
+            ("prefix_cache_hits", "Tokens of prompts that were found.", state.reused),
+            (
+                "prefix_cache_queries",
+                "Tokens of prompts that were looked for.",
+                state.reused + state.prompt_tokens,
+            ),
+            ("num_preemptions", "Sequences that gave their pages back.", state.preempted),
+            ("engine_restarts", "Times that the engine was started again.", engine.restarts),
+            ("decode_steps", "Steps that only decode.", state.decode_steps),
+            (
+                "decode_step_seconds",
+                "Strict time in them: kernels, not the server.",
+                state.decode_ns / _NS_PER_S,
+            ),
+            ("prompt_steps", "Steps with tokens of prompts.", state.prompt_steps),
+            ("prompt_step_seconds", "Strict time in them.", state.prompt_ns / _NS_PER_S),
+        )
+        for name, about, value in counters:
+            yield self._counter(name, about, value)
+
+    def _gauge(self, name: str, about: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"clocher:{name}", about, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _counter(self, name: str, about: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"clocher:{name}", about, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family

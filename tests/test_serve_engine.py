@@ -1,0 +1,101 @@
+"""The process of the engine, from the server's side."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from clocher_runtime.serve import engine_process, jobs
+from clocher_runtime.serve.engine_process import EngineProcess
+from clocher_runtime.serve.errors import ApiError
+from clocher_runtime.serve.jobs import Ask, Job
+from clocher_runtime.serve.messages import Made, Start
+from clocher_runtime.serve.metrics import ServerMetrics
+
+ASK = Ask(ids=[5, 6, 7], max_new=2000, sampling={"temperature": 1.0, "seed": 3})
+
+
+def with_engine(work: Callable[[EngineProcess], Coroutine[Any, Any, None]]) -> list[str]:
+    """Do some work with a running engine; return what it noted."""
+    notes: list[str] = []
+
+    async def live() -> None:
+        engine = EngineProcess(Start({}, 2, None, 100.0, True), 2, notes.append, ServerMetrics("m"))
+        running = asyncio.ensure_future(engine.run())
+        try:
+            await ready(engine)
+            await work(engine)
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(live())
+    return notes
+
+
+async def ready(engine: EngineProcess) -> None:
+    while engine.ready is None:
+        assert engine.status != "failed"
+        await asyncio.sleep(0.02)
+
+
+def test_an_engine_that_says_nothing_is_stuck_and_then_ended(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_process, "QUIET_S", 0.5)
+    monkeypatch.setattr(engine_process, "WEDGED_S", 4.0)
+
+    async def stop(engine: EngineProcess) -> None:
+        job = engine.submit([ASK])
+        await job.read()
+        stopped = engine.pid
+        os.kill(stopped, signal.SIGSTOP)
+        await asyncio.sleep(2.5)
+        assert engine.is_stuck
+        os.kill(stopped, signal.SIGCONT)  # in time
+        while engine.is_stuck:
+            await asyncio.sleep(0.02)
+        assert engine.pid == stopped
+        os.kill(stopped, signal.SIGSTOP)
+        with pytest.raises(ApiError, match="engine ended"):
+            while await job.read():
+                pass
+            await engine.submit([ASK]).read()
+        await ready(engine)
+        assert engine.pid != stopped and not engine.is_stuck
+
+    (note,) = with_engine(stop)
+    assert "started again" in note
+
+
+def test_who_does_not_read_for_a_time_is_cut_off(monkeypatch: pytest.MonkeyPatch):
+    async def read_late() -> None:
+        cancelled: list[int] = []
+        monkeypatch.setattr(jobs, "UNREAD_S", 0.05)
+        job = Job([7], cancelled.append)
+        for token in range(jobs.MAX_UNREAD + 1):
+            job.put(7, Made(7, token), False)
+        assert not cancelled, "many tokens at once are no fault of the reader"
+        await asyncio.sleep(0.1)
+        job.put(7, Made(7, 0), False)
+        assert cancelled == [7]
+        with pytest.raises(ApiError, match="not read"):
+            await job.read()
+
+    asyncio.run(read_late())
+
+
+def test_a_sequence_that_ended_gets_nothing_more():
+    async def end() -> None:
+        cancelled: list[int] = []
+        job = Job([3, 4], cancelled.append)
+        job.put(3, Made(3, 1), False)
+        job.end(0)
+        job.put(3, Made(3, 2), False)
+        job.put(4, Made(4, 5, "stop"), True)
+        assert [(news.sequence, news.what.token) for news in await job.read()] == [(0, 1), (1, 5)]
+        assert await job.read() == [] and job.is_over
+        assert cancelled == [3]
+
+    asyncio.run(end())
