@@ -17,8 +17,10 @@ from tqdm import tqdm
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.api import LanguageModel, load
+from clocher_runtime.text.completion import logprob_of
 
 _MAX_NEW = 256
+_UNSAID = "cuda:0"
 
 
 @register_model("clocher")
@@ -30,7 +32,8 @@ class ClocherLM(TemplateLM):  # type: ignore[misc]
         batch: texts generated side by side.
         max_gen_toks: tokens of an answer, unless the task says otherwise.
         batch_size: the harness's name of `batch`.
-        device: "auto", "cpu" or "cuda".
+        device: "auto", "cpu" or "cuda". The harness says "cuda:0" where nobody said anything; like
+            its own models, this one takes what there is then.
         **session: other arguments of `load`.
     """
 
@@ -47,8 +50,10 @@ class ClocherLM(TemplateLM):  # type: ignore[misc]
         super().__init__()
         if isinstance(batch_size, int | str) and str(batch_size).isdigit():
             batch = int(batch_size)
+        if device in (None, _UNSAID):
+            device = "auto"
         self.model: LanguageModel = load(
-            pretrained, device=device or "auto", batch=batch, all_logits=True, **session
+            pretrained, device=device, batch=batch, all_logits=True, **session
         )
         self.max_gen_toks = max_gen_toks
 
@@ -108,10 +113,9 @@ class ClocherLM(TemplateLM):  # type: ignore[misc]
             nonlocal total, greedy
             if position < first:
                 return
-            row, target = logits.astype(np.float64), ids[position + 1]
-            top = row.max()
-            total += float(row[target] - top - np.log(np.exp(row - top).sum()))
-            greedy &= int(row.argmax()) == target
+            target = ids[position + 1]
+            total += logprob_of(logits, target, 0).logprob
+            greedy &= int(logits.argmax()) == target
 
         self.model.session.score(ids[:-1], take)
         return total, greedy
