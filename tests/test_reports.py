@@ -103,6 +103,15 @@ def decode_rows() -> list[dict[str, Any]]:
     return [{**row, "threads": n, "tok_s": 411.5 * n} for n in (1, 2)]
 
 
+def serving_rows() -> list[dict[str, Any]]:
+    common = {"kind": "serving", "server": "clocher", "prompt_tokens": 64, "new_tokens": 32}
+    loads = [
+        {"op": "load", "load": f"{n} streams", "streams": n, "tok_s": 20.0 * n, "itl_p99_ms": 40.5}
+        for n in (1, 8)
+    ]
+    return [common | row for row in (*loads, {"op": "overhead", "ms_per_token": 41.0})]
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with a file of every kind."""
@@ -113,6 +122,7 @@ def folder(tmp_path: Path) -> Path:
             shutil.copy(path, made)
     write(made / "2026-11-20-box-decode.json", decode_rows())
     write(made / "2026-11-20-box-strict.json", strict_rows())
+    write(made / "2026-11-20-box-serving.json", serving_rows())
     (made / "run.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in HARNESS))
     return made
 
@@ -245,7 +255,7 @@ def test_what_is_missing_is_said_with_its_command(tmp_path: Path) -> None:
     text = render(tmp_path).text
     assert "- Strict contract: `python -m bench.strict`" in text
     assert "- Thread scaling: `python -m bench.decode --threads 1,2,4 --json FILE`" in text
-    assert len(missing([])) == 7
+    assert len(missing([])) == 8
 
 
 def test_other_files_are_named(tmp_path: Path) -> None:
@@ -405,7 +415,7 @@ def test_the_report_is_one_well_formed_file_that_loads_nothing(
         assert not re.search(r"<(script|image|a) |@import|href=\"(?!#)|url\((?!#)", picture)
     assert "url(" not in page.read_text() and "@import" not in page.read_text()
     assert sorted(pictures) == sorted(p.read_text() for p in (out / "plots").glob("*.svg"))
-    assert len(pictures) == 5
+    assert len(pictures) == 7
     text = "".join(root.itertext())
     assert "Title <&>" in text
     assert "Some CPU, 2 CPUs, 8 GiB, Linux 6.1" in text

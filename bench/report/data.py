@@ -14,14 +14,18 @@ from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.strict_json import parse_json
 
-Kind = Literal["harness", "strict", "peers", "roofline", "decode", "block_sparse", "other"]
+Kind = Literal[
+    "harness", "strict", "peers", "roofline", "decode", "serving", "block_sparse", "other"
+]
 
 FOLDER = Path(__file__).resolve().parents[1] / "results"
 """Result files that docs/PERFORMANCE.md is made of."""
 
 MAX_BYTES = 64 << 20
 
-_NAMED = re.compile(r"(\d{4}-\d{2}-\d{2})-(.+?)-(?:harness|strict|peers|roofline|decode|block)\b")
+_NAMED = re.compile(
+    r"(\d{4}-\d{2}-\d{2})-(.+?)-(?:harness|strict|peers|roofline|decode|serving|block)\b"
+)
 Fields = Mapping[str, type]
 """Key of a row -> what it holds; float stands for any finite number."""
 
@@ -30,18 +34,22 @@ _SPELLED |= {list: "a list", dict: "an object"}
 _ROOFLINE = {"format": str, "N": int, "K": int, "M": int, "threads": int, "isa": str}
 _DECODE = {"model": str, "format": str, "test": str, "threads": int, "tok_s": float}
 _SPARSE = {"op": str, "block": str, "sparsity": float, "speedup": float, "break_even": float}
+_SERVING = {"op": str, "server": str, "prompt_tokens": int, "new_tokens": int}
 _FIELDS: Mapping[str, Fields] = {
     "roofline": {**_ROOFLINE, "gbps": float, "read_gbps": float, "pct_of_limit": float},
     "peers": {"engine": str, "model": str, "format": str, "test": str, "threads": int, "note": str},
     "decode": {**_DECODE, "bytes_per_token": int, "gbps": float, "pct_of_limit": float}
     | {"samples": list},
+    "serving": _SERVING,
     "block_sparse": {**_SPARSE, "threads": int, "n": int, "k": int, "m": int, "inner": str},
 }
 """What every row of a kind needs."""
 
 _NUMBERS = ("tok_s", "gbps", "read_gbps", "pct_of_limit", "pct_low", "pct_high")
 _NUMBERS += ("ratio", "ratio_low", "ratio_high", "kernels_tok_s")
+_NUMBERS += ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p95_ms", "itl_p99_ms", "client_cpu")
 _MAYBE: Fields = {**dict.fromkeys(_NUMBERS, float), "correct": bool, "samples": list}
+_MAYBE |= {"load": str, "streams": int, "error_count": int}
 """What a row may have and a report shows."""
 
 _CONTRACT = {"model": str, "format": str, "isa": str, "act_prec": str, "threads": int}

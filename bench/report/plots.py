@@ -155,6 +155,29 @@ def block_sparse(file: ResultFile) -> Plot:
     return Plot(f"block-sparse-{file.stem}", picture, caption)
 
 
+def serving(file: ResultFile) -> tuple[Plot, ...]:
+    """Draw speed and times between tokens over streams; nothing without two numbers of streams."""
+    rows = [row for row in file.rows if row["op"] == "load" and row.get("streams")]
+    if not _several(rows, "streams"):
+        return ()
+    found = []
+    for key, label, caption in (
+        ("tok_s", "tokens a second, all streams", "Output of a server over its streams."),
+        ("itl_p99_ms", "time between tokens, p99, ms", "Waiting for the next token."),
+    ):
+        series = []
+        for name in dict.fromkeys(row["server"] for row in rows):
+            own = [row for row in rows if row["server"] == name and row.get(key) is not None]
+            points = sorted((float(row["streams"]), float(row[key])) for row in own)
+            series.append(Series(name, tuple(points)))
+        axes = Axis("streams", log=True), Axis(label, log=key != "tok_s", zero=True)
+        title = f"Serving {rows[0]['new_tokens']} tokens after {rows[0]['prompt_tokens']}"
+        title = f"{title}, {file.date}".rstrip(", ")
+        picture = Chart(title, *axes, tuple(series))
+        found.append(Plot(f"serving-{key.replace('_', '-')}-{file.stem}", picture, caption))
+    return tuple(found)
+
+
 def _roofline_speeds(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
     speeds: dict[str, dict[int, list[float]]] = {}
     for row in rows:

@@ -30,6 +30,7 @@ from bench.report.columns import (
 )
 from bench.report.data import Kind, ResultFile
 from bench.report.document import Plot, Section
+from bench.report.serving import figures
 from bench.sweep.results import SPEED, ResultCell, beside, compare_files, group
 from clocher_runtime.quality.statistics import Ratio, median_of_runs, spread
 
@@ -120,6 +121,19 @@ ROOFLINE: Columns = {
     "right": right(),
     "note": text("note"),
 }
+SERVING: Columns = {
+    "load": text("load"),
+    "server": text("server"),
+    "tok/s": number("tok_s"),
+    "to first token, p50, ms": number("ttft_p50_ms"),
+    "p99": number("ttft_p99_ms"),
+    "between tokens, p50, ms": number("itl_p50_ms"),
+    "p95": number("itl_p95_ms"),
+    "p99 ": number("itl_p99_ms"),
+    "errors": lambda row: str(row.get("error_count", NONE)),
+    "client CPU": number("client_cpu"),
+}
+CASES: Columns = {"case": text("op"), "server": text("server"), "figures": figures}
 BLOCK_SPARSE: Columns = {
     "block": text("block"),
     "density": lambda row: f"{1 - row['sparsity']:.0%}" if row["op"] == "bsr_linear" else "dense",
@@ -284,6 +298,16 @@ def _peers(file: ResultFile) -> Section:
     return _section(file, [table(PEERS, rows)], about)
 
 
+def _serving(file: ResultFile) -> Section:
+    loads = [row for row in file.rows if row["op"] == "load"]
+    rest = [row for row in file.rows if row["op"] != "load"]
+    tables = [table(SERVING, loads)] if loads else []
+    tables += [table(CASES, rest)] if rest else []
+    sizes = {(row["prompt_tokens"], row["new_tokens"]) for row in file.rows}
+    about = [f"{new} tokens after {length}" for length, new in sorted(sizes)]
+    return _section(file, tables, about, drawn=plots.serving(file))
+
+
 def _plain_rows(
     columns: Columns, draw: Callable[[ResultFile], Plot] | None = None
 ) -> Callable[[ResultFile], Section]:
@@ -341,6 +365,12 @@ _KINDS: Mapping[Kind, tuple[str, str, Callable[[ResultFile], Section]]] = {
         "Beside others",
         "Same weights, same threads, in turns; a ratio above 1 is in favour of Clocher." + _NARROW,
         _peers,
+    ),
+    "serving": (
+        "Servers",
+        "The client has its share of the same CPUs; only whole answers count. Servers are measured "
+        "in turns.",
+        _serving,
     ),
     "roofline": (
         "Matrix products",

@@ -1,9 +1,10 @@
 """An opened model -> GGUF for llama.cpp: the same weights, so that speeds can be compared.
 
-The file has no vocabulary (`tokenizer.ggml.model` is "no_vocab"), so it is for benchmarks. Names
-and row orders are llama.cpp's: query and key rows of a Llama are paired for its RoPE, the gate and
-up rows of gpt-oss experts become two tensors. llama.cpp computes its "bitnet" with SiLU where
-BitNet 2B-4T has a squared ReLU: the bytes and the shapes are the same, the text is not.
+The file is for benchmarks: its vocabulary knows how tokens are spelled and no merges, or there is
+none (`tokenizer.ggml.model` is "no_vocab"), which llama-bench takes and llama-server does not.
+Names and row orders are llama.cpp's: query and key rows of a Llama are paired for its RoPE, the
+gate and up rows of gpt-oss experts become two tensors. llama.cpp computes its "bitnet" with SiLU
+where BitNet 2B-4T has a squared ReLU: the bytes and the shapes are the same, the text is not.
 
 Source of the container: ggml's docs/gguf.md, version 3.
 """
@@ -39,10 +40,11 @@ from clocher_runtime.models.spec import ModelSpec, RopeSpec
 SAME = "same"
 TYPES = (SAME, *FLOATS)
 
-Field = str | bool | int | float
+Field = str | bool | int | float | tuple[str, ...] | tuple[int, ...]
 
 ALIGNMENT = 32
-_UINT32, _FLOAT32, _BOOL, _STRING = 4, 6, 7, 8
+_UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
+_NORMAL = 1  # type of a token
 _PIECE_ELEMENTS = 1 << 23
 _ARCHITECTURES = {"llama": "llama", "bitnet": "bitnet", "gpt_oss": "gpt-oss"}
 
@@ -153,7 +155,7 @@ def write_gguf(
 
     Args:
         path: the file.
-        fields: metadata; integers are stored as u32, floats as f32.
+        fields: metadata; integers are stored as u32 (in a list as i32), floats as f32.
         entries: the tensors, in order.
         tensors: the bytes of each, in pieces.
 
@@ -174,7 +176,11 @@ def write_gguf(
 
 
 def plan_gguf(
-    config: Mapping[str, object], formats: Mapping[str, Format], name: str, kind: str = SAME
+    config: Mapping[str, object],
+    formats: Mapping[str, Format],
+    name: str,
+    kind: str = SAME,
+    vocab: tuple[str, ...] = (),
 ) -> GgufExport:
     """Check that a model can be written as GGUF, and how.
 
@@ -184,6 +190,7 @@ def plan_gguf(
         name: of the model, for people.
         kind: "same" keeps the numbers exactly; "f32", "f16" or "bf16" decodes all matrices, for
             llama-quantize to encode.
+        vocab: how each token is spelled, in the bytes of GPT-2; empty: unknown.
 
     Raises:
         UsageError: the kind is not known.
@@ -209,7 +216,7 @@ def plan_gguf(
     for item in items:
         share[item.entry.kind] = share.get(item.entry.kind, 0) + item.entry.nbytes
     main = max(share, key=lambda k: share[k])
-    return GgufExport(spec, _fields(spec, name, main), tuple(items))
+    return GgufExport(spec, _fields(spec, name, main, vocab), tuple(items))
 
 
 def _items(spec: ModelSpec, source: str, need: Need, fmt: Format, kind: str) -> list[_Item]:
@@ -228,7 +235,7 @@ def _rope_factors(spec: ModelSpec) -> np.ndarray:
     return np.asarray(plain / inverse_frequencies(spec.rope, spec.head_dim), np.float32)
 
 
-def _fields(spec: ModelSpec, name: str, main: GgmlType) -> dict[str, Field]:
+def _fields(spec: ModelSpec, name: str, main: GgmlType, vocab: tuple[str, ...]) -> dict[str, Field]:
     arch = _ARCHITECTURES[spec.family]
     values: dict[str, Field] = {
         "vocab_size": spec.vocab_size,
@@ -263,9 +270,22 @@ def _fields(spec: ModelSpec, name: str, main: GgmlType) -> dict[str, Field]:
         "general.name": name,
         "general.file_type": main.file_type,
         "general.quantization_version": 2,
-        "tokenizer.ggml.model": "no_vocab",
+        **_tokenizer(vocab),
         **activation,
         **{f"{arch}.{key}": value for key, value in values.items()},
+    }
+
+
+def _tokenizer(vocab: tuple[str, ...]) -> dict[str, Field]:
+    if not vocab:
+        return {"tokenizer.ggml.model": "no_vocab"}
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": vocab,
+        "tokenizer.ggml.token_type": (_NORMAL,) * len(vocab),
+        # llama.cpp wants some, and takes what merges nothing that occurs.
+        "tokenizer.ggml.merges": (f"{vocab[0]} {vocab[0]}",),
     }
 
 
@@ -291,6 +311,12 @@ def _string(text: str) -> bytes:
 
 
 def _value(value: Field) -> bytes:
+    if isinstance(value, tuple):
+        kind = _STRING if isinstance(value[0], str) else _INT32
+        head = struct.pack("<IIQ", _ARRAY, kind, len(value))
+        return head + b"".join(
+            _string(item) if isinstance(item, str) else struct.pack("<i", item) for item in value
+        )
     if isinstance(value, str):
         return struct.pack("<I", _STRING) + _string(value)
     if isinstance(value, bool):

@@ -256,7 +256,8 @@ def plan_synthesis(
         "head": precision.head,
         "attention": precision.attention,
     }
-    export = plan_gguf(config, formats, preset, gguf) if gguf else None
+    tokens = tuple(_byte_vocab(spec.vocab_size))
+    export = plan_gguf(config, formats, preset, gguf, tokens) if gguf else None
     needs = inventory(spec)
     nbytes = model_bytes((fmt, needs[name].shape) for name, fmt in formats.items())
     nbytes += len(byte_tokenizer(spec.vocab_size)) + (export.nbytes if export else 0)
@@ -288,14 +289,7 @@ def byte_tokenizer(vocab_size: int) -> bytes:
     Raises:
         FormatError: the vocabulary has no room for the bytes.
     """
-    if vocab_size < _BYTES:
-        raise FormatError(f"a vocabulary of {vocab_size}; a byte tokenizer needs {_BYTES}")
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = (byte for byte in range(_BYTES) if byte not in printable)
-    spelled = {byte: chr(byte) for byte in printable}
-    spelled |= {byte: chr(_BYTES + i) for i, byte in enumerate(others)}
-    vocab = {spelled[byte]: byte for byte in range(_BYTES)}
-    vocab |= {f"{spelled[32]}w{token}": token for token in range(_BYTES, vocab_size)}
+    vocab = _byte_vocab(vocab_size)
     level = {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -314,3 +308,16 @@ def byte_tokenizer(vocab_size: int) -> bytes:
         "model": {"type": "BPE", "vocab": vocab, "merges": []},
     }
     return json.dumps(document, ensure_ascii=False).encode()
+
+
+def _byte_vocab(vocab_size: int) -> dict[str, int]:
+    """Return the tokens in the order of their ids."""
+    if vocab_size < _BYTES:
+        raise FormatError(f"a vocabulary of {vocab_size}; a byte tokenizer needs {_BYTES}")
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (byte for byte in range(_BYTES) if byte not in printable)
+    spelled = {byte: chr(byte) for byte in printable}
+    spelled |= {byte: chr(_BYTES + i) for i, byte in enumerate(others)}
+    words = (f"{spelled[32]}w{token}" for token in range(_BYTES, vocab_size))
+    tokens = (*(spelled[byte] for byte in range(_BYTES)), *words)
+    return {token: index for index, token in enumerate(tokens)}

@@ -1,0 +1,1 @@
+"""Load for servers that speak OpenAI's API, and what they make of it."""
