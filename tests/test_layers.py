@@ -67,7 +67,8 @@ LIBRARIES: dict[str, str] = {
     "clocher_runtime.quality.report": "matplotlib",
     "clocher_runtime.quality.transformers_model": "numpy torch transformers",
     "clocher_runtime.monitoring": "prometheus_client",
-    "clocher_runtime.serve": "numpy msgspec click starlette uvicorn pydantic prometheus_client",
+    "clocher_runtime.serve": """numpy msgspec click starlette uvicorn pydantic llguidance
+        prometheus_client""",
     "clocher_runtime.text.grammar": "numpy llguidance",
     "clocher_runtime.adapters.lm_eval_model": "numpy lm_eval tqdm",
     "bench.serving": "numpy click msgspec",

@@ -66,7 +66,7 @@ def server() -> Iterator[Server]:
     metrics = ServerMetrics("m")
     engine = FakeEngine(metrics, prompts.tokenizer.vocab_size)
     metrics.watch(engine)
-    yield Server(ServeConfig(), engine, prompts, grammars, metrics, "m", 0)
+    yield Server(ServeConfig(host="testserver"), engine, prompts, grammars, metrics, "m", 0)
     prompts.close()
     grammars.close()
 
