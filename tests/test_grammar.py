@@ -12,11 +12,13 @@ import jsonschema
 import numpy as np
 import pytest
 from json_schemas import schema_of
+from serving import model_with_template, without_harmony
 
 import clocher_runtime
 from clocher_kernels.errors import UsageError
 from clocher_kernels.ops.sampling import tokens_of, words_for
 from clocher_runtime.api import LanguageModel
+from clocher_runtime.command.model_choice import embedded_model
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.text import grammar
 from clocher_runtime.text.grammar import GrammarMaker
@@ -390,6 +392,16 @@ def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyP
 def test_a_model_without_an_end_has_none() -> None:
     with pytest.raises(UsageError, match="leave it out"):
         GrammarMaker(TOKENIZER, VOCABULARY, [])
+
+
+def test_an_answer_comes_after_the_thoughts_that_the_prompt_began(tmp_path: Path) -> None:
+    template = "{{ messages[0].content }}{# <tool_call> #}<think>"
+    directory = model_with_template(tmp_path / "hermes", embedded_model(), template)
+    without_harmony(directory)
+    with clocher_runtime.load(directory) as thinker:
+        found = thinker.chat([{"role": "user", "content": "Hello"}], max_new=16, choice=["Yes"])
+    assert not found.text.startswith("Yes")
+    assert found.finish_reason == "length" or found.text.endswith("</think>Yes")
 
 
 def test_two_structures_at_once(model: LanguageModel) -> None:

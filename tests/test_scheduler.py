@@ -202,6 +202,7 @@ def test_a_text_seen_before_is_not_computed_again() -> None:
     # The last page is computed, so that there is something to draw from.
     assert sum(tokens for tokens, _ in executor.steps) == 64 + 3
     assert scheduler.reused == 448
+    assert [t.cached for t in again.box.tokens] == [448, 0, 0, 0]
     assert [t.id for t in again.box.tokens] == [t.id for t in first.box.tokens]
     executor.steps.clear()
     turn = [*ids, *(t.id for t in first.box.tokens), 1, 2, 3]
@@ -251,6 +252,20 @@ def test_decodes_come_first_and_prompts_fit_the_time() -> None:
     assert executor.steps[-1] == (64, 1)
 
 
+def test_prompts_get_a_share_where_decodes_need_all_the_time() -> None:
+    scheduler, executor = scheduler_of(2, 64, 640, 20, reuse=False, itl_ms=10)
+    clock = iter(range(0, 10**12, 1))
+    scheduler.times = StepTimes(lambda: next(clock))
+    for tokens in (1, 2, 4, 8, 16, 32, 64):
+        scheduler.times.add(tokens, 20_000_000 + (tokens - 1) * 500_000)
+    scheduler.submit([request_of([1] * 3, 30, 0)], warm=False)
+    scheduler.step()
+    scheduler.submit([request_of([2] * 200, 3, 0)], warm=False)
+    scheduler.step()
+    # A decode alone takes 20 ms, so a step may take 30: one that decodes, and 20 of the prompt.
+    assert executor.steps[-1] == (21, 1)
+
+
 def test_what_cannot_have_pages_waits_and_nothing_is_lost() -> None:
     scheduler, _ = scheduler_of(3, 64, 192, 3, reuse=True)
     requests = [request_of([i] * 60, 100, i) for i in range(3)]
@@ -259,6 +274,7 @@ def test_what_cannot_have_pages_waits_and_nothing_is_lost() -> None:
     assert scheduler.preempted
     for i, request in enumerate(requests):
         assert [t.id for t in request.box.tokens] == alone([i] * 60, 100, i)
+        assert not any(t.cached for t in request.box.tokens), "what it finds again is its own"
     assert_conserved(scheduler, 3)
 
 
@@ -315,3 +331,13 @@ def test_times_grow_with_what_is_known(limit: float) -> None:
     assert times.most(limit) == 1
     times.add(8, 1_000_000)
     assert times.most(limit) == min(16, int(8 * limit))
+
+
+def test_expected_times_lie_on_a_line_between_what_is_known() -> None:
+    times = StepTimes()
+    assert times.expected_ms(1) == 0
+    times.add(8, 4_000_000)
+    times.add(32, 10_000_000)
+    assert [times.expected_ms(tokens) for tokens in (2, 8, 20, 32, 99)] == [1, 4, 7, 10, 10]
+    times.add(8, 14_000_000)
+    assert times.expected_ms(8) == pytest.approx(0.7 * 4 + 0.3 * 14)

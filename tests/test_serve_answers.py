@@ -9,7 +9,7 @@ import jsonschema
 import openai
 import pydantic
 import pytest
-from serving import Served, model_with_template, serving, that_ends
+from serving import Served, model_with_template, serving, that_ends, without_harmony
 
 from clocher_runtime.command.model_choice import embedded_model
 
@@ -186,9 +186,10 @@ def test_other_forms(server):
     assert choice["message"]["content"] in ("a/b", 'say "no"')
     choice, _ = ended(server, guided_regex="[0-9]{3}/x")
     assert choice["message"]["content"].endswith("/x")
-    found = chat(server, response_format={"type": "json_object"}, seed=1)
-    if found["finish_reason"] == "stop":
-        assert isinstance(json.loads(found["message"]["content"]), dict)
+    choice, streamed = ended(server, response_format={"type": "json_object"})
+    assert choice["finish_reason"] == "stop"
+    assert isinstance(json.loads(choice["message"]["content"]), dict)
+    assert streamed["content"] == choice["message"]["content"]
     text = server.ask(
         "/v1/completions", prompt="x", max_tokens=50, structured_outputs={"regex": "(ab)+"}
     ).json()["choices"][0]["text"]
@@ -234,18 +235,21 @@ def test_a_template_that_knows_no_tools_says_so():
         assert "tools" in response.json()["error"]["message"]
 
 
+def test_what_ends_a_text_does_not_depend_on_who_asked_first():
+    with serving() as fresh:
+        body = {"prompt": "x", "max_tokens": 9, "structured_outputs": {"regex": "a*"}}
+        assert fresh.ask("/v1/completions", ignore_eos=True, **body).status_code == 200
+        (end,) = fresh.ask("/tokenize", prompt="<|return|>").json()["tokens"]
+        answer = fresh.ask("/v1/completions", logit_bias={end: 100}, logprobs=0, **body).json()
+        (choice,) = answer["choices"]
+        assert choice["logprobs"]["tokens"] == ["<|return|>"]
+        assert choice["text"] == "" and choice["finish_reason"] == "stop"
+
+
 def test_the_models_of_others_have_their_own_marks(tmp_path: Path):
     template = "{%- for m in messages -%}{{ m.content }}{%- endfor -%}{# <tool_call> #}{{ tools }}"
     directory = model_with_template(tmp_path / "hermes", embedded_model(), template)
-    # Harmony's marks would win: this tokenizer has them.
-    tokenizer = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
-    for added in tokenizer["added_tokens"]:
-        added["content"] = added["content"].replace("channel", "canal")
-    vocabulary = tokenizer["model"]["vocab"]
-    if "<|channel|>" in vocabulary:
-        vocabulary["<|canal|>"] = vocabulary.pop("<|channel|>")
-    (directory / "tokenizer.json").unlink()
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    without_harmony(directory)
     with serving("--model-dir", directory) as hermes:
         call = (
             r'"<tool_call>\n{\"name\": \"measure\", \"arguments\": {\"count\": 3}}\n</tool_call>"'
@@ -261,9 +265,7 @@ def test_the_models_of_others_have_their_own_marks(tmp_path: Path):
         for said in whole:
             assert said["calls"] == [{"name": "measure", "arguments": '{"count": 3}'}]
             assert not said["content"].strip()
-        forced = chat(hermes, tools=TOOLS, tool_choice="required")
-        if forced["finish_reason"] != "length":
-            assert forced["message"]["tool_calls"][0]["function"]["name"] in (
-                "measure",
-                "geo.measure-2",
-            )
+        forced, streamed = ended(hermes, tools=TOOLS, tool_choice="required")
+        (call,) = forced["message"]["tool_calls"]
+        assert call["function"]["name"] in ("measure", "geo.measure-2")
+        assert streamed["calls"] == [call["function"]]

@@ -1,6 +1,7 @@
 """The process of the engine, from the server's side."""
 
 import asyncio
+import errno
 import os
 import signal
 from collections.abc import Callable, Coroutine
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from clocher_runtime.command.env import Sources
 from clocher_runtime.serve import engine_process, jobs
 from clocher_runtime.serve.engine_process import EngineProcess
 from clocher_runtime.serve.errors import ApiError
@@ -23,7 +25,9 @@ def with_engine(work: Callable[[EngineProcess], Coroutine[Any, Any, None]]) -> l
     notes: list[str] = []
 
     async def live() -> None:
-        engine = EngineProcess(Start({}, 2, None, 100.0, True), 2, notes.append, ServerMetrics("m"))
+        engine = EngineProcess(
+            Start(Sources({}, {}, {}), 2, None, 100.0, True), 2, notes.append, ServerMetrics("m")
+        )
         running = asyncio.ensure_future(engine.run())
         try:
             await ready(engine)
@@ -58,15 +62,44 @@ def test_an_engine_that_says_nothing_is_stuck_and_then_ended(monkeypatch: pytest
             await asyncio.sleep(0.02)
         assert engine.pid == stopped
         os.kill(stopped, signal.SIGSTOP)
+        waiting = [engine.submit([ASK]), engine.submit([ASK])]
         with pytest.raises(ApiError, match="engine ended"):
             while await job.read():
                 pass
-            await engine.submit([ASK]).read()
+            await waiting[0].read()
+        errors = await asyncio.gather(*(each.read() for each in waiting), return_exceptions=True)
+        assert all(isinstance(error, ApiError) for error in errors)
+        assert errors[0] is not errors[1], "it holds the frames of who asked"
         await ready(engine)
         assert engine.pid != stopped and not engine.is_stuck
 
     (note,) = with_engine(stop)
     assert "started again" in note
+
+
+def test_a_process_that_is_half_started_is_ended(monkeypatch: pytest.MonkeyPatch):
+    started: list[asyncio.subprocess.Process] = []
+    start, connect = asyncio.create_subprocess_exec, asyncio.BaseEventLoop.create_connection
+
+    async def noted(*args: Any, **options: Any) -> asyncio.subprocess.Process:
+        started.append(await start(*args, **options))
+        return started[-1]
+
+    async def late(loop: asyncio.BaseEventLoop, *args: Any, **options: Any) -> Any:
+        if len(started) == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return await connect(loop, *args, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
+    monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", late)
+
+    async def look(engine: EngineProcess) -> None:
+        half, whole = started
+        assert half.returncode == -signal.SIGKILL
+        assert whole.pid == engine.pid and engine.restarts == 0
+
+    (note,) = with_engine(look)
+    assert "cannot be started: Too many open files" in note
 
 
 def test_who_does_not_read_for_a_time_is_cut_off(monkeypatch: pytest.MonkeyPatch):

@@ -218,13 +218,13 @@ class Sampling:
         )
 
 
-def check_biases(sampling: Sampling, vocab_size: int) -> None:
+def check_biases(biases: Mapping[int, float], vocab_size: int) -> None:
     """Refuse biases of what is no token.
 
     Raises:
         UsageError: there is one.
     """
-    for token in sampling.logit_bias:
+    for token in biases:
         if token >= vocab_size:
             raise UsageError(f"logit_bias of token {token}; the last one is {vocab_size - 1}")
 

@@ -27,12 +27,15 @@ class Token:
         finish: why nothing follows: "stop" if the id or a constraint ends the sequence, "length" if
             as many as were asked for are made, or the context is full; "" if something follows.
         logits: what it was drawn from, [V] fp32, if they were asked for.
+        cached: with the first token of a sequence, tokens of its prompt that were found in the
+            cache; 0 with others.
     """
 
     sequence: int
     id: int
     finish: Finish = ""
     logits: np.ndarray | None = field(default=None, compare=False)
+    cached: int = field(default=0, compare=False)
 
     @property
     def last(self) -> bool:
@@ -84,6 +87,7 @@ class Request(Cached):
         sampling: how they are chosen.
         stop: ids that end it.
         made: tokens made so far; they stand at the end of `ids`.
+        found: tokens that were in the cache when it ran for the first time; None before.
         constraint: which tokens may be made.
         scored: takes each position of the prompt and the logits after it, [V] fp32, valid during
             the call; nothing is made then.
@@ -95,6 +99,7 @@ class Request(Cached):
     sampling: Sampling
     stop: frozenset[int] = frozenset()
     made: int = 0
+    found: int | None = None
     constraint: Constraint | None = None
     scored: Callable[[int, np.ndarray], None] | None = None
 
@@ -152,4 +157,5 @@ class Request(Cached):
             finish = "stop"
         elif self.made >= self.budget:
             finish = "length"
-        return Token(self.index, token, finish, logits)
+        cached = (self.found or 0) if self.made == 1 else 0
+        return Token(self.index, token, finish, logits, cached)

@@ -212,6 +212,8 @@ class Scheduler:
             self._slots.pop()
             self._running.append(request)
             self.reused += request.cells
+            if request.found is None:  # what it finds once it was preempted is its own
+                request.found = request.cells
             count = min(request.waiting_tokens, room, *([] if reuse else [rows]))
             if self._reserve(request, count):
                 parts.append((request, count))

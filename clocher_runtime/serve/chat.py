@@ -4,15 +4,14 @@ Source: OpenAI API reference, chat completions; names of the reasoning fields as
 """
 
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from clocher_runtime.serve.jobs import Job
 from clocher_runtime.serve.json_text import to_json
 from clocher_runtime.serve.messages import Made
-from clocher_runtime.serve.sse import DONE
-from clocher_runtime.serve.usage import Answer, TokenTexts
+from clocher_runtime.serve.usage import Answer, Chunks, TokenTexts
 from clocher_runtime.text.answers import AnswerReader, Delta
 from clocher_runtime.text.stops import StopStrings
 
@@ -91,25 +90,27 @@ class ChatAnswer:
     likeliest: int
     names: TokenTexts
 
-    async def deltas(self) -> AsyncIterator[list[tuple[int, list[Delta], str]]]:
+    async def deltas(self) -> AsyncIterator[Iterable[tuple[int, list[Delta], str]]]:
         """Yield what each step adds: index of the choice, deltas, why it ended if it did.
+
+        It is to be gone through once: a token counts when it is reached.
 
         Raises:
             ApiError: the engine cannot go on.
         """
         try:
             while news := await self.job.read():
-                yield [
+                yield (
                     self._push(at, made)
                     for at, made in news
                     if isinstance(made, Made) and not self.choices[at].finish
-                ]
+                )
         finally:
             self.job.close()
 
     def _push(self, index: int, made: Made) -> tuple[int, list[Delta], str]:
         choice = self.choices[index]
-        self.answer.made += 1
+        self.answer.count(made, index == 0)
         if self.likeliest >= 0:
             choice.logprobs.append(self._logprob(made))
         deltas = choice.push(made)
@@ -127,12 +128,9 @@ class ChatAnswer:
     async def whole(self) -> dict[str, Any]:
         """Return the response that is not streamed."""
         said: list[list[Delta]] = [[] for _ in self.choices]
-        logprobs: list[list[dict[str, Any]]] = [[] for _ in self.choices]
         async for step in self.deltas():
             for index, deltas, _ in step:
                 said[index] += deltas
-        for index, choice in enumerate(self.choices):
-            logprobs[index] = choice.logprobs
         return {
             "id": self.answer.id,
             "object": "chat.completion",
@@ -142,7 +140,7 @@ class ChatAnswer:
                 {
                     "index": index,
                     "message": _message(said[index], choice.calls),
-                    "logprobs": {"content": logprobs[index]} if self.likeliest >= 0 else None,
+                    "logprobs": {"content": choice.logprobs} if self.likeliest >= 0 else None,
                     "finish_reason": choice.finish,
                 }
                 for index, choice in enumerate(self.choices)
@@ -157,19 +155,7 @@ class ChatAnswer:
             include_usage: tell the usage in a last chunk without choices.
             continuous: and in every chunk.
         """
-        answer = self.answer
-        head = (
-            b'data: {"id":%s,"object":"chat.completion.chunk","created":%d,"model":%s,"choices":['
-            % (to_json(answer.id), answer.created, to_json(answer.model))
-        )
-        nothing = b',"usage":null}\n\n' if include_usage else b"}\n\n"
-
-        def event(choices: bytes) -> bytes:
-            end = nothing
-            if continuous:
-                end = b',"usage":' + to_json(answer.usage()) + b"}\n\n"
-            return head + choices + b"]" + end
-
+        chunks = Chunks(self.answer, "chat.completion.chunk", include_usage, continuous)
         async for step in self.deltas():
             events = []
             for index, deltas, finish in step:
@@ -177,15 +163,12 @@ class ChatAnswer:
                 parts = [] if choice.begun else [_ROLE]
                 choice.begun = True
                 parts += [_delta(delta, choice.calls) for delta in deltas]
-                events += [event(self._choice(index, part, "")) for part in parts]
+                events += [chunks.event(self._choice(index, part, "")) for part in parts]
                 if finish:
-                    events.append(event(self._choice(index, b"{}", finish)))
+                    events.append(chunks.event(self._choice(index, b"{}", finish)))
             if events:
                 yield b"".join(events)
-        if include_usage:
-            yield head + b'],"usage":' + to_json(answer.usage()) + b"}\n\n" + DONE
-        else:
-            yield DONE
+        yield chunks.last()
 
     def _choice(self, index: int, delta: bytes, finish: str) -> bytes:
         choice, told = self.choices[index], b"null"

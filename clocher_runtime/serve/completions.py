@@ -4,17 +4,27 @@ Source: OpenAI API reference, completions. `echo` with `logprobs` is what evalua
 need: the first token of a prompt has none.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from typing import Any
 
-from clocher_runtime.serve.jobs import Job
+from clocher_runtime.serve.jobs import Job, News
 from clocher_runtime.serve.json_text import to_json
 from clocher_runtime.serve.messages import Made, Scored, Top
-from clocher_runtime.serve.sse import DONE
-from clocher_runtime.serve.usage import Answer, TokenTexts, finite
+from clocher_runtime.serve.usage import Answer, Chunks, TokenTexts, finite
 from clocher_runtime.text.stops import StopStrings
 from clocher_runtime.text.tokenizer import TextStream, Tokenizer
+
+Piece = tuple[int, str, str]
+"""What a token adds: index of the choice, text, why it ended if it did."""
 
 
 @dataclass(slots=True)
@@ -105,6 +115,7 @@ class CompletionAnswer:
         answer: what is common to its parts.
         job: makes the tokens.
         choices: by their index.
+        each: choices of a prompt.
         scores: whether the tokens of prompts are told of, before anything is made.
         tokenizer: of the model.
         apart: does some work in the thread for text.
@@ -113,12 +124,13 @@ class CompletionAnswer:
     answer: Answer
     job: Job
     choices: list[TextChoice]
+    each: int
     scores: bool
     tokenizer: Tokenizer
     apart: Callable[[Callable[[], str]], Awaitable[str]]
 
-    async def pieces(self) -> AsyncIterator[list[tuple[int, str, str]]]:
-        """Yield what each step adds: index of the choice, text, why it ended if it did.
+    async def pieces(self) -> AsyncIterator[Iterable[Piece]]:
+        """Yield what each step adds, to be gone through once: a token counts when it is reached.
 
         Raises:
             ApiError: the engine cannot go on.
@@ -129,30 +141,34 @@ class CompletionAnswer:
                     if choice.prompt:
                         yield [(index, await self._echo(choice, None), "")]
             while news := await self.job.read():
-                step = []
-                for index, what in news:
-                    if self.choices[index].finish:
-                        continue  # it came before the engine knew
-                    if isinstance(what, Scored):
-                        step.append(await self._scored(index, what))
-                    else:
-                        step.append(self._made(index, what))
-                yield step
+                scored = {
+                    index: await self._scored(index, what)
+                    for index, what in news
+                    if isinstance(what, Scored)
+                }
+                yield self._step(news, scored)
         finally:
             self.job.close()
+
+    def _step(self, news: Sequence[News], scored: Mapping[int, Piece]) -> Iterator[Piece]:
+        for index, what in news:
+            if isinstance(what, Scored):
+                yield scored[index]
+            elif not self.choices[index].finish:  # else it came before the engine knew
+                yield self._made(index, what)
 
     async def _echo(self, choice: TextChoice, scored: Scored | None) -> str:
         return await self.apart(lambda: choice.echo(self.tokenizer, scored))
 
-    async def _scored(self, index: int, scored: Scored) -> tuple[int, str, str]:
+    async def _scored(self, index: int, scored: Scored) -> Piece:
         choice = self.choices[index]
         if choice.only_scored:
             choice.finish = "length"
         return index, await self._echo(choice, scored), choice.finish
 
-    def _made(self, index: int, made: Made) -> tuple[int, str, str]:
+    def _made(self, index: int, made: Made) -> Piece:
         choice = self.choices[index]
-        self.answer.made += 1
+        self.answer.count(made, index % self.each == 0)
         text = choice.push(made)
         if choice.finish:
             self.job.end(index)
@@ -188,30 +204,18 @@ class CompletionAnswer:
             include_usage: tell the usage in a last chunk without choices.
             continuous: and in every chunk.
         """
-        answer = self.answer
-        head = b'data: {"id":%s,"object":"text_completion","created":%d,"model":%s,"choices":[' % (
-            to_json(answer.id),
-            answer.created,
-            to_json(answer.model),
-        )
-        nothing = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        chunks = Chunks(self.answer, "text_completion", include_usage, continuous)
         async for step in self.pieces():
-            end = nothing
-            if continuous:
-                end = b'],"usage":' + to_json(answer.usage()) + b"}\n\n"
             events = []
             for index, text, finish in step:
                 choice = self.choices[index]
                 if text or choice.logprobs.tokens:
-                    events.append(head + _choice(index, text, choice, "") + end)
+                    events.append(chunks.event(_choice(index, text, choice, "")))
                 if finish:
-                    events.append(head + _choice(index, "", choice, finish) + end)
+                    events.append(chunks.event(_choice(index, "", choice, finish)))
             if events:
                 yield b"".join(events)
-        if include_usage:
-            yield head + b'],"usage":' + to_json(answer.usage()) + b"}\n\n" + DONE
-        else:
-            yield DONE
+        yield chunks.last()
 
 
 def _choice(index: int, text: str, choice: TextChoice, finish: str) -> bytes:

@@ -5,11 +5,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from clocher_runtime.checkpoints import Checkpoint
-from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.engine.constraint import Constraint
 from clocher_runtime.text.grammar import GrammarMaker
-from clocher_runtime.text.tokenizer_limits import MAX_FILE_BYTES
+from clocher_runtime.text.thinking import opens_thoughts
 
 Spec = Mapping[str, Any]
 """A constraint as `GrammarMaker` takes it."""
@@ -37,19 +35,20 @@ def spec_of(
         ((kind, value),) = asked.items()
     else:
         return None
-    opened = tail.rstrip().endswith("<think>")
-    return {"kind": kind, "value": value, "style": style, "opened": opened}
+    return {"kind": kind, "value": value, "style": style, "opened": opens_thoughts(tail)}
 
 
 class Grammars:
     """The grammars of a model, made in a thread: nobody waits for a difficult one but who asked.
 
     Args:
-        checkpoint: of the model; its tokenizer is read when the first grammar is wanted.
+        source: the model's tokenizer.json, read when the first grammar is wanted; or its contents.
+        vocab_size: tokens of the model.
+        eos_ids: tokens that end an answer.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._source = checkpoint.tokenizer_source
+    def __init__(self, source: Path | bytes, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._of = source, vocab_size, eos_ids
         self._thread = ThreadPoolExecutor(1, "grammar")
         self._maker: GrammarMaker | None = None
 
@@ -57,30 +56,23 @@ class Grammars:
         """Take no more work."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def checked(self, vocab_size: int, eos_ids: Sequence[int], spec: Spec) -> Future[None]:
+    def checked(self, spec: Spec) -> Future[None]:
         """Try a constraint.
-
-        Args:
-            vocab_size: tokens of the model.
-            eos_ids: tokens that end an answer.
-            spec: what is wanted.
 
         Raises:
             UsageError: from the future: it cannot be had.
         """
-        return self._thread.submit(lambda: self._made(vocab_size, eos_ids).check(spec))
+        return self._thread.submit(lambda: self._made().check(spec))
 
-    def compiled(self, vocab_size: int, eos_ids: Sequence[int], spec: Spec) -> Future[Constraint]:
+    def compiled(self, spec: Spec) -> Future[Constraint]:
         """Return the constraint of one text, of a spec that was checked.
 
         Raises:
             UsageError: from the future: it cannot be had.
         """
-        return self._thread.submit(lambda: self._made(vocab_size, eos_ids).compile(spec))
+        return self._thread.submit(lambda: self._made().compile(spec))
 
-    def _made(self, vocab_size: int, eos_ids: Sequence[int]) -> GrammarMaker:
+    def _made(self) -> GrammarMaker:
         if self._maker is None:
-            source = self._source
-            data = read_bytes(source, MAX_FILE_BYTES) if isinstance(source, Path) else source
-            self._maker = GrammarMaker(data.decode("utf-8"), vocab_size, eos_ids)
+            self._maker = GrammarMaker.read(*self._of)
         return self._maker

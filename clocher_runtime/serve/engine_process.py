@@ -43,14 +43,6 @@ RETRY_S = 2.0
 _FADING = 0.98
 _SOCKET_BYTES = 4 << 20
 
-_DIED = ApiError(
-    500,
-    "The engine ended before the answer was complete; send the request again",
-    type="server_error",
-    code="engine_failed",
-)
-
-
 Status = Literal["loading", "ready", "draining", "failed"]
 
 
@@ -167,16 +159,25 @@ class EngineProcess:
         """Whether the engine should have been heard of."""
         return self.status == "ready" and self.age_s > max(QUIET_S, 5 * self.step_s)
 
+    def serving(self) -> Ready:
+        """Return what the process that serves said of itself.
+
+        Raises:
+            ApiError: 503: there is none that answers.
+        """
+        if self.status != "ready" or self.ready is None:
+            raise self._unavailable()
+        if self.is_stuck:
+            raise unavailable("stuck")
+        return self.ready
+
     def reserve(self, count: int) -> "Reservation":
         """Make sure of room for some sequences before work is done for them.
 
         Raises:
             ApiError: 503 unless the engine answers, 429 if the queue is full, 400 if it always is.
         """
-        if self.status != "ready":
-            raise self._unavailable()
-        if self.is_stuck:
-            raise unavailable("stuck")
+        self.serving()
         if count > self._most:
             raise too_many(count, self._most)
         taken = len(self._open) + self._reserved
@@ -241,6 +242,7 @@ class EngineProcess:
                 try:
                     broken = await self._live()
                 except OSError as error:  # no descriptors, no memory: later there may be
+                    self._kill()
                     self._note(f"the engine cannot be started: {error.strerror}; trying again")
                     await asyncio.sleep(RETRY_S)
                     continue
@@ -327,7 +329,7 @@ class EngineProcess:
         why = f"{last.kind}: {last.message}" if last else f"ended with code {code}"
         never_ready = self.ready is None
         self.pid, self.ready, self.state = 0, None, State()
-        self.end_all(_DIED)
+        self.end_all(_died)
         if self.status == "draining":
             return
         now = asyncio.get_running_loop().time()
@@ -351,17 +353,26 @@ class EngineProcess:
         if self.status != "failed":
             self.status = "draining"
 
-    def end_all(self, error: ApiError) -> None:
-        """End every job with an error."""
+    def end_all(self, error: Callable[[], ApiError]) -> None:
+        """End every job with an error of its own: what was raised holds the frames it went by."""
         jobs = {found.job for found in self._open.values()}
         for number in list(self._open):
             self._end(number, "error")
         for job in jobs:
-            job.fail(error)
+            job.fail(error())
 
     def _kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
+
+
+def _died() -> ApiError:
+    return ApiError(
+        500,
+        "The engine ended before the answer was complete; send the request again",
+        type="server_error",
+        code="engine_failed",
+    )
 
 
 class Reservation:

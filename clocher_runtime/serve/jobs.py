@@ -14,13 +14,6 @@ MAX_UNREAD, UNREAD_S = 256, 5.0
 _FAR_BEHIND = 1 << 16
 """Tokens that nobody took, however fast they were made."""
 
-_SLOW = ApiError(
-    408,
-    "The answer was not read as fast as it was made; read faster",
-    type="invalid_request_error",
-    code="slow_reader",
-)
-
 
 class News(NamedTuple):
     """Something that a request gets: a token of one of its sequences, or the scores of its text."""
@@ -119,7 +112,7 @@ class Job:
         if len(self._news) > MAX_UNREAD * len(self._numbers):
             waited = asyncio.get_running_loop().time() - self._unread_since
             if waited > UNREAD_S or len(self._news) > _FAR_BEHIND * len(self._numbers):
-                self.fail(_SLOW)
+                self.fail(_slow())
         self._wake()
 
     def fail(self, error: ApiError) -> None:
@@ -131,6 +124,15 @@ class Job:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _slow() -> ApiError:
+    return ApiError(
+        408,
+        "The answer was not read as fast as it was made; read faster",
+        type="invalid_request_error",
+        code="slow_reader",
+    )
 
 
 def _late(seconds: float) -> ApiError:

@@ -34,7 +34,8 @@ class ServerMetrics(Collector):
 
     def __init__(self, model: str) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
-        self._model, self._engine = model, None
+        self._model = model
+        self._engine: EngineProcess | None = None
         ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
         self._registry.register(self)
@@ -68,11 +69,8 @@ class ServerMetrics(Collector):
             ["route", "status"],
             registry=self._registry,
         )
-
         self._firsts: list[float] = []
         self._nexts: list[float] = []
-
-    _engine: EngineProcess | None
 
     def watch(self, engine: EngineProcess) -> None:
         """Tell of an engine."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from clocher_kernels.errors import ClocherError
 from clocher_runtime.checkpoints import Checkpoint
+from clocher_runtime.engine.load import model_spec
 from clocher_runtime.serve.errors import context_too_long, invalid
 from clocher_runtime.text.answers import AnswerReader, AnswerStyle, answer_style, make_reader
 from clocher_runtime.text.conversation import conversation_of
@@ -34,17 +35,21 @@ class PromptRoom:
     Attributes:
         tokenizer: text to ids and back.
         style: how the model marks reasoning and calls.
-        stop_ids: tokens that end an answer besides those of the model's configuration.
+        vocab_size: tokens of the model; the tokenizer may have fewer.
+        stop_ids: tokens that end an answer.
 
     Raises:
-        ModelError: the tokenizer cannot be used.
+        ModelError: the tokenizer, or the model's configuration, cannot be used.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = checkpoint.tokenizer_config
         self.tokenizer = Tokenizer(checkpoint.tokenizer_source, config, here=HERE_CHARS)
         self.style: AnswerStyle = answer_style(self.tokenizer, self.tokenizer.chat_template)
-        self.stop_ids = tuple(harmony_stop_ids(self.tokenizer) if self.style == "harmony" else ())
+        spec = model_spec(checkpoint)
+        more = harmony_stop_ids(self.tokenizer) if self.style == "harmony" else ()
+        self.vocab_size = spec.vocab_size
+        self.stop_ids = tuple(dict.fromkeys((*spec.eos_ids, *more)))
         self._thread = ThreadPoolExecutor(1, "text")
         self._thread.submit(self._warm)
 
@@ -90,7 +95,7 @@ class PromptRoom:
 
         Raises:
             UsageError: the text cannot be tokenised.
-            ApiError: it is longer than the context, or has an id that is no token.
+            ApiError: the text is longer than the context. Ids are looked at by `room_for`.
         """
         if isinstance(prompt, str):
             return await self.apart(lambda: self._encode(prompt, special, context))
@@ -138,16 +143,3 @@ def room_for(
     if len(ids) + (wanted or 0) > longest or (wanted is None and len(ids) >= longest):
         raise context_too_long(len(ids), wanted, longest, param)
     return longest - len(ids) if wanted is None else wanted
-
-
-def check_biases(biases: Mapping[int, float], vocab_size: int) -> None:
-    """Refuse biases of what is no token.
-
-    Raises:
-        ApiError: there is one.
-    """
-    if biases and max(biases) >= vocab_size:
-        raise invalid(
-            f"logit_bias has the token {max(biases)}; the last one is {vocab_size - 1}",
-            "logit_bias",
-        )

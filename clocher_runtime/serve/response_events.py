@@ -231,11 +231,11 @@ class ResponseStream:
         return [*events, last]
 
     def _usage(self) -> dict[str, Any]:
-        """Return the tokens it took; of the cache of prompts nothing is told."""
-        asked, made = self.answer.prompt_tokens, self.answer.made
+        """Return the tokens it took."""
+        asked, made, cached = self.answer.prompt_tokens, self.answer.made, self.answer.cached
         return {
             "input_tokens": asked,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": made,
             "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
             "total_tokens": asked + made,

@@ -1,6 +1,6 @@
 """POST /v1/responses: a chat under another name, told in items instead of deltas."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class ResponsesAnswer:
         else:
             yield _sent(self.stream.finish(self.chat.choices[0].finish))
 
-    def _push(self, step: Sequence[tuple[int, list[Delta], str]]) -> list[Event]:
+    def _push(self, step: Iterable[tuple[int, list[Delta], str]]) -> list[Event]:
         calls = self.chat.choices[0].calls
         return [event for _, deltas, _ in step for event in self.stream.push(deltas, calls)]
 

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from clocher_runtime.serve.json_text import to_json
+from clocher_runtime.serve.messages import Made
+from clocher_runtime.serve.sse import DONE
 from clocher_runtime.text.tokenizer import Tokenizer
+
+
+def now_s() -> int:
+    """Return the time of the day, in seconds since 1970: for clients, not for measurements."""
+    return int(datetime.datetime.now(datetime.UTC).timestamp())
 
 
 @dataclass(slots=True)
@@ -18,6 +26,7 @@ class Answer:
         model: as clients call it.
         prompt_tokens: tokens of all prompts.
         made: tokens that were made, of all choices.
+        cached: of `prompt_tokens`, those that were found in the cache.
         created: seconds since 1970.
     """
 
@@ -25,11 +34,23 @@ class Answer:
     model: str
     prompt_tokens: int
     made: int = 0
-    id: str = ""
-    created: int = field(default_factory=lambda: now_s())
+    cached: int = 0
+    id: str = field(init=False)
+    created: int = field(default_factory=now_s)
 
     def __post_init__(self) -> None:
-        self.id = self.id or f"{self.kind}-{secrets.token_hex(12)}"
+        self.id = f"{self.kind}-{secrets.token_hex(12)}"
+
+    def count(self, made: Made, is_first: bool) -> None:
+        """Count a token.
+
+        Args:
+            made: the token.
+            is_first: whether it is of the first choice of its prompt; others find the prompt there.
+        """
+        self.made += 1
+        if is_first:
+            self.cached += made.cached
 
     def usage(self) -> dict[str, Any]:
         """Return the tokens it took so far."""
@@ -37,12 +58,40 @@ class Answer:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.made,
             "total_tokens": self.prompt_tokens + self.made,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
         }
 
 
-def now_s() -> int:
-    """Return the time of the day, in seconds since 1970: for clients, not for measurements."""
-    return int(datetime.datetime.now(datetime.UTC).timestamp())
+class Chunks:
+    """The events of an answer that is streamed.
+
+    Args:
+        answer: what is common to them.
+        object: what clients call one.
+        include_usage: tell the usage in a last one without choices.
+        continuous: and in every one.
+    """
+
+    def __init__(self, answer: Answer, object: str, include_usage: bool, continuous: bool) -> None:
+        self._answer, self._include_usage, self._continuous = answer, include_usage, continuous
+        self._head = b'data: {"id":%s,"object":%s,"created":%d,"model":%s,"choices":[' % (
+            to_json(answer.id),
+            to_json(object),
+            answer.created,
+            to_json(answer.model),
+        )
+        self._end = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+
+    def event(self, choice: bytes) -> bytes:
+        """Return the event of one choice, which is JSON."""
+        return self._head + choice + (self._usage() if self._continuous else self._end)
+
+    def last(self) -> bytes:
+        """Return what comes after all choices."""
+        return self._head + self._usage() + DONE if self._include_usage else DONE
+
+    def _usage(self) -> bytes:
+        return b'],"usage":' + to_json(self._answer.usage()) + b"}\n\n"
 
 
 class TokenTexts:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from clocher_runtime.text.deltas import AnswerReader, Delta, DeltaKind, PlainText, TextReader
 from clocher_runtime.text.harmony import HarmonyReader, Tokens
-from clocher_runtime.text.thinking import Thinking
+from clocher_runtime.text.thinking import Thinking, opens_thoughts
 from clocher_runtime.text.tool_calls import HermesCalls, LlamaCalls
 
 __all__ = ["AnswerReader", "AnswerStyle", "Delta", "DeltaKind", "answer_style", "make_reader"]
@@ -55,8 +55,8 @@ def make_reader(
     answer: TextReader = PlainText()
     if tools and style != "plain":
         answer = HermesCalls() if style == "hermes" else LlamaCalls()
-    opened = prompt_tail.rstrip().endswith("<think>")
-    return _AnswerInText(tokenizer, Thinking(answer, opened=opened), ends)
+    thinking = Thinking(answer, opened=opens_thoughts(prompt_tail))
+    return _AnswerInText(tokenizer, thinking, ends)
 
 
 class _AnswerInText:

@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 from clocher_kernels.errors import UsageError
+from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.engine.constraint import Constraint
 from clocher_runtime.text.grammar_rules import rules_of
 from clocher_runtime.text.text_process import Refused, TextProcess
 from clocher_runtime.text.tokenizer_library import loading_limits
-from clocher_runtime.text.tokenizer_limits import inspect
+from clocher_runtime.text.tokenizer_limits import MAX_FILE_BYTES, inspect
 
 if TYPE_CHECKING:
     from clocher_runtime.text.grammar_library import LibraryGrammars
@@ -57,6 +59,16 @@ class GrammarMaker:
         added: list[dict[str, Any]] = json.loads(tokenizer_json).get("added_tokens") or []
         self._special = frozenset(t["content"] for t in added if t.get("special") is True)
         self._checked = ""
+
+    @classmethod
+    def read(cls, source: Path | bytes, vocab_size: int, eos_ids: Sequence[int]) -> Self:
+        """Return one for a model, of its tokenizer.json or the contents of it; see the class.
+
+        Raises:
+            ModelError: the file cannot be read.
+        """
+        data = read_bytes(source, MAX_FILE_BYTES) if isinstance(source, Path) else source
+        return cls(data.decode("utf-8"), vocab_size, eos_ids)
 
     def check(self, spec: Mapping[str, Any]) -> None:
         """Try what is wanted, in a process that is ended if it takes too long or too much memory.

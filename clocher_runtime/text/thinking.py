@@ -11,6 +11,11 @@ _CLOSINGS = (_CLOSING, "\n" + _CLOSING, "\n\n" + _CLOSING)
 _BEGIN = re.compile(r"\s{0,16}")
 
 
+def opens_thoughts(prompt: str) -> bool:
+    """Whether the end of a prompt is the mark that thoughts begin with."""
+    return prompt.rstrip().endswith(_OPENING)
+
+
 class Thinking:
     """Reads thoughts at the beginning of an answer, and leaves the rest to another reader.
 
