@@ -8,14 +8,17 @@ ARGS ?=
 EMBEDDED := clocher_runtime/assets/clocher-tiny-gptoss
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint build build-cuda verify bench bench-cuda bench-report bench-verify \
+.PHONY: help run chat test lint build build-cuda verify bench bench-cuda bench-report bench-verify \
   microbench microbench-block-sparse profile clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-23s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 run: $(VENV)/.installed  ## complete a Python function with the embedded model; ARGS='--max-new 100' adds flags
-	@$(BIN)/clocher-run $(ARGS)
+	@$(BIN)/clocher run $(ARGS) </dev/null
+
+chat: $(VENV)/.installed  ## talk with a model in the terminal; ARGS=DIR names it
+	@$(BIN)/clocher chat $(ARGS)
 
 test: lint  ## check style and types, then run the tests, two files at a time
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
@@ -76,7 +79,7 @@ clean:  ## remove build products and caches; .venv stays
 # The stamps are older than what they were made from exactly when an installation is due.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo 'installing into $(VENV) (once)' >&2
-	@$(PIP) -e .
+	@$(PIP) -e '.[serve]'
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/pip

@@ -45,6 +45,7 @@ from bench.sweep.results import (
     write_csv,
 )
 from bench.sweep.runs import Harness, Plan
+from bench.variables import of_program
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.clocher_run import COMMAND
 from clocher_runtime.command.env import read_toml, setting_texts, sources_of
@@ -272,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         job = prepare(
             given,
             {**engine, **(COMMAND.parse(values["flags"]) or {})},
-            os.environ,
+            of_program(os.environ),
             values["config"],
         )
         return measure(job, console)

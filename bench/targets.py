@@ -2,7 +2,8 @@
 
     python -m bench.targets bench|bench-cuda|bench-report|bench-verify [FLAGS OF bench.harness]
 
-Settings are environment variables: those of clocher-run (docs/cli.md) and those of `VARIABLES`.
+Settings are environment variables: those of clocher-run (docs/cli.md), those of `VARIABLES`, and
+`bench.variables.OF_MAKE`.
 All are checked before anything runs. A relative path counts from the directory that make was called
 in (MAKE_CALLED_FROM), else from the root of the repository; a path under benchmarks/ that is not
 there is looked up under bench/.
@@ -20,6 +21,7 @@ from typing import Any
 import click
 
 from bench.sweep.results import group, read_rows, unmeasured
+from bench.variables import of_program
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.env import resolve
 from clocher_runtime.command.parsing import Value, integer, number, one_of, path, switch, text
@@ -88,7 +90,7 @@ def read_variables(environ: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         UsageError: one is not what it should be: its name, its value and what it takes.
     """
-    resolve({}, environ)
+    resolve({}, of_program(environ))
     found = {}
     for name, (value, default, _) in VARIABLES.items():
         raw = environ.get(name) or default
@@ -207,7 +209,8 @@ def verify_ids(call: Call, device: str) -> int:
     engine += ["--trace-topk", str(topk)] if topk else []
     engine += [f"--device={device}"] if device else []
     with open(os.devnull, "w") as nowhere:
-        code = call.run(engine, cwd=ROOT, env=call.environ, stdout=nowhere)
+        environ = of_program(call.environ)
+        code = call.run(engine, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=nowhere)
     if code:
         return code
     embedded = ROOT / "clocher_runtime/assets/clocher-tiny-gptoss"

@@ -1,4 +1,4 @@
-"""The process `clocher-run`: streams, signals, one JSON line and an exit code.
+"""The processes `clocher` and `clocher-run`: streams, signals, subcommands, exit codes.
 
 Nothing slow is imported before somebody listens for signals.
 """
@@ -11,53 +11,90 @@ from contextlib import suppress
 from clocher_runtime.signals import cause_of, ignore, listen, restore
 
 
+def clocher(argv: Sequence[str] | None = None) -> int:
+    """Run `clocher NAME ...` and return its exit code.
+
+    Args:
+        argv: arguments after `clocher`. None: those of the process, which then ends with what this
+            returns.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["help"] and len(words) > 1:
+        words = [words[1], "--help"]
+    if words[:1] == ["run"]:
+        return _run(words[1:], "clocher run", owns_process=argv is None)
+    if argv is None:
+        _open_standard_streams()
+    try:
+        if "_CLOCHER_COMPLETE" in os.environ:
+            from clocher_runtime.subcommands.completion import answer_shell
+
+            return answer_shell()
+        from clocher_runtime.subcommands.table import dispatch
+
+        return dispatch(words)
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:  # of standard output: subcommands tell all others themselves
+        _stdout_failed(error, "clocher")
+        return 1
+    finally:
+        if argv is None:
+            _flush()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code.
+    """Run `clocher-run` and return its exit code.
 
     Args:
         argv: arguments after the name of the command. None: those of the process, which then ends
             with what this returns.
     """
+    return _run(sys.argv[1:] if argv is None else argv, "clocher-run", owns_process=argv is None)
+
+
+def _run(words: Sequence[str], name: str, owns_process: bool) -> int:
     before = listen()
-    if argv is None:
+    if owns_process:
         _open_standard_streams()
     try:
         try:
-            line, code = _answer(sys.argv[1:] if argv is None else argv)
+            text, code = _answer(words, name)
             ignore(before)
         except KeyboardInterrupt as signal:  # after the answer, and before nothing can change it
-            line, code = _interrupted(signal)
+            text, code = _interrupted(signal)
             ignore(before)
-        return code if _emit(line) else 1
+        return code if text is None or _emit(text, name) else 1
     finally:
-        if argv is not None:
-            restore(before)
-        else:
+        if owns_process:
             _flush_errors()
+        else:
+            restore(before)
 
 
-def _answer(argv: Sequence[str]) -> tuple[str, int]:
-    """Do what the arguments say; return what standard output gets, and the code."""
+def _answer(words: Sequence[str], name: str) -> tuple[str | None, int]:
+    """Do what the arguments say; return what standard output still gets, and the code."""
     try:
         # Most of a short run: a signal may well arrive here.
         from clocher_runtime.command.clocher_run import command
 
-        return command(argv, _emit)
+        return command(words, _emit, name)
     except BaseException as error:
         if not isinstance(cause_of(error), KeyboardInterrupt):
             raise
         return _interrupted(cause_of(error))
 
 
-def _interrupted(signal: BaseException) -> tuple[str, int]:
-    """Return the line and the code of a run that a signal ended."""
+def _interrupted(signal: BaseException) -> tuple[str | None, int]:
+    """Return the line, unless it would go to a terminal, and the code of a run that ended so."""
     from clocher_runtime.command.jsonline import error_line, to_json
     from clocher_runtime.exit_codes import exit_code
 
-    return to_json(error_line(signal)), int(exit_code(signal))
+    shown = sys.stdout is not None and sys.stdout.isatty() and "--json" not in sys.argv
+    return None if shown else to_json(error_line(signal)), int(exit_code(signal))
 
 
-def _emit(text: str) -> bool:
+def _emit(text: str, name: str = "clocher-run") -> bool:
     """Write a line to standard output; say whether it could be written."""
     if sys.stdout is None:
         return False
@@ -65,12 +102,25 @@ def _emit(text: str) -> bool:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
     except OSError as error:
-        # Python flushes again when it exits, and must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        with suppress(OSError, AttributeError):  # standard error may be gone too
-            sys.stderr.write(f"clocher-run: error: standard output: {error.strerror}\n")
+        _stdout_failed(error, name)
         return False
     return True
+
+
+def _stdout_failed(error: OSError, name: str) -> None:
+    # Python flushes again when it exits, and must not fail again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with suppress(OSError, AttributeError):  # standard error may be gone too
+        sys.stderr.write(f"{name}: error: standard output: {error.strerror}\n")
+
+
+def _flush() -> None:
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _flush_errors()
 
 
 def _flush_errors() -> None:

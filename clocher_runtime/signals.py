@@ -4,12 +4,19 @@ The first of them is raised in the main thread; the second one ends the process 
 have done without this module. It imports nothing that takes time: it has to be there first.
 """
 
+import os
 import signal
+import sys
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 _BOTH = (signal.SIGINT, signal.SIGTERM)
+_AGAIN_S = 0.01
 _received: list[KeyboardInterrupt] = []
+_hooks: list[Any] = []
 
 
 class Terminated(KeyboardInterrupt):
@@ -46,6 +53,9 @@ def listen() -> list[tuple[int, Any]]:
             except ValueError:
                 return []
             before.append((number, handler))
+    if sys.unraisablehook is not _unraisable:
+        _hooks[:] = [sys.unraisablehook]
+        sys.unraisablehook = _unraisable
     return before
 
 
@@ -62,12 +72,28 @@ def restore(before: list[tuple[int, Any]]) -> None:
     """Undo `listen`."""
     for number, handler in before:
         signal.signal(number, handler)
+    if sys.unraisablehook is _unraisable:
+        sys.unraisablehook = _hooks[0]
 
 
 def ignore(before: list[tuple[int, Any]]) -> None:
     """Let nothing change the exit code of a process that has said its last word."""
     for number, _ in before:
         signal.signal(number, signal.SIG_IGN)
+
+
+def _unraisable(args: "UnraisableHookArgs") -> None:
+    """Send a signal again that arrived in a finaliser, where Python drops what is raised."""
+    if args.exc_value not in _received:
+        _hooks[0](args)
+        return
+    import threading  # late: rare
+
+    number = signal.SIGTERM if isinstance(_received.pop(), Terminated) else signal.SIGINT
+    for each in _BOTH:
+        if signal.getsignal(each) == signal.SIG_DFL:
+            signal.signal(each, _stop)
+    threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number)).start()
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

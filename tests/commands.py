@@ -41,6 +41,25 @@ def python(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=env, **options)
 
 
+def run_subcommand(name: str, *args: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `clocher NAME`."""
+    return python("-m", "clocher_runtime", name, *args, **options)
+
+
 def run_script(name: str, *args: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a program of scripts/."""
     return python(SCRIPTS / f"{name}.py", *args, **options)
+
+
+def clocher(*words: str, **options: Any) -> tuple[int, str, str]:
+    """Run `clocher` without a terminal: its exit code, standard output and standard error.
+
+    Args:
+        words: what stands after it.
+        options: of `subprocess.run`; `env` adds to a clean environment.
+    """
+    env = clean_environment(**options.pop("env", {}))
+    given = {"stdin": subprocess.DEVNULL, "timeout": 250} | options
+    command = [sys.executable, "-m", "clocher_runtime", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, **given)
+    return done.returncode, done.stdout, done.stderr

@@ -34,6 +34,7 @@ def command(*flags):
 
 def start(cwd, *flags, **options):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes["stdin"] = subprocess.DEVNULL
     environment = clean_environment(**options.pop("env", {}))
     return subprocess.Popen(command(*flags), cwd=cwd, env=environment, **(pipes | options))
 
@@ -173,7 +174,8 @@ def test_closed_stderr_does_not_stop_the_run(tmp_path):
         (["--threads", "-1"], "--threads: got '-1'"),
         (["--no-such-flag"], "No such option"),
         (["--max-new"], "requires an argument"),
-        (["surplus"], "unexpected extra argument"),
+        (["m", "p", "surplus"], "unexpected extra argument"),
+        (["m", "--model-dir", "n"], "'m' and --model-dir 'n': give one of them"),
         (["--device", "tpu"], "expected one of auto, cpu, cuda, ze"),
         (["--prompt", "a", "--prompt-ids", "1"], "exclude each other"),
         (["--prompt", ""], "prompt 1: no tokens"),
@@ -288,7 +290,7 @@ def test_help_and_version_write_no_json(tmp_path, flag):
 
 def test_help_teaches_every_flag_variable_and_code(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
-    assert cli.main(["--help"]) == 0
+    assert cli.main(["--help-all"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     for name, setting in ALL.items():
         assert setting.flag in text
@@ -297,6 +299,18 @@ def test_help_teaches_every_flag_variable_and_code(monkeypatch, capsys):
     for code in ("0", "1", "2", "3", "5", "6", "130", "143"):
         assert f" {code} " in text
     assert "Examples:" in text
+
+
+def test_help_begins_with_examples_and_leaves_tuning_out(capsys):
+    assert cli.main(["-h"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("Examples:") < shown.index("--model-dir")
+    tuning = {s.env[0] for s in ALL.values() if not s.flag} - {"IE_BYTES_PER_TOKEN"}
+    assert not any(variable in shown for variable in tuning)
+    assert "--pretranspose" not in shown
+    assert "--help-all" in shown
+    assert cli.main(["--help"]) == 0
+    assert capsys.readouterr().out == shown
 
 
 # Which model
@@ -326,8 +340,11 @@ def test_model_dir_flag_and_variable(inside, bitnet):
     line = inside("--model-dir", "bitnet", "--max-new", "3")[1]
     assert (line["model"], line["model_source"]) == ("bitnet", "--model-dir")
     assert (line["act_prec"], "ternary" in line["precision"]) == ("int8", True)
-    again = inside("--max-new", "3", MODEL_DIR=str(bitnet))[1]
-    assert again["model_source"] == "MODEL_DIR"
+    again = inside("--max-new", "3", CLOCHER_MODEL_DIR=str(bitnet))[1]
+    assert again["model_source"] == "CLOCHER_MODEL_DIR"
+    assert again["environment"] == [f"CLOCHER_MODEL_DIR={bitnet}"]
+    assert inside(str(bitnet), "--max-new", "3")[1]["outputs"] == line["outputs"]
+    assert inside("--max-new", "3", MODEL_DIR=str(bitnet))[1]["model_source"] == "embedded"
     assert again["outputs"] == line["outputs"]
 
 
@@ -408,13 +425,17 @@ def test_prompt_comes_from_flag_stdin_file_or_default(inside, tmp_path, monkeypa
     flag = [ids("--prompt", text)[0] for text in ("import os", "class A:")]
     assert ids("--prompts-file", "p.txt") == flag
     assert ids("--prompts-file", "p.jsonl") == flag
-    assert ids(PROMPTS="p.txt") == flag
-    assert ids("--prompt", "import os", PROMPTS="p.txt") == flag[:1]
+    assert ids(CLOCHER_PROMPTS_FILE="p.txt") == flag
+    assert ids("--prompt", "import os", CLOCHER_PROMPTS_FILE="p.txt") == flag[:1]
     assert ids() == ids("--prompt", DEFAULT_PROMPT)
     (tmp_path / "stdin").write_text("class A:")
     with (tmp_path / "stdin").open() as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
         assert ids("--prompt", "-") == flag[1:]
+        stdin.seek(0)
+        assert ids() == flag[1:]
+        stdin.seek(0)
+        assert ids("--prompt", "import os") == flag[:1]
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,16 @@ def test_signal_during_the_imports_leaves_one_line_too(tmp_path, early, name, co
     assert "Traceback" not in err
 
 
+def test_a_signal_in_a_finaliser_is_not_lost(tmp_path):
+    (tmp_path / "click.py").write_text(
+        "import os, time\nclass Last:\n    def __del__(self):\n        os.kill(os.getpid(), 15)\n"
+        "        time.sleep(0.01)\nLast()\ntime.sleep(30)"
+    )
+    process = start(tmp_path, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, only_line(out)["type"], err) == (143, "Terminated", "")
+
+
 def test_second_signal_ends_a_run_that_does_not_end(tmp_path):
     (tmp_path / "click.py").write_text(
         "import os, time\ntry:\n    os.kill(os.getpid(), 15)\nexcept BaseException:\n"

@@ -11,17 +11,18 @@ from clocher_runtime.command.settings import ALL, HINTS, SETTINGS, RunConfig
 
 ROOT = Path(__file__).parent.parent
 
-# What the original documents name, with a value that each takes and one that it refuses.
+# What the original documents name for the program, with a value that each takes and one that it
+# refuses; a flag has a variable of its own name.
 SEED_VARIABLES = {
-    "THREADS": ("12", "all"),
-    "BATCH": ("4", "0"),
-    "PROMPTS": ("prompts_10..txt", None),
-    "ROUNDS": ("3", "-1"),
-    "MODEL_DIR": ("models/gpt-oss-20b", None),
-    "MAX_NEW": ("128", "1e3"),
-    "WARMUP_TOKENS": ("0", "x"),
-    "PREFETCH": ("256", "maybe"),
-    "PRETRANSPOSE": ("all", "yes"),
+    "CLOCHER_THREADS": ("12", "all"),
+    "CLOCHER_BATCH": ("4", "0"),
+    "CLOCHER_PROMPTS_FILE": ("prompts_10..txt", None),
+    "CLOCHER_ROUNDS": ("3", "-1"),
+    "CLOCHER_MODEL_DIR": ("models/gpt-oss-20b", None),
+    "CLOCHER_MAX_NEW": ("128", "1e3"),
+    "CLOCHER_WARMUP": ("0", "x"),
+    "CLOCHER_PREFETCH": ("256", "maybe"),
+    "CLOCHER_PRETRANSPOSE": ("all", "yes"),
     "IE_PRECISION": ("int4w", "int5"),
     "PRECISION": ("fp32", "double"),
     "IE_ACT_PREC": ("fp8", "e4m3"),
@@ -61,6 +62,7 @@ SEED_FLAGS = [
     "--rounds",
     "--prompts-file",
     "--aggregate",
+    "--json",
     "--outputs",
     "--trace-ids",
     "--trace-topk",
@@ -98,7 +100,8 @@ def doc_row(name: str) -> str:
 
 
 def test_every_variable_and_flag_of_the_original_documents_is_in_the_table():
-    assert {v for s in ALL.values() for v in s.env} == set(SEED_VARIABLES)
+    own = {f"CLOCHER_{flag[2:].replace('-', '_').upper()}" for flag in SEED_FLAGS}
+    assert {v for s in ALL.values() for v in s.env} == set(SEED_VARIABLES) | own
     assert {s.flag for s in ALL.values() if s.flag} == set(SEED_FLAGS)
 
 
@@ -133,11 +136,11 @@ def test_flag_error_names_the_flag(flag):
     ("flags", "environ", "field", "expected"),
     [
         ({}, {}, "max_new", 64),
-        ({}, {"MAX_NEW": "7"}, "max_new", 7),
-        ({"max_new": "9"}, {"MAX_NEW": "7"}, "max_new", 9),
-        ({"threads": "4"}, {"THREADS": "all"}, "threads", 4),
-        ({}, {"THREADS": ""}, "threads", None),
-        ({}, {"MODEL_DIR": "a b"}, "model_dir", Path("a b")),
+        ({}, {"CLOCHER_MAX_NEW": "7"}, "max_new", 7),
+        ({"max_new": "9"}, {"CLOCHER_MAX_NEW": "7"}, "max_new", 9),
+        ({"threads": "4"}, {"CLOCHER_THREADS": "all"}, "threads", 4),
+        ({}, {"CLOCHER_THREADS": ""}, "threads", None),
+        ({}, {"CLOCHER_MODEL_DIR": "a b"}, "model_dir", Path("a b")),
         ({"prompt_ids": "1, 2,3"}, {}, "prompt_ids", (1, 2, 3)),
         ({"temperature": ".7"}, {}, "temperature", 0.7),
         ({"seed": str(2**64 - 1)}, {}, "seed", 2**64 - 1),
@@ -184,7 +187,7 @@ def test_two_prompt_flags_exclude_each_other():
 
 
 def test_prompt_flag_beats_the_prompts_variable():
-    config = resolve({"prompt": "a"}, {"PROMPTS": "file.txt"})
+    config = resolve({"prompt": "a"}, {"CLOCHER_PROMPTS_FILE": "file.txt"})
     assert config.prompt == "a"
     assert config.prompts_file is None
     assert "prompts_file" not in config.given
@@ -204,7 +207,7 @@ def config_file(tmp_path):
 
 def test_file_is_weaker_than_flag_and_variable(config_file):
     flags = config_file("max_new = 5\nthreads = 3\nbatch = 2\n")
-    config = resolve({**flags, "max_new": "7"}, {"THREADS": "4"})
+    config = resolve({**flags, "max_new": "7"}, {"CLOCHER_THREADS": "4"})
     assert (config.max_new, config.threads, config.batch) == (7, 4, 2)
     assert config.hints_ignored == ()
     assert config.given["batch"].source == f"{flags['config']}: batch"
@@ -242,7 +245,7 @@ def test_file_that_is_not_there():
 
 
 def test_prompts_variable_beats_a_prompt_of_the_file(config_file):
-    config = resolve(config_file("prompt = 'a'\n"), {"PROMPTS": "file.txt"})
+    config = resolve(config_file("prompt = 'a'\n"), {"CLOCHER_PROMPTS_FILE": "file.txt"})
     assert (config.prompt, config.prompts_file) == (None, Path("file.txt"))
 
 
@@ -251,11 +254,11 @@ def test_stub_contradicts_a_model():
         resolve({"stub": "1", "model_dir": "x"}, {})
     with pytest.raises(UsageError, match="IE_REQUIRE_MODEL"):
         resolve({"stub": "1"}, {"IE_REQUIRE_MODEL": "1"})
-    assert resolve({"stub": "1"}, {"MODEL_DIR": "x"}).model_dir is None
+    assert resolve({"stub": "1"}, {"CLOCHER_MODEL_DIR": "x"}).model_dir is None
 
 
 def test_given_tells_where_a_value_came_from():
-    config = resolve({"threads": "2"}, {"THREADS": "3", "IE_ACT_PREC": "fp8"})
+    config = resolve({"threads": "2"}, {"CLOCHER_THREADS": "3", "IE_ACT_PREC": "fp8"})
     assert {name: str(given) for name, given in config.given.items()} == {
         "threads": "--threads=2",
         "act_prec": "IE_ACT_PREC=fp8",
@@ -264,7 +267,7 @@ def test_given_tells_where_a_value_came_from():
 
 def test_long_value_is_cut_in_the_message():
     with pytest.raises(UsageError) as error:
-        resolve({}, {"THREADS": "9" * 5000})
+        resolve({}, {"CLOCHER_THREADS": "9" * 5000})
     assert len(str(error.value)) < 200
 
 
@@ -272,3 +275,12 @@ def test_long_value_is_cut_in_the_message():
 def test_the_document_has_the_row_of_every_setting(name):
     lines = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8").splitlines()
     assert doc_row(name) in lines
+
+
+def test_the_file_of_settings_may_be_named_by_its_variable(config_file):
+    path = config_file("max_new = 7\n")["config"]
+    assert resolve({}, {"CLOCHER_CONFIG": path}).max_new == 7
+    assert resolve({"max_new": "9"}, {"CLOCHER_CONFIG": path}).max_new == 9
+    assert resolve({}, {"CLOCHER_CONFIG": ""}).max_new == 64
+    with pytest.raises(UsageError, match=r"no\.toml: No such file"):
+        resolve({}, {"CLOCHER_CONFIG": "no.toml"})

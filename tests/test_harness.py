@@ -158,7 +158,7 @@ def test_a_sweep_is_the_product_of_its_values_under_the_names_of_the_seed() -> N
         "prefetch_distance": "0",
         "nt_loads": "0",
     }
-    assert cells[0].environment({"PATH": "p", "MAX_NEW": "9"}) == {
+    assert cells[0].environment({"PATH": "p", "CLOCHER_MAX_NEW": "9"}) == {
         "PATH": "p",
         "IE_ACT_PREC": "int8",
         "NUMA_POLICY": "auto",
@@ -188,7 +188,9 @@ def test_a_bad_sweep_is_refused(sweep: str, message: str) -> None:
 
 def test_flag_then_variable_then_file_then_default() -> None:
     in_file = {"threads": GivenInFile("f", "3"), "batch": GivenInFile("f", "2")}
-    found = base_settings({"max_new": "8"}, {"MAX_NEW": "9", "THREADS": "4"}, in_file)
+    found = base_settings(
+        {"max_new": "8"}, {"CLOCHER_MAX_NEW": "9", "CLOCHER_THREADS": "4"}, in_file
+    )
     assert found == {"max_new": "8", "threads": "4", "batch": "2"}
 
 

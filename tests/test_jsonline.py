@@ -71,6 +71,7 @@ RUN_KEYS = [
     "bytes_touched",
     "coverage",
     "effective_gbps",
+    "environment",
     "hints_ignored",
     "outputs",
 ]

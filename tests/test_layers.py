@@ -42,9 +42,10 @@ clocher_runtime.quality
 clocher_runtime.quantize
 clocher_runtime.command
 clocher_runtime.serve
+clocher_runtime.subcommands
 clocher_runtime.api clocher_runtime.cli clocher_runtime.monitoring
-clocher_runtime.adapters
-bench.measure
+clocher_runtime.__main__ clocher_runtime.adapters
+bench.measure bench.variables
 bench.ops bench.gpu
 bench.bandwidth bench.decode
 bench.clock
@@ -56,7 +57,7 @@ bench.serving bench
     .strip()
     .splitlines()
 )
-FLAT = {"clocher_runtime": 4, "cpu_fallback": 2, "clocher_kernels": 8}
+FLAT = {"clocher_runtime": 5, "cpu_fallback": 2, "clocher_kernels": 8}
 """Modules that may stand in a package's own folder: doors, and what every room needs."""
 # What a package may import besides the standard library and itself and those below.
 LIBRARIES: dict[str, str] = {

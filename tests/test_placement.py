@@ -255,7 +255,7 @@ def test_what_was_not_acted_on_is_told():
         "hot_replicate": Given("IE_HOT_REPLICATE", "1"),
         "hot_repl_limit_mb": Given("IE_HOT_REPL_LIMIT_MB", "9"),
         "prefetch_distance": Given("IE_PREFETCH_DISTANCE", "64"),
-        "threads": Given("THREADS", "3"),
+        "threads": Given("CLOCHER_THREADS", "3"),
     }
     ignored = ("AFFINITY=compact", "IE_HOT_REPLICATE=1", "IE_HOT_REPL_LIMIT_MB=9")
     assert not_acted_on(given, {"prefetch_distance"}) == ignored

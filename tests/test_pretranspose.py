@@ -219,9 +219,9 @@ def test_packing_shows_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
         console.compiling(0, 4)
     lines = stream.getvalue().splitlines()
     assert [line.rpartition(": ")[2] for line in lines] == [
-        "0 of 100",
-        "50 of 100",
-        "100 of 100",
+        "0 of 100 MiB",
+        "50 of 100 MiB",
+        "100 of 100 MiB",
         "0 of 4",
     ]
     assert all("packing weights" in line for line in lines[:3]) and "compiling" in lines[3]

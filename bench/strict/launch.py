@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.bandwidth import Reader
 from bench.decode import CompiledCalls
 from bench.measure import REST_S, interleave
+from bench.variables import of_program
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.env import resolve
@@ -30,6 +30,7 @@ from clocher_runtime.engine.probes import Touch, WorkTouch, rss_peak_mib
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.engine.topology import cache_bytes, read_cpus
 from clocher_runtime.exit_codes import exit_code
+from cpu_fallback.team.bandwidth import Reader
 
 CHECKED_TOKENS = 8
 CHECKED_BYTES = 1 << 16
@@ -150,7 +151,7 @@ def measure(task: Task) -> dict[str, Any]:
     Raises:
         ClocherError: the model cannot be run like this.
     """
-    config = resolve({**task.flags, "context": str(task.context)}, os.environ)
+    config = resolve({**task.flags, "context": str(task.context)}, of_program(os.environ))
     if config.stub or config.batch > 1:
         raise UsageError("the strict contract is of one sequence of a model; drop --stub, BATCH")
     console = Console(io.StringIO())

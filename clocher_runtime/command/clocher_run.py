@@ -4,14 +4,15 @@ Its flags and its help text are made from the table of settings.
 """
 
 import os
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 
 from clocher_kernels.errors import ModelChanged
-from clocher_runtime.command.console import Console
-from clocher_runtime.command.env import resolve
+from clocher_runtime.command.console import Console, is_terminal
+from clocher_runtime.command.env import obeyed, resolve
 from clocher_runtime.command.flags import Command
 from clocher_runtime.command.jsonline import (
     ErrorLine,
@@ -28,14 +29,18 @@ NAME = "clocher-run"
 
 ABOUT = """Complete text with a language model and report how fast it went.
 
-Generated text goes to standard error as it is produced. Standard output gets exactly one line of
-JSON, also when the run fails."""
+On a terminal it shows the text. Where standard output is a file or a pipe, or with --json, it gets
+exactly one line of JSON, also when the run fails, and the text goes to standard error."""
 
 EXAMPLES = (
     ("the model that ships with Clocher completes a Python function", "clocher-run"),
     ("another prompt, 100 tokens", 'clocher-run --prompt "class Stack:" --max-new 100'),
-    ("your model: a Hugging Face directory or an IEBIN pair", "clocher-run --model-dir DIR"),
-    ("float weights quantised to 4 bits at load", "clocher-run --precision int4w"),
+    (
+        "your model: a Hugging Face directory, a GGUF file, or owner/name once it is pulled",
+        'clocher-run MODEL "Once upon a time"',
+    ),
+    ("a file as the prompt", "clocher-run MODEL < FILE"),
+    ("float weights quantised to 4 bits at load", "clocher-run MODEL --precision int4w"),
     ("every line of a file, four at a time", "clocher-run --prompts-file FILE --batch 4"),
     ("only the numbers, one per line", "clocher-run 2>/dev/null | python3 -m json.tool"),
     ("walk over 64 MB of the weights per token", "IE_BYTES_PER_TOKEN=64000000 clocher-run"),
@@ -67,34 +72,44 @@ it under hints_ignored unless it asks for what happens anyway.""",
     ),
     examples=EXAMPLES,
     exit_codes=EXIT_CODES,
+    positional=("model_dir", "prompt"),
 )
 
 
-def command(argv: Sequence[str], emit: Callable[[str], object]) -> tuple[str, int]:
+def command(
+    argv: Sequence[str], emit: Callable[[str], object], name: str = NAME
+) -> tuple[str | None, int]:
     """Run the command.
 
     Args:
         argv: arguments after its name.
         emit: writes a line to standard output, for a run that cannot come back.
+        name: that it was called by.
 
     Returns:
-        What standard output gets, and the exit code.
+        What standard output gets, None if it has all of it, and the exit code.
 
     Raises:
         KeyboardInterrupt: a signal arrived before there was a console to tell it.
     """
     line: RunLine | TuneLine | ErrorLine
-    with Console() as console:
+    as_json = "--json" in argv or not is_terminal(sys.stdout)
+    with Console(name=name) as console:
         try:
             shown: list[str] = []
-            flags = COMMAND.parse(argv, shown.append)
+            flags = COMMAND.named(name).parse(argv, shown.append)
             if flags is None:
                 return "\n".join(shown), ExitCode.OK
             config = resolve(flags, os.environ)
+            as_json = as_json or config.json
+            if not as_json:
+                console.show_texts_on(sys.stdout)
+            for message in obeyed(config):
+                console.note(message)
             # NumPy and all that needs it is imported after the flags have been checked.
             from clocher_runtime.disk.files import ending_on_lost_pages
 
-            with ending_on_lost_pages(partial(_lost, console, emit)):
+            with ending_on_lost_pages(partial(_lost, console, emit if as_json else None)):
                 if config.tune:
                     from clocher_runtime.command.tile_tuning import tune
 
@@ -111,12 +126,12 @@ def command(argv: Sequence[str], emit: Callable[[str], object]) -> tuple[str, in
                 console.note("".join(traceback.format_exception(error)).rstrip())
             else:
                 console.note(f"error: {line.message}")
-    return to_json(line), code
+    return to_json(line) if as_json else None, code
 
 
-def _lost(console: Console, emit: Callable[[str], object], message: str) -> None:
-    """Write the line of a run that ends at once, because a model file is gone."""
-    line = error_line(ModelChanged(message))
+def _lost(console: Console, emit: Callable[[str], object] | None, message: str) -> None:
+    """Write what is to be said of a run that ends at once, because a model file is gone."""
     with console:
         console.note(f"error: {message}")
-    emit(to_json(line))
+    if emit is not None:
+        emit(to_json(error_line(ModelChanged(message))))

@@ -1,5 +1,9 @@
-"""What a person sees of a run, on standard error. Standard output belongs to the JSON line."""
+"""What a person sees of a run: messages on standard error, texts where they are wanted.
 
+Standard output belongs to the JSON line unless it is a terminal.
+"""
+
+import os
 import sys
 from collections.abc import Callable
 from types import TracebackType
@@ -9,12 +13,40 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 COMPILING = "compiling kernels (once)"
-PACKING = "packing weights, MiB"
+PACKING = "packing weights"
 _QUARTERS = 4
+_ECHOED_CHARS = 2000
+_DIM, _BRIGHT = "\x1b[2m", "\x1b[22m"
 
 # A completion may hold any bytes; a terminal must not obey them.
-_CONTROL = {*range(32), *range(127, 160)} - {ord("\n"), ord("\t")}
+# Nor may it turn round what stands beside it: U+202A to U+202E and U+2066 to U+2069 do.
+_TURNING = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
+_CONTROL = {*range(32), *range(127, 160), *_TURNING} - {ord("\n"), ord("\t")}
 _INERT = dict.fromkeys(_CONTROL, "\N{REPLACEMENT CHARACTER}")
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Return whether a person sees what is written to a stream."""
+    return stream is not None and stream.isatty()
+
+
+def inert(text: str) -> str:
+    """Return a text without what a terminal would obey."""
+    return text.translate(_INERT)
+
+
+def dim(text: str) -> str:
+    """Return a text as a terminal shows it dim, unless NO_COLOR or TERM=dumb forbid that."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
+        return text
+    return f"{_DIM}{text}{_BRIGHT}"
+
+
+def _amount(label: str, done: int, total: int) -> str:
+    """Return how much is done: weights in the unit that fits all of them, others as a count."""
+    if label != PACKING:
+        return f"{done} of {total}"
+    return f"{done} of {total} MiB" if total < 10_240 else f"{done >> 10} of {total >> 10} GiB"
 
 
 class Console:
@@ -29,7 +61,7 @@ class Console:
 
     def __init__(self, stream: TextIO | None = None, name: str = "clocher-run") -> None:
         self._name = name
-        self._stream = sys.stderr if stream is None else stream
+        self._stream = self._texts = sys.stderr if stream is None else stream
         # Python has no stream where the process was started with standard error closed.
         self._has_reader = self._stream is not None
         self._is_terminal = self._has_reader and self._stream.isatty()
@@ -49,16 +81,27 @@ class Console:
         self._end_bar()
         self.end_line()
 
+    def show_texts_on(self, stream: TextIO) -> None:
+        """Write generated texts to another stream from now on."""
+        self._texts = stream
+
     def note(self, text: str) -> None:
         """Write a message on a line of its own."""
         self.end_line()
-        self.completion(f"{self._name}: {text}\n")
+        self._write(self._stream, f"{self._name}: {text}\n")
+
+    def prompt(self, text: str) -> None:
+        """Write the text that is gone on with, dim, where texts go to a terminal."""
+        if is_terminal(self._texts):
+            text = inert(text if len(text) <= _ECHOED_CHARS else f"...{text[-_ECHOED_CHARS:]}")
+            self._at_line_start = text.endswith("\n")
+            self._write(self._texts, dim(text), is_raw=True)
 
     def completion(self, text: str) -> None:
         """Write a piece of generated text, at once."""
         if text:
             self._at_line_start = text.endswith("\n")
-            self._write(text.translate(_INERT) if self._is_terminal else text)
+            self._write(self._texts, text)
 
     def end_line(self) -> None:
         """Begin a new line unless one has just begun."""
@@ -81,7 +124,7 @@ class Console:
         quarter = _QUARTERS * done // max(total, 1)
         if label != self._shown[0] or quarter > self._shown[1]:
             self._shown = label, quarter
-            self.note(f"{label}: {done} of {total}")
+            self.note(f"{label}: {_amount(label, done, total)}")
 
     def _advance_bar(self, label: str, done: int, total: int) -> None:
         if self._bar is None:
@@ -101,13 +144,14 @@ class Console:
             (progress, _), self._bar = self._bar, None
             self._guarded(progress.stop)
 
-    def _write(self, text: str) -> None:
+    def _write(self, stream: TextIO, text: str, is_raw: bool = False) -> None:
         if self._has_reader:
-            self._guarded(lambda: self._put(text))
+            shown = inert(text) if is_terminal(stream) and not is_raw else text
+            self._guarded(lambda: self._put(stream, shown))
 
-    def _put(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+    def _put(self, stream: TextIO, text: str) -> None:
+        stream.write(text)
+        stream.flush()
 
     def _guarded(self, write: Callable[[], object]) -> None:
         """Write, unless nobody reads it: a terminal that is gone must not end a run."""

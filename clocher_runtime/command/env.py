@@ -3,7 +3,7 @@
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.settings import ALL, HINTS, Given, GivenInFile, RunConfig, Setting
@@ -35,7 +35,7 @@ def resolve(
             other, or the file of `--config` is not one.
     """
     if in_file is None:
-        in_file = read_file(flags)
+        in_file = read_file(flags, environ, ALL)
     values: dict[str, Any] = {}
     given: dict[str, Given] = {}
     ignored: list[Given] = []
@@ -56,16 +56,62 @@ def resolve(
     return RunConfig(**values, given=given, hints_ignored=tuple(map(str, ignored)))
 
 
-def read_file(flags: Mapping[str, str]) -> dict[str, Given]:
+class Sources(NamedTuple):
+    """What `resolve` decides from."""
+
+    flags: Mapping[str, str]
+    environ: Mapping[str, str]
+    in_file: Mapping[str, GivenInFile]
+
+
+def settle(
+    own: Mapping[str, Setting],
+    of_run: Mapping[str, Setting],
+    flags: Mapping[str, str],
+    environ: Mapping[str, str],
+) -> tuple[dict[str, Any], Sources]:
+    """Return the values of a command's own settings, and what says those of the run behind it.
+
+    Args:
+        own: settings that a run has not.
+        of_run: settings of a run that the command has too; no others are read.
+        flags: see `resolve`.
+        environ: see `resolve`.
+
+    Raises:
+        UsageError: see `resolve`.
+    """
+    in_file = read_file(flags, environ, {**own, **of_run})
+    values = {}
+    for name, setting in own.items():
+        if sources := sources_of(name, setting, flags, environ, in_file):
+            values[name] = setting.takes.read(sources[0].source, sources[0].raw)
+    variables = {name for setting in of_run.values() for name in setting.env}
+    return values, Sources(
+        {name: raw for name, raw in flags.items() if name in of_run},
+        {name: raw for name, raw in environ.items() if name in variables},
+        {name: given for name, given in in_file.items() if name in of_run},
+    )
+
+
+def read_file(
+    flags: Mapping[str, str], environ: Mapping[str, str], known: Collection[str]
+) -> dict[str, GivenInFile]:
     """Return the settings of the file that `--config` names, empty without one.
+
+    Args:
+        flags: see `resolve`.
+        environ: see `resolve`.
+        known: names of settings that may be in it; another `config` may not.
 
     Raises:
         UsageError: the file cannot be read, or has something that is no setting.
     """
-    if not flags.get("config"):
+    named = sources_of("config", ALL["config"], flags, environ, {})
+    if not named or not named[0].raw:
         return {}
-    path = Path(flags["config"])
-    texts = setting_texts(read_toml(path), set(ALL) - {"config"}, str(path))
+    path = Path(named[0].raw)
+    texts = setting_texts(read_toml(path), set(known) - {"config"}, str(path))
     return {name: GivenInFile(f"{path}: {name}", raw) for name, raw in texts.items()}
 
 
@@ -80,6 +126,16 @@ def sources_of(
     found = [Given(setting.flag, flags[name])] if name in flags else []
     found += [Given(var, environ[var]) for var in setting.env if environ.get(var)]
     return found + ([in_file[name]] if name in in_file else [])
+
+
+def obeyed(config: RunConfig) -> list[str]:
+    """Return a message for each variable without a prefix that a run obeys.
+
+    Such a name may have been set for another program.
+    """
+    given = [str(each) for each in config.given.values() if each.is_variable]
+    names = [each for each in given if not each.startswith(("CLOCHER_", "IE_"))]
+    return [f"{each} is set in the environment and is obeyed" for each in names]
 
 
 def _exclude(values: dict[str, Any], given: dict[str, Given]) -> None:
@@ -106,7 +162,7 @@ def _keep_one(names: Sequence[str], values: dict[str, Any], given: dict[str, Giv
 
 def _rank(given: Given) -> int:
     """Return 0 for a flag, 1 for a variable, 2 for a key of the file."""
-    return 2 if isinstance(given, GivenInFile) else 0 if given.source.startswith("--") else 1
+    return 2 if isinstance(given, GivenInFile) else int(given.is_variable)
 
 
 def read_toml(path: Path) -> dict[str, Any]:

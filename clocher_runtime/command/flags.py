@@ -1,15 +1,18 @@
 """Flags and help text of a command, made from a table of settings."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.jsonline import clocher_version
 from clocher_runtime.command.settings import HINTS, Setting
 from clocher_runtime.exit_codes import ExitCode
+
+HELP_WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +25,7 @@ class Command:
         defaults: name -> value, of settings that have one.
         notes: paragraphs after the settings.
         examples: what it shows, and the line.
+        positional: settings that may be given without their flag, in this order.
     """
 
     name: str
@@ -31,6 +35,12 @@ class Command:
     notes: Sequence[str]
     examples: Sequence[tuple[str, str]]
     exit_codes: Sequence[tuple[ExitCode, str]]
+    positional: Sequence[str] = ()
+
+    def named(self, name: str) -> "Command":
+        """Return the command under another name, in its examples too."""
+        examples = tuple((about, line.replace(self.name, name)) for about, line in self.examples)
+        return replace(self, name=name, examples=examples)
 
     def parse(
         self, argv: Sequence[str], show: Callable[[str], object] = click.echo
@@ -42,31 +52,56 @@ class Command:
             show: takes the text of --help or --version.
 
         Raises:
-            UsageError: a flag is unknown or lacks its value, or there is an argument that is no
-                flag.
+            UsageError: a flag is unknown or lacks its value, or there is an argument too many.
         """
-        options: list[click.Parameter] = [
-            click.Option([setting.flag, name], is_flag=stands_alone(setting), default=None)
-            for name, setting in self.table.items()
-            if setting.flag
-        ]
-        options += [
-            _asked("--version", lambda context: show(f"{self.name} {clocher_version()}")),
-            _asked("--help", lambda context: show(context.get_help())),
-        ]
-        command = _HelpfulCommand(self, options)
         try:
-            with command.make_context(self.name, list(argv)) as context:
+            with self.click(show).make_context(self.name, list(argv)) as context:
                 values = context.params
         except click.exceptions.Exit:
             return None
         except click.UsageError as error:
-            raise UsageError(f"{error.format_message()} See {self.name} --help.") from None
+            raise UsageError(f"{told_by_click(error)} See {self.name} --help.") from None
         given = {name: value for name, value in values.items() if value not in (None, False)}
+        for name in self.positional:
+            if (value := given.pop(_place(name), None)) is not None:
+                if name in given:
+                    flag = self.table[name].flag
+                    raise UsageError(f"{value!r} and {flag} {given[name]!r}: give one of them")
+                given[name] = value
         return {name: "1" if value is True else value for name, value in given.items()}
 
-    def describe(self, name: str) -> str:
-        """Return what a setting does, with its default and the variables beside its flag."""
+    def click(self, show: Callable[[str], object] = click.echo) -> click.Command:
+        """Return the same as click has it: for parsing, help and shell completion."""
+        options: list[click.Parameter] = [
+            click.Argument(
+                [_place(name)],
+                required=False,
+                metavar=f"[{_metavar(name)}]",
+                shell_complete=_completing(self.table[name]),
+            )
+            for name in self.positional
+        ]
+        options += [
+            click.Option(
+                [setting.flag, name],
+                is_flag=stands_alone(setting),
+                default=None,
+                shell_complete=_completing(setting),
+            )
+            for name, setting in self.table.items()
+            if setting.flag
+        ]
+        everything = _HelpfulCommand(self, options, whole=True)
+        command = _HelpfulCommand(self, options, whole=False)
+        options += [
+            _asked("--version", lambda context: show(f"{self.name} {clocher_version()}")),
+            _asked("--help-all", lambda context: show(everything.get_help(context))),
+            _asked("--help", lambda context: show(command.get_help(context)), "-h"),
+        ]
+        return command
+
+    def describe(self, name: str, whole: bool = True) -> str:
+        """Return what a setting does and its default; the `whole` of it has its variables too."""
         setting = self.table[name]
         notes = ["hint"] if name in HINTS else []
         default = self.defaults.get(name)
@@ -74,12 +109,18 @@ class Command:
             notes.append(
                 f"default: {default:g}" if isinstance(default, float) else f"default: {default}"
             )
-        if setting.flag and setting.env:
+        if whole and setting.flag and setting.env:
             notes.append(f"env: {', '.join(setting.env)}")
         return f"{setting.help} [{'; '.join(notes)}]" if notes else setting.help
 
 
-def _asked(flag: str, answer: Callable[[click.Context], object]) -> click.Option:
+def told_by_click(error: click.UsageError) -> str:
+    """Return what click says of a wrong line, as a sentence."""
+    message = error.format_message()
+    return message if message.endswith((".", "?", "?)")) else f"{message}."
+
+
+def _asked(flag: str, answer: Callable[[click.Context], object], *short: str) -> click.Option:
     """Return a flag that answers a question and ends the command."""
 
     def callback(context: click.Context, option: click.Parameter, wanted: bool) -> None:
@@ -87,39 +128,67 @@ def _asked(flag: str, answer: Callable[[click.Context], object]) -> click.Option
             answer(context)
             context.exit()
 
-    return click.Option([flag], is_flag=True, is_eager=True, expose_value=False, callback=callback)
+    return click.Option(
+        [*short, flag], is_flag=True, is_eager=True, expose_value=False, callback=callback
+    )
 
 
 class _HelpfulCommand(click.Command):
-    """A click command whose help is made from the table of settings."""
+    """A click command whose help is made from the table of settings.
 
-    def __init__(self, command: Command, options: list[click.Parameter]) -> None:
-        super().__init__(command.name, params=options, help=command.about, add_help_option=False)
-        self._command = command
+    Args:
+        command: what it is about.
+        options: what it takes.
+        whole: with what few people need: variables, hints, notes, exit codes.
+    """
+
+    def __init__(self, command: Command, options: list[click.Parameter], whole: bool) -> None:
+        super().__init__(
+            command.name,
+            params=options,
+            help=command.about,
+            add_help_option=False,
+            context_settings={"max_content_width": HELP_WIDTH},
+        )
+        self._command, self._whole = command, whole
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write flags by group, variables without a flag, notes, examples and exit codes."""
+        """Write examples, flags by group, and then what only the whole help has."""
         command = self._command
+        write_examples(formatter, command.examples)
         groups: dict[str, list[tuple[str, str]]] = {}
         variables: list[tuple[str, str]] = []
         for name, setting in command.table.items():
-            if setting.flag:
-                row = (usage(setting), command.describe(name))
-                groups.setdefault(setting.group, []).append(row)
-            else:
-                row = (f"{setting.env[0]} {setting.takes.metavar}", command.describe(name))
-                variables.append(row)
+            about = command.describe(name, self._whole)
+            if not setting.flag:
+                variables.append((f"{setting.env[0]} {setting.takes.metavar}", about))
+            elif self._whole or setting.group != "Hints":
+                groups.setdefault(setting.group, []).append((usage(setting), about))
         for group, rows in groups.items():
             _section(formatter, group, rows)
-        _section(formatter, "Other", [("--version", ""), ("--help", "")])
+        _section(
+            formatter,
+            "Other",
+            [
+                ("-h, --help", "this text"),
+                ("--help-all", "also variables for tuning, hints and exit codes"),
+                ("--version", "the version"),
+            ],
+        )
+        if not self._whole:
+            return
         _section(formatter, "Environment variables", variables)
         for note in command.notes:
             formatter.write(f"\n{note}\n")
-        with formatter.section("Examples"):
-            for about, line in command.examples:
-                formatter.write(f"  # {about}\n  {line}\n")
         codes = [(str(int(code)), text) for code, text in command.exit_codes]
         _section(formatter, "Exit codes", codes)
+
+
+def write_examples(formatter: click.HelpFormatter, examples: Sequence[tuple[str, str]]) -> None:
+    """Write examples as a section of a help text: what each shows, and its line."""
+    with formatter.section("Examples"):
+        for about, line in examples:
+            formatter.write(f"  # {about}\n  {line}\n" if about else f"  {line}\n")
 
 
 def usage(setting: Setting) -> str:
@@ -130,6 +199,28 @@ def usage(setting: Setting) -> str:
 def stands_alone(setting: Setting) -> bool:
     """Whether the flag of a setting takes no value and means 1."""
     return setting.takes.metavar == "0|1"
+
+
+def _place(name: str) -> str:
+    """Return the name of an argument that stands for a setting."""
+    return f"{name}_"
+
+
+def _metavar(name: str) -> str:
+    return name.removesuffix("_dir").upper()
+
+
+def _completing(setting: Setting) -> Callable[..., list[CompletionItem]]:
+    """Return what a shell is offered as the value of a flag: words, or paths."""
+    metavar = setting.takes.metavar
+
+    def offer(context: click.Context, option: click.Parameter, begun: str) -> list[CompletionItem]:
+        if metavar == "PATH":
+            return [CompletionItem(begun, type="file")]
+        words = [word for word in metavar.split("|") if not word.isupper()]
+        return [CompletionItem(word) for word in words if "|" in metavar and word.startswith(begun)]
+
+    return offer
 
 
 def _section(formatter: click.HelpFormatter, title: str, rows: list[tuple[str, str]]) -> None:

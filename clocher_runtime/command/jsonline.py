@@ -72,6 +72,7 @@ class RunLine:
     bytes_touched: int
     coverage: float
     effective_gbps: float
+    environment: list[str]
     hints_ignored: list[str]
     outputs: list[OutputFields]
 

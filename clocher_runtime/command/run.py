@@ -22,8 +22,9 @@ from clocher_runtime.engine.timing import Reservoir, StepTotals, TimedWindow
 from clocher_runtime.engine.topology import usable_cpus
 from clocher_runtime.quality.trace import TopLogits, fingerprint, top_logits
 from clocher_runtime.text.prompt_pipeline import PromptPipeline, prefetch_depth, worker_count
-from clocher_runtime.text.prompts import Preparation, Prompt, PromptSource
+from clocher_runtime.text.prompts import Preparation, Prompt, PromptSource, piped_text
 
+_PIPE_WAIT_S = 5
 _MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".gguf", ".jinja")
 
 Pipelines = Callable[[], PromptPipeline]
@@ -63,7 +64,7 @@ def run(config: RunConfig, console: Console) -> RunLine:
     if config.trace_topk and config.trace_ids is None:
         raise UsageError("--trace-topk needs --trace-ids; name the file that the trace goes to")
     _keep_inputs(config)
-    source = PromptSource(config.prompts_file, config.prompt_ids or config.prompt, config.rounds)
+    source = PromptSource(config.prompts_file, _single_prompt(config, console), config.rounds)
     try:
         batch = len(source.peek(config.batch))
         _warn(console, config.threads, config.batch, batch)
@@ -79,6 +80,21 @@ def run(config: RunConfig, console: Console) -> RunLine:
             return _run(config, console, source, batch, completions)
     finally:
         source.close()
+
+
+def _single_prompt(config: RunConfig, console: Console) -> str | tuple[int, ...] | None:
+    """Return the prompt of a run without a file of them; None for the usual one."""
+    given = config.prompt_ids or config.prompt
+    if given is not None or config.prompts_file is not None:
+        return given
+    try:
+        return piped_text(_PIPE_WAIT_S)
+    except TimeoutError:
+        console.note(
+            f"standard input is a pipe, and nothing came in {_PIPE_WAIT_S} s: the usual prompt is "
+            "used; --prompt TEXT gives another, --prompt - waits"
+        )
+        return None
 
 
 def _run(
@@ -158,6 +174,8 @@ def measure(
                 began = window.total_ns
                 live = shown and batch == 1 and usable
                 stream = engine.tokenizer.stream() if live and engine.tokenizer else None
+                if stream is not None:
+                    console.prompt(usable[0].text or "")
                 generated = session.generate(
                     [prompt.ids for prompt in usable],
                     config.max_new,
@@ -263,6 +281,7 @@ def run_line(
         bytes_touched=bytes_touched,
         coverage=bytes_touched / file_bytes if file_bytes else nan,
         effective_gbps=timing.per_second(bytes_touched, wall_ns) / 1e9,
+        environment=[str(given) for given in config.given.values() if given.is_variable],
         hints_ignored=[*config.hints_ignored, *engine.hints_ignored],
         outputs=completions.listed,
     )

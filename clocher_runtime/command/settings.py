@@ -34,7 +34,9 @@ class Setting:
         takes: what its flag and its variables accept.
         help: one phrase.
         flag: "--name", or "" without one. The flag of a setting that takes 0 or 1 takes no value.
-        env: environment variables, the strongest first.
+        env: environment variables, the strongest first. A flag has one with its own name: that of
+            `--max-new` is CLOCHER_MAX_NEW. Names without a prefix are those that the CLI was
+            promised to read; the others of that kind belong to the make targets (bench.variables).
         idle: values of a hint, or of a setting that is not always acted on, that ask for nothing
             else than what happens anyway.
     """
@@ -55,6 +57,11 @@ class Given(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.source}={self.raw}"
+
+    @property
+    def is_variable(self) -> bool:
+        """Whether it is an environment variable."""
+        return not isinstance(self, GivenInFile) and not self.source.startswith("-")
 
 
 class GivenInFile(Given):
@@ -106,7 +113,9 @@ class RunConfig:
         hints_ignored: "source=value" of what was given and this version does not act on.
     """
 
-    model_dir: Path | None = flag("Model", _PATH, "directory of a model, or GGUF file", "MODEL_DIR")
+    model_dir: Path | None = flag(
+        "Model", _PATH, "directory of a model, GGUF file, or owner/name in the Hub's cache"
+    )
     model_json: Path | None = flag("Model", _PATH, "model.ie.json of an IEBIN pair")
     model_bin: Path | None = flag("Model", _PATH, "model.ie.bin of an IEBIN pair")
     require_model: bool = variable(
@@ -136,18 +145,17 @@ class RunConfig:
         "prompt and output tokens of a sequence (unset: the model's, at most 4096)",
     )
 
-    prompt: str | None = flag("Prompt", _TEXT, "text to complete; - reads standard input")
+    prompt: str | None = flag(
+        "Prompt", _TEXT, "text to complete; - reads standard input, as a pipe without this flag is"
+    )
     prompt_ids: tuple[int, ...] | None = flag("Prompt", id_list(), "token ids to complete")
     prompts_file: Path | None = flag(
         "Prompt",
         _PATH,
         'one prompt per line; *.jsonl: {"prompt": "..."} or {"ids": [...]} per line',
-        "PROMPTS",
     )
 
-    max_new: int = flag(
-        "Generation", _TOKENS, "tokens to generate per prompt", "MAX_NEW", default=64
-    )
+    max_new: int = flag("Generation", _TOKENS, "tokens to generate per prompt", default=64)
     temperature: float = flag(
         "Generation", number(0, 100), "0 takes the most likely token", default=0.0
     )
@@ -169,7 +177,6 @@ class RunConfig:
         "Run",
         integer(1, 1024),
         "CPU threads (unset: physical cores, within the CPU quota)",
-        "THREADS",
     )
     tile_table: Path | None = variable(
         _PATH, "JSON table of tiles that GPU kernels follow; --tune writes it", "CLOCHER_TILE_TABLE"
@@ -182,25 +189,22 @@ class RunConfig:
     config: Path | None = flag(
         "Run", _PATH, "TOML file of settings by name; flags and variables are stronger"
     )
-    batch: int = flag(
-        "Run", integer(1, 1024), "prompts to generate side by side", "BATCH", default=1
-    )
-    rounds: int = flag(
-        "Run", integer(1, 1_000_000), "times to run every prompt", "ROUNDS", default=1
-    )
+    batch: int = flag("Run", integer(1, 1024), "prompts to generate side by side", default=1)
+    rounds: int = flag("Run", integer(1, 1_000_000), "times to run every prompt", default=1)
     warmup: int = flag(
         "Run",
         integer(0, 1 << 24),
         "tokens to generate before the timed window",
-        "WARMUP_TOKENS",
         default=0,
     )
     prefetch: int | str = flag(
         "Run",
         _AHEAD,
         "tokenise ahead: auto only between batches, off never, on or N (batches) beside the model",
-        "PREFETCH",
         default="auto",
+    )
+    json: bool = flag(
+        "Run", _SWITCH, "the line of JSON on standard output, also where that is a terminal"
     )
     aggregate: bool = flag(
         "Run", _SWITCH, "report totals only: outputs stays empty in the JSON line"
@@ -242,7 +246,6 @@ class RunConfig:
         _LAYOUT,
         "prepack weights: of the output head (woh), of the blocks (wxh), all or none (unset: all "
         "integer weights)",
-        "PRETRANSPOSE",
     )
     affinity: str = variable(
         _PLACEMENT,
@@ -330,8 +333,13 @@ def declared(config: type[Any]) -> Iterator[tuple[str, Setting]]:
     """Yield the settings of a dataclass whose fields were made by `flag` and `variable`."""
     for each in fields(config):
         if setting := each.metadata.get("setting"):
-            name = f"--{each.name.replace('_', '-')}" if setting.flag else ""
-            yield each.name, replace(setting, flag=name)
+            yield each.name, _named(each.name, setting) if setting.flag else setting
+
+
+def _named(name: str, setting: Setting) -> Setting:
+    """Return a setting with the flag and the variable of its name."""
+    env = dict.fromkeys((f"CLOCHER_{name.upper()}", *setting.env))
+    return replace(setting, flag=f"--{name.replace('_', '-')}", env=tuple(env))
 
 
 def _hint(env: str, takes: Value, help: str, *idle: str) -> Setting:

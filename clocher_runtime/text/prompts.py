@@ -1,6 +1,9 @@
 """The prompts of a run: where they come from, and how one is made ready for the model."""
 
 import json
+import os
+import select
+import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -254,19 +257,48 @@ def parse_json_prompt(text: str) -> str | tuple[int, ...]:
     raise UsageError(f'"{given[0]}" is {shown(prompt)}; {_EXPECTED}')
 
 
+def piped_text(wait_s: float) -> str | None:
+    """Return what is piped into standard input; None where that is no pipe and no file, or empty.
+
+    Args:
+        wait_s: seconds for the first byte to come. Some programs hand on a pipe that nobody writes
+            to, and a run that waits for it would never begin.
+
+    Raises:
+        UsageError: it cannot be read, or is too much.
+        TimeoutError: nothing came.
+    """
+    try:
+        number = sys.stdin.fileno()
+        mode = os.fstat(number).st_mode
+    except (AttributeError, OSError, ValueError):  # closed, or no file of the system
+        return None
+    if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
+        return None
+    if not select.select([number], [], [], wait_s)[0]:
+        raise TimeoutError
+    return _stdin("standard input") or None
+
+
 def _text(prompt: str | None) -> str:
     """Return the text of `--prompt`."""
     if prompt != "-":
         return DEFAULT_PROMPT if prompt is None else prompt
     if sys.stdin is None:
         raise UsageError("--prompt -: standard input is closed; give it a text to read")
+    if not (text := _stdin("--prompt -: standard input")):
+        limit = MAX_STDIN_CHARS
+        raise UsageError(f"--prompt -: expected 1 to {limit} characters on standard input")
+    return text
+
+
+def _stdin(where: str) -> str:
     try:
         text = sys.stdin.read(MAX_STDIN_CHARS + 1)
     except UnicodeDecodeError as error:
-        raise UsageError(f"--prompt -: standard input is not UTF-8: {error}") from None
+        raise UsageError(f"{where} is not UTF-8: {error}") from None
     except OSError as error:
-        raise UsageError(f"--prompt -: standard input: {error.strerror}") from None
-    if not 0 < len(text) <= MAX_STDIN_CHARS:
-        limit = MAX_STDIN_CHARS
-        raise UsageError(f"--prompt -: expected 1 to {limit} characters on standard input")
+        raise UsageError(f"{where}: {error.strerror}") from None
+    if len(text) > MAX_STDIN_CHARS:
+        raise UsageError(f"{where}: more than {MAX_STDIN_CHARS} characters; shorten it")
     return text

@@ -1,0 +1,1 @@
+"""What `clocher NAME` does: one module for each NAME."""

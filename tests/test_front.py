@@ -1,0 +1,213 @@
+"""What a person meets first: `clocher` and its help, text on a terminal, pipes, completion."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from commands import clean_environment, clocher, only_line
+from terminal import in_terminal
+
+from clocher_runtime.subcommands.table import SUBCOMMANDS
+
+DIM, BRIGHT = "\x1b[2m", "\x1b[22m"
+
+
+# Text on a terminal
+
+
+def test_a_terminal_shows_the_prompt_dim_the_text_and_no_json():
+    code, shown = in_terminal("clocher-run", "--prompt", "import os", "--max-new", "8")
+    assert code == 0
+    assert shown.startswith(f"{DIM}import os{BRIGHT}")
+    text = shown.removeprefix(f"{DIM}import os{BRIGHT}")
+    generated, _, summary = text.rpartition("clocher-run: ")
+    assert generated.strip()
+    assert summary.startswith("8 tokens in ")
+    assert '"schema"' not in shown
+    assert "\x1b" not in text
+
+
+def test_the_text_on_a_terminal_is_that_of_the_line():
+    code, shown = in_terminal("clocher-run", "--prompt", "import os", "--max-new", "8", "--json")
+    line = json.loads(shown[shown.index("{") :])
+    assert (code, line["status"]) == (0, "ok")
+    text = in_terminal("clocher-run", "--prompt", "import os", "--max-new", "8")[1]
+    assert line["outputs"][0]["text"] in text
+
+
+@pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_no_escape_sequence_where_none_is_wanted(env):
+    shown = in_terminal("clocher-run", "--prompt", "import os", "--max-new", "4", **env)[1]
+    assert "\x1b" not in shown
+    assert shown.startswith("import os")
+
+
+def test_what_a_prompt_holds_is_not_obeyed_by_the_terminal():
+    shown = in_terminal("clocher-run", "--prompt", "a\x1b[31mb\x07", "--max-new", "1")[1]
+    assert "\x1b[31m" not in shown
+    assert "\x07" not in shown
+
+
+def test_an_error_on_a_terminal_is_told_once():
+    code, shown = in_terminal("clocher-run", "--max-new", "ten")
+    assert code == 2
+    assert shown.count("--max-new: got 'ten'") == 1
+    assert shown.startswith("clocher-run: error: ")
+    assert len(shown.splitlines()) == 1
+
+
+def test_a_variable_without_a_prefix_is_named_when_it_acts():
+    code, out, err = clocher("run", "--max-new", "2", env={"PRECISION": "fp16", "BATCH": "7"})
+    assert code == 0
+    assert "clocher run: PRECISION=fp16 is set in the environment and is obeyed" in err
+    assert "BATCH" not in err
+    assert only_line(out)["environment"] == ["PRECISION=fp16"]
+    assert only_line(out)["batch"] == 1
+
+
+# Pipes
+
+
+def test_what_is_piped_in_is_the_prompt(tmp_path):
+    def output(*words, text=None):
+        done = subprocess.run(
+            [sys.executable, "-m", "clocher_runtime", "run", "--max-new", "4", *words],
+            env=clean_environment(),
+            input=text,
+            stdin=None if text is not None else subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=250,
+        )
+        assert done.returncode == 0, done.stderr
+        return only_line(done.stdout)["outputs"][0]["token_ids"]
+
+    piped = output(text="class Stack:\n")
+    assert piped == output("--prompt", "class Stack:\n")
+    assert piped != output()
+    assert output(text="") == output()
+    assert output("--prompt", "class Stack:\n", text="import os") == piped
+
+
+def test_a_pipe_that_says_nothing_does_not_stop_a_run():
+    read, write = os.pipe()
+    try:
+        code, out, err = clocher("run", "--max-new", "2", stdin=read)
+    finally:
+        os.close(read)
+        os.close(write)
+    assert (code, only_line(out)["status"]) == (0, "ok")
+    assert "nothing came in 5 s: the usual prompt is used; --prompt TEXT" in err
+
+
+# One command
+
+
+@pytest.mark.parametrize("words", [(), ("-h",), ("--help",), ("help",)])
+def test_help_lists_the_commands_after_examples(words):
+    code, out, err = clocher(*words)
+    assert (code, err) == (0, "")
+    assert out.index("Examples:") < out.index("Commands:")
+    for name, each in SUBCOMMANDS.items():
+        assert f"  {name} " in out
+        assert each.about in out
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_every_command_has_a_help_that_begins_with_examples(name):
+    code, out, err = clocher(name, "--help")
+    assert (code, err) == (0, ""), err
+    assert out.startswith(f"Usage: clocher {name} ")
+    flags = out.index("-h, --help")
+    assert out.index("Examples:") < flags
+    assert f"\n  clocher {name}" in out[: out.index("\n\n", out.index("Examples:"))]
+    assert clocher(name, "-h") == clocher("help", name) == (code, out, err)
+
+
+def test_version_names_the_program():
+    assert clocher("--version")[1].startswith("clocher 0.")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("chta", "'chta' is no command; did you mean chat?"),
+        ("xyzzy", "'xyzzy' is no command; see clocher --help"),
+        ("models/llama", "to use it as a model: clocher chat models/llama"),
+        ("--port", "--port: no such flag; flags go after a command"),
+    ],
+)
+def test_a_word_that_is_no_command_gets_one_line(word, message):
+    code, out, err = clocher(word)
+    assert (code, out) == (2, "")
+    assert err.startswith("clocher: error: ")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("--help",), 1),
+        (("run", "--help"), 1),
+        (("serve", "--help"), 1),
+        (("chat", "--help"), 1),
+        (("completion", "bash"), 1),
+        (("models",), 5),
+        (("quantize", "--help"), 5),
+    ],
+)
+def test_a_full_disk_behind_standard_output_is_told(words, code):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "clocher_runtime", *words],
+            env=clean_environment(),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == code
+    assert done.stderr.endswith("error: standard output: No space left on device\n")
+    assert "Traceback" not in done.stderr
+
+
+# Completion
+
+
+def offered(*words: str) -> list[str]:
+    env = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    code, out, err = clocher(env={**env, "_CLOCHER_COMPLETE": "bash_complete"})
+    assert (code, err) == (0, "")
+    return out.split()
+
+
+def test_a_shell_is_offered_commands_flags_and_values():
+    assert offered("clocher", "c") == ["plain,chat", "plain,convert", "plain,completion"]
+    assert "plain,--temperature" in offered("clocher", "chat", "--te")
+    assert offered("clocher", "run", "--device", "c") == ["plain,cpu", "plain,cuda"]
+    assert offered("clocher", "run", "--model-dir", "x") == ["file,x"]
+    assert "plain,--port" in offered("clocher", "serve", "--po")
+    assert offered("clocher", "chat", "mod") == ["file,mod"]
+    assert offered("clocher", "completion", "z") == ["plain,zsh"]
+
+
+def test_the_flags_of_every_command_can_be_completed():
+    for name in SUBCOMMANDS:
+        assert "plain,--help" in offered("clocher", name, "--he"), name
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_of_a_shell_asks_clocher(shell):
+    code, out, _ = clocher("completion", shell)
+    assert code == 0
+    assert f"_CLOCHER_COMPLETE={shell}_complete" in out
+    assert clocher("completion", env={"SHELL": f"/bin/{shell}"})[1] == out
+
+
+def test_an_unknown_shell_is_told_the_known_ones():
+    code, _, err = clocher("completion", "tcsh")
+    assert code == 2
+    assert err == "clocher completion: error: SHELL: got 'tcsh', expected one of bash, zsh, fish\n"

@@ -1,0 +1,125 @@
+"""What people type wrong: each mistake gets one line that says what to type, and its exit code."""
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+from commands import clocher
+
+from clocher_runtime.command.model_choice import embedded_model
+
+USAGE, MODEL, DEVICE = 2, 3, 5
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A directory with what people have lying about, where the command is run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model = Path("models/tiny")
+    shutil.copytree(embedded_model(), model)
+    adapter = Path("adapter")
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": "meta-llama/Llama-3.2-1B"})
+    )
+    (adapter / "adapter_model.safetensors").write_bytes(b"\0" * 16)
+    shutil.copy(model / "model.safetensors", "bare.safetensors")
+    Path("weights.bin").write_bytes(b"PK\3\4")
+    unfinished = Path("unfinished")
+    unfinished.mkdir()
+    shutil.copy(model / "config.json", unfinished)
+    pointer = Path("pointer")
+    shutil.copytree(model, pointer)
+    (pointer / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+    )
+    other = Path("other")
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"model_type": "mamba2"}))
+    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    data = len(header).to_bytes(8, "little") + header + bytes(4)
+    (other / "model.safetensors").write_bytes(data)
+    return tmp_path
+
+
+MISTAKES = [
+    # The command
+    ("chta", USAGE, "did you mean chat?"),
+    ("models/tiny", USAGE, "clocher chat models/tiny"),
+    ("--model-dir models/tiny", USAGE, "flags go after a command"),
+    # Flags
+    ("run --max-new ten", USAGE, "--max-new: got 'ten', expected an integer from 1"),
+    ("run --max-new", USAGE, "requires an argument. See clocher run --help"),
+    ("run --max-tokens 8", USAGE, "No such option '--max-tokens'. Did you mean '--max-new'?"),
+    ("run --temperature -1", USAGE, "--temperature: got '-1', expected a number from 0 to 100"),
+    ("run --top-p 0", USAGE, "--top-p: got '0', expected a number from"),
+    ("run --precision int5", USAGE, "expected one of fp32, bf16, fp16, int8w, int4, int4w"),
+    ("run --device gpu", USAGE, "expected one of auto, cpu, cuda, ze"),
+    ("run --device cuda", DEVICE, "cuda"),
+    ("run --prompt a --prompt-ids 1", USAGE, "exclude each other; give one"),
+    ("run models/tiny --model-dir models/tiny", USAGE, "give one of them"),
+    ("run --prompts-file prompts.txt", USAGE, "prompts file prompts.txt: No such file"),
+    ("run --config settings.toml", USAGE, "give a TOML file with settings"),
+    ("run --context 4 --prompt some_words_that_are_too_many_for_it", USAGE, "--context"),
+    ("run --trace-topk 3", USAGE, "--trace-topk needs --trace-ids; name the file"),
+    ("chat --temperature warm", USAGE, "--temperature: got 'warm', expected a number"),
+    ("chat", USAGE, "standard input"),
+    ("serve --port 99999", USAGE, "--port: got '99999', expected an integer from 0 to 65535"),
+    ("serve --port TAKEN", DEVICE, "--port"),
+    ("serve --host 0.0.0.0", USAGE, "set CLOCHER_API_KEY, or listen on 127.0.0.1"),
+    # Models
+    ("run print(1)", MODEL, "--prompt"),
+    ("run nowhere", MODEL, "give the directory of a model"),
+    ("run models/tny", MODEL, "models/tiny"),
+    ("chat models", MODEL, "tiny"),
+    ("chat adapter", MODEL, "meta-llama/Llama-3.2-1B"),
+    ("chat bare.safetensors", MODEL, "give the directory"),
+    ("serve weights.bin", MODEL, "give the directory"),
+    ("chat unfinished", MODEL, "unfinished"),
+    ("chat pointer", MODEL, "git lfs pull"),
+    ("chat other", MODEL, "mamba2"),
+    ("chat Qwen/Qwen3-0.6B", MODEL, "`clocher pull Qwen/Qwen3-0.6B` fetches it"),
+    ("chat https://huggingface.co/Qwen/Qwen3-0.6B", MODEL, "`clocher pull Qwen/Qwen3-0.6B`"),
+    ("models nowhere", MODEL, "nowhere"),
+    ("pull", USAGE, "OWNER/NAME"),
+    ("pull llama", USAGE, "owner/name"),
+    ("pull Qwen/Qwen3-0.6B", USAGE, "HF_HUB_OFFLINE"),
+    # Work on models
+    ("quantize models/tiny", USAGE, "OUT_DIR"),
+    ("quantize models/tiny models/tiny", USAGE, "models/tiny"),
+    ("quantize models/tiny out --bits 3", USAGE, "'4'"),
+    ("quantize adapter out", MODEL, "meta-llama/Llama-3.2-1B"),
+    ("convert nowhere out", MODEL, "nowhere"),
+    ("bench models/tiny -p many", USAGE, "-p"),
+    ("bench nowhere", MODEL, "give the directory of a model"),
+    ("bench compare a.json b.json", MODEL, "a.json: no such file"),
+]
+
+
+@pytest.mark.parametrize(("line", "code", "fix"), MISTAKES, ids=[line for line, *_ in MISTAKES])
+def test_a_mistake_gets_one_line_that_says_what_to_do(here, line, code, fix):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = line.replace("TAKEN", str(taken.getsockname()[1])).split()
+        # A chat without a terminal answers what it is given on standard input.
+        Path("message").write_text("Hello" if len(words) > 1 else "")
+        with Path("message").open() as message:
+            got, out, err = clocher(*words, stdin=message)
+    assert got == code, err
+    told = [each for each in err.splitlines() if "error: " in each]
+    assert len(told) == 1, err
+    names = ("clocher", f"clocher {words[0]}", f"clocher {' '.join(words[:2])}")
+    assert told[0].startswith(tuple(f"{name}: error: " for name in names))
+    assert fix in told[0]
+    assert "Traceback" not in err
+    assert len(told[0]) < 400
+    assert out == "" or json.loads(out)["message"] in told[0]
+
+
+def test_a_variable_with_a_wrong_value_is_named(here):
+    code, _, err = clocher("run", env={"CLOCHER_THREADS": "all"})
+    assert code == USAGE
+    assert err.startswith("clocher run: error: CLOCHER_THREADS: got 'all', expected an integer")
