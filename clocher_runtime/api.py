@@ -14,19 +14,18 @@ import os
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.gguf.checkpoint import find_gguf
-from clocher_runtime.command.model_choice import embedded_model
-from clocher_runtime.disk.files import read_bytes
+from clocher_runtime.command.model_choice import embedded_model, locate
 from clocher_runtime.engine.arguments import listed, refuse_unknown, shown, token_ids, whole
 from clocher_runtime.engine.backends import choose
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.topology import default_threads
+from clocher_runtime.text.answers import answer_style
 from clocher_runtime.text.completion import (
     MAX_NEW,
     OPTIONS,
@@ -35,8 +34,8 @@ from clocher_runtime.text.completion import (
     TextGeneration,
 )
 from clocher_runtime.text.grammar import GrammarMaker
+from clocher_runtime.text.thinking import opens_thoughts
 from clocher_runtime.text.tokenizer import Tokenizer
-from clocher_runtime.text.tokenizer_limits import MAX_FILE_BYTES
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -55,16 +54,7 @@ def _usable_path(path: object) -> Path | None:
         return None
     if not isinstance(path, str | os.PathLike):
         raise UsageError(f"path is {shown(path)}; expected a string or a pathlib.Path")
-    if not os.fspath(path):
-        raise UsageError(
-            "path is empty; give the directory of a model, or a GGUF file, or leave it out for the "
-            "embedded model"
-        )
-    if not (os.path.isdir(path) or find_gguf(Path(path))):
-        raise UsageError(
-            f"{path} is not a directory; give the directory of a model, or a GGUF file"
-        )
-    return Path(path)
+    return locate(Path(path), "path") if os.fspath(path) else locate("", "path")
 
 
 class LanguageModel:
@@ -184,8 +174,8 @@ class LanguageModel:
         text = self.tokenizer.apply_chat_template(messages, tools=tools, variables=variables)
         ids = self.tokenizer.encode(text, special=False, room=self.session.context)
         chosen = {name: options[name] for name in options if name in OPTIONS}
-        style = "harmony" if self.model.spec.family == "gpt_oss" else "plain"
-        return self._begin(ids, chosen, style)
+        style = answer_style(self.tokenizer, self.tokenizer.chat_template)
+        return self._begin(ids, chosen, {"style": style, "opened": opens_thoughts(text)})
 
     async def agenerate(self, prompt: Prompt, max_new: int = MAX_NEW, **options: Any) -> str:
         """Do `generate` without blocking the event loop; when cancelled, it ends."""
@@ -237,13 +227,23 @@ class LanguageModel:
         self.close()
 
     def _begin(
-        self, prompt: Prompt, options: Mapping[str, Any], style: str = "plain"
+        self,
+        prompt: Prompt,
+        options: Mapping[str, Any],
+        form: Mapping[str, Any] = MappingProxyType({}),
     ) -> TextGeneration:
+        """Return how a prompt goes on.
+
+        Args:
+            prompt: text, or token ids.
+            options: see the class.
+            form: what else `rules_of` wants to know of the answers to it.
+        """
         chosen, ids = Options.of(options), self._ids(prompt)
         self.session.check(ids)
         constraint = None
         if chosen.structure is not None:
-            spec = {**chosen.structure, "style": style}
+            spec = {**chosen.structure, **form}
             self._grammars.check(spec)
             constraint = self._grammars.compile(spec)
         return TextGeneration(self.session, self.tokenizer, ids, chosen, constraint)
@@ -251,8 +251,7 @@ class LanguageModel:
     @cached_property
     def _grammars(self) -> GrammarMaker:
         source, spec = self.model.checkpoint.tokenizer_source, self.model.spec
-        data = read_bytes(source, MAX_FILE_BYTES) if isinstance(source, Path) else source
-        return GrammarMaker(data.decode(), spec.vocab_size, spec.eos_ids)
+        return GrammarMaker.read(source, spec.vocab_size, spec.eos_ids)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         given = _text_or_ids(prompt)

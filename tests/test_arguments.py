@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import clocher_runtime
-from clocher_kernels.errors import ClocherError, UsageError
+from clocher_kernels.errors import ClocherError, ModelNotFound, UsageError
 from clocher_runtime.api import LanguageModel
 from clocher_runtime.engine.arguments import Sampling, shown, whole
 
@@ -197,7 +197,7 @@ def test_more_tokens_than_the_context_holds_are_fewer(model: LanguageModel) -> N
         ({"path": "\0"}, "not a directory"),
         ({"path": ""}, "path is empty; give the directory of a model"),
         ({"tuning": 5}, "tuning is 5; expected a Tuning"),
-        ({"path": Path("no-such-model")}, "no-such-model is not a directory"),
+        ({"path": Path("no-such-model")}, "path: 'no-such-model' is not a directory"),
     ],
     ids=lambda v: shown(v),
 )
@@ -212,7 +212,6 @@ def test_loading(options: dict[str, Any], message: str) -> None:
     [
         (5, {}, "a prompt is text or a list of token ids: got 5"),
         ("a", {"path": ""}, "path is empty"),
-        ("a", {"path": "no-such-model"}, "no-such-model is not a directory"),
         ("a", {"max_new": 0}, "max_new is 0"),
         ("a", {"top_p": 2}, "top_p is 2"),
         ("a", {"sed": 1}, "no option 'sed'"),
@@ -223,6 +222,11 @@ def test_a_stream_of_its_own_model_checks_at_the_call(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         clocher_runtime.stream_generate(prompt, **options)
+
+
+def test_a_stream_of_a_model_that_is_not_there_fails_at_the_call() -> None:
+    with pytest.raises(ModelNotFound, match="path: 'no-such-model' is not a directory"):
+        clocher_runtime.stream_generate("a", path="no-such-model")
 
 
 def test_sampling_keeps_plain_numbers() -> None:

@@ -3,12 +3,12 @@
 import os
 from pathlib import Path
 
-from clocher_kernels.errors import ModelNotFound
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.dedup.reader import has_dedup, open_deduplicated
-from clocher_runtime.checkpoints.gguf.checkpoint import SUFFIX, find_gguf, open_gguf
-from clocher_runtime.checkpoints.hf.checkpoint import CONFIG, SUBFOLDERS, find_hf, open_hf
+from clocher_runtime.checkpoints.gguf.checkpoint import find_gguf, open_gguf
+from clocher_runtime.checkpoints.hf.checkpoint import find_hf, open_hf
 from clocher_runtime.checkpoints.iebin import BIN_NAME, JSON_NAME, open_iebin
+from clocher_runtime.checkpoints.no_model import no_model
 
 __all__ = ["Checkpoint", "open_checkpoint", "open_iebin"]
 
@@ -39,8 +39,7 @@ def open_checkpoint(path: Path | str, verify: bool = False) -> Checkpoint:
     elif gguf is not None:
         checkpoint = open_gguf(gguf)
     else:
-        looked = ", ".join([JSON_NAME, *(str(Path(folder, CONFIG)) for folder in SUBFOLDERS)])
-        raise ModelNotFound(f"{path}: no model there; looked for {looked}, *{SUFFIX}")
+        raise no_model(path)
     if verify:
         checkpoint.verify()
     return checkpoint

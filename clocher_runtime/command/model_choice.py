@@ -1,43 +1,32 @@
-"""Which model a run uses, a named one, one in the current directory, or the embedded one, and how.
+"""Which model a run uses, and where it is.
 
-Deduplicated weights: whether they are used, and what becomes of them.
+A named one, one in the current directory, or the embedded one. A name is a directory, a GGUF file
+or `owner/name` of a repository that lies in the Hub's cache. Nothing is downloaded here.
 """
 
-import fnmatch
-import logging
+import difflib
+import errno
 import os
 import re
-from collections.abc import Callable
+import stat
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from clocher_kernels.errors import FormatError, ModelError, ModelNotFound, UsageError
+from clocher_kernels.errors import ModelNotFound, UsageError
 from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
-from clocher_runtime.checkpoints.dedup.index import INDEX_NAME
-from clocher_runtime.checkpoints.dedup.reader import DedupFile, Keep, has_dedup, open_deduplicated
-from clocher_runtime.checkpoints.gguf.checkpoint import find_gguf
+from clocher_runtime.checkpoints.gguf.checkpoint import SUFFIX
+from clocher_runtime.checkpoints.hf import cache
 from clocher_runtime.checkpoints.iebin import BIN_NAME, JSON_NAME
+from clocher_runtime.checkpoints.no_model import no_model
 from clocher_runtime.checkpoints.q4 import open_index
-from clocher_runtime.command.settings import SETTINGS, RunConfig, unmet
-from clocher_runtime.disk.files import MappedFile
-from clocher_runtime.disk.output_file import write_file
+from clocher_runtime.command.dedup_weights import open_weights
+from clocher_runtime.command.settings import RunConfig
 
 EMBEDDED = "clocher-tiny-gptoss"
-CACHE_NAME = "model.dedup.cache"
-CACHE_MIB = 1024
-"""Size of the cache unless a run says otherwise."""
-
-_ALWAYS = frozenset({"dedup", "dedup_strict", "dedup_policy"})
-_ACTED_ON = {
-    "on_demand": _ALWAYS,
-    "cache": _ALWAYS | {"dedup_cache_mb"},
-    "replicate_hot": _ALWAYS | {"dedup_hot_bytes", "dedup_hot_list"},
-}
-_FIELDS = frozenset(name for name in SETTINGS if name.startswith("dedup"))
-_HASH = re.compile("[0-9a-f]{64}")
-_log = logging.getLogger(__name__)
+_MOST_NAMES = 10_000
+_ALIKE = 0.75
+_NAME = re.compile(r"[\w./~:@+ -]{1,255}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +74,7 @@ class ModelChoice:
 def choose_model(config: RunConfig, cwd: Path | None = None) -> ModelChoice:
     """Return the model of a run.
 
-    In this order: `--model-json` and `--model-bin`; `--model-dir` or MODEL_DIR; an IEBIN pair in
+    In this order: `--model-json` and `--model-bin`; `--model-dir`; an IEBIN pair in
     the current directory; the embedded model. Of a pair, the file that is not named is the one of
     the usual name in the model directory if that is given, else beside the other file.
 
@@ -97,23 +86,17 @@ def choose_model(config: RunConfig, cwd: Path | None = None) -> ModelChoice:
         ModelNotFound: a named directory does not exist, or nothing is named or found although
             IE_REQUIRE_MODEL=1.
     """
-    model_dir = config.model_dir
-    if model_dir is not None and not (os.path.isdir(model_dir) or find_gguf(model_dir)):
-        source, raw = config.given["model_dir"]
-        raise ModelNotFound(
-            f"{source}: {raw!r} is not a directory; give the directory of a model that is on this "
-            "machine (nothing is downloaded), or a GGUF file"
-        )
+    source, raw = config.given.get("model_dir", ("", str(config.model_dir)))
+    model_dir = None if config.model_dir is None else locate(raw, source)
     named = config.model_json or config.model_bin
     if named is not None:
-        directory = config.model_dir or named.parent
+        directory = model_dir or named.parent
         json = config.model_json or directory / JSON_NAME
         data = config.model_bin or directory / BIN_NAME
         source = "--model-json" if config.model_json else "--model-bin"
         return ModelChoice(str(json), source, json, data)
-    if config.model_dir is not None:
-        source = config.given["model_dir"].source
-        return ModelChoice(str(config.model_dir), source, config.model_dir)
+    if model_dir is not None:
+        return ModelChoice(str(config.model_dir), source, model_dir)
     cwd = cwd or _current_directory()
     if cwd is not None and os.path.isfile(cwd / JSON_NAME):
         return ModelChoice(str(cwd), "current directory", cwd)
@@ -139,160 +122,120 @@ def embedded_model() -> Path:
     return Path(__file__).parents[1] / "assets" / EMBEDDED
 
 
-def open_weights(
-    config: RunConfig, directory: Path | None, other: Callable[[], Checkpoint]
-) -> tuple[Checkpoint, tuple[str, ...]]:
-    """Open the model of a run, by its deduplicated weights if it asks for them.
+def converses(path: Path, template: object) -> bool:
+    """Return whether a model answers in conversations, by its chat template.
+
+    That of the embedded model is for tests: it was trained on Python, not on talk.
 
     Args:
-        config: the run.
-        directory: where the deduplicated weights would be; None if the run names others.
-        other: opens the model without them.
+        path: of the model.
+        template: its chat template, if it has one.
+    """
+    return bool(template) and not path.samefile(embedded_model())
 
-    Returns:
-        The checkpoint, and what the run asked for and did not get, as "NAME=value".
+
+def locate(name: str | Path, source: str = "") -> Path:
+    """Return the path of a model that is on this machine. Nothing is downloaded.
+
+    Args:
+        name: a directory, a GGUF file, or `owner/name[@revision][/file.gguf]` of a repository in
+            the Hub's cache. What is there under a path comes first.
+        source: what gave the name, as messages begin: "--model-dir"; "": nothing that says so.
 
     Raises:
-        UsageError: two settings exclude each other, or a name is not that of a tensor.
-        ModelError: the model is missing or damaged; with IE_DEDUP_STRICT=1 also if its
-            deduplicated weights are.
+        ModelNotFound, UnsupportedModel: there is no such thing, or it cannot be a model. A
+            directory is only looked into when it is opened.
+        UsageError: the name is empty.
     """
-    policy = config.dedup_policy
-    if config.dedup and config.dedup_strict and policy == "off":
+    text = os.fspath(name)
+    where = f"{source}: " if source else ""
+    if not text.strip():
         raise UsageError(
-            "IE_DEDUP_STRICT=1 asks for deduplicated weights and IE_DEDUP_POLICY=off for none; "
-            "drop one"
+            f"{source or 'the model'} is empty; give the directory of a model, a GGUF file, or "
+            "owner/name of a model in the Hub's cache"
         )
-    if directory is None:
-        return other(), unmet(config.given, _FIELDS)
-    only_form = has_dedup(directory) and not os.path.isfile(directory / BIN_NAME)
-    wanted = only_form if config.dedup is None else config.dedup
-    if not wanted or policy == "off":
-        if only_form:
-            raise ModelNotFound(
-                f"{directory}: has its weights in deduplicated form only, and they are not to be "
-                f"used; unset IE_DEDUP and IE_DEDUP_POLICY, or restore {BIN_NAME} with "
-                "scripts/dedup_model.py --restore"
-            )
-        return other(), unmet(config.given, _FIELDS)
+    path = Path(text)
     try:
-        checkpoint = _open(config, directory)
-    except ModelError as error:
-        if config.dedup_strict or only_form:
-            raise
-        _log.warning("IE_DEDUP=1 is not obeyed, %s is used: %s", BIN_NAME, error)
-        return other(), unmet(config.given, _FIELDS)
-    return checkpoint, unmet(config.given, _FIELDS - _ACTED_ON[policy])
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return _named(text, where)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return _named(text, where)
+        raise ModelNotFound(f"{where}{text}: cannot be looked into: {error.strerror}") from None
+    if stat.S_ISDIR(mode) or (stat.S_ISREG(mode) and path.suffix.lower() == SUFFIX):
+        return path
+    raise no_model(path)
 
 
-def _open(config: RunConfig, directory: Path) -> Checkpoint:
-    if not has_dedup(directory):
-        raise FormatError(
-            f"{directory}: no {INDEX_NAME}; make it with scripts/dedup_model.py, or unset IE_DEDUP"
+def _named(text: str, where: str) -> Path:
+    """Return the path of what is no path itself."""
+    if text == EMBEDDED:
+        return embedded_model()
+    shown = f"{where}{text[:200]!r}"
+    if text.startswith("~") and os.path.exists(full := os.path.expanduser(text)):
+        raise ModelNotFound(
+            f"{shown}: the shell replaces ~ only at the beginning of a word; give {full}"
         )
-    keep: Keep = DedupFile.plane
-    if config.dedup_policy == "cache":
-        mib = CACHE_MIB if config.dedup_cache_mb is None else config.dedup_cache_mb
-        keep = PlaneCache(directory / CACHE_NAME, mib << 20).plane
-    elif config.dedup_policy == "replicate_hot":
-        keep = HotPlanes(config.dedup_hot_list, config.dedup_hot_bytes).plane
-    artifact = open_deduplicated(directory, verify=config.dedup_strict, keep=keep)
-    if config.dedup_policy == "replicate_hot":
-        _check_names(config.dedup_hot_list, artifact.checkpoint.names)
-    return artifact.checkpoint
+    if repo := cache.repository_of_url(text):
+        raise ModelNotFound(
+            f"{shown} is an address; `clocher pull {repo}` fetches the model, and {repo} names it "
+            "then"
+        )
+    hub = cache.hub_name(text)
+    folder = cache.snapshot(hub) if hub else None
+    if hub is None or folder is None:
+        raise _absent(text, shown, hub)
+    if hub.file and not os.path.isfile(folder / hub.file):
+        raise ModelNotFound(
+            f"{shown}: the Hub's cache has {hub.repo}, but not this file; "
+            f"`clocher pull {hub.repo} --file {hub.file}` fetches it"
+        )
+    return folder / hub.file
 
 
-def _check_names(patterns: str | None, names: tuple[str, ...]) -> None:
-    for pattern in _patterns(patterns):
-        if not fnmatch.filter(names, pattern):
-            raise UsageError(
-                f"IE_DEDUP_HOT_LIST: no tensor matches {pattern!r}; the model has {len(names)}, "
-                f"such as {', '.join(names[:3])}"
-            )
+def _absent(text: str, shown: str, hub: cache.HubName | None) -> ModelNotFound:
+    """Return the error for a name that stands for nothing, with the names that are like it."""
+    known = cache.repositories()
+    if near := _beside(Path(text)):
+        return ModelNotFound(f"{shown} is not a directory; did you mean {' or '.join(near)}?")
+    revision = "" if hub is None or hub.revision == cache.MAIN else f" --revision {hub.revision}"
+    if hub is not None and hub.repo in known:
+        there = ", ".join(sorted(cache.revisions(known[hub.repo]))) or "none"
+        return ModelNotFound(
+            f"{shown}: the Hub's cache has {hub.repo}, but not its revision {hub.revision} (it has "
+            f"{there}); `clocher pull {hub.repo}{revision}` fetches it"
+        )
+    close = _close(text, known)
+    hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    if text.lower().endswith(SUFFIX):
+        return ModelNotFound(f"{shown}: no such file{hint}")
+    if hub is not None:
+        return ModelNotFound(
+            f"{shown} is not a directory, and the Hub's cache has no such model; "
+            f"`clocher pull {hub.repo}{revision}` fetches it{hint}"
+        )
+    if not _NAME.fullmatch(text) and not hint:
+        hint = "; a text to complete goes to --prompt"
+    return ModelNotFound(
+        f"{shown} is not a directory; give the directory of a model that is on this machine "
+        f"(nothing is downloaded), a GGUF file, or owner/name of a model in the Hub's cache{hint}"
+    )
 
 
-def _patterns(text: str | None) -> list[str]:
-    return [part.strip() for part in text.split(",")] if text else ["*"]
+def _beside(path: Path) -> list[str]:
+    """Return what lies beside a wrong path under a name that is like its own."""
+    try:
+        names = os.listdir(path.parent)[:_MOST_NAMES]
+    except (OSError, ValueError):
+        return []
+    near = difflib.get_close_matches(path.name, names, 2, _ALIKE)
+    return [str(path.parent / name) for name in near]
 
 
-class HotPlanes:
-    """Keeps hot tensors in memory of their own, even where they could be read from the file.
-
-    Args:
-        patterns: names of the hot tensors, separated by commas; * and ? are wild. None: all.
-        limit: bytes that may be copied, 0 for no limit. A plane that does not fit stays in place.
-    """
-
-    def __init__(self, patterns: str | None, limit: int) -> None:
-        self._patterns, self._limit = _patterns(patterns), limit
-        self._copied: dict[int, np.ndarray] = {}
-        self._total = 0
-
-    def plane(self, dedup: DedupFile, number: int) -> np.ndarray:
-        """Return a plane, in memory of its own if it is hot."""
-        if number in self._copied:
-            return self._copied[number]
-        found = dedup.plane(number)
-        name = dedup.index.planes[number].tensor
-        hot = any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns)
-        fits = not self._limit or self._total + found.nbytes <= self._limit
-        if hot and fits and dedup.in_place(number):
-            self._total += found.nbytes
-            found = self._copied[number] = found.copy()
-        return found
-
-
-@dataclass(slots=True)
-class PlaneCache:
-    """Keeps decoded planes in files, so that the next run maps them instead of decoding them.
-
-    A plane that does not fit any more is decoded each time. A file is as trustworthy as
-    model.ie.bin: its hash was checked before it was written, and it is mapped as it is.
-
-    Attributes:
-        directory: where the files are; it is made if need be.
-        limit: bytes of all files together.
-        total: bytes of them now; None before the first plane.
-    """
-
-    directory: Path
-    limit: int
-    total: int | None = None
-
-    def plane(self, dedup: DedupFile, number: int) -> np.ndarray:
-        """Return a plane: a view of a file where there is one, else decoded."""
-        if dedup.in_place(number) or self.directory.is_symlink():
-            # A link in a model may lead to files of others, of which `_tidy` would delete some.
-            return dedup.plane(number)
-        if self.total is None:
-            self.total = self._tidy(dedup)
-        stored = dedup.index.planes[number]
-        path = self.directory / stored.sha256
-        size = stored.plane.nbytes
-        if not path.is_file():
-            found = dedup.plane(number)
-            if self.total + size > self.limit:
-                return found
-            try:
-                self.directory.mkdir(exist_ok=True)
-                write_file(path, found.tobytes())
-            except OSError as error:
-                _log.warning("the cache of decoded weights cannot be written: %s", error)
-                self.limit = 0
-                return found
-            self.total += size
-        return MappedFile(path, size).plane(stored.plane, 0)
-
-    def _tidy(self, dedup: DedupFile) -> int:
-        """Delete what is of another model or above the limit; return the bytes that are left."""
-        sizes = {plane.sha256: plane.plane.nbytes for plane in dedup.index.planes}
-        total = 0
-        names = sorted(os.listdir(self.directory)) if self.directory.is_dir() else []
-        for name in filter(_HASH.match, names):
-            path = self.directory / name
-            size = path.stat().st_size
-            if sizes.get(name) == size and total + size <= self.limit:
-                total += size
-            else:
-                path.unlink(missing_ok=True)
-        return total
+def _close(text: str, known: Iterable[str]) -> list[str]:
+    """Return names of the cache that are like one that is not there, with or without the owner."""
+    full = {repo.lower(): repo for repo in known}
+    found = {repo.partition("/")[2]: name for repo, name in full.items()} | full
+    close = difflib.get_close_matches(text.lower(), found, 2, _ALIKE)
+    return list(dict.fromkeys(found[each] for each in close))

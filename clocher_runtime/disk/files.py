@@ -31,6 +31,7 @@ _SA_SIGINFO = 4
 _ADDRESS_OFFSET = 16
 """Of si_addr in siginfo_t, on the 64-bit Linux ABIs."""
 _STEP = 1 << 22
+_POINTER, _MAX_POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
 _LEAVE = "leave the files of a model alone while it is in use, and load it again"
 
 
@@ -122,6 +123,7 @@ def read_bytes(path: Path, limit: int, follow: bool = True) -> bytes:
 
     Raises:
         ModelError: as `open_regular`.
+        ModelNotFound: it is a git-lfs pointer.
         FormatError: the file is larger.
     """
     with open_regular(path, follow) as descriptor:
@@ -129,7 +131,17 @@ def read_bytes(path: Path, limit: int, follow: bool = True) -> bytes:
         if size > limit:
             raise FormatError(f"{path}: {size} bytes; the limit for this file is {limit}")
         with os.fdopen(os.dup(descriptor), "rb") as file:
-            return file.read(size)
+            data = file.read(size)
+    _refuse_pointer(data, path)
+    return data
+
+
+def _refuse_pointer(head: bytes, path: Path) -> None:
+    """Refuse what git leaves in place of a large file that was not fetched."""
+    if head.startswith(_POINTER):
+        raise ModelNotFound(
+            f"{path}: a git-lfs pointer, not the file itself; run `git lfs pull` in its directory"
+        )
 
 
 class MappedFile:
@@ -149,6 +161,7 @@ class MappedFile:
 
         Raises:
             ModelError: as `open_regular`.
+            ModelNotFound: it is a git-lfs pointer.
             FormatError: the file is empty or of another size.
         """
         with open_regular(path) as descriptor:
@@ -165,6 +178,8 @@ class MappedFile:
             except OSError as error:
                 raise ModelError(f"{path}: cannot be mapped: {error}") from None
         self._bytes = np.frombuffer(self._map, np.uint8)
+        if self.nbytes <= _MAX_POINTER_BYTES:
+            _refuse_pointer(self._bytes.tobytes(), path)
         self._mapped = _MAPPED[self._map] = _Mapped(
             path,
             os.path.abspath(path),

@@ -384,7 +384,10 @@ def check_free(path: Path, nbytes: int, reclaimed: int = 0) -> int:
     existing = next(place for place in Path(os.path.abspath(path)).parents if place.is_dir())
     free = shutil.disk_usage(existing).free + reclaimed
     if nbytes > free:
-        message = f"needs {nbytes} bytes, the disk has {free} free: {nbytes - free} short"
+        from rich.filesize import decimal
+
+        short = decimal(nbytes - free)
+        message = f"needs {decimal(nbytes)}, the disk has {decimal(free)} free: {short} too little"
         raise OSError(errno.ENOSPC, message, str(path))
     return free
 

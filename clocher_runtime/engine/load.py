@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from math import prod
 
 import numpy as np
 
@@ -11,8 +11,9 @@ from clocher_kernels.formats import parse_format
 from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.float import Float
 from clocher_kernels.guards import refuse_in_window
+from clocher_kernels.host_memory import require
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.checkpoints.opening import Checkpoint
+from clocher_runtime.checkpoints.checkpoint import Checkpoint, LazyTensor
 from clocher_runtime.disk.schema import given, read_as
 from clocher_runtime.engine.arguments import one_of
 from clocher_runtime.engine.backends import Weights
@@ -65,38 +66,99 @@ def load_model(checkpoint: Checkpoint, precision: str | None = None) -> Model:
     Raises:
         UsageError: the precision is not known.
         UnsupportedModel, FormatError: the checkpoint is not one that Clocher can run.
+        OutOfMemory: what is decoded or converted does not fit in memory.
     """
     refuse_in_window("load weights")
     if precision is not None:
         one_of("precision", precision, PRECISIONS)
-    spec = _with_stop_ids(spec_from_config(checkpoint.config), checkpoint.generation_config)
-    needs = inventory(spec)
-    _account(spec, needs, checkpoint)
+    spec, needs = describe(checkpoint)
+    made = sum(
+        each.nbytes for each in destined(spec, needs, checkpoint, precision).values() if each.made
+    )
+    require(
+        made,
+        "weights that are decoded or converted at load need",
+        "take a model that is stored as it is used, or convert it with scripts/hf_to_iebin.py",
+    )
     weights: dict[str, np.ndarray | QuantTensor] = {}
     for name, need in needs.items():
         tensor = checkpoint.tensor(name)
-        if tensor.shape != need.shape:
-            raise FormatError(
-                f"tensor {name} has shape {list(tensor.shape)}; its config.json asks for "
-                f"{list(need.shape)}"
-            )
         if need.kind == "vector":
             weights[name] = _vector(name, tensor)
         else:
             weights[name] = _matrix(need, tensor, precision, spec.ternarize)
-    matrices = [w for w in weights.values() if isinstance(w, QuantTensor)]
+    matrices = {n: (w.format, w.nbytes) for n, w in weights.items() if isinstance(w, QuantTensor)}
     return Model(
         spec,
         weights,
         checkpoint,
-        precision=_label(matrices),
-        bytes_per_token=_bytes_per_token(spec, weights),
+        precision=label(matrices),
+        bytes_per_token=bytes_per_token(spec, {name: w.nbytes for name, w in weights.items()}),
     )
 
 
-def _with_stop_ids(spec: ModelSpec, generation_config: Mapping[str, Any]) -> ModelSpec:
-    """Add the ids of generation_config.json, where chat models list all that end a turn."""
-    ends = read_as(given(generation_config), Ends, "generation_config.json")
+@dataclass(frozen=True, slots=True)
+class Destined:
+    """What a tensor becomes when a model is loaded.
+
+    Attributes:
+        format: of a matrix; None: fp32, of a vector.
+        nbytes: its size then.
+        made: whether it is computed into memory of its own; else it stays in the mapped file.
+    """
+
+    format: Format | None
+    nbytes: int
+    made: bool
+
+
+def describe(checkpoint: Checkpoint) -> tuple[ModelSpec, dict[str, Need]]:
+    """Return the model of a checkpoint and the tensors that it reads. No weights are read.
+
+    Raises:
+        UnsupportedModel, FormatError: the checkpoint is not one that Clocher can run.
+    """
+    spec = model_spec(checkpoint)
+    needs = inventory(spec)
+    _account(spec, needs, checkpoint)
+    for name, need in needs.items():
+        if checkpoint.shape(name) != need.shape:
+            raise FormatError(
+                f"tensor {name} has shape {list(checkpoint.shape(name))}; its config.json asks for "
+                f"{list(need.shape)}"
+            )
+    return spec, needs
+
+
+def destined(
+    spec: ModelSpec,
+    needs: Mapping[str, Need],
+    checkpoint: Checkpoint,
+    precision: str | None = None,
+) -> dict[str, Destined]:
+    """Return what `load_model` will make of each tensor, from what the files say of it."""
+    found = {}
+    for name, need in needs.items():
+        stored = checkpoint.tensors[name]
+        if need.kind == "vector":
+            is_same = stored.format.name == "f32" and not isinstance(stored, LazyTensor)
+            found[name] = Destined(None, 4 * prod(need.shape), not is_same)
+            continue
+        fmt = _target(need, stored.format, precision, spec.ternarize)
+        made = fmt is not stored.format or isinstance(stored, LazyTensor)
+        found[name] = Destined(fmt, fmt.nbytes(need.shape), made)
+    return found
+
+
+def model_spec(checkpoint: Checkpoint) -> ModelSpec:
+    """Return what a checkpoint is a model of; no tensor is looked at.
+
+    Raises:
+        UnsupportedModel, FormatError: it is none that Clocher can run.
+    """
+    spec = spec_from_config(checkpoint.config)
+    # Chat models list there all that end a turn.
+    ends = read_as(given(checkpoint.generation_config), Ends, "generation_config.json")
     more = ends.eos_ids(spec.vocab_size)
     return replace(spec, eos_ids=tuple(dict.fromkeys((*spec.eos_ids, *more))))
 
@@ -132,36 +194,49 @@ def _vector(name: str, tensor: QuantTensor) -> np.ndarray:
 
 
 def _matrix(need: Need, tensor: QuantTensor, precision: str | None, ternarize: bool) -> QuantTensor:
-    if not isinstance(tensor.format, Float):
-        return tensor
-    if ternarize and need.kind == "linear":
-        return encode(tensor.decode(), parse_format("ternary_f32"))
-    if precision in CASTS:
-        target = CASTS[str(precision)]
-        same = tensor.format.name == target
-        return tensor if same else encode(tensor.decode(), parse_format(target))
-    if precision in WEIGHT_ONLY and need.kind == "linear":
-        return encode(tensor.decode(), parse_format(WEIGHT_ONLY[str(precision)]))
-    return tensor
+    target = _target(need, tensor.format, precision, ternarize)
+    return tensor if target is tensor.format else encode(tensor.decode(), target)
 
 
-def _label(matrices: list[QuantTensor]) -> str:
-    """Return the format names joined by "+", the largest share of bytes first."""
+def _target(need: Need, stored: Format, precision: str | None, ternarize: bool) -> Format:
+    """Return the format that a matrix is used in: the very one that it is stored in, or another."""
+    name = stored.name
+    if isinstance(stored, Float):
+        if ternarize and need.kind == "linear":
+            name = "ternary_f32"
+        elif precision in CASTS:
+            name = CASTS[str(precision)]
+        elif precision in WEIGHT_ONLY and need.kind == "linear":
+            name = WEIGHT_ONLY[str(precision)]
+    return stored if name == stored.name else parse_format(name)
+
+
+def label(matrices: Mapping[str, tuple[Format, int]]) -> str:
+    """Return the format names of matrices joined by "+", the largest share of bytes first.
+
+    Args:
+        matrices: name -> format and bytes.
+    """
     share: dict[str, int] = {}
-    for w in matrices:
-        share[w.format.name] = share.get(w.format.name, 0) + w.nbytes
+    for fmt, nbytes in matrices.values():
+        share[fmt.name] = share.get(fmt.name, 0) + nbytes
     return "+".join(sorted(share, key=lambda name: (-share[name], name)))
 
 
-def _bytes_per_token(spec: ModelSpec, weights: Weights) -> int:
-    """Return the bytes of all weights that one token reads: of the experts the active ones."""
+def bytes_per_token(spec: ModelSpec, sizes: Mapping[str, int]) -> int:
+    """Return the bytes of all weights that one token reads: of the experts the active ones.
+
+    Args:
+        spec: the model.
+        sizes: bytes of each tensor.
+    """
     total = 0
     for name in inventory(spec):
-        nbytes = weights[name].nbytes
+        nbytes = sizes[name]
         if name == EMBED:
             total += nbytes // spec.vocab_size
         elif spec.moe is not None and ".mlp.experts." in name:
             total += nbytes * spec.moe.active // spec.moe.experts
         else:
             total += nbytes
-    return total + (weights[head_name(spec)].nbytes if spec.tied else 0)
+    return total + (sizes[head_name(spec)] if spec.tied else 0)

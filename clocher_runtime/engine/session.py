@@ -1,14 +1,13 @@
 """A session: one Plan bound to one back end, shared by all who generate. It knows ids, not text."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import numpy as np
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.host_memory import require
-from clocher_kernels.ops.attention import KV_DTYPES
 from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.plan import Plan
 from clocher_runtime.engine.arguments import (
@@ -29,9 +28,10 @@ from clocher_runtime.engine.backends import (
     make_executor,
 )
 from clocher_runtime.engine.constraint import Constraint, one_for_each
+from clocher_runtime.engine.footprint import packed_names, sizes_of, with_codes
 from clocher_runtime.engine.generation import Generation
 from clocher_runtime.engine.load import Model
-from clocher_runtime.engine.pages import Census, KvPages, window_pages
+from clocher_runtime.engine.pages import Census, KvPages
 from clocher_runtime.engine.probes import Touch
 from clocher_runtime.engine.requests import Mailbox, Request
 from clocher_runtime.engine.scheduler import Scheduler
@@ -39,15 +39,10 @@ from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.engine.turns import Turns
 from clocher_runtime.models.build import PAGE_CELLS, build_plan
 from clocher_runtime.models.inventory import SCOPES, in_scope
-from clocher_runtime.models.rewrite import quantize_activations
 
-DEFAULT_CONTEXT = 4096
 MAX_THREADS = 1024
 ITL_MS = 100.0
 """Expected time of a step above which no more of a prompt is taken while somebody decodes."""
-_MOST = (1 << 31) - 1  # slots and rows are int32
-ACT_GROUP = 128
-"""Columns per scale of int8 activations."""
 
 
 class Session:
@@ -107,10 +102,6 @@ class Session:
         packing: Progress | None = None,
     ) -> None:
         known = BACK_ENDS[one_of("backend", backend, BACK_ENDS)]
-        kv_dtype = known.kv_dtype if kv_dtype is None else kv_dtype
-        one_of("kv_dtype", kv_dtype, KV_DTYPES)
-        chunk = known.chunk if chunk is None else chunk
-        batch, chunk = whole("batch", batch, 1, _MOST), whole("chunk", chunk, 1, _MOST)
         threads = whole("threads", threads, 1, MAX_THREADS)
         for name, flag in (("all_logits", all_logits), ("prefix_cache", prefix_cache)):
             if not isinstance(flag, bool):
@@ -122,29 +113,21 @@ class Session:
                 raise UsageError(f"{name} is {shown(function)}; expected a function or None")
         if tuning is not None and not isinstance(tuning, Tuning):
             raise UsageError(f"tuning is {shown(tuning)}; expected a Tuning of engine.backends")
-        longest = model.spec.max_positions
-        context = min(longest, DEFAULT_CONTEXT) if context is None else whole("context", context)
-        if not 1 <= context <= longest:
-            raise UsageError(f"context is {shown(context)}; this model takes 1 to {longest}")
-        blocks = -(-context // PAGE_CELLS)
-        kv_pages = batch * blocks if kv_pages is None else whole("kv_pages", kv_pages, 1, _MOST)
-        self.model, self.batch, self.context, self.kv_dtype = model, batch, context, kv_dtype
-        self._chunk = max(chunk, batch)
-        rows = max(batch, min(whole("score_rows", score_rows, 0, _MOST), self._chunk))
-        window = max(model.spec.windows, default=0)
-        few = window_pages(window, self._chunk, batch, context, kv_pages) if window else 0
-        plan = build_plan(
+        sizes = sizes_of(
             model.spec,
-            model.formats,
-            tokens=self._chunk,
-            rows=self._chunk if all_logits else rows,
-            slots=batch,
+            backend,
+            batch=batch,
             context=context,
             kv_dtype=kv_dtype,
-            pages=kv_pages,
-            window_pages=few,
-            room=partial(_check_room, known.on_host),
+            chunk=chunk,
+            kv_pages=kv_pages,
+            score_rows=score_rows,
+            all_logits=all_logits,
         )
+        self.model, self.batch, self.context = model, sizes.slots, sizes.context
+        self.kv_dtype, self._chunk = sizes.kv_dtype, sizes.tokens
+        room = partial(_check_room, known.on_host)
+        plan = build_plan(model.spec, model.formats, **asdict(sizes), room=room)
         act_prec = known.default_act_prec if act_prec is None else act_prec
         one_of(f"act_prec of the {backend} back end", act_prec, known.activations)
         if pretranspose is not None:
@@ -152,28 +135,26 @@ class Session:
         scope = in_scope(model.spec, pretranspose or "all")
         tuning = replace(tuning or Tuning(), copied=scope if pretranspose else frozenset())
         if act_prec == "int8":
-            formats = {name: fmt for name, fmt in model.formats.items() if name in scope}
-            plan = quantize_activations(plan, formats, ACT_GROUP)
+            plan = with_codes(plan, model.formats, scope)
         self.act_prec = _act_prec(plan, act_prec)
         self._executor = make_executor(
             backend, plan, model.weights, threads, progress, act_prec, tuning, packing
         )
-        packed = {call.args["w"] for call in plan.calls if has_codes(call)}
-        self._scope_is_kept = backend == "cpu" and packed <= scope
+        self._scope_is_kept = backend == "cpu" and packed_names(plan) <= scope
         self._scores = all_logits or score_rows > 0
-        salt = f"{model.spec} {sorted(model.formats.items())} {kv_dtype} {self.act_prec}"
+        salt = f"{model.spec} {sorted(model.formats.items())} {self.kv_dtype} {self.act_prec}"
         pages = KvPages(
             self._executor.array("pages") if model.spec.windows else None,
-            kv_pages,
-            window_table=self._executor.array("window_pages") if few else None,
-            window_pages=few,
-            window=window,
+            sizes.pages,
+            window_table=self._executor.array("window_pages") if sizes.window_pages else None,
+            window_pages=sizes.window_pages,
+            window=max(model.spec.windows, default=0),
             salt=salt.encode(),
             reuse=prefix_cache,
         )
-        self._longest = min(context, kv_pages * PAGE_CELLS)
+        self._longest = min(self.context, sizes.pages * PAGE_CELLS)
         self._scheduler = Scheduler(
-            self._executor, pages, batch, model.weights, self.act_prec, itl_ms
+            self._executor, pages, self.batch, model.weights, self.act_prec, itl_ms
         )
         self._is_warm = False
         self._turns = Turns(self._scheduler)
@@ -307,7 +288,7 @@ class Session:
             usable, most = self._usable(prompts), whole("max_new", max_new, 1)
             stop = frozenset(self.model.spec.eos_ids) if stop_ids is None else stop_ids
             chosen = sampling or Sampling()
-            check_biases(chosen, self.model.spec.vocab_size)
+            check_biases(chosen.logit_bias, self.model.spec.vocab_size)
             bound = one_for_each(constraints, len(usable), self._executor.array("allowed"))
             box = Mailbox(len(usable), window, after_token, logits)
             requests = [

@@ -54,11 +54,49 @@ def build_plan(
         top_k, top_p, seeds, draws, allowed, and window_pages if these layers have a table of their
         own. Outputs: logits [R, V], sampled [R].
     """
+    plan = lay_out(
+        spec,
+        formats,
+        tokens=tokens,
+        rows=rows,
+        slots=slots,
+        context=context,
+        kv_dtype=kv_dtype,
+        pages=pages,
+        window_pages=window_pages,
+    )
+    room(plan.scratch_bytes(), table_bytes(spec, context))
+    positions = context if spec.windows else 0  # no layers turn nothing
+    cos, sin = rope_tables(spec.rope, spec.head_dim, positions)
+    return replace(plan, consts={"rope.cos": cos, "rope.sin": sin})
+
+
+def lay_out(
+    spec: ModelSpec,
+    formats: Mapping[str, Format],
+    *,
+    tokens: int,
+    rows: int,
+    slots: int,
+    context: int,
+    kv_dtype: str = "f32",
+    pages: int | None = None,
+    window_pages: int = 0,
+) -> Plan:
+    """Return the Plan that `build_plan` builds of the same arguments, without its rotary tables.
+
+    Nothing executes it: it says which buffers there are, and how large.
+    """
     builder = _Builder(spec, formats, tokens, rows, slots, context, kv_dtype)
     if pages is not None:
         builder.pages = pages
     builder.window_pages = window_pages
-    return builder.build(room)
+    return builder.build()
+
+
+def table_bytes(spec: ModelSpec, context: int) -> int:
+    """Return the bytes of the rotary tables for a context: cosines and sines of half a head."""
+    return 4 * context * spec.head_dim
 
 
 class _Builder:
@@ -81,7 +119,7 @@ class _Builder:
         self.weights: dict[str, None] = {}
         self.calls: list[Call] = []
 
-    def build(self, room: Callable[[int, int], None]) -> Plan:
+    def build(self) -> Plan:
         spec, hidden = self.spec, self.spec.hidden_size
         self._inputs()
         self._scratch("h", hidden)
@@ -108,11 +146,7 @@ class _Builder:
         plan = Plan(
             self.tokens, self.rows, self.buffers, {}, tuple(self.weights), tuple(self.calls)
         )
-        plan = quantize_for_ternary(plan, self.formats)
-        room(plan.scratch_bytes(), 4 * self.context * spec.head_dim)
-        positions = self.context if spec.windows else 0  # no layers turn nothing
-        cos, sin = rope_tables(spec.rope, spec.head_dim, positions)
-        return replace(plan, consts={"rope.cos": cos, "rope.sin": sin})
+        return quantize_for_ternary(plan, self.formats)
 
     def _inputs(self) -> None:
         for name in ("ids", "slots", "positions", "ends"):

@@ -1,6 +1,7 @@
 """Which tensors a model has: names as Hugging Face spells them, kind and logical shape."""
 
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 from clocher_runtime.models.spec import ModelSpec
@@ -27,6 +28,11 @@ class Need:
 
     kind: Literal["linear", "embedding", "head", "router", "vector"]
     shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """Number of its values."""
+        return prod(self.shape)
 
 
 def head_name(spec: ModelSpec) -> str:

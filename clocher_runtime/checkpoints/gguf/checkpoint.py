@@ -7,6 +7,7 @@ Source: gguf-py's constants.py for the keys; llama.cpp's llama-model.cpp for the
 
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,11 @@ def model_config(file: GgufFile) -> dict[str, Any]:
     """
     arch = file.text("general.architecture")
     where = str(file.file.path)
+    if file.text("general.type", "model") == "adapter":
+        raise UnsupportedModel(
+            f"{where}: a LoRA adapter, not a model; merge it into its base first (llama.cpp's "
+            "llama-export-lora), and give the result"
+        )
     if arch not in _ARCHITECTURES:
         raise UnsupportedModel(
             f"{where}: architecture {arch!r:.60} is not known; Clocher reads GGUF files of "
@@ -284,6 +290,7 @@ class _Reader:
 
 
 SUFFIX = ".gguf"
+_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 
 
 def find_gguf(path: Path) -> Path | None:
@@ -299,8 +306,10 @@ def find_gguf(path: Path) -> Path | None:
     except OSError as error:
         raise ModelNotFound(f"{path}: cannot be listed: {error.strerror}") from None
     if len(found) > 1:
+        joined = "; the parts of one are joined with llama-gguf-split --merge"
+        parts = joined if any(_PART.search(name) for name in found) else ""
         raise ModelNotFound(
-            f"{path}: {len(found)} GGUF files ({', '.join(found[:3])}); name one of them"
+            f"{path}: {len(found)} GGUF files ({', '.join(found[:3])}); name one of them{parts}"
         )
     return path / found[0] if found else None
 

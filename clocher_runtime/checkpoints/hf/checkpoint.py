@@ -1,8 +1,9 @@
 """A Hugging Face directory: which files belong to it, and what they hold.
 
 Nothing in it is trusted: shard names must be plain, links may not leave the model's directory (or,
-in a hub cache, the `models--x` directory that holds the blobs), and the index and the shards must
-agree on every tensor. Pickled weights (`pytorch_model*.bin`) are not opened; see `torch_bin`.
+in a hub cache, the `models--x` directory that holds the blobs, and the store of blobs beside it),
+and the index and the shards must agree on every tensor. Pickled weights (`pytorch_model*.bin`) are
+not opened; see `torch_bin`.
 """
 
 import os
@@ -27,6 +28,7 @@ from clocher_runtime.checkpoints.hf.arrays import (
     fp8_tensor,
 )
 from clocher_runtime.checkpoints.hf.compressed import read_compressed
+from clocher_runtime.checkpoints.hf.foreign import is_mlx, no_weights, unfinished
 from clocher_runtime.checkpoints.hf.packed_words import read_awq, read_gptq
 from clocher_runtime.disk.files import MappedFile, read_bytes
 from clocher_runtime.disk.safetensors_file import DTYPES, SafetensorsFile
@@ -42,6 +44,8 @@ Weights = tuple[Arrays, tuple[MappedFile, ...]]
 
 _MAX_CONFIG_BYTES = 16_000_000
 _MAX_TEMPLATE_BYTES = 1_000_000
+# Of the store that repositories of a hub cache share: blobs/01/0123...
+_BLOB = re.compile("[0-9a-f]{64}")
 # transformers multiplies float experts from the right and stores them [E, K, N]; here, and in MXFP4
 # checkpoints, they are [E, N, K].
 _TRANSPOSED = (".experts.gate_up_proj", ".experts.down_proj")
@@ -91,6 +95,7 @@ def read_folder(
     """
     folder = HfFolder(directory)
     config = folder.json(CONFIG)
+    check_config(config, str(directory))
     settings = read_as(config, _Quantised, str(directory / CONFIG)).quantization_config
     arrays, files = read(folder)
     tensors, notes = logical_tensors(arrays, settings)
@@ -105,6 +110,29 @@ def read_folder(
         files=files,
         notes=notes,
     )
+
+
+def check_config(config: Mapping[str, Any], where: str) -> None:
+    """Refuse a config.json that says that the weights are quantised in a way that is not read.
+
+    Args:
+        config: its contents.
+        where: whose, for messages.
+
+    Raises:
+        UnsupportedModel: it does.
+        FormatError: quantization_config is no object.
+    """
+    if is_mlx(config):
+        raise UnsupportedModel(
+            f"{where}: weights in MLX's own quantisation, not read here; take the model that they "
+            "were made of, or a GGUF file"
+        )
+    settings = read_as(config, _Quantised, f"{where}: {CONFIG}").quantization_config
+    if settings is not None:
+        method = settings.get("quant_method")
+        if not isinstance(method, str) or method not in _METHODS:
+            raise unknown("quant_method", method, _METHODS, f"{where}: {SETTINGS}")
 
 
 def _open_safetensors(folder: "HfFolder") -> Weights:
@@ -129,12 +157,14 @@ class HfFolder:
         real = Path(os.path.realpath(directory))
         cached = real.parent.name == "snapshots" and real.parents[1].name.startswith("models--")
         self.boundary = real.parents[1] if cached else real
+        self._shared = real.parents[2] / "blobs" if cached else None
 
     def member(self, name: str) -> Path:
         """Return the path of a file of the directory, which need not exist."""
         path = self.directory / name
         target = Path(os.path.realpath(path))
-        if not target.is_relative_to(self.boundary):
+        shared = self._shared is not None and target.parent.parent == self._shared
+        if not (target.is_relative_to(self.boundary) or (shared and _BLOB.fullmatch(target.name))):
             raise FormatError(f"{path}: a link to {target}, which is outside {self.boundary}")
         return path
 
@@ -182,7 +212,9 @@ def read_shards(
         arrays, file = read(folder.member(single))
         return arrays, (file,)
     if not folder.has(index):
-        raise _no_weights(folder.directory, single, index)
+        if single == SINGLE:
+            raise no_weights(folder.directory)
+        raise ModelNotFound(f"{folder.directory}: neither {single} nor {index} is there")
     where = str(folder.directory / index)
     weight_map = read_as(folder.json(index, MAX_JSON_BYTES), _Index, where).weight_map
     plain = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,240}}{re.escape(suffix)}")
@@ -192,9 +224,15 @@ def read_shards(
                 f"{where}: tensor {name!r:.80} is in {shard!r:.80}; a shard is a plain "
                 f"file name of letters, digits, '.', '_', '-' that ends in {suffix}"
             )
+    shards = sorted(set(weight_map.values()))
+    if missing := [shard for shard in shards if not folder.has(shard)]:
+        raise ModelNotFound(
+            f"{folder.directory}: {len(missing)} of {len(shards)} weight files are missing, the "
+            f"first is {missing[0]}; {unfinished(folder.directory)}"
+        )
     everything: Arrays = {}
     files = []
-    for shard in sorted(set(weight_map.values())):
+    for shard in shards:
         arrays, file = read(folder.member(shard))
         listed = {name for name, place in weight_map.items() if place == shard}
         if differing := sorted(listed ^ set(arrays)):
@@ -206,16 +244,6 @@ def read_shards(
         everything |= arrays
         files.append(file)
     return everything, tuple(files)
-
-
-def _no_weights(directory: Path, single: str, index: str) -> Exception:
-    if single == SINGLE and any(directory.glob("pytorch_model*.bin")):
-        return UnsupportedModel(
-            f"{directory}: only pickled weights (pytorch_model*.bin). Clocher never unpickles on "
-            "its own, because a pickle can run code; convert the model to safetensors, or ask for "
-            "it to be followed, not run: scripts/hf_to_iebin_stream_pt.py, ptq_from_bin.py"
-        )
-    return ModelNotFound(f"{directory}: neither {single} nor {index} is there")
 
 
 def logical_tensors(

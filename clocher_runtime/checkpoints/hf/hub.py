@@ -5,7 +5,6 @@ variables hold: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE.
 Source: https://huggingface.co/docs/huggingface_hub/guides/download.
 """
 
-import errno
 import fnmatch
 import glob
 import hashlib
@@ -24,6 +23,7 @@ from clocher_kernels.errors import (
     ModelNotFound,
     UsageError,
 )
+from clocher_runtime.checkpoints.hf.cache import REPO
 from clocher_runtime.disk.output_file import check_free
 
 if TYPE_CHECKING:
@@ -41,7 +41,10 @@ PATTERNS = (
 )
 """What is downloaded. Weights in safetensors alone: the hub's pickled files are never needed."""
 
-_REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_REPO = re.compile(REPO, re.ASCII)
+_METADATA_BYTES = 400
+_DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
+_SECRET = re.compile(r"hf_[A-Za-z0-9]{8,}|(?<=Bearer )\S+|(?<=://)[^/@\s]+(?=@)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class HubFile:
 
     def matches(self, path: Path) -> bool:
         """Return whether a file on the disk is this one, by its size and hash."""
-        if path.stat().st_size != self.nbytes:
+        if not os.path.isfile(path) or path.stat().st_size != self.nbytes:
             return False
         with path.open("rb") as stream:
             digest = hashlib.file_digest(stream, self._hasher).hexdigest()
@@ -148,6 +151,7 @@ def plan_download(
     directory: Path | None,
     patterns: Sequence[str] = PATTERNS,
     revision: str = "main",
+    subject: str = "",
 ) -> Download:
     """Ask the hub what a revision holds, and check that the disk has room.
 
@@ -156,6 +160,7 @@ def plan_download(
         directory: where the files will be; None for the hub's cache.
         patterns: shell patterns of the wanted files; one without "/" is for the top folder only.
         revision: branch, tag or commit.
+        subject: how messages begin; "": with the name.
 
     Raises:
         UsageError: the name is not one, no file matches, or HF_HUB_OFFLINE forbids the network.
@@ -166,16 +171,14 @@ def plan_download(
     import huggingface_hub
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    subject = repo if directory else f"{repo}: no such directory; as a name on the hub"
-    with _explained(subject):
+    with _explained(subject or repo):
         info = huggingface_hub.HfApi().model_info(repo, revision=revision, files_metadata=True)
         if not re.fullmatch("[0-9a-f]{40}", str(info.sha)) or info.siblings is None:
             raise ModelError(f"{repo}: the hub's answer lists no files; is HF_ENDPOINT a hub?")
         commit = str(info.sha)
         files = [_hub_file(i, repo) for i in info.siblings if _wanted(i.rfilename, patterns)]
         if not files:
-            names = ", ".join(repr(item.rfilename) for item in info.siblings[:9])
-            raise UsageError(f"{repo}: no file matches {', '.join(patterns)}; it has {names}")
+            raise UsageError(_nothing_matches(repo, patterns, info.siblings))
         missing = [file for file in files if not _is_there(file, directory, repo, commit)]
     nbytes = sum(file.nbytes for file in missing)
     free = check_free((directory or Path(HF_HUB_CACHE)) / "file", nbytes)
@@ -197,7 +200,8 @@ def local_or_fetched(path: Path) -> Path:
     if path.exists() or not _REPO.fullmatch(name):
         return path
     try:
-        return plan_download(name, None).run()
+        subject = f"{name}: no such directory; as a name on the hub"
+        return plan_download(name, None, subject=subject).run()
     except (UsageError, ConnectionError) as error:
         import huggingface_hub
 
@@ -208,6 +212,49 @@ def local_or_fetched(path: Path) -> Path:
         except (ValueError, FileNotFoundError):
             raise error from None
         return Path(folder)
+
+
+def stored_hashes(folder: Path) -> list[HubFile]:
+    """Return the files of a download with the hashes that the hub gave them. No network is used.
+
+    Args:
+        folder: a snapshot of the cache, whose links name the hashes, or a directory that was
+            downloaded to, where the library keeps them in `.cache/huggingface/download`.
+    """
+    kept = folder / ".cache" / "huggingface" / "download"
+    tags: dict[str, str] = {}
+    if kept.is_dir():
+        for path in sorted(kept.rglob("*.metadata")):
+            name = path.relative_to(kept).as_posix().removesuffix(".metadata")
+            tags[name] = _second_line(path)
+    else:
+        for path in sorted(folder.rglob("*")):
+            if path.is_symlink():
+                tags[path.relative_to(folder).as_posix()] = os.readlink(path).rpartition("/")[2]
+    files = []
+    for name, tag in tags.items():
+        if _DIGEST.fullmatch(tag):
+            path = folder / name
+            size = os.path.getsize(path) if os.path.isfile(path) else -1
+            sha256, blob = (tag, "") if len(tag) == 64 else ("", tag)
+            files.append(HubFile(name, size, sha256, blob))
+    return files
+
+
+def _second_line(path: Path) -> str:
+    with path.open("rb") as file:
+        lines = file.read(_METADATA_BYTES).decode("ascii", "replace").splitlines()
+    return lines[1].strip() if len(lines) > 1 else ""
+
+
+def _nothing_matches(repo: str, patterns: Sequence[str], siblings: Sequence["RepoSibling"]) -> str:
+    """Return the message for wanted files that a repository has none of."""
+    gguf = [item for item in siblings if item.rfilename.lower().endswith(".gguf")]
+    if gguf and patterns == PATTERNS:
+        sizes = [f"{item.rfilename!r} ({(item.size or 0) / 1e9:.1f} GB)" for item in gguf[:20]]
+        return f"{repo}: GGUF files only; name one with --file: {', '.join(sizes)}"
+    names = ", ".join(repr(item.rfilename) for item in siblings[:9])
+    return f"{repo}: no file matches {', '.join(patterns)}; it has {names}"
 
 
 def _is_there(file: HubFile, directory: Path | None, repo: str, commit: str) -> bool:
@@ -264,12 +311,12 @@ def _explanation(error: Exception, subject: str) -> Exception:
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         # After any failure the library looks for older files; the failure is what matters.
         error = error.__cause__
-    first_line = str(error).strip().partition("\n")[0]
+    first_line = _without_secrets(str(error).strip()).partition("\n")[0]
     reason = f"{type(error).__name__}: {first_line:.200}"
     if isinstance(error, errors.OfflineModeIsEnabled):
         return UsageError(
             f"{subject}: HF_HUB_OFFLINE=1 forbids the network; unset it, or copy the files of the "
-            "model from another machine"
+            "model from another machine (HF_HOME says where the cache is)"
         )
     if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
@@ -293,9 +340,19 @@ def _explanation(error: Exception, subject: str) -> Exception:
     return _unreachable(f"{subject}: the hub cannot be reached ({reason})")
 
 
+def _without_secrets(text: str) -> str:
+    """Return a message of a library without what may stand in it of tokens and passwords."""
+    import huggingface_hub
+
+    token = huggingface_hub.get_token()
+    for secret in (token, os.environ.get("HF_TOKEN")):
+        if secret:
+            text = text.replace(secret, "***").replace(repr(secret)[1:-1], "***")
+    return _SECRET.sub("***", text)
+
+
 def _unreachable(message: str) -> ConnectionError:
     return ConnectionError(
-        errno.ENETUNREACH,
-        f"{message}; run it again, or without a network copy the files of the model from another "
-        "machine",
+        f"{message}; run it again, check the network and HF_ENDPOINT, or without a network copy "
+        "the files of the model from another machine"
     )

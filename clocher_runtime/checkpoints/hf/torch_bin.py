@@ -70,6 +70,11 @@ _WAY_OUT = (
 )
 
 
+def only_pickled(directory: Path) -> bool:
+    """Whether a directory has pickled weights and no safetensors."""
+    return any(directory.glob("pytorch_model*.bin")) and not any(directory.glob("*.safetensors*"))
+
+
 def open_torch_bin(path: Path) -> Checkpoint:
     """Open a Hugging Face directory with pickled weights; its kind is "bin".
 

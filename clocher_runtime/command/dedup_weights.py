@@ -1,0 +1,193 @@
+"""Deduplicated weights of a run: whether they are used, and what becomes of them."""
+
+import fnmatch
+import logging
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from clocher_kernels.errors import FormatError, ModelError, ModelNotFound, UsageError
+from clocher_runtime.checkpoints import Checkpoint
+from clocher_runtime.checkpoints.dedup.index import INDEX_NAME
+from clocher_runtime.checkpoints.dedup.reader import DedupFile, Keep, has_dedup, open_deduplicated
+from clocher_runtime.checkpoints.iebin import BIN_NAME
+from clocher_runtime.command.settings import SETTINGS, RunConfig, unmet
+from clocher_runtime.disk.files import MappedFile
+from clocher_runtime.disk.output_file import write_file
+
+CACHE_NAME = "model.dedup.cache"
+CACHE_MIB = 1024
+"""Size of the cache unless a run says otherwise."""
+
+_ALWAYS = frozenset({"dedup", "dedup_strict", "dedup_policy"})
+_ACTED_ON = {
+    "on_demand": _ALWAYS,
+    "cache": _ALWAYS | {"dedup_cache_mb"},
+    "replicate_hot": _ALWAYS | {"dedup_hot_bytes", "dedup_hot_list"},
+}
+_FIELDS = frozenset(name for name in SETTINGS if name.startswith("dedup"))
+_HASH = re.compile("[0-9a-f]{64}")
+_log = logging.getLogger(__name__)
+
+
+def open_weights(
+    config: RunConfig, directory: Path | None, other: Callable[[], Checkpoint]
+) -> tuple[Checkpoint, tuple[str, ...]]:
+    """Open the model of a run, by its deduplicated weights if it asks for them.
+
+    Args:
+        config: the run.
+        directory: where the deduplicated weights would be; None if the run names others.
+        other: opens the model without them.
+
+    Returns:
+        The checkpoint, and what the run asked for and did not get, as "NAME=value".
+
+    Raises:
+        UsageError: two settings exclude each other, or a name is not that of a tensor.
+        ModelError: the model is missing or damaged; with IE_DEDUP_STRICT=1 also if its
+            deduplicated weights are.
+    """
+    policy = config.dedup_policy
+    if config.dedup and config.dedup_strict and policy == "off":
+        raise UsageError(
+            "IE_DEDUP_STRICT=1 asks for deduplicated weights and IE_DEDUP_POLICY=off for none; "
+            "drop one"
+        )
+    if directory is None:
+        return other(), unmet(config.given, _FIELDS)
+    only_form = has_dedup(directory) and not os.path.isfile(directory / BIN_NAME)
+    wanted = only_form if config.dedup is None else config.dedup
+    if not wanted or policy == "off":
+        if only_form:
+            raise ModelNotFound(
+                f"{directory}: has its weights in deduplicated form only, and they are not to be "
+                f"used; unset IE_DEDUP and IE_DEDUP_POLICY, or restore {BIN_NAME} with "
+                "clocher dedup --restore"
+            )
+        return other(), unmet(config.given, _FIELDS)
+    try:
+        checkpoint = _open(config, directory)
+    except ModelError as error:
+        if config.dedup_strict or only_form:
+            raise
+        _log.warning("IE_DEDUP=1 is not obeyed, %s is used: %s", BIN_NAME, error)
+        return other(), unmet(config.given, _FIELDS)
+    return checkpoint, unmet(config.given, _FIELDS - _ACTED_ON[policy])
+
+
+def _open(config: RunConfig, directory: Path) -> Checkpoint:
+    if not has_dedup(directory):
+        raise FormatError(
+            f"{directory}: no {INDEX_NAME}; make it with clocher dedup, or unset IE_DEDUP"
+        )
+    keep: Keep = DedupFile.plane
+    if config.dedup_policy == "cache":
+        mib = CACHE_MIB if config.dedup_cache_mb is None else config.dedup_cache_mb
+        keep = PlaneCache(directory / CACHE_NAME, mib << 20).plane
+    elif config.dedup_policy == "replicate_hot":
+        keep = HotPlanes(config.dedup_hot_list, config.dedup_hot_bytes).plane
+    artifact = open_deduplicated(directory, verify=config.dedup_strict, keep=keep)
+    if config.dedup_policy == "replicate_hot":
+        _check_names(config.dedup_hot_list, artifact.checkpoint.names)
+    return artifact.checkpoint
+
+
+def _check_names(patterns: str | None, names: tuple[str, ...]) -> None:
+    for pattern in _patterns(patterns):
+        if not fnmatch.filter(names, pattern):
+            raise UsageError(
+                f"IE_DEDUP_HOT_LIST: no tensor matches {pattern!r}; the model has {len(names)}, "
+                f"such as {', '.join(names[:3])}"
+            )
+
+
+def _patterns(text: str | None) -> list[str]:
+    return [part.strip() for part in text.split(",")] if text else ["*"]
+
+
+class HotPlanes:
+    """Keeps hot tensors in memory of their own, even where they could be read from the file.
+
+    Args:
+        patterns: names of the hot tensors, separated by commas; * and ? are wild. None: all.
+        limit: bytes that may be copied, 0 for no limit. A plane that does not fit stays in place.
+    """
+
+    def __init__(self, patterns: str | None, limit: int) -> None:
+        self._patterns, self._limit = _patterns(patterns), limit
+        self._copied: dict[int, np.ndarray] = {}
+        self._total = 0
+
+    def plane(self, dedup: DedupFile, number: int) -> np.ndarray:
+        """Return a plane, in memory of its own if it is hot."""
+        if number in self._copied:
+            return self._copied[number]
+        found = dedup.plane(number)
+        name = dedup.index.planes[number].tensor
+        hot = any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns)
+        fits = not self._limit or self._total + found.nbytes <= self._limit
+        if hot and fits and dedup.in_place(number):
+            self._total += found.nbytes
+            found = self._copied[number] = found.copy()
+        return found
+
+
+@dataclass(slots=True)
+class PlaneCache:
+    """Keeps decoded planes in files, so that the next run maps them instead of decoding them.
+
+    A plane that does not fit any more is decoded each time. A file is as trustworthy as
+    model.ie.bin: its hash was checked before it was written, and it is mapped as it is.
+
+    Attributes:
+        directory: where the files are; it is made if need be.
+        limit: bytes of all files together.
+        total: bytes of them now; None before the first plane.
+    """
+
+    directory: Path
+    limit: int
+    total: int | None = None
+
+    def plane(self, dedup: DedupFile, number: int) -> np.ndarray:
+        """Return a plane: a view of a file where there is one, else decoded."""
+        if dedup.in_place(number) or self.directory.is_symlink():
+            # A link in a model may lead to files of others, of which `_tidy` would delete some.
+            return dedup.plane(number)
+        if self.total is None:
+            self.total = self._tidy(dedup)
+        stored = dedup.index.planes[number]
+        path = self.directory / stored.sha256
+        size = stored.plane.nbytes
+        if not path.is_file():
+            found = dedup.plane(number)
+            if self.total + size > self.limit:
+                return found
+            try:
+                self.directory.mkdir(exist_ok=True)
+                write_file(path, found.tobytes())
+            except OSError as error:
+                _log.warning("the cache of decoded weights cannot be written: %s", error)
+                self.limit = 0
+                return found
+            self.total += size
+        return MappedFile(path, size).plane(stored.plane, 0)
+
+    def _tidy(self, dedup: DedupFile) -> int:
+        """Delete what is of another model or above the limit; return the bytes that are left."""
+        sizes = {plane.sha256: plane.plane.nbytes for plane in dedup.index.planes}
+        total = 0
+        names = sorted(os.listdir(self.directory)) if self.directory.is_dir() else []
+        for name in filter(_HASH.match, names):
+            path = self.directory / name
+            size = path.stat().st_size
+            if sizes.get(name) == size and total + size <= self.limit:
+                total += size
+            else:
+                path.unlink(missing_ok=True)
+        return total

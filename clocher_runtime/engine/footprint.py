@@ -1,0 +1,173 @@
+"""How large a session is: its sizes, and the memory that they and the weights take.
+
+What a listing of models promises and what a session asks for before it allocates come from here.
+"""
+
+from collections.abc import Mapping, Set
+from dataclasses import asdict, dataclass
+
+from clocher_kernels.errors import UsageError
+from clocher_kernels.formats import parse_format
+from clocher_kernels.formats.base import Format
+from clocher_kernels.ops.attention import KV_DTYPES
+from clocher_kernels.ops.contract import has_codes
+from clocher_kernels.plan import Plan
+from clocher_runtime.engine.arguments import one_of, shown, whole
+from clocher_runtime.engine.backends import BACK_ENDS
+from clocher_runtime.engine.load import Destined
+from clocher_runtime.engine.pages import window_pages
+from clocher_runtime.models.build import PAGE_CELLS, lay_out, table_bytes
+from clocher_runtime.models.inventory import in_scope, inventory
+from clocher_runtime.models.rewrite import quantize_activations
+from clocher_runtime.models.spec import ModelSpec
+
+DEFAULT_CONTEXT = 4096
+ACT_GROUP = 128
+"""Columns per scale of int8 activations."""
+PROGRAM_BYTES = 128 << 20
+"""What Python, its libraries and the compiled kernels take beside any model: measured, rounded."""
+_MOST = (1 << 31) - 1  # slots and rows are int32
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The arguments of `build_plan` that say how large a session is, in its names."""
+
+    tokens: int
+    rows: int
+    slots: int
+    context: int
+    kv_dtype: str
+    pages: int
+    window_pages: int
+
+
+def sizes_of(
+    spec: ModelSpec,
+    backend: str,
+    *,
+    batch: int = 1,
+    context: int | None = None,
+    kv_dtype: str | None = None,
+    chunk: int | None = None,
+    kv_pages: int | None = None,
+    score_rows: int = 0,
+    all_logits: bool = False,
+) -> Sizes:
+    """Return the sizes of a session; the arguments are those of `Session`.
+
+    Raises:
+        UsageError: a size is out of range.
+    """
+    known = BACK_ENDS[backend]
+    kv_dtype = known.kv_dtype if kv_dtype is None else kv_dtype
+    one_of("kv_dtype", kv_dtype, KV_DTYPES)
+    chunk = known.chunk if chunk is None else chunk
+    batch, chunk = whole("batch", batch, 1, _MOST), whole("chunk", chunk, 1, _MOST)
+    longest = spec.max_positions
+    context = min(longest, DEFAULT_CONTEXT) if context is None else whole("context", context)
+    if not 1 <= context <= longest:
+        raise UsageError(f"context is {shown(context)}; this model takes 1 to {longest}")
+    blocks = -(-context // PAGE_CELLS)
+    kv_pages = batch * blocks if kv_pages is None else whole("kv_pages", kv_pages, 1, _MOST)
+    tokens = max(chunk, batch)
+    rows = max(batch, min(whole("score_rows", score_rows, 0, _MOST), tokens))
+    window = max(spec.windows, default=0)
+    few = window_pages(window, tokens, batch, context, kv_pages) if window else 0
+    return Sizes(tokens, tokens if all_logits else rows, batch, context, kv_dtype, kv_pages, few)
+
+
+def with_codes(plan: Plan, formats: Mapping[str, Format], scope: Set[str]) -> Plan:
+    """Return a Plan whose products with integer weights of a scope take int8 activations."""
+    within = {name: fmt for name, fmt in formats.items() if name in scope}
+    return quantize_activations(plan, within, ACT_GROUP)
+
+
+def packed_names(plan: Plan) -> set[str]:
+    """Return the weights that the CPU back end packs before the first step."""
+    return {call.args["w"] for call in plan.calls if has_codes(call)}
+
+
+def expected_bytes(spec: ModelSpec, weights: int) -> int:
+    """Return what a run would take of a model whose weights are not there yet.
+
+    Args:
+        spec: the model.
+        weights: bytes of their files, which are taken to be used as they are stored.
+    """
+    empty = {name: Destined(fmt, 0, made=False) for name, fmt in _plain(spec).items()}
+    return footprint(spec, empty).total + weights
+
+
+def _plain(spec: ModelSpec) -> dict[str, Format]:
+    """Return formats of a model's matrices for what does not depend on them."""
+    stored = parse_format("bf16")
+    return {name: stored for name, need in inventory(spec).items() if need.kind != "vector"}
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of memory that a run on the CPU takes.
+
+    Attributes:
+        mapped: weights that are read where they lie in their file, by way of the page cache.
+        made: weights that are decoded or converted at load.
+        packed: weights that are packed before the first step, beside those that were made.
+        kv: the KV cache.
+        buffers: other buffers, and the rotary tables.
+    """
+
+    mapped: int
+    made: int
+    packed: int
+    kv: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        """All of it, and the program."""
+        weights = self.mapped + self.made + self.packed
+        return weights + self.kv + self.buffers + PROGRAM_BYTES
+
+
+def footprint(
+    spec: ModelSpec, weights: Mapping[str, Destined], context: int | None = None
+) -> Footprint:
+    """Return what a run on the CPU takes, with the defaults of `Session`.
+
+    Args:
+        spec: the model.
+        weights: from `load.destined`.
+        context: in tokens; None: the default.
+
+    Raises:
+        UsageError: the context is longer than the model's.
+    """
+    formats = {name: each.format for name, each in weights.items() if each.format is not None}
+    sizes = sizes_of(spec, "cpu", context=context)
+    plan = with_codes(lay_out(spec, formats, **asdict(sizes)), formats, in_scope(spec, "all"))
+    packed = packed_names(plan)
+    kv = sum(buffer.nbytes for buffer in plan.buffers.values() if buffer.role == "state")
+    return Footprint(
+        mapped=sum(w.nbytes for n, w in weights.items() if not w.made and n not in packed),
+        made=sum(w.nbytes for w in weights.values() if w.made),
+        packed=sum(weights[name].nbytes for name in packed),
+        kv=kv,
+        buffers=plan.scratch_bytes() - kv + table_bytes(spec, sizes.context),
+    )
+
+
+def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str | None = None) -> int:
+    """Return the bytes that a token takes of the KV cache, until a window is full.
+
+    Args:
+        spec: the model.
+        kv_dtype: None: the CPU back end's.
+    """
+    formats = {
+        n: parse_format("bf16") for n, need in inventory(spec).items() if need.kind != "vector"
+    }
+    sizes = sizes_of(spec, "cpu", context=1, kv_dtype=kv_dtype)
+    plan = lay_out(spec, formats, **{**asdict(sizes), "pages": 1, "window_pages": 0})
+    held = sum(buffer.nbytes for buffer in plan.buffers.values() if buffer.role == "state")
+    return held // PAGE_CELLS

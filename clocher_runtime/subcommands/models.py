@@ -1,0 +1,305 @@
+"""`clocher models`: what is on this machine, what it needs, and whether it fits and runs."""
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from clocher_kernels.errors import ModelNotFound, UsageError
+from clocher_runtime.command.script_run import Report, option, script, switch
+from clocher_runtime.exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from clocher_runtime.subcommands.models_found import Look
+
+ENVIRONMENT = """\b
+Environment:
+  HF_HUB_CACHE  the Hub's cache; HF_HOME: where it is by default
+  LLAMA_CACHE   llama.cpp's; ~/.cache/llama.cpp by default
+
+No weights are read. Memory is what a run on the CPU takes with the default context: weights, KV
+cache, buffers and the program; it fits if the machine, and the limits of its control groups, have
+so much left."""
+_CONTEXTS = (2048, 4096, 8192, 32768, 131072)
+_HEADS = ("MODEL", "FAMILY", "PARAMETERS", "FORMAT", "DISK", "MEMORY", "FITS", "CHAT", "RUNS")
+_RIGHT = {"PARAMETERS", "DISK", "MEMORY"}
+
+
+@script(
+    "clocher models",
+    click.argument("where", metavar="[MODEL|DIR...]", nargs=-1),
+    switch("--json", "A line of JSON, in place of a table.", "as_json"),
+    switch("--measure", "With one MODEL: measure memory, and say what speed it allows."),
+    option("--remove", str, "Delete a model from the Hub's cache, after a question."),
+    switch("--yes", "With --remove: do not ask."),
+    examples=(
+        ("What is on this machine", "clocher models"),
+        ("The same, for a program", "clocher models --json"),
+        ("What is below a directory", "clocher models /srv/models"),
+        ("All about one", "clocher models Qwen/Qwen3-0.6B --measure"),
+        ("Make room", "clocher models --remove Qwen/Qwen3-0.6B"),
+    ),
+    epilog=ENVIRONMENT,
+    exit_codes=(
+        (ExitCode.OK, "done; a model that does not fit is no error"),
+        (ExitCode.USAGE, "a flag cannot be used"),
+        (ExitCode.MODEL, "there is no such model, or directory"),
+        (ExitCode.DEVICE, "the cache cannot be written (no permission)"),
+    ),
+)
+def models(
+    report: Report,
+    where: tuple[str, ...],
+    as_json: bool,
+    measure: bool,
+    remove: str | None,
+    yes: bool,
+) -> int:
+    """List the models on this machine, and whether each fits in memory and runs.
+
+    Looked into: the embedded model, the caches of the Hub and of llama.cpp, ./models, and the
+    directories that are given, three levels deep.
+    """
+    if remove is not None:
+        return _remove(report, remove, yes)
+    one = _one_model(where)
+    if one is not None:
+        _tell(_details(where[0], one, measure), as_json)
+        return ExitCode.OK
+    if measure:
+        raise UsageError("--measure is about one model; name it: clocher models MODEL --measure")
+    from clocher_runtime.subcommands.models_found import find, look
+
+    rows = [look(found) for found in find([Path(each) for each in where], not where)]
+    if as_json:
+        click.echo(json.dumps([asdict(row) for row in rows]))
+    else:
+        _print_table(rows)
+    if not rows:
+        report.note("no models; get one: clocher pull OWNER/NAME")
+    return ExitCode.OK
+
+
+COMMAND = models
+main = models.run
+
+
+def _one_model(where: Sequence[str]) -> Path | None:
+    """Return the path of the only argument if it is a model, None if it is a place to look into.
+
+    Raises:
+        ModelNotFound: an argument is neither.
+    """
+    from clocher_runtime.checkpoints.no_model import holds_model
+    from clocher_runtime.command.model_choice import locate
+
+    paths = [locate(name) for name in where]
+    for name, path in zip(where, paths, strict=True):
+        if len(paths) > 1 and not path.is_dir():
+            raise ModelNotFound(f"{name}: expected a directory to look into, or one model alone")
+    if len(paths) != 1:
+        return None
+    return paths[0] if not paths[0].is_dir() or holds_model(paths[0]) else None
+
+
+def _details(name: str, path: Path, measure: bool) -> dict[str, Any]:
+    """Return all about one model.
+
+    Raises:
+        ModelError: it is damaged or cannot run.
+    """
+    from clocher_runtime.checkpoints import open_checkpoint
+    from clocher_runtime.command.model_choice import converses
+    from clocher_runtime.engine.footprint import footprint, kv_bytes_per_token
+    from clocher_runtime.engine.load import bytes_per_token, describe, destined, label
+
+    checkpoint = open_checkpoint(path)
+    spec, needs = describe(checkpoint)
+    weights = destined(spec, needs, checkpoint)
+    formats: dict[str, dict[str, int]] = {}
+    for tensor in checkpoint.tensors.values():
+        row = formats.setdefault(tensor.format.name, {"tensors": 0, "bytes": 0})
+        row["tensors"] += 1
+        row["bytes"] += tensor.nbytes
+    per_token = bytes_per_token(spec, {name: each.nbytes for name, each in weights.items()})
+    contexts = [n for n in _CONTEXTS if n <= spec.max_positions] or [spec.max_positions]
+    found: dict[str, Any] = {
+        "name": name,
+        "path": str(checkpoint.path),
+        "family": spec.family,
+        "parameters": sum(need.elements for need in needs.values()),
+        "layers": spec.num_layers,
+        "longest_context": spec.max_positions,
+        "chat": converses(path, checkpoint.tokenizer_config.get("chat_template")),
+        "format": label({n: (w.format, w.nbytes) for n, w in weights.items() if w.format}),
+        "stored": formats,
+        "bytes_per_token": per_token,
+        "kv_bytes_per_token": kv_bytes_per_token(spec),
+        "memory": {str(n): footprint(spec, weights, n).total for n in contexts},
+        "available": _available(),
+    }
+    if measure:
+        found |= _measured(per_token)
+    return found
+
+
+def _available() -> int | None:
+    from clocher_kernels.host_memory import available
+
+    return available()
+
+
+def _measured(per_token: int) -> dict[str, Any]:
+    """Return how fast memory is read, and how many tokens a second that allows at most."""
+    from clocher_runtime.engine.bandwidth import read_gbps
+    from clocher_runtime.engine.topology import default_threads
+
+    gbps = read_gbps(per_token, default_threads())
+    if gbps is None:
+        return {"read_gbps": None, "most_tokens_per_s": None}
+    return {"read_gbps": round(gbps, 2), "most_tokens_per_s": round(1e9 * gbps / per_token, 2)}
+
+
+def _tell(found: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    from rich.filesize import decimal
+
+    left = found["available"]
+    lines = [(key, found[key]) for key in ("name", "path", "family", "format", "layers")]
+    lines += [
+        ("parameters", _count(found["parameters"])),
+        ("longest context", f"{found['longest_context']} tokens"),
+        ("chat", "by its template" if found["chat"] else "no: clocher chat continues text"),
+    ]
+    for name, row in sorted(found["stored"].items(), key=lambda item: -item[1]["bytes"]):
+        lines.append((f"stored {name}", f"{row['tensors']} tensors, {decimal(row['bytes'])}"))
+    lines += [
+        ("weights read", f"{decimal(found['bytes_per_token'])} for a token"),
+        ("KV cache", f"{decimal(found['kv_bytes_per_token'])} for a token"),
+    ]
+    for context, nbytes in found["memory"].items():
+        fits = "" if left is None else ", fits" if nbytes <= left else ", does not fit"
+        lines.append(("memory", f"{decimal(nbytes)} with a context of {context}{fits}"))
+    if left is not None:
+        lines.append(("available", decimal(left)))
+    if found.get("read_gbps"):
+        speed = f"{found['most_tokens_per_s']:g} tokens/s"
+        lines.append(("at most", f"{speed}, from {found['read_gbps']:g} GB/s of memory"))
+    width = max(len(name) for name, _ in lines)
+    for name, value in lines:
+        click.echo(_inert(f"{name:<{width}}  {value}"))
+
+
+def _print_table(rows: Sequence["Look"]) -> None:
+    """Print a table: with rich on a terminal, elsewhere in aligned columns."""
+    cells = [_HEADS, *map(_cells, rows)]
+    if sys.stdout is not None and sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for head in _HEADS:
+            is_name = head in ("MODEL", "RUNS")
+            table.add_column(
+                head,
+                justify="right" if head in _RIGHT else "left",
+                no_wrap=not is_name,
+                overflow="fold",
+            )
+        for row in cells[1:]:
+            table.add_row(*map(Text, row))
+        Console(highlight=False).print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        line = (
+            f"{cell:>{width}}" if head in _RIGHT else f"{cell:<{width}}"
+            for head, cell, width in zip(_HEADS, row, widths, strict=True)
+        )
+        click.echo("  ".join(line).rstrip())
+
+
+def _cells(row: "Look") -> tuple[str, ...]:
+    from rich.filesize import decimal
+
+    yes_no = {None: "-", True: "yes", False: "no"}
+    return (
+        _inert(shlex.quote(row.name)),
+        row.family or "-",
+        "-" if row.parameters is None else _count(row.parameters),
+        row.format or "-",
+        decimal(row.disk),
+        "-" if row.memory is None else decimal(row.memory),
+        yes_no[row.fits],
+        yes_no[row.chat],
+        _inert(row.runs),
+    )
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
+
+
+def _inert(text: str) -> str:
+    """Return a text that a terminal shows and does not obey: names come from anywhere."""
+    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+
+
+def _remove(report: Report, name: str, yes: bool) -> int:
+    """Delete a model of the Hub's cache.
+
+    Raises:
+        UsageError: it is not in the cache, or nobody can be asked.
+    """
+    from rich.filesize import decimal
+
+    from clocher_runtime.checkpoints.hf.cache import (
+        cache_directory,
+        hub_name,
+        repositories,
+        snapshot,
+    )
+
+    hub = hub_name(name)
+    folder = repositories().get(hub.repo) if hub else None
+    if hub is None or folder is None or hub.file:
+        raise UsageError(
+            f"--remove: {name[:200]!r} is not a model of the Hub's cache ({cache_directory()}); "
+            "clocher models lists them, other files are yours to delete"
+        )
+    revision = snapshot(hub)
+    if hub.revision != "main" and revision is None:
+        raise UsageError(f"--remove: the Hub's cache has no revision {hub.revision} of {hub.repo}")
+    from huggingface_hub import scan_cache_dir
+
+    found = scan_cache_dir(cache_directory())
+    repos = {repo.repo_path.name: repo for repo in found.repos}
+    if folder.name not in repos:
+        raise UsageError(f"--remove: {folder} is damaged; delete that directory yourself")
+    commits = [each.commit_hash for each in repos[folder.name].revisions]
+    if hub.revision != "main" and revision is not None:
+        commits = [revision.name]
+    # The library takes the first repository with a commit, and a copy of another has the same.
+    only = replace(found, repos=frozenset([repos[folder.name]]))
+    strategy = only.delete_revisions(*commits)
+    freed = decimal(strategy.expected_freed_size)
+    if not yes:
+        if not (sys.stdin is not None and sys.stdin.isatty()):
+            raise UsageError(f"--remove: would delete {hub}, {freed}; say so with --yes")
+        if not click.confirm(f"delete {hub}, {freed}?", err=True):
+            report.done("nothing was deleted")
+            return ExitCode.OK
+    strategy.execute()
+    report.done(f"deleted {hub}, {freed}")
+    return ExitCode.OK

@@ -1,0 +1,210 @@
+"""Which models are on this machine, and what each is: from their headers, never their weights."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from clocher_kernels.errors import ClocherError, UnsupportedModel
+from clocher_kernels.host_memory import available
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints.gguf.checkpoint import SUFFIX
+from clocher_runtime.checkpoints.hf.cache import HubName, repositories, revisions
+from clocher_runtime.checkpoints.hf.foreign import listed
+from clocher_runtime.checkpoints.no_model import holds_model
+from clocher_runtime.command.model_choice import EMBEDDED, converses, embedded_model
+from clocher_runtime.engine.footprint import footprint
+from clocher_runtime.engine.load import describe, destined, label
+
+if TYPE_CHECKING:
+    from clocher_runtime.checkpoints.checkpoint import Checkpoint
+
+MOST_MODELS = 1000
+_DEPTH = 3
+_MOST_ENTRIES = 20_000
+_PHRASE = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where a model may be.
+
+    Attributes:
+        name: as it is typed after `clocher chat`.
+        place: "embedded", "Hub", "llama.cpp" or "directory".
+    """
+
+    name: str
+    place: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What a model is. Sizes are bytes; None is what is not known of one that cannot run.
+
+    Attributes:
+        name: as it is typed after `clocher chat`.
+        place: where it was found.
+        path: its directory or file.
+        family: such as "llama".
+        parameters: elements of its tensors.
+        format: what its matrices are used as, the largest share of bytes first.
+        disk: of its files.
+        memory: that a run on the CPU takes with the default context.
+        fits: whether that much is there.
+        runs: "yes", or why not.
+        chat: whether it answers by a chat template.
+    """
+
+    name: str
+    place: str
+    path: str
+    family: str | None = None
+    parameters: int | None = None
+    format: str | None = None
+    disk: int
+    memory: int | None = None
+    fits: bool | None = None
+    runs: str
+    chat: bool | None = None
+
+
+def find(directories: Sequence[Path], everywhere: bool = True) -> Iterator[Found]:
+    """Yield the models of this machine, at most `MOST_MODELS`.
+
+    Args:
+        directories: to look into, three levels deep.
+        everywhere: also the embedded model, the caches of the Hub and of llama.cpp, and ./models.
+    """
+    seen: set[str] = set()
+    for count, found in enumerate(_all(directories, everywhere)):
+        real = os.path.realpath(found.path)
+        if count >= MOST_MODELS:
+            return
+        if real not in seen:
+            seen.add(real)
+            yield found
+
+
+def look(found: Found) -> Look:
+    """Return what a model is; a damaged one is told as such, whatever is wrong with it."""
+    try:
+        with_files = open_checkpoint(found.path)
+        return _look(found, with_files)
+    except UnsupportedModel as error:
+        runs = f"no: {_phrase(error, found.path)}"
+    except ClocherError as error:
+        runs = f"damaged: {_phrase(error, found.path)}"
+    except Exception as error:  # whatever a hostile directory makes of us: the others are listed
+        runs = f"damaged: {type(error).__name__}: {_phrase(error, found.path)}"
+    disk = _size(found.path)
+    return Look(name=found.name, place=found.place, path=str(found.path), disk=disk, runs=runs)
+
+
+def _look(found: Found, checkpoint: "Checkpoint") -> Look:
+    spec, needs = describe(checkpoint)
+    weights = destined(spec, needs, checkpoint)
+    memory, left = footprint(spec, weights).total, available()
+    return Look(
+        name=found.name,
+        place=found.place,
+        path=str(found.path),
+        family=spec.family,
+        parameters=sum(need.elements for need in needs.values()),
+        format=label({n: (w.format, w.nbytes) for n, w in weights.items() if w.format is not None}),
+        disk=_size(found.path),
+        memory=memory,
+        fits=None if left is None else memory <= left,
+        runs="yes",
+        chat=converses(found.path, checkpoint.tokenizer_config.get("chat_template")),
+    )
+
+
+def _all(directories: Sequence[Path], everywhere: bool) -> Iterator[Found]:
+    if everywhere:
+        yield Found(EMBEDDED, "embedded", embedded_model())
+        yield from _of_the_hub()
+        for directory in (_llama_cache(), Path("models")):
+            place = "directory" if directory == Path("models") else "llama.cpp"
+            yield from _below(directory, place, _DEPTH, [_MOST_ENTRIES])
+    for directory in directories:
+        yield from _below(directory, "directory", _DEPTH, [_MOST_ENTRIES])
+
+
+def _of_the_hub() -> Iterator[Found]:
+    for repo, folder in repositories().items():
+        refs = revisions(folder)
+        try:
+            commits = sorted(os.listdir(folder / "snapshots"))
+        except OSError:
+            commits = []
+        for commit in commits:
+            names = sorted(ref for ref, target in refs.items() if target == commit)
+            revision = "main" if "main" in names else names[0] if names else commit
+            hub = HubName(repo, revision)
+            yield from _files_of(str(hub), "Hub", folder / "snapshots" / commit)
+        if not commits:
+            yield Found(repo, "Hub", folder)
+
+
+def _below(directory: Path, place: str, depth: int, left: list[int]) -> Iterator[Found]:
+    """Yield the models in a directory and below it; `left` counts the entries that may be seen."""
+    if holds_model(directory):
+        yield from _files_of(str(directory), place, directory)
+        return
+    if depth == 0:
+        return
+    try:
+        with os.scandir(directory) as entries:
+            names = [entry.name for entry, _ in zip(entries, range(left[0]), strict=False)]
+    except OSError:
+        return
+    left[0] -= len(names)
+    for name in sorted(names):
+        inner = directory / name
+        if not name.startswith(".") and os.path.isdir(inner):
+            yield from _below(inner, place, depth - 1, left)
+
+
+def _files_of(name: str, place: str, directory: Path) -> Iterator[Found]:
+    """Yield the model of a directory, or each GGUF file of one that has several."""
+    try:
+        files = [file for file in listed(directory) if file.lower().endswith(SUFFIX)]
+    except ClocherError:
+        files = []
+    if len(files) < 2:
+        yield Found(name, place, directory)
+    for file in files if len(files) > 1 else ():
+        yield Found(f"{name}/{file}", place, directory / file)
+
+
+def _llama_cache() -> Path:
+    """Return where llama.cpp keeps what it downloads. Source: its common/common.cpp."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(os.environ.get("LLAMA_CACHE") or os.path.join(base, "llama.cpp"))
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of a file, or of those of a directory, as far as they can be seen."""
+    if os.path.isfile(path):
+        return os.path.getsize(path)
+    total = count = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            count += 1
+            if count > _MOST_ENTRIES:
+                return total
+            try:
+                total += os.stat(os.path.join(folder, name)).st_size
+            except OSError:
+                continue
+    return total
+
+
+def _phrase(error: Exception, path: Path) -> str:
+    """Return the beginning of a message without the path that it begins with."""
+    text = str(error).removeprefix(str(path)).lstrip("/: ") or type(error).__name__
+    text = text.split("; ")[0]
+    return text if len(text) <= _PHRASE else f"{text[:_PHRASE]}..."
