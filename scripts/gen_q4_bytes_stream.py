@@ -4,36 +4,38 @@ import os
 from pathlib import Path
 
 from clocher_runtime.command.parsing import integer, switch
-from clocher_runtime.command.script_run import EXIT_CODES, Report, needed, script
+from clocher_runtime.command.script_run import Report, needed, script
 from clocher_runtime.convert.q4.planes import CHUNK_ROWS, plan_q4
 
 MAX_CHUNK_ROWS = 1_000_000
 
+EXAMPLES = (
+    (
+        "All projections and the head",
+        "CHUNK_ROWS=128 IE_Q4_INCLUDE_LM_HEAD=1 python scripts/gen_q4_bytes_stream.py \\\n"
+        "    --hf-dir models/llama/hf --q4-bytes models/llama/model.q4.bin \\\n"
+        "    --scales models/llama/model.q4.scales.fp16.bin \\\n"
+        "    --manifest quant/q4_manifest.expanded.json",
+    ),
+)
 EPILOG = f"""\b
-Example:
-  CHUNK_ROWS=128 IE_Q4_INCLUDE_LM_HEAD=1 python scripts/gen_q4_bytes_stream.py \\
-      --hf-dir models/llama/hf --q4-bytes models/llama/model.q4.bin \\
-      --scales models/llama/model.q4.scales.fp16.bin \\
-      --manifest quant/q4_manifest.expanded.json
-
-\b
 Environment:
   IE_Q4_INCLUDE_LM_HEAD  1: the output head (lm_head.weight) too; default 0
   CHUNK_ROWS             rows that are encoded at a time, 1 to {MAX_CHUNK_ROWS} ({CHUNK_ROWS});
                          fewer take less memory, the bytes are the same
 
-{EXIT_CODES}
 Killed at any moment, it leaves no manifest, and no files count without one. Run it again to go
 on."""
 
 
 @script(
     "gen_q4_bytes_stream",
-    EPILOG,
     needed("--hf-dir", "The checkpoint, as hf_to_iebin.py takes it. It is only read."),
     needed("--q4-bytes", "File for the codes, usually model.q4.bin."),
     needed("--scales", "File for the scales, usually model.q4.scales.fp16.bin."),
     needed("--manifest", "File for the expanded manifest, which hf_to_iebin.py --q4-map takes."),
+    examples=EXAMPLES,
+    epilog=EPILOG,
 )
 def main(report: Report, hf_dir: Path, q4_bytes: Path, scales: Path, manifest: Path) -> None:
     """Encode the projections of a model (*_proj.weight, stored as floats) in Q4_0.

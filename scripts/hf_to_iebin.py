@@ -1,13 +1,6 @@
-"""Convert a checkpoint to IEBIN. The work is in clocher_runtime.convert.to_iebin."""
+"""Convert a checkpoint to IEBIN. The work is that of `clocher convert`."""
 
-from clocher_runtime.command.script_run import PATH, converter, option
-
-EXAMPLES = """\b
-Examples:
-  python scripts/hf_to_iebin.py --hf-dir models/llama/hf --out-dir models/llama
-  python scripts/hf_to_iebin.py --hf-dir models/llama/hf --out-dir models/llama-int4 \\
-      --q4-map quant/q4_manifest.json --verify
-"""
+from clocher_runtime.subcommands.convert import Q4_MAP, converter
 
 main = converter(
     "hf_to_iebin",
@@ -16,13 +9,14 @@ main = converter(
     Tensors that are already quantised (MXFP4, BitNet, fp8) keep their exact bytes. Two tensors at
     a time are in memory.
     """,
-    option(
-        "--q4-map",
-        PATH,
-        "Quantisation manifest (JSON): which matrices become int4 or int8, or where they lie "
-        "already quantised. Without it every tensor is copied bit for bit.",
+    Q4_MAP,
+    examples=(
+        (
+            "With a quantisation manifest",
+            "python scripts/hf_to_iebin.py --hf-dir models/llama/hf --out-dir models/llama-q4 \\\n"
+            "    --q4-map quant/q4_manifest.json --verify",
+        ),
     ),
-    examples=EXAMPLES,
 )
 
 if __name__ == "__main__":

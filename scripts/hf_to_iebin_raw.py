@@ -1,6 +1,6 @@
 """Convert a checkpoint to IEBIN without quantising: hf_to_iebin.py without --q4-map."""
 
-from clocher_runtime.command.script_run import converter
+from clocher_runtime.subcommands.convert import converter
 
 main = converter(
     "hf_to_iebin_raw",

@@ -1,6 +1,6 @@
 """Convert a checkpoint to IEBIN in small pieces: the one converter, which always does."""
 
-from clocher_runtime.command.script_run import converter
+from clocher_runtime.subcommands.convert import converter
 
 main = converter(
     "hf_to_iebin_stream",

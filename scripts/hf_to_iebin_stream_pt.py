@@ -1,7 +1,7 @@
 """Convert pytorch_model*.bin weights to IEBIN. The work is in clocher_runtime.checkpoints."""
 
 from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
-from clocher_runtime.command.script_run import converter
+from clocher_runtime.subcommands.convert import converter
 
 main = converter(
     "hf_to_iebin_stream_pt",

@@ -15,22 +15,17 @@ from clocher_runtime.convert.synthetic import (
     plan_synthesis,
 )
 
-EPILOG = """\b
-Examples:
-  python scripts/make_synthetic.py --preset llama-1b --precision int4 --out-dir models/l1b-int4
-  python scripts/make_synthetic.py --preset llama-1b --precision int4 --out-dir models/l1b-int4 \\
-      --gguf
-  python scripts/make_synthetic.py --preset gpt-oss-20b --precision native --out-dir models/oss
-
-\b
-Presets:
-"""
-EPILOG += "\n".join(f"  {preset.name:13} {preset.summary}" for preset in PRESETS.values())
+SELF = "python scripts/make_synthetic.py --preset"
+EXAMPLES = (
+    ("Int4", f"{SELF} llama-1b --precision int4 --out-dir models/l1b-int4"),
+    ("For llama.cpp, too", f"{SELF} llama-1b --precision int4 --out-dir models/l1b-int4 --gguf"),
+    ("As published", f"{SELF} gpt-oss-20b --precision native --out-dir models/oss"),
+)
+PRESET_LINES = "\n".join(f"  {preset.name:13} {preset.summary}" for preset in PRESETS.values())
 
 
 @script(
     "make_synthetic",
-    EPILOG,
     option("--preset", click.Choice(list(PRESETS)), "The shape.", required=True),
     option(
         "--precision",
@@ -68,6 +63,8 @@ EPILOG += "\n".join(f"  {preset.name:13} {preset.summary}" for preset in PRESETS
         is_flag=False,
         flag_value=SAME,
     ),
+    examples=EXAMPLES,
+    epilog=f"\b\nPresets:\n{PRESET_LINES}",
 )
 def main(
     report: Report,

@@ -2,20 +2,14 @@
 
 from pathlib import Path
 
-from clocher_runtime.command.script_run import EXIT_CODES, Report, needed, script
+from clocher_runtime.command.script_run import Report, needed, script
 from clocher_runtime.convert.to_iebin import MAP_NAME, write_tensor_map
-
-EPILOG = f"""\b
-Example:
-  python scripts/make_tensor_map_from_iejson.py --model-dir models/llama
-
-{EXIT_CODES}"""
 
 
 @script(
     "make_tensor_map_from_iejson",
-    EPILOG,
     needed("--model-dir", "Directory with model.ie.json; tensor_map.json is written beside it."),
+    examples=(("Map", "python scripts/make_tensor_map_from_iejson.py --model-dir models/llama"),),
 )
 def main(report: Report, model_dir: Path) -> None:
     """Say in a plain JSON file where each tensor of model.ie.bin lies.

@@ -12,6 +12,7 @@ import click
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.script_run import PATH, Report, option, script, switch
+from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.monitoring import require_prometheus_client
 from clocher_runtime.monitoring.sources import FollowedDirectory, FollowedFile, stream_lines
 
@@ -20,29 +21,28 @@ if TYPE_CHECKING:
 
 PORT = 9640
 
-EPILOG = """\b
-Examples:
-  python scripts/metrics_exporter.py build/bench/bench.jsonl
-  clocher-run --prompt 'def add(' | python scripts/metrics_exporter.py --once
-
-\b
-Exit codes:
-  0  --once: printed; else: stopped by Ctrl-C or SIGTERM
-  2  a flag cannot be used, or prometheus-client is not installed
-  5  SOURCE cannot be read, or the address cannot be listened on
-
-docs/monitoring describes the metrics."""
-
 _POLL_S = 1.0
 
 
 @script(
     "metrics_exporter",
-    EPILOG,
     click.argument("source", type=PATH, default="-"),
     option("--port", click.IntRange(0, 65535), default=PORT),
     option("--address", str, "Address to listen on.", default="127.0.0.1"),
     switch("--once", "Read what is there, print the metrics and end."),
+    examples=(
+        ("Follow a file", "python scripts/metrics_exporter.py build/bench/bench.jsonl"),
+        (
+            "The metrics of one run",
+            "clocher-run --prompt 'def add(' | python scripts/metrics_exporter.py --once",
+        ),
+    ),
+    epilog="docs/monitoring describes the metrics.",
+    exit_codes=(
+        (ExitCode.OK, "--once: printed; else: stopped by Ctrl-C or SIGTERM"),
+        (ExitCode.USAGE, "a flag cannot be used, or prometheus-client is not installed"),
+        (ExitCode.DEVICE, "SOURCE cannot be read, or the address cannot be listened on"),
+    ),
 )
 def main(report: Report, source: Path, port: int, address: str, once: bool) -> None:
     """Serve the JSON lines in SOURCE as metrics on /metrics.

@@ -4,22 +4,21 @@ The pickles are followed and not run: only plain tensors are read. torch is not 
 """
 
 from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
-from clocher_runtime.command.ptq import EXIT_CODES, ptq_script
 from clocher_runtime.command.script_run import needed
+from clocher_runtime.subcommands.quantize import manifest_script
 
-EPILOG = f"""\b
-Examples:
-  python scripts/ptq_from_bin.py --hf-dir models/gpt-oss-20b/hf --out quant/q4.json \\
-      --bits 4 --weights-only 1
-  python scripts/hf_to_iebin_stream_pt.py --help
+EXAMPLES = (
+    (
+        "Rules for 4 bits; hf_to_iebin_stream_pt.py, or clocher quantize, makes models",
+        "python scripts/ptq_from_bin.py --hf-dir models/gpt-oss-20b/hf --out quant/q4.json \\\n"
+        "    --bits 4 --weights-only 1",
+    ),
+)
 
-{EXIT_CODES}"""
-
-
-main = ptq_script(
+main = manifest_script(
     "ptq_from_bin",
     __doc__,
-    EPILOG,
+    EXAMPLES,
     needed(
         "--hf-dir",
         "Directory with config.json and pytorch_model.bin, or its index and shards (or with them "

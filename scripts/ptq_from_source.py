@@ -12,16 +12,20 @@ from pathlib import Path
 from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints.arrays import open_arrays, open_npz
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.command.ptq import EXIT_CODES, ptq_script
 from clocher_runtime.command.script_run import option
+from clocher_runtime.subcommands.quantize import manifest_script
 
-EPILOG = f"""\b
-Examples:
-  python scripts/ptq_from_source.py --source weights.npz --out quant/q4.json --bits 8
-  python scripts/ptq_from_source.py --source my_weights:load --out quant/q4.json \\
-      --bits 4 --group 64 --symmetric --mse
-
-{EXIT_CODES}"""
+EXAMPLES = (
+    (
+        "An archive of arrays",
+        "python scripts/ptq_from_source.py --source weights.npz --out quant/q4.json --bits 8",
+    ),
+    (
+        "A function of yours",
+        "python scripts/ptq_from_source.py --source my_weights:load --out quant/q4.json \\\n"
+        "    --bits 4 --group 64 --symmetric --mse",
+    ),
+)
 
 
 def _open(source: str) -> Checkpoint:
@@ -40,10 +44,10 @@ def _open(source: str) -> Checkpoint:
     return open_arrays(found(), source)
 
 
-main = ptq_script(
+main = manifest_script(
     "ptq_from_source",
     __doc__,
-    EPILOG,
+    EXAMPLES,
     option("--source", str, "FILE.npz, or module:function (from here).", required=True),
     _open,
 )

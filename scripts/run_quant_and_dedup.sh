@@ -13,10 +13,10 @@ not there:
      MANIFEST                          default quant/q4_manifest.expanded.json
   3. model.ie.compat.json              the index over both (make_compat_index.py)
 Then always:
-  4. model.dedup.*                     lossless deduplication (dedup_model.py); not written, and
+  4. model.dedup.*                     lossless deduplication (clocher dedup); not written, and
                                        said so, where it would save too little
 
-A model without float projections stops at step 2; call dedup_model.py for it.
+A model without float projections stops at step 2; call clocher dedup for it.
 
 Environment:
   CHUNK_ROWS, IE_Q4_INCLUDE_LM_HEAD  as for gen_q4_bytes_stream_all.sh
@@ -64,5 +64,5 @@ if [ ! -f "$model/model.ie.compat.json" ]; then
 fi
 # 8: deduplication would save too little and wrote nothing, which is an answer and no failure.
 status=0
-"$python" "$scripts/dedup_model.py" --model-dir "$model" || status=$?
+"$python" -m clocher_runtime dedup "$model" || status=$?
 [ "$status" -eq 8 ] || exit "$status"

@@ -279,7 +279,9 @@ def test_a_disk_too_small_is_noticed_before_writing(
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     out = tmp_path / "deep" / "out"
-    with pytest.raises(OSError, match=r"needs \d+ bytes, the disk has 1000 free: \d+ short") as e:
+    with pytest.raises(
+        OSError, match=r"needs [\d.]+ \w+, the disk has 1\.0 kB free: [\d.]+ \w+ "
+    ) as e:
         convert(LLAMA, out)
     assert str(out) in str(e.value) and not out.exists()
 

@@ -46,7 +46,7 @@ from clocher_runtime.checkpoints.dedup.index import (
 )
 from clocher_runtime.checkpoints.dedup.reader import DedupFile, open_dedup, open_deduplicated
 from clocher_runtime.checkpoints.iebin import IebinWriter
-from clocher_runtime.command.model_choice import CACHE_NAME, open_weights
+from clocher_runtime.command.dedup_weights import CACHE_NAME, open_weights
 from clocher_runtime.command.settings import Given, RunConfig
 from clocher_runtime.convert.dedup import encode as encoder
 from clocher_runtime.convert.dedup.encode import Source, choose, choose_stream
@@ -55,6 +55,7 @@ from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.disk.plane_index import seal
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.engine.session import Session
+from clocher_runtime.subcommands import dedup as dedup_command
 
 NAMES = [*FILE_NAMES.values(), INDEX_NAME]
 
@@ -442,14 +443,9 @@ def test_equal_tensors_are_stored_once(tmp_path: Path) -> None:
     assert np.array_equal(found.tensor("head").planes["data"], data)
 
 
-SCRIPT = ROOT / "scripts" / "dedup_model.py"
-
-
 def script(*arguments: object) -> tuple[int, str, str]:
-    """Run the script in this process."""
-    namespace: dict[str, Any] = {"__name__": "dedup_model"}
-    exec(compile(SCRIPT.read_bytes(), str(SCRIPT), "exec"), namespace)
-    done = click.testing.CliRunner().invoke(namespace["main"], list(map(str, arguments)))
+    """Run `clocher dedup` in this process."""
+    done = click.testing.CliRunner().invoke(dedup_command.COMMAND, list(map(str, arguments)))
     return done.exit_code, done.stdout, done.stderr
 
 
@@ -683,7 +679,7 @@ def test_a_full_disk_leaves_nothing(llama: Path, monkeypatch: pytest.MonkeyPatch
         (llama / name).unlink()
     plan = plan_dedup(llama)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 1000))
-    with pytest.raises(OSError, match="short"):
+    with pytest.raises(OSError, match="too little"):
         plan.run()
     assert not list(llama.glob("model.dedup*"))
 
@@ -728,7 +724,7 @@ def test_strict_refuses_and_the_rest_falls_back(
     with pytest.raises(FormatError, match="SHA-256"):
         opened(gptoss, dedup=True, dedup_strict=True)
     (gptoss / INDEX_NAME).unlink()
-    with pytest.raises(FormatError, match=r"scripts/dedup_model\.py"):
+    with pytest.raises(FormatError, match="clocher dedup"):
         opened(gptoss, dedup=True, dedup_strict=True)
     checkpoint, ignored = opened(gptoss, dedup=True, dedup_policy="on_demand")
     assert not uses_dedup(checkpoint)

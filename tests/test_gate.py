@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import run_script
+from commands import run_subcommand
 from weight_files import DATA, LLAMA, rng
 
 from clocher_kernels.errors import FormatError, ModelError, UsageError
@@ -661,7 +661,7 @@ def test_models_of_another_shape_are_refused() -> None:
 
 def script(*args: object) -> subprocess.CompletedProcess[str]:
     fixed = ["--no-speed", "--reference", LLAMA, "--text", TEXT, "--window", 64]
-    return run_script("quality_gate", *fixed, "--document-windows", 1, *args)
+    return run_subcommand("gate", *fixed, "--document-windows", 1, *args)
 
 
 def test_script_passes_int8(tmp_path: Path) -> None:
@@ -712,7 +712,7 @@ def test_script_is_undecided_on_a_tiny_text() -> None:
     [
         (["--model", LLAMA, "--chars", 10], 2, "longer text"),
         (["--model", DATA / "clocher-tiny-bitnet", "--chars", 2000], 3, "not the same model"),
-        (["--model", DATA, "--chars", 2000], 3, "no model there"),
+        (["--model", DATA, "--chars", 2000], 3, "no model, but 2 below it"),
         (["--model", LLAMA, "--chars", 2000, "--max-kld", "nan"], 2, "--max-kld"),
     ],
     ids=["short-text", "other-model", "no-model", "nan-limit"],

@@ -29,7 +29,7 @@ from clocher_kernels.quant_tensor import encode
 from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
 from clocher_runtime.checkpoints.arrays import open_arrays, open_npz
 from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
-from clocher_runtime.command.ptq import ptq_script, rules_of
+from clocher_runtime.command.ptq import rules_of
 from clocher_runtime.command.script_run import needed
 from clocher_runtime.convert.q4.map import load_q4_map, parse_q4_map
 from clocher_runtime.convert.q4.parts import PartsWriter, part_of
@@ -38,6 +38,7 @@ from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.quantize import job as job_module
 from clocher_runtime.quantize.job import CalibrationText, Job, run_job
 from clocher_runtime.quantize.plan import QuantPlan, build_plan, describe_source
+from clocher_runtime.subcommands.quantize import manifest_script
 
 SCHEMA = json.loads((ROOT / "docs" / "q4-manifest.schema.json").read_text())
 
@@ -50,7 +51,7 @@ def from_hf(model: Path, out: Path, *args: object) -> tuple[int, str]:
 def quantised(
     opener: Callable[[Path], Checkpoint], source: Path, out: Path, *args: object
 ) -> tuple[int, str]:
-    main = ptq_script("ptq", None, "", needed("--in", "It.", name="source"), opener)
+    main = manifest_script("ptq", None, (), needed("--in", "It.", name="source"), opener)
     given = ["--in", str(source), "--out", str(out), *map(str, args)]
     result = CliRunner().invoke(main, given)
     if result.exception and not isinstance(result.exception, SystemExit):

@@ -66,7 +66,20 @@ def test_it_runs_without_the_source(wheel: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    line = json.loads(python(home / "bin" / "clocher-run", "--model-dir", LLAMA, "--max-new", 2))
+    program = home / "bin" / "clocher-run"
+    line = json.loads(python(program, "--model-dir", LLAMA, "--max-new", 2))
     assert (line["version"], line["tokens_generated"]) == (PROJECT["version"], 2)
+    # What a checkpoint goes through until it runs.
+    clocher = home / "bin" / "clocher"
+    python(clocher, "quantize", LLAMA, "q4")
+    python(clocher, "convert", "q4", "copy")
+    line = json.loads(python(program, "--model-dir", "copy", "--max-new", 2))
+    assert line["tokens_generated"] == 2 and "int4" in line["precision"]
+    helps = (
+        "from clocher_runtime.cli import clocher\n"
+        "from clocher_runtime.subcommands.table import SUBCOMMANDS\n"
+        "print(*[int(clocher([name, '--help'])) for name in SUBCOMMANDS])"
+    )
+    assert set(python("-c", helps).splitlines()[-1].split()) == {"0"}
     found = python("-c", f"for name in {PACKAGES}: print(__import__(name).__file__)").split()
     assert [Path(file).parents[1] for file in found] == [home] * 3

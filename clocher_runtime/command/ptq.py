@@ -1,4 +1,4 @@
-"""What the PTQ scripts have in common: flags, the rules that flags spell, reports, exit codes."""
+"""The work behind the flags of `clocher quantize`: the rules that they spell, texts, reports."""
 
 import hashlib
 import os
@@ -7,19 +7,18 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 from rich.filesize import decimal
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.command.script_run import COUNT, FILE, Report, Wrap, option, script, switch
+from clocher_runtime.command.script_run import Report
 from clocher_runtime.convert.q4.map import NamePattern, Q4Map, load_q4_map, parse_q4_map
 from clocher_runtime.convert.rounding import parse_clip
 from clocher_runtime.engine.topology import default_threads
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.quality.documents import cut
-from clocher_runtime.quality.gate import LIMITS, Limits, verdict_code
+from clocher_runtime.quality.gate import Limits, verdict_code
 from clocher_runtime.quantize.alloc import allocation_table
 from clocher_runtime.quantize.job import CalibrationText, GateText, Job, Outcome, run_job
 from clocher_runtime.quantize.plan import QuantPlan
@@ -28,118 +27,8 @@ from clocher_runtime.text.tokenizer import Tokenizer
 KEPT = r".*(embed|lm_head|wte|wpe).*"
 """What is not quantised without --rules: embeddings and head."""
 
-EXIT_CODES = """\b
-Exit codes:
-  0  done: the manifest is written (and the gate, if there is one, accepts it)
-  2  a flag, the rules or a text cannot be used
-  3  the input is missing, damaged or of an unknown kind
-  5  a file cannot be written
-  6  out of memory
-  8  the gate rejects: the manifest is NAME.rejected.json, nothing is at --out
-  9  the gate is undecided and needs more text: as 8
-130  interrupted; run it again to go on after the last finished layer"""
-
-_GATE_WINDOW = 256
 _DOCUMENT_TOKENS = 1024
 _NOT_RECORDED = {"out", "threads", "calib_text", "gate", "rules"}
-
-OPTIONS: tuple[Wrap, ...] = (
-    option(
-        "--out",
-        click.Path(path_type=Path, dir_okay=False),
-        "Manifest to write (JSON). Planes of imx and gptq go to NAME.parts beside it.",
-        required=True,
-    ),
-    option("--bits", click.Choice(["4", "8"]), "Bits of a code.  [default: 4]"),
-    option(
-        "--weights-only",
-        click.IntRange(0, 1),
-        "Only 1: activations are never quantised by a manifest (see --act-prec of clocher-run).",
-        default=1,
-    ),
-    option(
-        "--granularity",
-        click.Choice(["per-tensor", "per-row", "per-group"]),
-        "What shares a scale.  [default: per-group for 4 bits, per-row for 8]",
-    ),
-    option(
-        "--group",
-        click.Choice(["32", "64", "128", "256"]),
-        "Columns that share a scale.  [default: 32]",
-    ),
-    click.option(
-        "--symmetric/--affine",
-        "symmetric",
-        default=None,
-        help="Without or with a zero point per group.  [default: affine for 4 bits]",
-    ),
-    option("--scale-dtype", click.Choice(["f16", "bf16", "f32"])),
-    option("--clamp", float, "Clamp weights to [-CLAMP, CLAMP] first."),
-    option("--percentile", float, "Leave the largest 100 - PERCENTILE % out of a range."),
-    switch("--mse", "Search each scale for the least squared error."),
-    option(
-        "--rules",
-        FILE,
-        "Manifest with rules (regex, first match wins) in place of the flags above.",
-    ),
-    option(
-        "--method",
-        click.Choice(["rtn", "imx", "gptq"]),
-        "Rounding; search weighted by activations; GPTQ.  [default: rtn, or imx with --calib-text]",
-    ),
-    option("--calib-text", FILE, "UTF-8 text for imx, gptq and --target-bpw."),
-    option("--samples", COUNT, default=128),
-    option("--seq-len", click.IntRange(8), default=512),
-    option("--seed", click.IntRange(0), default=0),
-    option(
-        "--target-bpw",
-        float,
-        "Choose formats per tensor for so many bits per quantised weight.",
-    ),
-    switch("--requantize", "Quantise tensors that are MXFP4, ternary or integers already; lossy."),
-    option("--gate", FILE, "UTF-8 held-out text to judge the result on."),
-    option("--gate-window", click.IntRange(2), default=_GATE_WINDOW),
-    option("--gate-limits", click.Choice(list(LIMITS)), "Default: by format."),
-    option("--max-ppl-ratio", float),
-    option("--max-kld", float),
-    option("--min-same-top", float),
-    option("--max-rms-dp", float),
-    option("--min-tokens", COUNT),
-    option("--min-documents", COUNT),
-    option(
-        "--cosine-threshold",
-        click.FloatRange(-1, 1),
-        "Least cosine of each quantised tensor with the float one; below it: rejected.",
-    ),
-    option("--threads", COUNT, "Default: all usable cores."),
-    switch("--no-hash", "Record a hash of each file's first MiB alone."),
-    switch("--dry-run", "Print the plan, write nothing."),
-)
-"""What every PTQ script takes besides its input."""
-
-
-def ptq_script(
-    name: str,
-    about: str | None,
-    epilog: str,
-    given: Wrap,
-    opener: Callable[[Any], Checkpoint],
-) -> click.Command:
-    """Return a PTQ script.
-
-    Args:
-        name: of the script, for messages.
-        about: what its help says.
-        epilog: the end of its help.
-        given: the option that names its input, called "source".
-        opener: opens what that option was given.
-    """
-
-    @script(name, epilog, given, *OPTIONS, help=about)
-    def main(report: Report, source: Any, **options: Any) -> int:
-        return run_ptq(report, lambda: opener(source), options)
-
-    return main
 
 
 def run_ptq(report: Report, opener: Callable[[], Checkpoint], options: dict[str, Any]) -> int:
@@ -148,19 +37,32 @@ def run_ptq(report: Report, opener: Callable[[], Checkpoint], options: dict[str,
     Args:
         report: where it is told.
         opener: opens the input.
-        options: what `OPTIONS` have read.
+        options: what the flags of `subcommands.quantize` have read, and `out`: the manifest's path.
     """
-    rules_of(options, ())  # refuses flags before a model is opened, or even fetched
-    checkpoint = opener()
-    rules = rules_of(options, checkpoint.names)
-    job = _job(checkpoint, rules, options)
-    plan = job.plan()
-    _say_plan(report, checkpoint, plan)
+    job, plan = planned(report, opener, options)
     if options["dry_run"]:
         return ExitCode.OK
+    return verdict_code(quantised(report, job, plan).verdict)
+
+
+def planned(
+    report: Report, opener: Callable[[], Checkpoint], options: dict[str, Any]
+) -> tuple[Job, QuantPlan]:
+    """Open the input, and say what will become of it; arguments are those of `run_ptq`."""
+    rules_of(options, ())  # refuses flags before a model is opened, or even fetched
+    checkpoint = opener()
+    job = _job(checkpoint, rules_of(options, checkpoint.names), options)
+    plan = job.plan()
+    _say_plan(report, checkpoint, plan)
+    return job, plan
+
+
+def quantised(report: Report, job: Job, plan: QuantPlan) -> Outcome:
+    """Quantise and judge what was planned, and say what came of it."""
     with report.counting() as tell:
         outcome = run_job(job, plan, tell)
-    return _say_outcome(report, outcome)
+    _say_outcome(report, outcome)
+    return outcome
 
 
 def rules_of(options: dict[str, Any], names: Iterable[str]) -> Q4Map:
@@ -315,7 +217,7 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     if not os.path.isfile(checkpoint.tokenizer_json):
         raise UsageError(
             "the input has no tokenizer.json, so texts cannot be read: --calib-text and --gate "
-            "need a model directory (scripts/ptq_from_hf.py)"
+            "need a directory with one"
         )
     return Tokenizer(checkpoint.tokenizer_json, checkpoint.tokenizer_config)
 
@@ -345,7 +247,7 @@ def _say_plan(report: Report, checkpoint: Checkpoint, plan: QuantPlan) -> None:
     )
 
 
-def _say_outcome(report: Report, outcome: Outcome) -> int:
+def _say_outcome(report: Report, outcome: Outcome) -> None:
     if outcome.allocation:
         for line in allocation_table(outcome.allocation):
             report.note(line)
@@ -373,4 +275,3 @@ def _say_outcome(report: Report, outcome: Outcome) -> int:
             )
     said = {"pass": "wrote", "fail": "rejected; wrote", "undecided": "undecided; wrote"}
     report.done(f"{said[outcome.verdict]} {outcome.path} ({len(outcome.done)} tensors)")
-    return verdict_code(outcome.verdict)

@@ -1,4 +1,4 @@
-"""The job of scripts/quality_gate.py: models through the gate, a table, a verdict."""
+"""The job of `clocher gate`: models through the gate, a table, a verdict."""
 
 import json
 from dataclasses import asdict, fields
@@ -7,66 +7,22 @@ from typing import Any
 
 import click
 
-from clocher_kernels.ops.attention import KV_DTYPES
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.command.script_run import COUNT, FILE, PATH, Report, needed, option
+from clocher_runtime.command.model_choice import locate
+from clocher_runtime.command.script_run import Report
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.disk.schema import finite
-from clocher_runtime.engine.load import PRECISIONS, Model, load_model
+from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.topology import default_threads
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.quality.documents import Documents, cut
 from clocher_runtime.quality.evaluate import Evaluation, Runs, decode_speed, evaluate, size_of
-from clocher_runtime.quality.gate import LIMITS, Check, Limits, verdict_code, worst
+from clocher_runtime.quality.gate import Check, Limits, verdict_code, worst
 from clocher_runtime.quality.report import Row, draw, require_matplotlib, table
 from clocher_runtime.quantize.candidate import Records, open_candidate, records_by_model
 from clocher_runtime.text.tokenizer import Tokenizer
 
 _PROMPT = 32
-OPTIONS = (
-    needed("--reference", "float model"),
-    needed("--model", "", name="models", multiple=True),
-    option("--text", FILE, required=True),
-    option("--chars", COUNT, "use the first CHARS characters of the text"),
-    option("--window", click.IntRange(2), "tokens", default=256),
-    option("--document-separator", str, "text between documents; default: blocks of windows"),
-    option(
-        "--document-windows",
-        COUNT,
-        "windows of a document, without a separator; default: those in 1024 tokens",
-    ),
-    option("--documents", COUNT, "score at most DOCUMENTS documents"),
-    option("--precision", click.Choice(PRECISIONS), "of the models; default: stored"),
-    option(
-        "--manifest",
-        FILE,
-        "manifest that a model was converted with",
-        multiple=True,
-        name="manifests",
-    ),
-    option("--kv-dtype", click.Choice(KV_DTYPES), default="f32"),
-    option(
-        "--act-prec",
-        click.Choice(["fp32", "default"]),
-        "activations of the models; default: what the runtime uses",
-        default="fp32",
-    ),
-    option("--backend", click.Choice(["cpu", "cuda", "reference"]), default="cpu"),
-    option("--threads", COUNT, "default: all usable cores"),
-    option("--limits", click.Choice(list(LIMITS)), "default: by what differs"),
-    option("--max-ppl-ratio", float, "perplexity over that of the reference"),
-    option("--max-kld", float, "mean KL divergence, nats"),
-    option("--min-same-top", float, "share of tokens, 0 to 1"),
-    option("--max-rms-dp", float, "RMS change of the true token's probability"),
-    option("--min-cosine", float, "of each tensor; default: by its format"),
-    option("--min-tokens", int, "fewer never pass; default: 32768"),
-    option("--min-documents", int, "fewer never pass; default: 64"),
-    option("--reference-cache", PATH, "the reference's log-probabilities"),
-    option("--speed/--no-speed", None, "measure decoding", default=True),
-    option("--json", PATH, "write all numbers", name="json_path"),
-    option("--report", PATH, "directory for table and picture", name="directory"),
-)
-"""What the script takes."""
 
 
 def judge(report: Report, options: dict[str, Any]) -> ExitCode:
@@ -74,7 +30,9 @@ def judge(report: Report, options: dict[str, Any]) -> ExitCode:
     if options["directory"] is not None:
         require_matplotlib()
         options["directory"].mkdir(parents=True, exist_ok=True)
-    checkpoint = open_checkpoint(options["reference"])
+    # A file is a manifest.
+    options["model"] = tuple(p if p.is_file() else locate(p, "MODEL") for p in options["model"])
+    checkpoint = open_checkpoint(locate(options["reference"], "--reference"))
     reference = load_model(checkpoint)
     tokenizer = Tokenizer(checkpoint.tokenizer_json, checkpoint.tokenizer_config)
     text = options["text"].read_text(encoding="utf-8")[: options["chars"]]
@@ -86,10 +44,10 @@ def judge(report: Report, options: dict[str, Any]) -> ExitCode:
         separator=options["document_separator"],
         limit=options["documents"],
     )
-    records = records_by_model(options["models"], options["manifests"])
+    records = records_by_model(options["model"], options["manifests"])
     found = {
         label: _one(report, path, reference, records.get(path), documents, options)
-        for label, path in _labels(options["models"]).items()
+        for label, path in _labels(options["model"]).items()
     }
     first = next(iter(found.values()))[0]
     size = size_of(reference)

@@ -20,6 +20,7 @@ from clocher_kernels.formats import Format
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.hf.checkpoint import CONFIG, find_hf, open_hf
+from clocher_runtime.checkpoints.hf.torch_bin import only_pickled, open_torch_bin
 from clocher_runtime.checkpoints.iebin import (
     BIN_NAME,
     JSON_NAME,
@@ -195,6 +196,18 @@ def open_source(path: Path) -> Checkpoint:
     if not os.path.lexists(path):
         raise ModelNotFound(f"{path}: no {CONFIG} there, nor in hf or hf/original below it")
     return open_checkpoint(path)
+
+
+def open_any(path: Path) -> Checkpoint:
+    """Open what `open_source` does, or pickled weights where there are no others.
+
+    Raises:
+        ModelError: the input is missing, damaged or unknown.
+    """
+    directory = find_hf(path)
+    if directory and only_pickled(directory):
+        return open_torch_bin(directory)
+    return open_source(path)
 
 
 def plan_conversion(

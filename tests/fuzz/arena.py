@@ -140,7 +140,8 @@ class Arena:
             if attack.own:
                 what = ["-m", "clocher_runtime.cli"]
                 if attack.script:
-                    what = [str(ROOT / "scripts" / attack.script)]
+                    file = ROOT / "scripts" / attack.script
+                    what = [str(file)] if file.suffix else ["-m", "clocher_runtime", file.name]
                 env |= {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
                 os.execve(sys.executable, [sys.executable, *what, *flags], env)
             os.environ.clear()

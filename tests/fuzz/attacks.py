@@ -26,10 +26,10 @@ SCRIPTS = {
     "hf_to_iebin.py": ("--hf-dir", "--out-dir"),
     "hf_to_iebin_stream.py": ("--hf-dir", "--out-dir"),
     "convert_to_block_sparse.py": ("--model-dir", "--out-dir"),
-    "dedup_model.py": ("--model-dir", ""),
+    "dedup": ("--model-dir", ""),
     "ptq_from_hf.py": ("--hf-dir", "--out"),
 }
-"""Converter -> flags of what it reads and what it writes."""
+"""Converter, of scripts/ or of `clocher`, -> flags of what it reads and what it writes."""
 
 PLANTS = (
     *("missing", "link", "dangling", "loop", "fifo", "directory", "empty", "zero", "full", "deny"),
@@ -298,7 +298,7 @@ def _signal(attack: Attack, dice: Random) -> None:
 def _script(attack: Attack, dice: Random) -> None:
     attack.script, attack.own = dice.choice(sorted(SCRIPTS)), True
     attack.env = {"HOME": "{here}", "PATH": "/usr/bin:/bin"}
-    attack.codes |= {REJECTED} if attack.script == "dedup_model.py" else frozenset()
+    attack.codes |= {REJECTED} if attack.script == "dedup" else frozenset()
     _use_model(
         attack, dict(_mutator(dice.choice(MODEL_READERS)).mutant(dice.randrange(1 << 30))), "m"
     )

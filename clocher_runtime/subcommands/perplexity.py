@@ -1,8 +1,4 @@
-"""Print the perplexity of a model on a text, one JSON line on stdout.
-
-python scripts/perplexity.py --text tests/data/valid.txt --chars 60000
-python scripts/perplexity.py --text tests/data/valid.txt --chars 60000 --precision int4w
-"""
+"""`clocher perplexity`: how well a model predicts a text."""
 
 import json
 from contextlib import closing
@@ -11,21 +7,23 @@ from pathlib import Path
 
 import click
 
-from clocher_kernels.ops.attention import KV_DTYPES
-from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.command.model_choice import embedded_model
-from clocher_runtime.command.script_run import COUNT, FILE, PATH, Report, option, script
-from clocher_runtime.engine.load import PRECISIONS, load_model
-from clocher_runtime.engine.session import Session
-from clocher_runtime.engine.topology import default_threads
-from clocher_runtime.quality.compare import perplexity
-from clocher_runtime.text.tokenizer import Tokenizer
+from clocher_runtime.command.script_run import COUNT, FILE, Report, option, place, script
+from clocher_runtime.exit_codes import ExitCode
+
+KV_DTYPES = ("f32", "bf16", "f16", "e4m3", "e5m2", "i8")
+PRECISIONS = ("fp32", "bf16", "fp16", "int8w", "int4", "int4w")
+READ_CODES = (
+    (ExitCode.OK, "done"),
+    (ExitCode.USAGE, "a flag or the text cannot be used"),
+    (ExitCode.MODEL, "a model is missing, damaged or of an unknown kind"),
+    (ExitCode.DEVICE, "the back end is not there"),
+    (ExitCode.MEMORY, "out of memory"),
+)
 
 
 @script(
-    "perplexity",
-    None,
-    option("--model-dir", PATH, "default: the embedded model"),
+    "clocher perplexity",
+    place("MODEL", "--model-dir", "Default: the embedded model.", needed=False),
     option("--text", FILE, required=True),
     option("--chars", COUNT, "use the first CHARS characters of the text"),
     option("--window", click.IntRange(2), default=256),
@@ -35,9 +33,16 @@ from clocher_runtime.text.tokenizer import Tokenizer
     option("--act-prec", click.Choice(["fp32", "int8"]), "default: the back end's"),
     option("--threads", COUNT, "default: all usable cores"),
     option("--backend", click.Choice(["cpu", "reference"]), default="cpu"),
-    help=__doc__,
+    examples=(
+        ("The embedded model", "clocher perplexity --text held_out.txt"),
+        (
+            "Another, rounded to 4 bits, on the beginning of the text",
+            "clocher perplexity models/llama --text held_out.txt --chars 60000 --precision int4w",
+        ),
+    ),
+    exit_codes=READ_CODES,
 )
-def main(
+def perplexity(
     report: Report,
     model_dir: Path | None,
     text: Path,
@@ -50,8 +55,16 @@ def main(
     threads: int | None,
     backend: str,
 ) -> None:
-    """Score the text and print the line."""
-    checkpoint = open_checkpoint(model_dir or embedded_model())
+    """Print the perplexity of a model on a text, as one JSON line on standard output."""
+    from clocher_runtime.checkpoints import open_checkpoint
+    from clocher_runtime.command.model_choice import embedded_model, locate
+    from clocher_runtime.engine.load import load_model
+    from clocher_runtime.engine.session import Session
+    from clocher_runtime.engine.topology import default_threads
+    from clocher_runtime.quality import compare
+    from clocher_runtime.text.tokenizer import Tokenizer
+
+    checkpoint = open_checkpoint(locate(model_dir, "MODEL") if model_dir else embedded_model())
     model = load_model(checkpoint, precision)
     tokenizer = Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config)
     ids = tokenizer.encode(text.read_text(encoding="utf-8")[:chars])
@@ -66,7 +79,7 @@ def main(
         all_logits=True,
     )
     with report.counting() as tell, closing(session):
-        score = perplexity(session, ids, window, limit, partial(tell, "windows"))
+        score = compare.perplexity(session, ids, window, limit, partial(tell, "windows"))
     line = {
         "model": str(model_dir or "embedded"),
         "precision": model.precision,
@@ -80,5 +93,5 @@ def main(
     click.echo(json.dumps(line))
 
 
-if __name__ == "__main__":
-    main()
+COMMAND = perplexity
+main = perplexity.run

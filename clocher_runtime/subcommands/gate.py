@@ -1,0 +1,101 @@
+"""`clocher gate`: quantised models against the float model that they were made from."""
+
+from typing import Any
+
+import click
+
+from clocher_runtime.command.script_run import (
+    COUNT,
+    FILE,
+    PATH,
+    Report,
+    needed,
+    option,
+    place,
+    script,
+)
+from clocher_runtime.exit_codes import ExitCode
+from clocher_runtime.subcommands.perplexity import KV_DTYPES, PRECISIONS, READ_CODES
+from clocher_runtime.subcommands.quantize import LIMITS
+
+
+@script(
+    "clocher gate",
+    place("MODEL", "--model", "Again for each model.", many=True),
+    needed("--reference", "float model"),
+    option("--text", FILE, required=True),
+    option("--chars", COUNT, "use the first CHARS characters of the text"),
+    option("--window", click.IntRange(2), "tokens", default=256),
+    option("--document-separator", str, "text between documents; default: blocks of windows"),
+    option(
+        "--document-windows",
+        COUNT,
+        "windows of a document, without a separator; default: those in 1024 tokens",
+    ),
+    option("--documents", COUNT, "score at most DOCUMENTS documents"),
+    option("--precision", click.Choice(PRECISIONS), "of the models; default: stored"),
+    option(
+        "--manifest",
+        FILE,
+        "manifest that a model was converted with",
+        multiple=True,
+        name="manifests",
+    ),
+    option("--kv-dtype", click.Choice(KV_DTYPES), default="f32"),
+    option(
+        "--act-prec",
+        click.Choice(["fp32", "default"]),
+        "activations of the models; default: what the runtime uses",
+        default="fp32",
+    ),
+    option("--backend", click.Choice(["cpu", "cuda", "reference"]), default="cpu"),
+    option("--threads", COUNT, "default: all usable cores"),
+    option("--limits", click.Choice(list(LIMITS)), "default: by what differs"),
+    option("--max-ppl-ratio", float, "perplexity over that of the reference"),
+    option("--max-kld", float, "mean KL divergence, nats"),
+    option("--min-same-top", float, "share of tokens, 0 to 1"),
+    option("--max-rms-dp", float, "RMS change of the true token's probability"),
+    option("--min-cosine", float, "of each tensor; default: by its format"),
+    option("--min-tokens", int, "fewer never pass; default: 32768"),
+    option("--min-documents", int, "fewer never pass; default: 64"),
+    option("--reference-cache", PATH, "the reference's log-probabilities"),
+    option("--speed/--no-speed", None, "measure decoding", default=True),
+    option("--json", PATH, "write all numbers", name="json_path"),
+    option("--report", PATH, "directory for table and picture", name="directory"),
+    examples=(
+        (
+            "A quantised model against its origin",
+            "clocher gate models/llama-int4 --reference models/llama --text held_out.txt",
+        ),
+        (
+            "What would rounding at load cost?",
+            "clocher gate models/llama --precision int8w --reference models/llama \\\n"
+            "    --text held_out.txt",
+        ),
+        (
+            "Several, with a picture",
+            "clocher gate models/llama-int8 models/llama-int4 --reference models/llama \\\n"
+            "    --text held_out.txt --report results/llama",
+        ),
+    ),
+    exit_codes=(
+        (ExitCode.OK, "every model passes"),
+        *READ_CODES[1:3],
+        (ExitCode.DEVICE, "a file cannot be written"),
+        *READ_CODES[4:],
+        (ExitCode.REJECTED, "a model fails"),
+        (ExitCode.UNDECIDED, "none fails, but one needs more text for a decision"),
+    ),
+)
+def gate(report: Report, **options: Any) -> int:
+    """Judge quantised models against the float model they were made from, on held-out text.
+
+    A MODEL is a directory, or a quantisation manifest, which is applied to the reference.
+    """
+    from clocher_runtime.command.quality_gate import judge
+
+    return judge(report, options)
+
+
+COMMAND = gate
+main = gate.run

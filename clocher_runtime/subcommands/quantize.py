@@ -1,0 +1,281 @@
+"""`clocher quantize`: from a checkpoint to a quantised model that runs, in one command.
+
+The scripts that write the manifest alone (ptq_from_*.py) have the same flags.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from clocher_kernels.errors import UsageError
+from clocher_runtime.command.script_run import (
+    COUNT,
+    EXIT_CODES,
+    FILE,
+    Examples,
+    Report,
+    Script,
+    Wrap,
+    option,
+    place,
+    script,
+    switch,
+)
+from clocher_runtime.exit_codes import ExitCode
+from clocher_runtime.subcommands.convert import OUT_DIR, VERIFY, next_command, run_conversion
+
+if TYPE_CHECKING:
+    from clocher_runtime.checkpoints.checkpoint import Checkpoint
+    from clocher_runtime.quantize.job import Job, Outcome
+    from clocher_runtime.quantize.plan import QuantPlan
+
+MANIFEST = "q4_manifest.json"
+"""In the output directory: what was done to each tensor, and how good it is."""
+LIMITS = ("float", "int8", "kv", "fp8", "int4")
+
+_NEXT = {
+    "fail": "try --calib-text with --method gptq, or --bits 8, or loosen a limit",
+    "undecided": "judge it with more text, or loosen a limit",
+}
+
+PTQ_CODES = (
+    (ExitCode.OK, "done (and the gate, if there is one, accepts it); or --dry-run"),
+    (ExitCode.USAGE, "a flag, the rules or a text cannot be used"),
+    *EXIT_CODES[2:],
+    (ExitCode.REJECTED, "the gate rejects: there is a manifest NAME.rejected.json, nothing else"),
+    (ExitCode.UNDECIDED, "the gate is undecided and needs more text: as 8"),
+    (ExitCode.INTERRUPTED, "interrupted; run it again to go on after the last finished layer"),
+)
+
+FLAGS: tuple[Wrap, ...] = (
+    option("--bits", click.Choice(["4", "8"]), "Bits of a code.  [default: 4]"),
+    option(
+        "--weights-only",
+        click.IntRange(0, 1),
+        "Only 1: activations are never quantised by a manifest (see --act-prec of clocher-run).",
+        default=1,
+    ),
+    option(
+        "--granularity",
+        click.Choice(["per-tensor", "per-row", "per-group"]),
+        "What shares a scale.  [default: per-group for 4 bits, per-row for 8]",
+    ),
+    option(
+        "--group",
+        click.Choice(["32", "64", "128", "256"]),
+        "Columns that share a scale.  [default: 32]",
+    ),
+    click.option(
+        "--symmetric/--affine",
+        "symmetric",
+        default=None,
+        help="Without or with a zero point per group.  [default: affine for 4 bits]",
+    ),
+    option("--scale-dtype", click.Choice(["f16", "bf16", "f32"])),
+    option("--clamp", float, "Clamp weights to [-CLAMP, CLAMP] first."),
+    option("--percentile", float, "Leave the largest 100 - PERCENTILE % out of a range."),
+    switch("--mse", "Search each scale for the least squared error."),
+    option(
+        "--rules",
+        FILE,
+        "Manifest with rules (regex, first match wins) in place of the flags above.",
+    ),
+    option(
+        "--method",
+        click.Choice(["rtn", "imx", "gptq"]),
+        "Rounding; search weighted by activations; GPTQ.  [default: rtn, or imx with --calib-text]",
+    ),
+    option("--calib-text", FILE, "UTF-8 text for imx, gptq and --target-bpw."),
+    option("--samples", COUNT, default=128),
+    option("--seq-len", click.IntRange(8), default=512),
+    option("--seed", click.IntRange(0), default=0),
+    option(
+        "--target-bpw",
+        float,
+        "Choose formats per tensor for so many bits per quantised weight.",
+    ),
+    switch("--requantize", "Quantise tensors that are MXFP4, ternary or integers already; lossy."),
+    option("--gate", FILE, "UTF-8 held-out text to judge the result on."),
+    option("--gate-window", click.IntRange(2), default=256),
+    option("--gate-limits", click.Choice(LIMITS), "Default: by format."),
+    option("--max-ppl-ratio", float),
+    option("--max-kld", float),
+    option("--min-same-top", float),
+    option("--max-rms-dp", float),
+    option("--min-tokens", COUNT),
+    option("--min-documents", COUNT),
+    option(
+        "--cosine-threshold",
+        click.FloatRange(-1, 1),
+        "Least cosine of each quantised tensor with the float one; below it: rejected.",
+    ),
+    option("--threads", COUNT, "Default: all usable cores."),
+    switch("--no-hash", "Record a hash of each file's first MiB alone."),
+    switch("--dry-run", "Print the plan, write nothing."),
+)
+"""How to quantise."""
+
+
+@script(
+    "clocher quantize",
+    place(
+        "MODEL",
+        "--model-dir",
+        "The float model: a directory with safetensors or pytorch_model*.bin, a GGUF file, or "
+        "owner/name of what `clocher pull` has fetched. It is only read.",
+    ),
+    place("OUT_DIR", "--out-dir", f"{OUT_DIR} {MANIFEST} goes there, too."),
+    *FLAGS,
+    switch("--force", "Replace the IEBIN model that OUT_DIR holds."),
+    VERIFY,
+    examples=(
+        ("4 bits, in a minute or so", "clocher quantize models/llama models/llama-int4"),
+        (
+            "Better 4 bits: errors weighed by what a text activates",
+            "clocher quantize models/llama models/llama-int4 --calib-text calib.txt",
+        ),
+        (
+            "Only if it is good enough on held-out text",
+            "clocher quantize models/llama models/llama-int4 --method gptq \\\n"
+            "    --calib-text calib.txt --gate held_out.txt",
+        ),
+        ("8 bits; what would it take?", "clocher quantize models/llama out --bits 8 --dry-run"),
+    ),
+    epilog="Killed at any moment, it leaves the model that OUT_DIR held before, or none. Run it "
+    "again to go on after the last finished layer.",
+    exit_codes=PTQ_CODES,
+)
+def quantize(
+    report: Report, model_dir: Path, out_dir: Path, force: bool, verify: bool, **options: Any
+) -> int:
+    """Quantise the weights of a model, and write one that runs.
+
+    Without flags: int4 with a zero point and a scale for 32 columns, rounded; embeddings, head
+    and whatever is quantised already stay as they are.
+    """
+    from clocher_runtime.command.model_choice import locate
+    from clocher_runtime.command.ptq import planned, quantised
+    from clocher_runtime.convert.q4.map import parts_dir
+    from clocher_runtime.convert.to_iebin import open_any, plan_conversion
+    from clocher_runtime.quality.gate import verdict_code
+
+    source = locate(model_dir, "MODEL")
+    _refuse(source, out_dir, force)
+    options["out"] = out_dir / MANIFEST
+    job, plan = planned(report, lambda: open_any(source), options)
+    _say_needs(report, job, plan, out_dir)
+    if options["dry_run"]:
+        return ExitCode.OK
+    outcome = quantised(report, job, plan)
+    if outcome.verdict != "pass":
+        report.note(f"no model was written: {_NEXT[outcome.verdict]}")
+        return verdict_code(outcome.verdict)
+    conversion = plan_conversion(source, out_dir, outcome.path, lambda _: job.checkpoint)
+    run_conversion(report, conversion, verify)
+    # The model has these planes now; they would take as much again.
+    shutil.rmtree(parts_dir(outcome.path), ignore_errors=True)
+    click.echo(_table(outcome))
+    report.note(next_command(out_dir))
+    return ExitCode.OK
+
+
+COMMAND = quantize
+main = quantize.run
+
+
+def manifest_script(
+    name: str,
+    about: str | None,
+    examples: Examples,
+    given: Wrap,
+    opener: "Callable[[Any], Checkpoint]",
+) -> Script:
+    """Return a script that writes the manifest alone.
+
+    Args:
+        name: of the script, for messages.
+        about: what its help says.
+        examples: on top of its help.
+        given: the option that names its input, called "source".
+        opener: opens what that option was given.
+    """
+    out = option(
+        "--out",
+        click.Path(path_type=Path, dir_okay=False),
+        "Manifest to write (JSON). Planes of imx and gptq go to NAME.parts beside it.",
+        required=True,
+    )
+
+    @script(name, given, out, *FLAGS, examples=examples, exit_codes=PTQ_CODES, help=about)
+    def main(report: Report, source: Any, **options: Any) -> int:
+        from clocher_runtime.command.ptq import run_ptq
+
+        return run_ptq(report, lambda: opener(source), options)
+
+    return main
+
+
+def _refuse(source: Path, out_dir: Path, force: bool) -> None:
+    """Raise UsageError if the output directory is the model's, or another one's."""
+    from clocher_runtime.checkpoints.gguf.checkpoint import find_gguf
+    from clocher_runtime.checkpoints.iebin import JSON_NAME
+    from clocher_runtime.convert.to_iebin import refuse_hf_folder
+
+    model, out = source.resolve(), out_dir.resolve()
+    if model in (out, *out.parents):
+        raise UsageError(
+            f"OUT_DIR {out_dir} is the model's own directory or inside it; the input is only "
+            "read: choose a directory beside it"
+        )
+    refuse_hf_folder(out_dir)
+    if (out / JSON_NAME).exists() and not force:
+        raise UsageError(
+            f"OUT_DIR {out_dir} holds a model already ({JSON_NAME}); choose another directory, or "
+            "replace it with --force"
+        )
+    if out.is_dir() and (found := find_gguf(out)):
+        raise UsageError(f"OUT_DIR {out_dir} holds a model already ({found.name}); choose another")
+
+
+def _say_needs(report: Report, job: "Job", plan: "QuantPlan", out_dir: Path) -> None:
+    """Say what it takes of disk and memory.
+
+    Raises:
+        OSError: the disk is too small.
+    """
+    from rich.filesize import decimal
+
+    from clocher_kernels.host_memory import available
+    from clocher_runtime.disk.output_file import check_free
+    from clocher_runtime.quantize.needs import needs_of
+
+    needs = needs_of(job, plan)
+    nbytes = plan.nbytes + needs.parts
+    report.disk(job.checkpoint.path, out_dir, nbytes, check_free(out_dir / MANIFEST, nbytes))
+    if needs.temporary:
+        report.note(f"needs {decimal(needs.temporary)} for temporary files (TMPDIR)")
+    left = available()
+    free = "" if left is None else f", {decimal(left)} available"
+    report.note(f"needs about {decimal(needs.memory)} of memory{free}")
+
+
+def _table(outcome: "Outcome") -> str:
+    """Return sizes before and after, and the perplexities if the gate has measured them."""
+    from rich.filesize import decimal
+
+    plan = outcome.plan
+    before = 8 * plan.source_nbytes / plan.params
+    rows = [
+        ("", "before", "after"),
+        ("size", decimal(plan.source_nbytes), decimal(plan.nbytes)),
+        ("bits per weight", f"{before:.2f}", f"{plan.bpw:.2f}"),
+        ("  of the quantised", "", f"{plan.quantised_bpw:.2f}"),
+    ]
+    if outcome.evaluation:
+        found = outcome.evaluation.summary
+        perplexities = f"{found.perplexity_reference:.4g}", f"{found.perplexity:.4g}"
+        rows.append(("perplexity", *perplexities))
+    return "\n".join(f"{label:<18} {one:>10} {two:>10}".rstrip() for label, one, two in rows)

@@ -1,0 +1,368 @@
+"""`clocher quantize` and `clocher convert`: one command from a checkpoint to a model that runs."""
+
+import functools
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+
+import click
+import pytest
+import rich.progress
+from commands import only_line, python
+from gguf_files import add_tokenizer, as_f32, write_gguf
+from test_converters import SMALL, write_pickled
+from weight_files import BITNET, LLAMA, ROOT, copy_model, write_first_layers, write_hf
+
+from clocher_kernels.formats.bsr import INNERS
+from clocher_kernels.ops.attention import KV_DTYPES
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.command import script_run
+from clocher_runtime.command.script_run import Report, Script
+from clocher_runtime.convert.block_sparse import LINEARS
+from clocher_runtime.convert.to_iebin import convert as convert_model
+from clocher_runtime.engine.load import PRECISIONS
+from clocher_runtime.quality.gate import LIMITS
+from clocher_runtime.subcommands import convert, dedup, gate, perplexity, quantize, sparsify
+from clocher_runtime.subcommands.table import SUBCOMMANDS
+
+MODULES = (convert, quantize, dedup, sparsify, perplexity, gate)
+COMMANDS: list[Script] = [module.COMMAND for module in MODULES]
+VALID = ROOT / "tests" / "data" / "valid.txt"
+LOOSE = ("--max-ppl-ratio", 9, "--max-kld", 9, "--min-same-top", 0, "--max-rms-dp", 9)
+
+
+def run(module: object, *args: object) -> int:
+    return module.main(list(map(str, args)))  # type: ignore[attr-defined]
+
+
+def error_of(capsys: pytest.CaptureFixture[str], name: str) -> str:
+    """Return the one line of an error."""
+    out, err = capsys.readouterr()
+    (line,) = [line for line in err.splitlines() if line.startswith(f"clocher {name}: error: ")]
+    assert out == "" and "Traceback" not in err
+    return line
+
+
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_first_layers(LLAMA, tmp_path_factory.mktemp("model") / "m", 2)
+
+
+# From a checkpoint to a model.
+
+
+def test_it_gives_the_bytes_of_the_two_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "two words"
+    assert run(quantize, LLAMA, out, "--mse", "--verify") == 0
+    said = capsys.readouterr()
+    table = [line.split() for line in said.out.splitlines()]
+    assert table == [
+        ["before", "after"],
+        ["size", "13.6", "MB", "7.0", "MB"],
+        ["bits", "per", "weight", "16.00", "8.22"],
+        ["of", "the", "quantised", "4.75"],
+    ]
+    assert "needs 7.0 MB of disk" in said.err and "of memory, " in said.err
+    assert said.err.splitlines()[-1] == f"next: clocher chat '{out}'"
+    steps = python(
+        *(ROOT / "scripts" / "ptq_from_hf.py", "--hf-dir", LLAMA, "--out", tmp_path / "q4.json"),
+        "--mse",
+    )
+    assert steps.returncode == 0, steps.stderr
+    convert_model(LLAMA, tmp_path / "steps", tmp_path / "q4.json")
+    assert (out / "q4_manifest.json").read_bytes() == (tmp_path / "q4.json").read_bytes()
+    for name in ("model.ie.bin", "model.ie.json", "vocab.json"):
+        assert (out / name).read_bytes() == (tmp_path / "steps" / name).read_bytes(), name
+    flags = ("--model-dir", out, "--prompt", "def f", "--max-new", 2)
+    done = python("-m", "clocher_runtime.cli", *flags)
+    assert only_line(done.stdout)["tokens_generated"] == 2, done.stderr
+
+
+def test_the_gate_measures_before_and_after_and_decides(
+    two_layers: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("clocher_runtime.command.ptq._DOCUMENT_TOKENS", 64)
+    text = tmp_path / "text.txt"
+    text.write_text(VALID.read_text()[:6000])
+    few = ("--gate", text, "--gate-window", 32, "--min-documents", 1, "--min-tokens", 100)
+    assert run(quantize, two_layers, tmp_path / "good", "--bits", 8, *few, *LOOSE) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "perplexity" in line]
+    before, after = map(float, line.split()[1:])
+    assert before == pytest.approx(after, rel=0.05) and before > 1
+
+    bad = tmp_path / "bad"
+    assert run(quantize, two_layers, bad, *few, *LOOSE, "--max-kld", 1e-9) == 8
+    said = capsys.readouterr()
+    assert said.out == "" and "no model was written: try" in said.err
+    assert [path.name for path in bad.iterdir()] == ["q4_manifest.rejected.json"]
+    assert run(quantize, two_layers, bad, *few, *LOOSE, "--min-tokens", 10**6) == 9
+    assert "judge it with more text" in capsys.readouterr().err
+
+
+def test_interrupted_between_manifest_and_model_it_goes_on(
+    two_layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--calib-text", VALID, "--samples", 4, "--seq-len", 64)
+    assert run(quantize, two_layers, tmp_path / "whole", *flags) == 0
+    out = tmp_path / "out"
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quantize, "run_conversion", interrupted)
+        assert run(quantize, two_layers, out, *flags) == 130
+    assert sorted(path.name for path in out.iterdir()) == ["q4_manifest.json", "q4_manifest.parts"]
+    parts = {path: path.stat().st_mtime_ns for path in (out / "q4_manifest.parts").iterdir()}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quantize, "run_conversion", interrupted)
+        assert run(quantize, two_layers, out, *flags) == 130
+    assert {path: path.stat().st_mtime_ns for path in parts} == parts, "calibrated again"
+    assert run(quantize, two_layers, out, *flags) == 0
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
+    assert set(whole) == {"model.ie.bin", "model.ie.json", "vocab.json", "q4_manifest.json"}
+
+
+def test_a_killed_one_leaves_the_old_model_and_can_be_repeated(
+    two_layers: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert run(quantize, two_layers, out, "--bits", 8) == 0
+    old = (out / "model.ie.json").read_bytes()
+    code = (
+        "import os, sys\n"
+        "from clocher_runtime.checkpoints.checkpoint import Checkpoint\n"
+        "from clocher_runtime.subcommands.quantize import main\n"
+        "tensor, calls = Checkpoint.tensor, []\n"
+        "def reading(self, *args, **more):\n"
+        "    calls.append(args)\n"
+        "    if len(calls) == int(sys.argv[1]): os.kill(os.getpid(), 9)\n"
+        "    return tensor(self, *args, **more)\n"
+        "Checkpoint.tensor = reading\n"
+        "sys.exit(main(sys.argv[2:]))"
+    )
+    for moment in (5, 20):  # while measuring, while writing
+        done = python("-c", code, moment, two_layers, out, "--force")
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert (out / "model.ie.json").read_bytes() == old
+        open_checkpoint(out, verify=True)
+    assert run(quantize, two_layers, out, "--force") == 0
+    assert run(quantize, two_layers, tmp_path / "fresh") == 0
+    for path in (tmp_path / "fresh").iterdir():
+        assert (out / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_dry_run_says_what_it_takes_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--calib-text", VALID, "--samples", 4, "--seq-len", 64, "--method", "gptq")
+    assert run(quantize, LLAMA, tmp_path / "out", "--dry-run", *flags) == 0
+    err = " ".join(capsys.readouterr().err.split())
+    assert "42 become int4_asym_g32_f16 by gptq" in err
+    # The result, and the planes of the manifest: 4.75 bits for each of 4.5 million weights.
+    source = open_checkpoint(LLAMA)
+    shapes = [source.shape(name) for name in source.names if name.endswith("_proj.weight")]
+    total = 7.0 + sum(map(prod, shapes)) * 4.75 / 8 / 1e6
+    assert f"needs {total:.1f} MB of disk" in err
+    assert "needs 786.4 kB for temporary files" in err and "of memory" in err
+    assert not (tmp_path / "out").exists()
+
+
+# What it refuses.
+
+
+def test_an_output_directory_that_cannot_be_used_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = copy_model(LLAMA, tmp_path / "m")
+    (tmp_path / "link").symlink_to(model)
+    used = tmp_path / "used"
+    assert run(quantize, model, used) == 0
+    before = {path.name: path.stat().st_mtime_ns for path in used.iterdir()}
+    gguf = tmp_path / "gguf"
+    gguf.mkdir()
+    (gguf / "m.gguf").write_bytes(b"GGUF")
+    capsys.readouterr()
+    for out, words in (
+        (model, "own directory or inside it"),
+        (tmp_path / "link", "own directory or inside it"),
+        (model / "deep" / "out", "own directory or inside it"),
+        (used, "holds a model already (model.ie.json); choose another directory, or"),
+        (copy_model(BITNET, tmp_path / "b"), "holds a Hugging Face model"),
+        (gguf, "holds a model already (m.gguf)"),
+    ):
+        assert run(quantize, model, out) == 2, out
+        assert words in error_of(capsys, "quantize")
+    assert {path.name: path.stat().st_mtime_ns for path in used.iterdir()} == before
+    assert sorted(path.name for path in model.iterdir()) == sorted(
+        path.name for path in LLAMA.iterdir()
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        ((), 2, "MODEL is missing"),
+        ((LLAMA,), 2, "OUT_DIR is missing"),
+        ((LLAMA, "out", "more"), 2, "unexpected extra argument"),
+        ((LLAMA, "out", "--model-dir", BITNET), 2, "expected one of them"),
+        (("", "out"), 2, "it is empty"),
+        ((LLAMA, "out", "--bits", 5), 2, "'5' is not one of '4', '8'. See clocher quantize --help"),
+        ((LLAMA, "out", "--bit", 4), 2, "No such option"),
+        ((LLAMA, "out", "--calib-text", "none.txt"), 2, "does not exist"),
+        ((LLAMA, "out", "--method", "gptq"), 2, "give --calib-text"),
+        ((BITNET, "out"), 2, "need --requantize"),
+        (("none", "out"), 3, "MODEL: 'none' is not a directory"),
+        (("lora", "out"), 3, "a LoRA adapter of its base, not a model; merge"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line(
+    args: Sequence[object],
+    code: int,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lora").mkdir()
+    Path("lora/adapter_config.json").write_text("{}")
+    Path("lora/adapter_model.safetensors").write_bytes(b"")
+    assert run(quantize, *args) == code
+    assert words in error_of(capsys, "quantize")
+    assert os.listdir() == ["lora"]
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "clocher_runtime.disk.output_file.shutil.disk_usage", lambda _: SimpleNamespace(free=4096)
+    )
+    assert run(quantize, LLAMA, tmp_path / "out") == 5
+    line = error_of(capsys, "quantize")
+    assert line.endswith("needs 7.0 MB, the disk has 4.1 kB free: 7.0 MB too little")
+    assert not (tmp_path / "out").exists()
+
+
+# Every kind of weights, by one command.
+
+
+def test_convert_knows_what_it_is_given(tmp_path: Path) -> None:
+    pickled = write_pickled(tmp_path / "pt", SMALL)
+    path = tmp_path / "m.gguf"
+    source = open_checkpoint(LLAMA)
+    write_gguf(path, source.config, as_f32(source), add_tokenizer(LLAMA, "gpt-2"))
+    hf = write_hf(tmp_path / "hf", SMALL)
+    for name, model in (("from-pt", pickled), ("from-gguf", path), ("from-hf", hf)):
+        assert run(convert, model, tmp_path / name, "--verify") == 0
+    convert_model(path, tmp_path / "gguf")
+    for one, two in (("from-pt", "from-hf"), ("from-gguf", "gguf")):
+        files = [tmp_path / name / "model.ie.bin" for name in (one, two)]
+        assert files[0].read_bytes() == files[1].read_bytes()
+
+
+# What all of them have in common.
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name.split()[1])
+def test_help_shows_examples_that_can_be_typed(
+    command: Script,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    texts = []
+    for flag in ("-h", "--help"):
+        assert command.run([flag]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and texts[0].startswith(f"Usage: {command.name} ")
+    places = [texts[0].index(f"\n{title}:\n") for title in ("Examples", "Options", "Exit codes")]
+    assert places == sorted(places)
+    assert max(map(len, texts[0].splitlines())) <= 100
+    monkeypatch.chdir(tmp_path)
+    Path("quant").mkdir()
+    for name in ("calib.txt", "held_out.txt", "quant/q4_manifest.json"):
+        Path(name).touch()
+    lines = [line for _, line in command.examples if line.startswith(f"{command.name} ")]
+    assert lines
+    for line in lines:
+        command.make_context(command.name, shlex.split(line.replace("\\\n", ""))[2:])
+
+
+def test_the_choices_of_the_flags_are_those_of_the_code() -> None:
+    def choices(command: Script, name: str) -> set[str]:
+        (found,) = [p.type for p in command.params if p.name == name]
+        assert isinstance(found, click.Choice)
+        return set(found.choices)
+
+    assert choices(quantize.COMMAND, "gate_limits") == set(LIMITS)
+    assert choices(gate.COMMAND, "limits") == set(LIMITS)
+    assert choices(sparsify.COMMAND, "inner") == set(INNERS)
+    assert sparsify.LINEARS == LINEARS
+    for command in (gate.COMMAND, perplexity.COMMAND):
+        assert choices(command, "kv_dtype") == set(KV_DTYPES)
+        assert choices(command, "precision") == set(PRECISIONS)
+
+
+def test_help_is_made_without_what_works() -> None:
+    names = [module.__name__ for module in MODULES]
+    assert {name.split(".")[-1] for name in names} <= set(SUBCOMMANDS)
+    code = (
+        f"import sys\nfrom importlib import import_module\n"
+        f"for name in {names!r}: assert import_module(name).main(['--help']) == 0\n"
+        "slow = {'numpy', 'rich', 'numba', 'tokenizers', 'huggingface_hub'} & set(sys.modules)\n"
+        "sys.exit(', '.join(sorted(slow)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_progress_of_a_long_job_is_a_few_lines_in_units_that_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    clocked = functools.partial(rich.progress.Progress, get_time=lambda: now)
+    monkeypatch.setattr("rich.progress.Progress", clocked)
+    with Report("clocher convert").progress(4_000_000_000) as tell:
+        for second in range(1200):
+            now = float(second)
+            tell(second * 2_000_000, f"layer {second}")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "clocher convert: layer 5: 10.0 MB of 4.0 GB, 5 s"
+    assert 5 < len(lines) < 20
+    with Report("x").counting() as tell_count:
+        tell_count("hashing", 1, 3)
+        now += script_run._FIRST_WORD_S
+        tell_count("hashing", 2, 3)
+    assert capsys.readouterr().err.splitlines() == ["x: hashing: 66 %, 5 s"]
+
+
+def test_a_model_by_its_place_or_by_its_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(convert, LLAMA, tmp_path / "a") == 0
+    assert run(convert, "--out-dir", tmp_path / "b", "--model-dir", LLAMA) == 0
+    data = [(tmp_path / name / "model.ie.bin").read_bytes() for name in "ab"]
+    assert data[0] == data[1]
+    capsys.readouterr()
+    text = ("--text", VALID, "--chars", 3000, "--window", 64)
+    assert run(perplexity, tmp_path / "a", *text) == 0
+    assert run(perplexity, "--model-dir", tmp_path / "b", *text) == 0
+    one, two = map(json.loads, capsys.readouterr().out.splitlines())
+    assert one["perplexity"] == two["perplexity"] and one["windows"] > 1
