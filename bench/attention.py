@@ -16,7 +16,7 @@ from statistics import median
 import click
 import numpy as np
 
-from bench.bandwidth import Reader
+from bench.bandwidth import DEFAULT_BYTES
 from bench.measure import seconds
 from bench.ops.experiment import TEAM, Listed, Row, experiment, of_read, turns
 from clocher_kernels.dtypes import STORAGE, from_f32
@@ -24,6 +24,7 @@ from clocher_kernels.ops.attention import KV_DTYPES
 from clocher_kernels.plan import Buffer, Call, Plan
 from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.team.bandwidth import Reader
 
 SHAPES = {
     "llama-1b": (32, 8, 64, 0),
@@ -125,7 +126,7 @@ def main(
     rounds: int,
 ) -> Iterator[Row]:
     """Yield a row for each model, context and KV dtype."""
-    reader = Reader("2m")
+    reader = Reader("2m", DEFAULT_BYTES)
     for model, length, kind in product(models, context, kinds):
         with closing(Step(model, kind, length, tokens, threads)) as step:
             runs = {"step": step.seconds, "read": partial(reader.gbps, threads)}

@@ -17,7 +17,6 @@ import click
 import numpy as np
 from rich.console import Console
 
-from bench.bandwidth import Reader
 from bench.measure import ratio
 from bench.ops.experiment import FILE, SHAPES, TEAM, Listed, Row, experiment, of_read, turns
 from bench.ops.products import Engine, Problem, clocher, copies_of, exact_product
@@ -25,6 +24,7 @@ from clocher_kernels.formats import Bsr, parse_format
 from clocher_kernels.formats.bsr import INNERS
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.team.bandwidth import Reader
 
 _BYTES = 128 << 20
 _MAX_COPIES = 256

@@ -21,11 +21,12 @@ from pathlib import Path
 import click
 import numpy as np
 
-from bench.measure import cpu_name, ratio
+from bench.measure import ratio
 from bench.ops.experiment import Row, experiment, turns
 from clocher_kernels.formats import parse_format
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import encode
+from clocher_runtime.engine.topology import cpu_name
 from cpu_fallback.executor import CpuExecutor
 
 SHAPES = {"large": (2048, 16, "bf16"), "small": (256, 40, "f32")}

@@ -20,12 +20,13 @@ from typing import Any
 import click
 import numpy as np
 
-from bench.bandwidth import MIB, PAGES_READ, Reader
+from bench.bandwidth import MIB, PAGES_READ
 from bench.measure import NotMeasured, limit_note, ratio
 from bench.ops.experiment import MODEL_DIR, TEAMS, Row, experiment, of_read, opened, turns
 from clocher_runtime.engine.load import PRECISIONS, Model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.timing import TimedWindow
+from cpu_fallback.team.bandwidth import Reader
 
 
 class CompiledCalls:

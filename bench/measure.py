@@ -1,7 +1,6 @@
 """How things are compared: in turns, by medians, with an interval for every ratio.
 
-A shared machine drifts from minute to minute, so what is compared runs in the same minute: in every
-round each contestant runs once, and the order turns by one from round to round. A ratio is that of
+Turns are those of `clocher_runtime.quality.turns`. A ratio is that of
 the medians; its interval comes from drawing rounds anew, contestants of a round together, because
 they shared the machine's mood.
 """
@@ -17,8 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from clocher_runtime.disk.output_file import write_file
-from clocher_runtime.engine.topology import usable_cpus
+from clocher_runtime.engine.topology import cpu_name, usable_cpus
 from clocher_runtime.quality.statistics import ratio as ratio
+from clocher_runtime.quality.turns import in_turns
 
 Rows = list[dict[str, Any]]
 
@@ -38,31 +38,24 @@ def interleave(
     progress: Callable[[int, str], None] | None = None,
     rest_s: float = REST_S,
 ) -> dict[str, list[float]]:
-    """Run every contestant once a round.
+    """Run every contestant once a round, see `in_turns`, with a pause before each.
 
     Args:
         runs: what to call, by name; it returns its measurement.
         rounds: how often; one more round comes first and is thrown away.
         progress: called with (calls done, name of the next).
-        rest_s: pause before each call, in seconds.
+        rest_s: the pause, in seconds.
 
     Returns:
         The measurements of each contestant, by round.
     """
-    names = list(runs)
-    found: dict[str, list[float]] = {name: [] for name in names}
-    done = 0
-    for number in range(-1, rounds):
-        turn = number % max(len(names), 1)
-        for name in names[turn:] + names[:turn]:
-            if progress:
-                progress(done, name)
-            time.sleep(rest_s)
-            value = runs[name]()
-            done += 1
-            if number >= 0:
-                found[name].append(value)
-    return found
+
+    def pause(done: int, name: str) -> None:
+        if progress:
+            progress(done, name)
+        time.sleep(rest_s)
+
+    return in_turns(runs, rounds, pause)
 
 
 def seconds(call: Callable[[], object], at_least: float = 0.0) -> float:
@@ -87,16 +80,6 @@ def limit_note(percent: float) -> str:
 def machine() -> str:
     """Return the processor, the CPUs that may be used, and how busy the machine is."""
     return f"{cpu_name()}, {len(usable_cpus())} CPUs, load {os.getloadavg()[0]:.1f} at the end"
-
-
-def cpu_name(path: Path = Path("/proc/cpuinfo")) -> str:
-    """Return what the processor calls itself."""
-    try:
-        lines = path.read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, "unknown processor")
 
 
 def help_text(docstring: str | None) -> str:

@@ -23,7 +23,7 @@ from statistics import median
 
 import click
 
-from bench.bandwidth import MIB, PAGES_READ, Reader
+from bench.bandwidth import MIB, PAGES_READ
 from bench.decode import Runner
 from bench.llama_cpp import LlamaCpp
 from bench.measure import NotMeasured, limit_note, ratio
@@ -32,6 +32,7 @@ from bench.ops.products import ENGINES, Engine, Problem, exact_product
 from clocher_runtime.convert.synthetic import GGUF_NAME
 from clocher_runtime.engine.load import Model
 from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.team.bandwidth import Reader
 
 OURS = next(iter(ENGINES))
 _FORMATS = ("int4_sym_g32_f16", "int4_sym_g128_f16", "int8_row_f32", "bf16", "ternary", "mxfp4")

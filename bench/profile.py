@@ -24,7 +24,7 @@ from typing import Any
 import click
 import numpy as np
 
-from bench.bandwidth import MIB, PAGES_READ, Reader
+from bench.bandwidth import MIB, PAGES_READ
 from bench.clock.step_pictures import Frame, svg, trace
 from bench.measure import Rows, limit_note
 from bench.ops.experiment import FILE, MODEL_DIR, TEAM, Row, experiment, opened
@@ -35,6 +35,7 @@ from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.engine.backends import Tuning
 from clocher_runtime.engine.load import PRECISIONS, Model
 from clocher_runtime.engine.session import Session
+from cpu_fallback.team.bandwidth import Reader
 
 _LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.*)")
 _WARM_STEPS = 4

@@ -15,7 +15,7 @@ from itertools import product
 
 import click
 
-from bench.bandwidth import PAGES_READ, Reader
+from bench.bandwidth import PAGES_READ
 from bench.measure import limit_note
 from bench.ops.experiment import (
     COUNTS,
@@ -29,6 +29,7 @@ from bench.ops.experiment import (
 )
 from bench.ops.products import Problem, clocher, exact_product
 from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.team.bandwidth import Reader
 
 _FORMATS = (
     "int4_sym_g32_f16",

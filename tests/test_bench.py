@@ -12,10 +12,11 @@ from click.testing import CliRunner, Result
 
 from bench import bandwidth, block_sparse, decode, peers, step_overhead
 from bench.llama_cpp import LlamaCpp
-from bench.measure import NotMeasured, cpu_name, interleave, limit_note, ratio, seconds, write_json
+from bench.measure import NotMeasured, interleave, limit_note, ratio, seconds, write_json
 from bench.ops.experiment import Row, experiment
 from bench.ops.products import ENGINES, Problem, clocher, exact_product
 from clocher_runtime.convert.synthetic import Precision, plan_synthesis
+from cpu_fallback.team.bandwidth import Reader
 
 FAST = ["--rounds", "2", "--mib", "2"]
 
@@ -73,13 +74,6 @@ def test_short_calls_are_repeated() -> None:
     assert mean < 0.001
 
 
-def test_cpu_name_comes_from_the_system(tmp_path: Path) -> None:
-    path = tmp_path / "cpuinfo"
-    path.write_text("processor\t: 0\nmodel name\t: Some CPU\n")
-    assert cpu_name(path) == "Some CPU"
-    assert cpu_name(tmp_path / "none") == "unknown processor"
-
-
 def test_rows_are_json_and_never_half_written(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     write_json(path, [{"a": 1.5}, {"a": None}])
@@ -111,7 +105,7 @@ def test_bandwidth(tmp_path: Path) -> None:
 
 
 def test_bandwidth_reads_every_byte() -> None:
-    reader = bandwidth.Reader("4k", 2 << 20)
+    reader = Reader("4k", 2 << 20)
     reader.gbps(3)
     reader._data[:] = 0
     with pytest.raises(RuntimeError, match="did not read"):

@@ -312,3 +312,9 @@ def test_set_numa_says_what_is_wrong(tmp_path, arguments, numactl, code, message
     done = set_numa(tmp_path, *arguments, numactl=numactl)
     assert done.returncode == code
     assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_cpu_name_comes_from_the_system(tmp_path):
+    root = write(tmp_path, {"proc/cpuinfo": "processor\t: 0\nmodel name\t: Some CPU\n"})
+    assert topology.cpu_name(root) == "Some CPU"
+    assert topology.cpu_name(tmp_path / "none") == "unknown processor"

@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.measure import cpu_name
-from clocher_runtime.engine.topology import usable_cpus
+from clocher_runtime.engine.topology import cpu_name, usable_cpus
 
 STEAL_LIMIT = 1.0
 OTHERS_LIMIT = 5.0

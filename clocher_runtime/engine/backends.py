@@ -133,6 +133,27 @@ def require_gpu(purpose: str) -> None:
         raise DeviceError(f"{purpose} needs a GPU: {reason}; run it on a machine that has one")
 
 
+class Reader(Protocol):
+    """A buffer that is read to learn how fast memory is."""
+
+    def gbps(self, threads: int, at_least: float) -> float:
+        """Read it with some threads for some seconds and return 10^9 bytes a second."""
+
+
+def reader(backend: str, nbytes: int) -> Reader | None:
+    """Return a buffer of about so many bytes; None if nothing reads the memory of a back end.
+
+    Raises:
+        OSError: there is no memory for it.
+    """
+    if backend != "cpu":
+        return None
+    from cpu_fallback.team.bandwidth import Reader as CpuReader
+
+    made: Reader = CpuReader("2m", nbytes)
+    return made
+
+
 def tune_tiles(weights: Iterable[tuple[str, int, int]], progress: Progress) -> dict[str, Any]:
     """Return the table of the fastest tiles of the current GPU.
 

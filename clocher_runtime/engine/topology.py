@@ -45,6 +45,17 @@ def usable_cpus() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
+def cpu_name(root: Path = ROOT) -> str:
+    """Return what the processor calls itself.
+
+    Args:
+        root: root of the file system; tests pass a recorded tree.
+    """
+    lines = read(root / "proc/cpuinfo").splitlines()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "unknown processor")
+
+
 def physical_cores(cpus: frozenset[int], root: Path = ROOT) -> int:
     """Return how many physical cores lie behind some CPUs.
 

@@ -1,0 +1,243 @@
+"""What `clocher bench` does: load a model, run its cases in turns, make rows of the times."""
+
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from itertools import product
+from math import prod
+from typing import Any
+
+from clocher_kernels.errors import OutOfMemory, UsageError
+from clocher_runtime.command.env import resolve
+from clocher_runtime.command.jsonline import clocher_version
+from clocher_runtime.command.loading import choose_threads, not_acted_on, tuning_of
+from clocher_runtime.command.model_choice import ModelChoice, choose_model
+from clocher_runtime.command.settings import SETTINGS, RunConfig
+from clocher_runtime.engine.backends import choose, gpu
+from clocher_runtime.engine.bandwidth import memory_reader, working_set
+from clocher_runtime.engine.load import Model, load_model
+from clocher_runtime.engine.topology import cache_bytes, cpu_name, read_cpus, usable_cpus
+from clocher_runtime.quality.speed import Case, Runner, session_for
+from clocher_runtime.quality.turns import in_turns
+from clocher_runtime.subcommands.bench_rows import Row, above_limit, beside_reads, speed
+
+Tell = Callable[[str, int, int], None]
+"""Takes what goes on, how much of it is done, and how much there is."""
+
+_BUSY = 0.5
+"""Load average, as a share of the CPUs, above which a machine is called busy."""
+
+_NEEDED = """model_dir model_json model_bin require_model precision kv_dtype device isa threads
+tile_table act_prec pretranspose affinity use_affinity numa_policy hot_replicate hot_repl_limit_mb
+prefetch_distance stream_block_bytes"""
+_ACTS_ON = frozenset(_NEEDED.split()) | {name for name in SETTINGS if name.startswith("dedup")}
+"""Settings of a run that a bench has a use for; of prompts, for example, it has none."""
+
+_READ_S = 0.1
+_LIBRARIES = ("numpy", "numba", "llvmlite")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is to be measured.
+
+    Attributes:
+        flags: settings by name, as text.
+        threads: of the teams, side by side; empty: as many as a run has.
+        cases: in the order of the rows.
+        rounds: repetitions that count.
+        check: compare tokens with those of another way to compute them.
+    """
+
+    flags: Mapping[str, str]
+    threads: tuple[int, ...]
+    cases: tuple[Case, ...]
+    rounds: int
+    check: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """A model on a device, and how it came there."""
+
+    config: RunConfig
+    choice: ModelChoice
+    device: str
+    model: Model
+    load1: float
+
+
+def measure(plan: Plan, tell: Tell) -> list[Row]:
+    """Measure every case with every number of threads.
+
+    Args:
+        plan: what.
+        tell: shows progress.
+
+    Raises:
+        ClocherError: the model cannot be run like this.
+    """
+    load1 = os.getloadavg()[0]
+    config = resolve(plan.flags, os.environ)
+    if config.stub:
+        raise UsageError("--stub runs no model, so it has no speed; drop it")
+    device, _ = choose(config.device)
+    counts = _thread_counts(plan.threads, config, device)
+    choice = choose_model(config)
+    checkpoint, _ = choice.open_for(config)
+    bound = _Bound(config, choice, device, load_model(checkpoint, config.precision), load1)
+    with ExitStack() as stack:
+        runners = {
+            count: Runner(
+                stack.enter_context(closing(_session(bound, count, plan.cases, len(counts), tell)))
+            )
+            for count in counts
+        }
+        return _rows(plan, bound, runners, tell)
+
+
+def _thread_counts(asked: Sequence[int], config: RunConfig, device: str) -> tuple[int, ...]:
+    usable = len(usable_cpus())
+    for count in asked:
+        if count > usable:
+            raise UsageError(
+                f"-t {count}: this process may use {usable} CPUs, and more threads than that wait "
+                "for each other; give less"
+            )
+    if device != "cpu" and len(asked) > 1:
+        raise UsageError(f"-t {','.join(map(str, asked))}: threads do nothing on {device}; drop -t")
+    return tuple(asked) or (choose_threads(config.threads, config.numa_policy),)
+
+
+def _session(bound: _Bound, threads: int, cases: Sequence[Case], sessions: int, tell: Tell) -> Any:
+    config = bound.config
+    try:
+        return session_for(
+            bound.model,
+            cases,
+            bound.device,
+            threads=threads,
+            kv_dtype=config.kv_dtype,
+            act_prec=config.act_prec,
+            tuning=tuning_of(config, threads),
+            pretranspose=config.pretranspose,
+            progress=partial(tell, "compiling kernels (once)"),
+            packing=partial(tell, "packing weights, MiB"),
+        )
+    except OutOfMemory as error:
+        if sessions == 1:
+            raise
+        raise OutOfMemory(
+            f"{error}; or give -t one number: each packs weights of its own"
+        ) from None
+
+
+def _rows(plan: Plan, bound: _Bound, runners: Mapping[int, Runner], tell: Tell) -> list[Row]:
+    nbytes = working_set(bound.model)
+    decodes = any(case.tokens and not case.prompt for case in plan.cases)
+    reader = memory_reader(nbytes, bound.device) if decodes else None
+    runs: dict[tuple[int, Case | None], Callable[[], float]] = {}
+    for threads, runner in runners.items():
+        for case in plan.cases:
+            runs[threads, case] = partial(runner.run, case)
+        if reader is not None:
+            runs[threads, None] = partial(reader.gbps, threads, _READ_S)
+    total = len(runs) * (plan.rounds + 1)
+
+    def before(done: int, key: tuple[int, Case | None]) -> None:
+        threads, case = key
+        what = case.name if case else "reading memory"
+        tell(f"{what} -t {threads}, round {done // len(runs)} of {plan.rounds}", done, total)
+
+    found = in_turns(runs, plan.rounds, before)
+    facts = _facts(bound)
+    in_cache = bound.device == "cpu" and nbytes <= cache_bytes(read_cpus())
+    rows = []
+    for done, ((threads, runner), case) in enumerate(product(runners.items(), plan.cases)):
+        tell(f"checking the tokens of {case.name}", done, len(runners) * len(plan.cases))
+        row = speed(case, [int(ns) for ns in found[threads, case]])
+        row |= beside_reads(row, runner, case, found.get((threads, None), []))
+        everyone = {made for each in runners.values() for made in each.made[case]}
+        same = {
+            "repetitions": len(set(runner.made[case])) == 1,
+            "thread_counts": len(everyone) == 1 if len(runners) > 1 else None,
+            "another_way": runner.agrees(case) if plan.check else None,
+        }
+        said = {
+            "tokens_sha256": runner.made[case][-1],
+            "same_tokens": same,
+            "correct": _verdict(same),
+            "n_threads": threads,
+            "in_cache": in_cache,
+        }
+        row = {**facts, **_about(runner, bound.config), **row, **said}
+        rows.append({**row, "valid": not above_limit(row)})
+    return rows
+
+
+def _verdict(same: Mapping[str, bool | None]) -> bool | None:
+    """Return whether nothing contradicts; None if nothing but repetitions was compared."""
+    if False in same.values():
+        return False
+    return True if same["another_way"] else None
+
+
+def _about(runner: Runner, config: RunConfig) -> Row:
+    """Return what a row says of a session, and of the variables that did something or did not."""
+    session = runner.session
+    given = {name: how for name, how in config.given.items() if name in _ACTS_ON}
+    ignored = (*config.hints_ignored, *not_acted_on(given, session.acted_on))
+    variables = [str(how) for how in given.values() if how.source[:1] != "-"]
+    return {
+        "settings": [how for how in variables if how not in ignored],
+        "hints_ignored": list(ignored),
+        "isa": session.isa,
+        "act_prec": session.act_prec,
+        "type_k": session.kv_dtype,
+        "type_v": session.kv_dtype,
+        "n_ubatch": session.executor.plan.tokens,
+    }
+
+
+def _facts(bound: _Bound) -> Row:
+    """Return what all rows say of the machine, the model and the versions."""
+    model = bound.model
+    return {
+        "kind": "bench",
+        "build_commit": clocher_version(),
+        "versions": {
+            "clocher": clocher_version(),
+            "python": platform.python_version(),
+            **{name: found for name in _LIBRARIES if (found := _version(name))},
+        },
+        "test_time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "cpu_info": cpu_name(),
+        "cpus": len(usable_cpus()),
+        "gpu_info": str(gpu().get("name", "")) if bound.device == "cuda" else "",
+        "load1": bound.load1,
+        "busy": bound.load1 > _BUSY * len(usable_cpus()),
+        "backends": bound.device.upper(),
+        "model_filename": _model_name(bound.choice),
+        "model_type": model.spec.family,
+        "model_size": sum(weight.nbytes for weight in model.weights.values()),
+        "model_n_params": sum(prod(weight.shape) for weight in model.weights.values()),
+        "precision": model.precision,
+    }
+
+
+def _model_name(choice: ModelChoice) -> str:
+    """Return the name of a model without the folders it lies in; one of the Hub keeps its owner."""
+    is_path = os.path.exists(choice.name)
+    return os.path.basename(os.path.abspath(choice.name)) if is_path else choice.name
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

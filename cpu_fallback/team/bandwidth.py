@@ -1,0 +1,148 @@
+"""Read bandwidth of the memory: a compiled loop that reads a buffer and does nothing else.
+
+Each thread reads a contiguous share, as the matrix kernels do. They meet in compiled code and
+read the clock there, so neither the interpreter nor its lock is in the time.
+"""
+
+import ctypes
+import re
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from clocher_kernels.errors import DeviceError
+from cpu_fallback.lanes.jit import Kernel
+from cpu_fallback.lanes.memory import load_i32, write_i64
+from cpu_fallback.lanes.simd import ihsum, ior, izero
+from cpu_fallback.team.large_pages import HUGE, allocate
+from cpu_fallback.team.sync import fetch_add, load_acquire, now_ns, wait_a_little
+
+_LINES = 512
+_LEAST_BYTES = 64 << 20
+_SUM = 16 * 0x01010101
+
+
+def read_lines(start, nbytes, passes, gate, threads, out):  # type: ignore[no-untyped-def]
+    """Read `nbytes` bytes, a multiple of 512, some times over, when all threads are at the gate.
+
+    Writes to `out`: the time before, the time after, and a value that depends on every byte read.
+    """
+    fetch_add(gate, 1)
+    turn = 0
+    while load_acquire(gate) < threads:
+        wait_a_little(turn)
+        turn += 1
+    a, b, c, d = izero(), izero(), izero(), izero()
+    e, f, g, h = izero(), izero(), izero(), izero()
+    end = start + nbytes
+    write_i64(out, now_ns())
+    while passes > 0:
+        at = start
+        while at < end:
+            a = ior(a, load_i32(at))
+            b = ior(b, load_i32(at + 64))
+            c = ior(c, load_i32(at + 128))
+            d = ior(d, load_i32(at + 192))
+            e = ior(e, load_i32(at + 256))
+            f = ior(f, load_i32(at + 320))
+            g = ior(g, load_i32(at + 384))
+            h = ior(h, load_i32(at + 448))
+            at += 512
+        passes -= 1
+        # In the loop, for the compiler must not take one pass for all: a foreign call may write.
+        write_i64(out + 8, now_ns())
+    write_i64(out + 16, ihsum(ior(ior(ior(a, b), ior(c, d)), ior(ior(e, f), ior(g, h)))))
+
+
+_KERNEL = Kernel(read_lines)
+
+
+class Reader:
+    """A buffer to read.
+
+    Args:
+        pages: "4k" or "2m": 2 MiB pages where the system gives them, or refused.
+        nbytes: its size, rounded down to 2 MiB; at least that.
+
+    Attributes:
+        nbytes: its size.
+
+    Raises:
+        OSError: there is no memory for it.
+    """
+
+    def __init__(self, pages: str, nbytes: int) -> None:
+        self.nbytes = max(nbytes // HUGE, 1) * HUGE
+        self._data = allocate(self.nbytes, large=pages == "2m")
+        self._data[:] = 1
+        signature = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 6)
+        self._call = signature(_KERNEL.address)
+
+    @property
+    def huge_share(self) -> float:
+        """Share of the buffer that lies in large pages, 0 .. 1."""
+        return _huge_bytes(self._data.ctypes.data) / self.nbytes
+
+    def gbps(self, threads: int, at_least: float = 0.2) -> float:
+        """Read the buffer with some threads and return 10^9 bytes a second.
+
+        Args:
+            threads: they share the buffer.
+            at_least: seconds to go on for; the rate of a shared machine's memory changes within
+                less than what it is compared with takes.
+
+        Raises:
+            DeviceError: the system does not start so many threads.
+        """
+        passes = -(-_LEAST_BYTES // self.nbytes)
+        times = [self._ns(threads, passes)]
+        while sum(times) < at_least * 1e9:
+            times.append(self._ns(threads, passes))
+        return len(times) * passes * self.nbytes / sum(times)
+
+    def _ns(self, threads: int, passes: int) -> int:
+        """Read the buffer some times over and return the nanoseconds it took."""
+        units = self.nbytes // _LINES
+        shares = [units * i // threads * _LINES for i in range(threads + 1)]
+        found = np.zeros((threads, 8), np.int64)  # a cache line for each thread
+        gate = np.zeros(1, np.int64)
+
+        def work(rank: int) -> None:
+            start, nbytes = self._data.ctypes.data + shares[rank], shares[rank + 1] - shares[rank]
+            at, out = gate.ctypes.data, found[rank].ctypes.data
+            self._call(start, nbytes, passes, at, threads, out)
+
+        others = [threading.Thread(target=work, args=(rank,)) for rank in range(1, threads)]
+        try:
+            for other in others:
+                other.start()
+        except BaseException as error:
+            gate[0] = threads  # those who wait for the missing ones go on, and end
+            if not isinstance(error, RuntimeError):
+                raise
+            raise DeviceError(
+                f"the system does not start {threads} threads to read memory with; lower "
+                "--threads, or raise the limit of processes (ulimit -u)"
+            ) from None
+        work(0)
+        for other in others:
+            other.join()
+        if not (found[:, 2] == _SUM).all():
+            raise RuntimeError("the read loop did not read what is there")
+        return int(found[:, 1].max() - found[:, 0].min())
+
+
+def _huge_bytes(address: int) -> int:
+    """Return the bytes of large pages in the mapping that holds an address."""
+    inside = False
+    try:
+        lines = Path("/proc/self/smaps").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return 0
+    for line in lines:
+        if match := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(match[1], 16) <= address < int(match[2], 16)
+        elif inside and line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) << 10
+    return 0

@@ -1,0 +1,389 @@
+"""`clocher bench`: its rows, what they say of memory and of tokens, errors, and comparing runs."""
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clocher_kernels import host_memory
+from clocher_kernels.errors import WindowError
+from clocher_kernels.guards import refuse_in_window
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.engine.load import Model, load_model
+from clocher_runtime.engine.session import Session
+from clocher_runtime.engine.timing import Span
+from clocher_runtime.quality import speed
+from clocher_runtime.quality.speed import Case, Runner, session_for
+from clocher_runtime.subcommands import bench_measure
+from clocher_runtime.subcommands.bench import main
+from clocher_runtime.subcommands.bench_rows import doubts
+from clocher_runtime.subcommands.bench_rows import speed as row_of
+
+FAST = ["-p", "16", "-n", "4", "-r", "2", "-t", "1"]
+
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load_model(open_checkpoint(embedded_model()))
+
+
+def rows_of(capsys: Capture, *words: str, code: int = 0) -> list[dict[str, Any]]:
+    """Run `clocher bench -o json` and return its rows; standard output has nothing else."""
+    assert main([*words, "-o", "json"]) == code
+    rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return rows
+
+
+def column(text: str, name: str) -> list[str]:
+    """Return the cells of a column of a table in Markdown."""
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line] for line in lines]
+    return [line[cells[0].index(name)] for line in cells[2:]]
+
+
+# What is measured.
+
+
+def test_a_table_as_llama_bench_prints_it(capsys: Capture) -> None:
+    assert main(FAST) == 0
+    out = capsys.readouterr().out
+    assert column(out, "test") == ["pp16", "tg4"]
+    assert column(out, "model") == ["clocher-tiny-gptoss"] * 2
+    assert all(float(cell.split(" ± ")[0]) > 0 for cell in column(out, "t/s"))
+    assert column(out, "same tokens") == ["✓", "✓"]
+    assert column(out, "% of read")[0] == ""
+    assert 0 < float(column(out, "% of read")[1].split()[0]) < 200
+    assert "Not timed: loading" in out
+    assert "memory read at " in out
+
+
+def test_every_sample_is_kept(capsys: Capture) -> None:
+    prompt, decode = rows_of(capsys, *FAST)
+    assert prompt["correct"] is decode["correct"] is True
+    assert (decode["n_prompt"], decode["n_gen"], decode["n_depth"]) == (0, 4, 0)
+    assert len(decode["samples_ns"]) == len(decode["samples_read_gbps"]) == 2
+    for row in (prompt, decode):
+        tokens = row["n_prompt"] + row["n_gen"]
+        assert row["samples_ts"] == pytest.approx([tokens * 1e9 / ns for ns in row["samples_ns"]])
+        assert row["avg_ts"] == pytest.approx(sum(row["samples_ts"]) / 2)
+    rates = [rate * decode["bytes_per_token"] / 1e9 for rate in decode["samples_ts"]]
+    share = 100 * sum(rates) / sum(decode["samples_read_gbps"])
+    assert decode["pct_of_read"] == pytest.approx(share)
+    assert decode["versions"]["clocher"] == decode["build_commit"]
+
+
+def test_tests_threads_and_batches(capsys: Capture) -> None:
+    words = ["-p", "8", "-n", "3", "-d", "0,128", "-pg", "8,2", "-t", "1,2", "-b", "1,3"]
+    rows = rows_of(capsys, *words, "-r", "1")
+    one = [(row["test"], row["n_seqs"]) for row in rows if row["n_threads"] == 1]
+    shallow = [("pp8", 1), ("tg3", 1), ("tg3", 3), ("pp8+tg2", 1)]
+    assert one == shallow + [(f"{name} @ d128", batch) for name, batch in shallow]
+    assert [(r["test"], r["n_seqs"]) for r in rows if r["n_threads"] == 2] == one
+    for row in rows:
+        assert row["correct"], row
+        assert row["same_tokens"]["thread_counts"]
+        # Which experts three sequences have in common is not known, nor what a prompt reads.
+        assert (row["bytes_per_token"] is None) == (row["n_seqs"] > 1 or row["n_prompt"] > 0)
+    by_depth = [r["bytes_per_token"] for r in rows if r["bytes_per_token"]]
+    assert by_depth[1] > by_depth[0]
+
+
+def test_formats(capsys: Capture) -> None:
+    assert main([*FAST, "-o", "jsonl"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["test"] for line in lines] == ["pp16", "tg4"]
+    assert main([*FAST, "-o", "csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["test"] for row in rows] == ["pp16", "tg4"]
+    assert "samples_ns" not in rows[0]
+
+
+def test_variables_act_and_are_named(capsys: Capture, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("IE_ACT_PREC", "fp32")
+    monkeypatch.setenv("IE_STREAM_BLOCK_BYTES", "65536")
+    monkeypatch.setenv("IE_SEED", "7")
+    assert main(FAST) == 0
+    out = capsys.readouterr().out
+    assert "activations fp32" in out
+    assert "set by variables: IE_ACT_PREC=fp32" in out
+    assert "SEED" not in out
+
+
+def test_steps_before_the_test_do_not_count() -> None:
+    spans = [Span("prefill", 128, 1), Span("prefill", 128, 10), Span("prefill", 16, 100)]
+    spans += [Span("decode", 1, 1000), Span("decode", 1, 1000)]
+    assert sum(speed._counted(spans, Case(144, 0, 128))) == 110
+    assert sum(speed._counted(spans, Case(144, 2, 128))) == 2110
+    assert sum(speed._counted(spans, Case(272, 0))) == 111
+
+
+def test_only_steps_of_the_whole_batch_count() -> None:
+    spans = [Span("prefill", 8, 1), Span("decode", 2, 10), Span("decode", 3, 100)]
+    assert [span.ns for span in speed._full(spans, 3)] == [100]
+
+
+def test_bytes_of_a_token_hold_weights_and_the_keys_it_sees(model: Model) -> None:
+    case = Case(0, 2, 256)
+    with closing(session_for(model, [case], threads=1, kv_dtype="f16")) as session:
+        found = Runner(session).bytes_per_token(case)
+    spec = model.spec
+    cell = 2 * spec.num_kv_heads * spec.head_dim * 2
+    seen = [sum(min(cells, window or cells) for window in spec.windows) for cells in (257, 258)]
+    assert found == round(model.bytes_per_token + cell * sum(seen) / 2)
+
+
+# Verdicts.
+
+
+def test_other_tokens_in_a_repetition_are_found(capsys: Capture, monkeypatch: Patch) -> None:
+    ids, calls = Runner._ids, []
+
+    def drift(self: Runner, case: Case, index: int) -> list[int]:
+        calls.append(case)
+        return [len(calls)] * len(ids(self, case, index))
+
+    monkeypatch.setattr(Runner, "_ids", drift)
+    assert main([*FAST, "--no-check"]) == 7
+    captured = capsys.readouterr()
+    assert column(captured.out, "same tokens") == ["✗", "✗"]
+    assert "tokens differ, which is a defect: do not trust pp16 -t 1, tg4 -t 1" in captured.err
+
+
+def test_another_way_to_compute_the_tokens_is_compared(model: Model) -> None:
+    cases = Case(70, 0), Case(0, 9), Case(0, 5, 64, 3)
+    with closing(session_for(model, cases, threads=1)) as session:
+        runner = Runner(session)
+        for case in cases:
+            runner.run(case)
+            assert runner.agrees(case)
+            runner._last[case][-1][-1] ^= 1
+            assert not runner.agrees(case)
+
+
+def test_without_the_check_nothing_is_claimed(capsys: Capture) -> None:
+    prompt, decode = rows_of(capsys, *FAST, "--no-check")
+    assert prompt["correct"] is decode["correct"] is None
+    assert decode["same_tokens"]["repetitions"] is True
+
+
+class _SlowMemory:
+    def gbps(self, threads: int, at_least: float) -> float:
+        return 1e-6
+
+
+def test_more_than_memory_gives_is_no_result(capsys: Capture, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(bench_measure, "memory_reader", lambda nbytes, device: _SlowMemory())
+    monkeypatch.setattr(bench_measure, "cache_bytes", lambda cpus: 0)
+    assert main(FAST) == 7
+    assert "no valid result" in capsys.readouterr().err
+    monkeypatch.setattr(bench_measure, "cache_bytes", lambda cpus: 1 << 40)
+    assert main(FAST) == 0
+    captured = capsys.readouterr()
+    assert column(captured.out, "% of read")[1].endswith("(cache)")
+    assert "the weights lie in a cache" in captured.err
+
+
+def test_where_memory_is_not_read_there_is_no_share(capsys: Capture, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(bench_measure, "memory_reader", lambda nbytes, device: None)
+    _, decode = rows_of(capsys, *FAST)
+    assert decode["gbps"] > 0
+    assert decode["read_gbps"] is decode["pct_of_read"] is None
+
+
+def test_a_busy_machine_and_wide_samples_are_named() -> None:
+    row = row_of(Case(0, 8), [10**6, 10**6, 2 * 10**6])
+    row |= {"busy": True, "load1": 7.0, "cpus": 2, "n_threads": 2, "correct": True}
+    row |= {"pct_of_read": 90.0, "pct_of_read_95": [80.0, 99.0], "in_cache": False}
+    busy, wide = doubts([row])
+    assert "load average 7.0 on 2 CPUs" in busy
+    assert wide.endswith("tg8 -t 2 25%")
+    assert not doubts([{**row, "busy": False, "iqr_ts": 0.0}])
+
+
+def test_every_step_of_a_case_is_in_a_strict_window(model: Model, monkeypatch: Patch) -> None:
+    cases = Case(130, 0), Case(0, 3, 5)
+    refused = []
+    with closing(session_for(model, cases, threads=1)) as session:
+        step = session.executor.step
+
+        def watched(tokens: int, rows: int) -> None:
+            with pytest.raises(WindowError):
+                refuse_in_window("compile")
+            refused.append(tokens)
+            step(tokens, rows)
+
+        monkeypatch.setattr(session.executor, "step", watched)
+        for case in cases:
+            Runner(session).run(case)
+    assert refused == [128, 2, *[1] * 7, 5, 1, 1, 1]
+
+
+# What cannot be measured.
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["-p", "1,x"], 2, "'1,x'; expected at most 16 numbers from 0"),
+        (["-p", "9" * 99], 2, "expected at most 16 numbers"),
+        (["-n", ",".join(map(str, range(17)))], 2, "expected at most 16 numbers"),
+        (["-pg", "5"], 2, "expected two numbers from 1"),
+        (["-pg", "5,0"], 2, "expected two numbers from 1"),
+        (["-t", "0"], 2, "numbers from 1"),
+        (["-t", "9999"], 2, "this process may use"),
+        (["-b", "x"], 2, "numbers from 1"),
+        (["-r", "0"], 2, "'-r'"),
+        (["-p", "0", "-n", "0"], 2, "nothing to measure"),
+        (["-n", "1,2,3,4,5,6,7,8,9", "-d", "0,1,2,3,4,5,6,7"], 2, "at most 64"),
+        (["-n", "4096"], 2, "needs a context of 4098 tokens; this model's is 4096"),
+        (["-d", "100"], 2, "give -d a multiple of 128"),
+        (["-n", "8", "-p", "0", "-d", "4080", "-b", "2"], 2, "no room to decode all of them"),
+        (["-ctk", "q8_0"], 2, "give --kv-dtype"),
+        (["--nothing"], 2, "No such option"),
+        (["a", "b"], 2, "unexpected extra argument"),
+        (["a", "-m", "b"], 2, "give one of them"),
+        (["no/such/model"], 3, "no/such/model"),
+        (["--device", "ze"], 5, "Level Zero"),
+    ],
+)
+def test_one_line_says_what_is_wrong(
+    capsys: Capture, words: list[str], code: int, said: str
+) -> None:
+    assert main(["-r", "1", *words] if "-r" not in words else words) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert said in captured.err
+    assert captured.err.startswith("clocher bench: error: ")
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_too_little_memory(capsys: Capture, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(host_memory, "available", lambda *_: 1 << 20)
+    assert main(["-p", "0", "-n", "4", "-t", "1,2"]) == 6
+    captured = capsys.readouterr()
+    assert "1 MiB are available" in captured.err
+    assert "give -t one number" in captured.err
+
+
+def test_ctrl_c(capsys: Capture, monkeypatch: Patch) -> None:
+    def interrupt(*_: object, **__: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "generate", interrupt)
+    assert main(FAST) == 130
+    assert capsys.readouterr().err.startswith("clocher bench: interrupted")
+
+
+@pytest.mark.parametrize("words", [["-h"], ["--help"], ["compare", "-h"]])
+def test_help_begins_with_examples(capsys: Capture, words: list[str]) -> None:
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert 0 < out.index("Examples:") < out.index("Options:") < out.index("Exit codes:")
+
+
+def test_importing_the_command_is_cheap() -> None:
+    code = "import sys, clocher_runtime.subcommands.bench as b\n"
+    code += "print(*[m for m in ('numpy', 'numba', 'msgspec', 'rich') if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == []
+
+
+# Comparing.
+
+
+def result_file(path: Path, rates: list[float], **more: Any) -> str:
+    row = {"n_prompt": 0, "n_gen": 128, "n_threads": 2, "samples_ts": rates, "cpu_info": "a"}
+    path.write_text(json.dumps([row | more]))
+    return str(path)
+
+
+STEADY = [10.0, 10.1, 9.9, 10.0, 10.05]
+
+
+def test_a_run_is_not_slower_than_itself(tmp_path: Path, capsys: Capture) -> None:
+    assert main([*FAST, "-r", "3", "-o", "json"]) == 0
+    path = tmp_path / "a.json"
+    path.write_text(capsys.readouterr().out)
+    assert main(["compare", str(path), str(path), "--fail-below", "0.95"]) == 0
+    out = capsys.readouterr().out
+    assert column(out, "test") == ["pp16", "tg4"]
+    assert column(out, "second is") == ["no difference shown"] * 2
+    assert column(out, "second / first")[0].startswith("1.00x [")
+
+
+def test_slower_beyond_noise(tmp_path: Path, capsys: Capture) -> None:
+    first = result_file(tmp_path / "a.json", STEADY)
+    second = result_file(tmp_path / "b.json", [rate * 0.9 for rate in STEADY])
+    assert main(["compare", first, second]) == 0
+    assert column(capsys.readouterr().out, "second is") == ["slower"]
+    assert main(["compare", first, second, "--fail-below", "0.95"]) == 8
+    assert main(["compare", first, second, "--fail-below", "0.85"]) == 0
+    assert main(["compare", second, first, "--fail-below", "0.95"]) == 0
+    noisy = result_file(tmp_path / "c.json", [2.0, 9.0, 17.0, 4.0, 12.0])
+    assert main(["compare", first, noisy, "--fail-below", "0.95"]) == 0
+    alone = result_file(tmp_path / "d.json", [5.0])
+    assert main(["compare", first, alone, "--fail-below", "0.95"]) == 9
+
+
+def test_rows_of_llama_bench_and_lines_are_read(tmp_path: Path, capsys: Capture) -> None:
+    llama = {"n_depth": 512, "avg_ts": 10.0, "model_filename": "m.gguf", "flash_attn": -1}
+    first = result_file(tmp_path / "llama.json", STEADY, **llama)
+    ours = tmp_path / "ours.jsonl"
+    row = {"n_prompt": 0, "n_gen": 128, "n_threads": 2, "n_depth": 512, "samples_ts": STEADY}
+    ours.write_text(json.dumps(row) + "\n" + json.dumps(row | {"n_seqs": 8}) + "\n")
+    assert main(["compare", first, str(ours), "-o", "json"]) == 0
+    captured = capsys.readouterr()
+    (found,) = json.loads(captured.out)
+    assert found["test"] == "tg128 @ d512"
+    assert found["ratio"] == 1
+    assert "only in the second file: tg128 @ d512" in captured.err
+    assert "not the same cpu_info: a and unknown" in captured.err
+
+
+def test_files_without_a_common_row(tmp_path: Path, capsys: Capture) -> None:
+    first = result_file(tmp_path / "a.json", STEADY)
+    second = result_file(tmp_path / "b.json", STEADY, n_threads=1)
+    assert main(["compare", first, second]) == 2
+    assert "no row in common" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no rows"),
+        ("[]", "no rows"),
+        ("{", "not valid JSON"),
+        ("[1]", "expected an object"),
+        ('{"n_prompt": 1}', "n_gen"),
+        ('{"n_prompt": 1, "n_gen": 1, "n_threads": 1, "samples_ts": []}', "samples_ts"),
+        ('{"n_prompt": 1, "n_gen": 1, "n_threads": 1, "samples_ts": [0]}', "samples_ts"),
+        ('{"n_prompt": 1, "n_gen": 1, "n_threads": 1, "samples_ts": [NaN]}', "not valid JSON"),
+        ('{"n_prompt": -1, "n_gen": 1, "n_threads": 1, "samples_ts": [1]}', "n_prompt"),
+        ('{"n_prompt": 1, "n_gen": 1, "n_threads": 1, "samples_ts": [1]}\n' * 2, "two rows"),
+        ("[" * 999, "JSON"),
+    ],
+)
+def test_a_hostile_result_file_is_one_line(
+    tmp_path: Path, capsys: Capture, text: str, said: str
+) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    assert main(["compare", str(path), str(path)]) == 3
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert len(captured.err.splitlines()) == 1
