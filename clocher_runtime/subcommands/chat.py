@@ -1,0 +1,215 @@
+"""`clocher chat`: a conversation with a model in the terminal, or one answer in a pipe."""
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from clocher_kernels.errors import ClocherError, UsageError
+from clocher_runtime.command.clocher_run import PRECEDENCE
+from clocher_runtime.command.console import Console
+from clocher_runtime.command.env import obeyed
+from clocher_runtime.command.flags import Command
+from clocher_runtime.command.settings import RunConfig
+from clocher_runtime.exit_codes import ExitCode, exit_code, told
+from clocher_runtime.signals import cause_of, listen, restore
+from clocher_runtime.subcommands.chat_screen import OutputLost, Screen, Typing
+from clocher_runtime.subcommands.chat_settings import DEFAULTS, TABLE, ChatConfig, decide
+
+if TYPE_CHECKING:
+    from clocher_runtime.command.loading import Engine
+    from clocher_runtime.text.chat_turn import ChatModel
+
+NAME = "clocher chat"
+MAX_MESSAGE_BYTES = 8 << 20
+"""Of a message from a pipe."""
+
+ABOUT = """Talk with a language model in the terminal.
+
+It answers by its own chat template and remembers the conversation; /help lists what else can be
+typed. A model without a chat template continues each line as text. What comes from a pipe is one
+message: its answer goes to standard output, everything else to standard error."""
+
+COMMAND = Command(
+    name=NAME,
+    about=ABOUT,
+    table=TABLE,
+    defaults=DEFAULTS,
+    notes=(PRECEDENCE,),
+    examples=(
+        ("the model that ships with Clocher, which continues Python", "clocher chat"),
+        ("your model: a directory, a GGUF file, or a name of the Hub", "clocher chat MODEL"),
+        ("float weights quantised to 4 bits at load", "clocher chat MODEL --precision int4w"),
+        ("a role, and no randomness", 'clocher chat MODEL --system "Be brief." --temperature 0'),
+        ("one answer, for a script", 'echo "Name a bird." | clocher chat MODEL > answer.txt'),
+    ),
+    exit_codes=(
+        (ExitCode.OK, "left with /exit or Ctrl-D; or the piped message was answered"),
+        (ExitCode.BUG, "unexpected: a defect of Clocher, or nobody reads standard output"),
+        (ExitCode.USAGE, "bad flag or variable; a piped message that is empty or too long"),
+        (ExitCode.MODEL, "model missing, invalid or not supported"),
+        (ExitCode.DEVICE, "device or engine not available"),
+        (ExitCode.MEMORY, "out of memory"),
+        (ExitCode.INTERRUPTED, "left with Ctrl-C"),
+        (ExitCode.TERMINATED, "terminated (SIGTERM)"),
+    ),
+    positional=("model_dir",),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code.
+
+    Args:
+        argv: arguments after the name of the command; None: those of the process.
+    """
+    before = listen()
+    try:
+        with Console(name=NAME) as console:
+            return _main(sys.argv[1:] if argv is None else argv, console)
+    finally:
+        restore(before)
+
+
+def _main(argv: Sequence[str], console: Console) -> int:
+    try:
+        if sys.stdout is None:
+            raise OutputLost(OSError(errno.EBADF, "closed"))
+        answers = Screen(sys.stdout)
+        flags = COMMAND.parse(argv, answers.line)
+        if flags is None:
+            return ExitCode.OK
+        config, run = decide(flags, os.environ)
+        for told_once in obeyed(run):
+            console.note(told_once)
+        if sys.stdin is None:
+            raise UsageError("standard input is closed; expected a message, or a terminal")
+        # NumPy and all that needs it is imported after the flags have been checked.
+        from clocher_runtime.command.model_choice import choose_model
+
+        choose_model(run)  # a wrong name is told before a message is waited for
+        message = None if sys.stdin.isatty() else _piped_message()
+        from clocher_runtime.disk.files import ending_on_lost_pages
+
+        def lost(reason: str) -> None:
+            with console:
+                console.note(f"error: {reason}")
+
+        with ending_on_lost_pages(lost):
+            return _chat(config, run, message, answers, console)
+    except OutputLost as lost_output:
+        if lost_output.reason:
+            console.note(f"error: standard output: {lost_output.reason}")
+        if sys.stdout is not None:  # Python flushes it again at the end, and must not fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.BUG
+    except (Exception, KeyboardInterrupt) as raised:
+        error = told(cause_of(raised))
+        if isinstance(error, KeyboardInterrupt):
+            console.note(f"ended by {error}")
+        elif isinstance(error, ClocherError | MemoryError):
+            console.note(f"error: {error or type(error).__name__}")
+        else:
+            console.note("".join(traceback.format_exception(error)).rstrip())
+        return exit_code(error)
+
+
+def _piped_message() -> str:
+    """Return what standard input holds, as one message.
+
+    Raises:
+        UsageError: it is empty, larger than a message may be, or no text.
+    """
+    try:
+        data = sys.stdin.buffer.read(MAX_MESSAGE_BYTES + 1)
+        text = data.decode().rstrip("\n")
+    except OSError as error:
+        raise UsageError(f"standard input: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"standard input is not UTF-8: {error}") from None
+    if not text.strip() or len(data) > MAX_MESSAGE_BYTES:
+        found = "nothing" if len(data) <= MAX_MESSAGE_BYTES else "more"
+        raise UsageError(
+            f"standard input has {found}; expected a message of at most {MAX_MESSAGE_BYTES} bytes, "
+            "or a terminal"
+        )
+    return text
+
+
+def _chat(
+    config: ChatConfig, run: RunConfig, message: str | None, answers: Screen, console: Console
+) -> ExitCode:
+    """Load the model, and answer the message, or what is typed."""
+    from clocher_runtime.command.loading import load_engine
+    from clocher_runtime.subcommands.chat_talk import Talk
+
+    engine = load_engine(run, 1, console.compiling, console.packing, prefix_cache=True)
+    try:
+        _say_what_is_special(run, engine, console)
+        model = _chat_model(config, run, engine, console)
+        engine.session.warm()
+        about = (
+            f"{engine.model} ({engine.precision}) on {engine.device}, {engine.threads} thread(s), "
+            f"context {engine.session.longest} tokens"
+        )
+        notes = Screen(sys.stderr, may_be_lost=True)
+        talk = Talk(model, config, about, answers, notes)
+        if message is not None:
+            talk.say(message)
+            return ExitCode.OK
+        notes.line(f"{about}; /help lists commands", dim=True)
+        return talk.hold(Typing(notes))
+    finally:
+        engine.session.close()
+
+
+def _say_what_is_special(run: RunConfig, engine: "Engine", console: Console) -> None:
+    for note in engine.checkpoint.notes:
+        console.note(note)
+    if ignored := [*run.hints_ignored, *engine.hints_ignored]:
+        console.note(f"not acted on here: {', '.join(ignored)}")
+    if engine.model_source == "embedded":
+        console.note(
+            "the model that ships with Clocher; `clocher chat MODEL` takes yours, "
+            "`clocher models` lists them"
+        )
+
+
+def _chat_model(
+    config: ChatConfig, run: RunConfig, engine: "Engine", console: Console
+) -> "ChatModel":
+    """Return what answers.
+
+    Raises:
+        UsageError: a setting is of conversations, and the model continues text.
+        FormatError: its template cannot be used.
+    """
+    from clocher_runtime.command.model_choice import choose_model, converses
+    from clocher_runtime.text.chat_turn import ChatModel
+    from clocher_runtime.text.tokenizer import Tokenizer
+
+    assert isinstance(engine.tokenizer, Tokenizer)  # only the stub has another, or a run by ids
+    template = engine.tokenizer.chat_template
+    by_template = converses(choose_model(run).path, template)
+    variables = {"reasoning_effort": config.reasoning_effort} if config.reasoning_effort else {}
+    model = ChatModel(
+        engine.session, engine.tokenizer, by_template=by_template, variables=variables
+    )
+    if by_template:
+        model.check_template()
+        return model
+    for flag, value in (("--system", config.system), ("--reasoning-effort", variables)):
+        if value:
+            raise UsageError(
+                f"{flag}: {engine.model} is no chat model and continues text; leave it out, or "
+                "name a model with a chat template"
+            )
+    why = "was not trained to chat" if template else "has no chat template"
+    console.note(f"{engine.model} {why}: each text is continued, by itself")
+    return model
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""The terminal of a chat: what is shown, what is typed, Ctrl-C."""
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, Literal, NamedTuple, Self, TextIO
+
+from clocher_runtime.command.console import dim as as_dim
+from clocher_runtime.command.console import inert, is_terminal
+
+_PATIENCE_S = 0.2
+_FENCE = '"""'
+
+
+class OutputLost(Exception):
+    """Standard output cannot be written.
+
+    Attributes:
+        reason: why; "" where nobody reads it any more, who need not be told.
+    """
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.reason = "" if isinstance(error, BrokenPipeError) else error.strerror or str(error)
+
+
+class Screen:
+    """Writes a stream at once. On a terminal, text of others is shown and never obeyed.
+
+    Args:
+        stream: where to write.
+        may_be_lost: whether it does not matter that nobody reads it.
+
+    Attributes:
+        is_terminal: whether somebody looks at it.
+    """
+
+    def __init__(self, stream: TextIO, *, may_be_lost: bool = False) -> None:
+        self._stream, self._may_be_lost = stream, may_be_lost
+        self.is_terminal = is_terminal(stream)
+        self._at_line_start = True
+
+    def write(self, text: str, *, dim: bool = False) -> None:
+        """Write a piece of text, dim only on a terminal.
+
+        Raises:
+            OutputLost: it cannot be written.
+        """
+        if not text:
+            return
+        self._at_line_start = text.endswith("\n")
+        encoding = self._stream.encoding or "utf-8"
+        text = text.encode(encoding, "replace").decode(encoding)
+        if self.is_terminal:
+            # Each piece is dim by itself: whenever this process ends, nothing is left so.
+            text = as_dim(inert(text)) if dim else inert(text)
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError as error:
+            if not self._may_be_lost:
+                raise OutputLost(error) from None
+
+    def line(self, text: str, *, dim: bool = False) -> None:
+        """Write a line of its own."""
+        self.end_line()
+        self.write(f"{text}\n", dim=dim)
+
+    def end_line(self) -> None:
+        """Begin a new line unless one has just begun."""
+        if not self._at_line_start:
+            self.write("\n")
+
+
+class Typed(NamedTuple):
+    """What was typed.
+
+    Attributes:
+        is_block: it stood between marks, so it is a message whatever it begins with.
+    """
+
+    text: str
+    is_block: bool
+
+
+class Typing:
+    r"""Reads what is typed: a line, or several between two \"\"\".
+
+    With a terminal on both sides there is line editing, and a history for as long as the chat is.
+
+    Args:
+        prompts: gets the prompts where there is no line editing.
+    """
+
+    def __init__(self, prompts: Screen) -> None:
+        self._prompts = prompts
+        self._edits = False
+        if sys.stdin.isatty() and sys.stdout is not None and sys.stdout.isatty():
+            with suppress(ImportError):  # a Python that was built without it
+                import readline  # input() edits lines once it is there
+
+                # What is pasted is one message, whatever lines it has.
+                readline.parse_and_bind("set enable-bracketed-paste on")
+                self._edits = True
+
+    def read(self) -> Typed:
+        """Return the next message or command.
+
+        Raises:
+            EOFError: there is no more, or the terminal is gone.
+            UnicodeDecodeError: it is not valid text.
+        """
+        first = self._line(">>> ")
+        begun = first.lstrip()
+        if not begun.startswith(_FENCE):
+            return Typed(first, is_block=False)
+        lines = [begun.removeprefix(_FENCE)]
+        while not lines[-1].rstrip().endswith(_FENCE):
+            lines.append(self._line("... "))
+        lines[-1] = lines[-1].rstrip().removesuffix(_FENCE)
+        # A line that holds nothing but a mark is not of the message.
+        if len(lines) > 1:
+            lines = lines[not lines[0] : len(lines) - (not lines[-1])]
+        return Typed("\n".join(lines), is_block=True)
+
+    def has_begun(self) -> bool:
+        """Return whether there is something on the line that is being typed."""
+        if not self._edits:
+            return False
+        import readline
+
+        return bool(readline.get_line_buffer())
+
+    def _line(self, prompt: str) -> str:
+        try:
+            with _heeding_signals():
+                if self._edits:
+                    return input(prompt)
+                self._prompts.write(prompt)
+                line = sys.stdin.readline()
+        except OSError:  # the terminal hung up
+            raise EOFError from None
+        if not line:
+            raise EOFError
+        return line.removesuffix("\n")
+
+
+@contextmanager
+def _heeding_signals() -> Iterator[None]:
+    """Let a signal count that comes just before the wait for a key begins.
+
+    Python looks for signals before it waits, and when something interrupts it. What comes between
+    would not be noticed before the next key; so something interrupts it now and then.
+    """
+    before = signal.signal(signal.SIGALRM, lambda number, frame: None)
+    signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S, _PATIENCE_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, where it does not only stop an answer.
+
+    Attributes:
+        when: "typing": a line had been begun. "empty": none had. "stopping": an answer is being
+            stopped already.
+    """
+
+    def __init__(self, when: Literal["typing", "empty", "stopping"]) -> None:
+        super().__init__("SIGINT")
+        self.when = when
+
+
+class CtrlC:
+    """What Ctrl-C does while a chat is held: it stops an answer, else it raises `Interrupted`.
+
+    Use it as a context manager. A process that was started to ignore SIGINT goes on to.
+
+    Args:
+        has_begun: whether there is something on the line that is being typed.
+    """
+
+    def __init__(self, has_begun: Callable[[], bool]) -> None:
+        self._has_begun = has_begun
+        self._answers = self._stops = False
+        self._before: Any = signal.SIG_IGN
+
+    def __enter__(self) -> Self:
+        self._before = signal.getsignal(signal.SIGINT)
+        if self._before is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._take)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._before)
+
+    @contextmanager
+    def stopping(self) -> Iterator[Callable[[], bool]]:
+        """Let Ctrl-C stop an answer while the context is open; yield what says that it did.
+
+        A step is never cut off by the first one: the keys in the cache stay what they are.
+        """
+        self._answers, self._stops = True, False
+        try:
+            yield lambda: self._stops
+        finally:
+            self._answers = False
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if not self._answers:
+            raise Interrupted("typing" if self._has_begun() else "empty")
+        if self._stops:
+            raise Interrupted("stopping")
+        self._stops = True

@@ -1,0 +1,85 @@
+"""The settings of `clocher chat`: those of a run that say what is loaded, and its own."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from clocher_runtime.command.env import resolve, settle
+from clocher_runtime.command.parsing import integer, number, one_of, switch, text
+from clocher_runtime.command.settings import RunConfig, Setting, declared, flag
+from clocher_runtime.serve.settings import LOADED as SERVED
+
+RANDOM = "random"
+CONTINUED = 64
+"""Tokens that a text is continued by, unless a setting says otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatConfig:
+    """How a conversation is held. A None stands for what help says."""
+
+    system: str | None = flag("Chat", text(), "what the model is told before the conversation")
+    reasoning_effort: str | None = flag(
+        "Chat",
+        one_of("low", "medium", "high"),
+        "how much the model thinks, where its chat template reads that",
+    )
+    hide_thinking: bool = flag("Chat", switch(), "do not show what the model thinks")
+    no_stats: bool = flag("Chat", switch(), "no line of numbers after an answer")
+    temperature: float = flag(
+        "Generation",
+        number(0, 100),
+        "how freely tokens are drawn; 0 takes the most likely one",
+        default=0.7,
+    )
+    top_p: float = flag(
+        "Generation",
+        number(1e-6, 1),
+        "sample from the most likely that sum to this probability",
+        default=1.0,
+    )
+    top_k: int = flag(
+        "Generation", integer(0, 1 << 30), "sample from the k most likely; 0: all", default=0
+    )
+    seed: int | str = flag(
+        "Generation",
+        integer(0, (1 << 64) - 1, RANDOM),
+        "a number draws the same answer to the same conversation each time",
+        default=RANDOM,
+    )
+    max_new: int | None = flag(
+        "Generation",
+        integer(1, 1 << 24),
+        "tokens of an answer (unset: as many as the context has room for; "
+        f"{CONTINUED} where text is continued)",
+    )
+
+
+OWN: Mapping[str, Setting] = dict(declared(ChatConfig))
+
+LOADED: Mapping[str, Setting] = {n: s for n, s in SERVED.items() if n != "batch"}
+"""Settings of a run that a chat has too."""
+
+TABLE: Mapping[str, Setting] = {**OWN, **LOADED}
+"""Every flag and every environment variable of a chat."""
+
+DEFAULTS: Mapping[str, Any] = {
+    each.name: each.default for each in (*fields(RunConfig), *fields(ChatConfig))
+}
+
+CHANGEABLE = ("temperature", "top_p", "top_k", "seed", "max_new")
+"""What can be set between two answers."""
+
+
+def decide(flags: Mapping[str, str], environ: Mapping[str, str]) -> tuple[ChatConfig, RunConfig]:
+    """Return the settings of a chat: flag, variable, file, default.
+
+    Args:
+        flags: name of a setting -> what its flag was given.
+        environ: environment variables.
+
+    Raises:
+        UsageError: a value is not what its setting takes.
+    """
+    values, of_run = settle(OWN, LOADED, flags, environ)
+    return ChatConfig(**values), resolve(*of_run)

@@ -1,0 +1,282 @@
+"""A conversation at a terminal: what is typed is answered, or is a command with a slash."""
+
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from clocher_kernels.errors import FormatError, ModelError, NonFinite, UsageError
+from clocher_runtime.disk.files import read_bytes
+from clocher_runtime.disk.output_file import write_file
+from clocher_runtime.disk.strict_json import parse_json
+from clocher_runtime.engine.arguments import Sampling
+from clocher_runtime.exit_codes import ExitCode
+from clocher_runtime.subcommands.chat_screen import CtrlC, Interrupted, Screen, Typing
+from clocher_runtime.subcommands.chat_settings import (
+    CHANGEABLE,
+    CONTINUED,
+    OWN,
+    RANDOM,
+    ChatConfig,
+)
+from clocher_runtime.subcommands.chat_view import MAKE_ROOM, View
+from clocher_runtime.text.chat_turn import ChatModel, NoRoom
+from clocher_runtime.text.conversation import Message, conversation_of
+
+MAX_FILE_BYTES = 8 << 20
+"""Of a conversation that is loaded."""
+
+_SEEDS = 1 << 64
+
+
+class Talk:
+    """A conversation, and what is shown of it.
+
+    Args:
+        model: answers.
+        config: how.
+        about: lines that say what the model is, for /show.
+        answers: gets what the model says.
+        notes: gets everything else.
+
+    Attributes:
+        messages: what was said; a system message comes first.
+    """
+
+    def __init__(
+        self, model: ChatModel, config: ChatConfig, about: str, answers: Screen, notes: Screen
+    ) -> None:
+        self._model, self._config, self._given = model, config, config
+        self._about, self._notes = about, notes
+        self._view = View(answers, notes, config)
+        self.messages: list[Message] = []
+        self._tries = 0  # answers to the last message that were thrown away
+        self._seed = 0  # of the last answer
+        self._used = 0  # tokens of the context after it
+        self._file: Path | None = None  # what was saved or loaded
+        if config.system is not None:
+            self._set_system(config.system)
+
+    def hold(self, typing: Typing) -> ExitCode:
+        """Answer what is typed until somebody leaves; return the exit code."""
+        told = False
+        with CtrlC(typing.has_begun) as ctrl_c:
+            while True:
+                try:
+                    text, is_block = typing.read()
+                    told = False
+                    if not self._take(text, is_block, ctrl_c):
+                        return ExitCode.OK
+                except EOFError:  # Ctrl-D
+                    self._notes.write("\n")
+                    return ExitCode.OK
+                except UnicodeDecodeError:
+                    self._notes.line("that is not valid text in UTF-8; type it again")
+                except Interrupted as key:
+                    self._view.end_line()
+                    self._notes.write("\n")
+                    if key.when == "stopping" or (told and key.when == "empty"):
+                        return ExitCode.INTERRUPTED
+                    if told := key.when == "empty":
+                        self._notes.line("Ctrl-C again, Ctrl-D or /exit leaves", dim=True)
+                except KeyboardInterrupt:  # SIGTERM
+                    self._view.end_line()
+                    self._notes.write("\n")
+                    raise
+
+    def say(self, text: str, ctrl_c: CtrlC | None = None) -> None:
+        """Answer a message. It is kept with its answer, or not at all.
+
+        Raises:
+            ClocherError: it cannot be answered.
+        """
+        self._tries = 0
+        self._answer([*self.messages, {"role": "user", "content": text}], ctrl_c)
+
+    def _answer(self, messages: list[Message], ctrl_c: CtrlC | None) -> None:
+        config = self._config
+        self._seed = secrets.randbits(32) if config.seed == RANDOM else int(config.seed)
+        seed = (self._seed + self._tries) % _SEEDS
+        sampling = Sampling(config.temperature, config.top_k, config.top_p, seed)
+        longest = config.max_new
+        if longest is None and not self._model.by_template:
+            longest = CONTINUED
+        with ctrl_c.stopping() if ctrl_c else nullcontext(lambda: False) as stopped:
+            answer = self._model.answer(messages, sampling, longest)
+            if not self._model.by_template:
+                self._view.echo(messages[-1]["content"])
+            self._view.show(answer.parts(stopped))
+        if answer.ids:
+            self.messages = [*messages, answer.message]
+            self._used = len(answer.prompt) + len(answer.ids)
+        self._view.tell(answer, self._model)
+
+    # What is typed.
+
+    def _take(self, text: str, is_block: bool, ctrl_c: CtrlC) -> bool:
+        """Do what was typed; return whether the chat goes on."""
+        try:
+            if is_block or not text.startswith("/") or text.startswith("//"):
+                text = text if is_block else text.removeprefix("/" if text[:2] == "//" else "")
+                if text.strip():
+                    self.say(text, ctrl_c)
+                return True
+            name, _, rest = text.partition(" ")
+            if name in ("/exit", "/quit", "/bye"):
+                return False
+            if name == "/retry":
+                self._retry(ctrl_c)
+                return True
+            command = _COMMANDS.get(name)
+            if command is None:
+                raise UsageError(f"no command {name:.40}; /help lists them, // begins a message")
+            command(self, rest.strip())
+        except (UsageError, FormatError, NonFinite) as error:
+            self._view.end_line()
+            more = f". {MAKE_ROOM}" if isinstance(error, NoRoom) and self.messages else ""
+            self._notes.line(f"error: {error}{more}")
+        return True
+
+    def _retry(self, ctrl_c: CtrlC) -> None:
+        at = self._last_question()
+        self._tries += 1
+        self._answer(self.messages[: at + 1], ctrl_c)
+
+    def _undo(self, rest: str) -> None:
+        self.messages = self.messages[: self._last_question()]
+        self._tries = self._used = 0
+        self._notes.line(f"took the last turn back; {len(self.messages)} messages are left")
+
+    def _last_question(self) -> int:
+        """Return where the last message of the user is.
+
+        Raises:
+            UsageError: there is none.
+        """
+        for at in range(len(self.messages) - 1, -1, -1):
+            if self.messages[at]["role"] == "user":
+                return at
+        raise UsageError("nothing has been said yet")
+
+    def _reset(self, rest: str) -> None:
+        self.messages = self.messages[: self._has_system]
+        self._used = 0
+        self._notes.line("a new conversation" + ("; the system message stays" * self._has_system))
+
+    @property
+    def _has_system(self) -> bool:
+        return bool(self.messages) and self.messages[0]["role"] == "system"
+
+    def _set_system(self, text: str) -> None:
+        if not self._model.by_template:
+            raise UsageError("this model continues text; there is no system message")
+        rest = self.messages[self._has_system :]
+        self.messages = [{"role": "system", "content": text}, *rest] if text else rest
+
+    def _system(self, rest: str) -> None:
+        self._set_system(rest)
+        self._notes.line("the system message is set" if rest else "no system message any more")
+
+    def _set(self, rest: str) -> None:
+        name, _, raw = rest.partition(" ")
+        name, raw = name.removeprefix("--").replace("-", "_"), raw.strip()
+        if name not in CHANGEABLE or not raw:
+            raise UsageError(f"/set takes one of {', '.join(CHANGEABLE)}, and a value or default")
+        value = getattr(self._given, name)
+        if raw != "default":
+            value = OWN[name].takes.read(f"/set {name}", raw)
+        self._config = replace(self._config, **{name: value})
+        self._tries = 0
+        self._notes.line(f"{name} is {_shown(value)}")
+
+    def _save(self, rest: str) -> None:
+        path = _path("/save", rest)
+        try:
+            if not path.parent.is_dir():
+                raise UsageError(f"/save: there is no directory {path.parent}")
+            if path != self._file and path.exists():
+                raise UsageError(f"/save: {path} is there already; give a name that is free")
+            write_file(path, json.dumps(self.messages, ensure_ascii=False, indent=1).encode())
+        except (OSError, ValueError) as error:
+            raise UsageError(f"/save: {path}: {_reason(error)}") from None
+        self._file = path
+        self._notes.line(f"saved {len(self.messages)} messages: {path}")
+
+    def _load(self, rest: str) -> None:
+        path = _path("/load", rest)
+        try:
+            given = parse_json(read_bytes(path, MAX_FILE_BYTES), str(path))
+        except (OSError, ValueError, ModelError) as error:
+            raise UsageError(f"/load: {_reason(error)}") from None
+        found = conversation_of(given)
+        conversation_of(found, self._model.style)
+        self.messages, self._file, self._tries, self._used = found, path, 0, 0
+        self._notes.line(f"loaded {len(found)} messages: {path}")
+
+    def _help(self, rest: str) -> None:
+        self._notes.write(HELP)
+
+    def _show_settings(self, rest: str) -> None:
+        values = {name: getattr(self._config, name) for name in CHANGEABLE}
+        shown = [
+            self._about,
+            ", ".join(f"{name} {_shown(value)}" for name, value in values.items()),
+            f"seed of the last answer: {self._seed + self._tries}",
+            f"{len(self.messages)} messages; "
+            f"context {self._used} of {self._model.session.longest} tokens after the last answer",
+        ]
+        if self._has_system:
+            shown.append(f"system: {self.messages[0]['content']}")
+        for line in shown:
+            self._notes.line(line)
+
+
+def _shown(value: object) -> str:
+    return "unset" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _path(command: str, text: str) -> Path:
+    if not text:
+        raise UsageError(f"{command} needs the name of a file")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # nobody's home
+        return Path(text)
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+
+
+_COMMANDS: Mapping[str, Callable[[Talk, str], Any]] = {
+    "/help": Talk._help,
+    "/?": Talk._help,
+    "/reset": Talk._reset,
+    "/clear": Talk._reset,
+    "/new": Talk._reset,
+    "/system": Talk._system,
+    "/undo": Talk._undo,
+    "/save": Talk._save,
+    "/load": Talk._load,
+    "/set": Talk._set,
+    "/show": Talk._show_settings,
+}
+
+HELP = """\
+/help                show this
+/reset               begin a new conversation (also /clear, /new); the system message stays
+/system TEXT         set what the model is told before the conversation; no text: nothing
+/undo                take back the last message and its answer
+/retry               answer the last message again
+/save FILE           write the conversation to a file, JSON
+/load FILE           go on with a conversation from a file
+/set NAME VALUE      temperature, top_p, top_k, seed or max_new; the value "default" unsets
+/show                the model, the settings, the context
+/exit                leave (also /quit, /bye, Ctrl-D)
+\"\"\"                  begins and ends a message of several lines
+//                   begins a message that begins with a slash
+Ctrl-C               stops an answer; what was written stays
+"""

@@ -1,0 +1,237 @@
+"""A turn of a conversation: messages in, the answer in parts as it is made, and what it took."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from clocher_kernels.errors import UsageError
+from clocher_runtime.engine.arguments import Sampling
+from clocher_runtime.engine.session import Session
+from clocher_runtime.text.answers import AnswerReader, answer_style, make_reader
+from clocher_runtime.text.conversation import Message, conversation_of
+from clocher_runtime.text.deltas import Delta
+from clocher_runtime.text.harmony import harmony_stop_ids
+from clocher_runtime.text.tokenizer import Tokenizer
+
+Ending = Literal["", "stop", "length", "full", "stopped"]
+
+
+class NoRoom(UsageError):
+    """A conversation is too long for the context."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnNumbers:
+    """What an answer took.
+
+    Attributes:
+        prompt_tokens: tokens of the conversation before the answer.
+        computed: of them, those that were not found in the cache.
+        tokens: made, the one that ended the answer included.
+        first_ns: from the question to the first token, in nanoseconds; 0 if there was none.
+        decode_tokens, decode_ns: tokens after the first one, and the time of their steps.
+    """
+
+    prompt_tokens: int
+    computed: int
+    tokens: int
+    first_ns: int
+    decode_tokens: int
+    decode_ns: int
+
+
+class ChatModel:
+    """A model that answers messages: by its chat template, or by going on with the last one.
+
+    Args:
+        session: makes the tokens, for nobody else meanwhile.
+        tokenizer: of its model.
+        by_template: whether messages are put together by the template. If not, the text of the last
+            message is gone on with, and nothing else is sent.
+        variables: of the template.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        tokenizer: Tokenizer,
+        *,
+        by_template: bool,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.session, self.by_template = session, by_template
+        self._tokenizer, self._variables = tokenizer, variables or {}
+        template = tokenizer.chat_template if by_template else ""
+        self.style = answer_style(tokenizer, template) if by_template else "plain"
+        self._ends = frozenset(session.model.spec.eos_ids)
+        if self.style == "harmony":
+            self._ends |= harmony_stop_ids(tokenizer)
+
+    def check_template(self) -> None:
+        """Compile the template, in the process that later runs it.
+
+        Raises:
+            FormatError: it is not one that can be used.
+            UsageError: it does not read the variables.
+        """
+        if self.by_template:
+            # Late: a model without a template does not pay for it.
+            from clocher_runtime.text.chat_template import ChatTemplate
+
+            ChatTemplate(self._tokenizer.chat_template).refuse_unread(self._variables)
+
+    @property
+    def larger_context(self) -> str:
+        """What to say about a context that is too small, after other ways out; may be ""."""
+        most = self.session.model.spec.max_positions
+        return f", or raise --context (at most {most})" if self.session.longest < most else ""
+
+    def answer(
+        self, messages: Sequence[Message], sampling: Sampling, max_new: int | None = None
+    ) -> "Answer":
+        """Return the answer to a conversation. It is made while its parts are asked for.
+
+        Args:
+            messages: what was said; the last one is to be answered.
+            sampling: how tokens are chosen.
+            max_new: tokens to make at most; None: as many as there is room for.
+
+        Raises:
+            NoRoom: they and a token of the answer do not fit the context.
+            UsageError: the template refuses the messages.
+            FormatError: the template cannot be used.
+        """
+        began = self.session.scheduler.times.now()
+        ids, tail = self._prompt(messages)
+        room = self.session.longest - len(ids)
+        if room < 1:
+            raise NoRoom(
+                f"{len(ids)} tokens with all that was said, and the context holds "
+                f"{self.session.longest}; shorten the text{self.larger_context}"
+            )
+        # A harmony call has its function in the header, which is lost unless it is read as one.
+        # Others write their calls as text, which is what is shown and kept: no tools are offered.
+        reader = make_reader(
+            self._tokenizer,
+            self.style,
+            tools=self.style == "harmony",
+            prompt_tail=tail,
+            ends=self._ends,
+        )
+        most = room if max_new is None else min(max_new, room)
+        return Answer(self.session, reader, ids, sampling, most, self._ends, began)
+
+    def _prompt(self, messages: Sequence[Message]) -> tuple[list[int], str]:
+        """Return the ids of a conversation, and how its text ends."""
+        room = self.session.longest
+        if not self.by_template:
+            return self._tokenizer.encode_prompt(messages[-1]["content"], room=room), ""
+        text = self._tokenizer.apply_chat_template(
+            conversation_of(messages, self.style), variables=self._variables
+        )
+        return self._tokenizer.encode(text, special=False, room=room), text
+
+
+class Answer:
+    """An answer as it is made; `ChatModel.answer` begins one.
+
+    Attributes:
+        prompt: ids of the conversation before it.
+        ids: tokens made so far, the one that ends it included.
+        ending: why nothing follows: "stop": the model ended it; "length": it has as many tokens as
+            were asked for; "full": so has the context; "stopped": somebody did. "" before that.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        reader: AnswerReader,
+        prompt: list[int],
+        sampling: Sampling,
+        most: int,
+        ends: frozenset[int],
+        began: int,
+    ) -> None:
+        self.prompt, self.ids = prompt, list[int]()
+        self.ending: Ending = ""
+        self._session, self._reader, self._sampling = session, reader, sampling
+        self._most, self._ends, self._began = most, ends, began
+        self._first_ns = 0
+        self._before = replace(session.scheduler.sums)
+        self._said: list[Delta] = []
+
+    def parts(self, stopped: Callable[[], bool] = lambda: False) -> Iterator[Delta]:
+        """Yield what each token makes certain; only once.
+
+        Args:
+            stopped: asked before each step; the answer ends where it says yes.
+
+        Raises:
+            ClocherError: see `Session.generate`.
+        """
+        for deltas in self._steps(stopped):
+            self._said += deltas
+            yield from deltas
+
+    def _steps(self, stopped: Callable[[], bool]) -> Iterator[list[Delta]]:
+        session = self._session
+        generation = session.generate([self.prompt], self._most, self._sampling, self._ends)
+        try:
+            while (tokens := generation.poll()) is not None:
+                for token in tokens:
+                    if not self.ids:
+                        self._first_ns = session.scheduler.times.now() - self._began
+                    self.ids.append(token.id)
+                    if token.finish:
+                        self.ending = self._why(token.finish)
+                    yield self._reader.push(token.id)
+                if not tokens:
+                    if stopped():
+                        self.ending = "stopped"
+                        break
+                    session.step()
+        finally:
+            generation.close()
+        yield self._reader.finish()
+
+    def _why(self, finish: Literal["stop", "length"]) -> Ending:
+        is_full = len(self.prompt) + len(self.ids) >= self._session.longest
+        return "full" if finish == "length" and is_full else finish
+
+    @property
+    def message(self) -> Message:
+        """What was said so far, as a message of the conversation."""
+        found: Message = {"role": "assistant", "content": self._text("content")}
+        if thoughts := self._text("reasoning"):
+            found["reasoning_content"] = thoughts
+        names = [delta for delta in self._said if delta.kind == "tool_call"]
+        if names:
+            found["tool_calls"] = [
+                {
+                    "id": f"call_{name.index}",
+                    "type": "function",
+                    "function": {"name": name.text, "arguments": self._arguments(name.index)},
+                }
+                for name in names
+            ]
+        return found
+
+    def _text(self, kind: str) -> str:
+        return "".join(delta.text for delta in self._said if delta.kind == kind)
+
+    def _arguments(self, index: int) -> str:
+        of_call = (d for d in self._said if d.kind == "arguments" and d.index == index)
+        return "".join(delta.text for delta in of_call)
+
+    @property
+    def numbers(self) -> TurnNumbers:
+        """What it took so far."""
+        sums, before = self._session.scheduler.sums, self._before
+        return TurnNumbers(
+            prompt_tokens=len(self.prompt),
+            computed=sums.prompt_tokens - before.prompt_tokens,
+            tokens=len(self.ids),
+            first_ns=self._first_ns,
+            decode_tokens=sums.decode_tokens - before.decode_tokens,
+            decode_ns=sums.decode_ns - before.decode_ns,
+        )
