@@ -142,3 +142,16 @@ def model_with_template(directory: Path, source: Path, template: str) -> Path:
     text = json.dumps({**config, "chat_template": template})
     (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
     return directory
+
+
+def without_harmony(directory: Path) -> None:
+    """Rename a mark of harmony in the tokenizer of a model, or its answers would be harmony's."""
+    file = directory / "tokenizer.json"
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    for added in tokenizer["added_tokens"]:
+        added["content"] = added["content"].replace("channel", "canal")
+    vocabulary = tokenizer["model"]["vocab"]
+    if "<|channel|>" in vocabulary:
+        vocabulary["<|canal|>"] = vocabulary.pop("<|channel|>")
+    file.unlink()
+    file.write_text(json.dumps(tokenizer), encoding="utf-8")

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import openai
@@ -51,6 +52,7 @@ def test_a_completion_is_what_the_python_api_makes(server, offline):
     assert got["usage"] == {"prompt_tokens": 2, "completion_tokens": 24, "total_tokens": 26} | {
         "prompt_tokens": wanted.prompt_tokens,
         "total_tokens": wanted.prompt_tokens + 24,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 
@@ -155,6 +157,35 @@ def test_an_identical_prompt_is_answered_again(server):
     assert first
     assert server.ask("/v1/completions", **body).json()["choices"][0]["text"] == first
     assert server.metric("prefix_cache_hits_total") > before
+
+
+def test_the_usage_tells_how_much_of_a_prompt_was_found(server, client):
+    messages = [{"role": "user", "content": f"A story of its own. {LONG[:1500]}"}]
+    asked = {"model": server.facts["model"], "seed": 2, "max_completion_tokens": 4}
+
+    def usage(**more: Any) -> tuple[int, int]:
+        found = client.chat.completions.create(messages=messages, **asked, **more).usage
+        return found.prompt_tokens, found.prompt_tokens_details.cached_tokens
+
+    assert usage()[1] == 0
+    messages += [{"role": "assistant", "content": "So."}, {"role": "user", "content": "And then?"}]
+    prompt, cached = usage(n=2)
+    assert 64 <= cached < prompt and cached % 64 == 0
+    *_, last, _ = server.events(
+        "/v1/chat/completions", messages=messages, stream_options={"include_usage": True}, **asked
+    )
+    assert last["usage"]["prompt_tokens_details"]["cached_tokens"] >= cached
+    answer = client.responses.create(
+        model=asked["model"], input=messages, max_output_tokens=4, extra_body={"seed": 2}
+    )
+    assert answer.usage.input_tokens_details.cached_tokens >= cached
+    texts = [f"Two texts of their own. {LONG[:1500]}", f"The other one. {LONG[:1500]}"]
+    body = {"prompt": texts, "n": 2, "max_tokens": 2}
+    first, again = (server.ask("/v1/completions", **body).json()["usage"] for _ in range(2))
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert 128 <= again["prompt_tokens_details"]["cached_tokens"] < again["prompt_tokens"]
+    scored = server.ask("/v1/completions", prompt="Scored. " + LONG, echo=True, logprobs=0).json()
+    assert scored["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 def test_logprobs_of_a_chat(server, client):
@@ -281,9 +312,9 @@ def test_bodies_and_headers_are_bounded():
         assert small.client.get("/health").status_code == 200
 
 
-def test_a_key_guards_every_path_but_health():
+def test_a_key_guards_every_path_but_health_and_the_page():
     with serving(env={"CLOCHER_API_KEY": "secret"}) as guarded:
-        for path in ("/v1/models", "/metrics", "/", "/nowhere"):
+        for path in ("/v1/models", "/metrics", "/nowhere", "/index.html"):
             assert guarded.client.get(path).status_code == 401
         assert guarded.ask("/tokenize", prompt="x").status_code == 401
         wrong = guarded.client.get("/v1/models", headers={"authorization": "Bearer secre"})
@@ -456,6 +487,22 @@ def test_no_text_of_a_request_reaches_the_log_or_the_metrics(server):
     server.client.post("/v1/completions", content=b'{"prompt": "' + secret.encode())
     assert secret not in server.client.get("/metrics").text
     assert secret not in "".join(server.log)
+
+
+def test_what_is_not_acted_on_is_named_by_who_asked_for_it(tmp_path):
+    path = tmp_path / "server.toml"
+    path.write_text('queue = 3\nkv_dtype = "f16"\nhot_replicate = true\n', encoding="utf-8")
+    others = {"IE_STRIDE_BYTES": "not of a server", "IE_NT_LOADS": "nor this"}
+    env = {"IE_ACT_PREC": "fp8", "IE_PRECISION": "fp32", "PRECISION": "bf16", **others}
+    with serving("--config", path, env=env) as server:
+        deadline = time.monotonic() + 10
+        while not any("listening on" in line for line in server.log):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        (said,) = (line for line in server.log if "not acted on" in line)
+        assert f"PRECISION=bf16, IE_ACT_PREC=fp8, {path}: hot_replicate=1" in said
+        assert "IE_NT" not in said
+        assert any("f16;" in line and "3 may wait" in line for line in server.log)
 
 
 def test_wrong_flags_are_told_before_anything_is_loaded():

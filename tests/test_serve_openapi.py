@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.command.env import Sources
 from clocher_runtime.command.model_choice import embedded_model
 from clocher_runtime.serve.app import Server
 from clocher_runtime.serve.constraints import Grammars
@@ -32,9 +33,9 @@ class FakeEngine(EngineProcess):
     """Makes up to four tokens for every sequence at once, and no process."""
 
     def __init__(self, metrics: ServerMetrics, vocab_size: int) -> None:
-        super().__init__(Start({}, 4, None, 100.0, True), 64, print, metrics)
+        super().__init__(Start(Sources({}, {}, {}), 4, None, 100.0, True), 64, print, metrics)
         self.status = "ready"
-        self.ready = Ready(vocab_size, CONTEXT, CONTEXT, (0,), 8, 64, 1, 1, {})
+        self.ready = Ready(vocab_size, CONTEXT, 8, 64, 1, 1, {})
 
     @property
     def is_stuck(self) -> bool:
@@ -62,7 +63,8 @@ class FakeEngine(EngineProcess):
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     checkpoint = open_checkpoint(embedded_model())
-    prompts, grammars = PromptRoom(checkpoint), Grammars(checkpoint)
+    prompts = PromptRoom(checkpoint)
+    grammars = Grammars(checkpoint.tokenizer_source, prompts.vocab_size, prompts.stop_ids)
     metrics = ServerMetrics("m")
     engine = FakeEngine(metrics, prompts.tokenizer.vocab_size)
     metrics.watch(engine)

@@ -15,11 +15,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from clocher_kernels.errors import UsageError
 from clocher_runtime.command.jsonline import clocher_version
+from clocher_runtime.engine.arguments import check_biases
 from clocher_runtime.serve.chat import ChatAnswer, ChatChoice
 from clocher_runtime.serve.completions import CompletionAnswer, TextChoice
 from clocher_runtime.serve.constraints import Grammars, Spec, spec_of
 from clocher_runtime.serve.edge import (
+    PUBLIC,
     KeyCheck,
     Named,
     OriginCheck,
@@ -38,7 +41,8 @@ from clocher_runtime.serve.jobs import Ask
 from clocher_runtime.serve.messages import Ready
 from clocher_runtime.serve.metrics import ServerMetrics
 from clocher_runtime.serve.openapi import document
-from clocher_runtime.serve.prompts import PromptRoom, check_biases, room_for
+from clocher_runtime.serve.page import read_page
+from clocher_runtime.serve.prompts import PromptRoom, room_for
 from clocher_runtime.serve.response_events import ResponseStream
 from clocher_runtime.serve.responses import ResponsesAnswer
 from clocher_runtime.serve.schemas import (
@@ -71,6 +75,7 @@ class Server:
     Attributes:
         name: what clients call the model.
         created: when the server was started, in seconds since 1970.
+        chats: whether the model was made for conversations.
     """
 
     config: ServeConfig
@@ -80,6 +85,7 @@ class Server:
     metrics: ServerMetrics
     name: str
     created: int
+    chats: bool = False
 
     # What is asked for.
 
@@ -119,21 +125,6 @@ class Server:
             raise Disconnected from None
         return bytes(data)
 
-    def ready(self) -> Ready:
-        """Return what the engine said when it was ready.
-
-        Raises:
-            ApiError: it is not.
-        """
-        with self.engine.reserve(0):
-            pass
-        assert self.engine.ready is not None
-        return self.engine.ready
-
-    def stop_ids(self, ready: Ready, ignore: bool | None) -> tuple[int, ...]:
-        """Return the tokens that end an answer."""
-        return () if ignore else (*ready.eos_ids, *self.prompts.stop_ids)
-
     # Routes.
 
     async def chat(self, request: Request) -> ASGIApp:
@@ -151,13 +142,13 @@ class Server:
             ApiError: it cannot be answered, or not now.
         """
         with self.engine.reserve(asked.choices):
-            ready = self.ready()
+            ready = self.engine.serving()
             ids, tail = await self.prompts.chat(
                 asked.dialogue(), asked.functions, asked.template_variables, ready.longest
             )
             budget = room_for(ids, asked.budget, ready.longest, ready.vocab_size, "messages")
-            ends = self.stop_ids(ready, asked.ignore_eos)
-            constraint = await self._constraint(asked, ready, tail)
+            ends = () if asked.ignore_eos else self.prompts.stop_ids
+            constraint = await self._constraint(asked, tail)
             asks = [
                 self._ask(asked, choice, ids, budget, ends, constraint, ready)
                 for choice in range(asked.choices)
@@ -188,14 +179,14 @@ class Server:
         """POST /v1/completions."""
         asked = await self.parse(request, CompletionRequest)
         with self.engine.reserve(len(asked.prompt) * asked.choices):
-            ready = self.ready()
+            ready = self.engine.serving()
             prompts = [await self.prompts.ids(p, True, ready.longest) for p in asked.prompt]
             budgets = [
                 room_for(ids, asked.budget, ready.longest, ready.vocab_size, "prompt")
                 for ids in prompts
             ]
-            ends = self.stop_ids(ready, asked.ignore_eos)
-            constraint = await self._constraint(asked, ready)
+            ends = () if asked.ignore_eos else self.prompts.stop_ids
+            constraint = await self._constraint(asked)
             scores = bool(asked.echo) and (asked.likeliest >= 0 or not asked.budget)
             asks = [
                 self._ask(asked, choice, ids, budget, ends, constraint, ready, scores)
@@ -218,14 +209,14 @@ class Server:
         ]
         taken = Answer("cmpl", self.name, sum(map(len, prompts)))
         answer = CompletionAnswer(
-            taken, job, choices, scores, self.prompts.tokenizer, self.prompts.apart
+            taken, job, choices, asked.choices, scores, self.prompts.tokenizer, self.prompts.apart
         )
         if asked.stream:
             return EventStream(answer.chunks(asked.include_usage, asked.continuous_usage))
         return json_response(await unless_gone(request.receive, answer.whole()))
 
     async def _constraint(
-        self, asked: ChatRequest | CompletionRequest, ready: Ready, tail: str = ""
+        self, asked: ChatRequest | CompletionRequest, tail: str = ""
     ) -> Spec | None:
         """Return what an answer has to follow, once it was tried.
 
@@ -238,8 +229,7 @@ class Server:
         else:
             spec = spec_of(asked.constraint, "plain")
         if spec is not None:
-            ends = self.stop_ids(ready, False)
-            await asyncio.wrap_future(self.grammars.checked(ready.vocab_size, ends, spec))
+            await asyncio.wrap_future(self.grammars.checked(spec))
         return spec
 
     def _ask(
@@ -254,7 +244,10 @@ class Server:
         scores: bool = False,
     ) -> Ask:
         sampling = asked.sampling(choice)
-        check_biases(sampling["logit_bias"], ready.vocab_size)
+        try:
+            check_biases(sampling["logit_bias"], ready.vocab_size)
+        except UsageError as error:
+            raise invalid(str(error), "logit_bias") from None
         return Ask(
             ids=ids,
             max_new=budget,
@@ -277,20 +270,28 @@ class Server:
         return json_response(self._model())
 
     def _model(self) -> dict[str, Any]:
-        ready = self.engine.ready
-        known = {} if ready is None else {"max_model_len": ready.longest, **ready.about}
-        return {
+        found = {
             "id": self.name,
             "object": "model",
             "created": self.created,
             "owned_by": "clocher",
-            **known,
         }
+        ready = self.engine.ready
+        if ready is None:
+            return found
+        told = ("read_gbps", "precision", "device", "threads", "family")
+        meta = {
+            "chat_template": self.chats,
+            "context": ready.longest,
+            "bytes_per_token": ready.weight_bytes,
+            **{name: ready.about.get(name) for name in told},
+        }
+        return {**found, "max_model_len": ready.longest, **ready.about, "meta": meta}
 
     async def tokenize(self, request: Request) -> ASGIApp:
         """POST /tokenize."""
         asked = await self.parse(request, TokenizeRequest)
-        ready = self.ready()
+        ready = self.engine.serving()
         if asked.messages is not None:
             ids, _ = await self.prompts.chat(
                 asked.dialogue(), asked.functions, asked.template_variables, ready.longest
@@ -303,7 +304,7 @@ class Server:
     async def detokenize(self, request: Request) -> ASGIApp:
         """POST /detokenize."""
         asked = await self.parse(request, DetokenizeRequest)
-        size = self.ready().vocab_size
+        size = self.engine.serving().vocab_size
         if asked.tokens and max(asked.tokens) >= size:
             raise invalid(f"tokens has {max(asked.tokens)}; the last one is {size - 1}", "tokens")
         text = await self.prompts.apart(lambda: self.prompts.tokenizer.decode(asked.tokens))
@@ -346,6 +347,9 @@ class Server:
 
     def app(self) -> Starlette:
         """Return the ASGI application."""
+        page = None if self.config.no_page else read_page()
+        # The page holds no secret: it asks for the key.
+        public = PUBLIC if page is None else PUBLIC | {"/"}
         table = [
             ("POST", "/v1/chat/completions", self.chat),
             ("POST", "/v1/completions", self.complete),
@@ -357,7 +361,7 @@ class Server:
             ("GET", "/health", self.health),
             ("GET", "/metrics", self.show_metrics),
             ("GET", "/openapi.json", self.describe),
-            ("GET", "/", self.root),
+            ("GET", "/", self.root if page is None else page.show),
         ]
         origins = [each.strip() for each in (self.config.cors_origins or "").split(",")]
         origins = list(filter(None, origins))
@@ -365,7 +369,7 @@ class Server:
         middleware = [
             Middleware(Named),
             Middleware(OriginCheck, origins=origins, only_local=local),
-            Middleware(KeyCheck, key=self.config.api_key),
+            Middleware(KeyCheck, key=self.config.api_key, public=public),
         ]
         if origins:
             # Before the key: a browser asks whether it may, without one.

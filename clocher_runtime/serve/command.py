@@ -10,7 +10,8 @@ from typing import Any
 
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.clocher_run import PRECEDENCE
-from clocher_runtime.command.console import Console
+from clocher_runtime.command.console import Console, is_terminal
+from clocher_runtime.command.env import obeyed
 from clocher_runtime.command.flags import Command
 from clocher_runtime.exit_codes import ExitCode, exit_code, told
 from clocher_runtime.serve.settings import DEFAULTS, TABLE, decide
@@ -21,8 +22,8 @@ ABOUT = """Serve a language model over HTTP, as OpenAI does: /v1/chat/completion
 /v1/responses, /v1/models.
 
 It listens on this machine only, unless told otherwise. When the model is loaded, standard output
-gets one line of JSON with the address; messages go to standard error. SIGTERM and Ctrl-C let what
-runs come to its end first."""
+gets the address, as one line of JSON where it is no terminal; messages go to standard error.
+SIGTERM and Ctrl-C let what runs come to its end first."""
 
 COMMAND = Command(
     name=NAME,
@@ -32,12 +33,15 @@ COMMAND = Command(
     notes=(PRECEDENCE,),
     examples=(
         ("the model that ships with Clocher", "clocher-serve"),
-        ("your model: a Hugging Face directory or an IEBIN pair", "clocher-serve --model-dir DIR"),
-        ("float weights quantised to 4 bits at load", "clocher-serve --precision int4w"),
+        (
+            "your model: a Hugging Face directory, a GGUF file, or owner/name once it is pulled",
+            "clocher-serve MODEL",
+        ),
+        ("float weights quantised to 4 bits at load", "clocher-serve MODEL --precision int4w"),
         ("16 texts side by side, 8192 tokens each", "clocher-serve --batch 16 --context 8192"),
         (
             "for other machines, with a key",
-            "CLOCHER_API_KEY=$(openssl rand -hex 16) clocher-serve --host 0.0.0.0",
+            "export CLOCHER_API_KEY=$(openssl rand -hex 16); clocher-serve --host 0.0.0.0",
         ),
         (
             "a question",
@@ -45,6 +49,7 @@ COMMAND = Command(
             '\'{"messages":[{"role":"user","content":"Hello"}]}\'',
         ),
     ),
+    positional=("model_dir",),
     exit_codes=(
         (ExitCode.OK, "ended by a signal, after what ran"),
         (ExitCode.BUG, "unexpected: a defect of Clocher"),
@@ -57,20 +62,24 @@ COMMAND = Command(
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, name: str = NAME) -> int:
     """Run the command and return its exit code.
 
     Args:
         argv: arguments after the name of the command; None: those of the process.
+        name: that it was called by.
     """
-    with Console(name=NAME) as console:
+    with Console(name=name) as console:
         try:
-            flags = COMMAND.parse(sys.argv[1:] if argv is None else argv)
+            shown: list[str] = []
+            flags = COMMAND.named(name).parse(sys.argv[1:] if argv is None else argv, shown.append)
             if flags is None:
-                return ExitCode.OK
+                return ExitCode.OK if _say("\n".join(shown), console) else ExitCode.BUG
             settings = decide(flags, os.environ)
+            for message in obeyed(settings.run):
+                console.note(message)
             _require_extra()
-            logging.basicConfig(format=f"{NAME}: %(message)s", level=logging.WARNING)
+            logging.basicConfig(format=f"{name}: %(message)s", level=logging.WARNING)
             from clocher_runtime.serve.life import serve
 
             return serve(settings, console.note, _announce)
@@ -85,9 +94,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             return exit_code(error)
 
 
-def _announce(facts: dict[str, Any]) -> None:
+def _say(text: str, console: Console) -> bool:
+    """Write to standard output; say whether it could be written."""
     try:
-        print(json.dumps(facts), flush=True)  # noqa: T201 - who starts the server waits for it
+        print(text, flush=True)  # noqa: T201 - the help that was asked for
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        console.note(f"error: standard output: {error.strerror}")
+        return False
+    return True
+
+
+def _announce(facts: dict[str, Any]) -> None:
+    """Say that the server is ready: a line of JSON for a program, an address for a person."""
+    line = json.dumps(facts)
+    if is_terminal(sys.stdout):
+        line = f"{facts['model']}: {facts['url']} (API: {facts['url']}/v1); Ctrl-C ends it"
+    try:
+        print(line, flush=True)  # noqa: T201 - who starts the server waits for it
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 

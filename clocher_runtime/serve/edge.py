@@ -26,7 +26,7 @@ from clocher_runtime.serve.json_text import to_json
 from clocher_runtime.serve.settings import is_local
 
 PUBLIC = frozenset({"/health"})
-"""Paths that need no key."""
+"""Paths that never need a key."""
 
 _NAME, _IS_NAME = b"x-request-id", re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _NAME_OF_HOST = re.compile(r":[0-9]*$")
@@ -65,10 +65,11 @@ class KeyCheck:
     Args:
         app: what is behind it.
         key: None lets everybody in.
+        public: paths that need none.
     """
 
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, key: str | None, public: Collection[str] = PUBLIC) -> None:
+        self._app, self._public = app, public
         self._expected = None if key is None else key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,7 +80,7 @@ class KeyCheck:
         await self._app(scope, receive, send)
 
     def _may(self, scope: Scope) -> bool:
-        if self._expected is None or scope["path"] in PUBLIC:
+        if self._expected is None or scope["path"] in self._public:
             return True
         given = dict(scope["headers"]).get(b"authorization", b"")
         scheme, _, key = given.partition(b" ")

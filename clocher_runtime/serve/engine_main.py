@@ -4,7 +4,6 @@
 goes wrong for one request ends that request; anything else ends the process, which is started anew.
 """
 
-import os
 import select
 import signal
 import socket
@@ -19,6 +18,7 @@ from clocher_runtime.command.console import Console
 from clocher_runtime.command.env import resolve
 from clocher_runtime.command.loading import Engine, load_engine
 from clocher_runtime.engine.arguments import Sampling
+from clocher_runtime.engine.bandwidth import read_gbps, working_set
 from clocher_runtime.engine.constraint import Constraint
 from clocher_runtime.engine.generation import Generation
 from clocher_runtime.engine.requests import Token
@@ -122,10 +122,7 @@ class EngineLoop:
             if work is not None:
                 work.generation.close()
         elif message.constraint is not None:
-            spec = self.session.model.spec
-            ends = message.stop_ids or spec.eos_ids
-            made = self.grammars.compiled(spec.vocab_size, ends, message.constraint)
-            self._compiling[message.id] = message, made
+            self._compiling[message.id] = message, self.grammars.compiled(message.constraint)
         else:
             self._join(message, None)
 
@@ -163,13 +160,10 @@ class EngineLoop:
         return work
 
     def _generate(self, request: Submit, constraint: Constraint | None) -> Generation:
-        biases = {
-            int(token): bias for token, bias in request.sampling.get("logit_bias", {}).items()
-        }
         return self.session.generate(
             [request.ids],
             request.max_new,
-            Sampling(**{**request.sampling, "logit_bias": biases}),
+            Sampling(**request.sampling),
             frozenset(request.stop_ids),
             logits=request.logprobs >= 0,
             salt=request.salt,
@@ -208,10 +202,11 @@ class EngineLoop:
 
 
 def _made(request: Submit, token: Token) -> Made:
+    cached = 0 if request.scores else token.cached  # scoring put it there, for this request
     if token.logits is None:
-        return Made(request.id, token.id, token.finish)
+        return Made(request.id, token.id, token.finish, cached=cached)
     found = logprob_of(token.logits, token.id, request.logprobs)
-    return Made(request.id, token.id, token.finish, found.logprob, found.top)
+    return Made(request.id, token.id, token.finish, found.logprob, found.top, cached)
 
 
 def _failed(number: int, error: BaseException) -> Failed:
@@ -246,14 +241,13 @@ def ready_of(engine: Engine) -> Ready:
     keeps = [buffer for buffer in plan.buffers.values() if buffer.role == "state"]
     return Ready(
         vocab_size=spec.vocab_size,
-        context=session.context,
         longest=session.longest,
-        eos_ids=tuple(spec.eos_ids),
         pages=session.scheduler.pages.total,
         page_cells=PAGE_CELLS,
         kv_bytes=sum(buffer.nbytes for buffer in keeps),
         weight_bytes=engine.bytes_per_token,
         about={
+            "family": spec.family,
             "device": engine.device,
             "backend_reason": engine.backend_reason,
             "isa": engine.isa,
@@ -262,6 +256,7 @@ def ready_of(engine: Engine) -> Ready:
             "kv_dtype": engine.kv_dtype,
             "threads": engine.threads,
             "batch": session.batch,
+            "read_gbps": read_gbps(working_set(session.model), engine.threads, engine.device),
             "hints_ignored": list(engine.hints_ignored),
         },
     )
@@ -275,10 +270,10 @@ def main(descriptor: int) -> int:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when it is over
     sock = socket.socket(fileno=descriptor)
-    with Console(name="clocher-serve") as console:
+    with Console(name="engine") as console:
         try:
             start = _first(sock)
-            config = resolve(start.flags, os.environ)
+            config = resolve(*start.sources)
             engine = load_engine(
                 config,
                 start.batch,
@@ -290,7 +285,9 @@ def main(descriptor: int) -> int:
                 score_rows=SCORE_ROWS,
             )
             engine.session.warm()
-            loop = EngineLoop(engine.session, Grammars(engine.checkpoint), sock)
+            vocab_size = engine.session.model.spec.vocab_size
+            grammars = Grammars(engine.checkpoint.tokenizer_source, vocab_size, start.stop_ids)
+            loop = EngineLoop(engine.session, grammars, sock)
             loop.send(ready_of(engine))
             loop.run()
         except (BrokenPipeError, ConnectionResetError):

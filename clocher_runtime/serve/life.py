@@ -16,7 +16,8 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from clocher_kernels.errors import DeviceError
-from clocher_runtime.command.model_choice import ModelChoice, choose_model
+from clocher_runtime.checkpoints.hf.cache import repository_of
+from clocher_runtime.command.model_choice import ModelChoice, choose_model, converses
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.serve.app import Server
 from clocher_runtime.serve.constraints import Grammars
@@ -117,16 +118,18 @@ class Life:
         name = config.served_model_name or _name_of(choice)
         metrics = ServerMetrics(name)
         start = Start(
-            self._settings.flags,
+            self._settings.of_run,
             self._settings.batch,
             config.kv_pages,
             config.itl_ms,
             not config.no_prefix_cache,
+            prompts.stop_ids,
         )
         engine = EngineProcess(start, config.queue, self._note, metrics)
         metrics.watch(engine)
-        grammars = Grammars(checkpoint)
-        server = Server(config, engine, prompts, grammars, metrics, name, now_s())
+        grammars = Grammars(checkpoint.tokenizer_source, prompts.vocab_size, prompts.stop_ids)
+        chats = converses(choice.path, prompts.tokenizer.chat_template)
+        server = Server(config, engine, prompts, grammars, metrics, name, now_s(), chats)
         self._note(f"loading {choice.name}; /health says when it is ready")
         try:
             await self._serve(config, engine, server.app(), sock, name)
@@ -217,7 +220,7 @@ class Life:
                 await asyncio.sleep(0.02)
             if engine.sequences:
                 self._note(f"{engine.sequences} sequences did not end in {config.drain:g} s")
-            engine.end_all(unavailable("draining"))
+            engine.end_all(lambda: unavailable("draining"))
         http.should_exit = True
 
     async def _tell(self, engine: EngineProcess, sock: socket.socket, name: str) -> None:
@@ -246,13 +249,15 @@ def facts(ready: Ready, settings: Settings) -> list[str]:
         f"{about['device']} ({about['isa']}, {about['threads']} threads), {about['precision']} "
         f"weights, {about['act_prec']} activations, {ready.weight_bytes / _MIB:.0f} MiB per token"
     )
-    ignored = about["hints_ignored"]
+    ignored = [*settings.run.hints_ignored, *about["hints_ignored"]]
     return [engine, cache, *([f"not acted on: {', '.join(ignored)}"] if ignored else [])]
 
 
 def _name_of(choice: ModelChoice) -> str:
     """Return what clients call a model: never a path of this machine."""
     path = Path(choice.path)
+    if repo := repository_of(path):
+        return repo
     return path.parent.name if path.is_file() and path.suffix == ".json" else path.stem
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from clocher_runtime.command.env import Sources
+
 HEADER_BYTES = 4
 MAX_MESSAGE_BYTES = 256 << 20
 _READ_BYTES = 1 << 20
@@ -18,18 +20,20 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     """The first message: what to load.
 
     Attributes:
-        flags: as `command.env.resolve` takes them.
+        sources: of the settings of the run behind the server; messages name who set what.
         batch: sequences side by side.
         kv_pages: of the KV cache; None: `batch` whole contexts.
         itl_ms: see `Session`.
         prefix_cache: see `Session`.
+        stop_ids: tokens that end an answer, as grammars know them.
     """
 
-    flags: Mapping[str, str]
+    sources: Sources
     batch: int
     kv_pages: int | None
     itl_ms: float
     prefix_cache: bool
+    stop_ids: tuple[int, ...] = ()
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
@@ -72,6 +76,7 @@ class Made(msgspec.Struct, array_like=True, frozen=True):
         request: whose.
         finish: "stop", "length", or "" if more follow.
         logprob: of it at temperature 1; None unless asked for.
+        cached: see `Token`.
     """
 
     request: int
@@ -79,6 +84,7 @@ class Made(msgspec.Struct, array_like=True, frozen=True):
     finish: str = ""
     logprob: float | None = None
     top: Top = ()
+    cached: int = 0
 
 
 class Scored(msgspec.Struct, array_like=True, frozen=True):
@@ -137,8 +143,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """The model is loaded.
 
     Attributes:
-        context: longest sequence, prompt and output.
-        longest: the same, if the KV cache holds less.
+        longest: sequence, prompt and output: the context, or what the KV cache holds if less.
         pages: of the KV cache.
         page_cells: tokens of a page.
         kv_bytes: of the KV cache.
@@ -147,9 +152,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """
 
     vocab_size: int
-    context: int
     longest: int
-    eos_ids: tuple[int, ...]
     pages: int
     page_cells: int
     kv_bytes: int

@@ -21,9 +21,11 @@ from clocher_runtime.serve.schemas_responses import ResponsesRequest
 _JSON = "application/json"
 _EVENTS = "text/event-stream"
 _TEXT = "text/plain"
+_HTML = "text/html"
 _CONTENT: Mapping[str, Any] = {
     _JSON: {"schema": {"type": "object"}},
     _TEXT: {"schema": {"type": "string"}},
+    _HTML: {"schema": {"type": "string"}},
     _EVENTS: {},
 }
 _REF = "#/components/schemas/{model}"
@@ -63,7 +65,7 @@ ROUTES = (
     Described("get", "/health", "Whether requests are served now"),
     Described("get", "/metrics", "Counters for Prometheus", answers=(_TEXT,)),
     Described("get", "/openapi.json", "This document"),
-    Described("get", "/", "What this server is"),
+    Described("get", "/", "The chat page, or what this server is", answers=(_HTML, _JSON)),
 )
 
 _ERRORS = {

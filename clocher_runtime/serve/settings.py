@@ -3,15 +3,13 @@
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.command.env import read_toml, resolve, setting_texts, sources_of
+from clocher_runtime.command.env import Sources, resolve, settle
 from clocher_runtime.command.parsing import integer, number, switch, text
 from clocher_runtime.command.settings import (
     SETTINGS,
-    GivenInFile,
     RunConfig,
     Setting,
     declared,
@@ -24,7 +22,7 @@ BATCH = 8
 _NOT_SERVED = {"stub", "prompt", "prompt_ids", "prompts_file", "max_new", "temperature", "top_k"}
 _NOT_SERVED |= {"top_p", "seed", "ignore_eos", "tune", "rounds", "warmup", "prefetch", "aggregate"}
 _NOT_SERVED |= {"outputs", "trace_ids", "trace_topk", "bytes_per_token", "stride_bytes"}
-_NOT_SERVED |= {"verify_touch"}
+_NOT_SERVED |= {"verify_touch", "json"}
 """Settings of a run that are a request's, or a measurement's."""
 
 _TEXT = text()
@@ -53,6 +51,7 @@ class ServeConfig:
     cors_origins: str | None = flag(
         "Server", _TEXT, "origins whose pages may call, commas between them (unset: none)"
     )
+    no_page: bool = flag("Server", switch(), "serve no chat page at /")
     queue: int = flag(
         "Server",
         integer(0, 65536),
@@ -107,13 +106,13 @@ class Settings:
     Attributes:
         serve: how it serves.
         run: what is loaded.
-        flags: the same as flags: what the process of the engine is given.
+        of_run: what `run` was made of, and what the process of the engine makes it of again.
         batch: sequences side by side.
     """
 
     serve: ServeConfig
     run: RunConfig
-    flags: Mapping[str, str]
+    of_run: Sources
     batch: int
 
 
@@ -127,22 +126,12 @@ def decide(flags: Mapping[str, str], environ: Mapping[str, str]) -> Settings:
     Raises:
         UsageError: a value is not what its setting takes, or an address of others has no key.
     """
-    in_file = {}
-    if flags.get("config"):
-        path = Path(flags["config"])
-        texts = setting_texts(read_toml(path), set(TABLE) - {"config"}, str(path))
-        in_file = {name: GivenInFile(f"{path}: {name}", raw) for name, raw in texts.items()}
-    values: dict[str, Any] = {}
-    for name, setting in OWN.items():
-        if sources := sources_of(name, setting, flags, environ, in_file):
-            values[name] = setting.takes.read(sources[0].source, sources[0].raw)
+    values, of_run = settle(OWN, LOADED, flags, environ)
     serve = ServeConfig(**values)
     _check(serve)
-    served = {name: environ.get(name, "") for s in LOADED.values() for name in s.env}
-    of_run = {name: raw for name, raw in flags.items() if name in LOADED and name != "config"}
-    run = resolve(of_run, served, {n: g for n, g in in_file.items() if n in LOADED})
-    given = {n: g.raw for n, g in run.given.items()}
-    return Settings(serve, run, given, run.batch if "batch" in run.given else BATCH)
+    run = resolve(*of_run)
+    batch = run.batch if "batch" in run.given else BATCH
+    return Settings(serve, run, of_run, batch)
 
 
 def is_local(host: str) -> bool:

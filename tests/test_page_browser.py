@@ -1,0 +1,409 @@
+"""The chat page in a real Chromium: talk, stop, reload, keys, small windows, errors."""
+
+from collections.abc import Iterator
+
+import pytest
+from browser import CHROMIUM, DRIVER, MISSING, Browser
+from scripted import Script, ScriptedEngine, scripted_server, words
+from selenium.webdriver.common.keys import Keys
+from serving import Served, model_with_template, serving, settled
+from test_serve_answers import TEMPLATE
+
+from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.serve.errors import queue_full
+from clocher_runtime.text.answers import Delta
+
+pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=MISSING)
+
+CODE = "Look:\n\n```python\nprint('1 < 2')\n```\n\nand *so* **on**."
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    one = Browser()
+    yield one
+    one.driver.quit()
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[tuple[str, ScriptedEngine]]:
+    with scripted_server() as running:
+        yield running
+
+
+@pytest.fixture
+def script(browser: Browser, scripted: tuple[str, ScriptedEngine]) -> Iterator[Script]:
+    """Open the page of the scripted server; see afterwards that it asked nobody else."""
+    url, engine = scripted
+    engine.script = Script()
+    browser.open(url)
+    yield engine.script
+    browser.kept_to_itself("Failed to load resource: the server responded with a status of")
+
+
+@pytest.fixture(scope="module")
+def speaker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    directory = tmp_path_factory.mktemp("models") / "speaker"
+    model = model_with_template(directory, embedded_model(), TEMPLATE)
+    with serving("--model-dir", model, "--queue", 1) as one:
+        yield one
+
+
+# With a real model.
+
+
+def test_a_conversation_with_a_real_model(browser: Browser, speaker: Served) -> None:
+    browser.open(speaker.url)
+    browser.js("$('seed').value = '3'; $('max_tokens').value = '600'")
+    browser.js(
+        "window.lengths = []; new MutationObserver(() => lengths.push(document.body.innerText."
+        "length)).observe(document.body, {subtree: true, childList: true, characterData: true})"
+    )
+    browser.send("Write a loop.")
+    browser.wait("turns[1]?.content.length + turns[1]?.reasoning.length")
+    browser.wait("running === null")
+    # The page notes each growth itself: asking it from here is slower than a small model.
+    assert browser.js("return new Set(lengths).size") >= 3, "it did not grow while it was written"
+    figures = browser.text(".figures")
+    assert figures.startswith("600 tokens · ") and "tok/s" in figures
+    used = browser.js("return turns[1].context")
+    assert browser.text("#context") == f"{used} of 4,096 tokens" and used > 600
+    browser.ask("Another one.")
+    assert browser.js("return turns[3].context") > used + 600, "the first turn was not sent"
+    before = browser.text("#turns")
+    browser.driver.refresh()
+    browser.ready()
+    assert browser.text("#turns") == before and len(browser.js("return turns")) == 4
+    browser.click("#new")
+    assert browser.text("#turns") == "" and browser.text("#model") == "speaker"
+    settled(speaker)
+    browser.kept_to_itself()
+
+
+def test_stop_frees_the_server(browser: Browser, speaker: Served) -> None:
+    browser.open(speaker.url)
+    # The page stops at its first growth: from here a small model might be done before the click.
+    browser.js(
+        "$('temperature').value = '0'; new MutationObserver(() => {"
+        " if (running && view?.body.innerText.length > 40) $('send').click()"
+        "}).observe(document.body, {subtree: true, childList: true, characterData: true})"
+    )
+    browser.send("Write a loop.")
+    browser.wait("!running")
+    settled(speaker)
+    assert speaker.metric("num_requests_running") == 0
+    assert "Stopped." in browser.text("#turns") and browser.js("return turns[1].tokens") < 3000
+    browser.kept_to_itself()
+
+
+def test_a_model_that_cannot_chat_goes_on_with_a_text(browser: Browser) -> None:
+    with serving() as server:
+        browser.open(server.url)
+        assert browser.js("return $('plain').checkVisibility()")
+        assert "not made for chat" in browser.text("#plain")
+        browser.js(
+            "$('seed').value = '3'; $('max_tokens').value = '24'; $('temperature').value = 0.5"
+        )
+        given = "def area(width):\n    return"
+        browser.js("input.value = arguments[0]; expect()", given)
+        browser.click("#send")
+        browser.wait("!running && turns.length === 2")
+        wanted = server.ask(
+            "/v1/completions", prompt=given, max_tokens=24, seed=3, temperature=0.5
+        ).json()["choices"][0]["text"]
+        assert browser.js("return turns[1].content") == wanted
+        assert (
+            browser.js("return document.querySelector('.document').textContent") == given + wanted
+        )
+        looks = (
+            "const style = getComputedStyle(document.querySelector(arguments[0]));"
+            "return style.color + style.fontWeight"
+        )
+        assert browser.js(looks, ".given") != browser.js(looks, ".made")
+        browser.keys(Keys.ENTER)  # goes on
+        browser.wait("!running && turns.length === 3")
+        text = browser.js("return view.source()")
+        assert text.startswith(given + wanted) and len(text) > len(given + wanted)
+        browser.driver.refresh()
+        browser.ready()
+        assert browser.js("return document.querySelector('.document').textContent") == text
+        browser.kept_to_itself()
+
+
+# What is asked, and what is shown of the answer.
+
+
+def test_history_settings_thoughts_and_calls_go_where_they_belong(
+    browser: Browser, script: Script
+) -> None:
+    tools = '[{"type": "function", "function": {"name": "weather"}}]'
+    browser.click("#set")
+    browser.keys("Be brief.")
+    browser.js("$('tools').value = arguments[0]; $('tools').oninput()", tools)
+    browser.js(
+        "$('temperature').value = '0.5'; $('top_p').value = '0.9'; $('max_tokens').value = 400"
+    )
+    browser.click("#settings .main")
+    call = [[Delta("tool_call", "weather", 0)], *words('{"city": "Oslo"}', "arguments")]
+    script.steps = [*words("It is about Oslo.", "reasoning"), *words("I look."), *call]
+    browser.ask("How is it?")
+    thought = "document.querySelector('.thought')"
+    assert not browser.js(f"return {thought}.open") and "Thought for" in browser.text(".thought")
+    assert "It is about Oslo." not in browser.text(".thought")
+    browser.click(".thought summary")
+    assert "It is about Oslo." in browser.text(".thought")
+    browser.click(".thought summary")
+    assert browser.text(".call b") == "weather" and '"city": "Oslo"' in browser.text(".call pre")
+    assert browser.text(".text") == "I look."
+    assert browser.js("return input.placeholder") == "Result of weather"
+    script.steps = words(CODE)
+    browser.ask("minus 3")
+    asked = script.asked[-1]
+    assert [tool["function"]["name"] for tool in asked["tools"]] == ["weather"]
+    system, user, said, told = asked["messages"]
+    assert system == {"role": "system", "content": "Be brief."}
+    assert user == {"role": "user", "content": "How is it?"}
+    assert said["content"] == "I look." and said["reasoning_content"] == "It is about Oslo."
+    assert said["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    assert told["role"] == "tool" and told["content"] == "minus 3"
+    assert told["tool_call_id"] == said["tool_calls"][0]["id"]
+    sampling = script.sampled[-1]
+    assert (sampling["temperature"], sampling["top_p"]) == (0.5, 0.9)
+    before = browser.text("#turns")
+    browser.driver.refresh()
+    browser.ready()
+    assert browser.text("#turns") == before
+    assert browser.js("return [$('system').value, $('tools').value]") == ["Be brief.", tools]
+
+
+def test_markdown_is_shown_while_it_is_written(browser: Browser, script: Script) -> None:
+    text = (
+        "# Head\n\nOne *slanted* and **strong** `code`.\nNext line.\n\n1. first\n   - inner\n"
+        "2. second\n\n> said\n\n---\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n"
+        "[paper](https://example.org/x) https://example.org/y. [no](javascript:alert(1)) 2*3*4\n\n"
+        "```html\n<b>bold</b>\n```\nafter"
+    )
+    script.steps = words(text)
+    browser.ask("Show me.")
+    shown = browser.js(
+        "const tags = (n) => [...n.children].map((c) => c.localName + (c.localName === 'li' || "
+        "c.localName === 'ol' || c.localName === 'ul' ? '(' + tags(c) + ')' : ''));"
+        "return tags(document.querySelector('.text')).join(' ')"
+    )
+    assert shown == "h3 p ol(li(p,ul(li(p))),li(p)) blockquote hr div p figure p"
+    links = browser.js(
+        "return [...document.querySelectorAll('.text a')].map((a) => [a.href, a.rel])"
+    )
+    rel = "noopener noreferrer"
+    assert links == [["https://example.org/x", rel], ["https://example.org/y", rel]]
+    assert "paper (example.org)" in browser.text(".text")
+    assert "[no](javascript:alert(1)) 2*3*4" in browser.text(".text")
+    assert browser.text(".text em") == "slanted" and browser.text(".text strong") == "strong"
+    assert browser.text(".text td") == "1" and browser.text(".text pre") == "<b>bold</b>\n"
+    assert browser.text(".text p") == "One slanted and strong code.\nNext line."
+
+
+@pytest.mark.parametrize("has_clipboard", [True, False])
+def test_answers_and_code_can_be_copied(
+    browser: Browser, script: Script, has_clipboard: bool
+) -> None:
+    if not has_clipboard:  # as on http://192.168.0.2
+        browser.js("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+    else:
+        granted = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
+        browser.driver.execute_cdp_cmd("Browser.grantPermissions", granted)
+    script.steps = words(CODE)
+    browser.ask("Show me.")
+    for button, wanted in (
+        ("figure button", "print('1 < 2')\n"),
+        (".foot button:first-child", CODE),
+    ):
+        browser.js("document.querySelector(arguments[0]).scrollIntoView()", button)
+        browser.driver.find_element("css selector", button).click()
+        browser.wait(
+            "[...document.querySelectorAll('button')].some((b) => b.innerText === 'Copied')"
+        )
+        browser.js("input.value = ''; input.focus()")
+        browser.chord(Keys.CONTROL, "v")
+        assert browser.wait("input.value") == wanted
+        browser.js("input.value = ''")
+
+
+def test_the_last_turn_can_be_made_again_or_rewritten(browser: Browser, script: Script) -> None:
+    script.steps = words("First.")
+    browser.ask("One?")
+    script.steps = words("Second.")
+    browser.click(".again")
+    browser.wait("!running && turns.length === 2 && turns[1].content === 'Second.'")
+    assert script.asked[-1] == script.asked[-2]
+    browser.ask("Two?")
+    browser.click(".foot button.last-only:not(.again)")
+    assert browser.js("return [input.value, turns.length]") == ["Two?", 2]
+    browser.keys(Keys.ESCAPE)
+    assert browser.js("return [input.value, turns.length]") == ["", 4]
+    browser.click(".foot button.last-only:not(.again)")
+    browser.keys("!", Keys.ENTER)
+    browser.wait("!running && turns.length === 4")
+    assert script.asked[-1]["messages"][-1]["content"] == "Two?!"
+
+
+def test_figures_say_what_part_of_the_bandwidth_is_used(
+    browser: Browser, script: Script, scripted: tuple[str, ScriptedEngine]
+) -> None:
+    script.steps, script.token_s = words("slow " * 20), 0.05
+    browser.ask("Write.")
+    rate = browser.js("return turns[1].rate")
+    share = round(rate * 1e9 / 40e9 * 100)
+    assert 10 < rate < 25 and browser.text(".figures").endswith(f"· {share} % of bandwidth")
+    title = browser.js("return document.querySelector('.figures').title")
+    assert "1.00 GB of weights a token" in title and "40 GB/s" in title
+    script.steps, script.token_s = words("fast " * 100), 0.005
+    browser.ask("Write.")
+    assert "% of bandwidth: from caches, or tokens that share a reading" in browser.text(
+        ".turn:last-child .figures"
+    )
+    browser.js("model.meta.read_gbps = null; view.showFoot()")
+    assert browser.text(".turn:last-child .figures").endswith(" tok/s")
+    untold = "const turn = {tokens: 3}; count(turn, {choices: [{}]}, {}); return turn.tokens"
+    assert browser.js(untold) == 4, "pieces are counted"
+
+
+# Reading and typing.
+
+
+def test_scrolling_follows_until_the_reader_scrolls_up(browser: Browser, script: Script) -> None:
+    script.steps, script.token_s = words("line\n\n" * 400), 0.004
+    browser.send("Write much.")
+    browser.wait("log.scrollHeight > log.clientHeight + 300")
+    browser.wait("log.scrollHeight - log.scrollTop - log.clientHeight < 60")
+    browser.js("log.scrollTop -= 250")
+    at = browser.wait("!follows && log.scrollTop")
+    height = browser.js("return log.scrollHeight")
+    browser.wait(f"log.scrollHeight > {height} + 200")
+    assert browser.js("return log.scrollTop") == at and not browser.js("return $('down').hidden")
+    browser.click("#down")
+    browser.wait("follows && running")
+    browser.wait("!running")
+    assert browser.js("return log.scrollHeight - log.scrollTop - log.clientHeight") < 2
+
+
+def test_everything_can_be_done_with_keys(browser: Browser, script: Script) -> None:
+    script.steps, script.token_s = words("word " * 400), 0.01
+    assert browser.js("return document.activeElement.id") == "input"
+    browser.keys("Hello")
+    browser.chord(Keys.SHIFT, Keys.ENTER)
+    browser.keys("there", Keys.ENTER)
+    browser.wait("running && view.body.innerText.length > 10")
+    assert script.asked[-1]["messages"][-1]["content"] == "Hello\nthere"
+    assert browser.js("return [$('send').ariaLabel, log.ariaBusy]") == ["Stop", "true"]
+    browser.keys(Keys.ESCAPE)
+    browser.wait("!running")
+    assert browser.text("#status") == "Stopped." and browser.js("return log.ariaBusy") == "false"
+    seen = []
+    for _ in range(12):
+        browser.keys(Keys.TAB)
+        name = browser.js(
+            "const a = document.activeElement, s = getComputedStyle(a);"
+            "if (a === document.body) return 'body';"
+            "const around = getComputedStyle(a.parentNode).boxShadow !== 'none';"
+            "const seen = s.outlineStyle !== 'none' || around;"
+            "return (a.ariaLabel || a.innerText || a.title) + (seen ? '' : ' UNSEEN')"
+        )
+        seen.append(name)
+    for wanted in ("New chat", "Settings", "Dark or light", "Conversation", "Copy", "Regenerate"):
+        assert wanted in seen, seen
+    assert not [name for name in seen if "UNSEEN" in name]
+    browser.js("$('theme').focus()")
+    browser.keys("/")
+    assert browser.js("return [document.activeElement.id, input.value]") == ["input", ""]
+    browser.keys("a/b")
+    assert browser.js("return input.value") == "a/b"
+    browser.js("$('set').focus()")
+    browser.keys(Keys.ENTER)
+    assert browser.js("return $('settings').open && document.activeElement.id") == "system"
+    browser.keys(Keys.ESCAPE)
+    assert browser.js("return !$('settings').open && document.activeElement.id") == "set"
+    unnamed = browser.js(
+        "return [...document.querySelectorAll('button, input, textarea')].filter((n) => "
+        "!(n.ariaLabel || n.innerText || n.title || n.labels?.length)).map((n) => n.outerHTML)"
+    )
+    assert not unnamed
+
+
+CONTRAST = """
+const parse = (text) => text.match(/[\\d.]+/g).map(Number);
+const light = (rgb) => rgb.slice(0, 3).map((v) => v / 255)
+  .map((v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+  .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+const ground = (node) => {
+  for (; node; node = node.parentElement) {
+    const colour = parse(getComputedStyle(node).backgroundColor);
+    if (colour.length === 3 || colour[3] > 0) return colour;
+  }
+};
+const found = [];
+for (const node of document.querySelectorAll('body *')) {
+  const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
+  if (!(own || node.placeholder) || !node.checkVisibility() || node.disabled) continue;
+  const style = getComputedStyle(node, own ? null : '::placeholder');
+  const [a, b] = [light(parse(style.color)), light(ground(node))].sort((x, y) => y - x);
+  found.push([(a + 0.05) / (b + 0.05), `${node.localName}.${node.className} ${node.id}`]);
+}
+return found.sort((x, y) => x[0] - y[0]);
+"""
+
+
+def test_dark_and_light_can_be_read(browser: Browser, script: Script) -> None:
+    call = [[Delta("tool_call", "weather", 0)], *words('{"city": "Oslo"}', "arguments")]
+    script.steps = [
+        *words("Hm.", "reasoning"),
+        *words(CODE + "\n\n> q\n\nhttps://example.org"),
+        *call,
+    ]
+    browser.ask("Show me.")
+    script.refusal = queue_full(8)
+    browser.ask("12")
+    browser.click(".thought summary")
+    paper = "return getComputedStyle(document.body).backgroundColor"
+    papers = []
+    for scheme in ("light", "dark"):
+        browser.prefer(scheme)
+        papers.append(browser.js(paper))
+        contrasts = browser.js(CONTRAST)
+        assert len(contrasts) > 15 and contrasts[0][0] >= 4.5, contrasts[:3]
+    assert papers[0] != papers[1]
+    browser.click("#theme")
+    assert browser.js(paper) == papers[0], "the switch turns the dark page light"
+    browser.driver.refresh()
+    browser.ready()
+    assert browser.js(paper) == papers[0]
+    browser.click("#theme")
+    assert browser.js(paper) == papers[1]
+
+
+def test_a_window_of_360_pixels_is_enough(browser: Browser, script: Script) -> None:
+    browser.size(360, 640)
+    wide = f"{CODE}\n\n{'x' * 500} {'| a long cell ' * 9}\n\n" + "| a long cell " * 9
+    long_call = [[Delta("tool_call", "w" * 60, 0)], *words(f'{{"a": "{"x" * 200}"}}', "arguments")]
+    script.steps = [
+        *words("y" * 300, "reasoning"),
+        *words(wide + "\n\n```\n" + "z" * 300),
+        *long_call,
+    ]
+    browser.ask("v" * 120)
+    browser.click(".thought summary")
+    for shown in ("", "$('settings').showModal()"):
+        browser.js(shown)
+        assert browser.js("return document.documentElement.scrollWidth") <= 360
+        assert browser.js("return log.scrollWidth - log.clientWidth") == 0
+        outside = browser.js(
+            "return [...document.querySelectorAll('button, input, textarea, p, article')].filter("
+            "(n) => n.checkVisibility()).map((n) => [n.getBoundingClientRect(), n])"
+            ".filter(([box]) => box.left < 0 || box.right > 360).map(([, n]) => n.outerHTML)"
+        )
+        assert not outside
+    small = browser.js(
+        "return [...document.querySelectorAll('header button, #send')].filter((n) => "
+        "Math.min(n.offsetWidth, n.offsetHeight) < 32).map((n) => n.id)"
+    )
+    assert not small
