@@ -1,0 +1,92 @@
+"""docs/coming-from.md: every command of Clocher that it names does what it is named for."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import clean_environment
+from weight_files import LLAMA, ROOT
+
+from clocher_runtime.serve.command import COMMAND
+from clocher_runtime.serve.settings import decide
+from clocher_runtime.subcommands.table import SUBCOMMANDS
+
+PAGE = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+LINES = sorted(
+    {
+        line.replace("\\|", "|")
+        for line in re.findall(r"`([^`\n]*)`", PAGE)
+        if re.search(r"(^|[ |])clocher [a-z]", line)
+    }
+)
+
+HELP_ONLY = {
+    "clocher pull": "needs the network",
+    "clocher models --remove": "needs a pulled model: test_models removes one",
+    "clocher bench compare": "needs two files of clocher bench: test_bench_command compares some",
+}
+"""How lines begin whose help alone is asked for, which fails for a flag that is not there."""
+
+
+def words_of(line: str) -> list[str]:
+    """Return the words after `clocher` of a line, without what the shell does with them."""
+    command = line[line.rindex("clocher ") :].split(" < ")[0]
+    return shlex.split(command)[1:]
+
+
+def test_the_page_has_every_common_command() -> None:
+    common = {name for name, each in SUBCOMMANDS.items() if each.is_common}
+    assert {words_of(line)[0] for line in LINES} == common
+    assert len(LINES) > 20
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if words_of(line)[0] == "serve"])
+def test_every_way_to_serve_is_one(line: str) -> None:
+    key = {"CLOCHER_API_KEY": "..."} if line.startswith("CLOCHER_API_KEY=... ") else {}
+    flags = COMMAND.parse(words_of(line)[1:])
+    assert flags is not None
+    assert str(decide(flags, key).run.model_dir) == "MODEL"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A directory with what the lines name."""
+    (tmp_path / "MODEL").symlink_to(LLAMA)
+    (tmp_path / "FILE").write_text("import os\nimport re\n", encoding="utf-8")
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "clocher"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m clocher_runtime "$@"\n')
+    program.chmod(0o755)
+    return tmp_path
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if words_of(line)[0] != "serve"])
+def test_every_command_of_the_page_runs(line: str, place: Path) -> None:
+    if only_help := line.startswith(tuple(HELP_ONLY)):
+        line += " --help"
+    environment = clean_environment(HF_HUB_CACHE=str(place / "hub"), CLOCHER_MAX_NEW="8")
+    environment["PATH"] = f"{place / 'bin'}:{environment['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", line],
+        cwd=place,
+        env=environment,
+        input="import os\n",
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr
+    name = words_of(line)[0]
+    if only_help:
+        assert done.stdout.startswith(f"Usage: clocher {name} ")
+    elif name in ("chat", "bench"):
+        assert done.stdout.strip()
+    elif name == "run":
+        assert '"status": "ok"' in done.stdout
+    elif name == "models":
+        assert ("MODEL" if "MODEL" in line else "clocher-tiny-gptoss") in done.stdout
+    else:
+        assert (place / "OUT_DIR" / "model.ie.bin").stat().st_size > 0
