@@ -37,8 +37,8 @@ def resized(spec: OpSpec, case: Case, real: Real) -> Case:
         sizes["B"] = groups_of(sizes[spec.param("x").letters[-1]], int(attrs["group"]))
     if "kv_dtype" in attrs:
         sizes |= {"F": sizes["N"] * sizes["D"], "T": _PAGE, "P": sizes["S"] * sizes["B"]}
-    if "scale" in attrs:
-        attrs["scale"] = sizes["D"] ** -0.5
+        if "scale" in attrs:
+            attrs["scale"] = sizes["D"] ** -0.5
     words = case.id.split("-") if real.label is None else [real.label]
     kept = [word for word in words if word and word not in _KIND and not _is_size(word, case)]
     spelled = [f"{letter.lower()}{size}" for letter, size in real.sizes.items()]

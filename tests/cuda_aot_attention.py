@@ -40,7 +40,13 @@ def tokens_and_cache(count: int, heads: int, dim: int, kv: str) -> dict[str, Any
 
 
 def attention(
-    device: Device, count: int, model: tuple[int, int, int], kv: str, window: int = 0
+    device: Device,
+    count: int,
+    model: tuple[int, int, int],
+    kv: str,
+    window: int = 0,
+    chunk: int = 0,
+    softcap: float = 0.0,
 ) -> list[Launch]:
     queries, heads, dim = model
     return LOWER["attention"](
@@ -49,6 +55,8 @@ def attention(
         sinks=floats(queries) if model == GPT_OSS else None,
         scale=dim**-0.5,
         window=window,
+        chunk=chunk,
+        softcap=softcap,
         **tokens_and_cache(count, heads, dim, kv),
         device=device,
     )
@@ -95,7 +103,7 @@ def elementwise(device: Device) -> list[Launch]:
 
 
 # Query heads, key/value heads, head dimension.
-GPT_OSS, LLAMA = (64, 8, 64), (32, 8, 128)
+GPT_OSS, LLAMA, LLAMA4, GEMMA2 = (64, 8, 64), (32, 8, 128), (40, 8, 128), (16, 8, 256)
 
 
 def configurations(every: bool) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
@@ -112,6 +120,11 @@ def configurations(every: bool) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
             yield f"{name}-{kv}-m1", attention, (1, model, kv)
             yield f"{name}-{kv}-m128", attention, (128, model, kv)
             yield f"{name}-{kv}-window-m128", attention, (128, model, kv, 128)
+        for count in (1, 128):
+            if kv != "e5m2":  # of which sm_90 keeps one pointer in memory
+                yield f"llama4-{kv}-m{count}", attention, (count, LLAMA4, kv, 0, 8192)
+            if kv != "f32":  # registers do not hold a block of 16 keys of 256 fp32
+                yield f"gemma2-{kv}-m{count}", attention, (count, GEMMA2, kv, 4096, 0, 50.0)
 
 
 def main(every: bool = False) -> None:

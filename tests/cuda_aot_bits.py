@@ -73,7 +73,7 @@ def experts(stem: str, fmt: str, capability: int, x_type: torch.dtype = FP16) ->
     for param in spec.params:
         if param.kind == "matrix":
             args[param.name] = weights(fmt, *param.shape(sizes))
-        elif param.name != "x_scale":
+        elif param.name not in ("x_scale", "factors"):
             # What is the residual stream too is not narrow.
             narrow = param.narrow and param.dims != "M N"
             dtype = x_type if narrow else TORCH_DTYPES[param.dtypes[0]]

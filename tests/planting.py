@@ -6,6 +6,8 @@ import numpy as np
 from op_cases import ALL, Arrays, OpRun
 
 from clocher_kernels.dtypes import LARGEST, STORAGE, from_f32, to_f32
+from clocher_kernels.formats import Ggml
+from clocher_kernels.formats.ggml import KINDS
 from clocher_kernels.ops.contract import Case, OpSpec, Value
 from clocher_kernels.quant_tensor import QuantTensor
 
@@ -30,6 +32,8 @@ def planted(tensor: QuantTensor, plane: str, value: float, at: int = 0) -> Quant
 
     None if the plane has no such code, or the format forbids it: then loading looks for it.
     """
+    if isinstance(tensor.format, Ggml):
+        return _in_block(tensor, tensor.format, value)
     dtype = tensor.format.planes(tensor.shape)[plane].dtype
     code = code_of(value, dtype) if dtype in LARGEST else None
     if code is None or dtype in ("e4m3", "e5m2", "e8m0") or not tensor.planes[plane].size:
@@ -37,6 +41,15 @@ def planted(tensor: QuantTensor, plane: str, value: float, at: int = 0) -> Quant
     copies = {name: np.array(stored) for name, stored in tensor.planes.items()}
     copies[plane].reshape(-1)[at] = code
     return QuantTensor(tensor.shape, tensor.format, copies)
+
+
+def _in_block(tensor: QuantTensor, fmt: Ggml, value: float) -> QuantTensor:
+    """Return a tensor of ggml's blocks with a value as the first block's scale."""
+    fields = KINDS[fmt.kind].fields
+    name = next(n for n in fields.names or () if fields[n] == np.float16)
+    blocks = np.array(tensor.planes["blocks"])
+    blocks.reshape(-1)[: fields.itemsize].view(fields)[name] = value
+    return QuantTensor(tensor.shape, fmt, {"blocks": blocks})
 
 
 def ready(spec: OpSpec, case: Case) -> OpRun:
@@ -67,18 +80,26 @@ def plants(run: OpRun) -> Iterator[tuple[str, str, dict[str, Value]]]:
             ):
                 if (run.spec.name, param.name) == ("attention", "q") and np.isinf(odd):
                     continue  # `rope` leaves none
+                if (run.spec.name, param.name, name) == ("route", "logits", "-inf"):
+                    continue  # of an expert that nobody chooses
                 array = np.array(value)
                 array[(0,) * (array.ndim - 1)][-1] = odd
                 yield param.name, f"{name} in {param.name}", {**run.values, param.name: array}
 
 
 def one_case_of_each() -> list[tuple[OpSpec, Case]]:
-    """Return the first case of several tokens of each op with each format and attributes."""
+    """Return a case of several tokens of each op with each format, attribute, optional parameter.
+
+    Bias and residual are in one of the cases of a product anyway.
+    """
     found: dict[object, tuple[OpSpec, Case]] = {}
     for spec, case in ALL:
         many = max(case.sizes.get("M", 1), case.sizes.get("R", 1)) > 1
         if many and spec.name not in _NO_FLOATS:
-            key = spec.name, *case.formats.values(), case.attrs.get("act"), case.attrs.get("group")
+            attrs = (case.attrs.get(name) for name in ("act", "group", "score"))
+            there = (case.options.get(name) for name in ("factors", "scores", "weights"))
+            plain = spec.matrix is None and case.options.get("residual")
+            key = spec.name, *case.formats.values(), *attrs, *there, plain
             found.setdefault(key, (spec, case))
     return list(found.values())
 

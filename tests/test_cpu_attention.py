@@ -81,11 +81,13 @@ def tokens(*rows: tuple[int, int, int, int]) -> Values:
     }
 
 
-def attend(cache: Cache, group: int, window: int, values: Values, threads: int = 2) -> np.ndarray:
-    """Attend on the CPU, or in the reference if threads is 0."""
+def attend(
+    cache: Cache, group: int, window: int, values: Values, threads: int = 2, **more: Attr
+) -> np.ndarray:
+    """Attend on the CPU, or in the reference if threads is 0; more attributes may be given."""
     heads, dim = cache.sizes["H"] * group, cache.sizes["D"]
     sizes = {**cache.sizes, "M": len(values["slots"]), "N": heads, "F": heads * dim}
-    attrs = {"kv_dtype": cache.kv, "scale": dim**-0.5, "window": window}
+    attrs = {"kv_dtype": cache.kv, "scale": dim**-0.5, "window": window, **more}
     return run(
         "attention", sizes, attrs, {**values, "pages": cache.pages, **cache.planes}, threads
     )["y"]
@@ -96,9 +98,9 @@ def queries(rng: np.random.Generator, count: int, cache: Cache, group: int) -> n
     return rng.standard_normal((count, width), dtype=np.float32)
 
 
-@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize(("window", "chunk"), [(0, 0), (128, 0), (0, 700), (128, 2002)])
 @pytest.mark.parametrize("kv", KV_DTYPES)
-def test_cells_that_are_not_visible_are_not_read(kv: str, window: int) -> None:
+def test_cells_that_are_not_visible_are_not_read(kv: str, window: int, chunk: int) -> None:
     rng = np.random.default_rng(11)
     cache = Cache(rng, kv, 2, 130, 16, 2, 20)
     rows = (
@@ -108,16 +110,22 @@ def test_cells_that_are_not_visible_are_not_read(kv: str, window: int) -> None:
         (0, 40, 64, 0),
     )
     for slot, *token in rows:
-        cache.fill(slot, visible_cells(*token, window))
+        cache.fill(slot, visible_cells(*token, window, chunk))
     values = {**tokens(*rows), "q": queries(rng, len(rows), cache, 3)}
-    got = attend(cache, 3, window, values)
+    got = attend(cache, 3, window, values, chunk=chunk)
     assert np.isfinite(got).all()
-    rms, largest = error(got, attend(cache, 3, window, values, threads=0))
+    rms, largest = error(got, attend(cache, 3, window, values, threads=0, chunk=chunk))
     assert rms <= 5e-6 and largest <= 5e-5
 
 
-@pytest.mark.parametrize("window", [0, 9])
-def test_a_chunk_single_steps_and_a_chain_give_the_same_bits(window: int) -> None:
+@pytest.mark.parametrize(
+    ("window", "more"),
+    [(0, {}), (9, {}), (0, {"chunk": 13}), (9, {"softcap": 2.0}), (7, {"chunk": 55})],
+    ids=str,
+)
+def test_a_chunk_single_steps_and_a_chain_give_the_same_bits(
+    window: int, more: dict[str, Attr]
+) -> None:
     rng = np.random.default_rng(5)
     cache = Cache(rng, "bf16", 1, 6, 16, 2, 36)
     start, count = 41, 23
@@ -126,12 +134,12 @@ def test_a_chunk_single_steps_and_a_chain_give_the_same_bits(window: int) -> Non
     sinks = rng.standard_normal(4, dtype=np.float32)
     causal = [(0, start + i, start + i + 1, 0) for i in range(count)]
     chain = [(0, start + i, start, (1 << (i + 1)) - 1) for i in range(count)]
-    chunk = attend(cache, 2, window, {**tokens(*causal), "q": q, "sinks": sinks})
-    tree = attend(cache, 2, window, {**tokens(*chain), "q": q, "sinks": sinks}, threads=3)
+    chunk = attend(cache, 2, window, {**tokens(*causal), "q": q, "sinks": sinks}, **more)
+    tree = attend(cache, 2, window, {**tokens(*chain), "q": q, "sinks": sinks}, 3, **more)
     assert chunk.tobytes() == tree.tobytes()
     for i in range(count):
         one = {**tokens(causal[i]), "q": q[i : i + 1], "sinks": sinks}
-        assert attend(cache, 2, window, one, threads=1)[0].tobytes() == chunk[i].tobytes()
+        assert attend(cache, 2, window, one, 1, **more)[0].tobytes() == chunk[i].tobytes()
 
 
 @pytest.mark.parametrize("window", [0, 300])
@@ -180,12 +188,13 @@ def test_a_path_of_a_tree_gives_the_bits_of_decoding_token_by_token() -> None:
 
 
 @st.composite
-def _drawn(draw: st.DrawFn) -> tuple[Cache, int, int, Values]:
+def _drawn(draw: st.DrawFn) -> tuple[Cache, int, int, Values, dict[str, Attr]]:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     slots, blocks, size = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.integers(1, 40))
     heads, group, dim = draw(st.integers(1, 3)), draw(st.integers(1, 8)), draw(st.integers(2, 130))
     cache = Cache(rng, draw(st.sampled_from(KV_DTYPES)), slots, blocks, size, heads, dim)
-    window = draw(st.one_of(st.just(0), st.integers(1, 50)))
+    window, chunk = (draw(st.one_of(st.just(0), st.integers(1, 50))) for _ in range(2))
+    softcap = draw(st.sampled_from([0.0, 0.3, 5.0, 50.0]))
     rows = []
     for _ in range(draw(st.integers(1, 4))):
         slot, end = draw(st.integers(0, slots - 1)), draw(st.integers(1, blocks * size))
@@ -193,20 +202,19 @@ def _drawn(draw: st.DrawFn) -> tuple[Cache, int, int, Values]:
         ancestors = draw(st.integers(0, (1 << room) - 1))
         position = end - 1 + ancestors.bit_count()
         rows.append((slot, position, end, ancestors))
-        cache.fill(slot, visible_cells(position, end, ancestors, window))
+        cache.fill(slot, visible_cells(position, end, ancestors, window, chunk))
     values = {**tokens(*rows), "q": queries(rng, len(rows), cache, group)}
     if draw(st.booleans()):
         values["sinks"] = rng.standard_normal(heads * group, dtype=np.float32)
-    return cache, group, window, values
+    return cache, group, window, values, {"chunk": chunk, "softcap": softcap}
 
 
 @DRAWN
 @given(_drawn())
-def test_attention_of_any_shape(drawn: tuple[Cache, int, int, Values]) -> None:
-    cache, group, window, values = drawn
-    rms, largest = error(
-        attend(cache, group, window, values), attend(cache, group, window, values, threads=0)
-    )
+def test_attention_of_any_shape(drawn: tuple[Cache, int, int, Values, dict[str, Attr]]) -> None:
+    cache, group, window, values, more = drawn
+    got, expected = (attend(cache, group, window, values, n, **more) for n in (2, 0))
+    rms, largest = error(got, expected)
     assert rms <= 5e-6 and largest <= 5e-5
 
 
@@ -295,6 +303,18 @@ def test_logits_of_a_wide_range_are_rescaled(order: str) -> None:
     values = {**tokens((0, 159, 160, 0)), "q": q}
     rms, _ = error(attend(cache, 1, 0, values), attend(cache, 1, 0, values, threads=0))
     assert rms <= 3e-5  # an fp32 logit of 300 is known to 2e-5
+
+
+@pytest.mark.parametrize("threads", [0, 2], ids=["reference", "cpu"])
+@pytest.mark.parametrize("key", [np.inf, -np.inf, np.nan])
+def test_a_cap_makes_no_number_of_what_is_not_finite(key: float, threads: int) -> None:
+    rng = np.random.default_rng(4)
+    cache = Cache(rng, "f32", 1, 2, 16, 1, 16)
+    cache.fill(0, list(range(32)))
+    cache.planes["k_cache"][cache.pages[0, 1], 0, 3, 5] = key
+    rows = tokens((0, 18, 19, 0), (0, 19, 20, 0))
+    y = attend(cache, 1, 0, {**rows, "q": queries(rng, 2, cache, 1)}, threads, softcap=30.0)
+    assert np.isfinite(y[0]).all() and np.isnan(y[1]).all()
 
 
 @pytest.mark.parametrize(

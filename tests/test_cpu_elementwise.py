@@ -1,9 +1,16 @@
 """Element-wise kernels of the CPU beyond the op table's cases."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_op import run
+
+from clocher_kernels.errors import ClocherError
+from clocher_kernels.ops import OPS
+from clocher_kernels.ops.cases import inputs
+from clocher_kernels.ops.contract import Case
+from clocher_kernels.ops.elementwise import activate
 
 
 def test_silu_over_its_range() -> None:
@@ -15,6 +22,25 @@ def test_silu_over_its_range() -> None:
     inside = gate > -87
     assert np.abs(got / exact - 1)[inside & (gate != 0)].max() <= 4e-7
     assert np.abs(got - exact)[~inside].max() <= 1e-35
+
+
+@pytest.mark.parametrize("act", ["gelu", "gelu_tanh"])
+def test_gelu_over_its_range(act: str) -> None:
+    gate = np.linspace(-40, 40, 100_000, dtype=np.float32)[None]
+    sizes, ones = {"M": 1, "I": gate.shape[1]}, np.ones_like(gate)
+    got = run("glu", sizes, {"act": act}, {"gate": gate, "up": ones})["y"].astype(np.float64)
+    exact = activate(act, gate.astype(np.float64))
+    np.testing.assert_allclose(got[gate > -2], exact[gate > -2], rtol=2e-6)
+    np.testing.assert_allclose(got, exact, rtol=2e-5, atol=1e-12)
+
+
+def test_softcap_of_any_size_is_exact() -> None:
+    sizes = np.geomspace(1e-30, 3e38, 50_001, dtype=np.float32)
+    x = np.concatenate([sizes, -sizes, np.float32([0, np.inf, -np.inf, np.nan])])[None]
+    got = run("softcap", {"R": 1, "V": x.size}, {"cap": 30.0}, {"x": x})["x"].astype(np.float64)
+    expected = 30 * np.tanh(x.astype(np.float64) / 30)
+    np.testing.assert_allclose(got[:, :-3], expected[:, :-3], rtol=4e-7, atol=0)
+    assert np.isnan(got[:, -3:]).all()
 
 
 @settings(max_examples=60)
@@ -37,7 +63,7 @@ def test_norm_of_any_shape(m: int, heads: int, d: int, size: float, seed: int) -
 def test_router_ranks_equal_logits_by_expert() -> None:
     logits = np.array([[1, 3, 3, -np.inf, 3, 2], [0, -0.0, 0, -0.0, 0, 0]], np.float32)
     sizes = {"M": 2, "E": 6, "A": 5}
-    got, expected = (run("topk_softmax", sizes, {}, {"logits": logits}, n) for n in (2, 0))
+    got, expected = (run("route", sizes, {}, {"logits": logits}, n) for n in (2, 0))
     np.testing.assert_array_equal(got["ids"], expected["ids"])
     np.testing.assert_allclose(got["weights"], expected["weights"], rtol=1e-6)
 
@@ -45,6 +71,77 @@ def test_router_ranks_equal_logits_by_expert() -> None:
 def test_router_stays_in_range_on_nan() -> None:
     logits = np.full((1, 6), np.nan, np.float32)
     logits[0, 4] = 1
-    got = run("topk_softmax", {"M": 1, "E": 6, "A": 3}, {}, {"logits": logits})
+    got = run("route", {"M": 1, "E": 6, "A": 3}, {}, {"logits": logits})
     assert got["ids"][0, 0] == 4
     assert ((got["ids"] >= 0) & (got["ids"] < 6)).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "attrs",
+    [
+        {},
+        {"score": "softmax"},
+        {"score": "softmax", "normalise": True, "factor": 0.5},
+        {"score": "sigmoid", "normalise": True, "groups": 8, "group_top": 4, "group_best": 2},
+        {"score": "chosen", "groups": 4, "group_top": 1, "group_best": 9},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("experts", "chosen"), [(512, 32), (48, 8), (256, 9)])
+def test_router_of_many_experts(
+    experts: int, chosen: int, biased: bool, attrs: dict, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    values = {"logits": rng.standard_normal((3, experts), dtype=np.float32)}
+    if biased:
+        values["bias"] = rng.standard_normal(experts, dtype=np.float32)
+    sizes = {"M": 3, "E": experts, "A": chosen}
+    got, expected = (run("route", sizes, attrs, values, n) for n in (2, 0))
+    np.testing.assert_array_equal(got["ids"], expected["ids"])
+    np.testing.assert_allclose(got["weights"], expected["weights"], rtol=3e-6)
+
+
+@pytest.mark.parametrize("score", ["chosen", "softmax", "sigmoid"])
+def test_router_weighs_nothing_by_what_is_no_number(score: str) -> None:
+    logits = np.zeros((4, 20), np.float32)
+    logits[1, 17], logits[2, 3], logits[3, 2] = np.nan, np.inf, -np.inf
+    sizes, attrs = {"M": 4, "E": 20, "A": 3}, {"score": score}
+    for threads in (0, 2):
+        with np.errstate(invalid="ignore"):
+            got = run("route", sizes, attrs, {"logits": logits}, threads)["weights"]
+        assert np.isnan(got).all(axis=1).tolist() == [False, True, True, False]
+        assert np.isfinite(got[[0, 3]]).all()
+        bias = np.zeros(20, np.float32)
+        bias[19] = np.nan
+        values = {"logits": logits, "bias": bias}
+        with np.errstate(invalid="ignore"):
+            assert np.isnan(run("route", sizes, attrs, values, threads)["weights"]).all()
+
+
+@pytest.mark.parametrize(
+    ("op", "sizes", "attrs", "message"),
+    [
+        ("route", {"M": 1, "E": 8, "A": 9}, {}, "9 experts of 8"),
+        ("route", {"M": 1, "E": 8, "A": 2}, {"groups": 3, "group_top": 1}, "one size"),
+        ("route", {"M": 1, "E": 8, "A": 2}, {"groups": 2, "group_top": 3}, "no more than"),
+        ("route", {"M": 1, "E": 8, "A": 2}, {"score": "best"}, "no scores 'best'"),
+        ("rope", {"M": 1, "F": 60, "P": 12, "C": 4}, {"head": 20}, "rotate 24"),
+        ("rope", {"M": 1, "F": 60, "P": 5, "C": 4}, {"head": 16}, "not a multiple of 16"),
+        ("join_heads", {"M": 1, "F": 5, "G": 8, "Y": 16}, {"heads": 2}, "expected 4"),
+        ("join_heads", {"M": 1, "F": 4, "G": 8, "Y": 16}, {"heads": 0}, "at least one"),
+        ("resize_heads", {"M": 1, "F": 9, "G": 8}, {"heads": 2}, "not a multiple of 2"),
+        ("glu", {"M": 1, "I": 4}, {"act": "tanh"}, "gelu_tanh"),
+    ],
+)
+def test_what_does_not_fit_is_refused(op: str, sizes: dict, attrs: dict, message: str) -> None:
+    case = Case("own", sizes, attrs)
+    with pytest.raises(ClocherError, match=message):
+        run(op, sizes, attrs, inputs(OPS[op], case, np.random.default_rng(0)))
+
+
+def test_scores_are_one_for_each_token() -> None:
+    values = {name: np.zeros((2, 8), np.float32) for name in ("gate", "up", "scores")}
+    with pytest.raises(ClocherError, match=r"shape \[2, 8\]; expected \[M 1\]"):
+        run("glu", {"M": 2, "I": 8}, {"act": "silu"}, values)

@@ -10,15 +10,17 @@ from op_cases import error
 
 from clocher_kernels.dtypes import E2M1_VALUES, to_f32
 from clocher_kernels.errors import ShapeError, UnsupportedOp
-from clocher_kernels.formats import Int8, Mxfp4, Ternary, parse_format
+from clocher_kernels.formats import Ggml, Int8, Mxfp4, Ternary, known_formats, parse_format
+from clocher_kernels.formats.ggml_blocks import IQ4_VALUES, KINDS
 from clocher_kernels.ops.linear import INTEGER_FORMATS
 from clocher_kernels.ops.quantize import GROUPED, groups_of, quantize
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_kernels.reference import ReferenceExecutor
+from clocher_runtime.models.rewrite import takes_int8
 from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.tiles import tile_pack
-from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, Layout, layout_of
+from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, BlockLayout, Layout, layout_of
 
 
 def _rng(name: str) -> np.random.Generator:
@@ -38,6 +40,8 @@ def _digits(code: str, line: np.ndarray) -> np.ndarray:
         planes = [line >> 2 * p & 3 for p in range(4)]
         return np.concatenate(planes, axis=1).astype(np.float32) - 1
     nibbles = np.stack([line & 15, line >> 4], axis=-1).reshape(ROWS, 8)
+    if code == "iq4":
+        return IQ4_VALUES[np.concatenate([line & 15, line >> 4], axis=1)].astype(np.float32)
     return E2M1_VALUES[nibbles] if code == "fp4" else nibbles.astype(np.float32)
 
 
@@ -63,8 +67,11 @@ def _unpack(layout: Layout, tile: np.ndarray, k: int) -> np.ndarray:
         for i in range(layout.lines):
             line = tile[at : at + LINE].reshape(ROWS, 4)
             start = column + i * width
+            columns = np.arange(start, start + width)
+            if layout.code == "iq4":
+                columns = column + np.r_[4 * i : 4 * i + 4, 4 * i + 16 : 4 * i + 20]
             digits = _digits(layout.code, line) - zero[:, None]
-            values[:, start : start + width] = digits * scale[:, None]
+            values[:, columns] = digits * scale[:, None]
             at += LINE
     if layout.scale == "row":
         values *= tile[at : at + LINE].view(np.float32)[:, None]
@@ -73,11 +80,17 @@ def _unpack(layout: Layout, tile: np.ndarray, k: int) -> np.ndarray:
     return values[:, :k]
 
 
-@pytest.mark.parametrize("name", INTEGER_FORMATS)
+BLOCK_FORMATS = [
+    n for n in INTEGER_FORMATS if isinstance(layout_of("", parse_format(n)), BlockLayout)
+]
+
+
+@pytest.mark.parametrize("name", [name for name in INTEGER_FORMATS if name not in BLOCK_FORMATS])
 @pytest.mark.parametrize(("n", "k"), [(36, 288), (20, 96), (52, 416)])
 def test_what_the_bytes_of_a_tile_mean(name: str, n: int, k: int) -> None:
     tensor = _tensor(name, n, k)
     layout = layout_of("test", tensor.format)
+    assert isinstance(layout, Layout)
     tiles = tile_pack.pack(layout, tensor)
     assert tiles.data.nbytes == layout.nbytes(tensor.shape) == 64 * (tiles.data.nbytes // 64)
     assert tiles.data.ctypes.data % LINE == 0
@@ -88,13 +101,32 @@ def test_what_the_bytes_of_a_tile_mean(name: str, n: int, k: int) -> None:
     np.testing.assert_array_equal(values, tensor.decode())
 
 
-def test_experts_are_packed_one_after_the_other() -> None:
-    tensor = _tensor("mxfp4", 3, 20, 64)
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+@pytest.mark.parametrize(("n", "k"), [(36, 512), (7, 256)])
+def test_tiles_of_blocks_are_the_dwords_of_the_file(name: str, n: int, k: int) -> None:
+    tensor = _tensor(name, n, k)
+    layout = layout_of("test", tensor.format)
+    tiles = tile_pack.pack(layout, tensor)
+    assert tiles.data.nbytes == layout.nbytes(tensor.shape)
+    lines = tiles.data.reshape(-1, k // 256, tiles.tile_bytes // (k // 256) // LINE, ROWS, 4)
+    assert isinstance(layout, BlockLayout)
+    assert sorted(layout.order) == list(range(lines.shape[2]))
+    dwords = lines[:, :, np.argsort(layout.order)].transpose(0, 3, 1, 2, 4)
+    blocks = dwords.reshape(-1, k // 256, lines.shape[2] * 4)
+    stored = tensor.planes["blocks"].reshape(n, k // 256, -1)
+    np.testing.assert_array_equal(blocks[:n, :, : stored.shape[2]], stored)
+    assert not blocks[n:].any() and not blocks[..., stored.shape[2] :].any()
+    assert blocks.shape[2] - stored.shape[2] < 4
+
+
+@pytest.mark.parametrize(("name", "k"), [("mxfp4", 64), ("iq4_nl", 64), ("q6_k", 256)])
+def test_experts_are_packed_one_after_the_other(name: str, k: int) -> None:
+    tensor = _tensor(name, 3, 20, k)
     layout = layout_of("test", tensor.format)
     tiles = tile_pack.pack(layout, tensor)
     for expert in range(3):
         planes = {name: plane[expert] for name, plane in tensor.planes.items()}
-        alone = tile_pack.pack(layout, QuantTensor((20, 64), tensor.format, planes))
+        alone = tile_pack.pack(layout, QuantTensor((20, k), tensor.format, planes))
         mine = tiles.data.reshape(3, -1)[expert]
         np.testing.assert_array_equal(mine, alone.data)
 
@@ -114,10 +146,23 @@ def test_large_allocations_begin_on_a_large_page() -> None:
     assert tile_pack.allocate(100).ctypes.data % LINE == 0
 
 
-@pytest.mark.parametrize("name", ["int4_sym_g34_f16", "int8_g37_f32", "bf16", "fp8_e4m3_row_f32"])
+@pytest.mark.parametrize(
+    "name", ["int4_sym_g34_f16", "int8_g37_f32", "bf16", "fp8_e4m3_row_f32", "q5_0"]
+)
 def test_formats_without_tiles_are_refused(name: str) -> None:
     with pytest.raises(UnsupportedOp, match=rf"linear: .* {name} .*; keep its activations fp32"):
         layout_of("linear", parse_format(name))
+
+
+@pytest.mark.parametrize("name", known_formats())
+def test_what_a_plan_multiplies_with_int8_has_tiles(name: str) -> None:
+    fmt = parse_format(name)
+    try:
+        layout_of("linear", fmt)
+        tiles = True
+    except UnsupportedOp:
+        tiles = False
+    assert tiles == (takes_int8(fmt) or isinstance(fmt, Ternary))
 
 
 def _quantized(x: np.ndarray, group: int) -> dict[str, np.ndarray]:
@@ -136,6 +181,9 @@ def _quantized(x: np.ndarray, group: int) -> dict[str, np.ndarray]:
         ("mxfp4", 9, 50, 2880, 32),
         ("mxfp4", 260, 5, 6912, 128),
         ("ternary", 30, 20, 6912, 0),
+        ("q4_k", 150, 37, 2048, 128),
+        ("q6_k", 21, 33, 2816, 0),
+        ("iq4_xs", 9, 19, 1024, 32),
     ],
 )
 def test_shapes_that_cross_every_block(name: str, m: int, n: int, k: int, group: int) -> None:
@@ -194,6 +242,32 @@ def test_extreme_codes_are_exact(name: str) -> None:
     values = {"x": q, "x_scale": np.ones((m, 1), np.float32), "w": w}
     got = run("linear", {"M": m, "N": n}, {"group": 0}, values)["y"]
     np.testing.assert_array_equal(got, (q.astype(np.float64) @ w.decode().T).astype(np.float32))
+
+
+@pytest.mark.parametrize("m", [1, 3, 16])
+@pytest.mark.parametrize("byte", [0x00, 0x77, 0x7F, 0x80, 0xFF, None])
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_extreme_blocks_do_not_overflow(name: str, byte: int | None, m: int) -> None:
+    n, k = 18, 512
+    fmt = parse_format(name)
+    assert isinstance(fmt, Ggml)
+    fields = KINDS[fmt.kind].fields
+    stored = _rng(f"{name}{byte}").integers(0, 256, (n, k // 256, fields.itemsize), np.uint8)
+    if byte is not None:
+        stored[...] = byte
+    blocks = stored.view(fields)
+    blocks["d"], sign = 0.75, np.where(np.arange(n) % 2, 1, -1)
+    blocks["d"] *= sign[:, None, None].astype(np.float16)
+    if "dmin" in (fields.names or ()):
+        blocks["dmin"] = 1.25
+    w = QuantTensor((n, k), fmt, {"blocks": stored.reshape(n, -1)})
+    q = np.full((m, k), -128, np.int8)
+    q[:, ::3], q[-1, k // 2 :] = 127, 127
+    values = {"x": q, "x_scale": np.ones((m, 1), np.float32), "w": w}
+    got = run("linear", {"M": m, "N": n}, {"group": 0}, values)["y"]
+    exact = q.astype(np.float64) @ w.decode().astype(np.float64).T
+    terms = np.abs(q.astype(np.float64)) @ np.abs(w.decode().astype(np.float64)).T
+    assert (np.abs(got - exact) <= 4e-7 * (terms + np.abs(exact)) + 1e-30).all()
 
 
 def test_scales_at_the_ends_of_their_types() -> None:

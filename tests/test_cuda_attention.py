@@ -57,6 +57,7 @@ def paged(name: str, kv: str, count: int, page: int, **options: Any) -> OpRun:
     sizes = {"M": count, "N": 6, "H": 2, "D": 24, "F": 144, "S": slots, "B": blocks, "T": page}
     sizes["P"] = slots * blocks
     attrs = {"kv_dtype": kv, "scale": 24**-0.5, "window": options.pop("window", 0)}
+    attrs |= {name: options.pop(name) for name in ("chunk", "softcap") if name in options}
     return OpRun(ATTENTION, Case(f"{name}-{kv}-m{count}-t{page}", sizes, attrs, {}, options))
 
 
@@ -66,8 +67,9 @@ def poison(op: OpRun) -> None:
     cache, page = values["k_cache"], values["k_cache"].shape[2]
     hidden = np.ones((cache.shape[0], page), bool)
     tokens = zip(*(values[n] for n in ("slots", "positions", "ends", "ancestors")), strict=True)
+    limits = int(attrs["window"]), int(attrs.get("chunk", 0))
     for slot, position, end, tree in tokens:
-        cells = visible_cells(int(position), int(end), int(tree), int(attrs["window"]))
+        cells = visible_cells(int(position), int(end), int(tree), *limits)
         for cell in cells:
             hidden[values["pages"][slot][cell // page], cell % page] = False
     kv = str(attrs["kv_dtype"])
@@ -93,12 +95,20 @@ def alone(op: OpRun, token: int, cells: int) -> OpRun:
 
 
 @pytest.mark.parametrize(
-    ("kv", "page", "window"),
-    [("bf16", 64, 0), ("i8", 64, 100), ("e4m3", 16, 0), ("f32", 64, 40), ("f16", 128, 0)],
+    ("kv", "page", "more"),
+    [
+        ("bf16", 64, {}),
+        ("i8", 64, {"window": 100}),
+        ("e4m3", 16, {}),
+        ("f32", 64, {"window": 40}),
+        ("f16", 128, {}),
+        ("i8", 64, {"chunk": 150, "softcap": 3.0}),
+        ("e5m2", 64, {"window": 70, "chunk": 96, "softcap": 50.0}),
+    ],
     ids=lambda v: str(v),
 )
-def test_a_token_has_the_same_bits_in_every_batch(kv: str, page: int, window: int) -> None:
-    op = paged("batch", kv, 4, page, window=window, sinks=True)
+def test_a_token_has_the_same_bits_in_every_batch(kv: str, page: int, more: dict[str, Any]) -> None:
+    op = paged("batch", kv, 4, page, sinks=True, **more)
     op.values["positions"][...] = [383, 0, 200, 63]
     op.values["ends"][...] = op.values["positions"] + 1
     poison(op)
@@ -112,12 +122,18 @@ def test_a_token_has_the_same_bits_in_every_batch(kv: str, page: int, window: in
 
 
 @pytest.mark.parametrize(
-    ("kv", "kind", "page", "window"),
-    [("bf16", "decode", 64, 0), ("i8", "decode", 16, 30), ("f16", "tree", 64, 0)],
+    ("kv", "kind", "page", "more"),
+    [
+        ("bf16", "decode", 64, {}),
+        ("i8", "decode", 16, {"window": 30}),
+        ("f16", "tree", 64, {}),
+        ("i8", "decode", 16, {"chunk": 48, "softcap": 0.5}),
+        ("f16", "tree", 64, {"chunk": 352}),
+    ],
     ids=lambda v: str(v),
 )
-def test_chunks_of_mixed_slots(kv: str, kind: str, page: int, window: int) -> None:
-    op = paged("mixed", kv, 34, page, window=window, tokens=kind, sinks=True)
+def test_chunks_of_mixed_slots(kv: str, kind: str, page: int, more: dict[str, Any]) -> None:
+    op = paged("mixed", kv, 34, page, tokens=kind, sinks=True, **more)
     if kind == "tree":  # a causal token beside them
         op.values["ancestors"][7] = 0
         op.values["slots"][20:] = 1
@@ -144,6 +160,26 @@ def test_a_token_that_sees_nothing_gets_zeros() -> None:
         op.values["ends"][1] = 0
         poison(op)
         assert not run_interpreted(op)["y"][1].any()
+
+
+@pytest.mark.parametrize("key", [np.inf, -np.inf, np.nan])
+def test_a_cap_makes_no_number_of_what_is_not_finite(key: float) -> None:
+    for tokens in (2, 34):
+        op = paged("capped", "f16", tokens, 64, tokens="prefill", softcap=30.0)
+        page = op.values["pages"][0, -1]
+        op.values["k_cache"][page, :, 63, 5] = key  # only the last token sees it
+        with np.errstate(all="ignore"):
+            y = run_interpreted(op)["y"]
+        assert np.isfinite(y[:-1]).all() and np.isnan(y[-1]).all()
+
+
+@pytest.mark.parametrize("count", [2, 34])
+def test_heads_of_256_values(count: int) -> None:
+    sizes = {"M": count, "N": 4, "H": 2, "D": 256, "F": 1024, "S": 2, "B": 2, "T": 64, "P": 4}
+    attrs = {"kv_dtype": "bf16", "scale": 1 / 16, "window": 40, "softcap": 50.0}
+    op = OpRun(ATTENTION, Case(f"wide-m{count}", sizes, attrs, {}, {"tokens": "prefill"}))
+    poison(op)
+    close(run_interpreted(op)["y"], op.run(ReferenceExecutor)["y"])
 
 
 def test_narrow_activations() -> None:

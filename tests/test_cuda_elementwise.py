@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from cuda_cases import run_interpreted
+from cuda_cases import aot_report, run_interpreted
 from op_cases import OpRun, error
 
 from clocher_kernels.cuda.launch import INTERPRETER, execute
@@ -50,10 +50,12 @@ def test_embed_names_the_formats_that_it_has() -> None:
     [
         ("rms_norm", {"M": 2, "F": 2880, "D": 2880}, {"eps": 1e-5}, ("x", "y")),
         ("glu", {"M": 2, "I": 1100}, {"act": "silu"}, ("gate", "up", "y")),
+        ("glu", {"M": 2, "I": 1100}, {"act": "gelu"}, ("gate", "up", "y")),
+        ("glu", {"M": 2, "I": 1100}, {"act": "gelu_tanh"}, ("gate", "up", "y")),
         ("rope", {"M": 2, "F": 1152, "P": 32, "C": 9}, {}, ("x",)),
         ("gather_rows", {"M": 4, "R": 2, "K": 1100}, {}, ("y",)),
     ],
-    ids=["rms_norm", "glu", "rope", "gather_rows"],
+    ids=["rms_norm", "glu", "gelu", "gelu_tanh", "rope", "gather_rows"],
 )
 def test_narrow_activations(
     op: str,
@@ -95,3 +97,28 @@ def test_rows_of_a_wider_buffer() -> None:
     OPS["rope"].reference(x=rotated, positions=positions.numpy(), cos=cos.numpy(), sin=sin.numpy())
     np.testing.assert_allclose(x.numpy(), rotated, rtol=2e-5, atol=1e-6)
     assert torch.equal(wide[:, :40], kept[:, :40]) and torch.equal(wide[:, 104:], kept[:, 104:])
+
+
+def test_joined_and_resized_rows_of_a_wider_buffer() -> None:
+    rng = np.random.default_rng(4)
+    wide = torch.from_numpy(rng.standard_normal((3, 200), dtype=np.float32))
+    first, second, y = wide[:, 4:20], wide[:, 40:104], torch.full((3, 200), float("nan"))
+    parts = {"first": first, "second": second}
+    execute(LOWER["join_heads"](**parts, y=y[:, 8:136], heads=4, device=INTERPRETER))
+    expected = np.empty((3, 128), np.float32)
+    arrays = {name: part.numpy() for name, part in parts.items()}
+    OPS["join_heads"].reference(**arrays, y=expected, heads=4)
+    np.testing.assert_array_equal(y[:, 8:136].numpy(), expected)
+    assert y[:, :8].isnan().all() and y[:, 136:].isnan().all()
+
+    y.fill_(float("nan"))
+    execute(LOWER["resize_heads"](x=second, y=y[:, 8:104], heads=4, device=INTERPRETER))
+    expected = np.empty((3, 96), np.float32)
+    OPS["resize_heads"].reference(x=second.numpy(), y=expected, heads=4)
+    np.testing.assert_array_equal(y[:, 8:104].numpy(), expected)
+    assert y[:, :8].isnan().all() and y[:, 104:].isnan().all()
+
+
+def test_machine_code_does_not_spill() -> None:
+    report = aot_report("cuda_aot_elementwise.py")
+    assert {name: used["local"] for name, used in report.items()} == dict.fromkeys(report, 0)

@@ -26,7 +26,7 @@ from clocher_kernels.ops import OPS
 from clocher_kernels.plan import Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.engine import session as session_module
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.backends import Executor, make_executor

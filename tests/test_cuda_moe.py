@@ -8,8 +8,9 @@ import torch
 from op_cases import error
 
 from clocher_kernels.cuda.launch import INTERPRETER, execute
-from clocher_kernels.cuda.moe import moe_down, moe_gate_up, topk_softmax
+from clocher_kernels.cuda.moe import moe_down, moe_gate_up
 from clocher_kernels.cuda.prepack import prepack
+from clocher_kernels.cuda.route import route
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.formats import parse_format
 from clocher_kernels.ops import moe
@@ -131,5 +132,39 @@ def test_router_never_names_an_expert_that_does_not_exist() -> None:
     logits = torch.full((1, 6), float("nan"))
     ids = torch.full((1, 4), 99, dtype=torch.int32)
     weights = torch.empty((1, 4))
-    execute(topk_softmax(logits=logits, ids=ids, weights=weights, device=INTERPRETER))
+    execute(route(logits=logits, ids=ids, weights=weights, device=INTERPRETER))
     assert ((ids >= 0) & (ids < 6)).all()
+
+
+@pytest.mark.parametrize(
+    "attrs",
+    [
+        {},
+        {"score": "softmax", "normalise": True},
+        {"score": "sigmoid", "groups": 6, "group_top": 2, "group_best": 2, "factor": 2.5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_router_chooses_what_the_reference_chooses(biased: bool, attrs: dict) -> None:
+    rng = np.random.default_rng(5)
+    logits = rng.standard_normal((4, 60), dtype=np.float32)
+    logits[0, ::7], logits[1, 3], logits[1, 50] = -np.inf, 9, 9
+    if not attrs:
+        logits[2, 2:] = -np.inf  # fewer than are to be chosen
+    bias = rng.standard_normal(60, dtype=np.float32) if biased else None
+    ids, weights = np.empty((4, 12), np.int32), np.empty((4, 12), np.float32)
+    moe.route(logits=logits, ids=ids, weights=weights, bias=bias, **attrs)
+    got_ids, got = torch.full((4, 12), 99, dtype=torch.int32), torch.empty((4, 12))
+    execute(
+        route(
+            logits=torch.from_numpy(logits),
+            ids=got_ids,
+            weights=got,
+            bias=torch.from_numpy(bias) if biased else None,
+            **attrs,
+            device=INTERPRETER,
+        )
+    )
+    np.testing.assert_array_equal(got_ids.numpy(), ids)
+    np.testing.assert_allclose(got.numpy(), weights, rtol=3e-6)

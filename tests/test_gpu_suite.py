@@ -38,6 +38,7 @@ from clocher_kernels.cuda.lowering import LOWER, LOWER_GREEDY
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.cuda.timer import Call, GpuTimer, Timing
 from clocher_kernels.formats import Bsr, known_formats, parse_format
+from clocher_kernels.formats.ggml import GGML_KINDS
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.contract import EXACT
 from clocher_kernels.quant_tensor import QuantTensor
@@ -325,7 +326,11 @@ def test_without_a_gpu_the_suite_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     assert "no device" in done.output and "Traceback" not in done.output
 
 
-@pytest.mark.parametrize("name", [n for n in known_formats() if not n.startswith("bsr")])
+NO_KERNELS = ("bsr", *GGML_KINDS)
+"""Formats that the back end has no dense kernels for."""
+
+
+@pytest.mark.parametrize("name", [n for n in known_formats() if not n.startswith(NO_KERNELS)])
 def test_the_reference_decodes_as_the_format_does(name: str, setting: Setting) -> None:
     fmt, shape = parse_format(name), (132, 288)
     planes = weights.random_planes(fmt, shape, setting)

@@ -7,7 +7,7 @@ import pytest
 from kernel_run import compiled, kernel_cache
 
 from clocher_kernels.dtypes import E2M1_VALUES, STORAGE, from_f32, to_f32
-from cpu_fallback.lanes import memory, narrow, simd
+from cpu_fallback.lanes import falling, memory, narrow, simd
 
 pytestmark = pytest.mark.usefixtures("kernel_cache")
 __all__ = ["kernel_cache"]
@@ -116,6 +116,27 @@ def test_exp_of_special_values() -> None:
     assert got[0] == got[1] == got[7] == 1
     assert np.isposinf(got[2]) and got[3] == 0 and np.isnan(got[4])
     assert np.isfinite(got[5]) and got[6] > 0
+
+
+def _tanh(source, target, n):
+    for i in range(0, n, 16):
+        simd_store(target + 4 * i, simd_tanh(simd_load(source + 4 * i)))
+
+
+simd_tanh = falling.tanh
+
+
+def test_tanh_is_within_its_bound() -> None:
+    x = np.concatenate([np.linspace(-12, 12, 1 << 18), np.geomspace(1e-30, 1e30, 1 << 16)])
+    x = x.astype(np.float32)
+    got = np.empty_like(x)
+    compiled(_tanh)(x.ctypes.data, got.ctypes.data, len(x))
+    expected = np.tanh(x.astype(np.float64))
+    error = np.abs(got - expected) / np.spacing(np.abs(expected).astype(np.float32))
+    assert error.max() < (2 if simd.CURRENT.fma else 3), error.max()
+    x[:16] = [np.nan, np.inf, -np.inf, 0] * 4
+    compiled(_tanh)(x.ctypes.data, got.ctypes.data, 16)
+    np.testing.assert_array_equal(got[:4], [np.nan, 1, -1, 0])
 
 
 def _lookup(source, target, n):

@@ -82,7 +82,7 @@ class _Block:
             "router": setting.lower(
                 "linear", x=x, w=layer.router, bias=layer.router_bias, y=logits
             ),
-            "choice": setting.lower("topk_softmax", logits=logits, ids=ids, weights=chosen),
+            "choice": setting.lower("route", logits=logits, ids=ids, weights=chosen),
             "gate_up": setting.lower(
                 "moe_gate_up",
                 x=x,
@@ -155,7 +155,7 @@ def _check(setting: Setting, shape: Experts, m: int) -> list[Row]:
     logits = block.x.double() @ dense.double().T + layer.router_bias
     best = block.logits.topk(shape.active, 1).indices.sort(1).values
     routed = torch.equal(best, block.ids.long().sort(1).values)
-    rows: list[Row] = [{"op": "topk_softmax", **facts, "status": "ok" if routed else "failed"}]
+    rows: list[Row] = [{"op": "route", **facts, "status": "ok" if routed else "failed"}]
     for op, got, want in (
         ("linear", block.logits, logits),
         ("moe_gate_up", block.gated, gated),

@@ -26,7 +26,7 @@ from clocher_kernels.formats import parse_format
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.contract import Case, OpSpec
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.probes import WorkTouch
 from clocher_runtime.engine.session import Session

@@ -76,7 +76,7 @@ def decode(fmt: Format, shape: Shape, planes: Planes) -> torch.Tensor:
         values = planes["codes"].view(_FLOAT8[fmt.code_dtype]).float()
         scales = planes["scales"].float()
         if fmt.scope != "b128":
-            return values * _spread(scales, fmt.scope, shape)
+            return values * _spread(scales, BLOCK if fmt.scope == "g128" else fmt.scope, shape)
         rows = scales.repeat_interleave(BLOCK, -2)[..., : shape[-2], :]
         return values * rows.repeat_interleave(BLOCK, -1)[..., : shape[-1]]
     if isinstance(fmt, Mxfp4):

@@ -70,9 +70,11 @@ def _decode(
     BLOCK: tl.constexpr,
     RUNS: tl.constexpr,
     SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    TAKE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     UNIT: tl.constexpr,
     KV: tl.constexpr,
     WORK: tl.constexpr,
@@ -86,6 +88,8 @@ def _decode(
     position = within(tl.load(positions + token), CELLS)
     tree = in_table(tl.load(ancestors + token), end, CELLS)
     first = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
+    if CHUNK > 0:
+        first = tl.maximum(first, position - position % CHUNK)
     last = end + tree_length(tree)
     first_block = first // BLOCK
     blocks = tl.maximum(tl.cdiv(last, BLOCK) - first_block, 1)
@@ -108,12 +112,12 @@ def _decode(
     begin = (first_block + split * per_split) * BLOCK
     for cell0 in range(begin, tl.minimum(begin + per_split * BLOCK, last), BLOCK):
         visible, seen = visible_cells(
-            cell0, mine, first, end, tree, first, end, branch, BLOCK, WINDOW
+            cell0, mine, first, end, tree, position, first, end, branch, BLOCK, WINDOW, CHUNK
         )
         top, total, acc = attend_block(
             top, total, acc, query, rest, cell0, seen, visible, slot_pages,
             k_cache, v_cache, k_scale, v_scale, head,
-            POOL, HEADS, PAGE, DIM, WIDTH, BLOCK, SCALE, KV, WORK, ASM,
+            POOL, HEADS, PAGE, DIM, WIDTH, BLOCK, SCALE, SOFTCAP, KV, WORK, ASM,
         )  # fmt: skip
 
     dim = tl.arange(0, WIDTH)
@@ -137,7 +141,7 @@ def _decode(
         tl.store(arrivals + pair, 0)
         _combine(
             pair * SPLITS * LANES, splits, partial, tops, totals, sinks, head * GROUP, out,
-            GROUP, LANES, DIM, WIDTH, SPLITS, CHUNK, UNIT,
+            GROUP, LANES, DIM, WIDTH, SPLITS, TAKE, UNIT,
         )  # fmt: skip
 
 
@@ -156,7 +160,7 @@ def _combine(
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    TAKE: tl.constexpr,
     UNIT: tl.constexpr,
 ):
     """Add up the partial results of all splits, and write the heads of a group.
@@ -173,9 +177,9 @@ def _combine(
     anchor = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.sum(total * tl.exp2(top - anchor[None, :]), 0)
     acc = tl.zeros((LANES, WIDTH), tl.float32)
-    for split0 in tl.static_range(0, SPLITS, CHUNK):
+    for split0 in tl.static_range(0, SPLITS, TAKE):
         if split0 < splits:
-            part = split0 + tl.arange(0, CHUNK)[:, None]
+            part = split0 + tl.arange(0, TAKE)[:, None]
             cell, inside = base + part * LANES + lane[None, :], (part < splits) & live[None, :]
             weight = tl.load(tops + cell, inside, other=float("-inf"), cache_modifier=".cg")
             values = tl.load(
@@ -223,7 +227,9 @@ def _prefill(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     UNIT: tl.constexpr,
     KV: tl.constexpr,
     WORK: tl.constexpr,
@@ -240,10 +246,12 @@ def _prefill(
     slot = tl.where(live, within(tl.load(slots + token, live, other=0), SLOTS), NEVER)
     end = within(tl.load(ends + token, live, other=0), CELLS + 1)
     tree = in_table(tl.load(ancestors + token, live, other=0), end, CELLS)
+    position = within(tl.load(positions + token, live, other=0), CELLS)
     first = tl.zeros_like(end)
     if WINDOW > 0:
-        position = within(tl.load(positions + token, live, other=0), CELLS)
         first = tl.maximum(position - WINDOW + 1, 0)
+    if CHUNK > 0:
+        first = tl.maximum(first, position - position % CHUNK)
 
     heads_at = token * Q_ROW + (head * GROUP + lane) * DIM
     query, rest = load_query(q, heads_at, live, DIM, WIDTH, WORK)
@@ -262,14 +270,15 @@ def _prefill(
         for cell0 in range(lowest // BLOCK * BLOCK, tl.max(tl.where(mine, last, 0)), BLOCK):
             visible, seen = visible_cells(
                 cell0, mine[:, None], first[:, None], end[:, None], tree[:, None],
-                lowest, highest, branch, BLOCK, WINDOW,
+                position[:, None], lowest, highest, branch, BLOCK, WINDOW, CHUNK,
             )  # fmt: skip
-            if WINDOW > 0:  # between the windows of distant tokens there may be anything
+            # Between the windows of distant tokens there may be anything.
+            if WINDOW > 0 or CHUNK > 0:
                 seen = tl.max(visible.to(tl.int32), 0) > 0
             top, total, acc = attend_block(
                 top, total, acc, query, rest, cell0, seen, visible, slot_pages,
                 k_cache, v_cache, k_scale, v_scale, head,
-                POOL, HEADS, PAGE, DIM, WIDTH, BLOCK, SCALE, KV, WORK, ASM,
+                POOL, HEADS, PAGE, DIM, WIDTH, BLOCK, SCALE, SOFTCAP, KV, WORK, ASM,
             )  # fmt: skip
         current = tl.min(tl.where(slot > current, slot, NEVER))
 
@@ -298,6 +307,8 @@ def attention(
     scale: float,
     window: int,
     device: Device,
+    chunk: int = 0,
+    softcap: float = 0.0,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -339,7 +350,9 @@ def attention(
         "LANES": lanes,
         "WIDTH": max(triton.next_power_of_2(dim), 16),
         "WINDOW": window,
+        "CHUNK": chunk,
         "SCALE": scale * _LOG2_E * parts,
+        "SOFTCAP": softcap * _LOG2_E,
         "UNIT": parts,
         "KV": kv_dtype,
         "WORK": work_type(kv_dtype, device),
@@ -348,8 +361,8 @@ def attention(
     }
     # An fp32 cache needs more registers than a tile of many rows leaves.
     if tokens > DECODE_TOKENS and kv_dtype != "f32":
-        rows = max(64, lanes)
-        block, warps = _prefill_tile(constants["WIDTH"])
+        rows, block, warps = _prefill_tile(constants["WIDTH"])
+        rows = max(rows, lanes)
         constants |= {"TOKENS": tokens, "ROWS": rows, "BLOCK": block}
         grid = (triton.cdiv(tokens, rows // lanes), heads)
         return [Launch(_prefill, grid, args, constants, num_warps=warps, pdl=device.pdl)]
@@ -357,13 +370,14 @@ def attention(
     width, splits = constants["WIDTH"], _splits(heads)
     block = _decode_block(width, kv_dtype)
     # A window is this many blocks, a tree's cells included; what sees more has longer runs.
-    runs = min(splits, triton.cdiv(window + 64 + block - 1, block)) if window else splits
+    least = min((keys for keys in (window, chunk) if keys), default=0)
+    runs = min(splits, triton.cdiv(least + 64 + block - 1, block)) if least else splits
     constants |= {
         "ROWS": max(16, lanes),
         "BLOCK": block,
         "RUNS": runs,
         "SPLITS": splits,
-        "CHUNK": min(max(8192 // (lanes * width), 1), splits),
+        "TAKE": min(max(8192 // (lanes * width), 1), splits),
     }
     results = DECODE_TOKENS * heads * splits * lanes
     partial = {
@@ -393,13 +407,18 @@ def _splits(heads: int) -> int:
 
 
 def _decode_block(width: int, kv_dtype: str) -> int:
-    """Return the keys of a block for few tokens: about 16 KB of keys."""
-    return 32 if kv_dtype == "f32" and width > 64 else 64
+    """Return the keys of a block for few tokens: at most 16 KB of keys."""
+    return min(64, max(16, (4096 if kv_dtype == "f32" else 8192) // width))
 
 
-def _prefill_tile(width: int) -> tuple[int, int]:
-    """Return (keys of a block, warps) for a chunk: what 255 registers hold without spilling."""
-    return (32, 4) if width <= 64 else (16, 8)
+def _prefill_tile(width: int) -> tuple[int, int, int]:
+    """Return (rows, keys of a block, warps) for a chunk: what 255 registers hold without spilling.
+
+    A tile has more rows if the heads of a group are more.
+    """
+    if width > 128:
+        return 32, 32, 8
+    return (64, 32, 4) if width <= 64 else (64, 16, 8)
 
 
 LOWER = {"attention": attention}

@@ -10,7 +10,9 @@ import triton.language as tl
 
 from clocher_kernels.cuda.bounds import within
 from clocher_kernels.cuda.codes import to_f16
+from clocher_kernels.cuda.finite import or_nan
 from clocher_kernels.cuda.launch import Device
+from clocher_kernels.cuda.tanh import tanh
 
 NEVER = tl.constexpr(0x7FFFFFFF)
 
@@ -111,6 +113,7 @@ def attend_block(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     KV: tl.constexpr,
     WORK: tl.constexpr,
     ASM: tl.constexpr,
@@ -141,6 +144,8 @@ def attend_block(
     logits = _product(query, rest, tl.trans(keys), logits) * SCALE
     if KV == "i8":
         logits *= tl.load(k_scale + at, seen, other=0.0)[None, :]
+    if SOFTCAP > 0:
+        logits = SOFTCAP * tanh(or_nan(logits) * (1.0 / SOFTCAP))
     logits = tl.where(visible, logits, float("-inf"))
     higher = tl.maximum(top, tl.max(logits, 1))
     # Where nothing was seen yet, infinity minus infinity would be NaN.
@@ -169,20 +174,23 @@ def visible_cells(
     first,
     end,
     tree,
+    position,
     lowest,
     highest,
     branch,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """Return which rows see which cells of a block, [ROWS, BLOCK], and which may be read, [BLOCK].
 
     Args:
         cell0: first cell of the block.
         mine: whether a row takes part, [ROWS].
-        first: first committed cell in the window of a row, [ROWS] or a scalar.
+        first: first committed cell in the window and chunk of a row, [ROWS] or a scalar.
         end: end of the committed cells of a row, likewise.
         tree: ancestor mask of a row, likewise.
+        position: of a row, likewise; for chunks.
         lowest: least `first` of the rows.
         highest: greatest `end` of the rows.
         branch: least `end` of the rows that have ancestors; NEVER if none has.
@@ -191,13 +199,13 @@ def visible_cells(
     seen = (cell >= lowest) & (cell < highest)
     visible = mine & (cell[None, :] >= first) & (cell[None, :] < end)
     if cell0 + BLOCK > branch:
-        visible = visible | (mine & _sees_tree(cell[None, :], end, tree, WINDOW))
+        visible = visible | (mine & _sees_tree(cell[None, :], end, tree, position, WINDOW, CHUNK))
         seen = seen | (tl.max(visible.to(tl.int32), 0) > 0)
     return visible, seen
 
 
 @triton.jit
-def _sees_tree(cell, end, tree, WINDOW: tl.constexpr):
+def _sees_tree(cell, end, tree, position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     """Return whether a row sees cells by its ancestor mask.
 
     Later bits of the mask lie between an ancestor and the token, so they count its distance.
@@ -208,6 +216,8 @@ def _sees_tree(cell, end, tree, WINDOW: tl.constexpr):
     seen = inside & ((later & 1) != 0)
     if WINDOW > 0:
         seen = seen & (_count_bits(later >> 1) < WINDOW)
+    if CHUNK > 0:
+        seen = seen & (_count_bits(later >> 1) <= position % CHUNK)
     return seen
 
 

@@ -1,14 +1,16 @@
-"""Norms, rotary embedding, gated activations, embeddings, row gathers."""
+"""Norms, gated activations, embeddings, row gathers, the bend of logits below a cap."""
 
 import torch
 import triton
 import triton.language as tl
 
+from clocher_kernels.cuda.activations import activate
 from clocher_kernels.cuda.bounds import within
 from clocher_kernels.cuda.codes import to_f32, unit
 from clocher_kernels.cuda.finite import as_activation, or_nan
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.pdl import start
+from clocher_kernels.cuda.tanh import tanh
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats.float import Float
@@ -16,6 +18,7 @@ from clocher_kernels.formats.fp8 import BLOCK as FP8_BLOCK
 from clocher_kernels.formats.fp8 import Fp8
 from clocher_kernels.formats.int4 import Int4
 from clocher_kernels.formats.int8 import Int8
+from clocher_kernels.ops.elementwise import ACTIVATIONS
 
 _BLOCK = 1024
 
@@ -24,10 +27,12 @@ _BLOCK = 1024
 def _rms_norm(
     x,
     weight,
+    residual,
     y,
     SIZE: tl.constexpr,
     GROUPS: tl.constexpr,
     X_ROW: tl.constexpr,
+    RESIDUAL_ROW: tl.constexpr,
     Y_ROW: tl.constexpr,
     EPS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -42,11 +47,20 @@ def _rms_norm(
     mean_square = tl.sum(value * value) / SIZE
     # Squares that overflow must not become zeros.
     value = value * (1.0 / tl.sqrt(or_nan(mean_square) + EPS)) * factor
+    if residual is not None:
+        before = residual + row * RESIDUAL_ROW + group * SIZE + at
+        value += tl.load(before, inside, other=0.0).to(tl.float32)
     tl.store(y + row * Y_ROW + group * SIZE + at, as_activation(value, y), inside)
 
 
 def rms_norm(
-    *, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, eps: float, device: Device
+    *,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    y: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    device: Device,
 ) -> list[Launch]:
     """Lower `ops.elementwise.rms_norm`; one program per group."""
     size = len(weight)
@@ -56,76 +70,27 @@ def rms_norm(
         "SIZE": size,
         "GROUPS": groups,
         "X_ROW": x.stride(0),
+        "RESIDUAL_ROW": 0 if residual is None else residual.stride(0),
         "Y_ROW": y.stride(0),
         "EPS": eps,
         "BLOCK": block,
         "PDL": device.pdl,
     }
     warps = min(max(block // 256, 1), 32)
-    args = {"x": x, "weight": weight, "y": y}
+    args = {"x": x, "weight": weight, "residual": residual, "y": y}
     return [Launch(_rms_norm, (len(x) * groups,), args, constants, warps, pdl=device.pdl)]
-
-
-@triton.jit
-def _rope(
-    x,
-    positions,
-    cos,
-    sin,
-    PAIRS: tl.constexpr,
-    HALF: tl.constexpr,
-    ANGLES: tl.constexpr,
-    X_ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    start(PDL)
-    row = tl.program_id(1)
-    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = pair < PAIRS
-    head, at = pair // HALF, pair % HALF
-    angle = within(tl.load(positions + row), ANGLES) * HALF + at
-    c = tl.load(cos + angle, inside, other=0.0)
-    s = tl.load(sin + angle, inside, other=0.0)
-    first = x + row * X_ROW + head * (2 * HALF) + at
-    a = or_nan(tl.load(first, inside, other=0.0).to(tl.float32))
-    b = or_nan(tl.load(first + HALF, inside, other=0.0).to(tl.float32))
-    tl.store(first, (a * c - b * s).to(x.dtype.element_ty), inside)
-    tl.store(first + HALF, (b * c + a * s).to(x.dtype.element_ty), inside)
-
-
-def rope(
-    *,
-    x: torch.Tensor,
-    positions: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    device: Device,
-) -> list[Launch]:
-    """Lower `ops.elementwise.rope`; a thread owns both halves of a pair."""
-    pairs = x.shape[1] // 2
-    block = min(triton.next_power_of_2(pairs), 512)
-    constants = {
-        "PAIRS": pairs,
-        "HALF": cos.shape[1],
-        "ANGLES": len(cos),
-        "X_ROW": x.stride(0),
-        "BLOCK": block,
-        "PDL": device.pdl,
-    }
-    args = {"x": x, "positions": positions, "cos": cos, "sin": sin}
-    grid = (triton.cdiv(pairs, block), len(x))
-    return [Launch(_rope, grid, args, constants, pdl=device.pdl)]
 
 
 @triton.jit
 def _glu(
     gate,
     up,
+    scores,
     y,
     SIZE: tl.constexpr,
     GATE_ROW: tl.constexpr,
     UP_ROW: tl.constexpr,
+    SCORES_ROW: tl.constexpr,
     Y_ROW: tl.constexpr,
     ACT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -137,30 +102,43 @@ def _glu(
     inside = at < SIZE
     g = or_nan(tl.load(gate + row * GATE_ROW + at, inside, other=0.0).to(tl.float32))
     u = tl.load(up + row * UP_ROW + at, inside, other=0.0).to(tl.float32)
-    if ACT == "relu2":
-        g = tl.where(g < 0, 0.0, g)  # a maximum would lose NaN
-        g = g * g
-    else:
-        g = g / (1.0 + tl.exp(-g))
-    tl.store(y + row * Y_ROW + at, as_activation(g * u, y), inside)
+    hidden = activate(g, ACT) * u
+    if scores is not None:
+        score = or_nan(tl.load(scores + row * SCORES_ROW).to(tl.float32))
+        hidden = hidden / (1.0 + tl.exp(-score))
+    tl.store(y + row * Y_ROW + at, as_activation(hidden, y), inside)
 
 
 def glu(
-    *, gate: torch.Tensor, up: torch.Tensor, y: torch.Tensor, act: str, device: Device
+    *,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    y: torch.Tensor,
+    act: str,
+    scores: torch.Tensor | None = None,
+    device: Device,
 ) -> list[Launch]:
-    """Lower `ops.elementwise.glu`."""
+    """Lower `ops.elementwise.glu`.
+
+    Raises:
+        UnsupportedOp: an activation that it does not know.
+    """
+    if act not in ACTIVATIONS:
+        raise UnsupportedOp(f"glu: no act={act!r}; there are {', '.join(ACTIVATIONS)}")
     size = gate.shape[1]
     constants = {
         "SIZE": size,
         "GATE_ROW": gate.stride(0),
         "UP_ROW": up.stride(0),
+        "SCORES_ROW": 0 if scores is None else scores.stride(0),
         "Y_ROW": y.stride(0),
         "ACT": act,
         "BLOCK": _BLOCK,
         "PDL": device.pdl,
     }
     grid = (triton.cdiv(size, _BLOCK), len(gate))
-    return [Launch(_glu, grid, {"gate": gate, "up": up, "y": y}, constants, pdl=device.pdl)]
+    args = {"gate": gate, "up": up, "scores": scores, "y": y}
+    return [Launch(_glu, grid, args, constants, pdl=device.pdl)]
 
 
 @triton.jit
@@ -179,6 +157,7 @@ def _embed(
     SCALE_ROWS: tl.constexpr,
     SCALE_ROW: tl.constexpr,
     GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -201,11 +180,18 @@ def _embed(
                 8.0 if zeros is None else tl.load(zeros + scale, inside, other=0).to(tl.float32)
             )
         value *= tl.load(scales + scale, inside, other=0.0).to(tl.float32)
+    if SCALE != 1.0:
+        value *= SCALE
     tl.store(y + row * Y_ROW + at, value.to(y.dtype.element_ty), inside)
 
 
 def embed(
-    *, ids: torch.Tensor, table: DeviceTensor, y: torch.Tensor, device: Device
+    *,
+    ids: torch.Tensor,
+    table: DeviceTensor,
+    y: torch.Tensor,
+    scale: float = 1.0,
+    device: Device,
 ) -> list[Launch]:
     """Lower `ops.elementwise.embed` for plain floats, int8, fp8 and int4.
 
@@ -231,6 +217,8 @@ def embed(
     scale_rows, length = 1, size
     if group == "tensor":
         scale_rows = rows
+    elif group == "g128":
+        length = FP8_BLOCK
     elif group == "b128":
         scale_rows = length = FP8_BLOCK
     elif isinstance(group, int):
@@ -248,6 +236,7 @@ def embed(
         "SCALE_ROWS": scale_rows,
         "SCALE_ROW": triton.cdiv(size, length),
         "GROUP": length if group else 0,
+        "SCALE": float(scale),
         "BLOCK": _BLOCK,
         "PDL": device.pdl,
     }
@@ -302,10 +291,41 @@ def gather_rows(
     return [Launch(_gather_rows, grid, {"x": x, "rows": rows, "y": y}, constants, pdl=device.pdl)]
 
 
+@triton.jit
+def _softcap(
+    x,
+    SIZE: tl.constexpr,
+    X_ROW: tl.constexpr,
+    CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start(PDL)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < SIZE
+    place = x + tl.program_id(1).to(tl.int64) * X_ROW + at
+    value = or_nan(tl.load(place, inside, other=0.0).to(tl.float32))
+    tl.store(place, (CAP * tanh(value / CAP)).to(x.dtype.element_ty), inside)
+
+
+def softcap(*, x: torch.Tensor, cap: float, device: Device) -> list[Launch]:
+    """Lower `ops.elementwise.softcap`."""
+    size = x.shape[1]
+    constants = {
+        "SIZE": size,
+        "X_ROW": x.stride(0),
+        "CAP": float(cap),
+        "BLOCK": _BLOCK,
+        "PDL": device.pdl,
+    }
+    grid = (triton.cdiv(size, _BLOCK), len(x))
+    return [Launch(_softcap, grid, {"x": x}, constants, pdl=device.pdl)]
+
+
 LOWER = {
     "rms_norm": rms_norm,
-    "rope": rope,
     "glu": glu,
+    "softcap": softcap,
     "embed": embed,
     "gather_rows": gather_rows,
 }

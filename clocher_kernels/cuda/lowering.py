@@ -7,9 +7,11 @@ from clocher_kernels.cuda import (
     attention,
     bsr,
     elementwise,
+    heads,
     kv,
     linear,
     moe,
+    route,
     sampling,
     ternary,
 )
@@ -17,8 +19,10 @@ from clocher_kernels.cuda.launch import Launch
 
 LOWER: dict[str, Callable[..., list[Launch]]] = {
     **elementwise.LOWER,
+    **heads.LOWER,
     **linear.LOWER,
     **ternary.LOWER,
+    **route.LOWER,
     **moe.LOWER,
     **bsr.LOWER,
     **kv.LOWER,

@@ -1,4 +1,4 @@
-"""Mixture of experts: the router's choice, and two passes over the chosen experts' weights.
+"""Mixture of experts: two passes over the weights of the experts that `route` chose.
 
 A program multiplies some rows of the experts that one token has chosen, so nothing is gathered,
 sorted or reduced afterwards, and a token's result does not depend on the other tokens. The experts
@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from clocher_kernels.cuda.activations import activate
 from clocher_kernels.cuda.dots import to_scale
 from clocher_kernels.cuda.finite import as_activation, or_nan
 from clocher_kernels.cuda.gemv_bits import add_lanes, rows_of, stream_rows
@@ -21,55 +22,13 @@ from clocher_kernels.cuda.pdl import start
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.cuda.tiles import GemvTile, gemv_tile
 from clocher_kernels.cuda.vectors import vectors_of
-
-
-@triton.jit
-def _topk_softmax(
-    logits, ids, weights,
-    E: tl.constexpr, A: tl.constexpr, BE: tl.constexpr, BA: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    m = tl.program_id(0)
-    expert = tl.arange(0, BE)
-    choice = tl.arange(0, BA)
-    start(PDL)
-    left = tl.load(logits + m * E + expert, expert < E, other=0.0).to(tl.float32)
-    odd = tl.max((left != left).to(tl.int32), axis=0) > 0
-    left = tl.where(expert < E, left, float("-inf"))
-    chosen = tl.zeros((BA,), tl.int32)
-    values = tl.full((BA,), float("-inf"), tl.float32)
-    for a in tl.static_range(A):
-        largest = tl.max(left, axis=0)
-        # Of equal logits the first; a NaN among them must not lead out of the array.
-        first = tl.min(tl.where(left == largest, expert, E - 1), axis=0)
-        chosen = tl.where(choice == a, first, chosen)
-        values = tl.where(choice == a, largest, values)
-        left = tl.where(expert == first, float("-inf"), left)
-    exps = tl.where(odd, float("nan"), tl.exp(values - tl.max(values, axis=0)))
-    at = m * A + choice
-    tl.store(ids + at, chosen, choice < A)
-    tl.store(weights + at, exps / tl.sum(exps, axis=0), choice < A)
-
-
-def topk_softmax(
-    *, logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, device: Device
-) -> list[Launch]:
-    """Lower `ops.moe.topk_softmax`."""
-    (m, experts), chosen = logits.shape, ids.shape[1]
-    constants = {
-        "E": experts,
-        "A": chosen,
-        "BE": triton.next_power_of_2(experts),
-        "BA": triton.next_power_of_2(chosen),
-        "PDL": device.pdl,
-    }
-    args = {"logits": logits, "ids": ids, "weights": weights}
-    return [Launch(_topk_softmax, (m,), args, constants, 1, device.pdl)]
+from clocher_kernels.errors import UnsupportedOp
 
 
 @triton.jit
 def _gate_up(
-    x, ids, w, scales, zeros, bias, y,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    x, ids, factors, w, scales, zeros, bias, y,
+    ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     A: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     L: tl.constexpr, BV: tl.constexpr, R: tl.constexpr,
     FORMAT: tl.constexpr, WEIGHTS: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
@@ -102,14 +61,19 @@ def _gate_up(
     if GROUP == 0 and scales is not None:
         at = expert * N + n if SCALE_ROWS == 1 else expert + tl.zeros_like(n)
         h *= to_scale(tl.load(scales + at, inside, other=0), FORMAT)
+    if factors is not None:
+        h *= tl.load(factors + pair)
     if bias is not None:
         h += tl.load(bias + expert * N + n, inside, other=0.0)
     gate, up = tl.split(or_nan(h).reshape(L // BV, R // 2, 2))
-    odd = (gate != gate) | (up != up)
-    gate = tl.minimum(gate, LIMIT)
-    up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    hidden = (up + 1.0) * gate / (1.0 + tl.exp(-ALPHA * gate))
-    hidden = tl.where(odd, float("nan"), hidden)  # clamping lost it
+    if ACT == "clamped":
+        odd = (gate != gate) | (up != up)
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        hidden = (up + 1.0) * gate / (1.0 + tl.exp(-ALPHA * gate))
+        hidden = tl.where(odd, float("nan"), hidden)  # clamping lost it
+    else:
+        hidden = activate(gate, ACT) * up
     i = rows_of(first // 2, L // BV, 1, R // 2)
     at = pair.to(tl.int64) * (N // 2) + i
     tl.store(y + at, as_activation(hidden, y), i < N // 2)
@@ -135,7 +99,9 @@ def _down(
     at = m * A + lane // L
     # Lanes without an expert repeat the last one: others may hold NaN, which times 0 is NaN.
     expert = tl.load(ids + m * A + tl.minimum(lane // L, A - 1)).to(tl.int64)
-    factor = tl.load(weights + at, chosen, other=0.0)
+    factor = chosen.to(tl.float32)
+    if weights is not None:
+        factor = tl.load(weights + at, chosen, other=0.0)
     row = expert * N + (first + lane % L // BV * R) + tl.arange(0, R)[None, None, :]
     # Rows beyond the last one repeat it and are not stored.
     row = row if N % BN == 0 else tl.minimum(row, expert * N + (N - 1))
@@ -157,7 +123,8 @@ def _down(
     if bias is not None:
         for a in tl.static_range(A):
             row = tl.load(ids + m * A + a).to(tl.int64) * N + n
-            total += tl.load(weights + m * A + a) * tl.load(bias + row, inside, other=0.0)
+            part = tl.load(bias + row, inside, other=0.0)
+            total += part if weights is None else tl.load(weights + m * A + a) * part
     at = m * N + n
     if residual is not None:
         total += tl.load(residual + at, inside, other=0.0).to(tl.float32)
@@ -203,9 +170,11 @@ def moe_gate_up(
     ids: torch.Tensor,
     w: DeviceTensor,
     y: torch.Tensor,
-    limit: float,
-    alpha: float,
+    act: str = "clamped",
+    limit: float = 0.0,
+    alpha: float = 0.0,
     x_scale: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     group: int = 0,
     device: Device,
@@ -213,13 +182,15 @@ def moe_gate_up(
     """Lower `ops.moe.moe_gate_up`.
 
     Raises:
-        UnsupportedOp: int8 activations.
+        UnsupportedOp: int8 activations, or an activation that it does not know.
     """
     if x_scale is not None:
         raise no_codes("moe_gate_up", w)
+    if act not in ("clamped", "silu"):
+        raise UnsupportedOp(f"moe_gate_up: no act={act!r}; there are clamped, silu")
     experts = _experts(x, ids, w, device)
-    args = {"x": x, "ids": ids, **experts.args, "bias": bias, "y": y}
-    constants = {**experts.constants, "LIMIT": float(limit), "ALPHA": float(alpha)}
+    args = {"x": x, "ids": ids, "factors": factors, **experts.args, "bias": bias, "y": y}
+    constants = {**experts.constants, "ACT": act, "LIMIT": float(limit), "ALPHA": float(alpha)}
     # Tokens come first: those that share an expert read its rows at about the same time.
     grid = (ids.numel(), triton.cdiv(w.shape[1], experts.tile.rows))
     warps = experts.tile.warps
@@ -230,9 +201,9 @@ def moe_down(
     *,
     x: torch.Tensor,
     ids: torch.Tensor,
-    weights: torch.Tensor,
     w: DeviceTensor,
     y: torch.Tensor,
+    weights: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
@@ -256,4 +227,4 @@ def moe_down(
     return [Launch(_down, grid, args, constants, warps, device.pdl, experts.weights)]
 
 
-LOWER = {"topk_softmax": topk_softmax, "moe_gate_up": moe_gate_up, "moe_down": moe_down}
+LOWER = {"moe_gate_up": moe_gate_up, "moe_down": moe_down}

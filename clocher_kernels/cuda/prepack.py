@@ -27,8 +27,10 @@ import torch
 
 from clocher_kernels.cuda.launch import Device
 from clocher_kernels.cuda.tensors import DeviceTensor, planes_as_torch
+from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.bsr import Bsr
+from clocher_kernels.formats.ggml import Ggml
 from clocher_kernels.formats.int4 import Int4
 from clocher_kernels.formats.mxfp4 import Mxfp4
 from clocher_kernels.formats.ternary import Ternary
@@ -56,6 +58,9 @@ def rearrange(fmt: Format, shape: tuple[int, ...], planes: Planes) -> DeviceTens
     """Return a tensor whose canonical planes are already on the device, in the kernels' layout.
 
     The planes given may be overwritten.
+
+    Raises:
+        UnsupportedOp: no kernel reads the format.
     """
     change = REARRANGE.get(type(fmt))
     return DeviceTensor(shape, fmt, planes if change is None else change(fmt, planes, shape))
@@ -73,6 +78,13 @@ def _mxfp4(fmt: Mxfp4, planes: Planes, shape: tuple[int, ...]) -> Planes:
     for piece in words.view(-1).split(_PIECE):
         piece.copy_(_fp16_bits(_pair_nibbles(piece)))
     return {**planes, "blocks": words}
+
+
+def _ggml(fmt: Ggml, planes: Planes, shape: tuple[int, ...]) -> Planes:
+    raise UnsupportedOp(
+        f"no CUDA kernel reads ggml's blocks ({fmt.name}); take the CPU back end, or write the "
+        "model in a format of Clocher: clocher quantize MODEL OUT_DIR --requantize"
+    )
 
 
 def _ternary(fmt: Ternary, planes: Planes, shape: tuple[int, ...]) -> Planes:
@@ -111,6 +123,7 @@ REARRANGE: dict[type[Format], Callable[[Any, Planes, tuple[int, ...]], Planes]] 
     Mxfp4: _mxfp4,
     Ternary: _ternary,
     Bsr: _bsr,
+    Ggml: _ggml,
 }
 """Format class -> what rearranges its planes; the others are read as they are stored."""
 

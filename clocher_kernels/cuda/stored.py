@@ -51,7 +51,9 @@ def stored(w: DeviceTensor) -> Stored:
     if isinstance(fmt, Fp8):
         if fmt.scope == "b128":
             return Stored(fmt.code_dtype, codes, 1, scales, FP8_BLOCK, FP8_BLOCK)
-        return Stored(fmt.code_dtype, codes, 1, scales, 0, int(fmt.scope == "row"))
+        if fmt.scope == "g128" and w.shape[1] > FP8_BLOCK:
+            return Stored(fmt.code_dtype, codes, 1, scales, FP8_BLOCK, 1)
+        return Stored(fmt.code_dtype, codes, 1, scales, 0, int(fmt.scope != "tensor"))
     assert isinstance(fmt, Int4 | Int8)
     code, per = ("int8", 1) if isinstance(fmt, Int8) else ("int4", 8)
     # A group as long as the row, or longer, is a row.

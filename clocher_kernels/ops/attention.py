@@ -36,13 +36,19 @@ def cell_of(position: int, end: int, ancestors: int) -> int:
     return end + int(ancestors).bit_length() - 1 if ancestors else position
 
 
-def visible_cells(position: int, end: int, ancestors: int, window: int) -> list[int]:
+def visible_cells(
+    position: int, end: int, ancestors: int, window: int, chunk: int = 0
+) -> list[int]:
     """Return the cells a token sees, in the order they are summed.
 
-    `window` is the number of visible keys, the query's own included (0: no limit). Committed cells
+    `window` is the number of visible keys, the query's own included (0: no limit). With `chunk` a
+    token sees no key before the last position that is a multiple of it and not its future, its
+    chunk's first; Llama 4 has such layers. Committed cells
     0 .. end-1 hold their own positions. The ancestors of a tree node are a chain that ends at the
     node, so the position of one is that of the node minus the number of later bits.
     """
+    if chunk:
+        window = min(window or chunk, position % chunk + 1)
     first = max(0, position - window + 1) if window else 0
     cells = list(range(first, end))
     for bit in range(64):
@@ -134,6 +140,8 @@ def attention(
     kv_dtype: str,
     scale: float,
     window: int,
+    chunk: int = 0,
+    softcap: float = 0.0,
     k_scale: Array | None = None,
     v_scale: Array | None = None,
     sinks: Array | None = None,
@@ -157,6 +165,8 @@ def attention(
         kv_dtype: storage of the cache.
         scale: factor of the dot product, usually D^-0.5.
         window: visible keys, the query included; 0 for all.
+        chunk: positions of a chunk, beyond whose first nothing is seen; 0 for one chunk.
+        softcap: scaled logits become softcap * tanh(logit / softcap) (Gemma 2); 0 for none.
         k_scale: [P, H, T] fp32, i8 only.
         v_scale: [P, H, T] fp32, i8 only.
         sinks: [N] fp32, one logit per query head.
@@ -170,7 +180,7 @@ def attention(
         sight = within_table(
             int(positions[m]), int(ends[m]), int(ancestors[m]), pages.shape[1] * size
         )
-        cells = np.array(visible_cells(*sight, window), np.int64)
+        cells = np.array(visible_cells(*sight, window, chunk), np.int64)
         if not len(cells):
             y[m] = 0
             continue
@@ -185,6 +195,8 @@ def attention(
         keys, values = planes
         query = q[m].reshape(heads, dim).astype(np.float64)
         logits = np.einsum("hd,shd->hs", query, keys) * scale
+        if softcap:
+            logits = softcap * np.tanh(np.where(np.isfinite(logits), logits, np.nan) / softcap)
         top = logits.max(axis=1)
         if sinks is not None:
             top = np.maximum(top, sinks)
@@ -269,9 +281,9 @@ def _append_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost
 def _attention_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
     q, cache, positions, ends = (values[n] for n in ("q", "k_cache", "positions", "ends"))
     assert isinstance(q, np.ndarray) and isinstance(cache, np.ndarray)
-    window = int(attrs["window"])
+    window, chunk = int(attrs["window"]), int(attrs.get("chunk", 0))
     rows: Iterator[tuple[int, int]] = zip(positions, ends, strict=True)  # type: ignore[arg-type]
-    keys = sum(int(e) - (max(0, int(p) - window + 1) if window else 0) for p, e in rows)
+    keys = sum(len(visible_cells(int(p), int(e), 0, window, chunk)) for p, e in rows)
     cell = cache.shape[1] * cache.shape[3] * cache.itemsize
     return Cost(2 * keys * cell + 2 * q.nbytes, 4 * keys * q.shape[1])
 
@@ -281,7 +293,9 @@ def _case(name: str, kv: str, m: int, kind: str, n: int, h: int, d: int, **rest:
     slots, blocks, size = int(str(rest.get("slots", 3))), int(str(rest.get("blocks", 4))), 16
     sizes = {"M": m, "N": n, "H": h, "D": d, "F": n * d, "S": slots, "B": blocks, "T": size}
     sizes["P"] = slots * blocks
-    attrs = {"kv_dtype": kv, "scale": d**-0.5, "window": int(str(rest.get("window", 0)))}
+    attrs: dict[str, Attr] = {"kv_dtype": kv, "scale": d**-0.5}
+    attrs["window"] = int(str(rest.get("window", 0)))
+    attrs |= {name: rest[name] for name in ("chunk", "softcap") if name in rest}  # type: ignore[misc]
     options = {"tokens": kind, "sinks": rest.get("sinks", False)}
     return Case(f"{name}-{kv}-m{m}-n{n}-h{h}-d{d}", sizes, attrs, {}, options)
 
@@ -297,6 +311,11 @@ _ATTENTION_CASES = (
     _case("tree-window", "f32", 31, "tree", 4, 2, 16, window=4),
     _case("window-one", "f32", 3, "decode", 4, 2, 16, window=1),
     _case("long", "bf16", 2, "decode", 4, 2, 128, blocks=40),
+    _case("softcap", "f32", 5, "decode", 6, 2, 32, softcap=1.5),
+    _case("softcap-window", "bf16", 37, "prefill", 8, 2, 64, softcap=0.7, window=9),
+    _case("chunk", "f32", 5, "decode", 6, 2, 20, chunk=24),
+    _case("chunk-prefill", "bf16", 37, "prefill", 4, 2, 32, chunk=13),
+    _case("chunk-tree", "f16", 15, "tree", 4, 2, 32, chunk=50),
 )
 _APPEND_CASES = (
     *(

@@ -35,7 +35,7 @@ class Param:
             is an fp32 array that the loader decoded (biases, norm weights, sinks, tables).
         dims: dimension letters, for the reader and for shape checks: "M K". A letter stands for
             the same size in every parameter of a call. "A*" is any number of dimensions, none too;
-            A is the product of their sizes.
+            A is the product of their sizes. A number is a size.
         dtype: element types that it may have: "f32", "f32 i8"; "" for matrices (any format) and KV
             planes (any KV dtype).
         below: of integers that select, the letter of what they number: they are in 0 .. size - 1.
@@ -60,12 +60,12 @@ class Param:
     @property
     def letters(self) -> tuple[str, ...]:
         """The dimension letters."""
-        return tuple(dim.rstrip("*") for dim in self.dims.split())
+        return tuple(dim.rstrip("*") for dim in self.dims.split() if not dim.isdigit())
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return its shape; a letter for any number of dimensions has one, or none if no size."""
-        dims = self.dims.split()
-        return tuple(sizes[d.rstrip("*")] for d in dims if d[-1] != "*" or d[:-1] in sizes)
+        dims = [d for d in self.dims.split() if d[-1] != "*" or d[:-1] in sizes]
+        return tuple(int(d) if d.isdigit() else sizes[d.rstrip("*")] for d in dims)
 
     def sizes(self, shape: Sequence[int]) -> dict[str, int] | None:
         """Return what the letters stand for in an array of this shape; None if it does not fit."""
@@ -74,7 +74,11 @@ class Param:
             count = len(rest) - (len(dims) - place - 1) if dim[-1] == "*" else 1
             if not 0 <= count <= len(rest) or (dim[-1] != "*" and not rest):
                 return None
-            found[dim.rstrip("*")] = int(np.prod(rest[:count], dtype=np.int64))
+            size = int(np.prod(rest[:count], dtype=np.int64))
+            if not dim.isdigit():
+                found[dim.rstrip("*")] = size
+            elif size != int(dim):
+                return None
             rest = rest[count:]
         return None if rest else found
 

@@ -1,24 +1,31 @@
 """Norms, rotary embedding, gated activations, row gathers."""
 
+import math
+
 import numpy as np
 
 from clocher_kernels.dtypes import LARGEST
+from clocher_kernels.formats.ggml import GGML_KINDS
 from clocher_kernels.ops.contract import EXACT, FP32, Case, OpSpec, Param, Real, nearest
+from clocher_kernels.ops.linear import NO_BLOCKS
 from clocher_kernels.quant_tensor import QuantTensor
 
 Array = np.ndarray
 
 
-def rms_norm(*, x: Array, weight: Array, y: Array, eps: float) -> None:
-    """Normalise groups of D values: y = x / sqrt(mean(x^2) + eps) * weight.
+def rms_norm(
+    *, x: Array, weight: Array, y: Array, eps: float, residual: Array | None = None
+) -> None:
+    """Normalise groups of D values: y = x / sqrt(mean(x^2) + eps) * weight + residual.
 
     A group whose squares add up to more than fp32 holds is NaN.
 
     Args:
         x: [M, F] fp32; F is a multiple of D. F = D is a layer norm, F = H D a norm of each head.
         weight: [D] fp32.
-        y: [M, F] fp32, written; may be x itself.
+        y: [M, F] fp32, written; may be x itself, or the residual's own buffer.
         eps: added to the mean square.
+        residual: [M, F] fp32; of models that normalise what a block adds (Gemma 2, OLMo 2).
 
     Source: Zhang and Sennrich 2019 (arXiv 1910.07467), eq. 4.
     """
@@ -26,57 +33,134 @@ def rms_norm(*, x: Array, weight: Array, y: Array, eps: float) -> None:
     squares = np.sum(groups * groups, axis=-1, keepdims=True)
     squares[squares > LARGEST["f32"]] = np.nan
     inverse = 1.0 / np.sqrt(squares / len(weight) + eps)
-    y[...] = (groups * inverse * weight).reshape(x.shape)
+    normal = (groups * inverse * weight).reshape(x.shape)
+    y[...] = normal if residual is None else normal + residual
 
 
-def rope(*, x: Array, positions: Array, cos: Array, sin: Array) -> None:
-    """Rotate the halves of each head in place (half-split, "NeoX" pairing).
+def rope(*, x: Array, positions: Array, cos: Array, sin: Array, head: int = 0) -> None:
+    """Rotate the first 2P values of each head in place, as halves ("NeoX" pairing).
 
     Infinity becomes NaN: a score of minus infinity would hide a key.
 
     Args:
-        x: [M, F] fp32, updated; F = heads * 2P.
+        x: [M, F] fp32, updated; F = heads * head.
         positions: [M] i32, rows of the tables.
         cos: [C, P] fp32, attention factor included.
         sin: [C, P] fp32.
+        head: values of a head, at least 2P; those beyond 2P stay as they are. 0 for 2P.
 
     Source: Su et al. 2021 (arXiv 2104.09864); pairing as in transformers' rotate_half.
     """
     half = cos.shape[1]
-    heads = x.reshape(len(x), x.shape[1] // (2 * half), 2, half)
+    whole = x.reshape(len(x), -1, head or 2 * half)
+    heads = whole[:, :, : 2 * half].reshape(*whole.shape[:2], 2, half)
     finite = np.where(np.isfinite(heads), heads, np.nan).astype(np.float64)
     first, second = finite[:, :, 0], finite[:, :, 1]
     rows = nearest(positions, len(cos))
     c, s = cos[rows][:, None], sin[rows][:, None]
-    heads[:, :, 0] = first * c - second * s
-    heads[:, :, 1] = second * c + first * s
+    whole[:, :, :half] = first * c - second * s
+    whole[:, :, half : 2 * half] = second * c + first * s
 
 
-def glu(*, gate: Array, up: Array, y: Array, act: str) -> None:
-    """Multiply an activated gate with its linear partner: y = act(gate) * up.
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 
-    A gate that is not finite gives no finite value.
+
+def activate(act: str, x: Array) -> Array:
+    """Return an activation of fp64 values; of what is not finite NaN.
+
+    "silu" is x / (1 + e^-x) (Llama, Qwen); "gelu" is x Phi(x) and "gelu_tanh" its approximation by
+    a tanh (Gemma); "relu2" is the squared ReLU (BitNet).
+
+    Source: Hendrycks and Gimpel 2016 (arXiv 1606.08415).
+    """
+    x = np.where(np.isfinite(x), x, np.nan)
+    if act == "relu2":
+        gate: Array = np.square(np.maximum(x, 0))
+    elif act == "gelu":
+        gate = 0.5 * x * (1 + _erf(x * np.sqrt(0.5)))
+    elif act == "gelu_tanh":
+        gate = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    else:
+        gate = x / (1 + np.exp(-x))
+    return gate
+
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+def glu(*, gate: Array, up: Array, y: Array, act: str, scores: Array | None = None) -> None:
+    """Multiply an activated gate with its linear partner: y = act(gate) * up * sigmoid(score).
+
+    A gate or a score that is not finite gives no finite value.
 
     Args:
         gate: [M, I] fp32.
         up: [M, I] fp32.
         y: [M, I] fp32, written; may be gate or up itself.
-        act: "silu" (Llama, Qwen) or "relu2", the squared ReLU of BitNet.
+        act: of `ACTIVATIONS`.
+        scores: [M, 1] fp32, of the gate of shared experts (Qwen2-MoE); without it no factor.
     """
-    g = np.where(np.isfinite(gate), gate, np.nan).astype(np.float64)
-    activated = np.square(np.maximum(g, 0)) if act == "relu2" else g / (1 + np.exp(-g))
-    y[...] = activated * up
+    hidden = activate(act, gate.astype(np.float64)) * up
+    if scores is not None:
+        finite = np.where(np.isfinite(scores), scores, np.nan).astype(np.float64)
+        hidden /= 1 + np.exp(-finite)
+    y[...] = hidden
 
 
-def embed(*, ids: Array, table: QuantTensor, y: Array) -> None:
-    """Look up token embeddings: y[m] = decode(table)[ids[m]].
+def softcap(*, x: Array, cap: float) -> None:
+    """Bend values below a cap, in place: x = cap * tanh(x / cap). What is not finite becomes NaN.
+
+    Args:
+        x: [R, V] fp32, updated.
+        cap: the limit, positive.
+
+    Source: Gemma 2 (arXiv 2408.00118), section 2.
+    """
+    finite = np.where(np.isfinite(x), x, np.nan).astype(np.float64)
+    x[...] = cap * np.tanh(finite / cap)
+
+
+def join_heads(*, first: Array, second: Array, y: Array, heads: int) -> None:
+    """Join the halves of heads: head h of y is head h of `first`, then head h of `second`.
+
+    Args:
+        first: [M, F] fp32: `heads` heads, or one that all of them share.
+        second: [M, G] fp32: `heads` heads.
+        y: [M, Y] fp32, written; heads of A + B values, A of the first and B of the second.
+        heads: their number; Y and G are multiples of it.
+
+    Source: DeepSeek-V2 (arXiv 2405.04434), eq. 14: the keys of its latent attention.
+    """
+    out, right = (a.reshape(len(a), heads, -1) for a in (y, second))
+    size = out.shape[2] - right.shape[2]
+    out[:, :, :size] = first.reshape(len(first), -1, size)
+    out[:, :, size:] = right
+
+
+def resize_heads(*, x: Array, y: Array, heads: int) -> None:
+    """Copy heads to heads of another size: zeros follow those that grow, others are cut.
+
+    Args:
+        x: [M, F] fp32.
+        y: [M, G] fp32, written.
+        heads: of both.
+    """
+    old, new = (a.reshape(len(a), heads, -1) for a in (x, y))
+    size = min(old.shape[2], new.shape[2])
+    new[...] = 0
+    new[:, :, :size] = old[:, :, :size]
+
+
+def embed(*, ids: Array, table: QuantTensor, y: Array, scale: float = 1.0) -> None:
+    """Look up token embeddings: y[m] = decode(table)[ids[m]] * scale.
 
     Args:
         ids: [M] i32, each in [0, V).
         table: logical [V, K], any format.
         y: [M, K] fp32, written.
+        scale: of all embeddings (Gemma, Granite).
     """
-    y[...] = table.decode()[nearest(ids, table.shape[0])]
+    y[...] = table.decode()[nearest(ids, table.shape[0])] * np.float32(scale)
 
 
 def gather_rows(*, x: Array, rows: Array, y: Array) -> None:
@@ -97,6 +181,7 @@ SPECS = (
         (
             Param("x", "in", "M F", std=3.0),
             Param("weight", "vector", "D"),
+            Param("residual", "in", "M F", optional=True),
             Param("y", "out", "M F", narrow=True),
         ),
         rms_norm,
@@ -105,6 +190,16 @@ SPECS = (
             Case("m5-d100", {"M": 5, "F": 100, "D": 100}, {"eps": 1e-6}),
             Case("heads-m3-d32", {"M": 3, "F": 160, "D": 32}, {"eps": 1e-6}),
             Case("heads-m2-d20", {"M": 2, "F": 60, "D": 20}, {"eps": 1e-6}),
+            *(
+                Case(
+                    f"residual-m3-d{d}",
+                    {"M": 3, "F": d, "D": d},
+                    {"eps": 1e-6},
+                    {},
+                    {"residual": 1},
+                )
+                for d in (100, 256)
+            ),
         ),
         FP32,
         (
@@ -126,6 +221,8 @@ SPECS = (
             Case("m1-h4-d32", {"M": 1, "F": 128, "P": 16, "C": 64}),
             Case("m7-h3-d20", {"M": 7, "F": 60, "P": 10, "C": 33}),
             Case("m2-h1-d64", {"M": 2, "F": 64, "P": 32, "C": 8}),
+            Case("part-m3-h2-d64", {"M": 3, "F": 128, "P": 24, "C": 16}, {"head": 64}),
+            Case("part-m2-h3-d20", {"M": 2, "F": 60, "P": 3, "C": 9}, {"head": 20}),
         ),
         FP32,
         (Real("m1-*", {"M": 1, "F": 4096, "P": 32, "C": 4096}, label=""),),
@@ -137,13 +234,18 @@ SPECS = (
         (
             Param("gate", "in", "M I", narrow=True, std=4.0),
             Param("up", "in", "M I", narrow=True),
+            Param("scores", "in", "M 1", optional=True),
             Param("y", "out", "M I", narrow=True),
         ),
         glu,
-        tuple(
-            Case(f"{act}-m{m}-i{i}", {"M": m, "I": i}, {"act": act})
-            for act in ("silu", "relu2")
-            for m, i in ((1, 256), (3, 100), (2, 37))
+        (
+            *(
+                Case(f"{act}-m{m}-i{i}", {"M": m, "I": i}, {"act": act})
+                for act in ACTIVATIONS
+                for m, i in ((1, 256), (3, 100), (2, 37))
+            ),
+            Case("scores-m3-i100", {"M": 3, "I": 100}, {"act": "silu"}, {}, {"scores": 1}),
+            Case("scores-m1-i256", {"M": 1, "I": 256}, {"act": "silu"}, {}, {"scores": 1}),
         ),
         FP32,
         (
@@ -161,17 +263,67 @@ SPECS = (
         ),
         embed,
         tuple(
-            Case(f"{fmt}-m{m}-k{k}", {"M": m, "V": v, "K": k}, formats={"table": fmt})
-            for fmt, m, v, k in (
-                ("bf16", 1, 128, 256),
-                ("f32", 5, 37, 100),
-                ("f16", 3, 64, 37),
-                ("int8_row_f32", 2, 51, 100),
-                ("int4_sym_g64_bf16", 4, 40, 160),
+            Case(
+                f"{fmt}-m{m}-k{k}",
+                {"M": m, "V": v, "K": k},
+                {"scale": scale},
+                {"table": fmt},
+                missing=NO_BLOCKS if fmt in GGML_KINDS else {},
+            )
+            for fmt, m, v, k, scale in (
+                ("bf16", 1, 128, 256, 1.0),
+                ("f32", 5, 37, 100, 12.5),
+                ("f16", 3, 64, 37, 1.0),
+                ("int8_row_f32", 2, 51, 100, 1.0),
+                ("int4_sym_g64_bf16", 4, 40, 160, 16.0),
+                *((kind, 3, 40, 512, 1.0) for kind in GGML_KINDS),
             )
         ),
         FP32,
         (Real("*", {"M": 1, "V": 4096, "K": 2880}),),
+    ),
+    OpSpec(
+        "softcap",
+        "x = cap * tanh(x / cap) of the logits",
+        (Param("x", "inout", "R V", std=40.0),),
+        softcap,
+        (
+            Case("r1-v256", {"R": 1, "V": 256}, {"cap": 30.0}),
+            Case("r3-v37", {"R": 3, "V": 37}, {"cap": 50.0}),
+        ),
+        FP32,
+        (Real("r1-*", {"R": 1, "V": 256000}),),
+    ),
+    OpSpec(
+        "join_heads",
+        "heads of two parts each, the first of which may be shared",
+        (
+            Param("first", "in", "M F"),
+            Param("second", "in", "M G"),
+            Param("y", "out", "M Y"),
+        ),
+        join_heads,
+        (
+            Case("own-m3-h4", {"M": 3, "F": 32, "G": 64, "Y": 96}, {"heads": 4}),
+            Case("shared-m2-h3", {"M": 2, "F": 10, "G": 60, "Y": 90}, {"heads": 3}),
+            Case("shared-m5-h4", {"M": 5, "F": 16, "G": 128, "Y": 192}, {"heads": 4}),
+        ),
+        EXACT,
+        (Real("shared-m2-*", {"M": 1, "F": 64, "G": 2048, "Y": 3072}),),
+        flops=0,
+    ),
+    OpSpec(
+        "resize_heads",
+        "heads of another size: zeros are added, or values cut",
+        (Param("x", "in", "M F"), Param("y", "out", "M G")),
+        resize_heads,
+        (
+            Case("grow-m3-h4", {"M": 3, "F": 64, "G": 96}, {"heads": 4}),
+            Case("cut-m2-h3", {"M": 2, "F": 90, "G": 60}, {"heads": 3}),
+        ),
+        EXACT,
+        (Real("grow-*", {"M": 1, "F": 2048, "G": 3072}),),
+        flops=0,
     ),
     OpSpec(
         "gather_rows",

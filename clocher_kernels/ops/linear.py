@@ -9,6 +9,7 @@ from clocher_kernels.errors import ShapeError
 from clocher_kernels.formats import known_formats, parse_format
 from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.bsr import Bsr
+from clocher_kernels.formats.ggml import Ggml
 from clocher_kernels.formats.ternary import Ternary
 from clocher_kernels.ops.contract import (
     EXACT,
@@ -44,12 +45,21 @@ _COVERED = {
     "ternary_f32": (0,),
     "ternary_inverse": (0,),
     "ternary_inverse_f32": (128,),
+    "q4_k": (128, 0, 32),
+    "q5_k": (128,),
+    "q6_k": (32, 128),
+    "q3_k": (0,),
+    "q2_k": (128,),
+    "iq4_nl": (128, 32),
+    "iq4_xs": (128,),
 }
 INTEGER_FORMATS = tuple(_COVERED)
 """Formats that are tried with int8 activations. Groups of weights must be multiples of 32."""
 
 NO_CODES = {"cuda": "int8 activations are for ternary weights there; others multiply 16-bit ones"}
 """Back end -> why it does not multiply int8 activations by what is not ternary."""
+NO_BLOCKS = {"cuda": "ggml's blocks are read by the CPU; convert them to another format"}
+"""Back end -> why it does not read the formats of `Ggml`."""
 
 
 def sums_exactly(fmt: Format, group: int) -> bool:
@@ -76,7 +86,7 @@ def linear(
     Args:
         x: [M, K]; int8 codes from `quantize` if there are scales, else fp32.
         w: logical [N, K], any format; with int8 activations int8 or int4 with scales per row or per
-            multiple of 32 columns, mxfp4 or ternary.
+            multiple of 32 columns, mxfp4, ternary, or of ggml's types q2_k to q6_k and iq4.
         y: [M, N] fp32, written; may be the residual's own buffer.
         x_scale: [M, B] fp32; B = ceil(K / group), or 1.
         bias: [N] fp32.
@@ -177,23 +187,31 @@ _LARGE = (
     ("int8_g37_bf16", 600),
     ("int8_tensor_f32", 530),
     ("fp8_e4m3_b128_bf16", 1100),
+    ("fp8_e4m3_g128_f32", 1100),
     ("mxfp4", 1088),
     ("ternary", 1041),
+    ("q4_k", 1280),
+    ("iq4_nl", 1056),
 )
 
 
 def _cases() -> Iterator[Case]:
     """Yield the cases with fp32 activations, then those with int8 ones."""
     for fmt in known_formats():
-        if isinstance(parse_format(fmt), Bsr):
+        codec = parse_format(fmt)
+        if isinstance(codec, Bsr):
             continue
+        missing = NO_BLOCKS if isinstance(codec, Ggml) else {}
         for name, m, n, k, options in _SHAPES:
             n, k = _possible(fmt, n, k)
             sizes = {"M": m, "N": n, "K": k}
-            yield Case(f"{fmt}-{name}-n{n}-k{k}", sizes, {}, {"w": fmt}, options)
+            case = f"{fmt}-{name}-n{n}-k{k}"
+            yield Case(case, sizes, {}, {"w": fmt}, options, missing=missing)
     for fmt, k in _LARGE:
         sizes = {"M": 70, "N": 148, "K": k}
-        yield Case(f"large-{fmt}-m70-n148-k{k}", sizes, {}, {"w": fmt}, {"bias": True})
+        missing = NO_BLOCKS if isinstance(parse_format(fmt), Ggml) else {}
+        case = f"large-{fmt}-m70-n148-k{k}"
+        yield Case(case, sizes, {}, {"w": fmt}, {"bias": True}, missing=missing)
     for fmt, groups in _COVERED.items():
         for i, (name, m, n, k, options) in enumerate(_SHAPES_OF_CODES):
             n, k = _possible(fmt, n, k)
@@ -204,8 +222,8 @@ def _cases() -> Iterator[Case]:
 
 
 def _possible(fmt: str, n: int, k: int) -> tuple[int, int]:
-    """Return sizes near N and K that a format can have: some pack 4 rows or 32 columns."""
-    for shape in ((n, k), (n // 4 * 4, k), (n, k // 32 * 32)):
+    """Return sizes near N and K that a format can have: some pack 4 rows, 32 or 256 columns."""
+    for shape in ((n, k), (n // 4 * 4, k), (n, k // 32 * 32), (n, -(-k // 256) * 256)):
         try:
             parse_format(fmt).planes(shape)
         except ShapeError:

@@ -17,6 +17,7 @@ Source: Milakov and Gimelshein 2018 (arXiv 1805.02867); Dao et al. 2022 (arXiv 2
 
 import numpy as np
 
+from cpu_fallback.lanes.falling import exp_falling, tanh
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.memory import (
     load_f32,
@@ -28,7 +29,7 @@ from cpu_fallback.lanes.memory import (
 )
 from cpu_fallback.lanes.simd import (
     add,
-    emit_fma,
+    div,
     first,
     fma,
     hmax,
@@ -41,42 +42,12 @@ from cpu_fallback.lanes.simd import (
     sub,
     zero,
 )
-from cpu_fallback.lanes.vector import F32, I32, constant, op
 from cpu_fallback.ops.attention_tiles import FACTOR
 
 SPAN = 256
 TOP, PAST, WEIGHT = 64, 72, 76
 
 LOWEST = np.float32(np.finfo(np.float32).min)
-
-
-@op(F32, F32)
-def exp_falling(b, x):
-    """Return e^x of x <= 0 within 2 units in the last place; 0 below -87.33; NaN stays NaN.
-
-    The whole part n of x / ln 2 is in the low bits of n + 1.5 * 2^23, which a shift turns into the
-    exponent of 2^n.
-
-    Source: the range reduction and coefficients of Cephes `expf`.
-    """
-    under = b.fcmp_ordered("<", x, constant(F32, -87.33))
-    magic = constant(F32, 12582912.0)
-    shifted = emit_fma(b, x, constant(F32, float.fromhex("0x1.715476p+0")), magic)
-    n = b.fsub(shifted, magic)
-    r = emit_fma(b, n, constant(F32, -0.693359375), x)
-    r = emit_fma(b, n, constant(F32, float.fromhex("0x1.bd0106p-13")), r)
-    p = constant(F32, float.fromhex("0x1.a0d2cep-13"))
-    for coefficient in (
-        "0x1.6e879cp-10",
-        "0x1.1112fap-7",
-        "0x1.555506p-5",
-        "0x1.555558p-3",
-        "0x1p-1",
-    ):
-        p = emit_fma(b, p, r, constant(F32, float.fromhex(coefficient)))
-    y = b.fadd(emit_fma(b, p, b.fmul(r, r), r), constant(F32, 1.0))
-    power = b.add(b.shl(b.bitcast(shifted, I32.llvm), constant(I32, 23)), constant(I32, 127 << 23))
-    return b.select(under, constant(F32, 0.0), b.fmul(y, b.bitcast(power, F32.llvm)))
 
 
 @device
@@ -101,6 +72,21 @@ def begin_span(state, sums, size):
     write_f32(state + TOP, LOWEST)
     for at in range(0, 4 * size, 64):
         store_f32(sums + at, zero())
+
+
+@device
+def bend(scores, begin, end, key_scales, cap):
+    """Cap the scores of cells begin .. end - 1 of a block: cap * tanh(score / cap).
+
+    A score that is not finite becomes NaN.
+    """
+    limit = splat(cap)
+    for i in range(begin & -16, end, 16):
+        x = load_f32(scores + 4 * i)
+        if key_scales:
+            x = mul(x, load_f32(key_scales + 4 * i))
+        fault = sub(x, x)  # NaN if x is not finite, else 0
+        store_f32(scores + 4 * i, fma(limit, tanh(div(x, limit)), fault))
 
 
 @device

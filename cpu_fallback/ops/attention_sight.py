@@ -57,10 +57,15 @@ def _look(a, t, sight):
     if cells - end < 64:
         tree &= (np.int64(1) << (cells - end)) - 1
     shown, begin = popcount(tree), np.int64(0)
-    if a.window:
-        begin = max(begin, within(read_i32(a.positions + 4 * t), cells) - a.window + 1)
+    window = a.window
+    if window or a.chunk:
+        position = within(read_i32(a.positions + 4 * t), cells)
+        if a.chunk:
+            own = position % a.chunk + 1
+            window = min(window, own) if window else own
+        begin = max(begin, position - window + 1)
         if begin >= end:
-            begin = end + max(0, shown - a.window)
+            begin = end + max(0, shown - window)
     write_i64(sight, begin)
     write_i64(sight + 8, end + shown)
     write_i64(sight + 16, end)

@@ -1,0 +1,56 @@
+"""Compile the ops that move and bend values ahead of time and print what they cost, as JSON."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from cuda_cases import meta, meta_device
+
+from clocher_kernels.cuda.aot import compile_code
+from clocher_kernels.cuda.lowering import LOWER
+
+FP16, FP32, I32 = torch.float16, torch.float32, torch.int32
+CAPABILITY, EXPERTS = 90, 256
+
+
+def calls() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield (name, op, arguments) of what Gemma, Qwen2-MoE and DeepSeek ask for."""
+    x, gates, tables = meta((1, 3072), FP32), meta((1, 8192), FP16), meta((4096, 32), FP32)
+    glu = {"gate": gates, "up": gates, "y": gates}
+    ids, weights = meta((1, 8), I32), meta((1, 8), FP32)
+    choice = {"logits": meta((1, EXPERTS), FP32), "ids": ids, "weights": weights}
+    groups = {"groups": 8, "group_top": 4, "group_best": 2, "bias": meta((EXPERTS,), FP32)}
+    yield (
+        "norm",
+        "rms_norm",
+        {"x": x, "weight": meta((3072,), FP32), "residual": x, "y": x, "eps": 1e-5},
+    )
+    yield "rope", "rope", {"x": x, "positions": meta((1,), I32), "cos": tables, "sin": tables}
+    for act in ("gelu", "gelu_tanh", "relu2"):
+        yield act, "glu", {**glu, "act": act}
+    yield "scores", "glu", {**glu, "act": "silu", "scores": meta((1, 1), FP32)}
+    yield "softcap", "softcap", {"x": meta((1, 256000), FP32), "cap": 30.0}
+    parts = {"first": meta((1, 64), FP32), "second": meta((1, 2048), FP32)}
+    yield "join", "join_heads", {**parts, "y": x, "heads": 16}
+    yield "resize", "resize_heads", {"x": x, "y": meta((1, 2048), FP32), "heads": 16}
+    yield "softmax", "route", {**choice, "score": "softmax"}
+    yield "groups", "route", {**choice, "score": "sigmoid", "normalise": True, **groups}
+
+
+def main() -> None:
+    """Compile each call."""
+    report = {}
+    for name, op, arguments in calls():
+        (launch,) = LOWER[op](**arguments, device=meta_device(CAPABILITY))
+        code = compile_code(launch, CAPABILITY)
+        report[name] = {"registers": code.registers, "local": code.local_bytes}
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
