@@ -63,7 +63,7 @@ def from_cache(name: str, group: int, k: int, tries: int) -> Iterator[Row]:
     product = tile_product.product_of(layout, group)
     sweep = function(rates.sweep)
     out = np.zeros(16 * 16, np.float32)
-    panel = np.ones(16 * panels.panel_bytes(layout, group, k), np.uint8)
+    panel = np.full(16 * panels.panel_bytes(layout, group, k), 0x3C, np.uint8)
     for tokens in _TOKENS:
         hertz, peak = machine(tries)
 

@@ -122,12 +122,21 @@ GOLDEN = [
     Golden(
         "mxfp4",
         parse_format("mxfp4"),
-        [mx_row([6, -0.5], [], [1, 0.25], [7.9, -0.1])],  # saturates at 6; -0.1 keeps its sign
+        # 6.5 saturates at 6, -0.1 keeps its sign; 7.9 is nearer to 8 at twice the scale.
+        [mx_row([6, -0.5], [], [1, 0.25], [6.5, -0.1], [7.9, -0.1])],
         {
-            "blocks": "97" + "00" * 15 + "00" * 16 + "26" + "00" * 15 + "87" + "00" * 15,
-            "scales": "7f 7f 7d 7f",
+            "blocks": "97"
+            + "00" * 15
+            + "00" * 16
+            + "26"
+            + "00" * 15
+            + "87"
+            + "00" * 15
+            + "86"
+            + "00" * 15,
+            "scales": "7f 7f 7d 7f 80",
         },
-        [mx_row([6, -0.5], [], [1, 0.25], [6, -0.0])],
+        [mx_row([6, -0.5], [], [1, 0.25], [6, -0.0], [8, -0.0])],
     ),
     Golden(
         "bsr_2x2_bf16",

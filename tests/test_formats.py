@@ -5,10 +5,12 @@ import tracemalloc
 from pathlib import Path
 from zlib import crc32
 
+import gguf.quants
 import hypothesis.extra.numpy as hnp
 import numpy as np
 import pytest
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -22,6 +24,7 @@ from clocher_kernels.formats import (
     Float,
     Format,
     Fp8,
+    Ggml,
     Int4,
     Int8,
     Mxfp4,
@@ -29,6 +32,8 @@ from clocher_kernels.formats import (
     known_formats,
     parse_format,
 )
+from clocher_kernels.formats.ggml import GGML_KINDS
+from clocher_kernels.formats.ggml_blocks import KINDS
 from clocher_kernels.quant_tensor import QuantTensor, encode
 
 NAMES = known_formats()
@@ -55,6 +60,7 @@ GAUSSIAN_RMS = {
     "fp8_e4m3_tensor_f32": 0.0265,
     "fp8_e4m3_row_f32": 0.0265,
     "fp8_e4m3_row_bf16": 0.0265,
+    "fp8_e4m3_g128_f32": 0.0257,
     "fp8_e4m3_b128_f32": 0.0265,
     "fp8_e4m3_b128_bf16": 0.0265,
     "fp8_e5m2_tensor_f32": 0.0527,
@@ -64,7 +70,20 @@ GAUSSIAN_RMS = {
     "ternary_inverse": 0.513,
     "ternary_f32": 0.513,
     "ternary_inverse_f32": 0.513,
-    "mxfp4": 0.115,
+    "mxfp4": 0.1115,
+    "q4_k": 0.0782,
+    "q5_k": 0.0381,
+    "q6_k": 0.01875,
+    "q3_k": 0.1544,
+    "q2_k": 0.3286,
+    "q4_1": 0.0781,
+    "q5_0": 0.0426,
+    "q5_1": 0.0378,
+    "iq4_nl": 0.0796,
+    "iq4_xs": 0.0798,
+    "iq3_s": 0.1371,
+    "iq3_xxs": 0.1877,
+    "tq1_0": 0.805,
     "bsr_8x8_bf16": 0.00166,
     "bsr_1x16_f16": 0.00021,
     "bsr_16x32_int8": 0.0053,
@@ -94,7 +113,7 @@ def spread(plane: np.ndarray, shape: tuple[int, ...], group: int | str) -> np.nd
     elif group == "b128":
         plane = plane.repeat(128, -2)[..., :n, :].repeat(128, -1)[..., :k]
     else:
-        plane = plane.repeat(group, -1)[..., :k]
+        plane = plane.repeat(128 if group == "g128" else group, -1)[..., :k]
     return np.broadcast_to(plane, shape)
 
 
@@ -118,7 +137,9 @@ def largest_error(tensor: QuantTensor, values: np.ndarray) -> np.ndarray:
         mean = max(float(magnitude.mean(dtype=np.float64)), 1e-5)
         return np.maximum(mean / 2, magnitude - mean) + mean * 2**-7
     if isinstance(fmt, Mxfp4):
-        return 2 * spread(to_f32(tensor.planes["scales"], "e8m0"), values.shape, 32)
+        return 3 * spread(to_f32(tensor.planes["scales"], "e8m0"), values.shape, 32)
+    if isinstance(fmt, Ggml):
+        return largest_ggml_error(tensor, values)
     assert isinstance(fmt, Int8 | Int4 | Fp8)
     group = fmt.scope if isinstance(fmt, Fp8) else fmt.group
     scales = to_f32(tensor.planes["scales"], fmt.scale_dtype)
@@ -135,6 +156,38 @@ def largest_error(tensor: QuantTensor, values: np.ndarray) -> np.ndarray:
     return 0.56 * step + slack
 
 
+TOP_CODES = {"q4_k": 15, "q5_k": 31, "q2_k": 3, "q6_k": 32, "q3_k": 4}
+
+
+def largest_ggml_error(tensor: QuantTensor, values: np.ndarray) -> np.ndarray:
+    """Return the bounds of the docstring of `Ggml`, with what the rounding of f16 adds."""
+    fmt = tensor.format
+    assert isinstance(fmt, Ggml)
+    kind = KINDS[fmt.kind]
+    blocks = tensor.planes["blocks"].reshape(-1, fmt.block_bytes).view(kind.fields)[:, 0]
+    scales, codes, _ = kind.unpack(blocks)
+    cells = values.reshape(codes.shape)
+    step, d = np.abs(scales)[..., None], np.abs(to_f32(blocks["d"], "f16"))[:, None, None]
+    bound = {
+        "iq4_nl": 14 * d,
+        "iq4_xs": 14 * step + 127 * d,
+        "q5_0": step,
+        "q6_k": step + 32 * d,
+        "q3_k": step + 4 * d,
+        # These have no zero, and iq3_xxs gives the least of eight the wrong sign.
+        "iq3_s": np.abs(cells).max(axis=2, keepdims=True) + 2 * d,
+        "iq3_xxs": 1.4 * np.abs(cells).max(axis=2, keepdims=True) + 2 * d,
+    }.get(fmt.kind, step / 2)
+    names = kind.fields.names or ()
+    if "dmin" in names:
+        bound = (
+            bound + TOP_CODES[fmt.kind] * d / 2 + to_f32(blocks["dmin"], "f16")[:, None, None] / 2
+        )
+    # Rounded scales move the ends of the range.
+    slack = np.abs(cells).max(axis=(1, 2), keepdims=True) * 2.0**-9 + 2.0**-20
+    return np.broadcast_to(bound + slack, codes.shape).reshape(values.shape)
+
+
 # Magnitudes whose scales are normal numbers in every scale type, and zero.
 MAGNITUDES = st.floats(2**-6, 2.0**13, width=32)
 NUMBERS = st.one_of(st.just(0.0), MAGNITUDES, MAGNITUDES.map(lambda v: -v))
@@ -148,6 +201,8 @@ def matrices(draw: st.DrawFn, name: str) -> np.ndarray:
         n *= 4
     if isinstance(fmt, Mxfp4):
         k = -(-k // 32) * 32
+    if isinstance(fmt, Ggml):
+        n, k = -(-n // 3), -(-k * 4 // fmt.block) * fmt.block
     if isinstance(fmt, Fp8) and fmt.scope == "b128" and draw(st.booleans()):
         n, k = n + 126, k + 100
     lead = () if isinstance(fmt, Ternary | Bsr) else draw(st.sampled_from([(), (1,), (3,)]))
@@ -172,7 +227,7 @@ def test_round_trip(name: str) -> None:
         assert once.dtype == np.float32 and once.shape == values.shape
         assert tensor.nbytes == tensor.format.nbytes(values.shape)
         assert (np.abs(once - values) <= largest_error(tensor, values)).all()
-        if not isinstance(tensor.format, Ternary):
+        if not isinstance(tensor.format, Ternary | Ggml):
             np.testing.assert_array_equal(once[values == 0], 0)
         again = encode(once, tensor.format)
         assert_same_again(tensor, again)
@@ -189,6 +244,10 @@ def assert_same_again(first: QuantTensor, second: QuantTensor) -> None:
     elif isinstance(fmt, Int4) and not fmt.symmetric:
         # A range that rounding narrowed to 14 steps gets new steps.
         assert set(first.planes) == set(second.planes)
+    elif isinstance(fmt, Ggml):
+        # Where a run's end has moved, so do its steps.
+        once = first.decode()
+        assert (np.abs(second.decode() - once) <= largest_error(second, once)).all()
     elif isinstance(fmt, Int8 | Fp8) and fmt.scale_dtype == "f32":
         # 127 * scale / 127 and 448 * scale / 448 are rounded in fp32.
         np.testing.assert_array_equal(first.planes["codes"], second.planes["codes"])
@@ -262,6 +321,9 @@ def test_every_family_has_examples() -> None:
         "fp8_e4m3_g32_f32",
         "ternary_i8",
         "mxfp4\n",
+        "q4_k_m",
+        "Q4_K",
+        "iq2_xs",
         "bsr_16_f32",
         "bsr_0x8_f32",
     ],
@@ -303,7 +365,7 @@ def test_absurd_settings_cost_little_memory(name: str, limit: int) -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
 @pytest.mark.parametrize("name", [n for n in MATRIX_NAMES if not n.startswith("bsr")])
 def test_values_that_are_not_finite_are_refused(name: str, bad: float) -> None:
-    values = np.ones((4, 32), np.float32)
+    values = np.ones((4, 256), np.float32)
     values[2, 5] = bad
     with pytest.raises(FormatError, match=rf"{name} cannot hold {bad} \(element \[2, 5\]\)"):
         encode(values, parse_format(name))
@@ -331,6 +393,8 @@ def test_shapes_that_are_no_matrix_are_refused(name: str, shape: tuple[int, ...]
     ("name", "shape", "message"),
     [
         ("mxfp4", (4, 48), "K = 48"),
+        ("q4_k", (4, 384), "K = 384 .* multiple of 256"),
+        ("iq4_nl", (2, 4, 48), "K = 48 .* multiple of 32"),
         ("ternary", (6, 8), "N a multiple of 4"),
         ("ternary", (2, 8, 8), "N a multiple of 4"),
         ("bsr_2x2_f32", (2, 8, 8), r"expected \[N, K\]"),
@@ -390,9 +454,9 @@ def test_scales_too_large_for_their_type_are_refused(name: str) -> None:
 @pytest.mark.parametrize("name", MATRIX_NAMES)
 def test_the_largest_fp32_values(name: str) -> None:
     fmt = parse_format(name)
-    values = np.full((4, 32), 3e38, np.float32)
+    values = np.full((4, 256), 3e38, np.float32)
     values[1] *= -1
-    if "f16" in name.split("_"):
+    if "f16" in name.split("_") or isinstance(fmt, Ggml):
         with pytest.raises(FormatError, match="beyond f16"):
             encoded(name, values)
         return
@@ -403,7 +467,7 @@ def test_the_largest_fp32_values(name: str) -> None:
 
 
 def damage(name: str, plane: str, index: tuple[int, ...], code: int) -> QuantTensor:
-    tensor = encode(np.ones((4, 32), np.float32), parse_format(name))
+    tensor = encode(np.ones((4, 256), np.float32), parse_format(name))
     tensor.planes[plane][index] = code
     return tensor
 
@@ -411,7 +475,7 @@ def damage(name: str, plane: str, index: tuple[int, ...], code: int) -> QuantTen
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (damage("ternary", "codes", (0, 31), 0b11_00_00_00), "code 3"),
+        (damage("ternary", "codes", (0, 255), 0b11_00_00_00), "code 3"),
         (damage("ternary", "codes", (0, 0), 0b10_01_11_01), "code 3"),
         (damage("ternary", "codes", (0, 0), 0b01_10_00_11), "code 3"),
         (damage("ternary", "scale", (0,), 0x7F80), "scale of inf"),
@@ -423,6 +487,11 @@ def damage(name: str, plane: str, index: tuple[int, ...], code: int) -> QuantTen
         (damage("fp8_e4m3_row_f32", "scales", (0,), np.inf), "cannot hold inf"),
         (damage("fp8_e4m3_row_f32", "codes", (0, 0), 0xFF), "not a finite number"),
         (damage("fp8_e5m2_row_f32", "codes", (0, 0), 0x7C), "not a finite number"),
+        (damage("q4_k", "blocks", (1, 1), 0x7C), r"q4_k d scales cannot hold nan \(element \[1\]"),
+        (damage("q4_k", "blocks", (3, 3), 0xFE), r"q4_k dmin scales cannot hold nan"),
+        (damage("q6_k", "blocks", (2, 209), 0x7C), "q6_k d scales cannot hold"),
+        (damage("q4_1", "blocks", (0, 23), 0xFC), r"q4_1 m scales cannot hold .*element \[1\]"),
+        (damage("tq1_0", "blocks", (0, 53), 0xFE), "tq1_0 d scales cannot hold"),
     ],
 )
 def test_forbidden_codes_are_found(tensor: QuantTensor, message: str) -> None:
@@ -540,6 +609,44 @@ def test_mxfp4_equals_transformers_on_the_embedded_model(projection: str) -> Non
     np.testing.assert_array_equal(tensor.decode(), theirs.numpy().swapaxes(1, 2))
     again = encode(tensor.decode(), Mxfp4())
     np.testing.assert_array_equal(again.decode(), tensor.decode())
+
+
+GGML_TYPES = {name: GGMLQuantizationType[name.upper()] for name in GGML_KINDS}
+
+
+@pytest.mark.parametrize("name", GGML_KINDS)
+def test_ggml_blocks_decode_as_gguf_does(name: str) -> None:
+    fmt = parse_format(name)
+    assert isinstance(fmt, Ggml)
+    assert GGML_QUANT_SIZES[GGML_TYPES[name]] == (fmt.block, fmt.block_bytes)
+    shape = (3, 16, 1024)
+    blocks = generator(name).integers(0, 256, fmt.planes(shape)["blocks"].shape, np.uint8)
+    rows = blocks.reshape(-1, fmt.block_bytes).view(KINDS[fmt.kind].fields)[:, 0]
+    for field in ("d", "dmin", "m"):
+        if field in (rows.dtype.names or ()):
+            rows[field] = generator(field).standard_normal(len(rows))
+    tensor = QuantTensor(shape, fmt, {"blocks": blocks})
+    tensor.check()
+    expected = gguf.quants.dequantize(blocks, GGML_TYPES[name])
+    np.testing.assert_array_equal(tensor.decode().view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("name", ["q4_1", "q5_0", "q5_1", "tq1_0"])
+def test_ggml_encoders_are_as_good_as_those_of_gguf(name: str) -> None:
+    values = generator(name).standard_normal((64, 1024), dtype=np.float32)
+    theirs = gguf.quants.dequantize(
+        gguf.quants.quantize(values, GGML_TYPES[name]), GGML_TYPES[name]
+    )
+    ours = encoded(name, values).decode()
+    assert np.square(ours - values).sum() <= 1.001 * np.square(theirs - values).sum()
+
+
+@pytest.mark.parametrize("name", GGML_KINDS)
+def test_ggml_encoders_keep_what_the_type_can_hold(name: str) -> None:
+    values = encoded(name, generator(name).standard_normal((64, 1024), dtype=np.float32)).decode()
+    again = encoded(name, values).decode()
+    # A run that does not reach the last point of a grid gets other steps.
+    assert (again == values).mean() > (0.75 if name.startswith("iq3") else 0.98)
 
 
 def test_fp8_blocks_multiply_their_scale() -> None:

@@ -16,10 +16,10 @@ from clocher_kernels.formats import Float, parse_format
 from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.env import resolve
 from clocher_runtime.command.loading import not_acted_on
-from clocher_runtime.command.model_choice import embedded_model
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.models.inventory import EMBED, HEAD, SCOPES, in_scope

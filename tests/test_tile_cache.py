@@ -16,7 +16,7 @@ from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.engine.session import Session
 from cpu_fallback.tiles import tile_cache, tile_pack

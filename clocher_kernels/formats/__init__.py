@@ -13,6 +13,7 @@ from clocher_kernels.formats.base import Format, Plane
 from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.formats.float import Float
 from clocher_kernels.formats.fp8 import Fp8
+from clocher_kernels.formats.ggml import GGML_KINDS, Ggml
 from clocher_kernels.formats.int4 import Int4
 from clocher_kernels.formats.int8 import Int8
 from clocher_kernels.formats.mxfp4 import Mxfp4
@@ -25,6 +26,7 @@ __all__ = [
     "Float",
     "Format",
     "Fp8",
+    "Ggml",
     "Int4",
     "Int8",
     "Mxfp4",
@@ -88,19 +90,20 @@ FAMILIES: tuple[Family, ...] = (
         lambda kind, group, scale: Int4(kind == "sym", _group(group), scale),
     ),
     Family(
-        "fp8_{e4m3|e5m2}_{tensor|row|b128}_{f32|f16|bf16}",
-        "fp8; a scale per matrix, per row or per 128 x 128 block",
+        "fp8_{e4m3|e5m2}_{tensor|row|g128|b128}_{f32|f16|bf16}",
+        "fp8; a scale per matrix, per row, per 128 columns of a row or per 128 x 128 block",
         (
             "fp8_e4m3_tensor_f32",
             "fp8_e4m3_row_f32",
             "fp8_e4m3_row_bf16",
+            "fp8_e4m3_g128_f32",
             "fp8_e4m3_b128_f32",
             "fp8_e4m3_b128_bf16",
             "fp8_e5m2_tensor_f32",
             "fp8_e5m2_row_f32",
             "fp8_e5m2_b128_f32",
         ),
-        re.compile(f"fp8_(e4m3|e5m2)_(tensor|row|b128)_{_FLOAT}"),
+        re.compile(f"fp8_(e4m3|e5m2)_(tensor|row|g128|b128)_{_FLOAT}"),
         Fp8,
     ),
     Family(
@@ -116,6 +119,13 @@ FAMILIES: tuple[Family, ...] = (
         ("mxfp4",),
         re.compile("mxfp4"),
         Mxfp4,
+    ),
+    Family(
+        f"{{{'|'.join(GGML_KINDS)}}}",
+        "ggml's blocks, as GGUF files store them",
+        GGML_KINDS,
+        re.compile(f"({'|'.join(GGML_KINDS)})"),
+        Ggml,
     ),
     Family(
         "bsr_<R>x<C>_{f32|f16|bf16|int8|int4}",

@@ -1,4 +1,4 @@
-"""fp8 (e4m3 or e5m2) with one scale per matrix, per row or per 128 x 128 block."""
+"""fp8 (e4m3 or e5m2) with one scale per matrix, row, 128 columns of a row or 128 x 128 block."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,7 +12,7 @@ from clocher_kernels.formats.base import Format, Plane, Planes, Shape
 
 BLOCK = 128
 
-Scope = Literal["tensor", "row", "b128"]
+Scope = Literal["tensor", "row", "g128", "b128"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -21,7 +21,8 @@ class Fp8(Format):
 
     Planes:
         codes: e4m3 or e5m2 [..., N, K].
-        scales: f32, f16 or bf16; [..., 1], [..., N] or [..., ceil(N/128), ceil(K/128)].
+        scales: f32, f16 or bf16; [..., 1], [..., N], [..., N, ceil(K/128)] or
+            [..., ceil(N/128), ceil(K/128)].
 
     Encoding: scale = absmax / 448 (57344 for e5m2), rounded to its stored type; codes are the
     nearest, ties to even, saturating. The error of an element is at most 2^-4 of it (2^-3 for
@@ -50,18 +51,31 @@ class Fp8(Format):
         if self.scope == "b128":
             scales: Shape = (*lead, -(-n // BLOCK), -(-k // BLOCK))
         else:
-            scales = scaling.scales_shape(self.scope, shape)
+            scales = scaling.scales_shape(_group(self.scope), shape)
         return {"codes": Plane(self.code_dtype, shape), "scales": Plane(self.scale_dtype, scales)}
 
     def encode(self, values: np.ndarray) -> dict[str, np.ndarray]:
+        return self.encode_spanning(values, np.ones(1, np.float32))
+
+    def encode_spanning(self, values: np.ndarray, stretch: np.ndarray) -> dict[str, np.ndarray]:
+        """Encode with the scales of `encode` times a stretch, one or as many as there are scales.
+
+        Raises:
+            FormatError: a value cannot be stored, or a scale is beyond its type.
+            ShapeError: the format cannot hold this shape.
+        """
         shape = values.shape
         planes = self.planes(shape)
         scaling.require_finite(self.name, values)
         if self.scope == "b128":
-            largest = _block_absmax(values)
+            largest = by_blocks(np.maximum, values)
+            np.maximum(largest, -by_blocks(np.minimum, values), out=largest)
         else:
-            largest = scaling.absmax(scaling.split(values, self.scope))
+            largest = scaling.absmax(scaling.split(values, _group(self.scope)))
         ideal = largest / np.float32(LARGEST[self.code_dtype])
+        # The stretch alone must not put a scale beyond its type.
+        limit = np.maximum(ideal, np.float32(LARGEST[self.scale_dtype]))
+        ideal = np.minimum(ideal * stretch, limit)
         scales, step = scaling.store(self.name, ideal, self.scale_dtype)
         codes = from_f32(values / self._spread(step, shape), self.code_dtype)
         return {"codes": codes, "scales": scales.reshape(planes["scales"].shape)}
@@ -81,16 +95,20 @@ class Fp8(Format):
 
     def _spread(self, scales: np.ndarray, shape: Shape) -> np.ndarray:
         """Return the scales as an array that broadcasts against the values."""
-        if self.scope != "b128":
+        if self.scope == "b128":
+            scales = np.repeat(scales, BLOCK, axis=-2)[..., : shape[-2], :]
+        elif self.scope != "g128":
             return scales[..., None]
-        rows = np.repeat(scales, BLOCK, axis=-2)[..., : shape[-2], :]
-        return np.repeat(rows, BLOCK, axis=-1)[..., : shape[-1]]
+        return np.repeat(scales, BLOCK, axis=-1)[..., : shape[-1]]
 
 
-def _block_absmax(values: np.ndarray) -> np.ndarray:
-    """Return the largest magnitude of each 128 x 128 block, short ones at the edges included."""
+def _group(scope: Scope) -> scaling.Group:
+    """Return a scope that is no block as a group."""
+    return BLOCK if scope == "g128" else "tensor" if scope == "tensor" else "row"
+
+
+def by_blocks(reduce: np.ufunc, values: np.ndarray) -> np.ndarray:
+    """Reduce each 128 x 128 block of [..., N, K], short ones at the edges included."""
     *_, n, k = values.shape
     rows, columns = np.arange(0, n, BLOCK), np.arange(0, k, BLOCK)
-    high = np.maximum.reduceat(np.maximum.reduceat(values, columns, axis=-1), rows, axis=-2)
-    low = np.minimum.reduceat(np.minimum.reduceat(values, columns, axis=-1), rows, axis=-2)
-    return np.maximum(high, -low)
+    return np.asarray(reduce.reduceat(reduce.reduceat(values, columns, axis=-1), rows, axis=-2))

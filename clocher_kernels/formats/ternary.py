@@ -103,3 +103,19 @@ class Ternary(Format):
         """Return what a digit is multiplied by: the scale, or 1 / scale computed in fp32."""
         scale = np.float32(to_f32(planes["scale"], self.scale_dtype)[0])
         return np.float32(1) / scale if self.inverse else scale
+
+    def f16_multiplier(self, planes: Planes) -> np.float16:
+        """Return what a digit is multiplied by as f16, which is what ggml stores.
+
+        Raises:
+            FormatError: it is no number of that type.
+        """
+        multiplier = self.multiplier(planes)
+        with np.errstate(over="ignore"):
+            scale = np.float16(multiplier)
+        if np.float32(scale) != multiplier:
+            raise FormatError(
+                f"{self.name}: the scale {multiplier} is no f16, which is what tq2_0 stores; ask "
+                "for one of f32, f16, bf16"
+            )
+        return scale

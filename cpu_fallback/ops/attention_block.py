@@ -5,7 +5,7 @@ import numpy as np
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.maths import lowest_bit
 from cpu_fallback.lanes.memory import prefetch, read_f32, read_i32, read_i64, write_f32, write_i64
-from cpu_fallback.ops.attention_rows import weigh
+from cpu_fallback.ops.attention_rows import bend, weigh
 from cpu_fallback.ops.attention_sight import SIGHT, clip, padded, sight_at
 from cpu_fallback.ops.attention_tiles import BLOCK, SCORES, STATE, mix, score
 from cpu_fallback.ops.bind import within
@@ -84,13 +84,18 @@ def _part(a, t, stop, low, high, head, start, scratch, queries, sums, state):
     own, weights = state + STATE * offset, scores + SCORES * offset
     query = queries + 4 * offset * size
     score(scorer, query, rows, keys, stride, size, begin, end, weights, ahead)
+    key_scales = k_scale
+    if a.softcap:  # which bends what the scales have been applied to
+        key_scales = np.int64(0)
     for i in range(low, high):
         sight = sight_at(scratch + SIGHT * i)
         first, last = clip(sight.begin, start), clip(sight.end, start)
         if first < last:
             for row in range(i * group, (i + 1) * group):
-                at = state + STATE * row
-                weigh(scores + SCORES * row, at, first, last, k_scale, v_scale)
+                at, line = scores + SCORES * row, state + STATE * row
+                if a.softcap:
+                    bend(at, first, last, k_scale, a.softcap)
+                weigh(at, line, first, last, key_scales, v_scale)
     if not in_place:
         first, out = lines + 8 * begin, panel + 4 * size * begin
         read_lines(a.reader, a.v_cache, first, end - begin, a.D, out)

@@ -1,23 +1,16 @@
 """Stored weights to fp32 panels: one decoder per format, shared by every op that reads a matrix.
 
-A decoder turns columns k0 .. k1-1 of up to ROWS rows into fp32, exactly as the format's own
-`decode` does, and returns the address of the first row. Rows are `PITCH` bytes apart in the panel;
-f32 needs no panel and returns the stored rows, K * 4 bytes apart.
-
-    decoder(weight, expert, row, count, k0, k1, panel) -> address
-
-`weight` is the address of a record, `Weight`.
+A decoder (`decode_record`) gives exactly what the format's own `decode` does. f32 needs no panel
+and returns the stored rows, K * 4 bytes apart. ggml's blocks have theirs in `decode_ggml`.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
-from llvmlite import ir
 from numba import types
 
 from clocher_kernels.errors import UnsupportedOp
-from clocher_kernels.formats import Float, Fp8, Int4, Int8, Mxfp4, Ternary
+from clocher_kernels.formats import Float, Fp8, Ggml, Int4, Int8, Mxfp4, Ternary
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.memory import (
@@ -45,71 +38,11 @@ from cpu_fallback.lanes.narrow import (
     from_e5m2,
     from_f16,
 )
-from cpu_fallback.lanes.record import reader
 from cpu_fallback.lanes.simd import iand, isplat, isub, lookup, mul, shr, splat, to_f32
-from cpu_fallback.lanes.vector import i64, op
-
-ROWS = 8
-COLUMNS = 512
-PITCH = 4 * COLUMNS
-PANEL_BYTES = ROWS * PITCH
+from cpu_fallback.ops.decode_ggml import GGML_DECODERS, table_of
+from cpu_fallback.ops.decode_record import PITCH, Weight, weight_at
 
 _SCALES = {"one": 0, "f32": 1, "f16": 2, "bf16": 3, "e8m0": 4}
-
-_I64 = ir.IntType(64)
-
-
-class Weight(NamedTuple):
-    """What kernels know of a stored weight; addresses and bytes.
-
-    Attributes:
-        decoder: kernel that decodes it; called by address, so it comes first.
-        pitch: from one decoded row to the next.
-        n: rows.
-        k: columns.
-        codes: the stored codes.
-        scales: the scales, 0 if there are none.
-        zeros: the zero points, 0 if there are none.
-        stride: from one stored row to the next.
-        scale_kind: entry of `_SCALES`.
-        group: columns per scale.
-        tall: rows per scale.
-        wide: scales per row of scales.
-        high: rows of scales per expert.
-        factor: the one scale of the tensor, where `scale_kind` says so.
-        many: kernel of the product with many tokens (`stream`).
-        block: columns that it decodes at a time.
-    """
-
-    decoder: int
-    pitch: int
-    n: int
-    k: int
-    codes: int
-    scales: int
-    zeros: int
-    stride: int
-    scale_kind: int
-    group: int
-    tall: int
-    wide: int
-    high: int
-    factor: float
-    many: int = 0
-    block: int = 0
-
-
-weight_at = reader(Weight)
-"""Read the record at an address."""
-
-
-@op(i64, i64, i64, i64, i64, i64, i64, i64)
-def decode(b, weight, expert, row, count, k0, k1, panel):
-    """Call the decoder of a weight and return the address of the decoded rows."""
-    kind = ir.FunctionType(_I64, [_I64] * 7)
-    decoder = b.load(b.inttoptr(weight, _I64.as_pointer()))
-    args = [weight, expert, row, count, k0, k1, panel]
-    return b.call(b.inttoptr(decoder, kind.as_pointer()), args)
 
 
 @device
@@ -304,6 +237,7 @@ DECODERS = {
     "e5m2": _decoder(_e5m2),
     "mxfp4": _decoder(_mxfp4),
     "ternary": _decoder(_ternary),
+    **{kind: _decoder(function) for kind, function in GGML_DECODERS.items()},
 }
 """Stored kind of code -> decoder."""
 
@@ -321,6 +255,12 @@ def weight_record(op_name: str, tensor: QuantTensor) -> Weight:
             return plain(kind, planes["data"], n, k)
         case Ternary():
             return plain("ternary", planes["codes"], n, k, fmt.multiplier(planes))
+        case Ggml(kind=kind):
+            blocks = planes["blocks"]
+            table = table_of(kind)
+            return plain(kind, blocks, n, k)._replace(
+                stride=blocks.shape[-1], scales=0 if table is None else _address(table)
+            )
         case Int8(group=scope, scale_dtype=scale):
             kind, codes = "int8", planes["codes"]
         case Int4(group=scope, scale_dtype=scale):
@@ -334,7 +274,9 @@ def weight_record(op_name: str, tensor: QuantTensor) -> Weight:
                 f"{op_name}: no CPU kernel reads the format {fmt.name}; there are decoders for "
                 f"{', '.join(DECODERS)}"
             )
-    group, tall = {"tensor": (k, n), "row": (k, 1), "b128": (128, 128)}.get(scope, (scope, 1))
+    group, tall = {"tensor": (k, n), "row": (k, 1), "g128": (128, 1), "b128": (128, 128)}.get(
+        scope, (scope, 1)
+    )
     stride = -(-k // 2) if kind in ("int4", "mxfp4") else k
     zeros = _address(planes["zeros"]) if "zeros" in planes else 0
     return Weight(

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import numpy as np
+
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.memory import (
     load_f32,
@@ -14,10 +16,10 @@ from cpu_fallback.lanes.memory import (
     write_i64,
 )
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.simd import add
-from cpu_fallback.ops import decode
+from cpu_fallback.lanes.simd import add, mul, splat
 from cpu_fallback.ops.bind import BoundCall, share, within
-from cpu_fallback.ops.decode import ROWS, Weight, weight_record
+from cpu_fallback.ops.decode import weight_record
+from cpu_fallback.ops.decode_record import ROWS, Weight, decode
 from cpu_fallback.ops.product import SCRATCH, SUMS, TOKENS, XS, multiply
 from cpu_fallback.ops.stream import Stored, stored
 from cpu_fallback.ops.tiled import PANELS, SHARES, TILE_SUMS, Tiled, has_codes, is_filled, tiled
@@ -41,6 +43,15 @@ def copy_f32(source, target, count):
         i += 16
     if i < count:
         store_f32_n(target + 4 * i, load_f32_n(source + 4 * i, count - i), count - i)
+
+
+@device
+def _scale_f32(source, target, count, factor):
+    """Copy fp32 values times a factor."""
+    by = splat(factor)
+    for i in range(0, count, 16):
+        n = min(16, count - i)
+        store_f32_n(target + 4 * i, mul(load_f32_n(source + 4 * i, n), by), n)
 
 
 @executes("linear", Stored)
@@ -151,8 +162,10 @@ def embed(a, rank, size, scratch):
     for t in range(first, last):
         out = a.y + 4 * t * a.K
         token = within(read_i32(a.ids + 4 * t), a.V)
-        row = decode.decode(a.weight, 0, token, 1, 0, a.K, out)
-        if row != out:
+        row = decode(a.weight, 0, token, 1, 0, a.K, out)
+        if a.scale != np.float32(1):
+            _scale_f32(row, out, a.K, a.scale)
+        elif row != out:
             copy_f32(row, out, a.K)
 
 

@@ -5,26 +5,32 @@ from types import MappingProxyType
 
 from cpu_fallback.lanes.jit import Kernel
 from cpu_fallback.ops import (
+    activations,
     attention,
     bsr,
     elementwise,
+    heads,
     kv,
     linear,
     moe,
     quantize,
+    route,
     sampling,
 )
 from cpu_fallback.ops.bind import BoundCall
 from cpu_fallback.team.tape import Launch
 
 _MODULES = (
+    activations,
     attention,
     bsr,
     elementwise,
+    heads,
     kv,
     linear,
     moe,
     quantize,
+    route,
     sampling,
 )
 

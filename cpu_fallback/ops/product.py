@@ -28,7 +28,7 @@ from cpu_fallback.lanes.memory import (
 )
 from cpu_fallback.lanes.simd import emit_fma, hsum, zero
 from cpu_fallback.lanes.vector import F32, LANES, i64, op, void
-from cpu_fallback.ops.decode import PANEL_BYTES, ROWS, decode, weight_at
+from cpu_fallback.ops.decode_record import PANEL_BYTES, ROWS, decode, weight_at
 
 TOKENS = 64
 _VECTOR = 4 * LANES

@@ -29,17 +29,8 @@ from cpu_fallback.lanes.memory import (
 from cpu_fallback.lanes.simd import emit_fma
 from cpu_fallback.lanes.vector import F32, I32, LANES, constant, i64, op, spread, void
 from cpu_fallback.ops.bind import BoundCall
-from cpu_fallback.ops.decode import (
-    COLUMNS,
-    DECODERS,
-    PANEL_BYTES,
-    ROWS,
-    Weight,
-    first_scale,
-    scale_at,
-    weight_at,
-    weight_record,
-)
+from cpu_fallback.ops.decode import DECODERS, first_scale, scale_at, weight_record
+from cpu_fallback.ops.decode_record import COLUMNS, PANEL_BYTES, ROWS, Weight, weight_at
 from cpu_fallback.ops.product import (
     ACC,
     PANEL,

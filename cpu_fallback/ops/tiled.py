@@ -15,7 +15,7 @@ from cpu_fallback.ops.bind import BoundCall
 from cpu_fallback.ops.quantize import check_groups
 from cpu_fallback.team.sync import EPOCH
 from cpu_fallback.tiles import panels
-from cpu_fallback.tiles.layout import Layout
+from cpu_fallback.tiles.layout import BlockLayout, Layout
 from cpu_fallback.tiles.panels import Form
 from cpu_fallback.tiles.tile_pack import Tiles, tiles_of
 from cpu_fallback.tiles.tile_product import product_of
@@ -33,7 +33,10 @@ SHARES = 4
 _LONGEST = 1 << 17
 
 AHEAD = 8192
-"""Bytes of weights to ask for ahead of use: what a core's own prefetcher does not keep up with."""
+"""Bytes of weights to ask for ahead of use: what a core's own prefetcher does not keep up with.
+
+Products of a `BlockLayout` do not ask.
+"""
 
 
 @device
@@ -84,7 +87,9 @@ class Tiled(NamedTuple):
     form: Form
 
 
-def panel_sizes(layout: Layout, group: int, k: int, most: int) -> tuple[int, int, int]:
+def panel_sizes(
+    layout: Layout | BlockLayout, group: int, k: int, most: int
+) -> tuple[int, int, int]:
     """Return tokens per block, tokens whose panels are kept, and the bytes of a panel per token.
 
     Args:
@@ -130,6 +135,7 @@ def tiled(call: BoundCall, columns: str, most: int) -> tuple[Tiled, Tiles]:
     group, k = check_groups(call, columns), call.dim(columns)
     tiles = tiles_of(call.spec.name, call.tensor("w"))
     block, kept, per_token = panel_sizes(tiles.layout, group, k, most)
+    in_blocks = isinstance(tiles.layout, BlockLayout)
     return Tiled(
         product=product_of(tiles.layout, group),
         tiles=int(tiles.data.ctypes.data),
@@ -138,6 +144,6 @@ def tiled(call: BoundCall, columns: str, most: int) -> tuple[Tiled, Tiles]:
         per_block=block,
         kept=kept,
         per_token=per_token,
-        ahead=call.hints.prefetch_distance(AHEAD),
+        ahead=0 if in_blocks else call.hints.prefetch_distance(AHEAD),
         form=panels.form_of(tiles.layout, group, tiles.factor),
     ), tiles

@@ -14,16 +14,20 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 from clocher_kernels.dtypes import E2M1_VALUES
+from clocher_kernels.formats.ggml_blocks import IQ4_VALUES
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.memory import emit_load
 from cpu_fallback.lanes.vector import BYTES, I32, call, constant, pick, spread
-from cpu_fallback.tiles.layout import LINE, UNIT
+from cpu_fallback.tiles.layout import BIAS, LINE, UNIT
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _SHORTS = ir.VectorType(_I16, 32)
 _DWORDS = UNIT // 4
 
-_FP4 = [int(2 * value) + 12 for value in E2M1_VALUES]
+_FP4 = [int(2 * value) + BIAS["fp4"] for value in E2M1_VALUES]
+IQ4 = [int(value) + BIAS["iq4"] for value in IQ4_VALUES]
+"""Unsigned operand of each code of iq4_nl and iq4_xs."""
+_TABLES = {"fp4": _FP4, "iq4": IQ4}
 
 Sum = list[Any]
 """Slots of int32 accumulators, one for each of `Dots.shifts`."""
@@ -71,13 +75,15 @@ class Dots:
             sums: running sum of each token.
             ahead: bytes ahead of the lines at which to ask for lines.
         """
-        count = {"int4": 4, "fp4": 4, "int8": 8, "ternary": 2}[self.code]
+        count = {"int4": 4, "fp4": 4, "iq4": 4, "int8": 8, "ternary": 2}[self.code]
         operands: list[tuple[Any, int]] = []
         for i in range(count):
             at = b.add(lines, ir.Constant(_I64, LINE * i))
             _prefetch(b, b.add(at, ahead))
             line = emit_load(b, BYTES.llvm, at)
             operands += self._operands(b, line)
+        if self.code == "iq4":
+            operands = operands[0::2] + operands[1::2]
         for t, total in enumerate(sums):
             pairs = []
             for i, (weights, own) in enumerate(operands):
@@ -105,33 +111,33 @@ class Dots:
             if len(self.shifts) == 4:
                 masks = [3 << 2 * p for p in range(4)]
                 return [(b.and_(line, constant(BYTES, mask)), p) for p, mask in enumerate(masks)]
-            return [(_bits(b, line, 2 * p, 3), 0) for p in range(4)]
+            return [(bits(b, line, 2 * p, 3), 0) for p in range(4)]
         if self.code == "int4" and len(self.shifts) == 2:
             return [(b.and_(line, constant(BYTES, mask)), i) for i, mask in enumerate((15, 240))]
-        nibbles = [_bits(b, line, shift, 15) for shift in (0, 4)]
-        if self.code == "fp4":
-            nibbles = [_look_up(b, _FP4, nibble) for nibble in nibbles]
+        nibbles = [bits(b, line, shift, 15) for shift in (0, 4)]
+        if table := _TABLES.get(self.code):
+            nibbles = [look_up(b, table, nibble) for nibble in nibbles]
         return [(nibble, 0) for nibble in nibbles]
 
     def _add(self, b: Any, pairs: list[tuple[Any, Any, int]], total: Sum) -> None:
         if CURRENT.avx512:
             for weights, x, slot in pairs:
-                b.store(_dot(b, b.load(total[slot]), weights, x), total[slot])
+                b.store(dot(b, b.load(total[slot]), weights, x), total[slot])
             return
         value = b.load(total[0])
-        if CURRENT.avx2 and self.top * 256 * 2 <= 32767:
-            run = 32767 // (self.top * 256)
+        run = run_length(self.top)
+        if CURRENT.avx2 and run >= 2:
             for start in range(0, len(pairs), run):
-                value = b.add(value, _emit_run(b, pairs[start : start + run]))
+                value = b.add(value, emit_run(b, pairs[start : start + run]))
         else:
             for weights, x, _ in pairs:
-                value = _emit_split(b, value, weights, x)
+                value = emit_split(b, value, weights, x)
         b.store(value, total[0])
 
 
 def dots_of(code: str, tokens: int) -> Dots:
     """Return how the dot products of a code with this many tokens are emitted."""
-    top = {"int4": 15, "fp4": 24, "int8": 255, "ternary": 2}[code]
+    top = {"int4": 15, "fp4": max(_FP4), "iq4": max(IQ4), "int8": 255, "ternary": 2}[code]
     few = CURRENT.avx512 and tokens <= 4
     if few and code == "int4":
         return Dots(code, (0, 4), top)
@@ -153,17 +159,22 @@ def _alloca(b: Any) -> Any:
         return b.alloca(I32.llvm)
 
 
-def _bits(b: Any, line: Any, shift: int, mask: int) -> Any:
-    """Emit bits of each byte; there is no shift of bytes, but the mask removes the neighbour's."""
+def bits(b: Any, line: Any, shift: int, mask: int) -> Any:
+    """Emit bits of each byte, shifted to the right, or to the left if `shift` is negative.
+
+    There is no shift of bytes, but the mask removes the neighbour's.
+    """
     if shift:
         shorts = b.bitcast(line, _SHORTS)
-        shorts = b.lshr(shorts, ir.Constant(_SHORTS, [shift] * 32))
+        count = ir.Constant(_SHORTS, [abs(shift)] * 32)
+        shorts = b.lshr(shorts, count) if shift > 0 else b.shl(shorts, count)
         line = b.bitcast(shorts, BYTES.llvm)
     return b.and_(line, constant(BYTES, mask))
 
 
-def _look_up(b: Any, table: list[int], nibbles: Any) -> Any:
+def look_up(b: Any, table: Sequence[int], nibbles: Any) -> Any:
     """Emit table[nibble] byte by byte."""
+    table = list(table)
     if CURRENT.avx512:
         entries = ir.Constant(BYTES.llvm, table * 4)
         return call(b, "llvm.x86.avx512.pshuf.b.512", BYTES.llvm, entries, nibbles)
@@ -176,7 +187,17 @@ def _look_up(b: Any, table: list[int], nibbles: Any) -> Any:
         ]
         lanes = ir.Constant(ir.VectorType(_I32, 64), list(range(64)))
         return b.shuffle_vector(parts[0], parts[1], lanes)
-    return _arithmetic_fp4(b, nibbles)
+    return _arithmetic_fp4(b, nibbles) if table == _FP4 else _steps(b, table, nibbles)
+
+
+def _steps(b: Any, table: list[int], nibbles: Any) -> Any:
+    """Emit table[nibble] without a table: the sum of the steps up to each nibble."""
+    value = constant(BYTES, table[0])
+    for i in range(1, 16):
+        above = b.icmp_signed(">=", nibbles, constant(BYTES, i))
+        step = constant(BYTES, table[i] - table[i - 1])
+        value = b.add(value, b.select(above, step, constant(BYTES, 0)))
+    return value
 
 
 def _arithmetic_fp4(b: Any, nibbles: Any) -> Any:
@@ -195,41 +216,61 @@ def _half(b: Any, vector: Any, start: int) -> Any:
     return pick(b, vector, list(range(start, start + vector.type.count // 2)))
 
 
-def _dot(b: Any, total: Any, weights: Any, x: Any) -> Any:
+def dot(b: Any, total: Any, weights: Any, x: Any) -> Any:
+    """Emit int32 [16] plus four products of unsigned and signed bytes each, for AVX-512."""
     if llvm.llvm_version_info[0] < 21:
         weights, x = b.bitcast(weights, I32.llvm), b.bitcast(x, I32.llvm)
     return call(b, "llvm.x86.avx512.vpdpbusd.512", I32.llvm, total, weights, x)
 
 
-def _emit_run(b: Any, pairs: list[tuple[Any, Any, int]]) -> Any:
+def run_length(top: int) -> int:
+    """Return how many products of operands up to `top` fit in int16 together, for `emit_run`."""
+    return 32767 // (top * 256)
+
+
+def emit_run(b: Any, pairs: Sequence[tuple[Any, ...]]) -> Any:
     """Emit the sum of products whose partial sums fit in int16, for AVX2."""
-    halves = []
+    return emit_runs(b, [pairs])[0]
+
+
+def emit_runs(b: Any, runs: Sequence[Sequence[tuple[Any, ...]]], factors: Any = None) -> list[Any]:
+    """Emit sums of products whose partial sums fit in int16, for AVX2.
+
+    Args:
+        b: the builder.
+        runs: unsigned and signed operands of each sum. Half of the rows is done for all sums before
+            the other half, so that unsigned operands that they share stay in registers.
+        factors: int16 [32] that the partial sums are multiplied by, 1 if there are none.
+    """
     short = ir.VectorType(_I16, 16)
+    halves: list[list[Any]] = []
     for start in (0, 32):
-        total = None
-        for weights, x, _ in pairs:
-            operands = [_half(b, v, start) for v in (weights, x)]
-            products = call(b, "llvm.x86.avx2.pmadd.ub.sw", short, *operands)
-            total = products if total is None else b.add(total, products)
-        ones = ir.Constant(short, [1] * 16)
-        halves.append(call(b, "llvm.x86.avx2.pmadd.wd", ir.VectorType(_I32, 8), total, ones))
-    return b.shuffle_vector(
-        halves[0], halves[1], ir.Constant(ir.VectorType(_I32, 16), list(range(16)))
-    )
+        halves.append([])
+        by = ir.Constant(short, [1] * 16) if factors is None else _half(b, factors, start // 2)
+        for pairs in runs:
+            total = None
+            for weights, x, *_ in pairs:
+                operands = [_half(b, v, start) for v in (weights, x)]
+                products = call(b, "llvm.x86.avx2.pmadd.ub.sw", short, *operands)
+                total = products if total is None else b.add(total, products)
+            found = call(b, "llvm.x86.avx2.pmadd.wd", ir.VectorType(_I32, 8), total, by)
+            halves[-1].append(found)
+    lanes = ir.Constant(ir.VectorType(_I32, 16), list(range(16)))
+    return [b.shuffle_vector(*pair, lanes) for pair in zip(*halves, strict=True)]
 
 
-def _emit_split(b: Any, total: Any, weights: Any, x: Any) -> Any:
+def emit_split(b: Any, total: Any, weights: Any, x: Any) -> Any:
     """Emit the products of any bytes: even and odd ones apart, widened to int16."""
     eight = ir.Constant(_SHORTS, [8] * 32)
     w, x = b.bitcast(weights, _SHORTS), b.bitcast(x, _SHORTS)
     even = (b.and_(w, ir.Constant(_SHORTS, [255] * 32)), b.ashr(b.shl(x, eight), eight))
     odd = (b.lshr(w, eight), b.ashr(x, eight))
     for left, right in (even, odd):
-        total = b.add(total, _pairs(b, left, right))
+        total = b.add(total, pair_dots(b, left, right))
     return total
 
 
-def _pairs(b: Any, left: Any, right: Any) -> Any:
+def pair_dots(b: Any, left: Any, right: Any) -> Any:
     """Emit products of int16 [32], added in pairs to int32 [16]."""
     if CURRENT.avx512:
         return call(b, "llvm.x86.avx512.pmaddw.d.512", I32.llvm, left, right)
@@ -251,4 +292,4 @@ def _pairs(b: Any, left: Any, right: Any) -> Any:
 
 def _emit_pairs(b: Any, zeros: Any, start: Any) -> Any:
     """Emit zero point times negative sum: int16 products, whose high halves are zero."""
-    return _pairs(b, b.bitcast(zeros, _SHORTS), b.bitcast(start, _SHORTS))
+    return pair_dots(b, b.bitcast(zeros, _SHORTS), b.bitcast(start, _SHORTS))

@@ -7,31 +7,62 @@ unsigned: code + bias, the bias taken off with the sum of the activations.
     code      columns per line   byte                                bias
     int4      8                  columns 2i (low nibble) and 2i + 1  8, or the zero point
     fp4       8                  as int4, the e2m1 code              12, after look-up of 2 * value
+    iq4       8                  as below                            128, after look-up
     int8      4                  code + 128                          128
     ternary   16                 bits 2p, 2p + 1: column 4p + i      1
 
-i is the byte's place 0 .. 3 in its lane. The columns of a row come in units of 32, the last one
-filled with bytes that are multiplied by zeros. Scales stand before the lines that they scale, as
-they are stored in the tensor, in heads of whole lines: a head holds `per_head` records, one for
-each block of columns, of 16 scales and, if the format has them, 16 zero points. A scale per row is
-a line of 16 fp32 at the end of the tile.
+i is the byte's place 0 .. 3 in its lane (iq4: in line l of a unit the low nibble is column 4l + i,
+the high one column 16 + 4l + i). The columns of a row come in units of 32, the last one filled with
+bytes that are multiplied by zeros. Scales stand before the lines that they scale, as they are
+stored in the tensor, in heads of whole lines: a head holds `per_head` records, one for each block
+of columns, of 16 scales and, if the format has them, 16 zero points. A scale per row is a line of
+16 fp32 at the end of the tile.
+
+ggml's types with blocks of 256 columns are laid out by `BlockLayout` instead: a line holds a dword
+of the stored block of each row, and nothing is unpacked or scaled before the product. So they take
+the bytes that they have in the file; a block that is no whole number of dwords has a line that is
+half empty. Lines stand in the order in which a product wants them, or memory would be slow.
+
+    kind    bits   lines of a block of 256 columns
+    q4_k    4.5    (d, dmin) | 3 of 6-bit scales and minima | 32 of codes
+    q5_k    5.5    the same 4 | 8 of codes | 8 of high bits | 24 of codes
+    q6_k    6.625  d | 4 of i8 scales | twice: 4 of low nibbles, 4 of high bits, 4 and 4, 8 of low
+    q3_k    3.5    d | 3 of 6-bit scales | 4 of low bits, 4 of high bits, 4 and 4, 8 of low
+    q2_k    2.625  (d, dmin) | 4 of 4-bit scales and minima | 16 of codes
+    iq4_xs  4.25   (d, high bits of scales) | low nibbles of scales | 32 of codes
 """
 
 from dataclasses import dataclass
 
 from clocher_kernels.errors import UnsupportedOp
-from clocher_kernels.formats import Format, Int4, Int8, Mxfp4, Ternary
+from clocher_kernels.formats import Format, Ggml, Int4, Int8, Mxfp4, Ternary
 from clocher_kernels.formats.scaling import Group
 
 ROWS = 16
 UNIT = 32
 LINE = 64
 
-_COLUMNS = {"int4": 8, "fp4": 8, "int8": 4, "ternary": 16}
+_COLUMNS = {"int4": 8, "fp4": 8, "iq4": 8, "int8": 4, "ternary": 16}
 _SCALE_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "e8m0": 1}
 _BLOCKS = (128, 64, 32)
 
-BIAS = {"int4": 8, "fp4": 12, "int8": 128, "ternary": 1}
+BIAS = {"int4": 8, "fp4": 12, "iq4": 128, "int8": 128, "ternary": 1}
+
+BLOCK = 256
+"""Columns of a block of `BlockLayout`."""
+_ORDERS: dict[str, tuple[tuple[int, int], ...]] = {
+    "q4_k": ((0, 36),),
+    "q5_k": ((0, 4), (12, 8), (4, 8), (20, 24)),
+    "q6_k": (
+        *((52, 1), (48, 4)),
+        *((0, 4), (32, 4), (4, 4), (36, 4), (8, 8)),
+        *((16, 4), (40, 4), (20, 4), (44, 4), (24, 8)),
+    ),
+    "q3_k": ((27, 1), (24, 3), (8, 4), (0, 4), (12, 4), (4, 4), (16, 8)),
+    "q2_k": ((20, 1), (0, 20)),
+    "iq4_xs": ((0, 34),),
+}
+"""Kind -> runs of dwords of a stored block, first and count, in the order of the lines."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +70,7 @@ class Layout:
     """How the tiles of a format are laid out.
 
     Attributes:
-        code: "int4", "fp4", "int8" or "ternary".
+        code: "int4", "fp4", "iq4", "int8" or "ternary".
         scale: "f32", "f16", "bf16" or "e8m0" for a scale per block of columns, "row" for one per
             row, "one" for one for the tensor, which the tile does not hold.
         block: columns per scale: 32, 64 or 128; 0 if there is one per row or for the tensor.
@@ -88,12 +119,53 @@ class Layout:
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of the tiles of a tensor [N, K] or [E, N, K]."""
-        *lead, n, k = shape
-        tiles = -(-n // ROWS) * self.tile_bytes(k)
-        return tiles * lead[0] if lead else tiles
+        return tiles_in(shape) * self.tile_bytes(shape[-1])
 
 
-def layout_of(op_name: str, fmt: Format) -> Layout:
+@dataclass(frozen=True)
+class BlockLayout:
+    """How the tiles of a type of ggml with blocks of 256 columns are laid out.
+
+    Attributes:
+        kind: of `Ggml`.
+        block_bytes: of a stored block.
+    """
+
+    kind: str
+    block_bytes: int
+
+    @property
+    def name(self) -> str:
+        """Name for kernels: the kind."""
+        return self.kind
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The dword of the stored block that each line holds."""
+        runs = _ORDERS[self.kind]
+        return tuple(i for first, count in runs for i in range(first, first + count))
+
+    @property
+    def lines(self) -> int:
+        """Lines per block."""
+        return -(-self.block_bytes // 4)
+
+    def tile_bytes(self, k: int) -> int:
+        """Return the bytes of a tile of K columns, a multiple of 256."""
+        return k // BLOCK * self.lines * LINE
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Return the bytes of the tiles of a tensor [N, K] or [E, N, K]."""
+        return tiles_in(shape) * self.tile_bytes(shape[-1])
+
+
+def tiles_in(shape: tuple[int, ...]) -> int:
+    """Return the tiles of a tensor [N, K] or [E, N, K]."""
+    *lead, n, _ = shape
+    return -(-n // ROWS) * (lead[0] if lead else 1)
+
+
+def layout_of(op_name: str, fmt: Format) -> Layout | BlockLayout:
     """Return the layout of a format's tiles.
 
     Raises:
@@ -114,10 +186,14 @@ def layout_of(op_name: str, fmt: Format) -> Layout:
             return Layout("fp4", "e8m0", 32)
         case Ternary():
             return Layout("ternary", "one")
+        case Ggml(kind="iq4_nl"):
+            return Layout("iq4", "f16", UNIT)
+        case Ggml(kind=kind) if kind in _ORDERS:
+            return BlockLayout(kind, fmt.block_bytes)
     raise UnsupportedOp(
         f"{op_name}: no CPU kernel reads the format {fmt.name} with int8 activations; expected "
-        "int8 or int4 with a scale per row or per multiple of 32 columns, mxfp4 or ternary; "
-        "keep its activations fp32"
+        "int8 or int4 with a scale per row or per multiple of 32 columns, mxfp4, ternary, "
+        "q2_k to q6_k or iq4; keep its activations fp32"
     )
 
 

@@ -6,7 +6,9 @@ The panel of T tokens is three runs, one after the other:
     starts  i32 [blocks, T]      what a dot product over a block begins with, to take the bias off
     scales  f32 [groups, T]      activation scales, times the weight's own factor
 
-A block is what is summed in int32: the shorter of weight block and activation group.
+A block is what is summed in int32: the shorter of weight block and activation group. For tiles of a
+`BlockLayout` a block is a unit, and instead of starts there are the sums of its first 16 columns
+(low half) and of the others (high half), int16.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +27,7 @@ from cpu_fallback.lanes.memory import (
 )
 from cpu_fallback.lanes.record import reader
 from cpu_fallback.lanes.vector import call, i64, op, pick
-from cpu_fallback.tiles.layout import BIAS, UNIT, Layout
+from cpu_fallback.tiles.layout import BIAS, UNIT, BlockLayout, Layout
 
 TOKENS = 16
 
@@ -38,13 +40,15 @@ class Form(NamedTuple):
 
     Attributes:
         paired: whether even columns of each 8 come before odd ones.
-        bias: of the codes.
+        halves: whether the sums of 16 columns take the place of starts.
+        bias: of the codes, -1 if it is taken off by other means.
         units: per block, 0 for all.
         group: columns per activation scale, 0 for all.
         factor: the weight's, multiplied into the activation scales.
     """
 
     paired: int
+    halves: int
     bias: int
     units: int
     group: int
@@ -57,15 +61,38 @@ form_at = reader(Form)
 
 def _sum(b: Any, codes: Any) -> Any:
     if CURRENT.avx2:
-        short, eight = ir.VectorType(_I16, 16), ir.VectorType(_I32, 8)
-        ones = ir.Constant(_UNIT, [1] * UNIT)
-        pairs = call(b, "llvm.x86.avx2.pmadd.ub.sw", short, ones, codes)
-        one = ir.Constant(short, [1] * 16)
-        total = call(b, "llvm.x86.avx2.pmadd.wd", eight, pairs, one)
-        return b.sext(call(b, "llvm.vector.reduce.add.v8i32", _I32, total), _I64)
+        return b.sext(call(b, "llvm.vector.reduce.add.v8i32", _I32, _eighths(b, codes)), _I64)
     wide = ir.VectorType(_I16, UNIT)
     total = call(b, "llvm.vector.reduce.add.v32i16", _I16, b.sext(codes, wide))
     return b.sext(total, _I64)
+
+
+def _eighths(b: Any, codes: Any) -> Any:
+    """Emit the sums of each four of 32 codes, for AVX2."""
+    short, eight = ir.VectorType(_I16, 16), ir.VectorType(_I32, 8)
+    ones = ir.Constant(_UNIT, [1] * UNIT)
+    pairs = call(b, "llvm.x86.avx2.pmadd.ub.sw", short, ones, codes)
+    one = ir.Constant(short, [1] * 16)
+    return call(b, "llvm.x86.avx2.pmadd.wd", eight, pairs, one)
+
+
+@op(i64, i64, i64)
+def move_halves(b, source, target):
+    """Copy 32 codes; return the sums of their halves as two int16."""
+    codes = emit_load(b, _UNIT, source)
+    emit_store(b, codes, target)
+    sums = []
+    for start in (0, 1):
+        if CURRENT.avx2:
+            part = pick(b, _eighths(b, codes), list(range(4 * start, 4 * start + 4)))
+            total = call(b, "llvm.vector.reduce.add.v4i32", _I32, part)
+        else:
+            part = pick(b, codes, list(range(16 * start, 16 * start + 16)))
+            wide = b.sext(part, ir.VectorType(_I16, 16))
+            total = b.sext(call(b, "llvm.vector.reduce.add.v16i16", _I16, wide), _I32)
+        sums.append(total)
+    low = b.and_(sums[0], ir.Constant(_I32, 0xFFFF))
+    return b.zext(b.or_(low, b.shl(sums[1], ir.Constant(_I32, 16))), _I64)
 
 
 def _move(b: Any, codes: Any, target: Any, paired: Any) -> Any:
@@ -87,7 +114,7 @@ def move_tail(b, source, count, target, paired):
     return _move(b, emit_load_n(b, _UNIT, source, count), target, paired)
 
 
-def form_of(layout: Layout, group: int, factor: float) -> Form:
+def form_of(layout: Layout | BlockLayout, group: int, factor: float) -> Form:
     """Return the form of the panels of a product.
 
     Args:
@@ -95,16 +122,19 @@ def form_of(layout: Layout, group: int, factor: float) -> Form:
         group: columns per activation scale, 0 for one per token.
         factor: what activation scales are multiplied by.
     """
+    if isinstance(layout, BlockLayout):
+        return Form(0, 1, -1, 1, group, float(factor))
     periods = [p // UNIT for p in (layout.block, group) if p]
     bias = 1 if layout.zeros else BIAS[layout.code]
     paired = int(layout.code in ("int4", "fp4"))
-    return Form(paired, bias, min(periods, default=0), group, float(factor))
+    return Form(paired, 0, bias, min(periods, default=0), group, float(factor))
 
 
-def panel_bytes(layout: Layout, group: int, k: int) -> int:
+def panel_bytes(layout: Layout | BlockLayout, group: int, k: int) -> int:
     """Return the bytes of a panel per token."""
     units = -(-k // UNIT)
-    periods = [p for p in (layout.block, group) if p]
+    block = UNIT if isinstance(layout, BlockLayout) else layout.block
+    periods = [p for p in (block, group) if p]
     blocks = -(-k // min(periods)) if periods else 1
     groups = -(-k // group) if group else 1
     return UNIT * units + 4 * (blocks + groups)
@@ -136,7 +166,7 @@ def fill_token(form, q, scale, k, panel, t, tokens):
         tokens: width of the panel.
     """
     f = form_at(form)
-    paired, bias, per_block, group = f.paired, f.bias, f.units, f.group
+    paired, halves, bias, per_block, group = f.paired, f.halves, f.bias, f.units, f.group
     units = (k + 31) >> 5
     if per_block == 0:
         per_block = units
@@ -147,7 +177,9 @@ def fill_token(form, q, scale, k, panel, t, tokens):
     total = 0
     left = per_block
     for u in range(units):
-        if 32 * u + 32 <= k:
+        if halves:
+            total = move_halves(q + 32 * u, code)
+        elif 32 * u + 32 <= k:
             total += move_unit(q + 32 * u, code, paired)
         else:
             total += move_tail(q + 32 * u, k - 32 * u, code, paired)

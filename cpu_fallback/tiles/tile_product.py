@@ -9,7 +9,8 @@
         out     fp32 [tokens, 16], written
         units   K in units of 32 columns, rounded up
         tokens  1, 2, 4, 8 or 16
-        ahead   how far ahead of the tile's lines to ask for lines, in bytes
+        ahead   how far ahead of the tile's lines to ask for lines, in bytes; a `BlockLayout`'s
+                product leaves that to the core's own prefetcher
 
 Columns are summed in int32 over the shorter of the weight's block and the activation's group. Such
 a sum is converted, and scaled and added with one fma; the sums of a longer block or group likewise.
@@ -29,16 +30,18 @@ from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel
 from cpu_fallback.lanes.memory import emit_load, emit_store
 from cpu_fallback.lanes.simd import emit_fma
-from cpu_fallback.lanes.vector import F32, I32, call, constant, i64, op, spread, void
+from cpu_fallback.lanes.vector import F32, I32, constant, i64, op, spread, void
+from cpu_fallback.tiles.block_product import BlockEmitter
 from cpu_fallback.tiles.byte_dots import Dots, dots_of
-from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, Layout
+from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, BlockLayout, Layout
+from cpu_fallback.tiles.scales import emit_scales
 
 TOKENS = (1, 2, 4, 8, 16)
 
 _AT_ONCE = 16 if CURRENT.avx512 else 4 if CURRENT.avx2 else 1
 """Tokens whose sums the registers hold; the rest of a panel takes another pass over the tile."""
 
-_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
 _FLOAT = ir.FloatType()
 
 
@@ -214,39 +217,21 @@ class _Emitter:
         if layout.zeros:
             place = b.add(at, _i64(layout.record - ROWS))
             zeros = b.zext(emit_load(b, ir.VectorType(_I8, ROWS), place), I32.llvm)
-        return _emit_scales(b, layout.scale, at), zeros
+        return emit_scales(b, layout.scale, at), zeros
 
 
-def _emit_scales(b: Any, kind: str, at: Any) -> Any:
-    """Emit 16 stored scales as fp32; they are finite."""
-    if kind == "f32":
-        return emit_load(b, F32.llvm, at)
-    if kind == "e8m0":
-        codes = b.zext(emit_load(b, ir.VectorType(_I8, ROWS), at), I32.llvm)
-        bits = b.shl(codes, constant(I32, 23))
-        least = constant(I32, 1 << 22)
-        return b.bitcast(call(b, "llvm.umax.v16i32", I32.llvm, bits, least), F32.llvm)
-    codes = emit_load(b, ir.VectorType(_I16, ROWS), at)
-    if kind == "f16" and CURRENT.f16c:
-        return b.fpext(b.bitcast(codes, ir.VectorType(ir.HalfType(), ROWS)), F32.llvm)
-    codes = b.zext(codes, I32.llvm)
-    if kind == "bf16":
-        return b.bitcast(b.shl(codes, constant(I32, 16)), F32.llvm)
-    magnitude = b.shl(b.and_(codes, constant(I32, 0x7FFF)), constant(I32, 13))
-    scaled = b.fmul(b.bitcast(magnitude, F32.llvm), constant(F32, 2.0**112))
-    sign = b.shl(b.and_(codes, constant(I32, 0x8000)), constant(I32, 16))
-    return b.bitcast(b.or_(b.bitcast(scaled, I32.llvm), sign), F32.llvm)
-
-
-def _emitter(layout: Layout, group: int, tokens: int) -> Callable[..., Any]:
+def _emitter(layout: Layout | BlockLayout, group: int, tokens: int) -> Callable[..., Any]:
     @op(void, i64, i64, i64, i64, i64, i64, i64)
     def emit(b, tile, panel, out, units, width, first, ahead):
+        if isinstance(layout, BlockLayout):
+            BlockEmitter(b, layout, group, tokens).emit(tile, panel, out, units, width, first)
+            return
         _Emitter(b, layout, group, tokens).emit(tile, panel, out, units, width, first, ahead)
 
     return emit
 
 
-def _wide(layout: Layout, group: int) -> Callable[..., None]:
+def _wide(layout: Layout | BlockLayout, group: int) -> Callable[..., None]:
     one, two, four, eight, sixteen = (_emitter(layout, group, t) for t in TOKENS)
 
     def product(tile, panel, out, units, tokens, ahead):
@@ -264,7 +249,24 @@ def _wide(layout: Layout, group: int) -> Callable[..., None]:
     return product
 
 
-def _medium(layout: Layout, group: int) -> Callable[..., None]:
+def _broad(layout: Layout | BlockLayout, group: int) -> Callable[..., None]:
+    one, two, four, eight = (_emitter(layout, group, t) for t in TOKENS[:4])
+
+    def product(tile, panel, out, units, tokens, ahead):
+        if tokens == 1:
+            one(tile, panel, out, units, 1, 0, ahead)
+        elif tokens == 2:
+            two(tile, panel, out, units, 2, 0, ahead)
+        elif tokens == 4:
+            four(tile, panel, out, units, 4, 0, ahead)
+        else:
+            for first in range(0, tokens, 8):
+                eight(tile, panel, out, units, tokens, first, ahead)
+
+    return product
+
+
+def _medium(layout: Layout | BlockLayout, group: int) -> Callable[..., None]:
     one, two, four = (_emitter(layout, group, t) for t in TOKENS[:3])
 
     def product(tile, panel, out, units, tokens, ahead):
@@ -279,7 +281,7 @@ def _medium(layout: Layout, group: int) -> Callable[..., None]:
     return product
 
 
-def _narrow(layout: Layout, group: int) -> Callable[..., None]:
+def _narrow(layout: Layout | BlockLayout, group: int) -> Callable[..., None]:
     one = _emitter(layout, group, 1)
 
     def product(tile, panel, out, units, tokens, ahead):
@@ -290,14 +292,17 @@ def _narrow(layout: Layout, group: int) -> Callable[..., None]:
 
 
 @cache
-def product_of(layout: Layout, group: int) -> Kernel:
+def product_of(layout: Layout | BlockLayout, group: int) -> Kernel:
     """Return the kernel for a layout and an activation group.
 
     Args:
         layout: of the weight's tiles.
         group: columns per activation scale: 32, 128, or 0 for one per token.
     """
-    function = {16: _wide, 4: _medium, 1: _narrow}[_AT_ONCE]
+    at_once = _AT_ONCE
+    if isinstance(layout, BlockLayout):  # more code, and eight tokens are as fast as sixteen
+        at_once = min(at_once, 8)
+    function = {16: _wide, 8: _broad, 4: _medium, 1: _narrow}[at_once]
     kernel = Kernel(function(layout, group))
     kernel.name = f"tile_product.{layout.name}_x{group}"
     return kernel

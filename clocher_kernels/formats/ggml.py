@@ -1,0 +1,127 @@
+"""ggml's quantised types, as GGUF files store them: rows of blocks, scales and codes together."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from clocher_kernels.errors import FormatError, ShapeError
+from clocher_kernels.formats import scaling
+from clocher_kernels.formats.base import Format, Plane, Planes, Shape
+from clocher_kernels.formats.ggml_blocks import KINDS
+from clocher_kernels.formats.ggml_encode import ENCODERS
+
+GGML_KINDS = tuple(KINDS)
+"""Names of the types."""
+
+_PIECE = 1 << 14  # elements that are converted at a time
+
+
+@dataclass(frozen=True, repr=False)
+class Ggml(Format):
+    """value = scale * code - minimum, the scale and the minimum of a run of 16 or 32 columns.
+
+    Planes:
+        blocks: u8 [..., N, K / block * bytes of a block], a row's blocks as ggml stores them, so a
+            tensor of a GGUF file is a view of the file. Scales are f16 and must be finite; every
+            code is allowed.
+
+    | kind | block | bytes | codes | scale of a run | minimum |
+    |---|---|---|---|---|---|
+    | q4_k, q5_k | 256 | 144, 176 | 0..15, 0..31 | d * 6 bits, 32 columns | dmin * 6 bits |
+    | q6_k | 256 | 210 | -32..31 | d * i8, 16 columns | |
+    | q3_k | 256 | 110 | -4..3 | d * (-32..31), 16 columns | |
+    | q2_k | 256 | 84 | 0..3 | d * 4 bits, 16 columns | dmin * 4 bits |
+    | q4_1, q5_1 | 32 | 20, 24 | 0..15, 0..31 | d | -m |
+    | q5_0 | 32 | 22 | -16..15 | d | |
+    | iq4_nl | 32 | 18 | 16 of -127..113 | d | |
+    | iq4_xs | 256 | 136 | 16 of -127..113 | d * (-32..31), 32 columns | |
+    | iq3_s | 256 | 110 | fours of a grid of 512, signs | d * (1, 3 .. 31), 32 columns | |
+    | iq3_xxs | 256 | 98 | fours of a grid of 256, signs | d * (1, 3 .. 31) / 4, 32 columns | |
+    | tq1_0 | 256 | 54 | -1, 0, 1 | d | |
+
+    `decode` equals gguf-py's `dequantize` bit for bit.
+
+    Encoding is plain, without the search for the least error of llama-quantize. Types with minima
+    spread the codes over the range of a run (K-quants: widened to include zero at its lower end),
+    the others give the element of largest magnitude the first code (q5_0: -16, iq4: -127); tq1_0
+    takes the largest magnitude as its scale, iq3 gives it the last magnitude of the grid. The
+    error of an element is at most half a step s of its run, and where the scales of runs are
+    codes themselves half a step of theirs: with `top` the largest code
+        q4_k, q5_k, q2_k: s / 2 + top * d / 2 + dmin / 2
+        q6_k, q3_k: s + top * |d|, because the other sign has one code less, in scales too
+        q4_1, q5_1, tq1_0: s / 2, and the rounding of m; q5_0: s
+        iq4_nl: 14 |d|; iq4_xs: 14 s + 127 |d|
+    A bound for iq3, whose groups of four are the nearest of the grid, would say little. Blocks of
+    zeros get scales of zero.
+
+    Attributes:
+        kind: lower case, as llama.cpp spells it: "q4_k".
+
+    Source: ggml-common.h, ggml-quants.c.
+    """
+
+    kind: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise FormatError(f"{self.kind!r} is no type of ggml; expected {', '.join(GGML_KINDS)}")
+
+    @property
+    def name(self) -> str:
+        """Canonical name: the kind."""
+        return self.kind
+
+    @property
+    def block(self) -> int:
+        """Elements of a block."""
+        return KINDS[self.kind].block
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return KINDS[self.kind].fields.itemsize
+
+    def planes(self, shape: Shape) -> dict[str, Plane]:
+        lead, n, k = scaling.matrix_shape(self.name, shape)
+        if k % self.block:
+            raise ShapeError(
+                f"{self.name}: K = {k} of shape {list(shape)}; expected a multiple of "
+                f"{self.block}; keep this tensor in another format"
+            )
+        return {"blocks": Plane("u8", (*lead, n, k // self.block * self.block_bytes))}
+
+    def encode(self, values: np.ndarray) -> dict[str, np.ndarray]:
+        plane = self.planes(values.shape)["blocks"]
+        scaling.require_finite(self.name, values)
+        cells = values.reshape(-1, self.block)
+        blocks = np.empty(len(cells), KINDS[self.kind].fields)
+        for piece in self._pieces(len(cells)):
+            blocks[piece] = ENCODERS[self.kind](cells[piece])
+        return {"blocks": blocks.view(np.uint8).reshape(plane.shape)}
+
+    def decode(self, planes: Planes, shape: Shape) -> np.ndarray:
+        blocks = self._blocks(planes)
+        values = np.empty((len(blocks), self.block), np.float32)
+        for piece in self._pieces(len(blocks)):
+            scales, codes, minima = KINDS[self.kind].unpack(blocks[piece])
+            runs = values[piece].reshape(codes.shape)
+            np.multiply(scales[..., None], codes, out=runs)
+            if minima is not None:
+                runs -= minima[..., None]
+        return values.reshape(shape)
+
+    def check(self, planes: Planes, shape: Shape) -> None:
+        blocks = self._blocks(planes)
+        fields = KINDS[self.kind].fields
+        for name in fields.names or ():
+            if fields[name] == np.float16:
+                scaling.check_scales(f"{self.name} {name}", blocks[name], "f16")
+
+    def _blocks(self, planes: Planes) -> np.ndarray:
+        blocks = np.ascontiguousarray(planes["blocks"]).reshape(-1, self.block_bytes)
+        return blocks.view(KINDS[self.kind].fields)[:, 0]
+
+    def _pieces(self, blocks: int) -> Iterator[slice]:
+        step = _PIECE // self.block
+        return (slice(start, start + step) for start in range(0, blocks, step))

@@ -1,0 +1,77 @@
+"""What decoders and products know of a stored weight, and how a decoder is called.
+
+A decoder turns columns k0 .. k1-1 of up to ROWS rows into fp32. Rows are `PITCH` bytes apart in the
+panel that it writes:
+
+    decoder(weight, expert, row, count, k0, k1, panel) -> address of the first row
+
+`weight` is the address of a record, `Weight`; k0 is a multiple of 128, and so is k1 but for the end
+of the row.
+"""
+
+from typing import NamedTuple
+
+from llvmlite import ir
+
+from cpu_fallback.lanes.record import reader
+from cpu_fallback.lanes.vector import i64, op
+
+ROWS = 8
+COLUMNS = 512
+PITCH = 4 * COLUMNS
+PANEL_BYTES = ROWS * PITCH
+
+_I64 = ir.IntType(64)
+
+
+class Weight(NamedTuple):
+    """What kernels know of a stored weight; addresses and bytes.
+
+    Attributes:
+        decoder: kernel that decodes it; called by address, so it comes first.
+        pitch: from one decoded row to the next.
+        n: rows.
+        k: columns.
+        codes: the stored codes.
+        scales: the scales, 0 if there are none.
+        zeros: the zero points, 0 if there are none.
+        stride: from one stored row to the next.
+        scale_kind: entry of `decode._SCALES`.
+        group: columns per scale.
+        tall: rows per scale.
+        wide: scales per row of scales.
+        high: rows of scales per expert.
+        factor: the one scale of the tensor, where `scale_kind` says so.
+        many: kernel of the product with many tokens (`stream`).
+        block: columns that it decodes at a time.
+    """
+
+    decoder: int
+    pitch: int
+    n: int
+    k: int
+    codes: int
+    scales: int
+    zeros: int
+    stride: int
+    scale_kind: int
+    group: int
+    tall: int
+    wide: int
+    high: int
+    factor: float
+    many: int = 0
+    block: int = 0
+
+
+weight_at = reader(Weight)
+"""Read the record at an address."""
+
+
+@op(i64, i64, i64, i64, i64, i64, i64, i64)
+def decode(b, weight, expert, row, count, k0, k1, panel):
+    """Call the decoder of a weight and return the address of the decoded rows."""
+    kind = ir.FunctionType(_I64, [_I64] * 7)
+    decoder = b.load(b.inttoptr(weight, _I64.as_pointer()))
+    args = [weight, expert, row, count, k0, k1, panel]
+    return b.call(b.inttoptr(decoder, kind.as_pointer()), args)
