@@ -13,11 +13,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
     BitNetConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     GptOssConfig,
+    GraniteConfig,
+    Llama4TextConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from weight_files import LLAMA, copy_model
@@ -38,7 +53,24 @@ CONFIGS = {
     "Qwen3ForCausalLM": Qwen3Config,
     "GptOssForCausalLM": GptOssConfig,
     "BitNetForCausalLM": BitNetConfig,
+    "SmolLM3ForCausalLM": SmolLM3Config,
+    "Llama4ForCausalLM": Llama4TextConfig,
+    "Ministral3ForCausalLM": Ministral3Config,
+    "MixtralForCausalLM": MixtralConfig,
+    "Qwen2MoeForCausalLM": Qwen2MoeConfig,
+    "Qwen3MoeForCausalLM": Qwen3MoeConfig,
+    "GemmaForCausalLM": GemmaConfig,
+    "Gemma2ForCausalLM": Gemma2Config,
+    "Gemma3ForCausalLM": Gemma3TextConfig,
+    "Phi3ForCausalLM": Phi3Config,
+    "Olmo2ForCausalLM": Olmo2Config,
+    "Olmo3ForCausalLM": Olmo3Config,
+    "GraniteForCausalLM": GraniteConfig,
+    "DeepseekV2ForCausalLM": DeepseekV2Config,
+    "DeepseekV3ForCausalLM": DeepseekV3Config,
 }
+ASKED = {"DeepseekV2ForCausalLM": {"num_experts_per_tok": 6}}
+"""What a family has no default for."""
 TINY = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 64,
@@ -55,8 +87,10 @@ def spec_of(**changes: Any):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_fields_left_out_get_the_published_default(name: str) -> None:
-    full = json.loads(CONFIGS[name]().to_json_string(use_diff=False)) | {"architectures": [name]}
-    bare = spec_from_config({"architectures": [name]})
+    asked = ASKED.get(name, {})
+    written = CONFIGS[name](**asked).to_json_string(use_diff=False)
+    full = json.loads(written) | {"architectures": [name]}
+    bare = spec_from_config({"architectures": [name], **asked})
     assert replace(bare, eos_ids=()) == replace(spec_from_config(full), eos_ids=())
 
 
@@ -164,7 +198,7 @@ def test_windows() -> None:
         (
             {"architectures": ["FooForCausalLM"]},
             UnsupportedModel,
-            "known: .*LlamaForCausalLM",
+            "lists: .*Llama, ",
         ),
         ({"architectures": ["A", "B"]}, FormatError, "list of one name"),
         (
@@ -172,11 +206,11 @@ def test_windows() -> None:
             UnsupportedModel,
             "'foo' is not known",
         ),
-        ({"hidden_act": "gelu"}, UnsupportedModel, "known: silu"),
+        ({"hidden_act": "tanh"}, UnsupportedModel, "known: silu"),
         (
-            {"rope_parameters": {"rope_type": "su"}},
+            {"rope_parameters": {"rope_type": "polar"}},
             UnsupportedModel,
-            "default, linear, llama3, yarn",
+            "default, linear, dynamic, llama3, yarn, longrope",
         ),
         (
             {"rope_parameters": {"rope_type": "yarn"}},
@@ -184,7 +218,10 @@ def test_windows() -> None:
             "rope_parameters: field 'factor' is missing",
         ),
         ({"rope_scaling": 3}, FormatError, "expected an object"),
-        ({"partial_rotary_factor": 0.5}, UnsupportedModel, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.1}, FormatError, "0 of 8 values of a head are rotated"),
+        ({"partial_rotary_factor": 1.5}, FormatError, "partial_rotary_factor is 1.5"),
+        ({"architectures": ["Qwen4ForCausalLM"]}, UnsupportedModel, "nearest that is is Qwen"),
+        ({"text_config": 3}, FormatError, "expected an object"),
         ({"num_attention_heads": 3, "num_key_value_heads": 2}, FormatError, "do not divide"),
         ({"head_dim": 7}, FormatError, "even"),
         ({"hidden_size": "32"}, FormatError, "hidden_size is '32'"),
@@ -276,6 +313,29 @@ NUMBERS = {
         **dict.fromkeys(("swiglu_limit", "swiglu_alpha"), 2.0),
     },
     "MistralForCausalLM": {"sliding_window": 4},
+    "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Gemma3ForCausalLM": {
+        **dict.fromkeys(("query_pre_attn_scalar", "sliding_window", "sliding_window_pattern"), 2),
+        **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), 2.0),
+    },
+    "GraniteForCausalLM": dict.fromkeys(
+        ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"),
+        2.0,
+    ),
+    "GraniteMoeHybridForCausalLM": {
+        "layer_types": ["attention"] * 2,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 8,
+    },
+    "Llama4ForCausalLM": {
+        **dict.fromkeys(("attention_chunk_size", "floor_scale", "num_local_experts"), 4),
+        **{"no_rope_layers": [1, 0], "attn_scale": 0.1},
+    },
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2, "kv_lora_rank": 8, "v_head_dim": 8},
+    "DeepseekV3ForCausalLM": {
+        **{"n_routed_experts": 8, "n_group": 4, "topk_group": 2},
+        **{"num_experts_per_tok": 1, "qk_rope_head_dim": 8, "q_lora_rank": 8},
+    },
     "Qwen2ForCausalLM": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     "BitNetForCausalLM": {
         "quantization_config": {

@@ -27,8 +27,14 @@ WEIGHT_ONLY = {
     "int8w": "int8_row_f32",
     "int4w": "int4_sym_g64_f16",
     "int4": "int4_sym_g64_f16",
+    "fp8w": "fp8_e4m3_row_f32",
+    "fp8_b128w": "fp8_e4m3_b128_f32",
+    "fp8_e5m2w": "fp8_e5m2_row_f32",
+    "mxfp4w": "mxfp4",
+    "ternaryw": "ternary_f16",
 }
 PRECISIONS = (*CASTS, *WEIGHT_ONLY)
+_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +65,9 @@ def load_model(checkpoint: Checkpoint, precision: str | None = None) -> Model:
     Args:
         checkpoint: opened Hugging Face directory or IEBIN pair.
         precision: None keeps every tensor as stored. "fp32", "bf16", "fp16" cast the float
-            matrices. "int8w" (int8 per row) and "int4w" (int4, groups of 64) quantise the float
-            linears of the blocks; embedding, head, router and vectors stay. Tensors that are
-            quantised already are never touched.
+            matrices. The names in `WEIGHT_ONLY`, such as "int8w" (int8 per row), quantise the
+            float linears of the blocks by rounding; embedding, head, router and vectors stay.
+            Tensors that are quantised already are never touched.
 
     Raises:
         UsageError: the precision is not known.
@@ -84,7 +90,7 @@ def load_model(checkpoint: Checkpoint, precision: str | None = None) -> Model:
     for name, need in needs.items():
         tensor = checkpoint.tensor(name)
         if need.kind == "vector":
-            weights[name] = _vector(name, tensor)
+            weights[name] = _vector(name, need, tensor)
         else:
             weights[name] = _matrix(need, tensor, precision, spec.ternarize)
     matrices = {n: (w.format, w.nbytes) for n, w in weights.items() if isinstance(w, QuantTensor)}
@@ -118,7 +124,7 @@ def describe(checkpoint: Checkpoint) -> tuple[ModelSpec, dict[str, Need]]:
     Raises:
         UnsupportedModel, FormatError: the checkpoint is not one that Clocher can run.
     """
-    spec = model_spec(checkpoint)
+    spec = head_as_stored(model_spec(checkpoint), checkpoint)
     needs = inventory(spec)
     _account(spec, needs, checkpoint)
     for name, need in needs.items():
@@ -142,6 +148,7 @@ def destined(
         stored = checkpoint.tensors[name]
         if need.kind == "vector":
             is_same = stored.format.name == "f32" and not isinstance(stored, LazyTensor)
+            is_same = is_same and not need.offset and need.scale == 1
             found[name] = Destined(None, 4 * prod(need.shape), not is_same)
             continue
         fmt = _target(need, stored.format, precision, spec.ternarize)
@@ -163,13 +170,45 @@ def model_spec(checkpoint: Checkpoint) -> ModelSpec:
     return replace(spec, eos_ids=tuple(dict.fromkeys((*spec.eos_ids, *more))))
 
 
+def head_as_stored(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
+    """Return a model whose embedding is its head only if no other head is stored.
+
+    A checkpoint may say `tie_word_embeddings` and have an `lm_head.weight` all the same: often a
+    copy, but after some trainings or quantisations another matrix, which transformers then uses.
+    """
+    both = {EMBED, HEAD} <= set(checkpoint.names)
+    if not spec.tied or not both or _same_planes(checkpoint, EMBED, HEAD):
+        return spec
+    return replace(spec, tied=False)
+
+
+def _same_planes(checkpoint: Checkpoint, name: str, other: str) -> bool:
+    """Return whether two tensors are stored alike; reading stops at the first difference."""
+    one, two = checkpoint.tensors[name], checkpoint.tensors[other]
+    if (one.shape, one.format) != (two.shape, two.format):
+        return False
+    planes, others = checkpoint.tensor(name).planes, checkpoint.tensor(other).planes
+    return all(
+        np.array_equal(plane[start : start + _ROWS], others[key][start : start + _ROWS])
+        for key, plane in planes.items()
+        for start in range(0, len(plane), _ROWS)
+    )
+
+
 def _account(spec: ModelSpec, needs: Mapping[str, Need], checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint that lacks a tensor, or has one that the model would ignore."""
     names = set(checkpoint.names)
-    missing = sorted(set(needs) - names)
+    missing = [name for name in needs if name not in names]
+    if missing == [HEAD]:
+        raise FormatError(
+            f"{checkpoint.path}: {HEAD} is missing, and its config.json does not say that the "
+            "embedding is the head (tie_word_embeddings): a model that was saved without its head "
+            "(AutoModel) makes no text; save it as AutoModelForCausalLM"
+        )
     if missing:
         raise FormatError(
-            f"{checkpoint.path}: {len(missing)} tensors are missing, the first is {missing[0]}"
+            f"{checkpoint.path}: {len(missing)} tensors are missing, the first is {missing[0]}; "
+            "its config.json is another model's, or the download is not whole"
         )
     ignored = {HEAD} if spec.tied else set()
     extra = sorted(n for n in names - set(needs) - ignored if not n.endswith("rotary_emb.inv_freq"))
@@ -187,10 +226,13 @@ def _bias_of_zeros(checkpoint: Checkpoint, name: str) -> bool:
     return is_bias and not checkpoint.tensor(name).decode().any()
 
 
-def _vector(name: str, tensor: QuantTensor) -> np.ndarray:
+def _vector(name: str, need: Need, tensor: QuantTensor) -> np.ndarray:
     if not isinstance(tensor.format, Float):
         raise FormatError(f"tensor {name} is {tensor.format.name}; expected a float vector")
-    return np.ascontiguousarray(tensor.decode(), dtype=np.float32)
+    values = np.ascontiguousarray(tensor.decode(), dtype=np.float32)
+    if need.offset or need.scale != 1:
+        values = (values + np.float32(need.offset)) * np.float32(need.scale)
+    return values
 
 
 def _matrix(need: Need, tensor: QuantTensor, precision: str | None, ternarize: bool) -> QuantTensor:

@@ -1,32 +1,42 @@
-"""config.json, field by field: what every family has, the rotary embedding, windows, BitNet.
+"""config.json, field by field: what every family has, kinds of layers, BitNet.
 
 A `Struct` says of each field its type, its range and its default. Null counts as left out, as
 transformers writes it for unset fields, except where a family says otherwise.
 """
 
 from collections.abc import Mapping
-from math import log
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from msgspec import Meta, Struct
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_runtime.disk.schema import given, one_of, read_as, shown, unknown
-from clocher_runtime.models.spec import ModelSpec, RopeSpec
+from clocher_runtime.models.config_fields import (
+    WHERE,
+    Epsilon,
+    Fraction,
+    Heads,
+    Layers,
+    Size,
+    Theta,
+)
+from clocher_runtime.models.config_rope import read_rope
+from clocher_runtime.models.spec import Act, ModelSpec, RopeSpec
 
-WHERE = "config.json"
 LAYER_TYPES = ("sliding_attention", "full_attention")
 
-# No dimension of a model is larger; keeps products far from overflow.
-Size = Annotated[int, Meta(ge=1, le=1 << 24)]
-Heads = Annotated[int, Meta(ge=1, le=4096)]
-Layers = Annotated[int, Meta(ge=1, le=1024)]
-Epsilon = Annotated[float, Meta(ge=1e-12, le=1.0)]
-# Wide of everything published, and so narrow that no table of angles overflows or divides by zero.
-Theta = Annotated[float, Meta(ge=1.001, le=1e12)]
-_Rotations = Annotated[float, Meta(ge=1e-3, le=1e6)]
-_Magnitude = Annotated[float, Meta(ge=0.0, le=100.0)]
 _TokenId = Annotated[int, Meta(ge=0)]
+
+
+ACTIVATIONS: Mapping[str, Act] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu2",
+}
+"""Names in configs, as transformers has them, of the activations that there are."""
 
 
 class Ends(Struct):
@@ -61,6 +71,9 @@ class Decoder(Ends, kw_only=True):
     head_dim: Heads | None = None
     max_position_embeddings: Size = 2048
     original_max_position_embeddings: Size | None = None
+    hidden_act: str | None = None
+    hidden_activation: str | None = None
+    partial_rotary_factor: Fraction = 1.0
     rms_norm_eps: Epsilon = 1e-6
     rope_theta: Theta = 10000.0
     rope_parameters: dict[str, Any] | None = None
@@ -77,23 +90,54 @@ class Decoder(Ends, kw_only=True):
             windows: of each layer; (): all keys are visible.
             **more: fields of `ModelSpec`.
         """
-        heads, act = self.num_attention_heads, self.ACTIVATION
-        return ModelSpec(
-            family=family,
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_heads=heads,
-            num_kv_heads=self.num_key_value_heads or heads,
-            head_dim=self.head_dim or max(self.hidden_size // heads, 1),
-            windows=windows or (0,) * self.num_hidden_layers,
-            max_positions=self.max_position_embeddings,
-            norm_eps=self.rms_norm_eps,
-            rope=_rope(self),
-            act="relu2" if act == "relu2" else "silu",
-            tied=self.tie_word_embeddings,
-            eos_ids=self.eos_ids(self.vocab_size),
-            **more,
+        heads, rope = self.num_attention_heads, self.rope()
+        positions = self.max_position_embeddings
+        if rope.kind == "dynamic":  # a longer context only changes its base
+            positions = int(positions * max(rope.factor, 1.0))
+        fields: dict[str, Any] = {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_heads": heads,
+            "num_kv_heads": self.num_key_value_heads or heads,
+            "head_dim": self.dim,
+            "windows": windows or (0,) * self.num_hidden_layers,
+            "max_positions": positions,
+            "norm_eps": self.rms_norm_eps,
+            "rope": rope,
+            "act": ACTIVATIONS[self.hidden_activation or self.hidden_act or self.ACTIVATION],
+            "tied": self.tie_word_embeddings,
+            "eos_ids": self.eos_ids(self.vocab_size),
+        }
+        return ModelSpec(family=family, **{**fields, **more})
+
+    @property
+    def dim(self) -> int:
+        """Values of a head."""
+        return int(self.head_dim or max(self.hidden_size // self.num_attention_heads, 1))
+
+    def rope(self, layer_type: str = LAYER_TYPES[1]) -> RopeSpec:
+        """Return the rotary embedding of a type of layer.
+
+        Args:
+            layer_type: in `LAYER_TYPES`; where all layers have the same it does not matter.
+        """
+        name = "rope_scaling" if self.rope_parameters is None else "rope_parameters"
+        stated = getattr(self, name)
+        if stated is None and self.ROPE is not None:
+            return self.ROPE
+        if stated is not None and any(kind in stated for kind in LAYER_TYPES):
+            name, stated = f"{name}.{layer_type}", stated.get(layer_type)
+            if stated is not None and not isinstance(stated, dict):
+                raise FormatError(f"{WHERE}: {name} is {shown(stated)}; expected an object")
+        return read_rope(
+            stated,
+            f"{WHERE}: {name}",
+            theta=self.rope_theta,
+            part=self.partial_rotary_factor,
+            head_dim=self.dim,
+            positions=self.max_position_embeddings,
+            original=self.original_max_position_embeddings,
         )
 
 
@@ -103,98 +147,18 @@ _D = TypeVar("_D", bound=Decoder)
 def read_config(config: Mapping[str, Any], kind: type[_D]) -> _D:
     """Return the fields of a config as a family declares them.
 
-    `sliding_window` alone may be null: nothing slides then.
+    `sliding_window` alone may be null, or 0: nothing slides then.
 
     Raises:
         FormatError: a field is of the wrong type or out of range.
-        UnsupportedModel: the activation is another one, or only a part of a head is rotated.
+        UnsupportedModel: the activation is another one.
     """
-    one_of(config, "hidden_act", kind.ACTIVATION, (kind.ACTIVATION,), WHERE)
-    _whole_heads(config, WHERE)
+    for name in ("hidden_act", "hidden_activation"):
+        one_of(config, name, kind.ACTIVATION, ACTIVATIONS, WHERE)
     fields = given(config)
     if "sliding_window" in config:
-        fields["sliding_window"] = config["sliding_window"]
+        fields["sliding_window"] = config["sliding_window"] or None
     return read_as(fields, kind, WHERE)
-
-
-class _Linear(Struct):
-    factor: _Rotations
-
-
-class _Llama3(_Linear):
-    original_max_position_embeddings: Size | None = None
-    low_freq_factor: _Rotations = 1.0
-    high_freq_factor: _Rotations = 4.0
-
-
-class _Yarn(_Linear):
-    original_max_position_embeddings: Size | None = None
-    beta_fast: _Rotations = 32.0
-    beta_slow: _Rotations = 1.0
-    truncate: bool = True
-    mscale: _Magnitude = 0.0
-    mscale_all_dim: _Magnitude = 0.0
-    attention_factor: Annotated[float, Meta(ge=1e-3, le=1e3)] | None = None
-
-
-class _Theta(Struct):
-    rope_theta: Theta
-
-
-def _rope(config: Decoder) -> RopeSpec:
-    """Read the rotary embedding in either spelling.
-
-    Old: `rope_theta` beside `rope_scaling` {"type" or "rope_type", ...}. New (transformers 5):
-    `rope_parameters` with all of it.
-
-    Source: transformers modeling_rope_utils; YaRN is Peng et al. 2023 (arXiv 2309.00071).
-    """
-    name = "rope_scaling" if config.rope_parameters is None else "rope_parameters"
-    stated = getattr(config, name)
-    if stated is None:
-        return config.ROPE or RopeSpec(config.rope_theta)
-    where, scaling = f"{WHERE}: {name}", given(stated)
-    _whole_heads(scaling, where)
-    theta = read_as({"rope_theta": config.rope_theta, **scaling}, _Theta, where).rope_theta
-    spelled = "rope_type" if "rope_type" in scaling else "type"
-    kind = one_of(scaling, spelled, "default", ("default", "linear", "llama3", "yarn"), where)
-    if kind == "default":
-        return RopeSpec(theta)
-    if kind == "linear":
-        return RopeSpec(theta, "linear", read_as(scaling, _Linear, where).factor)
-    known = config.original_max_position_embeddings or config.max_position_embeddings
-    if kind == "llama3":
-        llama = read_as(scaling, _Llama3, where)
-        low, high = llama.low_freq_factor, llama.high_freq_factor
-        if high <= low:
-            raise FormatError(f"{WHERE}: high_freq_factor {high} must exceed {low}")
-        original = llama.original_max_position_embeddings or known
-        return RopeSpec(theta, kind, llama.factor, original, low, high)
-    yarn = read_as(scaling, _Yarn, where)
-    return RopeSpec(
-        theta,
-        "yarn",
-        yarn.factor,
-        yarn.original_max_position_embeddings or known,
-        beta_fast=yarn.beta_fast,
-        beta_slow=yarn.beta_slow,
-        truncate=yarn.truncate,
-        attention_factor=yarn.attention_factor or _attention_factor(yarn),
-    )
-
-
-def _attention_factor(yarn: _Yarn) -> float:
-    def magnitude(mscale: float) -> float:
-        return 1.0 if yarn.factor <= 1 else 0.1 * mscale * log(yarn.factor) + 1.0
-
-    if yarn.mscale and yarn.mscale_all_dim:
-        return magnitude(yarn.mscale) / magnitude(yarn.mscale_all_dim)
-    return magnitude(1.0)
-
-
-def _whole_heads(fields: Mapping[str, Any], where: str) -> None:
-    """Refuse a rotation of a part of each head, which would change the arithmetic."""
-    one_of(fields, "partial_rotary_factor", 1, (1, 1.0), where)
 
 
 def layer_windows(

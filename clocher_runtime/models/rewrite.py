@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from clocher_kernels.formats import Int4, Int8, Mxfp4, Ternary
+from clocher_kernels.formats import Ggml, Int4, Int8, Mxfp4, Ternary
 from clocher_kernels.formats.base import Format
 from clocher_kernels.ops import OPS, written
 from clocher_kernels.ops.contract import has_codes
@@ -14,6 +14,7 @@ CODES = ".codes"
 """What a buffer's name ends with that holds the codes which ternary weights multiply."""
 
 _UNIT = 32
+_GGML_KINDS = ("q4_k", "q5_k", "q6_k", "q3_k", "q2_k", "iq4_nl", "iq4_xs")
 
 
 def takes_int8(fmt: Format) -> bool:
@@ -23,6 +24,8 @@ def takes_int8(fmt: Format) -> bool:
             return not isinstance(group, int) or group % _UNIT == 0
         case Mxfp4():
             return True
+        case Ggml(kind=kind):
+            return kind in _GGML_KINDS
     return False
 
 

@@ -4,34 +4,70 @@ import math
 
 import numpy as np
 
-from clocher_runtime.models.spec import RopeSpec
+from clocher_runtime.models.spec import QueryGrowth, RopeSpec
 
 
-def inverse_frequencies(spec: RopeSpec, head_dim: int) -> np.ndarray:
-    """Return the angle per position of each pair, [head_dim / 2] fp32.
+def inverse_frequencies(spec: RopeSpec, head_dim: int, context: int = 0) -> np.ndarray:
+    """Return the angle per position of each pair, [pairs] fp32; half as many as rotated values.
 
-    Source: Su et al. 2021 (arXiv 2104.09864); llama3 and YaRN as transformers' rope functions.
+    Where the frequencies depend on the length of a text (dynamic, longrope), that of the longest
+    one counts from its first token on, so a token's key does not depend on when it was computed.
+
+    Args:
+        spec: the embedding.
+        head_dim: values of a head.
+        context: longest text; 0: not longer than in training.
+
+    Source: Su et al. 2021 (arXiv 2104.09864); the others as transformers' rope functions.
     """
-    pairs = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    plain = (1.0 / np.float32(spec.theta) ** pairs).astype(np.float32)
-    if spec.kind == "default":
+    size = spec.rotated or head_dim
+    pairs = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
+    theta = spec.theta
+    if spec.kind == "dynamic" and context > spec.original_positions:
+        growth = spec.factor * context / spec.original_positions - (spec.factor - 1)
+        theta *= growth ** (size / max(size - 2, 1))
+    plain = (1.0 / np.float32(theta) ** pairs).astype(np.float32)
+    if spec.kind in ("default", "dynamic"):
         return plain
+    if spec.kind == "longrope":
+        is_long = context > spec.original_positions
+        factors = np.array(spec.long_factors if is_long else spec.short_factors, np.float32)
+        return (1.0 / (factors * np.float32(theta) ** pairs)).astype(np.float32)
     stretched = (plain / np.float32(spec.factor)).astype(np.float32)
     if spec.kind == "linear":
         return stretched
     if spec.kind == "llama3":
         return _llama3(spec, plain, stretched)
-    keep = 1 - _yarn_ramp(spec, head_dim)
+    keep = 1 - _yarn_ramp(spec, size)
     return np.asarray(stretched * (1 - keep) + plain * keep, np.float32)
 
 
-def rope_tables(spec: RopeSpec, head_dim: int, positions: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return cosines and sines [positions, head_dim / 2] fp32, attention factor included."""
-    angles = np.arange(positions, dtype=np.float32)[:, None] * inverse_frequencies(spec, head_dim)
-    factor = np.float32(spec.attention_factor)
-    cos, sin = np.cos(angles), np.sin(angles, out=angles)  # a long context has large tables
-    cos *= factor
-    sin *= factor
+def rope_tables(
+    spec: RopeSpec | None, head_dim: int, positions: int, growth: QueryGrowth | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return cosines and sines [positions, pairs] fp32, attention factor included.
+
+    Args:
+        spec: the embedding; None: nothing is rotated.
+        head_dim: values of a head.
+        positions: of the longest text.
+        growth: with it the tables are those of queries that grow with their position, too.
+    """
+    if spec is None:
+        cos = np.ones((positions, head_dim // 2), np.float32)
+        sin = np.zeros_like(cos)
+    else:
+        frequencies = inverse_frequencies(spec, head_dim, positions)
+        angles = np.arange(positions, dtype=np.float32)[:, None] * frequencies
+        factor = np.float32(spec.attention_factor)
+        cos, sin = np.cos(angles), np.sin(angles, out=angles)  # a long context has large tables
+        cos *= factor
+        sin *= factor
+    if growth is not None:
+        steps = np.floor((np.arange(positions) + growth.after) / growth.every)
+        scale = (1 + growth.strength * np.log1p(steps)).astype(np.float32)[:, None]
+        cos *= scale
+        sin *= scale
     return cos, sin
 
 
@@ -49,18 +85,18 @@ def _llama3(spec: RopeSpec, plain: np.ndarray, stretched: np.ndarray) -> np.ndar
     ).astype(np.float32)
 
 
-def _yarn_ramp(spec: RopeSpec, head_dim: int) -> np.ndarray:
-    """Return 0 where a pair keeps its frequency, 1 where it is fully stretched, [head_dim / 2]."""
+def _yarn_ramp(spec: RopeSpec, size: int) -> np.ndarray:
+    """Return 0 where a pair keeps its frequency, 1 where it is fully stretched, [size / 2]."""
 
     def pair_of(rotations: float) -> float:
         wave = spec.original_positions / (rotations * 2 * math.pi)
-        return head_dim * math.log(wave) / (2 * math.log(spec.theta))
+        return size * math.log(wave) / (2 * math.log(spec.theta))
 
     low, high = pair_of(spec.beta_fast), pair_of(spec.beta_slow)
     if spec.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, size - 1)
     if low == high:
         high += 0.001  # as transformers does, to avoid dividing by zero
-    ramp = (np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low)
+    ramp = (np.arange(size // 2, dtype=np.float32) - low) / (high - low)
     return np.asarray(np.clip(ramp, 0, 1))

@@ -1,0 +1,223 @@
+"""From the tensors that a family's files have to those that a model reads.
+
+Renaming costs nothing, and a run of rows stays a view of the file. Rows in another order, and the
+matrices of experts that are tensors of their own, are gathered when they are asked for: bytes are
+copied, no number is computed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from clocher_kernels.errors import FormatError, ModelError, UnsupportedModel
+from clocher_kernels.formats import Float, Format, Fp8, Int8, Ternary
+from clocher_kernels.formats.fp8 import BLOCK
+from clocher_runtime.checkpoints.checkpoint import LazyTensor, Stored, lazy_tensor, stored_tensor
+from clocher_runtime.models.families import family_of, text_config
+from clocher_runtime.models.family import Piece, pieces
+from clocher_runtime.models.inventory import EMBED, HEAD, Need, inventory
+
+Planes = Mapping[str, np.ndarray]
+
+_TEXT = (
+    ("model.language_model.lm_head.", "lm_head."),
+    ("model.language_model.model.", "model."),
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+"""How names begin in models of more than text, and how in models of text."""
+_OTHER_SENSES = (
+    "vision_tower.",
+    "vision_model.",
+    "visual.",
+    "audio_tower.",
+    "multi_modal_projector.",
+    "embed_vision.",
+)
+
+
+def arranged(
+    tensors: Mapping[str, Stored], config: Mapping[str, Any], where: str
+) -> tuple[dict[str, Stored], tuple[str, ...]]:
+    """Return the tensors under the names of `inventory`, and notes on what was left out.
+
+    What the model does not read keeps its name; the loader says so.
+
+    Args:
+        tensors: of the files, by their names.
+        config: config.json.
+        where: what the model is, for messages.
+
+    Raises:
+        UnsupportedModel: rows that cannot be picked out of how they are stored.
+        FormatError: a tensor has another shape than the config says.
+    """
+    named, notes = _of_text(tensors)
+    try:
+        family = family_of(text_config(config))
+        spec = family.read(text_config(config))
+    except ModelError:
+        return named, notes  # the loader tells
+    found: dict[str, Stored] = {}
+    used: set[str] = set()
+    for source, need in inventory(spec).items():
+        # Ends at the first that is not there: a config may promise more experts than fit anywhere.
+        if all(part.name in named for part in pieces(family, spec, source, need)):
+            parts = tuple(pieces(family, spec, source, need))
+            found[source] = _assembled(named, parts, need, f"{where}: tensor {source!r}")
+            used |= {part.name for part in parts}
+    rest = {name: tensor for name, tensor in named.items() if name not in used | set(found)}
+    return {**found, **rest}, notes
+
+
+def _of_text(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], tuple[str, ...]]:
+    """Return the tensors of the text model by the names that they have in one of text alone."""
+    named: dict[str, Stored] = {}
+    left_out = 0
+    # A model that was saved without its head has no "model." before its names.
+    bare = "embed_tokens.weight" in tensors and EMBED not in tensors
+    for name, tensor in tensors.items():
+        if name.removeprefix("model.").startswith(_OTHER_SENSES):
+            left_out += 1
+            continue
+        own = text_name(name)
+        named[f"model.{own}" if bare and own != HEAD else own] = tensor
+    note = f"{left_out} tensors of other senses than text were left out"
+    return named, (note,) if left_out else ()
+
+
+def text_name(name: str) -> str:
+    """Return the name that a tensor of a model of more than text has in one of text alone."""
+    return next((to + name[len(begin) :] for begin, to in _TEXT if name.startswith(begin)), name)
+
+
+def _assembled(
+    named: Mapping[str, Stored], parts: Sequence[Piece], need: Need, where: str
+) -> Stored:
+    first = named[parts[0].name]
+    if len(parts) == 1 and parts[0].rows is None and parts[0].expert is None:
+        return first
+    sources = [named[part.name] for part in parts]
+    if len(need.shape) == 1 or isinstance(first.format, Float) or len(parts) == 1:
+        fmt: Format = first.format
+    else:
+        fmt = _by_row(first.format)
+    if other := [s for s in sources if s.format != first.format]:
+        raise UnsupportedModel(
+            f"{where}: its parts are {first.format.name} and {other[0].format.name}; expected one "
+            "format; Clocher's experts of a layer are one matrix"
+        )
+    if isinstance(fmt, Ternary):
+        raise UnsupportedModel(
+            f"{where}: rows of {fmt.name} cannot be put in another order as they are packed; take "
+            "the model in another format"
+        )
+    if isinstance(fmt, Fp8) and fmt.scope == "b128" and not _whole_blocks(parts):
+        fmt = replace(fmt, scope="g128")
+    for part, source in zip(parts, sources, strict=True):
+        _check_rows(part, source, need, where)
+    only = parts[0]
+    if len(parts) == 1 and isinstance(only.rows, slice) and not isinstance(first, LazyTensor):
+        planes = _picked(first.format, first.planes, first.shape, only.rows, fmt)
+        return stored_tensor(need.shape, fmt, planes, where)
+    pairs = list(zip(parts, sources, strict=True))
+    return lazy_tensor(need.shape, fmt, lambda: _gathered(pairs, fmt, need.shape), where)
+
+
+def _whole_blocks(parts: Sequence[Piece]) -> bool:
+    """Return whether 128 x 128 blocks stay what they are: no row leaves its block."""
+    rows = parts[0].rows
+    if len(parts) == 1 and isinstance(rows, slice):
+        return not (rows.start | rows.stop) % BLOCK
+    return all(part.rows is None and part.places is None for part in parts)
+
+
+def _by_row(fmt: Format) -> Format:
+    """Return the format that holds matrices with a scale each, row by row."""
+    if isinstance(fmt, Fp8) and fmt.scope == "tensor":
+        return replace(fmt, scope="row")
+    if isinstance(fmt, Int8) and fmt.group == "tensor":
+        return replace(fmt, group="row")
+    return fmt
+
+
+def _check_rows(part: Piece, source: Stored, need: Need, where: str) -> None:
+    """Refuse a tensor of the file that does not have the rows, or the columns, that are wanted."""
+    axis = -1 if need.kind == "vector" else -2
+    shape = source.shape
+    stack = need.shape[:axis] if part.expert is None else need.shape[1:axis]
+    rest = need.shape[len(need.shape) + axis + 1 :]
+    count = shape[axis] if len(shape) >= -axis else 0
+    places = len(range(need.shape[axis])[part.places or slice(None)])
+    if part.rows is None:
+        fits, asked = count == places, places
+    elif isinstance(part.rows, slice):
+        fits = part.rows.stop <= count and part.rows.stop - part.rows.start == places
+        asked = part.rows.stop
+    else:
+        asked = int(part.rows.max()) + 1
+        fits = asked <= count and len(part.rows) == places
+    if not fits or shape[:axis] != stack or (rest and shape[-1] != rest[-1]):
+        raise FormatError(
+            f"{where}: {part.name} has shape {list(shape)}; config.json asks for "
+            f"{[*stack, asked, *rest]}, or more rows"
+        )
+
+
+def _gathered(
+    pairs: Sequence[tuple[Piece, Stored]], fmt: Format, shape: tuple[int, ...]
+) -> dict[str, np.ndarray]:
+    planes = {key: np.empty(p.shape, p.storage) for key, p in fmt.planes(shape).items()}
+    for part, stored in pairs:
+        source = stored.make() if isinstance(stored, LazyTensor) else stored.planes
+        picked = _picked(stored.format, source, stored.shape, part.rows, fmt)
+        for key, plane in planes.items():
+            target = plane if part.expert is None else plane[part.expert]
+            lead = len(shape) - (2 if len(shape) > 1 else 1) - (part.expert is not None)
+            place = (slice(None),) * lead + (part.places or slice(None),)
+            if target.shape[lead : lead + 1] == (1,) and picked[key].shape == target.shape:
+                target[...] = picked[key]
+            else:
+                target[place] = picked[key]
+    return planes
+
+
+def _picked(
+    fmt: Format,
+    planes: Planes,
+    shape: tuple[int, ...],
+    rows: slice | np.ndarray | None,
+    target: Format,
+) -> dict[str, np.ndarray]:
+    """Return the planes of some rows of a tensor, as a format that has planes of rows stores them.
+
+    Args:
+        fmt: of the tensor.
+        planes: of it.
+        shape: of it.
+        rows: which; None: all.
+        target: the format of the result.
+    """
+    lead = max(len(shape) - 2, 0)
+    count = shape[lead]
+    chosen = slice(None) if rows is None else rows
+    found = {}
+    blocks = isinstance(fmt, Fp8) and fmt.scope == "b128"
+    for key, plane in planes.items():
+        if key == "scales" and target != fmt:  # one for each row now
+            if blocks:
+                plane = np.repeat(plane, BLOCK, axis=lead)[(slice(None),) * lead + (slice(count),)]
+            else:
+                plane = np.broadcast_to(plane, (*shape[:lead], count))
+        elif key == "scales" and blocks and isinstance(rows, slice):
+            place = slice(rows.start // BLOCK, rows.stop // BLOCK)
+            found[key] = plane[(slice(None),) * lead + (place,)]
+            continue
+        if plane.shape[: lead + 1] == (*shape[:lead], count):
+            found[key] = plane[(slice(None),) * lead + (chosen,)]
+        else:  # of the whole matrix, or of whole blocks
+            found[key] = plane
+    return found

@@ -1,0 +1,318 @@
+"""The calls and buffers of a forward pass, layer by layer, of whatever family a ModelSpec is."""
+
+from collections.abc import Mapping
+
+from clocher_kernels.formats.base import Format
+from clocher_kernels.formats.bsr import Bsr
+from clocher_kernels.formats.ternary import Ternary
+from clocher_kernels.ops.sampling import words_for
+from clocher_kernels.plan import Attr, Buffer, Call, Plan, Role, Rows
+from clocher_runtime.models.inventory import EMBED, NORM, head_name, layer_name, mlp_norm_name
+from clocher_runtime.models.rewrite import quantize_for_ternary
+from clocher_runtime.models.spec import MlaSpec, ModelSpec, MoeSpec, QueryGrowth
+
+PAGE_CELLS = 64  # cells of a KV page
+ONES = "norm.ones"
+"""The weights of a norm that has none."""
+_CONSTS = ("rope", ONES)
+"""How the names of tables begin."""
+
+_TOKEN_ARGS = {n: n for n in ("slots", "positions", "ends", "ancestors")}
+
+
+def tables_of(spec: ModelSpec, layer: int) -> dict[str, tuple[str, QueryGrowth | None]]:
+    """Return for "q" and "k" the name of a layer's tables and how they grow, if they are turned."""
+    rope, growth = spec.rope_of(layer), spec.query_growth
+    if growth is not None and spec.unrotated and layer not in spec.unrotated:
+        growth = None
+    plain = "rope.window" if rope is not None and rope is spec.window_rope else "rope"
+    found: dict[str, tuple[str, QueryGrowth | None]] = {}
+    if rope is not None:
+        found = {"q": (plain, None), "k": (plain, None)}
+    if growth is not None:
+        found["q"] = (f"{plain}.grown" if rope else "rope.growth"), growth
+    return found
+
+
+class Builder:
+    """Collects them; `build` returns the Plan, without the rotary tables."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        formats: Mapping[str, Format],
+        tokens: int,
+        rows: int,
+        slots: int,
+        context: int,
+        kv_dtype: str,
+    ) -> None:
+        self.spec, self.formats = spec, formats
+        self.tokens, self.rows, self.slots, self.context = tokens, rows, slots, context
+        self.kv_dtype = kv_dtype
+        self.blocks = -(-context // PAGE_CELLS)
+        self.pages, self.window_pages = slots * self.blocks, 0
+        self.buffers: dict[str, Buffer] = {}
+        self.weights: dict[str, None] = {}
+        self.calls: list[Call] = []
+
+    def build(self) -> Plan:
+        """Return the Plan."""
+        spec, hidden = self.spec, self.spec.hidden_size
+        self._inputs()
+        self._scratch("h", hidden)
+        # The stream holds what the model's does, divided by the factor of what is added to it.
+        scale = spec.embedding_scale / spec.residual_scale
+        self._call("embed", {"ids": "ids", "table": EMBED, "y": "h"}, scale=scale)
+        for layer, window in enumerate(spec.windows):
+            self._attention(layer, window)
+            self._mlp(layer)
+        self._buffer("last", (self.rows, hidden), "f32", "R")
+        self._buffer("logits", (self.rows, spec.vocab_size), "f32", "R", "output")
+        self._buffer("sampled", (self.rows,), "i32", "R", "output")
+        self._call("gather_rows", {"x": "h", "rows": "rows", "y": "last"})
+        # A buffer of its own: what only products read may be stored in fewer bits.
+        self._buffer("last.normed", (self.rows, hidden), "f32", "R")
+        self._norm("last", NORM, "last.normed", self._stream_eps())
+        self._linear("last.normed", head_name(spec), "logits")
+        if spec.logit_softcap:
+            self._call("softcap", {"x": "logits"}, cap=spec.logit_softcap)
+        settings = ("temperature", "top_k", "top_p", "seeds", "draws")
+        draw = {n: n for n in ("logits", "allowed", "masked", *settings)}
+        self._call("sample", {**draw, "ids": "sampled"})
+        step = {n: n for n in ("sampled", "rows", "ids", "positions", "ends", "draws")}
+        self._call("advance", step)
+        plan = Plan(
+            self.tokens, self.rows, self.buffers, {}, tuple(self.weights), tuple(self.calls)
+        )
+        return quantize_for_ternary(plan, self.formats)
+
+    def _inputs(self) -> None:
+        for name in ("ids", "slots", "positions", "ends"):
+            self._buffer(name, (self.tokens,), "i32", "M", "input")
+        self._buffer("ancestors", (self.tokens,), "u64", "M", "input")
+        self._buffer("pages", (self.slots, self.blocks), "i32", "", "input")
+        if self.window_pages:
+            self._buffer("window_pages", (self.slots, self.blocks), "i32", "", "input")
+        for name, dtype in (
+            ("rows", "i32"),
+            ("masked", "i32"),
+            ("temperature", "f32"),
+            ("top_k", "i32"),
+            ("top_p", "f32"),
+            ("seeds", "u64"),
+            ("draws", "i32"),
+        ):
+            self._buffer(name, (self.rows,), dtype, "R", "input")
+        # The last of the inputs: what of it is new is sent with them.
+        masks = min(self.rows, self.slots), words_for(self.spec.vocab_size)
+        self._buffer("allowed", masks, "u32", "", "input")
+
+    def _attention(self, layer: int, window: int) -> None:
+        spec, dim = self.spec, self.spec.head_dim
+        prefix = layer_name(layer, "self_attn.")
+        self._scratch("q", spec.num_heads * dim)
+        self._scratch("k", spec.num_kv_heads * dim)
+        self._scratch("v", spec.num_kv_heads * dim)
+        self._scratch("attended", spec.num_heads * dim)
+        x = self._entering(layer_name(layer, "input_layernorm.weight"))
+        if spec.mla is None:
+            for name in "qkv":
+                self._linear(x, f"{prefix}{name}_proj.weight", name, bias=spec.qkv_bias)
+            self._turn_heads(layer, prefix)
+        else:
+            self._latent(x, layer, prefix, spec.mla)
+        cache = self._cache(layer, window)
+        kv: dict[str, Attr] = {"kv_dtype": self.kv_dtype}
+        self._call("kv_append", {"k": "k", "v": "v", **cache}, **kv)
+        args = {"q": "q", **cache, "y": "attended"}
+        if spec.sinks:
+            args["sinks"] = f"{prefix}sinks"
+        chunk = spec.chunks[layer] if spec.chunks else 0
+        seen: dict[str, Attr] = {"window": window, "chunk": chunk}
+        scale = spec.attention_scale or dim**-0.5
+        self._call("attention", args, **kv, scale=scale, **seen, softcap=spec.attention_softcap)
+        if spec.sub_norms:
+            self._norm("attended", f"{prefix}attn_sub_norm.weight", "attended")
+        y = "attended"
+        if spec.mla is not None and spec.mla.value != dim:
+            self._scratch("values", spec.num_heads * spec.mla.value)
+            self._call("resize_heads", {"x": y, "y": "values"}, heads=spec.num_heads)
+            y = "values"
+        self._adding(y, f"{prefix}o_proj.weight", layer, "attention", spec.o_bias)
+
+    def _turn_heads(self, layer: int, prefix: str) -> None:
+        """Normalise and rotate queries and keys."""
+        spec, turned = self.spec, tables_of(self.spec, layer)
+        for name in "qk":
+            if spec.qk_norm in ("heads", "rows"):
+                self._norm(name, f"{prefix}{name}_norm.weight", name)
+            if name in turned:
+                self._rope(name, turned[name][0])
+            if spec.qk_norm == "after" and layer not in spec.unrotated:
+                self._norm(name, ONES, name)
+
+    def _rope(self, x: str, tables: str, head: int | None = None) -> None:
+        args = {"x": x, "positions": "positions", "cos": f"{tables}.cos", "sin": f"{tables}.sin"}
+        self._call("rope", args, head=self.spec.head_dim if head is None else head)
+
+    def _latent(self, x: str, layer: int, prefix: str, mla: MlaSpec) -> None:
+        """Compute queries, keys and values by way of short vectors."""
+        spec, heads, bias = self.spec, self.spec.num_heads, self.spec.qkv_bias
+        source, query = x, f"{prefix}q_proj.weight"
+        if mla.query_rank:
+            self._scratch("query_latent", mla.query_rank)
+            self._linear(x, f"{prefix}q_a_proj.weight", "query_latent", bias=bias)
+            norm = f"{prefix}q_a_layernorm.weight"
+            self._norm("query_latent", norm, "query_latent", mla.norm_eps)
+            source, query = "query_latent", f"{prefix}q_b_proj.weight"
+        self._linear(source, query, "q")
+        self._scratch("latent", mla.rank)
+        self._scratch("k_rope", mla.rotated)
+        self._scratch("k_plain", heads * mla.plain)
+        self._linear(x, f"{prefix}kv_a_proj.weight", "latent", bias=bias)
+        self._linear(x, f"{prefix}k_rope_proj.weight", "k_rope", bias=bias)
+        self._norm("latent", f"{prefix}kv_a_layernorm.weight", "latent", mla.norm_eps)
+        self._linear("latent", f"{prefix}k_b_proj.weight", "k_plain")
+        values = "v" if mla.value == spec.head_dim else "v_latent"
+        self._scratch(values, heads * mla.value)
+        self._linear("latent", f"{prefix}v_b_proj.weight", values)
+        turned = tables_of(spec, layer)
+        self._rope("q", turned["q"][0])
+        self._rope("k_rope", turned["k"][0], 0)
+        self._call("join_heads", {"first": "k_rope", "second": "k_plain", "y": "k"}, heads=heads)
+        if values != "v":
+            self._call("resize_heads", {"x": values, "y": "v"}, heads=heads)
+
+    def _entering(self, norm: str) -> str:
+        """Return what goes into attention or MLP: the normalised stream, or the stream itself."""
+        if not self.spec.pre_norms:
+            return "h"
+        self._scratch("x", self.spec.hidden_size)
+        self._norm("h", norm, "x", self._stream_eps())
+        return "x"
+
+    def _adding(self, x: str, weight: str, layer: int, place: str, bias: bool) -> None:
+        """Project what attention or MLP computed, and add it to the stream."""
+        if not self.spec.post_norms:
+            self._linear(x, weight, "h", bias=bias, residual="h")
+            return
+        self._scratch("added", self.spec.hidden_size)
+        self._linear(x, weight, "added", bias=bias)
+        norm = layer_name(layer, f"post_{place}_layernorm.weight")
+        self._norm("added", norm, "h", residual="h")
+
+    def _stream_eps(self) -> float:
+        """Return the eps of a norm of the stream, which is smaller than the model's by a factor."""
+        return self.spec.norm_eps / self.spec.residual_scale**2
+
+    def _cache(self, layer: int, window: int) -> dict[str, str]:
+        """Declare the KV cache of a layer; return its arguments by parameter."""
+        has_own = window and self.window_pages
+        pages = self.window_pages if has_own else self.pages
+        shape = (pages, self.spec.num_kv_heads, PAGE_CELLS, self.spec.head_dim)
+        args = {**_TOKEN_ARGS, "pages": "window_pages" if has_own else "pages"}
+        for name in "kv":
+            args[f"{name}_cache"] = f"kv.{layer}.{name}"
+            self._buffer(f"kv.{layer}.{name}", shape, self.kv_dtype, "", "state")
+            if self.kv_dtype == "i8":
+                args[f"{name}_scale"] = f"kv.{layer}.{name}_scale"
+                self._buffer(f"kv.{layer}.{name}_scale", shape[:3], "f32", "", "state")
+        return args
+
+    def _mlp(self, layer: int) -> None:
+        spec, prefix = self.spec, layer_name(layer, "mlp.")
+        x = self._entering(layer_name(layer, mlp_norm_name(spec)))
+        if not spec.has_experts(layer):
+            self._gated(x, prefix, spec.intermediate_size, ("gate", "up"))
+            if spec.sub_norms:
+                self._norm("gate", f"{prefix}ffn_sub_norm.weight", "gate")
+            self._adding("gate", f"{prefix}down_proj.weight", layer, "feedforward", spec.mlp_bias)
+            return
+        assert spec.moe is not None
+        self._experts(x, prefix, spec.moe)
+        if spec.moe.shared:
+            prefix, names = f"{prefix}shared_expert.", ("shared_gate", "shared_up")
+            self._gated(x, prefix, spec.moe.shared, names, spec.moe.shared_gate)
+            down = f"{prefix}down_proj.weight"
+            self._linear(names[0], down, "h", bias=spec.mlp_bias, residual="h")
+
+    def _gated(
+        self, x: str, prefix: str, inner: int, names: tuple[str, str], scored: bool = False
+    ) -> None:
+        """Compute the hidden layer of a gated MLP, in the first of two buffers."""
+        spec, (gate, up) = self.spec, names
+        args = {"gate": gate, "up": up, "y": gate}
+        for name, weight in ((gate, "gate"), (up, "up")):
+            self._scratch(name, inner)
+            self._linear(x, f"{prefix}{weight}_proj.weight", name, bias=spec.mlp_bias)
+        if scored:
+            args["scores"] = "shared_score"
+            self._scratch("shared_score", 1)
+            self._linear(x, f"{prefix.removesuffix('.')}_gate.weight", "shared_score")
+        self._call("glu", args, act=spec.act)
+
+    def _experts(self, x: str, prefix: str, moe: MoeSpec) -> None:
+        self._scratch("router", moe.experts)
+        self._buffer("experts", (self.tokens, moe.active), "i32", "M")
+        self._scratch("expert_weights", moe.active)
+        self._buffer("gated", (self.tokens, moe.active, moe.inner), "f32", "M")
+        self._linear(x, f"{prefix}router.weight", "router", bias=moe.router_bias)
+        route = {"logits": "router", "ids": "experts", "weights": "expert_weights"}
+        if moe.choice_bias:
+            route["bias"] = f"{prefix}router.choice_bias"
+        groups = {"groups": moe.groups, "group_top": moe.group_top, "group_best": moe.group_best}
+        scores: dict[str, Attr] = {"score": moe.score, "normalise": moe.normalise}
+        self._call("route", route, **scores, factor=moe.factor, **groups)
+        up, down = f"{prefix}experts.gate_up_proj", f"{prefix}experts.down_proj"
+        first = {"x": x, "ids": "experts", "w": up, "y": "gated"}
+        second = {"x": "gated", "ids": "experts", "w": down, "residual": "h", "y": "h"}
+        if moe.scale_inputs:
+            first["factors"] = "expert_weights"
+        else:
+            second["weights"] = "expert_weights"
+        if moe.expert_bias:
+            first["bias"], second["bias"] = f"{up}_bias", f"{down}_bias"
+        limits: dict[str, Attr] = {"limit": moe.limit, "alpha": moe.alpha}
+        self._call("moe_gate_up", first, act=moe.act, **limits)
+        self._call("moe_down", second)
+
+    def _linear(
+        self, x: str, weight: str, y: str, *, bias: bool = False, residual: str = ""
+    ) -> None:
+        tail = {"y": y}
+        stem = weight.removesuffix(".weight")
+        if bias:
+            tail["bias"] = f"{stem}.bias"
+        if residual:
+            tail["residual"] = residual
+        fmt, source = self.formats[weight], x
+        if self.spec.input_norm_eps and isinstance(fmt, Ternary):  # each has a norm of its own
+            source = f"{x}.normed"
+            self.buffers[source] = self.buffers[x]
+            self._norm(x, f"{stem}.rms_norm.weight", source, self.spec.input_norm_eps)
+        op = "bsr_linear" if isinstance(fmt, Bsr) else "linear"
+        self._call(op, {"x": source, "w": weight, **tail})
+
+    def _norm(
+        self, x: str, weight: str, y: str, eps: float | None = None, residual: str = ""
+    ) -> None:
+        args = {"x": x, "weight": weight, "y": y}
+        if residual:
+            args["residual"] = residual
+        self._call("rms_norm", args, eps=self.spec.norm_eps if eps is None else eps)
+
+    def _scratch(self, name: str, size: int) -> None:
+        self._buffer(name, (self.tokens, size), "f32", "M")
+
+    def _buffer(
+        self, name: str, shape: tuple[int, ...], dtype: str, rows: Rows, role: Role = "scratch"
+    ) -> None:
+        self.buffers[name] = Buffer(shape, dtype, rows, role)
+
+    def _call(self, op: str, args: Mapping[str, str], **attrs: Attr) -> None:
+        """Append a call; note the weights it reads."""
+        for name in args.values():
+            if name not in self.buffers and not name.startswith(_CONSTS):
+                self.weights[name] = None
+        self.calls.append(Call(op, dict(args), attrs))

@@ -1,0 +1,170 @@
+"""Model families, one module each: how a config.json becomes a ModelSpec, with what defaults.
+
+Adding one is adding a module and a line of `FAMILIES`.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from clocher_kernels.errors import FormatError, UnsupportedModel
+from clocher_runtime.disk.schema import shown
+from clocher_runtime.models.config_fields import WHERE
+from clocher_runtime.models.families.bitnet import BITNET
+from clocher_runtime.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from clocher_runtime.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from clocher_runtime.models.families.gpt_oss import GPT_OSS
+from clocher_runtime.models.families.granite import GRANITE, GRANITE_HYBRID
+from clocher_runtime.models.families.llama import LLAMA, SMOLLM3
+from clocher_runtime.models.families.llama4 import LLAMA4
+from clocher_runtime.models.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
+from clocher_runtime.models.families.olmo import OLMO2, OLMO3
+from clocher_runtime.models.families.phi import PHI3
+from clocher_runtime.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from clocher_runtime.models.family import Family
+from clocher_runtime.models.spec import ModelSpec
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "GptOssForCausalLM": GPT_OSS,
+        "BitNetForCausalLM": BITNET,
+        "BitnetForCausalLM": BITNET,
+        "LlamaForCausalLM": LLAMA,
+        "SmolLM3ForCausalLM": SMOLLM3,
+        "Llama4ForCausalLM": LLAMA4,
+        "MistralForCausalLM": MISTRAL,
+        "Ministral3ForCausalLM": MINISTRAL3,
+        "MixtralForCausalLM": MIXTRAL,
+        "Qwen2ForCausalLM": QWEN2,
+        "Qwen2MoeForCausalLM": QWEN2_MOE,
+        "Qwen3ForCausalLM": QWEN3,
+        "Qwen3MoeForCausalLM": QWEN3_MOE,
+        "GemmaForCausalLM": GEMMA,
+        "Gemma2ForCausalLM": GEMMA2,
+        "Gemma3ForCausalLM": GEMMA3,
+        "Phi3ForCausalLM": PHI3,
+        "Olmo2ForCausalLM": OLMO2,
+        "Olmo3ForCausalLM": OLMO3,
+        "GraniteForCausalLM": GRANITE,
+        "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
+        "DeepseekV2ForCausalLM": DEEPSEEK_V2,
+        "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+    }
+)
+
+_WRAPPERS: Mapping[str, str] = MappingProxyType(
+    {
+        "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+        "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
+        "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+    }
+)
+"""Models that see pictures, too -> the one of text in them, described by `text_config`."""
+_SHARED = (
+    "quantization_config",
+    "eos_token_id",
+    "bos_token_id",
+    "pad_token_id",
+    "generation_config",
+)
+"""What of the whole model's config counts for the text, unless its own says so."""
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of the text model, which models of more than text keep in `text_config`.
+
+    Raises:
+        FormatError: that is no object.
+    """
+    inner = config.get("text_config")
+    if inner is None and _named(config) in _WRAPPERS:
+        raise FormatError(
+            f"{WHERE}: text_config is missing, in which {_named(config)} has the text"
+        )
+    if inner is None:
+        return dict(config)
+    if not isinstance(inner, dict):
+        raise FormatError(f"{WHERE}: text_config is {shown(inner)}; expected an object")
+    names = _architectures(config)
+    known = _by_model_type(str(inner.get("model_type")).removesuffix("_text"))
+    name = known if known in FAMILIES else _WRAPPERS.get(names[0], names[0])
+    outer = {key: config[key] for key in _SHARED if config.get(key) is not None}
+    # transformers ties a model of several kinds by its own setting, not by that of the text.
+    if "tie_word_embeddings" in config:
+        outer["tie_word_embeddings"] = config["tie_word_embeddings"]
+        inner = {key: value for key, value in inner.items() if key != "tie_word_embeddings"}
+    return {**outer, **inner, "architectures": [name]}
+
+
+def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
+    """Turn a config.json into a ModelSpec.
+
+    Raises:
+        UnsupportedModel: the architecture or one of its settings is not known.
+        FormatError: a field is missing, of the wrong type or out of range.
+    """
+    config = text_config(config)
+    spec = family_of(config).read(config)
+    if spec.num_heads % spec.num_kv_heads:
+        raise FormatError(
+            f"{WHERE}: {spec.num_heads} attention heads do not divide into "
+            f"{spec.num_kv_heads} key/value heads"
+        )
+    if spec.head_dim % 2:
+        raise FormatError(f"{WHERE}: head_dim is {spec.head_dim}; RoPE needs an even one")
+    return spec
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """Return the family that a config.json names.
+
+    Raises:
+        UnsupportedModel: it is not known; the message names the nearest that is.
+        FormatError: several are named.
+    """
+    name = _architectures(config)[0]
+    if name not in FAMILIES:
+        raise UnsupportedModel(
+            f"{WHERE}: architecture {shown(name)} is not known{_nearest(name)}; Clocher reads the "
+            f"decoders of text that docs/using.md lists: {', '.join(_families())}"
+        )
+    return FAMILIES[name]
+
+
+def _named(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else ""
+
+
+def _architectures(config: Mapping[str, Any]) -> list[str]:
+    names = config.get("architectures")
+    if names is None:
+        names = [_by_model_type(str(config.get("model_type")))]
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise FormatError(f"{WHERE}: architectures is {shown(names)}; expected a list of one name")
+    return [_with_head(names[0])]
+
+
+def _with_head(name: str) -> str:
+    """Return the architecture of a model that was saved without its head: "LlamaModel"."""
+    whole = f"{name.removesuffix('Model')}ForCausalLM"
+    return whole if name.endswith("Model") and whole in FAMILIES else name
+
+
+def _by_model_type(name: str) -> str:
+    """Return the architecture that a model type names: "GptOss.." for "gpt_oss"; or the name."""
+    wanted = name.replace("_", "").removesuffix("text") + "forcausallm"
+    return next((known for known in FAMILIES if known.lower() == wanted), name)
+
+
+def _nearest(name: str) -> str:
+    """Return a clause on the known architecture that is spelled most like this one."""
+    from difflib import get_close_matches
+
+    found = get_close_matches(name, FAMILIES, 1, 0.5)
+    return f"; the nearest that is is {found[0]}" if found else ""
+
+
+def _families() -> list[str]:
+    """Return the known architectures without what all their names end with."""
+    return sorted(name.removesuffix("ForCausalLM") for name in FAMILIES)

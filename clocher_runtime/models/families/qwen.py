@@ -1,0 +1,134 @@
+"""Qwen2 and Qwen3, dense and with experts."""
+
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from clocher_runtime.models.config import LAYER_TYPES, Decoder, layer_windows, read_config
+from clocher_runtime.models.config_fields import Experts, Heads, LayerNumber, Layers, Size
+from clocher_runtime.models.family import Config, Family, From, each_expert
+from clocher_runtime.models.spec import ModelSpec, MoeSpec
+
+
+class _Qwen2(Decoder, kw_only=True):
+    vocab_size: Size = 151936
+    intermediate_size: Size = 22016
+    num_key_value_heads: Heads | None = 32
+    max_position_embeddings: Size = 32768
+    use_sliding_window: bool = False
+    sliding_window: Size | None = 4096
+    max_window_layers: Annotated[int, Meta(ge=0, le=1 << 24)] = 28
+    layer_types: list[Any] | None = None
+
+    def windows(self) -> tuple[int, ...]:
+        """Return the window of each layer; those below `max_window_layers` never slide."""
+        layers = self.num_hidden_layers
+        window = self.sliding_window if self.use_sliding_window else None
+        full = self.max_window_layers if window else layers
+        pattern = tuple(LAYER_TYPES[i < full] for i in range(layers))
+        return layer_windows(self.layer_types, layers, window, pattern)
+
+
+class _Qwen3(_Qwen2, kw_only=True):
+    head_dim: Heads | None = 128
+
+
+def qwen2(config: Config) -> ModelSpec:
+    """Qwen2: biases on q, k, v."""
+    read = read_config(config, _Qwen2)
+    return read.spec("qwen2", read.windows(), qkv_bias=True)
+
+
+def qwen3(config: Config) -> ModelSpec:
+    """Qwen3: norms on query and key heads."""
+    read = read_config(config, _Qwen3)
+    bias = read.attention_bias
+    return read.spec("qwen3", read.windows(), qk_norm="heads", qkv_bias=bias, o_bias=bias)
+
+
+class _Experts(_Qwen2, kw_only=True):
+    intermediate_size: Size = 5632
+    hidden_size: Size = 2048
+    num_hidden_layers: Layers = 24
+    num_attention_heads: Heads = 16
+    num_key_value_heads: Heads | None = 16
+    decoder_sparse_step: Annotated[int, Meta(ge=1, le=1024)] = 1
+    mlp_only_layers: list[LayerNumber] | None = None
+    moe_intermediate_size: Size = 1408
+    num_experts: Experts = 60
+    num_local_experts: Experts | None = None
+    num_experts_per_tok: Experts = 4
+    norm_topk_prob: bool = False
+
+    def experts(self, **more: Any) -> MoeSpec:
+        """Return the experts, which every `decoder_sparse_step`-th layer has if not listed."""
+        layers, step = range(self.num_hidden_layers), self.decoder_sparse_step
+        dense = (i for i in layers if i in (self.mlp_only_layers or ()) or (i + 1) % step)
+        experts = self.num_local_experts or self.num_experts  # transformers 5 writes the former
+        return MoeSpec(
+            experts=experts,
+            active=min(self.num_experts_per_tok, experts),
+            inner=self.moe_intermediate_size,
+            score="softmax",
+            normalise=self.norm_topk_prob,
+            dense_layers=tuple(dense),
+            **more,
+        )
+
+
+class _Qwen2Moe(_Experts, kw_only=True):
+    qkv_bias: bool = True
+    shared_expert_intermediate_size: Size = 5632
+
+    def windows(self) -> tuple[int, ...]:
+        """Return the window of each layer: every second one below `max_window_layers` slides."""
+        layers = self.num_hidden_layers
+        window = self.sliding_window if self.use_sliding_window else None
+        slides = self.max_window_layers if window else 0
+        pattern = tuple(LAYER_TYPES[not (i % 2 == 0 and i < slides)] for i in range(layers))
+        return layer_windows(self.layer_types, layers, window, pattern)
+
+
+def qwen2_moe(config: Config) -> ModelSpec:
+    """Qwen2-MoE: experts, and one that every token has, weighed by a sigmoid."""
+    read = read_config(config, _Qwen2Moe)
+    shared = read.shared_expert_intermediate_size
+    moe = read.experts(shared=shared, shared_gate=True)
+    return read.spec("qwen2_moe", read.windows(), moe=moe, qkv_bias=read.qkv_bias)
+
+
+class _Qwen3Moe(_Experts, kw_only=True):
+    intermediate_size: Size = 6144
+    num_attention_heads: Heads = 32
+    num_key_value_heads: Heads | None = 4
+    moe_intermediate_size: Size = 768
+    num_experts: Experts = 128
+    num_experts_per_tok: Experts = 8
+
+
+def qwen3_moe(config: Config) -> ModelSpec:
+    """Qwen3-MoE: Qwen3 with experts in most layers.
+
+    Source: Qwen3 Technical Report (arXiv 2505.09388), section 2.
+    """
+    read = read_config(config, _Qwen3Moe)
+    bias, layers = read.attention_bias, read.num_hidden_layers
+    window = read.sliding_window if read.use_sliding_window else None
+    return read.spec(
+        "qwen3_moe",
+        (window or 0,) * layers,
+        moe=read.experts(),
+        qk_norm="heads",
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+
+
+_ROUTED = {
+    "mlp.router": (From("mlp.gate"),),
+    **each_expert(*(f"mlp.experts.{{e}}.{name}_proj" for name in ("gate", "up", "down"))),
+}
+QWEN2 = Family(qwen2)
+QWEN3 = Family(qwen3)
+QWEN2_MOE = Family(qwen2_moe, _ROUTED)
+QWEN3_MOE = Family(qwen3_moe, _ROUTED)

@@ -1,0 +1,168 @@
+"""What a family of models is: how its config.json is read, and what its files call the tensors.
+
+Everywhere else a tensor has one name, that of `inventory`. A `From` says where a family's files
+have it: under another name, as some rows of a larger tensor, or as a tensor for each expert.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from clocher_runtime.models.inventory import Need
+from clocher_runtime.models.spec import MlaSpec, ModelSpec
+
+Config = Mapping[str, Any]
+Rows = slice | np.ndarray | None
+"""Of a tensor, in the order in which they are wanted; None: all as they are."""
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_ENDINGS = (".weight", ".bias")
+
+
+@dataclass(frozen=True, slots=True)
+class From:
+    """Where a family's files have a tensor.
+
+    Attributes:
+        name: of theirs, within the layer, without ".weight" or ".bias"; "{e}" stands for the number
+            of each expert.
+        rows: which of its rows: "all", or a key of `rows_of`.
+    """
+
+    name: str
+    rows: str = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family.
+
+    Attributes:
+        read: turns a config.json into a ModelSpec.
+        tensors: name within a layer, without ".weight" or ".bias" -> where it comes from; two for
+            rows that alternate. What is left out has its own name.
+    """
+
+    read: Callable[[Config], ModelSpec]
+    tensors: Mapping[str, tuple[From, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of a tensor of a file, and where they go.
+
+    Attributes:
+        name: of the file's tensor.
+        rows: of it, of each matrix if they are several.
+        expert: where in a stack of matrices they go; None: the tensor is the stack, or no stack.
+        places: rows of the model's tensor that they become; None: all.
+    """
+
+    name: str
+    rows: Rows = None
+    expert: int | None = None
+    places: slice | None = None
+
+
+def pieces(family: Family, spec: ModelSpec, source: str, need: Need) -> Iterator[Piece]:
+    """Yield what a tensor of the model is made of, in the files of a family.
+
+    Args:
+        family: the family.
+        spec: the model.
+        source: name in `inventory(spec)`.
+        need: its entry there.
+    """
+    match = _LAYER.fullmatch(source)
+    if match is None:
+        yield Piece(source)
+        return
+    layer, rest = match.groups()
+    tail = next((end for end in _ENDINGS if rest.endswith(end)), "")
+    origins = family.tensors.get(rest.removesuffix(tail))
+    if origins is None:
+        yield Piece(source)
+        return
+    for place, origin in enumerate(origins):
+        name = f"model.layers.{layer}.{origin.name}"
+        places = None if len(origins) == 1 else slice(place, None, len(origins))
+        rows = rows_of(spec, origin.rows, source, need)
+        if "{e}" in name:
+            for expert in range(need.shape[0]):
+                each = name.format(e=expert) + (tail or ".weight")
+                yield Piece(each, rows, expert, places)
+        else:
+            yield Piece(name + tail, rows, None, places)
+
+
+def rows_of(spec: ModelSpec, kind: str, source: str, need: Need) -> Rows:
+    """Return rows of a tensor that a family's files have in one piece, or in another order.
+
+    Args:
+        spec: the model.
+        kind: "all"; "q", "k", "v" of a fused projection; "first", "second" half; "paired", for the
+            halves of heads whose rotated pairs are neighbours; "mla_..." of latent attention.
+        source: the tensor that is wanted.
+        need: its entry in the inventory.
+    """
+    count = need.shape[-2] if need.kind != "vector" else need.shape[-1]
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    if kind in ("first", "second"):
+        half = count // 2 if ".experts." in source else count
+        return slice(0, half) if kind == "first" else slice(half, 2 * half)
+    if kind in "qkv":
+        start = {"q": 0, "k": q, "v": q + kv}[kind]
+        return slice(start, start + count)
+    if kind == "paired":
+        rows = np.arange(count).reshape(-1, spec.head_dim)
+        halves: np.ndarray = np.concatenate([rows[:, 0::2], rows[:, 1::2]], axis=1)
+        return np.asarray(halves.reshape(-1))
+    return None if kind == "all" else _latent_rows(spec, kind)
+
+
+def _latent_rows(spec: ModelSpec, kind: str) -> Rows:
+    """Return rows of DeepSeek's projections, whose heads are plain values, then rotated pairs."""
+    mla = spec.mla
+    assert isinstance(mla, MlaSpec)
+    turned = np.arange(mla.rotated)
+    if mla.paired:
+        turned = np.concatenate([turned[0::2], turned[1::2]])
+    heads = np.arange(spec.num_heads)[:, None]
+    size = mla.plain + mla.value
+    if kind == "mla_latent":
+        return slice(0, mla.rank)
+    if kind == "mla_rope":
+        return np.asarray(mla.rank + turned)
+    if kind == "mla_q":
+        order = np.concatenate([mla.plain + turned, np.arange(mla.plain)])
+        rows = heads * (mla.plain + mla.rotated) + order
+    else:
+        rows = heads * size + (
+            np.arange(mla.plain) if kind == "mla_k" else np.arange(mla.plain, size)
+        )
+    return np.asarray(rows.reshape(-1))
+
+
+def each_expert(gate: str, up: str, down: str) -> dict[str, tuple[From, ...]]:
+    """Return where experts come from whose three matrices are tensors of their own.
+
+    Args:
+        gate: name with "{e}" for the number of the expert; `up` and `down` too.
+    """
+    return {
+        "mlp.experts.gate_up_proj": (From(gate), From(up)),
+        "mlp.experts.down_proj": (From(down),),
+    }
+
+
+FUSED_QKV = {f"self_attn.{n}_proj": (From("self_attn.qkv_proj", n),) for n in "qkv"}
+"""One projection for queries, keys and values."""
+
+
+def fused_mlp(name: str, prefix: str = "mlp.") -> dict[str, tuple[From, ...]]:
+    """Return where gate and up of an MLP come from that are halves of one tensor."""
+    halves = (("gate", "first"), ("up", "second"))
+    return {f"{prefix}{part}_proj": (From(name, half),) for part, half in halves}
