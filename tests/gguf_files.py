@@ -8,6 +8,9 @@ from typing import Any
 import gguf
 import numpy as np
 
+from clocher_kernels.formats import parse_format
+from clocher_kernels.formats.ggml import GGML_KINDS
+from clocher_kernels.quant_tensor import encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 
 Kind = gguf.GGMLQuantizationType
@@ -20,12 +23,16 @@ ARCHITECTURES = {
     "GptOssForCausalLM": "gpt-oss",
     "BitNetForCausalLM": "bitnet-b1.58",
 }
+_ONLY_READ = set(GGML_KINDS) - {"q4_1", "q5_0", "q5_1", "tq1_0"}
 _NAMES = {"bitnet-b1.58": "bitnet"}
 
 
 def raw_blocks(kind: Kind, values: np.ndarray) -> tuple[np.ndarray, Kind]:
-    """Return values as gguf-py quantises them."""
-    return gguf.quants.quantize(np.ascontiguousarray(values, np.float32), kind), kind
+    """Return values as gguf-py quantises them, or Clocher where gguf-py only reads the type."""
+    values, name = np.ascontiguousarray(values, np.float32), kind.name.lower()
+    if name in _ONLY_READ:
+        return encode(values, parse_format(name)).planes["blocks"], kind
+    return gguf.quants.quantize(values, kind), kind
 
 
 def permuted(values: np.ndarray, heads: int) -> np.ndarray:

@@ -1,18 +1,16 @@
-"""GGUF files as checkpoints: every number, every model, the tokenizers, and hostile files."""
+"""GGUF files as checkpoints: every number, every model, and hostile files."""
 
 import json
-import re
 import struct
 import subprocess
 import sys
-from itertools import pairwise
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
-import tokenizers
-from fuzz.oracle import bounded_memory
 from gguf_files import (
     F32,
     Kind,
@@ -28,6 +26,8 @@ from weight_files import BITNET, GPTOSS, LLAMA, rng
 
 import clocher_runtime as clocher
 from clocher_kernels.errors import FormatError, ModelError, ModelNotFound, UnsupportedModel
+from clocher_kernels.formats.ggml import GGML_KINDS
+from clocher_kernels.formats.ggml_blocks import KINDS
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
@@ -47,7 +47,10 @@ STORED = {
     Kind.Q4_0: "int4_sym_g32_f16",
     Kind.MXFP4: "mxfp4",
     Kind.TQ2_0: "int4_sym_g256_f16",
+    **{Kind[name.upper()]: name for name in GGML_KINDS},
 }
+GGUF_PY = f"gguf {version('gguf')}"
+Saw = Callable[..., None]
 TINY_CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 24,
@@ -101,6 +104,10 @@ def random_blocks(kind: Kind, shape: tuple[int, int], draw: np.random.Generator)
         blocks[..., 0] = draw.integers(100, 140, blocks.shape[:2])
     elif kind == Kind.TQ2_0:
         blocks[..., 64:] = scales[..., None].view(np.uint8)
+    elif kind.name.lower() in KINDS:
+        rows = blocks.reshape(-1, nbytes).view(KINDS[kind.name.lower()].fields)[:, 0]
+        for field in {"d", "dmin", "m"} & set(rows.dtype.names or ()):
+            rows[field] = draw.standard_normal(len(rows))
     else:
         blocks[..., :2] = scales[..., None].view(np.uint8)
     return blocks.reshape(shape[0], -1)
@@ -119,7 +126,7 @@ def logits(checkpoint: Checkpoint, ids: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", STORED, ids=lambda kind: kind.name)
-def test_every_number_equals_the_gguf_package(kind: Kind, tmp_path: Path) -> None:
+def test_every_number_equals_the_gguf_package(kind: Kind, tmp_path: Path, saw: Saw) -> None:
     tensors = tiny_tensors(kind, kind.name)
     checkpoint = open_gguf(write_gguf(tmp_path / "a.gguf", TINY_CONFIG, tensors))
     checkpoint.verify()
@@ -137,18 +144,22 @@ def test_every_number_equals_the_gguf_package(kind: Kind, tmp_path: Path) -> Non
     assert np.array_equal(
         embedding, blocks if kind == F32 else gguf.quants.dequantize(blocks, kind)
     )
+    key = "LlamaForCausalLM", f"gguf {kind.name.lower()}", "random blocks", f"the test, {GGUF_PY}"
+    saw(*key, f"weights, {GGUF_PY}", difference=0.0)
 
 
+@pytest.mark.parametrize("kind", [Kind.TQ2_0, Kind.TQ1_0], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("zero_blocks", [False, True], ids=["all-blocks", "zero-blocks"])
-def test_tq2_0_with_one_scale_is_ternary(zero_blocks: bool, tmp_path: Path) -> None:
-    tensors = tiny_tensors(Kind.TQ2_0, "one-scale")
-    for name, (blocks, kind) in tensors.items():
-        if kind != F32:
-            cells = blocks.reshape(len(blocks), -1, 66)
-            cells[..., :64] &= ~(cells[..., :64] >> 1) | 0xAA  # no code 3
-            cells[..., 64:] = np.array([-0.75], np.float16).view(np.uint8)
+def test_blocks_with_one_scale_are_ternary(zero_blocks: bool, kind: Kind, tmp_path: Path) -> None:
+    tensors = tiny_tensors(kind, "one-scale")
+    for name, (blocks, stored) in tensors.items():
+        if stored != F32:
+            cells = blocks.reshape(len(blocks), -1, gguf.GGML_QUANT_SIZES[kind][1])
+            if kind == Kind.TQ2_0:
+                cells[..., :64] &= ~(cells[..., :64] >> 1) | 0xAA  # no code 3
+            cells[..., -2:] = np.array([-0.75], np.float16).view(np.uint8)
             if zero_blocks and name == "blk.0.ffn_down.weight":
-                cells[:, 1, 64:] = 0
+                cells[:, 1, -2:] = 0
     checkpoint = open_gguf(write_gguf(tmp_path / "a.gguf", TINY_CONFIG, tensors))
     checkpoint.verify()
     for source, name, heads in (
@@ -156,7 +167,7 @@ def test_tq2_0_with_one_scale_is_ternary(zero_blocks: bool, tmp_path: Path) -> N
         ("self_attn.q_proj", "attn_q", 4),
     ):
         tensor = checkpoint.tensor(f"model.layers.0.{source}.weight")
-        values = gguf.quants.dequantize(tensors[f"blk.0.{name}.weight"][0], Kind.TQ2_0)
+        values = gguf.quants.dequantize(tensors[f"blk.0.{name}.weight"][0], kind)
         assert tensor.format.name == "ternary_f16"
         got = permuted(tensor.decode(), heads) if heads else tensor.decode()
         assert np.array_equal(got, values)
@@ -169,6 +180,64 @@ def test_a_forbidden_ternary_code_is_found(tmp_path: Path) -> None:
             blocks.reshape(len(blocks), -1, 66)[..., 64:] = [0, 0x3C]
     checkpoint = open_gguf(write_gguf(tmp_path / "a.gguf", TINY_CONFIG, tensors))
     with pytest.raises(FormatError, match=r"a\.gguf.*the code 3 is stored"):
+        checkpoint.tensor("model.layers.0.mlp.down_proj.weight")
+
+
+def quantize_i2_s(values: np.ndarray) -> np.ndarray:
+    """Pack a ternary matrix as bitnet.cpp does on x86 (quantize_i2_s with ACT_PARALLEL)."""
+    flat = values.ravel()
+    codes = np.where(np.abs(flat) < 1e-6, 1, np.where(flat > 0, 2, 0)).astype(np.uint8)
+    packed = np.zeros(flat.size // 4, np.uint8)
+    for i, block in enumerate(codes.reshape(-1, 128)):
+        for j, code in enumerate(block):
+            packed[i * 32 + j % 32] |= code << (6 - 2 * (j // 32))
+    tail = np.zeros(8, np.float32)
+    tail[0] = np.abs(flat).max()
+    return np.concatenate([packed, tail.view(np.uint8)])
+
+
+def test_i2_s_is_read_as_x86_writes_it(tmp_path: Path, saw: Saw) -> None:
+    tensors, draw = tiny_tensors(), rng("i2_s")
+    names = {"mlp.down_proj": ("ffn_down", 0), "self_attn.q_proj": ("attn_q", 4)}
+    ternary = {}
+    for name, _ in names.values():
+        values, _ = tensors.pop(f"blk.0.{name}.weight")
+        ternary[name] = draw.integers(-1, 2, values.shape) * np.float32(0.37)
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        # The gguf package does not know the type, so its entry is made by hand.
+        for name, values in ternary.items():
+            packed, full = quantize_i2_s(values), f"blk.0.{name}.weight"
+            writer.add_tensor_info(full, values.shape, values.dtype, packed.nbytes, raw_dtype=36)
+            writer.tensors[-1][full].tensor = packed
+
+    checkpoint = open_gguf(write_gguf(tmp_path / "a.gguf", TINY_CONFIG, tensors, add))
+    checkpoint.verify()
+    assert "order of bitnet.cpp on x86" in checkpoint.notes[0]
+    for source, (name, heads) in names.items():
+        tensor = checkpoint.tensor(f"model.layers.0.{source}.weight")
+        assert tensor.format.name == "ternary_f32"
+        got = permuted(tensor.decode(), heads) if heads else tensor.decode()
+        assert np.array_equal(got, ternary[name])
+    by = "the test, in the layout of bitnet.cpp on x86"
+    saw("LlamaForCausalLM", "gguf i2_s", "random codes", by, "weights, packed", difference=0.0)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q6_K, Kind.IQ4_NL, Kind.Q5_0], ids=str)
+def test_blocks_in_order_are_views_of_the_file(kind: Kind, tmp_path: Path) -> None:
+    checkpoint = open_gguf(write_gguf(tmp_path / "a.gguf", TINY_CONFIG, tiny_tensors(kind)))
+    mapping = checkpoint.files[0]
+    whole = mapping.bytes(0, mapping.nbytes)
+    for name, in_place in (("mlp.down_proj", True), ("self_attn.q_proj", False)):
+        tensor = checkpoint.tensor(f"model.layers.0.{name}.weight")
+        assert np.shares_memory(tensor.planes["blocks"], whole) == in_place
+
+
+def test_scales_that_are_no_numbers_are_found(tmp_path: Path) -> None:
+    tensors = tiny_tensors(Kind.Q4_K, "bad")
+    tensors["blk.0.ffn_down.weight"][0][3, 144:148] = [0, 0x7C, 0, 0]
+    checkpoint = open_gguf(write_gguf(tmp_path / "a.gguf", TINY_CONFIG, tensors))
+    with pytest.raises(FormatError, match=r"a\.gguf.*down_proj.*q4_k d scales cannot hold inf"):
         checkpoint.tensor("model.layers.0.mlp.down_proj.weight")
 
 
@@ -191,7 +260,9 @@ MODELS = [
 
 
 @pytest.mark.parametrize(("family", "seed"), MODELS, ids=[f"{f}-{s}" for f, s in MODELS])
-def test_logits_equal_the_hugging_face_route(family: str, seed: int, tmp_path: Path) -> None:
+def test_logits_equal_the_hugging_face_route(
+    family: str, seed: int, tmp_path: Path, saw: Saw
+) -> None:
     if family == "mxfp4":
         make_mxfp4(seed, tmp_path / "model")
     else:
@@ -201,6 +272,8 @@ def test_logits_equal_the_hugging_face_route(family: str, seed: int, tmp_path: P
     ids = prompt_of(f"{family}-{seed}", source.config["vocab_size"])
     expected = logits(source, ids)
     assert np.array_equal(logits(open_checkpoint(path, verify=True), ids), expected)
+    key = source.config["architectures"][0], "gguf f32", "floats", f"the test, {GGUF_PY}"
+    saw(*key, "logits, the Hugging Face directory here", difference=0.0)
 
 
 @pytest.mark.parametrize("model", [LLAMA, GPTOSS, BITNET], ids=lambda path: path.name)
@@ -218,7 +291,11 @@ def test_what_the_exporter_wrote_comes_back(model: Path, tmp_path: Path) -> None
         Tokenizer(result.tokenizer_source, result.tokenizer_config)
 
 
-@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind",
+    [Kind.Q8_0, Kind.Q4_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.Q3_K, Kind.IQ4_XS, Kind.IQ3_S],
+    ids=lambda kind: kind.name,
+)
 def test_quantised_logits_equal_those_of_the_decoded_weights(kind: Kind, tmp_path: Path) -> None:
     source = open_checkpoint(LLAMA)
     packed, plain = {}, {}
@@ -235,6 +312,39 @@ def test_quantised_logits_equal_those_of_the_decoded_weights(kind: Kind, tmp_pat
     assert error < 1e-5, f"relative RMS {error:.2e}"
 
 
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.IQ4_NL, Kind.Q5_1], ids=lambda kind: kind.name)
+def test_experts_of_two_tensors_become_one(kind: Kind, tmp_path: Path) -> None:
+    source = open_checkpoint(GPTOSS)
+    tensors = {}
+    for name, values in gguf_tensors(source).items():
+        experts = name.endswith("_exps.weight")
+        tensors[name] = raw_blocks(kind, values) if experts else (values, F32)
+    result = open_gguf(write_gguf(tmp_path / "a.gguf", source.config, tensors))
+    tensor = result.tensor("model.layers.1.mlp.experts.gate_up_proj")
+    assert tensor.format.name == kind.name.lower()
+    for part, first in (("gate", 0), ("up", 1)):
+        blocks, _ = tensors[f"blk.1.ffn_{part}_exps.weight"]
+        expected = gguf.quants.dequantize(blocks, kind)
+        assert np.array_equal(tensor.decode()[:, first::2], expected)
+    tensors["blk.1.ffn_up_exps.weight"] = raw_blocks(
+        Kind.Q8_0, gguf_tensors(source)["blk.1.ffn_up_exps.weight"]
+    )
+    found = f"ffn_gate_exps.weight {kind.name.lower()}, blk.1.ffn_up_exps.weight q8_0; llama-quant"
+    with pytest.raises(UnsupportedModel, match=found):
+        open_gguf(write_gguf(tmp_path / "b.gguf", source.config, tensors))
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.IQ3_XXS, Kind.Q5_1], ids=lambda kind: kind.name)
+def test_blocks_are_exported_byte_for_byte(kind: Kind, tmp_path: Path) -> None:
+    source = open_gguf(write_gguf(tmp_path / "a.gguf", TINY_CONFIG, tiny_tensors(kind, "out")))
+    formats = {name: tensor.format for name, tensor in source.tensors.items()}
+    plan_gguf(source.config, formats, "x").write(source, tmp_path / "b.gguf")
+    first, second = GgufFile(tmp_path / "a.gguf"), GgufFile(tmp_path / "b.gguf")
+    for name, info in first.tensors.items():
+        assert second.tensors[name].kind == info.kind
+        assert np.array_equal(second.data(name), first.data(name)), name
+
+
 def test_mxfp4_experts_come_back_byte_for_byte(tmp_path: Path) -> None:
     source = open_checkpoint(GPTOSS)
     tensors = {}
@@ -247,172 +357,6 @@ def test_mxfp4_experts_come_back_byte_for_byte(tmp_path: Path) -> None:
         got, expected = result.tensor(name), source.tensor(name)
         assert got.format == expected.format
         assert np.array_equal(got.decode(), expected.decode())
-
-
-# --- tokenizers
-
-PRE_TYPES = ("llama-bpe", "qwen2", "gpt-4o")
-HARD = (
-    "I'M héllo  wORLDWide's 12345,67 don'T\r\n\n\tx=y/z //\n日本語 ١٢٣ "
-    "<|start|>user<|end|> ﬁ\u200d😀 "
-)
-
-
-@pytest.mark.parametrize("pre", PRE_TYPES)
-def test_byte_level_ids_equal_the_models_own_tokenizer(pre: str, tmp_path: Path) -> None:
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-
-    path = write_gguf(tmp_path / "a.gguf", TINY_CONFIG, tiny_tensors(), add_tokenizer(LLAMA, pre))
-    checkpoint = open_gguf(path)
-    tokenizer = Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config)
-    document = json.loads((LLAMA / "tokenizer.json").read_text())
-    split = {"Regex": GGUF_PRE_TOKENIZER_SPLITS[pre]}
-    document["pre_tokenizer"]["pretokenizers"][0]["pattern"] = split
-    oracle = tokenizers.Tokenizer.from_str(json.dumps(document))
-    for text in (HARD, TEXTS.read_text()[:20_000]):
-        ids = tokenizer.encode(text)
-        assert ids == oracle.encode(text).ids
-        assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=False)
-    source = open_checkpoint(LLAMA)
-    own = Tokenizer(source.tokenizer_json, source.tokenizer_config)
-    messages = [{"role": "user", "content": "hi"}]
-    assert tokenizer.apply_chat_template(messages) == own.apply_chat_template(messages)
-    assert checkpoint.generation_config["eos_token_id"][0] == 0
-
-
-@pytest.mark.parametrize(
-    ("pre", "pieces"),
-    [
-        ("gpt-2", ["I", "'ll", " pay", " 1234", "+=", "5", "   ", " now"]),
-        ("default", ["I", "'", "ll", " pay", " ", "123", "4", "+=", "5", "   ", " now"]),
-        ("llama-bpe", ["I", "'ll", " pay", " ", "123", "4", "+=", "5", "   ", " now"]),
-        ("qwen2", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "+=", "5", "   ", " now"]),
-    ],
-)
-def test_text_is_split_as_the_pre_type_says(pre: str, pieces: list[str], tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "a.gguf", TINY_CONFIG, tiny_tensors(), add_tokenizer(LLAMA, pre))
-    source = open_gguf(path).tokenizer_source
-    assert isinstance(source, bytes)
-    splitter = tokenizers.Tokenizer.from_str(source.decode()).pre_tokenizer
-    assert splitter is not None
-    text = "I'll pay 1234+=5    now"
-    assert [text[a:b] for _, (a, b) in splitter.pre_tokenize_str(text)] == pieces
-
-
-def sentencepiece(tmp_path: Path, **flags: bool) -> tuple[Tokenizer, dict[str, int], list[float]]:
-    """Return the tokenizer of a file with a small SentencePiece vocabulary, and what is in it."""
-    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
-    trained.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="always")
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=600, show_progress=False)
-    trained.train_from_iterator([TEXTS.read_text()[:50_000]], trainer)
-    pieces = sorted(trained.get_vocab(), key=trained.get_vocab().__getitem__)
-    pieces.sort(key=lambda piece: len(piece) == 1)  # as in Llama: the characters come last
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
-    scores = [0.0] * 259 + [-float(i) for i in range(len(pieces))]
-    kinds = [2, 3, 3] + [6] * 256 + [1] * len(pieces)
-
-    def add(writer: gguf.GGUFWriter) -> None:
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list(tokens)
-        writer.add_token_scores(scores)
-        writer.add_token_types(kinds)
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
-        writer.add_unk_token_id(0)
-        for name, value in flags.items():
-            writer.add_bool(f"tokenizer.ggml.{name}", value)
-
-    checkpoint = open_gguf(write_gguf(tmp_path / "s.gguf", TINY_CONFIG, tiny_tensors(), add))
-    tokenizer = Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config)
-    return tokenizer, {token: i for i, token in enumerate(tokens)}, scores
-
-
-def llama_cpp_ids(text: str, vocab: dict[str, int], scores: list[float]) -> list[int]:
-    """Merge the neighbours of the best score, the leftmost first (llm_tokenizer_spm)."""
-    parts = list("▁" + text.replace(" ", "▁"))
-    while True:
-        pairs = [
-            (-scores[vocab[a + b]], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in vocab
-        ]
-        if not pairs:
-            break
-        _, i = min(pairs)
-        parts[i : i + 2] = ["".join(parts[i : i + 2])]
-    ids = []
-    for part in parts:
-        found = [vocab[part]] if part in vocab else [3 + byte for byte in part.encode()]
-        ids += found
-    return ids
-
-
-def test_sentencepiece_ids_equal_llama_cpps_algorithm(tmp_path: Path) -> None:
-    tokenizer, vocab, scores = sentencepiece(tmp_path)
-    lines = [line for line in TEXTS.read_text().splitlines() if line][:150]
-    for text in (*lines, " two  spaces", "日本 é", "tab\tand\nline"):
-        ids = tokenizer.encode(text)
-        assert ids == [1, *llama_cpp_ids(text, vocab, scores)], text
-        assert tokenizer.decode(ids[1:]) == text
-
-
-def powers(letters: str, longest: int) -> list[str]:
-    """Return tokens that are made of each other in as many ways as they are long."""
-    return [letter * count for letter in letters for count in range(1, longest + 1)]
-
-
-@pytest.mark.parametrize(
-    ("pieces", "message"),
-    [
-        (powers("abcdefghijklmno", 256), "made of each other in more than 8 ways each"),
-        (["x" * 512 + str(i) for i in range(9)], "513 characters in the longest; the limit is 512"),
-        (powers("abcdefghijklmno", 512), "squares of their lengths; the limit is"),
-    ],
-    ids=["merges", "longest", "work"],
-)  # fmt: skip
-def test_a_vocabulary_that_grows_when_it_is_merged_is_refused(
-    pieces: list[str], message: str, tmp_path: Path
-) -> None:
-    def add(writer: gguf.GGUFWriter) -> None:
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list(["<unk>", *pieces])
-        writer.add_token_scores([0.0] * (len(pieces) + 1))
-        writer.add_token_types([2] + [1] * len(pieces))
-
-    path = write_gguf(tmp_path / "s.gguf", TINY_CONFIG, tiny_tensors(), add)
-    checkpoint = open_gguf(path)
-    with (
-        bounded_memory((64 << 20) + 2 * path.stat().st_size),
-        pytest.raises(FormatError, match=message),
-    ):
-        assert checkpoint.tokenizer_source
-
-
-def test_sentencepiece_flags(tmp_path: Path) -> None:
-    tokenizer, vocab, _ = sentencepiece(tmp_path, add_bos_token=False, add_space_prefix=False)
-    ids = tokenizer.encode("x</s>")
-    assert ids == [vocab["x"], 2] and tokenizer.decode(ids) == "x</s>"
-
-
-def test_unknown_vocabularies_are_named(tmp_path: Path) -> None:
-    def opened(**values: str) -> Checkpoint:
-        base = add_tokenizer(LLAMA, values.get("pre", "qwen2"))
-
-        def add(writer: gguf.GGUFWriter) -> None:
-            base(writer)
-            if model := values.get("model"):
-                writer.kv_data[0]["tokenizer.ggml.model"].value = model
-            if values.get("pre") == "":
-                writer.kv_data[0].pop("tokenizer.ggml.pre", None)
-
-        return open_gguf(write_gguf(tmp_path / "a.gguf", TINY_CONFIG, tiny_tensors(), add))
-
-    for values, message in (
-        ({"pre": "tekken"}, "tokenizer.ggml.pre is 'tekken'; Clocher knows default, gpt-2, llama"),
-        ({"pre": ""}, "tokenizer.ggml.pre is missing"),
-        ({"model": "bert"}, "tokenizer.ggml.model is 'bert'; Clocher knows gpt2, llama"),
-    ):
-        checkpoint = opened(**values)
-        with pytest.raises(UnsupportedModel, match=re.escape(message)):
-            _ = checkpoint.tokenizer_source
 
 
 # --- the door
@@ -445,7 +389,7 @@ def test_which_file_is_opened(tmp_path: Path) -> None:
 
 
 def test_only_what_is_asked_for_is_repacked(tmp_path: Path, monkeypatch) -> None:
-    from clocher_runtime.checkpoints.gguf import tensors as module
+    from clocher_runtime.checkpoints.gguf import repack as module
 
     asked = []
     monkeypatch.setitem(
@@ -466,7 +410,7 @@ def test_only_what_is_asked_for_is_repacked(tmp_path: Path, monkeypatch) -> None
     [
         ("attn_logit_softcapping", 30.0, "llama.attn_logit_softcapping is 30.0; Clocher knows 0"),
         ("rope.scaling.type", "longrope", "rope scaling 'longrope'; Clocher knows none, linear"),
-        ("expert_count", 8, "llama with 8 experts"),
+        ("expert_count", 8, "metadata .llama.expert_used_count. is missing"),
         ("rope.dimension_count", 32, "rope.dimension_count is 32; Clocher needs that of the keys"),
         ("attention.head_count", 0, "num_attention_heads is 0"),
         ("block_count", 2, "9 tensors are missing, the first is 'blk.1.attn_norm.weight'"),
@@ -610,14 +554,31 @@ HOSTILE = {
     "dim-0": (build((), (entry(b"a", (0,)),), 128), "expected at least 1 each"),
     "elements": (build((), (entry(b"a", (2**40, 2**40)),), 128), "more than 2\\^48 elements"),
     "type": (build((), (entry(b"a", kind=99),), 128), "the ggml type 99, which is not known"),
-    "q4_k": (build((), (entry(b"a", (256,), 12),), 144), "is q4_k; Clocher reads f32, f16, bf16"),
-    "i2_s": (build((), (entry(b"a", (256,), 36),), 96), "nothing in the file says which"),
+    "iq2_xs": (
+        build((), (entry(b"a", (256,), 17),), 96),
+        "is iq2_xs; .* f32, f16.* llama-quantize",
+    ),
+    "nvfp4": (build((), (entry(b"a", (256,), 40),), 160), "is nvfp4; Clocher reads f32, f16, bf16"),
     "row-blocks": (build((), (entry(b"a", (33,), 8),), 128), "q8_0: rows of 33 elements"),
+    "q4_k-blocks": (
+        build((), (entry(b"a", (128,), 12),), 96),
+        "q4_k: rows of 128 elements; .* 256",
+    ),
+    "iq4_nl-blocks": (build((), (entry(b"a", (40,), 20),), 32), "iq4_nl: rows of 40 elements"),
+    "q6_k-truncated": (
+        build((), (entry(b"a", (256, 4), 14),), 832),
+        "truncated: the header describes",
+    ),
+    "q6_k-trailing": (build((), (entry(b"a", (256, 4), 14),), 896), "trailing data"),
+    "i2_s-no-tail": (build((), (entry(b"a", (256,), 36),), 64), "truncated: the header describes"),
     "misaligned": (build((), (entry(b"a", offset=4),), 256), "starts at byte 4 of the data"),
     "overlap": (build((), (entry(b"a"), entry(b"b", offset=64)), 256), "'b' starts at byte 64"),
     "hole": (build((), (entry(b"a"), entry(b"b", offset=256)), 512), "'b' starts at byte 256"),
     "offset": (build((), (entry(b"a", offset=2**64 - 32),), 128), "starts at byte 18446744073709"),
-    "truncated": (build((), (entry(b"a"),), 96), "truncated download"),
+    "truncated": (
+        build((), (entry(b"a"),), 96),
+        "truncated: the header describes 192 bytes, the file has 160",
+    ),
     "trailing": (build((), (entry(b"a"),), 160), "trailing data"),
     "alignment-0": (
         build((text(b"general.alignment") + u32(4) + u32(0),), (entry(b"a"),), 128),
@@ -630,7 +591,7 @@ HOSTILE = {
     "no-architecture": (build((), (entry(b"a"),), 128), "'general.architecture' is missing"),
     "architecture": (
         build((text(b"general.architecture") + u32(8) + text(b"mamba"),), (entry(b"a"),), 128),
-        "architecture 'mamba' is not known; Clocher reads GGUF files of llama, qwen2",
+        "architecture 'mamba' is not known; Clocher reads GGUF files of llama, llama4, qwen2",
     ),
 }
 

@@ -16,8 +16,8 @@ from fuzz import text_seeds
 from tokenizers import Regex, pre_tokenizers
 
 from clocher_kernels.errors import FormatError, OutOfMemory, UsageError
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.command.loading import StubTokenizer
-from clocher_runtime.command.model_choice import embedded_model
 from clocher_runtime.models.split_patterns import KNOWN
 from clocher_runtime.text import text_process, tokenizer_library
 from clocher_runtime.text.prompts import Line, Preparation

@@ -12,7 +12,7 @@ import numpy as np
 
 from clocher_kernels.dtypes import from_f32
 from clocher_kernels.errors import FormatError
-from clocher_kernels.formats import Float, Format, Int4, Int8, Mxfp4, Ternary
+from clocher_kernels.formats import Float, Format, Ggml, Int4, Int8, Mxfp4, Ternary
 from clocher_kernels.quant_tensor import QuantTensor
 
 _QUARTERS = np.arange(4, dtype=np.uint8)[:, None] * 2
@@ -28,6 +28,7 @@ class GgmlType:
         block: elements of a block.
         nbytes: bytes of a block.
         file_type: number of a file that is mostly of this type (`general.file_type`).
+        tail: bytes that follow the rows of a tensor.
     """
 
     name: str
@@ -35,6 +36,7 @@ class GgmlType:
     block: int
     nbytes: int
     file_type: int
+    tail: int = 0
 
     def row_bytes(self, columns: int) -> int:
         """Return the bytes of a row.
@@ -56,10 +58,36 @@ Q4_0 = GgmlType("q4_0", 2, 32, 18, 2)
 Q8_0 = GgmlType("q8_0", 8, 32, 34, 7)
 TQ2_0 = GgmlType("tq2_0", 35, 256, 66, 37)
 MXFP4 = GgmlType("mxfp4", 39, 32, 17, 38)
+I2_S = GgmlType("i2_s", 36, 128, 32, 40, tail=32)
+"""Of bitnet.cpp: 2-bit codes; the tail begins with the scale of the matrix, fp32."""
+
+# Type -> its number, and that of a file that is mostly of it.
+_CODES = {
+    "q4_1": (3, 3),
+    "q5_0": (6, 8),
+    "q5_1": (7, 9),
+    "q2_k": (10, 10),
+    "q3_k": (11, 12),
+    "q4_k": (12, 15),
+    "q5_k": (13, 17),
+    "q6_k": (14, 18),
+    "iq3_xxs": (18, 23),
+    "iq4_nl": (20, 25),
+    "iq3_s": (21, 26),
+    "iq4_xs": (23, 30),
+    "tq1_0": (34, 36),
+}
 
 FLOATS = {kind.name: kind for kind in (F32, F16, BF16)}
-TYPES = {kind.code: kind for kind in (F32, F16, BF16, Q4_0, Q8_0, TQ2_0, MXFP4)}
-"""The types that are read and written, by their number."""
+BLOCKS = {
+    name: GgmlType(name, code, Ggml(name).block, Ggml(name).block_bytes, file_type)
+    for name, (code, file_type) in _CODES.items()
+}
+"""The types of `Ggml`, by name."""
+TYPES = {
+    kind.code: kind for kind in (F32, F16, BF16, Q4_0, Q8_0, TQ2_0, MXFP4, *BLOCKS.values(), I2_S)
+}
+"""The types that are read, by their number; all but i2_s are written too."""
 
 
 def same_type(fmt: Format) -> GgmlType:
@@ -70,6 +98,8 @@ def same_type(fmt: Format) -> GgmlType:
     """
     if isinstance(fmt, Float):
         return FLOATS[fmt.dtype]
+    if isinstance(fmt, Ggml):
+        return BLOCKS[fmt.kind]
     if isinstance(fmt, Mxfp4):
         return MXFP4
     if isinstance(fmt, Ternary):
@@ -82,8 +112,8 @@ def same_type(fmt: Format) -> GgmlType:
             return Q4_0
     raise FormatError(
         f"{fmt.name}: no type of ggml holds these values exactly; it has f32, f16, bf16, "
-        "symmetric int4 and int8 with f16 scales and groups of a multiple of 32, ternary and "
-        f"mxfp4; ask for one of {', '.join(FLOATS)}"
+        "symmetric int4 and int8 with f16 scales and groups of a multiple of 32, ternary, mxfp4 "
+        f"and its own blocks; ask for one of {', '.join(FLOATS)}"
     )
 
 
@@ -115,6 +145,8 @@ def row_blocks(tensor: QuantTensor, rows: np.ndarray, kind: GgmlType) -> np.ndar
 
 
 def _blocks(part: QuantTensor, kind: GgmlType) -> np.ndarray:
+    if kind.name in BLOCKS:
+        return part.planes["blocks"]
     if kind in (Q4_0, Q8_0):
         rows, columns = part.shape
         scales = part.planes["scales"]
@@ -151,13 +183,7 @@ def _ternary(tensor: QuantTensor, fmt: Ternary, rows: np.ndarray, kind: GgmlType
     multiplier = fmt.multiplier(tensor.planes)
     if kind != TQ2_0:
         return _float((digits.astype(np.float32) - 1) * multiplier, fmt.name, kind)
-    with np.errstate(over="ignore"):
-        scale = np.float16(multiplier)
-    if np.float32(scale) != multiplier:
-        raise FormatError(
-            f"{fmt.name}: the scale {multiplier} is no f16, which is what tq2_0 stores; ask for "
-            f"one of {', '.join(FLOATS)}"
-        )
+    scale = fmt.f16_multiplier(tensor.planes)
     quarters = digits.reshape(len(rows), -1, 2, 4, 32) << _QUARTERS
     packed = np.bitwise_or.reduce(quarters, axis=3).reshape(len(rows), -1, 64)
     scales = np.broadcast_to(np.array([scale]).view(np.uint8), (*packed.shape[:2], 2))

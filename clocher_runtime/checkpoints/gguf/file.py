@@ -1,4 +1,4 @@
-"""One GGUF file, validated in full before a byte of its data is used; see `header`."""
+"""A GGUF file, validated in full before a byte of its data is used; see `header`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,13 +61,14 @@ Value = bool | int | float | str | np.ndarray | Strings
 
 
 class GgufFile:
-    """A validated, read-only, memory-mapped GGUF file.
+    """A validated, read-only, memory-mapped GGUF file, with the parts that are attached to it.
 
     Attributes:
-        file: the mapping.
+        file: the mapping, of the first part.
+        files: the mappings of all parts.
         version: 2 or 3.
         keys: of the metadata, in file order.
-        tensors: what the file holds, by name, in file order.
+        tensors: what the parts hold, by name, in file order.
     """
 
     def __init__(self, path: Path) -> None:
@@ -90,12 +91,34 @@ class GgufFile:
                 f"{path}: general.alignment is {alignment}; expected a power of two from 8 to "
                 f"{MAX_ALIGNMENT}"
             )
-        self.tensors: Mapping[str, GgufTensor] = header.tensors(alignment)
+        self.tensors: dict[str, GgufTensor] = header.tensors(alignment)
+        self.files: tuple[MappedFile, ...] = (self.file,)
+        self._homes = dict.fromkeys(self.tensors, self.file)
+
+    def attach(self, part: "GgufFile") -> None:
+        """Add the tensors of another part of the same model; its metadata are not read.
+
+        Raises:
+            FormatError: a tensor is in two parts.
+        """
+        for name in part.tensors:
+            if name in self.tensors:
+                raise FormatError(
+                    f"{part.file.path}: tensor {name!r} is in {self._homes[name].path.name}, too"
+                )
+            self._homes[name] = part.file
+        self.tensors |= part.tensors
+        self.files += (part.file,)
 
     def data(self, name: str) -> np.ndarray:
-        """Return the bytes of a tensor, u8 [nbytes], as a read-only view of the file."""
+        """Return the bytes of a tensor, u8 [nbytes], as a read-only view of its file."""
         info = self.tensors[name]
-        return self.file.bytes(info.offset, info.offset + info.nbytes)
+        return self._homes[name].bytes(info.offset, info.offset + info.nbytes)
+
+    def release(self) -> None:
+        """Let the kernel take back the resident pages of the files."""
+        for file in self.files:
+            file.release()
 
     def value(self, key: str) -> Value | None:
         """Return the value of a metadata entry, None without one.

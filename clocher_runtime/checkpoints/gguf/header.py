@@ -46,12 +46,9 @@ NUMBERS: Mapping[int, np.dtype[Any]] = {
 _FIELD_BYTES = 8 + 1 + 4 + 1
 _ENTRY_BYTES = 8 + 1 + 4 + 8 + 4 + 8
 
-_I2_S = 36
 _OTHER_TYPES = {
-    **{3: "q4_1", 6: "q5_0", 7: "q5_1", 9: "q8_1", 10: "q2_k", 11: "q3_k", 12: "q4_k"},
-    **{13: "q5_k", 14: "q6_k", 15: "q8_k", 16: "iq2_xxs", 17: "iq2_xs", 18: "iq3_xxs"},
-    **{19: "iq1_s", 20: "iq4_nl", 21: "iq3_s", 22: "iq2_s", 23: "iq4_xs", 24: "i8", 25: "i16"},
-    **{26: "i32", 27: "i64", 28: "f64", 29: "iq1_m", 34: "tq1_0", 40: "nvfp4", 41: "q1_0"},
+    **{9: "q8_1", 15: "q8_k", 16: "iq2_xxs", 17: "iq2_xs", 19: "iq1_s", 22: "iq2_s", 24: "i8"},
+    **{25: "i16", 26: "i32", 27: "i64", 28: "f64", 29: "iq1_m", 40: "nvfp4", 41: "q1_0"},
     **{37: "i8_s of bitnet.cpp", 38: "tl1 of bitnet.cpp"},
 }
 
@@ -138,14 +135,15 @@ class Header:
                 raise FormatError(f"{where}: {error}") from None
             for dim in shape[:-1]:
                 nbytes *= dim
+            nbytes += kind.tail
             last = offset + nbytes
             end = -(-last // alignment) * alignment
-            if start + last > self._file.nbytes:
-                raise FormatError(
-                    f"{where} ends at byte {start + last}; the file has {self._file.nbytes}: a "
-                    "truncated download?"
-                )
             tensors[name] = GgufTensor(kind, shape, start + offset, nbytes)
+        if entries and self._file.nbytes < start + last:
+            raise FormatError(
+                f"{self._where}: truncated: the header describes {start + last} bytes, the file "
+                f"has {self._file.nbytes}; get it again"
+            )
         if entries and self._file.nbytes > start + end:
             raise FormatError(
                 f"{self._where}: the header describes {start + last} bytes, the file has "
@@ -261,13 +259,10 @@ def integer(data: np.ndarray) -> int:
 
 
 def _unread(where: str, code: int) -> Exception:
-    if code == _I2_S:
-        return UnsupportedModel(
-            f"{where} is i2_s: bitnet.cpp orders its codes differently on x86 and on Arm, and "
-            "nothing in the file says which; load the packed Hugging Face repository or a tq2_0 "
-            "file of the same model"
-        )
     known = ", ".join(kind.name for kind in TYPES.values())
     if code in _OTHER_TYPES:
-        return UnsupportedModel(f"{where} is {_OTHER_TYPES[code]}; Clocher reads {known}")
+        return UnsupportedModel(
+            f"{where} is {_OTHER_TYPES[code]}; Clocher reads {known}; llama-quantize makes a file "
+            "of one of these from the original"
+        )
     return FormatError(f"{where} has the ggml type {code}, which is not known; known: {known}")

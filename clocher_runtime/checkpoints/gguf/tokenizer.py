@@ -1,117 +1,34 @@
 """From the vocabulary of a GGUF file to the JSON of the `tokenizers` library.
 
 Two kinds are known: byte-level BPE ("gpt2"), whose text is split as `tokenizer.ggml.pre` says, and
-SentencePiece ("llama"), whose merges follow from the scores of its tokens. Which ids have a role
-is said here too.
+SentencePiece ("llama").
 
-Source: llama.cpp's llama-vocab.cpp for what each kind and pre-type does; the expressions are those
-of the models' own tokenizer.json.
+Source: llama.cpp's llama-vocab.cpp.
 """
 
 import json
-from array import array
 from typing import Any
 
-import numpy as np
-
 from clocher_kernels.errors import FormatError, UnsupportedModel
-from clocher_runtime.checkpoints.gguf.file import GgufFile, Strings
-from clocher_runtime.models.split_patterns import DEFAULT, GPT2, GPT4O, LLAMA3, QWEN2
+from clocher_runtime.checkpoints.gguf.file import GgufFile
+from clocher_runtime.checkpoints.gguf.pre_types import PRE_TYPES
+from clocher_runtime.checkpoints.gguf.sentencepiece import bpe_model, sentencepiece
+from clocher_runtime.checkpoints.gguf.vocabulary import (
+    CONTROL,
+    MODEL,
+    UNKNOWN,
+    USER,
+    token_id,
+    token_types,
+    tokens,
+)
 
-MODEL, TOKENS, TYPES = "tokenizer.ggml.model", "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
-NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-_ENDS = ("eos", "eot", "eom")
-
-# What ends a turn, by name, as in llama.cpp: a file has one id for it, chat models several.
-_END_TEXTS = {
-    "<|call|>",
-    "<|end_of_text|>",
-    "<|endoftext|>",
-    "<|eom_id|>",
-    "<|eot_id|>",
-    "<|im_end|>",
-    "<|return|>",
-}
+_PRE, _MERGES = "tokenizer.ggml.pre", "tokenizer.ggml.merges"
+_TEMPLATE, _TEMPLATES = "tokenizer.chat_template", "tokenizer.chat_templates"
 
 
-def has_vocabulary(file: GgufFile) -> bool:
-    """Return whether the file has one: files for benchmarks may do without."""
-    return MODEL in file.keys and file.text(MODEL) not in ("no_vocab", "none")
-
-
-def token_id(file: GgufFile, role: str) -> int | None:
-    """Return the id of a special token, None where the file does not say it."""
-    key = f"tokenizer.ggml.{ROLES.get(role, role)}_token_id"
-    if file.value(key) is None:
-        return None
-    return file.integer(key)
-
-
-def token_types(file: GgufFile, count: int) -> np.ndarray:
-    """Return what each token is, `NORMAL` to `BYTE`; without the entry all are normal.
-
-    Raises:
-        FormatError: the entry has another length.
-    """
-    if TYPES not in file.keys:
-        return np.full(count, NORMAL)
-    types = file.numbers(TYPES)
-    if len(types) != count:
-        raise FormatError(f"{file.file.path}: {TYPES} has {len(types)} entries for {count} tokens")
-    return types
-
-
-def tokens(file: GgufFile) -> Strings:
-    """Return the tokens, in the order of their ids.
-
-    Raises:
-        FormatError: there are none.
-    """
-    found = file.strings(TOKENS)
-    if not len(found):
-        raise FormatError(f"{file.file.path}: {TOKENS} is empty")
-    return found
-
-
-def stop_ids(file: GgufFile) -> list[int]:
-    """Return the ids that end a turn: those that the file names, and control tokens known for it.
-
-    Raises:
-        FormatError: the vocabulary is damaged.
-    """
-    found = [token_id(file, role) for role in _ENDS]
-    ids = [index for index in found if index is not None]
-    if has_vocabulary(file):
-        texts = tokens(file)
-        for index in np.flatnonzero(token_types(file, len(texts)) == CONTROL).tolist():
-            if texts.text(index) in _END_TEXTS:
-                ids.append(index)
-    return list(dict.fromkeys(ids))
-
-
-_PRE, _MERGES, _SCORES = "tokenizer.ggml.pre", "tokenizer.ggml.merges", "tokenizer.ggml.scores"
-_MAX_SPM_CHARS = 1 << 22
-_MAX_TOKEN_CHARS = 512
-_MAX_SPM_WORK = 1 << 28
-_MERGES_PER_TOKEN = 8
-_STRIDE = 1024
-
-_SPLITS: dict[str, tuple[str, ...]] = {
-    "default": DEFAULT,
-    "gpt-2": (GPT2,),
-    "llama-bpe": (LLAMA3,),
-    "llama-v3": (LLAMA3,),
-    "llama3": (LLAMA3,),
-    "qwen2": (QWEN2,),
-    "deepseek-r1-qwen": (QWEN2,),
-    "gpt-4o": (GPT4O,),
-}
-"""Pre-type -> expressions that split a text, one after the other."""
-_WHOLE_TOKENS = ("llama-bpe", "llama-v3", "llama3")  # a token's text is looked up before merging
-_COMPOSED = ("qwen2", "deepseek-r1-qwen")  # their tokenizer.json composes characters (NFC)
-
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+# The spaces after a token of Phi-3 belong to it. llama.cpp knows the model by its name.
+_PHI_3, _PHI_3_KEEP = ("phi-3", "phi3"), ("<unk>", "<s>", "<|endoftext|>")
 
 
 def tokenizer_json(file: GgufFile) -> bytes:
@@ -155,13 +72,23 @@ def tokenizer_config(file: GgufFile) -> dict[str, Any]:
                 f"{file.file.path}: the {role} token is {index}; expected 0 to {len(texts) - 1}"
             )
         config[f"{role}_token"] = texts.text(index)
-    spm = file.text(MODEL) == "llama"
-    whole = not spm and file.text(_PRE, "") in _WHOLE_TOKENS
-    config["add_bos_token"] = file.flag("tokenizer.ggml.add_bos_token", spm or whole)
+    pre = PRE_TYPES.get(file.text(_PRE, ""))
+    begins = file.text(MODEL) == "llama" or (pre is not None and pre.bos)
+    config["add_bos_token"] = file.flag("tokenizer.ggml.add_bos_token", begins)
     config["add_eos_token"] = file.flag("tokenizer.ggml.add_eos_token", False)
-    if "tokenizer.chat_template" in file.keys:
-        config["chat_template"] = file.text("tokenizer.chat_template")
+    if _TEMPLATE in file.keys:
+        config["chat_template"] = _templates(file)
     return config
+
+
+def _templates(file: GgufFile) -> str | list[dict[str, str]]:
+    """Return the chat template; if there are others, all of them with their names."""
+    default = file.text(_TEMPLATE)
+    if _TEMPLATES not in file.keys:
+        return default
+    names = [name for name in file.strings(_TEMPLATES).texts() if name != "default"]
+    named = [{"name": name, "template": file.text(f"{_TEMPLATE}.{name}")} for name in names]
+    return [{"name": "default", "template": default}, *named]
 
 
 def _texts(file: GgufFile) -> list[str]:
@@ -177,21 +104,22 @@ def _texts(file: GgufFile) -> list[str]:
 
 
 def _added(file: GgufFile, texts: list[str]) -> list[dict[str, Any]]:
-    """Return the tokens that are found in a text before it is split: control and user-defined."""
+    """Return the tokens that are found in a text before it is split."""
     types = token_types(file, len(texts))
     roles = {token_id(file, role) for role in ("bos", "eos")}
+    strips = any(name in file.text("general.name", "").lower() for name in _PHI_3)
     return [
         {
             "id": index,
             "content": texts[index],
             "single_word": False,
             "lstrip": False,
-            "rstrip": False,
+            "rstrip": strips and texts[index] not in _PHI_3_KEEP,
             "normalized": False,
             "special": bool(types[index] != USER),
         }
         for index in range(len(texts))
-        if texts[index] and (types[index] in (CONTROL, USER) or index in roles)
+        if texts[index] and (types[index] in (CONTROL, USER, UNKNOWN) or index in roles)
     ]
 
 
@@ -201,11 +129,12 @@ def _byte_level(file: GgufFile, texts: list[str]) -> dict[str, Any]:
             f"{file.file.path}: {_PRE} is missing: the file is older than llama.cpp's knowledge of "
             "how text is split, and would be split wrongly; convert the model anew"
         )
-    pre = file.text(_PRE)
-    if pre not in _SPLITS:
+    name = file.text(_PRE)
+    if name not in PRE_TYPES:
         raise UnsupportedModel(
-            f"{file.file.path}: {_PRE} is {pre!r:.60}; Clocher knows {', '.join(_SPLITS)}"
+            f"{file.file.path}: {_PRE} is {name!r:.60}; Clocher knows {', '.join(PRE_TYPES)}"
         )
+    pre = PRE_TYPES[name]
     vocab = {text: index for index, text in enumerate(texts)}
     merges = []
     for index, merge in enumerate(file.strings(_MERGES).texts()):
@@ -219,110 +148,18 @@ def _byte_level(file: GgufFile, texts: list[str]) -> dict[str, Any]:
         merges.append(pair)
     splits = [
         {"type": "Split", "pattern": {"Regex": text}, "behavior": "Isolated", "invert": False}
-        for text in _SPLITS[pre]
+        for text in pre.splits
     ]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     return {
-        "normalizer": {"type": "NFC"} if pre in _COMPOSED else None,
+        "normalizer": {"type": "NFC"} if pre.composed else None,
         "pre_tokenizer": {
             "type": "Sequence",
             "pretokenizers": [*splits, {**level, "use_regex": False}],
         },
         "decoder": {**level, "add_prefix_space": True, "use_regex": True},
-        "model": _bpe(vocab, merges, ignore_merges=pre in _WHOLE_TOKENS),
+        "model": bpe_model(vocab, merges, ignore_merges=pre.whole),
     }
 
 
-def _sentencepiece(file: GgufFile, texts: list[str]) -> dict[str, Any]:
-    scores = file.numbers(_SCORES)
-    if len(scores) != len(texts) or not np.isfinite(scores).all():
-        raise FormatError(
-            f"{file.file.path}: {_SCORES} has {len(scores)} numbers for {len(texts)} tokens; "
-            "expected a finite one for each"
-        )
-    types = token_types(file, len(texts))
-    unknown = token_id(file, "unk")
-    if unknown is None and (marked := np.flatnonzero(types == UNKNOWN)).size:
-        unknown = int(marked[0])
-    prefix = file.flag("tokenizer.ggml.add_space_prefix", True)
-    replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    before = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
-    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
-    back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
-    model = _bpe(
-        {text: index for index, text in enumerate(texts)},
-        _merges(file, texts, scores.astype(np.float64), types),
-        unk_token=texts[unknown] if unknown is not None and 0 <= unknown < len(texts) else None,
-        fuse_unk=True,
-        byte_fallback=True,
-    )
-    return {
-        "normalizer": {"type": "Sequence", "normalizers": [*before, replace]},
-        "pre_tokenizer": None,
-        "decoder": {
-            "type": "Sequence",
-            "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
-        },
-        "model": model,
-    }
-
-
-def _merges(
-    file: GgufFile, texts: list[str], scores: np.ndarray, types: np.ndarray
-) -> list[tuple[str, str]]:
-    """Return the pairs of tokens that make a token, that of the best score first.
-
-    As in transformers' generate_merges: of one token's pairs, the one with the longer left part
-    comes first.
-    """
-    lengths = np.array([len(text) for text in texts], np.int64)
-    for what, size, limit in (
-        ("characters in all", int(lengths.sum()), _MAX_SPM_CHARS),
-        ("characters in the longest", int(lengths.max()), _MAX_TOKEN_CHARS),
-        ("squares of their lengths", int((lengths**2).sum()), _MAX_SPM_WORK),
-    ):
-        if size > limit:
-            raise FormatError(
-                f"{file.file.path}: {len(texts)} tokens with {size} {what}; the limit is {limit}"
-            )
-    mergeable = (types != CONTROL) & (types != UNKNOWN) & (types != USER)
-    # Text -> the same text, so that the parts of all merges are no more strings than there are.
-    parts = {text: text for text, use in zip(texts, mergeable.tolist(), strict=True) if use}
-    splits = array("q")
-    for index, text in enumerate(texts):
-        if text in parts:
-            splits.extend(
-                index * _STRIDE + at
-                for at in range(1, len(text))
-                if text[:at] in parts and text[at:] in parts
-            )
-        if len(splits) > _MERGES_PER_TOKEN * len(texts):
-            raise FormatError(
-                f"{file.file.path}: its {len(texts)} tokens are made of each other in more than "
-                f"{_MERGES_PER_TOKEN} ways each; those of models are in 2 or 3"
-            )
-    whole, cuts = np.divmod(np.array(splits, np.int64), _STRIDE)
-    order = np.lexsort((cuts - lengths[whole], -cuts, -scores[whole]))
-    return [
-        (parts[texts[one][:cut]], parts[texts[one][cut:]])
-        for one, cut in zip(whole[order].tolist(), cuts[order].tolist(), strict=True)
-    ]
-
-
-def _bpe(vocab: dict[str, int], merges: list[Any], **settings: Any) -> dict[str, Any]:
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-        **settings,
-        "vocab": vocab,
-        "merges": merges,
-    }
-
-
-_KINDS = {"gpt2": _byte_level, "llama": _sentencepiece}
+_KINDS = {"gpt2": _byte_level, "llama": sentencepiece}

@@ -1,0 +1,221 @@
+"""What llama-quantize writes, read here and by llama.cpp: the same ids, the same perplexity.
+
+llama.cpp rounds activations to 8 bits for quantised weights, so the file that it expands to fp32
+is what fp32 activations are compared with.
+"""
+
+import csv
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import llama_cpp_runs as llama_cpp
+import numpy as np
+import pytest
+from gguf_files import F32, Kind, add_tokenizer, gguf_tensors, write_gguf
+from weight_files import BITNET, LLAMA
+
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.convert.gguf import plan_gguf
+from clocher_runtime.engine.load import load_model
+from clocher_runtime.engine.session import Session
+from clocher_runtime.text.tokenizer import Tokenizer
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(llama_cpp.MISSING), reason=llama_cpp.MISSING),
+]
+
+TEXT = Path(__file__).parent / "data" / "valid.txt"
+WINDOW, WINDOWS = 512, 4
+PROMPT, PROMPTS, NEW = 48, 4, 48
+TYPES = (
+    *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L"),
+    *("Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_M"),
+    *("TQ1_0", "TQ2_0"),
+)
+
+
+def session(checkpoint: Checkpoint, act_prec: str, logits: bool) -> Session:
+    return Session(
+        load_model(checkpoint),
+        backend="cpu",
+        threads=2,
+        context=WINDOW,
+        kv_dtype="f32",
+        chunk=WINDOW if logits else None,
+        act_prec=act_prec,
+        all_logits=logits,
+    )
+
+
+def perplexity(checkpoint: Checkpoint, ids: list[int], act_prec: str) -> float:
+    """Return what llama-perplexity computes: of the second half of each window."""
+    made = session(checkpoint, act_prec, True)
+    losses = []
+    try:
+        for start in range(0, WINDOW * WINDOWS, WINDOW):
+            window = ids[start : start + WINDOW]
+            logits = made.logits(window).astype(np.float64)
+            logits -= logits.max(axis=1, keepdims=True)
+            logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
+            losses += [-logits[i, window[i + 1]] for i in range(WINDOW // 2, WINDOW - 1)]
+    finally:
+        made.close()
+    return float(np.exp(np.mean(losses)))
+
+
+def greedy(checkpoint: Checkpoint, prompts: list[list[int]], act_prec: str) -> list[list[int]]:
+    made = session(checkpoint, act_prec, False)
+    stop = frozenset(checkpoint.generation_config["eos_token_id"])
+    try:
+        return [
+            [token.id for token in made.generate([prompt], NEW, stop_ids=stop)]
+            for prompt in prompts
+        ]
+    finally:
+        made.close()
+
+
+def theirs(model: Path, prompts: list[list[int]]) -> list[list[int]]:
+    with llama_cpp.server(model, WINDOW) as address:
+        return [llama_cpp.greedy(address, prompt, NEW) for prompt in prompts]
+
+
+def note(row: dict[str, object]) -> None:
+    """Add a row to the file that the environment names, for whoever wants the figures."""
+    if path := os.environ.get("LLAMA_CPP_TABLE"):
+        with open(path, "a", newline="") as file:
+            writer = csv.DictWriter(file, row)
+            if not file.tell():
+                writer.writeheader()
+            writer.writerow(row)
+
+
+@pytest.fixture(scope="module")
+def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the trained model as an F16 file."""
+    source = open_checkpoint(LLAMA)
+    tensors = {
+        name: (values.astype(np.float16), Kind.F16) if values.ndim == 2 else (values, F32)
+        for name, values in gguf_tensors(source).items()
+    }
+    path = tmp_path_factory.mktemp("llama") / "f16.gguf"
+    return write_gguf(path, source.config, tensors, add_tokenizer(LLAMA, "llama-bpe"))
+
+
+def main_type(kind: str) -> str:
+    """Return the type that gives a kind of file its name: "q4_k" for "Q4_K_M"."""
+    return re.sub(r"(_k)_[sml]$|^(iq3)_m$", lambda m: m[1] or f"{m[2]}_s", kind.lower())
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_types_of_llama_quantize(kind: str, floats: Path, saw: Callable[..., None]) -> None:
+    path = llama_cpp.quantized(floats, floats.with_name(f"{kind}.gguf"), kind)
+    expanded = llama_cpp.quantized(path, path.with_name(f"{kind}-f32.gguf"), "F32")
+    checkpoint = open_checkpoint(path)
+    tokenizer = Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config)
+    ids = tokenizer.encode(TEXT.read_text())
+    prompts = [ids[i * 1000 : i * 1000 + PROMPT] for i in range(1, PROMPTS + 1)]
+    exact = llama_cpp.perplexity(expanded, TEXT, WINDOW, WINDOWS)
+    rounded = llama_cpp.perplexity(path, TEXT, WINDOW, WINDOWS)
+    ours = {act: perplexity(checkpoint, ids, act) for act in ("fp32", "int8")}
+    exact_ids, rounded_ids = theirs(expanded, prompts), theirs(path, prompts)
+    ours_ids = {act: greedy(checkpoint, prompts, act) for act in ("fp32", "int8")}
+    stored = {info.tensor_type.name for info in gguf.GGUFReader(path).tensors}
+    note(
+        {
+            "type": kind,
+            "stored": " ".join(sorted(stored)),
+            "fp32": f"{ours['fp32']:.4f}",
+            "llama.cpp expanded": f"{exact:.4f}",
+            "int8": f"{ours['int8']:.4f}",
+            "llama.cpp": f"{rounded:.4f}",
+            "ids fp32 = expanded": ours_ids["fp32"] == exact_ids,
+            "prompts fp32 = llama.cpp": same(ours_ids["fp32"], rounded_ids),
+            "prompts int8 = llama.cpp": same(ours_ids["int8"], rounded_ids),
+        }
+    )
+    version = llama_cpp.version()
+    saw(
+        "LlamaForCausalLM",
+        f"gguf {main_type(kind)}",
+        f"{kind}: {' '.join(sorted(stored))}",
+        f"llama-quantize, llama.cpp {version}",
+        f"perplexity, llama.cpp {version}",
+        difference=abs(ours["fp32"] / exact - 1),
+        same_ids=int(ours_ids["fp32"] == exact_ids),
+        variable=llama_cpp.VARIABLE,
+    )
+    assert ours["fp32"] == pytest.approx(exact, rel=2e-5)
+    assert ours_ids["fp32"] == exact_ids
+    assert ours["fp32"] == pytest.approx(rounded, rel=1e-2)
+    assert ours["int8"] == pytest.approx(rounded, rel=1e-2)
+
+
+NARROW = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 192,
+    "intermediate_size": 352,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K_M", "Q4_K_M", "Q6_K", "IQ4_XS", "IQ3_S", "TQ1_0"])
+def test_rows_that_are_no_whole_blocks_get_other_types(kind: str, tmp_path: Path) -> None:
+    """llama-quantize falls back to types of 32 columns where a row is no multiple of 256."""
+    shapes = {
+        "token_embd": (64, 192),
+        "output": (64, 192),
+        "output_norm": (192,),
+        **{f"blk.0.{name}_norm": (192,) for name in ("attn", "ffn")},
+        **{f"blk.0.attn_{part}": (96, 192) for part in "kv"},
+        **{f"blk.0.attn_{part}": (192, 192) for part in ("q", "output")},
+        **{f"blk.0.ffn_{part}": (352, 192) for part in ("gate", "up")},
+        "blk.0.ffn_down": (192, 352),
+    }
+    draw = np.random.default_rng(7)
+    tensors = {
+        f"{name}.weight": (draw.standard_normal(shape, np.float32), F32)
+        for name, shape in shapes.items()
+    }
+    floats = write_gguf(tmp_path / "f32.gguf", NARROW, tensors)
+    path = llama_cpp.quantized(floats, tmp_path / f"{kind}.gguf", kind)
+    checkpoint = open_checkpoint(path, verify=True)
+    stored = {info.name: info for info in gguf.GGUFReader(path).tensors}
+    for name, other in (("mlp.down_proj", "ffn_down"), ("self_attn.v_proj", "attn_v")):
+        tensor = checkpoint.tensor(f"model.layers.0.{name}.weight")
+        info = stored[f"blk.0.{other}.weight"]
+        assert gguf.GGML_QUANT_SIZES[info.tensor_type][0] == 32
+        assert np.array_equal(tensor.decode(), gguf.quants.dequantize(info.data, info.tensor_type))
+
+
+@pytest.mark.parametrize("kind", ["TQ1_0", "TQ2_0"])
+def test_bitnet_files_of_llama_quantize_stay_ternary(kind: str, tmp_path: Path) -> None:
+    source = open_checkpoint(BITNET)
+    formats = {name: tensor.format for name, tensor in source.tensors.items()}
+    plan_gguf(source.config, formats, "x", kind="f32").write(source, tmp_path / "f32.gguf")
+    path = llama_cpp.quantized(tmp_path / "f32.gguf", tmp_path / f"{kind}.gguf", kind)
+    checkpoint = open_checkpoint(path)
+    found = {name: tensor.format.name for name, tensor in checkpoint.tensors.items()}
+    assert found["model.embed_tokens.weight"] == "q6_k"
+    assert {found[name] for name in found if "_proj" in name} == {"ternary_f16"}
+    for name in found:
+        if "_proj" in name:
+            expected = source.tensor(name).decode()
+            np.testing.assert_allclose(checkpoint.tensor(name).decode(), expected, rtol=2**-11)
+
+
+def same(a: list[list[int]], b: list[list[int]]) -> int:
+    """Return how many prompts have the same continuation."""
+    return sum(x == y for x, y in zip(a, b, strict=True))
