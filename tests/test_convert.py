@@ -197,6 +197,10 @@ def test_the_template_keeps_biases_and_experts_of_gpt_oss_and_says_so(tmp_path: 
         ({"dtype": "int8w"}, "int8_row_f32"),
         ({"dtype": "int8w", "scale": "per-channel", "group": 64}, "int8_g64_f16"),
         ({"dtype": "int8w", "scale": "per-tensor"}, "int8_tensor_f32"),
+        ({"dtype": "fp8"}, "fp8_e4m3_row_f32"),
+        ({"dtype": "fp8", "scale": "per-block"}, "fp8_e4m3_b128_f32"),
+        ({"dtype": "fp8_e5m2"}, "fp8_e5m2_row_f32"),
+        ({"dtype": "mxfp4"}, "mxfp4"),
     ],
     ids=lambda value: str(value),
 )
@@ -242,7 +246,7 @@ BAD_MANIFESTS: dict[str, tuple[object, str]] = {
     "group bool": ({"version": 1, "rules": [RULE | {"group": True}]}, "'group' is bool"),
     "zero": ({"version": 1, "rules": [RULE | {"zero": "none"}]}, "known: per-tensor, per-group"),
     "scale": ({"version": 1, "rules": [RULE | {"scale": "x"}]}, "known: per-channel, per-tensor"),
-    "int4 per tensor": ({"version": 1, "rules": [RULE | {"scale": "per-tensor"}]}, "for int8w"),
+    "int4 per tensor": ({"version": 1, "rules": [RULE | {"scale": "per-tensor"}]}, "for int8"),
     "int8 affine": (
         {"version": 1, "rules": [RULE | {"dtype": "int8w", "zero": "per-group"}]},
         "symmetric",
@@ -335,7 +339,10 @@ def test_script_converts_and_reports_on_stderr(tmp_path: Path) -> None:
     assert lines[0].startswith("note: pattern '.*attn.*(q_proj")
     assert "of disk" in lines[2]
     out = tmp_path / "out"
-    assert lines[3:] == [f"hf_to_iebin: wrote 71 tensors (16 quantised) to {out}, verified"]
+    assert lines[3:] == [
+        f"hf_to_iebin: wrote 71 tensors (16 quantised) to {out}, verified: 55 of 71 bit for bit "
+        "those of the source"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -787,3 +787,24 @@ def test_progress_reaches_what_was_announced(tmp_path: Path) -> None:
     assert seen == sorted(seen) and 0.95 * job.nbytes < seen[-1] <= job.nbytes
     done = run_script("hf_to_iebin", "--hf-dir", LLAMA, "--out-dir", tmp_path / "pair")
     assert "of disk" in done.stderr and "free" in done.stderr
+
+
+def test_pickled_weights_go_from_ptq_to_iebin_by_every_name(tmp_path: Path) -> None:
+    pt = write_pickled(tmp_path / "pt", SMALL)
+    (pt / "pytorch_model.bin.index.json").unlink()  # the names of the shards say how many they are
+    scripts = {name: f"python {SCRIPTS}/{name}.py" for name in ("ptq_from_bin", "hf_to_iebin")}
+    scripts["hf_to_iebin_stream_pt"] = f"python {SCRIPTS}/hf_to_iebin_stream_pt.py"
+    lines = [f"{scripts['ptq_from_bin']} --hf-dir pt --out q4.json --bits 4 --weights-only 1"]
+    lines += [
+        f"{scripts[name]} --hf-dir pt --out-dir {name} --q4-map q4.json --verify"
+        for name in ("hf_to_iebin", "hf_to_iebin_stream_pt")
+    ]
+    for line in lines:
+        done = run(line, tmp_path)
+        assert done.returncode == 0, done.stderr
+    made = [
+        (tmp_path / name / "model.ie.bin").read_bytes()
+        for name in ("hf_to_iebin", "hf_to_iebin_stream_pt")
+    ]
+    assert made[0] == made[1]
+    assert '"int4' in (tmp_path / "hf_to_iebin" / "model.ie.json").read_text()

@@ -37,7 +37,12 @@ from clocher_runtime.quality.evaluate import Record, Runs, check_alike, evaluate
 from clocher_runtime.quality.reference_cache import KEPT, StoredReference, fingerprint, store
 from clocher_runtime.quality.statistics import Estimate, block_means, of_documents, student
 from clocher_runtime.quality.tensor_error import expected_rms, measure, same
-from clocher_runtime.quantize.candidate import open_candidate, records_by_model, records_of
+from clocher_runtime.quantize.candidate import (
+    open_candidate,
+    records_by_model,
+    records_of,
+    records_of_gptq,
+)
 from clocher_runtime.text.tokenizer import Tokenizer
 
 TEXT = DATA / "valid.txt"
@@ -324,8 +329,9 @@ def test_limits_by_format_and_by_flag() -> None:
     assert gate.choose_limits([])[0] == "float"
     assert gate.choose_limits([], ["kv"])[0] == "kv"
     assert gate.choose_limits(formats, name="int8")[0] == "int8"
+    assert gate.choose_limits([parse_format("ternary_f16")])[0] == "int4"
     with pytest.raises(UsageError, match="--limits"):
-        gate.choose_limits([parse_format("ternary")])
+        gate.choose_limits([parse_format("bsr_16x32_f32")])
     with pytest.raises(UsageError, match="known"):
         gate.choose_limits([], name="int3")
     found = gate.override(gate.LIMITS["int8"], max_kld=0.5, min_tokens=None)
@@ -347,6 +353,9 @@ def test_limits_by_format_and_by_flag() -> None:
         ("int4_sym_g32_f16", 4096, 0.1078),
         ("int4_asym_g128_f16", 4096, 0.1335),
         ("int4_asym_g32_f16", 4096, 0.0929),
+        ("mxfp4", 4096, 0.1225),
+        ("ternary_f16", 4096, 0.604),
+        ("ternary_f16", 1 << 20, 0.604),
     ],
 )
 def test_expected_error_of_heavy_tailed_weights(name: str, columns: int, known: float) -> None:
@@ -647,6 +656,26 @@ def test_manifests_find_the_models_that_were_made_with_them(tmp_path: Path) -> N
     assert records_by_model([manifest, directory], []) == {manifest: expected}
     with pytest.raises(UsageError, match="no --model"):
         records_by_model([directory], [manifest, other])
+    (directory / "q4_manifest.json").write_bytes(other.read_bytes())  # of another conversion
+    assert records_by_model([directory], []) == {}
+    (directory / "q4_manifest.json").write_bytes(manifest.read_bytes())
+    assert records_by_model([directory], []) == {directory: expected}
+
+
+def test_a_gptq_checkpoint_names_its_method_itself() -> None:
+    plain = open_checkpoint(LLAMA)
+    packed = plain.tensor("model.layers.0.mlp.down_proj.weight")
+    tensors = dict(plain.tensors) | {
+        "packed": encode(packed.decode(), parse_format("int8_row_f32"))
+    }
+    methods = ({"quant_method": "gptq"}, {"quant_method": "awq"}, "gptq", None)
+    said = [
+        records_of_gptq(
+            replace(plain, tensors=tensors, config={**plain.config, "quantization_config": method})
+        )
+        for method in methods
+    ]
+    assert said == [{"packed": Record("gptq")}, {}, {}, {}]
 
 
 def test_models_of_another_shape_are_refused() -> None:

@@ -120,6 +120,13 @@ def test_equal_input_gives_equal_bytes(tmp_path: Path) -> None:
         (("--bits", 8, "--granularity", "per-tensor", "--clamp", 0.05), "int8_tensor_f32",
          "clamp:0.05"),
         (("--bits", 8, "--group", 64, "--percentile", 95), "int8_g64_f16", "percentile:95"),
+        (("--format", "int8"), "int8_row_f32", "none"),
+        (("--format", "fp8"), "fp8_e4m3_row_f32", "none"),
+        (("--format", "fp8", "--granularity", "per-block", "--scale-dtype", "bf16"),
+         "fp8_e4m3_b128_bf16", "none"),
+        (("--format", "fp8_e5m2", "--symmetric"), "fp8_e5m2_row_f32", "none"),
+        (("--format", "mxfp4"), "mxfp4", "none"),
+        (("--format", "ternary"), "ternary_f16", "none"),
     ],
     ids=str,
 )  # fmt: skip
@@ -151,8 +158,16 @@ def from_npz(path: Path, out: Path, *args: object) -> tuple[int, str]:
         (("--clamp", 1, "--mse"), "exclude each other"),
         (("--granularity", "per-row", "--group", 32), "--group has no place"),
         (("--bits", 8, "--affine"), "symmetric"),
-        (("--granularity", "per-tensor"), "per-tensor is for int8w"),
+        (("--granularity", "per-tensor"), "per-tensor is for int8"),
         (("--percentile", 20), "percentile:P"),
+        (("--format", "mxfp4", "--bits", 4), "--format mxfp4 and --bits 4 contradict"),
+        (("--format", "fp8", "--group", 32), "--group is for int4 and int8"),
+        (("--format", "mxfp4", "--granularity", "per-block"), "per-block for fp8"),
+        (("--format", "mxfp4", "--scale-dtype", "f32"), "leave scale_dtype out"),
+        (("--format", "fp8", "--mse"), "clip is for int4 and int8"),
+        (("--format", "fp8", "--method", "gptq"), "give it the method imx or rtn"),
+        (("--format", "ternary", "--method", "imx"), "no scales to search"),
+        (("--format", "mxfp4", "--affine"), "mxfp4 is symmetric"),
         (("--method", "imx"), "needs a calibration text: give --calib-text"),
         (("--method", "imx", "--mse"), "is for --method rtn"),
         (("--target-bpw", 4.5), "needs a calibration text"),
@@ -527,8 +542,8 @@ def test_a_tensor_left_out_of_the_manifest_is_an_error(
     assert not (tmp_path / "q4.json").exists()
 
 
-DEFAULTS = ("bits", "granularity", "group", "symmetric", "scale_dtype", "clamp", "percentile",
-            "mse", "rules", "method", "calib_text", "requantize")  # fmt: skip
+DEFAULTS = ("format", "bits", "granularity", "group", "symmetric", "scale_dtype", "clamp",
+            "percentile", "mse", "rules", "method", "calib_text", "requantize")  # fmt: skip
 
 
 def test_interrupted_is_exit_130_and_leaves_no_manifest(tmp_path: Path) -> None:

@@ -203,10 +203,16 @@ def rules(*items: dict[str, Any], **more: Any) -> Any:
         ({"dtype": "int4", "group": 256}, "int4_sym_g256_f16"),
         ({"dtype": "int4", "scale_dtype": "bf16"}, "int4_sym_row_bf16"),
         ({"dtype": "int8w", "scale_dtype": "f16"}, "int8_row_f16"),
+        ({"dtype": "fp8"}, "fp8_e4m3_row_f32"),
+        ({"dtype": "fp8w", "scale": "per-block"}, "fp8_e4m3_b128_f32"),
+        ({"dtype": "fp8_e5m2w", "scale_dtype": "bf16"}, "fp8_e5m2_row_bf16"),
+        ({"dtype": "mxfp4"}, "mxfp4"),
+        ({"dtype": "ternaryw", "scale_dtype": "bf16"}, "ternary"),
     ],
 )
 def test_a_rule_means(rule: dict[str, Any], expected: str) -> None:
     assert rules({"pattern": ".*", **rule}).rules[0].format.name == expected
+    jsonschema.validate({"version": 1, "rules": [{"pattern": ".*", **rule}]}, SCHEMA)
 
 
 def test_every_reason_to_keep_is_said() -> None:
@@ -286,6 +292,15 @@ def test_rules_that_need_calibration_are_not_simply_rounded() -> None:
     q4_map = rules({"pattern": ".*proj.*", "dtype": "int4w", "group": 64, "method": "imx"})
     with pytest.raises(UsageError, match=r"rules\[0\] asks for imx, which needs calibration"):
         q4_map.choose(open_checkpoint(LLAMA).tensors)
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3_b128_f32", "fp8_e5m2_row_f32", "mxfp4", "ternary_f16"])
+def test_rounding_by_rows_is_the_encoding_of_the_whole(name: str) -> None:
+    values = np.random.default_rng(3).standard_t(4, (300, 160)).astype(np.float32)
+    source = encode(values, parse_format("f32"))
+    expected = encode(values, parse_format(name))
+    for rows, threads in ((0, 1), (7, 3), (130, 2)):
+        assert equal(round_tensor(source, expected.format, threads=threads, rows=rows), expected)
 
 
 # The expanded form.

@@ -227,7 +227,7 @@ def test_an_output_directory_that_cannot_be_used_is_refused(
         ((LLAMA, "out", "--method", "gptq"), 2, "give --calib-text"),
         ((BITNET, "out"), 2, "need --requantize"),
         (("none", "out"), 3, "MODEL: 'none' is not a directory"),
-        (("lora", "out"), 3, "a LoRA adapter of its base, not a model; merge"),
+        (("lora", "out"), 3, "a LoRA adapter of its base, not a model; give that"),
     ],
     ids=str,
 )

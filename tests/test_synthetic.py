@@ -11,6 +11,7 @@ import pytest
 from commands import python, run_script
 from gguf.quants import dequantize
 
+import clocher_runtime as clocher
 from clocher_kernels.dtypes import to_f32
 from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import parse_format
@@ -294,6 +295,15 @@ def test_gguf_holds_the_same_numbers(
     arch = reader.fields["general.architecture"].contents()
     assert reader.fields[f"{arch}.block_count"].contents() == 2
     assert reader.fields[f"{arch}.vocab_size"].contents() == 320
+
+
+@pytest.mark.parametrize("preset", TINY)
+def test_clocher_runs_the_gguf_as_the_model_itself(preset: str, tmp_path: Path) -> None:
+    make(tmp_path, preset, gguf="same")
+    text = "x = 12;  # na\u00efve\n"
+    with clocher.load(tmp_path) as model, clocher.load(tmp_path / GGUF_NAME) as other:
+        assert other.tokenizer.encode(text) == model.tokenizer.encode(text) == list(text.encode())
+        assert other.generate(text, max_new=8) == model.generate(text, max_new=8)
 
 
 def test_gguf_of_llama3_has_its_rope_factors(tmp_path: Path) -> None:

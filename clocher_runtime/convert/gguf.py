@@ -1,7 +1,5 @@
-"""An opened model -> GGUF for llama.cpp: the same weights, so that speeds can be compared.
+"""An opened model -> GGUF for llama.cpp: the same weights, names as there.
 
-The file is for benchmarks: its vocabulary knows how tokens are spelled and no merges, or there is
-none (`tokenizer.ggml.model` is "no_vocab"), which llama-bench takes and llama-server does not.
 Names and row orders are llama.cpp's: query and key rows of a Llama are paired for its RoPE, the
 gate and up rows of gpt-oss experts become two tensors. llama.cpp computes its "bitnet" with SiLU
 where BitNet 2B-4T has a squared ReLU: the bytes and the shapes are the same, the text is not.
@@ -10,10 +8,11 @@ Source of the container: ggml's docs/gguf.md, version 3.
 """
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -21,15 +20,16 @@ from clocher_kernels.errors import FormatError, UnsupportedModel, UsageError
 from clocher_kernels.formats import Format
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf.blocks import F32, FLOATS, GgmlType, row_blocks, same_type
+from clocher_runtime.checkpoints.gguf.rotation import ROPE_FACTORS
 from clocher_runtime.checkpoints.gguf.tensors import (
     ACTIVATION,
-    ROPE_FACTORS,
     Order,
-    heads_of,
     pieces,
     row_order,
 )
-from clocher_runtime.disk.output_file import replacing
+from clocher_runtime.checkpoints.gguf.vocabulary import NORMAL
+from clocher_runtime.convert.gguf_vocabulary import Field
+from clocher_runtime.disk.output_file import PARTIAL, replacing
 from clocher_runtime.disk.plane_index import aligned
 from clocher_runtime.disk.plane_writer import Progress
 from clocher_runtime.models.families import spec_from_config
@@ -39,14 +39,21 @@ from clocher_runtime.models.spec import ModelSpec, RopeSpec
 
 SAME = "same"
 TYPES = (SAME, *FLOATS)
+NO_VOCAB: Mapping[str, Field] = MappingProxyType({})
+NO_FLOATS: Mapping[str, str] = MappingProxyType({})
 
-Field = str | bool | int | float | tuple[str, ...] | tuple[int, ...]
 
 ALIGNMENT = 32
 _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
-_NORMAL = 1  # type of a token
 _PIECE_ELEMENTS = 1 << 23
-_ARCHITECTURES = {"llama": "llama", "bitnet": "bitnet", "gpt_oss": "gpt-oss"}
+_ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "bitnet": "bitnet",
+    "gpt_oss": "gpt-oss",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +106,20 @@ class GgufExport:
         ends, header = _layout(self.fields, entries)
         return len(header) + (ends[-1] if ends else 0) + ALIGNMENT
 
-    def write(self, checkpoint: Checkpoint, path: Path, progress: Progress | None = None) -> None:
+    def write(
+        self,
+        checkpoint: Checkpoint,
+        path: Path,
+        progress: Progress | None = None,
+        check: Callable[[Path], None] | None = None,
+    ) -> None:
         """Write the file.
 
         Args:
             checkpoint: the model's weights.
             path: the file; its directory exists.
             progress: called after each tensor with the bytes written so far and its name.
+            check: called with the finished file before it gets its name; may refuse it.
 
         Raises:
             ModelChanged: the input changed meanwhile.
@@ -126,7 +140,7 @@ class GgufExport:
                     progress(done, item.entry.name)
             checkpoint.check_unchanged()
 
-        write_gguf(path, self.fields, [item.entry for item in self.items], tensors())
+        write_gguf(path, self.fields, [item.entry for item in self.items], tensors(), check)
 
     def _pieces(self, item: _Item, checkpoint: Checkpoint) -> Iterator[np.ndarray]:
         """Yield the bytes of a tensor, some rows at a time."""
@@ -136,7 +150,7 @@ class GgufExport:
         tensor = checkpoint.tensor(item.source, verify=True)
         vector = len(item.entry.shape) == 1 or item.source.endswith(("_bias", ".bias"))
         count = prod(tensor.shape) if vector else prod(tensor.shape[:-1])
-        order = row_order(item.order, count, heads_of(self.spec, item.source))
+        order = row_order(item.order, count, self.spec, item.source)
         if vector:
             yield tensor.decode().reshape(-1)[order].astype(np.float32)
             return
@@ -150,6 +164,7 @@ def write_gguf(
     fields: Mapping[str, Field],
     entries: Sequence[GgufEntry],
     tensors: Iterable[Iterable[np.ndarray]],
+    check: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a file: a header that says everything, then the tensors.
 
@@ -158,6 +173,7 @@ def write_gguf(
         fields: metadata; integers are stored as u32 (in a list as i32), floats as f32.
         entries: the tensors, in order.
         tensors: the bytes of each, in pieces.
+        check: called with the finished file before it gets its name; may refuse it.
 
     Raises:
         FormatError: a tensor has other bytes than its entry says.
@@ -173,6 +189,9 @@ def write_gguf(
             if got != entry.nbytes:
                 raise FormatError(f"{path}: {got} bytes of {entry.name}, expected {entry.nbytes}")
             file.write(bytes(-got % ALIGNMENT))
+        if check:
+            file.flush()
+            check(path.with_name(path.name + PARTIAL))
 
 
 def plan_gguf(
@@ -180,7 +199,8 @@ def plan_gguf(
     formats: Mapping[str, Format],
     name: str,
     kind: str = SAME,
-    vocab: tuple[str, ...] = (),
+    vocab: Mapping[str, Field] = NO_VOCAB,
+    floats: Mapping[str, str] = NO_FLOATS,
 ) -> GgufExport:
     """Check that a model can be written as GGUF, and how.
 
@@ -190,7 +210,8 @@ def plan_gguf(
         name: of the model, for people.
         kind: "same" keeps the numbers exactly; "f32", "f16" or "bf16" decodes all matrices, for
             llama-quantize to encode.
-        vocab: how each token is spelled, in the bytes of GPT-2; empty: unknown.
+        vocab: metadata of the vocabulary; without any llama-bench takes the file and no server.
+        floats: names of the matrices that become floats in any case -> "f32", "f16" or "bf16".
 
     Raises:
         UsageError: the kind is not known.
@@ -207,7 +228,7 @@ def plan_gguf(
     items = [
         item
         for source, need in inventory(spec).items()
-        for item in _items(spec, source, need, formats[source], kind)
+        for item in _items(spec, source, need, formats[source], floats.get(source, kind))
     ]
     if spec.rope.kind == "llama3":
         factors = GgufEntry(ROPE_FACTORS, (spec.head_dim // 2,), F32)
@@ -235,7 +256,9 @@ def _rope_factors(spec: ModelSpec) -> np.ndarray:
     return np.asarray(plain / inverse_frequencies(spec.rope, spec.head_dim), np.float32)
 
 
-def _fields(spec: ModelSpec, name: str, main: GgmlType, vocab: tuple[str, ...]) -> dict[str, Field]:
+def _fields(
+    spec: ModelSpec, name: str, main: GgmlType, vocab: Mapping[str, Field]
+) -> dict[str, Field]:
     arch = _ARCHITECTURES[spec.family]
     values: dict[str, Field] = {
         "vocab_size": spec.vocab_size,
@@ -258,6 +281,10 @@ def _fields(spec: ModelSpec, name: str, main: GgmlType, vocab: tuple[str, ...]) 
             "expert_feed_forward_length": spec.intermediate_size,
             "attention.sliding_window": max(spec.windows),
         }
+    if spec.family == "mistral" and max(spec.windows):
+        values["attention.sliding_window"] = max(spec.windows)
+    if spec.rope.kind == "linear":
+        values |= {"rope.scaling.type": "linear", "rope.scaling.factor": spec.rope.factor}
     if spec.rope.kind == "yarn":
         values |= {
             "rope.scaling.type": "yarn",
@@ -270,22 +297,21 @@ def _fields(spec: ModelSpec, name: str, main: GgmlType, vocab: tuple[str, ...]) 
         "general.name": name,
         "general.file_type": main.file_type,
         "general.quantization_version": 2,
-        **_tokenizer(vocab),
+        **(vocab or {"tokenizer.ggml.model": "no_vocab"}),
         **activation,
         **{f"{arch}.{key}": value for key, value in values.items()},
     }
 
 
-def _tokenizer(vocab: tuple[str, ...]) -> dict[str, Field]:
-    if not vocab:
-        return {"tokenizer.ggml.model": "no_vocab"}
+def spelled_vocabulary(tokens: Iterable[str]) -> dict[str, Field]:
+    """Return the metadata of a byte-level vocabulary without merges."""
+    vocab = tuple(tokens)
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "default",
         "tokenizer.ggml.tokens": vocab,
-        "tokenizer.ggml.token_type": (_NORMAL,) * len(vocab),
-        # llama.cpp wants some, and takes what merges nothing that occurs.
-        "tokenizer.ggml.merges": (f"{vocab[0]} {vocab[0]}",),
+        "tokenizer.ggml.token_type": (NORMAL,) * len(vocab),
+        "tokenizer.ggml.merges": (),
     }
 
 
@@ -312,10 +338,11 @@ def _string(text: str) -> bytes:
 
 def _value(value: Field) -> bytes:
     if isinstance(value, tuple):
-        kind = _STRING if isinstance(value[0], str) else _INT32
+        kinds = {int: (_INT32, "<i"), float: (_FLOAT32, "<f")}
+        kind, layout = kinds.get(type(value[0]) if value else str, (_STRING, ""))
         head = struct.pack("<IIQ", _ARRAY, kind, len(value))
         return head + b"".join(
-            _string(item) if isinstance(item, str) else struct.pack("<i", item) for item in value
+            _string(item) if isinstance(item, str) else struct.pack(layout, item) for item in value
         )
     if isinstance(value, str):
         return struct.pack("<I", _STRING) + _string(value)

@@ -18,7 +18,7 @@ import numpy as np
 
 from clocher_kernels.dtypes import from_f32, to_f32
 from clocher_kernels.errors import FormatError
-from clocher_kernels.formats import Float, Format, Int4, Int8, Mxfp4, Ternary
+from clocher_kernels.formats import Float, Format, Ggml, Int4, Int8, Mxfp4, Ternary
 from clocher_kernels.formats.base import Shape
 from clocher_kernels.quant_tensor import QuantTensor
 
@@ -59,7 +59,7 @@ def normal_matrix(name: str, shape: Shape, seed: int, std: float, fmt: Format) -
         shape: [N, K] or [E, N, K].
         seed: of the model.
         std: standard deviation of the values before they are encoded.
-        fmt: float, int8, int4, ternary or mxfp4.
+        fmt: float, int8, int4, ternary, mxfp4 or ggml's.
 
     Raises:
         FormatError: weights of this format cannot be drawn.
@@ -99,6 +99,8 @@ def _pool(fmt: Format, std: float, seed: int) -> _Pool:
     elements, rows, columns = 1, 1, _CELLS
     if isinstance(fmt, Mxfp4):
         elements, rows, columns = 32, _CELLS, 32
+    elif isinstance(fmt, Ggml):
+        elements, rows, columns = fmt.block, _CELLS, fmt.block
     elif isinstance(fmt, Int4 | Int8) and isinstance(fmt.group, int):
         elements, rows, columns = fmt.group, _CELLS, fmt.group
     elif isinstance(fmt, Int4 | Int8):
@@ -107,8 +109,8 @@ def _pool(fmt: Format, std: float, seed: int) -> _Pool:
         rows = 4
     elif not isinstance(fmt, Float):
         raise FormatError(
-            f"{fmt.name}: no random weights of this format; choose float, int8, int4, ternary or "
-            "mxfp4"
+            f"{fmt.name}: no random weights of this format; choose float, int8, int4, ternary, "
+            "mxfp4 or ggml's"
         )
     stream = _stream(f"{fmt.name} {std}", seed)
     values = np.float32(std) * _normal(stream, rows * columns).reshape(rows, columns)

@@ -1,6 +1,7 @@
-"""Rounding to the nearest code (RTN): a float tensor becomes int4 or int8, a few rows at a time.
+"""Rounding to the nearest code (RTN): a float tensor gets fewer bits, a few rows at a time.
 
-What there is to choose is the range that the codes of a cell (a row, a group, a matrix) span:
+What there is to choose for int4 and int8 is the range that the codes of a cell (a row, a group, a
+matrix) span; fp8, MXFP4 and ternary weights are what their format's own encoder makes of them:
 
     none            from the smallest to the largest element, as the format's own encoder does
     clamp:C         as none, of the elements clamped to [-C, C]
@@ -24,7 +25,8 @@ import numpy as np
 
 from clocher_kernels.dtypes import LARGEST
 from clocher_kernels.errors import FormatError, UsageError
-from clocher_kernels.formats import Float, Format, Int4, Int8, Mxfp4, scaling
+from clocher_kernels.formats import Float, Format, Fp8, Int4, Int8, Mxfp4, Ternary, scaling
+from clocher_kernels.formats.fp8 import BLOCK
 from clocher_kernels.quant_tensor import QuantTensor
 
 CLIPS = ("none", "percentile:P", "clamp:C", "mse")
@@ -82,12 +84,13 @@ def parse_clip(text: str) -> Clip:
 def round_tensor(
     tensor: QuantTensor, fmt: Format, clip: Clip = NO_CLIP, threads: int = 1, rows: int = 0
 ) -> QuantTensor:
-    """Round a tensor to int4 or int8.
+    """Round a tensor.
 
     Args:
         tensor: [..., N, K] in any format; what it decodes to is rounded.
-        fmt: an `Int4` or an `Int8`.
-        clip: how the range of a cell is chosen.
+        fmt: of integers, fp8, MXFP4 or ternary. Where a whole matrix shares a scale, ternary and
+            fp8 decode all of it at a time.
+        clip: how the range of a cell is chosen, for integers.
         threads: how many threads share the row blocks.
         rows: rows of a block; 0 leaves it to us. The result does not depend on it.
 
@@ -95,10 +98,15 @@ def round_tensor(
         FormatError: a value is NaN or infinite, or a scale is beyond the type of the scales.
         ShapeError: the tensor is a vector.
     """
-    if not isinstance(fmt, Int4 | Int8):
-        raise FormatError(f"rounding gives int4 or int8, not {fmt.name}")
+    if not isinstance(fmt, Int4 | Int8) and (isinstance(fmt, Float) or clip != NO_CLIP):
+        raise FormatError(f"rounding with clip {clip} gives int4 or int8, not {fmt.name}")
     planes = {k: np.empty(p.shape, p.storage) for k, p in fmt.planes(tensor.shape).items()}
-    with Rows(tensor, threads, rows) as blocks:
+    step = rows or max(1, _BLOCK_ELEMENTS // tensor.shape[-1])
+    if _is_whole(fmt):
+        step = tensor.shape[-2]
+    elif isinstance(fmt, Fp8) and fmt.scope == "b128":
+        step = -(-step // BLOCK) * BLOCK
+    with Rows(tensor, threads, step) as blocks:
         for index in np.ndindex(*tensor.shape[:-2]):
             mine = {key: plane[index] for key, plane in planes.items()}
             if isinstance(fmt, Int8) and fmt.group == "tensor":
@@ -108,13 +116,18 @@ def round_tensor(
     return QuantTensor(tensor.shape, fmt, planes)
 
 
+def _is_whole(fmt: Format) -> bool:
+    """Return whether a matrix of the format is encoded in one piece."""
+    return isinstance(fmt, Ternary) or (isinstance(fmt, Fp8) and fmt.scope == "tensor")
+
+
 class Rows:
     """Decodes the matrices of a tensor a few rows at a time, on several threads."""
 
-    def __init__(self, tensor: QuantTensor, threads: int = 1, step: int = 0) -> None:
+    def __init__(self, tensor: QuantTensor, threads: int, step: int) -> None:
         """Prepare to read a tensor [..., N, K], this many rows at a time."""
         self._tensor = tensor
-        self._step = step or max(1, _BLOCK_ELEMENTS // tensor.shape[-1])
+        self._step = step
         self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
 
     def __enter__(self) -> "Rows":
@@ -153,17 +166,17 @@ class Rows:
         return lambda start: whole[start : start + step]
 
 
-def _round_rows(
-    fmt: Int4 | Int8, clip: Clip, planes: Planes, start: int, values: np.ndarray
-) -> None:
-    """Round whole rows [n, K] to a format whose cells lie in rows, into its planes."""
-    if clip.kind == "none":
-        encoded = fmt.encode(values)
-    else:
+def _round_rows(fmt: Format, clip: Clip, planes: Planes, start: int, values: np.ndarray) -> None:
+    """Round whole rows [n, K], none of which shares a scale with other rows, into the planes."""
+    if isinstance(fmt, Int4 | Int8) and clip.kind != "none":
         scaling.require_finite(fmt.name, values)
         encoded = _encode_clipped(values, fmt, clip)
+    else:
+        encoded = fmt.encode(values)
     for key, plane in planes.items():
-        plane[start : start + len(values)] = encoded[key]
+        blocks = key == "scales" and isinstance(fmt, Fp8) and fmt.scope == "b128"
+        first = start // BLOCK if blocks else start
+        plane[first : first + len(encoded[key])] = encoded[key]
 
 
 def _encode_clipped(values: np.ndarray, fmt: Int4 | Int8, clip: Clip) -> dict[str, np.ndarray]:

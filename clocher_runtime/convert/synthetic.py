@@ -27,7 +27,7 @@ from clocher_runtime.checkpoints.iebin import (
     model_bytes,
     open_iebin,
 )
-from clocher_runtime.convert.gguf import GgufExport, plan_gguf
+from clocher_runtime.convert.gguf import GgufExport, plan_gguf, spelled_vocabulary
 from clocher_runtime.convert.random_tensors import normal_matrix, normal_vector
 from clocher_runtime.convert.to_iebin import refuse_hf_folder
 from clocher_runtime.disk.output_file import check_free
@@ -256,7 +256,7 @@ def plan_synthesis(
         "head": precision.head,
         "attention": precision.attention,
     }
-    tokens = tuple(_byte_vocab(spec.vocab_size))
+    tokens = spelled_vocabulary(_byte_vocab(spec.vocab_size))
     export = plan_gguf(config, formats, preset, gguf, tokens) if gguf else None
     needs = inventory(spec)
     nbytes = model_bytes((fmt, needs[name].shape) for name, fmt in formats.items())

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from clocher_kernels.errors import FormatError, ModelNotFound, UsageError
+from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import Format
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.hf.checkpoint import CONFIG, find_hf, open_hf
+from clocher_runtime.checkpoints.hf.foreign import no_directory
 from clocher_runtime.checkpoints.hf.torch_bin import only_pickled, open_torch_bin
 from clocher_runtime.checkpoints.iebin import (
     BIN_NAME,
@@ -194,7 +195,7 @@ def open_source(path: Path) -> Checkpoint:
     if directory:
         return open_hf(directory)
     if not os.path.lexists(path):
-        raise ModelNotFound(f"{path}: no {CONFIG} there, nor in hf or hf/original below it")
+        raise no_directory(path)
     return open_checkpoint(path)
 
 

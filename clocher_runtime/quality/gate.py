@@ -10,7 +10,7 @@ from math import ceil, isfinite
 from typing import Any, Literal
 
 from clocher_kernels.errors import UsageError
-from clocher_kernels.formats import Format, Fp8, Int4, Int8, Mxfp4, parse_format
+from clocher_kernels.formats import Format, Fp8, Int4, Int8, Mxfp4, Ternary, parse_format
 from clocher_kernels.formats.float import Float
 from clocher_runtime.disk.schema import finite
 from clocher_runtime.exit_codes import ExitCode
@@ -61,6 +61,8 @@ LIMITS = {
 }
 """Class -> its limits, the strictest first."""
 MIN_COSINE = {"float": 0.9999, "int8": 0.999, "fp8": 0.999, "int4": 0.98}
+"""Class -> least cosine of a tensor with the float one."""
+MIN_COSINE_E5M2 = 0.998
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,20 @@ def family(fmt: Format) -> str | None:
         return "int8"
     if isinstance(fmt, Fp8):
         return "fp8"
-    return "int4" if isinstance(fmt, Int4 | Mxfp4) else None
+    return "int4" if isinstance(fmt, Int4 | Mxfp4 | Ternary) else None
+
+
+def least_cosine(fmt: Format) -> float | None:
+    """Return the least cosine of a tensor of a format with the float one, None if any will do.
+
+    Any will do for ternary weights: of a model that was trained so, the ones before rounding are
+    far away, and compute nothing.
+    """
+    if isinstance(fmt, Ternary):
+        return None
+    if isinstance(fmt, Fp8) and fmt.code_dtype == "e5m2":
+        return MIN_COSINE_E5M2
+    return MIN_COSINE.get(family(fmt) or "")
 
 
 def choose_limits(
@@ -323,7 +338,7 @@ def _measured(error: TensorError, min_cosine: float | None) -> Iterator[tuple[st
     yield "rms_rel", error.rms_rel, rms_limit(error)
     least = min_cosine
     if least is None:
-        least = MIN_COSINE.get(family(parse_format(error.format)) or "")
+        least = least_cosine(parse_format(error.format))
     if least is not None:
         yield "cosine", error.cosine, least
     if error.clipped_frac is not None:

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from clocher_kernels.errors import UsageError
-from clocher_kernels.formats import Int4, Int8
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.convert.q4.parts import PartsWriter, part_of
+from clocher_runtime.convert.q4.rule_formats import check_method
 from clocher_runtime.models.inventory import layer_name
 from clocher_runtime.quantize.capture import Walk
 from clocher_runtime.quantize.matrix import (
@@ -306,11 +306,9 @@ def calibrate(
 
 def _check(wanted: Mapping[str, PlannedTensor]) -> None:
     for name, tensor in wanted.items():
-        fmt = tensor.format
         if tensor.method not in METHODS:
             raise UsageError(f"tensor {name!r}: method {tensor.method!r}; known: rtn, imx, gptq")
-        if not isinstance(fmt, Int4 | Int8) or fmt.group == "tensor":
-            raise UsageError(
-                f"tensor {name!r}: {tensor.method} needs an int4 or int8 format with scales per "
-                f"row or group, got {fmt.name}; give it the method rtn"
-            )
+        try:
+            check_method(tensor.format, tensor.method)
+        except UsageError as error:
+            raise UsageError(f"tensor {name!r}: {error}") from None

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from clocher_kernels.errors import UsageError
+from clocher_kernels.formats import Int4, Int8
 from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
 from clocher_runtime.checkpoints.iebin import JSON_NAME
 from clocher_runtime.convert.q4.map import load_q4_map
@@ -14,6 +15,9 @@ from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, parse_object
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.quality.evaluate import Record
 from clocher_runtime.quantize.job import quantised_checkpoint
+
+MANIFEST = "q4_manifest.json"
+"""Beside an IEBIN: what `clocher quantize` did to each tensor, and how good it is."""
 
 Records = Mapping[str, Record]
 
@@ -45,7 +49,7 @@ def records_by_model(models: Sequence[Path], manifests: Sequence[Path]) -> dict[
     """Find what manifests say of the tensors of models.
 
     A model that is a manifest speaks for itself. An IEBIN keeps the SHA-256 of the manifest that
-    it was made with.
+    it was made with, which `clocher quantize` leaves beside it.
 
     Args:
         models: as `open_candidate` takes them.
@@ -61,10 +65,16 @@ def records_by_model(models: Sequence[Path], manifests: Sequence[Path]) -> dict[
     for model in models:
         if model.is_file():
             found[model] = records_of(parse_object(_read(model), str(model)))
-        elif (digest := _manifest_digest(model)) in given:
-            manifest, data = given[digest]
+        elif digest := _manifest_digest(model):
+            beside = model / MANIFEST
+            if digest in given:
+                manifest, data = given[digest]
+                used.add(digest)
+            elif beside.is_file() and sha256(data := _read(beside)).hexdigest() == digest:
+                manifest = beside
+            else:
+                continue
             found[model] = records_of(parse_object(data, str(manifest)))
-            used.add(digest)
     for digest, (manifest, _) in given.items():
         if digest not in used:
             raise UsageError(
@@ -93,6 +103,18 @@ def records_of(manifest: Mapping[str, Any]) -> dict[str, Record]:
             _number(known.get("out_nmse_rtn")),
         )
     return found
+
+
+def records_of_gptq(checkpoint: Checkpoint) -> dict[str, Record]:
+    """Return what a GPTQ checkpoint says of its packed tensors, none of another kind.
+
+    Its config.json names the method, also in an IEBIN that it was converted to.
+    """
+    settings = checkpoint.config.get("quantization_config")
+    if not isinstance(settings, dict) or settings.get("quant_method") != "gptq":
+        return {}
+    packed = (n for n, t in checkpoint.tensors.items() if isinstance(t.format, Int4 | Int8))
+    return {name: Record("gptq") for name in packed}
 
 
 def _manifest_digest(directory: Path) -> str:

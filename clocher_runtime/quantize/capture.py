@@ -20,6 +20,7 @@ from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.plan import Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.engine.load import head_as_stored
 from clocher_runtime.models.build import build_plan
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import Need, inventory, layer_name
@@ -64,7 +65,7 @@ class Walk:
 
     def __init__(self, checkpoint: Checkpoint, text: Text, directory: Path | None = None) -> None:
         self.checkpoint, self.text = checkpoint, text
-        self.spec = spec_from_config(checkpoint.config)
+        self.spec = head_as_stored(spec_from_config(checkpoint.config), checkpoint)
         if max(text.lengths) > self.spec.max_positions:
             raise UsageError(
                 f"a calibration sequence has {max(text.lengths)} tokens; the model takes "

@@ -1,4 +1,4 @@
-"""IMX: integer grids chosen by an importance-weighted search.
+"""IMX: scales chosen by an importance-weighted search.
 
 For every group of a row the scale, and for affine formats the zero point, is the one of a small set
 of candidates with the least sum over columns j of h_j (w_j - value_j)^2, h_j = E[x_j^2] of the
@@ -6,22 +6,28 @@ layer's input. Candidates are rounded to the stored type of the scales before th
 the plain rounding of `Format.encode` is the first of them, so the result is never worse in this
 measure. The best candidate is then refined once to the least-squares scale of its codes.
 
+MXFP4 has three exponents to choose from, as its encoder tries them. The codes of fp8 are themselves
+floats, so only where the scale lies between two powers of two matters: `STRETCHES` of it are tried.
+
 Source: the importance matrix of llama.cpp (`make_qx_quants`), the weighted range search of
 llm-compressor's imatrix observer and of auto-round.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from clocher_kernels.dtypes import LARGEST, STORAGE
 from clocher_kernels.errors import ShapeError, UsageError
-from clocher_kernels.formats import Format, Int4, Int8, scaling
+from clocher_kernels.formats import Format, Fp8, Int4, Int8, Mxfp4, scaling
+from clocher_kernels.formats.fp8 import BLOCK, by_blocks
 from clocher_kernels.quant_tensor import QuantTensor, encode
 
 GRID = 21
 """Candidate scales per group."""
+STRETCHES = tuple(float(2.0 ** (i / 8)) for i in range(8))
+"""Candidate scales of fp8, times that of plain rounding."""
 
 _FLOOR = 1e-4
 """Least importance of a column, relative to the mean: columns that calibration never saw."""
@@ -41,22 +47,28 @@ def search(
 
     Args:
         values: [N, K] fp32.
-        fmt: `Int4` or `Int8`. A scale for the whole matrix ("tensor") is not searched for.
+        fmt: `Int4`, `Int8`, `Fp8` or `Mxfp4`. A scale for the whole matrix ("tensor") is not
+            searched for.
         importance: [K], E[x^2] of each column's input; None: all columns alike.
         grid: candidates per group, besides plain rounding.
         threads: threads over blocks of rows; the result does not depend on them.
 
     Raises:
-        UsageError: the format has no grid of integers.
+        UsageError: the format has no scales to search for.
         ShapeError: the importance is not of K columns.
         FormatError: a value is NaN or infinite, or a scale is beyond its stored type.
     """
     rows, columns = values.shape
     if importance is not None and importance.shape != (columns,):
         raise ShapeError(f"importance is {list(importance.shape)}; expected [{columns}]")
-    if not isinstance(fmt, Int4 | Int8):
-        raise UsageError(f"{fmt.name} has no integer grid to search; choose an int4 or int8 format")
-    if fmt.group == "tensor":
+    if isinstance(fmt, Mxfp4):
+        planes = fmt.encode_weighted(values, _normalised(importance, columns))
+        return QuantTensor(values.shape, fmt, planes)
+    if isinstance(fmt, Fp8) and fmt.scope in ("row", "b128"):
+        return _search_fp8(values, fmt, _normalised(importance, columns), threads)
+    if not isinstance(fmt, Int4 | Int8 | Fp8):
+        raise UsageError(f"{fmt.name} has no scales to search for; choose int4, int8, fp8 or mxfp4")
+    if isinstance(fmt, Fp8) or fmt.group == "tensor":
         return encode(values, fmt)
     scaling.require_finite(fmt.name, values)
     size = columns if fmt.group == "row" else min(fmt.group, columns)
@@ -78,19 +90,45 @@ def search(
             zeros[part] = block.zeros.T
         codes[part] = block.codes().T[:, :columns]
 
-    starts = range(0, rows, step)
-    if threads > 1 and len(starts) > 1:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(work, starts))
-    else:
-        for start in starts:
-            work(start)
+    _each(work, range(0, rows, step), threads)
     shape = fmt.planes(values.shape)["scales"].shape
     scales = scales.reshape(shape)
     zeros = None if zeros is None else zeros.reshape(shape)
     if isinstance(fmt, Int4):
         return QuantTensor(values.shape, fmt, fmt.pack(codes, scales, zeros))
     return QuantTensor(values.shape, fmt, {"codes": codes, "scales": scales})
+
+
+def _each(work: Callable[[int], None], starts: range, threads: int) -> None:
+    if threads > 1 and len(starts) > 1:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(work, starts))
+    else:
+        for start in starts:
+            work(start)
+
+
+def _search_fp8(values: np.ndarray, fmt: Fp8, weights: np.ndarray, threads: int) -> QuantTensor:
+    """Search the scales of rows, or of blocks, 128 rows at a time."""
+    planes = {key: np.empty(p.shape, p.storage) for key, p in fmt.planes(values.shape).items()}
+    blocks = fmt.scope == "b128"
+
+    def work(start: int) -> None:
+        part = np.ascontiguousarray(values[start : start + BLOCK])
+        best, least = np.ones(1, np.float32), np.full(1, np.inf, np.float32)
+        for stretch in np.array(STRETCHES, np.float32)[:, None]:
+            wrong = fmt.decode(fmt.encode_spanning(part, stretch), part.shape) - part
+            wrong *= wrong
+            wrong *= weights
+            error = by_blocks(np.add, wrong) if blocks else wrong.sum(axis=1)
+            best = np.where(error < least, stretch, best)
+            least = np.minimum(error, least)
+        for key, plane in fmt.encode_spanning(part, best).items():
+            first = start // BLOCK if blocks and key == "scales" else start
+            planes[key][first : first + len(plane)] = plane
+
+    _each(work, range(0, len(values), BLOCK), threads)
+    return QuantTensor(values.shape, fmt, planes)
 
 
 def _is_affine(fmt: Int4 | Int8) -> bool:

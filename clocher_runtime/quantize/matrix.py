@@ -84,7 +84,7 @@ def solve_matrix(
 
     Args:
         values: [N, K] fp32.
-        fmt: an `Int4` or an `Int8`.
+        fmt: as `imx.search` takes it; for "gptq" of integers.
         method: "imx" or "gptq".
         inputs: what is known of its input.
         threads: threads of the search.

@@ -1,10 +1,13 @@
-"""`clocher convert`: any checkpoint to IEBIN; and its older names, the hf_to_iebin scripts."""
+"""`clocher convert`: any checkpoint to IEBIN, GGUF or compressed-tensors; and hf_to_iebin."""
 
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+import click
+
+from clocher_kernels.errors import UsageError
 from clocher_runtime.command.script_run import (
     EXIT_CODES,
     PATH,
@@ -19,13 +22,19 @@ from clocher_runtime.command.script_run import (
     script,
     switch,
 )
+from clocher_runtime.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from clocher_runtime.checkpoints.checkpoint import Checkpoint
     from clocher_runtime.convert.to_iebin import Conversion
 
+KINDS = ("iebin", "gguf", "compressed-tensors")
 OUT_DIR = "Directory for model.ie.json, model.ie.bin and vocab.json. It is made if need be."
-VERIFY = switch("--verify", "Read the result back and check every hash.")
+VERIFY = switch(
+    "--verify",
+    "Read the result back and check every hash. Of IEBIN then compare every tensor with the input "
+    "and write model.ie.certificate.json beside it, for `clocher convert --check`.",
+)
 Q4_MAP = option(
     "--q4-map",
     PATH,
@@ -42,39 +51,174 @@ Q4_MAP = option(
         "The model: a directory with safetensors or pytorch_model*.bin (or with them in hf/ or "
         "hf/original/), a GGUF file, or owner/name of what `clocher pull` has fetched. It is only "
         "read; pickles are followed, never run.",
+        needed=False,
     ),
-    place("OUT_DIR", "--out-dir", OUT_DIR),
+    place(
+        "OUT",
+        "--out-dir",
+        f"{OUT_DIR} Or a file whose name ends in .gguf, or with --to another.",
+        needed=False,
+    ),
+    option(
+        "--to",
+        click.Choice(KINDS),
+        "What to write: compressed-tensors is a Hugging Face directory, for vLLM and "
+        "transformers.  [default: gguf if OUT ends so, else iebin]",
+    ),
+    option(
+        "--others",
+        click.Choice(["bf16", "f16", "f32"]),
+        "Type of the matrices whose numbers the other format cannot hold.  [default: refuse]",
+    ),
+    option("--pre", str, "GGUF: name of how text is split, where none is exact (llama-bpe, ...)."),
     Q4_MAP,
     VERIFY,
+    option(
+        "--check",
+        PATH,
+        "Convert nothing: compute again all that the certificate of the IEBIN model in this "
+        "directory lists, of the input, too, if it is still there (or given as MODEL).",
+    ),
     examples=(
         ("A Hugging Face directory", "clocher convert models/llama/hf models/llama"),
         ("A GGUF file; then check every byte", "clocher convert m.gguf models/m --verify"),
+        ("Check it again, later", "clocher convert --check models/m"),
+        (
+            "4 bits for llama.cpp, which calls them Q4_0",
+            "clocher quantize models/llama q4 --symmetric\n  clocher convert q4 q4.gguf",
+        ),
+        (
+            "fp8 for vLLM",
+            "clocher quantize models/llama fp8 --format fp8\n"
+            "  clocher convert fp8 llama-fp8 --to compressed-tensors",
+        ),
         (
             "With a manifest; clocher quantize does both steps at once",
             "clocher convert models/llama/hf models/llama-int4 --q4-map quant/q4_manifest.json",
         ),
     ),
     epilog=RESUMES,
-    exit_codes=EXIT_CODES,
+    exit_codes=(
+        *EXIT_CODES,
+        (ExitCode.MISMATCH, "--check: something is not as it was certified; a line for each"),
+    ),
 )
 def convert(
-    report: Report, model_dir: Path, out_dir: Path, q4_map: Path | None, verify: bool
-) -> None:
-    """Convert a model to IEBIN: one file of weights, ready to be mapped.
+    report: Report,
+    model_dir: Path | None,
+    out_dir: Path | None,
+    to: str | None,
+    others: str | None,
+    pre: str | None,
+    q4_map: Path | None,
+    verify: bool,
+    check: Path | None,
+) -> ExitCode:
+    """Convert a model to IEBIN: one file of weights, ready to be mapped; or to another format.
 
-    Tensors that are already quantised (MXFP4, BitNet, GPTQ, fp8) keep their exact bytes. Two
-    tensors at a time are in memory.
+    Tensors that are already quantised (MXFP4, BitNet, GPTQ, fp8) keep their exact numbers, in
+    IEBIN their bytes. Two tensors at a time are in memory.
     """
-    from clocher_runtime.command.model_choice import locate
+    from clocher_runtime.checkpoints.locate import locate
     from clocher_runtime.convert.to_iebin import open_any, plan_conversion
 
+    if check:
+        if out_dir or to or others or pre or q4_map or verify:
+            raise UsageError("--check stands alone, with or without MODEL: it writes nothing")
+        return _check(report, check, model_dir and locate(model_dir, "MODEL"))
+    if not (model_dir and out_dir):
+        word, flag = ("OUT", "--out-dir") if model_dir else ("MODEL", "--model-dir")
+        raise UsageError(f"{word} is missing; give it, or {flag}")
     found = locate(model_dir, "MODEL")
+    kind = to or ("gguf" if out_dir.suffix == ".gguf" else "iebin")
+    if kind != "iebin":
+        if q4_map:
+            raise UsageError(f"--q4-map has no place beside --to {kind}: convert to IEBIN first")
+        _export(report, kind, open_any(found), out_dir, others, pre, verify)
+        return ExitCode.OK
+    if others or pre:
+        flag = "--others" if others else "--pre"
+        raise UsageError(f"{flag} has no place: IEBIN holds every model")
     _convert(report, plan_conversion(found, out_dir, q4_map, open_any), verify)
     report.note(next_command(out_dir))
+    return ExitCode.OK
+
+
+def _check(report: Report, model_dir: Path, source: Path | None) -> ExitCode:
+    """Compare a model, and its source, with its certificate."""
+    from clocher_runtime.checkpoints.iebin import JSON_NAME, read_index
+    from clocher_runtime.convert.certificate import check_certificate
+
+    with report.progress(read_index(model_dir / JSON_NAME).bin.nbytes) as progress:
+        found = check_certificate(model_dir, source, progress)
+    for problem in found.problems:
+        report.note(problem)
+    beside = f"source {found.source}" if found.source else "the source is not there any more"
+    if found.problems:
+        count = len(found.problems)
+        differences = f"{count} difference{'s' * (count > 1)}"
+        report.done(f"{model_dir}: {differences} from its certificate")
+        return ExitCode.MISMATCH
+    report.done(
+        f"{model_dir}: {found.tensors} tensors as certified, {found.identical} of them bit for bit "
+        f"those of the source ({beside})"
+    )
+    return ExitCode.OK
+
+
+def _export(
+    report: Report,
+    kind: str,
+    source: "Checkpoint",
+    out: Path,
+    others: str | None,
+    pre: str | None,
+    verify: bool,
+) -> None:
+    """Write what other programs read."""
+    from clocher_runtime.checkpoints import open_checkpoint
+    from clocher_runtime.convert.gguf_model import plan_gguf_model
+    from clocher_runtime.convert.to_compressed import plan_compressed
+
+    for note in source.notes:
+        report.note(f"note: {note}")
+    if kind == "gguf":
+        job: Export = plan_gguf_model(source, out, others, pre)
+    elif pre:
+        raise UsageError("--pre is for GGUF")
+    else:
+        job = plan_compressed(source, out, others)
+    if job.floats:
+        report.note(f"note: {len(job.floats)} matrices become {others}, such as {job.floats[0]}")
+    report.disk(source.path, out, job.nbytes, job.free_bytes)
+    with report.progress(job.nbytes) as progress:
+        job.run(progress)
+    if verify:
+        open_checkpoint(out).verify()
+    report.done(f"wrote {out}{', verified' if verify else ''}")
 
 
 COMMAND = convert
 main = convert.run
+
+
+class Export(Protocol):
+    """What has been planned, to be written for other programs."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the output."""
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that the disk has for it."""
+
+    @property
+    def floats(self) -> tuple[str, ...]:
+        """Names of the matrices that become floats."""
+
+    def run(self, progress: Callable[[int, str], None] | None = None) -> None:
+        """Write it."""
 
 
 def next_command(out_dir: Path) -> str:
@@ -133,16 +277,20 @@ def _convert(report: Report, conversion: "Conversion", verify: bool) -> None:
 def run_conversion(report: Report, conversion: "Conversion", verify: bool) -> None:
     """Write what was planned, and say so."""
     from clocher_runtime.checkpoints.iebin import JSON_NAME, open_iebin
+    from clocher_runtime.convert.certificate import write_certificate
 
     out_dir = conversion.out_dir
     with report.progress(conversion.nbytes) as progress:
         resumed = conversion.run(progress)
-    if verify:
-        open_iebin(out_dir / JSON_NAME, verify=True)
     counts = [f"{len(conversion.quantised)} quantised"]
     if resumed:
         counts.append(f"{resumed} taken over from a killed run")
-    verified = ", verified" if verify else ""
+    verified = ""
+    if verify:
+        open_iebin(out_dir / JSON_NAME, verify=True)
+        with report.progress(conversion.source.nbytes) as progress:
+            identical, total = write_certificate(conversion.source, out_dir, progress)
+        verified = f", verified: {identical} of {total} bit for bit those of the source"
     report.done(
         f"wrote {len(conversion.formats)} tensors ({', '.join(counts)}) to {out_dir}{verified}"
     )

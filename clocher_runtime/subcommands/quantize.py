@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 MANIFEST = "q4_manifest.json"
 """In the output directory: what was done to each tensor, and how good it is."""
 LIMITS = ("float", "int8", "kv", "fp8", "int4")
+FORMATS = ("int4", "int8", "fp8", "fp8_e5m2", "mxfp4", "ternary")
 
 _NEXT = {
-    "fail": "try --calib-text with --method gptq, or --bits 8, or loosen a limit",
+    "fail": "try --calib-text with --method gptq, or more bits, or loosen a limit",
     "undecided": "judge it with more text, or loosen a limit",
 }
 
@@ -51,7 +52,13 @@ PTQ_CODES = (
 )
 
 FLAGS: tuple[Wrap, ...] = (
-    option("--bits", click.Choice(["4", "8"]), "Bits of a code.  [default: 4]"),
+    option(
+        "--format",
+        click.Choice(FORMATS),
+        "What the weights become; fp8 is e4m3. From floats ternary loses much: it is for models "
+        "that were trained so.  [default: int4]",
+    ),
+    option("--bits", click.Choice(["4", "8"]), "The same for integers: int4 or int8."),
     option(
         "--weights-only",
         click.IntRange(0, 1),
@@ -60,13 +67,14 @@ FLAGS: tuple[Wrap, ...] = (
     ),
     option(
         "--granularity",
-        click.Choice(["per-tensor", "per-row", "per-group"]),
-        "What shares a scale.  [default: per-group for 4 bits, per-row for 8]",
+        click.Choice(["per-tensor", "per-row", "per-group", "per-block"]),
+        "What shares a scale; per-block is 128 x 128, for fp8.  [default: per-group for int4, "
+        "per-row for the others]",
     ),
     option(
         "--group",
         click.Choice(["32", "64", "128", "256"]),
-        "Columns that share a scale.  [default: 32]",
+        "Columns that share a scale, int4 and int8.  [default: 32]",
     ),
     click.option(
         "--symmetric/--affine",
@@ -142,6 +150,7 @@ FLAGS: tuple[Wrap, ...] = (
             "clocher quantize models/llama models/llama-int4 --method gptq \\\n"
             "    --calib-text calib.txt --gate held_out.txt",
         ),
+        ("MXFP4, which GPUs compute with", "clocher quantize models/llama out --format mxfp4"),
         ("8 bits; what would it take?", "clocher quantize models/llama out --bits 8 --dry-run"),
     ),
     epilog="Killed at any moment, it leaves the model that OUT_DIR held before, or none. Run it "
@@ -156,7 +165,7 @@ def quantize(
     Without flags: int4 with a zero point and a scale for 32 columns, rounded; embeddings, head
     and whatever is quantised already stay as they are.
     """
-    from clocher_runtime.command.model_choice import locate
+    from clocher_runtime.checkpoints.locate import locate
     from clocher_runtime.command.ptq import planned, quantised
     from clocher_runtime.convert.q4.map import parts_dir
     from clocher_runtime.convert.to_iebin import open_any, plan_conversion
@@ -220,7 +229,7 @@ def manifest_script(
 
 def _refuse(source: Path, out_dir: Path, force: bool) -> None:
     """Raise UsageError if the output directory is the model's, or another one's."""
-    from clocher_runtime.checkpoints.gguf.checkpoint import find_gguf
+    from clocher_runtime.checkpoints.gguf.parts import find_gguf
     from clocher_runtime.checkpoints.iebin import JSON_NAME
     from clocher_runtime.convert.to_iebin import refuse_hf_folder
 

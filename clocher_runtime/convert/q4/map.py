@@ -8,13 +8,16 @@ decides. Matrices stored as floats are quantised, those of experts [E, N, K] too
 norms, routers and tensors that the checkpoint already holds quantised are kept as they are; the
 latter unless the manifest says `"requantize": true`.
 
-    dtype       "int4w" or "int4" (the same storage), "int8w" or "int8", "keep"
-    group       32, 64, 128 or 256 columns that share a scale; without it, a whole row
+    dtype       "int4", "int8", "fp8" (e4m3), "fp8_e5m2", "mxfp4", "ternary", each with a "w" at its
+                end or without (the same storage), or "keep"
+    group       32, 64, 128 or 256 columns that share a scale, int4 and int8; without it a whole row
     zero        "per-tensor" (default): symmetric, one fixed zero point; "per-group": affine, int4
-    scale       "per-channel" (default): every row has its own scales; "per-tensor": int8, no group
-    scale_dtype "f16" (default of int4 and of groups), "f32" (default of int8 rows), "bf16"
-    clip        "none" (default), "percentile:P", "clamp:C", "mse": see `weights.rounding`
-    method      "rtn" (default), "imx", "gptq"; the latter two need calibration
+    scale       "per-channel" (default): every row has its own scales; "per-tensor": int8, no group;
+                "per-block": 128 x 128 elements have one, fp8
+    scale_dtype "f16" (default of int4, groups and ternary), "f32" (default of int8 rows and fp8),
+                "bf16"; mxfp4 has none
+    clip        "none" (default), "percentile:P", "clamp:C", "mse", int4 and int8: see `rounding`
+    method      "rtn" (default), "imx", "gptq" (int4 and int8); the latter two need calibration
 
 A manifest that the PTQ scripts have written has more: `document` describes it. Its `tensors`
 then say what becomes of each tensor, and the rules record what was asked for.
@@ -34,6 +37,7 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Stored
 from clocher_runtime.convert.q4.document import METHODS, SECTIONS, Entry, PartFile, read_sections
 from clocher_runtime.convert.q4.parts import check_hashes, read_part
+from clocher_runtime.convert.q4.rule_formats import DTYPES, check_method, rule_format
 from clocher_runtime.convert.rounding import NO_CLIP, Clip, parse_clip, round_tensor
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, fields, parse_object
@@ -44,10 +48,10 @@ MAX_PATTERN_CHARS = 500
 
 _MAX_BYTES = MAX_JSON_BYTES
 _CHOICES: dict[str, tuple[object, ...]] = {
-    "dtype": ("int4w", "int4", "int8w", "int8", "keep"),
+    "dtype": (*(name + w for name in DTYPES for w in ("w", "")), "keep"),
     "group": (None, 32, 64, 128, 256),
     "zero": ("per-tensor", "per-group"),
-    "scale": ("per-channel", "per-tensor"),
+    "scale": ("per-channel", "per-tensor", "per-block"),
     "scale_dtype": ("f16", "f32", "bf16"),
     "method": METHODS,
 }
@@ -334,26 +338,14 @@ def _rule(rule: Mapping[str, Any], where: str) -> Rule:
             if extra := sorted(set(rule) - {"pattern", "dtype"}):
                 raise FormatError(f"dtype keep leaves no place for {extra[0]}")
             return Rule(pattern, None)
+        fmt, method = rule_format(rule), rule.get("method", "rtn")
         clip = parse_clip(rule.get("clip", "none"))
-        return Rule(pattern, _format(rule), rule.get("method", "rtn"), clip)
+        if clip != NO_CLIP and not isinstance(fmt, Int4 | Int8):
+            raise FormatError(f"clip is for int4 and int8, not for {fmt.name}")
+        check_method(fmt, method)
+        return Rule(pattern, fmt, method, clip)
     except (FormatError, UsageError) as error:
         raise UsageError(f"{where}: {error}") from None
-
-
-def _format(rule: Mapping[str, Any]) -> Format:
-    group = rule.get("group")
-    affine = rule.get("zero") == "per-group"
-    whole = rule.get("scale") == "per-tensor"
-    if rule["dtype"] in ("int8w", "int8"):
-        if affine:
-            raise FormatError("int8w is symmetric: zero must be per-tensor")
-        if whole and group:
-            raise FormatError("scale per-tensor leaves no place for a group")
-        scale = rule.get("scale_dtype", "f16" if group else "f32")
-        return Int8(group or ("tensor" if whole else "row"), scale)
-    if whole:
-        raise FormatError("scale per-tensor is for int8w; int4 needs per-channel")
-    return Int4(not affine, group or "row", rule.get("scale_dtype", "f16"))
 
 
 def _format_of(rule: Rule) -> Format:

@@ -27,7 +27,7 @@ from clocher_runtime.disk.strict_json import checked_shape, fields, parse_object
 
 SUFFIX = ".safetensors"
 
-_NAMES = {storage: name for name, storage in DTYPES.items() if name != "BOOL"}
+_NAMES = {storage: name for name, storage in DTYPES.items() if name != "BOOL"} | {"e8m0": "U8"}
 _LAYER = re.compile(r"(?:.*\.)?layers\.([0-9]{1,5})\..*")
 _METADATA = ("job", "sha256", "tensors", "records")
 

@@ -1,0 +1,298 @@
+"""The certificate of a conversion: what lay in the source, what lies in IEBIN, and if it is equal.
+
+docs/verification.md describes the file. It lies beside the model, with a line for each tensor, and
+its last field is the SHA-256 of all before it. Unlike the model it has a date and the path of the
+source. A new model in the same directory removes it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clocher_kernels.errors import FormatError, ModelChanged, ModelError
+from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
+from clocher_runtime.checkpoints.iebin import (
+    BIN_NAME,
+    CERTIFICATE_NAME,
+    JSON_NAME,
+    IebinIndex,
+    read_index,
+)
+from clocher_runtime.convert.to_iebin import open_source
+from clocher_runtime.disk.files import read_bytes, sha256_of
+from clocher_runtime.disk.output_file import write_file
+from clocher_runtime.disk.plane_index import check_padding, lines, read_sealed, seal
+from clocher_runtime.disk.plane_writer import Progress
+from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, checked_name, checked_shape, fields
+
+FORMAT = "iebin.certificate"
+VERSION = 1
+
+_FIELDS: dict[str, type] = {
+    "format": str,
+    "version": int,
+    "clocher": str,
+    "date": str,
+    "identical": int,
+    "model": dict,
+    "source": dict,
+    "tensors": list,
+    "sha256": str,
+}
+_TENSOR: dict[str, type] = {
+    "name": str,
+    "shape": list,
+    "source": dict,
+    "stored": dict,
+    "compared": str,
+    "identical": bool,
+}
+_KIND = (FORMAT, VERSION, "convert the model again with --verify, or update Clocher")
+_DECODED_AT_ONCE = 16 << 20
+"""Numbers of a tensor that are decoded at a time, where its format allows parts."""
+
+
+def write_certificate(
+    source: Checkpoint, model_dir: Path, progress: Progress | None = None
+) -> tuple[int, int]:
+    """Read the source again, compare it with the model made of it, and write what was found.
+
+    Args:
+        source: what the model was converted from.
+        model_dir: directory of the IEBIN model, whose own hashes have been checked.
+        progress: called after each tensor with the bytes of the source so far and its name.
+
+    Returns:
+        How many tensors have bit-identical values, and how many there are.
+
+    Raises:
+        FormatError: a tensor of the same format in both has other bytes.
+        ModelChanged: a file changed meanwhile.
+        OSError: the certificate cannot be written; then none is there.
+    """
+    model = open_checkpoint(model_dir)
+    found, done = [], 0
+    for name in model.names:
+        found.append(_compared(name, source.tensor(name, verify=True), model))
+        done += source.tensors[name].nbytes
+        source.release()
+        model.release()
+        if progress:
+            progress(done, name)
+    source.check_unchanged()
+    model.check_unchanged()
+    identical = sum(each["identical"] for each in found)
+    index = read_index(model_dir / JSON_NAME)
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        "clocher": version("clocher"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "identical": identical,
+        "model": {
+            "file": JSON_NAME,
+            "sha256": index.document["sha256"],
+        },
+        "source": {
+            "path": str(source.path.absolute()),
+            "kind": source.kind,
+            "files": [
+                {
+                    "file": file.path.name,
+                    "nbytes": file.nbytes,
+                    "mtime_ns": file.path.stat().st_mtime_ns,
+                }
+                for file in source.files
+            ],
+        },
+    }
+    write_file(model_dir / CERTIFICATE_NAME, seal(lines(head, "tensors", found).encode()))
+    return identical, len(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a check of a certificate found.
+
+    Attributes:
+        tensors: how many it lists.
+        identical: of how many it says that their values are those of the source, bit for bit.
+        source: the source that was compared, too; None: it is not where it was.
+        problems: a line for each difference.
+    """
+
+    tensors: int
+    identical: int
+    source: Path | None
+    problems: tuple[str, ...]
+
+
+def check_certificate(
+    model_dir: Path, source: Path | None = None, progress: Progress | None = None
+) -> Checked:
+    """Compute every hash of a certificate again, from the model and, if it is there, the source.
+
+    Args:
+        model_dir: directory of the IEBIN model, deduplicated or not.
+        source: what it was converted from; None: where it was then.
+        progress: called after each tensor with the bytes of the model so far and its name.
+
+    Raises:
+        ModelNotFound: there is no certificate or no model, or not the source that was given.
+        ModelError: one of them cannot be read at all, or is of an unknown version.
+    """
+    document = read_certificate(model_dir)
+    origin, index = document["source"], read_index(model_dir / JSON_NAME)
+    model = open_checkpoint(model_dir)
+    problems = []
+    if document["model"]["sha256"] != index.document["sha256"]:
+        problems.append(f"{JSON_NAME}: not the one that was certified")
+    path = source or Path(origin["path"])
+    was: Checkpoint | None = None
+    if source or path.exists():
+        try:
+            was = _reopened(path, origin["kind"])
+        except ModelError as error:
+            if source:
+                raise
+            problems.append(f"source: {error}")
+    listed = {each["name"]: each for each in document["tensors"]}
+    problems += [f"{name}: not in the certificate" for name in model.names if name not in listed]
+    done = 0
+    for name, each in listed.items():
+        problems += _differences(model, name, each["shape"], each["stored"], "stored")
+        if was:
+            problems += _differences(was, name, each["shape"], each["source"], "source")
+        done += model.tensors[name].nbytes if name in model.tensors else 0
+        if progress:
+            progress(done, name)
+    problems += _padding(index, model)
+    for checkpoint in filter(None, (model, was)):
+        try:
+            checkpoint.check_unchanged()
+        except ModelChanged as error:
+            problems.append(str(error))
+    identical = sum(each["identical"] for each in listed.values())
+    return Checked(len(listed), identical, path if was else None, tuple(problems))
+
+
+def read_certificate(model_dir: Path) -> dict[str, Any]:
+    """Return the certificate of a model, checked field by field.
+
+    Raises:
+        ModelNotFound: there is none.
+        FormatError: it is damaged.
+        UnsupportedModel: it is of another version.
+    """
+    path = model_dir / CERTIFICATE_NAME
+    document = read_sealed(read_bytes(path, MAX_JSON_BYTES), str(path), _KIND, _FIELDS)
+    fields(document["model"], f"{path}: model", {"file": str, "sha256": str})
+    fields(document["source"], f"{path}: source", {"path": str, "kind": str, "files": list})
+    tensors = []
+    for number, value in enumerate(document["tensors"]):
+        where = f"{path}: tensors[{number}]"
+        item = fields(value, where, _TENSOR)
+        for side in ("source", "stored"):
+            fields(item[side], f"{where}: {side}", {"format": str, "planes": dict})
+        shape = checked_shape(item["shape"], where)
+        tensors.append(item | {"name": checked_name(item["name"], where), "shape": shape})
+    return document | {"tensors": tensors}
+
+
+def _compared(name: str, before: QuantTensor, model: Checkpoint) -> dict[str, Any]:
+    """Return the line of a tensor."""
+    hashes = {key: sha256_of(plane) for key, plane in before.planes.items()}
+    stored = {"format": model.tensors[name].format.name, "planes": dict(model.hashes[name])}
+    same = before.format.name == stored["format"]
+    if same and hashes != stored["planes"]:
+        raise FormatError(
+            f"{model.path}: tensor {name!r}: its bytes are not those of the source, though its "
+            f"format is ({stored['format']}); convert the model again"
+        )
+    return {
+        "name": name,
+        "shape": list(before.shape),
+        "source": {"format": before.format.name, "planes": hashes},
+        "stored": stored,
+        "compared": "bytes" if same else "values",
+        "identical": same or same_values(before, model.tensor(name)),
+    }
+
+
+def same_values(one: QuantTensor, other: QuantTensor) -> bool:
+    """Return whether two tensors of one shape decode to the same fp32 numbers, bit for bit."""
+    rows = max(1, _DECODED_AT_ONCE // max(1, prod(one.shape[1:])))
+    both_in_rows = _in_rows(one) and _in_rows(other)
+    spans = range(0, one.shape[0], rows) if both_in_rows else (None,)
+    for start in spans:
+        values = _decoded(one, start, rows), _decoded(other, start, rows)
+        if not np.array_equal(values[0].view(np.uint32), values[1].view(np.uint32)):
+            return False
+    return True
+
+
+def _in_rows(tensor: QuantTensor) -> bool:
+    """Return whether each row, or expert, lies in rows of the planes that are its own."""
+    planes = tensor.format.planes((1, *tensor.shape[1:])) if len(tensor.shape) > 1 else {}
+    return bool(planes) and all(
+        (1, *tensor.planes[key].shape[1:]) == plane.shape
+        and tensor.planes[key].shape[0] == tensor.shape[0]
+        for key, plane in planes.items()
+    )
+
+
+def _decoded(tensor: QuantTensor, start: int | None, rows: int) -> np.ndarray:
+    if start is None:
+        return tensor.decode()
+    planes = {key: plane[start : start + rows] for key, plane in tensor.planes.items()}
+    count = min(rows, tensor.shape[0] - start)
+    return tensor.format.decode(planes, (count, *tensor.shape[1:]))
+
+
+def _reopened(path: Path, kind: str) -> Checkpoint:
+    return open_torch_bin(path) if kind == "bin" else open_source(path)
+
+
+def _differences(
+    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], listed: Mapping[str, Any], side: str
+) -> Iterator[str]:
+    """Yield how a tensor differs from what a certificate lists."""
+    try:
+        tensor = checkpoint.tensor(name)
+    except ModelError as error:
+        yield f"{name}: {side}: {error}"
+        return
+    found = (tensor.shape, tensor.format.name, set(tensor.planes))
+    if found != (shape, listed["format"], set(listed["planes"])):
+        yield (
+            f"{name}: {side}: {tensor.format.name} {list(tensor.shape)}, certified "
+            f"{listed['format']!r:.40} {list(shape)}"
+        )
+        return
+    for key, plane in tensor.planes.items():
+        if (digest := sha256_of(plane)) != listed["planes"][key]:
+            yield (
+                f"{name}: {side}: plane {key!r} has SHA-256 {digest}, certified "
+                f"{listed['planes'][key]!r:.66}"
+            )
+    checkpoint.release()
+
+
+def _padding(index: IebinIndex, model: Checkpoint) -> Iterator[str]:
+    """Yield what is wrong with the bytes of model.ie.bin between the planes."""
+    regions = [region for entry in index.entries for region in entry.regions.values()]
+    for file in model.files:
+        if file.path.name == BIN_NAME:
+            try:
+                check_padding(regions, {"bin": file})
+            except FormatError as error:
+                yield str(error)

@@ -1,0 +1,96 @@
+"""What is written for other programs is read back as the same model."""
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from weight_files import LLAMA, write_first_layers
+
+from clocher_kernels.errors import FormatError, UnsupportedModel
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.convert.gguf_model import plan_gguf_model
+from clocher_runtime.convert.to_compressed import plan_compressed
+from clocher_runtime.convert.to_iebin import convert
+from clocher_runtime.text.tokenizer import Tokenizer
+
+
+def quantised(folder: Path, **rule: object) -> Checkpoint:
+    model = write_first_layers(LLAMA, folder / "model", 1)
+    path = folder / "rules.json"
+    path.write_text(
+        json.dumps({"version": 1, "rules": [{"pattern": ".*_proj.weight"} | rule]}), "utf-8"
+    )
+    convert(model, folder / "q", path)
+    return open_checkpoint(folder / "q")
+
+
+def assert_same(one: Checkpoint, other: Checkpoint) -> None:
+    assert set(one.names) == set(other.names)
+    for name in one.names:
+        assert np.array_equal(one.tensor(name).decode(), other.tensor(name).decode()), name
+
+
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    [
+        ({"dtype": "int8", "group": 32}, "Q8_0"),
+        ({"dtype": "int4", "group": 32}, "Q4_0"),
+        ({"dtype": "mxfp4"}, "MXFP4"),
+        ({"dtype": "ternary"}, "TQ2_0"),
+    ],
+    ids=str,
+)
+def test_a_gguf_file_has_the_numbers_and_the_tokens(
+    rule: dict[str, object], kind: str, tmp_path: Path
+) -> None:
+    source = quantised(tmp_path, **rule)
+    path = tmp_path / "m.gguf"
+    plan_gguf_model(source, path, pre="llama-bpe").run()
+    written = open_checkpoint(path, verify=True)
+    assert_same(source, written)
+    kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(path).tensors}
+    assert kinds["blk.0.ffn_up.weight"] == kind
+    own, found = (Tokenizer(c.tokenizer_source, c.tokenizer_config) for c in (source, written))
+    assert own.encode("def f(x): return x + 1") == found.encode("def f(x): return x + 1")
+    messages = [{"role": "user", "content": "hi"}]
+    assert own.apply_chat_template(messages) == found.apply_chat_template(messages)
+
+
+def test_what_gguf_cannot_hold_is_refused_or_becomes_floats(tmp_path: Path) -> None:
+    source = quantised(tmp_path, dtype="fp8")
+    with pytest.raises(FormatError, match="--others bf16"):
+        plan_gguf_model(source, tmp_path / "m.gguf", pre="llama-bpe")
+    with pytest.raises(UnsupportedModel, match="--pre NAME"):
+        plan_gguf_model(source, tmp_path / "m.gguf", "f32")
+    job = plan_gguf_model(source, tmp_path / "m.gguf", "f32", "llama-bpe")
+    assert len(job.floats) == 7
+    job.run()
+    assert_same(source, open_checkpoint(tmp_path / "m.gguf"))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"dtype": "int4", "group": 32, "zero": "per-group"},
+        {"dtype": "int4"},
+        {"dtype": "int8", "group": 64},
+        {"dtype": "int8", "scale": "per-tensor"},
+        {"dtype": "fp8"},
+        {"dtype": "fp8", "scale": "per-block", "scale_dtype": "bf16"},
+        {"dtype": "mxfp4"},
+    ],
+    ids=str,
+)
+def test_a_compressed_directory_has_the_same_bytes(rule: dict[str, object], tmp_path: Path) -> None:
+    source = quantised(tmp_path, **rule)
+    plan_compressed(source, tmp_path / "out").run()
+    written = open_checkpoint(tmp_path / "out", verify=True)
+    assert_same(source, written)
+    for name in source.names:
+        assert source.tensors[name].format.name == written.tensors[name].format.name
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert settings["config_groups"]["group_0"]["targets"] == ["Linear"]
+    assert not (tmp_path / "out.partial").exists()
