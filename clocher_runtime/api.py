@@ -19,10 +19,14 @@ from typing import Any
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.command.model_choice import embedded_model, locate
-from clocher_runtime.engine.arguments import listed, refuse_unknown, shown, token_ids, whole
+from clocher_runtime.checkpoints.hf.lora import with_lora
+from clocher_runtime.checkpoints.locate import embedded_model, locate
+from clocher_runtime.engine.arguments import listed, one_of, refuse_unknown, shown, token_ids, whole
 from clocher_runtime.engine.backends import choose
+from clocher_runtime.engine.kv_cache import KVCacheConfig as KVCacheConfig
+from clocher_runtime.engine.kv_cache import with_kv_cache
 from clocher_runtime.engine.load import Model, load_model
+from clocher_runtime.engine.sampling_defaults import sampling_defaults, taken
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.topology import default_threads
 from clocher_runtime.text.answers import answer_style
@@ -50,11 +54,13 @@ def _text_or_ids(prompt: Prompt) -> str | list[int]:
 
 
 def _usable_path(path: object) -> Path | None:
-    if path is None:
-        return None
-    if not isinstance(path, str | os.PathLike):
-        raise UsageError(f"path is {shown(path)}; expected a string or a pathlib.Path")
-    return locate(Path(path), "path") if os.fspath(path) else locate("", "path")
+    return None if path is None else locate(_path(path, "path"), "path")
+
+
+def _path(given: object, name: str) -> str:
+    if not isinstance(given, str | os.PathLike):
+        raise UsageError(f"{name} is {shown(given)}; expected a string or a pathlib.Path")
+    return str(os.fspath(given))
 
 
 class LanguageModel:
@@ -74,10 +80,24 @@ class LanguageModel:
         model: weights and ModelSpec.
         session: what generates, in token ids.
         tokenizer: text to ids and back.
+        sampling_defaults: what generation_config.json says of drawing; the methods' arguments are
+            stronger, and `temperature=0` wants none of it.
     """
 
-    def __init__(self, model: Model, session: Session, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        model: Model,
+        session: Session,
+        tokenizer: Tokenizer,
+        sampling_defaults: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         self.model, self.session, self.tokenizer = model, session, tokenizer
+        self.sampling_defaults = sampling_defaults
+
+    @property
+    def kv_cache_mb(self) -> float:
+        """MiB that the KV cache takes."""
+        return self.session.kv_cache_bytes / (1 << 20)
 
     def generate(self, prompt: Prompt, max_new: int = MAX_NEW, **options: Any) -> str:
         """Return the text that a prompt is gone on with.
@@ -239,7 +259,8 @@ class LanguageModel:
             options: see the class.
             form: what else `rules_of` wants to know of the answers to it.
         """
-        chosen, ids = Options.of(options), self._ids(prompt)
+        drawn = {**options, **taken(self.sampling_defaults, options)}
+        chosen, ids = Options.of(drawn), self._ids(prompt)
         self.session.check(ids)
         constraint = None
         if chosen.structure is not None:
@@ -287,6 +308,9 @@ def load(
     device: str = "auto",
     precision: str | None = None,
     threads: int | None = None,
+    lora: str | Path | None = None,
+    generation_config: str = "auto",
+    kv_cache: KVCacheConfig | None = None,
     **session: Any,
 ) -> LanguageModel:
     """Load a model.
@@ -296,11 +320,17 @@ def load(
     SIGBUS; only the commands handle that signal.
 
     Args:
-        path: a Hugging Face directory, one with an IEBIN pair or a GGUF file, or that file; None:
-            the embedded model.
+        path: a Hugging Face directory, one with an IEBIN pair or a GGUF file, or that file; or
+            `owner/name` of a model in the Hub's cache, as `clocher pull` fetches it; None: the
+            embedded model.
         device: "auto", "cpu", "cuda" or "ze".
         precision: None keeps the weights as stored; see `load_model`.
         threads: None: as many as this process may use.
+        lora: directory of a LoRA adapter, as peft saves it, or its owner/name in the Hub's cache;
+            it is added to the weights, which must be floats.
+        generation_config: "auto": what the model's generation_config.json says of drawing is the
+            default of the methods, if `do_sample` is true there; "none": the likeliest tokens are.
+        kv_cache: dtype and size of the KV cache, instead of kv_dtype, context, batch and kv_pages.
         **session: arguments of `Session`: batch, context, kv_dtype, kv_pages, itl_ms, ...
             What texts have in common at their beginning is computed once, unless
             `prefix_cache=False`.
@@ -312,15 +342,20 @@ def load(
         UsageError: an argument cannot be used.
     """
     refuse_unknown(session, _OPTIONS, "load")
+    session = with_kv_cache(session, kv_cache)
+    one_of("generation_config", generation_config, ("auto", "none"))
     backend, _ = choose(device)
     where = _usable_path(path) or embedded_model()
     threads = default_threads() if threads is None else whole("threads", threads, 1)
     checkpoint = open_checkpoint(where)
+    if lora is not None:
+        checkpoint = with_lora(checkpoint, locate(_path(lora, "lora"), "lora"))
+    defaults = sampling_defaults(checkpoint) if generation_config == "auto" else {}
     model = load_model(checkpoint, precision)
     tokenizer = Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config)
     session.setdefault("prefix_cache", True)
     bound = Session(model, backend=backend, threads=threads, **session)
-    return LanguageModel(model, bound, tokenizer)
+    return LanguageModel(model, bound, tokenizer, defaults)
 
 
 def generate(prompt: Prompt, path: str | Path | None = None, **options: Any) -> str:

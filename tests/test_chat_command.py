@@ -22,7 +22,7 @@ from terminal import Terminal, plain
 import clocher_runtime as clocher
 from clocher_kernels.errors import UsageError
 from clocher_runtime.api import LanguageModel
-from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.models.build import PAGE_CELLS

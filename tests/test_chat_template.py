@@ -11,7 +11,7 @@ import transformers
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from clocher_kernels.errors import FormatError, UsageError
-from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.text.chat_template import MAX_MEMORY_BYTES, MAX_TEMPLATE_BYTES, ChatTemplate
 from clocher_runtime.text.text_process import PROCESS
 
@@ -128,6 +128,9 @@ def test_template_that_cannot_be_used_is_a_format_error(source, message):
         "{{ namespace.__init__.__globals__ }}",
         "{{ messages.__class__.__base__ }}",
         "{{ messages.append(1) }}",
+        "{{ '{0.__class__.__mro__}'.format(messages) }}",
+        "{{ '{x.__class__.__mro__}'.format_map({'x': 1}) }}",
+        "{% set f = '{0.__init__.__globals__}'.format %}{{ f(cycler) }}",
         "{{ self.__init__.__globals__ }}",
         "{{ range(100001) }}",
         "{{ 'a' * 1000000000 }}",

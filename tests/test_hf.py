@@ -346,7 +346,7 @@ def changed(arrays: dict[str, Array], **changes: Array | None) -> dict[str, Arra
 
 ONLINE = {"linear_class": "autobitlinear", "quantization_mode": "online"}
 BAD: list[tuple[str, dict[str, Array], dict[str, Any], type[ModelError], str]] = [
-    ("hqq", PLAIN, config("hqq"), UnsupportedModel, "'hqq' is not known; known: mxfp4, bitnet"),
+    ("other", PLAIN, config("tt"), UnsupportedModel, "'tt' is not known; known: mxfp4, bitnet"),
     (
         "no method",
         PLAIN,
@@ -511,3 +511,45 @@ def test_reading_a_model_loads_neither_torch_nor_numba() -> None:
         "sys.exit(bool({'torch', 'numba', 'safetensors', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+# Shards without an index.
+
+
+@pytest.mark.parametrize("numbers", [(1, 2), (0, 1, 2)], ids=["from one", "from nought"])
+def test_numbered_shards_need_no_index(numbers: tuple[int, ...], tmp_path: Path) -> None:
+    parts = [{}, {}, {}]
+    for place, (name, stored) in enumerate((PLAIN | EXPERTS).items()):
+        parts[place % len(numbers)][name] = stored
+    (tmp_path / "config.json").write_text(json.dumps(config("mxfp4")))
+    names = [f"model-{number:05d}-of-00002.safetensors" for number in numbers]
+    for name, arrays in zip(names, parts, strict=False):
+        write_safetensors(tmp_path / name, arrays)
+    (tmp_path / "model-00001-of-00002.safetensors.part").write_bytes(b"not looked at")
+    found = open_checkpoint(tmp_path)
+    single = open_checkpoint(write_hf(tmp_path / "single", PLAIN | EXPERTS, config("mxfp4")))
+    assert formats(found) == formats(single)
+    assert [path.name for path in found.data_files] == names
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "message"),
+    [
+        (["1-of-3", "3-of-3"], ModelNotFound, "1 of 3 shards are missing.*model-00002-of-00003"),
+        (["0-of-2", "2-of-2"], ModelNotFound, "1 of 3 shards are missing.*model-00001-of-00002"),
+        (["1-of-1", "1-of-2"], FormatError, "do not belong together"),
+        (["3-of-2"], FormatError, "do not belong together"),
+        (["1-of-99999"], FormatError, "do not belong together"),
+        (["1-of-2", "2-of-2"], FormatError, "'a' is in another shard"),
+    ],
+)
+def test_numbered_shards_that_are_not_all_there_are_refused(
+    names: list[str], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for name in names:
+        number, _, total = name.split("-")
+        path = tmp_path / f"model-{int(number):05d}-of-{int(total):05d}.safetensors"
+        write_safetensors(path, {"a": array("F32", 2)})
+    with pytest.raises(error, match=message):
+        open_checkpoint(tmp_path)

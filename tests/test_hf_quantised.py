@@ -36,6 +36,8 @@ NAMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 def pack(codes: np.ndarray, bits: int, order: tuple[int, ...] = tuple(range(8))) -> np.ndarray:
     """Pack codes [A, B] into i32 [A, ceil(B * bits / 32)]: place i of a word gets order[i]."""
+    if bits == 3:
+        return pack_threes(codes)
     per_word = 32 // bits
     words = np.zeros((codes.shape[0], -(-codes.shape[1] // per_word)), np.uint32)
     for word in range(words.shape[1]):
@@ -43,6 +45,31 @@ def pack(codes: np.ndarray, bits: int, order: tuple[int, ...] = tuple(range(8)))
             column = word * per_word + (order[place] if per_word == 8 else place)
             if column < codes.shape[1]:
                 words[:, word] |= codes[:, column].astype(np.uint32) << np.uint32(bits * place)
+    return words.view(np.int32)
+
+
+def pack_threes(codes: np.ndarray) -> np.ndarray:
+    """Pack 3-bit codes [A, 32 B] into i32 [A, 3 B]: codes 10 and 21 of 32 cross words."""
+    words = np.zeros((codes.shape[0], codes.shape[1] // 32 * 3), np.uint32)
+    codes = codes.astype(np.uint32)
+    for start in range(0, codes.shape[1], 32):
+        row, i = start // 32 * 3, start
+        for j in range(i, i + 10):
+            words[:, row] |= codes[:, j] << np.uint32(3 * (j - i))
+        i += 10
+        words[:, row] |= codes[:, i] << np.uint32(30)
+        row += 1
+        words[:, row] |= (codes[:, i] >> np.uint32(2)) & np.uint32(1)
+        i += 1
+        for j in range(i, i + 10):
+            words[:, row] |= codes[:, j] << np.uint32(3 * (j - i) + 1)
+        i += 10
+        words[:, row] |= codes[:, i] << np.uint32(31)
+        row += 1
+        words[:, row] |= (codes[:, i] >> np.uint32(1)) & np.uint32(3)
+        i += 1
+        for j in range(i, i + 10):
+            words[:, row] |= codes[:, j] << np.uint32(3 * (j - i) + 2)
     return words.view(np.int32)
 
 
@@ -97,32 +124,44 @@ def meaning(codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray, group: int
 def label(bits: int, symmetric: bool, group: int, dtype: str) -> str:
     spelled = "row" if group == -1 else f"g{group}"
     kind = "sym_" if symmetric else "asym_"
-    return f"int{bits}_{kind if bits == 4 else ''}{spelled}_{NAMES[dtype]}"
+    return f"int{max(bits, 4)}_{kind if bits < 8 else ''}{spelled}_{NAMES[dtype]}"
 
 
-def gptq(bits: int, symmetric: bool, group: int, version: int, dtype: str = "F16") -> Write:
+def activation_order(name: str, k: int, group: int) -> np.ndarray:
+    """Return the groups of columns that were quantised in the order of their activations."""
+    return (rng(f"order-{name}").permutation(k) // group).astype(np.int32)
+
+
+def gptq(
+    bits: int, symmetric: bool, group: int, version: int, dtype: str = "F16", ordered: bool = True
+) -> Write:
     def write(name: str, shape: tuple[int, int]) -> Written:
         size = shape[1] if group == -1 else group
         groups = -(-shape[1] // size)
         codes, zeros, scales = draw(name, shape, groups, bits, symmetric, dtype)
+        of_column = (np.arange(shape[1]) // size).astype(np.int32)
+        expected = label(bits, symmetric, group, dtype)
+        if not ordered:
+            of_column, expected = activation_order(name, shape[1], size), "f32"
         arrays = {
             f"{name}.qweight": stored(np.ascontiguousarray(pack(codes, bits).T)),
             f"{name}.qzeros": stored(pack((zeros - (version == 1)).T, bits)),
             f"{name}.scales": stored(scales.T, dtype),
-            f"{name}.g_idx": stored((np.arange(shape[1]) // size).astype(np.int32)),
+            f"{name}.g_idx": stored(of_column),
         }
-        expected = label(bits, symmetric, group, dtype)
-        return Written(arrays, meaning(codes, zeros, scales, size), expected)
+        # As AutoGPTQ's QuantLinear dequantises: scales[g_idx] * (weight - zeros[g_idx]).
+        values = (codes - zeros[:, of_column]).astype(np.float32) * scales[:, of_column]
+        return Written(arrays, values, expected)
 
     return write
 
 
-def awq(version: str, group: int, dtype: str = "F16") -> Write:
+def awq(version: str, group: int, dtype: str = "F16", symmetric: bool = False) -> Write:
     def write(name: str, shape: tuple[int, int]) -> Written:
         size = shape[1] if group == -1 else group
         groups = shape[1] // size
-        codes, zeros, scales = draw(name, shape, groups, 4, False, dtype)
-        zeros[0, 0] = 0
+        codes, zeros, scales = draw(name, shape, groups, 4, symmetric, dtype)
+        zeros[0, 0] = 8 if symmetric else 0
         if version == "gemm":
             order = (0, 2, 4, 6, 1, 3, 5, 7)
             arrays = {
@@ -143,12 +182,20 @@ def awq(version: str, group: int, dtype: str = "F16") -> Write:
                 f"{name}.qzeros": stored(padded),
                 f"{name}.scales": stored(wide, dtype),
             }
-        return Written(arrays, meaning(codes, zeros, scales, size), label(4, False, group, dtype))
+        expected = label(4, symmetric, group, dtype)
+        return Written(arrays, meaning(codes, zeros, scales, size), expected)
 
     return write
 
 
-def ct_pack(bits: int, symmetric: bool, strategy: str, group: int, dtype: str = "BF16") -> Write:
+def ct_pack(
+    bits: int,
+    symmetric: bool,
+    strategy: str,
+    group: int,
+    dtype: str = "BF16",
+    ordered: bool = True,
+) -> Write:
     def write(name: str, shape: tuple[int, int]) -> Written:
         (n, k), size = shape, group if strategy == "group" else shape[1]
         groups = -(-k // size)
@@ -167,9 +214,14 @@ def ct_pack(bits: int, symmetric: bool, strategy: str, group: int, dtype: str = 
             if strategy == "tensor":
                 packed = (zeros - (1 << (bits - 1))).astype(np.int8).reshape(-1)
             arrays[f"{name}.weight_zero_point"] = stored(np.ascontiguousarray(packed))
-        rows = np.broadcast_to(scales, (n, groups))
-        values = meaning(codes, np.broadcast_to(zeros, (n, groups)), rows, size)
+        rows, zeros = np.broadcast_to(scales, (n, groups)), np.broadcast_to(zeros, (n, groups))
+        values = meaning(codes, zeros, rows, size)
         expected = label(bits, symmetric, group, dtype)
+        if not ordered:
+            of_column = activation_order(name, k, size)
+            arrays[f"{name}.weight_g_idx"] = stored(of_column)
+            values = (codes - zeros[:, of_column]).astype(np.float32) * rows[:, of_column]
+            expected = "f32"
         if strategy == "tensor" and bits == 8:
             expected = expected.replace("row", "tensor")
         return Written(arrays, values, expected)
@@ -177,9 +229,9 @@ def ct_pack(bits: int, symmetric: bool, strategy: str, group: int, dtype: str = 
     return write
 
 
-def ct_int8(strategy: str, group: int = -1, dtype: str = "F32") -> Write:
+def ct_int8(strategy: str, group: int = -1, dtype: str = "F32", ordered: bool = True) -> Write:
     def write(name: str, shape: tuple[int, int]) -> Written:
-        source = ct_pack(8, True, strategy, group, dtype)(name, shape)
+        source = ct_pack(8, True, strategy, group, dtype, ordered)(name, shape)
         words = np.frombuffer(source.arrays[f"{name}.weight_packed"][2], np.uint8)
         codes = (words.astype(int) - 128).astype(np.int8).reshape(shape)
         arrays = {
@@ -187,6 +239,8 @@ def ct_int8(strategy: str, group: int = -1, dtype: str = "F32") -> Write:
             f"{name}.weight_scale": source.arrays[f"{name}.weight_scale"],
             f"{name}.input_scale": stored(np.ones(1), "F32"),
         }
+        if not ordered:
+            arrays[f"{name}.weight_g_idx"] = source.arrays[f"{name}.weight_g_idx"]
         return Written(arrays, source.values, source.format)
 
     return write
@@ -261,6 +315,7 @@ INT4 = INT | {"num_bits": 4}
 FLOAT = INT | {"type": "float"}
 V2 = {"checkpoint_format": "gptq_v2"}
 AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True}
+SYMMETRIC_AWQ = AWQ | {"zero_point": False}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 PACK, INTS, FLOATS = "pack-quantized", "int-quantized", "float-quantized"
 CASES: dict[str, Case] = {
@@ -271,6 +326,20 @@ CASES: dict[str, Case] = {
     "gptq-v1-4-sym-g128": Case(gptq(4, True, 128, 1), gptq_config(4, True, 128, desc_act=True)),
     "gptq-v1-8-sym-g32": Case(gptq(8, True, 32, 1), gptq_config(8, True, 32)),
     "gptq-v2-8-sym-row": Case(gptq(8, True, -1, 2, "F32"), gptq_config(8, True, -1, **V2)),
+    "gptq-v1-3-sym-g32": Case(gptq(3, True, 32, 1), gptq_config(3, True, 32), 1),
+    "gptq-v2-3-asym-g64": Case(gptq(3, False, 64, 2), gptq_config(3, False, 64, **V2), 1),
+    "gptq-v1-2-sym-row": Case(gptq(2, True, -1, 1, "BF16"), gptq_config(2, True, -1), 1),
+    "gptq-v2-2-asym-g32": Case(gptq(2, False, 32, 2), gptq_config(2, False, 32, **V2), 1),
+    "gptq-v1-4-sym-order": Case(
+        gptq(4, True, 32, 1, ordered=False), gptq_config(4, True, 32, desc_act=True), 1
+    ),
+    "gptq-v2-4-asym-order": Case(
+        gptq(4, False, 32, 2, "BF16", ordered=False), gptq_config(4, False, 32, **V2), 1
+    ),
+    "gptq-v1-8-sym-order": Case(gptq(8, True, 32, 1, ordered=False), gptq_config(8, True, 32), 1),
+    "gptq-v2-3-asym-order": Case(
+        gptq(3, False, 32, 2, ordered=False), gptq_config(3, False, 32, **V2), 2
+    ),
     "auto-round-gptq": Case(
         gptq(4, True, 32, 1),
         gptq_config(4, True, 32, packing_format="auto_round:auto_gptq", data_type="int")
@@ -279,6 +348,28 @@ CASES: dict[str, Case] = {
     "awq-gemm-g32": Case(awq("gemm", 32), AWQ | {"group_size": 32, "version": "GEMM"}),
     "awq-gemm-row": Case(awq("gemm", -1, "BF16"), AWQ | {"group_size": -1}),
     "awq-gemv-g32": Case(awq("gemv", 32), AWQ | {"group_size": 32, "version": "gemv"}),
+    "awq-gemm-sym-g32": Case(
+        awq("gemm", 32, symmetric=True), SYMMETRIC_AWQ | {"group_size": 32, "version": "gemm"}
+    ),
+    "awq-gemm-sym-row": Case(
+        awq("gemm", -1, "BF16", symmetric=True), SYMMETRIC_AWQ | {"group_size": -1}
+    ),
+    "awq-gemv-sym-g32": Case(
+        awq("gemv", 32, symmetric=True), SYMMETRIC_AWQ | {"group_size": 32, "version": "gemv"}
+    ),
+    "ct-pack-4-sym-order": Case(
+        ct_pack(4, True, "group", 32, ordered=False),
+        ct(PACK, **INT4, strategy="group", group_size=32, actorder="group"),
+        1,
+    ),
+    "ct-pack-4-asym-order": Case(
+        ct_pack(4, False, "group", 32, "F16", ordered=False),
+        ct(PACK, **(INT4 | {"symmetric": False}), strategy="group", group_size=32),
+        1,
+    ),
+    "ct-int-order": Case(
+        ct_int8("group", 32, "BF16", ordered=False), ct(INTS, **INT, group_size=32), 2
+    ),
     "ct-pack-4-sym-g32": Case(
         ct_pack(4, True, "group", 32), ct(PACK, **INT4, strategy="group", group_size=32)
     ),
@@ -405,8 +496,19 @@ def rms(got: np.ndarray, expected: np.ndarray) -> float:
     return float(np.sqrt(np.mean((got - expected) ** 2) / np.mean(expected**2)))
 
 
+LAYOUT_OF = {
+    "gptq": "AutoGPTQ, GPTQModel",
+    "awq": "AutoAWQ",
+    "auto-round": "AutoRound",
+    "compressed-tensors": "llm-compressor",
+    "fp8": "transformers' fp8",
+}
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_model_equals_its_dequantised_floats(name: str, tmp_path: Path) -> None:
+def test_model_equals_its_dequantised_floats(
+    name: str, tmp_path: Path, saw: Callable[..., None]
+) -> None:
     """Values bit for bit, logits within the rounding of a matmul, and bytes as the file has."""
     case = CASES[name]
     folder, floats, formats = write_model(tmp_path, case)
@@ -420,11 +522,25 @@ def test_model_equals_its_dequantised_floats(name: str, tmp_path: Path) -> None:
         assert tensor.decode().tobytes() == reference.tensor(tensor_name).decode().tobytes()
     expected = logits(floats, "fp32")
     assert np.isfinite(expected).all()
-    assert rms(logits(folder, "fp32"), expected) <= FP32_RMS
+    difference = rms(logits(folder, "fp32"), expected)
+    method = case.settings["quant_method"]
+    key = "LlamaForCausalLM", method, name, f"the test, as {LAYOUT_OF[method]}"
+    saw(*key, "the decoded values in fp32, here", difference=difference)
+    assert difference <= FP32_RMS
     assert rms(logits(folder, "int8"), expected) <= INT8_RMS
 
 
-@pytest.mark.parametrize("name", ["gptq-v1-4-asym-g32", "awq-gemm-g32", "ct-pack-4-asym-g32"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gptq-v1-4-asym-g32",
+        "gptq-v1-3-sym-g32",
+        "gptq-v1-4-sym-order",
+        "awq-gemm-g32",
+        "awq-gemm-sym-g32",
+        "ct-pack-4-asym-g32",
+    ],
+)
 def test_quantised_head_and_conversion(name: str, tmp_path: Path) -> None:
     case = Case(CASES[name].write, dict(CASES[name].settings))
     case.settings.pop("ignore", None)
@@ -447,7 +563,8 @@ SHAPE = (16, 64)
 def one(name: str) -> tuple[dict[str, Array], dict[str, Any]]:
     """Return the arrays of a single linear `p`, and config.json."""
     case = CASES[name]
-    return dict(case.write("p", SHAPE).arrays), {"quantization_config": dict(case.settings)}
+    shape = (32, 64) if case.settings.get("bits") == 3 else SHAPE
+    return dict(case.write("p", shape).arrays), {"quantization_config": dict(case.settings)}
 
 
 def opened(folder: Path, arrays: dict[str, Array], config: dict[str, Any]) -> list[np.ndarray]:
@@ -461,11 +578,11 @@ def i32(value: int, *shape: int) -> Array:
     return stored(np.full(shape, value, np.int32))
 
 
-REVERSED = stored((np.arange(64)[::-1] // 32).astype(np.int32))
 G32, CHANNEL8 = "gptq-v1-4-sym-g32", "ct-pack-8-sym-channel"
 PACK4, ZEROS4 = "ct-pack-4-sym-g32", "ct-pack-4-asym-g32"
 ARRAYS: list[tuple[str, str, dict[str, Array | None], type[ModelError], str]] = [
-    ("order", G32, {"g_idx": REVERSED}, UnsupportedModel, "'p.g_idx': its columns are in activ"),
+    ("order", G32, {"g_idx": i32(2, 64)}, FormatError, "'p.g_idx': groups 2 to 2, expected 0 to 1"),
+    ("negative", G32, {"g_idx": i32(-1, 64)}, FormatError, "groups -1 to -1, expected 0 to 1"),
     ("g_idx shape", G32, {"g_idx": i32(0, 63)}, FormatError, r"shape \[63\], expected \[64\]"),
     ("g_idx float", G32, {"g_idx": stored(np.zeros(64), "F32")}, FormatError, "F32, expected I32"),
     ("no g_idx", "gptq-v1-4-sym-g128", {"g_idx": None}, FormatError, "'p.g_idx' is missing"),
@@ -497,7 +614,7 @@ ARRAYS: list[tuple[str, str, dict[str, Array | None], type[ModelError], str]] = 
         FormatError,
         r"\[16, 2\] or wider",
     ),
-    ("ct order", PACK4, {"weight_g_idx": REVERSED}, UnsupportedModel, "activation order"),
+    ("ct order", PACK4, {"weight_g_idx": i32(2, 64)}, FormatError, "groups 2 to 2, expected 0 to"),
     ("ct shape", PACK4, {"weight_shape": None}, FormatError, "weight_shape is missing"),
     (
         "ct lies",
@@ -567,7 +684,8 @@ def test_contradicting_arrays_are_refused(
 
 
 SETTINGS: list[tuple[str, str, dict[str, Any], type[ModelError], str]] = [
-    ("3 bits", G32, {"bits": 3}, UnsupportedModel, "bits 3.*known: 4, 8; quantise the float"),
+    ("5 bits", G32, {"bits": 5}, UnsupportedModel, "bits 5.*known: 2, 3, 4, 8; quantise the float"),
+    ("3 bits", G32, {"bits": 3}, FormatError, r"shape \[8, 16\]; 3-bit codes fill 3 words of 32"),
     ("bits true", G32, {"bits": True}, UnsupportedModel, "bits True"),
     ("8 asym", "gptq-v1-8-sym-g32", {"sym": False}, UnsupportedModel, "8 bits with zero points"),
     ("other bits", G32, {"bits": 8}, FormatError, "shape"),
@@ -590,7 +708,15 @@ SETTINGS: list[tuple[str, str, dict[str, Any], type[ModelError], str]] = [
     ("awq fast", "awq-gemm-g32", {"version": "gemv_fast"}, UnsupportedModel, "known: gemm, gemv"),
     ("awq list", "awq-gemm-g32", {"version": ["x"]}, UnsupportedModel, "known: gemm, gemv"),
     ("awq group", "awq-gemm-g32", {"group_size": 48}, FormatError, "no multiple of group_size 48"),
-    ("awq sym", "awq-gemm-g32", {"zero_point": False}, UnsupportedModel, "zero_point False"),
+    (
+        "awq sym",
+        "awq-gemm-g32",
+        {"zero_point": False},
+        FormatError,
+        "expected 8: .* zero_point fal",
+    ),
+    ("awq sym gemv", "awq-gemv-g32", {"zero_point": False}, FormatError, "expected 8: .* zero_poi"),
+    ("awq odd", "awq-gemm-g32", {"zero_point": "no"}, UnsupportedModel, "zero_point 'no'"),
     ("ct ignore", PACK4, {"ignore": ["p"]}, FormatError, "ignore lists 'p'"),
     ("ct ignore odd", PACK4, {"ignore": [1]}, FormatError, r"ignore\[0\] is 1; expected text"),
     ("ct format", PACK4, {"format": "nvfp4-pack-quantized"}, UnsupportedModel, "known: pack-"),
@@ -674,6 +800,18 @@ def test_scales_of_activations_and_cache_are_left_out_with_a_note(tmp_path: Path
     checkpoint = open_checkpoint(write_hf(tmp_path, arrays, config))
     assert checkpoint.names == ("p.weight",)
     assert checkpoint.notes[0].startswith("4 stored scales of activations or of the KV cache are")
+
+
+def test_what_a_file_costs_more_is_said(tmp_path: Path) -> None:
+    """Activation order needs floats, 2 and 3 bits need 4: notes say so, with the way out."""
+    folder, _, _ = write_model(tmp_path / "order", CASES["gptq-v1-4-sym-order"])
+    note = open_checkpoint(folder).notes[0]
+    assert note.startswith("14 linears, such as model.layers.0.self_attn.q_proj.weight, have their")
+    assert "decoded to f32, exactly" in note and "`clocher quantize`" in note
+    halved = load_model(open_checkpoint(folder), "fp16")
+    assert halved.precision.startswith("f16")
+    folder, _, _ = write_model(tmp_path / "three", CASES["gptq-v2-3-asym-g64"])
+    assert "3 bits are held in 4, exactly" in open_checkpoint(folder).notes[0]
 
 
 def test_symmetric_zero_points_and_column_order_that_say_nothing_are_accepted(

@@ -15,7 +15,7 @@ from weight_files import GPTOSS, LLAMA, array, copy_model, write_hf
 import clocher_runtime
 from clocher_kernels.errors import ClocherError, ModelNotFound, UsageError
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.command.model_choice import EMBEDDED, embedded_model, locate
+from clocher_runtime.checkpoints.locate import EMBEDDED, embedded_model, locate
 
 PLAIN = {"w": array("F32", 2, 4)}
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 99\n"
@@ -222,10 +222,42 @@ def fifo(path: Path) -> Path:
     return path / "pipe"
 
 
+def changed_config(**fields: object) -> Callable[[Path], Path]:
+    def make(path: Path) -> Path:
+        folder = copy_model(LLAMA, path / "m")
+        config = json.loads((folder / "config.json").read_text()) | fields
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return make
+
+
+def quantised(method: str | None = None, **settings: object) -> Callable[[Path], Path]:
+    return changed_config(quantization_config={"quant_method": method, **settings})
+
+
+FOREIGN_METHODS = {
+    "torchao": "torchao weights",
+    "hqq": "HQQ weights",
+    "exl2": "EXL2 weights",
+    "exl3": "EXL3 weights",
+    "aqlm": "AQLM weights",
+    "spqr": "SpQR weights",
+    "vptq": "VPTQ weights",
+    "quanto": "quanto weights",
+}
+
+
 @pytest.mark.parametrize(
     ("make", "parts"),
     [
-        (lora, ["a LoRA adapter of 'meta-llama/Llama-3.2-1B'", "merge_and_unload()"]),
+        (
+            lora,
+            [
+                "a LoRA adapter of 'meta-llama/Llama-3.2-1B'",
+                "clocher chat meta-llama/Llama-3.2-1B --lora ",
+            ],
+        ),
         (lora_with_config, ["a LoRA adapter of 'meta-llama/Llama-3.2-1B'"]),
         (hostile_lora, ["a LoRA adapter of 'xxx"]),
         (emptied("adapter_config.json"), ["a LoRA adapter of its base"]),
@@ -247,7 +279,7 @@ def fifo(path: Path) -> Path:
         (emptied("config.json"), ["neither model.safetensors nor", "`clocher pull OWNER/NAME"]),
         (emptied("config.json", "pytorch_model.bin"), ["never unpickles"]),
         (emptied("config.json", "other.safetensors"), ["but other.safetensors, whose names"]),
-        (emptied("config.json", "model-00001-of-00003.safetensors"), ["1 of 3 weight files are"]),
+        (emptied("config.json", "model-00001-of-00003.safetensors"), ["2 of 3 shards are missing"]),
         (emptied("config.json", "tf_model.h5"), ["TensorFlow weights, not read here"]),
         (emptied("config.json", "flax_model.msgpack"), ["Flax weights"]),
         (emptied("onnx/model.onnx", "config.json"), ["an ONNX model"]),
@@ -255,10 +287,19 @@ def fifo(path: Path) -> Path:
         (emptied("model_index.json"), ["a diffusers pipeline"]),
         (emptied("weights.npz", "config.json"), ["weights of an old MLX"]),
         (emptied("a.gguf", "b.gguf"), ["2 GGUF files (a.gguf, b.gguf); name one of them"]),
-        (emptied("m-00001-of-00002.gguf", "m-00002-of-00002.gguf"), ["llama-gguf-split --merge"]),
+        (emptied("m-00001-of-00002.gguf", "m-00002-of-00002.gguf"), ["no GGUF"]),
         (emptied(), ["no model there", "the directory is empty"]),
         (emptied("notes.txt"), ["no model there; looked for model.ie.json, config.json"]),
         (mlx, ["MLX's own quantisation"]),
+        (quantised(load_in_4bit=True, bnb_4bit_quant_type="nf4"), ["bitsandbytes", "4 bits, nf4"]),
+        (quantised("bitsandbytes", load_in_8bit=True), ["bitsandbytes weights of 8 bits"]),
+        *[
+            (quantised(method), [name, "not read here; take the float model"])
+            for method, name in FOREIGN_METHODS.items()
+        ],
+        (changed_config(quip_params={"codebook": "E8P12"}), ["QuIP#"]),
+        (quantised("surprise"), ["quant_method 'surprise' is not known; known: mxfp4, "]),
+        (emptied("qmodel.pt", "config.json"), ["an HQQ model"]),
         (missing_shard, ["1 of 2 weight files are missing", "-00002-of-00002.safetensors"]),
         (models_below, ["no model, but 2 below it: ", "given/a, ", "given/b; give one"]),
         (cache_itself, ["a cache of the Hub; name a model of it: own/tiny"]),
@@ -284,7 +325,8 @@ def test_a_family_that_is_not_known_names_those_that_are(cache: Path, tmp_path: 
     config = json.loads((folder / "config.json").read_text())
     config["architectures"] = ["BertModel"]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ClocherError, match=r"architecture 'BertModel' is not known; known: Gpt"):
+    known = r"architecture 'BertModel' is not known; .* lists: BitNet, "
+    with pytest.raises(ClocherError, match=known):
         clocher_runtime.load(folder, device="cpu")
 
 
@@ -299,3 +341,16 @@ def test_a_cache_that_lies_is_not_followed(cache: Path, tmp_path: Path) -> None:
     assert locate("own/tiny", "x") == snapshot
     with pytest.raises(UsageError):
         locate("  ", "x")
+
+
+def test_the_python_api_takes_names_of_the_cache(cache: Path) -> None:
+    add_model(cache, "own/tiny", LLAMA)
+    with clocher_runtime.load("own/tiny", device="cpu", threads=2) as model:
+        by_name = model.generate("def f(x):", max_new=8)
+    with clocher_runtime.load(LLAMA, device="cpu", threads=2) as model:
+        assert model.generate("def f(x):", max_new=8) == by_name
+    assert clocher_runtime.generate("def f(x):", "own/tiny", max_new=8) == by_name
+    with pytest.raises(ModelNotFound, match="`clocher pull own/other` fetches it"):
+        clocher_runtime.load("own/other")
+    with pytest.raises(ModelNotFound, match=r"^lora: 'own/other' .*`clocher pull own/other`"):
+        clocher_runtime.load("own/tiny", lora="own/other")

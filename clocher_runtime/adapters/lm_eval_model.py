@@ -52,6 +52,7 @@ class ClocherLM(TemplateLM):  # type: ignore[misc]
             batch = int(batch_size)
         if device in (None, _UNSAID):
             device = "auto"
+        session.setdefault("generation_config", "none")  # tasks say how they want to draw
         self.model: LanguageModel = load(
             pretrained, device=device, batch=batch, all_logits=True, **session
         )

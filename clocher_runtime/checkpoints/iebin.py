@@ -31,6 +31,7 @@ from clocher_runtime.disk.strict_json import MAX_JSON_BYTES
 JSON_NAME = "model.ie.json"
 BIN_NAME = "model.ie.bin"
 VOCAB_NAME = "vocab.json"
+CERTIFICATE_NAME = "model.ie.certificate.json"
 PARTIAL_NAME = BIN_NAME + PARTIAL
 FORMAT = "iebin"
 VERSION = 1
@@ -194,7 +195,7 @@ class IebinWriter(PlaneWriter):
             source: what the model was made from; for people, no reader looks inside.
         """
         weights = self.sync()["bin"]
-        self.publish(stale=[self.directory / JSON_NAME])
+        self.publish(stale=[self.directory / name for name in (JSON_NAME, CERTIFICATE_NAME)])
         document: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,

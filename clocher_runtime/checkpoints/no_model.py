@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from clocher_kernels.errors import ModelError, ModelNotFound
-from clocher_runtime.checkpoints.gguf.checkpoint import SUFFIX
+from clocher_runtime.checkpoints.gguf.parts import SUFFIX
 from clocher_runtime.checkpoints.hf.cache import repositories, repository_of
 from clocher_runtime.checkpoints.hf.checkpoint import CONFIG, SUBFOLDERS
 from clocher_runtime.checkpoints.hf.foreign import (

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.dedup.reader import has_dedup, open_deduplicated
-from clocher_runtime.checkpoints.gguf.checkpoint import find_gguf, open_gguf
+from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
+from clocher_runtime.checkpoints.gguf.parts import find_gguf
 from clocher_runtime.checkpoints.hf.checkpoint import find_hf, open_hf
 from clocher_runtime.checkpoints.iebin import BIN_NAME, JSON_NAME, open_iebin
 from clocher_runtime.checkpoints.no_model import no_model
@@ -18,7 +19,7 @@ def open_checkpoint(path: Path | str, verify: bool = False) -> Checkpoint:
 
     Args:
         path: the model's directory, or one with the model in `hf` or `hf/original`; or a GGUF
-            file, or a directory with exactly one.
+            file (of a split one any part), or a directory with exactly one.
         verify: read everything: check all hashes (IEBIN) and all stored codes.
 
     Raises:

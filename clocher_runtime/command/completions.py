@@ -26,7 +26,6 @@ class Completions:
 
     Args:
         console: shows what is wrong with a prompt, and texts that were not shown as they grew.
-        sampling: for traces.
         outputs: file for all completions.
         trace_ids: file for the ids of all completions.
         trace_topk: whether traces have largest logits.
@@ -48,7 +47,6 @@ class Completions:
         self,
         console: Console,
         *,
-        sampling: Sampling | None = None,
         outputs: Path | None = None,
         trace_ids: Path | None = None,
         trace_topk: int = 0,
@@ -58,7 +56,7 @@ class Completions:
         self.prompts = self.failed = 0
         self.first_error = ""
         self.listed: list[OutputFields] = []
-        self._console, self._sampling = console, sampling or Sampling()
+        self._console, self.sampling = console, Sampling()
         self._most = 0 if aggregate else MAX_LISTED
         self._has_topk, self._is_single = trace_topk > 0, single
         self.fingerprint: str | None = None
@@ -132,10 +130,10 @@ class Completions:
             kv_dtype=engine.kv_dtype,
             device=engine.device,
             sampling={
-                "temperature": self._sampling.temperature,
-                "top_k": self._sampling.top_k,
-                "top_p": self._sampling.top_p,
-                "seed": self._sampling.seed,
+                "temperature": self.sampling.temperature,
+                "top_k": self.sampling.top_k,
+                "top_p": self.sampling.top_p,
+                "seed": self.sampling.seed,
             },
             prompt=prompt.text,
             prompt_ids=tuple(prompt.ids),

@@ -49,6 +49,7 @@ class RunLine:
     act_prec: str
     kv_dtype: str
     threads: int
+    numa_nodes: int
     context: int
     batch: int
     prompts: int
@@ -60,10 +61,12 @@ class RunLine:
     tps_true: float
     latency_p50_ms: float
     latency_p95_ms: float
+    latency_p99_ms: float
     prefill_tokens: int
     prefill_s: float
     ttft_ms: float
     rss_peak_mb: float
+    kv_cache_mb: float
     kv_hits: int
     kv_misses: int
     bytes_per_token: int
@@ -73,6 +76,7 @@ class RunLine:
     coverage: float
     effective_gbps: float
     environment: list[str]
+    generation_config: Mapping[str, float]
     hints_ignored: list[str]
     outputs: list[OutputFields]
 

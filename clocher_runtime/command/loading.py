@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from clocher_kernels.errors import ModelNotFound, UsageError
 from clocher_runtime.checkpoints import Checkpoint
 from clocher_runtime.command.model_choice import choose_model
 from clocher_runtime.command.settings import SETTINGS, Given, RunConfig, unmet
-from clocher_runtime.engine.backends import BACK_ENDS, Progress, Tuning, choose, gpu
+from clocher_runtime.engine.backends import BACK_ENDS, Progress, Tuning, choose, gpu, hand_on
 from clocher_runtime.engine.load import Model, load_model
+from clocher_runtime.engine.sampling_defaults import sampling_defaults
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.stub import CONTEXT, stub_model
 from clocher_runtime.engine.topology import default_threads, in_order, read_cpus, usable_cpus
@@ -27,6 +28,8 @@ _STUB_ACTS_ON |= {"trace_ids", "trace_topk"}
 _PINNED = frozenset({"affinity", "use_affinity", "numa_policy"})
 _REPLICATED = frozenset({"hot_replicate", "hot_repl_limit_mb"})
 _MEMORY = frozenset({"pretranspose", "prefetch_distance", "stream_block_bytes"})
+_NOT_ON: Mapping[str, Set[str]] = {"cpu": {"tile_table"}, "cuda": {"isa"}}
+"""Device -> settings that are of the other one."""
 
 
 class StubTokenizer:
@@ -60,9 +63,11 @@ class Engine:
 
     Attributes:
         tokenizer: None where the model has none.
+        kv_cache_bytes: memory of the KV cache.
         files: contents of the mapped weight files, u8 [size] each.
         stop_ids: ids that end a sequence.
         bytes_per_token: weight bytes that one token reads.
+        sampling_defaults: what the model says of drawing, where the run wants to know.
         gpu: name, driver, clocks and memory of the GPU; None on the CPU.
         hints_ignored: what the run asked for and this engine does not act on.
     """
@@ -79,9 +84,11 @@ class Engine:
     act_prec: str
     kv_dtype: str
     threads: int
+    kv_cache_bytes: int
     files: tuple[np.ndarray, ...]
     stop_ids: frozenset[int]
     bytes_per_token: int
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     gpu: Mapping[str, str | int] | None
     hints_ignored: tuple[str, ...]
 
@@ -139,12 +146,19 @@ def load_engine(
         act_prec=bound.act_prec,
         kv_dtype=bound.kv_dtype if model.spec.windows else "none",  # no layers, no cache
         threads=chosen.settings["threads"],
+        kv_cache_bytes=bound.kv_cache_bytes,
         files=tuple(file.bytes(0, file.nbytes) for file in model.checkpoint.files),
         stop_ids=frozenset() if config.ignore_eos else frozenset(model.spec.eos_ids),
         bytes_per_token=model.bytes_per_token,
+        sampling_defaults=defaults_of(config, model.checkpoint),
         gpu=gpu() if chosen.device == "cuda" else None,
         hints_ignored=tuple(how for how in map(str, config.given.values()) if how in ignored),
     )
+
+
+def defaults_of(config: RunConfig, checkpoint: Checkpoint) -> dict[str, float]:
+    """Return what a model says of drawing, {} with `--generation-config none`."""
+    return sampling_defaults(checkpoint) if config.generation_config == "auto" else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +184,7 @@ class _Chosen:
 
 def _model(config: RunConfig) -> _Chosen:
     """Load the model of a run."""
+    hand_on(config.isa, config.tile_table)
     device, reason = choose(config.device)
     choice = choose_model(config)
     checkpoint, not_deduplicated = choice.open_for(config)
@@ -198,7 +213,7 @@ def _model(config: RunConfig) -> _Chosen:
             "pretranspose": config.pretranspose,
             "itl_ms": inf,  # nobody waits for a single token
         },
-        ignored=not_deduplicated,
+        ignored=not_deduplicated + unmet(config.given, _NOT_ON.get(device, ())),
     )
 
 

@@ -14,6 +14,7 @@ from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.command.script_run import Report
 from clocher_runtime.convert.q4.map import NamePattern, Q4Map, load_q4_map, parse_q4_map
+from clocher_runtime.convert.q4.rule_formats import best_method, rule_format
 from clocher_runtime.convert.rounding import parse_clip
 from clocher_runtime.engine.topology import default_threads
 from clocher_runtime.exit_codes import ExitCode
@@ -83,6 +84,8 @@ def rules_of(options: dict[str, Any], names: Iterable[str]) -> Q4Map:
         )
     method = options["method"] or ("imx" if options["calib_text"] else "rtn")
     if options["rules"] is None:
+        if options["method"] is None and _dtype(options) == "ternary":
+            method = "rtn"
         kept = NamePattern(KEPT)
         exceptions = [{"pattern": KEPT, "dtype": "keep"}] if any(map(kept.matches, names)) else []
         document: dict[str, Any] = {"version": 1, "rules": [*exceptions, _rule(options, method)]}
@@ -97,7 +100,7 @@ def rules_of(options: dict[str, Any], names: Iterable[str]) -> Q4Map:
         rules = [dict(rule) for rule in loaded.document["rules"]]
         for rule in rules:
             if rule["dtype"] != "keep" and "clip" not in rule and method != "rtn":
-                rule.setdefault("method", method)
+                rule.setdefault("method", best_method(rule_format(rule), method))
         document = {"version": 1, "rules": rules}
         if loaded.requantize:
             document["requantize"] = True
@@ -107,6 +110,7 @@ def rules_of(options: dict[str, Any], names: Iterable[str]) -> Q4Map:
 
 
 _FORMAT_FLAGS = (
+    "format",
     "bits",
     "granularity",
     "group",
@@ -119,19 +123,25 @@ _FORMAT_FLAGS = (
 
 
 def _rule(options: dict[str, Any], method: str) -> dict[str, Any]:
-    bits = int(options["bits"] or 4)
+    dtype = _dtype(options)
+    integers = dtype in ("int4", "int8")
     group = int(options["group"]) if options["group"] else None
-    granularity = options["granularity"] or ("per-group" if bits == 4 or group else "per-row")
+    granularity = options["granularity"]
+    if granularity is None:
+        granularity = "per-group" if dtype == "int4" or group else "per-row"
+    if granularity == "per-group" and not integers:
+        flag = "--group" if group else "--granularity per-group"
+        raise UsageError(f"{flag} is for int4 and int8; {dtype} has no groups to choose")
     if group and granularity != "per-group":
         raise UsageError(f"--group has no place beside --granularity {granularity}")
-    symmetric = options["symmetric"]
-    if symmetric is None:
-        symmetric = bits == 8
-    rule: dict[str, Any] = {"pattern": ".*", "dtype": "int4w" if bits == 4 else "int8w"}
+    rule: dict[str, Any] = {"pattern": ".*", "dtype": f"{dtype}w" if integers else dtype}
     if granularity == "per-group":
         rule["group"] = group or 32
+    symmetric = options["symmetric"]
+    if symmetric is None:
+        symmetric = dtype != "int4"
     rule["zero"] = "per-tensor" if symmetric else "per-group"
-    rule["scale"] = "per-tensor" if granularity == "per-tensor" else "per-channel"
+    rule["scale"] = granularity if granularity in ("per-tensor", "per-block") else "per-channel"
     if options["scale_dtype"]:
         rule["scale_dtype"] = options["scale_dtype"]
     clips = [f"{k}:{options[k]:.12g}" for k in ("clamp", "percentile") if options[k] is not None]
@@ -145,6 +155,15 @@ def _rule(options: dict[str, Any], method: str) -> dict[str, Any]:
     if method != "rtn":
         rule["method"] = method
     return rule
+
+
+def _dtype(options: dict[str, Any]) -> str:
+    """Return the format that --format or --bits asks for."""
+    of_bits = f"int{options['bits'] or 4}"
+    dtype = str(options["format"] or of_bits)
+    if options["bits"] and dtype != of_bits:
+        raise UsageError(f"--format {dtype} and --bits {options['bits']} contradict each other")
+    return dtype
 
 
 def _job(checkpoint: Checkpoint, rules: Q4Map, options: dict[str, Any]) -> Job:

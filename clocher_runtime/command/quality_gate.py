@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.command.model_choice import locate
+from clocher_runtime.checkpoints.locate import locate
 from clocher_runtime.command.script_run import Report
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.disk.schema import finite
@@ -19,7 +19,12 @@ from clocher_runtime.quality.documents import Documents, cut
 from clocher_runtime.quality.evaluate import Evaluation, Runs, decode_speed, evaluate, size_of
 from clocher_runtime.quality.gate import Check, Limits, verdict_code, worst
 from clocher_runtime.quality.report import Row, draw, require_matplotlib, table
-from clocher_runtime.quantize.candidate import Records, open_candidate, records_by_model
+from clocher_runtime.quantize.candidate import (
+    Records,
+    open_candidate,
+    records_by_model,
+    records_of_gptq,
+)
 from clocher_runtime.text.tokenizer import Tokenizer
 
 _PROMPT = 32
@@ -90,7 +95,7 @@ def _one(
             runs=Runs(options["backend"], threads, options["kv_dtype"], act_prec),
             limits_class=options["limits"],
             given={field.name: options[field.name] for field in fields(Limits)},
-            records=records,
+            records=records_of_gptq(model.checkpoint) if records is None else records,
             cache=options["reference_cache"],
             progress=lambda what, done, total: tell(f"{path.name}: {what}", done, total),
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import isnan, nan
 from pathlib import Path
+from typing import Any
 
 from clocher_kernels.errors import NonFinite, UsageError
 from clocher_runtime.command.completions import Completions
@@ -17,9 +18,10 @@ from clocher_runtime.engine import timing
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.probes import Touch, WorkTouch, rss_peak_mib
 from clocher_runtime.engine.requests import Token
+from clocher_runtime.engine.sampling_defaults import NAMES, taken, told
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.timing import Reservoir, StepTotals, TimedWindow
-from clocher_runtime.engine.topology import usable_cpus
+from clocher_runtime.engine.topology import numa_nodes, usable_cpus
 from clocher_runtime.quality.trace import TopLogits, fingerprint, top_logits
 from clocher_runtime.text.prompt_pipeline import PromptPipeline, prefetch_depth, worker_count
 from clocher_runtime.text.prompts import Preparation, Prompt, PromptSource, piped_text
@@ -70,7 +72,6 @@ def run(config: RunConfig, console: Console) -> RunLine:
         _warn(console, config.threads, config.batch, batch)
         with Completions(
             console,
-            sampling=_sampling(config),
             outputs=config.outputs,
             trace_ids=config.trace_ids,
             trace_topk=config.trace_topk,
@@ -109,6 +110,9 @@ def _run(
     try:
         for note in engine.checkpoint.notes:
             console.note(note)
+        if note := told(_from_model(config, engine)):
+            console.note(note)
+        completions.sampling = _sampling(config, engine)
         if config.trace_ids is not None and engine.checkpoint.files:
             completions.fingerprint = fingerprint(engine.checkpoint)
         prepare = Preparation(source, engine.tokenizer, session.check, session.context)
@@ -159,7 +163,7 @@ def measure(
     touch = session.work_touch(config.bytes_per_token, config.stride_bytes)
     if touch is None:
         touch = WorkTouch(engine.files, config.bytes_per_token, config.stride_bytes)
-    sampling = _sampling(config)
+    sampling = _sampling(config, engine)
     hits, misses = session.kv_hits, session.kv_misses
     steps, first_token_ns = StepTotals(), Reservoir[int]()
     tokens, traced = 0, bool(config.trace_topk)
@@ -217,8 +221,15 @@ def measure(
     )
 
 
-def _sampling(config: RunConfig) -> Sampling:
-    return Sampling(config.temperature, config.top_k, config.top_p, config.seed)
+def _from_model(config: RunConfig, engine: Engine) -> dict[str, float]:
+    """Return what is drawn with as the model's file says, because the run says nothing of it."""
+    said = {name: getattr(config, name) for name in NAMES if name in config.given}
+    return taken(engine.sampling_defaults, said)
+
+
+def _sampling(config: RunConfig, engine: Engine) -> Sampling:
+    values: dict[str, Any] = {name: getattr(config, name) for name in NAMES}
+    return Sampling(seed=config.seed, **{**values, **_from_model(config, engine)})
 
 
 def _named(tokens: Iterator[Token], prompts: Sequence[Prompt]) -> Iterator[Token]:
@@ -252,6 +263,7 @@ def run_line(
         act_prec=engine.act_prec,
         kv_dtype=engine.kv_dtype,
         threads=engine.threads,
+        numa_nodes=numa_nodes(),
         context=engine.session.context,
         batch=batch,
         prompts=completions.prompts,
@@ -263,10 +275,12 @@ def run_line(
         tps_true=timing.per_second(measured.tokens, wall_ns),
         latency_p50_ms=timing.percentile(latencies, 50),
         latency_p95_ms=timing.percentile(latencies, 95),
+        latency_p99_ms=timing.percentile(latencies, 99),
         prefill_tokens=steps.prefill_tokens,
         prefill_s=steps.prefill_ns / timing.NS_PER_S,
         ttft_ms=timing.percentile(measured.first_token_ns.values, 50) / timing.NS_PER_MS,
         rss_peak_mb=measured.rss_peak_mib,
+        kv_cache_mb=engine.kv_cache_bytes / (1 << 20),
         kv_hits=measured.kv_hits,
         kv_misses=measured.kv_misses,
         bytes_per_token=engine.bytes_per_token,
@@ -282,6 +296,7 @@ def run_line(
         coverage=bytes_touched / file_bytes if file_bytes else nan,
         effective_gbps=timing.per_second(bytes_touched, wall_ns) / 1e9,
         environment=[str(given) for given in config.given.values() if given.is_variable],
+        generation_config=_from_model(config, engine),
         hints_ignored=[*config.hints_ignored, *engine.hints_ignored],
         outputs=completions.listed,
     )

@@ -89,7 +89,19 @@ _PATH, _TEXT, _SWITCH = path(), text(), switch()
 _TOKENS = integer(1, 1 << 24)
 _COUNT = integer(0, 1 << 30)
 _BYTES = integer(0, 1 << 40)
-_PRECISION = one_of("fp32", "bf16", "fp16", "int8w", "int4", "int4w")
+_PRECISION = one_of(
+    "fp32",
+    "bf16",
+    "fp16",
+    "int8w",
+    "int4",
+    "int4w",
+    "fp8w",
+    "fp8_b128w",
+    "fp8_e5m2w",
+    "mxfp4w",
+    "ternaryw",
+)
 _KV_DTYPE = one_of("f32", "bf16", "f16", "e4m3", "e5m2", "i8")
 _ACT_PREC = one_of("int8", "fp8", "fp16", "bf16", "fp32")
 _DEVICE = one_of("auto", "cpu", "cuda", "ze")
@@ -97,6 +109,8 @@ _ISA = one_of("avx512vnni", "avx2", "generic")
 _PLACEMENT = one_of("auto", "compact", "scatter")
 _LAYOUT = one_of("none", "woh", "wxh", "all")
 _AHEAD = integer(0, 4096, "on", "off", "auto")
+MIN_P, MIN_P_HELP = number(0, 1), "drop tokens less likely than this share of the likeliest"
+PENALTY, PENALTY_HELP = number(0.01, 100), "above 1: tokens in the text become less likely"
 _DEDUP = one_of("off", "on_demand", "cache", "replicate_hot")
 
 
@@ -105,9 +119,8 @@ class RunConfig:
     """A run, fully decided: every setting that it acts on. A None stands for what help says.
 
     Attributes:
-        isa: the CPU back end reads its variable itself.
-        tile_table: None leaves tiles to the shipped tables; the CUDA back end reads its variable
-            itself.
+        isa: None takes the best. It holds for the process (engine.backends.hand_on).
+        tile_table: None leaves tiles to the shipped tables.
         config: the file whose settings are in here already.
         given: field -> how it was set; fields with their default are absent.
         hints_ignored: "source=value" of what was given and this version does not act on.
@@ -118,6 +131,9 @@ class RunConfig:
     )
     model_json: Path | None = flag("Model", _PATH, "model.ie.json of an IEBIN pair")
     model_bin: Path | None = flag("Model", _PATH, "model.ie.bin of an IEBIN pair")
+    lora: Path | None = flag(
+        "Model", _PATH, "LoRA adapter, a directory of peft, to add to the float weights"
+    )
     require_model: bool = variable(
         _SWITCH,
         "1: exit 3 unless a model is named or lies in the current directory",
@@ -166,7 +182,15 @@ class RunConfig:
         "sample from the most likely that sum to this probability",
         default=1.0,
     )
+    min_p: float = flag("Generation", MIN_P, MIN_P_HELP, default=0.0)
+    repetition_penalty: float = flag("Generation", PENALTY, PENALTY_HELP, default=1.0)
     seed: int = flag("Generation", integer(0, (1 << 64) - 1), "same seed, same tokens", default=0)
+    generation_config: str = flag(
+        "Generation",
+        one_of("auto", "none"),
+        "auto: what the model's generation_config.json says of drawing is the default",
+        default="auto",
+    )
     ignore_eos: bool = flag("Generation", _SWITCH, "go on after the end-of-sequence token")
 
     device: str = flag("Run", _DEVICE, "where to run", default="auto")

@@ -30,7 +30,7 @@ def tune(config: RunConfig, console: Console) -> TuneLine:
         raise UsageError(f"--tune is for GPUs, but the device is {config.device}; drop one")
     backends.require_gpu("--tune")
     choice = choose_model(config)
-    model = load_model(choice.open(), config.precision)
+    model = load_model(choice.open_for(config)[0], config.precision)
     weights = sorted(set(products(model)))
 
     def progress(done: int, total: int) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import click
 
-from clocher_kernels.errors import ModelError, ModelNotFound
+from clocher_kernels.errors import ModelError
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.hf.checkpoint import CONFIG, find_hf
+from clocher_runtime.checkpoints.hf.checkpoint import find_hf
+from clocher_runtime.checkpoints.hf.foreign import no_directory
 from clocher_runtime.command.script_run import PATH, Report, needed, option, switch
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.exit_codes import ExitCode
@@ -74,7 +75,7 @@ def check(
     traces = read_trace(trace_jsonl)
     directory = find_hf(hf_dir)
     if directory is None:
-        raise ModelNotFound(f"{hf_dir}: no {CONFIG} there, nor in hf or hf/original below it")
+        raise no_directory(hf_dir)
     model = None if tokenizer_only else HfModel(directory, device, dtype)
     encode = hf_tokenizer(directory) if checks.check_prompt else None
     with report.counting() as tell:

@@ -1,13 +1,16 @@
 """Which back ends exist, which one a run gets and why. The one door to cpu_fallback and cuda."""
 
+import os
+import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from clocher_kernels.errors import DeviceError
+from clocher_kernels.errors import DeviceError, UsageError
 from clocher_kernels.plan import Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.engine.arguments import one_of
@@ -108,6 +111,32 @@ def choose(device: str) -> tuple[str, str]:
     if device == "auto":
         return "cpu", f"auto: {reason}"
     raise DeviceError(f"device 'cuda': {reason}; use --device cpu or --device auto")
+
+
+def hand_on(isa: str | None, tile_table: Path | None) -> None:
+    """Give the back ends what they take from the environment, wherever it was said.
+
+    Kernels are compiled for one instruction set per process, so it is read where the CPU back end
+    is imported; processes that this one starts have it too.
+
+    Args:
+        isa: name of the instruction set; None leaves it as it is.
+        tile_table: file of tiles of GPU kernels; None leaves it as it is.
+
+    Raises:
+        UsageError: this process has compiled kernels for another instruction set.
+    """
+    if tile_table is not None:
+        os.environ["CLOCHER_TILE_TABLE"] = str(tile_table)
+    if isa is None:
+        return
+    compiled = sys.modules.get("cpu_fallback.lanes.isa")
+    if compiled is not None and isa != compiled.CURRENT.name:
+        raise UsageError(
+            f"isa {isa}: this process has compiled kernels for {compiled.CURRENT.name} already; "
+            f"start another with CLOCHER_ISA={isa}"
+        )
+    os.environ["CLOCHER_ISA"] = isa
 
 
 def gpu() -> dict[str, str | int]:

@@ -4,7 +4,7 @@ What a listing of models promises and what a session asks for before it allocate
 """
 
 from collections.abc import Mapping, Set
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import parse_format
@@ -164,10 +164,11 @@ def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str | None = None) -> int:
         spec: the model.
         kv_dtype: None: the CPU back end's.
     """
-    formats = {
-        n: parse_format("bf16") for n, need in inventory(spec).items() if need.kind != "vector"
-    }
     sizes = sizes_of(spec, "cpu", context=1, kv_dtype=kv_dtype)
-    plan = lay_out(spec, formats, **{**asdict(sizes), "pages": 1, "window_pages": 0})
-    held = sum(buffer.nbytes for buffer in plan.buffers.values() if buffer.role == "state")
-    return held // PAGE_CELLS
+    return kv_cache_bytes(spec, replace(sizes, pages=1, window_pages=0)) // PAGE_CELLS
+
+
+def kv_cache_bytes(spec: ModelSpec, sizes: Sizes) -> int:
+    """Return the memory of the KV cache of a session, tables and scales included."""
+    plan = lay_out(spec, _plain(spec), **asdict(sizes))
+    return sum(buffer.nbytes for buffer in plan.buffers.values() if buffer.role == "state")

@@ -186,6 +186,12 @@ class Session:
         return self._scheduler
 
     @property
+    def kv_cache_bytes(self) -> int:
+        """Memory of the KV cache, tables and scales included."""
+        buffers = self._executor.plan.buffers.values()
+        return sum(buffer.nbytes for buffer in buffers if buffer.role == "state")
+
+    @property
     def kv_hits(self) -> int:
         """Keys of earlier tokens that tokens found in the cache."""
         return self._scheduler.kv_hits

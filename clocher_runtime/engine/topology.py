@@ -94,6 +94,15 @@ def read_cpus(usable: frozenset[int] | None = None, root: Path = ROOT) -> tuple[
     return tuple(found)
 
 
+def numa_nodes(root: Path = ROOT) -> int:
+    """Return how many NUMA nodes are on line; 1 where the system does not say.
+
+    Args:
+        root: root of the file system; tests pass a recorded tree.
+    """
+    return max(1, len(parse_cpu_list(read(root / _NODES / "online"))))
+
+
 def cache_bytes(cpus: Sequence[Cpu]) -> int:
     """Return the bytes of last-level cache that some CPUs have together, 0 if it is not known."""
     return sum({cpu.cache: cpu.cache_bytes for cpu in cpus}.values())

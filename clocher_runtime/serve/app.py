@@ -2,8 +2,8 @@
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -53,6 +53,7 @@ from clocher_runtime.serve.schemas import (
 )
 from clocher_runtime.serve.schemas_base import Schema
 from clocher_runtime.serve.schemas_responses import ResponsesRequest
+from clocher_runtime.serve.schemas_sampling import SamplingFields
 from clocher_runtime.serve.settings import ServeConfig, is_local
 from clocher_runtime.serve.sse import Disconnected, EventStream, unless_gone
 from clocher_runtime.serve.usage import Answer, TokenTexts
@@ -76,6 +77,7 @@ class Server:
         name: what clients call the model.
         created: when the server was started, in seconds since 1970.
         chats: whether the model was made for conversations.
+        sampling: how it wants its tokens drawn, where a request does not say.
     """
 
     config: ServeConfig
@@ -86,6 +88,7 @@ class Server:
     name: str
     created: int
     chats: bool = False
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     # What is asked for.
 
@@ -107,7 +110,7 @@ class Server:
         model = getattr(asked, "model", None)
         if model not in (None, "", self.name):
             raise unknown_model(model, [self.name])
-        return asked
+        return asked.on_top_of(self.sampling) if isinstance(asked, SamplingFields) else asked
 
     async def _body(self, request: Request) -> bytes:
         most = self.config.max_body_mb << 20

@@ -237,14 +237,13 @@ def state_of(session: Session) -> State:
 def ready_of(engine: Engine) -> Ready:
     """Return what the server has to know of a loaded engine."""
     session = engine.session
-    spec, plan = session.model.spec, session.executor.plan
-    keeps = [buffer for buffer in plan.buffers.values() if buffer.role == "state"]
+    spec = session.model.spec
     return Ready(
         vocab_size=spec.vocab_size,
         longest=session.longest,
         pages=session.scheduler.pages.total,
         page_cells=PAGE_CELLS,
-        kv_bytes=sum(buffer.nbytes for buffer in keeps),
+        kv_bytes=session.kv_cache_bytes,
         weight_bytes=engine.bytes_per_token,
         about={
             "family": spec.family,

@@ -17,7 +17,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from clocher_kernels.errors import DeviceError
 from clocher_runtime.checkpoints.hf.cache import repository_of
+from clocher_runtime.command.loading import defaults_of
 from clocher_runtime.command.model_choice import ModelChoice, choose_model, converses
+from clocher_runtime.engine.sampling_defaults import told
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.serve.app import Server
 from clocher_runtime.serve.constraints import Grammars
@@ -129,7 +131,10 @@ class Life:
         metrics.watch(engine)
         grammars = Grammars(checkpoint.tokenizer_source, prompts.vocab_size, prompts.stop_ids)
         chats = converses(choice.path, prompts.tokenizer.chat_template)
-        server = Server(config, engine, prompts, grammars, metrics, name, now_s(), chats)
+        drawing = defaults_of(self._settings.run, checkpoint)
+        if note := told(drawing):
+            self._note(note)
+        server = Server(config, engine, prompts, grammars, metrics, name, now_s(), chats, drawing)
         self._note(f"loading {choice.name}; /health says when it is ready")
         try:
             await self._serve(config, engine, server.app(), sock, name)

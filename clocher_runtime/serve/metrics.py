@@ -135,6 +135,7 @@ class ServerMetrics(Collector):
                 "Used share of the pages of the KV cache; 1 is all.",
                 state.pages_used / pages if pages else 0.0,
             ),
+            ("kv_cache_bytes", "Memory of the KV cache.", ready.kv_bytes if ready else 0),
             ("kv_cache_pages", "Pages of the KV cache.", pages),
             ("kv_cache_pages_used", "Those that a sequence holds.", state.pages_used),
             ("kv_cache_pages_findable", "Those whose text can be found.", state.pages_cached),

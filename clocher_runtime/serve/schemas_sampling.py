@@ -4,12 +4,14 @@ Ranges are OpenAI's where OpenAI has the field, else wide enough for every use t
 """
 
 import secrets
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, WithJsonSchema
 
 from clocher_kernels.errors import FormatError
 from clocher_runtime.disk.strict_json import parse_object
+from clocher_runtime.engine.sampling_defaults import taken
 from clocher_runtime.serve.refusals import Refused
 from clocher_runtime.serve.schemas_base import (
     MAX_SCHEMA_CHARS,
@@ -129,6 +131,11 @@ class SamplingFields(Schema):
     stream: bool | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=128)] | None = None
     request_id: RequestId | None = None
+
+    def on_top_of(self, defaults: Mapping[str, float]) -> Self:
+        """Return the request with a model's defaults where it says nothing."""
+        said = {name: getattr(self, name) for name in defaults}
+        return self.model_copy(update=taken(defaults, said | {"temperature": self.temperature}))
 
     def sampling(self, choice: int = 0) -> dict[str, Any]:
         """Return the arguments of the engine's `Sampling` for one of the answers to a prompt.

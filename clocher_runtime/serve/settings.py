@@ -22,7 +22,7 @@ BATCH = 8
 _NOT_SERVED = {"stub", "prompt", "prompt_ids", "prompts_file", "max_new", "temperature", "top_k"}
 _NOT_SERVED |= {"top_p", "seed", "ignore_eos", "tune", "rounds", "warmup", "prefetch", "aggregate"}
 _NOT_SERVED |= {"outputs", "trace_ids", "trace_topk", "bytes_per_token", "stride_bytes"}
-_NOT_SERVED |= {"verify_touch", "json"}
+_NOT_SERVED |= {"verify_touch", "json", "min_p", "repetition_penalty"}
 """Settings of a run that are a request's, or a measurement's."""
 
 _TEXT = text()

@@ -143,6 +143,7 @@ def _foreign(flag: str) -> Wrap:
         show_default=True,
         help="that count; one more comes first",
     ),
+    click.option("--lora", metavar="DIR", help="LoRA adapter to add to the weights"),
     _choice("--precision", "precision", "[default: as stored]"),
     _choice("--kv-dtype", "kv_dtype", "of the KV cache"),
     _choice("--device", "device", "[default: auto]"),
@@ -203,7 +204,7 @@ def _flags(given: dict[str, Any]) -> dict[str, str]:
         raise UsageError(
             f"MODEL {given['model']!r} and -m {given['model_dir']!r}: give one of them"
         )
-    flags = {name: given[name] for name in ("precision", "kv_dtype", "device")}
+    flags = {name: given[name] for name in ("lora", "precision", "kv_dtype", "device")}
     flags["model_dir"] = given["model"] or given["model_dir"]
     return {name: value for name, value in flags.items() if value is not None}
 

@@ -18,7 +18,7 @@ from clocher_runtime.command.jsonline import clocher_version
 from clocher_runtime.command.loading import choose_threads, not_acted_on, tuning_of
 from clocher_runtime.command.model_choice import ModelChoice, choose_model
 from clocher_runtime.command.settings import SETTINGS, RunConfig
-from clocher_runtime.engine.backends import choose, gpu
+from clocher_runtime.engine.backends import choose, gpu, hand_on
 from clocher_runtime.engine.bandwidth import memory_reader, working_set
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.topology import cache_bytes, cpu_name, read_cpus, usable_cpus
@@ -32,7 +32,7 @@ Tell = Callable[[str, int, int], None]
 _BUSY = 0.5
 """Load average, as a share of the CPUs, above which a machine is called busy."""
 
-_NEEDED = """model_dir model_json model_bin require_model precision kv_dtype device isa threads
+_NEEDED = """model_dir model_json model_bin require_model lora precision kv_dtype device isa threads
 tile_table act_prec pretranspose affinity use_affinity numa_policy hot_replicate hot_repl_limit_mb
 prefetch_distance stream_block_bytes"""
 _ACTS_ON = frozenset(_NEEDED.split()) | {name for name in SETTINGS if name.startswith("dedup")}
@@ -86,6 +86,7 @@ def measure(plan: Plan, tell: Tell) -> list[Row]:
     config = resolve(plan.flags, os.environ)
     if config.stub:
         raise UsageError("--stub runs no model, so it has no speed; drop it")
+    hand_on(config.isa, config.tile_table)
     device, _ = choose(config.device)
     counts = _thread_counts(plan.threads, config, device)
     choice = choose_model(config)

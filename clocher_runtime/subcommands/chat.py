@@ -143,12 +143,16 @@ def _chat(
 ) -> ExitCode:
     """Load the model, and answer the message, or what is typed."""
     from clocher_runtime.command.loading import load_engine
+    from clocher_runtime.engine.sampling_defaults import told as drawn_as
     from clocher_runtime.subcommands.chat_talk import Talk
 
     engine = load_engine(run, 1, console.compiling, console.packing, prefix_cache=True)
     try:
         _say_what_is_special(run, engine, console)
         model = _chat_model(config, run, engine, console)
+        config, drawing = config.on_top_of(engine.sampling_defaults)
+        if note := drawn_as(drawing):
+            console.note(note)
         engine.session.warm()
         about = (
             f"{engine.model} ({engine.precision}) on {engine.device}, {engine.threads} thread(s), "

@@ -1,12 +1,22 @@
 """The settings of `clocher chat`: those of a run that say what is loaded, and its own."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 from clocher_runtime.command.env import resolve, settle
 from clocher_runtime.command.parsing import integer, number, one_of, switch, text
-from clocher_runtime.command.settings import RunConfig, Setting, declared, flag
+from clocher_runtime.command.settings import (
+    MIN_P,
+    MIN_P_HELP,
+    PENALTY,
+    PENALTY_HELP,
+    RunConfig,
+    Setting,
+    declared,
+    flag,
+)
+from clocher_runtime.engine.sampling_defaults import taken
 from clocher_runtime.serve.settings import LOADED as SERVED
 
 RANDOM = "random"
@@ -16,7 +26,11 @@ CONTINUED = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatConfig:
-    """How a conversation is held. A None stands for what help says."""
+    """How a conversation is held. A None stands for what help says.
+
+    Attributes:
+        given: names of the settings that are not at their default.
+    """
 
     system: str | None = flag("Chat", text(), "what the model is told before the conversation")
     reasoning_effort: str | None = flag(
@@ -41,6 +55,8 @@ class ChatConfig:
     top_k: int = flag(
         "Generation", integer(0, 1 << 30), "sample from the k most likely; 0: all", default=0
     )
+    min_p: float = flag("Generation", MIN_P, MIN_P_HELP, default=0.0)
+    repetition_penalty: float = flag("Generation", PENALTY, PENALTY_HELP, default=1.0)
     seed: int | str = flag(
         "Generation",
         integer(0, (1 << 64) - 1, RANDOM),
@@ -53,6 +69,16 @@ class ChatConfig:
         "tokens of an answer (unset: as many as the context has room for; "
         f"{CONTINUED} where text is continued)",
     )
+    given: frozenset[str] = frozenset()
+
+    def on_top_of(self, defaults: Mapping[str, float]) -> tuple[Self, dict[str, float]]:
+        """Return the settings with a model's defaults where nothing was given, and those."""
+        said = {name: getattr(self, name) for name in defaults if name in self.given}
+        if "temperature" in self.given:
+            said["temperature"] = self.temperature
+        found = taken(defaults, said)
+        changes: dict[str, Any] = dict(found)
+        return replace(self, **changes), found
 
 
 OWN: Mapping[str, Setting] = dict(declared(ChatConfig))
@@ -67,7 +93,15 @@ DEFAULTS: Mapping[str, Any] = {
     each.name: each.default for each in (*fields(RunConfig), *fields(ChatConfig))
 }
 
-CHANGEABLE = ("temperature", "top_p", "top_k", "seed", "max_new")
+CHANGEABLE = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "seed",
+    "max_new",
+)
 """What can be set between two answers."""
 
 
@@ -82,4 +116,4 @@ def decide(flags: Mapping[str, str], environ: Mapping[str, str]) -> tuple[ChatCo
         UsageError: a value is not what its setting takes.
     """
     values, of_run = settle(OWN, LOADED, flags, environ)
-    return ChatConfig(**values), resolve(*of_run)
+    return ChatConfig(**values, given=frozenset(values)), resolve(*of_run)

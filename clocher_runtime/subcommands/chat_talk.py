@@ -100,7 +100,14 @@ class Talk:
         config = self._config
         self._seed = secrets.randbits(32) if config.seed == RANDOM else int(config.seed)
         seed = (self._seed + self._tries) % _SEEDS
-        sampling = Sampling(config.temperature, config.top_k, config.top_p, seed)
+        sampling = Sampling(
+            config.temperature,
+            config.top_k,
+            config.top_p,
+            seed,
+            min_p=config.min_p,
+            repetition_penalty=config.repetition_penalty,
+        )
         longest = config.max_new
         if longest is None and not self._model.by_template:
             longest = CONTINUED
@@ -273,7 +280,8 @@ HELP = """\
 /retry               answer the last message again
 /save FILE           write the conversation to a file, JSON
 /load FILE           go on with a conversation from a file
-/set NAME VALUE      temperature, top_p, top_k, seed or max_new; the value "default" unsets
+/set NAME VALUE      temperature, top_p, top_k, min_p, repetition_penalty, seed or max_new;
+                     the value "default" unsets
 /show                the model, the settings, the context
 /exit                leave (also /quit, /bye, Ctrl-D)
 \"\"\"                  begins and ends a message of several lines

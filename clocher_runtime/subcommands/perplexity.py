@@ -1,6 +1,7 @@
 """`clocher perplexity`: how well a model predicts a text."""
 
 import json
+import os
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -8,10 +9,23 @@ from pathlib import Path
 import click
 
 from clocher_runtime.command.script_run import COUNT, FILE, Report, option, place, script
+from clocher_runtime.command.settings import SETTINGS
 from clocher_runtime.exit_codes import ExitCode
 
 KV_DTYPES = ("f32", "bf16", "f16", "e4m3", "e5m2", "i8")
-PRECISIONS = ("fp32", "bf16", "fp16", "int8w", "int4", "int4w")
+PRECISIONS = (
+    "fp32",
+    "bf16",
+    "fp16",
+    "int8w",
+    "int4",
+    "int4w",
+    "fp8w",
+    "fp8_b128w",
+    "fp8_e5m2w",
+    "mxfp4w",
+    "ternaryw",
+)
 READ_CODES = (
     (ExitCode.OK, "done"),
     (ExitCode.USAGE, "a flag or the text cannot be used"),
@@ -21,17 +35,37 @@ READ_CODES = (
 )
 
 
+def _env(name: str) -> list[str]:
+    """Return the variables that a run has for a setting, the strongest first."""
+    return list(SETTINGS[name].env)
+
+
+def _model_of_environment() -> Path | None:
+    named = next(filter(None, map(os.environ.get, _env("model_dir"))), None)
+    return Path(named) if named else None
+
+
 @script(
     "clocher perplexity",
-    place("MODEL", "--model-dir", "Default: the embedded model.", needed=False),
+    place(
+        "MODEL",
+        "--model-dir",
+        "Default: CLOCHER_MODEL_DIR, else the embedded model.",
+        needed=False,
+    ),
     option("--text", FILE, required=True),
     option("--chars", COUNT, "use the first CHARS characters of the text"),
     option("--window", click.IntRange(2), default=256),
     option("--limit", COUNT, "score at most LIMIT windows"),
-    option("--precision", click.Choice(PRECISIONS), "default: as stored"),
-    option("--kv-dtype", click.Choice(KV_DTYPES), default="f32"),
-    option("--act-prec", click.Choice(["fp32", "int8"]), "default: the back end's"),
-    option("--threads", COUNT, "default: all usable cores"),
+    option("--precision", click.Choice(PRECISIONS), "default: as stored", envvar=_env("precision")),
+    option("--kv-dtype", click.Choice(KV_DTYPES), default="f32", envvar=_env("kv_dtype")),
+    option(
+        "--act-prec",
+        click.Choice(["fp32", "int8"]),
+        "default: the back end's",
+        envvar=_env("act_prec"),
+    ),
+    option("--threads", COUNT, "default: all usable cores", envvar=_env("threads")),
     option("--backend", click.Choice(["cpu", "reference"]), default="cpu"),
     examples=(
         ("The embedded model", "clocher perplexity --text held_out.txt"),
@@ -57,13 +91,14 @@ def perplexity(
 ) -> None:
     """Print the perplexity of a model on a text, as one JSON line on standard output."""
     from clocher_runtime.checkpoints import open_checkpoint
-    from clocher_runtime.command.model_choice import embedded_model, locate
+    from clocher_runtime.checkpoints.locate import embedded_model, locate
     from clocher_runtime.engine.load import load_model
     from clocher_runtime.engine.session import Session
     from clocher_runtime.engine.topology import default_threads
     from clocher_runtime.quality import compare
     from clocher_runtime.text.tokenizer import Tokenizer
 
+    model_dir = model_dir or _model_of_environment()
     checkpoint = open_checkpoint(locate(model_dir, "MODEL") if model_dir else embedded_model())
     model = load_model(checkpoint, precision)
     tokenizer = Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config)
@@ -78,13 +113,13 @@ def perplexity(
         chunk=window,
         all_logits=True,
     )
+    used = {"kv_dtype": session.kv_dtype, "act_prec": session.act_prec}
     with report.counting() as tell, closing(session):
         score = compare.perplexity(session, ids, window, limit, partial(tell, "windows"))
     line = {
         "model": str(model_dir or "embedded"),
         "precision": model.precision,
-        "kv_dtype": kv_dtype,
-        "act_prec": act_prec,
+        **used,
         "windows": score.windows,
         "window_tokens": score.window_tokens,
         "loss_nats": score.loss,

@@ -103,6 +103,7 @@ def fetch(
     """
     from clocher_runtime.checkpoints import open_checkpoint
     from clocher_runtime.checkpoints.hf.cache import snapshot
+    from clocher_runtime.checkpoints.hf.foreign import ADAPTER_CONFIG, base_of
     from clocher_runtime.checkpoints.hf.hub import PATTERNS, plan_download
 
     patterns = allow or ((glob.escape(hub.file),) if hub.file else PATTERNS)
@@ -124,8 +125,11 @@ def fetch(
     if hub.file:
         open_checkpoint(folder / hub.file)  # its header says whether it can run
     if not allow:
-        typed = str(hub) if out_dir is None else str(out_dir / hub.file)
-        report.note(f"next: clocher chat {shlex.quote(typed)}")
+        typed = shlex.quote(str(hub) if out_dir is None else str(out_dir / hub.file))
+        is_adapter = any(file.name == ADAPTER_CONFIG for file in download.files)
+        if is_adapter:
+            typed = f"{shlex.quote(base_of(folder) or 'BASE')} --lora {typed}"
+        report.note(f"next: clocher chat {typed}")
 
 
 def _hub_name(text: str, revision: str, file: str | None) -> "HubName":
@@ -154,7 +158,7 @@ def _look_ahead(report: Report, download: "Download", anyway: bool) -> None:
     Raises:
         ModelError: it cannot run.
     """
-    from clocher_runtime.checkpoints.hf.foreign import ADAPTER_CONFIG, foreign_weights
+    from clocher_runtime.checkpoints.hf.foreign import ADAPTER_CONFIG, base_of
 
     names = {file.name for file in download.files}
     has_weights = any(name.endswith(".safetensors") for name in names)
@@ -162,8 +166,10 @@ def _look_ahead(report: Report, download: "Download", anyway: bool) -> None:
     folder = replace(download, files=tuple(small)).run() if small else None
     refusal: Exception | None = None
     if folder is not None and ADAPTER_CONFIG in names:
-        refusal = foreign_weights(folder)
-    elif "config.json" not in names:
+        base = base_of(folder) or "its base"
+        report.note(f"{download.repo}: a LoRA adapter of {base}, which has to be fetched as well")
+        return
+    if "config.json" not in names:
         refusal = UnsupportedModel(
             f"{download.repo}: no config.json; is it a model's repository? --allow PATTERN fetches "
             "files of any"
@@ -218,7 +224,7 @@ def _check(report: Report, hub: "HubName", out_dir: Path | None) -> int:
     from clocher_runtime.checkpoints import open_checkpoint
     from clocher_runtime.checkpoints.hf.cache import snapshot
     from clocher_runtime.checkpoints.hf.hub import stored_hashes
-    from clocher_runtime.command.model_choice import locate
+    from clocher_runtime.checkpoints.locate import locate
 
     folder = out_dir or snapshot(hub)
     if folder is None:

@@ -75,7 +75,7 @@ def sparsify(
     from rich.console import Console
 
     from clocher_runtime.checkpoints.iebin import JSON_NAME, open_iebin
-    from clocher_runtime.command.model_choice import locate
+    from clocher_runtime.checkpoints.locate import locate
     from clocher_runtime.convert.block_sparse import Sparsifying, plan_block_sparse
 
     how = Sparsifying(block, inner or "", sparsity, pattern, force)

@@ -207,6 +207,7 @@ class Tokenizer:
         return template.render(
             **{
                 **self._special,
+                "documents": None,  # which transformers always passes
                 **(variables or {}),
                 "messages": [_with_reasoning(m) for m in _conversation(messages)],
                 "tools": tools,

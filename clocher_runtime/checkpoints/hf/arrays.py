@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from clocher_kernels.errors import FormatError, UnsupportedModel
-from clocher_kernels.formats import Fp8
+from clocher_kernels.errors import FormatError
+from clocher_kernels.formats import Float, Fp8
 from clocher_kernels.formats.fp8 import BLOCK, Scope
+from clocher_kernels.formats.scaling import check_scales
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Stored, stored_tensor
 from clocher_runtime.disk.safetensors_file import DTYPES
@@ -132,6 +133,17 @@ class Source:
         return columns_per_group(self.settings.get("group_size"))
 
 
+def note_floats(source: Source, tensors: Tensors) -> None:
+    """Add a note on the packed tensors that have become floats, if there are any."""
+    floats = [name for name, stored in tensors.items() if isinstance(stored.format, Float)]
+    if floats:
+        source.notes.append(
+            f"{len(floats)} linears, such as {floats[0]}, have their columns in activation order "
+            "(desc_act, actorder=group), which no format holds: decoded to f32, exactly, at 4 "
+            "bytes a weight; --precision fp16 halves that, `clocher quantize` makes it small again"
+        )
+
+
 def columns_per_group(value: object) -> int | None:
     """Return a setting `group_size`, None for -1: a scale per row.
 
@@ -145,20 +157,60 @@ def columns_per_group(value: object) -> int | None:
     return None if value == -1 else value
 
 
-def refuse_act_order(g_idx: StoredArray, columns: int, group: int | None) -> None:
-    """Refuse columns whose groups are not simply runs of `group` columns.
+def activation_order(g_idx: StoredArray, columns: int, group: int | None) -> np.ndarray | None:
+    """Return the group of each column where these are not simply runs of `group` columns.
+
+    Neighbours then do not share a scale, which no format can hold: the values become floats; see
+    `by_column`.
+
+    Args:
+        g_idx: the stored groups, i32 or i64 [K].
+        columns: K.
+        group: columns of a group; None: the row is one.
+
+    Returns:
+        Integers [K]; None: column k is in group k // group.
 
     Raises:
-        FormatError: it is no i32 [K].
-        UnsupportedModel: the order of the columns matters.
+        FormatError: it is no integer [K], or names a group that is not there.
     """
     g_idx.expect(("I32", "I64"), (columns,))
-    if not np.array_equal(g_idx.array, np.arange(columns) // (group or columns)):
-        raise UnsupportedModel(
-            f"{g_idx.where}: its columns are in activation order (desc_act, actorder=group), so "
-            "neighbours do not share a scale, which no format here can hold; "
-            f"{REQUANTISE} with desc_act=false or static groups"
-        )
+    size = group or columns
+    if np.array_equal(g_idx.array, np.arange(columns) // size):
+        return None
+    low, high, groups = int(g_idx.array.min()), int(g_idx.array.max()), -(-columns // size)
+    if low < 0 or high >= groups:
+        raise FormatError(f"{g_idx.where}: groups {low} to {high}, expected 0 to {groups - 1}")
+    return g_idx.array
+
+
+def by_column(
+    codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray, groups: np.ndarray
+) -> np.ndarray:
+    """Return the values of codes whose columns have groups in any order.
+
+    They are exact, as scales of f16 and bf16 have at most 11 bits, and codes less zero points 9.
+
+    Args:
+        codes: u8 [N, K].
+        zeros: u8 [N, G].
+        scales: fp32 [N, G].
+        groups: integers [K].
+
+    Returns:
+        fp32 [N, K].
+
+    Raises:
+        FormatError: a scale is not finite.
+    """
+    check_scales("f32", scales, "f32")
+    values = codes.astype(np.float32)
+    for start in range(0, len(groups), _TILE):  # in tiles, so that what is spread stays small
+        part = values[:, start : start + _TILE]
+        each = groups[start : start + _TILE]
+        part -= zeros[:, each]
+        part *= scales[:, each]
+    return values
 
 
 def transposed_bytes(words: np.ndarray) -> np.ndarray:
@@ -172,18 +224,27 @@ def transposed_bytes(words: np.ndarray) -> np.ndarray:
     return out.view(np.uint8)
 
 
-def nibbles(words: np.ndarray) -> np.ndarray:
-    """Return the 4-bit codes of words [A, B] packed along B, low bits first, u8 [A, 8B]."""
-    packed = np.ascontiguousarray(words).view(np.uint8)
-    out = np.empty((packed.shape[0], 2 * packed.shape[1]), np.uint8)
-    np.bitwise_and(packed, 15, out=out[:, 0::2])
-    np.right_shift(packed, 4, out=out[:, 1::2])
-    return out
+def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
+    """Return the codes of words [A, B] packed along B, low bits first, u8 [A, 32B / bits].
+
+    Args:
+        words: i32; of 3-bit codes, B is a multiple of 3.
+        bits: of a code: 2, 3, 4 or 8.
+    """
+    packed = np.ascontiguousarray(words).view(np.uint8).reshape(len(words), -1, bits)
+    out = np.empty((*packed.shape[:2], 8), np.uint8)  # any `bits` bytes hold 8 codes
+    for place in range(8):
+        byte, shift = divmod(place * bits, 8)
+        code = packed[..., byte] >> shift
+        if shift + bits > 8:
+            code |= packed[..., byte + 1] << (8 - shift)
+        out[..., place] = code & ((1 << bits) - 1)
+    return out.reshape(len(words), -1)
 
 
 def awq_nibbles(words: np.ndarray) -> np.ndarray:
     """Return the 4-bit codes of words [A, B] packed along B in AWQ's order, u8 [A, 8B]."""
-    stored = nibbles(words).reshape(words.shape[0], -1, 8)
+    stored = unpacked(words, 4).reshape(words.shape[0], -1, 8)
     out = np.empty_like(stored)
     out[:, :, AWQ_ORDER] = stored
     return out.reshape(words.shape[0], -1)

@@ -22,6 +22,7 @@ _NAME = re.compile(
     r"(?:/(?P<file>[A-Za-z0-9][\w./-]{0,240}\.gguf))?",
     re.ASCII,
 )
+_PLACE = re.compile(r"(?:.*/)?models/(gpt-oss-(?:20|120)b)(?:/hf(?:/original)?)?/?", re.ASCII)
 _URL = re.compile(rf"(?:https?:/{{1,2}})?(?:huggingface\.co|hf\.co)/({REPO})(?:[/?#].*)?", re.ASCII)
 _COMMIT = re.compile("[0-9a-f]{40}")
 _FOLDER = "models--"
@@ -60,6 +61,15 @@ def repository_of_url(text: str) -> str | None:
     """Return the "owner/name" that an address of the hub names, None if it is no such address."""
     found = _URL.fullmatch(text)
     return found[1] if found else None
+
+
+def published_as(path: str) -> str | None:
+    """Return the "owner/name" of a model by the place that the guide has for it, None if none has.
+
+    `models/gpt-oss-20b`, its `hf` and its `hf/original` are of openai/gpt-oss-20b.
+    """
+    found = _PLACE.fullmatch(path)
+    return f"openai/{found[1]}" if found else None
 
 
 def cache_directory() -> Path:

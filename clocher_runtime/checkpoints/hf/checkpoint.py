@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 from clocher_kernels.errors import FormatError, ModelNotFound, UnsupportedModel
 from clocher_kernels.formats import Float, Mxfp4, Ternary
 from clocher_kernels.formats.fp8 import BLOCK, Scope
+from clocher_runtime.checkpoints.arranged import arranged
 from clocher_runtime.checkpoints.checkpoint import Checkpoint, stored_tensor
 from clocher_runtime.checkpoints.hf.arrays import (
     FLOATS,
@@ -28,12 +29,20 @@ from clocher_runtime.checkpoints.hf.arrays import (
     fp8_tensor,
 )
 from clocher_runtime.checkpoints.hf.compressed import read_compressed
-from clocher_runtime.checkpoints.hf.foreign import is_mlx, no_weights, unfinished
+from clocher_runtime.checkpoints.hf.foreign import foreign_quantisation, no_weights, unfinished
+from clocher_runtime.checkpoints.hf.numbered_shards import numbered_shards, read_numbered
+from clocher_runtime.checkpoints.hf.openai_layout import (
+    canonical_arrays,
+    canonical_config,
+    is_openai,
+    tokenizer_above,
+)
 from clocher_runtime.checkpoints.hf.packed_words import read_awq, read_gptq
 from clocher_runtime.disk.files import MappedFile, read_bytes
 from clocher_runtime.disk.safetensors_file import DTYPES, SafetensorsFile
 from clocher_runtime.disk.schema import read_as, unknown
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, parse_object
+from clocher_runtime.models.families import text_config
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -95,20 +104,25 @@ def read_folder(
     """
     folder = HfFolder(directory)
     config = folder.json(CONFIG)
+    if of_openai := is_openai(config):
+        config = canonical_config(config, str(directory / CONFIG))
     check_config(config, str(directory))
     settings = read_as(config, _Quantised, str(directory / CONFIG)).quantization_config
     arrays, files = read(folder)
-    tensors, notes = logical_tensors(arrays, settings)
+    if of_openai:
+        arrays = canonical_arrays(arrays, config)
+    stored, notes = logical_tensors(arrays, settings)
+    tensors, more = arranged(stored, config, str(directory))
     return Checkpoint(
         path=directory,
         kind=kind,
-        config=config,
+        config=text_config(config),
         generation_config=folder.optional_json("generation_config.json"),
         tokenizer_config=_tokenizer_config(folder),
-        tokenizer_json=folder.member("tokenizer.json"),
+        tokenizer_json=tokenizer_above(directory, of_openai) or folder.member("tokenizer.json"),
         tensors=tensors,
         files=files,
-        notes=notes,
+        notes=(*notes, *more),
     )
 
 
@@ -123,11 +137,9 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
         UnsupportedModel: it does.
         FormatError: quantization_config is no object.
     """
-    if is_mlx(config):
-        raise UnsupportedModel(
-            f"{where}: weights in MLX's own quantisation, not read here; take the model that they "
-            "were made of, or a GGUF file"
-        )
+    foreign = foreign_quantisation(config, where)
+    if foreign is not None:
+        raise foreign
     settings = read_as(config, _Quantised, f"{where}: {CONFIG}").quantization_config
     if settings is not None:
         method = settings.get("quant_method")
@@ -196,7 +208,7 @@ def _tokenizer_config(folder: HfFolder) -> dict[str, Any]:
 def read_shards(
     folder: HfFolder, stem: str, suffix: str, read: Callable[[Path], tuple[Arrays, MappedFile]]
 ) -> Weights:
-    """Read the one weight file of a folder, or the shards that its index lists.
+    """Read the one weight file of a folder, or its shards: by its index, else by their names.
 
     Args:
         folder: the model's.
@@ -212,6 +224,8 @@ def read_shards(
         arrays, file = read(folder.member(single))
         return arrays, (file,)
     if not folder.has(index):
+        if names := numbered_shards(folder.directory, stem, suffix):
+            return read_numbered(names, lambda name: read(folder.member(name)))
         if single == SINGLE:
             raise no_weights(folder.directory)
         raise ModelNotFound(f"{folder.directory}: neither {single} nor {index} is there")

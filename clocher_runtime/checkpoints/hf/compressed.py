@@ -23,13 +23,15 @@ Source: compressed-tensors src/compressed_tensors/{compressors,quantization}.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
 from msgspec import Meta, Struct
 
+from clocher_kernels.dtypes import to_f32
 from clocher_kernels.errors import FormatError, UnsupportedModel
-from clocher_kernels.formats import Int4, Int8, Mxfp4, mxfp4
+from clocher_kernels.formats import Float, Int4, Int8, Mxfp4, mxfp4
 from clocher_kernels.formats.fp8 import BLOCK, Scope
 from clocher_kernels.formats.scaling import Group
 from clocher_runtime.checkpoints.checkpoint import Stored, lazy_tensor, stored_tensor
@@ -40,12 +42,14 @@ from clocher_runtime.checkpoints.hf.arrays import (
     Source,
     StoredArray,
     Tensors,
+    activation_order,
+    by_column,
     columns_per_group,
     fp8_tensor,
-    nibbles,
-    refuse_act_order,
+    note_floats,
     signed,
     transposed_bytes,
+    unpacked,
 )
 from clocher_runtime.disk.safetensors_file import DTYPES
 from clocher_runtime.disk.schema import given, one_of, read_as, unknown
@@ -141,6 +145,7 @@ def read_compressed(source: Source) -> Tensors:
             raise FormatError(f"{source.rest[name].where}: packed, but ignore lists {stem!r}")
         tensors[f"{stem}.weight"] = _tensor(schemes, _linear(source, name, stem))
     source.refuse_orphans(".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx")
+    note_floats(source, tensors)
     return tensors
 
 
@@ -223,8 +228,40 @@ def _packed(scheme: _Scheme, linear: _Linear) -> Stored:
             f"{linear.shape.where}: says [{rows}, {k}], which is no shape of {scheme.bits}-bit "
             f"codes packed as [{n}, {width}]"
         )
-    groups = _check_groups(scheme, linear, n, k)
+    groups, columns = _check_groups(scheme, linear, n, k)
+    if columns is not None:
+        zeros = None if scheme.symmetric else _packed_zeros(scheme, linear, n, groups)
+        codes = partial(unpacked, words.array, scheme.bits)
+        return _unordered(linear, (n, k), columns, codes, zeros, scheme.bits)
     return (_packed_int4 if scheme.bits == 4 else _packed_int8)(scheme, linear, n, k, groups)
+
+
+def _unordered(
+    linear: _Linear,
+    shape: tuple[int, int],
+    columns: np.ndarray,
+    codes: Callable[[], np.ndarray],
+    zeros: Callable[[], np.ndarray] | None,
+    bits: int,
+) -> Stored:
+    """Return the tensor of a linear whose columns have groups in any order, in f32.
+
+    Args:
+        columns: the group of each column, [K].
+        codes: makes the codes plus 8 or 128, u8 [N, >= K].
+        zeros: makes the zero points plus 8, u8 [N, G]; None: symmetric.
+        bits: of a code.
+    """
+    if zeros is None:
+        _refuse_zeros(linear)
+
+    def make() -> Mapping[str, np.ndarray]:
+        scales = to_f32(linear.scale.array, DTYPES[linear.scale.dtype])
+        middle = np.full(scales.shape, 1 << (bits - 1), np.uint8)
+        found = codes()[:, : shape[1]]
+        return {"data": by_column(found, middle if zeros is None else zeros(), scales, columns)}
+
+    return lazy_tensor(shape, Float("f32"), make, linear.weight.where)
 
 
 def _packed_int8(scheme: _Scheme, linear: _Linear, n: int, k: int, groups: int) -> Stored:
@@ -273,13 +310,16 @@ def _packed_zeros(
             zero.array.reshape(1, 1).view(np.uint8) + np.uint8(8), (n, 1)
         )
     zero.expect(("I32",), (-(-n // 8), groups))
-    return lambda: nibbles(transposed_bytes(zero.array)).T[:n]
+    return lambda: unpacked(transposed_bytes(zero.array).view(np.int32), 4).T[:n]
 
 
 def _integers(scheme: _Scheme, linear: _Linear) -> Stored:
     linear.weight.expect(("I8",))
     n, k = linear.weight.matrix()
-    _check_groups(scheme, linear, n, k)
+    _, columns = _check_groups(scheme, linear, n, k)
+    if columns is not None:
+        codes = linear.weight.array.view(np.uint8)
+        return _unordered(linear, (n, k), columns, lambda: codes ^ np.uint8(0x80), None, 8)
     _refuse_zeros(linear)
     fmt = Int8(scheme.scope, DTYPES[linear.scale.dtype])
     shape = fmt.planes((n, k))["scales"].shape
@@ -305,16 +345,22 @@ def _mxfp4(scheme: _Scheme, linear: _Linear) -> Stored:
     return stored_tensor((n, 2 * width), Mxfp4(), planes, linear.weight.where)
 
 
-def _check_groups(scheme: _Scheme, linear: _Linear, n: int, k: int) -> int:
-    """Check the scales of integer codes and the order of the columns; return the groups a row."""
+def _check_groups(
+    scheme: _Scheme, linear: _Linear, n: int, k: int
+) -> tuple[int, np.ndarray | None]:
+    """Check the scales of integer codes and the order of the columns.
+
+    Returns:
+        The groups of a row, and the group of each column if these are in activation order.
+    """
     groups = -(-k // scheme.group) if scheme.group else 1
     tensor = scheme.strategy == "tensor"
     shapes = [(1,), (), (1, 1)] if tensor else [(n, groups)]
     linear.scale.expect(FLOATS, *shapes, *([(n,)] if scheme.strategy == "channel" else []))
     # -1 stands for columns in their own order.
-    if linear.g_idx is not None and not (linear.g_idx.array == -1).all():
-        refuse_act_order(linear.g_idx, k, scheme.group)
-    return groups
+    if linear.g_idx is None or (linear.g_idx.array == -1).all():
+        return groups, None
+    return groups, activation_order(linear.g_idx, k, scheme.group)
 
 
 def _refuse_zeros(linear: _Linear) -> None:

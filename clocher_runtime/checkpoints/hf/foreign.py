@@ -3,6 +3,7 @@
 import fnmatch
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 from clocher_kernels.errors import ModelError, ModelNotFound, UnsupportedModel
-from clocher_runtime.checkpoints.hf.cache import repository_of
+from clocher_runtime.checkpoints.hf.cache import published_as, repository_of
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.schema import given, read_as
 from clocher_runtime.disk.strict_json import parse_object
@@ -28,9 +29,29 @@ _OTHERS = (
     ("saved_model.pb", "TensorFlow weights", _FETCH),
     ("flax_model*.msgpack", "Flax weights", _FETCH),
     ("weights*.npz", "weights of an old MLX", _FETCH),
+    ("qmodel.pt", "an HQQ model", _FETCH),
+    ("quanto_qmap.json", "a model that quanto quantised", _FETCH),
     ("*.nemo", "a NeMo archive", _FETCH),
     ("*.mlpackage", "a Core ML model", _FETCH),
 )
+_METHODS = {
+    "torchao": "torchao weights",
+    "hqq": "HQQ weights",
+    "exl2": "EXL2 weights, made for ExLlamaV2",
+    "exl3": "EXL3 weights, made for ExLlamaV3",
+    "aqlm": "AQLM weights, sums of codebook vectors",
+    "quip": "QuIP# weights, vectors of a lattice in rotated axes",
+    "spqr": "SpQR weights, 3 bits with sparse outliers",
+    "vptq": "VPTQ weights, codebook vectors",
+    "quanto": "quanto weights",
+    "eetq": "EETQ weights, in the layout of its kernel",
+    "higgs": "HIGGS weights, in the layout of its kernel",
+    "fbgemm_fp8": "fp8 weights of FBGEMM",
+    "fp_quant": "FP-Quant weights, in rotated axes",
+    "quark": "Quark weights",
+    "modelopt": "weights of NVIDIA's ModelOpt",
+}
+"""`quant_method` -> what the weights are."""
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 
@@ -102,6 +123,18 @@ def no_weights(directory: Path) -> ModelError:
     return ModelNotFound(f"{directory}: {looked}; {unfinished(directory)}")
 
 
+def no_directory(path: Path) -> ModelNotFound:
+    """Return the error for a path without a Hugging Face directory, with the way to one."""
+    if path.name == "original" and (path.parent / "config.json").is_file():
+        return ModelNotFound(f"{path}: no config.json there; the model is in {path.parent}")
+    if repo := published_as(str(path)):
+        return ModelNotFound(
+            f"{path}: no config.json there; "
+            f"`clocher pull {repo} --out-dir {path}` fetches the model"
+        )
+    return ModelNotFound(f"{path}: no config.json there, nor in hf or hf/original below it")
+
+
 def unfinished(directory: Path) -> str:
     """Return what to do about a directory that lacks files."""
     repo = repository_of(directory)
@@ -110,10 +143,42 @@ def unfinished(directory: Path) -> str:
     return f"a download that did not end; `clocher pull {repo}` goes on with it"
 
 
-def is_mlx(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json describes weights that MLX quantised."""
-    settings = config.get("quantization")
-    return isinstance(settings, dict) and {"bits", "group_size"} <= settings.keys()
+def foreign_quantisation(config: Mapping[str, Any], where: str) -> UnsupportedModel | None:
+    """Return the error for a config.json whose weights another program quantised in its own way.
+
+    Args:
+        config: its contents.
+        where: whose, for messages.
+
+    Returns:
+        None: none of those that are known says so.
+    """
+    what = _quantised_by(config)
+    if what is None:
+        return None
+    return UnsupportedModel(
+        f"{where}: {what}, not read here; take the float model that it was made of (`clocher "
+        "pull`, `clocher quantize` if it is too large), its GPTQ or AWQ, or a GGUF file"
+    )
+
+
+def _quantised_by(config: Mapping[str, Any]) -> str | None:
+    mlx, settings = config.get("quantization"), config.get("quantization_config")
+    if isinstance(mlx, dict) and {"bits", "group_size"} <= mlx.keys():
+        return "weights in MLX's own quantisation"
+    if "quip_params" in config:
+        return _METHODS["quip"]
+    if not isinstance(settings, dict):
+        return None
+    method = settings.get("quant_method")
+    if method is None and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
+        method = "bitsandbytes"  # whose configs had no method at first
+    if method != "bitsandbytes":
+        return _METHODS.get(method) if isinstance(method, str) else None
+    if not settings.get("load_in_4bit"):
+        return "bitsandbytes weights of 8 bits, LLM.int8()"
+    kind = "nf4" if settings.get("bnb_4bit_quant_type") == "nf4" else "fp4"
+    return f"bitsandbytes weights of 4 bits, {kind}"
 
 
 def no_model_file(path: Path, head: bytes) -> ModelError:
@@ -146,17 +211,20 @@ def no_model_file(path: Path, head: bytes) -> ModelError:
     )
 
 
-def _adapter(directory: Path) -> ModelError:
-    base = "its base"
+def base_of(directory: Path) -> str:
+    """Return what an adapter says that its base is; "" if it does not say."""
     try:
         data = read_bytes(directory / ADAPTER_CONFIG, _MAX_ADAPTER_BYTES)
         config = read_as(given(parse_object(data, ADAPTER_CONFIG)), _Adapter, ADAPTER_CONFIG)
-        if config.base_model_name_or_path:
-            base = f"{config.base_model_name_or_path!r:.100}"
     except ModelError:
-        pass  # that it is an adapter is known all the same
+        return ""
+    return config.base_model_name_or_path[:100]
+
+
+def _adapter(directory: Path) -> ModelError:
+    named = base_of(directory)
+    base = repr(named) if named else "its base"
     return UnsupportedModel(
-        f"{directory}: a LoRA adapter of {base}, not a model; merge the two first, with Python's "
-        f"peft: AutoPeftModelForCausalLM.from_pretrained({str(directory)!r}).merge_and_unload()"
-        ".save_pretrained('merged'), copy the tokenizer of the base there, and give that directory"
+        f"{directory}: a LoRA adapter of {base}, not a model; give that, and the adapter with it: "
+        f"clocher chat {shlex.quote(named or 'BASE')} --lora {shlex.quote(str(directory))}"
     )

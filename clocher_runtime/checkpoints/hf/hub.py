@@ -23,7 +23,7 @@ from clocher_kernels.errors import (
     ModelNotFound,
     UsageError,
 )
-from clocher_runtime.checkpoints.hf.cache import REPO
+from clocher_runtime.checkpoints.hf.cache import REPO, published_as
 from clocher_runtime.disk.output_file import check_free
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ PATTERNS = (
     "README.md",
     "USAGE_POLICY",
     "model*.safetensors",
+    "adapter_model.safetensors",
 )
 """What is downloaded. Weights in safetensors alone: the hub's pickled files are never needed."""
 
@@ -197,6 +198,8 @@ def local_or_fetched(path: Path) -> Path:
         ModelError, UsageError, OSError: as `plan_download` and `Download.run`.
     """
     name = path.as_posix()
+    if not path.exists() and (repo := published_as(name)):
+        return plan_download(repo, path, subject=f"{name}: no such directory; {repo}").run()
     if path.exists() or not _REPO.fullmatch(name):
         return path
     try:

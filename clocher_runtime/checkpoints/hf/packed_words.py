@@ -4,7 +4,8 @@ With b bits and G = ceil(K / group_size) groups, for each linear X [N, K]:
 
                 GPTQ (`quant_method: gptq`)    AWQ, 4 bits (`quant_method: awq`)
     version                                    gemm                    gemv
-    X.qweight   i32 [K*b/32, N], b = 4, 8      i32 [K, N/8]            i32 [N, K/8]
+    X.qweight   i32 [K*b/32, N], b = 2, 3,     i32 [K, N/8]            i32 [N, K/8]
+                4 or 8
     X.qzeros    i32 [G, N*b/32]                i32 [G, N/8]            i32 [N, >= G/8]
     X.scales    float [G, N]                   float [G, N]            float [N, >= G]
     X.g_idx     i32 [K], need not be there
@@ -14,19 +15,26 @@ With b bits and G = ceil(K / group_size) groups, for each linear X [N, K]:
     W[n, k] = scales[g, n] * (code[k, n] - zero[g, n]),  g = k // group_size, or g_idx[k]
 
 Words are packed low bits first, but nibble i of a gemm word holds column [0, 2, 4, 6, 1, 3, 5,
-7][i] of its eight; the gemv arrays of zeros and scales are padded to what its kernel likes.
+7][i] of its eight; the gemv arrays of zeros and scales are padded to what its kernel likes. Three
+words hold 32 codes of 3 bits, two of which cross a word. Symmetric files store every zero point as
+the middle, 2^(b-1).
+
+Codes of 2 and 3 bits become `Int4`, the narrowest format that holds them. A g_idx that is not k //
+group_size (desc_act) becomes floats, as `arrays.by_column` says.
 
 Source: AutoGPTQ auto_gptq/nn_modules/qlinear; GPTQModel gptqmodel/nn_modules/qlinear; AutoAWQ
 awq/modules/linear/gemm.py and gemv.py, awq/utils/packing_utils.py.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
+from clocher_kernels.dtypes import to_f32
 from clocher_kernels.errors import FormatError, UnsupportedModel
-from clocher_kernels.formats import Int4, Int8
+from clocher_kernels.formats import Float, Int4, Int8
 from clocher_runtime.checkpoints.checkpoint import LazyTensor, lazy_tensor
 from clocher_runtime.checkpoints.hf.arrays import (
     FLOATS,
@@ -35,12 +43,14 @@ from clocher_runtime.checkpoints.hf.arrays import (
     Source,
     StoredArray,
     Tensors,
+    activation_order,
     awq_codes,
     awq_nibbles,
-    nibbles,
-    refuse_act_order,
+    by_column,
+    note_floats,
     signed,
     transposed_bytes,
+    unpacked,
 )
 from clocher_runtime.disk.safetensors_file import DTYPES
 from clocher_runtime.disk.schema import one_of, read_as
@@ -68,7 +78,7 @@ def read_gptq(source: Source) -> Tensors:
         UnsupportedModel: the settings or the order of the columns are not known here.
         FormatError: the arrays contradict the settings or each other.
     """
-    bits = source.choice("bits", None, (4, 8), f"{REQUANTISE} with 4 or 8 bits")
+    bits = source.choice("bits", None, (2, 3, 4, 8), f"{REQUANTISE} with 4 or 8 bits")
     group = source.group_size()
     symmetric = source.choice("sym", True, (True, False))
     key = "checkpoint_format" if source.settings.get("checkpoint_format") else "format"
@@ -89,49 +99,107 @@ def read_gptq(source: Source) -> Tensors:
         )
     tensors: Tensors = {}
     for stem, words, zeros, scales in _linears(source):
-        k, n = words.matrix()[0] * 32 // bits, words.matrix()[1]
-        groups = -(-k // group) if group else 1
-        scales.expect(FLOATS, (groups, n))
-        zeros.expect(("I32",), (groups, -(-n * bits // 32)))
-        if act_order or f"{stem}.g_idx" in source.rest:
-            refuse_act_order(source.claim(f"{stem}.g_idx", words), k, group)
-        fmt: Int4 | Int8 = Int8(group or "row", DTYPES[scales.dtype])
-        if bits == 4:
-            fmt = Int4(symmetric, group or "row", DTYPES[scales.dtype])
-        make = partial(_gptq_planes, fmt, words.array, zeros.array, scales.array, version == "gptq")
-        tensors[f"{stem}.weight"] = lazy_tensor((n, k), fmt, make, words.where)
+        order = source.rest.get(f"{stem}.g_idx")
+        if order is not None or act_order:
+            order = source.claim(f"{stem}.g_idx", words)
+        linear = _Gptq(bits, symmetric, version == "gptq", group, words, zeros, scales, order)
+        tensors[f"{stem}.weight"] = linear.tensor()
+    note_floats(source, tensors)
+    if bits < 4:
+        source.notes.append(f"codes of {bits} bits are held in 4, exactly; no format is narrower")
     return tensors
 
 
-def _gptq_planes(
-    fmt: Int4 | Int8, words: np.ndarray, qzeros: np.ndarray, scales: np.ndarray, version_1: bool
-) -> Mapping[str, np.ndarray]:
-    """Repack; the planes of `Int4` or symmetric `Int8`."""
-    n = words.shape[1]
-    planes = {"scales": _by_row(fmt, scales), "codes": transposed_bytes(words)}
-    if isinstance(fmt, Int8):
-        zeros = np.ascontiguousarray(qzeros).view(np.uint8)[:, :n]
-        planes["codes"] = signed(planes["codes"])
-    else:
-        zeros = nibbles(qzeros)[:, :n]
-    affine = isinstance(fmt, Int4) and not fmt.symmetric
-    if version_1:
-        if affine and zeros.max() == 15:
-            raise UnsupportedModel(
-                "a zero point stored as 15 in format gptq, where one reader takes 16 and another "
-                "0; save it as gptq_v2"
+@dataclass(frozen=True, slots=True, eq=False)
+class _Gptq:
+    """A linear X of GPTQ.
+
+    Attributes:
+        version_1: whether zero points are stored less one.
+        group: columns of a group; None: the row.
+        words: X.qweight; zeros: X.qzeros; scales: X.scales.
+        order: X.g_idx, if it has one.
+    """
+
+    bits: int
+    symmetric: bool
+    version_1: bool
+    group: int | None
+    words: StoredArray
+    zeros: StoredArray
+    scales: StoredArray
+    order: StoredArray | None
+
+    def tensor(self) -> LazyTensor:
+        """Check the arrays and return their tensor."""
+        rows, n = self.words.matrix()
+        k, left = divmod(rows * 32, self.bits)
+        if left or (self.bits == 3 and n % 32):
+            raise FormatError(
+                f"{self.words.where}: shape {[rows, n]}; {self.bits}-bit codes fill 3 words of 32"
             )
-        zeros = zeros + np.uint8(1)
-    if affine:
-        return {**planes, "zeros": _by_row(fmt, zeros)}
-    middle = 8 if isinstance(fmt, Int4) else 128
+        groups = -(-k // self.group) if self.group else 1
+        self.scales.expect(FLOATS, (groups, n))
+        self.zeros.expect(("I32",), (groups, -(-n * self.bits // 32)))
+        columns = None
+        if self.order is not None:
+            columns = activation_order(self.order, k, self.group)
+        if columns is not None:
+            make = partial(self._floats, columns)
+            return lazy_tensor((n, k), Float("f32"), make, self.words.where)
+        scale = DTYPES[self.scales.dtype]
+        fmt: Int4 | Int8 = Int8(self.group or "row", scale)
+        if self.bits < 8:
+            fmt = Int4(self.symmetric, self.group or "row", scale)
+        return lazy_tensor((n, k), fmt, partial(self._planes, fmt), self.words.where)
+
+    def _planes(self, fmt: Int4 | Int8) -> Mapping[str, np.ndarray]:
+        """Repack; the planes of `Int4` or symmetric `Int8`."""
+        codes, zeros = transposed_bytes(self.words.array), self._zeros()
+        scales = _by_row(fmt, self.scales.array)
+        if isinstance(fmt, Int8):
+            return {"scales": scales, "codes": signed(codes)}
+        planes = {"scales": scales} | ({} if fmt.symmetric else {"zeros": _by_row(fmt, zeros)})
+        if self.bits < 4:
+            steps = unpacked(codes.view(np.int32), self.bits)
+            if fmt.symmetric:  # whose middle is 8
+                steps += np.uint8(8 - self._middle)
+            codes = fmt.pack(steps, scales)["codes"]
+        return {**planes, "codes": codes}
+
+    def _floats(self, columns: np.ndarray) -> Mapping[str, np.ndarray]:
+        steps = unpacked(transposed_bytes(self.words.array).view(np.int32), self.bits)
+        scales = to_f32(self.scales.array, DTYPES[self.scales.dtype])
+        return {"data": by_column(steps, self._zeros().T, scales.T, columns)}
+
+    @property
+    def _middle(self) -> int:
+        return 1 << (self.bits - 1)
+
+    def _zeros(self) -> np.ndarray:
+        """Return the zero points, u8 [G, N]."""
+        zeros = unpacked(self.zeros.array, self.bits)[:, : self.words.array.shape[1]]
+        largest = (1 << self.bits) - 1
+        if self.version_1:
+            if not self.symmetric and zeros.max() == largest:
+                raise UnsupportedModel(
+                    f"a zero point stored as {largest} in format gptq, where one reader takes "
+                    f"{largest + 1} and another 0; save it as gptq_v2"
+                )
+            zeros = zeros + np.uint8(1)
+        if self.symmetric:
+            _check_middle(zeros, self._middle, "sym true; correct sym or checkpoint_format")
+        return zeros
+
+
+def _check_middle(zeros: np.ndarray, middle: int, says: str) -> None:
+    """Refuse zero points of a symmetric file that are not the middle of its codes."""
     if (zeros != middle).any():
         odd = int(zeros[zeros != middle][0])
         raise FormatError(
-            f"a zero point of {odd}, expected {middle}: quantization_config says sym true; "
-            "correct sym or checkpoint_format in config.json if it is wrong"
+            f"a zero point of {odd}, expected {middle}: quantization_config says {says} in "
+            "config.json if it is wrong"
         )
-    return planes
 
 
 def _by_row(fmt: Int4 | Int8, array: np.ndarray) -> np.ndarray:
@@ -147,18 +215,23 @@ def read_awq(source: Source) -> Tensors:
         FormatError: the arrays contradict the settings or each other.
     """
     source.choice("bits", 4, (4,), f"{REQUANTISE} with 4 bits")
-    source.choice("zero_point", True, (True,), f"{REQUANTISE} with zero_point=true")
+    symmetric = not source.choice("zero_point", True, (True, False))
     version = source.settings.get("version") or source.settings.get("format") or "gemm"
     version = version.lower() if isinstance(version, str) else version
     one_of({"version": version}, "version", "", ("gemm", "gemv"), SETTINGS, "save it as gemm")
     group, tensors = source.group_size(), Tensors()
     for stem, words, zeros, scales in _linears(source):
-        tensors[f"{stem}.weight"] = _awq(version == "gemv", words, zeros, scales, group)
+        tensors[f"{stem}.weight"] = _awq(version == "gemv", symmetric, words, zeros, scales, group)
     return tensors
 
 
 def _awq(
-    gemv: bool, words: StoredArray, zeros: StoredArray, scales: StoredArray, group: int | None
+    gemv: bool,
+    symmetric: bool,
+    words: StoredArray,
+    zeros: StoredArray,
+    scales: StoredArray,
+    group: int | None,
 ) -> LazyTensor:
     n, k = words.matrix() if gemv else words.matrix()[::-1]
     n, k = (n, 8 * k) if gemv else (8 * n, k)
@@ -177,15 +250,19 @@ def _awq(
                 f"{stored.where}: shape {[rows, width]}, expected [{n}, {-(-groups // per_word)}] "
                 "or wider"
             )
-    fmt = Int4(False, group or "row", DTYPES[scales.dtype])
+    fmt = Int4(symmetric, group or "row", DTYPES[scales.dtype])
     shape = (n,) if group is None else (n, groups)
 
     def make() -> Mapping[str, np.ndarray]:
         if gemv:
             codes = np.ascontiguousarray(words.array).view(np.uint8)
-            zero, scale = nibbles(zeros.array)[:, :groups], scales.array[:, :groups]
+            zero, scale = unpacked(zeros.array, 4)[:, :groups], scales.array[:, :groups]
         else:
             codes, zero, scale = awq_codes(words.array), awq_nibbles(zeros.array).T, scales.array.T
-        return {"codes": codes, "scales": scale.reshape(shape), "zeros": zero.reshape(shape)}
+        planes = {"codes": codes, "scales": scale.reshape(shape)}
+        if symmetric:
+            _check_middle(zero, 8, "zero_point false; correct it")
+            return planes
+        return {**planes, "zeros": zero.reshape(shape)}
 
     return lazy_tensor((n, k), fmt, make, words.where)

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clocher_kernels.dtypes import STORAGE
-from clocher_kernels.errors import FormatError, ModelNotFound, UnsupportedModel
+from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.hf.arrays import Arrays, StoredArray
-from clocher_runtime.checkpoints.hf.checkpoint import CONFIG, find_hf, read_folder, read_shards
+from clocher_runtime.checkpoints.hf.checkpoint import find_hf, read_folder, read_shards
+from clocher_runtime.checkpoints.hf.foreign import no_directory
 from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.disk.safetensors_file import DTYPES
 from clocher_runtime.disk.strict_json import MAX_ELEMENTS, MAX_RANK, checked_name, checked_shape
@@ -90,7 +91,7 @@ def open_torch_bin(path: Path) -> Checkpoint:
     """
     directory = find_hf(path)
     if directory is None:
-        raise ModelNotFound(f"{path}: no {CONFIG} there, nor in hf or hf/original below it")
+        raise no_directory(path)
     return read_folder(
         directory, "bin", lambda folder: read_shards(folder, "pytorch_model", ".bin", _read_file)
     )

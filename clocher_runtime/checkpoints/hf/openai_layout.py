@@ -1,0 +1,181 @@
+"""gpt-oss as OpenAI publishes it in `original/`: other keys of config.json, other names of tensors.
+
+    embedding.weight                        model.embed_tokens.weight
+    unembedding.weight, norm.scale          lm_head.weight, model.norm.weight
+    block.N.attn.norm.scale                 model.layers.N.input_layernorm.weight
+    block.N.attn.qkv.weight, .bias          rows of q_proj, then k_proj, then v_proj
+    block.N.attn.out.weight, .bias          self_attn.o_proj
+    block.N.attn.sinks                      self_attn.sinks
+    block.N.mlp.norm.scale                  post_attention_layernorm.weight
+    block.N.mlp.gate.weight, .bias          mlp.router
+    block.N.mlp.mlp1_weight.blocks, .scales mlp.experts.gate_up_proj, gate and up rows alternating
+    block.N.mlp.mlp2_weight.blocks, .scales mlp.experts.down_proj
+    block.N.mlp.mlp1_bias, mlp2_bias        the biases of these two
+
+The numbers are the same ones, so no byte is changed. Source: github.com/openai/gpt-oss,
+gpt_oss/torch/model.py (ModelConfig, AttentionBlock) and weights.py.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from clocher_kernels.errors import FormatError
+from clocher_runtime.checkpoints.hf.arrays import Arrays, StoredArray
+from clocher_runtime.disk.schema import read_as
+
+_Size = Annotated[int, Meta(ge=1, le=1 << 30)]
+_Positive = Annotated[float, Meta(gt=0, le=1e12)]
+
+_OWN_KEYS = frozenset(
+    {"num_experts", "experts_per_token", "swiglu_limit", "initial_context_length"}
+)
+_EPS = 1e-5
+_HARMONY_VOCABULARY = 201_088
+_HARMONY_ENDS = [200002, 199999, 200012]
+"""<|return|>, <|endoftext|>, <|call|>: the published files name none."""
+
+_WHOLE = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "unembedding.weight": "lm_head.weight",
+    "norm.scale": "model.norm.weight",
+}
+_OF_LAYER = {
+    "attn.norm.scale": "input_layernorm.weight",
+    "attn.out.weight": "self_attn.o_proj.weight",
+    "attn.out.bias": "self_attn.o_proj.bias",
+    "attn.sinks": "self_attn.sinks",
+    "mlp.norm.scale": "post_attention_layernorm.weight",
+    "mlp.gate.weight": "mlp.router.weight",
+    "mlp.gate.bias": "mlp.router.bias",
+    "mlp.mlp1_weight.blocks": "mlp.experts.gate_up_proj_blocks",
+    "mlp.mlp1_weight.scales": "mlp.experts.gate_up_proj_scales",
+    "mlp.mlp1_bias": "mlp.experts.gate_up_proj_bias",
+    "mlp.mlp2_weight.blocks": "mlp.experts.down_proj_blocks",
+    "mlp.mlp2_weight.scales": "mlp.experts.down_proj_scales",
+    "mlp.mlp2_bias": "mlp.experts.down_proj_bias",
+}
+_BLOCK = re.compile(r"block\.([0-9]{1,4})\.(.+)", re.ASCII)
+_QKV = re.compile(r"attn\.qkv\.(weight|bias)", re.ASCII)
+
+
+class _Config(Struct):
+    num_hidden_layers: Annotated[int, Meta(ge=1, le=4096)]
+    num_experts: _Size
+    experts_per_token: _Size
+    vocab_size: _Size
+    hidden_size: _Size
+    intermediate_size: _Size
+    head_dim: _Size
+    num_attention_heads: _Size
+    num_key_value_heads: _Size
+    sliding_window: _Size
+    initial_context_length: _Size
+    swiglu_limit: _Positive = 7.0
+    rope_theta: _Positive = 150000.0
+    rope_scaling_factor: Annotated[float, Meta(ge=1, le=1 << 20)] = 32.0
+    rope_ntk_alpha: _Positive = 1.0
+    rope_ntk_beta: _Positive = 32.0
+
+
+def is_openai(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json has OpenAI's keys, not those of transformers."""
+    return "model_type" not in config and config.keys() >= _OWN_KEYS
+
+
+def canonical_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return OpenAI's config.json as transformers would spell it.
+
+    Args:
+        config: its contents.
+        where: the file, for messages.
+
+    Raises:
+        FormatError: a key is missing, or out of range.
+    """
+    own = read_as(config, _Config, where)
+    kinds = ("sliding_attention", "full_attention")
+    rope: dict[str, Any] = {"rope_theta": own.rope_theta, "rope_type": "default"}
+    if own.rope_scaling_factor > 1:
+        rope |= {
+            "rope_type": "yarn",
+            "factor": own.rope_scaling_factor,
+            "beta_fast": own.rope_ntk_beta,
+            "beta_slow": own.rope_ntk_alpha,
+            "original_max_position_embeddings": own.initial_context_length,
+            "truncate": False,
+        }
+    found = {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_hidden_layers": own.num_hidden_layers,
+        "layer_types": [kinds[layer % 2] for layer in range(own.num_hidden_layers)],
+        "num_local_experts": own.num_experts,
+        "num_experts_per_tok": own.experts_per_token,
+        "vocab_size": own.vocab_size,
+        "hidden_size": own.hidden_size,
+        "intermediate_size": own.intermediate_size,
+        "head_dim": own.head_dim,
+        "num_attention_heads": own.num_attention_heads,
+        "num_key_value_heads": own.num_key_value_heads,
+        "sliding_window": own.sliding_window,
+        "swiglu_limit": own.swiglu_limit,
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "rms_norm_eps": _EPS,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": int(own.initial_context_length * own.rope_scaling_factor),
+        "rope_parameters": rope,
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    if own.vocab_size == _HARMONY_VOCABULARY:
+        found["eos_token_id"] = _HARMONY_ENDS
+    return found
+
+
+def canonical_arrays(arrays: Arrays, config: Mapping[str, Any]) -> Arrays:
+    """Return OpenAI's arrays under the names of transformers; a name of neither stays.
+
+    Args:
+        arrays: by name, views of the mapped files.
+        config: what `canonical_config` returned.
+
+    Raises:
+        FormatError: fused rows are not as many as the heads need.
+    """
+    found: Arrays = {}
+    for name, stored in arrays.items():
+        block = _BLOCK.fullmatch(name)
+        layer, inner = block.groups() if block else ("", "")
+        if fused := _QKV.fullmatch(inner):
+            for part, rows in _split(stored, config).items():
+                found[f"model.layers.{layer}.self_attn.{part}_proj.{fused[1]}"] = rows
+        elif inner in _OF_LAYER:
+            found[f"model.layers.{layer}.{_OF_LAYER[inner]}"] = stored
+        else:
+            found[_WHOLE.get(name, name)] = stored
+    return found
+
+
+def tokenizer_above(directory: Path, of_openai: bool) -> Path | None:
+    """Return the tokenizer of the folder above, which `original/` has instead of its own."""
+    above = directory.parent / "tokenizer.json"
+    own = os.path.lexists(directory / "tokenizer.json")
+    return above if of_openai and not own and os.path.isfile(above) else None
+
+
+def _split(fused: StoredArray, config: Mapping[str, Any]) -> dict[str, StoredArray]:
+    """Return the rows of q, k and v, views of the fused ones."""
+    dim = config["head_dim"]
+    q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    if fused.array.ndim < 1 or fused.array.shape[0] != q + 2 * kv:
+        raise FormatError(
+            f"{fused.where}: shape {list(fused.array.shape)}, expected {q} + {kv} + {kv} rows"
+        )
+    rows = {"q": slice(0, q), "k": slice(q, q + kv), "v": slice(q + kv, q + 2 * kv)}
+    return {part: replace(fused, array=fused.array[cut]) for part, cut in rows.items()}

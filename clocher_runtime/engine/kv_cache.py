@@ -1,0 +1,80 @@
+"""The KV cache as a caller of the Python API asks for it, and the memory that it takes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clocher_kernels.errors import UsageError
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints.locate import embedded_model, locate
+from clocher_runtime.engine.arguments import shown
+from clocher_runtime.engine.backends import choose
+from clocher_runtime.engine.footprint import kv_cache_bytes, sizes_of
+from clocher_runtime.engine.load import describe
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheConfig:
+    """How large the KV cache of a model is to be: `load(..., kv_cache=KVCacheConfig(...))`.
+
+    Layers, heads and their width are those of the model.
+
+    Attributes:
+        dtype: f32, bf16, f16, e4m3, e5m2 or i8; None: the back end's.
+        context: longest sequence in tokens; None: the model's, at most 4096.
+        batch: sequences generated side by side.
+        pages: pages of 64 tokens that all sequences share; None: `batch` whole contexts.
+    """
+
+    dtype: str | None = None
+    context: int | None = None
+    batch: int = 1
+    pages: int | None = None
+
+    def memory_usage_mb(self, path: str | Path | None = None, device: str = "auto") -> float:
+        """Return the MiB that `load(path, device=device, kv_cache=self)` allocates for the cache.
+
+        No weight is read. It is `kv_cache_mb` of the loaded model, and of the JSON line of a run.
+
+        Args:
+            path: of the model, as `load` takes it; None: the embedded one.
+            device: "auto", "cpu" or "cuda".
+
+        Raises:
+            ModelError: the model is missing, damaged or not supported.
+            DeviceError: the device is not available.
+            UsageError: a size is out of range, or an argument cannot be used.
+        """
+        backend, _ = choose(device)
+        checkpoint = open_checkpoint(embedded_model() if path is None else locate(path, "path"))
+        try:
+            spec, _ = describe(checkpoint)
+            return kv_cache_bytes(spec, sizes_of(spec, backend, **self.options())) / (1 << 20)
+        finally:
+            checkpoint.close()
+
+    def options(self) -> dict[str, Any]:
+        """Return the same as arguments of `Session`."""
+        return {
+            "kv_dtype": self.dtype,
+            "context": self.context,
+            "batch": self.batch,
+            "kv_pages": self.pages,
+        }
+
+
+def with_kv_cache(session: Mapping[str, Any], config: KVCacheConfig | None) -> dict[str, Any]:
+    """Return arguments of `Session`, with those that a configuration of its KV cache stands for.
+
+    Raises:
+        UsageError: it is no such configuration, or an argument is given in both ways.
+    """
+    if config is None:
+        return dict(session)
+    if not isinstance(config, KVCacheConfig):
+        raise UsageError(f"kv_cache is {shown(config)}; expected a KVCacheConfig")
+    options = config.options()
+    if twice := sorted(set(session) & set(options)):
+        raise UsageError(f"got {twice[0]} and kv_cache, which says it, too; give one of them")
+    return {**session, **options}

@@ -1,0 +1,72 @@
+"""How a model wants its tokens drawn: what generation_config.json says, in one rule for all.
+
+With `do_sample` true, its values are the defaults of runs, chats, servers and the Python API; what
+a caller says is stronger, field by field, and a temperature of 0 wants none of them. Without it
+nothing is taken from the file, and each keeps the defaults of its own. A value that the file leaves
+out is none of transformers' hidden ones (top_k 50 there), as in vLLM.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+from msgspec import Meta, Struct
+
+from clocher_runtime.disk.schema import given, read_as
+
+if TYPE_CHECKING:
+    from clocher_runtime.checkpoints.checkpoint import Checkpoint
+
+FILE = "generation_config.json"
+NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""What is taken from the file."""
+
+_NOTHING: Mapping[str, float] = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
+
+
+class _Drawing(Struct):
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 30)] = 0
+    top_p: Annotated[float, Meta(ge=1e-6, le=1)] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+
+
+class _Settings(Struct):
+    do_sample: bool = False
+
+
+def sampling_defaults(checkpoint: "Checkpoint") -> dict[str, float]:
+    """Return what a model's file says of drawing, by name; {} if it wants the likeliest tokens.
+
+    Raises:
+        FormatError: a value is of the wrong type or out of range.
+    """
+    settings = given(checkpoint.generation_config)
+    if not read_as(settings, _Settings, FILE).do_sample:
+        return {}
+    drawing = read_as(settings, _Drawing, FILE)
+    if drawing.temperature == 0:
+        return {}
+    values: dict[str, float] = {name: getattr(drawing, name) for name in NAMES}
+    values["top_k"] = max(drawing.top_k, 0)
+    return {name: value for name, value in values.items() if value != _NOTHING.get(name)}
+
+
+def taken(defaults: Mapping[str, float], said: Mapping[str, Any]) -> dict[str, float]:
+    """Return which of a model's defaults a caller gets.
+
+    Args:
+        defaults: what `sampling_defaults` returned.
+        said: what the caller says; None counts as nothing said.
+    """
+    if said.get("temperature") == 0:
+        return {}
+    return {name: value for name, value in defaults.items() if said.get(name) is None}
+
+
+def told(values: Mapping[str, float]) -> str:
+    """Return the message about values that came from the file, "" for none."""
+    if not values:
+        return ""
+    listed = ", ".join(f"{name} {value:g}" for name, value in values.items())
+    return f"{FILE} of the model: {listed}; --generation-config none does without"
