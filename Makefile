@@ -72,8 +72,8 @@ profile: $(VENV)/.installed  ## where the time of a step goes: a table, a flame 
 	@mkdir -p build
 	@$(BIN)/python -m bench.profile --svg build/profile.svg --trace build/profile.trace.json $(ARGS)
 
-clean:  ## remove build products and caches; .venv stays
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:  ## remove build products, reports and caches; .venv stays
+	rm -rf build dist bench/reports *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 # The stamps are older than what they were made from exactly when an installation is due.

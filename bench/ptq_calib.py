@@ -22,7 +22,7 @@ from rich.table import Column, Table
 from clocher_kernels.formats import Float, Format, Int4, Int8
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.command.script_run import reporting
 from clocher_runtime.convert.q4.map import reason_to_keep
 from clocher_runtime.convert.rounding import parse_clip, round_tensor

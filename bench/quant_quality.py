@@ -23,7 +23,7 @@ from rich.console import Console
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.command.script_run import reporting
 from clocher_runtime.convert.q4.map import parse_q4_map
 from clocher_runtime.convert.q4.parts import PartsWriter

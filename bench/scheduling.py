@@ -23,7 +23,7 @@ import click
 import numpy as np
 
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.engine.generation import Generation
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.session import ITL_MS, Session

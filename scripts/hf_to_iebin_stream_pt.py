@@ -1,7 +1,7 @@
 """Convert pytorch_model*.bin weights to IEBIN. The work is in clocher_runtime.checkpoints."""
 
 from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
-from clocher_runtime.subcommands.convert import converter
+from clocher_runtime.subcommands.convert import Q4_MAP, converter
 
 main = converter(
     "hf_to_iebin_stream_pt",
@@ -10,6 +10,7 @@ main = converter(
     The pickle is followed only to learn where the tensors lie, without torch. Files that ask for
     more than plain tensors are refused.
     """,
+    Q4_MAP,
     weights="pytorch_model*.bin weights (or with them in hf/ or hf/original/)",
     opener=open_torch_bin,
 )

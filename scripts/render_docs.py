@@ -1,4 +1,4 @@
-"""Write docs/ops.md and docs/formats.md from the op table and the formats."""
+"""Write docs/ops.md, formats.md and compatibility.md: ops, formats, what parity tests saw."""
 
 import inspect
 import re
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import click
+import compatibility_page
 
 from clocher_kernels.formats import FAMILIES, Family, parse_format
 from clocher_kernels.ops import OPS, OpSpec
@@ -47,9 +48,15 @@ STORED_AS = re.compile(r"^\[[\w, *]*\](?: (?:fp32|int8|i32|u64))?[.,;]? *")
 )
 @click.option("--docs", type=click.Path(path_type=Path), default=DOCS, help="Where the files are.")
 def main(check: bool, docs: Path) -> None:
-    """Render both files."""
+    """Render the files."""
     stale = []
-    for name, text in (("ops.md", render_ops()), ("formats.md", render_formats())):
+    rows = compatibility_page.load(DOCS / "compatibility.json")
+    pages = {
+        "ops.md": render_ops(),
+        "formats.md": render_formats(),
+        "compatibility.md": f"{NOTE}\n\n{compatibility_page.render(rows, table)}",
+    }
+    for name, text in pages.items():
         path = docs / name
         if check:
             if not path.exists() or path.read_text(encoding="utf-8") != text:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from clocher_runtime.engine.topology import cpu_name, usable_cpus
+from clocher_runtime.engine.topology import cpu_name, numa_nodes, usable_cpus
 
 STEAL_LIMIT = 1.0
 OTHERS_LIMIT = 5.0
@@ -143,6 +143,7 @@ def describe() -> dict[str, Any]:
     return {
         "cpu": cpu_name(),
         "cpus": cpus,
+        "numa_nodes": numa_nodes(),
         "memory_bytes": memory,
         "kernel": platform.release(),
         "python": platform.python_version(),

@@ -34,7 +34,7 @@ from bench.measure import (
 from clocher_kernels.errors import ClocherError
 from clocher_kernels.formats import parse_format
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.topology import default_threads
 

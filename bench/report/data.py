@@ -170,6 +170,9 @@ def machine_text(machine: object) -> str:
         return ""
     cpus, memory = machine.get("cpus"), machine.get("memory_bytes")
     parts = [str(machine.get("cpu", "")), f"{cpus} CPUs" if is_number(cpus) else ""]
+    nodes = machine.get("numa_nodes")
+    if is_number(nodes):
+        parts.append(f"{nodes} NUMA node{'s' if nodes != 1 else ''}")
     if isinstance(memory, int):
         parts.append(f"{memory / 2**30:.0f} GiB")
     parts.append(f"Linux {machine['kernel']}" if machine.get("kernel") else "")

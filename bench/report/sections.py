@@ -64,6 +64,7 @@ CELLS: Columns = {
     "IQR": number("iqr"),
     "p50 ms": number("latency_p50_ms"),
     "p95 ms": number("latency_p95_ms"),
+    "p99 ms": number("latency_p99_ms"),
     "ttft ms": number("ttft_ms"),
     "ratio": text("ratio"),
     "verdict": text("verdict"),
@@ -75,9 +76,10 @@ MEMORY: Columns = {
     "coverage": number("coverage"),
     "effective GB/s": number("effective_gbps"),
     "peak MiB": number("rss_peak_mb"),
+    "KV MiB": number("kv_cache_mb"),
 }
-_MEDIANS = ("latency_p50_ms", "latency_p95_ms", "ttft_ms", "bytes_per_token", "bytes_touched")
-_MEDIANS += ("coverage", "effective_gbps", "rss_peak_mb")
+_MEDIANS = ("latency_p50_ms", "latency_p95_ms", "latency_p99_ms", "ttft_ms", "bytes_per_token")
+_MEDIANS += ("bytes_touched", "coverage", "effective_gbps", "rss_peak_mb", "kv_cache_mb")
 FILES: Columns = {
     "cell": text("cell"),
     "first": text("first"),

@@ -75,8 +75,11 @@ GAUGES = (
     Field("tps_true", "ie_tokens_per_second", 1, "Tokens per second of strict window, last run."),
     Field("latency_p50_ms", "ie_token_latency_p50_seconds", 1e-3, "Median latency, last run."),
     Field("latency_p95_ms", "ie_token_latency_p95_seconds", 1e-3, "95th percentile, last run."),
+    Field("latency_p99_ms", "ie_token_latency_p99_seconds", 1e-3, "99th percentile, last run."),
     Field("ttft_ms", "ie_time_to_first_token_seconds", 1e-3, "Time to first token, last run."),
     Field("rss_peak_mb", "ie_rss_peak_bytes", 1 << 20, "Peak resident set size, last run."),
+    Field("kv_cache_mb", "ie_kv_cache_bytes", 1 << 20, "Memory of the KV cache, last run."),
+    Field("numa_nodes", "ie_numa_nodes", 1, "NUMA nodes of the machine, last run."),
     Field(
         "effective_gbps",
         "ie_effective_bandwidth_bytes_per_second",

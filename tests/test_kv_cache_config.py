@@ -1,0 +1,81 @@
+"""KVCacheConfig: the memory that it foretells is what a run takes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import python
+from weight_files import GPTOSS, LLAMA
+
+import clocher_runtime
+from clocher_kernels.errors import ClocherError, ModelNotFound, UsageError
+from clocher_runtime import KVCacheConfig
+
+
+@pytest.mark.parametrize("path", [None, GPTOSS, LLAMA], ids=["embedded", "windows", "dense"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        KVCacheConfig(),
+        KVCacheConfig("i8", 300, 3),
+        KVCacheConfig("f32", context=64, batch=2, pages=2),
+    ],
+    ids=["default", "i8", "pages"],
+)
+def test_a_loaded_model_takes_what_was_foretold(path: Path | None, config: KVCacheConfig) -> None:
+    expected = config.memory_usage_mb(path, "cpu")
+    with clocher_runtime.load(path, device="cpu", threads=1, kv_cache=config) as model:
+        assert model.kv_cache_mb == expected > 0
+        assert model.session.batch == config.batch
+        assert config.context in (None, model.session.context)
+        assert config.dtype in (None, model.session.kv_dtype)
+
+
+def test_the_json_line_says_the_same() -> None:
+    sizes = ("--kv-dtype", "e4m3", "--context", 200, "--device", "cpu")
+    done = python("-m", "clocher_runtime", "run", LLAMA, *sizes, "--max-new", 1, "--prompt", "a")
+    assert done.returncode == 0, done.stderr
+    config = KVCacheConfig("e4m3", 200)
+    assert json.loads(done.stdout)["kv_cache_mb"] == config.memory_usage_mb(LLAMA, "cpu")
+
+
+def test_a_byte_is_half_of_two() -> None:
+    one, two = (KVCacheConfig(kind, 1024).memory_usage_mb(LLAMA) for kind in ("e4m3", "f16"))
+    assert 0.5 <= one / two < 0.52  # tables are beside them
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (KVCacheConfig("int8"), "kv_dtype"),
+        (KVCacheConfig(context=0), "context"),
+        (KVCacheConfig(batch=0), "batch"),
+        (KVCacheConfig(pages=-1), "kv_pages"),
+        (KVCacheConfig(context=1 << 40), "this model takes 1 to"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_both(config: KVCacheConfig, message: str) -> None:
+    for ask in (config.memory_usage_mb, lambda: clocher_runtime.load(kv_cache=config)):
+        with pytest.raises(UsageError, match=message):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_cache": {"dtype": "i8"}}, "expected a KVCacheConfig"),
+        ({"kv_cache": KVCacheConfig(), "batch": 2}, "got batch and kv_cache"),
+        ({"kv_cache": KVCacheConfig("i8"), "kv_dtype": "i8"}, "got kv_dtype and kv_cache"),
+    ],
+)
+def test_nothing_is_accepted_and_dropped(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        clocher_runtime.load(**options)
+
+
+def test_errors_about_the_model_are_typed(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound):
+        KVCacheConfig().memory_usage_mb(tmp_path / "none")
+    with pytest.raises(ClocherError):
+        KVCacheConfig().memory_usage_mb(device="abacus")
