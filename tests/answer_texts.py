@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable
 
-from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.text.deltas import AnswerReader, Delta, TextReader
 from clocher_runtime.text.tokenizer import Tokenizer
 

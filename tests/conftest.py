@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import compatibility
 import pytest
 from hypothesis import settings
 
@@ -25,6 +26,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 Run = Callable[..., tuple[int, dict[str, Any], str]]
 
 _left_out: Counter[str] = Counter()
+_seen = compatibility.Seen()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record-compatibility",
+        type=Path,
+        metavar="FILE",
+        help="add what the parity tests see to FILE, which docs/compatibility.md is made of",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,16 +67,36 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if workeroutput := getattr(session.config, "workeroutput", None):  # of pytest-xdist
         workeroutput["left out"] = dict(_left_out)
+        workeroutput["compatibility"] = _seen.dump()
+    elif path := session.config.getoption("record_compatibility"):
+        _seen.write(path)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     _left_out.update(node.workeroutput["left out"])
+    _seen.merge(node.workeroutput["compatibility"])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for reason, count in sorted(_left_out.items()):
         terminalreporter.write_line(f"not run: {count} test(s), {reason}")
+
+
+@pytest.fixture
+def saw(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Take note of how near a model came to its reference; see `compatibility.Row`.
+
+    The function takes fields of a row; `variable` names the environment variable that a test needs.
+    """
+
+    def note(*key: str, variable: str = "", **found: Any) -> None:
+        test = request.node.path.relative_to(request.config.rootpath).as_posix()
+        how = compatibility.command(test, request.config.getoption("markexpr"), variable)
+        made = {"date": compatibility.today(), "isa": compatibility.isa(), "command": how}
+        _seen.add(compatibility.Row(*key, **found, **made))
+
+    return note
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import uvicorn
 from starlette.applications import Starlette
 
 from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.command.env import Sources
-from clocher_runtime.command.model_choice import embedded_model
 from clocher_runtime.serve.app import Server
 from clocher_runtime.serve.constraints import Grammars
 from clocher_runtime.serve.engine_process import EngineProcess

@@ -15,7 +15,7 @@ from clocher_kernels import host_memory
 from clocher_kernels.errors import WindowError
 from clocher_kernels.guards import refuse_in_window
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.timing import Span

@@ -1,19 +1,24 @@
 """Calibration: the walk equals the model, experts are counted, runs resume, bytes repeat."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from calibration import make_plan, sequences
 from weight_files import BITNET, GPTOSS, LLAMA, write_first_layers
 
 from clocher_kernels.errors import UsageError
-from clocher_kernels.quant_tensor import QuantTensor
+from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.convert.q4.parts import PartsWriter
+from clocher_runtime.convert.q4.map import parse_q4_map
+from clocher_runtime.convert.q4.parts import PartsWriter, plane_hashes
+from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.quantize.calibrate import Calibrated, calibrate
 from clocher_runtime.quantize.capture import Walk
+from clocher_runtime.quantize.job import CalibrationText, Job, run_job
 from clocher_runtime.quantize.plan import QuantPlan
 from clocher_runtime.quantize.rows import RowStore, make_text
 from clocher_runtime.quantize.sensitivity import log_softmax
@@ -271,6 +276,34 @@ def test_calibration_lowers_the_divergence_of_a_trained_model(tmp_path):
         divergence[method] = float((np.exp(reference) * (reference - scores)).sum(axis=1).mean())
     assert divergence["imx"] < divergence["rtn"]
     assert divergence["gptq"] < 0.5 * divergence["rtn"]
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "mxfp4"])
+def test_floating_codes_are_calibrated_written_and_run(dtype, tmp_path):
+    model = write_first_layers(LLAMA, tmp_path / "model", 1)
+    checkpoint = open_checkpoint(model)
+    rules = {"version": 1, "rules": [{"pattern": ".*_proj.*", "dtype": dtype, "method": "imx"}]}
+    record = {"name": "t", "nbytes": 1, "sha256": "0" * 64, "sequences": 4, "seq_len": 64} | {
+        "tokens": 256, "tokens_sha256": "0" * 64, "bos": False, "seed": 0
+    }  # fmt: skip
+    text = CalibrationText(tuple(map(tuple, sequences(checkpoint, 4, 64))), record)
+    q4 = parse_q4_map(rules, Path("rules"))
+    job = Job(checkpoint, tmp_path / "q4.json", q4, calibration=text, min_cosine=0.99)
+    outcome = run_job(job, job.plan())
+    assert outcome.verdict == "pass"
+    assert "imx" in {entry.method for entry in outcome.done}
+    convert(model, tmp_path / "out", tmp_path / "q4.json")
+    made = open_checkpoint(tmp_path / "out", verify=True)
+    for entry in outcome.done:
+        tensor = made.tensor(entry.planned.name)
+        assert plane_hashes(tensor) == entry.sha256
+        rounded = encode(checkpoint.tensor(entry.planned.name).decode(), tensor.format)
+        assert (plane_hashes(rounded) == entry.sha256) == (entry.method == "rtn")
+        out = entry.more_errors
+        assert out["out_nmse"] <= 1.02 * out["out_nmse_rtn"]
+    session = Session(load_model(made), threads=2, context=16, all_logits=True)
+    assert np.isfinite(session.logits([1, 2, 3])).all()
+    session.close()
 
 
 def round_of(checkpoint: Checkpoint, plan: QuantPlan, name: str) -> QuantTensor:

@@ -14,11 +14,11 @@ from commands import clean_environment, only_line
 
 from clocher_kernels import errors
 from clocher_runtime import cli
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.checkpoints.opening import open_checkpoint
 from clocher_runtime.command import loading as engine
 from clocher_runtime.command.clocher_run import COMMAND
 from clocher_runtime.command.console import COMPILING, Console
-from clocher_runtime.command.model_choice import embedded_model
 from clocher_runtime.command.settings import ALL
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.engine.stub import stub_id

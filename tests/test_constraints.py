@@ -8,7 +8,7 @@ from masks import masks_of
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.constraint import Constraint
 from clocher_runtime.engine.load import Model, load_model

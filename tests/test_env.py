@@ -76,6 +76,9 @@ SEED_FLAGS = [
     "--temperature",
     "--top-k",
     "--top-p",
+    "--min-p",
+    "--repetition-penalty",
+    "--generation-config",
     "--seed",
     "--ignore-eos",
     "--stub",
@@ -83,6 +86,7 @@ SEED_FLAGS = [
     "--kv-dtype",
     "--context",
     "--config",
+    "--lora",
 ]
 
 
@@ -128,6 +132,7 @@ def test_flag_error_names_the_flag(flag):
     name = next(n for n, s in ALL.items() if s.flag == flag)
     bad = {"--prompt": "\udcff", "--model-dir": "", "--model-json": "", "--model-bin": ""}
     bad["--prompts-file"] = bad["--config"] = bad["--outputs"] = bad["--trace-ids"] = ""
+    bad["--lora"] = ""
     with pytest.raises(UsageError, match=f"^{flag}: got "):
         resolve({name: bad.get(flag, "?")}, {})
 

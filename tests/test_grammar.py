@@ -18,7 +18,7 @@ import clocher_runtime
 from clocher_kernels.errors import UsageError
 from clocher_kernels.ops.sampling import tokens_of, words_for
 from clocher_runtime.api import LanguageModel
-from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.text import grammar
 from clocher_runtime.text.grammar import GrammarMaker

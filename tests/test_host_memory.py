@@ -7,7 +7,7 @@ from clocher_kernels import host_memory
 from clocher_kernels.errors import OutOfMemory
 from clocher_kernels.host_memory import available, require
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.models import build

@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import run_script
+from commands import SCRIPTS, python, run_script
 from fake_hub import COMMIT, COMMIT_PATH, FILES, INFO, Hub, contents, entry, server
 from huggingface_hub import constants
 
 from clocher_kernels.errors import FormatError, ModelError, ModelNotFound, UsageError
+from clocher_runtime.checkpoints.hf import hub
+from clocher_runtime.checkpoints.hf.cache import published_as
 from clocher_runtime.checkpoints.hf.hub import PATTERNS, Download, local_or_fetched, plan_download
+from clocher_runtime.convert.to_iebin import open_source
 
 __all__ = ["server"]
 script = partial(run_script, "download_gpt_oss_20b")
@@ -235,3 +238,38 @@ def test_the_script_fetches(server: Hub, tmp_path: Path) -> None:
     assert "checking model.safetensors" in done.stderr and contents(out) == wanted()
     done = script("--repo", "own/absent", "--out-dir", out, env=variables)
     assert done.returncode == 3 and "no such repository" in done.stderr
+
+
+def test_the_place_of_the_guide_is_filled(
+    server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert published_as("models/gpt-oss-120b") == "openai/gpt-oss-120b"
+    assert published_as("/data/models/gpt-oss-20b/hf/original") == "openai/gpt-oss-20b"
+    assert published_as("models/gpt-oss-20b/hf/x") is published_as("gpt-oss-20b") is None
+    place = tmp_path / "models" / "gpt-oss-20b" / "hf"
+    monkeypatch.setattr(hub, "published_as", lambda name: name == str(place) and "own/tiny")
+    assert local_or_fetched(place) == place
+    assert contents(place) == wanted()
+    server.requests.clear()
+    assert local_or_fetched(place) == place and server.requests == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "-m clocher_runtime run models/gpt-oss-20b/hf",
+        f"{SCRIPTS}/hf_to_iebin.py --out-dir out --hf-dir models/gpt-oss-20b/hf/original",
+        f"{SCRIPTS}/ptq_from_bin.py --out q.json --hf-dir models/gpt-oss-20b/hf",
+    ],
+)
+def test_what_does_not_fetch_tells_the_command_that_does(command: str, tmp_path: Path) -> None:
+    done = python(*command.split(), cwd=tmp_path, env={"HF_HUB_CACHE": str(tmp_path)})
+    assert done.returncode == 3
+    place = command.rpartition(" ")[2]
+    assert f"`clocher pull openai/gpt-oss-20b --out-dir {place}`" in done.stderr
+
+
+def test_a_place_beside_the_model_names_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelNotFound, match=f"the model is in {tmp_path}"):
+        open_source(tmp_path / "original")

@@ -48,6 +48,7 @@ RUN_KEYS = [
     "act_prec",
     "kv_dtype",
     "threads",
+    "numa_nodes",
     "context",
     "batch",
     "prompts",
@@ -59,10 +60,12 @@ RUN_KEYS = [
     "tps_true",
     "latency_p50_ms",
     "latency_p95_ms",
+    "latency_p99_ms",
     "prefill_tokens",
     "prefill_s",
     "ttft_ms",
     "rss_peak_mb",
+    "kv_cache_mb",
     "kv_hits",
     "kv_misses",
     "bytes_per_token",
@@ -72,6 +75,7 @@ RUN_KEYS = [
     "coverage",
     "effective_gbps",
     "environment",
+    "generation_config",
     "hints_ignored",
     "outputs",
 ]
@@ -166,6 +170,7 @@ def engine():
         act_prec="fp32",
         kv_dtype="f32",
         threads=2,
+        kv_cache_bytes=3 << 19,
         files=(WEIGHTS,),
         stop_ids=frozenset({STOP}),
         bytes_per_token=1000,
@@ -199,6 +204,7 @@ def line_of(monkeypatch, engine):
         clock = partial(TimedWindow, clock=engine.session.clock)
         monkeypatch.setattr(run_module, "TimedWindow", clock)
         monkeypatch.setattr(run_module, "rss_peak_mib", lambda: 12.5)
+        monkeypatch.setattr(run_module, "numa_nodes", lambda: 4)
         return line_from(engine, prompts, batch, config)
 
     return measured_line
@@ -212,7 +218,8 @@ def test_one_prompt(line_of, capsys):
     assert line.tps_true == pytest.approx(5 / 0.040)
     assert (line.prefill_tokens, line.prefill_s) == (3, pytest.approx(0.030))
     assert line.ttft_ms == pytest.approx(30)
-    assert (line.latency_p50_ms, line.latency_p95_ms) == (2.0, 4.0)
+    assert (line.latency_p50_ms, line.latency_p95_ms, line.latency_p99_ms) == (2.0, 4.0, 4.0)
+    assert (line.kv_cache_mb, line.numa_nodes) == (1.5, 4)
     assert (line.kv_hits, line.kv_misses) == (4, 3)
     assert line.forward_passes == 5
     assert line.bytes_touched == 5 * 1000
@@ -244,7 +251,7 @@ def test_rounds_and_batches_add_up(line_of, engine, capsys):
 def test_one_token_has_no_decode_latency(line_of):
     line = line_of([[1]], max_new=1)
     assert math.isnan(line.latency_p50_ms)
-    assert math.isnan(line.latency_p95_ms)
+    assert math.isnan(line.latency_p95_ms) and math.isnan(line.latency_p99_ms)
     assert json.loads(to_json(line))["latency_p95_ms"] is None
 
 

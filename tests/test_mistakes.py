@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import clocher
 
-from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.checkpoints.locate import embedded_model
 
 USAGE, MODEL, DEVICE = 2, 3, 5
 
@@ -57,7 +57,7 @@ MISTAKES = [
     ("run --max-tokens 8", USAGE, "No such option '--max-tokens'. Did you mean '--max-new'?"),
     ("run --temperature -1", USAGE, "--temperature: got '-1', expected a number from 0 to 100"),
     ("run --top-p 0", USAGE, "--top-p: got '0', expected a number from"),
-    ("run --precision int5", USAGE, "expected one of fp32, bf16, fp16, int8w, int4, int4w"),
+    ("run --precision int5", USAGE, "expected one of fp32, bf16, fp16, int8w, int4, int4w, fp8w"),
     ("run --device gpu", USAGE, "expected one of auto, cpu, cuda, ze"),
     ("run --device cuda", DEVICE, "cuda"),
     ("run --prompt a --prompt-ids 1", USAGE, "exclude each other; give one"),

@@ -18,7 +18,7 @@ from weight_files import BITNET, GPTOSS, LLAMA, copy_model, rng, write_hf
 import clocher_runtime
 from clocher_kernels import host_memory
 from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
-from clocher_runtime.command.model_choice import EMBEDDED
+from clocher_runtime.checkpoints.locate import EMBEDDED
 from clocher_runtime.convert.synthetic import Precision, plan_synthesis
 from clocher_runtime.engine.footprint import footprint
 from clocher_runtime.engine.load import describe, destined, load_model

@@ -11,7 +11,7 @@ from serving import Served, model_with_template, serving
 from starlette.testclient import TestClient
 from test_serve_answers import TEMPLATE
 
-from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.serve.page import FILE, MAX_BYTES, read_page
 
 TEXT = FILE.read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from selenium.webdriver.common.keys import Keys
 from serving import Served, model_with_template, serving
 from test_serve_answers import TEMPLATE
 
-from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.serve.errors import queue_full, unavailable
 from clocher_runtime.text.answers import Delta
 

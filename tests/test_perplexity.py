@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.quality.compare import perplexity, window_loss

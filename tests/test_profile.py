@@ -12,7 +12,7 @@ from bench.clock.step_pictures import Frame, svg, trace
 from bench.profile import Profiler, flame, label, layer_of, median_step, rows_of
 from clocher_kernels.plan import Call
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.engine.session import Session
 

@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from weight_files import LLAMA
 
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.command.model_choice import locate
+from clocher_runtime.checkpoints.locate import locate
 from clocher_runtime.subcommands import pull
 
 __all__ = ["server"]
@@ -66,18 +66,28 @@ def changed(name: str = "config.json", **fields: Any) -> bytes:
     return json.dumps(json.loads(MODEL[name]) | fields).encode()
 
 
+def test_an_adapter_is_fetched_and_its_base_is_named(
+    model: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model.files = {
+        "adapter_config.json": b'{"base_model_name_or_path": "a/b"}',
+        "adapter_model.safetensors": b"12345678",
+    }
+    code, err = run(capsys, "own/tiny")
+    assert code == 0 and "a LoRA adapter of a/b, which has to be fetched as well" in err, err
+    assert "next: clocher chat a/b --lora own/tiny" in err
+    assert "adapter_model.safetensors" in model.fetched()
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
         ({"config.json": changed(architectures=["BertModel"])}, "'BertModel' is not known"),
-        ({"config.json": changed(quantization_config={"quant_method": "hqq"})}, "'hqq' is not"),
+        ({"config.json": changed(quantization_config={"quant_method": "hqq"})}, "HQQ weights"),
+        ({"config.json": changed(quantization_config={"quant_method": "x"})}, "'x' is not known"),
         ({"config.json": changed(quantization={"bits": 4, "group_size": 64})}, "MLX's own"),
         ({"config.json": changed(num_attention_heads=7, num_key_value_heads=2)}, "do not divide"),
         ({"config.json": b"no json"}, "not valid JSON"),
-        (
-            {"adapter_config.json": b'{"base_model_name_or_path": "a/b"}'},
-            "a LoRA adapter of 'a/b'",
-        ),
         ({"config.json": None}, "no config.json"),
         ({"model.safetensors": None, "pytorch_model.bin": b"x"}, "pickled weights are not fetched"),
     ],

@@ -628,3 +628,9 @@ def test_the_four_plots(folder: Path) -> None:
     times = latency(files)
     assert times is not None and "tiny bf16, tg16 @ d32, 2 threads" in svg(times.chart)
     assert latency([by_kind["decode"]]) is None
+
+
+def test_the_page_shows_every_result_file() -> None:
+    page = (ROOT / "docs" / "PERFORMANCE.md").read_text(encoding="utf-8")
+    names = [path.name for path in (ROOT / "bench" / "results").iterdir()]
+    assert names and [name for name in names if f"`{name}`" not in page] == []

@@ -11,7 +11,7 @@ import pydantic
 import pytest
 from serving import Served, model_with_template, serving, that_ends, without_harmony
 
-from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.checkpoints.locate import embedded_model
 
 TEMPLATE = (
     "{%- if tools -%}<|start|>system<|message|>Tools: {{ tools | tojson }}<|end|>{%- endif -%}"

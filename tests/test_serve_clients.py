@@ -22,7 +22,7 @@ from serving import Served, model_with_template, serving, settled, that_ends
 from test_serve_answers import TEMPLATE
 from weight_files import ROOT
 
-from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.checkpoints.locate import embedded_model
 
 KEY = "a key"
 BATCH, QUEUE = 4, 4

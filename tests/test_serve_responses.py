@@ -15,7 +15,7 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from serving import Served, model_with_template, serving, that_ends
 
-from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.serve.errors import ApiError, internal, invalid
 from clocher_runtime.serve.json_text import to_json
 from clocher_runtime.serve.response_events import ResponseStream

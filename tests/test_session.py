@@ -11,7 +11,7 @@ import pytest
 
 from clocher_kernels.errors import OutOfMemory, UsageError
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.load import Model, load_model
@@ -71,7 +71,9 @@ def test_chunks_and_threads_change_no_bit(name: str, chunk: int, threads: int) -
     assert np.array_equal(logits_of(name, chunk, threads), expected)
 
 
-@pytest.mark.parametrize("precision", ["int8w", "int4w", "fp32", "fp16"])
+@pytest.mark.parametrize(
+    "precision", ["int8w", "int4w", "fp32", "fp16", "fp8w", "fp8_b128w", "fp8_e5m2w", "mxfp4w"]
+)
 def test_chunks_change_no_bit_of_a_requantised_model(precision: str) -> None:
     expected = logits_of("llama", LENGTH, 1, precision)
     assert np.array_equal(logits_of("llama", 1, 2, precision), expected)

@@ -18,7 +18,7 @@ import clocher_runtime
 from clocher_kernels.errors import SessionBusy, UsageError
 from clocher_runtime.api import LanguageModel
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.timing import TimedWindow

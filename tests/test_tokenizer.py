@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, processors
 
 from clocher_kernels.errors import FormatError, ModelNotFound, UsageError
-from clocher_runtime.command.model_choice import embedded_model
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.text.tokenizer import TextStream, Tokenizer
 
 MODEL = embedded_model()
@@ -42,6 +42,16 @@ def test_equals_transformers(tokenizer):
         )
         got = tokenizer.apply_chat_template(messages, add_generation_prompt=prompt)
         assert got == expected
+
+
+def test_templates_get_documents_as_transformers_passes_them():
+    config = CONFIG | {"chat_template": "{{ documents is none }} {{ tools is none }}"}
+    reads = Tokenizer(MODEL / "tokenizer.json", config)
+    assert reads.apply_chat_template([{"role": "user", "content": "x"}]) == "True True"
+    config = CONFIG | {"chat_template": "{{ documents[0].text }}"}
+    reads = Tokenizer(MODEL / "tokenizer.json", config)
+    given = {"documents": [{"title": "t", "text": "y"}]}
+    assert reads.apply_chat_template([], variables=given) == "y"
 
 
 def byte_ids(tokenizer):

@@ -71,12 +71,12 @@ def dedup() -> list[Seed]:
 
 
 def gguf() -> list[Seed]:
-    """Return GGUF files: a whole Llama with a tokenizer, in bf16 and with 8-bit matrices."""
+    """Return GGUF files: a whole Llama with a tokenizer, in bf16, with 8-bit and 5-bit matrices."""
     config = hf_seeds.CONFIG | {"rope_parameters": {"rope_theta": 1e4}}
     with TemporaryDirectory() as source:
         values = gguf_tensors(open_checkpoint(_put(Path(source), hf_seeds.llama())))
     seeds = []
-    for matrix in (Kind.BF16, Kind.Q8_0):
+    for matrix in (Kind.BF16, Kind.Q8_0, Kind.Q5_1):
         tensors = {
             name: raw_blocks(matrix if value.ndim == 2 else Kind.BF16, value)
             for name, value in values.items()
