@@ -1,0 +1,121 @@
+"""Load a draft model: it and the model that it guesses for mean the same by every token id."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from clocher_kernels.errors import FormatError, ModelNotFound, UnsupportedModel
+from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
+from clocher_runtime.disk.files import read_bytes
+from clocher_runtime.engine.load import Model, load_model, model_spec
+from clocher_runtime.text.tokenizer_limits import MAX_FILE_BYTES, inspect
+
+_SHOWN = 40
+_NEXT = "give a model of the same family, or leave the draft model out"
+
+
+def load_draft(path: Path, model: Model) -> Model:
+    """Load a draft model as it is stored.
+
+    Args:
+        path: from `checkpoints.locate`.
+        model: what it will guess for.
+
+    Raises:
+        UnsupportedModel: an id stands for something else in it.
+        ModelError: it is damaged or not supported.
+    """
+    with _named_as_draft():
+        checkpoint = open_checkpoint(path)
+        sizes = model.spec.vocab_size, model_spec(checkpoint).vocab_size
+    _check_same_vocabulary(model.checkpoint, sizes, checkpoint)
+    with _named_as_draft():
+        return load_model(checkpoint)
+
+
+@contextmanager
+def _named_as_draft() -> Iterator[None]:
+    """Say in errors that they are about the draft model: there are two models."""
+    try:
+        yield
+    except (FormatError, ModelNotFound, UnsupportedModel) as error:
+        raise type(error)(f"draft model: {error}") from None
+
+
+def _check_same_vocabulary(model: Checkpoint, sizes: tuple[int, int], draft: Checkpoint) -> None:
+    """Refuse a draft model whose ids are not those of the model.
+
+    What makes text ids may differ: only the model's own does. So may the rows that fill up an
+    embedding beyond the last id.
+
+    Args:
+        model: what is guessed.
+        sizes: rows of the embeddings of the model and the draft model.
+        draft: what guesses.
+
+    Raises:
+        UnsupportedModel: an id stands for something else.
+        ModelError: a tokenizer cannot be read.
+    """
+    data, other = _content(model), _content(draft)
+    if data is None or other is None:
+        if data is not other or sizes[0] != sizes[1]:
+            raise UnsupportedModel(
+                f"draft model {draft.path}: {sizes[1]} ids, and {model.path} has {sizes[0]}; "
+                f"without both tokenizers nobody knows whether they mean the same: {_NEXT}"
+            )
+        return
+    if data == other:
+        return
+    own, theirs = _tokens(data, model.path), _tokens(other, draft.path)
+    if own == theirs:
+        return
+    ids = sorted({*own, *theirs})
+    first = next(i for i in ids if own.get(i) != theirs.get(i))
+    hashes = " and ".join(sha256(each).hexdigest()[:12] for each in (data, other))
+    raise UnsupportedModel(
+        f"draft model {draft.path}: its vocabulary is another one: {len(theirs)} ids, and "
+        f"{model.path} has {len(own)}; the first that differs is {first}, {_name(theirs, first)} "
+        f"instead of {_name(own, first)} (tokenizers {hashes}); {_NEXT}"
+    )
+
+
+def _content(checkpoint: Checkpoint) -> bytes | None:
+    """Return the tokenizer.json of a model, None where it has none."""
+    source = checkpoint.tokenizer_source
+    if not isinstance(source, Path):
+        return source
+    try:
+        return read_bytes(source, MAX_FILE_BYTES)
+    except ModelNotFound:
+        return None
+
+
+def _tokens(data: bytes, where: Path) -> dict[int, str]:
+    """Return what each id of a tokenizer.json stands for."""
+    document: dict[str, Any] = json.loads(inspect(data, str(where)).text)
+    model = document.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    found: dict[int, str] = {}
+    if isinstance(vocabulary, dict):
+        found = {i: text for text, i in vocabulary.items() if isinstance(i, int)}
+    elif isinstance(vocabulary, list):
+        found = {i: str(entry[0]) for i, entry in enumerate(vocabulary) if _is_scored(entry)}
+    added = document.get("added_tokens")
+    for each in added if isinstance(added, list) else []:
+        if isinstance(each, dict) and isinstance(each.get("id"), int):
+            found[each["id"]] = str(each.get("content"))
+    return found
+
+
+def _is_scored(entry: object) -> bool:
+    """Whether this is a text with its score, as a vocabulary of unigrams has them."""
+    return isinstance(entry, list) and bool(entry) and isinstance(entry[0], str)
+
+
+def _name(tokens: Mapping[int, str], token: int) -> str:
+    """Return an id's text for a message."""
+    return f"{tokens[token]!r:.{_SHOWN}}" if token in tokens else "nothing"

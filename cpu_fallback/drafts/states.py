@@ -1,0 +1,286 @@
+"""A suffix automaton in flat memory: the compiled part of `automaton`.
+
+The automaton of a text has a state for each class of substrings that end at the same places. A text
+of n tokens has at most 2n states, and at most n edges besides the first of each state. So arrays
+for n tokens never overflow, and only the number of tokens has to be watched.
+
+    text    [n]      i32  the tokens
+    states  [2n, 6]  i32  length of the longest substring, suffix link, where it ended last, token
+                          and target of the first edge, number of the newest other edge or 0
+    edges   [n, 4]   i32  from, token, target, number of the next edge of the same state or 0
+    table   [2n]     i32  open addressing by (from, token): number of an edge, or 0; n a power of 2
+
+A negative token is a mark: it stands in the text and is an edge of no state, so no match and no
+draft goes across it.
+
+The hash has secret factors, so that nobody can write a text whose edges all collide.
+"""
+
+from numba import types
+
+from cpu_fallback.lanes.jit import Kernel, device
+from cpu_fallback.lanes.memory import read_i32, read_i64, write_i32, write_i64
+
+# Words of the head, int64. The first four are addresses.
+TEXT, STATES, EDGES, TABLE, MASK, FACTOR, FACTOR_2, SIZE, STATE_COUNT, EDGE_COUNT, LAST, BEFORE = (
+    range(12)
+)
+WORDS = 12
+
+STATE_WORDS, EDGE_WORDS = 6, 4
+_STATE, _EDGE = 4 * STATE_WORDS, 4 * EDGE_WORDS
+_LENGTH, _LINK, _END, _TOKEN, _TARGET, _MORE = range(0, _STATE, 4)
+_FROM, _BY, _TO, _NEXT = range(0, _EDGE, 4)
+
+FRESHENED = 16
+"""States of a token's suffixes, from the longest on, whose last place is noted."""
+
+
+@device
+def _word(head, index):
+    return read_i64(head + 8 * index)
+
+
+@device
+def _state(head, number):
+    return _word(head, STATES) + _STATE * number
+
+
+@device
+def _edge(head, number):
+    return _word(head, EDGES) + _EDGE * (number - 1)
+
+
+@device
+def _slot(head, state, token):
+    """Return the address in the table where the search for an edge begins, as an index."""
+    mixed = ((state << 32) | token) * _word(head, FACTOR)
+    mixed = (mixed ^ (mixed >> 32)) * _word(head, FACTOR_2)
+    return (mixed >> 24) & _word(head, MASK)
+
+
+@device
+def _target(head, state, token):
+    """Return the address of the target of an edge, 0 if the state has no such edge."""
+    at = _state(head, state)
+    if read_i32(at + _TOKEN) == token:
+        return at + _TARGET
+    if read_i32(at + _MORE) == 0:
+        return 0
+    slot = _slot(head, state, token)
+    number = read_i32(_word(head, TABLE) + 4 * slot)
+    while number:
+        edge = _edge(head, number)
+        if read_i32(edge + _FROM) == state and read_i32(edge + _BY) == token:
+            return edge + _TO
+        slot = (slot + 1) & _word(head, MASK)
+        number = read_i32(_word(head, TABLE) + 4 * slot)
+    return 0
+
+
+@device
+def _enter(head, number):
+    """Put an edge into the table."""
+    edge = _edge(head, number)
+    slot = _slot(head, read_i32(edge + _FROM), read_i32(edge + _BY))
+    while read_i32(_word(head, TABLE) + 4 * slot):
+        slot = (slot + 1) & _word(head, MASK)
+    write_i32(_word(head, TABLE) + 4 * slot, number)
+
+
+@device
+def _connect(head, state, token, target):
+    """Add an edge that the state does not have."""
+    at = _state(head, state)
+    if read_i32(at + _TOKEN) < 0:
+        write_i32(at + _TOKEN, token)
+        write_i32(at + _TARGET, target)
+        return
+    number = _word(head, EDGE_COUNT) + 1
+    write_i64(head + 8 * EDGE_COUNT, number)
+    edge = _edge(head, number)
+    write_i32(edge + _FROM, state)
+    write_i32(edge + _BY, token)
+    write_i32(edge + _TO, target)
+    write_i32(edge + _NEXT, read_i32(at + _MORE))
+    write_i32(at + _MORE, number)
+    _enter(head, number)
+
+
+@device
+def _new_state(head, length, link, end):
+    number = _word(head, STATE_COUNT)
+    write_i64(head + 8 * STATE_COUNT, number + 1)
+    at = _state(head, number)
+    write_i32(at + _LENGTH, length)
+    write_i32(at + _LINK, link)
+    write_i32(at + _END, end)
+    write_i32(at + _TOKEN, -1)
+    write_i32(at + _TARGET, 0)
+    write_i32(at + _MORE, 0)
+    return number
+
+
+@device
+def _split(head, state, by, token):
+    """Give the substrings of a state that are as long as `by` and one token a state of their own.
+
+    Args:
+        head: address of the head.
+        state: the state to split.
+        by: the longest state with an edge to it whose substrings are of the new state.
+        token: that edge's.
+
+    Returns:
+        The new state.
+    """
+    old = _state(head, state)
+    length = read_i32(_state(head, by) + _LENGTH) + 1
+    made = _new_state(head, length, read_i32(old + _LINK), read_i32(old + _END))
+    if read_i32(old + _TOKEN) >= 0:
+        _connect(head, made, read_i32(old + _TOKEN), read_i32(old + _TARGET))
+    number = read_i32(old + _MORE)
+    while number:
+        edge = _edge(head, number)
+        _connect(head, made, read_i32(edge + _BY), read_i32(edge + _TO))
+        number = read_i32(edge + _NEXT)
+    write_i32(old + _LINK, made)
+    while by >= 0:
+        target = _target(head, by, token)
+        if target == 0 or read_i32(target) != state:
+            break
+        write_i32(target, made)
+        by = read_i32(_state(head, by) + _LINK)
+    return made
+
+
+@device
+def _append(head, token):
+    """Extend the text by a token, and note where its longest known suffix ended before."""
+    place = _word(head, SIZE)
+    write_i32(_word(head, TEXT) + 4 * place, token)
+    write_i64(head + 8 * SIZE, place + 1)
+    at = _word(head, LAST)
+    made = _new_state(head, place + 1, 0, place)
+    write_i64(head + 8 * LAST, made)
+    write_i64(head + 8 * BEFORE, -1)
+    if token < 0:
+        return
+    target = _target(head, at, token)
+    while target == 0:
+        _connect(head, at, token, made)
+        at = read_i32(_state(head, at) + _LINK)
+        if at < 0:
+            return
+        target = _target(head, at, token)
+    known = read_i32(target)
+    if read_i32(_state(head, known) + _LENGTH) != read_i32(_state(head, at) + _LENGTH) + 1:
+        known = _split(head, known, at, token)
+    write_i32(_state(head, made) + _LINK, known)
+    write_i64(head + 8 * BEFORE, read_i32(_state(head, known) + _END))
+    turn = 0
+    while known > 0 and turn < FRESHENED:
+        write_i32(_state(head, known) + _END, place)
+        known = read_i32(_state(head, known) + _LINK)
+        turn += 1
+
+
+@device
+def _copy(head, end, most, out):
+    """Write what follows a place in the text, up to a mark; return how many tokens.
+
+    Past the end of the text stands what was written: a text that repeats goes on repeating.
+    """
+    size = _word(head, SIZE)
+    count = 0
+    while count < most:
+        place = end + 1 + count
+        if place < size:
+            token = read_i32(_word(head, TEXT) + 4 * place)
+        else:
+            token = read_i32(out + 4 * (place - size))
+        if token < 0:
+            break
+        write_i32(out + 4 * count, token)
+        count += 1
+    return count
+
+
+def _begin(head):
+    """Make the state of the empty text in arrays that are empty."""
+    write_i64(head + 8 * SIZE, 0)
+    write_i64(head + 8 * STATE_COUNT, 0)
+    write_i64(head + 8 * EDGE_COUNT, 0)
+    write_i64(head + 8 * LAST, _new_state(head, 0, -1, -1))
+    write_i64(head + 8 * BEFORE, -1)
+
+
+def _follow(head, ids, count, most, out):
+    """Extend the text by tokens, then draft what follows its longest suffix that it had before.
+
+    Args:
+        head: address of the head; the arrays have room for the tokens.
+        ids: address of the new tokens, i32.
+        count: how many they are.
+        most: tokens to draft.
+        out: address of the draft, i32.
+
+    Returns:
+        Length of the suffix << 8 | tokens drafted.
+    """
+    for i in range(count):
+        _append(head, read_i32(ids + 4 * i))
+    end = _word(head, BEFORE)
+    if end < 0:
+        return 0
+    known = read_i32(_state(head, _word(head, LAST)) + _LINK)
+    return (read_i32(_state(head, known) + _LENGTH) << 8) | _copy(head, end, most, out)
+
+
+def _read(head, match, ids, count, most, out):
+    """Follow another text through the automaton, then draft what came after its longest suffix.
+
+    Args:
+        head: address of the head.
+        match: address of the state and the length of the suffix, i64; read and written.
+        ids: address of the new tokens of the other text, i32.
+        count: how many they are.
+        most: tokens to draft.
+        out: address of the draft, i32.
+
+    Returns:
+        Length of the suffix << 8 | tokens drafted.
+    """
+    state, length = read_i64(match), read_i64(match + 8)
+    # Since it was written, the state may have been split, and what was matched be of the new one.
+    link = read_i32(_state(head, state) + _LINK)
+    while link >= 0 and read_i32(_state(head, link) + _LENGTH) >= length:
+        state = link
+        link = read_i32(_state(head, state) + _LINK)
+    for i in range(count):
+        token = read_i32(ids + 4 * i)
+        target = _target(head, state, token) if token >= 0 else 0
+        while target == 0 and state > 0:
+            state = read_i32(_state(head, state) + _LINK) if token >= 0 else 0
+            length = read_i32(_state(head, state) + _LENGTH)
+            target = _target(head, state, token) if token >= 0 else 0
+        if target:
+            state = read_i32(target)
+            length += 1
+    write_i64(match, state)
+    write_i64(match + 8, length)
+    if length == 0:
+        return 0
+    return (length << 8) | _copy(head, read_i32(_state(head, state) + _END), most, out)
+
+
+def _index(head):
+    """Put all edges into a table that is empty."""
+    for number in range(1, _word(head, EDGE_COUNT) + 1):
+        _enter(head, number)
+
+
+begin = Kernel(_begin)
+follow = Kernel(_follow, types.int64)
+read = Kernel(_read, types.int64)
+index = Kernel(_index)
