@@ -1,0 +1,198 @@
+"""Products that leave out what zeros would multiply.
+
+The gate of an MLP with a squared ReLU decides, before anything else is read, which neurons are
+zero. Rows of the up projection and columns of the down projection that belong to them need not be
+read, nor need columns of any product whose input `drop_small` has made zero. Results are those of
+`linear` and `glu`: what is left out would have been multiplied by zero.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from clocher_kernels.formats import Int4, Ternary, parse_format
+from clocher_kernels.formats.base import Format
+from clocher_kernels.ops.contract import EXACT, FP32, Case, OpSpec, Param, Real, Value
+from clocher_kernels.ops.elementwise import glu
+from clocher_kernels.ops.linear import linear
+from clocher_kernels.ops.quantize import BITNET, groups_of, quantize
+from clocher_kernels.quant_tensor import QuantTensor, encode
+
+Array = np.ndarray
+
+
+SKIPPED_GROUPS = (32, 64, 128)
+"""Columns per scale of int4 weights whose columns can be skipped."""
+_GROUPED = {"cuda": "columns of int4 weights are skipped on a CPU only"}
+
+
+def skips_columns(fmt: Format) -> bool:
+    """Return whether weights of a format can be multiplied by `skip_linear`."""
+    if isinstance(fmt, Int4):
+        return fmt.symmetric and fmt.group in SKIPPED_GROUPS
+    return isinstance(fmt, Ternary)
+
+
+def relu2_gate_up(
+    *, x: Array, x_scale: Array, gate: QuantTensor, w: QuantTensor, y: Array, group: int = 0
+) -> None:
+    """Compute the hidden layer of an MLP with a squared ReLU: y = max(x gate^T, 0)^2 * (x W^T).
+
+    It is `linear`, twice, and `glu`. Rows of W whose gate is not positive need not be read. A gate
+    that is not finite gives no finite value, and neither does a row of W, whatever its gate.
+
+    Args:
+        x: [M, K] int8 codes.
+        x_scale: [M, 1] fp32.
+        gate: logical [I, K], ternary.
+        w: logical [I, K], ternary.
+        y: [M, I] fp32, written.
+        group: 0; one scale per token.
+
+    Source: ReLU^2 is of "Primer" (arXiv 2109.08668); that its zeros need not be computed of "Deja
+    Vu" (arXiv 2310.17157), where they are guessed.
+    """
+    gates, up = np.empty(y.shape, np.float32), np.empty(y.shape, np.float32)
+    linear(x=x, x_scale=x_scale, w=gate, y=gates, group=group)
+    linear(x=x, x_scale=x_scale, w=w, y=up, group=group)
+    glu(gate=gates, up=up, y=y, act="relu2")
+
+
+def skip_linear(
+    *,
+    x: Array,
+    x_scale: Array,
+    w: QuantTensor,
+    y: Array,
+    bias: Array | None = None,
+    residual: Array | None = None,
+    group: int = 0,
+) -> None:
+    """Multiply what has many zeros by a stored weight: y = x decode(w)^T + bias + residual.
+
+    It is `linear` with int8 activations, to the bit. Columns of W that zeros multiply need not be
+    read.
+
+    Args:
+        x: [M, K] int8 codes.
+        x_scale: [M, B] fp32; B = 1 with ternary weights, else ceil(K / 128).
+        w: logical [N, K], ternary, or symmetric int4 with a scale for 32, 64 or 128 columns.
+        y: [M, N] fp32, written; may be the residual's own buffer.
+        bias: [N] fp32.
+        residual: [M, N] fp32.
+        group: columns per activation scale: 128, or with ternary weights 0: one scale per token.
+    """
+    linear(x=x, x_scale=x_scale, w=w, y=y, bias=bias, residual=residual, group=group)
+
+
+def _codes(values: Array) -> dict[str, Value]:
+    q, scale = np.empty(values.shape, np.int8), np.empty((len(values), 1), np.float32)
+    quantize(x=values, q=q, scale=scale, group=0, **BITNET)
+    return {"x": q, "x_scale": scale}
+
+
+def _make_up(case: Case, rng: np.random.Generator) -> dict[str, Value]:
+    """Make positive activations, and gates of which a share leans towards them."""
+    m, i, k = (case.sizes[d] for d in "MIK")
+    lives = rng.random((i, 1)) < case.options["live"]
+    gate = rng.standard_normal((i, k), np.float32) + np.where(lives, 1, -1).astype(np.float32)
+    x = 1 + rng.standard_normal((m, k), np.float32)
+    return {"gate": encode(gate, parse_format(case.formats["gate"])), **_codes(x)}
+
+
+def _make_down(case: Case, rng: np.random.Generator) -> dict[str, Value]:
+    m, k = (case.sizes[d] for d in "MK")
+    if case.attrs["group"]:
+        x = rng.integers(-127, 128, (m, k)).astype(np.int8)
+        x[rng.random((m, k)) >= case.options["live"]] = 0
+        return {"x": x}
+    values = rng.standard_normal((m, k), np.float32)
+    values[rng.random((m, k)) >= case.options["live"]] = 0
+    return _codes(values)
+
+
+_SIZES: tuple[tuple[int, int, int, float, dict[str, bool]], ...] = (
+    # M, rows, columns, share of neurons that live, other options
+    (1, 64, 256, 0.2, {}),
+    (1, 132, 100, 0.1, {"bias": True}),
+    (2, 148, 600, 0.2, {"residual": True}),
+    (2, 64, 40, 0.9, {"bias": True, "residual": True}),
+    (1, 256, 512, 0.0, {"residual": True}),
+    (1, 256, 512, 1.0, {}),
+    (3, 52, 352, 0.2, {"bias": True}),
+    (37, 48, 384, 0.3, {"residual": True}),
+)
+
+
+def _cases(rows: str) -> tuple[Case, ...]:
+    return tuple(
+        Case(
+            f"ternary-m{m}-{rows.lower()}{n}-k{k}-live{int(100 * live)}",
+            {"M": m, rows: n, "K": k, "B": 1},
+            {"group": 0},
+            {**({"gate": "ternary"} if rows == "I" else {}), "w": "ternary", "x": "i8"},
+            {"x_scale": True, "live": live, **(more if rows == "N" else {})},
+        )
+        for m, n, k, live, more in _SIZES
+    )
+
+
+def _grouped(fmt: str, m: int, n: int, k: int, live: float, more: Mapping[str, bool]) -> Case:
+    return Case(
+        f"{fmt}-m{m}-n{n}-k{k}-live{int(100 * live)}",
+        {"M": m, "N": n, "K": k, "B": groups_of(k, 128)},
+        {"group": 128},
+        {"w": fmt, "x": "i8"},
+        {"x_scale": True, "live": live, **more},
+        FP32,
+        missing=_GROUPED,
+    )
+
+
+_BY_COLUMN = (
+    _grouped("int4_sym_g32_f16", 1, 256, 384, 0.6, {}),
+    _grouped("int4_sym_g32_f16", 2, 148, 352, 0.75, {"bias": True, "residual": True}),
+    _grouped("int4_sym_g32_f16", 3, 148, 352, 0.75, {"bias": True}),
+    _grouped("int4_sym_g64_f16", 1, 37, 100, 0.1, {"residual": True}),
+    _grouped("int4_sym_g64_bf16", 2, 300, 640, 0.0, {}),
+    _grouped("int4_sym_g128_f32", 1, 520, 300, 1.0, {"bias": True}),
+)
+
+SPECS = (
+    OpSpec(
+        "relu2_gate_up",
+        "y = max(x gate^T, 0)^2 * (x W^T), ternary; rows of W with closed gates are not read",
+        (
+            Param("x", "in", "M K", "i8"),
+            Param("x_scale", "in", "M B"),
+            Param("gate", "matrix", "I K", ""),
+            Param("w", "matrix", "I K", ""),
+            Param("y", "out", "M I"),
+        ),
+        relu2_gate_up,
+        _cases("I"),
+        FP32,
+        (Real("ternary-m1-i64-*", {"M": 1, "I": 6912, "K": 2560}),),
+        make=_make_up,
+    ),
+    OpSpec(
+        "skip_linear",
+        "y = x W^T + bias + residual, x int8; columns of W that zeros multiply are not read",
+        (
+            Param("x", "in", "M K", "i8"),
+            Param("x_scale", "in", "M B"),
+            Param("w", "matrix", "N K", ""),
+            Param("bias", "vector", "N", optional=True),
+            Param("residual", "in", "M N", optional=True),
+            Param("y", "out", "M N"),
+        ),
+        skip_linear,
+        (*_cases("N"), *_BY_COLUMN),
+        EXACT,
+        (
+            Real("ternary-m1-n64-*", {"M": 1, "N": 2560, "K": 6912}),
+            Real("int4_sym_g32_f16-m1-*", {"M": 1, "N": 8192, "K": 2048}),
+        ),
+        make=_make_down,
+    ),
+)

@@ -1,0 +1,367 @@
+"""Products of one token that do not read the weights of channels whose codes are zero.
+
+The sums are those of the tiles: int32 over a block of weights, exact and so free of any order, then
+scaled and added by the same fmas in the same order. What a zero adds to them is nothing, so which
+of the two kernels computed a token nobody can tell. Two tokens have too few zeros in common: the
+tiles do it, as they do more.
+
+A thread lists the live columns of all blocks once for a product. Random rows are nothing that a
+core's own prefetcher foresees, so with every four rows that are multiplied, four rows of the list
+are asked for, one line of each, a group of columns further on.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from clocher_kernels.errors import ShapeError, UnsupportedOp
+from clocher_kernels.ops.skip import skips_columns
+from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.lanes.jit import Kernel, device
+from cpu_fallback.lanes.memory import (
+    emit_load,
+    emit_prefetch,
+    emit_store,
+    prefetch,
+    read_i8,
+    read_i32,
+    read_i64,
+    store_f32,
+    write_i32,
+    write_i64,
+    write_u8,
+)
+from cpu_fallback.lanes.record import executes
+from cpu_fallback.lanes.simd import emit_fma, zero
+from cpu_fallback.lanes.vector import BYTES, F32, I32, constant, i64, op, spread, void
+from cpu_fallback.ops.bind import BoundCall, share
+from cpu_fallback.ops.linear import multiply_tiles, panels_room, write_rows
+from cpu_fallback.ops.tiled import SHARES, Tiled, is_filled, tiled
+from cpu_fallback.team.tape import Launch
+from cpu_fallback.tiles.byte_dots import bits, dot, emit_run, emit_split
+from cpu_fallback.tiles.row_pack import CHUNK, LINE, rows_of
+from cpu_fallback.tiles.scales import emit_scales
+
+_GROUP = 128
+_QUAD = 4
+_STATE = 64
+"""In the scratch, after what `is_filled` keeps: the cursor, and how long the list is."""
+_BLOCK = 16
+"""Bytes of what the scratch knows of a block: its first quad, its last one, -8 times its codes."""
+_ENTRY = 5
+"""Bytes of a live column in the scratch: i32 place of its row in a panel, i8 code."""
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_SIZE = {"f32": 4, "f16": 2, "bf16": 2}
+
+Skipped = NamedTuple(
+    "Skipped",
+    [
+        *Tiled.__annotations__.items(),
+        ("skip", int),
+        ("rows", int),
+        ("record", int),
+        ("block", int),
+        ("blocks", int),
+        ("chunks", int),
+        ("panels", int),
+        ("heads", int),
+        ("lead", int),
+        ("longest", int),
+    ],
+)
+"""A weight in tiles, and by input channel (`tiles.row_pack`).
+
+Attributes:
+    skip: address of the kernel that multiplies a panel.
+    rows: address of the panels.
+    record: bytes of a block of a panel.
+    block: columns of one.
+    blocks: of a panel.
+    chunks: of a panel.
+    panels: how many.
+    heads: how many times as long as a row the scales of a block are.
+    lead: entries of the list that are asked for ahead of use.
+    longest: entries there are room for.
+"""
+
+
+def _i64(value: int) -> ir.Constant:
+    return ir.Constant(_I64, value)
+
+
+def _interleave(b: Any, left: Any, right: Any, width: int, high: int) -> Any:
+    """Emit elements of `width` bytes of two vectors in turn, of one half of each quarter."""
+    count = LINE // width
+    kind = ir.VectorType(ir.IntType(8 * width), count)
+    quarter = count // 4
+    lanes = []
+    for q in range(4):
+        for i in range(quarter // 2):
+            at = q * quarter + high * quarter // 2 + i
+            lanes += [at, count + at]
+    mask = ir.Constant(ir.VectorType(_I32, count), lanes)
+    mixed = b.shuffle_vector(b.bitcast(left, kind), b.bitcast(right, kind), mask)
+    return b.bitcast(mixed, BYTES.llvm)
+
+
+_SHIFTED = 4 if CURRENT.avx512 else 0
+"""The sums of the second 64 channels of a chunk are 2^_SHIFTED times too large."""
+
+
+def _operands(b: Any, lines: list[Any]) -> list[Any]:
+    """Emit the eight operands of four rows of a chunk: 16 channels times 4 rows each."""
+    pairs = [
+        (_interleave(b, lines[0], lines[1], 1, h), _interleave(b, lines[2], lines[3], 1, h))
+        for h in (0, 1)
+    ]
+    mixed = [_interleave(b, one, two, 2, h) for one, two in pairs for h in (0, 1)]
+    low = [bits(b, each, 0, 15) for each in mixed]
+    if _SHIFTED:
+        return low + [b.and_(each, constant(BYTES, 240)) for each in mixed]
+    return low + [bits(b, each, 4, 15) for each in mixed]
+
+
+def _emit_dot(b: Any, total: Any, weights: Any, x: Any) -> Any:
+    if CURRENT.avx512:
+        return dot(b, total, weights, x)
+    if CURRENT.avx2:
+        return b.add(total, emit_run(b, [(weights, x)]))
+    return emit_split(b, total, weights, x)
+
+
+class _Cursor:
+    """What of the list is asked for next: a line of four rows, then their next one."""
+
+    def __init__(self, b: Any, state: Any, panel: Any, width: Any, last: Any) -> None:
+        self._b, self._state, self._panel, self._width, self._last = b, state, panel, width, last
+        self._entry = cgutils.alloca_once_value(b, emit_load(b, _I64, state))
+        self._line = cgutils.alloca_once_value(b, emit_load(b, _I64, b.add(state, _i64(8))))
+
+    def ask(self) -> None:
+        """Emit a request for four lines, and go on."""
+        b, entry, line = self._b, self._b.load(self._entry), self._b.load(self._line)
+        at = b.add(self._panel, line)
+        for i in range(_QUAD):
+            offset = b.sext(emit_load(b, _I32, b.add(entry, _i64(4 * i))), _I64)
+            emit_prefetch(b, b.add(at, offset))
+        line = b.add(line, _i64(LINE))
+        ended = b.icmp_signed("==", line, self._width)
+        b.store(b.select(ended, _i64(0), line), self._line)
+        further = b.add(entry, b.select(ended, _i64(4 * _QUAD), _i64(0)))
+        past = b.icmp_signed(">", further, self._last)
+        b.store(b.select(past, self._last, further), self._entry)
+
+    def save(self) -> None:
+        """Emit what keeps it for the next chunk."""
+        emit_store(self._b, self._b.load(self._entry), self._state)
+        emit_store(self._b, self._b.load(self._line), self._b.add(self._state, _i64(8)))
+
+
+def _chunk_of(scale: str) -> Any:
+    """Return the intrinsic that multiplies a chunk by one group of columns of a token."""
+    heads = 2 * _SIZE[scale]
+
+    @op(void, i64, i64, i64, i64, i64, i64, i64, i64, i64, i64, i64)
+    def chunk(b, panel, blocks, count, entries, codes, place, width, x_scale, total, state, last):
+        """Add to totals [128] the products with `count` blocks of columns, times their scale."""
+        cursor = _Cursor(b, state, panel, width, last)
+        parts = [cgutils.alloca_once(b, F32.llvm) for _ in range(8)]
+        sums = [cgutils.alloca_once(b, I32.llvm) for _ in range(8)]
+        for slot in parts:
+            b.store(constant(F32, 0.0), slot)
+        line = b.add(panel, b.mul(place, _i64(LINE)))
+        first = b.add(panel, b.mul(place, _i64(CHUNK * _SIZE[scale])))
+        with cgutils.for_range(b, count) as outer:
+            here = b.add(blocks, b.mul(outer.index, _i64(_BLOCK)))
+            begin, end, start = (emit_load(b, _I32, b.add(here, _i64(4 * i))) for i in range(3))
+            start = spread(b, I32, start)
+            for i, slot in enumerate(sums):
+                by = constant(I32, _SHIFTED if i >= 4 else 0)
+                b.store(b.shl(start, by), slot)
+            begin, end = b.sext(begin, _I64), b.sext(end, _I64)
+            with cgutils.for_range_slice(b, begin, end, _i64(_QUAD), inc=True) as (i, _):
+                at = b.add(entries, b.mul(i, _i64(4)))
+                lines = []
+                for r in range(_QUAD):
+                    offset = b.sext(emit_load(b, _I32, b.add(at, _i64(4 * r))), _I64)
+                    lines.append(emit_load(b, BYTES.llvm, b.add(line, offset)))
+                four = emit_load(b, _I32, b.add(codes, i))
+                x = b.bitcast(spread(b, I32, four), BYTES.llvm)
+                for slot, weights in zip(sums, _operands(b, lines), strict=True):
+                    b.store(_emit_dot(b, b.load(slot), weights, x), slot)
+                cursor.ask()
+            head = b.sub(b.add(entries, b.mul(begin, _i64(4))), _i64(4 * heads))
+            scales = b.add(first, b.sext(emit_load(b, _I32, head), _I64))
+            for i, (part, slot) in enumerate(zip(parts, sums, strict=True)):
+                factor = emit_scales(b, scale, b.add(scales, _i64(16 * _SIZE[scale] * i)))
+                value = b.load(slot)
+                if i >= 4 and _SHIFTED:
+                    value = b.ashr(value, constant(I32, _SHIFTED))
+                value = b.sitofp(value, F32.llvm)
+                b.store(emit_fma(b, value, factor, b.load(part)), part)
+            for _ in range(heads // _QUAD):
+                cursor.ask()
+        factor = spread(b, F32, emit_load(b, ir.FloatType(), x_scale))
+        for i, part in enumerate(parts):
+            at = b.add(total, _i64(64 * i))
+            emit_store(b, emit_fma(b, b.load(part), factor, emit_load(b, F32.llvm, at)), at)
+        cursor.save()
+
+    return chunk
+
+
+@cache
+def skip_of(scale: str) -> Kernel:
+    """Return the kernel that multiplies a panel, by type of scale."""
+    chunk = _chunk_of(scale)
+
+    def product(panel, blocks, count, per_group, entries, codes, chunks, x_scale, totals, state):
+        last = read_i64(state + 24)
+        block = 0
+        while block < count:  # a range of variable steps might raise
+            few = min(per_group, count - block)
+            for place in range(chunks):
+                chunk(
+                    panel,
+                    blocks + _BLOCK * block,
+                    few,
+                    entries,
+                    codes,
+                    place,
+                    LINE * chunks,
+                    x_scale,
+                    totals + 4 * CHUNK * place,
+                    state,
+                    last,
+                )
+            x_scale += 4
+            block += few
+
+    kernel = Kernel(product)
+    kernel.name = f"row_skip.{scale}"
+    return kernel
+
+
+@op(void, i64, i64, i64, i64, i64, i64, i64, i64, i64, i64, i64)
+def _call_skip(b, kernel, panel, blocks, count, per_group, entries, codes, chunks, x_scale, totals,
+               state):  # fmt: skip
+    """Call such a kernel at an address."""
+    args = [panel, blocks, count, per_group, entries, codes, chunks, x_scale, totals, state]
+    kind = ir.FunctionType(ir.VoidType(), [_I64] * len(args))
+    b.call(b.inttoptr(kernel, kind.as_pointer()), args)
+
+
+@device
+def _list(a, blocks, entries, codes):
+    """List the live columns, block by block, and return how many entries there are."""
+    row_bytes, n = a.chunks * LINE, 0
+    for block in range(a.blocks):
+        first, column = block * a.record, block * a.block
+        for i in range(a.heads):
+            write_i32(entries + 4 * n, first + i * row_bytes)
+            n += 1
+        begin, total = n, 0
+        first += a.heads * row_bytes
+        for i in range(min(a.block, a.K - column)):
+            code = read_i8(a.x + column + i)
+            write_i32(entries + 4 * n, first + i * row_bytes)
+            write_u8(codes + n, code)
+            n += code != 0
+            total += code
+        while n & 3:
+            write_i32(entries + 4 * n, first)
+            write_u8(codes + n, 0)
+            n += 1
+        here = blocks + _BLOCK * block
+        write_i32(here, begin)
+        write_i32(here + 4, n)
+        write_i32(here + 8, -8 * total)
+    return n
+
+
+@executes("skip_linear", Skipped)
+def skip_columns(a, rank, size, scratch):
+    """Compute y = (x x_scale) w^T + bias + residual; each thread has a range of panels or tiles."""
+    if a.M > 1:
+        first, last = share((a.N + 15) >> 4, rank, size)
+        multiply_tiles(a, scratch, first, last, write_rows)
+        return
+    first, last = share(a.panels, rank, size)
+    if first == last:
+        return
+    wide = a.chunks * CHUNK
+    state = scratch + _STATE
+    totals = state + 64
+    blocks = totals + 4 * wide
+    entries = blocks + _BLOCK * a.blocks
+    codes = entries + 4 * a.longest
+    panel_bytes = a.blocks * a.record
+    if not is_filled(a.rec, a.ctl, scratch, -1):
+        n = _list(a, blocks, entries, codes)
+        write_i64(state + 16, n)
+        for i in range(min(a.lead, n)):  # the next panel's
+            write_i32(entries + 4 * (n + i), read_i32(entries + 4 * i) + panel_bytes)
+    n = read_i64(state + 16)
+    lead = min(a.lead, n)
+    for i in range(lead):
+        at = a.rows + first * panel_bytes + read_i32(entries + 4 * i)
+        for line in range(a.chunks):
+            prefetch(at + LINE * line)
+    for panel in range(first, last):
+        for i in range(0, wide, 16):
+            store_f32(totals + 4 * i, zero())
+        end = n + lead if panel + 1 < last else n
+        write_i64(state, entries + 4 * min(lead, end - 4))
+        write_i64(state + 8, 0)
+        write_i64(state + 24, entries + 4 * (end - 4))
+        _call_skip(
+            a.skip,
+            a.rows + panel * panel_bytes,
+            blocks,
+            a.blocks,
+            _GROUP // a.block,
+            entries,
+            codes,
+            a.chunks,
+            a.x_scale,
+            totals,
+            state,
+        )
+        row = panel * wide
+        for i in range(0, min(wide, a.N - row), 16):
+            write_rows(a, totals + 4 * i, 0, 1, row + i)
+
+
+def by_column(call: BoundCall) -> list[Launch]:
+    """Return what multiplies by int4 weights, some of whose columns are not read."""
+    tensor = call.tensor("w")
+    if not skips_columns(tensor.format):
+        raise UnsupportedOp(
+            f"skip_linear: no columns of {tensor.format.name} can be skipped; expected symmetric "
+            "int4 with a scale for 32, 64 or 128 columns"
+        )
+    if int(call.attr("group")) != _GROUP:
+        raise ShapeError(f"skip_linear: {call.attr('group')} columns per scale; expected {_GROUP}")
+    dense, tiles = tiled(call, "K", call.array("x").shape[0])
+    rows = rows_of(tensor)
+    heads = 2 * _SIZE[rows.scale]
+    lead = _GROUP + heads * (_GROUP // rows.block)
+    longest = rows.blocks * (heads + rows.block) + lead
+    own = Skipped(
+        *dense,
+        skip=skip_of(rows.scale),  # type: ignore[arg-type]
+        rows=int(rows.data.ctypes.data),
+        record=rows.record,
+        block=rows.block,
+        blocks=rows.blocks,
+        chunks=rows.chunks,
+        panels=rows.panels,
+        heads=heads,
+        lead=lead,
+        longest=longest,
+    )
+    few = _STATE + 64 + 4 * rows.chunks * CHUNK + _BLOCK * rows.blocks + _ENTRY * longest + 64
+    shares = SHARES if tiles.data.nbytes >= 1 << 17 else 1
+    return [call.launch(skip_columns, own, max(few, panels_room(dense)), shares)]

@@ -1,0 +1,351 @@
+"""Products of an MLP with a squared ReLU that leave out its dead neurons.
+
+A step of one or two tokens reads only the rows and columns of neurons that live, if they are few
+enough for that to pay; any other step reads all tiles. Sums are of integers, so both give the same
+bits, and the choice depends on the tokens alone.
+
+A neuron lives if the gate, or the code, of any token of the step is not zero.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from clocher_kernels.formats import Int4
+from cpu_fallback.lanes.jit import device
+from cpu_fallback.lanes.memory import (
+    load_bytes_n,
+    load_f32,
+    load_f32_n,
+    load_i8_n,
+    load_i32,
+    prefetch,
+    read_f32,
+    read_i8,
+    read_i32,
+    read_i64,
+    store_bytes,
+    store_f32,
+    store_f32_n,
+    store_i32,
+    write_f32,
+    write_i32,
+    write_i64,
+    write_u8,
+)
+from cpu_fallback.lanes.record import executes
+from cpu_fallback.lanes.simd import (
+    add,
+    iadd,
+    ihsum,
+    isplat,
+    isub,
+    izero,
+    lane,
+    mul,
+    splat,
+    sra,
+    to_f32,
+    zero,
+)
+from cpu_fallback.ops.activations import relu2
+from cpu_fallback.ops.bind import BoundCall, share
+from cpu_fallback.ops.linear import multiply_tiles, panels_room, write_rows
+from cpu_fallback.ops.row_skip import by_column
+from cpu_fallback.ops.tiled import AHEAD, PANELS, SHARES, TILE_SUMS, Tiled, tiled
+from cpu_fallback.team.tape import Launch
+from cpu_fallback.tiles.layout import LINE
+from cpu_fallback.tiles.neuron_dots import AT_ONCE, SHIFTED, add_columns, arrange, nonzero, row_dot
+from cpu_fallback.tiles.neurons import lines_of
+from cpu_fallback.tiles.panels import fill_token
+from cpu_fallback.tiles.tile_product import call_product
+
+MOST_TOKENS = 2
+"""Tokens of a step that skips: more have too few dead neurons in common."""
+LIVING = 2
+"""One neuron in so many may live where skipping pays."""
+
+_PARTS = 256
+"""Columns of a part, at least; each part has sums of its own."""
+_HEADER = 64
+_LOWEST = -(1 << 23) - 1
+"""The bits of minus the largest fp32, as an int32: the bits of finite negative numbers are at most
+that."""
+
+Lines = NamedTuple(
+    "Lines",
+    [
+        *Tiled.__annotations__.items(),
+        ("neurons", int),
+        ("stride", int),
+        ("apart", int),
+        ("factor", float),
+        ("room", int),
+        ("parts", int),
+        ("kept_sums", int),
+    ],
+)
+"""A weight in tiles, and by neuron.
+
+Attributes:
+    neurons: address of the lines of neurons (`tiles.neurons`).
+    stride: bytes of one.
+    apart: how many neurons ahead to ask for memory; 0 for not at all.
+    factor: the weight's.
+    room: where in the scratch memory that of skipping begins.
+    parts: of the columns, at most.
+    kept_sums: memory of the team for the sums of parts.
+"""
+
+
+@device
+def _ask(address, stride):
+    """Ask for the lines of a neuron."""
+    for i in range(0, stride, 64):
+        prefetch(address + i)
+
+
+@device
+def _code_sum(x, count):
+    """Return the sum of codes."""
+    total = izero()
+    for i in range(0, count, 16):
+        total = iadd(total, load_i8_n(x + i, min(16, count - i)))
+    return ihsum(total)
+
+
+@device
+def _is_bounded(a):
+    """Return whether no product can overflow, which would have to be seen."""
+    largest = np.float32(0)
+    for t in range(a.M):
+        scale = read_f32(a.x_scale + 4 * t) * a.factor
+        largest += abs(scale * np.float32(128 * a.K))
+    return largest - largest == np.float32(0)
+
+
+@executes("relu2_gate_up", Lines)
+def gate_and_rows(a, rank, size, scratch):
+    """Compute y = relu2(gate) * (x w^T), or, of many tokens, the gate; each thread has some tiles.
+
+    Scratch: panels; the neurons that live; their gates; arranged activations.
+    """
+    first, last = share((a.I + 15) >> 4, rank, size)
+    if a.M > MOST_TOKENS:
+        multiply_tiles(a, scratch, first, last, _write_gate)
+        return
+    found, panel = scratch + a.room, scratch + PANELS
+    gates = found + 8 * a.I
+    xs = gates + 4 * MOST_TOKENS * a.I
+    surplus = (np.int64(0), np.int64(0))
+    for t in range(a.M):
+        fill_token(a.form, a.x + t * a.K, a.x_scale + 4 * t, a.K, panel, t, a.M)
+        _arrange(a.x + t * a.K, a.K, xs + 4 * a.stride * t, a.stride >> 6)
+        total = _code_sum(a.x + t * a.K, a.K)
+        surplus = (surplus[0], total) if t else (total, surplus[1])
+    bounded = _is_bounded(a)
+    living = np.int64(0)
+    for tile in range(first, last):
+        at, sums = a.tiles + tile * a.tile_bytes, scratch + TILE_SUMS
+        call_product(a.product, at, panel, sums, (a.K + 31) >> 5, a.M, a.ahead)
+        for i in range(16 * tile, min(16 * tile + 16, a.I)):
+            lives = not bounded
+            for t in range(a.M):
+                bits = read_i32(sums + 64 * t + 4 * (i & 15))
+                lives |= (bits > 0) | ((bits < 0) & (bits > _LOWEST))
+                write_i32(gates + 4 * (t * a.I + living), bits)
+                write_i32(a.y + 4 * (t * a.I + i), 0)
+            write_i64(found + 8 * living, i)
+            living += lives
+    apart = np.int64(0)
+    if LIVING * living <= 16 * (last - first):
+        apart = np.int64(a.apart)
+    _rows(a, living, apart, found, gates, xs, surplus)
+
+
+@device
+def _hidden(gate, up):
+    """Return relu2(gate) * up, zero always positive: skipped or not, the bits are the same."""
+    return add(mul(relu2(gate), up), zero())
+
+
+@device
+def _rows(a, living, apart, found, gates, xs, surplus):
+    """Write the neurons of a list; their rows are asked for `apart` neurons ahead, if not 0."""
+    for i in range(living):
+        index = read_i64(found + 8 * i)
+        if apart:
+            _ask(a.neurons + read_i64(found + 8 * min(i + apart, living - 1)) * a.stride, a.stride)
+        for t in range(a.M):
+            row = a.neurons + index * a.stride
+            total = row_dot(row, xs + 4 * a.stride * t, a.stride >> 6)
+            total -= surplus[1] if t else surplus[0]
+            up = splat(np.float32(total) * (read_f32(a.x_scale + 4 * t) * a.factor))
+            gate = splat(read_f32(gates + 4 * (t * a.I + i)))
+            write_f32(a.y + 4 * (t * a.I + index), lane(_hidden(gate, up), 0))
+
+
+@executes("relu2_gate_up", Tiled)
+def all_rows(a, rank, size, scratch):
+    """Multiply the gates of many tokens, which are in y, by all rows."""
+    if a.M > MOST_TOKENS:
+        first, last = share((a.I + 15) >> 4, rank, size)
+        multiply_tiles(a, scratch, first, last, _write_gated)
+
+
+@device
+def _write_gate(a, sums, first, tokens, row):
+    """Write 16 rows of up to 16 tokens."""
+    for t in range(tokens):
+        value = load_f32(sums + 64 * t)
+        store_f32_n(a.y + 4 * ((first + t) * a.I + row), value, min(16, a.I - row))
+
+
+@device
+def _write_gated(a, sums, first, tokens, row):
+    """Write 16 rows of up to 16 tokens, each times its activated gate, which is in y."""
+    count = min(16, a.I - row)
+    for t in range(tokens):
+        at = a.y + 4 * ((first + t) * a.I + row)
+        store_f32_n(at, _hidden(load_f32_n(at, count), load_f32(sums + 64 * t)), count)
+
+
+@device
+def _arrange(x, k, target, lines):
+    """Arrange the codes of a token for `row_dot`, zeros behind them."""
+    for i in range(k >> 8):
+        arrange(x + 256 * i, target + 256 * i)
+    if k & 255:
+        room = target + 256 * lines
+        for i in range(0, 256, 64):
+            left = max(0, min(64, k - 256 * (lines - 1) - i))
+            store_bytes(room + i, load_bytes_n(x + 256 * (lines - 1) + i, left))
+        arrange(room, target + 256 * (lines - 1))
+
+
+@device
+def _are_few(a):
+    """Return whether this step skips: it has few tokens, and few codes that are not zero."""
+    if a.M > MOST_TOKENS:
+        return False
+    living, last, i = np.int64(0), (a.M - 1) * a.K, np.int64(0)
+    while i + 64 <= a.K:
+        living += nonzero(a.x + i, a.x + last + i)
+        i += 64
+    while i < a.K:
+        living += (read_i8(a.x + i) | read_i8(a.x + last + i)) != 0
+        i += 1
+    return LIVING * living <= a.K
+
+
+@executes("skip_linear", Lines)
+def add_parts(a, rank, size, scratch):
+    """Sum the columns that codes multiply which are not zero; each thread has a part of them.
+
+    Scratch: panels, which `write_parts` needs; addresses of columns; their codes, token by token.
+    """
+    parts = min(size, a.parts)
+    if rank >= parts or not _are_few(a):
+        return
+    lines, found = a.stride >> 6, scratch + a.room
+    low, high = share(a.K, rank, parts)
+    codes, room = found + 8 * (a.K + AT_ONCE), a.K + AT_ONCE
+    living, last = np.int64(0), (a.M - 1) * a.K
+    for i in range(low, high):
+        one, other = read_i8(a.x + i), read_i8(a.x + last + i)
+        write_i64(found + 8 * living, a.neurons + i * a.stride)
+        write_u8(codes + living, one)
+        write_u8(codes + room + living, other)
+        living += (one | other) != 0
+    for i in range(living, (living + AT_ONCE - 1) // AT_ONCE * AT_ONCE):
+        write_i64(found + 8 * i, a.neurons)
+        write_u8(codes + i, 0)
+        write_u8(codes + room + i, 0)
+    for t in range(a.M):
+        sums = _part(a, rank, t)
+        write_i64(sums - _HEADER, _code_sum(a.x + t * a.K + low, high - low))
+        for i in range(0, 1024 * lines, 64):
+            store_i32(sums + i, izero())
+    for i in range(0, living, AT_ONCE):
+        if a.apart:
+            for ahead in range(i + a.apart, min(i + a.apart + AT_ONCE, living)):
+                _ask(read_i64(found + 8 * ahead), a.stride)
+        for t in range(a.M):
+            add_columns(found + 8 * i, codes + t * room + i, _part(a, rank, t), lines)
+
+
+@device
+def _part(a, part, token):
+    """Return the address of the sums of a part."""
+    return a.kept_sums + (MOST_TOKENS * part + token) * (_HEADER + 16 * a.stride) + _HEADER
+
+
+@executes("skip_linear", Lines)
+def write_parts(a, rank, size, scratch):
+    """Add up the sums of the parts, or multiply all tiles; each thread has a range of rows."""
+    first, last = share((a.N + 15) >> 4, rank, size)
+    if first == last:
+        return
+    if not _are_few(a):
+        multiply_tiles(a, scratch, first, last, write_rows)
+        return
+    parts = min(size, a.parts)
+    for t in range(a.M):
+        surplus = np.int64(0)
+        for part in range(parts):
+            surplus += read_i64(_part(a, part, t) - _HEADER)
+        scale = splat(read_f32(a.x_scale + 4 * t) * a.factor)
+        for unit in range(first, last):
+            total = izero()
+            for part in range(parts):
+                total = iadd(total, load_i32(_part(a, part, t) + 64 * unit))
+            total = isub(sra(total, SHIFTED * (unit & 3)), isplat(surplus))
+            store_f32(scratch + TILE_SUMS, mul(to_f32(total), scale))
+            write_rows(a, scratch + TILE_SUMS, t, 1, 16 * unit)
+
+
+def _lines(call: BoundCall, own: Tiled, columns: bool) -> Lines:
+    """Return what a kernel needs that reads `w` by neuron, beside the tiles of a weight."""
+    tensor = call.tensor("w")
+    data = lines_of(call.spec.name, tensor, columns)
+    stride = data.shape[1]
+    return Lines(
+        *own,
+        neurons=int(data.ctypes.data),
+        stride=stride,
+        apart=-(-call.hints.prefetch_distance(AHEAD) // stride),
+        factor=float(tensor.format.multiplier(tensor.planes)),
+        room=-(-panels_room(own) // LINE) * LINE,
+        parts=max(1, call.dim("K") // _PARTS),
+        kept_sums=0,
+    )
+
+
+def _relu2_gate_up(call: BoundCall) -> list[Launch]:
+    tokens = call.array("x").shape[0]
+    gate, _ = tiled(call, "K", tokens, "gate")
+    own = _lines(call, gate, columns=False)
+    up, _ = tiled(call, "K", tokens)
+    scratch = own.room + (8 + 4 * MOST_TOKENS) * call.dim("I") + 4 * own.stride * (MOST_TOKENS + 1)
+    return [
+        call.launch(gate_and_rows, own, scratch, SHARES),
+        call.launch(all_rows, up, panels_room(up), SHARES),
+    ]
+
+
+def _skip_linear(call: BoundCall) -> list[Launch]:
+    if isinstance(call.tensor("w").format, Int4):
+        return by_column(call)
+    data = lines_of(
+        call.spec.name, call.tensor("w"), columns=True
+    )  # stored pages go with the tiles
+    all_columns, _ = tiled(call, "K", call.array("x").shape[0])
+    own = _lines(call, all_columns, columns=True)
+    scratch = own.room + (8 + MOST_TOKENS) * (len(data) + AT_ONCE)
+    kept = own.parts * MOST_TOKENS * (_HEADER + 16 * own.stride)
+    both = [call.launch(kernel, own, scratch, SHARES) for kernel in (add_parts, write_parts)]
+    return [replace(launch, shared=kept) for launch in both]
+
+
+LOWER = {"relu2_gate_up": _relu2_gate_up, "skip_linear": _skip_linear}
