@@ -1,0 +1,102 @@
+"""What `--attn` says: which pages of the cache attention reads, as arguments of `select_pages`."""
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from clocher_kernels.errors import UsageError
+
+if TYPE_CHECKING:  # a command line is read without it
+    from clocher_kernels.plan import Attr
+
+PAGE_CELLS = 64
+"""Cells of a KV page."""
+LAST_PAGES = 2
+"""Pages at the end that are always read: `ops.selection.LAST_PAGES`."""
+LEAST_BUDGET = 4 * PAGE_CELLS
+_MOST = 1 << 24
+_WORDS = ("dense", "auto")
+TAKES = (
+    "dense, auto, topk:N (tokens that are read, "
+    f"{LEAST_BUDGET} or more), threshold:T (of logits, above 0), window:S+W (first and last "
+    "tokens) or dynamic:P (a share above 0 and below 1)"
+)
+
+
+class Selection(NamedTuple):
+    """Pages that a token reads; see `ops.selection.select_pages` for what the numbers mean."""
+
+    name: str
+    first: int = 1
+    last: int = LAST_PAGES
+    budget: int = 0
+    margin: float = 0.0
+    mass: float = 0.0
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether pages are chosen for their keys, so that bounds of these are kept."""
+        return bool(self.budget or self.margin or self.mass)
+
+    @property
+    def attrs(self) -> "dict[str, Attr]":
+        """The same as attributes of a call."""
+        return {key: value for key, value in self._asdict().items() if key != "name"}
+
+
+def parse_selection(text: str) -> Selection | None:
+    """Return what an `--attn` selects; None for "dense" and "auto", which read everything.
+
+    Raises:
+        UsageError: it is none of `TAKES`.
+    """
+    if text in _WORDS:
+        return None
+    kind, _, rest = text.partition(":")
+    made = _KINDS[kind](text, rest) if kind in _KINDS else None
+    if made is None:
+        shown = text if len(text) <= 60 else f"{text[:60]}..."
+        raise UsageError(f"attn is {shown!r}; expected {TAKES}")
+    return made
+
+
+def _topk(name: str, rest: str) -> Selection | None:
+    tokens = _whole(rest)
+    if tokens is None or tokens < LEAST_BUDGET:
+        return None
+    return Selection(name, budget=-(-tokens // PAGE_CELLS))
+
+
+def _threshold(name: str, rest: str) -> Selection | None:
+    margin = _number(rest)
+    return Selection(name, margin=margin) if margin is not None and 0 < margin <= 1e6 else None
+
+
+def _window(name: str, rest: str) -> Selection | None:
+    sinks, window = map(_whole, (rest.partition("+")[0], rest.partition("+")[2]))
+    if sinks is None or not window:
+        return None
+    first = max(1, -(-sinks // PAGE_CELLS))
+    return Selection(name, first=first, last=max(LAST_PAGES, -(-window // PAGE_CELLS) + 1))
+
+
+def _dynamic(name: str, rest: str) -> Selection | None:
+    mass = _number(rest)
+    return Selection(name, mass=mass) if mass is not None and 0 < mass < 1 else None
+
+
+def _whole(text: str) -> int | None:
+    found = int(text) if re.fullmatch("[0-9]{1,8}", text) else None
+    return found if found is not None and found <= _MOST else None
+
+
+def _number(text: str) -> float | None:
+    return float(text) if re.fullmatch(r"[0-9]{1,7}(\.[0-9]{1,7})?|\.[0-9]{1,7}", text) else None
+
+
+_KINDS: dict[str, Callable[[str, str], Selection | None]] = {
+    "topk": _topk,
+    "threshold": _threshold,
+    "window": _window,
+    "dynamic": _dynamic,
+}

@@ -1,0 +1,346 @@
+"""Bounds of the keys of pages, and the lists of pages that tokens read.
+
+A (token, key/value head) belongs to one thread, so a list depends on nothing but its own query and
+the pages that it scores. What the best pages are is found without sorting: scores are bisected for
+the lowest one that is still listed, 32 passes over a few hundred numbers.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from clocher_kernels.errors import ShapeError
+from clocher_kernels.ops.selection import WORD
+from cpu_fallback.lanes.falling import exp_falling
+from cpu_fallback.lanes.jit import device
+from cpu_fallback.lanes.maths import mask_bits, popcount
+from cpu_fallback.lanes.memory import (
+    load_f32,
+    load_f32_n,
+    load_i8,
+    prefetch,
+    read_f32,
+    read_i32,
+    read_i64,
+    store_f32,
+    store_f32_n,
+    write_f32,
+    write_i32,
+    write_i64,
+)
+from cpu_fallback.lanes.record import executes
+from cpu_fallback.lanes.simd import (
+    absolute,
+    add,
+    eq,
+    first,
+    fma,
+    hmax,
+    hsum,
+    le,
+    lt,
+    maximum,
+    minimum,
+    mul,
+    select,
+    splat,
+    sub,
+    to_f32,
+    zero,
+)
+from cpu_fallback.ops.bind import BoundCall, share, within
+from cpu_fallback.ops.kv import kv_dtype, own_line, padded, page_of, read_lines
+from cpu_fallback.ops.page_scores import TILE, score_tile
+from cpu_fallback.team.tape import Launch
+
+_LARGEST = np.float32(np.finfo(np.float32).max)
+_AHEAD = 8
+_SHARES = 4
+
+
+class Reader(NamedTuple):
+    """What reads lines of the cache's dtype."""
+
+    reader: int
+
+
+@executes("page_bounds", Reader)
+def page_bounds(a, rank, size, scratch):
+    """Bound the keys of pages that are full now; each thread has a range of (token, head)."""
+    begin, end = share(a.M * a.H, rank, size)
+    for unit in range(begin, end):
+        line = own_line(a, unit // a.H, unit % a.H)
+        if line >= 0 and line % a.T == a.T - 1:
+            _bound(a, line - a.T + 1, a.bounds + 8 * (line // a.T) * a.D, scratch)
+
+
+@device
+def _bound(a, line, bounds, scratch):
+    """Write the bounds of the T lines from one on. Scratch: their numbers, and a panel."""
+    cells, d, pitch = a.T, a.D, 4 * padded(a.D)
+    panel = scratch + 8 * cells
+    for i in range(cells):
+        write_i64(scratch + 8 * i, line + i)
+    read_lines(a.reader, a.k_cache, scratch, cells, d, panel)
+    for i in range(0, d, 16):
+        high, low, odd = splat(-_LARGEST), splat(_LARGEST), zero()
+        for cell in range(cells):
+            if a.k_scale:  # a panel of codes
+                step = splat(read_f32(a.k_scale + 4 * (line + cell)))
+                x = mul(to_f32(load_i8(panel + cell * ((d + 31) & -32) + i)), step)
+            else:
+                x = load_f32(panel + cell * pitch + 4 * i)
+            high, low, odd = maximum(x, high), minimum(x, low), fma(x, zero(), odd)
+        n = min(16, d - i)
+        store_f32_n(bounds + 4 * i, add(high, odd), n)
+        store_f32_n(bounds + 4 * (d + i), add(low, odd), n)
+
+
+class Chooser(NamedTuple):
+    """How lists are made: query heads of a key/value head."""
+
+    group: int
+
+
+@executes("select_pages", Chooser)
+def select_pages(a, rank, size, scratch):
+    """List pages; each thread has a range of (token, head).
+
+    Scratch: the queries of a group, what is above zero and then what is below; addresses and a
+    panel of a tile of pages; of each page its score and its weight; a number.
+    """
+    begin, end = share(a.M * a.H, rank, size)
+    for unit in range(begin, end):
+        t, head = unit // a.H, unit % a.H
+        cells, tree = a.B * a.cells, read_i64(a.ancestors + 8 * t)
+        shown = within(read_i32(a.ends + 4 * t), cells + 1)
+        if cells - shown < 64:
+            tree &= _below(cells - shown)
+        seen = (shown + popcount(tree) + a.cells - 1) // a.cells
+        old, list_at, listed = max(seen - a.last, 0), a.listed + 8 * unit * a.W, np.int64(0)
+        for word in range(a.W):
+            always = _run(0, min(a.first, seen), word) | _run(old, seen, word)
+            write_i64(list_at + 8 * word, always)
+        if a.bounds and old > a.first:
+            _choose(a, t, head, old, list_at, scratch)
+        for word in range(a.W):
+            listed += popcount(read_i64(list_at + 8 * word))
+        count = a.counts + 16 * unit
+        write_i64(count, read_i64(count) + listed)
+        write_i64(count + 8, read_i64(count + 8) + seen)
+
+
+@device
+def _below(n):
+    """Return a word whose lowest n bits are set."""
+    if n >= 64:
+        return np.int64(-1)
+    return (np.int64(1) << n) - 1
+
+
+@device
+def _run(begin, end, word):
+    """Return the bits of pages begin .. end - 1 in a word."""
+    start = 64 * word
+    return _below(max(end - start, 0)) & ~_below(max(begin - start, 0))
+
+
+@device
+def _choose(a, t, head, old, list_at, scratch):
+    """Add to a list what is chosen of the pages 0 .. old - 1 for their scores."""
+    scores = scratch + 8 * (_rows(a.group) + TILE) * padded(a.D) + 64
+    weights = scores + 4 * padded(a.B)
+    _score(a, t, head, old, scratch, scores)
+    begin, left, top = np.int64(0), np.int64(old), splat(-_LARGEST)
+    for i in range(0, old, 16):
+        top = maximum(load_f32(scores + 4 * i), top)
+    highest = hmax(top)
+    cut = highest - a.margin
+    if a.budget > 0:
+        begin, left = np.int64(a.first), a.budget - a.first - a.last
+        if left <= 0:
+            return
+        _weigh(scores, weights, begin, old, highest, False)
+        cut = -_LARGEST
+        if left < old - begin:
+            cut = _cut(scores, weights, old, highest, np.float32(left))
+            left -= _above(scores, begin, old, cut)
+    elif a.mass > np.float32(0):
+        _weigh(scores, weights, begin, old, highest, True)
+        goal = a.mass * _sum(scores, weights, old, -_LARGEST)
+        cut = _cut(scores, weights, old, highest, goal)
+    elif a.margin <= np.float32(0):
+        return
+    for word in range((old + 63) // 64):
+        above, equal = _compared(scores, begin, old, cut, word)
+        while equal and left > 0:
+            above |= equal & -equal
+            equal &= equal - 1
+            left -= 1
+        write_i64(list_at + 8 * word, read_i64(list_at + 8 * word) | above)
+
+
+@device
+def _score(a, t, head, old, queries, scores):
+    """Write the scores of the pages 0 .. old - 1, then the lowest number up to a whole vector."""
+    d, width, group, rows = a.D, padded(a.D), a.group, _rows(a.group)
+    for row in range(rows):
+        source = a.q + 4 * ((t * a.H + head) * group + row % group) * d
+        target = queries + 8 * row * width
+        for i in range(0, d, 16):
+            x = mul(load_f32_n(source + 4 * i, min(16, d - i)), splat(a.scale))
+            odd = fma(x, zero(), zero())  # `maximum` and `minimum` lose what is NaN
+            store_f32(target + 4 * i, add(maximum(x, zero()), odd))
+            store_f32(target + 4 * (width + i), minimum(x, zero()))
+    places = queries + 8 * rows * width
+    panel, more = places + 64, places + 32
+    slot = within(read_i32(a.slots + 4 * t), a.S)
+    for page in range(0, old, TILE):
+        for i in range(TILE):
+            asked = _bounds_of(a, slot, min(page + i + _AHEAD, old - 1), head)
+            for at in range(0, 8 * d, 64):
+                prefetch(asked + at)
+            bounds = _bounds_of(a, slot, min(page + i, old - 1), head)
+            if d % 16:
+                _widen(bounds, panel + 8 * i * width, d)
+                bounds = panel + 8 * i * width
+            write_i64(places + 8 * i, bounds)
+        score_tile(queries, places, 8 * width, scores + 4 * page)
+        for row in range(TILE, rows, TILE):
+            score_tile(queries + 8 * row * width, places, 8 * width, more)
+            for i in range(TILE):
+                score = scores + 4 * (page + i)
+                x, y = read_f32(score), read_f32(more + 4 * i)
+                if not y <= x:  # NaN stays
+                    write_f32(score, y if x == x else x)
+    for i in range(0, old, 16):
+        x = load_f32(scores + 4 * i)
+        x = select(le(absolute(x), splat(_LARGEST)), x, splat(_LARGEST))
+        store_f32(scores + 4 * i, select(first(old - i), x, splat(-_LARGEST)))
+
+
+@device
+def _rows(group):
+    """Return the rows of queries that a group is made up to."""
+    return (group + TILE - 1) // TILE * TILE
+
+
+@device
+def _bounds_of(a, slot, page, head):
+    """Return where the bounds of a page of a slot are."""
+    stored = within(page_of(a.pages, a.B, np.int64(1), slot, page), a.P)
+    return a.bounds + 8 * (stored * a.H + head) * a.D
+
+
+@device
+def _widen(bounds, panel, d):
+    """Copy the bounds of a page so that both halves are whole vectors."""
+    width = padded(d)
+    for i in range(0, d, 16):
+        n = min(16, d - i)
+        store_f32(panel + 4 * i, load_f32_n(bounds + 4 * i, n))
+        store_f32(panel + 4 * (width + i), load_f32_n(bounds + 4 * (d + i), n))
+
+
+@device
+def _weigh(scores, weights, begin, old, highest, falling):
+    """Write what each page counts: 1, or e^score; 0 before the first and after the last."""
+    for i in range(0, old, 16):
+        x = splat(np.float32(1))
+        if falling:
+            x = exp_falling(sub(load_f32(scores + 4 * i), splat(highest)))
+        if old - i < 16:
+            x = select(first(old - i), x, zero())
+        if begin > i:
+            x = select(first(min(begin - i, 16)), zero(), x)
+        store_f32(weights + 4 * i, x)
+
+
+@device
+def _sum(scores, weights, old, cut):
+    """Return what the pages of a score count together that is not below a cut."""
+    total, bar = zero(), splat(cut)
+    for i in range(0, old, 16):
+        x = select(le(bar, load_f32(scores + 4 * i)), load_f32(weights + 4 * i), zero())
+        total = add(total, x)
+    return hsum(total)
+
+
+@device
+def _cut(scores, weights, old, highest, goal):
+    """Return the highest score whose pages, with all that are above, count at least so much."""
+    number = weights + 4 * padded(old)
+    low, high = _rank(-_LARGEST, number), _rank(highest, number)
+    while low < high:
+        middle = low + (high - low + 1) // 2
+        if _sum(scores, weights, old, _ranked(middle, number)) >= goal:
+            low = middle
+        else:
+            high = middle - 1
+    return _ranked(low, number)
+
+
+@device
+def _rank(x, number):
+    """Return an integer that is larger for larger fp32."""
+    write_f32(number, x)
+    bits = read_i32(number)
+    return bits if bits >= 0 else bits ^ 0x7FFFFFFF
+
+
+@device
+def _ranked(rank, number):
+    """Return the fp32 of a rank."""
+    write_i32(number, rank if rank >= 0 else rank ^ 0x7FFFFFFF)
+    return read_f32(number)
+
+
+@device
+def _compared(scores, begin, old, cut, word):
+    """Return the pages of a word that are above a cut, and those that are on it."""
+    above, equal, bar = np.int64(0), np.int64(0), splat(cut)
+    for i in range(64 * word, min(64 * word + 64, old), 16):
+        x = load_f32(scores + 4 * i)
+        above |= mask_bits(lt(bar, x)) << (i - 64 * word)
+        equal |= mask_bits(eq(bar, x)) << (i - 64 * word)
+    within_run = _run(begin, old, word)
+    return above & within_run, equal & within_run
+
+
+@device
+def _above(scores, begin, old, cut):
+    """Return how many pages are above a cut."""
+    found = np.int64(0)
+    for word in range((old + 63) // 64):
+        found += popcount(_compared(scores, begin, old, cut, word)[0])
+    return found
+
+
+def _page_bounds(call: BoundCall) -> list[Launch]:
+    cells, d = call.dim("T"), call.dim("D")
+    scratch = cells * (8 + 4 * (-(-d // 16) * 16))
+    return [call.launch(page_bounds, Reader(kv_dtype(call).reader), scratch)]
+
+
+def _select_pages(call: BoundCall) -> list[Launch]:
+    heads, width, blocks = call.dim("H"), call.dim("F"), call.dim("B")
+    d = call.dim("D") if call.has("bounds") else width // heads
+    group = width // (heads * d)
+    if not group or width != group * heads * d:
+        raise ShapeError(
+            f"select_pages: 'q' has {width} columns; expected a multiple of {heads} key/value "
+            f"heads x {d}"
+        )
+    if call.dim("W") < -(-blocks // WORD):
+        raise ShapeError(
+            f"select_pages: 'listed' has {call.dim('W')} words; {blocks} pages need "
+            f"{-(-blocks // WORD)}"
+        )
+    sizes = (-(-size // 16) * 16 for size in (d, blocks))
+    query, scores = next(sizes), next(sizes)
+    rows = -(-group // TILE) * TILE
+    scratch = 8 * (rows + TILE) * query + 64 + 8 * scores + 64
+    return [call.launch(select_pages, Chooser(group), scratch, _SHARES)]
+
+
+LOWER = {"page_bounds": _page_bounds, "select_pages": _select_pages}
