@@ -1,6 +1,6 @@
 """Attention of one decode step or of a prefill chunk, beside the read bandwidth of the same run.
 
-    python -m bench.attention [--context 1024,8192] [--kv bf16,f32,i8] [--tokens 1] [--json FILE]
+    python -m bench.attention [--context 1024 --context 8192] [--kv bf16,i8] [--tokens 1]
 
 A step attends in many layers, so that their caches exceed every cache of the processor. GB/s counts
 the keys and values that the step must read once; with several tokens the limit is arithmetic, and

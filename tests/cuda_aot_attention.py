@@ -47,12 +47,14 @@ def attention(
     window: int = 0,
     chunk: int = 0,
     softcap: float = 0.0,
+    listed: torch.Tensor | None = None,
 ) -> list[Launch]:
     queries, heads, dim = model
     return LOWER["attention"](
         q=floats(count, queries * dim),
         y=floats(count, queries * dim, dtype=torch.float16),
         sinks=floats(queries) if model == GPT_OSS else None,
+        listed=listed,
         scale=dim**-0.5,
         window=window,
         chunk=chunk,
@@ -127,11 +129,13 @@ def configurations(every: bool) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
                 yield f"gemma2-{kv}-m{count}", attention, (count, GEMMA2, kv, 4096, 0, 50.0)
 
 
-def main(every: bool = False) -> None:
-    """Compile the few telling configurations, or those of every KV dtype and architecture."""
+def report_of(
+    configurations: Iterator[tuple[str, Any, tuple[Any, ...]]], architectures: tuple[int, ...]
+) -> dict[str, Any]:
+    """Compile each for architectures; return the figures of its kernels."""
     report: dict[str, Any] = {}
-    for name, lower, arguments in configurations(every):
-        for capability in ARCHITECTURES if every else (80, 90):
+    for name, lower, arguments in configurations:
+        for capability in architectures:
             for launch in lower(meta_device(capability), *arguments):
                 code = compile_code(launch, capability)
                 wide = sum(n for op, n in code.instructions.items() if op.startswith("LDG.E.128"))
@@ -142,6 +146,13 @@ def main(every: bool = False) -> None:
                     "shared": code.shared_bytes,
                     "wide_loads": wide,
                 }
+    return report
+
+
+def main(every: bool = False) -> None:
+    """Compile the few telling configurations, or those of every KV dtype and architecture."""
+    report = report_of(configurations(every), ARCHITECTURES if every else (80, 90))
+    for name, lower, arguments in configurations(every):
         if every or name in ("gpt-oss-bf16-window-m8", "sample"):
             for capability in PTX_ONLY:
                 for launch in lower(meta_device(capability), *arguments):

@@ -1,6 +1,7 @@
 """KV append and attention on CUDA: the interpreter against the references, and the machine code."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,70 @@ def test_a_token_has_the_same_bits_in_every_batch(kv: str, page: int, more: dict
         assert single[0].tobytes() == together[token].tobytes()
     arrivals = [t for key, t in INTERPRETER._scratch.items() if key[0] == "attention_arrivals"]
     assert arrivals and not any(t.any() for t in arrivals)
+
+
+def moved(op: OpRun, slot: int, cells: list[int], end: int) -> None:
+    """Copy what is in some cells of a slot to those from `end` on."""
+    page = op.values["k_cache"].shape[2]
+    for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
+        if name not in op.values:
+            continue
+        before, after = op.values[name], op.values[name].copy()
+        for to, cell in enumerate(cells, end):
+            pages = op.values["pages"][slot]
+            after[pages[to // page], :, to % page] = before[pages[cell // page], :, cell % page]
+        op.values[name] = after
+
+
+@pytest.mark.parametrize(
+    ("kv", "page", "end", "more"),
+    [
+        pytest.param("bf16", 64, 252, {}, marks=pytest.mark.slow),
+        pytest.param("i8", 16, 317, {"window": 60}, marks=pytest.mark.slow),
+        ("e4m3", 64, 60, {"window": 3}),
+        pytest.param("f32", 64, 191, {"chunk": 100}, marks=pytest.mark.slow),
+        ("f16", 16, 30, {"window": 20, "chunk": 33, "softcap": 5.0}),
+    ],
+    ids=lambda v: str(v),
+)
+@pytest.mark.parametrize("parents", [range(-1, 7), (-1, -1, 0, 0, 1, 2, -1, 5)], ids=str)
+def test_a_path_has_the_bits_of_its_tokens_one_by_one(
+    kv: str, page: int, end: int, more: dict[str, Any], parents: Sequence[int]
+) -> None:
+    """A chain and a tree of eight, whose paths are not side by side in the cache."""
+    op = paged("path", kv, 8, page, sinks=True, **more)
+    paths: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), node])
+    op.values["slots"][...] = 1
+    op.values["ends"][...] = end
+    op.values["positions"][...] = [end - 1 + len(path) for path in paths]
+    op.values["ancestors"][...] = [sum(1 << node for node in path) for path in paths]
+    poison(op)
+    together = run_interpreted(op)["y"]
+    close(together, op.run(ReferenceExecutor)["y"])
+    for node, path in enumerate(paths):
+        one = copy.copy(op)
+        one.values = dict(op.values)
+        moved(one, 1, [end + other for other in path], end)
+        one.values["ends"] = op.values["positions"] + 1
+        one.values["ancestors"] = np.zeros_like(op.values["ancestors"])
+        single = run_interpreted(alone(one, node, end + len(path)))["y"]
+        assert single[0].tobytes() == together[node].tobytes(), (node, path)
+
+
+def test_each_number_of_tokens_gives_the_same_bits() -> None:
+    op = paged("chain", "bf16", 8, 64, sinks=True)
+    op.values["slots"][...] = 0
+    op.values["positions"][...] = np.arange(250, 258)
+    op.values["ends"][...] = op.values["positions"] + 1
+    whole = run_interpreted(op)["y"]
+    for count in range(1, 8):
+        few = copy.copy(op)
+        few.values = {n: v[:count] if n in PER_TOKEN else v for n, v in op.values.items()}
+        case = Case(op.case.id, {**op.case.sizes, "M": count}, op.case.attrs, {}, op.case.options)
+        few.plan = case_plan(op.spec, case, few.values)
+        assert run_interpreted(few)["y"].tobytes() == whole[:count].tobytes()
 
 
 @pytest.mark.parametrize(

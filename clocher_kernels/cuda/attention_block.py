@@ -52,7 +52,7 @@ def _product(high, rest, b, acc):
 
 
 @triton.jit
-def _cells(
+def cells_at(
     pages,
     cell0,
     cell,
@@ -61,15 +61,47 @@ def _cells(
     POOL: tl.constexpr,
     HEADS: tl.constexpr,
     PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ONE_PAGE: tl.constexpr,
 ):
-    """Return the index of (page, head, cell in page) of a block of cells, int64."""
-    if PAGE % BLOCK == 0:
+    """Return the index of (page, head, cell in page) of a block of cells, int64.
+
+    Args:
+        pages: the slot's row of the page table.
+        cell0: first cell of the block; it is in the page table.
+        cell: each of them.
+        seen: whether a cell may be read; such a one is in the page table.
+        head: key/value head.
+        POOL: pages.
+        HEADS: key/value heads.
+        PAGE: cells of a page.
+        ONE_PAGE: the cells are all in the first one's page.
+    """
+    if ONE_PAGE:
         page = tl.load(pages + cell0 // PAGE)
     else:
         page = tl.load(pages + cell // PAGE, seen, other=0)
     page = within(page, POOL).to(tl.int64)
     return (page * HEADS + head) * PAGE + cell % PAGE
+
+
+@triton.jit
+def path_cells(place, end, tree, length):
+    """Return the cells of places in the order of positions: committed ones, then a path's nodes.
+
+    So the sums of a path have the order that they have when its tokens are no tree.
+
+    Args:
+        place: of the cells, from 0 on.
+        end: end of the committed cells.
+        tree: ancestor mask.
+        length: its bits up to the highest.
+    """
+    cell, node = place, end
+    for bit in range(0, length):
+        there = ((tree >> bit) & 1).to(tl.int32)
+        cell = tl.where((place == node) & (there != 0), end + bit, cell)
+        node += there
+    return cell
 
 
 @triton.jit
@@ -97,18 +129,13 @@ def attend_block(
     acc,
     query,
     rest,
-    cell0,
+    at,
     seen,
     visible,
-    pages,
     k_cache,
     v_cache,
     k_scale,
     v_scale,
-    head,
-    POOL: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -126,17 +153,13 @@ def attend_block(
         acc: weighted sum of values so far, [ROWS, WIDTH].
         query: rows of the query, rounded to WORK, [ROWS, WIDTH].
         rest: what the rounding left over.
-        cell0: first cell of the block, a multiple of BLOCK; one of its cells is in the page table.
+        at: index of each cell in the cache, int64 [BLOCK]: `cells_at`.
         seen: whether a cell may be read, [BLOCK].
         visible: whether a row sees a cell, [ROWS, BLOCK]; such a cell must be `seen`.
-        pages: the slot's row of the page table.
-        head: key/value head.
 
     Returns:
         (top, total, acc). A row that sees none of the block keeps its state, bit for bit.
     """
-    cell = cell0 + tl.arange(0, BLOCK)
-    at = _cells(pages, cell0, cell, seen, head, POOL, HEADS, PAGE, BLOCK)
     k_stored = _load(k_cache, at, seen, DIM, WIDTH)
     v_stored = _load(v_cache, at, seen, DIM, WIDTH)
     keys = _widen(k_stored, KV, WORK, ASM)
@@ -215,14 +238,14 @@ def _sees_tree(cell, end, tree, position, WINDOW: tl.constexpr, CHUNK: tl.conste
     later = tree.to(tl.uint64, bitcast=True) >> tl.where(inside, bit, 0).to(tl.uint64)
     seen = inside & ((later & 1) != 0)
     if WINDOW > 0:
-        seen = seen & (_count_bits(later >> 1) < WINDOW)
+        seen = seen & (count_bits(later >> 1) < WINDOW)
     if CHUNK > 0:
-        seen = seen & (_count_bits(later >> 1) <= position % CHUNK)
+        seen = seen & (count_bits(later >> 1) <= position % CHUNK)
     return seen
 
 
 @triton.jit
-def _count_bits(x):
+def count_bits(x):
     """Return the number of set bits of 64-bit integers, by sums of 2, 4 and 8 neighbours."""
     x = x - ((x >> 1) & 0x5555555555555555)
     x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)

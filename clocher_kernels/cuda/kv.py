@@ -27,6 +27,30 @@ def tree_length(ancestors):
 
 
 @triton.jit
+def own_cell(
+    slots,
+    positions,
+    ends,
+    ancestors,
+    pages,
+    token,
+    PAGES_ROW: tl.constexpr,
+    SLOTS: tl.constexpr,
+    CELLS: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """Return the page of a token's own cell, int64, -1 if there is none, and the cell."""
+    # A tree node's own bit is its highest.
+    length = tree_length(tl.load(ancestors + token))
+    node = tl.load(ends + token) + length - 1
+    cell = tl.where(length > 0, node, tl.load(positions + token))
+    slot = tl.load(slots + token)
+    there = (slot >= 0) & (slot < SLOTS) & (cell >= 0) & (cell < CELLS)
+    page = tl.load(pages + slot * PAGES_ROW + cell // PAGE, there, other=-1).to(tl.int64)
+    return page, cell
+
+
+@triton.jit
 def _minifloat(x, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, LARGEST: tl.constexpr):
     """Return the codes of fp32 values: nearest, ties to even, saturating; as `dtypes` does it."""
     BIAS: tl.constexpr = (1 << (EXPONENT - 1)) - 1
@@ -117,13 +141,9 @@ def _kv_append(
 ):
     start(PDL)
     head, token = tl.program_id(0), tl.program_id(1)
-    # A tree node's own bit is its highest.
-    length = tree_length(tl.load(ancestors + token))
-    node = tl.load(ends + token) + length - 1
-    cell = tl.where(length > 0, node, tl.load(positions + token))
-    slot = tl.load(slots + token)
-    there = (slot >= 0) & (slot < SLOTS) & (cell >= 0) & (cell < CELLS)
-    page = tl.load(pages + slot * PAGES_ROW + cell // PAGE, there, other=-1).to(tl.int64)
+    page, cell = own_cell(
+        slots, positions, ends, ancestors, pages, token, PAGES_ROW, SLOTS, CELLS, PAGE
+    )
     if (page < 0) | (page >= POOL):
         return
     at = (page * HEADS + head) * PAGE + cell % PAGE

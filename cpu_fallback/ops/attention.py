@@ -2,14 +2,21 @@
 
 Tokens that follow each other in a step and belong to one slot make a tile; its rows, the query
 heads of its tokens that share a key/value head, walk the cells together, so a key or value is read
-once for all of them. Cells are numbered as the token sees them: the committed ones, then its
-ancestors in the tree. Blocks and spans lie at fixed places of that order (`attention_rows`), so a
-result depends neither on the other tokens nor on the threads, and a path of a speculative tree
-gives the bits that decoding token by token gives. Cells that are not visible are not read.
+once for all of them. Where rows are many, cells are decoded into a panel and the keys are turned
+(`attention_columns`), which gives the same bits. Cells are numbered as the token sees them: the
+committed ones, then its ancestors in the tree. Blocks and spans lie at fixed places of that order
+(`attention_rows`), so a result depends neither on the other tokens nor on the threads, and a path
+of a speculative tree gives the bits that decoding token by token gives. Cells that are not visible
+are not read.
 
-Steps of a few tokens are divided by key/value head and span: `attend` keeps the sums of each span
-in memory that the team shares, and `merge` folds them. In larger steps a thread has whole tiles of
-a head and folds as it goes, in the same order.
+Where pages are listed a tile is one token, for each has lists of its own, and a block that is not
+listed is left out as if nobody saw it: the others stay where they were.
+
+Steps of a few tokens are divided by span and key/value head: `attend` keeps the sums of each span
+in memory that the team shares, and `merge` folds them. It reads what all heads have of a page
+before the next page, for they lie behind each other. In larger steps, and where pages are listed, a
+thread walks one head after the other; in larger steps it has whole tiles of a head and folds as it
+goes, in the same order.
 """
 
 from dataclasses import replace
@@ -19,9 +26,12 @@ import numpy as np
 
 from clocher_kernels.errors import ShapeError
 from cpu_fallback.lanes.jit import device
-from cpu_fallback.lanes.memory import read_f32, write_f32
+from cpu_fallback.lanes.memory import load_f32, read_f32, store_f32, write_f32
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.ops.attention_block import block
+from cpu_fallback.lanes.vector import LANES
+from cpu_fallback.ops.attention_block import TURNED_ROWS, block
+from cpu_fallback.ops.attention_codes import CHUNK, CODES, code_query
+from cpu_fallback.ops.attention_columns import LONGEST, score_columns
 from cpu_fallback.ops.attention_rows import (
     LOWEST,
     SPAN,
@@ -33,14 +43,28 @@ from cpu_fallback.ops.attention_rows import (
     fold,
     span_weight,
 )
-from cpu_fallback.ops.attention_sight import SIGHT, look_all, padded, sees, tile_end
-from cpu_fallback.ops.attention_tiles import BLOCK, PRODUCTS, SCORES, STATE
+from cpu_fallback.ops.attention_sight import (
+    SIGHT,
+    block_after,
+    listed,
+    load_of,
+    look_all,
+    padded,
+    sees,
+    span_at,
+    tile_end,
+)
+from cpu_fallback.ops.attention_tiles import BLOCK, FLOATS, SCORES, STATE
 from cpu_fallback.ops.bind import BoundCall, share
 from cpu_fallback.ops.kv import kv_dtype
 from cpu_fallback.team.tape import Launch
 
-ROWS = 32
-"""Rows of a tile, if the heads of one token are not more."""
+ROWS = 256
+"""Rows of a tile at most, if the heads of one token are not more."""
+TILE_BYTES = 512 << 10
+"""Bytes of the rows of a tile at most: they stay in the second cache."""
+LEAST_ROWS = 32
+"""Rows below which tiles are not divided so that every thread has some."""
 FEW = 8
 """Tokens of a step that are divided by span."""
 PANEL_ROWS = 8
@@ -58,24 +82,31 @@ class Tile(NamedTuple):
         group: query heads that share a key/value head.
         tokens: of a tile, at most.
         line: bytes of a cell of one head.
+        pitch: bytes of a cell in a panel.
         in_place: rows up to which cells are decoded where they lie.
         reader: kernel that decodes cells into a panel.
         score: kernel of queries and cells as stored.
         mix: kernel of weights and cells as stored.
         panel_score: kernel of queries and a panel.
         panel_mix: kernel of weights and a panel.
+        crossed: where in the scratch memory of a thread the queries of all heads are, and then
+            their states, for steps of a few tokens.
+        columns: kernel of many queries and keys that were turned, 0 if there is none.
         kept: memory of the team for the sums of spans.
     """
 
     group: int
     tokens: int
     line: int
+    pitch: int
     in_place: int
     reader: int
     score: int
     mix: int
     panel_score: int
     panel_mix: int
+    crossed: int
+    columns: int
     kept: int = 0
 
 
@@ -90,40 +121,125 @@ def attend(a, rank, size, scratch):
     """Attend tile by tile; each thread has a range of (tile, head, span), or some (tile, head).
 
     Scratch: the sights of the tokens; of each row the query, its sums in this span and in the spans
-    before, its scores, its state; a panel of decoded cells, their lines, their scales.
+    before, its scores, its state; a panel of decoded cells, their lines, their scales, their keys
+    turned.
     """
     m, heads, kept = a.M, a.H, a.kept
-    few = m <= FEW
+    few, tokens = m <= FEW, _tokens(a, size)
     first, last = np.int64(0), np.int64(0)
     if few:
         units, t = np.int64(0), np.int64(0)
         while t < m:
-            stop = tile_end(a, t)
-            low, high = look_all(a, t, stop, scratch)
-            units += heads * (high - low)
+            stop = tile_end(a, t, tokens)
+            seen = look_all(a, t, stop, scratch)
+            for head in range(heads):
+                units += load_of(a, t, head, seen.low, seen.high)
             t = stop
         first, last = share(units, rank, size)
     unit, turn, t = np.int64(0), np.int64(0), np.int64(0)
     while t < m:
-        stop = tile_end(a, t)
-        low, high = look_all(a, t, stop, scratch)
+        stop = tile_end(a, t, tokens)
+        seen = look_all(a, t, stop, scratch)
+        low, high = seen.low, seen.high
+        if few and not a.listed:
+            load = heads * (high - low)
+            _cross(a, t, stop, seen, max(first - unit, 0), min(last - unit, load), kept, scratch)
+            kept += load * _kept_bytes(a, stop - t)
+            unit += load
+            t = stop
+            continue
         for head in range(heads):
             begin, end, mine = low, high, turn % size == rank
+            load = load_of(a, t, head, low, high)
             if few:
-                begin = min(max(low + first - unit, low), high)
-                end = min(max(low + last - unit, low), high)
-                mine = begin < end
+                mine = first - unit < load and last > unit
+                if mine:
+                    begin = span_at(a, t, head, low, high, first - unit)
+                    end = span_at(a, t, head, low, high, last - unit)
             if mine:
                 skipped = (begin - low) * _kept_bytes(a, stop - t)
-                _walk(a, t, stop, head, begin, end, few, kept + skipped, scratch)
+                _walk(a, t, stop, head, seen, begin, end, few, kept + skipped, scratch)
             kept += (high - low) * _kept_bytes(a, stop - t)
-            unit += high - low
+            unit += load
             turn += 1
         t = stop
 
 
 @device
-def _walk(a, t, stop, head, begin, end, few, kept, scratch):
+def _tokens(a, size):
+    """Return the tokens of a tile at most: fewer in a large step than would leave threads idle."""
+    if a.M <= FEW:
+        return a.tokens
+    return min(a.tokens, max(np.int64(1), LEAST_ROWS // a.group, a.M * a.H // size))
+
+
+@device
+def _cross(a, t, stop, seen, first, last, kept, scratch):
+    """Attend for some (span, head) of a tile, all heads of a block before the next block."""
+    heads, size, rows = a.H, padded(a.D), (stop - t) * a.group
+    state = scratch + SIGHT * (-(-a.tokens // 2) * 2) + 8 * rows * size
+    queries, own = scratch + a.crossed, STATE * rows
+    states, query = queries + heads * 4 * rows * size, 4 * rows * size
+    for unit in range(first, min(last, first + heads)):
+        head = unit % heads
+        _ask(a, t, head, rows, queries + head * query, states + head * own)
+    nbytes, unit = _kept_bytes(a, stop - t), first
+    while unit < last:
+        span, low = seen.low + unit // heads, unit % heads
+        high = min(heads, low + last - unit)
+        for head in range(low, high):
+            sums = kept + (head * (seen.high - seen.low) + span - seen.low) * nbytes
+            for row in range(rows):
+                line = sums + _HEADER * rows + 4 * row * size
+                begin_span(states + head * own + STATE * row, line, size)
+        for start in range(span * SPAN, (span + 1) * SPAN, BLOCK):
+            for head in range(low, high):
+                sums = kept + (head * (seen.high - seen.low) + span - seen.low) * nbytes
+                sums += _HEADER * rows
+                then, after = head + 1, start
+                if then == high:
+                    then, after = low, start + BLOCK
+                    if after % SPAN == 0:
+                        then = np.int64(0)
+                at = queries + head * query
+                _copy(states + head * own, state, own)
+                block(a, t, stop, head, seen, start, then, after, scratch, at, sums, state)
+                _copy(state, states + head * own, own)
+        for head in range(low, high):
+            sums = kept + (head * (seen.high - seen.low) + span - seen.low) * nbytes
+            for row in range(rows):
+                _keep(sums + _HEADER * row, states + head * own + STATE * row)
+        unit += high - low
+
+
+@device
+def _copy(source, target, nbytes):
+    for at in range(0, nbytes, 64):
+        store_f32(target + at, load_f32(source + at))
+
+
+@device
+def _keep(header, state):
+    """Note the largest score and the weight of a row's span for `merge`."""
+    write_f32(header, read_f32(state + TOP))
+    write_f32(header + 4, span_weight(state))
+
+
+@device
+def _ask(a, t, head, rows, queries, states):
+    """Write the queries of a tile for a head as they are multiplied with cells."""
+    group, d, size = a.group, a.D, padded(a.D)
+    for row in range(rows):
+        source = a.q + 4 * (((t + row // group) * a.H + head) * group + row % group) * d
+        query = queries + 4 * row * size
+        if a.k_scale:
+            code_query(source, query, d, a.pitch, a.scale, states + STATE * row)
+        else:
+            copy_row(source, query, d, a.scale)
+
+
+@device
+def _walk(a, t, stop, head, seen, begin, end, few, kept, scratch):
     """Walk some spans of a tile, and keep the sums of each or fold them."""
     group, d = a.group, a.D
     rows, size = (stop - t) * group, padded(d)
@@ -131,28 +247,28 @@ def _walk(a, t, stop, head, begin, end, few, kept, scratch):
     past = queries + 4 * rows * size
     state = past + 4 * rows * size
     work = state + STATE * rows
-    for row in range(rows):
-        place = ((t + row // group) * a.H + head) * group + row % group
-        query = queries + 4 * row * size
-        copy_row(a.q + 4 * place * d, query, d, a.scale)
-        if not few:
+    _ask(a, t, head, rows, queries, state)
+    if not few:
+        for row in range(rows):
             _begin(a, head * group + row % group, state + STATE * row, past, row, size)
     for span in range(begin, end):
-        sums = work
+        blocks, sums = listed(a, t, head, span), work
         if few:
             sums = kept + _HEADER * rows
-        for row in range(rows):
-            begin_span(state + STATE * row, sums + 4 * row * size, size)
-        for start in range(span * SPAN, (span + 1) * SPAN, BLOCK):
-            block(a, t, stop, head, start, scratch, queries, sums, state)
-        for row in range(rows):
-            own, sight = state + STATE * row, scratch + SIGHT * (row // group)
-            if few:
-                write_f32(kept + _HEADER * row, read_f32(own + TOP))
-                write_f32(kept + _HEADER * row + 4, span_weight(own))
-            elif sees(sight, span):
-                line, total = sums + 4 * row * size, span_weight(own)
-                fold(own, past + 4 * row * size, read_f32(own + TOP), total, line, size)
+        if blocks:
+            for row in range(rows):
+                begin_span(state + STATE * row, sums + 4 * row * size, size)
+            for start in range(span * SPAN, (span + 1) * SPAN, BLOCK):
+                if blocks >> (start // BLOCK % (SPAN // BLOCK)) & 1:
+                    after = block_after(a, t, head, start)
+                    block(a, t, stop, head, seen, start, head, after, scratch, queries, sums, state)
+            for row in range(rows):
+                own, sight = state + STATE * row, scratch + SIGHT * (row // group)
+                if few:
+                    _keep(kept + _HEADER * row, own)
+                elif sees(sight, span):
+                    line, total = sums + 4 * row * size, span_weight(own)
+                    fold(own, past + 4 * row * size, read_f32(own + TOP), total, line, size)
         kept += _kept_bytes(a, stop - t)
     if not few:
         for row in range(rows):
@@ -179,8 +295,9 @@ def merge(a, rank, size, scratch):
     sights = past + 4 * width
     turn, t = np.int64(0), np.int64(0)
     while t < m:
-        stop = tile_end(a, t)
-        low, high = look_all(a, t, stop, sights)
+        stop = tile_end(a, t, a.tokens)
+        seen = look_all(a, t, stop, sights)
+        low, high = seen.low, seen.high
         rows, nbytes = (stop - t) * group, _kept_bytes(a, stop - t)
         for head in range(heads):
             for row in range(rows):
@@ -188,7 +305,8 @@ def merge(a, rank, size, scratch):
                 if turn % size == rank:
                     _begin(a, head * group + row % group, scratch, past, 0, width)
                     for span in range(low, high):
-                        if sees(sights + SIGHT * (row // group), span):
+                        sight = sights + SIGHT * (row // group)
+                        if listed(a, t, head, span) and sees(sight, span):
                             base = kept + (span - low) * nbytes
                             at = base + _HEADER * row
                             sums = base + _HEADER * rows + 4 * row * width
@@ -211,25 +329,37 @@ def _attention(call: BoundCall) -> list[Launch]:
         raise ShapeError(
             f"attention: {call.dim('N')} sinks; expected one for each of {kv_heads * group} heads"
         )
-    kind, tokens = str(call.attr("kv_dtype")), max(1, ROWS // group)
-    kernels = kv_dtype(call)
-    panels = PRODUCTS["f32"]
-    products = PRODUCTS[kind]
+    kind = str(call.attr("kv_dtype"))
+    reader, codes = kv_dtype(call).reader, kind == "i8"
+    own = CODES if codes else FLOATS[kind]
+    panels = CODES if codes else FLOATS["f32"]
+    chunk, size = CHUNK if codes else LANES, -(-d // LANES) * LANES
+    row = 12 * size + STATE + SCORES
+    tokens = max(1, min(ROWS, TILE_BYTES // row) // group)
+    if call.has("listed"):
+        tokens = 1
+        if call.dim("T") != BLOCK:
+            raise ShapeError(f"attention: pages of {call.dim('T')} cells; listed ones have {BLOCK}")
+    pitch = -(-d // chunk) * chunk * (1 if codes else 4)
+    capacity = call.array("q").shape[0]
+    scratch = SIGHT * (tokens + 1) + group * tokens * row
+    scratch = -(-(scratch + BLOCK * (pitch + 8 + 4 * size) + 2 * SCORES) // 64) * 64
     tile = Tile(
         group=group,
         tokens=tokens,
         line=d * call.array("k_cache").itemsize,
-        in_place=_rows_in_place(kind, d),
-        reader=kernels.reader,
-        score=products.score,
-        mix=products.mix,
+        pitch=pitch,
+        in_place=_rows_in_place(kind, d % chunk == 0),
+        reader=reader,
+        score=own.score,
+        mix=own.mix,
         panel_score=panels.score,
         panel_mix=panels.mix,
+        crossed=scratch,
+        columns=0 if codes or size > LONGEST else score_columns(size),
     )
-    capacity, size = call.array("q").shape[0], -(-d // 16) * 16
-    rows = group * tokens
-    scratch = SIGHT * (tokens + 1) + rows * (12 * size + STATE + SCORES)
-    scratch += BLOCK * (4 * size + 8) + 2 * SCORES
+    few = min(capacity, FEW, tokens) * group
+    scratch += kv_heads * few * (4 * size + STATE)
     spans = -(-call.dim("T") * call.dim("B") // SPAN) + 1
     kept = min(capacity, FEW) * group * kv_heads * spans * (_HEADER + 4 * size)
     both = call.launch(attend, tile, scratch), call.launch(merge, tile, scratch)
@@ -239,11 +369,13 @@ def _attention(call: BoundCall) -> list[Launch]:
     ]
 
 
-def _rows_in_place(kind: str, d: int) -> int:
-    """Return how many rows make it worth to decode cells once, into a panel."""
-    if d % 16:
+def _rows_in_place(kind: str, whole: bool) -> int:
+    """Return for how many rows cells are read where they lie, if lines are whole vectors or not."""
+    if not whole:
         return 0
-    return 1 << 30 if kind == "f32" else PANEL_ROWS
+    if kind == "i8":
+        return 1 << 30
+    return TURNED_ROWS - 1 if kind == "f32" else PANEL_ROWS
 
 
 LOWER = {"attention": _attention}

@@ -5,58 +5,88 @@ import numpy as np
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.maths import lowest_bit
 from cpu_fallback.lanes.memory import prefetch, read_f32, read_i32, read_i64, write_f32, write_i64
+from cpu_fallback.ops.attention_columns import turn
 from cpu_fallback.ops.attention_rows import bend, weigh
 from cpu_fallback.ops.attention_sight import SIGHT, clip, padded, sight_at
 from cpu_fallback.ops.attention_tiles import BLOCK, SCORES, STATE, mix, score
 from cpu_fallback.ops.bind import within
 from cpu_fallback.ops.kv import line_of, page_of, read_lines
 
+TURNED_ROWS = 32
+"""Rows from which on keys are turned."""
+_ASKING = 16
+"""Rows that are scored between requests for what will be read."""
+
 
 @device
-def block(a, t, stop, head, start, scratch, queries, sums, state):
+def block(a, t, stop, head, seen, start, then, after, scratch, queries, sums, state):
     """Attend to the cells start .. start + BLOCK - 1: the tile at once, or token by token.
+
+    The next block is that of head `then` with the cells from `after` on, -1 if there is none.
 
     Cells are the same for all tokens of a slot up to where a token's tree begins.
     """
-    step = stop - t
-    for i in range(stop - t):
-        sight = sight_at(scratch + SIGHT * i)
-        if sight.tree and sight.committed < start + BLOCK:
-            step = np.int64(1)
-    i = np.int64(0)
-    while i < stop - t:
-        _part(a, t, stop, i, i + step, head, start, scratch, queries, sums, state)
-        i += step
+    low, high, step = np.int64(0), stop - t, stop - t
+    whole = seen.begin <= start and start + BLOCK <= seen.end
+    if not whole:
+        while low < high and not _sees(scratch, low, start):
+            low += 1
+        while low < high and not _sees(scratch, high - 1, start):
+            high -= 1
+        for i in range(low, high):
+            sight = sight_at(scratch + SIGHT * i)
+            if sight.tree and sight.committed < start + BLOCK:
+                step = np.int64(1)
+    while low < high:
+        end = min(low + step, high)
+        _part(
+            a,
+            t,
+            stop,
+            low,
+            end,
+            whole,
+            seen,
+            head,
+            start,
+            then,
+            after,
+            scratch,
+            queries,
+            sums,
+            state,
+        )
+        low = end
 
 
 @device
-def _part(a, t, stop, low, high, head, start, scratch, queries, sums, state):
-    """Attend from tokens low .. high - 1 of a tile."""
+def _sees(scratch, i, start):
+    sight = sight_at(scratch + SIGHT * i)
+    return clip(sight.begin, start) < clip(sight.end, start)
+
+
+@device
+def _part(
+    a, t, stop, low, high, whole, seen, head, start, then, after, scratch, queries, sums, state
+):
+    """Attend from tokens low .. high - 1 of a tile; `whole`: each sees all cells, all committed."""
     group, size = a.group, padded(a.D)
-    begin, end, alike, committed = np.int64(BLOCK), np.int64(0), True, np.int64(0)
-    for i in range(low, high):
-        sight = sight_at(scratch + SIGHT * i)
-        committed = max(committed, sight.committed)
-        first, last = clip(sight.begin, start), clip(sight.end, start)
-        if i > low and (first != begin or last != end):
-            alike = False
-        if first < last:
-            begin, end = min(begin, first), max(end, last)
-        else:
-            alike = False
+    begin, end, alike, committed = np.int64(0), np.int64(BLOCK), True, seen.end
+    if not whole:
+        begin, end, alike, committed = _range(scratch, low, high, start)
     if begin >= end:
         return
     tile, offset, rows = (stop - t) * group, low * group, (high - low) * group
     scores = state + STATE * tile + 4 * tile * size
     panel = scores + SCORES * tile
-    lines = panel + 4 * BLOCK * size
+    lines = panel + BLOCK * a.pitch
     scales = lines + 8 * BLOCK
+    columns = scales + 2 * SCORES
     tree, slot = sight_at(scratch + SIGHT * low).tree, within(read_i32(a.slots + 4 * t), a.S)
     nbytes = a.line
     k_scale, v_scale = a.k_scale, a.v_scale
-    whole = start % a.T + BLOCK <= a.T
-    straight = whole and start + end <= committed
-    keys, values, stride, ahead = panel, panel, 4 * size, np.int64(0)
+    straight = start % a.T + BLOCK <= a.T and start + end <= committed
+    keys, values, stride, ahead = panel, panel, a.pitch, np.int64(0)
     scorer, mixer = a.panel_score, a.panel_mix
     in_place = straight and rows <= a.in_place
     if in_place:
@@ -66,8 +96,8 @@ def _part(a, t, stop, low, high, head, start, scratch, queries, sums, state):
         if k_scale:
             k_scale += 4 * line
             v_scale += 4 * line
-        if start + 2 * BLOCK <= committed:
-            lines_ahead = _line(a, slot, head, start + BLOCK) - line
+        if after >= 0 and after + BLOCK <= committed:
+            lines_ahead = _line(a, slot, then, after) - line
             ahead = lines_ahead * nbytes
             if k_scale:
                 for at in range(4 * lines_ahead, 4 * lines_ahead + SCORES, 64):
@@ -79,33 +109,44 @@ def _part(a, t, stop, low, high, head, start, scratch, queries, sums, state):
             _gather(k_scale, lines, begin, end, scales)
             _gather(v_scale, lines, begin, end, scales + SCORES)
             k_scale, v_scale = scales, scales + SCORES
-        first, out = lines + 8 * begin, panel + 4 * size * begin
+        first, out = lines + 8 * begin, panel + a.pitch * begin
         read_lines(a.reader, a.k_cache, first, end - begin, a.D, out)
     own, weights = state + STATE * offset, scores + SCORES * offset
     query = queries + 4 * offset * size
-    score(scorer, query, rows, keys, stride, size, begin, end, weights, ahead)
+    if a.columns and not in_place and rows >= TURNED_ROWS:
+        turn(panel, size, begin, end, columns)
+        soon = later = np.int64(0)
+        if straight:
+            soon = a.v_cache + nbytes * _line(a, slot, head, start)
+            if after >= 0 and after + BLOCK <= committed:
+                later = a.k_cache + nbytes * _line(a, slot, then, after)
+        _score_turned(a, query, rows, columns, begin, end, weights, soon, later)
+    else:
+        score(scorer, query, rows, keys, stride, size, begin, end, weights, ahead)
     key_scales = k_scale
     if a.softcap:  # which bends what the scales have been applied to
         key_scales = np.int64(0)
     for i in range(low, high):
-        sight = sight_at(scratch + SIGHT * i)
-        first, last = clip(sight.begin, start), clip(sight.end, start)
+        first, last = begin, end
+        if not alike:
+            sight = sight_at(scratch + SIGHT * i)
+            first, last = clip(sight.begin, start), clip(sight.end, start)
         if first < last:
-            for row in range(i * group, (i + 1) * group):
-                at, line = scores + SCORES * row, state + STATE * row
-                if a.softcap:
-                    bend(at, first, last, k_scale, a.softcap)
-                weigh(at, line, first, last, key_scales, v_scale)
+            above, under = i * group, (i + 1) * group
+            if a.softcap:
+                for row in range(above, under):
+                    at, line = scores + SCORES * row, state + STATE * row
+                    bend(at, line, first, last, k_scale, a.softcap)
+            weigh(scores, state, above, under, first, last, key_scales, v_scale)
     if not in_place:
-        first, out = lines + 8 * begin, panel + 4 * size * begin
+        first, out = lines + 8 * begin, panel + a.pitch * begin
         read_lines(a.reader, a.v_cache, first, end - begin, a.D, out)
-    step = high - low
-    if not alike:
-        step = np.int64(1)
-    i = low
+    i, step = low, high - low
     while i < high:
-        sight = sight_at(scratch + SIGHT * i)
-        first, last = clip(sight.begin, start), clip(sight.end, start)
+        first, last = begin, end
+        if not alike:
+            sight, step = sight_at(scratch + SIGHT * i), np.int64(1)
+            first, last = clip(sight.begin, start), clip(sight.end, start)
         if first < last:
             row = i * group
             at, own = sums + 4 * row * size, state + STATE * row
@@ -114,6 +155,39 @@ def _part(a, t, stop, low, high, head, start, scratch, queries, sums, state):
             mix(mixer, at, count, size, own, weights, values, stride, first, last, ahead)
             ahead = np.int64(0)
         i += step
+
+
+@device
+def _score_turned(a, queries, rows, columns, begin, end, scores, soon, later):
+    """Score turned keys, and ask for the blocks of cells that are read next, a part at a time."""
+    size = padded(a.D)
+    share = -(-BLOCK * a.line * _ASKING // rows)
+    for row in range(0, rows, _ASKING):
+        part = row // _ASKING * share
+        for at in range(part, part + share, 64):
+            if soon:
+                prefetch(soon + at)
+            if later:
+                prefetch(later + at)
+        own, out, count = queries + 4 * row * size, scores + SCORES * row, min(_ASKING, rows - row)
+        score(a.columns, own, count, columns, 0, size, begin, end, out, 0)
+
+
+@device
+def _range(scratch, low, high, start):
+    """Return the cells of a block that tokens see, whether all see all, and how many there are."""
+    begin, end, alike, committed = np.int64(BLOCK), np.int64(0), True, np.int64(0)
+    for i in range(low, high):
+        sight = sight_at(scratch + SIGHT * i)
+        committed = max(committed, sight.committed)
+        first, last = clip(sight.begin, start), clip(sight.end, start)
+        if i > low and (first != begin or last != end):
+            alike = False
+        if first < last:
+            begin, end = min(begin, first), max(end, last)
+        else:
+            alike = False
+    return begin, end, alike, committed
 
 
 @device

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cpu_fallback.lanes.jit import device
-from cpu_fallback.lanes.maths import popcount
+from cpu_fallback.lanes.maths import lowest_bit, popcount
 from cpu_fallback.lanes.memory import read_i32, read_i64, write_i64
 from cpu_fallback.lanes.record import reader
 from cpu_fallback.ops.attention_rows import SPAN
@@ -27,10 +27,30 @@ class Sight(NamedTuple):
     tree: int
 
 
+class Seen(NamedTuple):
+    """What the tokens of a tile see together.
+
+    Attributes:
+        low: the first span.
+        high: the span after the last.
+        begin: the first of the committed cells that all of them see.
+        end: the cell after the last of those.
+    """
+
+    low: int
+    high: int
+    begin: int
+    end: int
+
+
 sight_at = reader(Sight)
 """Read the record at an address."""
 SIGHT = 32
 """Bytes of a token's sight."""
+_ALL = (1 << SPAN // BLOCK) - 1
+"""The blocks of a span."""
+_SPANS = 64 * BLOCK // SPAN
+"""Spans of a word of a list, which has a bit for each block."""
 
 
 @device
@@ -40,9 +60,9 @@ def padded(d):
 
 
 @device
-def tile_end(a, t):
-    """Return the token after the tile that begins with token t."""
-    slot, limit = read_i32(a.slots + 4 * t), min(a.M, t + a.tokens)
+def tile_end(a, t, tokens):
+    """Return the token after the tile of at most `tokens` that begins with token t."""
+    slot, limit = read_i32(a.slots + 4 * t), min(a.M, t + tokens)
     t += 1
     while t < limit and read_i32(a.slots + 4 * t) == slot:
         t += 1
@@ -74,15 +94,17 @@ def _look(a, t, sight):
 
 @device
 def look_all(a, t, stop, sights):
-    """Write what the tokens of a tile see; return the first span and the one after the last."""
+    """Write what the tokens of a tile see; return what they see together."""
     low, high = np.int64(1 << 40), np.int64(0)
+    begin, end = np.int64(0), np.int64(1 << 40)
     for i in range(stop - t):
         _look(a, t + i, sights + SIGHT * i)
         sight = sight_at(sights + SIGHT * i)
         if sight.begin < sight.end:
             low = min(low, sight.begin // SPAN)
             high = max(high, (sight.end + SPAN - 1) // SPAN)
-    return min(low, high), high
+        begin, end = max(begin, sight.begin), min(end, sight.committed)
+    return Seen(min(low, high), high, begin, end)
 
 
 @device
@@ -96,3 +118,53 @@ def sees(sight, span):
     """Return whether a token sees a cell of a span."""
     s = sight_at(sight)
     return max(s.begin, span * SPAN) < min(s.end, (span + 1) * SPAN)
+
+
+@device
+def listed(a, t, head, span):
+    """Return the blocks of a span that a token reads for a head, as bits; all without a list."""
+    if not a.listed:
+        return np.int64(_ALL)
+    if span >= a.W * _SPANS:
+        return np.int64(0)
+    word = read_i64(a.listed + 8 * ((t * a.H + head) * a.W + span // _SPANS))
+    return (word >> (span % _SPANS * (SPAN // BLOCK))) & _ALL
+
+
+@device
+def load_of(a, t, head, low, high):
+    """Return the work of a head of a tile: its spans low .. high - 1, or the blocks listed."""
+    if not a.listed:
+        return high - low
+    total = np.int64(0)
+    for word in range(a.W):
+        total += popcount(read_i64(a.listed + 8 * ((t * a.H + head) * a.W + word)))
+    return total
+
+
+@device
+def span_at(a, t, head, low, high, load):
+    """Return the first of the spans low .. high - 1 that begins at so much work, or high."""
+    if not a.listed:
+        return min(max(low + load, low), high)
+    span = low
+    while span < high and load > 0:
+        load -= popcount(listed(a, t, head, span))
+        span += 1
+    return span
+
+
+@device
+def block_after(a, t, head, start):
+    """Return the first cell of the block that is read after that of cell `start`, -1 if none is."""
+    if not a.listed:
+        return start + BLOCK
+    block = start // BLOCK + 1
+    words = a.listed + 8 * (t * a.H + head) * a.W
+    for word in range(block // 64, a.W):
+        bits = read_i64(words + 8 * word)
+        if word == block // 64:
+            bits &= np.int64(-1) << (block % 64)
+        if bits:
+            return BLOCK * (64 * word + lowest_bit(bits))
+    return np.int64(-1)

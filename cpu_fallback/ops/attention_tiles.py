@@ -13,17 +13,19 @@ decide which accumulators are in registers together, so a row's result depends o
 on nothing else.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils
 
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import Kernel, device
-from cpu_fallback.lanes.memory import emit_load, emit_prefetch, emit_store, prefetch
+from cpu_fallback.lanes.jit import Kernel
+from cpu_fallback.lanes.memory import emit_load, emit_prefetch, emit_store
 from cpu_fallback.lanes.simd import emit_fma
-from cpu_fallback.lanes.vector import F32, LANES, constant, i64, op, pick, spread, void
+from cpu_fallback.lanes.vector import F32, I32, LANES, constant, i64, op, pick, spread, void
 from cpu_fallback.lanes.widen import WIDEN, Widen
 
 BLOCK = 64
@@ -32,26 +34,31 @@ SCORES = 4 * BLOCK
 """Bytes between the scores of one row and of the next."""
 STATE, FACTOR = 128, 68
 """Bytes of the state of a row, and where in it `mix` finds what to multiply the sums by."""
+STEP, QUERY_STEP = 80, 84
+"""Where in the state of a row of int8 cells the steps of its weights and of its query are."""
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _FLOAT = ir.FloatType()
 _VECTOR = 4 * LANES
+_LINE = 64  # bytes of a cache line
 
-# Rows x cells of a tile of scores, rows x vectors of a tile of sums: 32, 16 and 16 registers that
-# hold 16, 8 and 4 lanes.
-_DOTS = (4, 4) if CURRENT.avx512 else (2, 2) if CURRENT.avx2 else (1, 2)
-_MIX = (4, 4) if CURRENT.avx512 else (2, 2) if CURRENT.avx2 else (1, 2)
+SCORE_TILE = (4, 4) if CURRENT.avx512 else (2, 2) if CURRENT.avx2 else (1, 2)
+"""Rows x cells whose sums are in registers: 32, 16 and 16 that hold 16, 8 and 4 lanes."""
+MIX_TILE = SCORE_TILE
+"""Rows x vectors whose sums are in registers."""
 
 
-def _at(b: Any, base: Any, index: Any, size: Any) -> Any:
+def emit_at(b: Any, base: Any, index: Any, size: Any) -> Any:
+    """Emit base + index * size."""
     return b.add(base, b.mul(index, size))
 
 
-def _number(value: int) -> ir.Constant:
+def number(value: int) -> ir.Constant:
+    """Return a constant int64."""
     return ir.Constant(_I64, value)
 
 
-def _emit_dots(b: Any, kind: Widen, qs: list[Any], ks: list[Any], size: Any) -> list[Any]:
+def _emit_dots(kind: Widen, b: Any, qs: list[Any], ks: list[Any], size: Any) -> list[Any]:
     """Emit the 16-lane partial dot products of every q with every k, `size` values long."""
     pairs = [(q, k) for q in range(len(qs)) for k in range(len(ks))]
     entry = b.block
@@ -59,12 +66,12 @@ def _emit_dots(b: Any, kind: Widen, qs: list[Any], ks: list[Any], size: Any) -> 
     b.branch(loop)
     b.position_at_end(loop)
     at = b.phi(_I64)
-    at.add_incoming(_number(0), entry)
+    at.add_incoming(number(0), entry)
     sums = [b.phi(F32.llvm) for _ in pairs]
-    x = [emit_load(b, F32.llvm, _at(b, q, at, _number(4))) for q in qs]
-    y = [kind.emit(b, _at(b, k, at, _number(kind.bits // 8))) for k in ks]
+    x = [emit_load(b, F32.llvm, emit_at(b, q, at, number(4))) for q in qs]
+    y = [kind.emit(b, emit_at(b, k, at, number(kind.bits // 8))) for k in ks]
     after = [emit_fma(b, y[k], x[q], total) for (q, k), total in zip(pairs, sums, strict=True)]
-    further = b.add(at, _number(LANES))
+    further = b.add(at, number(LANES))
     at.add_incoming(further, loop)
     for total, value in zip(sums, after, strict=True):
         total.add_incoming(constant(F32, 0.0), entry)
@@ -75,52 +82,76 @@ def _emit_dots(b: Any, kind: Widen, qs: list[Any], ks: list[Any], size: Any) -> 
 
 
 def emit_totals(b: Any, vectors: list[Any]) -> Any:
-    """Emit a vector of the sums of 16 vectors, each summed by the tree of `simd.hsum`.
+    """Emit a vector of the sums of 16 vectors of fp32 or int32, each summed by the tree of `hsum`.
 
-    Two vectors of partial sums become one: half of the lanes of each stay where they are, the other
-    half cross over, and one addition does both.
+    The halves of each are added first, which leaves vectors of half the length. Then two of them
+    become one: half of the lanes of each stay where they are, the other half cross over, and one
+    addition does both.
     """
+    add = b.add if vectors[0].type == I32.llvm else b.fadd
     half = LANES // 2
-    while half:
-        stay = [lane if not lane & half else LANES + lane for lane in range(LANES)]
-        cross = [lane ^ half if not lane & half else LANES + (lane ^ half) for lane in range(LANES)]
-        masks = [ir.Constant(ir.VectorType(_I32, LANES), lanes) for lanes in (stay, cross)]
-        pairs = zip(vectors[:half], vectors[half:], strict=True)
-        vectors = [b.fadd(*(b.shuffle_vector(x, y, mask) for mask in masks)) for x, y in pairs]
-        half //= 2
-    return vectors[0]
+    low, high = list(range(half)), list(range(half, LANES))
+    vectors = [add(pick(b, vector, low), pick(b, vector, high)) for vector in vectors]
+    some = []
+    for group in (vectors[:half], vectors[half:]):
+        step = half // 2
+        while step:
+            lanes = range(half)
+            stay = [lane if not lane & step else half + lane for lane in lanes]
+            cross = [lane ^ step if not lane & step else half + (lane ^ step) for lane in lanes]
+            masks = [ir.Constant(ir.VectorType(_I32, half), each) for each in (stay, cross)]
+            pairs = zip(group[:step], group[step:], strict=True)
+            group = [add(*(b.shuffle_vector(x, y, mask) for mask in masks)) for x, y in pairs]
+            step //= 2
+        some += group
+    return b.shuffle_vector(*some, ir.Constant(ir.VectorType(_I32, LANES), low + high))
 
 
-def _scores(kind: Widen, rows: int) -> Any:
+def emit_ahead(b: Any, cells: list[Any], stride: Any, ahead: Any) -> None:
+    """Emit requests for the lines that lie `ahead` of some cells, if that is not 0."""
+    with b.if_then(b.icmp_signed("!=", ahead, number(0))):
+        line = number(_LINE)
+        with cgutils.for_range_slice(b, ahead, b.add(ahead, stride), line, _I64) as (at, _):
+            for cell in cells:
+                emit_prefetch(b, b.add(cell, at))
+
+
+def _scores(own: "Arithmetic", rows: int) -> Any:
     """Make the operation that scores `rows` rows and as many cells as fill 16 lanes."""
     cells = LANES // rows
-    tall, wide = min(_DOTS[0], rows), min(_DOTS[1] * _DOTS[0] // min(_DOTS[0], rows), cells)
+    tall, wide = (
+        min(SCORE_TILE[0], rows),
+        min(SCORE_TILE[1] * SCORE_TILE[0] // min(SCORE_TILE[0], rows), cells),
+    )
 
-    @op(void, i64, i64, i64, i64, i64)
-    def scores(b, queries, keys, stride, size, out):
-        pitch = b.mul(size, _number(4))
-        qs = [_at(b, queries, pitch, _number(r)) for r in range(rows)]
-        ks = [_at(b, keys, stride, _number(c)) for c in range(cells)]
+    @op(void, i64, i64, i64, i64, i64, i64)
+    def scores(b, queries, keys, stride, size, out, ahead):
+        pitch = b.mul(size, number(4))
+        qs = [emit_at(b, queries, pitch, number(r)) for r in range(rows)]
+        ks = [emit_at(b, keys, stride, number(c)) for c in range(cells)]
+        emit_ahead(b, ks, stride, ahead)
         parts: dict[tuple[int, int], Any] = {}
         for r in range(0, rows, tall):
             for c in range(0, cells, wide):
-                some = _emit_dots(b, kind, qs[r : r + tall], ks[c : c + wide], size)
+                some = own.dots(b, qs[r : r + tall], ks[c : c + wide], size)
                 places = [(r + i, c + j) for i in range(tall) for j in range(wide)]
                 parts.update(zip(places, some, strict=True))
         totals = emit_totals(b, [parts[r, c] for r in range(rows) for c in range(cells)])
+        if totals.type == I32.llvm:
+            totals = b.sitofp(totals, F32.llvm)
         for r in range(rows):
             lanes = list(range(r * cells, (r + 1) * cells))
-            emit_store(b, pick(b, totals, lanes), b.add(out, _number(SCORES * r)))
+            emit_store(b, pick(b, totals, lanes), b.add(out, number(SCORES * r)))
 
     return scores
 
 
 def _emit_mix(
-    b: Any, kind: Widen, places: list[list[Any]], state: list[Any], cells: "_Cells"
+    kind: Widen, b: Any, places: list[list[Any]], state: list[Any], cells: "Cells"
 ) -> None:
     """Emit sums[r][v] = sums[r][v] * factor[r] + the weighted cells; places are those of sums."""
     rows, vectors = range(len(places)), range(len(places[0]))
-    factors = [spread(b, F32, emit_load(b, _FLOAT, b.add(at, _number(FACTOR)))) for at in state]
+    factors = [spread(b, F32, emit_load(b, _FLOAT, b.add(at, number(FACTOR)))) for at in state]
     before = [
         b.fmul(emit_load(b, F32.llvm, places[r][v]), factors[r]) for r in rows for v in vectors
     ]
@@ -131,15 +162,15 @@ def _emit_mix(
     cell = b.phi(_I64)
     cell.add_incoming(cells.begin, entry)
     totals = [b.phi(F32.llvm) for _ in before]
-    line = _at(b, cells.values, cell, cells.stride)
-    x = [kind.emit(b, b.add(line, _number(kind.nbytes * v))) for v in vectors]
-    for v in range(0, len(vectors), max(1, 64 // kind.nbytes)):
-        emit_prefetch(b, b.add(line, b.add(cells.ahead, _number(kind.nbytes * v))))
-    weights = [_at(b, at, cell, _number(4)) for at in cells.weights]
+    line = emit_at(b, cells.values, cell, cells.stride)
+    x = [kind.emit(b, b.add(line, number(kind.nbytes * v))) for v in vectors]
+    for v in range(0, len(vectors), max(1, _LINE // kind.nbytes)):
+        emit_prefetch(b, b.add(line, b.add(cells.ahead, number(kind.nbytes * v))))
+    weights = [emit_at(b, at, cell, number(4)) for at in cells.weights]
     w = [spread(b, F32, emit_load(b, _FLOAT, at)) for at in weights]
     sums = iter(totals)
     after = [emit_fma(b, w[r], x[v], next(sums)) for r in rows for v in vectors]
-    further = b.add(cell, _number(1))
+    further = b.add(cell, number(1))
     cell.add_incoming(further, loop)
     for total, start, value in zip(totals, before, after, strict=True):
         total.add_incoming(start, entry)
@@ -152,7 +183,7 @@ def _emit_mix(
 
 
 @dataclass(frozen=True, slots=True)
-class _Cells:
+class Cells:
     """Cells begin .. end - 1 of a block, and where the weights of each row are."""
 
     values: Any
@@ -163,38 +194,51 @@ class _Cells:
     ahead: Any
 
 
-def _sums(kind: Widen, rows: int) -> Any:
+def _sums(own: "Arithmetic", rows: int) -> Any:
     """Make the operation that adds weighted cells to `rows` rows of sums."""
-    tall = min(_MIX[0], rows)
-    wide = _MIX[1]
+    tall = min(MIX_TILE[0], rows)
+    wide = MIX_TILE[1]
 
     @op(void, *[i64] * 9)
     def sums(b, sums, size, state, weights, values, stride, begin, end, ahead):
-        pitch = b.mul(size, _number(4))
-        whole = b.and_(size, _number(-LANES * wide))
+        pitch = b.mul(size, number(4))
+        whole = b.and_(size, number(-LANES * wide))
         for first in range(0, rows, tall):
             some = range(first, first + tall)
-            own = [b.add(weights, _number(SCORES * r)) for r in some]
-            states = [b.add(state, _number(STATE * r)) for r in some]
-            for start, stop, width in ((_number(0), whole, wide), (whole, size, 1)):
-                step = _number(LANES * width)
+            lines = [b.add(weights, number(SCORES * r)) for r in some]
+            states = [b.add(state, number(STATE * r)) for r in some]
+            for start, stop, width in ((number(0), whole, wide), (whole, size, 1)):
+                step = number(LANES * width)
                 with cgutils.for_range_slice(b, start, stop, step, _I64) as (column, _):
-                    top = b.add(sums, b.mul(column, _number(4)))
-                    lines = [_at(b, top, pitch, _number(r)) for r in some]
+                    top = b.add(sums, b.mul(column, number(4)))
                     places = [
-                        [b.add(line, _number(_VECTOR * v)) for v in range(width)] for line in lines
+                        [
+                            b.add(emit_at(b, top, pitch, number(r)), number(_VECTOR * v))
+                            for v in range(width)
+                        ]
+                        for r in some
                     ]
-                    shown = _at(b, values, column, _number(kind.bits // 8))
-                    cells = _Cells(shown, stride, begin, end, own, ahead)
-                    _emit_mix(b, kind, places, states, cells)
+                    shown = emit_at(b, values, column, number(own.nbytes))
+                    own.mix(b, places, states, Cells(shown, stride, begin, end, lines, ahead))
 
     return sums
 
 
-@device
-def _ask(address, nbytes):
-    for at in range(0, nbytes, 64):
-        prefetch(address + at)
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """How cells of a KV dtype are multiplied.
+
+    Attributes:
+        nbytes: of a value.
+        dots: emits the partial dot products of every query with every key.
+        mix: emits the sums of values, times their weights.
+        scores: makes the operation that scores 4, 2 or 1 rows and 16 cells; None: with `dots`.
+    """
+
+    nbytes: int
+    dots: Callable[[Any, list[Any], list[Any], Any], list[Any]]
+    mix: Callable[[Any, list[list[Any]], list[Any], Cells], None]
+    scores: Callable[[int], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,35 +249,31 @@ class Products:
     mix: Kernel
 
 
-def _products(name: str) -> Products:
-    dots4, dots2, dots1 = (_scores(WIDEN[name], rows) for rows in (4, 2, 1))
-    sums4, sums2, sums1 = (_sums(WIDEN[name], rows) for rows in (4, 2, 1))
+def products(name: str, own: Arithmetic) -> Products:
+    """Return the kernels of a KV dtype."""
+    dots4, dots2, dots1 = map(own.scores or partial(_scores, own), (4, 2, 1))
+    cells4, cells2 = (16, 16) if own.scores else (4, 8)
+    sums4, sums2, sums1 = (_sums(own, rows) for rows in (4, 2, 1))
 
     def score(queries, rows, keys, stride, size, begin, end, scores, ahead):
         pitch = 4 * size
         r = begin - begin
         while r + 4 <= rows:
-            for c in range(begin & -4, end, 4):
+            for c in range(begin & -cells4, end, cells4):
                 out = scores + SCORES * r + 4 * c
-                if ahead:
-                    _ask(keys + ahead + c * stride, 4 * stride)
-                dots4(queries + r * pitch, keys + c * stride, stride, size, out)
+                dots4(queries + r * pitch, keys + c * stride, stride, size, out, ahead)
             r += 4
             ahead = begin - begin
         if r + 2 <= rows:
-            for c in range(begin & -8, end, 8):
+            for c in range(begin & -cells2, end, cells2):
                 out = scores + SCORES * r + 4 * c
-                if ahead:
-                    _ask(keys + ahead + c * stride, 8 * stride)
-                dots2(queries + r * pitch, keys + c * stride, stride, size, out)
+                dots2(queries + r * pitch, keys + c * stride, stride, size, out, ahead)
             r += 2
             ahead = begin - begin
         if r < rows:
             for c in range(begin & -16, end, 16):
                 out = scores + SCORES * r + 4 * c
-                if ahead:
-                    _ask(keys + ahead + c * stride, 16 * stride)
-                dots1(queries + r * pitch, keys + c * stride, stride, size, out)
+                dots1(queries + r * pitch, keys + c * stride, stride, size, out, ahead)
 
     def mix(sums, rows, size, state, weights, values, stride, begin, end, ahead):
         pitch = 4 * size
@@ -256,8 +296,14 @@ def _products(name: str) -> Products:
     return Products(Kernel(score), Kernel(mix))
 
 
-PRODUCTS = {name: _products(name) for name in ("f32", "bf16", "f16", "e4m3", "e5m2", "i8")}
-"""KV dtype -> kernels."""
+def _floats(name: str) -> Products:
+    kind = WIDEN[name]
+    own = Arithmetic(kind.bits // 8, partial(_emit_dots, kind), partial(_emit_mix, kind))
+    return products(name, own)
+
+
+FLOATS = {name: _floats(name) for name in ("f32", "bf16", "f16", "e4m3", "e5m2")}
+"""KV dtype -> kernels that multiply in fp32."""
 
 
 def _pointer(kinds: int) -> Any:

@@ -8,7 +8,8 @@ lie in memory. A KV dtype is a pair of kernels that others call by address:
                                                             finite becomes NaN (i8: its scale)
     reader(plane, lines, count, d, panel)                   lines -> fp32 rows, without scales
 
-A reader fills rows that are `padded(d)` values apart; what is beyond d is zero.
+A reader fills rows that are `padded(d)` values apart; what is beyond d is zero. That of i8 copies
+the bytes, to rows that are whole chunks of 32.
 """
 
 from collections.abc import Callable
@@ -25,8 +26,6 @@ from cpu_fallback.lanes.maths import highest_bit
 from cpu_fallback.lanes.memory import (
     load_f32,
     load_f32_n,
-    load_i8,
-    load_i8_n,
     load_u8,
     load_u8_n,
     load_u16,
@@ -62,7 +61,6 @@ from cpu_fallback.lanes.simd import (
     minimum,
     rint,
     splat,
-    to_f32,
     to_i32,
     zero,
 )
@@ -257,16 +255,6 @@ def _code(x, step):
     return to_i32(minimum(maximum(rint(div(x, step)), least), most))
 
 
-@device
-def _get_i8(address):
-    return to_f32(load_i8(address))
-
-
-@device
-def _get_i8_n(address, n):
-    return to_f32(load_i8_n(address, n))
-
-
 def _write_i8(source, plane, scales, line, d):
     largest, odd, tail = zero(), zero(), d & -16
     for i in range(0, tail, 16):
@@ -287,7 +275,14 @@ def _write_i8(source, plane, scales, line, d):
 
 
 def _read_i8(plane, lines, count, d, panel):
-    _read(plane, lines, count, d, panel, 1, _get_i8, _get_i8_n)
+    pitch = (d + 31) & -32
+    for r in range(count):
+        source, target = plane + read_i64(lines + 8 * r) * d, panel + r * pitch
+        for i in range(0, d - 15, 16):
+            store_u8(target + i, load_u8(source + i))
+        i = d & -16
+        if i < d:
+            store_u8(target + i, load_u8_n(source + i, d - i))
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +333,7 @@ def kv_append(a, rank, size, scratch):
     first, last = share(a.M * heads, rank, size)
     for unit in range(first, last):
         t, head = unit // heads, unit % heads
-        line = _own_line(a, t, head)
+        line = own_line(a, t, head)
         if line >= 0:
             source = 4 * unit * d
             write_line(a.writer, a.k + source, a.k_cache, a.k_scale, line, d)
@@ -346,7 +341,7 @@ def kv_append(a, rank, size, scratch):
 
 
 @device
-def _own_line(a, t, head):
+def own_line(a, t, head):
     """Return the line of a token's own cell, -1 if it has none."""
     cell, tree = read_i32(a.positions + 4 * t), read_i64(a.ancestors + 8 * t)
     if tree:
@@ -373,13 +368,14 @@ def kv_dtype(call: BoundCall) -> KvDtype:
             f"{call.spec.name}: no CPU kernel for kv_dtype={name!r}; there are "
             f"{', '.join(KV_DTYPES)}"
         )
-    for param in ("k_cache", "v_cache"):
+    planes = [plane for plane in "kv" if call.has(f"{plane}_cache")]
+    for param in (f"{plane}_cache" for plane in planes):
         if call.array(param).dtype != STORAGE[name]:
             raise ShapeError(
                 f"{call.spec.name}: {param!r} is {call.array(param).dtype}; kv_dtype={name!r} is "
                 f"stored as {STORAGE[name]}"
             )
-    for param in ("k_scale", "v_scale"):
+    for param in (f"{plane}_scale" for plane in planes):
         if call.has(param) != (name == "i8"):
             raise ShapeError(
                 f"{call.spec.name}: {param!r} is {'there' if call.has(param) else 'missing'}; "

@@ -1,0 +1,365 @@
+"""The two products of attention on int8 cells, in integers.
+
+The query of a row and the weights of a row in one block are rounded to 16 bits, each with a step
+of its own: the largest magnitude over 32639 (less if a head has more than 518 values) and 32767.
+Sums of their products with int8 are whole numbers that fit int32, so they are exact in any order. A
+step depends on the row's own query, or on the cells of the block that the row sees, and on nothing
+else.
+
+With AVX-512 a code of a query is two signed bytes, and four values of 16 cells are turned so that a
+lane is a cell: byte dot products then leave nothing to be added across lanes. Elsewhere codes are
+int16, of which pairs are multiplied; so are weights everywhere.
+
+A row of queries is padded with zeros to whole vectors, int16 codes to whole chunks of CHUNK values,
+and so are the lines of a panel; cells are read where they lie only if their lines are whole chunks.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+
+from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.lanes.jit import device
+from cpu_fallback.lanes.memory import (
+    emit_load,
+    emit_prefetch,
+    emit_store,
+    load_f32,
+    load_f32_n,
+    store_f32,
+    store_u8,
+    store_u16,
+    write_f32,
+    write_i32,
+)
+from cpu_fallback.lanes.simd import (
+    absolute,
+    bits_f32,
+    bits_i32,
+    emit_fma,
+    first,
+    iadd,
+    ihmax,
+    ihsum,
+    ilt,
+    iselect,
+    isplat,
+    izero,
+    lane,
+    maximum,
+    minimum,
+    mul,
+    rint,
+    select,
+    splat,
+    sra,
+    to_i32,
+    zero,
+)
+from cpu_fallback.lanes.vector import BYTES, F32, I32, LANES, constant, i64, op, pick, spread, void
+from cpu_fallback.ops.attention_tiles import (
+    BLOCK,
+    FACTOR,
+    QUERY_STEP,
+    SCORES,
+    STEP,
+    Arithmetic,
+    Cells,
+    emit_ahead,
+    emit_at,
+    number,
+    products,
+)
+from cpu_fallback.tiles.byte_dots import dot, pair_dots
+
+CHUNK = 32
+"""Values of a line that are multiplied at once."""
+
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_FLOAT = ir.FloatType()
+_BYTES, _SHORTS = (ir.VectorType(ir.IntType(bits), CHUNK) for bits in (8, 16))
+_BYTEWISE = CURRENT.avx512
+"""Whether a query is kept as the high bytes of its codes, the low ones, and what the bias adds."""
+_BIASES = 0x80808080 - (1 << 32)
+_LARGEST = 127 * 257
+"""The largest code: two signed bytes."""
+_MOST = ((1 << 31) - 1) // 127
+"""What the magnitudes of the codes of a query may add up to."""
+_LEAST = np.float32(1e-30)
+"""Smaller steps have codes of zero."""
+
+
+def _emit_dots(b: Any, qs: list[Any], ks: list[Any], size: Any) -> list[Any]:
+    """Emit the 16-lane partial dot products of every q with every k, whole chunks of values."""
+    pairs = [(q, k) for q in range(len(qs)) for k in range(len(ks))]
+    entry = b.block
+    loop, done = b.append_basic_block("dots"), b.append_basic_block("dots.end")
+    b.branch(loop)
+    b.position_at_end(loop)
+    at = b.phi(_I64)
+    at.add_incoming(number(0), entry)
+    sums = [b.phi(I32.llvm) for _ in pairs]
+    x = [emit_load(b, _SHORTS, emit_at(b, q, at, number(2))) for q in qs]
+    y = [b.sext(emit_load(b, _BYTES, b.add(k, at)), _SHORTS) for k in ks]
+    after = [b.add(t, pair_dots(b, x[q], y[k])) for (q, k), t in zip(pairs, sums, strict=True)]
+    further = b.add(at, number(CHUNK))
+    at.add_incoming(further, loop)
+    for total, value in zip(sums, after, strict=True):
+        total.add_incoming(constant(I32, 0), entry)
+        total.add_incoming(value, loop)
+    b.cbranch(b.icmp_signed("<", further, size), loop, done)
+    b.position_at_end(done)
+    return after
+
+
+def _emit_turned(b: Any, lines: list[Any]) -> list[Any]:
+    """Emit dwords of 16 lines, 4 or 16 of each, as vectors that have one of every line, biased."""
+    count = lines[0].type.count
+    fours = []
+    for i in range(0, LANES, 4):
+        x, y, z, w = lines[i : i + 4]
+        low, high = ((_unpacked(b, x, z, half), _unpacked(b, y, w, half)) for half in (0, 2))
+        fours.append([_unpacked(b, *pair, half) for pair in (low, high) for half in (0, 2)])
+    turned = []
+    for piece in range(0, count, 4):
+        for quarter in zip(*fours, strict=True):
+            lanes = [side + piece + i for side in (0, count) for i in range(4)]
+            left, right = (_shuffled(b, *quarter[i : i + 2], lanes) for i in (0, 2))
+            turned.append(_shuffled(b, left, right, list(range(LANES))))
+    return [b.xor(dwords, constant(I32, _BIASES)) for dwords in turned]
+
+
+def _unpacked(b: Any, x: Any, y: Any, half: int) -> Any:
+    """Emit the lower or upper dwords of every four of two vectors, taking turns."""
+    count = x.type.count
+    lanes = [at + half + i for at in range(0, count, 4) for i in range(2)]
+    return _shuffled(b, x, y, [each for lane in lanes for each in (lane, count + lane)])
+
+
+def _shuffled(b: Any, x: Any, y: Any, lanes: list[int]) -> Any:
+    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
+
+
+def _emit_sixteen(b: Any, qs: list[Any], ks: list[Any], size: Any) -> list[Any]:
+    """Emit the dot products of rows with 16 cells, a lane each, so nothing is added across lanes.
+
+    Cells are biased by 128 to be unsigned, and four values of each meet the high and the low bytes
+    of four codes; what that adds is taken off first.
+    """
+    highs = [cgutils.alloca_once(b, I32.llvm) for _ in qs]
+    lows = [cgutils.alloca_once(b, I32.llvm) for _ in qs]
+    for r, q in enumerate(qs):
+        offset = emit_load(b, _I32, emit_at(b, q, size, number(2)))
+        b.store(constant(I32, 0), highs[r])
+        b.store(spread(b, I32, offset), lows[r])
+    whole = b.and_(size, number(-64))
+    for start, stop, dwords in ((number(0), whole, 16), (whole, size, 4)):
+        kind = ir.VectorType(_I32, dwords)
+        with cgutils.for_range_slice(b, start, stop, number(4 * dwords), _I64) as (at, _):
+            turned = _emit_turned(b, [emit_load(b, kind, b.add(k, at)) for k in ks])
+            for i, cells in enumerate(turned):
+                for r, q in enumerate(qs):
+                    place = b.add(b.add(q, at), number(4 * i))
+                    for slot, codes in ((highs[r], place), (lows[r], b.add(place, size))):
+                        x = b.bitcast(spread(b, I32, emit_load(b, _I32, codes)), BYTES.llvm)
+                        total = dot(b, b.load(slot), b.bitcast(cells, BYTES.llvm), x)
+                        b.store(total, slot)
+    eight = constant(I32, 8)
+    return [
+        b.add(b.shl(b.load(high), eight), b.load(low))
+        for high, low in zip(highs, lows, strict=True)
+    ]
+
+
+def _scores(rows: int) -> Any:
+    """Make the operation that scores `rows` rows and 16 cells."""
+
+    @op(void, i64, i64, i64, i64, i64, i64)
+    def scores(b, queries, keys, stride, size, out, ahead):
+        qs = [emit_at(b, queries, b.mul(size, number(4)), number(r)) for r in range(rows)]
+        ks = [emit_at(b, keys, stride, number(c)) for c in range(LANES)]
+        emit_ahead(b, ks, stride, ahead)
+        for r, totals in enumerate(_emit_sixteen(b, qs, ks, size)):
+            emit_store(b, b.sitofp(totals, F32.llvm), b.add(out, number(SCORES * r)))
+
+    return scores
+
+
+def _emit_interleaved(b: Any, one: Any, other: Any) -> list[Any]:
+    """Emit pairs of int16 of two lines of 16, 32 or 64 bytes, 16 pairs to a vector.
+
+    Registers interleave within 16 bytes. So of two vectors or more the first half has the first
+    eight of every sixteen pairs; `_emit_in_order` undoes it.
+    """
+    count = one.type.count
+    halves = []
+    for half in (0, 8):
+        low = [lane + half + i for lane in range(0, count, 16) for i in range(8)]
+        lanes = [each for i in low for each in (i, count + i)]
+        mask = ir.Constant(ir.VectorType(_I32, count), lanes)
+        halves.append(b.shuffle_vector(one, other, mask))
+    if count == 16:
+        whole = ir.Constant(ir.VectorType(_I32, CHUNK), list(range(CHUNK)))
+        return [b.sext(b.shuffle_vector(*halves, whole), _SHORTS)]
+    parts = [(h, list(range(i, i + CHUNK))) for h in halves for i in range(0, count, CHUNK)]
+    return [b.sext(pick(b, half, lanes), _SHORTS) for half, lanes in parts]
+
+
+def _emit_in_order(b: Any, sums: list[Any]) -> list[Any]:
+    """Emit the vectors of sums of `_emit_interleaved` in the order of the line."""
+    if len(sums) == 1:
+        return sums
+    found, half = [], len(sums) // 2
+    for low, high in zip(sums[:half], sums[half:], strict=True):
+        for start in (0, 8):
+            lanes = [*range(start, start + 8), *range(LANES + start, LANES + start + 8)]
+            mask = ir.Constant(ir.VectorType(_I32, LANES), lanes)
+            found.append(b.shuffle_vector(low, high, mask))
+    return found
+
+
+def _emit_mix(b: Any, places: list[list[Any]], state: list[Any], cells: Cells) -> None:
+    """Emit sums[r][v] = sums[r][v] * factor[r] + step[r] * the whole sums of codes times cells.
+
+    Cells are taken two by two; the weight of what a row does not see is zero.
+    """
+    rows, vectors = range(len(places)), range(len(places[0]))
+    kind = ir.VectorType(ir.IntType(8), LANES * len(vectors))
+    start = b.and_(cells.begin, number(-2))
+    entry = b.block
+    loop, done = b.append_basic_block("mix"), b.append_basic_block("mix.end")
+    b.branch(loop)
+    b.position_at_end(loop)
+    cell = b.phi(_I64)
+    cell.add_incoming(start, entry)
+    totals = [[b.phi(I32.llvm) for _ in vectors] for _ in rows]
+    line = emit_at(b, cells.values, cell, cells.stride)
+    other = b.add(line, cells.stride)
+    for at in (line, other):
+        emit_prefetch(b, b.add(at, cells.ahead))
+    x = _emit_interleaved(b, emit_load(b, kind, line), emit_load(b, kind, other))
+    after = []
+    for r in rows:
+        pair = spread(b, I32, emit_load(b, _I32, emit_at(b, cells.weights[r], cell, number(2))))
+        w = b.bitcast(pair, _SHORTS)
+        after.append([b.add(totals[r][v], pair_dots(b, x[v], w)) for v in vectors])
+    further = b.add(cell, number(2))
+    cell.add_incoming(further, loop)
+    for r in rows:
+        for v in vectors:
+            totals[r][v].add_incoming(constant(I32, 0), entry)
+            totals[r][v].add_incoming(after[r][v], loop)
+    b.cbranch(b.icmp_signed("<", further, cells.end), loop, done)
+    b.position_at_end(done)
+    for r in rows:
+        factor, step = (
+            spread(b, F32, emit_load(b, _FLOAT, b.add(state[r], number(at))))
+            for at in (FACTOR, STEP)
+        )
+        for v, total in enumerate(_emit_in_order(b, after[r])):
+            before = b.fmul(emit_load(b, F32.llvm, places[r][v]), factor)
+            value = emit_fma(b, b.sitofp(total, F32.llvm), step, before)
+            emit_store(b, value, places[r][v])
+
+
+CODES = products("i8", Arithmetic(1, _emit_dots, _emit_mix, _scores if _BYTEWISE else None))
+"""The kernels of int8."""
+
+
+@device
+def _bits_largest(x, largest):
+    """Return the larger of magnitudes as int32 bits, which order NaN above all numbers."""
+    bits = bits_i32(absolute(x))
+    return iselect(ilt(largest, bits), bits, largest)
+
+
+@device
+def _step(largest, most):
+    """Return the largest magnitude of 16 lanes, NaN if one is not finite, over the largest code."""
+    top = lane(bits_f32(isplat(ihmax(largest))), 0)
+    return (top + (top - top)) / most
+
+
+@device
+def _code(x, inverse, most):
+    return to_i32(maximum(minimum(rint(mul(x, inverse)), splat(most)), splat(-most)))
+
+
+@device
+def _inverse(step):
+    """Return what magnitudes are multiplied by to be codes."""
+    if step > _LEAST:
+        return splat(np.float32(1) / step)
+    return splat(np.float32(0))
+
+
+@device
+def code_query(source, target, d, size, scale, state):
+    """Write the codes of a query times a scale, padded with zeros to `size`, and note their step.
+
+    A query that is not finite has a step that is NaN.
+    """
+    largest, most = izero(), np.float32(min(_LARGEST, _MOST // d))
+    for i in range(0, d & -16, 16):
+        largest = _bits_largest(load_f32(source + 4 * i), largest)
+    tail = d & -16
+    if tail < d:
+        largest = _bits_largest(load_f32_n(source + 4 * tail, d - tail), largest)
+    step = _step(largest, most)
+    inverse = _inverse(step)
+    write_f32(state + QUERY_STEP, step * scale)
+    if _BYTEWISE:
+        _split_query(source, target, d, inverse, most)
+        return
+    for i in range(0, size, 16):
+        n = min(16, max(0, d - i))
+        store_u16(target + 2 * i, _code(load_f32_n(source + 4 * i, n), inverse, most))
+
+
+@device
+def _split_query(source, target, d, inverse, most):
+    """Write the high bytes of codes, padded to whole vectors, their low bytes, and the bias."""
+    size, total = (d + 15) & -16, izero()
+    for i in range(0, size, 16):
+        code = _code(load_f32_n(source + 4 * i, min(16, d - i)), inverse, most)
+        total = iadd(total, code)
+        store_u8(target + i, sra(iadd(code, isplat(128)), 8))
+        store_u8(target + size + i, code)
+    write_i32(target + 2 * size, -128 * ihsum(total))
+
+
+@device
+def code_weights(weights, state, begin, end):
+    """Replace the weights of cells begin .. end - 1 of a block by their codes; note their step.
+
+    Cells around them that are multiplied with them have codes of zero.
+    """
+    largest, most = izero(), np.float32(32767)
+    if begin == 0 and end == BLOCK:
+        a, b = load_f32(weights), load_f32(weights + 64)
+        c, d = load_f32(weights + 128), load_f32(weights + 192)
+        largest = _bits_largest(b, _bits_largest(a, largest))
+        largest = _bits_largest(d, _bits_largest(c, largest))
+        step = _step(largest, most)
+        inverse = _inverse(step)
+        write_f32(state + STEP, step)
+        store_u16(weights, _code(a, inverse, most))
+        store_u16(weights + 32, _code(b, inverse, most))
+        store_u16(weights + 64, _code(c, inverse, most))
+        store_u16(weights + 96, _code(d, inverse, most))
+        return
+    for i in range(begin & -16, end, 16):
+        x = load_f32(weights + 4 * i)
+        if end - i < 16:
+            x = select(first(end - i), x, zero())
+        if begin > i:
+            x = select(first(begin - i), zero(), x)
+        store_f32(weights + 4 * i, x)
+        largest = _bits_largest(x, largest)
+    step = _step(largest, most)
+    inverse = _inverse(step)
+    write_f32(state + STEP, step)
+    for i in range(begin & -16, end, 16):
+        store_u16(weights + 2 * i, _code(load_f32(weights + 4 * i), inverse, most))
