@@ -90,6 +90,18 @@ def test_code_is_for_the_isa(name: str, wanted: str, forbidden: str) -> None:
     assert not re.search(forbidden, code)
 
 
+def test_products_take_as_many_instructions_as_the_table_says() -> None:
+    if "avx2" not in _NAMES:
+        return
+    page = (_TESTS.parent / "docs" / "measured-facts.md").read_text()
+    table = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+) \| (\d+) \|", page, re.M)
+    said = {name: [int(count) for count in counts] for name, *counts in table}
+    assert len(said) == 7
+    for line in _python("avx2", str(_TESTS / "instruction_counts.py"), *said).splitlines():
+        name, *counts = line.split()
+        assert [int(c) for c in counts] == pytest.approx(said[name], rel=0.03), line
+
+
 def test_choice() -> None:
     assert isa.choose(None) is isa.ISAS[_NAMES[0]]
     assert isa.choose("generic").name == "generic"

@@ -63,7 +63,8 @@ ISAS: Mapping[str, Isa] = {
         Isa(
             "avx512vnni",
             "x86-64-v4",
-            "+avx512vnni,-prefer-256-bit",
+            # Else LLVM takes some dot products of int16 apart again.
+            "+avx512vnni,+fast-dpwssd,-prefer-256-bit",
             (*_V4, "avx512vnni"),
             fma=True,
             f16c=True,

@@ -286,6 +286,12 @@ def load_bytes_n(b, address, count):
     return emit_load_n(b, BYTES.llvm, address, count)
 
 
+@op(void, i64, BYTES)
+def store_bytes(b, address, value):
+    """Store 64 bytes."""
+    emit_store(b, value, address)
+
+
 def emit_prefetch(b: Any, address: Any, level: int = 2) -> None:
     """Emit a request for a cache line, for reading, into the first or the second cache."""
     one, zero = ir.Constant(_I32, 1), ir.Constant(_I32, 0)

@@ -272,10 +272,23 @@ def shr(b, x, bits):
     return b.lshr(x, spread(b, I32, b.trunc(bits, _I32)))
 
 
+@op(I32, I32, i64)
+def sra(b, x, bits):
+    """Return x >> bits, the sign coming in."""
+    return b.ashr(x, spread(b, I32, b.trunc(bits, _I32)))
+
+
 @op(i64, I32)
 def ihsum(b, x):
     """Return the sum of the lanes; it must fit in int32."""
     return b.sext(halve(b, x, b.add), _I64)
+
+
+@op(i64, I32)
+def ihmax(b, x):
+    """Return the largest lane, signed."""
+    most = halve(b, x, lambda low, high: b.select(b.icmp_signed(">", low, high), low, high))
+    return b.sext(most, _I64)
 
 
 @op(F32, I32)

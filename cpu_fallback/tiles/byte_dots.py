@@ -22,7 +22,7 @@ from cpu_fallback.tiles.layout import BIAS, LINE, UNIT
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _SHORTS = ir.VectorType(_I16, 32)
-_DWORDS = UNIT // 4
+_HALF, _EIGHT = ir.VectorType(_I8, 32), ir.VectorType(_I32, 8)
 
 _FP4 = [int(2 * value) + BIAS["fp4"] for value in E2M1_VALUES]
 IQ4 = [int(value) + BIAS["iq4"] for value in IQ4_VALUES]
@@ -41,11 +41,18 @@ class Dots:
         code: of the layout.
         shifts: accumulator i holds 2^shifts[i] times its part of the sum.
         top: largest unsigned operand.
+        wide: whether bytes are multiplied as int16, and activations have to be (`is_wide`).
     """
 
     code: str
     shifts: tuple[int, ...]
     top: int
+    wide: bool = False
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of the activations of a token for a unit."""
+        return UNIT << self.wide
 
     def begin(self, b: Any, start: Any, zeros: Any) -> Sum:
         """Emit the accumulators of a block, the bias taken off in advance.
@@ -76,22 +83,98 @@ class Dots:
             ahead: bytes ahead of the lines at which to ask for lines.
         """
         count = {"int4": 4, "fp4": 4, "iq4": 4, "int8": 8, "ternary": 2}[self.code]
+        if CURRENT.avx2 and not CURRENT.avx512:
+            self._unit_in_shorts(b, lines, codes, sums, ahead, count)
+            return
         operands: list[tuple[Any, int]] = []
         for i in range(count):
             at = b.add(lines, ir.Constant(_I64, LINE * i))
             _prefetch(b, b.add(at, ahead))
             line = emit_load(b, BYTES.llvm, at)
-            operands += self._operands(b, line)
+            operands += self.operands(b, line)
         if self.code == "iq4":
             operands = operands[0::2] + operands[1::2]
+        places = range(len(operands))
+        if CURRENT.avx512:  # dot products of one token wait for each other: the others go between
+            for i in places:
+                for t, total in enumerate(sums):
+                    self.add(b, [self._pair(b, operands, codes, t, i)], total)
+            return
         for t, total in enumerate(sums):
-            pairs = []
-            for i, (weights, own) in enumerate(operands):
-                slot = own if any(self.shifts) else i % len(self.shifts)
-                at = b.add(codes, ir.Constant(_I64, UNIT * t + 4 * i))
-                x = b.bitcast(spread(b, I32, emit_load(b, _I32, at)), BYTES.llvm)
-                pairs.append((weights, x, slot))
-            self._add(b, pairs, total)
+            self.add(b, [self._pair(b, operands, codes, t, i) for i in places], total)
+
+    def _unit_in_shorts(
+        self, b: Any, lines: Any, codes: Any, sums: Sequence[Sum], ahead: Any, count: int
+    ) -> None:
+        """Emit a unit for 16 registers: an operand is decoded once, and multiplied by all tokens.
+
+        Products are added in int16 as far as they fit. Those of a byte would not: even and odd
+        bytes are multiplied as int16.
+        """
+        for i in range(count):
+            _prefetch(b, b.add(b.add(lines, ir.Constant(_I64, LINE * i)), ahead))
+        places = _operand_places(self.code, count)
+        run = len(places) if self.wide else run_length(self.top)
+        for start in range(0, len(places), run):
+            found: list[list[Any]] = [[None, None] for _ in sums]
+            if self.wide:
+                found = [[_half(b, b.load(own[0]), 8 * h) for h in (0, 1)] for own in sums]
+            for index in range(start, min(start + run, len(places))):
+                line, part = places[index]
+                at = b.add(lines, ir.Constant(_I64, LINE * line))
+                weights = self.operands(b, emit_load(b, BYTES.llvm, at))[part][0]
+                for place, operand in self._factors(b, weights, index):
+                    for t, own in enumerate(found):
+                        own[:] = self._add_products(b, own, operand, codes, t, place)
+                    keep_order(b, found)
+            for total, own in zip(sums, found, strict=True):
+                self._store(b, total, own)
+
+    def _factors(self, b: Any, weights: Any, index: int) -> list[tuple[int, Any]]:
+        """Emit what tokens are multiplied by, and where their own dwords for it are."""
+        if not self.wide:
+            return [(index, weights)]
+        shorts = b.bitcast(weights, _SHORTS)
+        odd = b.lshr(shorts, _same(shorts, 8))
+        return [(2 * index, b.and_(shorts, _same(shorts, 255))), (2 * index + 1, odd)]
+
+    def _add_products(
+        self, b: Any, sums: list[Any], operand: Any, codes: Any, token: int, place: int
+    ) -> list[Any]:
+        """Emit the addition of a token's products with 16 rows, in two halves."""
+        name, result = ("wd", _EIGHT) if self.wide else ("ub.sw", ir.VectorType(_I16, 16))
+        size = operand.type.count // 2
+        at = b.add(codes, ir.Constant(_I64, self.code_bytes * token + 4 * place))
+        one = ir.Constant(_EIGHT, ir.Undefined)
+        one = b.insert_element(one, emit_load(b, _I32, at), ir.Constant(_I32, 0))
+        x = b.shuffle_vector(one, one, ir.Constant(_EIGHT, [0] * 8))
+        x = b.bitcast(x, ir.VectorType(operand.type.element, size))
+        found = [
+            call(b, f"llvm.x86.avx2.pmadd.{name}", result, _half(b, operand, start), x)
+            for start in (0, size)
+        ]
+        return [
+            new if old is None else b.add(old, new) for old, new in zip(sums, found, strict=True)
+        ]
+
+    def _store(self, b: Any, total: Sum, halves: list[Any]) -> None:
+        """Emit the addition of two halves of int16 to a sum, or keep those of int32."""
+        lanes = ir.Constant(ir.VectorType(_I32, 16), list(range(16)))
+        if self.wide:
+            b.store(b.shuffle_vector(*halves, lanes), total[0])
+            return
+        ones = _same(halves[0], 1)
+        sums = [call(b, "llvm.x86.avx2.pmadd.wd", _EIGHT, short, ones) for short in halves]
+        b.store(b.add(b.load(total[0]), b.shuffle_vector(*sums, lanes)), total[0])
+
+    def _pair(
+        self, b: Any, operands: Sequence[tuple[Any, int]], codes: Any, token: int, index: int
+    ) -> tuple[Any, Any, int]:
+        """Emit an operand, a token's activations for it, and return them with the accumulator."""
+        weights, own = operands[index]
+        at = b.add(codes, ir.Constant(_I64, UNIT * token + 4 * index))
+        x = b.bitcast(spread(b, I32, emit_load(b, _I32, at)), BYTES.llvm)
+        return weights, x, own if any(self.shifts) else index % len(self.shifts)
 
     def end(self, b: Any, total: Sum) -> Any:
         """Emit the sum of a block."""
@@ -103,8 +186,8 @@ class Dots:
             value = b.add(value, part)
         return value
 
-    def _operands(self, b: Any, line: Any) -> list[tuple[Any, int]]:
-        """Return the operands of a line in the order of the activations, and their accumulators."""
+    def operands(self, b: Any, line: Any) -> list[tuple[Any, int]]:
+        """Emit the operands of a line in the order of the activations, and their accumulators."""
         if self.code == "int8":
             return [(line, 0)]
         if self.code == "ternary":
@@ -119,7 +202,8 @@ class Dots:
             nibbles = [look_up(b, table, nibble) for nibble in nibbles]
         return [(nibble, 0) for nibble in nibbles]
 
-    def _add(self, b: Any, pairs: list[tuple[Any, Any, int]], total: Sum) -> None:
+    def add(self, b: Any, pairs: list[tuple[Any, Any, int]], total: Sum) -> None:
+        """Emit the addition of products to a running sum: operand, activations, accumulator."""
         if CURRENT.avx512:
             for weights, x, slot in pairs:
                 b.store(dot(b, b.load(total[slot]), weights, x), total[slot])
@@ -135,9 +219,16 @@ class Dots:
         b.store(value, total[0])
 
 
+def is_wide(code: str) -> bool:
+    """Return whether a code is multiplied as int16, its panels holding even and odd ones apart."""
+    return CURRENT.avx2 and not CURRENT.avx512 and code in ("int8", "iq4")
+
+
 def dots_of(code: str, tokens: int) -> Dots:
     """Return how the dot products of a code with this many tokens are emitted."""
     top = {"int4": 15, "fp4": max(_FP4), "iq4": max(IQ4), "int8": 255, "ternary": 2}[code]
+    if is_wide(code):
+        return Dots(code, (0,), top, wide=True)
     few = CURRENT.avx512 and tokens <= 4
     if few and code == "int4":
         return Dots(code, (0, 4), top)
@@ -154,6 +245,34 @@ def _prefetch(b: Any, address: Any) -> None:
     call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, reading, near, data)
 
 
+def _operand_places(code: str, lines: int) -> list[tuple[int, int]]:
+    """Return the line of each operand of a unit, and which one of the line it is."""
+    parts = {"int8": 1, "ternary": 4}.get(code, 2)
+    places = [(line, part) for line in range(lines) for part in range(parts)]
+    return sorted(places, key=lambda place: place[::-1]) if code == "iq4" else places
+
+
+def keep_order(b: Any, rows: list[list[Any]]) -> None:
+    """Let the compiler finish these sums first, or it multiplies by all operands at the same time.
+
+    It would have to keep their products, or all activations, in memory.
+    """
+    flat = [value for row in rows for value in row]
+    kinds = [value.type for value in flat]
+    places = ",".join(["=x"] * len(flat) + [str(i) for i in range(len(flat))])
+    result = kinds[0] if len(flat) == 1 else ir.LiteralStructType(kinds)
+    nothing = ir.InlineAsm(ir.FunctionType(result, kinds), "", places, side_effect=True)
+    found = b.call(nothing, flat)
+    kept = [found] if len(flat) == 1 else [b.extract_value(found, i) for i in range(len(flat))]
+    for row in rows:
+        row[:] = [kept.pop(0) for _ in row]
+
+
+def _same(vector: Any, value: int) -> ir.Constant:
+    """Return a vector like another one of the same number everywhere."""
+    return ir.Constant(vector.type, [value] * vector.type.count)
+
+
 def _alloca(b: Any) -> Any:
     with b.goto_entry_block():
         return b.alloca(I32.llvm)
@@ -165,11 +284,11 @@ def bits(b: Any, line: Any, shift: int, mask: int) -> Any:
     There is no shift of bytes, but the mask removes the neighbour's.
     """
     if shift:
-        shorts = b.bitcast(line, _SHORTS)
-        count = ir.Constant(_SHORTS, [abs(shift)] * 32)
+        shorts = b.bitcast(line, ir.VectorType(_I16, line.type.count // 2))
+        count = _same(shorts, abs(shift))
         shorts = b.lshr(shorts, count) if shift > 0 else b.shl(shorts, count)
-        line = b.bitcast(shorts, BYTES.llvm)
-    return b.and_(line, constant(BYTES, mask))
+        line = b.bitcast(shorts, line.type)
+    return b.and_(line, _same(line, mask))
 
 
 def look_up(b: Any, table: Sequence[int], nibbles: Any) -> Any:
@@ -179,10 +298,11 @@ def look_up(b: Any, table: Sequence[int], nibbles: Any) -> Any:
         entries = ir.Constant(BYTES.llvm, table * 4)
         return call(b, "llvm.x86.avx512.pshuf.b.512", BYTES.llvm, entries, nibbles)
     if CURRENT.avx2:
-        half = ir.VectorType(_I8, 32)
-        entries = ir.Constant(half, table * 2)
+        entries = ir.Constant(_HALF, table * 2)
+        if nibbles.type == _HALF:
+            return call(b, "llvm.x86.avx2.pshuf.b", _HALF, entries, nibbles)
         parts = [
-            call(b, "llvm.x86.avx2.pshuf.b", half, entries, _half(b, nibbles, start))
+            call(b, "llvm.x86.avx2.pshuf.b", _HALF, entries, _half(b, nibbles, start))
             for start in (0, 32)
         ]
         lanes = ir.Constant(ir.VectorType(_I32, 64), list(range(64)))

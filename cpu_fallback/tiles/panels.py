@@ -2,7 +2,8 @@
 
 The panel of T tokens is three runs, one after the other:
 
-    codes   i8 [units, T, 32]    columns of a unit in the order of the tile's operands, zero-padded
+    codes   i8 [units, T, 32]    columns of a unit in the order of the tile's operands, zero-padded;
+                                 of wide products int16, columns 0, 2, 1, 3 of each four
     starts  i32 [blocks, T]      what a dot product over a block begins with, to take the bias off
     scales  f32 [groups, T]      activation scales, times the weight's own factor
 
@@ -27,9 +28,12 @@ from cpu_fallback.lanes.memory import (
 )
 from cpu_fallback.lanes.record import reader
 from cpu_fallback.lanes.vector import call, i64, op, pick
+from cpu_fallback.tiles.byte_dots import is_wide
 from cpu_fallback.tiles.layout import BIAS, UNIT, BlockLayout, Layout
 
 TOKENS = 16
+BEHIND = 128
+"""Bytes behind a panel that must be there to be read: kernels may have no code for its width."""
 
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _UNIT = ir.VectorType(ir.IntType(8), UNIT)
@@ -40,6 +44,7 @@ class Form(NamedTuple):
 
     Attributes:
         paired: whether even columns of each 8 come before odd ones.
+        wide: whether codes are stored as int16, even ones of each four before odd ones.
         halves: whether the sums of 16 columns take the place of starts.
         bias: of the codes, -1 if it is taken off by other means.
         units: per block, 0 for all.
@@ -48,6 +53,7 @@ class Form(NamedTuple):
     """
 
     paired: int
+    wide: int
     halves: int
     bias: int
     units: int
@@ -95,23 +101,29 @@ def move_halves(b, source, target):
     return b.zext(b.or_(low, b.shl(sums[1], ir.Constant(_I32, 16))), _I64)
 
 
-def _move(b: Any, codes: Any, target: Any, paired: Any) -> Any:
+def _move(b: Any, codes: Any, target: Any, paired: Any, wide: Any) -> Any:
     order = [8 * g + 2 * i + odd for g in range(UNIT // 8) for odd in (0, 1) for i in range(4)]
     apart = pick(b, codes, order)
-    emit_store(b, b.select(b.trunc(paired, ir.IntType(1)), apart, codes), target)
+    with b.if_else(b.trunc(wide, ir.IntType(1))) as (then, otherwise):
+        with then:
+            order = [4 * g + i for g in range(UNIT // 4) for i in (0, 2, 1, 3)]
+            shorts = b.sext(pick(b, codes, order), ir.VectorType(_I16, UNIT))
+            emit_store(b, shorts, target)
+        with otherwise:
+            emit_store(b, b.select(b.trunc(paired, ir.IntType(1)), apart, codes), target)
     return _sum(b, codes)
 
 
-@op(i64, i64, i64, i64)
-def move_unit(b, source, target, paired):
-    """Copy 32 codes, even columns of each 8 before odd ones if `paired`; return their sum."""
-    return _move(b, emit_load(b, _UNIT, source), target, paired)
-
-
 @op(i64, i64, i64, i64, i64)
-def move_tail(b, source, count, target, paired):
+def move_unit(b, source, target, paired, wide):
+    """Copy 32 codes as `Form` says of `paired` and `wide`; return their sum."""
+    return _move(b, emit_load(b, _UNIT, source), target, paired, wide)
+
+
+@op(i64, i64, i64, i64, i64, i64)
+def move_tail(b, source, count, target, paired, wide):
     """Copy the first `count` of 32 codes and zeros after them; return their sum."""
-    return _move(b, emit_load_n(b, _UNIT, source, count), target, paired)
+    return _move(b, emit_load_n(b, _UNIT, source, count), target, paired, wide)
 
 
 def form_of(layout: Layout | BlockLayout, group: int, factor: float) -> Form:
@@ -123,11 +135,12 @@ def form_of(layout: Layout | BlockLayout, group: int, factor: float) -> Form:
         factor: what activation scales are multiplied by.
     """
     if isinstance(layout, BlockLayout):
-        return Form(0, 1, -1, 1, group, float(factor))
+        return Form(0, 0, 1, -1, 1, group, float(factor))
     periods = [p // UNIT for p in (layout.block, group) if p]
     bias = 1 if layout.zeros else BIAS[layout.code]
     paired = int(layout.code in ("int4", "fp4"))
-    return Form(paired, 0, bias, min(periods, default=0), group, float(factor))
+    wide = int(is_wide(layout.code))
+    return Form(paired, wide, 0, bias, min(periods, default=0), group, float(factor))
 
 
 def panel_bytes(layout: Layout | BlockLayout, group: int, k: int) -> int:
@@ -137,18 +150,17 @@ def panel_bytes(layout: Layout | BlockLayout, group: int, k: int) -> int:
     periods = [p for p in (block, group) if p]
     blocks = -(-k // min(periods)) if periods else 1
     groups = -(-k // group) if group else 1
-    return UNIT * units + 4 * (blocks + groups)
+    wide = isinstance(layout, Layout) and is_wide(layout.code)
+    return (UNIT << wide) * units + 4 * (blocks + groups)
 
 
 @device
 def width(tokens):
-    """Return how many tokens the panel has that holds this many: 1, 2, 4, 8 or 16."""
+    """Return how many tokens the panel has that holds this many: 1, 2, 3, 4, 6, 8 or 16."""
     if tokens > 8:
         return 16
     if tokens > 4:
-        return 8
-    if tokens > 2:
-        return 4
+        return (tokens + 1) & -2
     return tokens
 
 
@@ -166,13 +178,15 @@ def fill_token(form, q, scale, k, panel, t, tokens):
         tokens: width of the panel.
     """
     f = form_at(form)
-    paired, halves, bias, per_block, group = f.paired, f.halves, f.bias, f.units, f.group
+    paired, wide, halves, bias = f.paired, f.wide, f.halves, f.bias
+    per_block, group = f.units, f.group
+    nbytes = 32 << wide
     units = (k + 31) >> 5
     if per_block == 0:
         per_block = units
     blocks = (units + per_block - 1) // per_block
-    code = panel + 32 * t
-    start = panel + 32 * tokens * units + 4 * t
+    code = panel + nbytes * t
+    start = panel + nbytes * tokens * units + 4 * t
     scales = start + 4 * tokens * blocks
     total = 0
     left = per_block
@@ -180,10 +194,10 @@ def fill_token(form, q, scale, k, panel, t, tokens):
         if halves:
             total = move_halves(q + 32 * u, code)
         elif 32 * u + 32 <= k:
-            total += move_unit(q + 32 * u, code, paired)
+            total += move_unit(q + 32 * u, code, paired, wide)
         else:
-            total += move_tail(q + 32 * u, k - 32 * u, code, paired)
-        code += 32 * tokens
+            total += move_tail(q + 32 * u, k - 32 * u, code, paired, wide)
+        code += nbytes * tokens
         left -= 1
         if left == 0 or u == units - 1:
             write_i32(start, -bias * total)

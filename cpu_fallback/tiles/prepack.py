@@ -7,17 +7,22 @@ from dataclasses import replace
 
 import numpy as np
 
-from clocher_kernels.formats import Bsr
+from clocher_kernels.formats import Bsr, Int4
 from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.host_memory import require
+from clocher_kernels.ops import matrices
 from clocher_kernels.ops.contract import Value, has_codes
 from clocher_kernels.plan import Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.team.large_pages import HUGE, allocate, give_back, is_mapped
 from cpu_fallback.team.placement import usable_cpus
+from cpu_fallback.tiles import row_pack
+from cpu_fallback.tiles.neurons import are_packed, nbytes_of
 from cpu_fallback.tiles.tile_pack import is_packed
 
 _CHUNK = 4 << 20
+_BY_COLUMN = {"relu2_gate_up": False, "skip_linear": True}
+"""Op that has its weight by neuron too -> whether a neuron is a column."""
 _copies: dict[int, np.ndarray] = {}
 
 
@@ -31,17 +36,29 @@ def waiting(plan: Plan, values: Mapping[str, Value], copied: Set[str]) -> dict[s
     """
     found: dict[str, int] = {}
     for call in plan.calls:
-        name = call.args.get("w", "")
-        tensor = values.get(name)
-        if not isinstance(tensor, QuantTensor):
-            continue
-        if has_codes(call) and not is_packed(tensor):
-            found[name] = tensor.nbytes
-        elif name in copied and reads_in_place(call, tensor):
-            planes = tensor.planes.values()
-            fresh = [p.nbytes for p in planes if _is_worth_it(p) and id(p) not in _copies]
-            found[name] = sum(fresh)
+        for name in matrices(call):
+            tensor = values[name]
+            if not isinstance(tensor, QuantTensor):
+                continue  # refused by name when the call is bound
+            if has_codes(call):
+                found[name] = 0 if is_packed(tensor) else tensor.nbytes
+                if name == call.args["w"]:
+                    found[name] += _second_layout(call, tensor)
+            elif name == call.args.get("w") and name in copied and reads_in_place(call, tensor):
+                planes = tensor.planes.values()
+                fresh = [p.nbytes for p in planes if _is_worth_it(p) and id(p) not in _copies]
+                found[name] = sum(fresh)
     return found
+
+
+def _second_layout(call: Call, tensor: QuantTensor) -> int:
+    """Return the bytes of what lets a call leave out zeros, if that is not packed yet."""
+    columns = _BY_COLUMN.get(call.op)
+    if columns is None:
+        return 0
+    if isinstance(tensor.format, Int4):
+        return 0 if row_pack.are_packed(tensor) else row_pack.nbytes_of(tensor)
+    return 0 if are_packed(tensor, columns) else nbytes_of(tensor.shape, columns)
 
 
 def reads_in_place(call: Call, tensor: Value) -> bool:

@@ -287,6 +287,17 @@ def _lanes(form, begin, stop):
                 write_i32(at + 4 * r, read_i32(f.scales + 4 * (first + r)))
 
 
+@device
+def ternary_dword(line, k, index, shift):
+    """Return the digits of columns 16 index .. 16 index + 15 of a stored row of K codes."""
+    value = 0
+    for plane in range(4):
+        source = line + 16 * index + 4 * plane
+        digits = (read_some(source, line + k) >> shift) & 0x03030303
+        value += digits << 2 * plane
+    return value
+
+
 def _ternary(form, begin, stop):
     """Pack tiles begin .. stop-1 of ternary codes, which are strided along N."""
     f = _source_at(form)
@@ -298,12 +309,7 @@ def _ternary(form, begin, stop):
             line = f.codes + row % packed * k
             shift = 2 * (row // packed)
             for i in range(2 * ((k + 31) >> 5)):
-                value = 0
-                for plane in range(4):
-                    source = line + 16 * i + 4 * plane
-                    digits = (read_some(source, line + k) >> shift) & 0x03030303
-                    value += digits << 2 * plane
-                write_i32(at + 64 * i + 4 * r, value)
+                write_i32(at + 64 * i + 4 * r, ternary_dword(line, k, i, shift))
 
 
 _pack_lanes = Kernel(_lanes)

@@ -8,7 +8,7 @@
         panel   address of the activations of the tokens (`panels`)
         out     fp32 [tokens, 16], written
         units   K in units of 32 columns, rounded up
-        tokens  1, 2, 4, 8 or 16
+        tokens  1, 2, 3, 4, 6, 8 or 16; for 3 and 6 it may read 64 bytes behind the panel
         ahead   how far ahead of the tile's lines to ask for lines, in bytes; a `BlockLayout`'s
                 product leaves that to the core's own prefetcher
 
@@ -36,7 +36,7 @@ from cpu_fallback.tiles.byte_dots import Dots, dots_of
 from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, BlockLayout, Layout
 from cpu_fallback.tiles.scales import emit_scales
 
-TOKENS = (1, 2, 4, 8, 16)
+TOKENS = (1, 2, 3, 4, 6, 8, 16)
 
 _AT_ONCE = 16 if CURRENT.avx512 else 4 if CURRENT.avx2 else 1
 """Tokens whose sums the registers hold; the rest of a panel takes another pass over the tile."""
@@ -92,11 +92,11 @@ class _Emitter:
         b = self.b
         self.ahead = ahead
         self.weights = _Pointer(b, tile)
-        self.row, self.line = b.mul(width, _i64(4)), b.mul(width, _i64(UNIT))
+        self.row, self.line = b.mul(width, _i64(4)), b.mul(width, _i64(self.dots.code_bytes))
         place = b.mul(first, _i64(4))
         starts = b.add(panel, b.mul(units, self.line))
         scales = b.add(starts, b.mul(self._blocks(units), self.row))
-        self.codes = _Pointer(b, b.add(panel, b.mul(first, _i64(UNIT))))
+        self.codes = _Pointer(b, b.add(panel, b.mul(first, _i64(self.dots.code_bytes))))
         self.starts = _Pointer(b, b.add(starts, place))
         self.scales = _Pointer(b, b.add(scales, place))
         self.head = cgutils.alloca_once_value(b, tile)
@@ -232,15 +232,19 @@ def _emitter(layout: Layout | BlockLayout, group: int, tokens: int) -> Callable[
 
 
 def _wide(layout: Layout | BlockLayout, group: int) -> Callable[..., None]:
-    one, two, four, eight, sixteen = (_emitter(layout, group, t) for t in TOKENS)
+    one, two, three, four, six, eight, sixteen = (_emitter(layout, group, t) for t in TOKENS)
 
     def product(tile, panel, out, units, tokens, ahead):
         if tokens == 1:
             one(tile, panel, out, units, 1, 0, ahead)
         elif tokens == 2:
             two(tile, panel, out, units, 2, 0, ahead)
+        elif tokens == 3:
+            three(tile, panel, out, units, 3, 0, ahead)
         elif tokens == 4:
             four(tile, panel, out, units, 4, 0, ahead)
+        elif tokens == 6:
+            six(tile, panel, out, units, 6, 0, ahead)
         elif tokens == 8:
             eight(tile, panel, out, units, 8, 0, ahead)
         else:
@@ -250,15 +254,15 @@ def _wide(layout: Layout | BlockLayout, group: int) -> Callable[..., None]:
 
 
 def _broad(layout: Layout | BlockLayout, group: int) -> Callable[..., None]:
-    one, two, four, eight = (_emitter(layout, group, t) for t in TOKENS[:4])
+    one, two, four, eight = (_emitter(layout, group, t) for t in (1, 2, 4, 8))
 
     def product(tile, panel, out, units, tokens, ahead):
         if tokens == 1:
             one(tile, panel, out, units, 1, 0, ahead)
         elif tokens == 2:
             two(tile, panel, out, units, 2, 0, ahead)
-        elif tokens == 4:
-            four(tile, panel, out, units, 4, 0, ahead)
+        elif tokens <= 4:
+            four(tile, panel, out, units, tokens, 0, ahead)
         else:
             for first in range(0, tokens, 8):
                 eight(tile, panel, out, units, tokens, first, ahead)
@@ -267,7 +271,7 @@ def _broad(layout: Layout | BlockLayout, group: int) -> Callable[..., None]:
 
 
 def _medium(layout: Layout | BlockLayout, group: int) -> Callable[..., None]:
-    one, two, four = (_emitter(layout, group, t) for t in TOKENS[:3])
+    one, two, four = (_emitter(layout, group, t) for t in (1, 2, 4))
 
     def product(tile, panel, out, units, tokens, ahead):
         if tokens == 1:
