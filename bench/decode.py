@@ -10,7 +10,7 @@ prefill and text. "same ids" says that every round and every thread count gave t
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -73,6 +73,9 @@ class Runner:
         threads: of the team.
         context: tokens that one run needs, prompt and output.
         pretranspose: weights to prepack, as `Session` takes it.
+        speculate: who guesses tokens, as `Session` takes it.
+        act_sparsity: which activations are dropped, as `Session` takes it.
+        act_calibration: ids of a text, as `Session` takes them.
 
     Attributes:
         ids: hash of the tokens of every generation so far.
@@ -80,10 +83,23 @@ class Runner:
     """
 
     def __init__(
-        self, model: Model, threads: int, context: int, pretranspose: str | None = None
+        self,
+        model: Model,
+        threads: int,
+        context: int,
+        pretranspose: str | None = None,
+        speculate: str = "off",
+        act_sparsity: str | None = None,
+        act_calibration: Sequence[int] | None = None,
     ) -> None:
         self.session = Session(
-            model, threads=threads, context=context, chunk=512, pretranspose=pretranspose
+            model,
+            threads=threads,
+            context=context,
+            pretranspose=pretranspose,
+            speculate=speculate,
+            act_sparsity=act_sparsity,
+            act_calibration=act_calibration,
         )
         self.session.warm()
         self.vocab_size = model.spec.vocab_size
@@ -91,11 +107,12 @@ class Runner:
         self.spent: list[tuple[int, int, int]] = []
         self._compiled = CompiledCalls(self.session.executor)
 
-    def decode(self, tokens: int) -> float:
-        """Generate tokens after a prompt of one, and return decode steps a second."""
+    def decode(self, tokens: int, prompt: int = 1) -> float:
+        """Generate tokens after a prompt of so many, and return decode steps a second."""
         window = TimedWindow("decode")
         made = []
-        stream = self.session.generate([[1]], tokens + 1, stop_ids=frozenset(), window=window)
+        ids = self._random(prompt) if prompt > 1 else [1]
+        stream = self.session.generate([ids], tokens + 1, stop_ids=frozenset(), window=window)
         made.append(next(stream).id)
         self._compiled.ns = self._compiled.calls = 0
         with self._compiled.watched():
@@ -110,11 +127,15 @@ class Runner:
 
     def prefill(self, tokens: int) -> float:
         """Read a prompt of this length, and return its tokens a second."""
-        ids = np.random.default_rng(0).integers(self.vocab_size, size=tokens).tolist()
+        ids = self._random(tokens)
         window = TimedWindow("prefill")
         for _ in self.session.generate([ids], 1, stop_ids=frozenset(), window=window):
             pass
         return tokens / (window.total_ns / 1e9)
+
+    def _random(self, count: int) -> list[int]:
+        ids: list[int] = np.random.default_rng(0).integers(self.vocab_size, size=count).tolist()
+        return ids
 
     def outside_share(self) -> float:
         """Return the median share of time outside compiled calls, the first generation left out.

@@ -1,11 +1,11 @@
-"""Check and measure the CUDA back end on this machine's GPU, in three calls of nine minutes.
+"""Check and measure the CUDA back end on this machine's GPU, in four calls of nine minutes.
 
     python -m bench.gpu_suite --out call1 --call 1
-    python -m bench.gpu_suite --out all --merge call1 --merge call2 --merge call3
+    python -m bench.gpu_suite --out all --merge call1 --merge call2 --merge call3 --merge call4
 
 Writes suite.json, suite.txt and suite.tgz to the output folder, anew after every stage and whole at
 every moment, and prints the text. Each part runs in processes of its own under a time limit; what
-crashes or hangs is reported and the rest goes on. Without --call all three run, one after another.
+crashes or hangs is reported and the rest goes on. Without --call all four run, one after another.
 --part chooses parts; --dry-run executes every part with tiny shapes in Triton's interpreter,
 without a GPU. Exits 1 if a check failed or a part did not finish. bench/gpu/README.md has more.
 """

@@ -7,19 +7,42 @@ this module is that command for llama-cpp-python:
 """
 
 import json
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
 from bench.measure import NotMeasured
 
+TEST = r"(?:(pp)([1-9]\d{0,5})|(tg)([1-9]\d{0,5})(?:@d([1-9]\d{0,5}))?)"
 _TIMEOUT_S = 3600
+
+
+class Test(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        kind: "pp", reading a prompt, or "tg", generating.
+        tokens: how many.
+        depth: tokens before them, whose time does not count.
+    """
+
+    kind: str
+    tokens: int
+    depth: int
+
+
+def parsed(test: str) -> Test:
+    """Return what a name such as "pp512" or "tg24@d4000" (TEST) asks for."""
+    found = re.fullmatch(TEST, test)
+    assert found is not None, test
+    return Test(found[1] or found[3], int(found[2] or found[4]), int(found[5] or 0))
 
 
 @dataclass(slots=True)
@@ -39,13 +62,14 @@ class LlamaCpp:
     about: dict[str, Any] = field(default_factory=dict)
 
     def speed(self, test: str) -> float:
-        """Return the tokens a second of a test such as "pp128" or "tg64".
+        """Return the tokens a second of a test such as "pp128", "tg64" or "tg24@d4000".
 
         Raises:
             NotMeasured: llama.cpp cannot be run, or not with this model.
         """
-        prompt, generated = (int(test[2:]), 0) if test.startswith("pp") else (0, int(test[2:]))
-        sizes = ["-p", str(prompt), "-n", str(generated)]
+        kind, tokens, depth = parsed(test)
+        sizes = ["-p", "0", "-n", str(tokens)] if kind == "tg" else ["-p", str(tokens), "-n", "0"]
+        sizes += ["-d", str(depth)] if depth else []
         if self.command is None:
             line = [sys.executable, "-m", "bench.llama_cpp", *sizes]
             line += ["--model", str(self.gguf), "--threads", str(self.threads)]
@@ -67,7 +91,7 @@ class LlamaCpp:
             raise NotMeasured(f"{line[0]} printed no llama-bench JSON") from None
 
 
-def _speed(model: Path, threads: int, prompt: int, generated: int) -> tuple[float, str]:
+def _speed(model: Path, threads: int, prompt: int, generated: int, depth: int) -> tuple[float, str]:
     """Return tokens a second of one test after a warm-up, and the version of llama-cpp-python."""
     try:
         import llama_cpp
@@ -83,24 +107,28 @@ def _speed(model: Path, threads: int, prompt: int, generated: int) -> tuple[floa
     if not weights:
         raise NotMeasured(f"llama.cpp cannot load {model}")
     settings = llama_cpp.llama_context_default_params()
-    settings.n_ctx = prompt + generated + 1
+    settings.n_ctx = depth + prompt + generated + 1
     settings.n_threads = settings.n_threads_batch = threads
     context = llama_cpp.llama_init_from_model(weights, settings)
     vocab = llama_cpp.llama_model_get_vocab(weights)
     size = llama_cpp.llama_vocab_n_tokens(vocab)
-    ids = [(7919 * i + 1) % size for i in range(max(prompt, generated))]
+    ids = [(7919 * i + 1) % size for i in range(max(depth, prompt, generated))]
+
+    def read(piece: list[int]) -> None:
+        for at in range(0, len(piece), settings.n_batch):
+            part = piece[at : at + settings.n_batch]
+            tokens = (llama_cpp.llama_token * len(part))(*part)
+            batch = llama_cpp.llama_batch_get_one(tokens, len(part))
+            if llama_cpp.llama_decode(context, batch):
+                raise NotMeasured("llama_decode failed")
+            llama_cpp.llama_synchronize(context)
 
     def run() -> float:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+        read(ids[:depth])
         start = time.perf_counter()
-        for piece in [ids] if prompt else [[token] for token in ids]:
-            for at in range(0, len(piece), settings.n_batch):
-                part = piece[at : at + settings.n_batch]
-                tokens = (llama_cpp.llama_token * len(part))(*part)
-                batch = llama_cpp.llama_batch_get_one(tokens, len(part))
-                if llama_cpp.llama_decode(context, batch):
-                    raise NotMeasured("llama_decode failed")
-                llama_cpp.llama_synchronize(context)
+        for piece in [ids[:prompt]] if prompt else [[token] for token in ids[:generated]]:
+            read(piece)
         return (prompt or generated) / (time.perf_counter() - start)
 
     run()
@@ -121,10 +149,11 @@ def _silent(llama_cpp: Any, ctypes: Any) -> Any:
 @click.option("--threads", type=click.IntRange(1), required=True)
 @click.option("-p", "prompt", type=click.IntRange(0), default=0)
 @click.option("-n", "generated", type=click.IntRange(0), default=0)
-def main(model: Path, threads: int, prompt: int, generated: int) -> None:
+@click.option("-d", "depth", type=click.IntRange(0), default=0)
+def main(model: Path, threads: int, prompt: int, generated: int, depth: int) -> None:
     """Measure one test and print it as llama-bench does."""
     try:
-        speed, version = _speed(model, threads, prompt, generated)
+        speed, version = _speed(model, threads, prompt, generated, depth)
     except NotMeasured as reason:
         raise click.ClickException(str(reason)) from None
     about = {"build_commit": f"llama-cpp-python {version}", "model_type": model.stem}

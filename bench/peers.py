@@ -3,12 +3,14 @@ r"""Clocher beside llama.cpp, ONNX Runtime and torch: same weights, same threads
 \b
     python -m bench.peers                             products of matrices: torch, ONNX Runtime
     python -m bench.peers --model-dir DIR             a model: llama.cpp runs DIR/model.gguf
-        [--llama-bench PATH] [--gguf FILE] [--test pp128 --test tg64]
+        [--llama-bench PATH] [--gguf FILE] [--test pp128 --test tg64 --test tg24@d4000]
+    ... --llama-bench 'PATH -fa 1' --llama-bench 'ik_llama.cpp=PATH2 -rtr 1'      several of them
 
 DIR comes from `scripts/make_synthetic.py --gguf`. Without --llama-bench, llama.cpp is run through
 llama-cpp-python. --gguf adds files that llama-quantize made of the same weights. Tests are named as
-llama-bench names them; Clocher's tg includes sampling, llama-bench's does not. A ratio is Clocher's
-speed over the peer's. A peer that is missing is shown with the reason, never with a number.
+llama-bench names them, tg24@d4000 behind 4000 tokens; Clocher's tg includes sampling, llama-bench's
+does not. A ratio is Clocher's speed over the peer's. A peer that is missing is shown with the
+reason, never with a number.
 """
 
 import re
@@ -25,7 +27,7 @@ import click
 
 from bench.bandwidth import MIB, PAGES_READ
 from bench.decode import Runner
-from bench.llama_cpp import LlamaCpp
+from bench.llama_cpp import TEST, LlamaCpp, parsed
 from bench.measure import NotMeasured, limit_note, ratio
 from bench.ops.experiment import SHAPES, TEAM, Row, experiment, of_read, opened, turns
 from bench.ops.products import ENGINES, Engine, Problem, exact_product
@@ -100,7 +102,8 @@ def compare_models(
     model: Model, peers: dict[str, LlamaCpp], tests: Sequence[str], setting: Setting
 ) -> Iterator[Row]:
     """Yield a row for each contestant and test."""
-    longest = max(int(test[2:]) for test in tests) + 2
+    asked = {test: parsed(test) for test in tests}
+    longest = max(tokens + depth for _, tokens, depth in asked.values()) + 2
     missing = {}
     runs: dict[str, Callable[[], float]] = {}
     with closing(Runner(model, setting.threads, longest)) as runner:
@@ -109,9 +112,11 @@ def compare_models(
                 peer.speed("tg1")
             except NotMeasured as reason:
                 missing[name] = str(reason)
-        for test in tests:
-            run = runner.prefill if test.startswith("pp") else runner.decode
-            runs[f"{OURS} {test}"] = partial(run, int(test[2:]))
+        for test, (kind, tokens, depth) in asked.items():
+            reads = partial(runner.prefill, tokens)
+            runs[f"{OURS} {test}"] = (
+                reads if kind == "pp" else partial(runner.decode, tokens, max(1, depth))
+            )
             present = {name: peer for name, peer in peers.items() if name not in missing}
             runs |= {f"{name} {test}": partial(p.speed, test) for name, p in present.items()}
         found = setting.turns(runs)
@@ -131,7 +136,7 @@ def compare_models(
             continue
         speeds = found[f"{name} {test}"]
         row |= {"tok_s": median(speeds), "samples": speeds, "note": ""}
-        if name == OURS and test.startswith("tg"):
+        if name == OURS and asked[test].kind == "tg" and not asked[test].depth:
             row |= of_read([s * model.bytes_per_token / 1e9 for s in speeds], found["read"])
             row["note"] = limit_note(row["pct_of_limit"])
         if name != OURS:
@@ -147,7 +152,7 @@ def _over(ours: list[float], theirs: list[float]) -> dict[str, float]:
 
 
 def _peers(
-    directory: Path, more: Sequence[Path], command: Sequence[str] | None, threads: int
+    directory: Path, more: Sequence[Path], programs: Sequence[str], threads: int
 ) -> dict[str, LlamaCpp]:
     files = [path for path in (directory / GGUF_NAME, *more) if path.is_file()]
     if not files:
@@ -156,19 +161,24 @@ def _peers(
             "or name one with --gguf"
         )
     names = [path.name for path in files]
-    return {
-        f"llama.cpp {path.name if names.count(path.name) == 1 else path}": LlamaCpp(
-            command, path, threads
-        )
-        for path in files
-    }
+    found = {}
+    for program, path in product(programs or ("",), files):
+        named = re.fullmatch(r"(?:([\w.-]+)=)?(.*)", program)
+        assert named is not None
+        command = shlex.split(named[2])
+        label = [named[1] or "llama.cpp", *command[1:]]
+        label.append(path.name if names.count(path.name) == 1 else str(path))
+        found[" ".join(label)] = LlamaCpp(command or None, path, threads)
+    return found
 
 
 def _checked(
     context: click.Context, option: click.Parameter, tests: tuple[str, ...]
 ) -> tuple[str, ...]:
-    if bad := [test for test in tests if not re.fullmatch("(pp|tg)[1-9][0-9]{0,5}", test)]:
-        raise click.BadParameter(f"{bad[0]!r}; expected pp or tg and a number, such as pp512")
+    if bad := [test for test in tests if not re.fullmatch(TEST, test)]:
+        raise click.BadParameter(
+            f"{bad[0]!r}; expected pp or tg and a number, such as pp512, or tg24@d4000"
+        )
     return tests
 
 
@@ -185,7 +195,12 @@ def _checked(
 )
 @click.option("--model-dir", type=_DIRECTORY)
 @click.option("--gguf", type=click.Path(path_type=Path, exists=True), multiple=True)
-@click.option("--llama-bench", help="Program, and arguments for it: 'llama-bench -fa 1'.")
+@click.option(
+    "--llama-bench",
+    "programs",
+    multiple=True,
+    help="Program, and arguments for it: 'llama-bench -fa 1', or 'NAME=...' for a fork.",
+)
 @click.option(
     "--test", "tests", multiple=True, default=_TESTS, callback=_checked, show_default=True
 )
@@ -200,7 +215,7 @@ def _checked(
 def main(
     model_dir: Path | None,
     gguf: tuple[Path, ...],
-    llama_bench: str | None,
+    programs: tuple[str, ...],
     tests: tuple[str, ...],
     formats: tuple[str, ...],
     shapes: tuple[tuple[tuple[int, int], ...], ...],
@@ -214,8 +229,7 @@ def main(
     setting = Setting(threads, rounds, Reader(pages, mib << 20))
     if model_dir:
         model = opened(model_dir)
-        command = shlex.split(llama_bench) if llama_bench else None
-        peers = _peers(model_dir, gguf, command, threads)
+        peers = _peers(model_dir, gguf, programs, threads)
         yield from compare_models(model, peers, tests, setting)
         return
     for name, (n, k) in product(formats, chain.from_iterable(shapes)):

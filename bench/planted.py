@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from clocher_runtime import cli
 from clocher_runtime.command import run
-from clocher_runtime.engine.timing import SpanKind, TimedWindow
+from clocher_runtime.engine.timing import SpanKind, Tally, TimedWindow
 
 
 def slowed(percent: float) -> type[TimedWindow]:
@@ -20,10 +20,10 @@ def slowed(percent: float) -> type[TimedWindow]:
 
     class SlowedWindow(TimedWindow):
         @contextmanager
-        def span(self, kind: SpanKind, tokens: int) -> Iterator[None]:
-            with super().span(kind, tokens):
+        def span(self, kind: SpanKind, tokens: int) -> Iterator[Tally]:
+            with super().span(kind, tokens) as tally:
                 start = time.perf_counter_ns()
-                yield
+                yield tally
                 self._wait()
                 now = time.perf_counter_ns()
                 until = now + (now - start) * percent / 100

@@ -113,12 +113,20 @@ class Profiler:
         model: what to run.
         threads: of the team.
         context: tokens of the longest sequence.
+        pretranspose: weights to prepack, as `Session` takes it.
     """
 
-    def __init__(self, model: Model, threads: int, context: int) -> None:
+    def __init__(
+        self, model: Model, threads: int, context: int, pretranspose: str | None = None
+    ) -> None:
         self.model = model
         self.session = Session(
-            model, threads=threads, context=context, chunk=512, tuning=Tuning(stamped=True)
+            model,
+            threads=threads,
+            context=context,
+            chunk=512,
+            tuning=Tuning(stamped=True),
+            pretranspose=pretranspose,
         )
         self.session.warm()
         self._executor: Any = self.session.executor

@@ -185,6 +185,7 @@ def main(
                 batch=batch,
                 max_new=max_new,
                 ignore_eos=True,
+                speculate="off",
             )
             for count in (lines, prompts)
         )

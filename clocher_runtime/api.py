@@ -29,6 +29,7 @@ from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.sampling_defaults import sampling_defaults, taken
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.topology import default_threads
+from clocher_runtime.speculation.speculator import WITH_DRAFT_MODEL
 from clocher_runtime.text.answers import answer_style
 from clocher_runtime.text.completion import (
     MAX_NEW,
@@ -38,12 +39,13 @@ from clocher_runtime.text.completion import (
     TextGeneration,
 )
 from clocher_runtime.text.grammar import GrammarMaker
+from clocher_runtime.text.pairing import load_draft
 from clocher_runtime.text.thinking import opens_thoughts
 from clocher_runtime.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
-_OPTIONS = frozenset(Session.__init__.__kwdefaults__ or ()) - {"backend", "threads"}
+_OPTIONS = frozenset(Session.__init__.__kwdefaults__ or ()) - {"backend", "threads", "draft"}
 
 
 def _text_or_ids(prompt: Prompt) -> str | list[int]:
@@ -309,6 +311,7 @@ def load(
     precision: str | None = None,
     threads: int | None = None,
     lora: str | Path | None = None,
+    draft_model: str | Path | None = None,
     generation_config: str = "auto",
     kv_cache: KVCacheConfig | None = None,
     **session: Any,
@@ -328,12 +331,15 @@ def load(
         threads: None: as many as this process may use.
         lora: directory of a LoRA adapter, as peft saves it, or its owner/name in the Hub's cache;
             it is added to the weights, which must be floats.
+        draft_model: a small model of the same vocabulary, named like `path`, that guesses tokens;
+            the text is the same with it. It is loaded if `speculate` is "auto" or "draft".
         generation_config: "auto": what the model's generation_config.json says of drawing is the
             default of the methods, if `do_sample` is true there; "none": the likeliest tokens are.
         kv_cache: dtype and size of the KV cache, instead of kv_dtype, context, batch and kv_pages.
         **session: arguments of `Session`: batch, context, kv_dtype, kv_pages, itl_ms, ...
             What texts have in common at their beginning is computed once, unless
-            `prefix_cache=False`.
+            `prefix_cache=False`. Tokens are guessed and verified, which changes none of them,
+            unless `speculate="off"`.
 
     Raises:
         ModelError: the model is missing, damaged or not supported.
@@ -353,7 +359,10 @@ def load(
     defaults = sampling_defaults(checkpoint) if generation_config == "auto" else {}
     model = load_model(checkpoint, precision)
     tokenizer = Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config)
-    session.setdefault("prefix_cache", True)
+    session = {"prefix_cache": True, "speculate": "auto", **session}
+    if draft_model is not None and session["speculate"] in WITH_DRAFT_MODEL:
+        draft = locate(_path(draft_model, "draft_model"), "draft_model")
+        session["draft"] = load_draft(draft, model)
     bound = Session(model, backend=backend, threads=threads, **session)
     return LanguageModel(model, bound, tokenizer, defaults)
 

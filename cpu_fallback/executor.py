@@ -8,7 +8,7 @@ import numpy as np
 
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import ShapeError, UnsupportedOp
-from clocher_kernels.ops import OPS
+from clocher_kernels.ops import OPS, matrices
 from clocher_kernels.ops.contract import Value
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor
@@ -19,6 +19,7 @@ from cpu_fallback.ops.bind import BoundCall
 from cpu_fallback.ops.lowering import LOWER
 from cpu_fallback.team import tape
 from cpu_fallback.team.hints import Asked, Hints
+from cpu_fallback.team.large_pages import HUGE, allocate
 from cpu_fallback.team.placement import call_on, hot_weights, replicate
 from cpu_fallback.team.stamps import Stamps, stamp
 from cpu_fallback.team.tape import Launch
@@ -41,6 +42,8 @@ class CpuExecutor:
         progress: called with (done, total) while kernels are compiled; never if none has to be.
         hints: settings that change speed and never results.
         packing: called with (MiB done, MiB in all) while weights are packed, if they are many.
+        beside: another one whose team does the work, so that no core has two threads of theirs. One
+            of them steps at a time, and this one is closed first.
 
     Raises:
         OutOfMemory: the packed weights do not fit in memory.
@@ -59,8 +62,10 @@ class CpuExecutor:
         progress: Progress | None = None,
         hints: Hints | None = None,
         packing: Progress | None = None,
+        beside: "CpuExecutor | None" = None,
     ) -> None:
         self.plan = plan
+        threads = beside._team.threads if beside is not None else threads
         self._packing = packing
         hints = hints or Hints()
         self._copied = hints.copied
@@ -79,13 +84,14 @@ class CpuExecutor:
         self._stamps = Stamps.table(self._calls, threads) if hints.stamped else None
         jit.warm(_kernels(launches), progress)
         scratch = max((launch.scratch for launch in launches), default=0)
-        self._team = Team(
-            threads,
-            _tapes(bound, threads, hints, self._stamps),
-            scratch,
-            hints.placement,
-            hints.adaptive,
-        )
+        tapes = _tapes(bound, threads, hints, self._stamps)
+        self._is_guest = beside is not None
+        if beside is not None:
+            self._team = beside._team
+            self._work = self._team.take_on(tapes, scratch)
+        else:
+            self._team = Team(threads, tapes, scratch, hints.placement, hints.adaptive)
+            self._work = self._team.work
 
     @property
     def acted_on(self) -> frozenset[str]:
@@ -114,7 +120,7 @@ class CpuExecutor:
                 f"a step of {tokens} tokens and {rows} rows; the Plan has room for "
                 f"{self.plan.tokens} and {self.plan.rows}"
             )
-        self._team.step(tokens, rows)
+        self._team.step(tokens, rows, self._work)
 
     def walk(self, tokens: int, rows: int) -> Generator[Call, None, None]:
         """Execute a step call by call and yield each that was executed."""
@@ -122,7 +128,7 @@ class CpuExecutor:
             for index, call in enumerate(self.plan.calls):
                 places = [i for i, of in enumerate(self._calls) if of == index]
                 words = tape.encode([self._launches[i] for i in places])
-                self._team.execute(words, tokens, rows)
+                self._team.execute(words, tokens, rows, self._work)
                 yield call
 
     def peek(self, name: str, count: int) -> np.ndarray:
@@ -147,8 +153,9 @@ class CpuExecutor:
         return self._team.running()
 
     def close(self) -> None:
-        """End the team's threads."""
-        self._team.close()
+        """End the team's threads, unless it is another's."""
+        if not self._is_guest:
+            self._team.close()
 
     def _share(self, launches: list[Launch]) -> list[Launch]:
         """Give the launches that want it one piece of memory that all threads see."""
@@ -180,17 +187,13 @@ class CpuExecutor:
 
     def _lower(self, values: Mapping[str, Value]) -> list[Launch]:
         values = dict(values)
+        _require_kernels(self.plan)
         left = waiting(self.plan, values, self._copied)
         total, done = sum(left.values()), 0
         check_memory(total, self.plan.scratch_bytes())
         launches: list[Launch] = []
         self._calls: list[int] = []
         for index, call in enumerate(self.plan.calls):
-            if call.op not in LOWER:
-                raise UnsupportedOp(
-                    f"the CPU back end has no kernel for {call.op!r}; it has "
-                    f"{', '.join(sorted(LOWER))}"
-                )
             weight = call.args.get("w", "")
             if weight in self._copied and reads_in_place(call, values[weight]):
                 values[weight] = in_large_pages(values[weight])
@@ -198,10 +201,17 @@ class CpuExecutor:
             lower = LOWER[call.op]
             launches += [bound.launch(lower)] if isinstance(lower, Kernel) else lower(bound)
             self._calls += [index] * (len(launches) - len(self._calls))
-            done += left.pop(weight, 0)
+            done += sum(left.pop(name, 0) for name in matrices(call))
             if self._packing and total >= _MANY_BYTES:
                 self._packing(done >> 20, total >> 20)
         return launches
+
+
+def _require_kernels(plan: Plan) -> None:
+    for op in sorted({call.op for call in plan.calls} - set(LOWER)):
+        raise UnsupportedOp(
+            f"the CPU back end has no kernel for {op!r}; it has {', '.join(sorted(LOWER))}"
+        )
 
 
 def _tapes(
@@ -222,7 +232,10 @@ def _allocate(buffer: Buffer) -> np.ndarray:
     count = 1
     for size in buffer.shape:
         count *= size
-    return aligned(count * storage.itemsize).view(storage).reshape(buffer.shape)
+    nbytes = count * storage.itemsize
+    # A step reads a cache like weights: from end to end. Small pages would cost it a third.
+    made = allocate(nbytes) if buffer.role == "state" and nbytes >= HUGE else aligned(nbytes)
+    return made.view(storage).reshape(buffer.shape)
 
 
 def _kernels(launches: list[Launch]) -> Iterator[Kernel]:

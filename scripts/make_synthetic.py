@@ -1,11 +1,16 @@
-"""Make a model of a published shape with random weights. The work is in weights.synthetic."""
+"""Make a model of a published shape with random weights, or with a small model's in it.
+
+The work is in convert.synthetic and convert.inflate.
+"""
 
 from pathlib import Path
 
 import click
 
-from clocher_runtime.command.script_run import COUNT, Report, needed, option, script
+from clocher_kernels.errors import UsageError
+from clocher_runtime.command.script_run import COUNT, PATH, Report, needed, option, script
 from clocher_runtime.convert.gguf import SAME, TYPES
+from clocher_runtime.convert.inflate import plan_inflation
 from clocher_runtime.convert.synthetic import (
     GROUPS,
     HEADS,
@@ -19,6 +24,10 @@ SELF = "python scripts/make_synthetic.py --preset"
 EXAMPLES = (
     ("Int4", f"{SELF} llama-1b --precision int4 --out-dir models/l1b-int4"),
     ("For llama.cpp, too", f"{SELF} llama-1b --precision int4 --out-dir models/l1b-int4 --gguf"),
+    (
+        "With the text of a small model",
+        f"{SELF} llama-1b --inflate DIR --precision int4 --out-dir D",
+    ),
     ("As published", f"{SELF} gpt-oss-20b --precision native --out-dir models/oss"),
 )
 PRESET_LINES = "\n".join(f"  {preset.name:13} {preset.summary}" for preset in PRESETS.values())
@@ -63,6 +72,13 @@ PRESET_LINES = "\n".join(f"  {preset.name:13} {preset.summary}" for preset in PR
         is_flag=False,
         flag_value=SAME,
     ),
+    option(
+        "--inflate",
+        PATH,
+        "Put this small trained model into the shape, instead of random weights: the cost of the "
+        "shape, the text of the model.",
+    ),
+    option("--pre", str, "With --inflate and --gguf: what GGUF calls how text is split."),
     examples=EXAMPLES,
     epilog=f"\b\nPresets:\n{PRESET_LINES}",
 )
@@ -77,13 +93,27 @@ def main(
     head: str | None,
     attention: str | None,
     gguf: str | None,
+    inflate: Path | None,
+    pre: str | None,
 ) -> None:
     """Make a model with random weights, to measure speed at real shapes without a download.
 
     The same arguments give the same bytes.
+
+    With --inflate the model computes what a small trained one does, at the cost of the shape: its
+    text comes out, token for token. It takes llama, BitNet and gpt-oss models. Of gpt-oss the
+    choice of experts is the small model's, too: each of its experts stands there more than once,
+    and those that are left over are never chosen. The layers that it lacks choose at random.
     """
     stored = Precision(precision, group, head, attention)
-    synthesis = plan_synthesis(preset, stored, out_dir, seed=seed, layers=layers, gguf=gguf)
+    if inflate is not None:
+        synthesis = plan_inflation(
+            inflate, preset, stored, out_dir, seed=seed, layers=layers, gguf=gguf, pre=pre
+        )
+    elif pre is not None:
+        raise UsageError("--pre has no place without --inflate: the tokens are bytes")
+    else:
+        synthesis = plan_synthesis(preset, stored, out_dir, seed=seed, layers=layers, gguf=gguf)
     report.disk(synthesis.preset, out_dir, synthesis.nbytes, synthesis.free_bytes)
     with report.progress(synthesis.nbytes) as progress:
         synthesis.run(progress)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,15 @@ from hypothesis import settings
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.load_profile("same")
 
+# Tests start hundreds of processes, which would all compile the same sources.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+# What references compute is small, and two test processes share the cores: threads of BLAS and of
+# torch would mostly wait for each other, and take three times the time. Both look at their import.
+for library in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(library, "1")
+
 # Kernels of the CUDA back end run in Triton's interpreter; it must be chosen before the import.
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -24,6 +34,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Run = Callable[..., tuple[int, dict[str, Any], str]]
+
+# Whole files are dealt out to two processes. Those that take longest come first, so that both
+# processes end together; test_isa.py compiles each kernel twice where the cache is empty.
+LONGEST = ("test_isa.py", "test_docs.py", "test_ops_parity.py", "test_converters.py")
 
 _left_out: Counter[str] = Counter()
 _seen = compatibility.Seen()
@@ -39,6 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # pytest-xdist would begin with files of many tests
     if for_a_gpu(config):  # it runs what Triton compiles
         del os.environ["TRITON_INTERPRET"]
 
@@ -48,6 +63,8 @@ def for_a_gpu(config: pytest.Config) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
     if not for_a_gpu(config):
         return
     from clocher_kernels.cuda.probe import unusable
@@ -74,8 +91,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    _left_out.update(node.workeroutput["left out"])
-    _seen.merge(node.workeroutput["compatibility"])
+    if found := getattr(node, "workeroutput", None):  # a process that crashed has none
+        _left_out.update(found["left out"])
+        _seen.merge(found["compatibility"])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

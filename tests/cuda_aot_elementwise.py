@@ -35,6 +35,8 @@ def calls() -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield act, "glu", {**glu, "act": act}
     yield "scores", "glu", {**glu, "act": "silu", "scores": meta((1, 1), FP32)}
     yield "softcap", "softcap", {"x": meta((1, 256000), FP32), "cap": 30.0}
+    ranked = {"logits": meta((1, 201088), FP32), "candidates": meta((1, 4), I32)}
+    yield "top_tokens", "top_tokens", ranked
     parts = {"first": meta((1, 64), FP32), "second": meta((1, 2048), FP32)}
     yield "join", "join_heads", {**parts, "y": x, "heads": 16}
     yield "resize", "resize_heads", {"x": x, "y": meta((1, 2048), FP32), "heads": 16}

@@ -63,7 +63,7 @@ def run_interpreted(run: OpRun, narrow: Mapping[str, torch.dtype] | None = None)
             else:
                 out[name] = tensor.to(torch.float32).numpy()
         else:
-            out[name] = tensor.numpy()
+            out[name] = tensor.numpy().view(STORAGE[run.plan.buffers[name].dtype])
     return out
 
 

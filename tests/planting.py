@@ -111,7 +111,7 @@ def odd_tokens(run: OpRun, outputs: Arrays) -> np.ndarray:
         array = outputs[name]
         if array.dtype.kind == "f":
             odd = odd | ~np.isfinite(array.reshape(len(array), -1)).all(axis=1)
-        elif run.spec.name == "sample":
+        elif run.spec.name in ("sample", "top_tokens"):
             odd = odd | (array < 0)
     assert isinstance(odd, np.ndarray)
     return odd
@@ -119,4 +119,4 @@ def odd_tokens(run: OpRun, outputs: Arrays) -> np.ndarray:
 
 # Angles and what `Sampling` checks are never odd; these ops move integers.
 _SETTINGS = frozenset({"temperature", "top_p", "cos", "sin"})
-_NO_FLOATS = frozenset({"advance", "kv_append"})
+_NO_FLOATS = frozenset({"advance", "kv_append", "page_bounds", "select_pages"})

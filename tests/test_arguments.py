@@ -189,7 +189,7 @@ def test_more_tokens_than_the_context_holds_are_fewer(model: LanguageModel) -> N
         ({"act_prec": []}, r"act_prec of the cpu back end is \[\]; known: int8"),
         ({"pretranspose": {}}, "pretranspose is {}"),
         ({"progress": 1}, "progress is 1; expected a function or None"),
-        ({"bacth": 2}, "load has no option 'bacth'; it has act_prec"),
+        ({"bacth": 2}, "load has no option 'bacth'; it has act_calibration, act_prec"),
         ({"backend": "cpu"}, "load has no option 'backend'"),
         ({"path": 3}, "path is 3; expected a string"),
         ({"path": b"model"}, "path is b'model'"),

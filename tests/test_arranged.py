@@ -1,5 +1,7 @@
 """A model's tensors from those of its files: renamed, cut, stacked; values stay the same."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from weight_files import rng
@@ -163,6 +165,17 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     ones = encode(np.ones((2 * INNER, HIDDEN), np.float32), packed)
     with pytest.raises(UnsupportedModel, match="as they are packed"):
         arranged({"model.layers.0.mlp.gate_up_proj.weight": ones}, PHI, "x")
+
+
+def test_a_config_that_promises_many_rows_makes_no_order_of_them() -> None:
+    config = {**DEEPSEEK, "num_attention_heads": 4096, "num_key_value_heads": 4096}
+    config |= {"qk_nope_head_dim": 4096, "qk_rope_head_dim": 4096}
+    files = {"model.layers.0.self_attn.q_proj.weight": drawn("q", (8, HIDDEN), "f32")}
+    tracemalloc.start()
+    with pytest.raises(FormatError, match=r"has 2048 elements; config\.json asks for 8589934592"):
+        arranged(files, config, "x")
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
 
 
 def test_a_config_that_promises_many_experts_costs_nothing() -> None:

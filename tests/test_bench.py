@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from bench import bandwidth, block_sparse, decode, peers, step_overhead
+from bench import bandwidth, block_sparse, decode, pass_cost, peers, step_overhead
 from bench.llama_cpp import LlamaCpp
 from bench.measure import NotMeasured, interleave, limit_note, ratio, seconds, write_json
 from bench.ops.experiment import Row, experiment
@@ -195,6 +195,27 @@ def test_models(model_dir: Path, llama_bench: Path, tmp_path: Path) -> None:
     assert rows[1]["note"] == "abc llama Q4_0"
 
 
+def test_several_programs_and_depths(
+    model_dir: Path, llama_bench: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, said = tmp_path / "rows.json", tmp_path / "said"
+    monkeypatch.setenv("SAID", str(said))
+    noting = "import os, sys\nprint(*sys.argv[1:], file=open(os.environ['SAID'], 'a'))\n"
+    llama_bench.write_text(llama_bench.read_text().replace("import sys\n", noting))
+    arguments = ["--model-dir", str(model_dir), "--test", "tg4@d9", *FAST, "--json", str(out)]
+    arguments += ["--llama-bench", f"{llama_bench} -fa 1"]
+    arguments += ["--llama-bench", f"ik_llama.cpp={llama_bench} -rtr 1"]
+    result = CliRunner().invoke(peers.main, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(out.read_text())
+    names = ["clocher", "llama.cpp -fa 1 model.gguf", "ik_llama.cpp -rtr 1 model.gguf"]
+    assert [(row["engine"], row["test"]) for row in rows] == [(name, "tg4@d9") for name in names]
+    assert all(row["tok_s"] > 0 for row in rows)
+    assert "pct_of_limit" not in rows[0]  # of bytes that depend on the depth
+    asked = said.read_text()
+    assert "-fa 1 -m" in asked and "-rtr 1 -m" in asked and "-p 0 -n 4 -d 9 " in asked
+
+
 def test_a_peer_that_fails_has_a_reason_and_no_number(
     model_dir: Path, llama_bench: Path, tmp_path: Path
 ) -> None:
@@ -225,9 +246,10 @@ def test_llama_cpp_without_llama_bench(model_dir: Path, monkeypatch: pytest.Monk
     [
         (["--shape", "64"], "expected NxK"),
         (["--test", "xx1"], "expected pp or tg"),
+        (["--test", "pp8@d8"], "expected pp or tg"),
         (["--format", "int5"], "unknown format"),
     ],
-    ids=["shape", "test", "format"],
+    ids=["shape", "test", "depth", "format"],
 )
 def test_wrong_arguments_are_named(arguments: list[str], text: str) -> None:
     result = CliRunner().invoke(peers.main, [*FAST, *arguments])
@@ -302,3 +324,26 @@ def test_step_overhead_is_gated() -> None:
         line = json.loads(done.output)
         assert line["steps"] == 3 and 0 < line["outside_share"] < 1
         assert done.exit_code == int(line["outside_share"] > limit)
+
+
+def test_what_passes_cost(tmp_path: Path) -> None:
+    """Of the embedded model: the cache holds what was computed, and experts are counted."""
+    words = ["--tokens", "1,4", "--context", "5", "--threads", "1", "--mib", "16", "--rounds", "1"]
+    done = CliRunner().invoke(pass_cost.main, words, catch_exceptions=False)
+    chain, sequences = map(json.loads, done.output.splitlines())
+    assert done.exit_code == 0 and (chain["test"], sequences["test"]) == ("chain", "sequences")
+    for row in (chain, sequences):
+        one, four = row["experts"]
+        assert row["tokens"] == [1, 4] and row["ratio"][0] == 1 and min(row["ms"]) > 0
+        assert one == 2 and one <= four <= 8
+    assert list(chain["warm_up_ms"]) == ["1", "2", "3", "4"]
+
+
+def test_tokens_of_a_text_can_be_timed(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("a text " * 9, encoding="utf-8")
+    words = ["--tokens", "1,2", "--threads", "1", "--mib", "16", "--rounds", "1"]
+    words += ["--what", "chain", "--text", str(text)]
+    done = CliRunner().invoke(pass_cost.main, words, catch_exceptions=False)
+    (row,) = map(json.loads, done.output.splitlines())
+    assert done.exit_code == 0 and row["test"] == "chain"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from weight_files import LLAMA
 
 from clocher_kernels import host_memory
 from clocher_kernels.errors import WindowError
@@ -18,7 +19,7 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.session import Session
-from clocher_runtime.engine.timing import Span
+from clocher_runtime.engine.timing import Span, TimedWindow
 from clocher_runtime.quality import speed
 from clocher_runtime.quality.speed import Case, Runner, session_for
 from clocher_runtime.subcommands import bench_measure
@@ -203,6 +204,65 @@ def test_where_memory_is_not_read_there_is_no_share(capsys: Capture, monkeypatch
     _, decode = rows_of(capsys, *FAST)
     assert decode["gbps"] > 0
     assert decode["read_gbps"] is decode["pct_of_read"] is None
+
+
+def test_guesses_are_measured_where_they_are_asked_for(capsys: Capture, tmp_path: Path) -> None:
+    text = tmp_path / "text.py"
+    text.write_text("import os\nimport sys\n" * 40)
+    words = ["-p", "0", "-n", "24", "-d", "60", "-r", "2", "-t", "1"]
+    (bare,) = rows_of(capsys, *words, "--text", str(text))
+    (guessed,) = rows_of(capsys, *words, "--text", str(text), "--speculate", "auto")
+    assert (bare["speculate"], bare["tokens_per_pass"]) == ("off", 1.0)
+    assert guessed["speculate"] == "auto" and 1 <= guessed["tokens_per_pass"] <= 8
+    assert guessed["correct"] and guessed["tokens_sha256"] == bare["tokens_sha256"]
+    (other,) = rows_of(capsys, *words)
+    assert other["tokens_sha256"] != bare["tokens_sha256"], "the text is not read"
+    assert main(words) == 0 and "tokens/pass" not in capsys.readouterr().out
+    assert main([*words, "--speculate", "auto"]) == 0
+    assert 1 <= float(column(capsys.readouterr().out, "tokens/pass")[0]) <= 8
+    assert main([*words, "--speculate", "auto", "-b", "2"]) == 2
+    assert "give -b 1" in capsys.readouterr().err
+    (tmp_path / "empty").touch()
+    assert main([*words, "--text", "empty"]) == 2
+    assert main([*words, "--text", "none"]) != 0
+    text.write_text("import os\n" * 8)
+    capsys.readouterr()
+    assert main([*words, "--text", str(text)]) == 2
+    assert "give less with -p and -d" in capsys.readouterr().err
+
+
+def test_a_draft_model_can_be_measured(capsys: Capture) -> None:
+    words = ["-m", str(LLAMA), "-p", "0", "-n", "24", "-r", "2", "-t", "1"]
+    (bare,) = rows_of(capsys, *words, "--draft-model", str(LLAMA))
+    assert bare["hints_ignored"] == [f"--draft-model={LLAMA}"]
+    words += ["--speculate", "draft"]
+    (guessed,) = rows_of(capsys, *words, "--draft-model", str(LLAMA))
+    assert guessed["correct"] and guessed["tokens_sha256"] == bare["tokens_sha256"]
+    assert guessed["speculate"] == "draft" and not guessed["hints_ignored"]
+    assert main(words) == 2 and "--draft-model" in capsys.readouterr().err
+
+
+def test_tokens_of_a_pass_share_its_time_and_its_bytes(model: Model, monkeypatch: Patch) -> None:
+    case = Case(0, 10)
+    spans = [Span("decode", tokens, 80, 1) for tokens in (1, 4, 3, 4)]
+
+    def decoded(runner: Runner, case: Case, window: TimedWindow) -> list[list[int]]:
+        window.spans.extend(spans)
+        return [[1]]
+
+    with closing(session_for(model, [case], threads=1)) as session:
+        runner = Runner(session)
+        assert runner.bytes_per_token(case) is not None
+        monkeypatch.setattr(Runner, "_decode", decoded)
+        assert runner.run(case) == 80 + 80 + 80 + 40  # half of the last step is beyond the test
+        assert runner.tokens_per_pass(case) == 3.0
+        assert runner.bytes_per_token(case) is None, "which experts they share is not known"
+    dense = load_model(open_checkpoint(LLAMA))
+    with closing(session_for(dense, [case], threads=1)) as session:
+        runner = Runner(session)
+        alone = runner.bytes_per_token(case)
+        runner.run(case)
+        assert alone is not None and runner.bytes_per_token(case) == pytest.approx(alone / 3, abs=1)
 
 
 def test_a_busy_machine_and_wide_samples_are_named() -> None:

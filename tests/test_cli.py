@@ -56,7 +56,7 @@ def test_embedded_model_completes_a_function(tmp_path):
     assert line["model"] == "clocher-tiny-gptoss"
     assert "mxfp4" in line["precision"]
     assert line["tokens_generated"] == 12
-    assert line["forward_passes"] == 12
+    assert line["forward_passes"] + line["speculation"]["accepted"] == 12
     assert 0 < line["prefill_s"] < line["wall_time_s"]
     assert line["ttft_ms"] == pytest.approx(line["prefill_s"] * 1e3)
     assert line["rss_peak_mb"] > 20

@@ -17,8 +17,9 @@ from clocher_kernels.cuda import executor as executor_module
 from clocher_kernels.cuda import graph, prepack
 from clocher_kernels.cuda.buffers import activation_types
 from clocher_kernels.cuda.executor import CudaExecutor
-from clocher_kernels.cuda.graph import bucket, context_buckets, token_buckets
+from clocher_kernels.cuda.graph import bucket, context_buckets, row_buckets, token_buckets
 from clocher_kernels.cuda.launch import INTERPRETER, Device, Launch
+from clocher_kernels.cuda.lowering import LOWER
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.cuda.upload import check_memory
 from clocher_kernels.errors import DeviceError, OutOfMemory, ShapeError, WindowError
@@ -27,15 +28,18 @@ from clocher_kernels.plan import Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
-from clocher_runtime.engine import session as session_module
+from clocher_runtime.engine import binding
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.backends import Executor, make_executor
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.timing import TimedWindow
+from clocher_runtime.models.builder import DRAWN
+from clocher_runtime.speculation.speculator import MOST_GUESSES
 
 PROMPTS = [[5, 9, 300, 41, 7], [88, 1, 2000], list(range(10, 61))]
 LENGTH = 12
+LONG = [(7 * i * i + 13 * i) % 900 + 3 for i in range(320)]
 
 
 class ReferenceKernel:
@@ -88,7 +92,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
         monkeypatch.setattr(executor_module, table, {op: lower(op) for op in OPS})
     monkeypatch.setattr(prepack, "REARRANGE", {})
     monkeypatch.setattr(graph, "CONTEXT_CELLS", (64,))
-    monkeypatch.setattr(session_module, "make_executor", make)
+    monkeypatch.setattr(binding, "make_executor", make)
     yield launched
 
 
@@ -108,6 +112,32 @@ def generate(backend: str, batch: int, prompts: int) -> list[list[int]]:
         return out
     finally:
         session.close()
+
+
+def test_lists_and_reads_the_pages_that_the_cpu_does(
+    log: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels themselves do it for steps of one token, in the interpreter."""
+    for op in ("page_bounds", "select_pages", "attention"):
+        kernel, reference = LOWER[op], executor_module.LOWER[op]
+
+        def lower(kernel: Any = kernel, reference: Any = reference, **given: Any) -> list[Launch]:
+            return list((kernel if len(given["slots"]) == 1 else reference)(**given))
+
+        monkeypatch.setitem(executor_module.LOWER_GREEDY, op, lower)
+    options = {"context": 448, "chunk": 128, "kv_dtype": "bf16", "act_prec": "fp32"}
+    found = []
+    for backend in ("cpu", "cuda"):
+        session = Session(model(), backend=backend, attn="topk:256", speculate="off", **options)
+        try:
+            ids = [token.id for token in session.generate([LONG], 2, stop_ids=frozenset())]
+            found.append((ids, session.reading.mode, session.reading.pages))
+        finally:
+            session.close()
+    assert found[0] == found[1]
+    assert 0 < found[0][2].listed < found[0][2].seen
+    # Chunks that are a bucket: copies that fill a step up would be counted, too.
+    assert {count for op, count in log if op == "attention"} == {64, 128}
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +205,7 @@ def test_greedy_steps_launch_nothing_that_only_draws_need(monkeypatch: pytest.Mo
     def make(name: str, plan: Plan, weights: Mapping[str, Any], *rest: object) -> CudaExecutor:
         return CudaExecutor(plan, weights, device=INTERPRETER)
 
-    monkeypatch.setattr(session_module, "make_executor", make)
+    monkeypatch.setattr(binding, "make_executor", make)
     captured: list[list[str]] = []
 
     def capture(launches: Sequence[Launch], stream: object) -> Callable[[], None]:
@@ -211,9 +241,63 @@ def test_buckets() -> None:
     assert token_buckets(300, 1) == (1, 16, 32, 64, 128, 256, 300)
     assert token_buckets(8, 8) == (1, 2, 4, 8)
     assert token_buckets(12, 2) == (1, 2, 12)
+    assert row_buckets(8, 8, 512) == (8,)
+    assert row_buckets(2, 32, 512) == (2,)
+    assert row_buckets(32, 32, 512) == (8, 32)
+    assert row_buckets(256, 32, 512) == (8, 32)
+    assert row_buckets(512, 1, 512) == (0, 1)
+    assert row_buckets(512, 512, 512) == (0, 8, 512)
     assert context_buckets(4096) == (512, 2048, 4096)
     assert context_buckets(300) == (300,)
     assert [bucket(n, (1, 4, 16)) for n in (1, 2, 4, 5, 16)] == [1, 4, 4, 16, 16]
+
+
+@pytest.mark.parametrize(("batch", "plain", "guessing"), [(1, 8, 11), (4, 10, 17), (32, 17, 17)])
+def test_guesses_need_few_more_graphs(
+    log: list[tuple[str, int]], batch: int, plain: int, guessing: int
+) -> None:
+    counts = {}
+    for speculate in ("off", "auto"):
+        session = Session(model(), backend="cuda", batch=batch, context=64, speculate=speculate)
+        executor = session.executor
+        assert isinstance(executor, CudaExecutor)
+        counts[speculate] = len(executor.buckets())  # for each number of cache cells
+        rows = executor.plan.rows
+        for count in range(1, rows + 1):  # what a pass of guesses has is less than twice that
+            tokens, high = bucket(count, executor._token_buckets), count
+            (key, _) = executor._key(count, high)
+            assert key[0] == key[1] == tokens < max(2 * count, 2)
+        session.close()
+    assert counts == {"off": plain, "auto": guessing}
+
+
+def test_scores_need_no_masks(log: list[tuple[str, int]]) -> None:
+    for batch, options, masks in (
+        (1, {"all_logits": True}, 8),
+        (2, {"score_rows": 100}, 16),
+        (3, {}, 3),
+        (3, {"speculate": "auto"}, 24),
+        (9, {"speculate": "auto"}, 32),
+    ):
+        session = Session(model(), backend="cuda", batch=batch, context=64, **options)
+        assert len(session.executor.array("allowed")) == masks
+        session.close()
+    assert DRAWN == 1 + MOST_GUESSES
+
+
+def test_inputs_go_in_one_copy(log: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session(model(), backend="cuda", batch=4, context=64, chunk=8)
+    executor = session.executor
+    assert isinstance(executor, CudaExecutor)
+    sent: list[int | None] = []
+    upload = executor._inputs.upload
+    monkeypatch.setattr(
+        executor._inputs, "upload", lambda masks: (sent.append(masks), upload(masks))
+    )
+    made = session.generate([[5], [6, 7], [9]], 6, stop_ids=frozenset())
+    list(made)
+    session.close()
+    assert sent == [0, 0]  # the prompts, and three sequences in a bucket of four
 
 
 def test_the_back_end_chooses_the_chunk(log: list[tuple[str, int]]) -> None:

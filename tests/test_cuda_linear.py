@@ -107,16 +107,58 @@ def test_activations(fmt: str, m: int, n: int, k: int, x_type: str) -> None:
     assert rms <= limit and largest <= 10 * limit, (rms, largest)
 
 
-@pytest.mark.parametrize("k", [100, 1040])
-@pytest.mark.parametrize("fmt", ["int8_row_f32", "fp8_e4m3_b128_f32", "fp8_e5m2_row_f32", "bf16"])
-def test_a_token_is_the_same_in_any_batch(fmt: str, k: int) -> None:
-    whole = Product(fmt, 8, 3, k, "f16")
+FORMATS = (
+    "f32",
+    "f16",
+    "bf16",
+    "int8_row_f32",
+    "int8_g40_f16",
+    "int8_tensor_f32",
+    "mxfp4",
+    "ternary",
+)
+FORMATS += ("fp8_e4m3_row_f32", "fp8_e4m3_b128_f32", "fp8_e4m3_tensor_f32", "fp8_e5m2_row_f32")
+FORMATS += ("int4_sym_g128_f16", "int4_sym_row_f16", "int4_asym_g32_f16", "int4_asym_g34_f32")
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_token_is_the_same_among_one_to_eight(fmt: str) -> None:
+    """What verifies guesses draws what would be drawn without them."""
+    whole = Product(fmt, 8, 4, 288, "f16")
     together = whole.run()
-    for m in (1,) if k == 1040 else range(1, 8):
-        part = Product(fmt, m, 3, k, "f16")
+    for m in range(1, 8):
+        part = Product(fmt, m, 4, 288, "f16")
         part.w, part.bias = whole.w, whole.bias
         part.x.copy_(whole.x[8 - m :])
         np.testing.assert_array_equal(part.run(), together[8 - m :])
+
+
+@pytest.mark.parametrize("fmt", ["int8_row_f32", "fp8_e4m3_b128_f32", "fp8_e5m2_row_f32", "bf16"])
+def test_long_rows_and_odd_ones_too(fmt: str) -> None:
+    for k in (100, 1040):
+        whole = Product(fmt, 8, 3, k, "f16")
+        together = whole.run()
+        for m in (1, 3):
+            part = Product(fmt, m, 3, k, "f16")
+            part.w, part.bias = whole.w, whole.bias
+            part.x.copy_(whole.x[8 - m :])
+            np.testing.assert_array_equal(part.run(), together[8 - m :])
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_nothing_that_orders_a_sum_follows_the_tokens(fmt: str) -> None:
+    """The interpreter adds up in an order of its own: what a GPU does follows from these."""
+    held = parse_format(fmt)
+    n, k = 4096, 4080 if fmt in ("int8_g40_f16", "int4_asym_g34_f32") else 4096
+    planes = held.planes((n, k)).items()
+    w = rearrange(held, (n, k), {p: meta(a.shape, TORCH_DTYPES[a.dtype]) for p, a in planes})
+    found = set()
+    for m in range(1, 9):
+        x, y = meta((m, k), torch.float16), meta((m, n), torch.float16)
+        (launch,) = linear(x=x, w=w, y=y, device=meta_device(90))
+        given = {c: v for c, v in launch.constants.items() if c not in ("M", "BM", "R", "ROWS")}
+        found.add((str(sorted(given.items())), launch.num_warps, launch.kernel.fn.__name__))
+    assert len(found) == 1, found
 
 
 @pytest.mark.parametrize("fmt", ["int8_g40_f16", "bf16", "int4_asym_g32_f16", "mxfp4", "ternary"])
@@ -128,6 +170,12 @@ def test_up_to_32_tokens_have_the_order_of_one(fmt: str) -> None:
         part.w, part.bias = whole.w, whole.bias
         part.x.copy_(whole.x[first : first + m])
         np.testing.assert_array_equal(part.run(), together[first : first + m])
+
+
+@pytest.mark.slow
+def test_sums_are_laid_out_alike_for_one_to_eight_tokens() -> None:
+    for fmt, found in aot_report("cuda_aot_orders.py")["code"].items():
+        assert found["1"] and all(order == found["1"] for order in found.values()), (fmt, found)
 
 
 LLAMA_8B = [("int4_sym_g128_f16", *s) for s in ((4096, 4096), (14336, 4096), (4096, 14336))]

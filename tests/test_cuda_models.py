@@ -15,7 +15,7 @@ from random_models import make, make_bitnet, make_mxfp4
 from clocher_kernels.cuda.executor import CudaExecutor
 from clocher_kernels.plan import Plan
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.engine import session as session_module
+from clocher_runtime.engine import binding
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.session import Session
 
@@ -59,7 +59,7 @@ def test_a_model_equals_the_reference(
     def executor(name: str, plan: Plan, weights: Mapping[str, Any], *rest: object) -> CudaExecutor:
         return CudaExecutor(plan, weights, activations=activations, device=INTERPRETER)
 
-    monkeypatch.setattr(session_module, "make_executor", executor)
+    monkeypatch.setattr(binding, "make_executor", executor)
     got = logits(model, "cuda")
     assert np.sqrt(np.mean((got - expected) ** 2) / np.mean(expected**2)) < limit
     assert np.mean(got.argmax(axis=1) == expected.argmax(axis=1)) > 0.9

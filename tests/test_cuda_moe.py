@@ -5,13 +5,14 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from cuda_cases import meta, meta_device
 from op_cases import error
 
 from clocher_kernels.cuda.launch import INTERPRETER, execute
 from clocher_kernels.cuda.moe import moe_down, moe_gate_up
-from clocher_kernels.cuda.prepack import prepack
+from clocher_kernels.cuda.prepack import prepack, rearrange
 from clocher_kernels.cuda.route import route
-from clocher_kernels.cuda.tensors import DeviceTensor
+from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
 from clocher_kernels.formats import parse_format
 from clocher_kernels.ops import moe
 from clocher_kernels.quant_tensor import encode
@@ -120,11 +121,44 @@ def test_formats_in_the_middle_of_nan(fmt: str, x_type: torch.dtype) -> None:
 
 @pytest.mark.parametrize("fmt", ["mxfp4", "bf16"])
 def test_a_token_is_the_same_in_any_batch(fmt: str) -> None:
-    experts = Experts(fmt, 3, 2, torch.float16)
+    experts = Experts(fmt, 8, 2, torch.float16)
     together = experts.run()
-    for which in (slice(2, 3), slice(1, 3)):
+    for which in (slice(2, 3), slice(1, 3), slice(5, 8)):
         for alone, all_of_them in zip(experts.run(which), together, strict=True):
             np.testing.assert_array_equal(alone, all_of_them[which])
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 5, 8, 32, 512])
+def test_a_pass_of_any_size_streams_the_experts_as_a_step_of_one_does(m: int) -> None:
+    """Guesses are verified by the decode kernels, a program for each token and expert.
+
+    Programs of the same rows stand side by side, so those that share an expert share what L2 holds.
+    """
+    made = {}
+    for count in (1, m):
+        x, ids = meta((count, 2880), torch.float16), meta((count, 4), torch.int32)
+        y = meta((count, 4, 2880), torch.float16)
+        up = moe_gate_up(
+            x=x, ids=ids, w=_mxfp4(5760), y=y, limit=7.0, alpha=1.7, device=meta_device(90)
+        )
+        down = moe_down(
+            x=y,
+            ids=ids,
+            w=_mxfp4(2880),
+            y=meta((count, 2880), torch.float32),
+            device=meta_device(90),
+        )
+        made[count] = [*up, *down]
+    assert [launch.kernel.fn.__name__ for launch in made[m]] == ["_gate_up", "_down"]
+    for one, many in zip(made[1], made[m], strict=True):
+        assert many.constants == one.constants and many.num_warps == one.num_warps
+        assert many.grid == (m * one.grid[0], one.grid[1])
+
+
+def _mxfp4(rows: int) -> DeviceTensor:
+    held, shape = parse_format("mxfp4"), (32, rows, 2880)
+    planes = held.planes(shape).items()
+    return rearrange(held, shape, {p: meta(a.shape, TORCH_DTYPES[a.dtype]) for p, a in planes})
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -155,8 +155,14 @@ def test_the_json_shown_is_what_its_command_prints(outcome: Callable[[Block], Do
     shown = json.loads(block_of('"schema"').text.replace("\n", " "))
     (printed,) = json_lines(outcome(block_of("--prompt")).stdout)
     assert list(shown) == list(printed) == [f.name for f in fields(RunLine)]
-    for key in ("schema", "version", "model", "precision", "outputs", "bytes_touched", "kv_hits"):
+    for key in ("schema", "version", "model", "precision", "outputs", "bytes_per_token"):
         assert shown[key] == printed[key], key
+    for line in (shown, printed):  # how many passes it takes depends on the machine
+        assert line["forward_passes"] + line["speculation"]["accepted"] == line["tokens_generated"]
+        assert line["bytes_touched"] == line["bytes_per_token"] * line["forward_passes"]
+        computed = line["prefill_tokens"] + line["tokens_generated"] - 1
+        assert line["kv_misses"] >= computed
+        assert line["kv_hits"] >= computed * (computed - 1) // 2  # guesses find keys too
 
 
 def test_the_page_converts_to_the_same_tokens(outcome: Callable[[Block], Done]) -> None:

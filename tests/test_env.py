@@ -87,6 +87,12 @@ SEED_FLAGS = [
     "--context",
     "--config",
     "--lora",
+    "--speculate",
+    "--share-drafts",
+    "--act-sparsity",
+    "--act-calibration",
+    "--draft-model",
+    "--attn",
 ]
 
 
@@ -132,7 +138,8 @@ def test_flag_error_names_the_flag(flag):
     name = next(n for n, s in ALL.items() if s.flag == flag)
     bad = {"--prompt": "\udcff", "--model-dir": "", "--model-json": "", "--model-bin": ""}
     bad["--prompts-file"] = bad["--config"] = bad["--outputs"] = bad["--trace-ids"] = ""
-    bad["--lora"] = ""
+    bad["--lora"] = bad["--draft-model"] = bad["--act-calibration"] = ""
+    bad["--act-sparsity"] = "\udcff"
     with pytest.raises(UsageError, match=f"^{flag}: got "):
         resolve({name: bad.get(flag, "?")}, {})
 
@@ -228,7 +235,7 @@ def test_file_takes_the_types_of_toml(config_file):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("thread = 3\n", "unknown setting 'thread'; known are act_prec, affinity"),
+        ("thread = 3\n", "unknown setting 'thread'; known are act_calibration, act_prec"),
         ("threads = 0\n", "threads: got '0', expected an integer from 1 to 1024"),
         ("threads = 1.5\n", "threads: got '1.5', expected"),
         ("[run]\nthreads = 1\n", "unknown setting 'run'"),

@@ -33,9 +33,9 @@ from clocher_runtime.disk.strict_json import parse_json
 from clocher_runtime.engine.topology import usable_cpus
 
 fuzz_readers = partial(python, ROOT / "tests" / "fuzz_readers.py", timeout=3000)
-MUTANTS = 2_000
+MUTANTS = 500
 # Most of a mutant of a text reader is the library's work, and some of it another process's.
-MUTANTS_OF_TEXT = 200
+MUTANTS_OF_TEXT = 100
 TEXT = ("tokenizer", "templates")
 
 

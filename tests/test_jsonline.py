@@ -6,6 +6,7 @@ import re
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,9 +26,13 @@ from clocher_runtime.command.jsonline import (
 from clocher_runtime.command.loading import Engine
 from clocher_runtime.command.run import measure, run_line, summary
 from clocher_runtime.command.settings import Given, RunConfig
+from clocher_runtime.engine.reading import PagesRead
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.exit_codes import ExitCode
+from clocher_runtime.speculation.account import Account, account
+from clocher_runtime.speculation.gate import PassCosts
+from clocher_runtime.speculation.speculator import Counts
 from clocher_runtime.text.prompt_pipeline import PromptPipeline
 from clocher_runtime.text.prompts import Prompt
 
@@ -47,6 +52,7 @@ RUN_KEYS = [
     "precision",
     "act_prec",
     "kv_dtype",
+    "act_sparsity",
     "threads",
     "numa_nodes",
     "context",
@@ -70,6 +76,8 @@ RUN_KEYS = [
     "kv_misses",
     "bytes_per_token",
     "forward_passes",
+    "attention",
+    "speculation",
     "work_touch",
     "bytes_touched",
     "coverage",
@@ -78,6 +86,20 @@ RUN_KEYS = [
     "generation_config",
     "hints_ignored",
     "outputs",
+]
+ATTENTION_KEYS = ["mode", "selected"]
+SPECULATION_KEYS = [
+    "mode",
+    "draft_model",
+    "drafted",
+    "accepted",
+    "acceptance",
+    "tokens_per_pass",
+    "passes",
+    "by_source",
+    "gate",
+    "cost_of_8",
+    "reason",
 ]
 TOUCH_KEYS = ["bytes_per_token", "stride", "bytes_touched", "bytes_read", "checksum"]
 OUTPUT_KEYS = ["token_ids", "text", "error"]
@@ -121,12 +143,18 @@ class ScriptedSession:
     def __init__(self, clock):
         self.clock, self.calls = clock, []
         self.kv_hits = self.kv_misses = 1000  # left by a warm-up
+        self.reading = SimpleNamespace(mode="topk:256", pages=PagesRead(100, 400))
+        self.act_sparsity = None
+        self.speculate, self.costs, self.counts = "off", PassCosts(9), Counts(passes=7, sent=3)
 
     def synchronize(self):
         pass
 
     def work_touch(self, bytes_per_token, stride):
         return None
+
+    def guessed(self, before=None):
+        return account(self.costs, self.counts, before)
 
     def generate(self, prompts, max_new, sampling, stop_ids, window, after_token, *, logits):
         self.calls.append([list(p) for p in prompts])
@@ -135,6 +163,7 @@ class ScriptedSession:
                 self.clock.now += 10 * MS * len(prompt)
                 self.touch(after_token, 1)
             self.kv_misses += len(prompt)
+            self.reading.pages = PagesRead(*(n + 8 for n in self.reading.pages))
             self.clock.now += 500 * MS  # what happens between spans does not count
             yield Token(sequence, 1)
         for step in range(1, max_new):
@@ -142,6 +171,8 @@ class ScriptedSession:
                 self.clock.now += step * MS
                 self.touch(after_token, len(prompts))
             self.kv_hits += 1
+            listed, seen = self.reading.pages
+            self.reading.pages = PagesRead(listed + 4, seen + 8)
             for sequence in range(len(prompts)):
                 yield Token(sequence, step + 1, "length" if step == max_new - 1 else "")
 
@@ -297,9 +328,60 @@ def test_engine_without_weight_files_has_no_coverage(line_of, engine, monkeypatc
     assert data["outputs"] == [{"token_ids": [1, 2], "text": "", "error": None}]
 
 
+def test_the_share_of_pages_is_that_of_the_window(line_of):
+    told = line_of([[1]], max_new=3).attention  # 8 of 8, then 4 of 8 twice
+    assert (told.mode, told.selected) == ("topk:256", 16 / 24)
+
+
+def test_guesses_are_those_of_the_window(line_of, engine):
+    session = engine.session
+    off = line_of([[1]], max_new=2).speculation
+    assert (off.mode, off.passes, off.reason) == ("off", 0, "switched off")
+    session.speculate, session.costs.ns = "auto", [50.0, 100.0, *[110.0] * 6, 120.0, 130.0]
+    generate = session.generate
+
+    def guessing(*args, **named):
+        yield from generate(*args, **named)
+        counts = session.counts
+        counts.passes, counts.tokens, counts.sent = counts.passes + 10, counts.tokens + 16, 6
+        counts.drafted, counts.accepted, counts.unguessed = 12, 6, 4
+        counts.by_source["suffix"] = [12, 6]
+
+    session.generate = guessing
+    line = line_of([[1]], max_new=2)
+    told = line.speculation
+    assert (told.passes, told.drafted, told.accepted, told.acceptance) == (10, 12, 6, 0.5)
+    assert told.tokens_per_pass == 1.6
+    assert told.by_source == {"suffix": {"drafted": 12, "accepted": 6}}
+    assert told.gate == {"sent": 3, "unguessed": 4, "unworthy": 0}  # three are of the warm-up
+    assert told.cost_of_8 == 1.2
+    assert told.reason == "30 % of passes verified guesses"
+    assert "1.60 tokens a pass" in summary(line)
+    assert summary(replace(line, speculation=off)).count(" | ") == summary(line).count(" | ") - 1
+
+
+@pytest.mark.parametrize(
+    ("counts", "cost", "reason"),
+    [
+        (Counts(), 1.0, "no pass only decoded"),
+        (Counts(passes=8, unguessed=8), 1.0, "nobody had a guess"),
+        (Counts(passes=1), 1.0, "the text was all but over"),
+        (Counts(passes=8, unworthy=2), 4.2, "8 tokens cost 4.2 passes of one"),
+        (Counts(passes=8, unworthy=2), 1.1, "guesses came true too seldom"),
+        (Counts(passes=8, unworthy=2), math.nan, "guesses came true too seldom"),
+        (Counts(passes=8, sent=2), 1.1, "25 % of passes verified guesses"),
+    ],
+)
+def test_the_reason_is_a_phrase(counts, cost, reason):
+    assert Account(counts, cost).reason == reason
+
+
 def test_keys_are_pinned(line_of):
     data = json.loads(to_json(line_of([[1]], max_new=2)))
     assert list(data) == RUN_KEYS
+    assert list(data["attention"]) == ATTENTION_KEYS
+    assert list(data["speculation"]) == SPECULATION_KEYS
+    assert list(data["speculation"]["gate"]) == ["sent", "unguessed", "unworthy"]
     assert list(data["work_touch"]) == TOUCH_KEYS
     assert list(data["outputs"][0]) == OUTPUT_KEYS
     assert list(json.loads(to_json(error_line(ValueError("x"))))) == ERROR_KEYS
@@ -308,7 +390,15 @@ def test_keys_are_pinned(line_of):
 
 def test_the_document_lists_exactly_the_keys_in_their_order():
     keys = re.findall(r"^\| `(\w+)` \|", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
-    assert keys == RUN_KEYS + TOUCH_KEYS + OUTPUT_KEYS + ERROR_KEYS + TUNE_KEYS
+    assert keys == [
+        *RUN_KEYS,
+        *ATTENTION_KEYS,
+        *SPECULATION_KEYS,
+        *TOUCH_KEYS,
+        *OUTPUT_KEYS,
+        *ERROR_KEYS,
+        *TUNE_KEYS,
+    ]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -11,6 +11,9 @@ from weight_files import GPTOSS, LLAMA
 import clocher_runtime
 from clocher_kernels.errors import ClocherError, ModelNotFound, UsageError
 from clocher_runtime import KVCacheConfig
+from clocher_runtime.convert.synthetic import find_preset
+from clocher_runtime.engine.footprint import kv_cache_bytes, sizes_of
+from clocher_runtime.models.families import spec_from_config
 
 
 @pytest.mark.parametrize("path", [None, GPTOSS, LLAMA], ids=["embedded", "windows", "dense"])
@@ -43,6 +46,16 @@ def test_the_json_line_says_the_same() -> None:
 def test_a_byte_is_half_of_two() -> None:
     one, two = (KVCacheConfig(kind, 1024).memory_usage_mb(LLAMA) for kind in ("e4m3", "f16"))
     assert 0.5 <= one / two < 0.52  # tables are beside them
+
+
+def test_windows_take_little_of_a_long_context() -> None:
+    spec = spec_from_config(find_preset("gpt-oss-20b").config(24))
+    sizes = sizes_of(spec, "cpu", context=32768)
+    full = sum(not window for window in spec.windows)
+    cells = full * sizes.context + (len(spec.windows) - full) * (max(spec.windows) + sizes.tokens)
+    line = 2 * spec.num_kv_heads * spec.head_dim * 2  # keys and values, fp16
+    assert full == 12
+    assert 1 <= kv_cache_bytes(spec, sizes) / (cells * line) < 1.02
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ clocher_kernels.plan clocher_kernels.ops clocher_kernels.reference
 clocher_kernels.cuda
 cpu_fallback.lanes
 cpu_fallback.team
+cpu_fallback.drafts
 cpu_fallback.tiles
 cpu_fallback.ops
 cpu_fallback.executor
@@ -35,6 +36,7 @@ clocher_runtime.signals clocher_runtime.exit_codes
 clocher_runtime.disk
 clocher_runtime.models
 clocher_runtime.checkpoints
+clocher_runtime.speculation
 clocher_runtime.engine
 clocher_runtime.text
 clocher_runtime.convert

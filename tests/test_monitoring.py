@@ -26,7 +26,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from clocher_runtime.command.jsonline import ErrorLine, RunLine, WorkTouchFields
+from clocher_runtime.command.jsonline import (
+    ErrorLine,
+    RunLine,
+    SpeculationFields,
+    WorkTouchFields,
+)
 from clocher_runtime.monitoring import exporter, sources
 from clocher_runtime.monitoring.exporter import RunMetrics
 from clocher_runtime.monitoring.records import (
@@ -75,6 +80,7 @@ RUN: dict[str, Any] = {
     "kv_misses": 12,
     "bytes_per_token": 1000,
     "forward_passes": 8,
+    "speculation": {"drafted": 6, "accepted": 3, "passes": 4, "tokens_per_pass": 1.75},
     "work_touch": {"bytes_per_token": 100, "bytes_touched": 800, "checksum": None},
     "bytes_touched": 8800,
     "coverage": 2.5,
@@ -137,6 +143,9 @@ def test_every_number_of_a_run_in_base_units() -> None:
         "ie_tokens_generated_total": 16,
         "ie_prefill_tokens_total": 10,
         "ie_forward_passes_total": 16,
+        "ie_spec_drafted_tokens_total": 12,
+        "ie_spec_accepted_tokens_total": 6,
+        "ie_spec_passes_total": 8,
         "ie_window_seconds_total": 1.0,
         "ie_prefill_seconds_total": 0.2,
         "ie_touched_bytes_total": 17600,
@@ -155,6 +164,7 @@ def test_every_number_of_a_run_in_base_units() -> None:
         "ie_rss_peak_mb_max": 128.5,
         "ie_effective_bandwidth_bytes_per_second": 1.5e9,
         "ie_bytes_per_token": 1000,
+        "ie_tokens_per_pass": 1.75,
         "ie_coverage_ratio": 2.5,
     }
     for name, value in expected.items():
@@ -166,7 +176,8 @@ def test_every_number_of_a_run_in_base_units() -> None:
 def test_every_key_is_one_of_the_json_line() -> None:
     top = {f.name for f in fields(RunLine)}
     touch = {f"work_touch.{f.name}" for f in fields(WorkTouchFields)}
-    assert {f.key for f in (*COUNTERS, *GAUGES)} <= top | touch
+    guesses = {f"speculation.{f.name}" for f in fields(SpeculationFields)}
+    assert {f.key for f in (*COUNTERS, *GAUGES)} <= top | touch | guesses
     assert set(RUN) <= top
 
 

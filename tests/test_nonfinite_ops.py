@@ -50,11 +50,14 @@ def test_cpu(spec: OpSpec, case: Case) -> None:
     check(spec, case, run_cpu)
 
 
+_PRODUCTS = ("linear", "moe", "relu2", "skip")
+
+
 def _on_gpu() -> Iterator[Any]:
     """Yield the cases of the CUDA kernels; those that take the interpreter long are slow tests."""
     for spec, case in CASES:
         if "cuda" not in case.missing:
-            few = case.id == "f32-m5-e4-a3-n37-i96" or not spec.name.startswith(("linear", "moe"))
+            few = case.id == "f32-m5-e4-a3-n37-i96" or not spec.name.startswith(_PRODUCTS)
             yield pytest.param(
                 spec, case, id=name_of(spec, case), marks=[] if few else pytest.mark.slow
             )

@@ -16,7 +16,7 @@ from clocher_kernels.cuda.executor import CudaExecutor
 from clocher_kernels.errors import NonFinite
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.cli import main
-from clocher_runtime.engine import session as session_module
+from clocher_runtime.engine import binding
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.session import Sampling, Session
 from clocher_runtime.quality.compare import perplexity
@@ -169,7 +169,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list]:
     def executor(name, plan, weights, threads, progress, act_prec, *rest) -> CudaExecutor:
         return CudaExecutor(plan, weights, activations="f16", device=INTERPRETER)
 
-    monkeypatch.setattr(session_module, "make_executor", executor)
+    monkeypatch.setattr(binding, "make_executor", executor)
     return lambda model, prompts, **more: run(model, prompts, backend="cuda", **more)
 
 

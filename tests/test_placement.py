@@ -167,9 +167,9 @@ def test_each_socket_reads_its_own_copies_and_results_are_the_same():
         assert {"hot_replicate", "placement"} <= acted_on
         np.testing.assert_array_equal(got, expected[:tokens])
     executor = CpuExecutor(PLAN, WEIGHTS, 3, hints=hints)
-    tapes = [id(tape) for tape in executor._team._kept_alive[3:]]
+    tapes = [id(tape) for tape in executor._team.work.tapes]
     assert tapes[0] == tapes[2] != tapes[1]
-    first, second = (set(executor._team._kept_alive[i].tolist()) for i in (3, 4))
+    first, second = (set(executor._team.work.tapes[i].tolist()) for i in (0, 1))
     for name, own, other in (("norm", first, second), ("norm", second, first)):
         mine = [c[name].ctypes.data for c in executor._copies if c[name].ctypes.data in own]
         assert len(mine) == 1 and mine[0] not in other

@@ -51,9 +51,12 @@ class Executor:
             ("rows", "masked", "temperature", "top_k", "top_p", "seeds", "draws", "sampled"),
             (slots,),
         )
-        self.arrays = {n: np.zeros(s, np.int64) for n, s in {**tables, **tokens, **rows}.items()}
+        self.arrays = {n: np.zeros(s, np.int32) for n, s in {**tables, **tokens, **rows}.items()}
+        self.arrays["ancestors"] = np.zeros(chunk, np.uint64)
+        self.arrays["seeds"] = np.zeros(slots, np.uint64)
         self.arrays["allowed"] = np.zeros((slots, 1), np.uint32)
         self.arrays["temperature"] = np.zeros(slots, np.float32)
+        self.arrays["top_p"] = np.zeros(slots, np.float32)
         self.cells = {
             "pages": np.full((pages, PAGE_CELLS), -7, np.int32),
             "window_pages": np.full((few, PAGE_CELLS), -7, np.int32),
@@ -236,10 +239,23 @@ def test_a_long_text_holds_few_window_pages() -> None:
     assert most <= -(-(WINDOW + 64) // PAGE_CELLS) + 1
 
 
+def test_where_texts_part_is_found_again_however_long_they_are() -> None:
+    scheduler, executor = scheduler_of(1, 64, 6400, 200, reuse=True)
+    shared = [i % VOCABULARY for i in range(3200)]
+    for turn in range(4):
+        executor.steps.clear()
+        scheduler.submit([request_of([*shared, *[turn] * 2000], 2, 0)], warm=False)
+        finish(scheduler)
+        computed = sum(tokens for tokens, _ in executor.steps)
+        # The second text shows where they part, and keeps the window before it.
+        assert (computed == 2001) == (turn >= 2)
+    assert_conserved(scheduler, 200)
+
+
 def test_decodes_come_first_and_prompts_fit_the_time() -> None:
     scheduler, executor = scheduler_of(2, 64, 640, 20, reuse=False, itl_ms=10)
     clock = iter(range(0, 10**12, 1))
-    scheduler.times = StepTimes(lambda: next(clock))
+    scheduler.passes.times = StepTimes(lambda: next(clock))
     for tokens in (1, 2, 4, 8, 16, 32, 64):
         scheduler.times.add(tokens, tokens * 500_000)  # half a millisecond a token
     scheduler.submit([request_of([1] * 3, 30, 0)], warm=False)
@@ -255,7 +271,7 @@ def test_decodes_come_first_and_prompts_fit_the_time() -> None:
 def test_prompts_get_a_share_where_decodes_need_all_the_time() -> None:
     scheduler, executor = scheduler_of(2, 64, 640, 20, reuse=False, itl_ms=10)
     clock = iter(range(0, 10**12, 1))
-    scheduler.times = StepTimes(lambda: next(clock))
+    scheduler.passes.times = StepTimes(lambda: next(clock))
     for tokens in (1, 2, 4, 8, 16, 32, 64):
         scheduler.times.add(tokens, 20_000_000 + (tokens - 1) * 500_000)
     scheduler.submit([request_of([1] * 3, 30, 0)], warm=False)

@@ -235,7 +235,8 @@ SERVE = """#!{python}
 import json, sys
 sys.path[:0] = {path!r}
 from fake_openai import fake_server
-assert sys.argv[1:] == ["--model-dir", {model!r}, "--host", "127.0.0.1", "--port", "0", "-x"]
+assert sys.argv[1:] == ["--model-dir", {model!r}, "--host", "127.0.0.1", "--port", "0",
+    "--speculate", "off", "-x"]
 with fake_server() as fake:
     print("loading", flush=True)
     print(json.dumps({{"event": "ready", "url": fake.url, "engine_pid": 1}}), flush=True)

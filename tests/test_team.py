@@ -112,7 +112,7 @@ def test_every_share_is_executed_once(
     team = Team(threads, [words, *[tape.encode([launch] * 3, words)] * (threads - 1)], 0)
     with team.running():
         for active in [*range(1, threads + 1)] * 20:
-            team.pace.active = active
+            team.work.pace.active = active
             counts[:] = 0
             team.step(1, 1)
             parts = active * shares if active > 1 else 1
@@ -128,7 +128,7 @@ def test_others_take_over_the_shares_of_a_slow_thread(
     warm([dawdle, tape.lead, tape.serve])
     words = tape.encode([Launch(dawdle, (slots.ctypes.data, 0), SLOTS, SLOTS, shares=8)])
     team = Team(2, words, 64, adaptive=False)
-    words[6] = team._scratch.ctypes.data
+    words[6] = team.work.scratch.ctypes.data
     team.step(1, 1)
     team.close()
     # Each has 6 of its own. Thread 0 sleeps for 12 ms in these; the other 4 are gone by then.
@@ -142,12 +142,12 @@ def test_a_team_shrinks_while_threads_wait_for_each_other(
     warm([dawdle, tape.lead, tape.serve])
     words = tape.encode([Launch(dawdle, (slots.ctypes.data, 0), SLOTS, SLOTS)])
     team = Team(2, words, 64)
-    words[6] = team._scratch.ctypes.data + 64
+    words[6] = team.work.scratch.ctypes.data + 64
     start = time.perf_counter()
     with team.running():
-        while team.pace.active == 2 and time.perf_counter() - start < 10:
+        while team.work.pace.active == 2 and time.perf_counter() - start < 10:
             team.step(1, 1)
-    assert team.pace.active == 1
+    assert team.work.pace.active == 1
     team.close()
 
 
@@ -155,8 +155,8 @@ def test_scratch_is_private_and_as_large_as_asked(state: tuple[np.ndarray, np.nd
     warm([touch, tape.lead, tape.serve])
     team = Team(2, tape.encode([Launch(touch, (200,), NOTHING, NOTHING, 200)]), 200)
     team.step(1, 1)
-    words = team._scratch.view(np.int64)
-    assert team._scratch.ctypes.data % 64 == 0 and len(words) == 64
+    words = team.work.scratch.view(np.int64)
+    assert team.work.scratch.ctypes.data % 64 == 0 and len(words) == 64
     assert not words[:32].any() and (words[32:57] == 1).all() and not words[57:].any()
     team.close()
 
@@ -306,7 +306,7 @@ def test_a_fork_in_the_middle_of_a_step(state: tuple[np.ndarray, np.ndarray]) ->
     warm([dawdle, tape.lead, tape.serve])
     words = tape.encode([Launch(dawdle, (slots.ctypes.data, 0), SLOTS, SLOTS, shares=8)])
     team = Team(2, words, 64, adaptive=False)
-    words[6] = team._scratch.ctypes.data
+    words[6] = team.work.scratch.ctypes.data
     leader = threading.Thread(target=team.step, args=(1, 1))
     leader.start()
     while not slots[1]:  # until the worker has begun on its shares
@@ -341,3 +341,27 @@ def test_more_threads_than_the_system_starts(
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(DeviceError, match="no more than 3 of 5 threads; lower --threads"):
         Team(5, words, 0)
+
+
+def test_a_team_takes_on_other_work_with_scratch_of_its_own(
+    state: tuple[np.ndarray, np.ndarray],
+) -> None:
+    slots, errors = state
+    others, size = np.zeros(16, np.int64), 1 << 20
+    team = Team(3, _rounds(slots, errors, 5), 0, adaptive=False)
+    running = threading.active_count()
+    warm([touch])
+    fields = (others.ctypes.data, errors.ctypes.data)
+    launches = [Launch(mark, fields, SLOTS, SLOTS), Launch(touch, (size,), NOTHING, NOTHING)]
+    guest = team.take_on(tape.encode(launches), size)
+    assert threading.active_count() == running
+    with team.running():
+        for _ in range(20):
+            team.step(1, 1)
+            team.step(1, 1, guest)
+            team.execute(tape.encode(launches[:1]), 1, 1, guest)
+    team.step(1, 1, guest)
+    team.close()
+    assert errors[0] == 0
+    assert (slots[:3] == 5 * 20).all() and not slots[3:].any()
+    assert (others[:3] == 41).all() and not others[3:].any()

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -139,6 +139,11 @@ class Made:
         return cls(spec, formats, _weights(setting, needs, formats))
 
 
+def at_contexts(precision: Precision, contexts: tuple[int, ...]) -> Precision:
+    """Return a model that is measured at other contexts."""
+    return replace(precision, contexts=contexts)
+
+
 def launches(setting: Setting, precision: Precision, batch: int, chunk: int = 1) -> list[Launch]:
     """Return the launches of steps of two layers, in every size that steps are captured for.
 
@@ -150,11 +155,11 @@ def launches(setting: Setting, precision: Precision, batch: int, chunk: int = 1)
         batch: sequences that step together.
         chunk: tokens of a prompt's step, if more.
     """
-    model = _Model(setting, precision, batch, 2, chunk)
+    model = Model(setting, precision, batch, 2, chunk)
     return [launch for key in model.executor.buckets() for launch in model.executor.lower(key)]
 
 
-class _Model:
+class Model:
     """A model with random weights on the device, bound to its executor."""
 
     def __init__(
@@ -180,14 +185,20 @@ class _Model:
         self.executor = CudaExecutor(self.plan, self.weights, device=setting.device)
         self._fill_cache()
 
-    def start(self, context: int, steps: int) -> None:
-        """Send inputs such that the last of some steps sees `context` keys."""
-        position = context - steps
+    def start(self, context: int, steps: int, is_one: bool = False) -> None:
+        """Send inputs such that the last of some steps sees `context` keys.
+
+        Args:
+            context: of the last token.
+            steps: that follow.
+            is_one: tokens are one sequence's, one after another, not one of each.
+        """
         blocks = self.plan.buffers["pages"].shape[1]
         token = np.arange(self.batch)
+        position = context - steps + (token - self.batch + 1 if is_one else 0)
         values: dict[str, object] = {
             "ids": (token * 7919 + context) % self.spec.vocab_size,
-            "slots": token,
+            "slots": 0 if is_one else token,
             "positions": position,
             "ends": position + 1,
             "ancestors": 0,
@@ -260,7 +271,7 @@ def _weights(setting: Setting, needs: dict[str, Need], formats: dict[str, Format
 def _check_short(
     setting: Setting, precision: Precision, batch: int, layers: int | None
 ) -> list[Row]:
-    model = _Model(setting, precision, batch, layers)
+    model = Model(setting, precision, batch, layers)
     rows = []
     try:
         for context in precision.contexts:
@@ -282,7 +293,7 @@ def measure(
     """Time decode steps of a model at each context."""
     setting.measure_copy()
     began = time.perf_counter()
-    model = _Model(setting, precision, batch, layers)
+    model = Model(setting, precision, batch, layers)
     rows: list[Row] = []
     try:
         for context in precision.contexts:
@@ -307,7 +318,7 @@ def measure(
     return rows
 
 
-def _step_us(setting: Setting, model: _Model, context: int) -> float:
+def _step_us(setting: Setting, model: Model, context: int) -> float:
     """Return the median time of a step, by the host's clock over many steps on the stream."""
     steps, repeats = (1, 1) if setting.dry else (_STEPS, _REPEATS)
     if not setting.dry:
@@ -323,7 +334,7 @@ def _step_us(setting: Setting, model: _Model, context: int) -> float:
     return statistics.median(samples)
 
 
-def _profile(setting: Setting, model: _Model, context: int, us: float) -> Row:
+def _profile(setting: Setting, model: Model, context: int, us: float) -> Row:
     """Return the time of a step that no kernel fills, and the kernels that take most of it."""
     try:
         from torch.profiler import ProfilerActivity, profile

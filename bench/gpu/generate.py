@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -46,7 +45,7 @@ def launches(setting: Setting, precision: Precision, chunk: int) -> list[Launch]
         precision: the model.
         chunk: tokens of a prompt's step.
     """
-    shown = replace(precision, contexts=(_context(setting) - 1,))
+    shown = decode.at_contexts(precision, (_context(setting) - 1,))
     return decode.launches(setting, shown, 1, chunk)
 
 
@@ -61,7 +60,7 @@ def _measure(setting: Setting, precision: Precision) -> list[Row]:
     setting.timer.synchronize()
     prompts = _DRY_PROMPTS if setting.dry else _PROMPTS
     rows: list[Row] = []
-    with _device_of(setting):
+    with device_of(setting):
         for chunk in _DRY_CHUNKS if setting.dry else CHUNKS:
             new = _DRY_NEW if setting.dry else _NEW
             context = _context(setting)
@@ -134,7 +133,7 @@ def _prompt(session: Session, length: int) -> list[int]:
 
 
 @contextmanager
-def _device_of(setting: Setting) -> Iterator[None]:
+def device_of(setting: Setting) -> Iterator[None]:
     """Let a `Session` on "cuda" use the setting's device: a dry run has none of its own."""
     with patch.object(executor, "current_device", lambda: setting.device):
         yield

@@ -1,7 +1,13 @@
-"""Let Triton's interpreter count to a scalar tensor, as `range(first, last)` in a kernel does.
+"""Let Triton's interpreter count to a scalar tensor, and prepare the language only once.
 
 It keeps scalars as arrays of one element, and NumPy 2.4 no longer turns those into an int by itself
-(Triton 3.6 and before rely on it). Importing this module is enough.
+(Triton 3.6 and before rely on it): `range(first, last)` in a kernel would fail.
+
+It looks through all of `triton.language` at each call of a device function, for what to replace by
+its own: half of its time. What it replaced for the functions of a module stays replaced here, as it
+does anyway where a device function was called.
+
+Importing this module is enough.
 """
 
 from typing import Any
@@ -25,3 +31,18 @@ def _patch_with_index(tensor: Any, *scope: Any) -> None:
 
 if _patch is not None:
     interpreter._patch_lang_tensor = _patch_with_index
+
+
+_patch_lang = interpreter._patch_lang
+_prepared: set[str] = set()
+
+
+def _patch_lang_once(function: Any) -> Any:
+    if function.__module__ not in _prepared:
+        _prepared.add(function.__module__)
+        _patch_lang(function)
+    return interpreter._LangPatchScope()
+
+
+if hasattr(interpreter, "_LangPatchScope"):  # not in Triton 3.4
+    interpreter._patch_lang = _patch_lang_once

@@ -168,7 +168,7 @@ def _compile_shard(
 
 def _items(arch: int, sms: int) -> Iterator[tuple[str, Any]]:
     """Return name and launches of what the suite's parts do; large tensors are without memory."""
-    from bench.gpu import attention, decode, generate, moe, parity, products
+    from bench.gpu import attention, decode, generate, moe, parity, passes, products
     from bench.gpu.setting import DryTimer, Setting
     from bench.gpu.shapes import experts, matrices
     from clocher_kernels.cuda.launch import Device
@@ -197,6 +197,8 @@ def _items(arch: int, sms: int) -> Iterator[tuple[str, Any]]:
     for model in generate.MODELS:
         for chunk in generate.CHUNKS:
             yield f"{model.label}-chunk{chunk}", partial(generate.launches, meta, model, chunk)
+    for model in passes.MODELS:
+        yield f"{model.label}-passes", partial(passes.launches, meta, model)
 
 
 if __name__ == "__main__":

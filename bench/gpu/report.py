@@ -153,6 +153,7 @@ def show(result: Row, console: Console) -> None:
     shown = "{said} | {tokens_per_s:.0f}"
     facts = ("model", "what", "prompt", "chunk")
     _table(console, title, facts, "ms | tok/s", shown, _with(served, "{ms:.2f}"))
+    _guesses(console, rows_of("passes"), rows_of("speculation"))
     _parity(console, rows_of("parity"))
     _problems(console, parts)
     _targets(console, result["targets"])
@@ -178,6 +179,24 @@ def _with(rows: Iterable[Row], figure: str) -> list[Row]:
         said = row["status"] if row["status"] != "ok" else "dry" if row["dry"] else ""
         found.append({**row, **more, "said": said or figure.format_map({**row, **more})})
     return found
+
+
+def _guesses(console: Console, passes: Sequence[Row], texts: Sequence[Row]) -> None:
+    good = [row for row in passes if row["status"] == "ok" and "m" in row]
+    title = "passes of one sequence's tokens"
+    _table(
+        console,
+        title,
+        ("model", "m"),
+        "us | of one",
+        "{said} | {ratio:.2f}",
+        _with(good, "{us:.0f}"),
+    )
+    good = [row for row in texts if row["status"] == "ok" and "what" in row]
+    facts, heads = ("model", "what", "sampling"), "tok/s | gain | tokens a pass"
+    shown = "{said} | {gain:.2f} | {per_pass:.2f}"
+    title = "texts with guesses, beside none"
+    _table(console, title, facts, heads, shown, _with(good, "{tokens_per_s:.0f}"))
 
 
 def _parity(console: Console, rows: Sequence[Row]) -> None:

@@ -55,7 +55,7 @@ class Part:
     shards: int = 1
 
 
-CALLS = (1, 2, 3)
+CALLS = (1, 2, 3, 4)
 BUDGET = 520.0
 """Seconds that a call may take; the limits of its stages come to no more."""
 
@@ -75,8 +75,11 @@ PARTS: dict[str, Part] = {
     "variants": Part(3, 11, 60, 45),
     "counters": Part(3, 12, 75, 40),
     "sanitize": Part(3, 13, 125, 120, shards=3),
+    "passes": Part(4, 14, 150, 60),
+    # A model is made on the machine first.
+    "speculation": Part(4, 15, 330, 320),
     # These compile or tune at their first call, for as long as they like: they cost nobody else.
-    "slow_peers": Part(3, 14, 130, 60),
+    "slow_peers": Part(3, 16, 130, 60),
 }
 INNER = ("exercise", "profiled")
 """What `sanitize` and `counters` run under their tools; no parts of the suite."""
@@ -99,6 +102,7 @@ def items_of(part: str, dry: bool) -> "list[Item]":
         machine,
         moe,
         parity,
+        passes,
         peers,
         products,
         smoke,
@@ -120,6 +124,8 @@ def items_of(part: str, dry: bool) -> "list[Item]":
         ),
         "batches": (decode.batch_items,),
         "generate": (generate.items,),
+        "passes": (passes.items,),
+        "speculation": (passes.text_items,),
         "peers": (peers.items,),
         "slow_peers": (products.slow_items,),
         "linear": (products.items,),

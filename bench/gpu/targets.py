@@ -171,6 +171,20 @@ def _tokens_per_s(model: str) -> Callable[[Sequence[Row]], float | None]:
     return measure
 
 
+def _pass_ratio(model: str) -> Callable[[Sequence[Row]], float | None]:
+    """Return a measure: the time of a pass of 8 tokens over that of one."""
+
+    def measure(rows: Sequence[Row]) -> float | None:
+        found = _where(rows, kind="pass", model=model, m=8)
+        return next((float(r["ratio"]) for r in found), None)
+
+    return measure
+
+
+def _least_gain(rows: Sequence[Row]) -> float | None:
+    return min((float(r["gain"]) for r in _where(rows, kind="speculation")), default=None)
+
+
 _SQUARE, _BIG = ((4096, 4096),), ((8192, 8192),)
 TARGETS = (
     Target("worst share of copy, weights >= 30 MB, M = 1", 0.75, 0.85, "", _share(_LARGE, 1e12)),
@@ -217,4 +231,7 @@ TARGETS = (
     ),
     Target("llama-8b int4 g128, batch 1, 1k", 400, 460, "tok/s", _tokens_per_s("llama-8b int4")),
     Target("bitnet-2b, batch 1, 1k", 1000, 1400, "tok/s", _tokens_per_s("bitnet-2b")),
+    Target("pass of 8 over 1, llama-8b", 1.1, 1.05, "x", _pass_ratio("llama-8b int4"), True),
+    Target("pass of 8 over 1, bitnet-2b", 1.2, 1.05, "x", _pass_ratio("bitnet-2b"), True),
+    Target("guesses beside none, worst text", 0.98, 1.0, "x", _least_gain),
 )

@@ -139,3 +139,16 @@ def plain(shown: str) -> str:
 def model_name(path: str) -> str:
     """Return the last part of a model's path."""
     return Path(path).name or path
+
+
+ATTENTION: Columns = {
+    "model": text("model"),
+    "cache": code_of("kv"),
+    "context": text("context"),
+    "tokens": text("tokens"),
+    "threads": text("threads"),
+    "GB/s": number("gbps"),
+    "read GB/s": number("read_gbps"),
+    "% of limit [95 %]": percent("pct_of_limit", "pct_low", "pct_high"),
+    "GFLOP/s": number("gflops"),
+}

@@ -15,7 +15,15 @@ from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.strict_json import parse_json
 
 Kind = Literal[
-    "harness", "strict", "peers", "roofline", "decode", "serving", "block_sparse", "other"
+    "harness",
+    "strict",
+    "peers",
+    "roofline",
+    "decode",
+    "serving",
+    "attention",
+    "block_sparse",
+    "other",
 ]
 
 FOLDER = Path(__file__).resolve().parents[1] / "results"
@@ -24,7 +32,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "results"
 MAX_BYTES = 64 << 20
 
 _NAMED = re.compile(
-    r"(\d{4}-\d{2}-\d{2})-(.+?)-(?:harness|strict|peers|roofline|decode|serving|block)\b"
+    r"(\d{4}-\d{2}-\d{2})-(.+?)-(?:harness|strict|peers|roofline|decode|serving|attention|block)\b"
 )
 Fields = Mapping[str, type]
 """Key of a row -> what it holds; float stands for any finite number."""
@@ -34,6 +42,7 @@ _SPELLED |= {list: "a list", dict: "an object"}
 _ROOFLINE = {"format": str, "N": int, "K": int, "M": int, "threads": int, "isa": str}
 _DECODE = {"model": str, "format": str, "test": str, "threads": int, "tok_s": float}
 _SPARSE = {"op": str, "block": str, "sparsity": float, "speedup": float, "break_even": float}
+_ATTENTION = {"model": str, "kv": str, "context": int, "tokens": int, "threads": int}
 _SERVING = {"op": str, "server": str, "prompt_tokens": int, "new_tokens": int}
 _FIELDS: Mapping[str, Fields] = {
     "roofline": {**_ROOFLINE, "gbps": float, "read_gbps": float, "pct_of_limit": float},
@@ -41,6 +50,7 @@ _FIELDS: Mapping[str, Fields] = {
     "decode": {**_DECODE, "bytes_per_token": int, "gbps": float, "pct_of_limit": float}
     | {"samples": list},
     "serving": _SERVING,
+    "attention": {**_ATTENTION, "isa": str, "gbps": float, "read_gbps": float, "gflops": float},
     "block_sparse": {**_SPARSE, "threads": int, "n": int, "k": int, "m": int, "inner": str},
 }
 """What every row of a kind needs."""
@@ -224,6 +234,8 @@ def _kind(rows: Sequence[Row]) -> Kind:
         return "peers"
     if ops == {"decode"}:
         return "decode"
+    if ops == {"attention"}:
+        return "attention"
     if ops == {"linear"} and not any("engine" in row for row in rows):
         return "roofline"
     return "other"

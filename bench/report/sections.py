@@ -7,6 +7,7 @@ from typing import Any
 
 from bench.report import plots
 from bench.report.columns import (
+    ATTENTION,
     MARKS,
     NONE,
     Columns,
@@ -379,6 +380,12 @@ _KINDS: Mapping[Kind, tuple[str, str, Callable[[ResultFile], Section]]] = {
         "The limit is a loop that only reads, with the same threads, in the same minutes."
         + _NARROW,
         _plain_rows(ROOFLINE, plots.roofline),
+    ),
+    "attention": (
+        "Attention",
+        "Over a paged cache, each key and value counted once. The limit is a loop that only reads, "
+        "with the same threads, in the same minutes; with several tokens it is arithmetic.",
+        _plain_rows(ATTENTION),
     ),
     "block_sparse": (
         "Block-sparse weights",

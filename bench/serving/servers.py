@@ -132,6 +132,7 @@ def clocher(model_dir: Path, command: str, arguments: str = "") -> Iterator[Serv
     if program is None:
         raise NotMeasured(f"{command}: no such program; install 'clocher[serve]'")
     line = [program, "--model-dir", str(model_dir), "--host", "127.0.0.1", "--port", "0"]
+    line += ["--speculate", "off"]  # beside bare steps; arguments may say otherwise
 
     def ready(said: str) -> dict[str, Any] | None:
         documents = (json.loads(text) for text in said.splitlines() if text.startswith("{"))

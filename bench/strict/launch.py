@@ -151,7 +151,10 @@ def measure(task: Task) -> dict[str, Any]:
     Raises:
         ClocherError: the model cannot be run like this.
     """
-    config = resolve({**task.flags, "context": str(task.context)}, of_program(os.environ))
+    bare = {"speculate": "off", "context": str(task.context)}
+    config = resolve({**task.flags, **bare}, of_program(os.environ))
+    if task.flags.get("speculate", "off") != "off":
+        raise UsageError("the strict contract is of bare steps; drop --speculate")
     if config.stub or config.batch > 1:
         raise UsageError("the strict contract is of one sequence of a model; drop --stub, BATCH")
     console = Console(io.StringIO())

@@ -171,13 +171,18 @@ def judge(child: Child, plan: Plan, number: int) -> tuple[str, list[str]]:
     return ("void", why) if why else ("ok", [])
 
 
+def _bare(cell: Cell) -> list[str]:
+    """Return the flag of bare steps: tokens are guessed only where a cell asks for that."""
+    return [] if "speculate" in cell.settings else ["--speculate=off"]
+
+
 def launch(cell: Cell) -> Child:
     """Run the process of a cell."""
     program = [*SLOWED_ENGINE, str(cell.planted)] if cell.planted else [*ENGINE]
     environment = cell.environment(os.environ)
     before = machine.read()
     done = subprocess.run(
-        [*program, *cell.flags()],
+        [*program, *cell.flags(), *_bare(cell)],
         env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,

@@ -66,6 +66,11 @@ def compile_ptx(launch: Launch, capability: int) -> str:
     return str(_compile(launch, capability).asm["ptx"])
 
 
+def compile_ir(launch: Launch, capability: int) -> str:
+    """Return a launch as Triton has laid it out over registers, threads and warps."""
+    return str(_compile(launch, capability).asm["ttgir"])
+
+
 def compile_code(launch: Launch, capability: int) -> Code:
     """Compile a launch to machine code for an architecture that the bundled ptxas knows."""
     compiled = _compile(launch, capability)

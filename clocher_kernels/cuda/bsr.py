@@ -16,7 +16,7 @@ from clocher_kernels.cuda.chunks import dot, token_factors, weight_factors
 from clocher_kernels.cuda.codes import unit
 from clocher_kernels.cuda.dots import split4, vector_dot
 from clocher_kernels.cuda.gemm import TL_TYPES, decoded, operand_type
-from clocher_kernels.cuda.gemv_bytes import MAX_TOKENS, arithmetic, stack
+from clocher_kernels.cuda.gemv_bytes import MAX_TOKENS, MOST_SLICED, arithmetic, stack
 from clocher_kernels.cuda.launch import Arg, Device, Launch
 from clocher_kernels.cuda.pdl import start
 from clocher_kernels.cuda.tensors import DeviceTensor
@@ -329,7 +329,24 @@ def bsr_linear(
     residual: torch.Tensor | None = None,
     device: Device,
 ) -> list[Launch]:
-    """Lower `ops.linear.bsr_linear`."""
+    """Lower `ops.linear.bsr_linear`; up to `MOST_SLICED` tokens a token's sum has one order."""
+    launches = []
+    step = MAX_TOKENS if len(x) <= MOST_SLICED else len(x)
+    for first in range(0, len(x), step):
+        tokens = slice(first, first + step)
+        added = None if residual is None else residual[tokens]
+        launches.append(_launch(x[tokens], w, y[tokens], bias, added, device))
+    return launches
+
+
+def _launch(
+    x: torch.Tensor,
+    w: DeviceTensor,
+    y: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    device: Device,
+) -> Launch:
     assert isinstance(w.format, Bsr)
     block = w.format.block
     code = w.format.inner if w.format.inner in ("int8", "int4") else "float"
@@ -346,10 +363,10 @@ def bsr_linear(
     sizes = {"M": x.shape[0], "N": w.shape[0], "K": x.shape[1], "R": block[0], "C": block[1]}
     sizes |= {"ASM": device.asm, "PDL": device.pdl}
     if x.shape[0] > MAX_TOKENS:
-        return [_gemm_launch(args, sizes, block, code, device)]
+        return _gemm_launch(args, sizes, block, code, device)
     if code == "int4":
-        return [_int4_launch(args, sizes, block, device)]
-    return [_gemv_launch(args, sizes, block, code, device)]
+        return _int4_launch(args, sizes, block, device)
+    return _gemv_launch(args, sizes, block, code, device)
 
 
 LOWER = {"bsr_linear": bsr_linear}

@@ -48,6 +48,7 @@ class CudaExecutor:
         activations: storage of activations between matrix products: "f16", "bf16" or "f32".
         device: None: the current GPU.
         progress: called with (bytes copied, bytes in all) while weights are copied.
+        beside: another one on whose stream the steps are put, in order with its own.
 
     Raises:
         OutOfMemory: weights and buffers do not fit; nothing stays allocated.
@@ -65,20 +66,26 @@ class CudaExecutor:
         activations: str = "f16",
         device: Device | None = None,
         progress: Progress | None = None,
+        beside: "CudaExecutor | None" = None,
     ) -> None:
         self.plan = plan
         self.device = current_device() if device is None else device
         self.isa = f"sm_{self.device.capability}" if self.device.capability else "interpreter"
         on_gpu = self.device.torch_device == "cuda"
-        self._stream = torch.cuda.Stream() if on_gpu else None
+        if beside is not None:
+            self._stream = beside._stream
+        else:
+            self._stream = torch.cuda.Stream() if on_gpu else None
         self._token_buckets = token_buckets(plan.tokens, plan.rows)
         self._page_cells, cells = _cache_cells(plan)
+        self._counters = {c.args["counts"] for c in plan.calls if c.op == "select_pages"}
         self._context_buckets = context_buckets(cells)
         self._graphs: dict[tuple[Key, bool], Callable[[], None]] = {}
         self._lost_to_fork: object = None
         self._longest = 0
         self._greedy = True
         self._fresh = False
+        self._masks: int | None = None
         types = activation_types(plan, activations)
         needed = {name: weights[name] for name in plan.weights}
         if on_gpu:
@@ -98,7 +105,7 @@ class CudaExecutor:
             self._pinned = {
                 name: torch.empty(b.shape, dtype=self._values[name].dtype, pin_memory=on_gpu)
                 for name, b in plan.buffers.items()
-                if b.role == "output"
+                if b.role == "output" or name in self._counters
             }
         _executors.add(self)
 
@@ -107,7 +114,7 @@ class CudaExecutor:
         return self._inputs.host[name]
 
     def upload(self, masks: int | None = None) -> None:
-        """Send the inputs that the host wrote to the device, before the next step.
+        """Let the next step begin with sending the inputs that the host wrote, in one copy.
 
         Args:
             masks: how many of the masks of the sampling op, from the first on; None: all.
@@ -116,9 +123,7 @@ class CudaExecutor:
             DeviceError: this process was forked from the one that made the executor.
         """
         self._refuse_fork()
-        with self._on_stream():
-            self._inputs.upload(masks)
-        self._fresh = True
+        self._fresh, self._masks = True, masks
 
     def step(self, tokens: int, rows: int) -> None:
         """Put a step for the first `tokens` tokens and `rows` output rows on the stream.
@@ -146,24 +151,26 @@ class CudaExecutor:
         return values
 
     def _key(self, tokens: int, rows: int) -> tuple[Key, bool]:
-        """Return the bucket of a step, filled up, and whether its rows are all greedy."""
+        """Return the bucket of a step, and whether its rows are all greedy; send new inputs."""
         if not (0 < tokens <= self.plan.tokens and 0 <= rows <= self.plan.rows):
             raise ShapeError(
                 f"a step of {tokens} tokens and {rows} rows; the Plan has room for "
                 f"{self.plan.tokens} and {self.plan.rows}"
             )
         wide = bucket(tokens, self._token_buckets)
-        high = bucket(rows, row_buckets(wide, self.plan.rows))
+        high = bucket(rows, row_buckets(wide, self.plan.rows, self.plan.tokens))
         if self._fresh:
             self._fill_up(tokens, wide, rows, high)
             self._longest = _longest(self._inputs.host, tokens)
             self._greedy = self._is_greedy(high)
+            with self._on_stream():
+                self._inputs.upload(self._masks)
             self._fresh = False
         cells = bucket(self._longest, self._context_buckets)
         return (wide, high, cells), self._greedy or not rows
 
     def fetch(self, name: str, count: int) -> np.ndarray:
-        """Return the first rows of an output buffer, after the steps so far.
+        """Return the first rows of an output buffer, or of counts, after the steps so far.
 
         The array is valid until the next fetch of the buffer.
         """
@@ -190,7 +197,7 @@ class CudaExecutor:
         return [
             (wide, high, cells)
             for wide in self._token_buckets
-            for high in row_buckets(wide, self.plan.rows)
+            for high in row_buckets(wide, self.plan.rows, self.plan.tokens)
             for cells in self._context_buckets
         ]
 
@@ -275,13 +282,14 @@ class CudaExecutor:
         refuse_in_window("capture a CUDA graph")
         with self._out_of_memory(), self._on_stream():
             # The launches run once before they are captured; what they step on is put back.
-            kept = {name: t.clone() for name, t in self._inputs.tensors.items()}
+            stepped = [*self._inputs.tensors, *self._counters]
+            kept = {name: self._values[name].clone() for name in stepped}
             launches = self.lower(key, greedy)
             if self._stream is not None:
                 compile_side_by_side(launches)
             self._graphs[key, greedy] = capture(launches, self._stream)
             for name, tensor in kept.items():
-                self._inputs.tensors[name].copy_(tensor)
+                self._values[name].copy_(tensor)
 
     def _follows_rows(self, call: Call) -> bool:
         names = (n for n in call.args.values() if n in self.plan.buffers)
@@ -290,11 +298,11 @@ class CudaExecutor:
     def _fill_up(self, tokens: int, wide: int, rows: int, high: int) -> None:
         """Fill the step up to its bucket with copies of its last token and its last row.
 
-        A copied row belongs to a copied token as long as there is one: in a decode step each then
-        steps its own token on. A prefill step may have none left; its tokens are not stepped on.
+        A copied token stores what its original does in the same cell, also as a node of a tree. A
+        copied row belongs to a copied token as long as there is one: in a step that goes on by
+        itself each then steps its own token on. Others, prefill and verify steps, may have fewer
+        left than rows; the host writes all inputs again after them.
         """
-        if tokens == wide and rows == high:
-            return
         host = self._inputs.host
         for name, array in host.items():
             follows = self.plan.buffers[name].rows
@@ -304,7 +312,6 @@ class CudaExecutor:
                 array[rows:high] = array[rows - 1]
         if "rows" in host and rows:
             host["rows"][rows:high] = np.minimum(tokens + np.arange(high - rows), wide - 1)
-        self.upload(masks=0)
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -384,5 +391,5 @@ def _longest(inputs: Mapping[str, np.ndarray], tokens: int) -> int:
     """Return the number of cells that the longest of the step's tokens may read."""
     if "ends" not in inputs:
         return 1
-    ends = int(inputs["ends"][:tokens].max())
-    return ends + (64 if inputs["ancestors"][:tokens].any() else 0)
+    # A node of a tree sees its own cell last, as many beyond the end as its highest bit says.
+    return int(inputs["ends"][:tokens].max()) + int(inputs["ancestors"][:tokens].max()).bit_length()

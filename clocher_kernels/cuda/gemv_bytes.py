@@ -23,6 +23,10 @@ from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.cuda.tile_tables import key_of, tuned
 
 MAX_TOKENS = 8
+MOST_SLICED = 32
+"""Tokens that are multiplied in slices of 8. Two to four passes over the weights with every
+multiprocessor's loads in flight are faster than tiles of tensor cores that leave most of them
+without work."""
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from clocher_kernels.cuda.launch import Launch, execute
 DECODE_TOKENS = (1, 2, 4, 8, 16, 32)
 PROMPT_TOKENS = (16, 32, 64, 128, 256, 512)
 CONTEXT_CELLS = (512, 2048, 8192, 32768)
+_ROWS_AT_ONCE = 8
 
 
 def bucket(value: int, sizes: Sequence[int]) -> int:
@@ -25,15 +26,27 @@ def token_buckets(tokens: int, rows: int) -> tuple[int, ...]:
 
     Args:
         tokens: capacity M of the Plan.
-        rows: capacity R, the largest batch of a decode step.
+        rows: capacity R, the most tokens of a decode step.
     """
     sizes = {m for m in DECODE_TOKENS if m < rows} | {rows, tokens, *PROMPT_TOKENS}
     return tuple(sorted(m for m in sizes if m <= tokens))
 
 
-def row_buckets(tokens: int, rows: int) -> tuple[int, ...]:
-    """Return the numbers of output rows that a step of `tokens` tokens is captured for."""
-    return (0, min(tokens, rows))
+def row_buckets(tokens: int, rows: int, most: int) -> tuple[int, ...]:
+    """Return the numbers of output rows that a step of `tokens` tokens is captured for, ascending.
+
+    A decode step has about as many rows as tokens, guessed ones and those that verify them; one
+    with prompts has a row for each sequence. Up to eight rows the head is one pass over its weight.
+    Only a chunk of a prompt that fills the Plan ends without a row: whatever is shorter is the last
+    of its prompt, or stands beside sequences that draw.
+
+    Args:
+        tokens: a bucket of them.
+        rows: capacity R of the Plan.
+        most: capacity M.
+    """
+    sizes = {min(tokens, rows, _ROWS_AT_ONCE), min(tokens, rows)}
+    return tuple(sorted(sizes | {0} if tokens == most else sizes))
 
 
 def context_buckets(cells: int) -> tuple[int, ...]:

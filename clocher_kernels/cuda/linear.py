@@ -4,7 +4,7 @@ import torch
 
 from clocher_kernels.cuda.gemm import gemm
 from clocher_kernels.cuda.gemv_bits import gemv_bits
-from clocher_kernels.cuda.gemv_bytes import MAX_TOKENS, gemv_bytes
+from clocher_kernels.cuda.gemv_bytes import MAX_TOKENS, MOST_SLICED, gemv_bytes
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.cuda.ternary import linear_ternary
@@ -13,11 +13,6 @@ from clocher_kernels.formats.float import Float
 from clocher_kernels.formats.fp8 import Fp8
 from clocher_kernels.formats.int8 import Int8
 from clocher_kernels.ops.linear import sums_exactly
-
-MOST_SLICED = 32
-"""Tokens that are multiplied in slices of 8. Two to four passes over the weights with every
-multiprocessor's loads in flight are faster than tiles of tensor cores that leave most of them
-without work."""
 
 
 def linear(

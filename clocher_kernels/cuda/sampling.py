@@ -57,7 +57,7 @@ def _uniform(seed, draw):
 
 
 @triton.jit
-def _is_last(arrivals, PROGRAMS: tl.constexpr):
+def is_last(arrivals, PROGRAMS: tl.constexpr):
     """Return whether all programs of the row have written what they have to."""
     tl.debug_barrier()
     last = tl.atomic_add(arrivals, 1, sem="acq_rel") == PROGRAMS - 1
@@ -99,7 +99,7 @@ def _largest(
     top, index = tl.max(tl.where(odd, float("inf"), x), 0, return_indices=True)
     tl.store(tops + row * PROGRAMS + part, top)
     tl.store(firsts + row * PROGRAMS + part, part * BLOCK + index)
-    if _is_last(arrivals + row, PROGRAMS):
+    if is_last(arrivals + row, PROGRAMS):
         each = tl.arange(0, WIDTH)
         at, inside = row * PROGRAMS + each, each < PROGRAMS
         top_of = tl.load(tops + at, inside, other=float("-inf"), cache_modifier=".cg")
@@ -161,7 +161,7 @@ def _fill_bins(
     weighs = (at < V) & (which < BINS - 1)
     tl.atomic_add(counts + which, 1, weighs, sem="relaxed")
     tl.atomic_add(masses + which, weight_of(x, top, heat, UNIT), weighs, sem="relaxed")
-    if _is_last(arrivals + row, PROGRAMS):
+    if is_last(arrivals + row, PROGRAMS):
         k_bin, k_need, k_above, p_low, p_high, p_above = find_bins(
             counts, masses, tl.where(by_count, k, 0), p
         )
@@ -215,7 +215,7 @@ def _cut(
     begin = tl.atomic_add(state + LISTED, tl.sum(listed.to(tl.int64)), sem="relaxed")
     ranks += row.to(tl.int64) * V
     tl.store(ranks + begin + nth - 1, rank_of(x, at), listed)
-    if _is_last(arrivals + row, PROGRAMS):
+    if is_last(arrivals + row, PROGRAMS):
         count = tl.load(state + LISTED, cache_modifier=".cg")
         mass = tl.load(state + K_ABOVE)
         cut = mass * 0 + KEEP_ALL
@@ -266,7 +266,7 @@ def _draw(
     kept = tl.where(rank_of(x, at) >= cut, weight_of(x, top, heat, UNIT), 0)
     masses += row * PROGRAMS
     tl.store(masses + part, tl.sum(kept))
-    if _is_last(arrivals + row, PROGRAMS):
+    if is_last(arrivals + row, PROGRAMS):
         each = tl.arange(0, WIDTH)
         mass = tl.load(masses + each, each < PROGRAMS, other=0, cache_modifier=".cg")
         total = tl.sum(mass)

@@ -24,6 +24,7 @@ TORCH_DTYPES = {
     "i32": torch.int32,
     "u32": torch.int32,
     "u64": torch.int64,
+    "i64": torch.int64,
 }
 
 

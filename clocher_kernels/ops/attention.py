@@ -24,6 +24,7 @@ from clocher_kernels.ops.contract import (
     Value,
     nearest,
 )
+from clocher_kernels.ops.paged_cases import paged_case, planes, tokens
 from clocher_kernels.plan import Attr
 
 Array = np.ndarray
@@ -57,6 +58,11 @@ def visible_cells(
             if not window or behind < window:
                 cells.append(end + bit)
     return cells
+
+
+def bits_of(words: Array) -> Array:
+    """Return the bits of words [..., W] u64 as booleans [..., 64 W], the lowest first."""
+    return np.unpackbits(words.astype("<u8").view(np.uint8), axis=-1, bitorder="little") > 0
 
 
 def within_table(position: int, end: int, ancestors: int, cells: int) -> tuple[int, int, int]:
@@ -145,6 +151,7 @@ def attention(
     k_scale: Array | None = None,
     v_scale: Array | None = None,
     sinks: Array | None = None,
+    listed: Array | None = None,
 ) -> None:
     """Attend from each token to the visible cells of its slot.
 
@@ -170,6 +177,7 @@ def attention(
         k_scale: [P, H, T] fp32, i8 only.
         v_scale: [P, H, T] fp32, i8 only.
         sinks: [N] fp32, one logit per query head.
+        listed: [M, H, W] u64, the pages that are read, see `selection.select_pages`; None: all.
 
     Source: gpt-oss (sinks, alternating window); transformers GptOssAttention.
     """
@@ -186,89 +194,46 @@ def attention(
             continue
         table = pages[nearest(slots[m], len(pages))]
         page, offset = nearest(table[cells // size], len(k_cache)), cells % size
-        planes = []
+        shown = np.ones((len(cells), heads), bool)
+        if listed is not None:
+            numbers = np.arange(len(cells)) + sight[1] + sight[2].bit_count() - len(cells)
+            shown = bits_of(listed[m])[:, numbers // size].repeat(group, axis=0).T
+        stored = []
         for cache, step in ((k_cache, k_scale), (v_cache, v_scale)):
             plane = to_f32(cache[page, :, offset], kv_dtype).astype(np.float64)  # [S, H, D]
             if step is not None:
                 plane *= step[page, :, offset][..., None]
-            planes.append(plane.repeat(group, axis=1))
-        keys, values = planes
+            stored.append(np.where(shown[..., None], plane.repeat(group, axis=1), 0))
+        keys, values = stored
         query = q[m].reshape(heads, dim).astype(np.float64)
         logits = np.einsum("hd,shd->hs", query, keys) * scale
         if softcap:
             logits = softcap * np.tanh(np.where(np.isfinite(logits), logits, np.nan) / softcap)
-        top = logits.max(axis=1)
+        logits[~shown.T] = -np.inf
+        top = np.maximum(logits.max(axis=1), np.finfo(np.float32).min)
         if sinks is not None:
             top = np.maximum(top, sinks)
         weights = np.exp(logits - top[:, None])
         total = weights.sum(axis=1)
         if sinks is not None:
             total += np.exp(sinks - top)
+        total[~shown.any(axis=0) & (total == 0)] = 1
         y[m] = (np.einsum("hs,shd->hd", weights, values) / total[:, None]).reshape(-1)
-
-
-def _tokens(case: Case, rng: np.random.Generator) -> dict[str, Value]:
-    """Make the four integers of each token and a shuffled page table."""
-    m, s, b, t = (case.sizes[d] for d in "MSBT")
-    capacity = b * t
-    kind = case.options.get("tokens", "decode")
-    slots = np.arange(m, dtype=np.int32) % s
-    ancestors = np.zeros(m, np.uint64)
-    if kind == "prefill":  # the tokens of slot 0 are consecutive
-        slots[:] = 0
-        positions = np.arange(capacity - m, capacity, dtype=np.int32)
-        ends = positions + 1
-    elif kind == "block":  # block diffusion: all see the whole block
-        slots[:] = 0
-        positions = np.arange(capacity - m, capacity, dtype=np.int32)
-        ends = np.full(m, capacity, np.int32)
-    elif kind == "tree":  # node i hangs from node (i - 1) // 2
-        slots[:] = 0
-        committed = capacity - m
-        ends = np.full(m, committed, np.int32)
-        positions = np.zeros(m, np.int32)
-        for i in range(m):
-            mask, depth, node = 1 << i, 0, i
-            while node:
-                node = (node - 1) // 2
-                mask, depth = mask | 1 << node, depth + 1
-            ancestors[i], positions[i] = mask, committed + depth
-    else:
-        positions = rng.integers(0, capacity, m).astype(np.int32)
-        positions[0], positions[-1] = 0, capacity - 1
-        ends = positions + 1
-    pages = rng.permutation(s * b).reshape(s, b).astype(np.int32)
-    return {
-        "slots": slots,
-        "positions": positions,
-        "ends": ends.astype(np.int32),
-        "ancestors": ancestors,
-        "pages": pages,
-    }
-
-
-def _cache(case: Case, rng: np.random.Generator) -> dict[str, Value]:
-    shape = tuple(case.sizes[d] for d in "PHTD")
-    dtype = str(case.attrs["kv_dtype"])
-    cache: dict[str, Value] = {}
-    for name in "kv":
-        if dtype == "i8":
-            cache[f"{name}_cache"] = rng.integers(-127, 128, shape).astype(np.int8)
-            cache[f"{name}_scale"] = rng.random(shape[:3], dtype=np.float32) * np.float32(0.02)
-        else:
-            cache[f"{name}_cache"] = from_f32(rng.standard_normal(shape, dtype=np.float32), dtype)
-    return cache
 
 
 def _make_append(case: Case, rng: np.random.Generator) -> dict[str, Value]:
     m, f = case.sizes["M"], case.sizes["H"] * case.sizes["D"]
     k, v = (rng.standard_normal((m, f), dtype=np.float32) * np.float32(9) for _ in "kv")
     k[0] = 0
-    return {"k": k, "v": v, **_tokens(case, rng), **_cache(case, rng)}
+    return {"k": k, "v": v, **tokens(case, rng), **planes(case, rng)}
 
 
 def _make_attention(case: Case, rng: np.random.Generator) -> dict[str, Value]:
-    return {**_tokens(case, rng), **_cache(case, rng)}
+    made = {**tokens(case, rng), **planes(case, rng)}
+    if case.options.get("listed"):
+        shape = tuple(case.sizes[d] for d in "MHW")
+        made["listed"] = rng.integers(0, 1 << 64, shape, np.uint64)
+    return made
 
 
 def _append_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
@@ -288,59 +253,53 @@ def _attention_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> C
     return Cost(2 * keys * cell + 2 * q.nbytes, 4 * keys * q.shape[1])
 
 
-def _case(name: str, kv: str, m: int, kind: str, n: int, h: int, d: int, **rest: object) -> Case:
-    """Spell one attention case: M tokens of a kind, N query heads over H of D values."""
-    slots, blocks, size = int(str(rest.get("slots", 3))), int(str(rest.get("blocks", 4))), 16
-    sizes = {"M": m, "N": n, "H": h, "D": d, "F": n * d, "S": slots, "B": blocks, "T": size}
-    sizes["P"] = slots * blocks
-    attrs: dict[str, Attr] = {"kv_dtype": kv, "scale": d**-0.5}
-    attrs["window"] = int(str(rest.get("window", 0)))
-    attrs |= {name: rest[name] for name in ("chunk", "softcap") if name in rest}  # type: ignore[misc]
-    options = {"tokens": kind, "sinks": rest.get("sinks", False)}
-    return Case(f"{name}-{kv}-m{m}-n{n}-h{h}-d{d}", sizes, attrs, {}, options)
-
-
 _ATTENTION_CASES = (
-    *(_case("decode", kv, 1, "decode", 8, 2, 32, sinks=True) for kv in KV_DTYPES),
-    *(_case("batch-window", kv, 5, "decode", 6, 2, 20, window=17) for kv in KV_DTYPES),
-    _case("prefill", "bf16", 37, "prefill", 4, 4, 64, sinks=True),
-    _case("prefill-window", "f32", 33, "prefill", 4, 1, 32, window=8),
-    _case("block", "bf16", 8, "block", 4, 2, 32),
-    _case("block-window", "f16", 8, "block", 4, 2, 32, window=20),
-    _case("tree", "bf16", 15, "tree", 4, 2, 32, sinks=True),
-    _case("tree-window", "f32", 31, "tree", 4, 2, 16, window=4),
-    _case("window-one", "f32", 3, "decode", 4, 2, 16, window=1),
-    _case("long", "bf16", 2, "decode", 4, 2, 128, blocks=40),
-    _case("softcap", "f32", 5, "decode", 6, 2, 32, softcap=1.5),
-    _case("softcap-window", "bf16", 37, "prefill", 8, 2, 64, softcap=0.7, window=9),
-    _case("chunk", "f32", 5, "decode", 6, 2, 20, chunk=24),
-    _case("chunk-prefill", "bf16", 37, "prefill", 4, 2, 32, chunk=13),
-    _case("chunk-tree", "f16", 15, "tree", 4, 2, 32, chunk=50),
+    *(paged_case("decode", kv, 1, "decode", 8, 2, 32, sinks=True) for kv in KV_DTYPES),
+    *(paged_case("batch-window", kv, 5, "decode", 6, 2, 20, window=17) for kv in KV_DTYPES),
+    paged_case("prefill", "bf16", 37, "prefill", 4, 4, 64, sinks=True),
+    paged_case("prefill-window", "f32", 33, "prefill", 4, 1, 32, window=8),
+    paged_case("block", "bf16", 8, "block", 4, 2, 32),
+    paged_case("block-window", "f16", 8, "block", 4, 2, 32, window=20),
+    paged_case("tree", "bf16", 15, "tree", 4, 2, 32, sinks=True),
+    paged_case("tree-window", "f32", 31, "tree", 4, 2, 16, window=4),
+    paged_case("window-one", "f32", 3, "decode", 4, 2, 16, window=1),
+    paged_case("long", "bf16", 2, "decode", 4, 2, 128, blocks=40),
+    paged_case("softcap", "f32", 5, "decode", 6, 2, 32, softcap=1.5),
+    paged_case("softcap-window", "bf16", 37, "prefill", 8, 2, 64, softcap=0.7, window=9),
+    paged_case("chunk", "f32", 5, "decode", 6, 2, 20, chunk=24),
+    paged_case("chunk-prefill", "bf16", 37, "prefill", 4, 2, 32, chunk=13),
+    paged_case("chunk-tree", "f16", 15, "tree", 4, 2, 32, chunk=50),
+    *(
+        paged_case(f"listed-{kind}", kv, m, kind, 6, 2, 36, size=64, blocks=10, listed=True)
+        for kind, kv, m in (("decode", "f16", 3), ("prefill", "i8", 37), ("tree", "f32", 6))
+    ),
+    paged_case("listed-sinks", "bf16", 2, "decode", 8, 2, 64, size=64, listed=True, sinks=True),
 )
 _APPEND_CASES = (
     *(
         Case(c.id, {**c.sizes, "F": 2 * 20}, {"kv_dtype": kv}, {}, c.options)
         for kv in KV_DTYPES
-        for c in (_case("append", kv, 3, "decode", 2, 2, 20),)
+        for c in (paged_case("append", kv, 3, "decode", 2, 2, 20),)
     ),
     *(
         Case(c.id, {**c.sizes, "F": 64}, {"kv_dtype": "bf16"}, {}, c.options)
         for c in (
-            _case("append-tree", "bf16", 7, "tree", 2, 2, 32),
-            _case("append-chunk", "bf16", 33, "prefill", 2, 2, 32),
+            paged_case("append-tree", "bf16", 7, "tree", 2, 2, 32),
+            paged_case("append-chunk", "bf16", 33, "prefill", 2, 2, 32),
         )
     ),
 )
 
 _CACHE = {"H": 8, "D": 64, "S": 1, "B": 128}
 
-_TOKEN = (
+TOKEN = (
     Param("slots", "in", "M", "i32", below="S"),
     Param("positions", "in", "M", "i32"),
     Param("ends", "in", "M", "i32"),
     Param("ancestors", "in", "M", "u64"),
     Param("pages", "in", "S B", "i32", below="P"),
 )
+"""What ops are told of each token, and the page table."""
 
 SPECS = (
     OpSpec(
@@ -349,7 +308,7 @@ SPECS = (
         (
             Param("k", "in", "M F"),
             Param("v", "in", "M F"),
-            *_TOKEN,
+            *TOKEN,
             Param("k_cache", "inout", "P H T D", ""),
             Param("v_cache", "inout", "P H T D", ""),
             Param("k_scale", "inout", "P H T", optional=True),
@@ -370,12 +329,13 @@ SPECS = (
         "softmax attention over a paged cache: GQA, sinks, window, trees",
         (
             Param("q", "in", "M F", std=2.0),
-            *_TOKEN,
+            *TOKEN,
             Param("k_cache", "in", "P H T D", ""),
             Param("v_cache", "in", "P H T D", ""),
             Param("k_scale", "in", "P H T", optional=True),
             Param("v_scale", "in", "P H T", optional=True),
             Param("sinks", "vector", "N", optional=True),
+            Param("listed", "in", "M H W", "u64", optional=True),
             Param("y", "out", "M F", narrow=True),
         ),
         attention,

@@ -84,7 +84,7 @@ def linear(
     weight's factor, sum * that, + bias, + residual.
 
     Args:
-        x: [M, K]; int8 codes from `quantize` if there are scales, else fp32.
+        x: [M, K]; int8 codes from `quantize` (never -128) if there are scales, else fp32.
         w: logical [N, K], any format; with int8 activations int8 or int4 with scales per row or per
             multiple of 32 columns, mxfp4, ternary, or of ggml's types q2_k to q6_k and iq4.
         y: [M, N] fp32, written; may be the residual's own buffer.

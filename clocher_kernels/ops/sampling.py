@@ -41,6 +41,11 @@ def tokens_of(mask: Array, vocabulary: int) -> Array:
     return np.flatnonzero(bits)
 
 
+def allows(mask: Array, token: int) -> bool:
+    """Return whether a mask, [W] u32, allows a token."""
+    return bool(mask[token // WORD_BITS] >> np.uint32(token % WORD_BITS) & np.uint32(1))
+
+
 def sample(
     *,
     logits: Array,

@@ -7,6 +7,7 @@ copied, no number is computed.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from clocher_kernels.formats import Float, Format, Fp8, Int8, Ternary
 from clocher_kernels.formats.fp8 import BLOCK
 from clocher_runtime.checkpoints.checkpoint import LazyTensor, Stored, lazy_tensor, stored_tensor
 from clocher_runtime.models.families import family_of, text_config
-from clocher_runtime.models.family import Piece, pieces
+from clocher_runtime.models.family import Piece, names_of, pieces
 from clocher_runtime.models.inventory import EMBED, HEAD, Need, inventory
 
 Planes = Mapping[str, np.ndarray]
@@ -65,10 +66,20 @@ def arranged(
     used: set[str] = set()
     for source, need in inventory(spec).items():
         # Ends at the first that is not there: a config may promise more experts than fit anywhere.
-        if all(part.name in named for part in pieces(family, spec, source, need)):
-            parts = tuple(pieces(family, spec, source, need))
-            found[source] = _assembled(named, parts, need, f"{where}: tensor {source!r}")
-            used |= {part.name for part in parts}
+        if not all(name in named for name, _ in names_of(family, source, need)):
+            continue
+        names = dict(names_of(family, source, need))
+        # Nor may it promise many more rows than are there: their order is an array. What is off by
+        # less is named part by part below.
+        there = sum(prod(named[name].shape) for name in names)
+        if any(names.values()) and 2 * there < need.elements:
+            raise FormatError(
+                f"{where}: tensor {source!r}: {', '.join(sorted(names)[:3])} has {there} elements; "
+                f"config.json asks for {need.elements}, {list(need.shape)}"
+            )
+        parts = tuple(pieces(family, spec, source, need))
+        found[source] = _assembled(named, parts, need, f"{where}: tensor {source!r}")
+        used |= set(names)
     rest = {name: tensor for name, tensor in named.items() if name not in used | set(found)}
     return {**found, **rest}, notes
 

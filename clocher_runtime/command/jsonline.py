@@ -23,6 +23,31 @@ class WorkTouchFields:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationFields:
+    """What guessing came to: see `speculation.account`."""
+
+    mode: str
+    draft_model: str | None
+    drafted: int
+    accepted: int
+    acceptance: float
+    tokens_per_pass: float
+    passes: int
+    by_source: Mapping[str, Mapping[str, int]]
+    gate: Mapping[str, int]
+    cost_of_8: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionFields:
+    """What attention read of the KV cache: see `engine.reading`."""
+
+    mode: str
+    selected: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFields:
     """What was generated for one prompt."""
 
@@ -48,6 +73,7 @@ class RunLine:
     precision: str
     act_prec: str
     kv_dtype: str
+    act_sparsity: str | None
     threads: int
     numa_nodes: int
     context: int
@@ -71,6 +97,8 @@ class RunLine:
     kv_misses: int
     bytes_per_token: int
     forward_passes: int
+    attention: AttentionFields
+    speculation: SpeculationFields
     work_touch: WorkTouchFields
     bytes_touched: int
     coverage: float

@@ -11,6 +11,7 @@ import numpy as np
 
 from clocher_kernels.errors import ModelNotFound, UsageError
 from clocher_runtime.checkpoints import Checkpoint
+from clocher_runtime.checkpoints.locate import locate
 from clocher_runtime.command.model_choice import choose_model
 from clocher_runtime.command.settings import SETTINGS, Given, RunConfig, unmet
 from clocher_runtime.engine.backends import BACK_ENDS, Progress, Tuning, choose, gpu, hand_on
@@ -19,12 +20,15 @@ from clocher_runtime.engine.sampling_defaults import sampling_defaults
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.stub import CONTEXT, stub_model
 from clocher_runtime.engine.topology import default_threads, in_order, read_cpus, usable_cpus
+from clocher_runtime.speculation.speculator import SHARING, WITH_DRAFT_MODEL
+from clocher_runtime.text.pairing import load_draft
 from clocher_runtime.text.tokenizer import TextStream, Tokenizer
 
 _STUB_ACTS_ON = {"stub", "prompt", "prompt_ids", "prompts_file", "max_new", "batch", "prefetch"}
 _STUB_ACTS_ON |= {"rounds", "warmup", "aggregate", "require_model", "outputs"}
 _STUB_ACTS_ON |= {"trace_ids", "trace_topk"}
 
+_CALIBRATION_CHARS = 1 << 16
 _PINNED = frozenset({"affinity", "use_affinity", "numa_policy"})
 _REPLICATED = frozenset({"hot_replicate", "hot_repl_limit_mb"})
 _MEMORY = frozenset({"pretranspose", "prefetch_distance", "stream_block_bytes"})
@@ -70,6 +74,7 @@ class Engine:
         sampling_defaults: what the model says of drawing, where the run wants to know.
         gpu: name, driver, clocks and memory of the GPU; None on the CPU.
         hints_ignored: what the run asked for and this engine does not act on.
+        draft_model: name of the model that guesses; None without one.
     """
 
     session: Session
@@ -91,6 +96,7 @@ class Engine:
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     gpu: Mapping[str, str | int] | None
     hints_ignored: tuple[str, ...]
+    draft_model: str | None = None
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of a completion, without the token that ended it."""
@@ -142,6 +148,7 @@ def load_engine(
         isa=bound.isa,
         model=chosen.name,
         model_source=chosen.source,
+        draft_model=chosen.draft_model,
         precision=model.precision,
         act_prec=bound.act_prec,
         kv_dtype=bound.kv_dtype if model.spec.windows else "none",  # no layers, no cache
@@ -161,6 +168,51 @@ def defaults_of(config: RunConfig, checkpoint: Checkpoint) -> dict[str, float]:
     return sampling_defaults(checkpoint) if config.generation_config == "auto" else {}
 
 
+def draft_of(config: RunConfig, model: Model) -> Model | None:
+    """Load the draft model of a run; None without one, and where nobody would ask it.
+
+    Raises:
+        ModelError: it is missing, damaged or not supported, or its vocabulary is another one.
+        UsageError: it is to be asked, and none is named.
+    """
+    if config.draft_model is None and config.speculate == "draft":
+        raise UsageError("--speculate draft without a draft model: give --draft-model, or auto")
+    if config.draft_model is None or config.speculate not in WITH_DRAFT_MODEL:
+        return None
+    how = config.given.get("draft_model", Given("--draft-model", str(config.draft_model)))
+    return load_draft(locate(how.raw, how.source), model)
+
+
+def calibration_of(config: RunConfig, checkpoint: Checkpoint) -> list[int] | None:
+    """Return the tokens of the text that thresholds of activations are taken from, if one is given.
+
+    Raises:
+        UsageError: the text cannot be read, is not UTF-8, or no activations are to be dropped.
+        ModelError: the model has no tokenizer.
+    """
+    if config.act_calibration is None:
+        return None
+    if config.act_sparsity is None:
+        raise UsageError("--act-calibration without --act-sparsity: give both, or neither")
+    return calibration_ids(config.act_calibration, checkpoint)
+
+
+def calibration_ids(path: Path, checkpoint: Checkpoint) -> list[int]:
+    """Return the tokens of the first characters of a text.
+
+    Raises:
+        UsageError: the text cannot be read, or is not UTF-8.
+        ModelError: the model has no tokenizer.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_CALIBRATION_CHARS)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--act-calibration {path}: {error}; give a text in UTF-8") from error
+    tokenizer = Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config)
+    return list(tokenizer.encode(text))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chosen:
     """What is to be bound, and how.
@@ -170,6 +222,7 @@ class _Chosen:
         source: what named the model.
         settings: arguments of `Session`.
         ignored: what the run asked for and is not obeyed, whatever the session does.
+        draft_model: its name; None without one.
     """
 
     device: str
@@ -180,6 +233,7 @@ class _Chosen:
     tokenizer: Tokenizer | StubTokenizer | None
     settings: Mapping[str, Any]
     ignored: tuple[str, ...]
+    draft_model: str | None = None
 
 
 def _model(config: RunConfig) -> _Chosen:
@@ -191,6 +245,7 @@ def _model(config: RunConfig) -> _Chosen:
     if config.verify_weights:
         checkpoint.verify()
     model = load_model(checkpoint, config.precision)
+    draft, shares = draft_of(config, model), config.speculate in SHARING
     file = config.prompts_file
     may_be_ids = config.prompt_ids is not None or (file is not None and file.suffix == ".jsonl")
     tokenizer = _tokenizer(checkpoint, may_be_ids)
@@ -206,14 +261,24 @@ def _model(config: RunConfig) -> _Chosen:
             "threads": threads,
             "context": config.context,
             "kv_dtype": config.kv_dtype,
+            "act_sparsity": config.act_sparsity,
+            "act_calibration": calibration_of(config, checkpoint),
             "act_prec": config.act_prec
             if config.act_prec in BACK_ENDS[device].activations
             else None,
             "tuning": tuning_of(config, threads),
             "pretranspose": config.pretranspose,
+            "speculate": config.speculate,
+            "share_drafts": config.share_drafts and shares,
+            "draft": draft,
+            "attn": config.attn,
             "itl_ms": inf,  # nobody waits for a single token
         },
-        ignored=not_deduplicated + unmet(config.given, _NOT_ON.get(device, ())),
+        ignored=not_deduplicated
+        + unmet(config.given, _NOT_ON.get(device, ()))
+        + unmet(config.given, {"draft_model"} if draft is None else ())
+        + unmet(config.given, () if shares else {"share_drafts"}),
+        draft_model=None if draft is None else str(config.draft_model),
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from clocher_kernels.errors import UsageError
+from clocher_runtime.models.selection import TAKES, parse_selection
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
@@ -103,6 +104,19 @@ def socket_policy() -> Value:
         return raw
 
     return Value("POLICY", "one of auto, compact, scatter, socket:N", parse)
+
+
+def attention() -> Value:
+    """Take what attention reads: a word, or a word and numbers."""
+
+    def parse(raw: str) -> str:
+        try:
+            parse_selection(raw)
+        except UsageError:
+            raise ValueError(raw) from None
+        return raw
+
+    return Value("dense|auto|KIND:N", TAKES, parse)
 
 
 def _bounded(raw: str, low: int, high: int) -> int:

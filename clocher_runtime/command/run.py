@@ -11,7 +11,13 @@ from typing import Any
 from clocher_kernels.errors import NonFinite, UsageError
 from clocher_runtime.command.completions import Completions
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.jsonline import RunLine, WorkTouchFields, clocher_version
+from clocher_runtime.command.jsonline import (
+    AttentionFields,
+    RunLine,
+    SpeculationFields,
+    WorkTouchFields,
+    clocher_version,
+)
 from clocher_runtime.command.loading import Engine, load_engine
 from clocher_runtime.command.settings import RunConfig
 from clocher_runtime.engine import timing
@@ -23,6 +29,7 @@ from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.timing import Reservoir, StepTotals, TimedWindow
 from clocher_runtime.engine.topology import numa_nodes, usable_cpus
 from clocher_runtime.quality.trace import TopLogits, fingerprint, top_logits
+from clocher_runtime.speculation.account import Account
 from clocher_runtime.text.prompt_pipeline import PromptPipeline, prefetch_depth, worker_count
 from clocher_runtime.text.prompts import Preparation, Prompt, PromptSource, piped_text
 
@@ -44,6 +51,7 @@ class Measured:
             its group of prompts to its first token.
         tokens: tokens generated, all rounds.
         touch: the work-touch after the last token.
+        guessed: what guessing came to.
         rss_peak_mib: sampled after the window.
     """
 
@@ -52,6 +60,8 @@ class Measured:
     first_token_ns: Reservoir[int]
     tokens: int
     touch: Touch
+    guessed: Account
+    pages_read: float
     kv_hits: int
     kv_misses: int
     rss_peak_mib: float
@@ -108,8 +118,9 @@ def _run(
     engine = load_engine(config, batch, console.compiling, console.packing)
     session = engine.session
     try:
-        for note in engine.checkpoint.notes:
-            console.note(note)
+        for note in (*engine.checkpoint.notes, session.reading.proposal):
+            if note:
+                console.note(note)
         if note := told(_from_model(config, engine)):
             console.note(note)
         completions.sampling = _sampling(config, engine)
@@ -165,6 +176,7 @@ def measure(
         touch = WorkTouch(engine.files, config.bytes_per_token, config.stride_bytes)
     sampling = _sampling(config, engine)
     hits, misses = session.kv_hits, session.kv_misses
+    guessed, pages_read = session.guessed().counts, session.reading.pages
     steps, first_token_ns = StepTotals(), Reservoir[int]()
     tokens, traced = 0, bool(config.trace_topk)
     for round_number in range(config.rounds):
@@ -215,6 +227,8 @@ def measure(
         first_token_ns=first_token_ns,
         tokens=tokens,
         touch=touch,
+        guessed=session.guessed(guessed),
+        pages_read=session.reading.pages.share(pages_read),
         kv_hits=session.kv_hits - hits,
         kv_misses=session.kv_misses - misses,
         rss_peak_mib=rss_peak_mib(),
@@ -262,6 +276,7 @@ def run_line(
         precision=engine.precision,
         act_prec=engine.act_prec,
         kv_dtype=engine.kv_dtype,
+        act_sparsity=engine.session.act_sparsity,
         threads=engine.threads,
         numa_nodes=numa_nodes(),
         context=engine.session.context,
@@ -285,6 +300,8 @@ def run_line(
         kv_misses=measured.kv_misses,
         bytes_per_token=engine.bytes_per_token,
         forward_passes=passes,
+        attention=AttentionFields(mode=engine.session.reading.mode, selected=measured.pages_read),
+        speculation=speculation_fields(engine, measured.guessed),
         work_touch=WorkTouchFields(
             bytes_per_token=touch.bytes_per_token,
             stride=touch.stride,
@@ -302,11 +319,39 @@ def run_line(
     )
 
 
+def speculation_fields(engine: Engine, guessed: Account) -> SpeculationFields:
+    """Return what guessing came to."""
+    counts, mode = guessed.counts, engine.session.speculate
+    off = "the stub guesses nothing" if engine.device == "stub" else "switched off"
+    return SpeculationFields(
+        mode=mode,
+        draft_model=engine.draft_model,
+        drafted=counts.drafted,
+        accepted=counts.accepted,
+        acceptance=guessed.acceptance,
+        tokens_per_pass=guessed.tokens_per_pass,
+        passes=counts.passes,
+        by_source={
+            source: {"drafted": drafted, "accepted": accepted}
+            for source, (drafted, accepted) in counts.by_source.items()
+        },
+        gate={
+            "sent": counts.sent,
+            "unguessed": counts.unguessed,
+            "unworthy": counts.unworthy,
+        },
+        cost_of_8=guessed.cost_of_8,
+        reason=off if mode == "off" else guessed.reason,
+    )
+
+
 def summary(line: RunLine) -> str:
     """Return the numbers of a run in one line for a person."""
+    per_pass = line.speculation.tokens_per_pass
     parts = [
         f"{line.tokens_generated} tokens in {line.wall_time_s:.3f} s",
         f"{line.tps_true:.1f} tok/s",
+        *([f"{per_pass:.2f} tokens a pass"] if per_pass > 1 else []),
         f"first token {line.ttft_ms:.1f} ms",
         "p50 -" if isnan(line.latency_p50_ms) else f"p50 {line.latency_p50_ms:.2f} ms",
         f"{line.bytes_per_token / 1e6:.2f} MB/token",

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from clocher_runtime.command.parsing import (
     Value,
+    attention,
     id_list,
     integer,
     number,
@@ -89,7 +90,7 @@ _PATH, _TEXT, _SWITCH = path(), text(), switch()
 _TOKENS = integer(1, 1 << 24)
 _COUNT = integer(0, 1 << 30)
 _BYTES = integer(0, 1 << 40)
-_PRECISION = one_of(
+PRECISIONS = (
     "fp32",
     "bf16",
     "fp16",
@@ -102,11 +103,16 @@ _PRECISION = one_of(
     "mxfp4w",
     "ternaryw",
 )
-_KV_DTYPE = one_of("f32", "bf16", "f16", "e4m3", "e5m2", "i8")
+"""What float weights can be cast to or quantised as when a model is loaded."""
+KV_DTYPES = ("f32", "bf16", "f16", "e4m3", "e5m2", "i8")
+"""How keys and values can be stored."""
+_PRECISION, _KV_DTYPE = one_of(*PRECISIONS), one_of(*KV_DTYPES)
 _ACT_PREC = one_of("int8", "fp8", "fp16", "bf16", "fp32")
 _DEVICE = one_of("auto", "cpu", "cuda", "ze")
 _ISA = one_of("avx512vnni", "avx2", "generic")
 _PLACEMENT = one_of("auto", "compact", "scatter")
+_SPECULATE = one_of("auto", "off", "suffix", "recycle", "draft")
+_ATTN = attention()
 _LAYOUT = one_of("none", "woh", "wxh", "all")
 _AHEAD = integer(0, 4096, "on", "off", "auto")
 MIN_P, MIN_P_HELP = number(0, 1), "drop tokens less likely than this share of the likeliest"
@@ -134,6 +140,12 @@ class RunConfig:
     lora: Path | None = flag(
         "Model", _PATH, "LoRA adapter, a directory of peft, to add to the float weights"
     )
+    draft_model: Path | None = flag(
+        "Model",
+        _PATH,
+        "small model of the same vocabulary that guesses tokens, named like --model-dir; used with "
+        "--speculate auto or draft",
+    )
     require_model: bool = variable(
         _SWITCH,
         "1: exit 3 unless a model is named or lies in the current directory",
@@ -155,10 +167,27 @@ class RunConfig:
     kv_dtype: str | None = flag(
         "Model", _KV_DTYPE, "storage of the KV cache (unset: f16, on a GPU bf16)"
     )
+    act_sparsity: str | None = flag(
+        "Model",
+        _TEXT,
+        "lossy variant for int4 on a CPU: the share of small inputs of products to drop (0.25), "
+        "topk:F with the share of each token's to keep, or adaptive",
+    )
+    act_calibration: Path | None = flag(
+        "Model", _PATH, "text that the thresholds of --act-sparsity 0.25 are taken from"
+    )
     context: int | None = flag(
         "Model",
         _TOKENS,
         "prompt and output tokens of a sequence (unset: the model's, at most 4096)",
+    )
+
+    attn: str = flag(
+        "Model",
+        _ATTN,
+        "what attention reads of the KV cache; all but dense and auto are lossy, auto says whether "
+        "they would pay",
+        default="dense",
     )
 
     prompt: str | None = flag(
@@ -214,6 +243,20 @@ class RunConfig:
         "Run", _PATH, "TOML file of settings by name; flags and variables are stronger"
     )
     batch: int = flag("Run", integer(1, 1024), "prompts to generate side by side", default=1)
+    speculate: str = flag(
+        "Run",
+        _SPECULATE,
+        "who guesses tokens, which one pass then verifies; the text stays the same",
+        default="auto",
+        idle=("auto", "off"),
+    )
+    share_drafts: bool = flag(
+        "Run",
+        _SWITCH,
+        "guess from finished answers to others too: how fast a text comes then tells users what "
+        "stands in others' texts",
+        idle=("0",),
+    )
     rounds: int = flag("Run", integer(1, 1_000_000), "times to run every prompt", default=1)
     warmup: int = flag(
         "Run",

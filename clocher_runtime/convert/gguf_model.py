@@ -113,7 +113,12 @@ def plan_gguf_model(
     fields: Mapping[str, Any] = {}
     if tokenizer := vocabulary(source):
         fields = vocabulary_fields(
-            tokenizer, source.tokenizer_config, spec.eos_ids, spec.vocab_size, _begins(source), pre
+            tokenizer,
+            source.tokenizer_config,
+            spec.eos_ids,
+            spec.vocab_size,
+            begins_with_bos(source),
+            pre,
         )
     elif pre is not None:
         raise UsageError("--pre has no place: the model has no tokenizer")
@@ -124,7 +129,7 @@ def plan_gguf_model(
     return GgufConversion(source, path, export, tuple(floats), free)
 
 
-def _begins(source: Checkpoint) -> bool:
+def begins_with_bos(source: Checkpoint) -> bool:
     """Return whether a text begins with BOS.
 
     Raises:

@@ -11,7 +11,7 @@ same bytes.
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -168,9 +168,10 @@ class Synthesis:
 
     Attributes:
         preset: name of the preset.
-        config: its config.json.
+        settings: contents of its config.json, generation_config.json and tokenizer_config.json.
+        vocab: contents of its tokenizer.json, or None.
         formats: format of every tensor, in the order of the file.
-        seed: of the weights.
+        make: makes a tensor; called once for each name.
         out_dir: where the files will be.
         gguf: the GGUF to write beside the IEBIN, or None.
         source: what the model was made from, for people.
@@ -179,9 +180,10 @@ class Synthesis:
     """
 
     preset: str
-    config: Mapping[str, Any]
+    settings: tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]
+    vocab: bytes | None
     formats: Mapping[str, Format]
-    seed: int
+    make: Callable[[str], QuantTensor]
     out_dir: Path
     gguf: GgufExport | None
     source: Mapping[str, Any]
@@ -200,13 +202,11 @@ class Synthesis:
         """
         self.out_dir.mkdir(parents=True, exist_ok=True)
         (self.out_dir / GGUF_NAME).unlink(missing_ok=True)
-        needs = inventory(spec_from_config(self.config))
         with IebinWriter(self.out_dir, progress=progress) as writer:
-            for name, fmt in self.formats.items():
-                writer.add(name, random_tensor(name, needs[name], fmt, self.seed))
-            vocab = byte_tokenizer(self.config["vocab_size"])
+            for name in self.formats:
+                writer.add(name, self.make(name))
             done = writer.nbytes
-            writer.commit(self.config, {}, {}, vocab, self.source)
+            writer.commit(*self.settings, self.vocab, self.source)
         if self.gguf is not None:
             checkpoint = open_iebin(self.out_dir / JSON_NAME)
 
@@ -242,13 +242,38 @@ def plan_synthesis(
         OSError: the disk is too small.
     """
     refuse_hf_folder(out_dir)
-    config = find_preset(preset).config(layers)
+    config = stored_config(preset, precision, layers)
     spec = spec_from_config(config)
     formats = precision.formats(spec)
-    if precision.linears not in ("native", _native(spec)):
+    source = {"container": "synthetic", **described(preset, precision, seed)}
+    tokens = spelled_vocabulary(_byte_vocab(spec.vocab_size))
+    export = plan_gguf(config, formats, preset, gguf, tokens) if gguf else None
+    needs, vocab = inventory(spec), byte_tokenizer(spec.vocab_size)
+
+    def make(name: str) -> QuantTensor:
+        return random_tensor(name, needs[name], formats[name], seed)
+
+    nbytes, free = room(spec, formats, vocab, export, out_dir)
+    return Synthesis(
+        preset, (config, {}, {}), vocab, formats, make, out_dir, export, source, nbytes, free
+    )
+
+
+def stored_config(preset: str, precision: Precision, layers: int | None) -> dict[str, Any]:
+    """Return the config.json of a preset whose matrices are stored in a precision.
+
+    Raises:
+        UsageError: there is no such preset, or it has fewer layers.
+    """
+    config = find_preset(preset).config(layers)
+    if precision.linears not in ("native", _native(spec_from_config(config))):
         config.pop("quantization_config", None)
-    source = {
-        "container": "synthetic",
+    return config
+
+
+def described(preset: str, precision: Precision, seed: int) -> dict[str, Any]:
+    """Return what a model is made from, for people."""
+    return {
         "preset": preset,
         "seed": seed,
         "precision": precision.linears,
@@ -256,13 +281,24 @@ def plan_synthesis(
         "head": precision.head,
         "attention": precision.attention,
     }
-    tokens = spelled_vocabulary(_byte_vocab(spec.vocab_size))
-    export = plan_gguf(config, formats, preset, gguf, tokens) if gguf else None
+
+
+def room(
+    spec: ModelSpec,
+    formats: Mapping[str, Format],
+    vocab: bytes | None,
+    export: GgufExport | None,
+    out_dir: Path,
+) -> tuple[int, int]:
+    """Return the bytes that a model will take, an upper bound, and those that the disk has.
+
+    Raises:
+        OSError: the disk is too small.
+    """
     needs = inventory(spec)
     nbytes = model_bytes((fmt, needs[name].shape) for name, fmt in formats.items())
-    nbytes += len(byte_tokenizer(spec.vocab_size)) + (export.nbytes if export else 0)
-    free = check_free(out_dir / BIN_NAME, nbytes)
-    return Synthesis(preset, config, formats, seed, out_dir, export, source, nbytes, free)
+    nbytes += len(vocab or b"") + (export.nbytes if export else 0)
+    return nbytes, check_free(out_dir / BIN_NAME, nbytes)
 
 
 def _native(spec: ModelSpec) -> str:

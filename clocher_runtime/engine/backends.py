@@ -235,6 +235,7 @@ def _make_cpu(
     act_prec: str | None,
     tuning: Tuning | None,
     packing: Progress | None,
+    beside: Executor | None,
 ) -> Executor:
     from cpu_fallback.executor import CpuExecutor
     from cpu_fallback.team.hints import Hints
@@ -251,7 +252,8 @@ def _make_cpu(
         adaptive=not tuning.stamped,  # a thread that sits out has no times
         stamped=tuning.stamped,
     )
-    executor: Executor = CpuExecutor(plan, weights, threads, progress, hints, packing)
+    host = beside if isinstance(beside, CpuExecutor) else None
+    executor: Executor = CpuExecutor(plan, weights, threads, progress, hints, packing, host)
     return executor
 
 
@@ -261,13 +263,18 @@ def _make_cuda(
     threads: int,
     progress: Progress | None,
     act_prec: str | None,
-    *_: object,
+    tuning: Tuning | None,
+    packing: Progress | None,
+    beside: Executor | None,
 ) -> Executor:
     from clocher_kernels.cuda.executor import CudaExecutor
 
     cuda = BACK_ENDS["cuda"]
     activations = cuda.activations[act_prec or cuda.default_act_prec]
-    executor: Executor = CudaExecutor(plan, weights, activations=activations, progress=progress)
+    host = beside if isinstance(beside, CudaExecutor) else None
+    executor: Executor = CudaExecutor(
+        plan, weights, activations=activations, progress=progress, beside=host
+    )
     return executor
 
 
@@ -313,6 +320,7 @@ def make_executor(
     act_prec: str | None = None,
     tuning: Tuning | None = None,
     packing: Progress | None = None,
+    beside: Executor | None = None,
 ) -> Executor:
     """Bind a Plan to a back end.
 
@@ -325,6 +333,30 @@ def make_executor(
         act_prec: one of the back end's `activations`; None: its first.
         tuning: placement and memory access of the CPU team.
         packing: called with (done, total) while the CPU back end packs weights, if they are many.
+        beside: an executor of the same back end whose threads, or stream, this one uses too. They
+            step in turns, and this one is closed first.
     """
     one_of("back end", name, BACK_ENDS)
-    return BACK_ENDS[name].make(plan, weights, threads, progress, act_prec, tuning, packing)
+    make = BACK_ENDS[name].make
+    return make(plan, weights, threads, progress, act_prec, tuning, packing, beside)
+
+
+def shared_suffixes() -> Any:
+    """Return the class that drafts the next tokens of a text from finished ones."""
+    from cpu_fallback.drafts.shared import SharedSuffixes
+
+    return SharedSuffixes
+
+
+def suffix_automaton() -> Any:
+    """Return the class that drafts the next tokens of a text from the text itself."""
+    from cpu_fallback.drafts.automaton import SuffixAutomaton
+
+    return SuffixAutomaton
+
+
+def stager() -> Any:
+    """Return the class that writes the inputs of a step."""
+    from cpu_fallback.drafts.staging import Stager
+
+    return Stager

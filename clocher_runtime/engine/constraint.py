@@ -26,6 +26,9 @@ class Constraint(Protocol):
     def take(self, token: int) -> None:
         """Go on with a token that was drawn, be it one that ends the text."""
 
+    def undo(self, count: int) -> None:
+        """Take back the last tokens, which were only tried."""
+
     @property
     def is_over(self) -> bool:
         """Whether nothing may follow: the text ends without a token that says so."""

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import parse_format
 from clocher_kernels.formats.base import Format
+from clocher_kernels.ops import matrices
 from clocher_kernels.ops.attention import KV_DTYPES
 from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.plan import Plan
@@ -18,14 +19,19 @@ from clocher_runtime.engine.load import Destined
 from clocher_runtime.engine.pages import window_pages
 from clocher_runtime.models.build import PAGE_CELLS, lay_out, table_bytes
 from clocher_runtime.models.inventory import in_scope, inventory
-from clocher_runtime.models.rewrite import quantize_activations
+from clocher_runtime.models.rewrite import quantize_activations, skip_zeros, twice_packed
+from clocher_runtime.models.selection import Selection, parse_selection
 from clocher_runtime.models.spec import ModelSpec
+from clocher_runtime.speculation.recycle import CANDIDATES
+from clocher_runtime.speculation.speculator import rows_for
 
 DEFAULT_CONTEXT = 4096
 ACT_GROUP = 128
 """Columns per scale of int8 activations."""
 PROGRAM_BYTES = 128 << 20
 """What Python, its libraries and the compiled kernels take beside any model: measured, rounded."""
+SPARSE_ON = ("cpu", "cuda", "reference")
+"""Back ends that read lists of pages."""
 _MOST = (1 << 31) - 1  # slots and rows are int32
 
 
@@ -40,6 +46,8 @@ class Sizes:
     kv_dtype: str
     pages: int
     window_pages: int
+    candidates: int = 0
+    selection: Selection | None = None
 
 
 def sizes_of(
@@ -53,13 +61,21 @@ def sizes_of(
     kv_pages: int | None = None,
     score_rows: int = 0,
     all_logits: bool = False,
+    speculates: bool = False,
+    recycles: bool = False,
+    attn: str = "dense",
 ) -> Sizes:
     """Return the sizes of a session; the arguments are those of `Session`.
 
+    Args:
+        speculates: whether tokens are guessed, and passes have a row for each.
+        recycles: whether that is done with what the model ranked first.
+
     Raises:
-        UsageError: a size is out of range.
+        UsageError: a size is out of range, or the model or the back end has no such attention.
     """
     known = BACK_ENDS[backend]
+    selection = selection_of(spec, backend, attn)
     kv_dtype = known.kv_dtype if kv_dtype is None else kv_dtype
     one_of("kv_dtype", kv_dtype, KV_DTYPES)
     chunk = known.chunk if chunk is None else chunk
@@ -71,10 +87,41 @@ def sizes_of(
     blocks = -(-context // PAGE_CELLS)
     kv_pages = batch * blocks if kv_pages is None else whole("kv_pages", kv_pages, 1, _MOST)
     tokens = max(chunk, batch)
-    rows = max(batch, min(whole("score_rows", score_rows, 0, _MOST), tokens))
+    drawn = min(rows_for(batch), tokens) if speculates else batch
+    rows = max(drawn, min(whole("score_rows", score_rows, 0, _MOST), tokens))
     window = max(spec.windows, default=0)
     few = window_pages(window, tokens, batch, context, kv_pages) if window else 0
-    return Sizes(tokens, tokens if all_logits else rows, batch, context, kv_dtype, kv_pages, few)
+    rows, kept = tokens if all_logits else rows, CANDIDATES if recycles else 0
+    return Sizes(tokens, rows, batch, context, kv_dtype, kv_pages, few, kept, selection)
+
+
+def whole_layers(spec: ModelSpec) -> int:
+    """Return how many layers see everything."""
+    chunks = spec.chunks or (0,) * len(spec.windows)
+    return sum(not window and not chunk for window, chunk in zip(spec.windows, chunks, strict=True))
+
+
+def selection_of(spec: ModelSpec, backend: str, attn: str) -> Selection | None:
+    """Return which pages a session reads; None: all.
+
+    Raises:
+        UsageError: `attn` is no way to read, or neither the model nor the back end has it.
+    """
+    if not isinstance(attn, str):
+        raise UsageError(f"attn is {shown(attn)}; expected text, such as 'dense' or 'topk:2048'")
+    selection = parse_selection(attn)
+    if selection is None:
+        return None
+    if backend not in SPARSE_ON:
+        raise UsageError(
+            f"attn {attn}: the {backend} back end reads all pages; use dense, or --device cpu"
+        )
+    if not whole_layers(spec):
+        raise UsageError(
+            f"attn {attn}: no layer of this model sees more than a window, so there is nothing "
+            "to leave out; use dense"
+        )
+    return selection
 
 
 def with_codes(plan: Plan, formats: Mapping[str, Format], scope: Set[str]) -> Plan:
@@ -85,7 +132,7 @@ def with_codes(plan: Plan, formats: Mapping[str, Format], scope: Set[str]) -> Pl
 
 def packed_names(plan: Plan) -> set[str]:
     """Return the weights that the CPU back end packs before the first step."""
-    return {call.args["w"] for call in plan.calls if has_codes(call)}
+    return {name for call in plan.calls if has_codes(call) for name in matrices(call)}
 
 
 def expected_bytes(spec: ModelSpec, weights: int) -> int:
@@ -112,9 +159,10 @@ class Footprint:
     Attributes:
         mapped: weights that are read where they lie in their file, by way of the page cache.
         made: weights that are decoded or converted at load.
-        packed: weights that are packed before the first step, beside those that were made.
+        packed: weights that are packed before the first step, beside those that were made; those
+            of which zeros are skipped are packed twice.
         kv: the KV cache.
-        buffers: other buffers, and the rotary tables.
+        buffers: other buffers, the rotary tables, and that of recycled tokens.
     """
 
     mapped: int
@@ -133,7 +181,7 @@ class Footprint:
 def footprint(
     spec: ModelSpec, weights: Mapping[str, Destined], context: int | None = None
 ) -> Footprint:
-    """Return what a run on the CPU takes, with the defaults of `Session`.
+    """Return what a run on the CPU takes, with its defaults: one sequence, tokens are guessed.
 
     Args:
         spec: the model.
@@ -144,16 +192,19 @@ def footprint(
         UsageError: the context is longer than the model's.
     """
     formats = {name: each.format for name, each in weights.items() if each.format is not None}
-    sizes = sizes_of(spec, "cpu", context=context)
-    plan = with_codes(lay_out(spec, formats, **asdict(sizes)), formats, in_scope(spec, "all"))
+    sizes = sizes_of(spec, "cpu", context=context, speculates=True, recycles=True)
+    scope = in_scope(spec, "all")
+    plan = with_codes(lay_out(spec, formats, **asdict(sizes)), formats, scope)
+    plan = skip_zeros(plan, formats, scope)
     packed = packed_names(plan)
     kv = sum(buffer.nbytes for buffer in plan.buffers.values() if buffer.role == "state")
+    recycled = 4 * sizes.candidates * spec.vocab_size
     return Footprint(
         mapped=sum(w.nbytes for n, w in weights.items() if not w.made and n not in packed),
         made=sum(w.nbytes for w in weights.values() if w.made),
-        packed=sum(weights[name].nbytes for name in packed),
+        packed=sum(weights[name].nbytes for name in (*packed, *twice_packed(plan))),
         kv=kv,
-        buffers=plan.scratch_bytes() - kv + table_bytes(spec, sizes.context),
+        buffers=plan.scratch_bytes() - kv + table_bytes(spec, sizes.context) + recycled,
     )
 
 

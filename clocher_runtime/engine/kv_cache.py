@@ -32,7 +32,9 @@ class KVCacheConfig:
     batch: int = 1
     pages: int | None = None
 
-    def memory_usage_mb(self, path: str | Path | None = None, device: str = "auto") -> float:
+    def memory_usage_mb(
+        self, path: str | Path | None = None, device: str = "auto", attn: str = "dense"
+    ) -> float:
         """Return the MiB that `load(path, device=device, kv_cache=self)` allocates for the cache.
 
         No weight is read. It is `kv_cache_mb` of the loaded model, and of the JSON line of a run.
@@ -40,6 +42,8 @@ class KVCacheConfig:
         Args:
             path: of the model, as `load` takes it; None: the embedded one.
             device: "auto", "cpu" or "cuda".
+            attn: as `load` takes it; where pages are chosen by their keys, bounds of these are
+                kept.
 
         Raises:
             ModelError: the model is missing, damaged or not supported.
@@ -50,7 +54,8 @@ class KVCacheConfig:
         checkpoint = open_checkpoint(embedded_model() if path is None else locate(path, "path"))
         try:
             spec, _ = describe(checkpoint)
-            return kv_cache_bytes(spec, sizes_of(spec, backend, **self.options())) / (1 << 20)
+            sizes = sizes_of(spec, backend, **self.options(), attn=attn)
+            return kv_cache_bytes(spec, sizes) / (1 << 20)
         finally:
             checkpoint.close()
 

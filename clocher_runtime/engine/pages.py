@@ -9,6 +9,10 @@ more it stays where it is, and a sequence that begins with the same ids finds it
 computes nothing. Pages are taken from those that nobody uses: first what has no name, then what was
 used longest ago. Nothing is ever copied.
 
+A prefix is found only where its last window is there too. Of the pages that fall behind a window
+those are kept longer that lie before a place where texts were seen to part; the others go first, so
+a small pool of windows serves long texts.
+
 Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with
 PagedAttention, 2023; chained hashes of pages as in vLLM.
 """
@@ -99,12 +103,12 @@ class PagePool:
         self._users[page] += 1
         self._unused.pop(page, None)
 
-    def release(self, page: int) -> None:
-        """Use a page no more."""
+    def release(self, page: int, soon: bool = False) -> None:
+        """Use a page no more; with `soon` it is the next to be taken, named or not."""
         self._users[page] -= 1
         if not self._users[page]:
             self._unused[page] = None
-            if page not in self._names:
+            if soon or page not in self._names:
                 self._unused.move_to_end(page, last=False)
 
     def name(self, page: int, key: bytes, ids: bytes) -> None:
@@ -129,6 +133,7 @@ class Sequence:
         slot: its row of the page tables; -1: it has none, and no pages.
         cells: tokens whose keys are in the cache.
         held: block -> page, for each group of layers.
+        parts: block from which nothing was known: other texts begin with those before.
         keys: names of its blocks as far as they were needed, each with its ids.
     """
 
@@ -137,6 +142,7 @@ class Sequence:
     slot: int = -1
     cells: int = 0
     held: tuple[dict[int, int], ...] = ()
+    parts: int = 0
     keys: list[tuple[bytes, bytes]] = field(default_factory=list)
 
 
@@ -282,8 +288,9 @@ class KvPages:
                     group.pool.name(held[block], *self._key(sequence, block))
         for group, held in zip(self._groups, sequence.held, strict=True):
             first = group.first_block(cells)
+            kept = range(group.first_block(sequence.parts * PAGE_CELLS), sequence.parts)
             for block in [each for each in held if each < first]:
-                group.pool.release(held.pop(block))
+                group.pool.release(held.pop(block), soon=block not in kept)
                 group.table[sequence.slot, block] = NO_PAGE
                 self.changed = True
 
@@ -311,6 +318,7 @@ class KvPages:
             if self._groups[0].pool.find(*self._key(sequence, block)) is None:
                 break
             blocks += 1
+        sequence.parts = blocks
         for group in self._groups[1:]:
             while blocks and not all(
                 group.pool.find(*sequence.keys[block]) is not None
@@ -345,8 +353,10 @@ def window_pages(window: int, chunk: int, slots: int, context: int, others: int)
         chunk: tokens of a step.
         slots: sequences side by side.
         context: cells of a sequence.
-        others: pages of the layers that see everything; a quarter of them is kept for prefixes.
+        others: pages of the layers that see everything. For the ends of prefixes there are a 64th
+            of them more, or one window, and at most a quarter.
     """
     most = -(-context // PAGE_CELLS)
     live = min(most, -(-(window + chunk) // PAGE_CELLS) + 1)
-    return min(slots * most, slots * live + others // 4)
+    ends = min(others // 4, max(others // 64, -(-window // PAGE_CELLS) + 1))
+    return min(slots * most, slots * live + ends)

@@ -1,24 +1,26 @@
 """What callers ask a session for, and the box in which they find the answer."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from clocher_kernels.errors import UsageError
-from clocher_kernels.ops.sampling import words_for
+from clocher_kernels.ops.sampling import NO_TOKEN, allows, words_for
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.constraint import Constraint
 from clocher_runtime.engine.drawing import draw
 from clocher_runtime.engine.pages import Sequence as Cached
 from clocher_runtime.engine.timing import TimedWindow
+from clocher_runtime.speculation.draft import NO_DRAFT, ROOT, Draft
+from clocher_runtime.speculation.speculator import Track
 
 Finish = Literal["", "stop", "length"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Token:
     """One generated token.
 
@@ -89,6 +91,11 @@ class Request(Cached):
         made: tokens made so far; they stand at the end of `ids`.
         found: tokens that were in the cache when it ran for the first time; None before.
         constraint: which tokens may be made.
+        track: what is guessed about it; None: nothing is.
+        draft: tokens that the step verifies.
+        kept: how many of them have come true and stand in the cache where they belong.
+        again: tokens of a branch that came true, which the next step computes again.
+        is_faulty: its logits were not finite.
         scored: takes each position of the prompt and the logits after it, [V] fp32, valid during
             the call; nothing is made then.
     """
@@ -101,6 +108,11 @@ class Request(Cached):
     made: int = 0
     found: int | None = None
     constraint: Constraint | None = None
+    track: Track | None = None
+    draft: Draft = NO_DRAFT
+    kept: int = 0
+    again: int = 0
+    is_faulty: bool = False
     scored: Callable[[int, np.ndarray], None] | None = None
 
     @property
@@ -110,23 +122,52 @@ class Request(Cached):
 
     @property
     def decodes(self) -> bool:
-        """Whether it makes one token a step from the one before."""
-        return self.made > 0 and len(self.ids) - self.cells == 1
+        """Whether it makes tokens from the last ones made, of which all but one were guessed."""
+        return self.made > 0 and len(self.ids) - self.cells == 1 + self.again
 
-    def restrict(self, mask: np.ndarray) -> bool:
-        """Write which tokens may come next, [W] u32, if there is a constraint.
+    def rows(self, count: int) -> int:
+        """Return the output rows of a step that computes so many of its tokens, and its draft."""
+        if self.scored is not None:
+            return count
+        return 1 + len(self.draft.tokens) if count == self.waiting_tokens else 0
+
+    def restrict(self, masks: np.ndarray) -> int:
+        """Write which tokens may come next, and after each token of the draft.
+
+        The draft is cut where a token of it is not allowed, or the text may end.
+
+        Args:
+            masks: [C, W] u32, written from the first on.
 
         Returns:
-            Whether it was written; an error of the constraint ends the call instead.
+            How many were written, none without a constraint; an error of it ends the call instead.
         """
         if self.constraint is None or self.box.is_over:
-            return False
+            return 0
         try:
-            self.constraint.fill(mask)
+            written = self._restrict(self.constraint, masks)
         except Exception as error:
-            self.box.error = error
-            return False
-        return True
+            self.box.error, self.draft = error, NO_DRAFT
+            return 0
+        if written <= len(self.draft.tokens):
+            self.draft = self.draft.kept(range(written - 1))
+        return written
+
+    def _restrict(self, constraint: Constraint, masks: np.ndarray) -> int:
+        constraint.fill(masks[0])
+        written = 1
+        for node, token in enumerate(self.draft.tokens):
+            if self.draft.parents[node] != node - 1 or not allows(masks[node], token):
+                break
+            constraint.take(token)
+            if constraint.is_over:
+                constraint.undo(1)
+                break
+            constraint.fill(masks[written])
+            written += 1
+        if written > 1:
+            constraint.undo(written - 1)
+        return written
 
     def draw(self, logits: np.ndarray) -> int:
         """Return the token that the host draws from logits, [V] fp32."""
@@ -136,6 +177,58 @@ class Request(Cached):
             self.constraint.fill(mask)
         prompt = len(self.ids) - self.made
         return draw(logits, self.ids, prompt, self.made, self.sampling, mask)
+
+    def verify(self, sampled: Sequence[int], logits: np.ndarray | None) -> list[Token]:
+        """Go on with the tokens that were drawn, as far as the draft had them right.
+
+        Args:
+            sampled: what the device drew after the text, and after each node of the draft.
+            logits: what from, [1 + nodes, V] fp32, if somebody wants that.
+
+        Returns:
+            The tokens. An error of what the caller gave ends the call; `is_faulty` tells that the
+            logits were not finite.
+        """
+        made: list[Token] = []
+        node: int | None = ROOT
+        self.kept = self.again = 0
+        while node is not None:
+            token, row = sampled[node + 1], None if logits is None else logits[node + 1]
+            if token == NO_TOKEN:
+                self.is_faulty = True
+                break
+            try:
+                if self.sampling.on_host and token >= 0:
+                    assert row is not None
+                    token = self.draw(row)
+                wanted = row.copy() if row is not None and self.box.logits else None
+                made.append(self.take(token, wanted))
+            except Exception as error:
+                self.box.error = error
+                break
+            if made[-1].last:
+                break
+            node = self.draft.child(node, token)
+            if node is not None:
+                on_spine = node == self.kept
+                self.kept += on_spine
+                self.again += not on_spine
+        return made
+
+    def score(self, logits: np.ndarray) -> bool:
+        """Hand over the logits of its next tokens, [T, V] fp32; return whether they were the last.
+
+        An error of who takes them ends the call.
+        """
+        assert self.scored is not None
+        first = self.cells - len(logits)
+        try:
+            for position, row in enumerate(logits, first):
+                self.scored(position, row)
+        except Exception as error:
+            self.box.error = error
+            return False
+        return self.cells == len(self.ids)
 
     def take(self, token: int, logits: np.ndarray | None) -> Token:
         """Go on with a token that was drawn.

@@ -9,26 +9,20 @@ A token's logits depend on nothing but its own sequence, so neither company nor 
 what a request gets.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-
-import numpy as np
+from contextlib import ExitStack
 
 from clocher_kernels.errors import DeviceError, NonFinite, OutOfMemory, SessionBusy
-from clocher_kernels.ops.sampling import NO_TOKEN
-from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.backends import Executor, Weights
 from clocher_runtime.engine.nonfinite import explain
 from clocher_runtime.engine.pages import Census, KvPages
-from clocher_runtime.engine.requests import Mailbox, Request
-from clocher_runtime.engine.step_inputs import StepInputs
-from clocher_runtime.engine.timing import SpanKind, StepSums, StepTimes
-
-Part = tuple[Request, int]
-"""A request, and how many of its tokens a step computes."""
-Row = tuple[Request, int]
-"""A request, and the position of a token whose logits are wanted."""
+from clocher_runtime.engine.passes import Done, Passes
+from clocher_runtime.engine.requests import Request
+from clocher_runtime.engine.step_inputs import Part
+from clocher_runtime.engine.timing import StepSums, StepTimes
+from clocher_runtime.speculation.draft import NO_DRAFT
+from clocher_runtime.speculation.speculator import Speculator
 
 _WITH_PROMPTS = 1.5  # of the time of a step without prompts, a step with some may take
 _LEAST_PIECE = 4  # tokens of a prompt that a step takes however long it lasts
@@ -45,13 +39,14 @@ class Scheduler:
         act_prec: how activations are stored, for that too.
         itl_ms: expected length of a step, above which no more of a prompt is taken while somebody
             decodes.
+        speculator: guesses tokens; None: nobody does.
 
     Attributes:
         kv_hits: keys of earlier tokens that were found in the cache, by all tokens.
         kv_misses: tokens that were computed.
         reused: tokens that were found in the cache instead.
         preempted: how often a sequence had to give its pages back.
-        sums: what all steps add up to.
+        passes: what executes steps.
         pages: see there.
     """
 
@@ -63,17 +58,32 @@ class Scheduler:
         weights: Weights,
         act_prec: str,
         itl_ms: float,
+        speculator: Speculator | None = None,
     ) -> None:
-        self.itl_ms, self.times, self.sums = itl_ms, StepTimes(), StepSums()
+        self.passes = Passes(executor, pages, speculator)
+        self.itl_ms = itl_ms
         self.kv_hits = self.kv_misses = self.reused = self.preempted = 0
         self._executor, self.pages = executor, pages
         self._weights, self._act_prec = weights, act_prec
-        self._inputs = StepInputs(executor)
         self._count, self._slots = slots, list(range(slots))[::-1]
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # oldest first
-        self._staged: list[Request] = []  # what the device goes on with by itself
         self._awake, self._is_awake = ExitStack(), False
+
+    @property
+    def sums(self) -> StepSums:
+        """What all steps add up to."""
+        return self.passes.sums
+
+    @property
+    def times(self) -> StepTimes:
+        """How long steps take."""
+        return self.passes.times
+
+    @property
+    def speculator(self) -> Speculator | None:
+        """Who guesses tokens."""
+        return self.passes.speculator
 
     @property
     def is_idle(self) -> bool:
@@ -107,8 +117,7 @@ class Scheduler:
                     "close the other one first, or load a second session"
                 )
         if warm:
-            self._inputs.choose(requests[0].sampling)
-            self._staged = []
+            self.passes.choose(requests[0].sampling)
             self._executor.warm()
         self._waiting.extend(requests)
 
@@ -130,7 +139,7 @@ class Scheduler:
                     "raise --context"
                 )
         except Exception as error:
-            self._staged = []
+            self.passes.forget()
             self.end_all(error)
         except BaseException as cut:  # Ctrl-C: it is the caller's, and nobody else's
             self._begin_anew(DeviceError(f"a step was cut off by {type(cut).__name__}; ask again"))
@@ -141,6 +150,8 @@ class Scheduler:
         """Let requests go whose callers have left, or whose call has failed."""
         if any(r.box.is_over for r in self._running):
             for request in [r for r in self._running if r.box.is_over]:
+                if request.box.error is None:
+                    self._finish(request)
                 self._retire(request)
         if any(r.box.is_over for r in self._waiting):
             self._waiting = deque(r for r in self._waiting if not r.box.is_over)
@@ -168,25 +179,21 @@ class Scheduler:
         """End every call, and trust nothing that was noted of them."""
         for request in (*self._running, *self._waiting):
             request.box.error = error
-        self._running, self._waiting, self._staged = [], deque(), []
+        self._running, self._waiting = [], deque()
+        self.passes.forget()
         self._slots = list(range(self._count))[::-1]
         self.pages.reset()
+        if self.speculator is not None:
+            self.speculator.reset()
         self.rest()
-
-    def blank_step(self) -> None:
-        """Execute a step of one token that belongs to no sequence."""
-        self._staged = []
-        blank = Request(ids=[0], box=Mailbox(1), index=0, budget=1, sampling=Sampling())
-        self._stage([(blank, 1)], [(blank, 0)])
-        self._executor.step(1, 1)
 
     # Who computes what.
 
     def _choose(self) -> list[Part]:
         """Return the requests of the next step and how many tokens each computes."""
-        decoding = sum(r.decodes for r in self._running)
+        decoding = sum(r.waiting_tokens for r in self._running if r.decodes)
         room = self._executor.plan.tokens - decoding
-        if decoding and (self._waiting or decoding < len(self._running)):
+        if decoding and (self._waiting or not all(r.decodes for r in self._running)):
             # Who comes would wait for ever if those who are there needed all of the time.
             limit = max(self.itl_ms, _WITH_PROMPTS * self.times.expected_ms(decoding))
             room = min(room, max(self.times.most(limit) - decoding, _LEAST_PIECE))
@@ -196,7 +203,8 @@ class Scheduler:
         for request in list(self._running):
             if request.slot < 0:  # it just lost its pages
                 continue
-            count = 1 if request.decodes else min(request.waiting_tokens, room)
+            count = request.waiting_tokens
+            count = count if request.decodes else min(count, room)
             if request.scored is not None:
                 count = min(count, rows)
             if count and self._reserve(request, count):
@@ -241,103 +249,60 @@ class Scheduler:
         self._running.remove(request)
         self._slots.append(request.slot)
         self.pages.release(request, forget)
-        if request in self._staged:
-            self._staged = []
+        request.draft, request.again = NO_DRAFT, 0
+        if request.track is not None and request.track.reader is not None:
+            request.track.reader.leave()
+        self.passes.forget(request)
 
     # A step.
 
     def _serve(self, parts: list[Part]) -> None:
-        """Execute a step and put what it made into the mailboxes."""
-        requests = [request for request, _ in parts]
-        decodes = sum(r.decodes for r in requests)
-        only_decodes = decodes == len(parts)
-        tokens, rows = sum(count for _, count in parts), _rows(parts)
-        with self._span(requests, tokens - decodes, decodes):
-            began = self.times.now()
-            if not only_decodes or self._staged != requests or self.pages.changed:
-                self._stage(parts, rows)
-                # After each token a constraint allows others, which only the host knows.
-                goes_on = only_decodes and all(r.constraint is None for r in requests)
-                self._staged = requests if goes_on else []
-            self._executor.step(tokens, len(rows))
-            _tell(rows)
-            sampled = self._executor.fetch("sampled", len(rows)).tolist() if rows else []
-            took = self.times.now() - began
-            self.sums.add(tokens - decodes, decodes, took)
-            if rows:  # otherwise a GPU may still be at it
-                self.times.add(tokens, took)
+        """Execute a step, note what is in the cache now, and let go who has ended."""
+        done = self.passes.run(parts)
         if self.pages.keeps:
-            self.kv_misses += tokens
-            self.kv_hits += sum(count * r.cells + count * (count - 1) // 2 for r, count in parts)
-        table = self._logits(rows)  # before a fault is looked for: that does steps of its own
-        if NO_TOKEN in sampled:
-            self._fail({r for (r, _), id_ in zip(rows, sampled, strict=True) if id_ == NO_TOKEN})
+            self.kv_misses += done.tokens
+            self.kv_hits += sum(_keys_before(request, count) for request, count in parts)
         for request, count in parts:
             if request.slot >= 0:
-                self.pages.commit(request, request.cells + count)
-        self._deliver(rows, sampled, table)
+                self.pages.commit(request, request.cells + count + request.kept)
+                request.draft, request.kept = NO_DRAFT, 0
+        self._deliver(done)
+        if done.is_faulty:  # last, for it does steps of its own
+            self._fail([request for request, _ in parts if request.is_faulty])
 
-    def _logits(self, rows: list[Row]) -> np.ndarray | None:
-        """Return the logits of a step [R, V], None if nobody wants them."""
-        if any(r.scored is not None or r.box.logits or r.sampling.on_host for r, _ in rows):
-            return self._executor.fetch("logits", len(rows))
-        return None
-
-    def _span(
-        self, requests: list[Request], prompt: int, decodes: int
-    ) -> AbstractContextManager[None]:
-        """Return the span that measures a step, if one of its calls wants that."""
-        for request in requests:
-            if request.box.window is not None:
-                kind: SpanKind = "prefill" if prompt else "decode"
-                return request.box.window.span(kind, prompt or decodes)
-        return nullcontext()
-
-    def _stage(self, parts: list[Part], rows: list[Row]) -> tuple[int, int]:
-        self.pages.changed = False
-        return self._inputs.stage(parts, rows)
-
-    def _deliver(self, rows: list[Row], sampled: list[int], table: np.ndarray | None) -> None:
-        """Give each request what was made in its rows."""
-        for row, ((request, position), token) in enumerate(zip(rows, sampled, strict=True)):
+    def _deliver(self, done: Done) -> None:
+        """Hand logits over to requests that score; let those go that have ended."""
+        for request, rows in done.rows:
             box = request.box
-            if box.is_over:
+            if box.is_over or request.is_faulty:
                 continue
-            try:
-                ended = self._take(request, position, token, None if table is None else table[row])
-            except Exception as error:  # of a function that the caller gave
-                box.error = error
-                continue
+            if request.scored is not None:
+                assert done.logits is not None
+                ended = request.score(done.logits[rows])
+            else:
+                ended = bool(made := done.made[request]) and made[-1].last
             if ended:
                 box.open -= 1
+                self._finish(request)
                 self._retire(request)
 
-    def _take(self, request: Request, position: int, token: int, logits: np.ndarray | None) -> bool:
-        """Give a request what was made in a row of it; return whether that was its last."""
-        if request.scored is not None:
-            assert logits is not None
-            request.scored(position, logits)
-            return position == len(request.ids) - 1
-        if request.sampling.on_host and token >= 0:
-            assert logits is not None
-            self._staged = []  # the device went on with its own token
-            token = request.draw(logits)
-        wanted = logits.copy() if logits is not None and request.box.logits else None
-        made = request.take(token, wanted)
-        request.box.tokens.append(made)
-        return made.last
+    def _finish(self, request: Request) -> None:
+        """Let others be guessed from what a request made, if that is wanted."""
+        if self.speculator is not None and request.made:
+            self.speculator.finish(request.salt, request.ids[-request.made :])
 
     # What went wrong.
 
-    def _fail(self, requests: set[Request]) -> None:
+    def _fail(self, requests: list[Request]) -> None:
         """End the calls of requests whose logits were not finite."""
         for request in requests:
+            request.is_faulty = False
             if request.box.is_over:
                 continue
             found = explain(self._executor, self._weights, self._act_prec, self._again(request))
             request.box.error = NonFinite(str(found), request.index)
             self._retire(request, forget=True)
-        self._staged = []
+        self.passes.forget()
 
     def _again(self, request: Request) -> Generator[tuple[int, int], None, None]:
         """Stage all tokens of a request again, step by step; yield their counts and of rows."""
@@ -352,30 +317,11 @@ class Scheduler:
                 count = min(count, self._executor.plan.rows)
             if not self.pages.reserve(request, request.cells + count):
                 return
-            parts = [(request, count)]
-            yield self._stage(parts, _rows(parts))
+            yield self.passes.stage([(request, count)])
             self.pages.commit(request, request.cells + count)
 
 
-def _rows(parts: list[Part]) -> list[Row]:
-    """Return the request and the position of each token of a step whose logits are wanted."""
-    rows: list[Row] = []
-    for request, count in parts:
-        if request.scored is not None:
-            rows += [(request, request.cells + i) for i in range(count)]
-        elif count == request.waiting_tokens:
-            rows.append((request, request.cells + count - 1))
-    return rows
-
-
-def _tell(rows: list[Row]) -> None:
-    """Tell callers how many tokens the step made for them; their errors are their own."""
-    if all(request.box.after_token is None for request, _ in rows):
-        return
-    counts = Counter(r.box for r, _ in rows if r.scored is None and not r.box.is_over)
-    for box, count in counts.items():
-        if box.after_token is not None:
-            try:
-                box.after_token(count)
-            except Exception as error:
-                box.error = error
+def _keys_before(request: Request, count: int) -> int:
+    """Return the keys that the tokens of a request find in the cache or in their step."""
+    count += len(request.draft.tokens)
+    return count * request.cells + count * (count - 1) // 2

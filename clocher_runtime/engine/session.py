@@ -1,15 +1,11 @@
 """A session: one Plan bound to one back end, shared by all who generate. It knows ids, not text."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
 from functools import partial
 
 import numpy as np
 
 from clocher_kernels.errors import UsageError
-from clocher_kernels.host_memory import require
-from clocher_kernels.ops.contract import has_codes
-from clocher_kernels.plan import Plan
 from clocher_runtime.engine.arguments import (
     Sampling,
     check_biases,
@@ -25,20 +21,23 @@ from clocher_runtime.engine.backends import (
     Progress,
     Tuning,
     acted_on,
-    make_executor,
 )
+from clocher_runtime.engine.binding import bind
 from clocher_runtime.engine.constraint import Constraint, one_for_each
-from clocher_runtime.engine.footprint import packed_names, sizes_of, with_codes
+from clocher_runtime.engine.draft_model import DraftModel
+from clocher_runtime.engine.footprint import sizes_of
 from clocher_runtime.engine.generation import Generation
+from clocher_runtime.engine.guessing import Guessing, check_draft, guesses, recycles
 from clocher_runtime.engine.load import Model
-from clocher_runtime.engine.pages import Census, KvPages
+from clocher_runtime.engine.pages import Census
 from clocher_runtime.engine.probes import Touch
+from clocher_runtime.engine.reading import Reading
 from clocher_runtime.engine.requests import Mailbox, Request
 from clocher_runtime.engine.scheduler import Scheduler
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.engine.turns import Turns
-from clocher_runtime.models.build import PAGE_CELLS, build_plan
-from clocher_runtime.models.inventory import SCOPES, in_scope
+from clocher_runtime.speculation.account import Account, account
+from clocher_runtime.speculation.speculator import Counts, Track
 
 MAX_THREADS = 1024
 ITL_MS = 100.0
@@ -72,6 +71,13 @@ class Session:
         prefix_cache: find the keys of texts that began alike instead of computing them again.
         itl_ms: while somebody decodes, take no more of a prompt into a step than is expected to end
             in this time; infinite: as much as fits.
+        speculate: who guesses tokens that are then verified, of `speculator.MODES`; ids are the
+            same with all of them. "auto": whoever pays.
+        share_drafts: guess from what others of the same salt were told, too. How fast a text comes
+            then tells what stands in theirs.
+        attn: "dense" reads the whole cache, "auto" too and makes `reading.proposal`, others less.
+        draft: a small model of the same vocabulary that guesses tokens, with "auto" or "draft".
+        act_sparsity, act_calibration: a lossy variant (`engine.act_sparsity`), and its text's ids.
         progress: called with (done, total) while kernels compile, or weights are copied.
         packing: called with (done, total) while weights are packed, if they are many.
 
@@ -98,12 +104,19 @@ class Session:
         kv_pages: int | None = None,
         prefix_cache: bool = False,
         itl_ms: float = ITL_MS,
+        speculate: str = "off",
+        share_drafts: bool = False,
+        draft: Model | None = None,
+        attn: str = "dense",
+        act_sparsity: str | None = None,
+        act_calibration: Sequence[int] | None = None,
         progress: Progress | None = None,
         packing: Progress | None = None,
     ) -> None:
-        known = BACK_ENDS[one_of("backend", backend, BACK_ENDS)]
+        one_of("backend", backend, BACK_ENDS)
         threads = whole("threads", threads, 1, MAX_THREADS)
-        for name, flag in (("all_logits", all_logits), ("prefix_cache", prefix_cache)):
+        flags = {"all_logits": all_logits, "prefix_cache": prefix_cache}
+        for name, flag in {**flags, "share_drafts": share_drafts}.items():
             if not isinstance(flag, bool):
                 raise UsageError(f"{name} is {shown(flag)}; expected True or False")
         if isinstance(itl_ms, bool) or not isinstance(itl_ms, int | float) or not itl_ms > 0:
@@ -113,6 +126,8 @@ class Session:
                 raise UsageError(f"{name} is {shown(function)}; expected a function or None")
         if tuning is not None and not isinstance(tuning, Tuning):
             raise UsageError(f"tuning is {shown(tuning)}; expected a Tuning of engine.backends")
+        are_guessed = guesses(backend, speculate, share_drafts)
+        check_draft(draft, speculate)
         sizes = sizes_of(
             model.spec,
             backend,
@@ -123,39 +138,52 @@ class Session:
             kv_pages=kv_pages,
             score_rows=score_rows,
             all_logits=all_logits,
+            speculates=are_guessed,
+            recycles=are_guessed and recycles(speculate),
+            attn=attn,
         )
         self.model, self.batch, self.context = model, sizes.slots, sizes.context
         self.kv_dtype, self._chunk = sizes.kv_dtype, sizes.tokens
-        room = partial(_check_room, known.on_host)
-        plan = build_plan(model.spec, model.formats, **asdict(sizes), room=room)
-        act_prec = known.default_act_prec if act_prec is None else act_prec
-        one_of(f"act_prec of the {backend} back end", act_prec, known.activations)
-        if pretranspose is not None:
-            one_of("pretranspose", pretranspose, SCOPES)
-        scope = in_scope(model.spec, pretranspose or "all")
-        tuning = replace(tuning or Tuning(), copied=scope if pretranspose else frozenset())
-        if act_prec == "int8":
-            plan = with_codes(plan, model.formats, scope)
-        self.act_prec = _act_prec(plan, act_prec)
-        self._executor = make_executor(
-            backend, plan, model.weights, threads, progress, act_prec, tuning, packing
+        bound = partial(  # two models are, perhaps
+            bind,
+            backend=backend,
+            threads=threads,
+            act_prec=act_prec,
+            tuning=tuning,
+            pretranspose=pretranspose,
+            prefix_cache=prefix_cache,
+            progress=progress,
+            packing=packing,
         )
-        self._scope_is_kept = backend == "cpu" and packed_names(plan) <= scope
+        own = bound(model, sizes, act_sparse=act_sparsity, act_calibration=act_calibration)
+        self.act_sparsity = act_sparsity
+        self.act_prec, self._scope_is_kept = own.act_prec, own.scope_is_kept
+        self._executor, self._longest = own.executor, own.longest
         self._scores = all_logits or score_rows > 0
-        salt = f"{model.spec} {sorted(model.formats.items())} {self.kv_dtype} {self.act_prec}"
-        pages = KvPages(
-            self._executor.array("pages") if model.spec.windows else None,
-            sizes.pages,
-            window_table=self._executor.array("window_pages") if sizes.window_pages else None,
-            window_pages=sizes.window_pages,
-            window=max(model.spec.windows, default=0),
-            salt=salt.encode(),
-            reuse=prefix_cache,
-        )
-        self._longest = min(self.context, sizes.pages * PAGE_CELLS)
+        self._guessing: Guessing | None = None
+        if are_guessed:
+            drafting = None
+            if draft is not None:
+                smaller = sizes_of(
+                    draft.spec,
+                    backend,
+                    batch=self.batch,
+                    context=min(self.context, draft.spec.max_positions),
+                    kv_dtype=self.kv_dtype,
+                    chunk=chunk,
+                    kv_pages=kv_pages,
+                )
+                guest = bound(draft, smaller, beside=self._executor)
+                drafting = DraftModel(guest, model.spec.vocab_size)
+            self._guessing = Guessing(
+                speculate, model.spec.vocab_size, sizes, share_drafts, drafting
+            )
+        speculator = self._guessing.speculator if self._guessing is not None else None
         self._scheduler = Scheduler(
-            self._executor, pages, self.batch, model.weights, self.act_prec, itl_ms
+            self._executor, own.pages, self.batch, model.weights, self.act_prec, itl_ms, speculator
         )
+        self.speculate = speculate if are_guessed else "off"
+        self.reading = Reading(own, backend, attn)
         self._is_warm = False
         self._turns = Turns(self._scheduler)
 
@@ -201,6 +229,14 @@ class Session:
         """Tokens that were computed."""
         return self._scheduler.kv_misses
 
+    def guessed(self, before: Counts | None = None) -> Account:
+        """Return what guessing came to, since an earlier state of its counts."""
+        speculator = self._scheduler.speculator
+        if speculator is None:  # then a pass makes one token
+            made = self._scheduler.passes.sums.decode_tokens
+            return Account(Counts(passes=made, tokens=made).since(before or Counts()))
+        return account(speculator.costs, speculator.counts, before)
+
     def census(self) -> list[Census]:
         """Count the pages of each pool: blank, cached, in use; those of who has left are unused."""
         with self._turns.taken("census"):
@@ -216,8 +252,10 @@ class Session:
         """
         with self._turns.taken("warm"), self._executor.running():
             self._is_warm = True
-            self._scheduler.blank_step()
             self._executor.warm()
+            self._scheduler.passes.warm()
+            if self._guessing is not None:
+                self._guessing.warm()
             self.synchronize()
 
     def work_touch(self, bytes_per_token: int, stride: int) -> Touch | None:
@@ -243,6 +281,8 @@ class Session:
             SessionBusy: it is called from within a step.
         """
         if self._turns.close():
+            if self._guessing is not None:
+                self._guessing.close()
             self._executor.close()
 
     def generate(
@@ -307,6 +347,7 @@ class Session:
                     sampling=chosen,
                     stop=stop,
                     constraint=bound[index],
+                    track=self._track(ids, chosen, salt.encode(), bound[index]),
                 )
                 for index, ids in enumerate(usable)
             ]
@@ -378,6 +419,16 @@ class Session:
             self._scheduler.step()
             return not self._scheduler.is_idle
 
+    def _track(
+        self, ids: list[int], sampling: Sampling, salt: bytes, constraint: Constraint | None
+    ) -> Track | None:
+        """Return what is to be guessed about a text; None if nothing is."""
+        speculator = self._scheduler.speculator
+        can_undo = constraint is None or hasattr(constraint, "undo")
+        if self._guessing is None or speculator is None or not can_undo:
+            return None
+        return self._guessing.track(speculator, ids, sampling, salt)
+
     def _generation(self, begin: Callable[[], Mailbox]) -> Generation:
         unchanged = self.model.checkpoint.check_unchanged
         return Generation(begin, self._turns.serve, self._turns.let_go, unchanged)
@@ -385,6 +436,8 @@ class Session:
     def _submit(self, purpose: str, requests: Sequence[Request]) -> None:
         self.model.checkpoint.check_unchanged()
         with self._turns.taken(purpose):
+            if self._is_warm and self._guessing is not None:
+                self._guessing.choose(requests[0].sampling)
             self._scheduler.submit(requests, warm=self._is_warm)
 
     def _usable(self, given: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -394,19 +447,3 @@ class Session:
     def _usable_ids(self, prompt: Sequence[int]) -> list[int]:
         what = "context" if self._longest == self.context else "KV cache (kv_pages)"
         return prompt_ids(prompt, self.model.spec.vocab_size, self._longest, what)
-
-
-def _act_prec(plan: Plan, stored: str) -> str:
-    """Return "int8" if the Plan has integer products, else how activations are stored."""
-    integer = any(has_codes(call) for call in plan.calls)
-    return "int8" if integer else "fp32" if stored == "int8" else stored
-
-
-def _check_room(on_host: bool, buffers: int, tables: int) -> None:
-    """Refuse before anything is allocated that the machine does not have."""
-    # The GPU's memory is checked where it is known.
-    require(
-        buffers + tables if on_host else tables,
-        "KV cache and buffers need",
-        "lower --context or --batch, or choose a smaller --kv-dtype",
-    )

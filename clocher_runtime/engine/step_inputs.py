@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from clocher_runtime.engine.arguments import Sampling
-from clocher_runtime.engine.backends import Executor
+from clocher_runtime.engine.backends import Executor, stager
 from clocher_runtime.engine.requests import Request
 
 _TOKENS = ("ids", "slots", "positions", "ends", "ancestors")
 _ROWS = ("rows", "masked", "temperature", "top_k", "top_p", "seeds", "draws")
+
+
+Part = tuple[Request, int]
+"""A request, and how many of its tokens a step computes."""
 
 
 class StepInputs:
@@ -22,39 +24,41 @@ class StepInputs:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._arrays = {name: executor.array(name) for name in (*_TOKENS, *_ROWS, "allowed")}
+        self._write = stager()(self._arrays).write
 
-    def stage(
-        self, parts: Sequence[tuple[Request, int]], rows: Sequence[tuple[Request, int]]
-    ) -> tuple[int, int]:
-        """Write a step of causal tokens; return its tokens and output rows.
+    def stage(self, parts: Sequence[Part]) -> tuple[int, int]:
+        """Write a step; return its tokens and output rows.
 
         Args:
-            parts: requests, and how many tokens of each come next.
-            rows: requests, and positions of tokens of theirs whose logits are wanted.
+            parts: requests, and how many tokens of each come next, before its draft.
         """
-        arrays, first, start = self._arrays, {}, 0
+        start = row = masks = 0
         for request, count in parts:
-            cells, stop = request.cells, start + count
-            arrays["ids"][start:stop] = request.ids[cells : cells + count]
-            arrays["slots"][start:stop] = request.slot
-            arrays["positions"][start:stop] = np.arange(cells, cells + count)
-            first[request] = start - cells
-            start = stop
-        arrays["ends"][:start] = arrays["positions"][:start] + 1
-        masks = 0
-        for row, (request, position) in enumerate(rows):
-            sampling = request.sampling
-            arrays["rows"][row] = first[request] + position
-            arrays["draws"][row] = request.made
-            arrays["temperature"][row] = 0 if sampling.on_host else sampling.temperature
-            arrays["top_k"][row] = sampling.top_k
-            arrays["top_p"][row] = sampling.top_p
-            arrays["seeds"][row] = sampling.seed
-            masked = request.constraint is not None and request.restrict(arrays["allowed"][masks])
-            masks += masked
-            arrays["masked"][row] = masks if masked else 0
+            written = 0
+            if request.constraint is not None and request.rows(count):
+                written = request.restrict(self._arrays["allowed"][masks:])
+            cells, draft, sampling = request.cells, request.draft, request.sampling
+            drafted, rows = len(draft.tokens), request.rows(count)
+            self._write(
+                (*request.ids[cells : cells + count], *draft.tokens),
+                draft.parents,
+                start,
+                count,
+                drafted,
+                row,
+                rows,
+                request.slot,
+                cells,
+                request.made,
+                masks + 1 if written else 0,
+                sampling.top_k,
+                sampling.seed,
+                0.0 if sampling.on_host else sampling.temperature,
+                sampling.top_p,
+            )
+            start, row, masks = start + count + drafted, row + rows, masks + written
         self._executor.upload(masks)
-        return start, len(rows)
+        return start, row
 
     def choose(self, sampling: Sampling) -> None:
         """Write how every row's token is chosen, for a warm-up that looks at it."""

@@ -29,11 +29,21 @@ class Span:
     Attributes:
         tokens: prompt tokens of a prefill step; tokens made by a decode step.
         ns: duration in nanoseconds.
+        sequences: that a decode step made them for; 0: one token for each.
     """
 
     kind: SpanKind
     tokens: int
     ns: int
+    sequences: int = 0
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a step turns out to have done, if that is known only at its end; see `Span`."""
+
+    tokens: int
+    sequences: int = 0
 
 
 class TimedWindow:
@@ -65,26 +75,27 @@ class TimedWindow:
         self._synchronize = synchronize
 
     @contextmanager
-    def span(self, kind: SpanKind, tokens: int) -> Iterator[None]:
+    def span(self, kind: SpanKind, tokens: int) -> Iterator[Tally]:
         """Measure one step.
 
         Args:
             kind: "prefill" or "decode".
-            tokens: see `Span`.
+            tokens: see `Span`; the tally that the context yields may be given another number.
 
         Raises:
             WindowError: another window or span is open.
         """
         open_window(self.name)
+        tally = Tally(tokens)
         try:
             self._wait()
             start = self._clock()
-            yield
+            yield tally
             self._wait()
             ns = self._clock() - start
         finally:
             close_window()
-        self.spans.append(Span(kind, tokens, ns))
+        self.spans.append(Span(kind, tally.tokens, ns, tally.sequences))
         self.total_ns += ns
 
     def _wait(self) -> None:
@@ -172,11 +183,15 @@ def token_latencies_ms(spans: Sequence[Span]) -> list[float]:
     """Return the latency of each decoded token in milliseconds.
 
     A token's latency is the duration of the decode step that made it. The step of a batch counts
-    once for each of its tokens: every sequence waited that long. First tokens are made by prefill
-    steps and are counted by the time to first token instead.
+    once for each of its tokens: every sequence waited that long. Where a step made several tokens
+    of a sequence, each has its share of the time. First tokens are made by prefill steps and are
+    counted by the time to first token instead.
     """
     return [
-        span.ns / NS_PER_MS for span in spans if span.kind == "decode" for _ in range(span.tokens)
+        span.ns * (span.sequences or span.tokens) / span.tokens / NS_PER_MS
+        for span in spans
+        if span.kind == "decode"
+        for _ in range(span.tokens)
     ]
 
 

@@ -7,11 +7,12 @@ import numpy as np
 
 from clocher_kernels.formats.base import Format
 from clocher_kernels.plan import Plan
-from clocher_runtime.models.builder import ONES, PAGE_CELLS, Builder, tables_of
+from clocher_runtime.models.builder import COUNTS, ONES, Builder, tables_of
 from clocher_runtime.models.rope import rope_tables
+from clocher_runtime.models.selection import PAGE_CELLS, Selection
 from clocher_runtime.models.spec import ModelSpec, QueryGrowth, RopeSpec
 
-__all__ = ["PAGE_CELLS", "build_plan", "lay_out", "page_table", "table_bytes", "tables"]
+__all__ = ["COUNTS", "PAGE_CELLS", "build_plan", "lay_out", "page_table", "table_bytes", "tables"]
 
 
 def build_plan(
@@ -25,6 +26,8 @@ def build_plan(
     kv_dtype: str = "f32",
     pages: int | None = None,
     window_pages: int = 0,
+    candidates: int = 0,
+    selection: Selection | None = None,
     room: Callable[[int, int], None] = lambda buffers, tables: None,
 ) -> Plan:
     """Build the forward pass of a model.
@@ -40,13 +43,15 @@ def build_plan(
         pages: pages of the KV cache of each layer; None: `slots` whole contexts.
         window_pages: pages of layers with a sliding window, which have a page table of their own;
             0: they have the others' table and number of pages.
+        candidates: tokens with the largest logits that are kept of each row; 0: none are.
+        selection: the pages that layers without a window read; None: all.
         room: raises unless there is memory for the bytes of the buffers and of the rotary tables;
             called before the tables are made.
 
     Returns:
         The Plan. Inputs: ids, slots, positions, ends, ancestors, pages, rows, masked, temperature,
         top_k, top_p, seeds, draws, allowed, and window_pages if these layers have a table of their
-        own. Outputs: logits [R, V], sampled [R].
+        own. Outputs: logits [R, V], sampled [R], and candidates [R, K] if any are kept.
     """
     plan = lay_out(
         spec,
@@ -58,6 +63,8 @@ def build_plan(
         kv_dtype=kv_dtype,
         pages=pages,
         window_pages=window_pages,
+        candidates=candidates,
+        selection=selection,
     )
     room(plan.scratch_bytes(), table_bytes(spec, context))
     consts: dict[str, np.ndarray] = {}
@@ -80,6 +87,8 @@ def lay_out(
     kv_dtype: str = "f32",
     pages: int | None = None,
     window_pages: int = 0,
+    candidates: int = 0,
+    selection: Selection | None = None,
 ) -> Plan:
     """Return the Plan that `build_plan` builds of the same arguments, without its rotary tables.
 
@@ -88,7 +97,8 @@ def lay_out(
     builder = Builder(spec, formats, tokens, rows, slots, context, kv_dtype)
     if pages is not None:
         builder.pages = pages
-    builder.window_pages = window_pages
+    builder.window_pages, builder.candidates = window_pages, candidates
+    builder.selection = selection
     return builder.build()
 
 

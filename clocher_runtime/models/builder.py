@@ -6,12 +6,17 @@ from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.formats.ternary import Ternary
 from clocher_kernels.ops.sampling import words_for
+from clocher_kernels.ops.selection import WORD
 from clocher_kernels.plan import Attr, Buffer, Call, Plan, Role, Rows
 from clocher_runtime.models.inventory import EMBED, NORM, head_name, layer_name, mlp_norm_name
 from clocher_runtime.models.rewrite import quantize_for_ternary
+from clocher_runtime.models.selection import PAGE_CELLS, Selection
 from clocher_runtime.models.spec import MlaSpec, ModelSpec, MoeSpec, QueryGrowth
 
-PAGE_CELLS = 64  # cells of a KV page
+DRAWN = 8
+"""Tokens that a pass draws for a sequence at most: one, and one after each guess."""
+COUNTS = "selected"
+"""Pages that attention has read, and pages that were there, where it does not read all."""
 ONES = "norm.ones"
 """The weights of a norm that has none."""
 _CONSTS = ("rope", ONES)
@@ -49,9 +54,10 @@ class Builder:
     ) -> None:
         self.spec, self.formats = spec, formats
         self.tokens, self.rows, self.slots, self.context = tokens, rows, slots, context
-        self.kv_dtype = kv_dtype
+        self.kv_dtype, self.candidates = kv_dtype, 0
         self.blocks = -(-context // PAGE_CELLS)
         self.pages, self.window_pages = slots * self.blocks, 0
+        self.selection: Selection | None = None
         self.buffers: dict[str, Buffer] = {}
         self.weights: dict[str, None] = {}
         self.calls: list[Call] = []
@@ -77,6 +83,9 @@ class Builder:
         self._linear("last.normed", head_name(spec), "logits")
         if spec.logit_softcap:
             self._call("softcap", {"x": "logits"}, cap=spec.logit_softcap)
+        if self.candidates:
+            self._buffer("candidates", (self.rows, self.candidates), "i32", "R", "output")
+            self._call("top_tokens", {"logits": "logits", "candidates": "candidates"})
         settings = ("temperature", "top_k", "top_p", "seeds", "draws")
         draw = {n: n for n in ("logits", "allowed", "masked", *settings)}
         self._call("sample", {**draw, "ids": "sampled"})
@@ -104,9 +113,9 @@ class Builder:
             ("draws", "i32"),
         ):
             self._buffer(name, (self.rows,), dtype, "R", "input")
-        # The last of the inputs: what of it is new is sent with them.
-        masks = min(self.rows, self.slots), words_for(self.spec.vocab_size)
-        self._buffer("allowed", masks, "u32", "", "input")
+        # The last of the inputs: what of it is new is sent with them. Rows that score need none.
+        masks = min(self.rows, DRAWN * self.slots)
+        self._buffer("allowed", (masks, words_for(self.spec.vocab_size)), "u32", "", "input")
 
     def _attention(self, layer: int, window: int) -> None:
         spec, dim = self.spec, self.spec.head_dim
@@ -131,6 +140,8 @@ class Builder:
         chunk = spec.chunks[layer] if spec.chunks else 0
         seen: dict[str, Attr] = {"window": window, "chunk": chunk}
         scale = spec.attention_scale or dim**-0.5
+        if self.selection is not None and not window and not chunk:
+            args["listed"] = self._selected(layer, cache, kv, scale, self.selection)
         self._call("attention", args, **kv, scale=scale, **seen, softcap=spec.attention_softcap)
         if spec.sub_norms:
             self._norm("attended", f"{prefix}attn_sub_norm.weight", "attended")
@@ -219,6 +230,29 @@ class Builder:
                 args[f"{name}_scale"] = f"kv.{layer}.{name}_scale"
                 self._buffer(f"kv.{layer}.{name}_scale", shape[:3], "f32", "", "state")
         return args
+
+    def _selected(
+        self,
+        layer: int,
+        cache: Mapping[str, str],
+        kv: Mapping[str, Attr],
+        scale: float,
+        selection: Selection,
+    ) -> str:
+        """List the pages that each token of a layer reads; return the buffer of the lists."""
+        heads, dim = self.spec.num_kv_heads, self.spec.head_dim
+        self._buffer("listed", (self.tokens, heads, -(-self.blocks // WORD)), "u64", "M")
+        self._buffer(COUNTS, (self.tokens, heads, 2), "i64", "M", "state")
+        args = {**_TOKEN_ARGS, "pages": cache["pages"]}
+        if selection.is_scored:
+            bounds = f"kv.{layer}.bounds"
+            self._buffer(bounds, (self.pages, heads, 2, dim), "f32", "", "state")
+            keys = {name: cache[name] for name in ("k_cache", "k_scale") if name in cache}
+            self._call("page_bounds", {**args, **keys, "bounds": bounds}, **kv)
+            args["bounds"] = bounds
+        args |= {"q": "q", "listed": "listed", "counts": COUNTS}
+        self._call("select_pages", args, cells=PAGE_CELLS, scale=scale, **selection.attrs)
+        return "listed"
 
     def _mlp(self, layer: int) -> None:
         spec, prefix = self.spec, layer_name(layer, "mlp.")

@@ -67,6 +67,20 @@ class Piece:
     places: slice | None = None
 
 
+def names_of(family: Family, source: str, need: Need) -> Iterator[tuple[str, bool]]:
+    """Yield the names that a tensor of the model has in the files of a family.
+
+    With each: whether its rows are not simply all of them, as they stand.
+
+    Args:
+        family: the family.
+        source: name in `inventory(spec)`.
+        need: its entry there.
+    """
+    for name, rows, _, _ in _named(family, source, need):
+        yield name, rows != "all"
+
+
 def pieces(family: Family, spec: ModelSpec, source: str, need: Need) -> Iterator[Piece]:
     """Yield what a tensor of the model is made of, in the files of a family.
 
@@ -76,26 +90,30 @@ def pieces(family: Family, spec: ModelSpec, source: str, need: Need) -> Iterator
         source: name in `inventory(spec)`.
         need: its entry there.
     """
+    for name, rows, expert, places in _named(family, source, need):
+        yield Piece(name, rows_of(spec, rows, source, need), expert, places)
+
+
+def _named(
+    family: Family, source: str, need: Need
+) -> Iterator[tuple[str, str, int | None, slice | None]]:
+    """Yield the fields of each piece, its rows by the name that `rows_of` knows."""
     match = _LAYER.fullmatch(source)
-    if match is None:
-        yield Piece(source)
-        return
-    layer, rest = match.groups()
+    layer, rest = match.groups() if match else ("", "")
     tail = next((end for end in _ENDINGS if rest.endswith(end)), "")
     origins = family.tensors.get(rest.removesuffix(tail))
     if origins is None:
-        yield Piece(source)
+        yield source, "all", None, None
         return
     for place, origin in enumerate(origins):
         name = f"model.layers.{layer}.{origin.name}"
         places = None if len(origins) == 1 else slice(place, None, len(origins))
-        rows = rows_of(spec, origin.rows, source, need)
         if "{e}" in name:
             for expert in range(need.shape[0]):
                 each = name.format(e=expert) + (tail or ".weight")
-                yield Piece(each, rows, expert, places)
+                yield each, origin.rows, expert, places
         else:
-            yield Piece(name + tail, rows, None, places)
+            yield name + tail, origin.rows, None, places
 
 
 def rows_of(spec: ModelSpec, kind: str, source: str, need: Need) -> Rows:

@@ -1,6 +1,6 @@
-"""Rewrites of a Plan: the same model, its products' activations stored as int8."""
+"""Rewrites of a Plan: the same model, activations stored as int8, or zeros left out."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from clocher_kernels.formats import Ggml, Int4, Int8, Mxfp4, Ternary
@@ -60,6 +60,72 @@ def quantize_activations(plan: Plan, formats: Mapping[str, Format], group: int) 
         return either and fmt is not None and takes_int8(fmt)
 
     return _with_codes(plan, wanted, (".q8", ".q8_scale"), {"group": group, **GROUPED})
+
+
+def skip_zeros(plan: Plan, formats: Mapping[str, Format], scope: Set[str]) -> Plan:
+    """Leave out what the zeros of squared ReLUs would multiply; no result changes.
+
+    Gate and up projection with ternary weights become `relu2_gate_up`, and the product with their
+    hidden layer becomes `skip_linear`.
+
+    Args:
+        plan: from `build_plan`.
+        formats: format of each matrix by name.
+        scope: weights that may be in memory a second time.
+    """
+
+    def wanted(call: Call) -> bool:
+        weight = call.args.get("w", "")
+        exact = isinstance(formats.get(weight), Ternary) and has_codes(call)
+        return call.op == "linear" and exact and weight in scope
+
+    calls: list[Call] = []
+    sparse: set[str] = set()
+    for call in plan.calls:
+        args = call.args
+        source = args.get("x", "")
+        if call.op == "glu" and call.attrs["act"] == "relu2" and "scores" not in args:
+            before = calls[-2:]
+            if all(map(wanted, before)) and _feed(before, args):
+                del calls[-2:]
+                gate, up = (each.args for each in before)
+                own = {"x": up["x"], "x_scale": up["x_scale"], "gate": gate["w"], "w": up["w"]}
+                group = {"group": before[0].attrs["group"]}
+                call = Call("relu2_gate_up", {**own, "y": args["y"]}, group)
+        elif source in sparse and wanted(call):
+            call = Call("skip_linear", args, call.attrs)
+        zeros = _keeps_zeros(call, sparse)
+        sparse -= written(call)
+        sparse |= zeros
+        calls.append(call)
+    used = {name for call in calls for name in call.args.values()}
+    unused = plan.buffers.keys() - used
+    buffers = {n: b for n, b in plan.buffers.items() if n not in unused or b.role != "scratch"}
+    return replace(plan, buffers=buffers, calls=tuple(calls))
+
+
+def twice_packed(plan: Plan) -> list[str]:
+    """Return the weights that are in memory as tiles and by neuron."""
+    return [call.args["w"] for call in plan.calls if call.op in ("relu2_gate_up", "skip_linear")]
+
+
+def _feed(before: Sequence[Call], glu: Mapping[str, str]) -> bool:
+    """Return whether two products of one input make the gate and its partner, and nothing else."""
+    made = [call.args["y"] for call in before]
+    plain = {"x", "x_scale", "w", "y"}
+    same = len({call.args["x"] for call in before}) == 1
+    return made == [glu["gate"], glu["up"]] and same and all(c.args.keys() == plain for c in before)
+
+
+def _keeps_zeros(call: Call, sparse: Set[str]) -> set[str]:
+    """Return what a call writes that is zero where a squared ReLU was."""
+    if call.op == "relu2_gate_up" or (call.op == "glu" and call.attrs["act"] == "relu2"):
+        return {call.args["y"]}
+    if call.args.get("x") in sparse and "residual" not in call.args:
+        return {"rms_norm": {call.args.get("y", "")}, "quantize": {call.args.get("q", "")}}.get(
+            call.op, set()
+        )
+    return set()
 
 
 def _with_codes(

@@ -57,6 +57,9 @@ COUNTERS = (
     Field("tokens_generated", "ie_tokens_generated", 1, "Tokens generated."),
     Field("prefill_tokens", "ie_prefill_tokens", 1, "Prompt tokens processed."),
     Field("forward_passes", "ie_forward_passes", 1, "Steps of the strict windows."),
+    Field("speculation.drafted", "ie_spec_drafted_tokens", 1, "Guesses that were verified."),
+    Field("speculation.accepted", "ie_spec_accepted_tokens", 1, "Guesses that came true."),
+    Field("speculation.passes", "ie_spec_passes", 1, "Passes that only decode, of sequences."),
     Field("wall_time_s", "ie_window_seconds", 1, "Length of the strict windows."),
     Field("prefill_s", "ie_prefill_seconds", 1, "Part of the strict windows spent on prompts."),
     Field("bytes_touched", "ie_touched_bytes", 1, "Bytes touched in the strict windows."),
@@ -87,6 +90,12 @@ GAUGES = (
         "Bytes touched per second of strict window, last run.",
     ),
     Field("bytes_per_token", "ie_bytes_per_token", 1, "Weight bytes read for a token, last run."),
+    Field(
+        "speculation.tokens_per_pass",
+        "ie_tokens_per_pass",
+        1,
+        "Tokens that a sequence got from a pass, last run.",
+    ),
     Field("coverage", "ie_coverage_ratio", 1, "Bytes touched / size of the weights, last run."),
 )
 """Of the last run; absent where that run could not know it."""

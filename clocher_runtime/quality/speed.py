@@ -125,14 +125,16 @@ class Runner:
 
     Args:
         session: from `session_for`.
+        text: ids that prompts are made of, over and over; random ones without any.
 
     Attributes:
         made: SHA-256 of the tokens of each repetition of a case.
     """
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
+    def __init__(self, session: Session, text: Sequence[int] = ()) -> None:
+        self.session, self._text = session, list(text)
         self.made: dict[Case, list[str]] = {}
+        self._decoded: dict[Case, tuple[int, int]] = {}  # tokens of a sequence, and its passes
         self._last: dict[Case, list[list[int]]] = {}
 
     def run(self, case: Case) -> int:
@@ -143,10 +145,22 @@ class Runner:
             ns = sum(_counted(window.spans, case))
         else:
             made = self._decode(case, window)
-            ns = sum(span.ns for span in _full(window.spans, case.batch)[: case.tokens])
+            ns = _time_of(_full(window.spans, case.batch), case.tokens * case.batch)
+        self._count(case, window.spans)
         self._last[case] = made
         self.made.setdefault(case, []).append(sha256(np.array(made, "<i4").tobytes()).hexdigest())
         return ns
+
+    def _count(self, case: Case, spans: Sequence[Span]) -> None:
+        decodes = [span for span in spans if span.kind == "decode"]
+        tokens, passes = self._decoded.get(case, (0, 0))
+        tokens += sum(span.tokens for span in decodes)
+        self._decoded[case] = tokens, passes + sum(_sequences(span) for span in decodes)
+
+    def tokens_per_pass(self, case: Case) -> float:
+        """Return how many tokens a sequence of a case that ran got from a pass: 1 unguessed."""
+        tokens, passes = self._decoded.get(case, (0, 0))
+        return tokens / passes if passes else 1.0
 
     def agrees(self, case: Case) -> bool:
         """Return whether another way to compute a case that ran gives the same tokens.
@@ -167,12 +181,14 @@ class Runner:
         """Return the bytes that a decoded token of a case reads: weights and, on average, keys.
 
         Returns:
-            None where it is not known: which experts several sequences have in common.
+            None where it is not known: which experts several tokens of a pass have in common.
         """
-        model = self.session.model
-        if not case.tokens or case.prompt or (model.spec.moe is not None and case.batch > 1):
+        model, per_pass = self.session.model, self.tokens_per_pass(case)
+        shared = case.batch > 1 or per_pass > 1
+        if not case.tokens or case.prompt or (model.spec.moe is not None and shared):
             return None
-        return round(model.bytes_per_token / case.batch + self._cache_bytes(case))
+        # What guesses that came true read was read by their pass.
+        return round((model.bytes_per_token / case.batch + self._cache_bytes(case)) / per_pass)
 
     def _cache_bytes(self, case: Case) -> float:
         """Return the bytes of keys and values that a token of a case reads on average."""
@@ -195,9 +211,9 @@ class Runner:
         with closing(stream):
             for token in stream:
                 made[token.sequence].append(token.id)
-                full += len(_full(window.spans[seen:], case.batch))
+                full += sum(span.tokens for span in _full(window.spans[seen:], case.batch))
                 seen = len(window.spans)
-                if full >= case.tokens and min(map(len, made)) >= case.tokens:
+                if full >= case.tokens * case.batch and min(map(len, made)) >= case.tokens:
                     return [ids[: case.tokens] for ids in made]
         raise UsageError(
             f"{case.name} with {case.batch} sequences: the context of {self.session.longest} "
@@ -217,7 +233,9 @@ class Runner:
                 yield token.id
 
     def _ids(self, case: Case, index: int) -> list[int]:
-        """Return the ids before the first token of a sequence: random, and always the same."""
+        """Return the ids before the first token of a sequence, always the same."""
+        if self._text:
+            return (self._text * (case.before // len(self._text) + 1))[: case.before]
         vocabulary = self.session.model.spec.vocab_size
         ids: list[int] = (
             np.random.default_rng(index).integers(vocabulary, size=case.before).tolist()
@@ -227,7 +245,21 @@ class Runner:
 
 def _full(spans: Sequence[Span], batch: int) -> list[Span]:
     """Return the spans in which so many sequences decode, and nothing else happens."""
-    return [span for span in spans if span.kind == "decode" and span.tokens == batch]
+    return [span for span in spans if span.kind == "decode" and _sequences(span) == batch]
+
+
+def _sequences(span: Span) -> int:
+    return span.sequences or span.tokens
+
+
+def _time_of(spans: Sequence[Span], tokens: int) -> int:
+    """Return the time of the first so many tokens; those of a step share its time."""
+    ns, left = 0.0, tokens
+    for span in spans:
+        count = min(span.tokens, left)
+        ns += span.ns * count / span.tokens
+        left -= count
+    return round(ns)
 
 
 def _counted(spans: Sequence[Span], case: Case) -> Iterator[int]:

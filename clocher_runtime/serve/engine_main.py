@@ -30,6 +30,7 @@ from clocher_runtime.serve.messages import (
     Broken,
     Cancel,
     Failed,
+    Guesses,
     Made,
     Reader,
     Ready,
@@ -44,6 +45,7 @@ from clocher_runtime.serve.messages import (
     encode,
     receive,
 )
+from clocher_runtime.speculation.speculator import Speculator
 from clocher_runtime.text.completion import logprob_of
 
 BEAT_S = 1.0
@@ -178,8 +180,8 @@ class EngineLoop:
             number = work.request.id
             try:
                 tokens = work.generation.poll()
-                for token in tokens or ():
-                    step.made.append(_made(work.request, token))
+                for place, token in enumerate(tokens or ()):
+                    step.made.append(_made(work.request, token, place > 0))
                 if tokens is None and self._go_on(work, step):
                     work.generation.begin()
                 elif tokens is None:
@@ -201,12 +203,12 @@ class EngineLoop:
         return True
 
 
-def _made(request: Submit, token: Token) -> Made:
+def _made(request: Submit, token: Token, guessed: bool) -> Made:
     cached = 0 if request.scores else token.cached  # scoring put it there, for this request
     if token.logits is None:
-        return Made(request.id, token.id, token.finish, cached=cached)
+        return Made(request.id, token.id, token.finish, cached=cached, guessed=guessed)
     found = logprob_of(token.logits, token.id, request.logprobs)
-    return Made(request.id, token.id, token.finish, found.logprob, found.top, cached)
+    return Made(request.id, token.id, token.finish, found.logprob, found.top, cached, guessed)
 
 
 def _failed(number: int, error: BaseException) -> Failed:
@@ -231,7 +233,17 @@ def state_of(session: Session) -> State:
         prompt_steps=sums.prompt_steps,
         prompt_tokens=sums.prompt_tokens,
         prompt_ns=sums.prompt_ns,
+        guesses=_guesses(scheduler.speculator, sums.decode_tokens),
     )
+
+
+def _guesses(speculator: Speculator | None, decoded: int) -> Guesses:
+    """Return what guessing came to; without it each decoded token took a pass."""
+    if speculator is None:
+        return Guesses(decoded)
+    counts = speculator.counts
+    by_source = {source: (of[0], of[1]) for source, of in counts.by_source.items()}
+    return Guesses(counts.passes, counts.sent, counts.unguessed, counts.unworthy, by_source)
 
 
 def ready_of(engine: Engine) -> Ready:
@@ -255,6 +267,9 @@ def ready_of(engine: Engine) -> Ready:
             "kv_dtype": engine.kv_dtype,
             "threads": engine.threads,
             "batch": session.batch,
+            "speculate": session.speculate,
+            "attn": session.reading.mode,
+            "act_sparsity": session.act_sparsity,
             "read_gbps": read_gbps(working_set(session.model), engine.threads, engine.device),
             "hints_ignored": list(engine.hints_ignored),
         },
@@ -283,6 +298,8 @@ def main(descriptor: int) -> int:
                 prefix_cache=start.prefix_cache,
                 score_rows=SCORE_ROWS,
             )
+            if engine.session.reading.proposal:
+                console.note(engine.session.reading.proposal)
             engine.session.warm()
             vocab_size = engine.session.model.spec.vocab_size
             grammars = Grammars(engine.checkpoint.tokenizer_source, vocab_size, start.stop_ids)

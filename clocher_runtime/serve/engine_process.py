@@ -7,7 +7,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -296,8 +296,10 @@ class EngineProcess:
         if self._open:
             self.step_s = max(now - self._heard, _FADING * self.step_s)
         self._heard, self.state = now, message.state
+        left = Counter(made.request for made in message.made)
         for made in message.made:
-            self._take(made, now)
+            self._take(made, now, left[made.request])
+            left[made.request] -= 1
         for scored in message.scored:
             if found := self._open.get(scored.request):
                 if found.only_scored:
@@ -307,16 +309,24 @@ class EngineProcess:
             if job := self._end(failed.request, "error"):
                 job.fail(from_failure(failed.kind, failed.message))
 
-    def _take(self, made: Made, now: float) -> None:
-        """Hand a token to whom it belongs."""
+    def _take(self, made: Made, now: float, left: int) -> None:
+        """Hand a token to whom it belongs.
+
+        Args:
+            made: the token.
+            now: when it came.
+            left: how many came together that are not taken yet: they share the time.
+        """
         found = self._open.get(made.request)
         if found is None:
             return  # it was cancelled meanwhile
         if found.last:
-            self._watcher.next(now - found.last)
+            gap = (now - found.last) / left
+            self._watcher.next(gap)
+            found.last += gap
         else:
             self._watcher.first(now - found.began)
-        found.last = now
+            found.last = now
         found.made += 1
         if made.finish:
             self._end(made.request, made.finish)

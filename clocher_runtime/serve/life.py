@@ -254,6 +254,10 @@ def facts(ready: Ready, settings: Settings) -> list[str]:
         f"{about['device']} ({about['isa']}, {about['threads']} threads), {about['precision']} "
         f"weights, {about['act_prec']} activations, {ready.weight_bytes / _MIB:.0f} MiB per token"
     )
+    if about["attn"] != "dense":
+        cache += f"; attention reads some of it: {about['attn']}, which is lossy"
+    if about["act_sparsity"]:
+        engine += f"; small activations are dropped: {about['act_sparsity']}, which is lossy"
     ignored = [*settings.run.hints_ignored, *about["hints_ignored"]]
     return [engine, cache, *([f"not acted on: {', '.join(ignored)}"] if ignored else [])]
 

@@ -77,6 +77,7 @@ class Made(msgspec.Struct, array_like=True, frozen=True):
         finish: "stop", "length", or "" if more follow.
         logprob: of it at temperature 1; None unless asked for.
         cached: see `Token`.
+        guessed: whether the pass that made it made the one before it too.
     """
 
     request: int
@@ -85,6 +86,7 @@ class Made(msgspec.Struct, array_like=True, frozen=True):
     logprob: float | None = None
     top: Top = ()
     cached: int = 0
+    guessed: bool = False
 
 
 class Scored(msgspec.Struct, array_like=True, frozen=True):
@@ -112,6 +114,16 @@ class Failed(msgspec.Struct, array_like=True, frozen=True):
     message: str
 
 
+class Guesses(msgspec.Struct, array_like=True, frozen=True):
+    """What guessing came to since the start: see `speculation.speculator.Counts`."""
+
+    passes: int = 0
+    sent: int = 0
+    unguessed: int = 0
+    unworthy: int = 0
+    by_source: Mapping[str, tuple[int, int]] = {}
+
+
 class State(msgspec.Struct, array_like=True, frozen=True):
     """How it goes in the engine.
 
@@ -123,6 +135,7 @@ class State(msgspec.Struct, array_like=True, frozen=True):
         reused: tokens of prompts that were found in the cache, since the start.
         preempted: how often a sequence had to give its pages back.
         decode_steps: and the following: see `StepSums`.
+        guesses: see there.
     """
 
     running: int = 0
@@ -137,6 +150,7 @@ class State(msgspec.Struct, array_like=True, frozen=True):
     prompt_steps: int = 0
     prompt_tokens: int = 0
     prompt_ns: int = 0
+    guesses: Guesses = Guesses()
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):

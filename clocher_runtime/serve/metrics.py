@@ -3,7 +3,7 @@
 No label and no value comes from the text of a request.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import (
     CollectorRegistry,
@@ -17,6 +17,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from clocher_runtime.serve.engine_process import EngineProcess
+from clocher_runtime.serve.messages import Guesses
+from clocher_runtime.speculation.speculator import PRIORS
 
 _FIRST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 _NEXT_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
@@ -170,6 +172,27 @@ class ServerMetrics(Collector):
         )
         for name, about, value in counters:
             yield self._counter(name, about, value)
+        yield from self._guesses(state.guesses)
+
+    def _guesses(self, guesses: Guesses) -> Iterator[Metric]:
+        """Yield what guessing came to, by who guessed and by what was decided."""
+        yield self._counter("spec_passes", "Passes of sequences that only decode.", guesses.passes)
+        tokens = (
+            ("num_draft_tokens", "Guesses that passes verified."),
+            ("num_accepted_tokens", "Guesses that came true."),
+        )
+        for place, (name, about) in enumerate(tokens):
+            found = {source: guesses.by_source.get(source, (0, 0))[place] for source in PRIORS}
+            yield self._by("source", f"spec_decode_{name}", about, found)
+        about = "Passes that could guess, by what was decided; not where a text was all but over."
+        decided = {name: getattr(guesses, name) for name in ("sent", "unguessed", "unworthy")}
+        yield self._by("reason", "spec_decisions", about, decided)
+
+    def _by(self, label: str, name: str, about: str, values: Mapping[str, float]) -> Metric:
+        family = CounterMetricFamily(f"clocher:{name}", about, labels=["model_name", label])
+        for value in values:
+            family.add_metric([self._model, value], values[value])
+        return family
 
     def _gauge(self, name: str, about: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"clocher:{name}", about, labels=["model_name"])

@@ -27,6 +27,7 @@ class Answer:
         prompt_tokens: tokens of all prompts.
         made: tokens that were made, of all choices.
         cached: of `prompt_tokens`, those that were found in the cache.
+        guessed: of `made`, those that took no pass of their own.
         created: seconds since 1970.
     """
 
@@ -35,6 +36,7 @@ class Answer:
     prompt_tokens: int
     made: int = 0
     cached: int = 0
+    guessed: int = 0
     id: str = field(init=False)
     created: int = field(default_factory=now_s)
 
@@ -49,6 +51,7 @@ class Answer:
             is_first: whether it is of the first choice of its prompt; others find the prompt there.
         """
         self.made += 1
+        self.guessed += made.guessed
         if is_first:
             self.cached += made.cached
 
@@ -91,7 +94,11 @@ class Chunks:
         return self._head + self._usage() + DONE if self._include_usage else DONE
 
     def _usage(self) -> bytes:
-        return b'],"usage":' + to_json(self._answer.usage()) + b"}\n\n"
+        usage = self._answer.usage()
+        if self._continuous:  # who watches the speed; other answers are the same however they came
+            guessed = {"accepted_prediction_tokens": self._answer.guessed}
+            usage["completion_tokens_details"] = guessed
+        return b'],"usage":' + to_json(usage) + b"}\n\n"
 
 
 class TokenTexts:

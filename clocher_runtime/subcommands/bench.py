@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.command.script_run import Report, Wrap, script
+from clocher_runtime.command.script_run import PATH, Report, Wrap, script
 from clocher_runtime.command.settings import RunConfig, declared
 from clocher_runtime.exit_codes import ExitCode
 
@@ -35,6 +35,10 @@ _EXAMPLES = (
     ("generation only, after 0 and 4096 tokens", "clocher bench MODEL -p 0 -n 128 -d 0,4096"),
     ("how it scales: threads, sequences side by side", "clocher bench MODEL -t 1,2,4 -b 1,8"),
     ("a prompt and its answer in one", "clocher bench MODEL -pg 512,128"),
+    (
+        "what guesses win, continuing a text of 512 tokens",
+        "clocher bench MODEL --speculate auto --text FILE -d 512 -p 0 -n 128",
+    ),
     ("keep the samples, and compare with a later run", "clocher bench MODEL -o json > before.json"),
     ("", "clocher bench compare before.json after.json --fail-below 0.95"),
 )
@@ -55,7 +59,7 @@ _CODES = (
 _WINDOW = """\
 Timed: the steps of the engine, with sampling, which llama-bench leaves out. Not timed: loading,
 packing, compiling, text, and what comes before a test: its depth, and the first token of tg.
-Prompts are random ids."""
+Prompts are random ids, or --text. Tokens are guessed only with --speculate."""
 
 
 _Callback = Callable[[click.Context, click.Parameter, Any], Any]
@@ -104,6 +108,7 @@ def _not_here(ctx: click.Context, param: click.Parameter, value: str | None) -> 
         )
 
 
+_WORDS = ("precision", "kv_dtype", "device", "speculate", "attn", "act_sparsity")
 _KNOWN = {name: setting.takes.metavar.split("|") for name, setting in declared(RunConfig)}
 _LIST: Mapping[str, Any] = {"metavar": "LIST", "callback": _numbers(0), "show_default": True}
 _SOME: Mapping[str, Any] = {"metavar": "LIST", "callback": _numbers(1), "show_default": True}
@@ -147,6 +152,12 @@ def _foreign(flag: str) -> Wrap:
     _choice("--precision", "precision", "[default: as stored]"),
     _choice("--kv-dtype", "kv_dtype", "of the KV cache"),
     _choice("--device", "device", "[default: auto]"),
+    _choice("--speculate", "speculate", "guess tokens in tg and pg  [default: off]"),
+    click.option("--draft-model", metavar="MODEL", help="guesses with --speculate auto or draft"),
+    click.option("--attn", metavar="KIND:N", help="read part of the KV cache  [default: dense]"),
+    click.option("--act-sparsity", metavar="RULE", help="drop small activations  [default: no]"),
+    click.option("--act-calibration", metavar="FILE", help="text for --act-sparsity 0.25"),
+    click.option("--text", type=PATH, metavar="FILE", help="of prompts  [default: random ids]"),
     click.option(
         "-o",
         "--output",
@@ -174,6 +185,7 @@ def bench(report: Report, **given: Any) -> int:
         cases=_cases(given),
         rounds=given["repetitions"],
         check=not given["no_check"],
+        text=given["text"],
     )
     with report.counting() as tell:
         rows = measure(plan, tell)
@@ -204,7 +216,7 @@ def _flags(given: dict[str, Any]) -> dict[str, str]:
         raise UsageError(
             f"MODEL {given['model']!r} and -m {given['model_dir']!r}: give one of them"
         )
-    flags = {name: given[name] for name in ("lora", "precision", "kv_dtype", "device")}
+    flags = {name: given[name] for name in ("lora", "draft_model", "act_calibration", *_WORDS)}
     flags["model_dir"] = given["model"] or given["model_dir"]
     return {name: value for name, value in flags.items() if value is not None}
 

@@ -10,14 +10,23 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from clocher_kernels.errors import OutOfMemory, UsageError
+from clocher_runtime.checkpoints import Checkpoint
 from clocher_runtime.command.env import resolve
 from clocher_runtime.command.jsonline import clocher_version
-from clocher_runtime.command.loading import choose_threads, not_acted_on, tuning_of
+from clocher_runtime.command.loading import (
+    calibration_of,
+    choose_threads,
+    draft_of,
+    not_acted_on,
+    tuning_of,
+)
 from clocher_runtime.command.model_choice import ModelChoice, choose_model
-from clocher_runtime.command.settings import SETTINGS, RunConfig
+from clocher_runtime.command.settings import SETTINGS, RunConfig, unmet
+from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.engine.backends import choose, gpu, hand_on
 from clocher_runtime.engine.bandwidth import memory_reader, working_set
 from clocher_runtime.engine.load import Model, load_model
@@ -25,6 +34,7 @@ from clocher_runtime.engine.topology import cache_bytes, cpu_name, read_cpus, us
 from clocher_runtime.quality.speed import Case, Runner, session_for
 from clocher_runtime.quality.turns import in_turns
 from clocher_runtime.subcommands.bench_rows import Row, above_limit, beside_reads, speed
+from clocher_runtime.text.tokenizer import Tokenizer
 
 Tell = Callable[[str, int, int], None]
 """Takes what goes on, how much of it is done, and how much there is."""
@@ -34,11 +44,14 @@ _BUSY = 0.5
 
 _NEEDED = """model_dir model_json model_bin require_model lora precision kv_dtype device isa threads
 tile_table act_prec pretranspose affinity use_affinity numa_policy hot_replicate hot_repl_limit_mb
-prefetch_distance stream_block_bytes"""
+prefetch_distance stream_block_bytes speculate draft_model attn
+act_sparsity act_calibration"""
 _ACTS_ON = frozenset(_NEEDED.split()) | {name for name in SETTINGS if name.startswith("dedup")}
 """Settings of a run that a bench has a use for; of prompts, for example, it has none."""
 
 _READ_S = 0.1
+_MOST_TEXT = 64 << 20
+_TOKEN_CHARS = 64  # a token has fewer
 _LIBRARIES = ("numpy", "numba", "llvmlite")
 
 
@@ -52,6 +65,7 @@ class Plan:
         cases: in the order of the rows.
         rounds: repetitions that count.
         check: compare tokens with those of another way to compute them.
+        text: file that prompts are made of; None: random ids.
     """
 
     flags: Mapping[str, str]
@@ -59,6 +73,7 @@ class Plan:
     cases: tuple[Case, ...]
     rounds: int
     check: bool
+    text: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +84,8 @@ class _Bound:
     choice: ModelChoice
     device: str
     model: Model
+    draft: Model | None
+    calibration: list[int] | None
     load1: float
 
 
@@ -83,7 +100,11 @@ def measure(plan: Plan, tell: Tell) -> list[Row]:
         ClocherError: the model cannot be run like this.
     """
     load1 = os.getloadavg()[0]
-    config = resolve(plan.flags, os.environ)
+    config = resolve({"speculate": "off", **plan.flags}, os.environ)
+    if config.speculate != "off" and any(case.batch > 1 for case in plan.cases):
+        raise UsageError(
+            "-b above 1 with --speculate: sequences would end at different steps; give -b 1"
+        )
     if config.stub:
         raise UsageError("--stub runs no model, so it has no speed; drop it")
     hand_on(config.isa, config.tile_table)
@@ -91,15 +112,36 @@ def measure(plan: Plan, tell: Tell) -> list[Row]:
     counts = _thread_counts(plan.threads, config, device)
     choice = choose_model(config)
     checkpoint, _ = choice.open_for(config)
-    bound = _Bound(config, choice, device, load_model(checkpoint, config.precision), load1)
+    model = load_model(checkpoint, config.precision)
+    calibration = calibration_of(config, checkpoint)
+    bound = _Bound(config, choice, device, model, draft_of(config, model), calibration, load1)
     with ExitStack() as stack:
+        text = _text_ids(plan, checkpoint)
         runners = {
             count: Runner(
-                stack.enter_context(closing(_session(bound, count, plan.cases, len(counts), tell)))
+                stack.enter_context(closing(_session(bound, count, plan.cases, len(counts), tell))),
+                text,
             )
             for count in counts
         }
         return _rows(plan, bound, runners, tell)
+
+
+def _text_ids(plan: Plan, checkpoint: Checkpoint) -> list[int]:
+    """Return the ids of the file that prompts are made of, as many as the longest one has."""
+    if plan.text is None:
+        return []
+    longest = max(case.before for case in plan.cases)
+    text = read_bytes(plan.text, _MOST_TEXT).decode(errors="replace")[: _TOKEN_CHARS * longest]
+    ids = Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config).encode(text)[:longest]
+    if not ids:
+        raise UsageError(f"--text {plan.text}: there is no text in it; name another file")
+    if len(ids) < longest:
+        raise UsageError(
+            f"--text {plan.text} has {len(ids)} tokens; the longest prompt, with what stands "
+            f"before it, has {longest}; name a longer file, or give less with -p and -d"
+        )
+    return ids
 
 
 def _thread_counts(asked: Sequence[int], config: RunConfig, device: str) -> tuple[int, ...]:
@@ -127,6 +169,11 @@ def _session(bound: _Bound, threads: int, cases: Sequence[Case], sessions: int, 
             act_prec=config.act_prec,
             tuning=tuning_of(config, threads),
             pretranspose=config.pretranspose,
+            speculate=config.speculate,
+            draft=bound.draft,
+            attn=config.attn,
+            act_sparsity=config.act_sparsity,
+            act_calibration=bound.calibration,
             progress=partial(tell, "compiling kernels (once)"),
             packing=partial(tell, "packing weights, MiB"),
         )
@@ -175,8 +222,12 @@ def _rows(plan: Plan, bound: _Bound, runners: Mapping[int, Runner], tell: Tell) 
             "correct": _verdict(same),
             "n_threads": threads,
             "in_cache": in_cache,
+            "speculate": bound.config.speculate,
+            "attn": runner.session.reading.mode,
+            "act_sparsity": runner.session.act_sparsity,
+            "tokens_per_pass": runner.tokens_per_pass(case) if case.tokens else None,
         }
-        row = {**facts, **_about(runner, bound.config), **row, **said}
+        row = {**facts, **_about(runner, bound), **row, **said}
         rows.append({**row, "valid": not above_limit(row)})
     return rows
 
@@ -188,11 +239,12 @@ def _verdict(same: Mapping[str, bool | None]) -> bool | None:
     return True if same["another_way"] else None
 
 
-def _about(runner: Runner, config: RunConfig) -> Row:
+def _about(runner: Runner, bound: _Bound) -> Row:
     """Return what a row says of a session, and of the variables that did something or did not."""
-    session = runner.session
+    session, config = runner.session, bound.config
     given = {name: how for name, how in config.given.items() if name in _ACTS_ON}
     ignored = (*config.hints_ignored, *not_acted_on(given, session.acted_on))
+    ignored += unmet(given, {"draft_model"} if bound.draft is None else ())
     variables = [str(how) for how in given.values() if how.source[:1] != "-"]
     return {
         "settings": [how for how in variables if how not in ignored],

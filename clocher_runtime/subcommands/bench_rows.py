@@ -121,6 +121,7 @@ _COLUMNS: Sequence[tuple[str, Callable[[Row], str]]] = (
     ("test", lambda row: str(row["test"])),
     ("t/s", lambda row: f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}"),
     ("median [IQR]", lambda row: f"{row['median_ts']:.1f} [{row['iqr_ts']:.1f}]"),
+    ("tokens/pass", lambda row: _per_pass(row)),
     ("bytes/token", lambda row: _scaled(row["bytes_per_token"], _UNITS)),
     ("GB/s", lambda row: _number(row["gbps"])),
     ("% of read", lambda row: _share(row)),
@@ -200,6 +201,11 @@ def _scaled(value: float | None, units: Sequence[tuple[str, float]]) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}"
+
+
+def _per_pass(row: Row) -> str:
+    guessed = row["speculate"] != "off" and row["tokens_per_pass"]
+    return f"{row['tokens_per_pass']:.2f}" if guessed else ""
 
 
 def _share(row: Row) -> str:

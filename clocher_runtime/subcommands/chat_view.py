@@ -81,6 +81,7 @@ class View:
         shown = [
             f"{numbers.tokens} tokens",
             f"{speed:.1f} tok/s" if numbers.decode_tokens else "- tok/s",
+            *([f"{numbers.per_pass:.1f} a pass"] if numbers.per_pass > 1.05 else []),
             f"first token {numbers.first_ns / timing.NS_PER_MS:.0f} ms",
             f"prompt {numbers.prompt_tokens} ({numbers.computed} computed)",
             f"context {numbers.prompt_tokens + numbers.tokens} of {longest}",

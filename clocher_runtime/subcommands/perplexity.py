@@ -9,23 +9,9 @@ from pathlib import Path
 import click
 
 from clocher_runtime.command.script_run import COUNT, FILE, Report, option, place, script
-from clocher_runtime.command.settings import SETTINGS
+from clocher_runtime.command.settings import KV_DTYPES, PRECISIONS, SETTINGS
 from clocher_runtime.exit_codes import ExitCode
 
-KV_DTYPES = ("f32", "bf16", "f16", "e4m3", "e5m2", "i8")
-PRECISIONS = (
-    "fp32",
-    "bf16",
-    "fp16",
-    "int8w",
-    "int4",
-    "int4w",
-    "fp8w",
-    "fp8_b128w",
-    "fp8_e5m2w",
-    "mxfp4w",
-    "ternaryw",
-)
 READ_CODES = (
     (ExitCode.OK, "done"),
     (ExitCode.USAGE, "a flag or the text cannot be used"),
@@ -65,6 +51,10 @@ def _model_of_environment() -> Path | None:
         "default: the back end's",
         envvar=_env("act_prec"),
     ),
+    option(
+        "--act-sparsity", str, "drop small activations; default: none", envvar=_env("act_sparsity")
+    ),
+    option("--act-calibration", FILE, "for --act-sparsity 0.25", envvar=_env("act_calibration")),
     option("--threads", COUNT, "default: all usable cores", envvar=_env("threads")),
     option("--backend", click.Choice(["cpu", "reference"]), default="cpu"),
     examples=(
@@ -86,12 +76,15 @@ def perplexity(
     precision: str | None,
     kv_dtype: str,
     act_prec: str | None,
+    act_sparsity: str | None,
+    act_calibration: Path | None,
     threads: int | None,
     backend: str,
 ) -> None:
     """Print the perplexity of a model on a text, as one JSON line on standard output."""
     from clocher_runtime.checkpoints import open_checkpoint
     from clocher_runtime.checkpoints.locate import embedded_model, locate
+    from clocher_runtime.command.loading import calibration_ids
     from clocher_runtime.engine.load import load_model
     from clocher_runtime.engine.session import Session
     from clocher_runtime.engine.topology import default_threads
@@ -110,10 +103,13 @@ def perplexity(
         context=window,
         kv_dtype=kv_dtype,
         act_prec=act_prec,
+        act_sparsity=act_sparsity,
+        act_calibration=calibration_ids(act_calibration, checkpoint) if act_calibration else None,
         chunk=window,
         all_logits=True,
     )
     used = {"kv_dtype": session.kv_dtype, "act_prec": session.act_prec}
+    used |= {"act_sparsity": act_sparsity} if act_sparsity else {}
     with report.counting() as tell, closing(session):
         score = compare.perplexity(session, ids, window, limit, partial(tell, "windows"))
     line = {

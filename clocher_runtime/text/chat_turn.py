@@ -30,6 +30,7 @@ class TurnNumbers:
         tokens: made, the one that ended the answer included.
         first_ns: from the question to the first token, in nanoseconds; 0 if there was none.
         decode_tokens, decode_ns: tokens after the first one, and the time of their steps.
+        per_pass: tokens that a pass made on average; NaN if nobody guessed.
     """
 
     prompt_tokens: int
@@ -38,6 +39,7 @@ class TurnNumbers:
     first_ns: int
     decode_tokens: int
     decode_ns: int
+    per_pass: float
 
 
 class ChatModel:
@@ -158,6 +160,7 @@ class Answer:
         self._most, self._ends, self._began = most, ends, began
         self._first_ns = 0
         self._before = replace(session.scheduler.sums)
+        self._guessed = session.guessed().counts
         self._said: list[Delta] = []
 
     def parts(self, stopped: Callable[[], bool] = lambda: False) -> Iterator[Delta]:
@@ -234,4 +237,5 @@ class Answer:
             first_ns=self._first_ns,
             decode_tokens=sums.decode_tokens - before.decode_tokens,
             decode_ns=sums.decode_ns - before.decode_ns,
+            per_pass=self._session.guessed(self._guessed).tokens_per_pass,
         )

@@ -99,6 +99,12 @@ class GrammarConstraint:
         self._matcher.consume_token(token)
         self._check()
 
+    def undo(self, count: int) -> None:
+        """Take back the last tokens."""
+        if count:
+            self._matcher.rollback(count)
+            self._check()
+
     @property
     def is_over(self) -> bool:
         """Whether nothing may follow."""

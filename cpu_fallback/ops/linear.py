@@ -24,7 +24,7 @@ from cpu_fallback.ops.product import SCRATCH, SUMS, TOKENS, XS, multiply
 from cpu_fallback.ops.stream import Stored, stored
 from cpu_fallback.ops.tiled import PANELS, SHARES, TILE_SUMS, Tiled, has_codes, is_filled, tiled
 from cpu_fallback.team.tape import Launch
-from cpu_fallback.tiles.panels import fill_token, width
+from cpu_fallback.tiles.panels import BEHIND, fill_token, width
 from cpu_fallback.tiles.tile_product import call_product
 
 _SHARES = 8
@@ -81,12 +81,23 @@ def linear(a, rank, size, scratch):
 
 @executes("linear", Tiled)
 def linear_of_codes(a, rank, size, scratch):
-    """Compute y = (x x_scale) w^T + bias + residual, x int8; each thread has a range of tiles.
+    """Compute y = (x x_scale) w^T + bias + residual, x int8; each thread has a range of tiles."""
+    first, last = share((a.N + 15) >> 4, rank, size)
+    multiply_tiles(a, scratch, first, last, write_rows)
 
-    So it reads one stream of weights, once for each block of tokens.
+
+@device
+def multiply_tiles(a, scratch, first, last, write):
+    """Multiply a range of tiles by all tokens: one stream of weights for each block of tokens.
+
+    Args:
+        a: the arguments of an op with a weight in tiles (`Tiled`).
+        scratch: of the thread.
+        first: the first tile.
+        last: one behind the last.
+        write: takes the sums of up to 16 tokens and 16 rows, like `write_rows`.
     """
     panel = scratch + PANELS
-    first, last = share((a.N + 15) >> 4, rank, size)
     if first == last:
         return
     start = 0
@@ -95,12 +106,12 @@ def linear_of_codes(a, rank, size, scratch):
         if not is_filled(a.rec, a.ctl, scratch, start):
             for t in range(0, tokens, 16):
                 _fill(a, start + t, min(16, tokens - t), panel + t * a.per_token)
-        _multiply(a, scratch, start, tokens, first, last)
+        _multiply(a, scratch, start, tokens, first, last, write)
         start += tokens
 
 
 @device
-def _multiply(a, scratch, start, tokens, first, last):
+def _multiply(a, scratch, start, tokens, first, last, write):
     """Multiply a range of tiles by the tokens of the panels, block by block."""
     units = (a.K + 31) >> 5
     sums, panel = scratch + TILE_SUMS, scratch + PANELS
@@ -113,7 +124,7 @@ def _multiply(a, scratch, start, tokens, first, last):
                 count = min(16, end - t)
                 here = panel + t * a.per_token
                 call_product(a.product, at, here, sums, units, width(count), a.ahead)
-                _finish(a, sums, start + t, count, tile * 16)
+                write(a, sums, start + t, count, tile * 16)
         block = end
 
 
@@ -128,7 +139,7 @@ def _fill(a, first, count, panel):
 
 
 @device
-def _finish(a, sums, first, tokens, row):
+def write_rows(a, sums, first, tokens, row):
     """Write 16 rows of up to 16 tokens, bias and residual added."""
     n, y, bias, residual = a.N, a.y, a.bias, a.residual
     count = min(16, n - row)
@@ -169,12 +180,16 @@ def embed(a, rank, size, scratch):
             copy_f32(row, out, a.K)
 
 
+def panels_room(own: Tiled) -> int:
+    """Return the bytes of scratch memory that `multiply_tiles` needs."""
+    return PANELS + own.kept * own.per_token + BEHIND
+
+
 def _linear(call: BoundCall) -> list[Launch]:
     if has_codes(call):
         own, tiles = tiled(call, "K", call.array("x").shape[0])
         shares = SHARES if tiles.data.nbytes >= _LARGE_TILES else 1
-        scratch = PANELS + own.kept * own.per_token
-        return [call.launch(linear_of_codes, own, scratch, shares)]
+        return [call.launch(linear_of_codes, own, panels_room(own), shares)]
     shares = _SHARES if call.dim("N") * call.dim("K") >= _LARGE else 1
     return [call.launch(linear, stored(call), SCRATCH, shares)]
 

@@ -8,6 +8,7 @@ from cpu_fallback.ops import (
     activations,
     attention,
     bsr,
+    drop_small,
     elementwise,
     heads,
     kv,
@@ -16,6 +17,9 @@ from cpu_fallback.ops import (
     quantize,
     route,
     sampling,
+    selection,
+    skip,
+    top_tokens,
 )
 from cpu_fallback.ops.bind import BoundCall
 from cpu_fallback.team.tape import Launch
@@ -24,6 +28,7 @@ _MODULES = (
     activations,
     attention,
     bsr,
+    drop_small,
     elementwise,
     heads,
     kv,
@@ -32,6 +37,9 @@ _MODULES = (
     quantize,
     route,
     sampling,
+    selection,
+    skip,
+    top_tokens,
 )
 
 LOWER: Mapping[str, Kernel | Callable[[BoundCall], Sequence[Launch]]] = MappingProxyType(

@@ -19,7 +19,7 @@ from cpu_fallback.ops.bind import BoundCall, share
 from cpu_fallback.ops.experts import begin_of, clamped_pairs, silu_pairs, sort_by_expert, weight_of
 from cpu_fallback.ops.tiled import PANELS, SHARES, TILE_SUMS, Tiled, is_filled, tiled
 from cpu_fallback.team.tape import Launch
-from cpu_fallback.tiles.panels import fill_token, width
+from cpu_fallback.tiles.panels import BEHIND, fill_token, width
 from cpu_fallback.tiles.tile_product import call_product
 
 
@@ -210,5 +210,5 @@ def of_codes(call: BoundCall, kernel: Kernel, columns: str) -> list[Launch]:
     own, _ = tiled(call, columns, pairs)
     # A panel of 9 pairs is 16 wide, the worst case.
     wide = pairs + 7 * min(call.dim("E"), pairs)
-    scratch = PANELS + 4 * (call.dim("E") + pairs) + 64 + wide * own.per_token
+    scratch = PANELS + 4 * (call.dim("E") + pairs) + 64 + wide * own.per_token + BEHIND
     return [call.launch(kernel, own, scratch, SHARES)]

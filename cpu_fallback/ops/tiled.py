@@ -124,16 +124,17 @@ def has_codes(call: BoundCall) -> bool:
     return codes
 
 
-def tiled(call: BoundCall, columns: str, most: int) -> tuple[Tiled, Tiles]:
-    """Return what a kernel needs to multiply int8 activations by the tiles of `w`, and the tiles.
+def tiled(call: BoundCall, columns: str, most: int, weight: str = "w") -> tuple[Tiled, Tiles]:
+    """Return what a kernel needs to multiply int8 activations by tiles, and the tiles.
 
     Args:
         call: the bound call.
         columns: the letter of a row of activations.
         most: tokens or pairs of a step, at capacity.
+        weight: the parameter that is in tiles.
     """
     group, k = check_groups(call, columns), call.dim(columns)
-    tiles = tiles_of(call.spec.name, call.tensor("w"))
+    tiles = tiles_of(call.spec.name, call.tensor(weight))
     block, kept, per_token = panel_sizes(tiles.layout, group, k, most)
     in_blocks = isinstance(tiles.layout, BlockLayout)
     return Tiled(

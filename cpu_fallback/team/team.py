@@ -43,8 +43,35 @@ def aligned(nbytes: int) -> np.ndarray:
     return raw[start : start + nbytes]
 
 
+class Work:
+    """A tape that a team executes, and the scratch memory of its launches.
+
+    Args:
+        threads: size of the team.
+        words: the tape, or one for each thread.
+        scratch: bytes of scratch memory per thread.
+
+    Attributes:
+        pace: how many threads take part.
+    """
+
+    def __init__(
+        self, threads: int, words: np.ndarray | Sequence[np.ndarray], scratch: int
+    ) -> None:
+        self.pace = Pace(threads)
+        self.tapes = [words] * threads if isinstance(words, np.ndarray) else list(words)
+        self.addresses = np.array([each.ctypes.data for each in self.tapes], np.int64)
+        scratch = -(-max(scratch, 1) // _LINE) * _LINE
+        self.scratch = aligned(threads * scratch)
+        self._words = self.addresses.ctypes.data, self.scratch.ctypes.data, scratch
+
+    def lay_before(self, control: np.ndarray) -> None:
+        """Write into a control block that this is what the next step executes."""
+        control[[sync.TAPES, sync.SCRATCH, sync.SCRATCH_BYTES]] = self._words
+
+
 class Team:
-    """Threads, their control block and their scratch memory.
+    """Threads, their control block, and what they execute.
 
     Args:
         threads: size of the team, the calling thread included.
@@ -52,6 +79,9 @@ class Team:
         scratch: bytes of scratch memory per thread.
         placement: where the threads run; None: anywhere.
         adaptive: let threads sit out while others take their cores away (`pace`).
+
+    Attributes:
+        work: what it executes unless `step` is given something else.
 
     Raises:
         DeviceError: the system does not start so many threads.
@@ -68,52 +98,65 @@ class Team:
         if not 1 <= threads <= _MOST_THREADS:
             raise UsageError(f"a team of {threads} threads; expected at least 1, at most 65535")
         self.threads = threads
-        self.pace = Pace(threads)
+        self.work = self._laid = Work(threads, words, scratch)
+        self._others: list[Work] = []
         self._adaptive = adaptive and threads > 1
         self._placement = placement or Placement()
-        tapes = [words] * threads if isinstance(words, np.ndarray) else list(words)
-        addresses = self._addresses = np.array([each.ctypes.data for each in tapes], np.int64)
-        scratch = -(-max(scratch, 1) // _LINE) * _LINE
-        self._scratch = aligned(threads * scratch)
         self._control = aligned(8 * (sync.LOST + sync.LINE * threads)).view(np.int64)
-        self._control[[sync.TAPES, sync.SCRATCH, sync.SCRATCH_BYTES]] = (
-            addresses.ctypes.data,
-            self._scratch.ctypes.data,
-            scratch,
-        )
+        self.work.lay_before(self._control)
         self._control[sync.STOP] = 1
         self._address = self._control.ctypes.data
         self._lead = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(tape.lead.address)
         self._inside = 0
         self._led_by = 0
         self._before: frozenset[int] = frozenset()
-        self._tapes = tapes
-        self._kept_alive = (self._control, self._scratch, addresses, *tapes)
         self._workers: list[_Worker] = []
         # For an owner who forgets to close, and for the end of the interpreter.
         self._finalizer = weakref.finalize(self, _end, self._control, self._workers)
         self._start_workers()
         _teams.add(self)
 
-    def step(self, tokens: int, rows: int) -> None:
-        """Execute the tape for this many tokens and output rows."""
+    def take_on(self, words: np.ndarray | Sequence[np.ndarray], scratch: int) -> Work:
+        """Return something else that `step` can be given; see `Work`."""
+        self._others.append(Work(self.threads, words, scratch))
+        return self._others[-1]
+
+    def step(self, tokens: int, rows: int, work: Work | None = None) -> None:
+        """Execute a tape for this many tokens and output rows; None: the team's own."""
         if not self._inside:
             with self.running():
-                self.step(tokens, rows)
+                self.step(tokens, rows, work)
             return
-        pace = self.pace
+        work = work or self.work
+        self._lay(work)
+        pace = work.pace
         self._lead(self._address, tokens, rows, pace.active)
         if self._adaptive:
             pace.stepped((tokens, rows), int(self._control[sync.STEP_NS]), self._lost)
 
-    def execute(self, words: np.ndarray, tokens: int, rows: int) -> None:
-        """Execute another tape once, one of launches of the team's own. Only inside `running`."""
-        own = self._addresses.copy()
-        self._addresses[...] = words.ctypes.data
+    def execute(self, words: np.ndarray, tokens: int, rows: int, work: Work | None = None) -> None:
+        """Execute some launches of a tape once. Only inside `running`.
+
+        Args:
+            words: the tape of these launches.
+            tokens: of the step.
+            rows: of the step.
+            work: whose launches they are; None: the team's own.
+        """
+        work = work or self.work
+        self._lay(work)
+        own = work.addresses.copy()
+        work.addresses[...] = words.ctypes.data
         try:
-            self._lead(self._address, tokens, rows, self.pace.active)
+            self._lead(self._address, tokens, rows, work.pace.active)
         finally:
-            self._addresses[...] = own
+            work.addresses[...] = own
+
+    def _lay(self, work: Work) -> None:
+        """Let the next step execute something; no worker looks there between two steps."""
+        if work is not self._laid:
+            work.lay_before(self._control)
+            self._laid = work
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -149,7 +192,7 @@ class Team:
         """Start the workers that are missing."""
         for rank in range(len(self._workers) + 1, self.threads):
             try:
-                worker = _Worker(self._address, rank, self._kept_alive, self._placement.cpu(rank))
+                worker = _Worker(self._control, rank, self._placement.cpu(rank))
             except RuntimeError:
                 self.close()
                 raise DeviceError(
@@ -169,8 +212,9 @@ class Team:
         self._before = frozenset()
         self._control[sync.EPOCH :] = 0
         self._control[sync.STOP] = 1
-        for words in self._tapes:
-            tape.clear_counts(words)
+        for work in (self.work, *self._others):
+            for words in work.tapes:
+                tape.clear_counts(words)
 
     def _lost(self) -> int:
         """Return what the thread that lost most has lost at barriers since the last call, in ns."""
@@ -184,19 +228,15 @@ class _Worker:
     """One thread of a team other than the caller's.
 
     Args:
-        control: address of the control block.
+        control: the control block. It holds this and not the team, so that a team can be collected;
+            who leads a step holds what is read and written there.
         rank: its number, from 1.
-        kept_alive: what it reads and writes. It holds these and not the team, so that a team can be
-            collected.
         cpu: where it runs; None: anywhere.
     """
 
-    def __init__(
-        self, control: int, rank: int, kept_alive: tuple[np.ndarray, ...], cpu: int | None
-    ) -> None:
+    def __init__(self, control: np.ndarray, rank: int, cpu: int | None) -> None:
         self.wake = threading.Event()
         self.closing = False
-        self._kept_alive = kept_alive
         self._serve = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(tape.serve.address)
         self._control = control
         self._rank = rank
@@ -212,7 +252,7 @@ class _Worker:
             self.wake.clear()
             if self.closing:
                 return
-            seen = self._serve(self._control, self._rank, seen)
+            seen = self._serve(self._control.ctypes.data, self._rank, seen)
 
 
 def _forked() -> None:

@@ -1,0 +1,129 @@
+"""A model bound to a back end: its Plan, what executes it, and the pages of its KV cache."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import cast
+
+from clocher_kernels.errors import UsageError
+from clocher_kernels.host_memory import require
+from clocher_kernels.ops.contract import has_codes
+from clocher_kernels.plan import Plan
+from clocher_runtime.engine.act_sparsity import Walker, act_sparsity, calibrate, drop_inputs
+from clocher_runtime.engine.arguments import one_of
+from clocher_runtime.engine.backends import BACK_ENDS, Executor, Progress, Tuning, make_executor
+from clocher_runtime.engine.footprint import Sizes, packed_names, with_codes
+from clocher_runtime.engine.load import Model
+from clocher_runtime.engine.pages import KvPages
+from clocher_runtime.models.build import PAGE_CELLS, build_plan
+from clocher_runtime.models.inventory import SCOPES, in_scope
+from clocher_runtime.models.rewrite import skip_zeros
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A model that can be stepped.
+
+    Attributes:
+        sizes: how large its Plan is.
+        act_prec: how activations are stored; "int8" if the Plan has integer products.
+        scope_is_kept: whether just the weights that were asked for are packed.
+    """
+
+    model: Model
+    sizes: Sizes
+    executor: Executor
+    pages: KvPages
+    act_prec: str
+    scope_is_kept: bool
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence: the context, unless the KV cache holds less."""
+        return min(self.sizes.context, self.sizes.pages * PAGE_CELLS)
+
+
+def bind(
+    model: Model,
+    sizes: Sizes,
+    *,
+    backend: str,
+    threads: int,
+    act_prec: str | None,
+    tuning: Tuning | None,
+    pretranspose: str | None,
+    prefix_cache: bool,
+    progress: Progress | None,
+    packing: Progress | None,
+    act_sparse: str | None = None,
+    act_calibration: Sequence[int] | None = None,
+    beside: Executor | None = None,
+) -> Bound:
+    """Bind a model to a back end; the arguments are those of `Session`.
+
+    Args:
+        sizes: how large its Plan is.
+        beside: an executor of another model, whose threads or stream this one uses too.
+
+    Raises:
+        UsageError: the back end has no such precision, or there is no such scope.
+        OutOfMemory: the KV cache, the buffers or the packed weights do not fit in memory.
+    """
+    known = BACK_ENDS[backend]
+    room = partial(_check_room, known.on_host)
+    plan = build_plan(model.spec, model.formats, **asdict(sizes), room=room)
+    act_prec = known.default_act_prec if act_prec is None else act_prec
+    one_of(f"act_prec of the {backend} back end", act_prec, known.activations)
+    if pretranspose is not None:
+        one_of("pretranspose", pretranspose, SCOPES)
+    scope = in_scope(model.spec, pretranspose or "all")
+    sparse = None if act_sparse is None else act_sparsity(act_sparse)
+    if sparse is not None:
+        if backend != "cpu" or act_prec != "int8" or scope != in_scope(model.spec, "all"):
+            raise UsageError(
+                f"act_sparsity on the {backend} back end with act_prec {act_prec} and pretranspose "
+                f"{pretranspose}; it is for the cpu back end, int8 and all"
+            )
+        plan = drop_inputs(plan, model.spec, model.formats, sparse)
+    tuning = replace(tuning or Tuning(), copied=scope if pretranspose else frozenset())
+    if act_prec == "int8":
+        plan = with_codes(plan, model.formats, scope)
+    if backend == "cpu":
+        plan = skip_zeros(plan, model.formats, scope)
+    stored = _act_prec(plan, act_prec)
+    executor = make_executor(
+        backend, plan, model.weights, threads, progress, act_prec, tuning, packing, beside
+    )
+    if sparse is not None and sparse.drop is not None:
+        longest = min(sizes.context, sizes.pages * PAGE_CELLS)
+        calibrate(cast(Walker, executor), act_calibration, sparse.drop, longest)
+    salt = f"{model.spec} {sorted(model.formats.items())} {sizes.kv_dtype} {stored} {act_sparse}"
+    if sizes.selection is not None:  # keys of all but the first layer depend on what was read
+        salt += f" {sizes.selection}"
+    pages = KvPages(
+        executor.array("pages") if model.spec.windows else None,
+        sizes.pages,
+        window_table=executor.array("window_pages") if sizes.window_pages else None,
+        window_pages=sizes.window_pages,
+        window=max(model.spec.windows, default=0),
+        salt=salt.encode(),
+        reuse=prefix_cache,
+    )
+    is_kept = backend == "cpu" and packed_names(plan) <= scope
+    return Bound(model, sizes, executor, pages, stored, is_kept)
+
+
+def _act_prec(plan: Plan, stored: str) -> str:
+    """Return "int8" if the Plan has integer products, else how activations are stored."""
+    integer = any(has_codes(call) for call in plan.calls)
+    return "int8" if integer else "fp32" if stored == "int8" else stored
+
+
+def _check_room(on_host: bool, buffers: int, tables: int) -> None:
+    """Refuse before anything is allocated that the machine does not have."""
+    # The GPU's memory is checked where it is known.
+    require(
+        buffers + tables if on_host else tables,
+        "KV cache and buffers need",
+        "lower --context or --batch, or choose a smaller --kv-dtype",
+    )

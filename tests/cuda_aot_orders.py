@@ -1,0 +1,72 @@
+"""Print, as JSON, how products of 1, 2, 4 and 8 tokens are summed on a GPU: over what, in turn.
+
+Lanes that hold pieces of a sum are added up by registers, threads and warps, in an order that
+follows from how the axis is laid out over them. Run without TRITON_INTERPRET, see
+`cuda_cases.aot_report`.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+
+import torch
+from cuda_cases import meta, meta_device
+
+from clocher_kernels.cuda.aot import compile_ir
+from clocher_kernels.cuda.linear import linear
+from clocher_kernels.cuda.prepack import rearrange
+from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
+from clocher_kernels.formats import parse_format
+
+FORMATS = ("int4_sym_g128_f16", "int4_asym_g64_f16", "mxfp4", "int8_row_f32", "int8_g64_f16")
+FORMATS += ("fp8_e4m3_row_f32", "fp8_e4m3_b128_f32", "bf16", "f32")
+N, K = 4096, 4096
+_LAYOUT = re.compile(r"^(#\w+) = (#ttg\.\w+)<\{(.*)\}>$", re.M)
+_REDUCE = re.compile(r'"tt\.reduce"\(.*?<\{axis = (\d+) : i32.*?\}\) : \(tensor<([^>]*)>', re.S)
+_BASES = re.compile(r"(\w+) = (\[\[.*?\]\]|\[\])")
+
+
+def weight(name: str) -> DeviceTensor:
+    held = parse_format(name)
+    planes = held.planes((N, K)).items()
+    return rearrange(held, (N, K), {p: meta(a.shape, TORCH_DTYPES[a.dtype]) for p, a in planes})
+
+
+def orders(ir: str) -> Iterator[tuple[int, int, int, int]]:
+    """Yield of each sum its length, and how many registers, threads and warps hold its pieces."""
+    layouts = {name: (kind, text) for name, kind, text in _LAYOUT.findall(ir)}
+    for axis, tensor in _REDUCE.findall(ir):
+        shape, layout = tensor.split(", ")
+        length = int(shape.split("x")[int(axis)])
+        kind, text = layouts[layout]
+        if kind == "#ttg.linear":
+            parts = {name: json.loads(bases) for name, bases in _BASES.findall(text)}
+            held = [
+                1 << sum(bool(base[int(axis)]) for base in parts[p])
+                for p in ("register", "lane", "warp")
+            ]
+        else:
+            sizes = {
+                name: json.loads(f"[{value}]")
+                for name, value in re.findall(r"(\w+) = \[(.*?)\]", text)
+            }
+            _, threads, warps = (
+                sizes[p][int(axis)] for p in ("sizePerThread", "threadsPerWarp", "warpsPerCTA")
+            )
+            held = [max(length // (threads * warps), 1), threads, warps]
+        yield length, *held
+
+
+def main() -> None:
+    found: dict[str, dict[str, list[tuple[int, ...]]]] = {}
+    for name in FORMATS:
+        w = weight(name)
+        for m in (1, 2, 4, 8):
+            x, y = meta((m, K), torch.float16), meta((m, N), torch.float16)
+            (launch,) = linear(x=x, w=w, y=y, device=meta_device(90))
+            found.setdefault(name, {})[str(m)] = sorted(set(orders(compile_ir(launch, 90))))
+    print(json.dumps({"code": found}))
+
+
+if __name__ == "__main__":
+    main()
