@@ -117,7 +117,15 @@ def folder(tmp_path: Path) -> Path:
     """A folder with a file of every kind."""
     made = tmp_path / "results"
     made.mkdir()
-    shown = ("roofline.json", "peers-tern", "attention", "block-sparse")
+    shown = (
+        "roofline.json",
+        "peers-tern",
+        "attention",
+        "block-sparse",
+        "skip",
+        "act-sp",
+        "speculation",
+    )
     for path in FOLDER.glob("*.json"):
         if any(kind in path.name for kind in shown):
             shutil.copy(path, made)
@@ -256,7 +264,7 @@ def test_what_is_missing_is_said_with_its_command(tmp_path: Path) -> None:
     text = render(tmp_path).text
     assert "- Strict contract: `python -m bench.strict`" in text
     assert "- Thread scaling: `python -m bench.decode --threads 1,2,4 --json FILE`" in text
-    assert len(missing([])) == 9
+    assert len(missing([])) == 13
 
 
 def test_other_files_are_named(tmp_path: Path) -> None:

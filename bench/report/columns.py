@@ -76,15 +76,24 @@ def estimate(key: str, ends: str) -> Show:
     return lambda row: NONE if row.get(key) is None else spelled(row[key], row.get(ends))
 
 
+def times(key: str, *ends: str) -> Show:
+    """Show a ratio and its interval: under one key as a list, or under two."""
+    return _with_interval("{:.2f}x", "{:.2f}", key, ends)
+
+
 def percent(key: str, *ends: str) -> Show:
     """Show per cent and its interval: under one key as a list, or under two."""
+    return _with_interval("{:.0f}", "{:.0f}", key, ends)
 
+
+def _with_interval(value: str, end: str, key: str, ends: Sequence[str]) -> Show:
     def show(row: Row) -> str:
         if row.get(key) is None:
             return NONE
-        found = [row.get(end) for end in ends]
+        found = [row.get(name) for name in ends]
         low_high = found[0] if len(ends) == 1 else found if None not in found else None
-        return f"{row[key]:.0f}" + (f" [{low_high[0]:.0f}, {low_high[1]:.0f}]" if low_high else "")
+        interval = f" [{', '.join(map(end.format, low_high))}]" if low_high else ""
+        return value.format(row[key]) + interval
 
     return show
 

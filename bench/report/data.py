@@ -23,6 +23,10 @@ Kind = Literal[
     "serving",
     "attention",
     "block_sparse",
+    "sparse_attention",
+    "skip",
+    "act_sparsity",
+    "speculation",
     "other",
 ]
 
@@ -32,7 +36,8 @@ FOLDER = Path(__file__).resolve().parents[1] / "results"
 MAX_BYTES = 64 << 20
 
 _NAMED = re.compile(
-    r"(\d{4}-\d{2}-\d{2})-(.+?)-(?:harness|strict|peers|roofline|decode|serving|attention|block)\b"
+    r"(\d{4}-\d{2}-\d{2})-(.+?)-(?:harness|strict|peers|roofline|decode|serving|attention|block|"
+    r"sparse-attention|skip|act-sparsity|speculation)\b"
 )
 Fields = Mapping[str, type]
 """Key of a row -> what it holds; float stands for any finite number."""
@@ -43,6 +48,7 @@ _ROOFLINE = {"format": str, "N": int, "K": int, "M": int, "threads": int, "isa":
 _DECODE = {"model": str, "format": str, "test": str, "threads": int, "tok_s": float}
 _SPARSE = {"op": str, "block": str, "sparsity": float, "speedup": float, "break_even": float}
 _ATTENTION = {"model": str, "kv": str, "context": int, "tokens": int, "threads": int}
+_SAVING = {"model": str, "format": str, "threads": int, "isa": str}
 _SERVING = {"op": str, "server": str, "prompt_tokens": int, "new_tokens": int}
 _FIELDS: Mapping[str, Fields] = {
     "roofline": {**_ROOFLINE, "gbps": float, "read_gbps": float, "pct_of_limit": float},
@@ -52,11 +58,20 @@ _FIELDS: Mapping[str, Fields] = {
     "serving": _SERVING,
     "attention": {**_ATTENTION, "isa": str, "gbps": float, "read_gbps": float, "gflops": float},
     "block_sparse": {**_SPARSE, "threads": int, "n": int, "k": int, "m": int, "inner": str},
+    "sparse_attention": {**_ATTENTION, "isa": str, "attn": str, "gbps": float, "read_gbps": float}
+    | {"share": float, "us_per_layer": float, "dense_us_per_layer": float},
+    "skip": {**_SAVING, "test": str, "zero_gates": float, "zero_codes": float},
+    "act_sparsity": {**_SAVING, "rule": str, "zeros": float, "sparse": float, "dense": float},
+    "speculation": {"model": str, "format": str, "threads": int, "workload": str, "engine": str}
+    | {"streams": int, "tok_s": float},
 }
 """What every row of a kind needs."""
 
 _NUMBERS = ("tok_s", "gbps", "read_gbps", "pct_of_limit", "pct_low", "pct_high")
 _NUMBERS += ("ratio", "ratio_low", "ratio_high", "kernels_tok_s")
+_NUMBERS += ("skipping", "dense", "speedup", "low", "high")
+_NUMBERS += ("of_dense", "of_dense_low", "of_dense_high", "acceptance", "tokens_per_pass")
+_NUMBERS += ("over_off", "over_peer")
 _NUMBERS += ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p95_ms", "itl_p99_ms", "client_cpu")
 _MAYBE: Fields = {**dict.fromkeys(_NUMBERS, float), "correct": bool, "samples": list}
 _MAYBE |= {"load": str, "streams": int, "error_count": int}
@@ -210,8 +225,12 @@ def _allow(row: Row, fields: Fields, where: str) -> None:
 def _check_row(row: Row, fields: Fields, where: str) -> None:
     """Check fields that a row needs, and those that it may have and a report shows."""
     require(row, fields, where)
-    _allow(row, _MAYBE, where)
-    for name in ("tok_s_95", "pct_of_limit_95", "latency_us"):
+    samples = row.get("samples")
+    # Where two sides were compared they are those of each.
+    sides = samples.values() if isinstance(samples, dict) else [samples]
+    for side in sides:
+        _allow({**row, "samples": side}, _MAYBE, where)
+    for name in ("tok_s_95", "pct_of_limit_95", "latency_us", "over_off_range", "over_peer_range"):
         values = row.get(name)
         numbers = isinstance(values, list) and len(values) >= 2 and all(map(is_number, values))
         if values is not None and not numbers:

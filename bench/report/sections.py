@@ -28,6 +28,7 @@ from bench.report.columns import (
     share,
     table,
     text,
+    times,
 )
 from bench.report.data import Kind, ResultFile
 from bench.report.document import Plot, Section
@@ -137,6 +138,46 @@ SERVING: Columns = {
     "client CPU": number("client_cpu"),
 }
 CASES: Columns = {"case": text("op"), "server": text("server"), "figures": figures}
+SPARSE_ATTENTION: Columns = {
+    "model": text("model"),
+    "cache": code_of("kv"),
+    "context": text("context"),
+    "--attn": code_of("attn"),
+    "read": share("share"),
+    "us a layer": number("us_per_layer"),
+    "dense": number("dense_us_per_layer"),
+    "times as fast [95 %]": times("of_dense", "of_dense_low", "of_dense_high"),
+    "GB/s": number("gbps"),
+    "read GB/s": number("read_gbps"),
+}
+SKIP: Columns = {
+    "model": model(),
+    "of": text("test"),
+    "zero gates": share("zero_gates"),
+    "zero codes": share("zero_codes"),
+    "skipping": number("skipping"),
+    "dense": number("dense"),
+    "times as fast [95 %]": times("speedup", "low", "high"),
+    "same": right(),
+}
+ACT_SPARSITY: Columns = {
+    "model": model(),
+    "--act-sparsity": code_of("rule"),
+    "zeros": share("zeros"),
+    "tok/s": number("sparse"),
+    "dense tok/s": number("dense"),
+    "times as fast [95 %]": times("speedup", "low", "high"),
+}
+SPECULATION: Columns = {
+    "workload": text("workload"),
+    "engine": text("engine"),
+    "streams": text("streams"),
+    "tok/s": number("tok_s"),
+    "tokens a pass": number("tokens_per_pass"),
+    "over off [range]": times("over_off", "over_off_range"),
+    "over the peer [range]": times("over_peer", "over_peer_range"),
+    "same ids": text("same_ids"),
+}
 BLOCK_SPARSE: Columns = {
     "block": text("block"),
     "density": lambda row: f"{1 - row['sparsity']:.0%}" if row["op"] == "bsr_linear" else "dense",
@@ -311,6 +352,12 @@ def _serving(file: ResultFile) -> Section:
     return _section(file, tables, about, drawn=plots.serving(file))
 
 
+def _skip(file: ResultFile) -> Section:
+    compared = [row for row in file.rows if row.get("speedup") is not None]
+    first = file.rows[0]
+    return _section(file, [table(SKIP, compared)], (first["isa"], f"{first['threads']} threads"))
+
+
 def _plain_rows(
     columns: Columns, draw: Callable[[ResultFile], Plot] | None = None
 ) -> Callable[[ResultFile], Section]:
@@ -391,5 +438,25 @@ _KINDS: Mapping[Kind, tuple[str, str, Callable[[ResultFile], Section]]] = {
         "Block-sparse weights",
         "Density is the share of blocks that are kept.",
         _plain_rows(BLOCK_SPARSE, plots.block_sparse),
+    ),
+    "sparse_attention": (
+        "Attention to some pages",
+        "Lossy and off by default: what is read is chosen by bounds of the keys.",
+        _plain_rows(SPARSE_ATTENTION),
+    ),
+    "skip": (
+        "Dead neurons",
+        "Exact: what a squared ReLU made zero is not read.",
+        _skip,
+    ),
+    "act_sparsity": (
+        "Activation thresholds",
+        "Lossy and off by default: small inputs of products are dropped.",
+        _plain_rows(ACT_SPARSITY),
+    ),
+    "speculation": (
+        "Speculation",
+        "Lossless: the same tokens with it and without. Ranges are of the rounds.",
+        _plain_rows(SPECULATION),
     ),
 }
