@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numba
 import pytest
+from commands import python
 from kernel_run import kernel_cache
 
 from clocher_kernels import guards
@@ -37,6 +38,28 @@ wanted = [tape.lead, tape.serve, linear.embed]
 jit.warm(wanted, lambda done, total: told.append([done, total]))
 assert all(k.ready for k in wanted)
 print(json.dumps({"compiled": compiled, "told": told}))
+"""
+
+# Between 3 GiB of a model and all else, a page is free, and no more.
+_LINKED = """
+import mmap
+import numpy as np
+from cpu_fallback.lanes.jit import warm
+from cpu_fallback.team import tape
+
+def taken(nbytes):
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, nbytes, flags=flags, prot=mmap.PROT_READ)
+    return np.frombuffer(memory, np.uint8).ctypes.data, memory
+
+warm([tape.lead])
+model, pages = taken(3 << 30), [taken(mmap.PAGESIZE)]
+while pages[-1][0] > model[0]:
+    pages.append(taken(mmap.PAGESIZE))
+print(len(pages), flush=True)
+del pages[-2]
+warm([tape.serve])
+print("linked")
 """
 
 
@@ -76,6 +99,11 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     assert len(warnings) == 1 and str(blocked) in warnings[0]
 
 
+def test_machine_code_finds_its_constants_between_gigabytes_of_models() -> None:
+    done = python("-c", _LINKED)
+    assert (done.returncode, done.stdout.splitlines()[1:]) == (0, ["linked"]), done.stderr
+
+
 @kernel
 def answer(rec, ctl, rank, size, scratch):
     """Store 42."""
@@ -91,7 +119,6 @@ def test_a_damaged_file_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> No
     made = []
     original = jit._compile
     monkeypatch.setattr(jit, "_compile", lambda k: made.append(k.name) or original(k))
-    monkeypatch.setattr(jit, "_symbol", lambda k: f"damaged_{len(made)}_{k.name.replace('.', '_')}")
     cache = ObjectCache.get()
     jit.warm([_fresh(answer)])
     path = cache.directory / "test_kernel_cache.answer.o"

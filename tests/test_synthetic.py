@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from commands import python, run_script
 from gguf.quants import dequantize
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import clocher_runtime as clocher
 from clocher_kernels.dtypes import to_f32
@@ -18,12 +20,14 @@ from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.gguf.blocks import F16, F32, row_blocks, same_type
+from clocher_runtime.convert import synthetic
 from clocher_runtime.convert.gguf import GgufEntry, write_gguf
 from clocher_runtime.convert.random_tensors import normal_matrix
 from clocher_runtime.convert.synthetic import (
     GGUF_NAME,
     PRESETS,
     Precision,
+    Preset,
     byte_tokenizer,
     find_preset,
     plan_synthesis,
@@ -306,12 +310,25 @@ def test_clocher_runs_the_gguf_as_the_model_itself(preset: str, tmp_path: Path) 
         assert other.generate(text, max_new=8) == model.generate(text, max_new=8)
 
 
-def test_gguf_of_llama3_has_its_rope_factors(tmp_path: Path) -> None:
-    plan = plan_synthesis("llama-8b", Precision("int4"), tmp_path, layers=1, gguf="same")
-    assert plan.gguf is not None
-    names = [item.entry.name for item in plan.gguf.items]
-    assert names[0] == "rope_freqs.weight"
-    assert plan.gguf.fields["llama.rope.freq_base"] == 500000.0
+def test_gguf_of_llama3_has_its_rope_factors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rope = PRESETS["llama-8b"].settings["rope_parameters"]
+    assert rope["rope_type"] == "llama3"
+    small = PRESETS["tiny-llama"].settings | {"rope_parameters": rope}
+    monkeypatch.setattr(synthetic, "PRESETS", {"small": Preset("small", "", small)})
+    make(tmp_path, "small", "int4", gguf="same")
+    reader = gguf.GGUFReader(tmp_path / GGUF_NAME)
+    assert reader.tensors[0].name == "rope_freqs.weight"
+    assert reader.fields["llama.rope.freq_base"].contents() == 500000.0
+    factors = np.array(reader.tensors[0].data)
+    assert len(factors) == small["head_dim"] // 2
+    # transformers divides the frequencies by 1 .. factor; llama.cpp divides them by this tensor.
+    config = AutoConfig.for_model(**small)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config)
+    plain = 500000.0 ** -(np.arange(0, small["head_dim"], 2) / small["head_dim"])
+    np.testing.assert_allclose(plain / factors, scaled.numpy(), rtol=1e-6)
+    assert (factors.min(), factors.max()) == (1.0, rope["factor"])
 
 
 @pytest.mark.parametrize("name", ["int4_asym_g32_f16", "int8_row_f32", "int4_sym_g32_bf16"])

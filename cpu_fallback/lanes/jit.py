@@ -217,14 +217,18 @@ def _machine() -> llvm.TargetMachine:
 
 
 class _Linker:
-    """The execution engine that holds this process's machine code, for its lifetime."""
+    """What puts machine code into the memory of this process, for its lifetime.
+
+    LLVM's JITLink: the sections of an object lie together, so that 32-bit distances between them
+    fit. MCJIT maps each section where the system likes; between gigabytes of models these places
+    may be farther apart, and then it ends the process.
+    """
 
     _instance: "_Linker | None" = None
 
     def __init__(self) -> None:
-        empty = llvm.parse_assembly("")
-        empty.triple = llvm.get_process_triple()
-        self._engine = llvm.create_mcjit_compiler(empty, _machine())
+        self._jit = llvm.create_lljit_compiler(_machine(), use_jit_link=True)
+        self._linked = 0
 
     @classmethod
     def get(cls) -> "_Linker":
@@ -238,6 +242,9 @@ class _Linker:
             mmap.mmap(-1, _LINK_BYTES + 4 * len(code), mmap.MAP_PRIVATE).close()
         except OSError as error:
             raise MemoryError(f"machine code of {symbol}: {error.strerror}; free memory") from None
-        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-        self._engine.finalize_object()
-        return int(self._engine.get_function_address(symbol))
+        self._linked += 1
+        library = llvm.JITLibraryBuilder().add_object_img(code).add_current_process()
+        tracker = library.export_symbol(symbol).link(self._jit, f"{symbol}.{self._linked}")
+        address = int(tracker[symbol])
+        tracker.detach()  # whose end would free the code, which threads may run until they end
+        return address
