@@ -20,7 +20,7 @@ from clocher_kernels.reference import ReferenceExecutor
 from clocher_runtime.models.rewrite import takes_int8
 from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.tiles import tile_pack
-from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, BlockLayout, Layout, layout_of
+from cpu_fallback.tiles.layout import LINE, ROWS, SIGNED, UNIT, BlockLayout, Layout, layout_of
 
 
 def _rng(name: str) -> np.random.Generator:
@@ -35,7 +35,7 @@ def _tensor(name: str, *shape: int) -> QuantTensor:
 def _digits(code: str, line: np.ndarray) -> np.ndarray:
     """Return the weights of a line [16 rows, 4 bytes] as [16, columns]."""
     if code == "int8":
-        return (line ^ 0x80).view(np.int8).astype(np.float32)
+        return (line ^ (0 if SIGNED else 0x80)).view(np.int8).astype(np.float32)
     if code == "ternary":
         planes = [line >> 2 * p & 3 for p in range(4)]
         return np.concatenate(planes, axis=1).astype(np.float32) - 1

@@ -6,13 +6,14 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from zlib import crc32
 
 import pytest
 from op_cases import ALL, name_of
 
 from clocher_kernels.errors import DeviceError, UsageError
-from cpu_fallback.lanes import isa
+from cpu_fallback.lanes import arm, isa
 
 _TESTS = Path(__file__).parent
 _NAMES = isa.available()
@@ -102,15 +103,53 @@ def test_products_take_as_many_instructions_as_the_table_says() -> None:
         assert [int(c) for c in counts] == pytest.approx(said[name], rel=0.03), line
 
 
+@pytest.mark.parametrize(
+    ("name", "columns"), [("neon_dotprod", [0, 1, 2]), ("neon_i8mm", [0, 1, 3])]
+)
+def test_neon_products_are_compiled_on_any_host_as_the_table_says(
+    name: str, columns: list[int]
+) -> None:
+    page = (_TESTS.parent / "docs" / "measured-facts.md").read_text()
+    table = re.findall(r"^\| NEON `(\w+)`" + r" \| (\d+)" * 4 + r" \|$", page, re.M)
+    said = {fmt: [int(counts[i]) for i in columns] for fmt, *counts in table}
+    assert len(said) == 7
+    for line in _python(name, str(_TESTS / "neon_code.py"), *said).splitlines():
+        fmt, *counts = line.split()
+        assert [int(c) for c in counts] == pytest.approx(said[fmt], rel=0.03), line
+
+
 def test_choice() -> None:
     assert isa.choose(None) is isa.ISAS[_NAMES[0]]
     assert isa.choose("generic").name == "generic"
-    with pytest.raises(UsageError, match="avx512vnni, avx2, generic"):
+    with pytest.raises(UsageError, match=r"one of avx512vnni, .*, generic"):
         isa.choose("sse5")
 
 
 def test_a_missing_isa_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isa.llvm, "get_host_cpu_features", lambda: {"avx2": True})
+    monkeypatch.setattr(isa, "host_features", lambda: {"avx2": True})
     assert isa.available() == ("generic",)
     with pytest.raises(DeviceError, match=r"lacks .*avx512f.*it can run generic"):
         isa.choose("avx512vnni")
+
+
+@pytest.mark.parametrize(
+    ("features", "names"),
+    [
+        ((), ("generic",)),
+        (("lse", "dotprod"), ("neon_dotprod", "generic")),
+        (("lse", "dotprod", "i8mm"), ("neon_i8mm", "neon_dotprod", "generic")),
+    ],
+)
+def test_arm_processors(
+    monkeypatch: pytest.MonkeyPatch, features: tuple[str, ...], names: tuple[str, ...]
+) -> None:
+    """The bits that Linux tells of a Cortex-A72, a Neoverse N1 and a Neoverse V1."""
+    bits = {"lse": (16, 1 << 8), "dotprod": (16, 1 << 20), "i8mm": (26, 1 << 13)}
+
+    def getauxval(word: int) -> int:
+        return sum(bit for name, (own, bit) in bits.items() if name in features and own == word)
+
+    monkeypatch.setattr(arm.ctypes, "CDLL", lambda _: SimpleNamespace(getauxval=getauxval))
+    monkeypatch.setattr(isa.os, "uname", lambda: SimpleNamespace(machine="aarch64"))
+    monkeypatch.setattr(arm.sys, "platform", "linux")
+    assert isa.available() == names

@@ -1,7 +1,9 @@
-"""The instruction set of this process: one of three, chosen once, at import.
+"""The instruction set of this process, chosen once, at import.
 
     avx512vnni   x86-64-v4 with VNNI: 16 fp32 lanes in one register, byte dot products
     avx2         x86-64-v3: two registers of 8 lanes, FMA, F16C
+    neon_i8mm    Arm v8.2 with sdot, and smmla for many tokens: four registers of 4 lanes
+    neon_dotprod the same without smmla
     generic      the platform's baseline (SSE2, NEON): no fused multiply-add, no table permutes
 
 `CLOCHER_ISA` forces one. Kernels have one source: 16-lane vectors that LLVM splits as far as it
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 import llvmlite.binding as llvm
 
 from clocher_kernels.errors import DeviceError, UsageError
+from cpu_fallback.lanes import arm
 
 VARIABLE = "CLOCHER_ISA"
 
@@ -46,16 +49,32 @@ class Isa:
     @property
     def avx2(self) -> bool:
         """Whether AVX2 instructions may be used."""
-        return self.cpu != ""
+        return self.cpu.startswith("x86-64")
 
     @property
     def avx512(self) -> bool:
         """Whether AVX-512 (F, BW, VL, DQ, VNNI) instructions may be used."""
         return self.name == "avx512vnni"
 
+    @property
+    def neon(self) -> bool:
+        """Whether NEON with sdot may be used."""
+        return "dotprod" in self.needs
+
+    @property
+    def i8mm(self) -> bool:
+        """Whether smmla may be used."""
+        return "i8mm" in self.needs
+
+    @property
+    def registers(self) -> int:
+        """How many vectors of 16 fp32 lanes the registers hold."""
+        return 32 if self.avx512 else 8 if self.avx2 or self.neon else 4
+
 
 _V3 = ("avx2", "fma", "f16c", "bmi2", "lzcnt", "movbe")
 _V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+_NEON = ("lse", "dotprod")
 
 ISAS: Mapping[str, Isa] = {
     isa.name: isa
@@ -70,15 +89,31 @@ ISAS: Mapping[str, Isa] = {
             f16c=True,
         ),
         Isa("avx2", "x86-64-v3", "", _V3, fma=True, f16c=True),
+        Isa(
+            "neon_i8mm",
+            "generic",
+            "+v8.2a,+dotprod,+i8mm",
+            (*_NEON, "i8mm"),
+            fma=True,
+            f16c=True,
+        ),
+        Isa("neon_dotprod", "generic", "+v8.2a,+dotprod", _NEON, fma=True, f16c=True),
         Isa("generic", "", "", (), fma=False, f16c=False),
     )
 }
 """Name -> ISA, best first."""
 
 
+def host_features() -> Mapping[str, bool]:
+    """Return LLVM's names of the features of this host, and whether it has them."""
+    if os.uname().machine in ("aarch64", "arm64"):
+        return arm.features()
+    return dict(llvm.get_host_cpu_features())
+
+
 def available() -> tuple[str, ...]:
     """Return the names of the ISAs that this host can run, best first."""
-    host = llvm.get_host_cpu_features()
+    host = host_features()
     return tuple(isa.name for isa in ISAS.values() if all(host.get(need) for need in isa.needs))
 
 
@@ -98,7 +133,7 @@ def choose(wanted: str | None) -> Isa:
     if wanted not in ISAS:
         raise UsageError(f"{VARIABLE}={wanted!r}: expected one of {', '.join(ISAS)}")
     if wanted not in runnable:
-        host = llvm.get_host_cpu_features()
+        host = host_features()
         missing = ", ".join(need for need in ISAS[wanted].needs if not host.get(need))
         raise DeviceError(
             f"{VARIABLE}={wanted}: this processor lacks {missing}; it can run "

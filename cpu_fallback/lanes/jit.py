@@ -26,7 +26,8 @@ crash (numba issue 4807), and it does not see edits in inlined callees.
 import logging
 import mmap
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -34,6 +35,7 @@ import numba
 from numba import config, types
 from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import cpu_target
 
 from clocher_kernels.guards import refuse_in_window
 from cpu_fallback.lanes.isa import CURRENT
@@ -177,17 +179,31 @@ def _lower(k: Kernel) -> tuple[str, str]:
     """Return the optimised LLVM of a kernel and the name of its function there."""
     signature = ((types.int64,) * k.params, k.result)
     callback = CFunc(k.function, signature, {}, dict(_OPTIONS))
-    with global_compiler_lock:
+    with global_compiler_lock, _without_machine_code():
         kept = config.LOOP_VECTORIZE, config.SLP_VECTORIZE
         # Kernels say what is a vector; vectorised scalar loops would only be more code.
         config.LOOP_VECTORIZE = config.SLP_VECTORIZE = 0
         try:
-            # CFunc.compile() would go on to make machine code for the host, which is not wanted.
             compiled = callback._compile_uncached()
             compiled.library.finalize()
         finally:
             config.LOOP_VECTORIZE, config.SLP_VECTORIZE = kept
     return compiled.library.get_llvm_str(), compiled.fndesc.llvm_func_name
+
+
+@contextmanager
+def _without_machine_code() -> Iterator[None]:
+    """Keep Numba from making machine code for what it takes the host for.
+
+    It would do so for each device as well, which takes time, and ends the process where LLVM does
+    not see all features of the host.
+    """
+    codegen = cpu_target.target_context.codegen()
+    codegen._add_module = codegen.set_env = lambda *_: None
+    try:
+        yield
+    finally:
+        del codegen._add_module, codegen.set_env
 
 
 def _check(k: Kernel, module: llvm.ModuleRef) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
+from cpu_fallback.lanes import neon
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.vector import BYTES as BYTES
 from cpu_fallback.lanes.vector import (
@@ -382,6 +383,8 @@ def lookup(b, table, index):
             halves.append(b.select(b.icmp_signed(">", part, seven), high, low))
         joined = ir.Constant(ir.VectorType(_I32, LANES), list(range(LANES)))
         return b.shuffle_vector(halves[0], halves[1], joined)
+    if CURRENT.neon:
+        return neon.look_up_f32(b, table, index)
     slot = cgutils.alloca_once(b, F32.llvm)
     b.store(table, slot)
     entries = b.bitcast(slot, _FLOAT.as_pointer())

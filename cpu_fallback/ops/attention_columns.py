@@ -20,11 +20,12 @@ from llvmlite import ir
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.memory import emit_load, emit_store
+from cpu_fallback.lanes.neon import join
 from cpu_fallback.lanes.simd import emit_fma
 from cpu_fallback.lanes.vector import F32, LANES, constant, i64, op, pick, spread, void
 from cpu_fallback.ops.attention_tiles import SCORES, number
 
-TALL, CHAINS = (4, 4) if CURRENT.avx512 else (2, 2) if CURRENT.avx2 else (1, 2)
+TALL, CHAINS = (4, 4) if CURRENT.avx512 else (2, 2) if CURRENT.registers == 8 else (1, 2)
 """Rows and chains whose sums are in registers."""
 LONGEST = 256
 """Values of a head, of which there is still code."""
@@ -58,17 +59,18 @@ def _emit_done(b: Any, values: list[Any]) -> list[Any]:
 
     LLVM would put the additions off to the end, and all that they add into memory.
     """
-    if not CURRENT.avx2:
+    if not (CURRENT.avx2 or CURRENT.neon):
         return values
     lanes, register = (LANES, "v") if CURRENT.avx512 else (LANES // 2, "x")
+    if CURRENT.neon:
+        lanes, register = LANES // 4, "w"
     kind = ir.VectorType(_FLOAT, lanes)
     same = ir.FunctionType(kind, [kind])
-    joined = ir.Constant(ir.VectorType(_I32, LANES), list(range(LANES)))
     found = []
     for value in values:
         parts = [pick(b, value, list(range(at, at + lanes))) for at in range(0, LANES, lanes)]
         parts = [b.asm(same, "", f"={register},0,~{{memory}}", [part], True) for part in parts]
-        found.append(parts[0] if len(parts) == 1 else b.shuffle_vector(*parts, joined))
+        found.append(join(b, parts))
     return found
 
 

@@ -42,7 +42,7 @@ _FLOAT = ir.FloatType()
 _VECTOR = 4 * LANES
 _LINE = 64  # bytes of a cache line
 
-SCORE_TILE = (4, 4) if CURRENT.avx512 else (2, 2) if CURRENT.avx2 else (1, 2)
+SCORE_TILE = (4, 4) if CURRENT.avx512 else (2, 2) if CURRENT.registers == 8 else (1, 2)
 """Rows x cells whose sums are in registers: 32, 16 and 16 that hold 16, 8 and 4 lanes."""
 MIX_TILE = SCORE_TILE
 """Rows x vectors whose sums are in registers."""

@@ -28,7 +28,7 @@ ACC = 64
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 # Accumulators that are in registers together: 32, 16 and 16 registers of 16, 8 and 4 lanes.
-_MOST = 16 if CURRENT.avx512 else 4 if CURRENT.avx2 else 2
+_MOST = CURRENT.registers // 2
 
 
 def _number(value: int) -> ir.Constant:

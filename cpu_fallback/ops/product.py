@@ -46,7 +46,7 @@ SCRATCH = PANEL + PANEL_BYTES
 
 _I64, _VOID = ir.IntType(64), ir.VoidType()
 
-TALL, WIDE = (8, 4) if CURRENT.avx512 else (4, 2) if CURRENT.avx2 else (2, 1)
+TALL, WIDE = (8, 4) if CURRENT.avx512 else (4, 2) if CURRENT.registers == 8 else (2, 1)
 """Tiles: TALL rows by one token, WIDE by WIDE; the ISAs have 32, 8 and 4 registers of 16 lanes."""
 
 

@@ -14,12 +14,14 @@ then sleeping, 50 us at first and 1 ms after some 40 ms. A team that has lost a 
 process slows down and does not collapse; what its threads lose is counted, for `pace`.
 """
 
+import sys
 from typing import Any
 
 from llvmlite import ir
 from llvmlite.binding import get_process_triple
 from numba.core import cgutils
 
+from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.memory import read_i64, write_i64
 from cpu_fallback.lanes.vector import call, i64, op, void
@@ -34,7 +36,7 @@ _YIELDS = 200
 _NAPS = 400
 _NAP_NS = 50_000
 _LONG_NAP_NS = 1_000_000
-_MONOTONIC = 1
+_MONOTONIC = 6 if sys.platform == "darwin" else 1
 _SECOND = 1_000_000_000
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
@@ -66,10 +68,10 @@ def fetch_add(b, address, value):
 @op(void)
 def pause(b):
     """Tell the processor that this is a spin loop."""
-    if _ARCH in ("x86_64", "i686"):
-        call(b, "llvm.x86.sse2.pause", ir.VoidType())
-    elif _ARCH in ("aarch64", "arm64"):
+    if CURRENT.neon or _ARCH in ("aarch64", "arm64"):
         call(b, "llvm.aarch64.hint", ir.VoidType(), ir.Constant(_I32, 1))
+    elif _ARCH in ("x86_64", "i686"):
+        call(b, "llvm.x86.sse2.pause", ir.VoidType())
 
 
 @op(void)

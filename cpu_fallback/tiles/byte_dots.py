@@ -15,6 +15,7 @@ from llvmlite import ir
 
 from clocher_kernels.dtypes import E2M1_VALUES
 from clocher_kernels.formats.ggml_blocks import IQ4_VALUES
+from cpu_fallback.lanes import neon
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.memory import emit_load
 from cpu_fallback.lanes.vector import BYTES, I32, call, constant, pick, spread
@@ -26,7 +27,7 @@ _HALF, _EIGHT = ir.VectorType(_I8, 32), ir.VectorType(_I32, 8)
 
 _FP4 = [int(2 * value) + BIAS["fp4"] for value in E2M1_VALUES]
 IQ4 = [int(value) + BIAS["iq4"] for value in IQ4_VALUES]
-"""Unsigned operand of each code of iq4_nl and iq4_xs."""
+"""Operand of each code of iq4_nl and iq4_xs."""
 _TABLES = {"fp4": _FP4, "iq4": IQ4}
 
 Sum = list[Any]
@@ -48,6 +49,11 @@ class Dots:
     shifts: tuple[int, ...]
     top: int
     wide: bool = False
+
+    @property
+    def lines(self) -> int:
+        """Lines of a unit."""
+        return {"int4": 4, "fp4": 4, "iq4": 4, "int8": 8, "ternary": 2}[self.code]
 
     @property
     def code_bytes(self) -> int:
@@ -82,7 +88,7 @@ class Dots:
             sums: running sum of each token.
             ahead: bytes ahead of the lines at which to ask for lines.
         """
-        count = {"int4": 4, "fp4": 4, "iq4": 4, "int8": 8, "ternary": 2}[self.code]
+        count = self.lines
         if CURRENT.avx2 and not CURRENT.avx512:
             self._unit_in_shorts(b, lines, codes, sums, ahead, count)
             return
@@ -186,6 +192,9 @@ class Dots:
             value = b.add(value, part)
         return value
 
+    def arrange(self, b: Any, sums: Sequence[Sum], back: bool = False) -> None:
+        """Emit what puts the sums of a block in the order in which units add to them, or back."""
+
     def operands(self, b: Any, line: Any) -> list[tuple[Any, int]]:
         """Emit the operands of a line in the order of the activations, and their accumulators."""
         if self.code == "int8":
@@ -281,8 +290,10 @@ def _alloca(b: Any) -> Any:
 def bits(b: Any, line: Any, shift: int, mask: int) -> Any:
     """Emit bits of each byte, shifted to the right, or to the left if `shift` is negative.
 
-    There is no shift of bytes, but the mask removes the neighbour's.
+    Without a shift of bytes the mask removes the neighbour's.
     """
+    if CURRENT.neon:
+        return neon.bits(b, line, shift, mask)
     if shift:
         shorts = b.bitcast(line, ir.VectorType(_I16, line.type.count // 2))
         count = _same(shorts, abs(shift))
@@ -294,6 +305,8 @@ def bits(b: Any, line: Any, shift: int, mask: int) -> Any:
 def look_up(b: Any, table: Sequence[int], nibbles: Any) -> Any:
     """Emit table[nibble] byte by byte."""
     table = list(table)
+    if CURRENT.neon:
+        return neon.look_up(b, table, nibbles)
     if CURRENT.avx512:
         entries = ir.Constant(BYTES.llvm, table * 4)
         return call(b, "llvm.x86.avx512.pshuf.b.512", BYTES.llvm, entries, nibbles)
@@ -380,7 +393,12 @@ def emit_runs(b: Any, runs: Sequence[Sequence[tuple[Any, ...]]], factors: Any = 
 
 
 def emit_split(b: Any, total: Any, weights: Any, x: Any) -> Any:
-    """Emit the products of any bytes: even and odd ones apart, widened to int16."""
+    """Emit the products of any bytes: even and odd ones apart, widened to int16.
+
+    On NEON both are signed, and a product is an instruction.
+    """
+    if CURRENT.neon:
+        return neon.dot(b, total, weights, x)
     eight = ir.Constant(_SHORTS, [8] * 32)
     w, x = b.bitcast(weights, _SHORTS), b.bitcast(x, _SHORTS)
     even = (b.and_(w, ir.Constant(_SHORTS, [255] * 32)), b.ashr(b.shl(x, eight), eight))
@@ -402,6 +420,8 @@ def pair_dots(b: Any, left: Any, right: Any) -> Any:
         ]
         lanes = ir.Constant(ir.VectorType(_I32, 16), list(range(16)))
         return b.shuffle_vector(halves[0], halves[1], lanes)
+    if CURRENT.neon:
+        return neon.pair_dots(b, left, right)
     products = []
     for first in (0, 1):
         lanes = list(range(first, 32, 2))

@@ -2,7 +2,8 @@
 
 A tile is 16 rows by all of K, contiguous. A line of 64 bytes holds four bytes of each row, so lane
 r of a 16-lane register belongs to row r and nothing is ever summed across lanes. Bytes are
-unsigned: code + bias, the bias taken off with the sum of the activations.
+unsigned: code + bias, the bias taken off with the sum of the activations; on NEON, which
+multiplies signed bytes, int8 and iq4 have none.
 
     code      columns per line   byte                                bias
     int4      8                  columns 2i (low nibble) and 2i + 1  8, or the zero point
@@ -37,6 +38,7 @@ from dataclasses import dataclass
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats import Format, Ggml, Int4, Int8, Mxfp4, Ternary
 from clocher_kernels.formats.scaling import Group
+from cpu_fallback.lanes.isa import CURRENT
 
 ROWS = 16
 UNIT = 32
@@ -46,7 +48,11 @@ _COLUMNS = {"int4": 8, "fp4": 8, "iq4": 8, "int8": 4, "ternary": 16}
 _SCALE_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "e8m0": 1}
 _BLOCKS = (128, 64, 32)
 
+SIGNED = CURRENT.neon
+"""Whether int8 and iq4 are multiplied as signed bytes; the other operands fit seven bits."""
 BIAS = {"int4": 8, "fp4": 12, "iq4": 128, "int8": 128, "ternary": 1}
+if SIGNED:
+    BIAS |= {"iq4": 0, "int8": 0}
 
 BLOCK = 256
 """Columns of a block of `BlockLayout`."""

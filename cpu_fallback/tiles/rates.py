@@ -10,7 +10,7 @@ from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel
 from cpu_fallback.lanes.memory import emit_load, store_i32, write_i64
 from cpu_fallback.lanes.vector import BYTES, I32, call, constant, i64, op, pick
-from cpu_fallback.tiles.byte_dots import emit_run, keep_order
+from cpu_fallback.tiles.byte_dots import emit_run, emit_split, keep_order
 from cpu_fallback.tiles.tile_product import call_product
 
 CHAIN_CYCLES = 32
@@ -18,6 +18,7 @@ CHAIN_CYCLES = 32
 DOT_ACCUMULATORS = 16
 """Byte dot products per step of `dots`, each 64 products."""
 _RUN = 8
+_CHAINED = 4
 
 _I64 = ir.IntType(64)
 
@@ -41,6 +42,8 @@ def _chain(count, value):
 def _many_dots(b, count, source):
     line = emit_load(b, BYTES.llvm, source)
     add, each = (_add_run, _RUN) if CURRENT.avx2 and not CURRENT.avx512 else (_add_dot, 1)
+    if CURRENT.neon:
+        add, each = _add_chain, _CHAINED
     starts = range(DOT_ACCUMULATORS // each)
     slots = [cgutils.alloca_once_value(b, constant(I32, i)) for i in starts]
     with cgutils.for_range(b, count):
@@ -61,6 +64,13 @@ def _add_run(b: Any, total: Any, line: Any) -> Any:
         keep_order(b, [halves])  # or all products would be one
         pairs.append((b.shuffle_vector(*halves, lanes), line))
     return b.add(total, emit_run(b, pairs))
+
+
+def _add_chain(b: Any, total: Any, line: Any) -> Any:
+    """Emit as many products as 32 registers of 4 lanes can hold no sums of at once."""
+    for _ in range(_CHAINED):
+        total = emit_split(b, total, line, line)
+    return total
 
 
 def _add_dot(b: Any, total: Any, line: Any) -> Any:

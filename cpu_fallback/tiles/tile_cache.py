@@ -27,7 +27,7 @@ from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.lanes.objects import cache_root
 from cpu_fallback.lanes.private_files import locked, open_private, private_directory
 from cpu_fallback.team.placement import usable_cpus
-from cpu_fallback.tiles.layout import Layout
+from cpu_fallback.tiles.layout import SIGNED, Layout
 
 LIMIT_VARIABLE = "CLOCHER_TILE_CACHE_MB"
 
@@ -171,7 +171,7 @@ def _sync_names(directory: Path) -> None:
 def key_of(layout: Layout, tensor: QuantTensor, version: int) -> str:
     """Return a name for all that determines the tiles of a tensor: 64 hexadecimal digits.
 
-    Tiles do not depend on the instruction set, so it is no part of the key.
+    Of the instruction set tiles depend on no more than whether bytes are signed.
 
     Args:
         layout: of the tiles.
@@ -180,7 +180,7 @@ def key_of(layout: Layout, tensor: QuantTensor, version: int) -> str:
     """
     planes = {name: np.ascontiguousarray(array) for name, array in sorted(tensor.planes.items())}
     stored = [(name, array.dtype.str, array.shape) for name, array in planes.items()]
-    described = repr((version, layout, tensor.format.name, tensor.shape, stored)).encode()
+    described = repr((version, SIGNED, layout, tensor.format.name, tensor.shape, stored)).encode()
     return _combine([described, *(hash_of(array) for array in planes.values())]).hex()
 
 

@@ -24,7 +24,7 @@ from cpu_fallback.lanes.record import reader, words
 from cpu_fallback.team.large_pages import allocate, give_back
 from cpu_fallback.team.placement import usable_cpus
 from cpu_fallback.tiles.block_pack import block_source, pack_blocks
-from cpu_fallback.tiles.layout import ROWS, UNIT, BlockLayout, Layout, layout_of, tiles_in
+from cpu_fallback.tiles.layout import ROWS, SIGNED, UNIT, BlockLayout, Layout, layout_of, tiles_in
 from cpu_fallback.tiles.row_lines import flip, move_lines, read_some
 from cpu_fallback.tiles.tile_cache import TileCache, key_of
 
@@ -215,7 +215,7 @@ def _source(layout: Layout, tensor: QuantTensor, packed: Tiles) -> Source:
         per_head=layout.per_head if layout.block else 1,
         record=layout.record if layout.block else 0,
         lines=layout.lines,
-        mask=0x80808080 if layout.code == "int8" else 0,
+        mask=0x80808080 if layout.code == "int8" and not SIGNED else 0,
         by_row=int(layout.scale == "row"),
         target=packed.data.ctypes.data,
     )

@@ -34,11 +34,12 @@ from cpu_fallback.lanes.vector import F32, I32, constant, i64, op, spread, void
 from cpu_fallback.tiles.block_product import BlockEmitter
 from cpu_fallback.tiles.byte_dots import Dots, dots_of
 from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, BlockLayout, Layout
+from cpu_fallback.tiles.neon_dots import neon_dots_of
 from cpu_fallback.tiles.scales import emit_scales
 
 TOKENS = (1, 2, 3, 4, 6, 8, 16)
 
-_AT_ONCE = 16 if CURRENT.avx512 else 4 if CURRENT.avx2 else 1
+_AT_ONCE = {32: 16, 8: 4, 4: 1}[CURRENT.registers]
 """Tokens whose sums the registers hold; the rest of a panel takes another pass over the tile."""
 
 _I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
@@ -69,7 +70,8 @@ class _Emitter:
 
     def __init__(self, b: Any, layout: Layout, group: int, tokens: int) -> None:
         self.b, self.layout, self.tokens = b, layout, tokens
-        self.dots: Dots = dots_of(layout.code, tokens)
+        dots = neon_dots_of if CURRENT.neon else dots_of
+        self.dots: Dots = dots(layout.code, tokens)
         self.wide, self.narrow = layout.block // UNIT, group // UNIT
         periods = [p for p in (self.wide, self.narrow) if p]
         self.block = min(periods, default=0)
@@ -183,12 +185,14 @@ class _Emitter:
         for i in range(t):
             start = spread(b, I32, emit_load(b, _I32, b.add(at, _i64(4 * i))))
             sums.append(self.dots.begin(b, start, zeros))
+        self.dots.arrange(b, sums)
         one = isinstance(units, ir.Constant)
         with self._one() if one else self._steps(units, 1):
             step = self.layout.lines * LINE
             lines = self.weights.take(step)
             codes = self.codes.take(self.line)
             self.dots.unit(b, lines, codes, sums, self.ahead)
+        self.dots.arrange(b, sums, back=True)
         return [b.sitofp(self.dots.end(b, total), F32.llvm) for total in sums]
 
     @contextmanager
