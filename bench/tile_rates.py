@@ -15,15 +15,16 @@ from collections.abc import Callable, Iterator
 import click
 import numpy as np
 
-from bench.ops.experiment import FORMATS, Row, experiment
+from bench.ops.experiment import FORMATS, Listed, Row, experiment
 from bench.ops.products import Problem
 from clocher_kernels.formats import parse_format
 from clocher_kernels.ops.linear import INTEGER_FORMATS
 from cpu_fallback.lanes import jit
+from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.tiles import panels, rates, tile_pack, tile_product
 from cpu_fallback.tiles.layout import ROWS, UNIT, layout_of
 
-_TOKENS = tile_product.TOKENS
+_TOKENS = Listed.of(map(str, tile_product.TOKENS))
 
 
 def best_slope(run: Callable[[int], None], few: int, many: int, tries: int) -> float:
@@ -51,10 +52,10 @@ def machine(tries: int) -> tuple[float, float]:
     line, out = np.zeros(64, np.uint8), np.zeros(64, np.uint8)
     hertz = rates.CHAIN_CYCLES / best_slope(lambda n: chain(n, 3), 200, 2000, tries)
     step = best_slope(lambda n: dots(n, line.ctypes.data, out.ctypes.data), 400, 4000, tries)
-    return hertz, rates.DOT_ACCUMULATORS / (step * hertz)
+    return hertz, rates.DOTS / (step * hertz)
 
 
-def from_cache(name: str, group: int, k: int, tries: int) -> Iterator[Row]:
+def from_cache(name: str, group: int, k: int, widths: tuple[int, ...], tries: int) -> Iterator[Row]:
     """Yield weights per cycle and share of the dot-product rate for each panel width."""
     layout = layout_of("bench", parse_format(name))
     count = max(1, (256 << 10) // layout.tile_bytes(k))
@@ -64,7 +65,7 @@ def from_cache(name: str, group: int, k: int, tries: int) -> Iterator[Row]:
     sweep = function(rates.sweep)
     out = np.zeros(16 * 16, np.float32)
     panel = np.full(16 * panels.panel_bytes(layout, group, k), 0x3C, np.uint8)
-    for tokens in _TOKENS:
+    for tokens in widths:
         hertz, peak = machine(tries)
 
         def run(repeats: int, tokens: int = tokens) -> None:
@@ -81,10 +82,11 @@ def from_cache(name: str, group: int, k: int, tries: int) -> Iterator[Row]:
                 0,
             )
 
-        many = 2 + 40 // tokens
+        many = 10 + 80 // tokens
         cycles = best_slope(run, 1, 1 + many, tries) * hertz
         weights = ROWS * count * k / cycles
         yield {
+            "isa": CURRENT.name,
             "format": name,
             "group": group,
             "K": k,
@@ -101,11 +103,16 @@ def from_cache(name: str, group: int, k: int, tries: int) -> Iterator[Row]:
 @click.option("--formats", type=FORMATS, default=",".join(INTEGER_FORMATS), show_default=True)
 @click.option("--group", type=int, default=128, show_default=True, help="of the activations")
 @click.option("--k", type=int, default=2048, show_default=True, help="columns")
+@click.option(
+    "--tokens", type=_TOKENS, default="1,2,3,4,6,8,16", show_default=True, help="of panels"
+)
 @click.option("--tries", type=int, default=30, show_default=True)
-def main(formats: tuple[str, ...], group: int, k: int, tries: int) -> Iterator[Row]:
+def main(
+    formats: tuple[str, ...], group: int, k: int, tokens: tuple[str, ...], tries: int
+) -> Iterator[Row]:
     """Yield a row for each format and panel width."""
     for name in formats:
-        yield from from_cache(name, group, k, tries)
+        yield from from_cache(name, group, k, tuple(map(int, tokens)), tries)
 
 
 if __name__ == "__main__":

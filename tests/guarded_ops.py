@@ -2,6 +2,7 @@
 
     python tests/guarded_ops.py              the cases, then inputs that select what is not there
     python tests/guarded_ops.py --random N   N cases with sizes drawn at random, likewise
+    python tests/guarded_ops.py NAME ...     some cases
 
 A kernel that reads or writes beside an array ends the process; the last line of stderr names the
 case. Prints the number of cases and a hash of all outputs, so that runs on different ISAs can be
@@ -12,7 +13,7 @@ import ctypes
 import hashlib
 import mmap
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -135,8 +136,12 @@ def main() -> None:
     np.seterr(all="ignore")
     digest = hashlib.sha256()
     done = 0
-    asked = int(sys.argv[2]) if sys.argv[1:2] == ["--random"] else 0
-    for spec, case in drawn(asked) if asked else ALL:
+    cases: Iterable[tuple[OpSpec, Case]] = ALL
+    if sys.argv[1:2] == ["--random"]:
+        cases = drawn(int(sys.argv[2]))
+    elif names := sys.argv[1:]:
+        cases = [own for own in ALL if name_of(*own) in names]
+    for spec, case in cases:
         run(spec, case, guard, digest.update)
         done += 1
     print(done, digest.hexdigest())

@@ -17,6 +17,19 @@ from cpu_fallback.lanes import arm, isa
 
 _TESTS = Path(__file__).parent
 _NAMES = isa.available()
+_DOTS = ("avx512", "avxvnni")
+"""ISAs that differ from another one in the dot products of bytes only."""
+_REST = [name for name in _NAMES if name not in _DOTS]
+_BYTES = (
+    "linear-int4_sym_g32_f16-wide-m37-n48-k384-i8-g32",
+    "linear-int4_asym_g64_bf16-odd-m2-n37-k100-i8-g128",
+    "linear-int8_row_bf16-wide-m37-n48-k384-i8-g0",
+    "linear-int8_g32_f16-ragged-m5-n52-k352-i8-g32",
+    "linear-mxfp4-wide-m37-n48-k384-i8-g32",
+    "linear-ternary-odd-m1-n36-k41-i8-g0",
+    "linear-q6_k-odd-m2-n37-k256-i8-g128",
+)
+"""A case of each way to multiply bytes that is quickly compiled; all cases are slow tests."""
 
 
 def _python(name: str, *args: str) -> str:
@@ -40,7 +53,7 @@ def _few_products() -> list[str]:
     return chosen
 
 
-@pytest.mark.parametrize("name", [n for n in _NAMES if n != isa.CURRENT.name])
+@pytest.mark.parametrize("name", [n for n in _REST if n != isa.CURRENT.name])
 def test_parity_on_the_other_isas(name: str) -> None:
     _parity(name, _few_products())
 
@@ -56,9 +69,18 @@ def _parity(name: str, tests: list[str]) -> None:
     _python(name, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"{path}::{t}" for t in tests))
 
 
-def test_guard_pages_and_equal_bits() -> None:
-    results = {name: _python(name, str(_TESTS / "guarded_ops.py")).split() for name in _NAMES}
-    assert {int(done) for done, _ in results.values()} == {len(ALL)}
+@pytest.mark.parametrize(
+    ("names", "cases"),
+    [
+        pytest.param(_REST, (), id="every case"),
+        pytest.param(_NAMES, _BYTES, id="bytes"),
+        pytest.param(_NAMES, (), id="every case on every ISA", marks=pytest.mark.slow),
+    ],
+)
+def test_guard_pages_and_equal_bits(names: list[str], cases: tuple[str, ...]) -> None:
+    path = str(_TESTS / "guarded_ops.py")
+    results = {name: _python(name, path, *cases).split() for name in names}
+    assert {int(done) for done, _ in results.values()} == {len(cases) or len(ALL)}
     with_fma = {digest for name, (_, digest) in results.items() if isa.ISAS[name].fma}
     assert len(with_fma) <= 1, results
 
@@ -74,6 +96,8 @@ def test_guard_pages_with_sizes_drawn_at_random(name: str) -> None:
     ("name", "wanted", "forbidden"),
     [
         ("avx512vnni", r"\bvfmadd.*zmm", r"\bcall.*fma"),
+        ("avx512", r"\bvfmadd.*zmm", r"\bcall.*fma"),
+        ("avxvnni", r"\bvfmadd.*ymm", r"zmm|%k[1-7]"),
         ("avx2", r"\bvfmadd.*ymm", r"zmm|%k[1-7]"),
         ("generic", r"\bmulps.*xmm", r"[yz]mm|vfmadd|fmaf"),
     ],
@@ -91,16 +115,23 @@ def test_code_is_for_the_isa(name: str, wanted: str, forbidden: str) -> None:
     assert not re.search(forbidden, code)
 
 
-def test_products_take_as_many_instructions_as_the_table_says() -> None:
-    if "avx2" not in _NAMES:
+_COUNTED = ("avx2", "avxvnni", "avx512", "avx512vnni")
+
+
+@pytest.mark.parametrize(
+    "name", ["avx2", *(pytest.param(name, marks=pytest.mark.slow) for name in _COUNTED[1:])]
+)
+def test_products_take_as_many_instructions_as_the_table_says(name: str) -> None:
+    if name not in _NAMES:
         return
     page = (_TESTS.parent / "docs" / "measured-facts.md").read_text()
-    table = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+) \| (\d+) \|", page, re.M)
-    said = {name: [int(count) for count in counts] for name, *counts in table}
+    table = re.findall(r"^\| `(\w+)` \|" + r" (\d+) / (\d+) \|" * len(_COUNTED), page, re.M)
+    at = 2 * _COUNTED.index(name)
+    said = {row[0]: [int(count) for count in row[1:][at : at + 2]] for row in table}
     assert len(said) == 7
-    for line in _python("avx2", str(_TESTS / "instruction_counts.py"), *said).splitlines():
-        name, *counts = line.split()
-        assert [int(c) for c in counts] == pytest.approx(said[name], rel=0.03), line
+    for line in _python(name, str(_TESTS / "instruction_counts.py"), *said).splitlines():
+        product, *counts = line.split()
+        assert [int(c) for c in counts] == pytest.approx(said[product], rel=0.03), line
 
 
 @pytest.mark.parametrize(

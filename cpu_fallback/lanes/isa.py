@@ -1,10 +1,15 @@
 """The instruction set of this process, chosen once, at import.
 
     avx512vnni   x86-64-v4 with VNNI: 16 fp32 lanes in one register, byte dot products
+    avx512       x86-64-v4: the same without byte dot products (Skylake-X)
+    avxvnni      x86-64-v3 with AVX-VNNI: byte dot products in registers of 8 lanes (Alder Lake)
     avx2         x86-64-v3: two registers of 8 lanes, FMA, F16C
     neon_i8mm    Arm v8.2 with sdot, and smmla for many tokens: four registers of 4 lanes
     neon_dotprod the same without smmla
     generic      the platform's baseline (SSE2, NEON): no fused multiply-add, no table permutes
+
+There is none for registers of 8 lanes with the encodings of AVX-512: where both can be had, 16
+lanes take half the instructions, and no processor does more of the halves in the same time.
 
 `CLOCHER_ISA` forces one. Kernels have one source: 16-lane vectors that LLVM splits as far as it
 must. Only integer dot products, table look-ups and fp16 conversion differ, and those are exact
@@ -37,6 +42,8 @@ class Isa:
         needs: host features, in LLVM's names, without which the code would not run.
         fma: fused multiply-add is an instruction.
         f16c: fp16 <-> fp32 conversion is an instruction.
+        avx512: AVX-512 (F, BW, VL, DQ): 32 registers of 16 fp32 lanes, else 16 of 8.
+        vnni: the dot product of bytes, added in int32, is an instruction.
     """
 
     name: str
@@ -45,6 +52,8 @@ class Isa:
     needs: tuple[str, ...]
     fma: bool
     f16c: bool
+    avx512: bool = False
+    vnni: bool = False
 
     @property
     def avx2(self) -> bool:
@@ -52,9 +61,9 @@ class Isa:
         return self.cpu.startswith("x86-64")
 
     @property
-    def avx512(self) -> bool:
-        """Whether AVX-512 (F, BW, VL, DQ, VNNI) instructions may be used."""
-        return self.name == "avx512vnni"
+    def in_shorts(self) -> bool:
+        """Whether products of bytes are best added in int16: a wide unit without VNNI."""
+        return self.avx2 and not self.vnni
 
     @property
     def neon(self) -> bool:
@@ -87,6 +96,18 @@ ISAS: Mapping[str, Isa] = {
             (*_V4, "avx512vnni"),
             fma=True,
             f16c=True,
+            avx512=True,
+            vnni=True,
+        ),
+        Isa("avx512", "x86-64-v4", "-prefer-256-bit", _V4, fma=True, f16c=True, avx512=True),
+        Isa(
+            "avxvnni",
+            "x86-64-v3",
+            "+avxvnni,+fast-dpwssd",
+            (*_V3, "avxvnni"),
+            fma=True,
+            f16c=True,
+            vnni=True,
         ),
         Isa("avx2", "x86-64-v3", "", _V3, fma=True, f16c=True),
         Isa(

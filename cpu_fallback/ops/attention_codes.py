@@ -72,7 +72,7 @@ from cpu_fallback.ops.attention_tiles import (
     number,
     products,
 )
-from cpu_fallback.tiles.byte_dots import dot, pair_dots
+from cpu_fallback.tiles.multiply import dot, pair_dots
 
 CHUNK = 32
 """Values of a line that are multiplied at once."""
@@ -80,7 +80,7 @@ CHUNK = 32
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _FLOAT = ir.FloatType()
 _BYTES, _SHORTS = (ir.VectorType(ir.IntType(bits), CHUNK) for bits in (8, 16))
-_BYTEWISE = CURRENT.avx512
+_BYTEWISE = CURRENT.vnni
 """Whether a query is kept as the high bytes of its codes, the low ones, and what the bias adds."""
 _BIASES = 0x80808080 - (1 << 32)
 _LARGEST = 127 * 257

@@ -40,7 +40,8 @@ from cpu_fallback.ops.bind import BoundCall, share
 from cpu_fallback.ops.linear import multiply_tiles, panels_room, write_rows
 from cpu_fallback.ops.tiled import SHARES, Tiled, is_filled, tiled
 from cpu_fallback.team.tape import Launch
-from cpu_fallback.tiles.byte_dots import bits, dot, emit_run, emit_split
+from cpu_fallback.tiles.byte_dots import bits
+from cpu_fallback.tiles.multiply import dot, emit_run, emit_split
 from cpu_fallback.tiles.row_pack import CHUNK, LINE, rows_of
 from cpu_fallback.tiles.scales import emit_scales
 
@@ -106,7 +107,7 @@ def _interleave(b: Any, left: Any, right: Any, width: int, high: int) -> Any:
     return b.bitcast(mixed, BYTES.llvm)
 
 
-_SHIFTED = 4 if CURRENT.avx512 else 0
+_SHIFTED = 4 if CURRENT.vnni else 0
 """The sums of the second 64 channels of a chunk are 2^_SHIFTED times too large."""
 
 
@@ -124,7 +125,7 @@ def _operands(b: Any, lines: list[Any]) -> list[Any]:
 
 
 def _emit_dot(b: Any, total: Any, weights: Any, x: Any) -> Any:
-    if CURRENT.avx512:
+    if CURRENT.vnni:
         return dot(b, total, weights, x)
     if CURRENT.avx2:
         return b.add(total, emit_run(b, [(weights, x)]))

@@ -22,8 +22,8 @@ from cpu_fallback.lanes.memory import emit_load, emit_store
 from cpu_fallback.lanes.simd import emit_fma
 from cpu_fallback.lanes.vector import BYTES, F32, I32, constant, spread
 from cpu_fallback.tiles.block_kinds import KINDS, Head, Lines
-from cpu_fallback.tiles.byte_dots import dot, emit_runs, emit_split, pair_dots, run_length
 from cpu_fallback.tiles.layout import BLOCK, LINE, ROWS, UNIT, BlockLayout
+from cpu_fallback.tiles.multiply import dot, emit_runs, emit_split, pair_dots, run_length
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _SHORTS = ir.VectorType(ir.IntType(16), 2 * ROWS)
@@ -52,7 +52,7 @@ class BlockEmitter:
         self.kind = KINDS[layout.kind]
         self.group = group
         run = run_length(self.kind.top)
-        self.in_words = CURRENT.avx2 and not CURRENT.avx512 and run >= 2
+        self.in_words = CURRENT.in_shorts and run >= 2
         self.run = min(run, self.kind.run // 4)
 
     def emit(self, tile: Any, panel: Any, out: Any, units: Any, width: Any, first: Any) -> None:
@@ -139,7 +139,7 @@ class BlockEmitter:
                 # No instruction, but the compiler would gather the loads of a whole half, which
                 # memory answers at half the rate.
                 b.fence("acq_rel", "singlethread")
-            codes, shift = kind.codes(lines, run, CURRENT.avx512 and few)
+            codes, shift = kind.codes(lines, run, CURRENT.vnni and few)
             pairs = [
                 [
                     (weights, self._activations(index, run * kind.run + 4 * i, t))
@@ -163,7 +163,7 @@ class BlockEmitter:
         """Emit the dot product of a run times its scale."""
         b, total = self.b, constant(I32, 0)
         for weights, x in pairs:
-            add = dot if CURRENT.avx512 else emit_split
+            add = dot if CURRENT.vnni else emit_split
             total = add(b, total, weights, x)
         if shift:
             total = b.ashr(total, constant(I32, shift))

@@ -6,11 +6,11 @@ so that operands need not be shifted into place when there are few tokens to sha
 dot products of few tokens do not wait for each other.
 """
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 
 from clocher_kernels.dtypes import E2M1_VALUES
@@ -18,17 +18,37 @@ from clocher_kernels.formats.ggml_blocks import IQ4_VALUES
 from cpu_fallback.lanes import neon
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.memory import emit_load
-from cpu_fallback.lanes.vector import BYTES, I32, call, constant, pick, spread
-from cpu_fallback.tiles.layout import BIAS, LINE, UNIT
+from cpu_fallback.lanes.vector import BYTES, F32, I32, call, constant, spread
+from cpu_fallback.tiles.layout import BIAS, LINE, UNIT, Layout
+from cpu_fallback.tiles.multiply import (
+    REGISTERS,
+    dot,
+    emit_run,
+    emit_split,
+    joined,
+    keep_order,
+    madd_bytes,
+    madd_shorts,
+    pair_dots,
+    register_dot,
+    registers,
+    run_length,
+    same,
+)
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _SHORTS = ir.VectorType(_I16, 32)
-_HALF, _EIGHT = ir.VectorType(_I8, 32), ir.VectorType(_I32, 8)
+_HALF = ir.VectorType(_I8, 32)
 
 _FP4 = [int(2 * value) + BIAS["fp4"] for value in E2M1_VALUES]
 IQ4 = [int(value) + BIAS["iq4"] for value in IQ4_VALUES]
 """Operand of each code of iq4_nl and iq4_xs."""
 _TABLES = {"fp4": _FP4, "iq4": IQ4}
+
+NUMBER = 0x4B400000
+"""The bits of 1.5 * 2^23 as fp32. An integer below 2^22 added to them is that number plus it."""
+_NUMBERS = 128
+"""Columns whose sum is below 2^22, whatever the code."""
 
 Sum = list[Any]
 """Slots of int32 accumulators, one for each of `Dots.shifts`."""
@@ -43,12 +63,14 @@ class Dots:
         shifts: accumulator i holds 2^shifts[i] times its part of the sum.
         top: largest unsigned operand.
         wide: whether bytes are multiplied as int16, and activations have to be (`is_wide`).
+        number: whether sums are kept plus `NUMBER`, which starts are without zero points.
     """
 
     code: str
     shifts: tuple[int, ...]
     top: int
     wide: bool = False
+    number: bool = False
 
     @property
     def lines(self) -> int:
@@ -70,7 +92,7 @@ class Dots:
             zeros: int32 zero points or None.
         """
         if zeros is not None:
-            start = _emit_pairs(b, zeros, start)
+            start = b.add(_emit_pairs(b, zeros, start), constant(I32, NUMBER * self.number))
         sums = []
         for i in range(len(self.shifts)):
             slot = _alloca(b)
@@ -89,8 +111,9 @@ class Dots:
             ahead: bytes ahead of the lines at which to ask for lines.
         """
         count = self.lines
-        if CURRENT.avx2 and not CURRENT.avx512:
-            self._unit_in_shorts(b, lines, codes, sums, ahead, count)
+        few_registers = CURRENT.vnni and REGISTERS > 1 and len(self.shifts) == 1
+        if CURRENT.in_shorts or few_registers:
+            self._unit_in_registers(b, lines, codes, sums, ahead, count)
             return
         operands: list[tuple[Any, int]] = []
         for i in range(count):
@@ -101,7 +124,7 @@ class Dots:
         if self.code == "iq4":
             operands = operands[0::2] + operands[1::2]
         places = range(len(operands))
-        if CURRENT.avx512:  # dot products of one token wait for each other: the others go between
+        if CURRENT.vnni:  # dot products of one token wait for each other: the others go between
             for i in places:
                 for t, total in enumerate(sums):
                     self.add(b, [self._pair(b, operands, codes, t, i)], total)
@@ -109,22 +132,23 @@ class Dots:
         for t, total in enumerate(sums):
             self.add(b, [self._pair(b, operands, codes, t, i) for i in places], total)
 
-    def _unit_in_shorts(
+    def _unit_in_registers(
         self, b: Any, lines: Any, codes: Any, sums: Sequence[Sum], ahead: Any, count: int
     ) -> None:
-        """Emit a unit for 16 registers: an operand is decoded once, and multiplied by all tokens.
+        """Emit a unit whose operands are decoded one by one, each multiplied by all tokens.
 
-        Products are added in int16 as far as they fit. Those of a byte would not: even and odd
-        bytes are multiplied as int16.
+        Without VNNI products are added in int16 as far as they fit. Those of a byte would not: even
+        and odd bytes are multiplied as int16.
         """
         for i in range(count):
             _prefetch(b, b.add(b.add(lines, ir.Constant(_I64, LINE * i)), ahead))
         places = _operand_places(self.code, count)
-        run = len(places) if self.wide else run_length(self.top)
+        in_words = self.wide or CURRENT.vnni
+        run = len(places) if in_words else run_length(self.top)
         for start in range(0, len(places), run):
-            found: list[list[Any]] = [[None, None] for _ in sums]
-            if self.wide:
-                found = [[_half(b, b.load(own[0]), 8 * h) for h in (0, 1)] for own in sums]
+            found: list[list[Any]] = [[None] * REGISTERS for _ in sums]
+            if in_words:
+                found = [registers(b, b.load(own[0])) for own in sums]
             for index in range(start, min(start + run, len(places))):
                 line, part = places[index]
                 at = b.add(lines, ir.Constant(_I64, LINE * line))
@@ -134,44 +158,31 @@ class Dots:
                         own[:] = self._add_products(b, own, operand, codes, t, place)
                     keep_order(b, found)
             for total, own in zip(sums, found, strict=True):
-                self._store(b, total, own)
+                value = joined(b, own if in_words else [_in_words(b, short) for short in own])
+                b.store(value if in_words else b.add(b.load(total[0]), value), total[0])
 
     def _factors(self, b: Any, weights: Any, index: int) -> list[tuple[int, Any]]:
         """Emit what tokens are multiplied by, and where their own dwords for it are."""
         if not self.wide:
             return [(index, weights)]
         shorts = b.bitcast(weights, _SHORTS)
-        odd = b.lshr(shorts, _same(shorts, 8))
-        return [(2 * index, b.and_(shorts, _same(shorts, 255))), (2 * index + 1, odd)]
+        odd = b.lshr(shorts, same(shorts, 8))
+        return [(2 * index, b.and_(shorts, same(shorts, 255))), (2 * index + 1, odd)]
 
     def _add_products(
         self, b: Any, sums: list[Any], operand: Any, codes: Any, token: int, place: int
     ) -> list[Any]:
-        """Emit the addition of a token's products with 16 rows, in two halves."""
-        name, result = ("wd", _EIGHT) if self.wide else ("ub.sw", ir.VectorType(_I16, 16))
-        size = operand.type.count // 2
+        """Emit the addition of a token's products with 16 rows, register by register."""
         at = b.add(codes, ir.Constant(_I64, self.code_bytes * token + 4 * place))
-        one = ir.Constant(_EIGHT, ir.Undefined)
-        one = b.insert_element(one, emit_load(b, _I32, at), ir.Constant(_I32, 0))
-        x = b.shuffle_vector(one, one, ir.Constant(_EIGHT, [0] * 8))
-        x = b.bitcast(x, ir.VectorType(operand.type.element, size))
-        found = [
-            call(b, f"llvm.x86.avx2.pmadd.{name}", result, _half(b, operand, start), x)
-            for start in (0, size)
-        ]
+        x = b.bitcast(spread(b, I32, emit_load(b, _I32, at)), operand.type)
+        pairs = list(zip(registers(b, operand), registers(b, x), strict=True))
+        if CURRENT.vnni:
+            return [register_dot(b, old, *pair) for old, pair in zip(sums, pairs, strict=True)]
+        multiply = madd_shorts if self.wide else madd_bytes
+        found = [multiply(b, *pair) for pair in pairs]
         return [
             new if old is None else b.add(old, new) for old, new in zip(sums, found, strict=True)
         ]
-
-    def _store(self, b: Any, total: Sum, halves: list[Any]) -> None:
-        """Emit the addition of two halves of int16 to a sum, or keep those of int32."""
-        lanes = ir.Constant(ir.VectorType(_I32, 16), list(range(16)))
-        if self.wide:
-            b.store(b.shuffle_vector(*halves, lanes), total[0])
-            return
-        ones = _same(halves[0], 1)
-        sums = [call(b, "llvm.x86.avx2.pmadd.wd", _EIGHT, short, ones) for short in halves]
-        b.store(b.add(b.load(total[0]), b.shuffle_vector(*sums, lanes)), total[0])
 
     def _pair(
         self, b: Any, operands: Sequence[tuple[Any, int]], codes: Any, token: int, index: int
@@ -182,8 +193,16 @@ class Dots:
         x = b.bitcast(spread(b, I32, emit_load(b, _I32, at)), BYTES.llvm)
         return weights, x, own if any(self.shifts) else index % len(self.shifts)
 
+    def end_f32(self, b: Any, total: Sum) -> Any:
+        """Emit the sum of a block as fp32, to nearest."""
+        value = self.end(b, total)
+        if not self.number:
+            return b.sitofp(value, F32.llvm)
+        offset = struct.unpack("f", struct.pack("i", NUMBER))[0]
+        return b.fsub(b.bitcast(value, F32.llvm), constant(F32, offset))
+
     def end(self, b: Any, total: Sum) -> Any:
-        """Emit the sum of a block."""
+        """Emit the sum of a block, plus `NUMBER` if that is added."""
         value = b.load(total[0])
         for slot, shift in zip(total[1:], self.shifts[1:], strict=True):
             part = b.load(slot)
@@ -213,13 +232,13 @@ class Dots:
 
     def add(self, b: Any, pairs: list[tuple[Any, Any, int]], total: Sum) -> None:
         """Emit the addition of products to a running sum: operand, activations, accumulator."""
-        if CURRENT.avx512:
+        if CURRENT.vnni:
             for weights, x, slot in pairs:
                 b.store(dot(b, b.load(total[slot]), weights, x), total[slot])
             return
         value = b.load(total[0])
         run = run_length(self.top)
-        if CURRENT.avx2 and run >= 2:
+        if CURRENT.in_shorts and run >= 2:
             for start in range(0, len(pairs), run):
                 value = b.add(value, emit_run(b, pairs[start : start + run]))
         else:
@@ -230,22 +249,40 @@ class Dots:
 
 def is_wide(code: str) -> bool:
     """Return whether a code is multiplied as int16, its panels holding even and odd ones apart."""
-    return CURRENT.avx2 and not CURRENT.avx512 and code in ("int8", "iq4")
+    return CURRENT.in_shorts and code in ("int8", "iq4")
 
 
-def dots_of(code: str, tokens: int) -> Dots:
-    """Return how the dot products of a code with this many tokens are emitted."""
+def is_number(layout: Layout, group: int) -> bool:
+    """Return whether the sums of blocks are kept plus `NUMBER`: to fp32 by a subtraction.
+
+    A conversion would need the units that multiply.
+    """
+    return 0 < min(layout.block or _NUMBERS + 1, group or _NUMBERS + 1) <= _NUMBERS
+
+
+def dots_of(code: str, tokens: int, number: bool = False) -> Dots:
+    """Return how the dot products of a code with this many tokens are emitted.
+
+    Args:
+        code: of the layout.
+        tokens: of a pass.
+        number: whether sums are kept plus `NUMBER`.
+    """
     top = {"int4": 15, "fp4": max(_FP4), "iq4": max(IQ4), "int8": 255, "ternary": 2}[code]
     if is_wide(code):
-        return Dots(code, (0,), top, wide=True)
-    few = CURRENT.avx512 and tokens <= 4
+        return Dots(code, (0,), top, wide=True, number=number)
+    few = CURRENT.vnni and tokens <= (4 if CURRENT.avx512 else 2)
     if few and code == "int4":
-        return Dots(code, (0, 4), top)
+        return Dots(code, (0, 4), top, number=number)
     if few and code == "ternary":
-        return Dots(code, (0, 2, 4, 6), top)
+        return Dots(code, (0, 2, 4, 6), top, number=number)
     if few and code == "int8":
-        return Dots(code, (0, 0), top)
-    return Dots(code, (0,), top)
+        return Dots(code, (0, 0), top, number=number)
+    return Dots(code, (0,), top, number=number)
+
+
+def _in_words(b: Any, shorts: Any) -> Any:
+    return madd_shorts(b, shorts, same(shorts, 1))
 
 
 def _prefetch(b: Any, address: Any) -> None:
@@ -259,27 +296,6 @@ def _operand_places(code: str, lines: int) -> list[tuple[int, int]]:
     parts = {"int8": 1, "ternary": 4}.get(code, 2)
     places = [(line, part) for line in range(lines) for part in range(parts)]
     return sorted(places, key=lambda place: place[::-1]) if code == "iq4" else places
-
-
-def keep_order(b: Any, rows: list[list[Any]]) -> None:
-    """Let the compiler finish these sums first, or it multiplies by all operands at the same time.
-
-    It would have to keep their products, or all activations, in memory.
-    """
-    flat = [value for row in rows for value in row]
-    kinds = [value.type for value in flat]
-    places = ",".join(["=x"] * len(flat) + [str(i) for i in range(len(flat))])
-    result = kinds[0] if len(flat) == 1 else ir.LiteralStructType(kinds)
-    nothing = ir.InlineAsm(ir.FunctionType(result, kinds), "", places, side_effect=True)
-    found = b.call(nothing, flat)
-    kept = [found] if len(flat) == 1 else [b.extract_value(found, i) for i in range(len(flat))]
-    for row in rows:
-        row[:] = [kept.pop(0) for _ in row]
-
-
-def _same(vector: Any, value: int) -> ir.Constant:
-    """Return a vector like another one of the same number everywhere."""
-    return ir.Constant(vector.type, [value] * vector.type.count)
 
 
 def _alloca(b: Any) -> Any:
@@ -296,10 +312,10 @@ def bits(b: Any, line: Any, shift: int, mask: int) -> Any:
         return neon.bits(b, line, shift, mask)
     if shift:
         shorts = b.bitcast(line, ir.VectorType(_I16, line.type.count // 2))
-        count = _same(shorts, abs(shift))
+        count = same(shorts, abs(shift))
         shorts = b.lshr(shorts, count) if shift > 0 else b.shl(shorts, count)
         line = b.bitcast(shorts, line.type)
-    return b.and_(line, _same(line, mask))
+    return b.and_(line, same(line, mask))
 
 
 def look_up(b: Any, table: Sequence[int], nibbles: Any) -> Any:
@@ -314,12 +330,8 @@ def look_up(b: Any, table: Sequence[int], nibbles: Any) -> Any:
         entries = ir.Constant(_HALF, table * 2)
         if nibbles.type == _HALF:
             return call(b, "llvm.x86.avx2.pshuf.b", _HALF, entries, nibbles)
-        parts = [
-            call(b, "llvm.x86.avx2.pshuf.b", _HALF, entries, _half(b, nibbles, start))
-            for start in (0, 32)
-        ]
-        lanes = ir.Constant(ir.VectorType(_I32, 64), list(range(64)))
-        return b.shuffle_vector(parts[0], parts[1], lanes)
+        halves = registers(b, nibbles)
+        return joined(b, [call(b, "llvm.x86.avx2.pshuf.b", _HALF, entries, h) for h in halves])
     return _arithmetic_fp4(b, nibbles) if table == _FP4 else _steps(b, table, nibbles)
 
 
@@ -343,91 +355,6 @@ def _arithmetic_fp4(b: Any, nibbles: Any) -> Any:
     negative = b.icmp_unsigned(">=", nibbles, constant(BYTES, 8))
     value = b.select(negative, b.sub(constant(BYTES, 0), value), value)
     return b.add(value, constant(BYTES, 12))
-
-
-def _half(b: Any, vector: Any, start: int) -> Any:
-    return pick(b, vector, list(range(start, start + vector.type.count // 2)))
-
-
-def dot(b: Any, total: Any, weights: Any, x: Any) -> Any:
-    """Emit int32 [16] plus four products of unsigned and signed bytes each, for AVX-512."""
-    if llvm.llvm_version_info[0] < 21:
-        weights, x = b.bitcast(weights, I32.llvm), b.bitcast(x, I32.llvm)
-    return call(b, "llvm.x86.avx512.vpdpbusd.512", I32.llvm, total, weights, x)
-
-
-def run_length(top: int) -> int:
-    """Return how many products of operands up to `top` fit in int16 together, for `emit_run`."""
-    return 32767 // (top * 256)
-
-
-def emit_run(b: Any, pairs: Sequence[tuple[Any, ...]]) -> Any:
-    """Emit the sum of products whose partial sums fit in int16, for AVX2."""
-    return emit_runs(b, [pairs])[0]
-
-
-def emit_runs(b: Any, runs: Sequence[Sequence[tuple[Any, ...]]], factors: Any = None) -> list[Any]:
-    """Emit sums of products whose partial sums fit in int16, for AVX2.
-
-    Args:
-        b: the builder.
-        runs: unsigned and signed operands of each sum. Half of the rows is done for all sums before
-            the other half, so that unsigned operands that they share stay in registers.
-        factors: int16 [32] that the partial sums are multiplied by, 1 if there are none.
-    """
-    short = ir.VectorType(_I16, 16)
-    halves: list[list[Any]] = []
-    for start in (0, 32):
-        halves.append([])
-        by = ir.Constant(short, [1] * 16) if factors is None else _half(b, factors, start // 2)
-        for pairs in runs:
-            total = None
-            for weights, x, *_ in pairs:
-                operands = [_half(b, v, start) for v in (weights, x)]
-                products = call(b, "llvm.x86.avx2.pmadd.ub.sw", short, *operands)
-                total = products if total is None else b.add(total, products)
-            found = call(b, "llvm.x86.avx2.pmadd.wd", ir.VectorType(_I32, 8), total, by)
-            halves[-1].append(found)
-    lanes = ir.Constant(ir.VectorType(_I32, 16), list(range(16)))
-    return [b.shuffle_vector(*pair, lanes) for pair in zip(*halves, strict=True)]
-
-
-def emit_split(b: Any, total: Any, weights: Any, x: Any) -> Any:
-    """Emit the products of any bytes: even and odd ones apart, widened to int16.
-
-    On NEON both are signed, and a product is an instruction.
-    """
-    if CURRENT.neon:
-        return neon.dot(b, total, weights, x)
-    eight = ir.Constant(_SHORTS, [8] * 32)
-    w, x = b.bitcast(weights, _SHORTS), b.bitcast(x, _SHORTS)
-    even = (b.and_(w, ir.Constant(_SHORTS, [255] * 32)), b.ashr(b.shl(x, eight), eight))
-    odd = (b.lshr(w, eight), b.ashr(x, eight))
-    for left, right in (even, odd):
-        total = b.add(total, pair_dots(b, left, right))
-    return total
-
-
-def pair_dots(b: Any, left: Any, right: Any) -> Any:
-    """Emit products of int16 [32], added in pairs to int32 [16]."""
-    if CURRENT.avx512:
-        return call(b, "llvm.x86.avx512.pmaddw.d.512", I32.llvm, left, right)
-    if CURRENT.avx2:
-        eight = ir.VectorType(_I32, 8)
-        halves = [
-            call(b, "llvm.x86.avx2.pmadd.wd", eight, _half(b, left, start), _half(b, right, start))
-            for start in (0, 16)
-        ]
-        lanes = ir.Constant(ir.VectorType(_I32, 16), list(range(16)))
-        return b.shuffle_vector(halves[0], halves[1], lanes)
-    if CURRENT.neon:
-        return neon.pair_dots(b, left, right)
-    products = []
-    for first in (0, 1):
-        lanes = list(range(first, 32, 2))
-        a, c = (b.sext(pick(b, v, lanes), I32.llvm) for v in (left, right))
-        products.append(b.mul(a, c))
-    return b.add(*products)
 
 
 def _emit_pairs(b: Any, zeros: Any, start: Any) -> Any:

@@ -132,8 +132,8 @@ def _two_by_two(b: Any, one: list[Any], other: list[Any]) -> list[Any]:
     return found
 
 
-def neon_dots_of(code: str, tokens: int) -> NeonDots:
-    """Return how the dot products of a code with this many tokens are emitted."""
-    dots = dots_of(code, tokens)
+def neon_dots_of(code: str, tokens: int, number: bool = False) -> NeonDots:
+    """Do as `dots_of` does."""
+    dots = dots_of(code, tokens, number)
     in_pairs = CURRENT.i8mm and tokens >= _FEWEST
-    return NeonDots(dots.code, dots.shifts, dots.top, in_pairs=in_pairs)
+    return NeonDots(dots.code, dots.shifts, dots.top, number=number, in_pairs=in_pairs)

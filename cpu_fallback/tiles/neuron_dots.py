@@ -12,12 +12,13 @@ from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.memory import emit_load, emit_store
 from cpu_fallback.lanes.simd import halve
 from cpu_fallback.lanes.vector import BYTES, I32, call, constant, i64, op, pick, spread, void
-from cpu_fallback.tiles.byte_dots import bits, dot, dots_of, emit_run, emit_split
+from cpu_fallback.tiles.byte_dots import bits, dots_of
 from cpu_fallback.tiles.layout import LINE
+from cpu_fallback.tiles.multiply import dot, emit_run, emit_split
 
 AT_ONCE = 8
 """Columns that `add_columns` takes."""
-SHIFTED = 2 if CURRENT.avx512 else 0
+SHIFTED = 2 if CURRENT.vnni else 0
 """Sums of `add_columns` for rows 16 p .. 16 p + 15 of each 64 are 2^(p SHIFTED) times too large."""
 
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -89,10 +90,10 @@ def _digits(b: Any, dwords: Any, place: int) -> Any:
 
 
 def _plus(b: Any, total: Any, pairs: list[tuple[Any, Any]]) -> Any:
-    if CURRENT.avx2 and not CURRENT.avx512:
+    if CURRENT.in_shorts:
         return b.add(total, emit_run(b, pairs))
     for weights, x in pairs:
-        emit = dot if CURRENT.avx512 else emit_split
+        emit = dot if CURRENT.vnni else emit_split
         total = emit(b, total, weights, x)
     return total
 

@@ -4,7 +4,8 @@ The panel of T tokens is three runs, one after the other:
 
     codes   i8 [units, T, 32]    columns of a unit in the order of the tile's operands, zero-padded;
                                  of wide products int16, columns 0, 2, 1, 3 of each four
-    starts  i32 [blocks, T]      what a dot product over a block begins with, to take the bias off
+    starts  i32 [blocks, T]      what a dot product over a block begins with, to take the bias off;
+                                 if it is `is_number`, plus `NUMBER`
     scales  f32 [groups, T]      activation scales, times the weight's own factor
 
 A block is what is summed in int32: the shorter of weight block and activation group. For tiles of a
@@ -28,7 +29,7 @@ from cpu_fallback.lanes.memory import (
 )
 from cpu_fallback.lanes.record import reader
 from cpu_fallback.lanes.vector import call, i64, op, pick
-from cpu_fallback.tiles.byte_dots import is_wide
+from cpu_fallback.tiles.byte_dots import NUMBER, is_number, is_wide
 from cpu_fallback.tiles.layout import BIAS, UNIT, BlockLayout, Layout
 
 TOKENS = 16
@@ -47,6 +48,7 @@ class Form(NamedTuple):
         wide: whether codes are stored as int16, even ones of each four before odd ones.
         halves: whether the sums of 16 columns take the place of starts.
         bias: of the codes, -1 if it is taken off by other means.
+        first: what starts are counted from.
         units: per block, 0 for all.
         group: columns per activation scale, 0 for all.
         factor: the weight's, multiplied into the activation scales.
@@ -56,6 +58,7 @@ class Form(NamedTuple):
     wide: int
     halves: int
     bias: int
+    first: int
     units: int
     group: int
     factor: float
@@ -135,12 +138,13 @@ def form_of(layout: Layout | BlockLayout, group: int, factor: float) -> Form:
         factor: what activation scales are multiplied by.
     """
     if isinstance(layout, BlockLayout):
-        return Form(0, 0, 1, -1, 1, group, float(factor))
+        return Form(0, 0, 1, -1, 0, 1, group, float(factor))
     periods = [p // UNIT for p in (layout.block, group) if p]
     bias = 1 if layout.zeros else BIAS[layout.code]
     paired = int(layout.code in ("int4", "fp4"))
     wide = int(is_wide(layout.code))
-    return Form(paired, wide, 0, bias, min(periods, default=0), group, float(factor))
+    first = NUMBER if is_number(layout, group) and not layout.zeros else 0
+    return Form(paired, wide, 0, bias, first, min(periods, default=0), group, float(factor))
 
 
 def panel_bytes(layout: Layout | BlockLayout, group: int, k: int) -> int:
@@ -179,7 +183,7 @@ def fill_token(form, q, scale, k, panel, t, tokens):
     """
     f = form_at(form)
     paired, wide, halves, bias = f.paired, f.wide, f.halves, f.bias
-    per_block, group = f.units, f.group
+    first, per_block, group = f.first, f.units, f.group
     nbytes = 32 << wide
     units = (k + 31) >> 5
     if per_block == 0:
@@ -200,7 +204,7 @@ def fill_token(form, q, scale, k, panel, t, tokens):
         code += nbytes * tokens
         left -= 1
         if left == 0 or u == units - 1:
-            write_i32(start, -bias * total)
+            write_i32(start, first - bias * total)
             start += 4 * tokens
             total = 0
             left = per_block

@@ -32,14 +32,14 @@ from cpu_fallback.lanes.memory import emit_load, emit_store
 from cpu_fallback.lanes.simd import emit_fma
 from cpu_fallback.lanes.vector import F32, I32, constant, i64, op, spread, void
 from cpu_fallback.tiles.block_product import BlockEmitter
-from cpu_fallback.tiles.byte_dots import Dots, dots_of
+from cpu_fallback.tiles.byte_dots import Dots, dots_of, is_number
 from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, BlockLayout, Layout
 from cpu_fallback.tiles.neon_dots import neon_dots_of
 from cpu_fallback.tiles.scales import emit_scales
 
 TOKENS = (1, 2, 3, 4, 6, 8, 16)
 
-_AT_ONCE = {32: 16, 8: 4, 4: 1}[CURRENT.registers]
+_AT_ONCE = 16 if CURRENT.avx512 else 6 if CURRENT.avx2 else 4 if CURRENT.neon else 1
 """Tokens whose sums the registers hold; the rest of a panel takes another pass over the tile."""
 
 _I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
@@ -71,7 +71,7 @@ class _Emitter:
     def __init__(self, b: Any, layout: Layout, group: int, tokens: int) -> None:
         self.b, self.layout, self.tokens = b, layout, tokens
         dots = neon_dots_of if CURRENT.neon else dots_of
-        self.dots: Dots = dots(layout.code, tokens)
+        self.dots: Dots = dots(layout.code, tokens, is_number(layout, group))
         self.wide, self.narrow = layout.block // UNIT, group // UNIT
         periods = [p for p in (self.wide, self.narrow) if p]
         self.block = min(periods, default=0)
@@ -193,7 +193,7 @@ class _Emitter:
             codes = self.codes.take(self.line)
             self.dots.unit(b, lines, codes, sums, self.ahead)
         self.dots.arrange(b, sums, back=True)
-        return [b.sitofp(self.dots.end(b, total), F32.llvm) for total in sums]
+        return [self.dots.end_f32(b, total) for total in sums]
 
     @contextmanager
     def _one(self) -> Iterator[None]:
@@ -275,6 +275,26 @@ def _broad(layout: Layout | BlockLayout, group: int) -> Callable[..., None]:
 
 
 def _medium(layout: Layout | BlockLayout, group: int) -> Callable[..., None]:
+    one, two, four, six = (_emitter(layout, group, t) for t in (1, 2, 4, 6))
+
+    def product(tile, panel, out, units, tokens, ahead):
+        if tokens == 1:
+            one(tile, panel, out, units, 1, 0, ahead)
+        elif tokens == 2:
+            two(tile, panel, out, units, 2, 0, ahead)
+        else:
+            first = 0
+            while first + 6 <= tokens != 8:
+                six(tile, panel, out, units, tokens, first, ahead)
+                first += 6
+            while first < tokens:
+                four(tile, panel, out, units, tokens, first, ahead)
+                first += 4
+
+    return product
+
+
+def _fours(layout: Layout | BlockLayout, group: int) -> Callable[..., None]:
     one, two, four = (_emitter(layout, group, t) for t in (1, 2, 4))
 
     def product(tile, panel, out, units, tokens, ahead):
@@ -310,7 +330,7 @@ def product_of(layout: Layout | BlockLayout, group: int) -> Kernel:
     at_once = _AT_ONCE
     if isinstance(layout, BlockLayout):  # more code, and eight tokens are as fast as sixteen
         at_once = min(at_once, 8)
-    function = {16: _wide, 8: _broad, 4: _medium, 1: _narrow}[at_once]
+    function = {16: _wide, 8: _broad, 6: _medium, 4: _fours, 1: _narrow}[at_once]
     kernel = Kernel(function(layout, group))
     kernel.name = f"tile_product.{layout.name}_x{group}"
     return kernel

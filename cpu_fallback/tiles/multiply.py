@@ -1,0 +1,150 @@
+"""Products of vectors of bytes and of int16, added in int32, by what the ISA has for them.
+
+A vector of 64 bytes is 16 rows with four columns each, in one register or two.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+from cpu_fallback.lanes import neon
+from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.lanes.vector import I32, call, pick
+
+_I16, _I32 = ir.IntType(16), ir.IntType(32)
+_SHORTS = ir.VectorType(_I16, 32)
+
+REGISTERS = 1 if CURRENT.avx512 else 2
+"""Of 64 bytes, with AVX2 and better."""
+
+
+def registers(b: Any, vector: Any) -> list[Any]:
+    """Emit the registers of a vector of 64 bytes, for AVX2 and better."""
+    size = vector.type.count // REGISTERS
+    return [
+        pick(b, vector, list(range(start, start + size)))
+        for start in range(0, size * REGISTERS, size)
+    ]
+
+
+def joined(b: Any, found: list[Any]) -> Any:
+    """Emit the vector of some registers."""
+    if len(found) == 1:
+        return found[0]
+    count = 2 * found[0].type.count
+    return b.shuffle_vector(*found, ir.Constant(ir.VectorType(_I32, count), list(range(count))))
+
+
+def dot(b: Any, total: Any, weights: Any, x: Any) -> Any:
+    """Emit int32 [16] plus four products of unsigned and signed bytes each, for VNNI."""
+    parts = zip(*(registers(b, value) for value in (total, weights, x)), strict=True)
+    return joined(b, [register_dot(b, *part) for part in parts])
+
+
+def register_dot(b: Any, total: Any, weights: Any, x: Any) -> Any:
+    """Emit a register of int32 plus four products of unsigned and signed bytes each, for VNNI."""
+    name = f"llvm.x86.avx512.vpdpbusd.{512 // REGISTERS}"
+    if llvm.llvm_version_info[0] < 21:
+        weights, x = b.bitcast(weights, total.type), b.bitcast(x, total.type)
+    return call(b, name, total.type, total, weights, x)
+
+
+def madd_bytes(b: Any, weights: Any, x: Any) -> Any:
+    """Emit products of unsigned and signed bytes in a register, added in pairs to int16."""
+    name = "512.pmaddubs.w.512" if CURRENT.avx512 else "2.pmadd.ub.sw"
+    result = ir.VectorType(_I16, weights.type.count // 2)
+    return call(b, f"llvm.x86.avx{name}", result, weights, x)
+
+
+def madd_shorts(b: Any, left: Any, right: Any) -> Any:
+    """Emit products of int16 in a register, added in pairs to int32."""
+    name = "512.pmaddw.d.512" if CURRENT.avx512 else "2.pmadd.wd"
+    return call(b, f"llvm.x86.avx{name}", ir.VectorType(_I32, left.type.count // 2), left, right)
+
+
+def run_length(top: int) -> int:
+    """Return how many products of operands up to `top` fit in int16 together, for `emit_run`."""
+    return 32767 // (top * 256)
+
+
+def emit_run(b: Any, pairs: Sequence[tuple[Any, ...]]) -> Any:
+    """Emit the sum of products whose partial sums fit in int16, for AVX2 and better."""
+    return emit_runs(b, [pairs])[0]
+
+
+def emit_runs(b: Any, runs: Sequence[Sequence[tuple[Any, ...]]], factors: Any = None) -> list[Any]:
+    """Emit sums of products whose partial sums fit in int16, for AVX2 and better.
+
+    Args:
+        b: the builder.
+        runs: unsigned and signed operands of each sum. One register of rows is done for all sums
+            before the other, so that unsigned operands that they share stay in registers.
+        factors: int16 [32] that the partial sums are multiplied by, 1 if there are none.
+    """
+    by = registers(b, ir.Constant(_SHORTS, [1] * 32) if factors is None else factors)
+    found: list[list[Any]] = []
+    for half, factor in enumerate(by):
+        found.append([])
+        for pairs in runs:
+            total = None
+            for weights, x, *_ in pairs:
+                products = madd_bytes(b, registers(b, weights)[half], registers(b, x)[half])
+                total = products if total is None else b.add(total, products)
+            found[-1].append(madd_shorts(b, total, factor))
+    return [joined(b, list(halves)) for halves in zip(*found, strict=True)]
+
+
+def emit_split(b: Any, total: Any, weights: Any, x: Any) -> Any:
+    """Emit the products of any bytes: even and odd ones apart, widened to int16.
+
+    On NEON both are signed, and a product is an instruction.
+    """
+    if CURRENT.neon:
+        return neon.dot(b, total, weights, x)
+    eight = ir.Constant(_SHORTS, [8] * 32)
+    w, x = b.bitcast(weights, _SHORTS), b.bitcast(x, _SHORTS)
+    even = (b.and_(w, ir.Constant(_SHORTS, [255] * 32)), b.ashr(b.shl(x, eight), eight))
+    odd = (b.lshr(w, eight), b.ashr(x, eight))
+    for left, right in (even, odd):
+        total = b.add(total, pair_dots(b, left, right))
+    return total
+
+
+def pair_dots(b: Any, left: Any, right: Any) -> Any:
+    """Emit products of int16 [32], added in pairs to int32 [16]."""
+    if CURRENT.avx2:
+        pairs = zip(registers(b, left), registers(b, right), strict=True)
+        return joined(b, [madd_shorts(b, *pair) for pair in pairs])
+    if CURRENT.neon:
+        return neon.pair_dots(b, left, right)
+    products = []
+    for first in (0, 1):
+        lanes = list(range(first, 32, 2))
+        a, c = (b.sext(pick(b, v, lanes), I32.llvm) for v in (left, right))
+        products.append(b.mul(a, c))
+    return b.add(*products)
+
+
+def keep_order(b: Any, rows: list[list[Any]]) -> None:
+    """Let the compiler finish these sums first, or it multiplies by all operands at the same time.
+
+    It would have to keep their products, or all activations, in memory.
+    """
+    flat = [value for row in rows for value in row]
+    kinds = [value.type for value in flat]
+    places = ",".join(
+        ["=v" if CURRENT.avx512 else "=x"] * len(flat) + [str(i) for i in range(len(flat))]
+    )
+    result = kinds[0] if len(flat) == 1 else ir.LiteralStructType(kinds)
+    nothing = ir.InlineAsm(ir.FunctionType(result, kinds), "", places, side_effect=True)
+    found = b.call(nothing, flat)
+    kept = [found] if len(flat) == 1 else [b.extract_value(found, i) for i in range(len(flat))]
+    for row in rows:
+        row[:] = [kept.pop(0) for _ in row]
+
+
+def same(vector: Any, value: int) -> ir.Constant:
+    """Return a vector like another one of the same number everywhere."""
+    return ir.Constant(vector.type, [value] * vector.type.count)
