@@ -57,7 +57,8 @@ def arenas(count: int) -> Iterator[list[Arena]]:
     try:
         mine = objects.ObjectCache.get().directory
         if mine is not None and mine.is_dir():
-            shutil.copytree(mine, folder / "cache" / "kernels" / mine.name)
+            unfinished = shutil.ignore_patterns(".*")  # others write them now: they may vanish
+            shutil.copytree(mine, folder / "cache" / "kernels" / mine.name, ignore=unfinished)
         found = [Arena(folder / str(n), cli.main, folder / "cache") for n in range(count)]
         env = {"HOME": "{here}", "CLOCHER_CACHE_DIR": "{cache}"}
         honest = Attack(0, 0, flags=["--max-new", "9", "--threads", "2"], env=env)

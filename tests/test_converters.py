@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -134,7 +135,7 @@ bash scripts/run_quant_and_dedup.sh "$MODEL_DIR\"""",
 
 
 @pytest.fixture(scope="module")
-def guide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def guide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A directory in which every command of the guide has run, in order."""
     top = tmp_path_factory.mktemp("guide")
     (top / "scripts").symlink_to(SCRIPTS)
@@ -145,7 +146,8 @@ def guide(tmp_path_factory: pytest.TempPathFactory) -> Path:
         done = run(command, top)
         assert done.returncode == 0, f"{name}: {done.stderr}"
         assert "Traceback" not in done.stderr, name
-    return top
+    yield top
+    shutil.rmtree(top)
 
 
 def write_pickled(folder: Path, arrays: dict[str, Array]) -> Path:

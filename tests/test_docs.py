@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import pytest
@@ -88,11 +89,12 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Block], Done]
 
     @cache
     def run_block(block: Block) -> Done:
-        checkout = tmp_path_factory.mktemp("checkout")
-        for entry in ROOT.iterdir():
-            if not entry.name.startswith(".") and entry.name != "build":
-                (checkout / entry.name).symlink_to(entry)
-        return run(command_line(block), checkout)
+        with TemporaryDirectory(dir=tmp_path_factory.getbasetemp()) as name:
+            checkout = Path(name)
+            for entry in ROOT.iterdir():
+                if not entry.name.startswith(".") and entry.name != "build":
+                    (checkout / entry.name).symlink_to(entry)
+            return run(command_line(block), checkout)
 
     return run_block
 
