@@ -37,6 +37,12 @@ def calls() -> Iterator[tuple[str, str, dict[str, Any]]]:
     yield "softcap", "softcap", {"x": meta((1, 256000), FP32), "cap": 30.0}
     ranked = {"logits": meta((1, 201088), FP32), "candidates": meta((1, 4), I32)}
     yield "top_tokens", "top_tokens", ranked
+    for dtype in ("f16", "e4m3"):
+        yield (
+            f"fake-{dtype}",
+            "fake_quantize",
+            {"x": gates, "y": meta((1, 8192), FP32), "dtype": dtype},
+        )
     parts = {"first": meta((1, 64), FP32), "second": meta((1, 2048), FP32)}
     yield "join", "join_heads", {**parts, "y": x, "heads": 16}
     yield "resize", "resize_heads", {"x": x, "y": meta((1, 2048), FP32), "heads": 16}

@@ -89,6 +89,7 @@ SEED_FLAGS = [
     "--lora",
     "--speculate",
     "--share-drafts",
+    "--act-prec",
     "--act-sparsity",
     "--act-calibration",
     "--draft-model",

@@ -493,14 +493,14 @@ def test_what_is_not_acted_on_is_named_by_who_asked_for_it(tmp_path):
     path = tmp_path / "server.toml"
     path.write_text('queue = 3\nkv_dtype = "f16"\nhot_replicate = true\n', encoding="utf-8")
     others = {"IE_STRIDE_BYTES": "not of a server", "IE_NT_LOADS": "nor this"}
-    env = {"IE_ACT_PREC": "fp8", "IE_PRECISION": "fp32", "PRECISION": "bf16", **others}
+    env = {"IE_DEDUP": "1", "IE_PRECISION": "fp32", "PRECISION": "bf16", **others}
     with serving("--config", path, env=env) as server:
         deadline = time.monotonic() + 10
         while not any("listening on" in line for line in server.log):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         (said,) = (line for line in server.log if "not acted on" in line)
-        assert f"PRECISION=bf16, IE_ACT_PREC=fp8, {path}: hot_replicate=1" in said
+        assert f"PRECISION=bf16, {path}: hot_replicate=1, IE_DEDUP=1" in said
         assert "IE_NT" not in said
         assert any("f16;" in line and "3 may wait" in line for line in server.log)
 

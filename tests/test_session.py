@@ -113,6 +113,10 @@ def test_neighbours_change_no_token(name: str) -> None:
         # Rounding to int8 turns a last bit into a whole step, here and there.
         ("gptoss", "int8", 1e-2),
         ("bitnet", "int8", 2e-2),
+        ("llama", "int8", 2e-2),
+        ("llama", "fp8", 5e-2),
+        ("llama", "bf16", 1e-2),
+        ("llama", "fp16", 2e-3),
     ],
 )
 def test_cpu_equals_reference_back_end(name: str, act_prec: str, limit: float) -> None:

@@ -1,4 +1,4 @@
-"""8-bit activations: quantise each token to int8 or fp8, and multiply codes by codes.
+"""8-bit activations: quantise each token to int8 or fp8, and multiply codes by codes; or round.
 
 int8 by int8 sums in int32, exactly; fp8 is decoded in the kernel, on every architecture alike.
 """
@@ -7,11 +7,15 @@ import torch
 import triton
 import triton.language as tl
 
+from clocher_kernels.cuda.codes import to_f32
+from clocher_kernels.cuda.finite import or_nan, saturated
 from clocher_kernels.cuda.gemv_bytes import MAX_TOKENS, launch_gemv
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.pdl import start
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.dtypes import LARGEST
+from clocher_kernels.errors import UnsupportedOp
+from clocher_kernels.ops.quantize import FAKE_DTYPES
 
 # Adding and subtracting 1.5 * 2^23 rounds an fp32 number to an integer, ties to even.
 _ROUND = tl.constexpr(12582912.0)
@@ -83,6 +87,81 @@ def quantize_act8(
     return [Launch(_quantize, (m,), args, constants, 8 if block > 1024 else 4, device.pdl)]
 
 
+@triton.jit
+def _fake_quantize(
+    x, y,
+    K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr,
+    LIMIT: tl.constexpr, FLOOR: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    start(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * GROUP
+    last = tl.minimum(first + GROUP, K)
+    if CODE == "f16" or CODE == "bf16":
+        for k0 in range(first, last, BLOCK):
+            k = k0 + tl.arange(0, BLOCK)
+            v = tl.load(x + token * K + k, mask=k < last, other=0).to(tl.float32)
+            v = saturated(v, LIMIT)
+            bits = v.to(tl.int32, bitcast=True)
+            if CODE == "f16":
+                rounded = v.to(tl.float16).to(tl.float32)
+            else:
+                bits = (bits + ((bits >> 16) & 1) + 0x7FFF) & -65536
+                rounded = tl.where(v == v, bits.to(tl.float32, bitcast=True), v)
+            tl.store(y + token * K + k, rounded, mask=k < last)
+    else:
+        largest = tl.zeros((BLOCK,), tl.float32)
+        odd = tl.zeros((BLOCK,), tl.float32)
+        for k0 in range(first, last, BLOCK):
+            k = k0 + tl.arange(0, BLOCK)
+            v = tl.load(x + token * K + k, mask=k < last, other=0).to(tl.float32)
+            v = or_nan(v)
+            largest = tl.maximum(largest, tl.where(v == v, tl.abs(v), 0.0))
+            odd += tl.where(v == v, 0.0, 1.0)
+        absmax = tl.maximum(tl.max(largest, 0), FLOOR)
+        inverse = tl.div_rn(tl.full((), LIMIT, tl.float32), absmax)
+        scale = tl.div_rn(absmax, tl.full((), LIMIT, tl.float32))
+        scale = tl.where(tl.sum(odd, 0) > 0, float("nan"), scale)
+        for k0 in range(first, last, BLOCK):
+            k = k0 + tl.arange(0, BLOCK)
+            v = tl.load(x + token * K + k, mask=k < last, other=0).to(tl.float32)
+            v = tl.where(tl.abs(v) < float("inf"), v, 0.0) * inverse
+            if CODE == "i8":
+                rounded = (tl.minimum(tl.maximum(v, -LIMIT), LIMIT) + _ROUND) - _ROUND
+            else:
+                # to_f32 divides by the code's unit, 2^8.
+                rounded = to_f32(_fp8_codes(v, LIMIT, 3, 7), CODE, False) * 256.0
+            tl.store(y + token * K + k, rounded * scale, mask=k < last)
+
+
+def fake_quantize(
+    *,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    dtype: str,
+    group: int = 0,
+    floor: float = 0.0,
+    device: Device,
+) -> list[Launch]:
+    """Lower `ops.quantize.fake_quantize`.
+
+    Raises:
+        UnsupportedOp: it does not round to this type.
+    """
+    if dtype not in FAKE_DTYPES:
+        raise UnsupportedOp(
+            f"fake_quantize: no CUDA kernel for dtype={dtype!r}; there are {', '.join(FAKE_DTYPES)}"
+        )
+    k = x.shape[-1]
+    scaled = dtype in ("e4m3", "i8")
+    run = group if group and scaled else k
+    block = min(triton.next_power_of_2(run), 4096)
+    constants = {"K": k, "GROUP": run, "BLOCK": block, "CODE": dtype, "FLOOR": floor}
+    constants |= {"LIMIT": LIMITS["int8"] if dtype == "i8" else LARGEST[dtype], "PDL": device.pdl}
+    grid = (x.numel() // k, triton.cdiv(k, run))
+    return [Launch(_fake_quantize, grid, {"x": x, "y": y}, constants, 4, device.pdl)]
+
+
 def linear_act8(
     *,
     q: torch.Tensor,
@@ -126,3 +205,6 @@ def linear_act8(
             )
         )
     return launches
+
+
+LOWER = {"fake_quantize": fake_quantize}

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Never
 
 from clocher_kernels.cuda import (
+    act8,
     advance,
     attention,
     bsr,
@@ -32,6 +33,7 @@ LOWER: dict[str, Callable[..., list[Launch]]] = {
     **heads.LOWER,
     **linear.LOWER,
     **ternary.LOWER,
+    **act8.LOWER,
     **skip.LOWER,
     **route.LOWER,
     **moe.LOWER,

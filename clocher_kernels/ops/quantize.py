@@ -1,7 +1,8 @@
-"""Quantise activations to int8: codes, and a scale for each group of columns.
+"""Quantise activations: to int8 codes with scales, or to the values of a narrower type in fp32.
 
 A group is a run of `group` columns of a token that share a scale: 32, 128, or, if `group` is 0, all
-of them. One `quantize` serves every product that reads the same activations.
+of them. One `quantize` serves every product that reads the same activations, and so does one
+`fake_quantize`.
 """
 
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from clocher_kernels.dtypes import LARGEST, from_f32, to_f32
 from clocher_kernels.ops.contract import EXACT, Case, OpSpec, Param, Real, Value
 
 Array = np.ndarray
@@ -20,6 +22,11 @@ BITNET: Mapping[str, Any] = {"floor": 1e-5, "lowest": -128}
 """How BitNet quantises what its ternary weights multiply."""
 GROUPED: Mapping[str, Any] = {"floor": 1e-30, "lowest": -127}
 """How we quantise what other integer weights multiply."""
+
+FLOAT8: Mapping[str, Any] = {"floor": 1e-5, "group": 0}
+"""How activations become fp8: a scale for each token, as `cuda.act8` has it."""
+FAKE_DTYPES = ("bf16", "f16", "e4m3", "i8")
+"""Types to whose values `fake_quantize` rounds."""
 
 _NO_GROUPS = {
     "cuda": "int8 activations are for ternary weights there, which have one scale a token; what "
@@ -66,6 +73,51 @@ def quantize(*, x: Array, q: Array, scale: Array, group: int, floor: float, lowe
     codes = np.clip(np.rint(cells * inverse[..., None]), lowest, 127)
     q[...] = codes.reshape(*lead, -1)[..., :k]
     scale[...] = np.where(finite.all(axis=-1), absmax / np.float32(127), np.float32(np.nan))
+
+
+def fake_quantize(*, x: Array, y: Array, dtype: str, group: int = 0, floor: float = 0.0) -> None:
+    """Round activations to what a narrower type can hold; the values stay fp32.
+
+    "bf16" and "f16" round to nearest, ties to even, and saturate; `group` and `floor` mean nothing.
+    "e4m3" and "i8" have a scale for each group, absmax / 448 or absmax / 127: y is code * scale,
+    the code the nearest to x * (448 or 127 / absmax), in fp32 as in `quantize`.
+
+    Args:
+        x: [M, A*, K] fp32.
+        y: [M, A*, K] fp32, written. What is not finite becomes NaN, and where there are scales so
+            does its group.
+        dtype: of `FAKE_DTYPES`.
+        group: columns per scale; 0 for all.
+        floor: least absmax.
+
+    Source: Jacob et al. 2018 (arXiv 1712.05877), section 3: quantisation simulated in floats.
+    """
+    finite = np.isfinite(x)
+    if dtype in ("bf16", "f16"):
+        most = np.float32(LARGEST[dtype])
+        bounded = np.clip(np.where(finite, x, np.float32(0)), -most, most)
+        y[...] = np.where(finite, to_f32(from_f32(bounded, dtype), dtype), np.float32(np.nan))
+        return
+    *lead, k = x.shape
+    scale = np.empty((*lead, groups_of(k, group)), np.float32)
+    if dtype == "i8":
+        q = np.empty(x.shape, np.int8)
+        quantize(x=x, q=q, scale=scale, group=group, floor=floor, lowest=-127)
+        codes = q.astype(np.float32)
+    else:
+        size = group or k
+        cells = np.zeros((*lead, scale.shape[-1] * size), np.float32)
+        cells[..., :k] = np.where(finite, x, np.float32(0))
+        absmax = np.abs(cells.reshape(*lead, -1, size)).max(axis=-1)
+        absmax = np.maximum(absmax, np.float32(floor))
+        most = np.float32(LARGEST[dtype])
+        wide = np.repeat(most / absmax, size, axis=-1)[..., :k]
+        codes = to_f32(from_f32(cells[..., :k] * wide, dtype), dtype)
+        good = np.ones(cells.shape, bool)
+        good[..., :k] = finite
+        whole = good.reshape(*lead, -1, size).all(axis=-1)
+        scale[...] = np.where(whole, absmax / most, np.float32(np.nan))
+    y[...] = codes * np.repeat(scale, group or k, axis=-1)[..., :k]
 
 
 def _make(case: Case, rng: np.random.Generator) -> dict[str, Value]:
@@ -117,6 +169,41 @@ SPECS = (
             Real("g*-m1-k256", {"M": 1, "K": 2880}),
             Real("g*-m1-a2-*", {"M": 1, "A": 4, "K": 2880}),
         ),
+        make=_make,
+        flops=3,
+    ),
+    OpSpec(
+        "fake_quantize",
+        "activations rounded to the values of bf16, fp16, fp8 or int8",
+        (
+            Param("x", "in", "M A* K", narrow=True),
+            Param("y", "out", "M A* K"),
+        ),
+        fake_quantize,
+        (
+            *(
+                Case(f"{dtype}-m{m}-k{k}", {"M": m, "K": k}, {"dtype": dtype})
+                for dtype in ("bf16", "f16")
+                for m, k in ((1, 256), (3, 37))
+            ),
+            *(
+                Case(f"e4m3-m{m}-k{k}", {"M": m, "K": k}, {"dtype": "e4m3", **FLOAT8})
+                for m, k in ((1, 256), (5, 100), (2, 37))
+            ),
+            *(
+                Case(
+                    f"i8-m{m}-k{k}",
+                    {"M": m, "K": k},
+                    {"dtype": "i8", "group": 128, "floor": GROUPED["floor"]},
+                    {},
+                    {"zeros": zeros},
+                )
+                for m, k, zeros in ((1, 256, 0), (5, 300, 140))
+            ),
+            Case("e4m3-m5-a3-k37", {"M": 5, "A": 3, "K": 37}, {"dtype": "e4m3", **FLOAT8}),
+        ),
+        EXACT,
+        (Real("*-m1-k256", {"M": 1, "K": 2880}),),
         make=_make,
         flops=3,
     ),

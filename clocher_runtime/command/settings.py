@@ -305,8 +305,11 @@ class RunConfig:
     )
     verify_touch: bool = variable(_SWITCH, "1: report the checksum of the walk", "IE_VERIFY_TOUCH")
 
-    act_prec: str | None = variable(
-        _ACT_PREC, "precision of activations (unset: the model's)", "IE_ACT_PREC"
+    act_prec: str | None = flag(
+        "Hints",
+        _ACT_PREC,
+        "precision of what products read (unset: int8 for integer weights, else fp32; GPU: fp16)",
+        "IE_ACT_PREC",
     )
     pretranspose: str | None = flag(
         "Hints",

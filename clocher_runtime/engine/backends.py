@@ -213,6 +213,8 @@ class BackEnd:
         kv_dtype: storage of the KV cache unless a run asks for another.
         chunk: tokens of a prefill step unless a run asks for another number.
         on_host: whether the buffers of a Plan are in the memory of the host.
+        rounds: precisions to which what products read is rounded and kept in fp32; in others
+            activations are stored.
     """
 
     make: Callable[..., Executor]
@@ -220,6 +222,7 @@ class BackEnd:
     kv_dtype: str = "f16"
     chunk: int = 128
     on_host: bool = True
+    rounds: frozenset[str] = frozenset()
 
     @property
     def default_act_prec(self) -> str:
@@ -290,16 +293,27 @@ def _make_stub(plan: Plan, weights: Weights, *_: object) -> Executor:
     return StubExecutor(plan)
 
 
+_ROUNDED = {"bf16": "bf16", "fp16": "f16", "fp8": "e4m3"}
+
 BACK_ENDS: Mapping[str, BackEnd] = {
-    # int8 is for products with integer weights; what meets float weights stays fp32.
-    "cpu": BackEnd(make=_make_cpu, activations={"int8": "i8", "fp32": "f32"}),
-    "reference": BackEnd(make=_make_reference, activations={"fp32": "f32", "int8": "i8"}),
+    # Unless it is asked for, int8 is for integer weights; what meets float weights stays fp32.
+    "cpu": BackEnd(
+        make=_make_cpu,
+        activations={"int8": "i8", "fp32": "f32", **_ROUNDED},
+        rounds=frozenset({"int8", *_ROUNDED}),
+    ),
+    "reference": BackEnd(
+        make=_make_reference,
+        activations={"fp32": "f32", "int8": "i8", **_ROUNDED},
+        rounds=frozenset({"int8", *_ROUNDED}),
+    ),
     "cuda": BackEnd(
         make=_make_cuda,
-        activations={"fp16": "f16", "bf16": "bf16", "fp32": "f32"},
+        activations={"fp16": "f16", "bf16": "bf16", "fp32": "f32", "fp8": "f16"},
         kv_dtype="bf16",
         chunk=512,
         on_host=False,
+        rounds=frozenset({"fp8"}),
     ),
     "stub": BackEnd(
         make=_make_stub,

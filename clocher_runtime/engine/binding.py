@@ -17,7 +17,7 @@ from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.pages import KvPages
 from clocher_runtime.models.build import PAGE_CELLS, build_plan
 from clocher_runtime.models.inventory import SCOPES, in_scope
-from clocher_runtime.models.rewrite import skip_zeros
+from clocher_runtime.models.rewrite import round_activations, skip_zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Bound:
 
     Attributes:
         sizes: how large its Plan is.
-        act_prec: how activations are stored; "int8" if the Plan has integer products.
+        act_prec: what products read: "int8" if some are of integers and none was asked for.
         scope_is_kept: whether just the weights that were asked for are packed.
     """
 
@@ -72,7 +72,7 @@ def bind(
     known = BACK_ENDS[backend]
     room = partial(_check_room, known.on_host)
     plan = build_plan(model.spec, model.formats, **asdict(sizes), room=room)
-    act_prec = known.default_act_prec if act_prec is None else act_prec
+    asked, act_prec = act_prec, known.default_act_prec if act_prec is None else act_prec
     one_of(f"act_prec of the {backend} back end", act_prec, known.activations)
     if pretranspose is not None:
         one_of("pretranspose", pretranspose, SCOPES)
@@ -88,6 +88,8 @@ def bind(
     tuning = replace(tuning or Tuning(), copied=scope if pretranspose else frozenset())
     if act_prec == "int8":
         plan = with_codes(plan, model.formats, scope)
+    if asked in known.rounds:
+        plan = round_activations(plan, asked)
     if backend == "cpu":
         plan = skip_zeros(plan, model.formats, scope)
     stored = _act_prec(plan, act_prec)
@@ -114,7 +116,9 @@ def bind(
 
 
 def _act_prec(plan: Plan, stored: str) -> str:
-    """Return "int8" if the Plan has integer products, else how activations are stored."""
+    """Return what products read: "int8" if the Plan rounds nothing and has integer products."""
+    if any(call.op == "fake_quantize" for call in plan.calls):
+        return stored
     integer = any(has_codes(call) for call in plan.calls)
     return "int8" if integer else "fp32" if stored == "int8" else stored
 

@@ -1,4 +1,4 @@
-"""Rewrites of a Plan: the same model, activations stored as int8, or zeros left out."""
+"""Rewrites of a Plan: the same model, activations stored in fewer bits, or zeros left out."""
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
@@ -7,11 +7,19 @@ from clocher_kernels.formats import Ggml, Int4, Int8, Mxfp4, Ternary
 from clocher_kernels.formats.base import Format
 from clocher_kernels.ops import OPS, written
 from clocher_kernels.ops.contract import has_codes
-from clocher_kernels.ops.quantize import BITNET, GROUPED, groups_of
+from clocher_kernels.ops.quantize import BITNET, FLOAT8, GROUPED, groups_of
 from clocher_kernels.plan import Attr, Buffer, Call, Plan
 
 CODES = ".codes"
 """What a buffer's name ends with that holds the codes which ternary weights multiply."""
+
+ROUNDED: Mapping[str, Mapping[str, Attr]] = {
+    "int8": {"dtype": "i8", "group": 128, "floor": GROUPED["floor"]},
+    "fp8": {"dtype": "e4m3", **FLOAT8},
+    "bf16": {"dtype": "bf16"},
+    "fp16": {"dtype": "f16"},
+}
+"""Precision of activations -> attributes of the `fake_quantize` that rounds to it."""
 
 _UNIT = 32
 _GGML_KINDS = ("q4_k", "q5_k", "q6_k", "q3_k", "q2_k", "iq4_nl", "iq4_xs")
@@ -60,6 +68,34 @@ def quantize_activations(plan: Plan, formats: Mapping[str, Format], group: int) 
         return either and fmt is not None and takes_int8(fmt)
 
     return _with_codes(plan, wanted, (".q8", ".q8_scale"), {"group": group, **GROUPED})
+
+
+def round_activations(plan: Plan, precision: str) -> Plan:
+    """Round the inputs of products to a narrower type; they stay fp32.
+
+    What is int8 codes already stays as it is. What BitNet's `quantize` reads is rounded before it,
+    but for int8, which it makes itself.
+
+    Args:
+        plan: from `build_plan`, or from `quantize_activations` of it.
+        precision: of `ROUNDED`.
+    """
+    buffers = dict(plan.buffers)
+    calls: list[Call] = []
+    current: set[str] = set()
+    for call in plan.calls:
+        product = "x" in call.args and OPS[call.op].matrix is not None and not has_codes(call)
+        if product or (call.op == "quantize" and precision != "int8"):
+            x = call.args["x"]
+            rounded = f"{x}.{precision}"
+            if x not in current:
+                buffers[rounded] = Buffer(buffers[x].shape, "f32", buffers[x].rows)
+                calls.append(Call("fake_quantize", {"x": x, "y": rounded}, ROUNDED[precision]))
+                current.add(x)
+            call = Call(call.op, {**call.args, "x": rounded}, call.attrs)
+        calls.append(call)
+        current -= written(call)
+    return replace(plan, buffers=buffers, calls=tuple(calls))
 
 
 def skip_zeros(plan: Plan, formats: Mapping[str, Format], scope: Set[str]) -> Plan:
@@ -122,9 +158,8 @@ def _keeps_zeros(call: Call, sparse: Set[str]) -> set[str]:
     if call.op == "relu2_gate_up" or (call.op == "glu" and call.attrs["act"] == "relu2"):
         return {call.args["y"]}
     if call.args.get("x") in sparse and "residual" not in call.args:
-        return {"rms_norm": {call.args.get("y", "")}, "quantize": {call.args.get("q", "")}}.get(
-            call.op, set()
-        )
+        kept = {"rms_norm": "y", "fake_quantize": "y", "quantize": "q"}.get(call.op)
+        return {call.args[kept]} if kept else set()
     return set()
 
 

@@ -47,7 +47,7 @@ def _model_of_environment() -> Path | None:
     option("--kv-dtype", click.Choice(KV_DTYPES), default="f32", envvar=_env("kv_dtype")),
     option(
         "--act-prec",
-        click.Choice(["fp32", "int8"]),
+        click.Choice(["int8", "fp8", "fp16", "bf16", "fp32"]),
         "default: the back end's",
         envvar=_env("act_prec"),
     ),

@@ -177,6 +177,13 @@ def e8m0_scalar(code):
 
 
 @device
+def from_e8m0(codes):
+    """Convert e8m0 codes to fp32."""
+    bits = iselect(ieq(codes, isplat(0)), isplat(0x400000), shl(codes, 23))
+    return bits_f32(iselect(ieq(codes, isplat(255)), isplat(0x7FC00000), bits))
+
+
+@device
 def _e8m0_bits(code):
     if code == 0:
         return 0x400000

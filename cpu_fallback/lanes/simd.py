@@ -366,9 +366,8 @@ def exp(b, x):
     return b.select(nan, x, y)
 
 
-@op(F32, F32, I32)
-def lookup(b, table, index):
-    """Return table[index] lane by lane; the index must be 0 .. 15."""
+def emit_lookup(b: Any, table: Any, index: Any) -> Any:
+    """Emit table[index] lane by lane; the index must be 0 .. 15."""
     if CURRENT.avx512:
         return call(b, "llvm.x86.avx512.permvar.sf.512", F32.llvm, table, index)
     if CURRENT.avx2:
@@ -394,3 +393,9 @@ def lookup(b, table, index):
         value = b.load(b.gep(entries, [b.extract_element(index, at)]))
         out = b.insert_element(out, value, at)
     return out
+
+
+@op(F32, F32, I32)
+def lookup(b, table, index):
+    """Return table[index] lane by lane; the index must be 0 .. 15."""
+    return emit_lookup(b, table, index)

@@ -1,10 +1,20 @@
-"""Quantise activations to int8, a group of columns at a time."""
+"""Quantise activations, a group of columns at a time: to codes, or to rounded fp32 values."""
 
 import numpy as np
 
-from clocher_kernels.errors import ShapeError
+from clocher_kernels.dtypes import LARGEST
+from clocher_kernels.errors import ShapeError, UnsupportedOp
 from cpu_fallback.lanes.jit import device
-from cpu_fallback.lanes.memory import load_f32, load_f32_n, store_u8, store_u8_n, write_f32
+from cpu_fallback.lanes.memory import (
+    load_f32,
+    load_f32_n,
+    store_f32,
+    store_f32_n,
+    store_u8,
+    store_u8_n,
+    write_f32,
+)
+from cpu_fallback.lanes.narrow import from_bf16, from_e4m3, from_f16, to_bf16, to_e4m3, to_f16
 from cpu_fallback.lanes.record import executes
 from cpu_fallback.lanes.simd import (
     absolute,
@@ -14,8 +24,10 @@ from cpu_fallback.lanes.simd import (
     maximum,
     minimum,
     mul,
+    neg,
     rint,
     splat,
+    to_f32,
     to_i32,
     zero,
 )
@@ -44,6 +56,20 @@ def quantize(a, rank, size, scratch):
 @device
 def _quantize(x, q, count, floor, lowest):
     """Quantise a group and return its scale, NaN if a value is NaN or infinite."""
+    absmax, odd = _largest(x, count, floor)
+    whole = count & -16
+    inverse = splat(np.float32(127) / absmax)
+    for i in range(0, whole, 16):
+        store_u8(q + i, _code(load_f32(x + 4 * i), inverse, lowest))
+    if whole < count:
+        codes = _code(load_f32_n(x + 4 * whole, count - whole), inverse, lowest)
+        store_u8_n(q + whole, codes, count - whole)
+    return absmax / np.float32(127) + odd
+
+
+@device
+def _largest(x, count, floor):
+    """Return the largest magnitude, at least `floor`, and 0, or NaN if a value is not finite."""
     largest, odd = zero(), zero()
     whole = count & -16
     for i in range(0, whole, 16):
@@ -52,20 +78,93 @@ def _quantize(x, q, count, floor, lowest):
     if whole < count:
         values = load_f32_n(x + 4 * whole, count - whole)
         largest, odd = maximum(absolute(values), largest), fma(values, zero(), odd)
-    absmax = max(hmax(largest), floor)
-    inverse = splat(np.float32(127) / absmax)
-    for i in range(0, whole, 16):
-        store_u8(q + i, _code(load_f32(x + 4 * i), inverse, lowest))
-    if whole < count:
-        codes = _code(load_f32_n(x + 4 * whole, count - whole), inverse, lowest)
-        store_u8_n(q + whole, codes, count - whole)
-    return absmax / np.float32(127) + hsum(odd)
+    return max(hmax(largest), floor), hsum(odd)
 
 
 @device
 def _code(x, inverse, lowest):
     high = splat(np.float32(127))
     return to_i32(rint(minimum(maximum(mul(x, inverse), lowest), high)))
+
+
+_MOST_F16 = np.float32(LARGEST["f16"])
+_MOST_BF16 = np.float32(LARGEST["bf16"])
+_MOST_E4M3 = np.float32(LARGEST["e4m3"])
+
+
+@device
+def _as_bf16(x, inverse, scale):
+    bound = splat(_MOST_BF16)
+    near = from_bf16(to_bf16(minimum(maximum(x, neg(bound)), bound)))
+    return fma(x, zero(), near)
+
+
+@device
+def _as_f16(x, inverse, scale):
+    bound = splat(_MOST_F16)
+    near = from_f16(to_f16(minimum(maximum(x, neg(bound)), bound)))
+    return fma(x, zero(), near)
+
+
+@device
+def _as_e4m3(x, inverse, scale):
+    return mul(from_e4m3(to_e4m3(mul(x, inverse))), scale)
+
+
+@device
+def _as_i8(x, inverse, scale):
+    return mul(to_f32(_code(x, inverse, splat(np.float32(-127)))), scale)
+
+
+@device
+def _fake(a, rank, size, convert, most):
+    """Write rounded values, token by token; `most` is the largest code, 0 without scales."""
+    first, last = share(a.M, rank, size)
+    k = a.K
+    group = a.group if a.group and most > np.float32(0) else k
+    inverse, scale = zero(), zero()
+    for row in range(first * a.A, last * a.A):
+        start = 0
+        while start < k:
+            x, y = a.x + 4 * (row * k + start), a.y + 4 * (row * k + start)
+            count = min(group, k - start)
+            if most > np.float32(0):
+                absmax, odd = _largest(x, count, a.floor)
+                inverse, scale = splat(most / absmax), splat(absmax / most + odd)
+            whole = count & -16
+            for i in range(0, whole, 16):
+                store_f32(y + 4 * i, convert(load_f32(x + 4 * i), inverse, scale))
+            if whole < count:
+                n, i = count - whole, 4 * whole
+                store_f32_n(y + i, convert(load_f32_n(x + i, n), inverse, scale), n)
+            start += group
+
+
+@executes("fake_quantize")
+def fake_bf16(a, rank, size, scratch):
+    """Round to bf16; each thread has a range of tokens."""
+    _fake(a, rank, size, _as_bf16, np.float32(0))
+
+
+@executes("fake_quantize")
+def fake_f16(a, rank, size, scratch):
+    """Round to fp16."""
+    _fake(a, rank, size, _as_f16, np.float32(0))
+
+
+@executes("fake_quantize")
+def fake_e4m3(a, rank, size, scratch):
+    """Round to fp8 times a scale."""
+    _fake(a, rank, size, _as_e4m3, _MOST_E4M3)
+
+
+@executes("fake_quantize")
+def fake_i8(a, rank, size, scratch):
+    """Round to int8 times a scale."""
+    _fake(a, rank, size, _as_i8, np.float32(127))
+
+
+_FAKE = {"bf16": fake_bf16, "f16": fake_f16, "e4m3": fake_e4m3, "i8": fake_i8}
 
 
 def check_groups(call: BoundCall, columns: str) -> int:
@@ -92,4 +191,13 @@ def _lower(call: BoundCall) -> list[Launch]:
     return [call.launch(quantize)]
 
 
-LOWER = {"quantize": _lower}
+def _lower_fake(call: BoundCall) -> list[Launch]:
+    dtype = str(call.attr("dtype"))
+    if dtype not in _FAKE:
+        raise UnsupportedOp(
+            f"fake_quantize: no CPU kernel for dtype={dtype!r}; there are {', '.join(_FAKE)}"
+        )
+    return [call.launch(_FAKE[dtype])]
+
+
+LOWER = {"quantize": _lower, "fake_quantize": _lower_fake}
