@@ -1,10 +1,11 @@
 """What is left of a team's speed when others want its cores too.
 
-    python -m bench.contention [--shape large|small] [--rounds 10] [--cgroup DIR]
+    python -m bench.contention [--shape large|small|prompt] [--rounds 10] [--cgroup DIR]
 
 Teams of one and two threads, each a process of its own, multiply one token by matrices: "large"
 ones that no cache holds (bf16, 2048 x 2048, 16 of them), or "small" ones with barriers every few
-microseconds (fp32, 256 x 256, 40 of them). They run alone, beside a process that is always busy,
+microseconds (fp32, 256 x 256, 40 of them); or 256 tokens of a "prompt" (int4, 2048 x 2048, 16 of
+them). They run alone, beside a process that is always busy,
 beside another team of two, on one CPU, and, with --cgroup, within a quota of one CPU: DIR is a
 group of the cpu controller below which groups may be made. Ratios are medians of interleaved
 rounds.
@@ -26,33 +27,42 @@ from bench.ops.experiment import Row, experiment, turns
 from clocher_kernels.formats import parse_format
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import encode
+from clocher_runtime.engine.footprint import ACT_GROUP
 from clocher_runtime.engine.topology import cpu_name
+from clocher_runtime.models.rewrite import quantize_activations
 from cpu_fallback.executor import CpuExecutor
 
-SHAPES = {"large": (2048, 16, "bf16"), "small": (256, 40, "f32")}
+SHAPES = {
+    "large": (2048, 16, "bf16", 1),
+    "small": (256, 40, "f32", 1),
+    "prompt": (2048, 16, "int4_sym_g32_f16", 256),
+}
+"""Rows and columns, matrices, their format, tokens."""
 PERIOD_US = 100_000
 
 
 def work(threads: int, shape: str) -> None:
     """Serve as a team: for each number of seconds on standard input, print steps per second."""
-    n, layers, form = SHAPES[shape]
+    n, layers, form, tokens = SHAPES[shape]
     rng = np.random.default_rng(1)
     weights = {
         f"w{i}": encode(rng.standard_normal((n, n), dtype=np.float32), parse_format(form))
         for i in range(layers)
     }
-    buffers = {name: Buffer((1, n), "f32", "M", "scratch") for name in "ab"}
+    buffers = {name: Buffer((tokens, n), "f32", "M", "scratch") for name in "ab"}
     calls = [
         Call("linear", {"x": "ab"[i % 2], "w": name, "y": "ba"[i % 2]})
         for i, name in enumerate(weights)
     ]
-    executor = CpuExecutor(Plan(1, 1, buffers, {}, tuple(weights), tuple(calls)), weights, threads)
+    plan = Plan(tokens, 1, buffers, {}, tuple(weights), tuple(calls))
+    plan = quantize_activations(plan, {name: w.format for name, w in weights.items()}, ACT_GROUP)
+    executor = CpuExecutor(plan, weights, threads)
     print("ready", flush=True)
     for line in sys.stdin:
         with executor.running():
             start, steps = time.perf_counter(), 0
             while time.perf_counter() - start < float(line):
-                executor.step(1, 1)
+                executor.step(tokens, 1)
                 steps += 1
             print(steps / (time.perf_counter() - start), flush=True)
     executor.close()

@@ -160,12 +160,11 @@ def test_a_sweep_is_the_product_of_its_values_under_the_names_of_the_seed() -> N
     }
     assert cells[0].environment({"PATH": "p", "CLOCHER_MAX_NEW": "9"}) == {
         "PATH": "p",
-        "IE_ACT_PREC": "int8",
         "NUMA_POLICY": "auto",
         "IE_PREFETCH_DISTANCE": "0",
         "IE_NT_LOADS": "0",
     }
-    assert cells[0].flags() == ["--max-new=4"]
+    assert cells[0].flags() == ["--max-new=4", "--act-prec=int8"]
 
 
 @pytest.mark.parametrize(

@@ -161,3 +161,43 @@ ATTENTION: Columns = {
     "% of limit [95 %]": percent("pct_of_limit", "pct_low", "pct_high"),
     "GFLOP/s": number("gflops"),
 }
+SPARSE_ATTENTION: Columns = {
+    "model": text("model"),
+    "cache": code_of("kv"),
+    "context": text("context"),
+    "--attn": code_of("attn"),
+    "read": share("share"),
+    "us a layer": number("us_per_layer"),
+    "dense": number("dense_us_per_layer"),
+    "times as fast [95 %]": times("of_dense", "of_dense_low", "of_dense_high"),
+    "GB/s": number("gbps"),
+    "read GB/s": number("read_gbps"),
+}
+SKIP: Columns = {
+    "model": model(),
+    "of": text("test"),
+    "zero gates": share("zero_gates"),
+    "zero codes": share("zero_codes"),
+    "skipping": number("skipping"),
+    "dense": number("dense"),
+    "times as fast [95 %]": times("speedup", "low", "high"),
+    "same": right(),
+}
+ACT_SPARSITY: Columns = {
+    "model": model(),
+    "--act-sparsity": code_of("rule"),
+    "zeros": share("zeros"),
+    "tok/s": number("sparse"),
+    "dense tok/s": number("dense"),
+    "times as fast [95 %]": times("speedup", "low", "high"),
+}
+SPECULATION: Columns = {
+    "workload": text("workload"),
+    "engine": text("engine"),
+    "streams": text("streams"),
+    "tok/s": number("tok_s"),
+    "tokens a pass": number("tokens_per_pass"),
+    "over off [range]": times("over_off", "over_off_range"),
+    "over the peer [range]": times("over_peer", "over_peer_range"),
+    "same ids": text("same_ids"),
+}
