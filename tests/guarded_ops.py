@@ -23,6 +23,7 @@ from op_cases import ALL, OpRun, name_of
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import ClocherError
 from clocher_kernels.ops.contract import Case, OpSpec, Value
+from clocher_kernels.ops.sampling import words_for
 from clocher_kernels.plan import Buffer
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback import executor
@@ -33,6 +34,9 @@ _PROTECT = ctypes.CDLL(None, use_errno=True).mprotect
 _PROTECT.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _LARGEST = 100
 """Sizes are drawn from 1 to this, and half of the time a case keeps its own."""
+
+_CELLS = 1 << 20
+"""Largest count of values that a drawn cache holds: pages x tokens of a page x features."""
 
 
 class Guard:
@@ -118,6 +122,10 @@ def drawn(count: int, seed: int = 0) -> Iterator[tuple[OpSpec, Case]]:
         if {"H", "N", "D", "F"} <= sizes.keys():
             sizes["N"] = sizes["H"] * max(1, case.sizes["N"] // case.sizes["H"])
             sizes["F"] = sizes["N"] * sizes["D"]
+        if {"V", "W"} <= sizes.keys():
+            sizes["W"] = words_for(sizes["V"])
+        if np.prod([sizes.get(letter, 1) for letter in "PTF"]) > _CELLS:
+            continue
         made = replace(case, id=f"{case.id}-{sizes}", sizes=sizes)
         try:
             op = OpRun(spec, made)

@@ -32,8 +32,9 @@ from typing import Any
 
 import llvmlite.binding as llvm
 import numba
-from numba import config, types
+from numba import types
 from numba.core.ccallback import CFunc
+from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 
@@ -168,42 +169,46 @@ define i64 @{_symbol(k)}({args}) {{
     for thing in (*module.functions, *module.global_variables):
         if not thing.is_declaration and thing.name != _symbol(k):
             thing.linkage = "internal"
-    passes = llvm.create_new_module_pass_manager()
-    passes.add_global_dead_code_eliminate_pass()
-    passes.run(module, llvm.create_pass_builder(_machine(), llvm.create_pipeline_tuning_options()))
+    tuning = llvm.create_pipeline_tuning_options(speed_level=3)
+    # Kernels say what is a vector; vectorised scalar loops would only be more code.
+    tuning.loop_vectorization = tuning.slp_vectorization = False
+    builder = llvm.create_pass_builder(_machine(), tuning)
+    builder.getModulePassManager().run(module, builder)
     _check(k, module)
     return module
 
 
 def _lower(k: Kernel) -> tuple[str, str]:
-    """Return the optimised LLVM of a kernel and the name of its function there."""
+    """Return the LLVM of a kernel with its devices, and the name of its function there."""
     signature = ((types.int64,) * k.params, k.result)
     callback = CFunc(k.function, signature, {}, dict(_OPTIONS))
-    with global_compiler_lock, _without_machine_code():
-        kept = config.LOOP_VECTORIZE, config.SLP_VECTORIZE
-        # Kernels say what is a vector; vectorised scalar loops would only be more code.
-        config.LOOP_VECTORIZE = config.SLP_VECTORIZE = 0
-        try:
-            compiled = callback._compile_uncached()
-            compiled.library.finalize()
-        finally:
-            config.LOOP_VECTORIZE, config.SLP_VECTORIZE = kept
+    with global_compiler_lock, _front_end_only():
+        compiled = callback._compile_uncached()
+        compiled.library.finalize()
     return compiled.library.get_llvm_str(), compiled.fndesc.llvm_func_name
 
 
-@contextmanager
-def _without_machine_code() -> Iterator[None]:
-    """Keep Numba from making machine code for what it takes the host for.
+class _Linked(JITCodeLibrary):  # type: ignore[misc]
+    """What Numba made of a function, linked with what it calls and not optimised as a whole."""
 
-    It would do so for each device as well, which takes time, and ends the process where LLVM does
-    not see all features of the host.
+    def _optimize_final_module(self) -> None:
+        """Leave it to `_module`, which does so once, not once a device too."""
+
+
+@contextmanager
+def _front_end_only() -> Iterator[None]:
+    """Keep Numba from optimising whole modules and from making machine code.
+
+    It would do both for each device as well, which takes time; and its machine code is for what it
+    takes the host for, which ends the process where LLVM does not see all features of the host.
     """
     codegen = cpu_target.target_context.codegen()
+    codegen._library_class = _Linked
     codegen._add_module = codegen.set_env = lambda *_: None
     try:
         yield
     finally:
-        del codegen._add_module, codegen.set_env
+        del codegen._library_class, codegen._add_module, codegen.set_env
 
 
 def _check(k: Kernel, module: llvm.ModuleRef) -> None:
