@@ -3,7 +3,7 @@
 Both are run as a command that prints llama-bench's JSON, a run per round. Started as a program,
 this module is that command for llama-cpp-python:
 
-    python -m bench.llama_cpp --model FILE --threads 2 -p 128 -n 32
+    python -m bench.llama_cpp -m FILE -t 2 -p 128
 """
 
 import json
@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,9 @@ from bench.measure import NotMeasured
 
 TEST = r"(?:(pp)([1-9]\d{0,5})|(tg)([1-9]\d{0,5})(?:@d([1-9]\d{0,5}))?)"
 _TIMEOUT_S = 3600
+
+OWN = (sys.executable, "-m", "bench.llama_cpp")
+"""llama-bench's work through llama-cpp-python."""
 
 
 class Test(NamedTuple):
@@ -70,12 +73,8 @@ class LlamaCpp:
         kind, tokens, depth = parsed(test)
         sizes = ["-p", "0", "-n", str(tokens)] if kind == "tg" else ["-p", str(tokens), "-n", "0"]
         sizes += ["-d", str(depth)] if depth else []
-        if self.command is None:
-            line = [sys.executable, "-m", "bench.llama_cpp", *sizes]
-            line += ["--model", str(self.gguf), "--threads", str(self.threads)]
-        else:
-            line = [*self.command, "-m", str(self.gguf), "-t", str(self.threads), *sizes]
-            line += ["-r", "1", "-o", "json"]
+        line = [*(self.command or OWN), "-m", str(self.gguf), "-t", str(self.threads), *sizes]
+        line += ["-r", "1", "-o", "json"]
         try:
             run = subprocess.run(line, capture_output=True, text=True, timeout=_TIMEOUT_S)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -132,7 +131,7 @@ def _speed(model: Path, threads: int, prompt: int, generated: int, depth: int) -
         return (prompt or generated) / (time.perf_counter() - start)
 
     run()
-    return run(), str(llama_cpp.__version__)
+    return run(), f"llama-cpp-python {llama_cpp.__version__}"
 
 
 _callbacks: list[Any] = []
@@ -144,21 +143,36 @@ def _silent(llama_cpp: Any, ctypes: Any) -> Any:
     return callback
 
 
-@click.command(help=__doc__)
-@click.option("--model", type=click.Path(path_type=Path), required=True)
-@click.option("--threads", type=click.IntRange(1), required=True)
-@click.option("-p", "prompt", type=click.IntRange(0), default=0)
-@click.option("-n", "generated", type=click.IntRange(0), default=0)
-@click.option("-d", "depth", type=click.IntRange(0), default=0)
-def main(model: Path, threads: int, prompt: int, generated: int, depth: int) -> None:
-    """Measure one test and print it as llama-bench does."""
-    try:
-        speed, version = _speed(model, threads, prompt, generated, depth)
-    except NotMeasured as reason:
-        raise click.ClickException(str(reason)) from None
-    about = {"build_commit": f"llama-cpp-python {version}", "model_type": model.stem}
-    click.echo(json.dumps([{"avg_ts": speed, **about}]))
+Speed = Callable[[Path, int, int, int, int], tuple[float, str]]
+"""Takes model, threads, prompt, generated, depth; returns tokens a second and a version."""
 
+
+def bench_command(text: str | None, speed: Speed) -> click.Command:
+    """Return a command with llama-bench's arguments and JSON that measures one test by `speed`."""
+
+    @click.command(help=text)
+    @click.option("-m", "model", type=click.Path(path_type=Path), required=True)
+    @click.option("-t", "threads", type=click.IntRange(1), required=True)
+    @click.option("-p", "prompt", type=click.IntRange(0), default=0)
+    @click.option("-n", "generated", type=click.IntRange(0), default=0)
+    @click.option("-d", "depth", type=click.IntRange(0), default=0)
+    @click.option("-r", type=click.Choice(["1"]), default="1", expose_value=False)
+    @click.option("-o", type=click.Choice(["json"]), default="json", expose_value=False)
+    def main(model: Path, **test: int) -> None:
+        """Measure one test and print it as llama-bench does."""
+        try:
+            found, version = speed(
+                model, test["threads"], test["prompt"], test["generated"], test["depth"]
+            )
+        except NotMeasured as reason:
+            raise click.ClickException(str(reason)) from None
+        about = {"build_commit": version, "model_type": model.stem}
+        click.echo(json.dumps([{"avg_ts": found, **about}]))
+
+    return main
+
+
+main = bench_command(__doc__, _speed)
 
 if __name__ == "__main__":
     main()

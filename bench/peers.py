@@ -1,4 +1,4 @@
-r"""Clocher beside llama.cpp, ONNX Runtime and torch: same weights, same threads, in turns.
+r"""Clocher beside llama.cpp, OpenVINO GenAI, ONNX Runtime and torch: same weights, same threads.
 
 \b
     python -m bench.peers                             products of matrices: torch, ONNX Runtime
@@ -7,7 +7,8 @@ r"""Clocher beside llama.cpp, ONNX Runtime and torch: same weights, same threads
     ... --llama-bench 'PATH -fa 1' --llama-bench 'ik_llama.cpp=PATH2 -rtr 1'      several of them
 
 DIR comes from `scripts/make_synthetic.py --gguf`. Without --llama-bench, llama.cpp is run through
-llama-cpp-python. --gguf adds files that llama-quantize made of the same weights. Tests are named as
+llama-cpp-python, and OpenVINO GenAI, where its wheel is installed, on the same file. --gguf adds
+files that llama-quantize made of the same weights. All are run in turns. Tests are named as
 llama-bench names them, tg24@d4000 behind 4000 tokens; Clocher's tg includes sampling, llama-bench's
 does not. A ratio is Clocher's speed over the peer's. A peer that is missing is shown with the
 reason, never with a number.
@@ -15,10 +16,12 @@ reason, never with a number.
 
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
+from importlib import metadata
 from itertools import chain, product
 from pathlib import Path
 from statistics import median
@@ -162,14 +165,24 @@ def _peers(
         )
     names = [path.name for path in files]
     found = {}
-    for program, path in product(programs or ("",), files):
+    for program, path in product(programs or _found_here(), files):
         named = re.fullmatch(r"(?:([\w.-]+)=)?(.*)", program)
         assert named is not None
         command = shlex.split(named[2])
-        label = [named[1] or "llama.cpp", *command[1:]]
+        module = command[1:2] == ["-m"]
+        label = [named[1] or "llama.cpp", *command[3 if module else 1 :]]
         label.append(path.name if names.count(path.name) == 1 else str(path))
         found[" ".join(label)] = LlamaCpp(command or None, path, threads)
     return found
+
+
+def _found_here() -> tuple[str, ...]:
+    """Return the peers that need no program of the caller's."""
+    try:
+        metadata.version("openvino-genai")
+    except metadata.PackageNotFoundError:
+        return ("",)
+    return "", f"openvino={shlex.quote(sys.executable)} -m bench.openvino_genai"
 
 
 def _checked(

@@ -4,6 +4,7 @@ import json
 import os
 import stat
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import click
@@ -231,14 +232,42 @@ def test_a_peer_that_fails_has_a_reason_and_no_number(
     assert "tok_s" not in peer
 
 
-def test_llama_cpp_without_llama_bench(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocked = model_dir / "blocked"
-    blocked.mkdir(exist_ok=True)
-    (blocked / "llama_cpp.py").write_text("raise ImportError('blocked by the test')\n")
+@pytest.mark.parametrize("module", ["llama_cpp", "openvino_genai"])
+def test_a_peer_that_cannot_be_imported(
+    module: str, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{module}.py").write_text("raise ImportError('blocked by the test')\n")
+    paths = [str(tmp_path), str(Path(__file__).parents[1])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    command = None if module == "llama_cpp" else [sys.executable, "-m", f"bench.{module}"]
+    with pytest.raises(NotMeasured, match=f"{module} cannot be imported: blocked"):
+        LlamaCpp(command, model_dir / "model.gguf", 2).speed("tg2")
+
+
+def test_openvino_is_a_peer_where_its_wheel_is_installed(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    version = metadata.version
+
+    def installed(name: str) -> str:
+        return "1" if name == "openvino-genai" else version(name)
+
+    monkeypatch.setattr(metadata, "version", installed)
+    blocked = tmp_path / "blocked"
+    blocked.mkdir()
+    for module in ("llama_cpp", "openvino_genai"):
+        (blocked / f"{module}.py").write_text("raise ImportError('blocked by the test')\n")
     paths = [str(blocked), str(Path(__file__).parents[1])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    with pytest.raises(NotMeasured, match="llama_cpp cannot be imported: blocked"):
-        LlamaCpp(None, model_dir / "model.gguf", 2).speed("tg2")
+    out = tmp_path / "rows.json"
+    arguments = ["--model-dir", str(model_dir), "--test", "tg2", *FAST, "--json", str(out)]
+    result = CliRunner().invoke(peers.main, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    ours, llama_cpp, openvino = json.loads(out.read_text())
+    assert llama_cpp["engine"] == "llama.cpp model.gguf"
+    assert openvino["engine"] == "openvino model.gguf"
+    assert "openvino_genai cannot be imported" in openvino["note"]
+    assert "tok_s" in ours and "tok_s" not in openvino
 
 
 @pytest.mark.parametrize(

@@ -77,13 +77,14 @@ LIBRARIES: dict[str, str] = {
     "bench.serving": "numpy click msgspec",
     "scripts": "numpy click rich",
     "bench": """numpy click rich jinja2 pytest torch triton cupy onnx onnxruntime llama_cpp
-        matplotlib gemlite torchao bitsandbytes""",
+        matplotlib gemlite torchao bitsandbytes openvino openvino_genai""",
 }
 # Distributions whose modules have another name.
 PROVIDED_BY = {
     "cupy-cuda12x": "cupy",
     "nvidia-ml-py": "pynvml",
     "llama-cpp-python": "llama_cpp",
+    "openvino-genai": "openvino_genai",
     "google-re2": "re2",
     "prometheus-client": "prometheus_client",
 }
