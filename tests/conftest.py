@@ -10,10 +10,12 @@ from typing import Any
 
 import compatibility
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# The same examples in every run: what fails, fails again.
-settings.register_profile("same", derandomize=True, deadline=None)
+# The same examples in every run: what fails, fails again. How long it takes depends on the machine.
+settings.register_profile(
+    "same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("same")
 
 # Tests start hundreds of processes, which would all compile the same sources.

@@ -36,7 +36,7 @@ clocher_runtime.signals clocher_runtime.exit_codes
 clocher_runtime.disk
 clocher_runtime.models
 clocher_runtime.checkpoints
-clocher_runtime.speculation
+clocher_runtime.speculation clocher_runtime.diffusion
 clocher_runtime.engine
 clocher_runtime.text
 clocher_runtime.convert

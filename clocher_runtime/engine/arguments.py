@@ -270,3 +270,36 @@ def _number(value: object) -> float | None:
         return float(value)
     except OverflowError:
         return None
+
+
+def check_flags(**flags: object) -> None:
+    """Refuse what is neither True nor False.
+
+    Raises:
+        UsageError: one is.
+    """
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise UsageError(f"{name} is {shown(flag)}; expected True or False")
+
+
+def check_functions(**functions: object) -> None:
+    """Refuse what is neither a function nor None.
+
+    Raises:
+        UsageError: one is.
+    """
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise UsageError(f"{name} is {shown(function)}; expected a function or None")
+
+
+def milliseconds(name: str, value: object) -> float:
+    """Return a time above 0, which may be infinite.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise UsageError(f"{name} is {shown(value)}; expected milliseconds above 0")
+    return value

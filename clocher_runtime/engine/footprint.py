@@ -64,12 +64,14 @@ def sizes_of(
     speculates: bool = False,
     recycles: bool = False,
     attn: str = "dense",
+    width: int = 0,
 ) -> Sizes:
     """Return the sizes of a session; the arguments are those of `Session`.
 
     Args:
         speculates: whether tokens are guessed, and passes have a row for each.
         recycles: whether that is done with what the model ranked first.
+        width: tokens and rows that a sequence takes in a pass which denoises blocks; 0: none does.
 
     Raises:
         UsageError: a size is out of range, or the model or the back end has no such attention.
@@ -86,13 +88,28 @@ def sizes_of(
         raise UsageError(f"context is {shown(context)}; this model takes 1 to {longest}")
     blocks = -(-context // PAGE_CELLS)
     kv_pages = batch * blocks if kv_pages is None else whole("kv_pages", kv_pages, 1, _MOST)
-    tokens = max(chunk, batch)
+    tokens = max(chunk, batch * max(1, width))
     drawn = min(rows_for(batch), tokens) if speculates else batch
-    rows = max(drawn, min(whole("score_rows", score_rows, 0, _MOST), tokens))
+    rows = max(drawn, batch * width, min(whole("score_rows", score_rows, 0, _MOST), tokens))
     window = max(spec.windows, default=0)
     few = window_pages(window, tokens, batch, context, kv_pages) if window else 0
     rows, kept = tokens if all_logits else rows, CANDIDATES if recycles else 0
     return Sizes(tokens, rows, batch, context, kv_dtype, kv_pages, few, kept, selection)
+
+
+def sizes_beside(
+    sizes: Sizes, spec: ModelSpec, backend: str, chunk: int | None, kv_pages: int | None
+) -> Sizes:
+    """Return the sizes of a draft model beside a session of these sizes."""
+    return sizes_of(
+        spec,
+        backend,
+        batch=sizes.slots,
+        context=min(sizes.context, spec.max_positions),
+        kv_dtype=sizes.kv_dtype,
+        chunk=chunk,
+        kv_pages=kv_pages,
+    )
 
 
 def whole_layers(spec: ModelSpec) -> int:

@@ -14,6 +14,7 @@ from clocher_runtime.engine.pages import KvPages
 from clocher_runtime.engine.requests import Mailbox, Request, Token
 from clocher_runtime.engine.step_inputs import Part, StepInputs
 from clocher_runtime.engine.timing import SpanKind, StepSums, StepTimes, Tally
+from clocher_runtime.speculation.draft import NO_DRAFT
 from clocher_runtime.speculation.speculator import MOST_GUESSES, Speculator, Text
 
 Rows = tuple[Request, slice]
@@ -101,6 +102,8 @@ class Passes:
             guesses = speculator is not None and speculator.trial.is_on
             if speculator is not None and guesses and len(decoding) == len(parts):
                 self._draft(speculator, parts)
+            if len(decoding) == len(parts):
+                self._look_ahead(parts)
             drafted = self.times.now()
             tokens, rows = self._begin(parts, len(decoding) == len(parts))
             self._executor.step(tokens, rows)
@@ -141,10 +144,23 @@ class Passes:
             if draft.tokens and self._pages.reserve(request, cells + len(draft.tokens)):
                 request.draft = draft
 
+    def _look_ahead(self, parts: list[Part]) -> None:
+        """Let requests of a pass that only decodes verify their last guess and make the next."""
+        plan, waiting = self._executor.plan, sum(count for _, count in parts)
+        room = min(plan.rows - len(parts), plan.tokens - waiting)
+        for request, _ in parts:
+            if request.ahead is None:
+                continue
+            request.look_ahead(min(room, 2 * request.ahead.block - 1))
+            cells = request.cells + request.waiting_tokens + request.behind
+            if not self._pages.reserve(request, cells):  # guesses take no pages from anybody
+                request.draft, request.masks = NO_DRAFT, ()
+            room -= request.behind
+
     def _begin(self, parts: list[Part], only_decodes: bool) -> tuple[int, int]:
         """Write the inputs of a step, unless the device goes on by itself; return its size."""
         requests = [request for request, _ in parts]
-        alone = only_decodes and all(not r.draft.tokens and r.waiting_tokens == 1 for r in requests)
+        alone = only_decodes and all(not r.behind and r.waiting_tokens == 1 for r in requests)
         if alone and self._staged == requests and not self._pages.changed:
             return len(parts), len(parts)
         size = self.stage(parts)
@@ -160,7 +176,7 @@ class Passes:
 
     def _logits(self, parts: list[Part], rows: int) -> np.ndarray | None:
         """Return the logits of a step [R, V], None if nobody wants them."""
-        if any(r.scored is not None or r.box.logits or r.sampling.on_host for r, _ in parts):
+        if any(r.wants_logits for r, _ in parts):
             return self._executor.fetch("logits", rows)
         return None
 
@@ -195,10 +211,18 @@ class Passes:
             if request.scored is not None or request.box.is_over:
                 request.is_faulty = NO_TOKEN in drawn
                 continue
+            if request.canvas is not None:
+                request.is_faulty = NO_TOKEN in drawn
+                assert table is not None
+                made[request] = [] if request.is_faulty else request.denoise(table[rows])
+                request.box.tokens.extend(made[request])
+                continue
             if request.sampling.on_host:
                 self._staged = []  # the device went on with its own token
             began = guesses and request.made > 0
             tokens = made[request] = request.verify(drawn, None if table is None else table[rows])
+            if tokens:
+                request.guess(drawn[len(drawn) - len(request.masks) :])
             request.box.tokens.extend(tokens)
             if began and tokens and self.speculator is not None:
                 ids = [token.id for token in tokens]

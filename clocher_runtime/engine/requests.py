@@ -9,11 +9,13 @@ import numpy as np
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.ops.sampling import NO_TOKEN, allows, words_for
+from clocher_runtime.diffusion.canvas import Canvas, distribution
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.constraint import Constraint
 from clocher_runtime.engine.drawing import draw
 from clocher_runtime.engine.pages import Sequence as Cached
 from clocher_runtime.engine.timing import TimedWindow
+from clocher_runtime.models.spec import BlockDiffusion
 from clocher_runtime.speculation.draft import NO_DRAFT, ROOT, Draft
 from clocher_runtime.speculation.speculator import Track
 
@@ -95,6 +97,11 @@ class Request(Cached):
         draft: tokens that the step verifies.
         kept: how many of them have come true and stand in the cache where they belong.
         again: tokens of a branch that came true, which the next step computes again.
+        canvas: the block that is denoised; None: each pass makes the next token.
+        masks: tokens that a pass computes behind the text and the draft, and that see each other: a
+            block, or what lossless decoding guesses from.
+        guesses: what it chose for them, to be verified.
+        ahead: the blocks that lossless decoding guesses; None: it does not.
         is_faulty: its logits were not finite.
         scored: takes each position of the prompt and the logits after it, [V] fp32, valid during
             the call; nothing is made then.
@@ -112,24 +119,123 @@ class Request(Cached):
     draft: Draft = NO_DRAFT
     kept: int = 0
     again: int = 0
+    canvas: Canvas | None = None
+    masks: Sequence[int] = ()
+    guesses: Sequence[int] = ()
+    ahead: BlockDiffusion | None = None
     is_faulty: bool = False
     scored: Callable[[int, np.ndarray], None] | None = None
 
     @property
     def waiting_tokens(self) -> int:
         """Tokens that have to be computed before the next one can be drawn."""
-        return len(self.ids) - self.cells
+        return self.text_end - self.cells
+
+    @property
+    def text_end(self) -> int:
+        """Tokens of the text that are computed as such: all, or those before the active block."""
+        known = len(self.ids)
+        return known if self.canvas is None else known - known % self.canvas.size
 
     @property
     def decodes(self) -> bool:
         """Whether it makes tokens from the last ones made, of which all but one were guessed."""
+        if self.canvas is not None:
+            return self.canvas.passes > 0 and self.waiting_tokens <= self.canvas.size
         return self.made > 0 and len(self.ids) - self.cells == 1 + self.again
+
+    @property
+    def behind(self) -> int:
+        """Tokens that come behind the text in the pass that computes the last of it."""
+        return len(self.draft.tokens) + len(self.masks)
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether the logits of its rows are needed on the host."""
+        on_host = self.sampling.on_host or self.canvas is not None
+        return self.scored is not None or self.box.logits or on_host
 
     def rows(self, count: int) -> int:
         """Return the output rows of a step that computes so many of its tokens, and its draft."""
         if self.scored is not None:
             return count
-        return 1 + len(self.draft.tokens) if count == self.waiting_tokens else 0
+        if count != self.waiting_tokens:
+            return 0
+        return len(self.masks) if self.canvas is not None else 1 + self.behind
+
+    def piece(self, room: int) -> int | None:
+        """Return how many tokens of the text a step with this room computes; None: it has none."""
+        count = self.waiting_tokens
+        if count + len(self.masks) <= room:
+            return count if count or self.masks else None
+        block = 1 if self.canvas is None else self.canvas.size
+        count = min(count - 1, room) // block * block  # what a block sees comes with it
+        return count if count > 0 else None
+
+    def begin_block(self) -> None:
+        """Lay out the block that the next passes denoise."""
+        if self.canvas is not None:
+            self.canvas.begin(self.ids[self.text_end :])
+            self.masks = self.canvas.ids
+
+    def denoise(self, logits: np.ndarray) -> list[Token]:
+        """Write into the block what its rule takes; go on with what is sure then.
+
+        Args:
+            logits: [B, V] fp32, of each position.
+
+        Returns:
+            The tokens, which may be none. An error of what the caller gave ends the call.
+        """
+        assert self.canvas is not None
+        canvas, start = self.canvas, self.text_end
+        prompt = len(self.ids) - self.made
+        logs, entropy = distribution(logits, canvas.mask)
+        chosen = [int(token) for token in logs.argmax(axis=1)]
+        made: list[Token] = []
+        try:
+            if self.sampling.on_host or self.sampling.temperature:
+                for at, row in enumerate(logits):
+                    row = row.copy()
+                    row[canvas.mask] = -np.inf
+                    drawn = start + at - prompt  # a position is drawn with its own number
+                    chosen[at] = draw(row, self.ids, prompt, max(drawn, 0), self.sampling)
+            chance = np.exp(logs[np.arange(len(chosen)), chosen])
+            for at in canvas.write(chosen, chance, entropy):
+                if self.box.logits:
+                    canvas.logits[start + at] = logits[at].copy()
+            for token in canvas.sure():
+                made.append(self.take(token, canvas.logits.pop(len(self.ids), None)))
+                if made[-1].last:
+                    break
+        except Exception as error:
+            self.box.error = error
+        self.begin_block()
+        return made
+
+    def look_ahead(self, room: int) -> None:
+        """Send what was guessed in the pass before, and masks to guess from in the next one.
+
+        Args:
+            room: tokens that may come behind the text.
+        """
+        assert self.ahead is not None
+        most = min(room, self.budget - self.made - 1)
+        guesses = list(self.guesses[: max(0, most)])
+        self.draft = Draft(guesses, range(-1, len(guesses) - 1), [0] * len(guesses))
+        block = min(self.ahead.block, room - len(guesses), most - len(guesses))
+        self.masks = [self.ahead.mask] * block if block > 1 else ()
+
+    def guess(self, sampled: Sequence[int]) -> None:
+        """Keep what was chosen for the masks behind a draft that came true, to be verified.
+
+        Args:
+            sampled: a token for each mask; the first is the one that the text itself went on with,
+                if it is right.
+        """
+        whole = self.kept == len(self.draft.tokens)
+        right = whole and bool(sampled) and sampled[0] == self.ids[-1]
+        self.guesses = [token for token in sampled[1:] if token >= 0] if right else ()
 
     def restrict(self, masks: np.ndarray) -> int:
         """Write which tokens may come next, and after each token of the draft.

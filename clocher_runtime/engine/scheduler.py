@@ -191,7 +191,7 @@ class Scheduler:
 
     def _choose(self) -> list[Part]:
         """Return the requests of the next step and how many tokens each computes."""
-        decoding = sum(r.waiting_tokens for r in self._running if r.decodes)
+        decoding = sum(r.waiting_tokens + len(r.masks) for r in self._running if r.decodes)
         room = self._executor.plan.tokens - decoding
         if decoding and (self._waiting or not all(r.decodes for r in self._running)):
             # Who comes would wait for ever if those who are there needed all of the time.
@@ -203,14 +203,14 @@ class Scheduler:
         for request in list(self._running):
             if request.slot < 0:  # it just lost its pages
                 continue
-            count = request.waiting_tokens
-            count = count if request.decodes else min(count, room)
-            if request.scored is not None:
-                count = min(count, rows)
-            if count and self._reserve(request, count):
+            piece = request.waiting_tokens if request.decodes else request.piece(room)
+            if piece is None:
+                continue
+            count = piece if request.scored is None else min(piece, rows)
+            if (count or request.masks) and self._reserve(request, count):
                 parts.append((request, count))
-                room -= 0 if request.decodes else count
-                rows -= 1 if request.scored is None else count
+                room -= 0 if request.decodes else _taken(request, count)
+                rows -= _rows_taken(request, count)
         while self._waiting and self._slots and room and rows and self.preempted == preempted:
             request = self._waiting[0]
             reuse = request.scored is None
@@ -222,11 +222,14 @@ class Scheduler:
             self.reused += request.cells
             if request.found is None:  # what it finds once it was preempted is its own
                 request.found = request.cells
-            count = min(request.waiting_tokens, room, *([] if reuse else [rows]))
+            piece = request.piece(room)
+            if piece is None:  # its turn comes with the next step
+                break
+            count = piece if reuse else min(piece, rows)
             if self._reserve(request, count):
                 parts.append((request, count))
-                room -= count
-                rows -= 1 if reuse else count
+                room -= _taken(request, count)
+                rows -= _rows_taken(request, count)
         return parts
 
     def _reserve(self, request: Request, count: int) -> bool:
@@ -235,7 +238,7 @@ class Scheduler:
         Returns:
             Whether it has them; otherwise it waits again.
         """
-        while not self.pages.reserve(request, request.cells + count):
+        while not self.pages.reserve(request, request.cells + _taken(request, count)):
             newest = self._running[-1]
             self._retire(newest)
             self._waiting.appendleft(newest)
@@ -249,7 +252,7 @@ class Scheduler:
         self._running.remove(request)
         self._slots.append(request.slot)
         self.pages.release(request, forget)
-        request.draft, request.again = NO_DRAFT, 0
+        request.draft, request.again, request.guesses = NO_DRAFT, 0, ()
         if request.track is not None and request.track.reader is not None:
             request.track.reader.leave()
         self.passes.forget(request)
@@ -266,6 +269,8 @@ class Scheduler:
             if request.slot >= 0:
                 self.pages.commit(request, request.cells + count + request.kept)
                 request.draft, request.kept = NO_DRAFT, 0
+                if request.ahead is not None:
+                    request.masks = ()
         self._deliver(done)
         if done.is_faulty:  # last, for it does steps of its own
             self._fail([request for request, _ in parts if request.is_faulty])
@@ -315,10 +320,20 @@ class Scheduler:
             count = min(request.waiting_tokens, self._executor.plan.tokens)
             if request.scored is not None:
                 count = min(count, self._executor.plan.rows)
-            if not self.pages.reserve(request, request.cells + count):
+            if not self.pages.reserve(request, request.cells + _taken(request, count)):
                 return
             yield self.passes.stage([(request, count)])
             self.pages.commit(request, request.cells + count)
+
+
+def _taken(request: Request, count: int) -> int:
+    """Return the tokens of a step that a request takes with so many of its text."""
+    return count + (len(request.masks) if count == request.waiting_tokens else 0)
+
+
+def _rows_taken(request: Request, count: int) -> int:
+    """Return the output rows that a request takes at least."""
+    return count if request.scored is not None else max(1, len(request.masks))
 
 
 def _keys_before(request: Request, count: int) -> int:

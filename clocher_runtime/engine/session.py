@@ -9,7 +9,10 @@ from clocher_kernels.errors import UsageError
 from clocher_runtime.engine.arguments import (
     Sampling,
     check_biases,
+    check_flags,
+    check_functions,
     for_each_prompt,
+    milliseconds,
     one_of,
     prompt_ids,
     shown,
@@ -24,8 +27,9 @@ from clocher_runtime.engine.backends import (
 )
 from clocher_runtime.engine.binding import bind
 from clocher_runtime.engine.constraint import Constraint, one_for_each
+from clocher_runtime.engine.diffusing import diffusing
 from clocher_runtime.engine.draft_model import DraftModel
-from clocher_runtime.engine.footprint import sizes_of
+from clocher_runtime.engine.footprint import sizes_beside, sizes_of
 from clocher_runtime.engine.generation import Generation
 from clocher_runtime.engine.guessing import Guessing, check_draft, guesses, recycles
 from clocher_runtime.engine.load import Model
@@ -68,18 +72,18 @@ class Session:
         score_rows: keep those of so many tokens of a step, which scores slower and takes less
             memory.
         kv_pages: pages of 64 tokens that all sequences share; None: `batch` whole contexts.
-        prefix_cache: find the keys of texts that began alike instead of computing them again.
-        itl_ms: while somebody decodes, take no more of a prompt into a step than is expected to end
-            in this time; infinite: as much as fits.
+        prefix_cache: find the keys of texts that began alike.
+        itl_ms: while somebody decodes, a step takes no more of a prompt than ends in this time.
         speculate: who guesses tokens that are then verified, of `speculator.MODES`; ids are the
             same with all of them. "auto": whoever pays.
-        share_drafts: guess from what others of the same salt were told, too. How fast a text comes
-            then tells what stands in theirs.
+        share_drafts: guess from finished texts of the same salt, too; speed then tells of them.
+        diffusion: how blocks of masks are denoised, of `diffusing.MODES`; "auto": lossless where
+            the model can verify, else by a rule. Models without blocks take "auto" and "off".
         attn: "dense" reads the whole cache, "auto" too and makes `reading.proposal`, others less.
         draft: a small model of the same vocabulary that guesses tokens, with "auto" or "draft".
         act_sparsity, act_calibration: a lossy variant (`engine.act_sparsity`), and its text's ids.
-        progress: called with (done, total) while kernels compile, or weights are copied.
-        packing: called with (done, total) while weights are packed, if they are many.
+        progress, packing: called with (done, total), the first while kernels compile or weights are
+            copied, the second while weights are packed, if they are many.
 
     Raises:
         UsageError: a size is out of range.
@@ -107,6 +111,7 @@ class Session:
         speculate: str = "off",
         share_drafts: bool = False,
         draft: Model | None = None,
+        diffusion: str = "auto",
         attn: str = "dense",
         act_sparsity: str | None = None,
         act_calibration: Sequence[int] | None = None,
@@ -115,19 +120,15 @@ class Session:
     ) -> None:
         one_of("backend", backend, BACK_ENDS)
         threads = whole("threads", threads, 1, MAX_THREADS)
-        flags = {"all_logits": all_logits, "prefix_cache": prefix_cache}
-        for name, flag in {**flags, "share_drafts": share_drafts}.items():
-            if not isinstance(flag, bool):
-                raise UsageError(f"{name} is {shown(flag)}; expected True or False")
-        if isinstance(itl_ms, bool) or not isinstance(itl_ms, int | float) or not itl_ms > 0:
-            raise UsageError(f"itl_ms is {shown(itl_ms)}; expected milliseconds above 0")
-        for name, function in (("progress", progress), ("packing", packing)):
-            if function is not None and not callable(function):
-                raise UsageError(f"{name} is {shown(function)}; expected a function or None")
+        check_flags(all_logits=all_logits, prefix_cache=prefix_cache, share_drafts=share_drafts)
+        check_functions(progress=progress, packing=packing)
+        itl_ms = milliseconds("itl_ms", itl_ms)
         if tuning is not None and not isinstance(tuning, Tuning):
             raise UsageError(f"tuning is {shown(tuning)}; expected a Tuning of engine.backends")
-        are_guessed = guesses(backend, speculate, share_drafts)
-        check_draft(draft, speculate)
+        self._blocks = diffusing(model.spec, diffusion, speculate)
+        guessed_by = speculate if self._blocks is None else "off"
+        are_guessed = guesses(backend, guessed_by, share_drafts)
+        check_draft(draft, guessed_by)
         sizes = sizes_of(
             model.spec,
             backend,
@@ -141,6 +142,7 @@ class Session:
             speculates=are_guessed,
             recycles=are_guessed and recycles(speculate),
             attn=attn,
+            width=0 if self._blocks is None else self._blocks.width,
         )
         self.model, self.batch, self.context = model, sizes.slots, sizes.context
         self.kv_dtype, self._chunk = sizes.kv_dtype, sizes.tokens
@@ -159,24 +161,18 @@ class Session:
         self.act_sparsity = act_sparsity
         self.act_prec, self._scope_is_kept = own.act_prec, own.scope_is_kept
         self._executor, self._longest = own.executor, own.longest
+        if self._blocks is not None:
+            self._longest = self._blocks.longest(own.longest)
         self._scores = all_logits or score_rows > 0
         self._guessing: Guessing | None = None
         if are_guessed:
             drafting = None
             if draft is not None:
-                smaller = sizes_of(
-                    draft.spec,
-                    backend,
-                    batch=self.batch,
-                    context=min(self.context, draft.spec.max_positions),
-                    kv_dtype=self.kv_dtype,
-                    chunk=chunk,
-                    kv_pages=kv_pages,
-                )
+                smaller = sizes_beside(sizes, draft.spec, backend, chunk, kv_pages)
                 guest = bound(draft, smaller, beside=self._executor)
                 drafting = DraftModel(guest, model.spec.vocab_size)
             self._guessing = Guessing(
-                speculate, model.spec.vocab_size, sizes, share_drafts, drafting
+                guessed_by, model.spec.vocab_size, sizes, share_drafts, drafting
             )
         speculator = self._guessing.speculator if self._guessing is not None else None
         self._scheduler = Scheduler(
@@ -186,6 +182,11 @@ class Session:
         self.reading = Reading(own, backend, attn)
         self._is_warm = False
         self._turns = Turns(self._scheduler)
+
+    @property
+    def diffusion(self) -> str:
+        """How blocks are decoded: "lossless", or a rule; "off": a token at a time."""
+        return "off" if self._blocks is None else self._blocks.name
 
     @property
     def isa(self) -> str:
@@ -351,6 +352,8 @@ class Session:
                 )
                 for index, ids in enumerate(usable)
             ]
+            if self._blocks is not None:
+                self._blocks.prepare(requests, self._longest)
             self._submit("generate", requests)
             return box
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.backends import Executor, stager
 from clocher_runtime.engine.requests import Request
@@ -38,10 +40,11 @@ class StepInputs:
             if request.constraint is not None and request.rows(count):
                 written = request.restrict(self._arrays["allowed"][masks:])
             cells, draft, sampling = request.cells, request.draft, request.sampling
-            drafted, rows = len(draft.tokens), request.rows(count)
+            masks_behind = request.masks if count == request.waiting_tokens else ()
+            drafted, rows = len(draft.tokens) + len(masks_behind), request.rows(count)
             self._write(
-                (*request.ids[cells : cells + count], *draft.tokens),
-                draft.parents,
+                (*request.ids[cells : cells + count], *draft.tokens, *masks_behind),
+                (*draft.parents, *range(len(draft.tokens) - 1, drafted - 1)),
                 start,
                 count,
                 drafted,
@@ -56,9 +59,25 @@ class StepInputs:
                 0.0 if sampling.on_host else sampling.temperature,
                 sampling.top_p,
             )
+            if masks_behind or request.canvas is not None:
+                self._show(request, start, count, drafted, row)
             start, row, masks = start + count + drafted, row + rows, masks + written
         self._executor.upload(masks)
         return start, row
+
+    def _show(self, request: Request, start: int, count: int, drafted: int, row: int) -> None:
+        """Let the masks of a request see each other, and the tokens of a block if they do so."""
+        ends, draws = self._arrays["ends"], self._arrays["draws"]
+        total = count + drafted
+        if request.canvas is not None and request.canvas.whole_blocks:
+            size = request.canvas.size
+            places = request.cells + np.arange(count)
+            ends[start : start + count] = (places // size + 1) * size
+        if drafted:
+            behind = len(request.masks)
+            ends[start + total - behind : start + total] = request.cells + total
+        if request.canvas is not None:  # the host draws
+            draws[row : row + request.rows(count)] = 0
 
     def choose(self, sampling: Sampling) -> None:
         """Write how every row's token is chosen, for a warm-up that looks at it."""

@@ -5,7 +5,7 @@ transformers writes it for unset fields, except where a family says otherwise.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from msgspec import Meta, Struct
 
@@ -21,7 +21,7 @@ from clocher_runtime.models.config_fields import (
     Theta,
 )
 from clocher_runtime.models.config_rope import read_rope
-from clocher_runtime.models.spec import Act, ModelSpec, RopeSpec
+from clocher_runtime.models.spec import Act, BlockDiffusion, ModelSpec, RopeSpec
 
 LAYER_TYPES = ("sliding_attention", "full_attention")
 
@@ -50,10 +50,24 @@ class Ends(Struct):
         return tuple(i for i in (ids if isinstance(ids, list) else [ids]) if i < vocab_size)
 
 
+class BlockDiffusionFields(Struct):
+    """`block_diffusion` of a config.json, which any family may have.
+
+    Attributes:
+        block_size: divides a page of the cache, so that prefixes are found at ends of blocks.
+        context: see `BlockDiffusion`.
+    """
+
+    block_size: Literal[2, 4, 8, 16, 32, 64]
+    mask_token_id: _TokenId
+    context: Literal["causal", "block"] = "causal"
+
+
 class Decoder(Ends, kw_only=True):
     """The fields of every decoder; defaults are those of transformers' LlamaConfig.
 
     Attributes:
+        block_diffusion: how it denoises blocks; None: it does not.
         num_key_value_heads: None: as many as attention heads.
         head_dim: None: hidden_size / heads.
     """
@@ -81,6 +95,7 @@ class Decoder(Ends, kw_only=True):
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     quantization_config: dict[str, Any] | None = None
+    block_diffusion: BlockDiffusionFields | None = None
 
     def spec(self, family: str, windows: tuple[int, ...] = (), **more: Any) -> ModelSpec:
         """Return the model: these fields, and what the family adds.
@@ -108,8 +123,25 @@ class Decoder(Ends, kw_only=True):
             "act": ACTIVATIONS[self.hidden_activation or self.hidden_act or self.ACTIVATION],
             "tied": self.tie_word_embeddings,
             "eos_ids": self.eos_ids(self.vocab_size),
+            "diffusion": self.diffusion(),
         }
         return ModelSpec(family=family, **{**fields, **more})
+
+    def diffusion(self) -> BlockDiffusion | None:
+        """Return how the model denoises blocks; None: it does not.
+
+        Raises:
+            FormatError: the mask is no token.
+        """
+        stated = self.block_diffusion
+        if stated is None:
+            return None
+        if stated.mask_token_id >= self.vocab_size:
+            raise FormatError(
+                f"{WHERE}: the mask token is {stated.mask_token_id}; expected an id below "
+                f"vocab_size, {self.vocab_size}"
+            )
+        return BlockDiffusion(stated.block_size, stated.mask_token_id, stated.context)
 
     @property
     def dim(self) -> int:

@@ -112,6 +112,22 @@ class MlaSpec:
     paired: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class BlockDiffusion:
+    """How a model that denoises blocks of masks does so.
+
+    Attributes:
+        block: positions of a block; blocks begin at its multiples.
+        mask: id of the mask.
+        context: what the keys of finished blocks were computed with: "causal", as of any decoder,
+            or "block", where the tokens of a block see each other.
+    """
+
+    block: int
+    mask: int
+    context: Literal["causal", "block"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A decoder-only transformer.
@@ -144,6 +160,7 @@ class ModelSpec:
         residual_scale: factor of what attention and MLP add to the residual stream.
         tied: the head is the embedding table.
         eos_ids: tokens that end a sequence.
+        diffusion: how it denoises blocks, if it was trained to.
     """
 
     family: str
@@ -183,6 +200,7 @@ class ModelSpec:
     residual_scale: float = 1.0
     tied: bool = False
     eos_ids: tuple[int, ...] = ()
+    diffusion: BlockDiffusion | None = None
 
     @property
     def num_layers(self) -> int:

@@ -20,7 +20,7 @@ from clocher_runtime.models.families.llama4 import LLAMA4
 from clocher_runtime.models.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
 from clocher_runtime.models.families.olmo import OLMO2, OLMO3
 from clocher_runtime.models.families.phi import PHI3
-from clocher_runtime.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from clocher_runtime.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, SDAR
 from clocher_runtime.models.family import Family
 from clocher_runtime.models.spec import ModelSpec
 
@@ -38,6 +38,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Qwen2ForCausalLM": QWEN2,
         "Qwen2MoeForCausalLM": QWEN2_MOE,
         "Qwen3ForCausalLM": QWEN3,
+        "SDARForCausalLM": SDAR,
         "Qwen3MoeForCausalLM": QWEN3_MOE,
         "GemmaForCausalLM": GEMMA,
         "Gemma2ForCausalLM": GEMMA2,

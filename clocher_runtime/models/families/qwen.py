@@ -4,10 +4,24 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from clocher_runtime.models.config import LAYER_TYPES, Decoder, layer_windows, read_config
-from clocher_runtime.models.config_fields import Experts, Heads, LayerNumber, Layers, Size
+from clocher_runtime.disk.schema import read_as
+from clocher_runtime.models.config import (
+    LAYER_TYPES,
+    BlockDiffusionFields,
+    Decoder,
+    layer_windows,
+    read_config,
+)
+from clocher_runtime.models.config_fields import (
+    WHERE,
+    Experts,
+    Heads,
+    LayerNumber,
+    Layers,
+    Size,
+)
 from clocher_runtime.models.family import Config, Family, From, each_expert
-from clocher_runtime.models.spec import ModelSpec, MoeSpec
+from clocher_runtime.models.spec import BlockDiffusion, ModelSpec, MoeSpec
 
 
 class _Qwen2(Decoder, kw_only=True):
@@ -44,6 +58,26 @@ def qwen3(config: Config) -> ModelSpec:
     read = read_config(config, _Qwen3)
     bias = read.attention_bias
     return read.spec("qwen3", read.windows(), qk_norm="heads", qkv_bias=bias, o_bias=bias)
+
+
+class _Sdar(_Qwen3, kw_only=True):
+    block_size: int = 4
+    mask_token_id: int = 151669
+
+    def diffusion(self) -> BlockDiffusion | None:
+        """Return what the family's own fields say, as `block_diffusion` would."""
+        stated = {"block_size": self.block_size, "mask_token_id": self.mask_token_id}
+        self.block_diffusion = read_as(
+            {**stated, "context": "block"}, BlockDiffusionFields, f"{WHERE}: SDAR"
+        )
+        return super().diffusion()
+
+
+def sdar(config: Config) -> ModelSpec:
+    """SDAR: Qwen3 that denoises blocks, whose tokens see each other (Cheng et al. 2025)."""
+    read = read_config(config, _Sdar)
+    bias = read.attention_bias
+    return read.spec("sdar", read.windows(), qk_norm="heads", qkv_bias=bias, o_bias=bias)
 
 
 class _Experts(_Qwen2, kw_only=True):
@@ -130,5 +164,6 @@ _ROUTED = {
 }
 QWEN2 = Family(qwen2)
 QWEN3 = Family(qwen3)
+SDAR = Family(sdar)
 QWEN2_MOE = Family(qwen2_moe, _ROUTED)
 QWEN3_MOE = Family(qwen3_moe, _ROUTED)

@@ -1,0 +1,1 @@
+"""Block diffusion: which masked tokens of a block a pass commits."""

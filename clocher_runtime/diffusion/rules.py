@@ -1,0 +1,169 @@
+"""Rules of block diffusion: which positions of a block take the token that a pass chose for them.
+
+A rule is a pure function of what one pass found out about a block. It never sees the mask id among
+the chosen tokens: whoever calls it leaves the mask out before it chooses.
+
+| rule | writes |
+| --- | --- |
+| `static:N` | the ceil(block / N) open positions of the highest p |
+| `dynamic:T` | all open positions with p > T, but at least what `static` would |
+| `threshold:T` | all open positions with p > T, but at least the best one |
+| `factor:F` | the n best open positions, the largest n with (n + 1)(1 - p_n) < F, at least one |
+| `entropy:E` | open positions in order of entropy while their sum without the largest is <= E |
+| `joint:T,E` | `threshold:T`, and tokens written before where another one has p > E |
+
+Sources: static and dynamic, SDAR (Cheng et al. 2025) and LLaDA; threshold and factor, Fast-dLLM (Wu
+et al. 2025); entropy, Ben-Hamu et al. 2025 (EB-sampler), over the entropy of the whole
+distribution; joint, LLaDA2.1.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from clocher_kernels.errors import UsageError
+
+Array = np.ndarray
+
+MOST_EDITS = 16
+"""Passes that `joint` may spend on a block without a mask."""
+
+
+class View(NamedTuple):
+    """What a pass found out about a block of B positions.
+
+    Attributes:
+        is_open: [B] bool, positions that hold the mask.
+        chance: [B] f64, probability of the chosen token, 0 to 1.
+        entropy: [B] f64, of the whole distribution, in nats.
+        changes: [B] bool, positions that were written in this block and for which another token
+            was chosen now.
+    """
+
+    is_open: Array
+    chance: Array
+    entropy: Array
+    changes: Array
+
+
+def static(view: View, steps: int) -> Array:
+    """Return the positions to write, [B] bool: a fixed share of the block, the surest first."""
+    return _best(view, -(-len(view.is_open) // steps))
+
+
+def dynamic(view: View, least: float, steps: int) -> Array:
+    """Return all open positions above a probability, but at least what `static` would."""
+    above = view.is_open & (view.chance > least)
+    usual = static(view, steps)
+    return above if above.sum() >= usual.sum() else usual
+
+
+def threshold(view: View, least: float) -> Array:
+    """Return all open positions above a probability, but at least the best one."""
+    above = view.is_open & (view.chance > least)
+    return above if above.any() else _best(view, 1)
+
+
+def factor(view: View, limit: float) -> Array:
+    """Return the n best open positions for the largest n with (n + 1)(1 - p_n) < limit."""
+    ranked = _ranked(view)
+    fits = [n for n, at in enumerate(ranked, 1) if (n + 1) * (1 - view.chance[at]) < limit]
+    return _best(view, max(fits, default=1))
+
+
+def entropy(view: View, bound: float) -> Array:
+    """Return open positions by rising entropy while the sum but for the largest is in bounds."""
+    places = np.flatnonzero(view.is_open)
+    ranked = places[np.argsort(view.entropy[places], kind="stable")]
+    before = np.cumsum(view.entropy[ranked]) - view.entropy[ranked]  # the last is the largest
+    out = np.zeros_like(view.is_open)
+    out[ranked[before <= bound]] = True  # the first has nothing before it
+    return out
+
+
+def joint(view: View, least: float, least_edit: float) -> Array:
+    """Return what `threshold` does, and written positions where another token is likely enough."""
+    fresh = threshold(view, least) if view.is_open.any() else np.zeros_like(view.is_open)
+    return fresh | (view.changes & (view.chance > least_edit))
+
+
+def _ranked(view: View) -> Array:
+    places = np.flatnonzero(view.is_open)
+    return places[np.argsort(-view.chance[places], kind="stable")]
+
+
+def _best(view: View, count: int) -> Array:
+    out = np.zeros_like(view.is_open)
+    out[_ranked(view)[:count]] = True
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule with its numbers.
+
+    Attributes:
+        text: as it was asked for.
+        write: returns the positions to write, [B] bool.
+        edits: whether it changes what it has written, so that a block is sure at its end only.
+    """
+
+    text: str
+    write: Callable[[View], Array]
+    edits: bool = False
+
+
+class _Kind(NamedTuple):
+    build: Callable[..., Callable[[View], Array]]
+    defaults: tuple[float, ...]
+    lowest: float
+    highest: float
+
+
+_STEPS = 4  # of `dynamic`, a usual block's
+
+_KINDS: dict[str, _Kind] = {
+    "static": _Kind(lambda n: lambda view: static(view, int(n)), (4,), 1, 1024),
+    "dynamic": _Kind(lambda p: lambda view: dynamic(view, p, _STEPS), (0.9,), 0, 1),
+    "threshold": _Kind(lambda p: lambda view: threshold(view, p), (0.9,), 0, 1),
+    "factor": _Kind(lambda f: lambda view: factor(view, f), (1.0,), 0, 1024),
+    "entropy": _Kind(lambda e: lambda view: entropy(view, e), (0.1,), 0, 1024),
+    "joint": _Kind(lambda p, e: lambda view: joint(view, p, e), (0.7, 0.9), 0, 1),
+}
+RULES = tuple(_KINDS)
+"""Names of the rules."""
+
+
+def parse_rule(text: str) -> Rule:
+    """Return the rule that a text such as "threshold:0.9" stands for; "threshold" has defaults.
+
+    Raises:
+        UsageError: there is no such rule, or its numbers are not in range.
+    """
+    name, colon, rest = text.partition(":")
+    kind = _KINDS.get(name)
+    if kind is None:
+        raise UsageError(
+            f"diffusion rule {text!r}; expected one of {', '.join(RULES)}, with a number after a "
+            "colon, such as threshold:0.9"
+        )
+    given = rest.split(",") if colon else []
+    numbers = [float(g) for g in given if re.fullmatch(r"\d+(\.\d*)?|\.\d+", g)]
+    numbers = numbers if colon else list(kind.defaults)
+    in_range = all(kind.lowest <= number <= kind.highest for number in numbers)
+    whole = name != "static" or all(number == int(number) for number in numbers)
+    if (
+        len(numbers) != len(kind.defaults)
+        or (colon and len(given) != len(numbers))
+        or not (in_range and whole)
+    ):
+        usual = ",".join(f"{number:g}" for number in kind.defaults)
+        raise UsageError(
+            f"diffusion rule {text!r}; {name} takes {len(kind.defaults)} "
+            f"number{'s' * (len(kind.defaults) > 1)} from {kind.lowest:g} to {kind.highest:g}, "
+            f"such as {name}:{usual}"
+        )
+    return Rule(text, kind.build(*numbers), edits=name == "joint")

@@ -1,0 +1,118 @@
+"""How a session decodes a model that denoises blocks of masks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from clocher_kernels.errors import UsageError
+from clocher_runtime.diffusion.canvas import Canvas
+from clocher_runtime.diffusion.rules import RULES, Rule, parse_rule
+from clocher_runtime.engine.arguments import shown
+from clocher_runtime.engine.requests import Request
+from clocher_runtime.models.spec import BlockDiffusion, ModelSpec
+
+MODES = ("auto", "off", "lossless", *RULES)
+"""What may be asked for; a rule may have its numbers behind a colon."""
+_USUAL_RULE = "threshold:0.9"
+
+
+@dataclass(frozen=True, slots=True)
+class Diffusing:
+    """How blocks are decoded.
+
+    Attributes:
+        blocks: of the model.
+        rule: what a pass commits; None: a pass guesses a block and verifies the one before.
+    """
+
+    blocks: BlockDiffusion
+    rule: Rule | None
+
+    @property
+    def name(self) -> str:
+        """What it is called in reports."""
+        return "lossless" if self.rule is None else self.rule.text
+
+    @property
+    def width(self) -> int:
+        """Tokens and output rows that a sequence may take in a pass: two blocks."""
+        return 2 * self.blocks.block
+
+    def _canvas(self) -> Canvas:
+        """Return the empty canvas of a new text."""
+        assert self.rule is not None
+        blocks = self.blocks
+        return Canvas(blocks.block, blocks.mask, self.rule, blocks.context == "block")
+
+    def prepare(self, requests: Sequence[Request], longest: int) -> None:
+        """Let the requests of a call be decoded like this.
+
+        Args:
+            requests: of the call.
+            longest: tokens of the longest text.
+
+        Raises:
+            UsageError: one is bound by a constraint, which a rule does not follow, or its prompt
+                leaves no room for a block.
+        """
+        for request in requests:
+            constraint = request.constraint
+            if self.rule is None:
+                if constraint is None or hasattr(constraint, "undo"):
+                    request.ahead = self.blocks
+                continue
+            if constraint is not None:
+                raise UsageError(
+                    f"a constraint with diffusion={self.name}: tokens are not made in their order; "
+                    "use diffusion=lossless or off"
+                )
+            if len(request.ids) >= longest:
+                raise UsageError(
+                    f"{len(request.ids)} tokens leave no room for a block in a context of "
+                    f"{longest}; shorten the prompt or raise --context"
+                )
+            request.canvas = self._canvas()
+            request.begin_block()
+
+    def longest(self, cells: int) -> int:
+        """Return the longest text in a context of so many cells: of whole blocks under a rule."""
+        return cells if self.rule is None else cells // self.blocks.block * self.blocks.block
+
+
+def diffusing(spec: ModelSpec, asked: str, speculate: str) -> Diffusing | None:
+    """Return how a session decodes blocks; None: it makes one token after the other.
+
+    Args:
+        spec: of the model.
+        asked: one of `MODES`.
+        speculate: as `Session` takes it.
+
+    Raises:
+        UsageError: there is no such mode, or the model does not have it.
+    """
+    if not isinstance(asked, str):
+        raise UsageError(f"diffusion is {shown(asked)}; expected text, such as 'threshold:0.9'")
+    blocks = spec.diffusion
+    rule = None if asked in ("auto", "off", "lossless") else parse_rule(asked)
+    if blocks is None:
+        if asked in ("auto", "off"):
+            return None
+        raise UsageError(
+            f"diffusion {asked}: this model does not denoise blocks (its config.json has no "
+            "block_diffusion); use auto"
+        )
+    causal = blocks.context == "causal"
+    if asked in ("off", "lossless") and not causal:
+        raise UsageError(
+            f"diffusion {asked}: the tokens of this model's blocks see each other, so it has no "
+            f"next token to verify with; use auto, which is {_USUAL_RULE}"
+        )
+    if asked == "off":
+        return None
+    if asked == "auto" and not causal:
+        rule = parse_rule(_USUAL_RULE)
+    if speculate not in ("auto", "off"):
+        raise UsageError(
+            f"speculate {speculate} with diffusion {asked}: blocks are guessed by the model "
+            "itself; use diffusion=off, or speculate=auto"
+        )
+    return Diffusing(blocks, rule)
