@@ -24,7 +24,6 @@ class Canvas:
         whole_blocks: tokens of finished blocks see their whole block.
         ids: of the active block; none: the next pass begins a block.
         fixed: how many of them are the prompt's, or were given away.
-        passes: that denoised blocks of the text.
         edited: passes since the block has had no mask.
         settled: whether the last pass changed nothing, or was the last that may.
         logits: [V] fp32 of each position of the text when its token was written, where wanted.
@@ -36,7 +35,6 @@ class Canvas:
     whole_blocks: bool
     ids: list[int] = field(default_factory=list)
     fixed: int = 0
-    passes: int = 0
     edited: int = 0
     settled: bool = False
     logits: dict[int, Array] = field(default_factory=dict)
@@ -65,7 +63,6 @@ class Canvas:
         is_open = own & (ids == self.mask)
         changes = own & ~is_open & (ids != new)
         wrote = self.rule.write(View(is_open, chance, entropy, changes))
-        self.passes += 1
         self.edited += not is_open.any()
         places = [int(at) for at in np.flatnonzero(wrote)]
         for at in places:

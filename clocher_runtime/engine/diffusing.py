@@ -32,50 +32,77 @@ class Diffusing:
         """What it is called in reports."""
         return "lossless" if self.rule is None else self.rule.text
 
-    @property
-    def width(self) -> int:
-        """Tokens and output rows that a sequence may take in a pass: two blocks."""
-        return 2 * self.blocks.block
-
-    def _canvas(self) -> Canvas:
+    def canvas(self) -> Canvas:
         """Return the empty canvas of a new text."""
         assert self.rule is not None
         blocks = self.blocks
         return Canvas(blocks.block, blocks.mask, self.rule, blocks.context == "block")
 
-    def prepare(self, requests: Sequence[Request], longest: int) -> None:
-        """Let the requests of a call be decoded like this.
 
-        Args:
-            requests: of the call.
-            longest: tokens of the longest text.
+def width_of(blocks: Diffusing | None) -> int:
+    """Return the tokens and output rows that a sequence may take in a pass: two blocks, or 0."""
+    return 0 if blocks is None else 2 * blocks.blocks.block
 
-        Raises:
-            UsageError: one is bound by a constraint, which a rule does not follow, or its prompt
-                leaves no room for a block.
-        """
-        for request in requests:
-            constraint = request.constraint
-            if self.rule is None:
-                if constraint is None or hasattr(constraint, "undo"):
-                    request.ahead = self.blocks
-                continue
-            if constraint is not None:
-                raise UsageError(
-                    f"a constraint with diffusion={self.name}: tokens are not made in their order; "
-                    "use diffusion=lossless or off"
-                )
-            if len(request.ids) >= longest:
-                raise UsageError(
-                    f"{len(request.ids)} tokens leave no room for a block in a context of "
-                    f"{longest}; shorten the prompt or raise --context"
-                )
-            request.canvas = self._canvas()
-            request.begin_block()
 
-    def longest(self, cells: int) -> int:
-        """Return the longest text in a context of so many cells: of whole blocks under a rule."""
-        return cells if self.rule is None else cells // self.blocks.block * self.blocks.block
+def longest_text(blocks: Diffusing | None, cells: int) -> int:
+    """Return the longest text in a context of so many cells: of whole blocks under a rule."""
+    if blocks is None or blocks.rule is None:
+        return cells
+    return cells // blocks.blocks.block * blocks.blocks.block
+
+
+def prepare(blocks: Diffusing | None, requests: Sequence[Request], longest: int) -> None:
+    """Let the requests of a call be decoded like this.
+
+    Args:
+        blocks: how; None: one token after the other.
+        requests: of the call.
+        longest: tokens of the longest text.
+
+    Raises:
+        UsageError: one is bound by a constraint, which a rule does not follow, or its prompt
+            leaves no room for a block.
+    """
+    if blocks is None:
+        return
+    for request in requests:
+        constraint = request.constraint
+        if blocks.rule is None:
+            if constraint is None or hasattr(constraint, "undo"):
+                request.ahead = blocks.blocks
+            continue
+        if constraint is not None:
+            raise UsageError(
+                f"a constraint with diffusion={blocks.name}: tokens are not made in their order; "
+                "use diffusion=lossless or off"
+            )
+        if len(request.ids) >= longest_text(blocks, longest):
+            raise UsageError(
+                f"{len(request.ids)} tokens leave no room for a block in a context of "
+                f"{longest}; shorten the prompt or raise --context"
+            )
+        request.budget = min(request.budget, longest_text(blocks, longest) - len(request.ids))
+        request.canvas = blocks.canvas()
+        request.begin_block()
+
+
+def of_call(session: Diffusing | None, asked: str | None) -> Diffusing | None:
+    """Return how the blocks of a call are decoded; None: it makes one token after the other.
+
+    Args:
+        session: what its session does otherwise.
+        asked: one of `MODES`; None: the same.
+
+    Raises:
+        UsageError: there is no such mode, or the session or its model does not have it.
+    """
+    if asked is None or (session is None and asked in ("auto", "off")):
+        return session
+    if session is None:
+        raise UsageError(
+            f"diffusion {asked}: this session decodes no blocks; load the model with diffusion=auto"
+        )
+    return among(session.blocks, asked)
 
 
 def diffusing(spec: ModelSpec, asked: str, speculate: str) -> Diffusing | None:
@@ -92,14 +119,30 @@ def diffusing(spec: ModelSpec, asked: str, speculate: str) -> Diffusing | None:
     if not isinstance(asked, str):
         raise UsageError(f"diffusion is {shown(asked)}; expected text, such as 'threshold:0.9'")
     blocks = spec.diffusion
-    rule = None if asked in ("auto", "off", "lossless") else parse_rule(asked)
     if blocks is None:
         if asked in ("auto", "off"):
             return None
+        if asked != "lossless":
+            parse_rule(asked)
         raise UsageError(
             f"diffusion {asked}: this model does not denoise blocks (its config.json has no "
             "block_diffusion); use auto"
         )
+    found = among(blocks, asked)
+    if found is not None and speculate not in ("auto", "off"):
+        raise UsageError(
+            f"speculate {speculate} with diffusion {asked}: blocks are guessed by the model "
+            "itself; use diffusion=off, or speculate=auto"
+        )
+    return found
+
+
+def among(blocks: BlockDiffusion, asked: str) -> Diffusing | None:
+    """Return how blocks are decoded as one of `MODES` says; None: not at all.
+
+    Raises:
+        UsageError: there is no such mode, or the model does not have it.
+    """
     causal = blocks.context == "causal"
     if asked in ("off", "lossless") and not causal:
         raise UsageError(
@@ -109,10 +152,5 @@ def diffusing(spec: ModelSpec, asked: str, speculate: str) -> Diffusing | None:
     if asked == "off":
         return None
     if asked == "auto" and not causal:
-        rule = parse_rule(_USUAL_RULE)
-    if speculate not in ("auto", "off"):
-        raise UsageError(
-            f"speculate {speculate} with diffusion {asked}: blocks are guessed by the model "
-            "itself; use diffusion=off, or speculate=auto"
-        )
-    return Diffusing(blocks, rule)
+        asked = _USUAL_RULE
+    return Diffusing(blocks, None if asked in ("auto", "lossless") else parse_rule(asked))

@@ -211,6 +211,7 @@ class Passes:
             if request.scored is not None or request.box.is_over:
                 request.is_faulty = NO_TOKEN in drawn
                 continue
+            request.passes += 1
             if request.canvas is not None:
                 request.is_faulty = NO_TOKEN in drawn
                 assert table is not None

@@ -33,6 +33,7 @@ class Token:
         logits: what it was drawn from, [V] fp32, if they were asked for.
         cached: with the first token of a sequence, tokens of its prompt that were found in the
             cache; 0 with others.
+        passes: with the last token of a sequence, passes that its tokens took; 0 with others.
     """
 
     sequence: int
@@ -40,6 +41,7 @@ class Token:
     finish: Finish = ""
     logits: np.ndarray | None = field(default=None, compare=False)
     cached: int = field(default=0, compare=False)
+    passes: int = field(default=0, compare=False)
 
     @property
     def last(self) -> bool:
@@ -91,6 +93,7 @@ class Request(Cached):
         sampling: how they are chosen.
         stop: ids that end it.
         made: tokens made so far; they stand at the end of `ids`.
+        passes: that could have made some.
         found: tokens that were in the cache when it ran for the first time; None before.
         constraint: which tokens may be made.
         track: what is guessed about it; None: nothing is.
@@ -113,6 +116,7 @@ class Request(Cached):
     sampling: Sampling
     stop: frozenset[int] = frozenset()
     made: int = 0
+    passes: int = 0
     found: int | None = None
     constraint: Constraint | None = None
     track: Track | None = None
@@ -141,7 +145,7 @@ class Request(Cached):
     def decodes(self) -> bool:
         """Whether it makes tokens from the last ones made, of which all but one were guessed."""
         if self.canvas is not None:
-            return self.canvas.passes > 0 and self.waiting_tokens <= self.canvas.size
+            return self.passes > 0 and self.waiting_tokens <= self.canvas.size
         return self.made > 0 and len(self.ids) - self.cells == 1 + self.again
 
     @property
@@ -357,4 +361,4 @@ class Request(Cached):
         elif self.made >= self.budget:
             finish = "length"
         cached = (self.found or 0) if self.made == 1 else 0
-        return Token(self.index, token, finish, logits, cached)
+        return Token(self.index, token, finish, logits, cached, self.passes if finish else 0)

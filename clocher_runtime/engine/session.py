@@ -27,7 +27,7 @@ from clocher_runtime.engine.backends import (
 )
 from clocher_runtime.engine.binding import bind
 from clocher_runtime.engine.constraint import Constraint, one_for_each
-from clocher_runtime.engine.diffusing import diffusing
+from clocher_runtime.engine.diffusing import diffusing, longest_text, of_call, prepare, width_of
 from clocher_runtime.engine.draft_model import DraftModel
 from clocher_runtime.engine.footprint import sizes_beside, sizes_of
 from clocher_runtime.engine.generation import Generation
@@ -74,8 +74,7 @@ class Session:
         kv_pages: pages of 64 tokens that all sequences share; None: `batch` whole contexts.
         prefix_cache: find the keys of texts that began alike.
         itl_ms: while somebody decodes, a step takes no more of a prompt than ends in this time.
-        speculate: who guesses tokens that are then verified, of `speculator.MODES`; ids are the
-            same with all of them. "auto": whoever pays.
+        speculate: who guesses tokens to be verified, of `speculator.MODES`; ids stay the same.
         share_drafts: guess from finished texts of the same salt, too; speed then tells of them.
         diffusion: how blocks of masks are denoised, of `diffusing.MODES`; "auto": lossless where
             the model can verify, else by a rule. Models without blocks take "auto" and "off".
@@ -142,7 +141,7 @@ class Session:
             speculates=are_guessed,
             recycles=are_guessed and recycles(speculate),
             attn=attn,
-            width=0 if self._blocks is None else self._blocks.width,
+            width=width_of(self._blocks),
         )
         self.model, self.batch, self.context = model, sizes.slots, sizes.context
         self.kv_dtype, self._chunk = sizes.kv_dtype, sizes.tokens
@@ -160,9 +159,7 @@ class Session:
         own = bound(model, sizes, act_sparse=act_sparsity, act_calibration=act_calibration)
         self.act_sparsity = act_sparsity
         self.act_prec, self._scope_is_kept = own.act_prec, own.scope_is_kept
-        self._executor, self._longest = own.executor, own.longest
-        if self._blocks is not None:
-            self._longest = self._blocks.longest(own.longest)
+        self._executor, self._longest = own.executor, longest_text(self._blocks, own.longest)
         self._scores = all_logits or score_rows > 0
         self._guessing: Guessing | None = None
         if are_guessed:
@@ -185,7 +182,7 @@ class Session:
 
     @property
     def diffusion(self) -> str:
-        """How blocks are decoded: "lossless", or a rule; "off": a token at a time."""
+        """How blocks are decoded: "lossless", a rule, or "off"."""
         return "off" if self._blocks is None else self._blocks.name
 
     @property
@@ -298,6 +295,7 @@ class Session:
         logits: bool = False,
         salt: str = "",
         constraints: Sequence[Constraint | None] | None = None,
+        diffusion: str | None = None,
     ) -> Generation:
         """Generate tokens for some prompts.
 
@@ -318,6 +316,7 @@ class Session:
             logits: give each token the logits that it was drawn from.
             salt: find only cached texts of the same salt.
             constraints: of each prompt, what its text may be, or None; each of one call only.
+            diffusion: how blocks are denoised, if not as the session does.
 
         Returns:
             Tokens, in the order of their steps. What is wrong shows when the first is asked for.
@@ -347,13 +346,12 @@ class Session:
                     budget=max(1, min(most, self._longest - len(ids))),
                     sampling=chosen,
                     stop=stop,
-                    constraint=bound[index],
-                    track=self._track(ids, chosen, salt.encode(), bound[index]),
+                    constraint=limit,
+                    track=self._track(ids, chosen, salt.encode(), limit),
                 )
-                for index, ids in enumerate(usable)
+                for index, (ids, limit) in enumerate(zip(usable, bound, strict=True))
             ]
-            if self._blocks is not None:
-                self._blocks.prepare(requests, self._longest)
+            prepare(of_call(self._blocks, diffusion), requests, self._longest)
             self._submit("generate", requests)
             return box
 
