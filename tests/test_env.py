@@ -94,6 +94,7 @@ SEED_FLAGS = [
     "--act-calibration",
     "--draft-model",
     "--attn",
+    "--diffusion",
 ]
 
 

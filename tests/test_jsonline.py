@@ -77,6 +77,7 @@ RUN_KEYS = [
     "bytes_per_token",
     "forward_passes",
     "attention",
+    "diffusion",
     "speculation",
     "work_touch",
     "bytes_touched",
@@ -145,6 +146,7 @@ class ScriptedSession:
         self.kv_hits = self.kv_misses = 1000  # left by a warm-up
         self.reading = SimpleNamespace(mode="topk:256", pages=PagesRead(100, 400))
         self.act_sparsity = None
+        self.diffusion = "off"
         self.speculate, self.costs, self.counts = "off", PassCosts(9), Counts(passes=7, sent=3)
 
     def synchronize(self):

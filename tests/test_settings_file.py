@@ -48,6 +48,7 @@ OTHER: dict[str, Any] = {
     "batch": 2,
     "speculate": "suffix",
     "attn": "topk:256",
+    "diffusion": "static:2",
     "share_drafts": True,
     "draft_model": "draft",
     "rounds": 2,

@@ -48,6 +48,15 @@ class AttentionFields:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DiffusionFields:
+    """How blocks were denoised: see `engine.diffusing`."""
+
+    mode: str
+    nfe: int
+    tokens_per_nfe: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFields:
     """What was generated for one prompt."""
 
@@ -98,6 +107,7 @@ class RunLine:
     bytes_per_token: int
     forward_passes: int
     attention: AttentionFields
+    diffusion: DiffusionFields
     speculation: SpeculationFields
     work_touch: WorkTouchFields
     bytes_touched: int

@@ -271,6 +271,7 @@ def _model(config: RunConfig) -> _Chosen:
             "speculate": config.speculate,
             "share_drafts": config.share_drafts and shares,
             "draft": draft,
+            "diffusion": config.diffusion,
             "attn": config.attn,
             "itl_ms": inf,  # nobody waits for a single token
         },

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from clocher_kernels.errors import UsageError
+from clocher_runtime.diffusion.rules import RULES, parse_rule
 from clocher_runtime.models.selection import TAKES, parse_selection
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
@@ -117,6 +118,20 @@ def attention() -> Value:
         return raw
 
     return Value("dense|auto|KIND:N", TAKES, parse)
+
+
+def diffusion() -> Value:
+    """Take how blocks are denoised: a word, or a rule and its numbers."""
+
+    def parse(raw: str) -> str:
+        try:
+            return raw if raw in ("auto", "off", "lossless") else parse_rule(raw).text
+        except UsageError:
+            raise ValueError(raw) from None
+
+    return Value(
+        "auto|off|lossless|RULE:N", f"auto, off, lossless or a rule: {', '.join(RULES)}", parse
+    )
 
 
 def _bounded(raw: str, low: int, high: int) -> int:

@@ -13,6 +13,7 @@ from clocher_runtime.command.completions import Completions
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.jsonline import (
     AttentionFields,
+    DiffusionFields,
     RunLine,
     SpeculationFields,
     WorkTouchFields,
@@ -301,6 +302,11 @@ def run_line(
         bytes_per_token=engine.bytes_per_token,
         forward_passes=passes,
         attention=AttentionFields(mode=engine.session.reading.mode, selected=measured.pages_read),
+        diffusion=DiffusionFields(
+            mode=engine.session.diffusion,
+            nfe=measured.guessed.counts.passes,
+            tokens_per_nfe=measured.guessed.tokens_per_pass,
+        ),
         speculation=speculation_fields(engine, measured.guessed),
         work_touch=WorkTouchFields(
             bytes_per_token=touch.bytes_per_token,
@@ -323,6 +329,7 @@ def speculation_fields(engine: Engine, guessed: Account) -> SpeculationFields:
     """Return what guessing came to."""
     counts, mode = guessed.counts, engine.session.speculate
     off = "the stub guesses nothing" if engine.device == "stub" else "switched off"
+    off = off if engine.session.diffusion == "off" else "blocks are denoised instead"
     return SpeculationFields(
         mode=mode,
         draft_model=engine.draft_model,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from clocher_runtime.command.parsing import (
     Value,
     attention,
+    diffusion,
     id_list,
     integer,
     number,
@@ -113,6 +114,7 @@ _ISA = one_of("avx512vnni", "avx512", "avxvnni", "avx2", "neon_i8mm", "neon_dotp
 _PLACEMENT = one_of("auto", "compact", "scatter")
 _SPECULATE = one_of("auto", "off", "suffix", "recycle", "draft")
 _ATTN = attention()
+_DIFFUSION = diffusion()
 _LAYOUT = one_of("none", "woh", "wxh", "all")
 _AHEAD = integer(0, 4096, "on", "off", "auto")
 MIN_P, MIN_P_HELP = number(0, 1), "drop tokens less likely than this share of the likeliest"
@@ -249,6 +251,13 @@ class RunConfig:
         "who guesses tokens, which one pass then verifies; the text stays the same",
         default="auto",
         idle=("auto", "off"),
+    )
+    diffusion: str = flag(
+        "Run",
+        _DIFFUSION,
+        "how a model that denoises blocks does so: lossless, or a rule such as threshold:0.9",
+        default="auto",
+        idle=("auto",),
     )
     share_drafts: bool = flag(
         "Run",

@@ -15,7 +15,7 @@ from clocher_runtime.engine.requests import Mailbox, Request, Token
 from clocher_runtime.engine.step_inputs import Part, StepInputs
 from clocher_runtime.engine.timing import SpanKind, StepSums, StepTimes, Tally
 from clocher_runtime.speculation.draft import NO_DRAFT
-from clocher_runtime.speculation.speculator import MOST_GUESSES, Speculator, Text
+from clocher_runtime.speculation.speculator import MOST_GUESSES, Counts, Speculator, Text
 
 Rows = tuple[Request, slice]
 """A request, and its output rows of a pass."""
@@ -51,15 +51,22 @@ class Passes:
         times: how long passes take.
         sums: what all passes add up to.
         speculator: see there.
+        turns: passes that went on with texts, once for each text in them.
     """
 
     def __init__(
         self, executor: Executor, pages: KvPages, speculator: Speculator | None = None
     ) -> None:
         self.times, self.sums, self.speculator = StepTimes(), StepSums(), speculator
+        self.turns = 0
         self._executor, self._pages = executor, pages
         self._inputs = StepInputs(executor)
         self._staged: list[Request] = []  # what the device goes on with by itself
+
+    @property
+    def counts(self) -> Counts:
+        """Passes and their tokens, where nobody guesses."""
+        return Counts(passes=self.turns, tokens=self.sums.decode_tokens)
 
     def choose(self, sampling: Sampling) -> None:
         """Write how every row's token is chosen, for a warm-up that looks at it."""
@@ -211,6 +218,7 @@ class Passes:
             if request.scored is not None or request.box.is_over:
                 request.is_faulty = NO_TOKEN in drawn
                 continue
+            self.turns += request.passes > 0
             request.passes += 1
             if request.canvas is not None:
                 request.is_faulty = NO_TOKEN in drawn

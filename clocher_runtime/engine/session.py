@@ -230,9 +230,8 @@ class Session:
     def guessed(self, before: Counts | None = None) -> Account:
         """Return what guessing came to, since an earlier state of its counts."""
         speculator = self._scheduler.speculator
-        if speculator is None:  # then a pass makes one token
-            made = self._scheduler.passes.sums.decode_tokens
-            return Account(Counts(passes=made, tokens=made).since(before or Counts()))
+        if speculator is None:
+            return Account(self._scheduler.passes.counts.since(before or Counts()))
         return account(speculator.costs, speculator.counts, before)
 
     def census(self) -> list[Census]:

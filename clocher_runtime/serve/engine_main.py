@@ -268,6 +268,7 @@ def ready_of(engine: Engine) -> Ready:
             "threads": engine.threads,
             "batch": session.batch,
             "speculate": session.speculate,
+            "diffusion": session.diffusion,
             "attn": session.reading.mode,
             "act_sparsity": session.act_sparsity,
             "read_gbps": read_gbps(working_set(session.model), engine.threads, engine.device),
