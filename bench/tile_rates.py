@@ -27,7 +27,7 @@ from cpu_fallback.tiles.layout import ROWS, UNIT, layout_of
 _TOKENS = Listed.of(map(str, tile_product.TOKENS))
 
 
-def best_slope(run: Callable[[int], None], few: int, many: int, tries: int) -> float:
+def best_slope(run: Callable[[int], object], few: int, many: int, tries: int) -> float:
     """Return seconds per step: the best long run less the best short one."""
 
     def best(count: int) -> float:
@@ -46,13 +46,21 @@ def function(kernel: jit.Kernel, result: type | None = None) -> Callable[..., in
     return ctypes.CFUNCTYPE(result, *[ctypes.c_int64] * kernel.params)(kernel.address)
 
 
-def machine(tries: int) -> tuple[float, float]:
-    """Return the clock in Hz and byte dot products (of 64 products) per cycle."""
-    chain, dots = function(rates.chain, ctypes.c_int64), function(rates.dots)
+def machine(
+    tries: int, kernel: jit.Kernel = rates.dots, each: int = rates.DOTS
+) -> tuple[float, float]:
+    """Return the clock in Hz and how many of a kernel's operations a cycle has.
+
+    Args:
+        tries: the best of so many.
+        kernel: of `rates`: byte dot products, or multiply-adds of 16 lanes.
+        each: operations in a step of it.
+    """
+    chain, many = function(rates.chain, ctypes.c_int64), function(kernel)
     line, out = np.zeros(64, np.uint8), np.zeros(64, np.uint8)
     hertz = rates.CHAIN_CYCLES / best_slope(lambda n: chain(n, 3), 200, 2000, tries)
-    step = best_slope(lambda n: dots(n, line.ctypes.data, out.ctypes.data), 400, 4000, tries)
-    return hertz, rates.DOTS / (step * hertz)
+    step = best_slope(lambda n: many(n, line.ctypes.data, out.ctypes.data), 400, 4000, tries)
+    return hertz, each / (step * hertz)
 
 
 def from_cache(name: str, group: int, k: int, widths: tuple[int, ...], tries: int) -> Iterator[Row]:

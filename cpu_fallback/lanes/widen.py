@@ -11,7 +11,7 @@ from llvmlite import ir
 
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.memory import emit_load, emit_load_n
-from cpu_fallback.lanes.vector import F32, I32, LANES, constant
+from cpu_fallback.lanes.vector import F32, I32, LANES, constant, i64, op
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _HALF = ir.VectorType(ir.HalfType(), LANES)
@@ -107,3 +107,19 @@ WIDEN = {
     "i4": Widen(4, ir.VectorType(_I8, LANES // 2), _i4),
 }
 """Kind of number -> how it is loaded; i4 is a code of 0 .. 15 minus 8."""
+
+
+def _loads(kind: str) -> tuple[Any, Any]:
+    """Return intrinsics that load 16 numbers, and the first n of 16."""
+
+    def load(b, address):
+        return WIDEN[kind].emit(b, address)
+
+    def load_n(b, address, count):
+        return WIDEN[kind].emit_n(b, address, count)
+
+    return op(F32, i64)(load), op(F32, i64, i64)(load_n)
+
+
+load_e4m3, load_e4m3_n = _loads("e4m3")
+load_e5m2, load_e5m2_n = _loads("e5m2")

@@ -34,11 +34,10 @@ from cpu_fallback.lanes.narrow import (
     e8m0_scalar,
     f16_scalar,
     from_bf16,
-    from_e4m3,
-    from_e5m2,
     from_f16,
 )
 from cpu_fallback.lanes.simd import iand, isplat, isub, lookup, mul, shr, splat, to_f32
+from cpu_fallback.lanes.widen import load_e4m3, load_e4m3_n, load_e5m2, load_e5m2_n
 from cpu_fallback.ops.decode_ggml import GGML_DECODERS, table_of
 from cpu_fallback.ops.decode_record import PITCH, Weight, weight_at
 
@@ -163,12 +162,12 @@ def _int4(weight, expert, row, count, k0, k1, panel):
 
 @device
 def _load_e4m3(line, k, zero):
-    return from_e4m3(load_u8(line + k))
+    return load_e4m3(line + k)
 
 
 @device
 def _load_e4m3_n(line, k, zero, n):
-    return from_e4m3(load_u8_n(line + k, n))
+    return load_e4m3_n(line + k, n)
 
 
 def _e4m3(weight, expert, row, count, k0, k1, panel):
@@ -177,12 +176,12 @@ def _e4m3(weight, expert, row, count, k0, k1, panel):
 
 @device
 def _load_e5m2(line, k, zero):
-    return from_e5m2(load_u8(line + k))
+    return load_e5m2(line + k)
 
 
 @device
 def _load_e5m2_n(line, k, zero, n):
-    return from_e5m2(load_u8_n(line + k, n))
+    return load_e5m2_n(line + k, n)
 
 
 def _e5m2(weight, expert, row, count, k0, k1, panel):

@@ -8,20 +8,18 @@ from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.memory import (
     load_f32,
     load_f32_n,
-    read_f32,
     read_i32,
     store_f32,
     store_f32_n,
-    write_f32,
     write_i64,
 )
 from cpu_fallback.lanes.record import executes
 from cpu_fallback.lanes.simd import add, mul, splat
 from cpu_fallback.ops.bind import BoundCall, share, within
 from cpu_fallback.ops.decode import weight_record
-from cpu_fallback.ops.decode_record import ROWS, Weight, decode
-from cpu_fallback.ops.product import SCRATCH, SUMS, TOKENS, XS, multiply
-from cpu_fallback.ops.stream import Stored, stored
+from cpu_fallback.ops.decode_record import ROWS, Weight, decode, weight_at
+from cpu_fallback.ops.product import HEIGHT, SCRATCH, SUMS, TOKENS, XS, multiply
+from cpu_fallback.ops.stream import FEW, Stored, stored
 from cpu_fallback.ops.tiled import PANELS, SHARES, TILE_SUMS, Tiled, has_codes, is_filled, tiled
 from cpu_fallback.team.tape import Launch
 from cpu_fallback.tiles.panels import BEHIND, fill_token, width
@@ -60,23 +58,30 @@ def linear(a, rank, size, scratch):
     m, n, k = a.M, a.N, a.K
     x, y, bias, residual = a.x, a.y, a.bias, a.residual
     first, last = share((n + ROWS - 1) // ROWS, rank, size)
-    for unit in range(first, last):
-        row = unit * ROWS
-        count = min(ROWS, n - row)
-        for start in range(0, m, TOKENS):
-            tokens = min(TOKENS, m - start)
-            for t in range(tokens):
-                write_i64(scratch + XS + 8 * t, x + 4 * (start + t) * k)
-            multiply(a.product, a.weight, 0, row, count, tokens, scratch)
-            for t in range(tokens):
-                for r in range(count):
-                    total = read_f32(scratch + SUMS + 4 * (t * ROWS + r))
+    start = 0
+    while start < m:
+        tokens = min(TOKENS, m - start)
+        for t in range(tokens):
+            write_i64(scratch + XS + 8 * t, x + 4 * (start + t) * k)
+        kernel, height = a.product, ROWS
+        if tokens > FEW:
+            kernel, height = weight_at(a.weight).many, HEIGHT
+        row, end = first * ROWS, min(last * ROWS, n)
+        while row < end:
+            rows = min(height, end - row)
+            multiply(kernel, a.weight, 0, row, rows, tokens, scratch)
+            for r in range(0, rows, ROWS):
+                sums, count = scratch + SUMS + 4 * TOKENS * r, min(ROWS, rows - r)
+                for t in range(tokens):
+                    total = load_f32_n(sums + 4 * t * ROWS, count)
                     at = 4 * ((start + t) * n + row + r)
                     if bias:
-                        total += read_f32(bias + 4 * (row + r))
+                        total = add(total, load_f32_n(bias + 4 * (row + r), count))
                     if residual:
-                        total += read_f32(residual + at)
-                    write_f32(y + at, total)
+                        total = add(total, load_f32_n(residual + at, count))
+                    store_f32_n(y + at, total, count)
+            row += rows
+        start += tokens
 
 
 @executes("linear", Tiled)

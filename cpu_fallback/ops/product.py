@@ -5,10 +5,10 @@ and then the fixed tree sum. Tiles of several rows by several tokens only decide
 are in registers together, so a result depends neither on the tile nor on the other tokens nor on
 the thread.
 
-`product` is a kernel that others call by address. It computes up to 8 rows by up to 64 tokens in
-two stages, block of columns by block of columns: decode the rows into a panel that stays in cache,
-then multiply the panel with every token. Formats with a fused kernel of their own would put
-another kernel of the same signature in its place.
+`product` is a kernel that others call by address. It computes some rows by up to TOKENS tokens in
+two stages, block of columns by block of columns and 8 rows by 8: decode the rows into a panel that
+stays in cache, then multiply the panel with every token. Formats with a fused kernel of their own
+would put another kernel of the same signature in its place.
 """
 
 from typing import Any
@@ -23,58 +23,115 @@ from cpu_fallback.lanes.memory import (
     emit_load_n,
     emit_store,
     load_f32,
+    load_f32_n,
+    prefetch,
     store_f32,
-    write_f32,
+    store_f32_n,
 )
-from cpu_fallback.lanes.simd import emit_fma, hsum, zero
+from cpu_fallback.lanes.simd import emit_fma, zero
 from cpu_fallback.lanes.vector import F32, LANES, i64, op, void
-from cpu_fallback.ops.decode_record import PANEL_BYTES, ROWS, decode, weight_at
+from cpu_fallback.ops.decode_record import PANEL_BYTES, PITCH, ROWS, decode, weight_at
 
 TOKENS = 64
+"""The most that are multiplied at a time."""
+HEIGHT = 64
+"""The most rows: their accumulators and a block of columns of all tokens share a second cache."""
 _VECTOR = 4 * LANES
+_LINE = 64
 
 XS = 0
 """In the scratch of a product: the address of each token's activations, int64 [TOKENS]."""
 SUMS = XS + 8 * TOKENS
-"""In the scratch of a product: the results, fp32 [TOKENS, ROWS]."""
-ACC = SUMS + 4 * TOKENS * ROWS
-"""In the scratch of a product: accumulators of 16 lanes, fp32 [TOKENS, ROWS, 16]."""
-PANEL = ACC + _VECTOR * TOKENS * ROWS
+"""In the scratch of a product: the results, fp32 [HEIGHT / ROWS, TOKENS, ROWS]."""
+ACC = SUMS + 4 * TOKENS * HEIGHT
+"""In the scratch of a product: accumulators, fp32 [HEIGHT / ROWS, TOKENS, ROWS, 16]."""
+PANEL = ACC + _VECTOR * TOKENS * HEIGHT
 """In the scratch of a product: decoded rows."""
 SCRATCH = PANEL + PANEL_BYTES
 """Bytes of scratch that a product needs."""
 
 _I64, _VOID = ir.IntType(64), ir.VoidType()
 
-TALL, WIDE = (8, 4) if CURRENT.avx512 else (4, 2) if CURRENT.registers == 8 else (2, 1)
-"""Tiles: TALL rows by one token, WIDE by WIDE; the ISAs have 32, 8 and 4 registers of 16 lanes."""
+PARTS = 1 if CURRENT.avx512 else 2 if CURRENT.avx2 else 4
+"""Registers of a vector of 16 lanes."""
+HIGH, ACROSS = (8, 3) if CURRENT.registers * PARTS == 32 else (4, 3)
+"""Tiles for many tokens, rows by tokens: what 32 or 16 registers hold, with what they multiply."""
+TALL = 8 if CURRENT.avx512 else 4 if CURRENT.registers == 8 else 2
+"""Rows of a tile of one token."""
+
+_LEAVES = [lane % 4 * 4 + lane // 4 for lane in range(LANES)]
+"""Order of 16 vectors whose sums, two and two added by `_HALVES`, come out in order."""
 
 
-def _emit_tile(b: Any, rows: int, w: Any, pitch: Any, xs: list[Any], k: Any, acc: Any) -> None:
-    """Emit acc[t, r] += w[r] * xs[t] over k columns, 16 lanes at a time; acc is [.., ROWS]."""
-    tiles = [(t, r) for t in range(len(xs)) for r in range(rows)]
-    lines = [b.add(w, b.mul(pitch, ir.Constant(_I64, r))) for r in range(rows)]
-    places = [b.add(acc, ir.Constant(_I64, _VECTOR * (t * ROWS + r))) for t, r in tiles]
-    whole = b.and_(k, ir.Constant(_I64, -LANES))
-    slots = [cgutils.alloca_once(b, F32.llvm) for _ in tiles]
+def _lanes(part: list[int]) -> ir.Constant:
+    """Return the mask that takes these lanes of one vector and of another."""
+    return ir.Constant(ir.VectorType(ir.IntType(32), LANES), part)
+
+
+def _four(start: int) -> list[int]:
+    """Return four lanes of each 8 of two vectors."""
+    return [eight + start + i for eight in (0, 8, 16, 24) for i in range(4)]
+
+
+def _two(*pair: int) -> list[int]:
+    """Return two lanes of each 4, those of two vectors in turns."""
+    return [vector + four + i for four in (0, 4, 8, 12) for vector in (0, LANES) for i in pair]
+
+
+_HALVES = [
+    (_lanes([*range(8), *range(16, 24)]), _lanes([*range(8, 16), *range(24, 32)])),
+    (_lanes(_four(0)), _lanes(_four(4))),
+    (_lanes(_two(0, 1)), _lanes(_two(2, 3))),
+    (_lanes(_two(0, 2)), _lanes(_two(1, 3))),
+]
+"""Of 16, 8, 4 and 2 lanes that are to be added: the lower and the upper half of each."""
+
+
+def _emit_tile(b: Any, rows: int, w: Any, xs: list[Any], k: Any, acc: Any) -> None:
+    """Emit acc[t, r] += w[r] * xs[t] over k columns, 16 lanes at a time; acc is [.., ROWS].
+
+    Many sums walk the columns once for each register of the lanes, whose sums do not meet: so
+    there is room for more of them side by side than of whole vectors.
+    """
+    parts = PARTS if rows * len(xs) > TALL else 1
+    lanes = LANES // parts
+    for part in range(parts):
+        begin = ir.Constant(_I64, 4 * lanes * part)
+        lines = [b.add(w, ir.Constant(_I64, 4 * lanes * part + PITCH * r)) for r in range(rows)]
+        tokens = [b.add(x, begin) for x in xs]
+        _emit_lanes(b, lines, tokens, k, b.add(acc, begin), lanes, part)
+
+
+def _emit_lanes(
+    b: Any, lines: list[Any], tokens: list[Any], k: Any, acc: Any, lanes: int, part: int
+) -> None:
+    """Emit the sums of some of the lanes; the addresses are those of the first of them."""
+    kind = ir.VectorType(F32.llvm.element, lanes)
+    rows = len(lines)
+    order = [t * ROWS + r for t in range(len(tokens)) for r in range(rows)]
+    places = [b.add(acc, ir.Constant(_I64, _VECTOR * i)) for i in order]
+    slots = [cgutils.alloca_once(b, kind) for _ in places]
     for slot, place in zip(slots, places, strict=True):
-        b.store(emit_load(b, F32.llvm, place), slot)
+        b.store(emit_load(b, kind, place), slot)
 
     def step(offset: Any, load: Any) -> None:
         at = b.mul(offset, ir.Constant(_I64, 4))
-        weights = [load(b.add(line, at)) for line in lines]
-        for t, x in enumerate(xs):
-            activations = load(b.add(x, at))
-            for r in range(rows):
+        activations = [load(b.add(x, at)) for x in tokens]
+        for r, line in enumerate(lines):
+            weights = load(b.add(line, at))
+            for t, x in enumerate(activations):
                 slot = slots[t * rows + r]
-                b.store(emit_fma(b, weights[r], activations, b.load(slot)), slot)
+                b.store(emit_fma(b, weights, x, b.load(slot)), slot)
 
-    loop = cgutils.for_range_slice(b, ir.Constant(_I64, 0), whole, ir.Constant(_I64, LANES), _I64)
-    with loop as (offset, _):
-        step(offset, lambda address: emit_load(b, F32.llvm, address))
-    tail = b.sub(k, whole)
-    with b.if_then(b.icmp_signed(">", tail, ir.Constant(_I64, 0))):
-        step(whole, lambda address: emit_load_n(b, F32.llvm, address, tail))
+    whole = b.and_(k, ir.Constant(_I64, -LANES))
+    start, lot = ir.Constant(_I64, 0), ir.Constant(_I64, LANES)
+    with cgutils.for_range_slice(b, start, whole, lot, _I64) as (offset, _):
+        step(offset, lambda address: emit_load(b, kind, address))
+    left = b.sub(b.sub(k, whole), ir.Constant(_I64, lanes * part))
+    with b.if_then(b.icmp_signed(">", left, ir.Constant(_I64, 0))):
+        most = ir.Constant(_I64, lanes)
+        count = b.select(b.icmp_signed("<", left, most), left, most)
+        step(whole, lambda address: emit_load_n(b, kind, address, count))
     for slot, place in zip(slots, places, strict=True):
         emit_store(b, b.load(slot), place)
 
@@ -86,57 +143,101 @@ def emit_tokens(b: Any, xs: Any, k0: Any, tokens: int) -> list[Any]:
     return [b.add(emit_load(b, _I64, address), start) for address in addresses]
 
 
-@op(void, i64, i64, i64, i64, i64, i64)
-def _tall(b, w, pitch, xs, k0, k, acc):
+@op(void, i64, i64, i64, i64, i64)
+def _high(b, w, xs, k0, k, acc):
+    """Multiply HIGH rows by ACROSS tokens."""
+    _emit_tile(b, HIGH, w, emit_tokens(b, xs, k0, ACROSS), k, acc)
+
+
+@op(void, i64, i64, i64, i64, i64)
+def _tall(b, w, xs, k0, k, acc):
     """Multiply TALL rows by one token."""
-    _emit_tile(b, TALL, w, pitch, emit_tokens(b, xs, k0, 1), k, acc)
+    _emit_tile(b, TALL, w, emit_tokens(b, xs, k0, 1), k, acc)
 
 
-@op(void, i64, i64, i64, i64, i64, i64)
-def _wide(b, w, pitch, xs, k0, k, acc):
-    """Multiply WIDE rows by WIDE tokens."""
-    _emit_tile(b, WIDE, w, pitch, emit_tokens(b, xs, k0, WIDE), k, acc)
-
-
-@op(void, i64, i64, i64, i64, i64, i64)
-def _one(b, w, pitch, xs, k0, k, acc):
+@op(void, i64, i64, i64, i64, i64)
+def _one(b, w, xs, k0, k, acc):
     """Multiply one row by one token."""
-    _emit_tile(b, 1, w, pitch, emit_tokens(b, xs, k0, 1), k, acc)
+    _emit_tile(b, 1, w, emit_tokens(b, xs, k0, 1), k, acc)
 
 
 @device
-def clear(scratch, tokens):
-    """Begin a product: set the accumulators of the tokens to zero."""
+def clear(acc, tokens):
+    """Begin a product of up to ROWS rows: set the accumulators of the tokens to zero."""
     nothing = zero()
     for i in range(tokens * ROWS):
-        store_f32(scratch + ACC + _VECTOR * i, nothing)
+        store_f32(acc + _VECTOR * i, nothing)
 
 
 @device
-def accumulate(w, pitch, count, tokens, k0, k, scratch):
-    """Add rows w [count, k] times columns k0 .. k0+k-1 of the tokens at scratch + XS."""
-    xs, acc = scratch + XS, scratch + ACC
-    t = 0
+def _panel(weight, expert, row, count, k0, k1, panel):
+    """Decode rows into the panel, also those that need no decoding.
+
+    Where rows lie a power of two apart, a cache has few places for them.
+    """
+    w, pitch = decode(weight, expert, row, count, k0, k1, panel), weight_at(weight).pitch
+    if w != panel:
+        for r in range(count):
+            source, target = w + r * pitch, panel + r * PITCH
+            whole = (k1 - k0) & -LANES
+            for i in range(0, whole, LANES):
+                store_f32(target + 4 * i, load_f32(source + 4 * i))
+            if whole < k1 - k0:
+                n, i = k1 - k0 - whole, 4 * whole
+                store_f32_n(target + i, load_f32_n(source + i, n), n)
+
+
+@device
+def _accumulate(w, count, tokens, k0, k, xs, acc, later, stride, size):
+    """Add rows w [count, k] times columns k0 .. k0+k-1 of the tokens, count up to ROWS.
+
+    Meanwhile the stored bytes of the next block are asked for: `size` of each row, `stride` apart,
+    from `later` on. Memory would keep the decoder waiting, for a block is too short for the
+    processor's own prefetcher.
+    """
+    t = asked = 0
     if count == ROWS:
-        while t + WIDE <= tokens:
-            for r in range(0, ROWS, WIDE):
-                _wide(w + r * pitch, pitch, xs + 8 * t, k0, k, acc + _VECTOR * (t * ROWS + r))
-            t += WIDE
+        while t + ACROSS <= tokens:
+            while asked * tokens < size * (t + ACROSS):
+                for r in range(ROWS):
+                    prefetch(later + r * stride + asked)
+                asked += _LINE
+            for r in range(0, ROWS, HIGH):
+                _high(w + r * PITCH, xs + 8 * t, k0, k, acc + _VECTOR * (t * ROWS + r))
+            t += ACROSS
         while t < tokens:
             for r in range(0, ROWS, TALL):
-                _tall(w + r * pitch, pitch, xs + 8 * t, k0, k, acc + _VECTOR * (t * ROWS + r))
+                _tall(w + r * PITCH, xs + 8 * t, k0, k, acc + _VECTOR * (t * ROWS + r))
             t += 1
     while t < tokens:
         for r in range(count):
-            _one(w + r * pitch, pitch, xs + 8 * t, k0, k, acc + _VECTOR * (t * ROWS + r))
+            _one(w + r * PITCH, xs + 8 * t, k0, k, acc + _VECTOR * (t * ROWS + r))
         t += 1
 
 
+@op(F32, i64, i64)
+def _sums(b, first, second):
+    """Return what `hsum` gives of each of 8 accumulators here and 8 there.
+
+    The tree of 16 vectors is walked at once: whatever two vectors still add to is kept in one.
+    """
+    at = [b.add(a, ir.Constant(_I64, _VECTOR * r)) for a in (first, second) for r in range(ROWS)]
+    vectors = [emit_load(b, F32.llvm, at[i]) for i in _LEAVES]
+    for low, high in _HALVES:
+        vectors = [
+            b.fadd(*(b.shuffle_vector(one, other, mask) for mask in (low, high)))
+            for one, other in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+    return vectors[0]
+
+
 @device
-def finish(scratch, tokens):
-    """End a product: write the sums of the accumulators to scratch + SUMS."""
-    for i in range(tokens * ROWS):
-        write_f32(scratch + SUMS + 4 * i, hsum(load_f32(scratch + ACC + _VECTOR * i)))
+def finish(acc, sums, tokens):
+    """End a product of up to ROWS rows: write the sums of the accumulators."""
+    each = _VECTOR * ROWS
+    for t in range(0, tokens, 2):
+        total = _sums(acc + each * t, acc + each * min(t + 1, tokens - 1))
+        store_f32(sums + 4 * t * ROWS, total)
 
 
 def _product(weight, expert, row, count, tokens, scratch):
@@ -146,20 +247,33 @@ def _product(weight, expert, row, count, tokens, scratch):
         weight: address of the weight's record (`decode`).
         expert: 0 for a matrix.
         row: first row.
-        count: rows, 1 .. ROWS.
+        count: rows, 1 .. HEIGHT.
         tokens: 1 .. TOKENS.
-        scratch: SCRATCH bytes; the results are at scratch + SUMS, fp32 [tokens, ROWS].
+        scratch: SCRATCH bytes; the results are at scratch + SUMS.
     """
-    description = weight_at(weight)
-    pitch, columns, block = description.pitch, description.k, description.block
-    clear(scratch, tokens)
+    about = weight_at(weight)
+    columns, block, stride = about.k, about.block, about.stride
+    codes = about.codes + (expert * about.n + row) * stride
+    acc, each = scratch + ACC, _VECTOR * TOKENS
+    for r in range(0, count, ROWS):
+        clear(acc + each * r, tokens)
+    size = min(block, columns) * stride // columns
     k0 = 0
     while k0 < columns:
         k1 = min(k0 + block, columns)
-        w = decode(weight, expert, row, count, k0, k1, scratch + PANEL)
-        accumulate(w, pitch, count, tokens, k0, k1 - k0, scratch)
+        for r in range(0, count, ROWS):
+            later = codes + (r + ROWS) * stride
+            if r + ROWS < count:
+                later += k0 * stride // columns
+            elif k1 < columns:
+                later = codes + k1 * stride // columns
+            high = min(ROWS, count - r)
+            w, k, xs, at = scratch + PANEL, k1 - k0, scratch + XS, acc + each * r
+            _panel(weight, expert, row + r, high, k0, k1, w)
+            _accumulate(w, high, tokens, k0, k, xs, at, later, stride, size)
         k0 = k1
-    finish(scratch, tokens)
+    for r in range(0, count, ROWS):
+        finish(acc + each * r, scratch + SUMS + 4 * TOKENS * r, tokens)
 
 
 product = Kernel(_product)

@@ -1,4 +1,4 @@
-"""Kernels that measure the machine: clock, byte dot products per cycle, tiles."""
+"""Kernels that measure the machine: clock, products of bytes and of fp32 per cycle, tiles."""
 
 from typing import Any
 
@@ -8,8 +8,9 @@ from numba.core import cgutils
 
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel
-from cpu_fallback.lanes.memory import emit_load, store_i32, write_i64
-from cpu_fallback.lanes.vector import BYTES, I32, constant, i64, op
+from cpu_fallback.lanes.memory import emit_load, store_f32, store_i32, write_i64
+from cpu_fallback.lanes.simd import emit_fma
+from cpu_fallback.lanes.vector import BYTES, F32, I32, constant, i64, op
 from cpu_fallback.tiles.multiply import (
     dot,
     emit_run,
@@ -24,6 +25,8 @@ CHAIN_CYCLES = 32
 """Cycles per step of `chain` on x86: 8 multiplications of latency 3 and ORs of latency 1."""
 DOTS = 24
 """Byte dot products per step of `dots`, each 64 products."""
+FMAS = 24
+"""Multiply-adds of 16 fp32 lanes per step of `fmas`."""
 _RUN = 8
 """How many of them are added in int16, without VNNI."""
 _CHAINS = 12 if CURRENT.avx512 else 6
@@ -94,6 +97,25 @@ def _dots(count, source, out):
     store_i32(out, _many_dots(count, source))
 
 
+@op(F32, i64, i64)
+def _many_fmas(b, count, source):
+    value = emit_load(b, F32.llvm, source)
+    slots = [cgutils.alloca_once_value(b, constant(F32, float(i))) for i in range(_CHAINS)]
+    with cgutils.for_range(b, count):
+        for _ in range(FMAS // _CHAINS):
+            for slot in slots:
+                b.store(emit_fma(b, value, value, b.load(slot)), slot)
+    total = b.load(slots[0])
+    for slot in slots[1:]:
+        total = b.fadd(total, b.load(slot))
+    return total
+
+
+def _fmas(count, source, out):
+    """Compute count * FMAS independent multiply-adds of 16 lanes each."""
+    store_f32(out, _many_fmas(count, source))
+
+
 def _sweep(product, tiles, tile_bytes, count, repeats, panel, out, units, tokens, ahead):
     """Multiply `count` tiles by a panel, `repeats` times."""
     for _ in range(repeats):
@@ -104,4 +126,5 @@ def _sweep(product, tiles, tile_bytes, count, repeats, panel, out, units, tokens
 
 chain = Kernel(_chain, types.int64)
 dots = Kernel(_dots)
+fmas = Kernel(_fmas)
 sweep = Kernel(_sweep)

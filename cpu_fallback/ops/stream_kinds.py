@@ -1,0 +1,176 @@
+"""How codes of stored weights become 16 lanes of fp32 in registers, for `stream`.
+
+Values and roundings are those of `decode`, but for the code of NaN in e4m3, which no weight has
+that was loaded.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+
+from clocher_kernels.dtypes import E2M1_VALUES
+from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.lanes.simd import emit_lookup
+from cpu_fallback.lanes.vector import F32, I32, LANES, VecT, constant, pick, spread
+
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_HALF = ir.VectorType(ir.HalfType(), LANES)
+_SHORT = ir.VectorType(_I16, LANES)
+_WORDS = VecT(_I64, LANES // 2)
+_BY_TWO = [lane // 2 + lane % 2 * 8 for lane in range(LANES)]  # two dwords, nibble by nibble
+
+Load = Callable[[Any, ir.VectorType, Any], Any]
+
+
+def _f32(b: Any, load: Load, address: Any) -> Any:
+    return load(b, F32.llvm, address)
+
+
+def _bf16(b: Any, load: Load, address: Any) -> Any:
+    codes = b.zext(load(b, _SHORT, address), I32.llvm)
+    return b.bitcast(b.shl(codes, constant(I32, 16)), F32.llvm)
+
+
+def _f16(b: Any, load: Load, address: Any) -> Any:
+    return b.fpext(b.bitcast(load(b, _SHORT, address), _HALF), F32.llvm)
+
+
+def _words(n: int, value: int) -> ir.Constant:
+    return ir.Constant(ir.VectorType(_I16, n), [value] * n)
+
+
+def _widened(b: Any, half: Any) -> Any:
+    """Emit fp32 of the bits of fp16."""
+    halves = ir.VectorType(ir.HalfType(), half.type.count)
+    return b.fpext(b.bitcast(half, halves), ir.VectorType(ir.FloatType(), half.type.count))
+
+
+def _e5m2(b: Any, load: Load, address: Any, n: int = LANES) -> Any:
+    """An e5m2 code is the upper byte of an fp16."""
+    codes = b.zext(load(b, ir.VectorType(_I8, n), address), ir.VectorType(_I16, n))
+    return _widened(b, b.shl(codes, _words(n, 8)))
+
+
+def _e4m3(b: Any, load: Load, address: Any, n: int = LANES) -> Any:
+    """An e4m3 code shifted into an fp16 is 2^-8 of its value, subnormal ones included.
+
+    The scale makes up for it: powers of two move from one factor to the other without rounding.
+    """
+    codes = b.sext(load(b, ir.VectorType(_I8, n), address), ir.VectorType(_I16, n))
+    return _widened(b, b.and_(b.shl(codes, _words(n, 7)), _words(n, 0xBFFF)))
+
+
+def _int8(b: Any, load: Load, address: Any) -> Any:
+    codes = b.sext(load(b, ir.VectorType(_I8, LANES), address), I32.llvm)
+    return b.sitofp(codes, F32.llvm)
+
+
+def _code(b: Any, load: Load, address: Any) -> Any:
+    """Emit 16 lanes with a 4-bit code each."""
+    pair = b.bitcast(load(b, ir.VectorType(_I8, 8), address), ir.VectorType(_I32, 2))
+    words = pick(b, pair, [lane // 8 for lane in range(LANES)])
+    shifted = b.lshr(words, constant(I32, [lane % 8 * 4 for lane in range(LANES)]))
+    return b.and_(shifted, constant(I32, 15))
+
+
+def _scaled(decode: Load) -> "Decode":
+    """Return how a code is decoded that a scale of its run multiplies."""
+    return lambda b, load, address, own: b.fmul(decode(b, load, address), own[0])
+
+
+def _int4(b: Any, load: Load, address: Any, own: tuple[Any, Any]) -> Any:
+    value = b.fsub(b.sitofp(_code(b, load, address), F32.llvm), own[1])
+    return b.fmul(value, own[0])
+
+
+def _mxfp4(b: Any, load: Load, address: Any, own: tuple[Any, Any]) -> Any:
+    return b.fmul(emit_lookup(b, _E2M1, _code(b, load, address)), own[0])
+
+
+def _looked_up(b: Any, load: Load, address: Any, table: Any) -> Any:
+    """Emit entries of a run's table of 16, in `_BY_TWO`; of an index its low 4 bits count."""
+    word = b.bitcast(load(b, ir.VectorType(_I8, 8), address), _I64)
+    words = b.bitcast(spread(b, _WORDS, word), I32.llvm)
+    shifted = b.lshr(words, constant(I32, [lane // 2 * 4 for lane in range(LANES)]))
+    return emit_lookup(b, table, shifted)
+
+
+def _int4_table(b: Any, scale: Any, zero: Any) -> Any:
+    return b.fmul(b.fsub(constant(F32, [float(i) for i in range(LANES)]), zero), scale)
+
+
+def _mxfp4_table(b: Any, scale: Any, zero: Any) -> Any:
+    return b.fmul(_E2M1, scale)
+
+
+def _plain(b: Any, scale: Any, zero: Any) -> tuple[Any, Any]:
+    return scale, zero
+
+
+Decode = Callable[[Any, Load, Any, Any], Any]
+_E2M1 = constant(F32, [float(value) for value in E2M1_VALUES])
+
+
+class Kind(NamedTuple):
+    """How a kind of code is read.
+
+    Attributes:
+        decode: emits 16 columns from an address, given what `run` made.
+        bits: of a code.
+        factor: of the scales; 0 if there are none.
+        run: emits what all columns of a run need of its scale and zero point.
+        order: which of its 16 columns a lane has; None: its own.
+        twice: emits 32 columns at a time, where that takes fewer instructions.
+    """
+
+    decode: Decode
+    bits: int
+    factor: float = 0.0
+    run: Callable[[Any, Any, Any], Any] = _plain
+    order: list[int] | None = None
+    twice: Callable[[Any, Load, Any, int], Any] | None = None
+
+    def arranged(self, b: Any, vector: Any) -> Any:
+        """Emit a vector in the order that decoded columns have."""
+        return vector if self.order is None else pick(b, vector, self.order)
+
+    def restored(self, b: Any, vector: Any) -> Any:
+        """Emit a vector that was in that order."""
+        return (
+            vector
+            if self.order is None
+            else pick(b, vector, [*map(self.order.index, range(LANES))])
+        )
+
+    def nbytes(self, b: Any, columns: Any) -> Any:
+        """Emit the bytes of so many columns, an even number if they have 4 bits."""
+        if self.bits == 4:
+            return b.lshr(columns, ir.Constant(_I64, 1))
+        return b.mul(columns, ir.Constant(_I64, self.bits // 8))
+
+
+def _float(decode: Load) -> Decode:
+    """Return how a code is decoded that has no scale."""
+    return lambda b, load, address, own: decode(b, load, address)
+
+
+KINDS = {
+    "f32": Kind(_float(_f32), 32),
+    "bf16": Kind(_float(_bf16), 16),
+    "int8": Kind(_scaled(_int8), 8, 1.0),
+    "int4": Kind(_int4, 4, 1.0),
+    "mxfp4": Kind(_mxfp4, 4, 1.0),
+}
+if CURRENT.f16c:
+    KINDS |= {
+        "f16": Kind(_float(_f16), 16),
+        "e4m3": Kind(_scaled(_e4m3), 8, 256.0, twice=_e4m3),
+        "e5m2": Kind(_scaled(_e5m2), 8, 1.0, twice=_e5m2),
+    }
+if CURRENT.avx512:
+    KINDS |= {
+        "int4": Kind(_looked_up, 4, 1.0, _int4_table, _BY_TWO),
+        "mxfp4": Kind(_looked_up, 4, 1.0, _mxfp4_table, _BY_TWO),
+    }
+"""Kind of code -> how it is read."""
