@@ -94,12 +94,10 @@ def elementwise(device: Device) -> list[Launch]:
     }
     table = DeviceTensor((VOCABULARY, 2880), fmt, planes)
     x, narrow, tables = floats(1, 2880), floats(1, 2880, dtype=half), floats(CELLS, 32)
-    gates = floats(1, 8192, dtype=half)
     launches = LOWER["rms_norm"](x=x, weight=floats(2880), y=narrow, eps=1e-5, device=device)
     launches += LOWER["rope"](
         x=floats(1, 4096), positions=ints(1), cos=tables, sin=tables, device=device
     )
-    launches += LOWER["glu"](gate=gates, up=gates, y=gates, act="silu", device=device)
     launches += LOWER["embed"](ids=ints(1), table=table, y=x, device=device)
     return launches + LOWER["gather_rows"](x=narrow, rows=ints(1), y=narrow, device=device)
 

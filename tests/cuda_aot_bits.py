@@ -15,6 +15,7 @@ from cuda_cases import meta, meta_device
 from sass_ratchet import figures, print_or_record
 
 from clocher_kernels.cuda.aot import ARCHITECTURES, PTX_ONLY, compile_code, compile_ptx
+from clocher_kernels.cuda.finish import Tail
 from clocher_kernels.cuda.gemv_bits import gemv_bits
 from clocher_kernels.cuda.launch import Launch
 from clocher_kernels.cuda.linear import linear
@@ -44,8 +45,7 @@ def product(
         x=meta((m, k), x_type),
         w=weights(fmt, n, k),
         y=meta((m, n), x_type),
-        bias=meta((n,), FP32),
-        residual=meta((m, n), FP32),
+        tail=Tail(meta((n,), FP32), residual=meta((m, n), FP32)),
         device=meta_device(capability),
     )
     return launch

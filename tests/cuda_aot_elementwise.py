@@ -1,4 +1,4 @@
-"""Compile the ops that move and bend values ahead of time and print what they cost, as JSON."""
+"""Compile what moves and bends values ahead of time and print what it costs, as JSON."""
 
 import json
 import sys
@@ -13,15 +13,36 @@ from cuda_cases import meta, meta_device
 
 from clocher_kernels.cuda.aot import compile_code
 from clocher_kernels.cuda.lowering import LOWER
+from clocher_kernels.cuda.prepack import rearrange
+from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
+from clocher_kernels.formats import parse_format
 
 FP16, FP32, I32 = torch.float16, torch.float32, torch.int32
 CAPABILITY, EXPERTS = 90, 256
 
 
+def weight(name: str, n: int, k: int) -> DeviceTensor:
+    """Return a prepacked matrix without memory."""
+    fmt = parse_format(name)
+    planes = {name: meta(p.shape, TORCH_DTYPES[p.dtype]) for name, p in fmt.planes((n, k)).items()}
+    return rearrange(fmt, (n, k), planes)
+
+
 def calls() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield (name, op, arguments) of what Gemma, Qwen2-MoE and DeepSeek ask for."""
     x, gates, tables = meta((1, 3072), FP32), meta((1, 8192), FP16), meta((4096, 32), FP32)
-    glu = {"gate": gates, "up": gates, "y": gates}
+    for fmt, m, activation in (
+        ("int4_sym_g128_f16", 1, "silu"),
+        ("int8_row_f32", 1, "gelu"),
+        ("bf16", 8, "gelu_tanh"),
+        ("mxfp4", 64, "relu2"),
+        ("ternary", 8, "tanh"),
+    ):
+        y = meta((m, 8192), FP16)
+        product = {"x": meta((m, 3072), FP16), "w": weight(fmt, 8192, 3072), "y": y, "times": y}
+        yield activation, "linear", {**product, "activation": activation, "cap": 30.0}
+    score = {"x": meta((1, 3072), FP16), "w": weight("bf16", 1, 3072), "y": meta((1, 1), FP16)}
+    yield "sigmoid", "linear", {**score, "activation": "sigmoid"}
     ids, weights = meta((1, 8), I32), meta((1, 8), FP32)
     choice = {"logits": meta((1, EXPERTS), FP32), "ids": ids, "weights": weights}
     groups = {"groups": 8, "group_top": 4, "group_best": 2, "bias": meta((EXPERTS,), FP32)}
@@ -31,10 +52,6 @@ def calls() -> Iterator[tuple[str, str, dict[str, Any]]]:
         {"x": x, "weight": meta((3072,), FP32), "residual": x, "y": x, "eps": 1e-5},
     )
     yield "rope", "rope", {"x": x, "positions": meta((1,), I32), "cos": tables, "sin": tables}
-    for act in ("gelu", "gelu_tanh", "relu2"):
-        yield act, "glu", {**glu, "act": act}
-    yield "scores", "glu", {**glu, "act": "silu", "scores": meta((1, 1), FP32)}
-    yield "softcap", "softcap", {"x": meta((1, 256000), FP32), "cap": 30.0}
     ranked = {"logits": meta((1, 201088), FP32), "candidates": meta((1, 4), I32)}
     yield "top_tokens", "top_tokens", ranked
     for dtype in ("f16", "e4m3"):

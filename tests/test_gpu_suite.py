@@ -119,7 +119,9 @@ def suite(out: Path, *flags: str) -> Result:
 
 
 def test_dry_run_of_the_command(tmp_path: Path) -> None:
-    done = suite(tmp_path, "--dry-run", "--part", "parity", "--only", "glu", "--only", "coverage")
+    done = suite(
+        tmp_path, "--dry-run", "--part", "parity", "--only", "rms_norm", "--only", "coverage"
+    )
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "suite.json").read_text())
     assert result["schema"] == SCHEMA and result["dry"] is True
@@ -127,7 +129,7 @@ def test_dry_run_of_the_command(tmp_path: Path) -> None:
     part = result["parts"]["parity"]
     assert part["finished"] and part["items"] == 2
     for row in part["rows"]:
-        assert row["dry"] is True and row["item"] in ("glu-silu-m2-i37", "coverage")
+        assert row["dry"] is True and row["item"] in ("rms_norm-heads-m2-d20", "coverage")
         checked(row)
     assert {r["act"]: r["status"] for r in part["rows"] if r.get("case")} == {
         "f32": "ok",
@@ -195,14 +197,14 @@ def one(setting: Setting, name: str) -> list[Row]:
 
 
 def test_a_right_kernel_passes(setting: Setting) -> None:
-    rows = one(setting, "glu-silu-m2-i37")
+    rows = one(setting, "rms_norm-heads-m2-d20")
     assert [row["act"] for row in rows] == ["f32", "f16", "bf16"]
     assert all(row["status"] == "ok" and row["rms"] > 0 for row in rows)
     assert rows[0]["alone"] is True
 
 
 def lower_wrongly(change: Callable[[dict[str, Any]], None]) -> Callable[..., list[Launch]]:
-    right = LOWER["glu"]
+    right = LOWER["rms_norm"]
 
     def lower(*, device: Device, **arguments: Any) -> list[Launch]:
         change(arguments)
@@ -211,26 +213,26 @@ def lower_wrongly(change: Callable[[dict[str, Any]], None]) -> Callable[..., lis
     return lower
 
 
-@pytest.mark.parametrize("fault", ["activation", "operands", "nothing"])
+@pytest.mark.parametrize("fault", ["eps", "operands", "nothing"])
 def test_a_wrong_kernel_fails(
     fault: str, setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def other_activation(arguments: dict[str, Any]) -> None:
-        arguments["act"] = "relu2"
+    def other_eps(arguments: dict[str, Any]) -> None:
+        arguments["eps"] = 1.0
 
     def other_operands(arguments: dict[str, Any]) -> None:
-        arguments["gate"] = arguments["up"]
+        arguments["weight"] = arguments["weight"].flip(0)
 
     def writes_nothing(*, device: Device, **arguments: Any) -> list[Launch]:
         return []
 
     wrong = {
-        "activation": lower_wrongly(other_activation),
+        "eps": lower_wrongly(other_eps),
         "operands": lower_wrongly(other_operands),
         "nothing": writes_nothing,
     }
-    monkeypatch.setitem(LOWER, "glu", wrong[fault])
-    rows = one(setting, "glu-silu-m2-i37")
+    monkeypatch.setitem(LOWER, "rms_norm", wrong[fault])
+    rows = one(setting, "rms_norm-heads-m2-d20")
     assert {row["status"] for row in rows} == {"failed"}
 
 
@@ -258,9 +260,9 @@ def test_a_kernel_that_does_not_repeat_fails(
 def test_a_missing_kernel_is_refused_not_passed(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(LOWER, "glu")
-    assert {row["status"] for row in one(setting, "glu-silu-m2-i37")} == {"refused"}
-    gaps = [row for row in one(setting, "coverage") if row.get("op") == "glu"]
+    monkeypatch.delitem(LOWER, "rms_norm")
+    assert {row["status"] for row in one(setting, "rms_norm-heads-m2-d20")} == {"refused"}
+    gaps = [row for row in one(setting, "coverage") if row.get("op") == "rms_norm"]
     assert gaps[0]["status"] == "not measured"
 
 

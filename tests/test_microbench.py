@@ -64,9 +64,9 @@ def test_every_format_of_linear_is_there() -> None:
 
 
 def test_an_op_without_an_entry_keeps_its_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    without = {**OPS, "glu": replace(OPS["glu"], real=())}
+    without = {**OPS, "rope": replace(OPS["rope"], real=())}
     monkeypatch.setattr("bench.op_shapes.OPS", without)
-    assert real_cases_of("glu") == list(OPS["glu"].cases)
+    assert real_cases_of("rope") == list(OPS["rope"].cases)
 
 
 def test_what_follows_from_other_sizes() -> None:
@@ -130,7 +130,7 @@ def test_kernels_of_the_gpu_are_checked_and_run(monkeypatch: pytest.MonkeyPatch)
     """In Triton's interpreter, where a dry run's setting is all that differs."""
     made_dry = setting.make_setting(dry=True)
     monkeypatch.setattr(setting, "make_setting", lambda dry: made_dry)
-    op = OPS["glu"]
+    op = OPS["rms_norm"]
     made = timed(op, op.cases[0], "cuda", 1)
     assert made.facts["correct"] is True
     made.run()
@@ -164,17 +164,17 @@ def microbench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_as_a_user_runs_it(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    done = microbench("-k", "cpu-gather_rows or cpu-glu-silu", f"--benchmark-json={out}")
+    done = microbench("-k", "cpu-gather_rows or cpu-rms_norm-m1", f"--benchmark-json={out}")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {b["name"]: b for b in json.loads(out.read_text())["benchmarks"]}
-    name = "test_op[cpu-glu-silu-m1-i14336]"
+    name = "test_op[cpu-rms_norm-m1-f2880-d2880]"
     assert set(rows) == {name, "test_op[cpu-gather_rows-m16-r1-k2880]"}
     info = rows[name]["extra_info"]
     assert info["correct"] is True
-    assert info["bytes"] == 3 * 4 * 14336
+    assert info["bytes"] == 3 * 4 * 2880
     seconds = rows[name]["stats"]["median"] / info["calls"]
     assert info["gbps"] == pytest.approx(info["bytes"] / seconds / 1e9)
-    assert "cpu-glu-silu-m1-i14336" in done.stdout and "GB/s" in done.stdout
+    assert "cpu-rms_norm-m1-f2880-d2880" in done.stdout and "GB/s" in done.stdout
 
 
 def test_make_test_leaves_them_out() -> None:

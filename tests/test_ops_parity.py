@@ -48,6 +48,8 @@ def _interpreted(spec: OpSpec, case: Case) -> bool:
         return not large
     if large:
         return fmt in ("int4_asym_g34_f32", "int8_g37_bf16", "fp8_e4m3_b128_bf16")
+    if case.sizes["M"] == 1 and "act" in case.options:
+        return True
     if case.sizes["M"] == 2:
         return fmt not in ("ternary", "ternary_f32", "ternary_inverse_f32", "fp8_e5m2_tensor_f32")
     twins = ("ternary_", "int4_asym_row_f32", "fp8_e5m2_tensor_f32")

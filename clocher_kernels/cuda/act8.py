@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from clocher_kernels.cuda.codes import to_f32
+from clocher_kernels.cuda.finish import Tail
 from clocher_kernels.cuda.finite import or_nan, saturated
 from clocher_kernels.cuda.gemv_bytes import MAX_TOKENS, launch_gemv
 from clocher_kernels.cuda.launch import Device, Launch
@@ -199,8 +200,7 @@ def linear_act8(
                 x_scales=scale[tokens],
                 w=w,
                 y=y[tokens],
-                bias=bias,
-                residual=None if residual is None else residual[tokens],
+                tail=Tail(bias=bias, residual=residual).of(tokens),
                 device=device,
             )
         )

@@ -15,6 +15,7 @@ import triton.language as tl
 from clocher_kernels.cuda.chunks import dot, token_factors, weight_factors
 from clocher_kernels.cuda.codes import unit
 from clocher_kernels.cuda.dots import split4, vector_dot
+from clocher_kernels.cuda.finish import Tail, finish
 from clocher_kernels.cuda.gemm import TL_TYPES, decoded, operand_type
 from clocher_kernels.cuda.gemv_bytes import MAX_TOKENS, MOST_SLICED, arithmetic, stack
 from clocher_kernels.cuda.launch import Arg, Device, Launch
@@ -24,24 +25,14 @@ from clocher_kernels.formats.bsr import Bsr
 
 
 @triton.jit
-def _store(total, bias, residual, y, m, n, kept, N: tl.constexpr):
-    """Write y[m, n] = total + bias + residual where `kept`."""
-    at = m * N + n
-    if bias is not None:
-        total += tl.load(bias + n, n < N, 0)
-    if residual is not None:
-        total += tl.load(residual + at, kept, 0).to(tl.float32)
-    tl.store(y + at, total.to(y.dtype.element_ty), kept)
-
-
-@triton.jit
 def _gemv(
-    x, row_ptr, col_idx, values, scales, bias, residual, y,
+    x, row_ptr, col_idx, values, scales, bias, times, residual, y,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     BLOCKS: tl.constexpr, ACROSS: tl.constexpr, EACH: tl.constexpr,
     COLS: tl.constexpr, LANE: tl.constexpr,
     CODE: tl.constexpr, MATH: tl.constexpr, UNIT: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
+    F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Multiply floats or int8: a turn takes BLOCKS blocks, ACROSS * EACH rows, COLS columns.
 
@@ -98,16 +89,18 @@ def _gemv(
     kept = (own < R) & (n < N)
     for m in tl.static_range(M):
         parts = tl.reshape(stack(totals, m * EACH, 1, EACH), (BLOCKS, ACROSS, PER_ROW, EACH))
-        _store(tl.sum(tl.sum(parts, 2), 0), bias, residual, y, m, n, kept, N)
+        total = tl.sum(tl.sum(parts, 2), 0)
+        finish(total, bias, times, residual, y, m, n, kept, N, F, ACT, CAP)
 
 
 @triton.jit
 def _gemv_int4(
-    x, row_ptr, col_idx, values, scales, bias, residual, y,
+    x, row_ptr, col_idx, values, scales, bias, times, residual, y,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     BLOCKS: tl.constexpr, ACROSS: tl.constexpr, EACH: tl.constexpr, PER_ROW: tl.constexpr,
     BM: tl.constexpr, LANE: tl.constexpr, VECTORS: tl.constexpr,
     PAIRS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Multiply prepacked int4: the same, in tiles [lanes, BM, EACH] and vectors of LANE weights."""
     LANES: tl.constexpr = BLOCKS * ACROSS * PER_ROW
@@ -151,16 +144,18 @@ def _gemv_int4(
     own += tl.arange(0, EACH)[None, None, :]
     n = block_row * R + own
     kept = (own < R) & (n < N) & (m < M)
-    _store(tl.sum(tl.sum(total, 2), 0), bias, residual, y, m, n, kept, N)
+    total = tl.sum(tl.sum(total, 2), 0)
+    finish(total, bias, times, residual, y, m, n, kept, N, F, ACT, CAP)
 
 
 @triton.jit
 def _gemm(
-    x, row_ptr, col_idx, values, scales, bias, residual, y,
+    x, row_ptr, col_idx, values, scales, bias, times, residual, y,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr,
     CODE: tl.constexpr, PER: tl.constexpr, STRIDE: tl.constexpr, UNIT: tl.constexpr,
     OPERAND: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Multiply tiles: ROWS rows of a row of blocks by BM tokens, COLS columns at a time."""
     m = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -194,7 +189,8 @@ def _gemm(
 
     n = (block_row * R + row)[:, None]
     m = m.to(tl.int64)[None, :]
-    _store(total, bias, residual, y, m, n, (row < R)[:, None] & (n < N) & (m < M), N)
+    kept = (row < R)[:, None] & (n < N) & (m < M)
+    finish(total, bias, times, residual, y, m, n, kept, N, F, ACT, CAP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,16 +322,18 @@ def bsr_linear(
     w: DeviceTensor,
     y: torch.Tensor,
     bias: torch.Tensor | None = None,
+    times: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    activation: str = "none",
+    cap: float = 1.0,
     device: Device,
 ) -> list[Launch]:
     """Lower `ops.linear.bsr_linear`; up to `MOST_SLICED` tokens a token's sum has one order."""
-    launches = []
+    launches, tail = [], Tail(bias, times, residual, activation, cap)
     step = MAX_TOKENS if len(x) <= MOST_SLICED else len(x)
     for first in range(0, len(x), step):
         tokens = slice(first, first + step)
-        added = None if residual is None else residual[tokens]
-        launches.append(_launch(x[tokens], w, y[tokens], bias, added, device))
+        launches.append(_launch(x[tokens], w, y[tokens], tail.of(tokens), device))
     return launches
 
 
@@ -343,8 +341,7 @@ def _launch(
     x: torch.Tensor,
     w: DeviceTensor,
     y: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
+    tail: Tail,
     device: Device,
 ) -> Launch:
     assert isinstance(w.format, Bsr)
@@ -356,12 +353,10 @@ def _launch(
         "col_idx": w.planes["col_idx"],
         "values": w.planes["values" if code == "float" else "codes"],
         "scales": w.planes.get("scales"),
-        "bias": bias,
-        "residual": residual,
-        "y": y,
+        **tail.args(y),
     }
     sizes = {"M": x.shape[0], "N": w.shape[0], "K": x.shape[1], "R": block[0], "C": block[1]}
-    sizes |= {"ASM": device.asm, "PDL": device.pdl}
+    sizes |= {"ASM": device.asm, "PDL": device.pdl, **tail.constants("bsr_linear", w.shape[0])}
     if x.shape[0] > MAX_TOKENS:
         return _gemm_launch(args, sizes, block, code, device)
     if code == "int4":

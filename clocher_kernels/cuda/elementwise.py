@@ -1,16 +1,14 @@
-"""Norms, gated activations, embeddings, row gathers, the bend of logits below a cap."""
+"""Norms, embeddings, row gathers."""
 
 import torch
 import triton
 import triton.language as tl
 
-from clocher_kernels.cuda.activations import activate
 from clocher_kernels.cuda.bounds import within
 from clocher_kernels.cuda.codes import to_f32, unit
 from clocher_kernels.cuda.finite import as_activation, or_nan
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.pdl import start
-from clocher_kernels.cuda.tanh import tanh
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats.float import Float
@@ -18,7 +16,6 @@ from clocher_kernels.formats.fp8 import BLOCK as FP8_BLOCK
 from clocher_kernels.formats.fp8 import Fp8
 from clocher_kernels.formats.int4 import Int4
 from clocher_kernels.formats.int8 import Int8
-from clocher_kernels.ops.elementwise import ACTIVATIONS
 
 _BLOCK = 1024
 
@@ -79,66 +76,6 @@ def rms_norm(
     warps = min(max(block // 256, 1), 32)
     args = {"x": x, "weight": weight, "residual": residual, "y": y}
     return [Launch(_rms_norm, (len(x) * groups,), args, constants, warps, pdl=device.pdl)]
-
-
-@triton.jit
-def _glu(
-    gate,
-    up,
-    scores,
-    y,
-    SIZE: tl.constexpr,
-    GATE_ROW: tl.constexpr,
-    UP_ROW: tl.constexpr,
-    SCORES_ROW: tl.constexpr,
-    Y_ROW: tl.constexpr,
-    ACT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    start(PDL)
-    row = tl.program_id(1)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < SIZE
-    g = or_nan(tl.load(gate + row * GATE_ROW + at, inside, other=0.0).to(tl.float32))
-    u = tl.load(up + row * UP_ROW + at, inside, other=0.0).to(tl.float32)
-    hidden = activate(g, ACT) * u
-    if scores is not None:
-        score = or_nan(tl.load(scores + row * SCORES_ROW).to(tl.float32))
-        hidden = hidden / (1.0 + tl.exp(-score))
-    tl.store(y + row * Y_ROW + at, as_activation(hidden, y), inside)
-
-
-def glu(
-    *,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    y: torch.Tensor,
-    act: str,
-    scores: torch.Tensor | None = None,
-    device: Device,
-) -> list[Launch]:
-    """Lower `ops.elementwise.glu`.
-
-    Raises:
-        UnsupportedOp: an activation that it does not know.
-    """
-    if act not in ACTIVATIONS:
-        raise UnsupportedOp(f"glu: no act={act!r}; there are {', '.join(ACTIVATIONS)}")
-    size = gate.shape[1]
-    constants = {
-        "SIZE": size,
-        "GATE_ROW": gate.stride(0),
-        "UP_ROW": up.stride(0),
-        "SCORES_ROW": 0 if scores is None else scores.stride(0),
-        "Y_ROW": y.stride(0),
-        "ACT": act,
-        "BLOCK": _BLOCK,
-        "PDL": device.pdl,
-    }
-    grid = (triton.cdiv(size, _BLOCK), len(gate))
-    args = {"gate": gate, "up": up, "scores": scores, "y": y}
-    return [Launch(_glu, grid, args, constants, pdl=device.pdl)]
 
 
 @triton.jit
@@ -291,41 +228,8 @@ def gather_rows(
     return [Launch(_gather_rows, grid, {"x": x, "rows": rows, "y": y}, constants, pdl=device.pdl)]
 
 
-@triton.jit
-def _softcap(
-    x,
-    SIZE: tl.constexpr,
-    X_ROW: tl.constexpr,
-    CAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    start(PDL)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < SIZE
-    place = x + tl.program_id(1).to(tl.int64) * X_ROW + at
-    value = or_nan(tl.load(place, inside, other=0.0).to(tl.float32))
-    tl.store(place, (CAP * tanh(value / CAP)).to(x.dtype.element_ty), inside)
-
-
-def softcap(*, x: torch.Tensor, cap: float, device: Device) -> list[Launch]:
-    """Lower `ops.elementwise.softcap`."""
-    size = x.shape[1]
-    constants = {
-        "SIZE": size,
-        "X_ROW": x.stride(0),
-        "CAP": float(cap),
-        "BLOCK": _BLOCK,
-        "PDL": device.pdl,
-    }
-    grid = (triton.cdiv(size, _BLOCK), len(x))
-    return [Launch(_softcap, grid, {"x": x}, constants, pdl=device.pdl)]
-
-
 LOWER = {
     "rms_norm": rms_norm,
-    "glu": glu,
-    "softcap": softcap,
     "embed": embed,
     "gather_rows": gather_rows,
 }

@@ -1,4 +1,4 @@
-"""y = x W^T + bias + residual for more than 32 tokens: tiles, with weights decoded in the kernel.
+"""Products for more than 32 tokens: tiles, with weights decoded in the kernel.
 
 A program owns a tile of W's rows and tokens, and walks along K in steps that do not depend on M.
 The weights are the left operand, so that tensor cores can take them from registers, straight from
@@ -14,6 +14,7 @@ import triton.language as tl
 
 from clocher_kernels.cuda.codes import to_f16, unit
 from clocher_kernels.cuda.dots import decode_int4, decode_mxfp4, decode_ternary
+from clocher_kernels.cuda.finish import PLAIN, Tail, finish
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.pdl import start
 from clocher_kernels.cuda.stored import stored
@@ -50,12 +51,13 @@ def _scale(at, mask, CODE: tl.constexpr):
 
 @triton.jit
 def _gemm(
-    x, w, scales, zeros, bias, residual, y,
+    x, w, scales, zeros, bias, times, residual, y,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     CODE: tl.constexpr, PER: tl.constexpr, STRIDE: tl.constexpr, UNIT: tl.constexpr,
     SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr,
     OPERAND: tl.constexpr, ONCE: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     start(PDL)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -107,13 +109,9 @@ def _gemm(
     total *= UNIT
     if SPAN == 0 and scales is not None:
         total *= tl.load(scales + first_scale).to(tl.float32)[:, None]
-    if bias is not None:
-        total += tl.load(bias + row)[:, None]
-    to = m.to(tl.int64)[None, :] * N + n[:, None]
-    kept = (n < N)[:, None] & (m < M)[None, :]
-    if residual is not None:
-        total += tl.load(residual + to, kept, 0).to(tl.float32)
-    tl.store(y + to, total.to(y.dtype.element_ty), kept)
+    m = m.to(tl.int64)[None, :]
+    n = n[:, None]
+    finish(total, bias, times, residual, y, m, n, (n < N) & (m < M), N, F, ACT, CAP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +150,7 @@ def gemm(
     x: torch.Tensor,
     w: DeviceTensor,
     y: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
+    tail: Tail = PLAIN,
     device: Device,
 ) -> list[Launch]:
     """Lower `ops.linear.linear` for any number of tokens."""
@@ -179,15 +176,14 @@ def gemm(
         "ONCE": m <= tile.bm,
         "ASM": device.asm,
         "PDL": device.pdl,
+        **tail.constants("linear", n),
     }
     args = {
         "x": x,
         "w": held.data,
         "scales": held.scales,
         "zeros": held.zeros,
-        "bias": bias,
-        "residual": residual,
-        "y": y,
+        **tail.args(y),
     }
     grid = (triton.cdiv(m, tile.bm), triton.cdiv(n, tile.bn))
     return [Launch(_gemm, grid, args, constants, tile.warps, device.pdl)]

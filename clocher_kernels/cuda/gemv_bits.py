@@ -1,4 +1,4 @@
-"""y = x W^T + bias + residual for 1 to 8 tokens and weights of less than a byte.
+"""Products for 1 to 8 tokens and weights of less than a byte.
 
 A program streams a few rows of W once, for all tokens. Its lanes stand side by side in a row, a
 16-byte vector each, so a token's sum has one order whatever the number of tokens.
@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from clocher_kernels.cuda.dots import split4, to_scale, vector_dot
+from clocher_kernels.cuda.finish import PLAIN, Tail, finish
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.pdl import start
 from clocher_kernels.cuda.tensors import DeviceTensor
@@ -80,11 +81,12 @@ def add_lanes(total, BV: tl.constexpr):
 
 @triton.jit
 def _gemv_bits(
-    x, w, scales, zeros, bias, residual, y,
+    x, w, scales, zeros, bias, times, residual, y,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     L: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, R: tl.constexpr,
     FORMAT: tl.constexpr, WEIGHTS: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
     PAIRS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     BN: tl.constexpr = L // BV * R
     V: tl.constexpr = (K + WEIGHTS - 1) // WEIGHTS
@@ -109,13 +111,7 @@ def _gemv_bits(
     rows = n < N
     if GROUP == 0:
         total *= to_scale(tl.load(scales + n * SCALE_ROWS, rows, other=0), FORMAT)
-    if bias is not None:
-        total += tl.load(bias + n, rows, other=0.0)
-    at = m * N + n
-    inside = (m < M) & rows
-    if residual is not None:
-        total += tl.load(residual + at, inside, other=0.0).to(tl.float32)
-    tl.store(y + at, total.to(y.dtype.element_ty), inside)
+    finish(total, bias, times, residual, y, m, n, (m < M) & rows, N, F, ACT, CAP)
 
 
 def gemv_bits(
@@ -123,8 +119,7 @@ def gemv_bits(
     x: torch.Tensor,
     w: DeviceTensor,
     y: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
+    tail: Tail = PLAIN,
     device: Device,
 ) -> list[Launch]:
     """Lower `ops.linear.linear` for up to 8 tokens and int4, mxfp4 or ternary weights."""
@@ -153,15 +148,14 @@ def gemv_bits(
         "PAIRS": held.pairs(x, device),
         "ASM": device.asm,
         "PDL": device.pdl,
+        **tail.constants("linear", n),
     }
     args = {
         "x": x,
         "w": held.words,
         "scales": held.scales,
         "zeros": held.zeros,
-        "bias": bias,
-        "residual": residual,
-        "y": y,
+        **tail.args(y),
     }
     weights = tile.rows_of_lane * held.weights
     grid = (triton.cdiv(n, tile.rows),)

@@ -1,4 +1,4 @@
-"""y = x W^T + bias + residual for 1 to 8 tokens and weights of whole bytes: floats, int8, fp8.
+"""Products for 1 to 8 tokens and weights of whole bytes: floats, int8, fp8.
 
 A program owns a few rows of W and walks along K. Each thread reads 16 bytes of a row (a chunk: 16
 int8 or fp8 weights), sums the chunk's products on its own, applies the scale that the chunk has if
@@ -16,6 +16,7 @@ import triton.language as tl
 
 from clocher_kernels.cuda.chunks import dot, token_factors, weight_factors
 from clocher_kernels.cuda.codes import unit
+from clocher_kernels.cuda.finish import PLAIN, Tail, finish
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.pdl import start
 from clocher_kernels.cuda.stored import Stored, stored
@@ -113,11 +114,12 @@ def stack(parts, first: tl.constexpr, step: tl.constexpr, count: tl.constexpr):
 
 @triton.jit
 def _gemv(
-    x, x_scales, w, scales, bias, residual, y,
+    x, x_scales, w, scales, bias, times, residual, y,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     ROWS: tl.constexpr, LANE: tl.constexpr, BLOCK: tl.constexpr,
     CODE: tl.constexpr, XCODE: tl.constexpr, MATH: tl.constexpr, UNIT: tl.constexpr,
     SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Multiply. K, LANE, BLOCK and SPAN count loaded elements: weights, or words of four."""
     n0 = tl.program_id(0) * ROWS
@@ -182,11 +184,7 @@ def _gemv(
         if x_scales is not None:
             factor *= tl.load(x_scales + m)
         total *= factor
-        if bias is not None:
-            total += tl.load(bias + n, mask=inside, other=0)
-        if residual is not None:
-            total += tl.load(residual + m * N + n, mask=inside, other=0).to(tl.float32)
-        tl.store(y + m * N + n, total.to(y.dtype.element_ty), mask=inside)
+        finish(total, bias, times, residual, y, m, n, inside, N, F, ACT, CAP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +256,7 @@ def launch_gemv(
     x_scales: torch.Tensor | None,
     w: DeviceTensor,
     y: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
+    tail: Tail = PLAIN,
     device: Device,
 ) -> Launch:
     """Return the launch for at most 8 tokens of "float", "int8", "e4m3" or "e5m2" activations."""
@@ -283,6 +280,7 @@ def launch_gemv(
         "SCALE_ROWS": held.scale_rows,
         "ASM": device.asm,
         "PDL": device.pdl,
+        **tail.constants("linear", n),
     }
     if per == 4:
         x = x.view(torch.int64 if x_code == "float" else torch.int32)
@@ -291,9 +289,7 @@ def launch_gemv(
         "x_scales": x_scales,
         "w": held.data.view(torch.int32) if per == 4 else held.data,
         "scales": held.scales,
-        "bias": bias,
-        "residual": residual,
-        "y": y,
+        **tail.args(y),
     }
     grid = (triton.cdiv(n, tile.rows),)
     return Launch(_gemv, grid, args, constants, tile.warps, device.pdl, tile.rows * tile.lane)
@@ -304,10 +300,9 @@ def gemv_bytes(
     x: torch.Tensor,
     w: DeviceTensor,
     y: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
+    tail: Tail = PLAIN,
     device: Device,
 ) -> list[Launch]:
     """Lower `ops.linear.linear` for at most 8 tokens and weights of whole bytes."""
-    call = {"x": x, "w": w, "y": y, "bias": bias, "residual": residual, "device": device}
+    call = {"x": x, "w": w, "y": y, "tail": tail, "device": device}
     return [launch_gemv(x_code="float", x_scales=None, **call)]

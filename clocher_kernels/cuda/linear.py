@@ -2,6 +2,7 @@
 
 import torch
 
+from clocher_kernels.cuda.finish import Tail
 from clocher_kernels.cuda.gemm import gemm
 from clocher_kernels.cuda.gemv_bits import gemv_bits
 from clocher_kernels.cuda.gemv_bytes import MAX_TOKENS, MOST_SLICED, gemv_bytes
@@ -22,7 +23,10 @@ def linear(
     y: torch.Tensor,
     x_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    times: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    activation: str = "none",
+    cap: float = 1.0,
     group: int = 0,
     device: Device,
 ) -> list[Launch]:
@@ -32,28 +36,22 @@ def linear(
     batch of any size.
 
     Raises:
-        UnsupportedOp: int8 activations and weights that are not ternary, or scales for groups.
+        UnsupportedOp: int8 activations and weights that are not ternary, or scales for groups; or
+            an activation of the sums that is not known.
     """
+    tail = Tail(bias, times, residual, activation, cap)
     if x_scale is not None:
         if not sums_exactly(w.format, group):
             raise no_codes("linear", w)
-        return linear_ternary(
-            x=x, x_scale=x_scale, w=w, y=y, bias=bias, residual=residual, device=device
-        )
+        return linear_ternary(x=x, x_scale=x_scale, w=w, y=y, tail=tail, device=device)
     if len(x) > MOST_SLICED:
-        return gemm(x=x, w=w, y=y, bias=bias, residual=residual, device=device)
+        return gemm(x=x, w=w, y=y, tail=tail, device=device)
     lower = gemv_bytes if isinstance(w.format, Float | Int8 | Fp8) else gemv_bits
     launches = []
     for first in range(0, len(x), MAX_TOKENS):
         tokens = slice(first, first + MAX_TOKENS)
-        launches += lower(
-            x=x[tokens],
-            w=w,
-            y=y[tokens],
-            bias=bias,
-            residual=None if residual is None else residual[tokens],
-            device=device,
-        )
+        own = tail.of(tokens)
+        launches += lower(x=x[tokens], w=w, y=y[tokens], tail=own, device=device)
     return launches
 
 

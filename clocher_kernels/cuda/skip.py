@@ -9,7 +9,6 @@ to, and the Plans of a GPU do not ask for them.
 
 import torch
 
-from clocher_kernels.cuda.elementwise import glu
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.linear import linear, no_codes, sums_exactly
 from clocher_kernels.cuda.tensors import DeviceTensor
@@ -25,19 +24,16 @@ def relu2_gate_up(
     group: int = 0,
     device: Device,
 ) -> list[Launch]:
-    """Lower `ops.skip.relu2_gate_up`: two products, every row of both, and the squared ReLU.
+    """Lower `ops.skip.relu2_gate_up`: two products, every row of both.
 
     Raises:
         UnsupportedOp: weights that are not ternary, or scales for groups.
     """
-    gates, up = (
-        device.scratch(f"relu2_{name}", tuple(y.shape), torch.float32) for name in ("gates", "up")
-    )
+    up = device.scratch("relu2_up", tuple(y.shape), torch.float32)
     given = {"x": x, "x_scale": x_scale, "group": group, "device": device}
     return [
-        *linear(w=gate, y=gates, **given),
         *linear(w=w, y=up, **given),
-        *glu(gate=gates, up=up, y=y, act="relu2", device=device),
+        *linear(w=gate, y=y, times=up, activation="relu2", **given),
     ]
 
 
@@ -48,7 +44,10 @@ def skip_linear(
     w: DeviceTensor,
     y: torch.Tensor,
     bias: torch.Tensor | None = None,
+    times: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    activation: str = "none",
+    cap: float = 1.0,
     group: int = 0,
     device: Device,
 ) -> list[Launch]:
@@ -59,9 +58,9 @@ def skip_linear(
     """
     if not sums_exactly(w.format, group):
         raise no_codes("skip_linear", w)
-    return linear(
-        x=x, x_scale=x_scale, w=w, y=y, bias=bias, residual=residual, group=group, device=device
-    )
+    tail = {"bias": bias, "times": times, "residual": residual}
+    attrs = {"activation": activation, "cap": cap, "group": group}
+    return linear(x=x, x_scale=x_scale, w=w, y=y, **tail, **attrs, device=device)
 
 
 LOWER = {"relu2_gate_up": relu2_gate_up, "skip_linear": skip_linear}

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from clocher_kernels.cuda.decode import ternary_digit
 from clocher_kernels.cuda.dots import split4
+from clocher_kernels.cuda.finish import PLAIN, Tail, finish
 from clocher_kernels.cuda.gemv_bits import add_lanes, load_vectors, rows_of
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.pdl import start
@@ -97,10 +98,11 @@ def _add_word(total, less, word, xs, ASM: tl.constexpr):
 
 @triton.jit
 def _linear_ternary(
-    x, x_scale, w, multiplier, bias, residual, y,
+    x, x_scale, w, multiplier, bias, times, residual, y,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     L: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, R: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
+    F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     BN: tl.constexpr = L // BV * R
     V: tl.constexpr = (K + 63) // 64
@@ -129,12 +131,7 @@ def _linear_ternary(
     total = _rounded_product(total, factor, ASM)
     n = rows_of(first, L // BV, 1, R)[:, None, :]
     inside = (m < M) & (n < N)
-    if bias is not None:
-        total += tl.load(bias + n, n < N, other=0.0)
-    at = m.to(tl.int64) * N + n
-    if residual is not None:
-        total += tl.load(residual + at, inside, other=0.0).to(tl.float32)
-    tl.store(y + at, total.to(y.dtype.element_ty), inside)
+    finish(total, bias, times, residual, y, m.to(tl.int64), n, inside, N, F, ACT, CAP)
 
 
 def linear_ternary(
@@ -143,8 +140,7 @@ def linear_ternary(
     x_scale: torch.Tensor,
     w: DeviceTensor,
     y: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
+    tail: Tail = PLAIN,
     device: Device,
 ) -> list[Launch]:
     """Lower `ops.linear.linear` for ternary weights, and int8 activations with a scale a token."""
@@ -168,9 +164,10 @@ def linear_ternary(
         "R": tile.rows_of_lane,
         "ASM": device.asm,
         "PDL": device.pdl,
+        **tail.constants("linear", n),
     }
     args = {"x": x, "x_scale": x_scale, "w": w.planes["codes"]}
-    args |= {"multiplier": w.planes["scale"], "bias": bias, "residual": residual, "y": y}
+    args |= {"multiplier": w.planes["scale"], **tail.args(y)}
     grid = (triton.cdiv(n, tile.rows), triton.cdiv(m, tile.tokens))
     weights = tile.rows_of_lane * _WEIGHTS
     return [Launch(_linear_ternary, grid, args, constants, tile.warps, device.pdl, weights)]

@@ -1,6 +1,4 @@
-"""Norms, rotary embedding, gated activations, row gathers."""
-
-import math
+"""Norms, rotary embedding, embeddings, heads of other sizes, row gathers."""
 
 import numpy as np
 
@@ -60,64 +58,6 @@ def rope(*, x: Array, positions: Array, cos: Array, sin: Array, head: int = 0) -
     c, s = cos[rows][:, None], sin[rows][:, None]
     whole[:, :, :half] = first * c - second * s
     whole[:, :, half : 2 * half] = second * c + first * s
-
-
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
-
-
-def activate(act: str, x: Array) -> Array:
-    """Return an activation of fp64 values; of what is not finite NaN.
-
-    "silu" is x / (1 + e^-x) (Llama, Qwen); "gelu" is x Phi(x) and "gelu_tanh" its approximation by
-    a tanh (Gemma); "relu2" is the squared ReLU (BitNet).
-
-    Source: Hendrycks and Gimpel 2016 (arXiv 1606.08415).
-    """
-    x = np.where(np.isfinite(x), x, np.nan)
-    if act == "relu2":
-        gate: Array = np.square(np.maximum(x, 0))
-    elif act == "gelu":
-        gate = 0.5 * x * (1 + _erf(x * np.sqrt(0.5)))
-    elif act == "gelu_tanh":
-        gate = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-    else:
-        gate = x / (1 + np.exp(-x))
-    return gate
-
-
-_erf = np.vectorize(math.erf, otypes=[np.float64])
-
-
-def glu(*, gate: Array, up: Array, y: Array, act: str, scores: Array | None = None) -> None:
-    """Multiply an activated gate with its linear partner: y = act(gate) * up * sigmoid(score).
-
-    A gate or a score that is not finite gives no finite value.
-
-    Args:
-        gate: [M, I] fp32.
-        up: [M, I] fp32.
-        y: [M, I] fp32, written; may be gate or up itself.
-        act: of `ACTIVATIONS`.
-        scores: [M, 1] fp32, of the gate of shared experts (Qwen2-MoE); without it no factor.
-    """
-    hidden = activate(act, gate.astype(np.float64)) * up
-    if scores is not None:
-        finite = np.where(np.isfinite(scores), scores, np.nan).astype(np.float64)
-        hidden /= 1 + np.exp(-finite)
-    y[...] = hidden
-
-
-def softcap(*, x: Array, cap: float) -> None:
-    """Bend values below a cap, in place: x = cap * tanh(x / cap). What is not finite becomes NaN.
-
-    Args:
-        x: [R, V] fp32, updated.
-        cap: the limit, positive.
-
-    Source: Gemma 2 (arXiv 2408.00118), section 2.
-    """
-    finite = np.where(np.isfinite(x), x, np.nan).astype(np.float64)
-    x[...] = cap * np.tanh(finite / cap)
 
 
 def join_heads(*, first: Array, second: Array, y: Array, heads: int) -> None:
@@ -229,31 +169,6 @@ SPECS = (
         flops=3,
     ),
     OpSpec(
-        "glu",
-        "y = act(gate) * up",
-        (
-            Param("gate", "in", "M I", narrow=True, std=4.0),
-            Param("up", "in", "M I", narrow=True),
-            Param("scores", "in", "M 1", optional=True),
-            Param("y", "out", "M I", narrow=True),
-        ),
-        glu,
-        (
-            *(
-                Case(f"{act}-m{m}-i{i}", {"M": m, "I": i}, {"act": act})
-                for act in ACTIVATIONS
-                for m, i in ((1, 256), (3, 100), (2, 37))
-            ),
-            Case("scores-m3-i100", {"M": 3, "I": 100}, {"act": "silu"}, {}, {"scores": 1}),
-            Case("scores-m1-i256", {"M": 1, "I": 256}, {"act": "silu"}, {}, {"scores": 1}),
-        ),
-        FP32,
-        (
-            Real("silu-m1-*", {"M": 1, "I": 14336}),
-            Real("relu2-m1-*", {"M": 1, "I": 6912}),
-        ),
-    ),
-    OpSpec(
         "embed",
         "rows of the embedding table",
         (
@@ -281,18 +196,6 @@ SPECS = (
         ),
         FP32,
         (Real("*", {"M": 1, "V": 4096, "K": 2880}),),
-    ),
-    OpSpec(
-        "softcap",
-        "x = cap * tanh(x / cap) of the logits",
-        (Param("x", "inout", "R V", std=40.0),),
-        softcap,
-        (
-            Case("r1-v256", {"R": 1, "V": 256}, {"cap": 30.0}),
-            Case("r3-v37", {"R": 3, "V": 37}, {"cap": 50.0}),
-        ),
-        FP32,
-        (Real("r1-*", {"R": 1, "V": 256000}),),
     ),
     OpSpec(
         "join_heads",

@@ -11,6 +11,7 @@ from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.formats.ggml import Ggml
 from clocher_kernels.formats.ternary import Ternary
+from clocher_kernels.ops.activations import ACTIVATIONS, activate
 from clocher_kernels.ops.contract import (
     EXACT,
     FP32,
@@ -74,23 +75,33 @@ def linear(
     y: Array,
     x_scale: Array | None = None,
     bias: Array | None = None,
+    times: Array | None = None,
     residual: Array | None = None,
+    activation: str = "none",
+    cap: float = 1.0,
     group: int = 0,
 ) -> None:
-    """Multiply activations by a stored weight: y = x decode(w)^T + bias + residual.
+    """Multiply by a stored weight: y = activation(x decode(w)^T + bias) * times + residual.
 
-    int8 activations are x * x_scale. With ternary weights and one scale a token y is exact: the sum
-    of the codes' products is an int32; then come fp32 roundings in this order: x_scale * the
-    weight's factor, sum * that, + bias, + residual.
+    int8 activations are x * x_scale. With ternary weights and one scale a token the sum is exact:
+    that of the codes' products is an int32; then come fp32 roundings in this order: x_scale * the
+    weight's factor, sum * that, + bias, the activation, * times, + residual.
+
+    A gated MLP is two of them: the linear partner, and the gate with its activation times that.
 
     Args:
         x: [M, K]; int8 codes from `quantize` (never -128) if there are scales, else fp32.
         w: logical [N, K], any format; with int8 activations int8 or int4 with scales per row or per
             multiple of 32 columns, mxfp4, ternary, or of ggml's types q2_k to q6_k and iq4.
-        y: [M, N] fp32, written; may be the residual's own buffer.
+        y: [M, N] fp32, written; may be the own buffer of `times` or of the residual.
         x_scale: [M, B] fp32; B = ceil(K / group), or 1.
         bias: [N] fp32.
+        times: [M, F] fp32, what the activated sums are multiplied by: F = N, or 1 for a factor of
+            each token.
         residual: [M, N] fp32.
+        activation: "none", "silu", "gelu", "gelu_tanh", "relu2", "sigmoid" or "tanh", as
+            `activate` has them. It makes no number of what is not finite.
+        cap: of "tanh", positive: cap * tanh(sum / cap).
         group: columns per activation scale; 0 for one scale per token.
     """
     total: Array
@@ -102,24 +113,52 @@ def linear(
     else:
         wide = x.astype(np.float64) if x_scale is None else dequantize(x, x_scale, group)
         total = wide @ w.decode().astype(np.float64).T
+    _finish(total, y, bias, times, residual, activation, cap)
+
+
+def _finish(
+    total: Array,
+    y: Array,
+    bias: Array | None,
+    times: Array | None,
+    residual: Array | None,
+    activation: str,
+    cap: float,
+) -> None:
+    """Write y = activation(total + bias) * times + residual."""
     if bias is not None:
         total += bias
+    if activation != "none":
+        total = activate(activation, total.astype(np.float64), cap)
+    if times is not None:
+        total = total * times
     if residual is not None:
-        total += residual
+        total = total + residual
     y[...] = total
 
 
 def bsr_linear(
-    *, x: Array, w: QuantTensor, y: Array, bias: Array | None = None, residual: Array | None = None
+    *,
+    x: Array,
+    w: QuantTensor,
+    y: Array,
+    bias: Array | None = None,
+    times: Array | None = None,
+    residual: Array | None = None,
+    activation: str = "none",
+    cap: float = 1.0,
 ) -> None:
-    """Multiply activations by block-sparse rows, touching stored blocks only.
+    """Multiply by block-sparse rows, touching stored blocks only: `linear` of another format.
 
     Args:
         x: [M, K] fp32.
         w: logical [N, K], a "bsr_RxC_..." format. Tail blocks are clipped by N and K.
-        y: [M, N] fp32, written; may be the residual's own buffer.
+        y: [M, N] fp32, written; may be the own buffer of `times` or of the residual.
         bias: [N] fp32.
+        times: [M, F] fp32; F = N or 1.
         residual: [M, N] fp32.
+        activation: as `linear` has it.
+        cap: as `linear` has it.
     """
     assert isinstance(w.format, Bsr)
     rows, cols = w.shape
@@ -134,11 +173,7 @@ def bsr_linear(
             k = min(width, cols - k0)
             part = x[:, k0 : k0 + k].astype(np.float64) @ blocks[index, :n, :k].T
             total[:, block_row * height : block_row * height + n] += part
-    if bias is not None:
-        total += bias
-    if residual is not None:
-        total += residual
-    y[...] = total
+    _finish(total, y, bias, times, residual, activation, cap)
 
 
 def _make_bsr(case: Case, rng: np.random.Generator) -> dict[str, Value]:
@@ -162,6 +197,24 @@ def _bsr_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
     return Cost(sum(v.nbytes for v in values.values()), 2 * x.shape[0] * stored)
 
 
+def bent(options: Mapping[str, Any], turn: int = 0) -> dict[str, Attr]:
+    """Return the attributes of a case's activation: its option "act", a name or a place.
+
+    Args:
+        options: of the case.
+        turn: added to the place, so that formats take turns.
+    """
+    act = options.get("act", "none")
+    if isinstance(act, int):
+        act = ACTIVATIONS[(act + turn) % len(ACTIVATIONS)]
+    return {"activation": act, "cap": 2.5} if act != "none" else {}
+
+
+def wide(options: Mapping[str, Any], n: int) -> dict[str, int]:
+    """Return the size F of `times`, which the option of that name says: "N" or "1"."""
+    return {"F": {"N": n, "1": 1}[options["times"]]} if "times" in options else {}
+
+
 _Shape = tuple[str, int, int, int, dict[str, Any]]
 """Name, M, N, K and options."""
 
@@ -169,15 +222,17 @@ _SHAPES: tuple[_Shape, ...] = (
     ("aligned-m1", 1, 64, 256, {}),
     ("aligned-m4", 4, 64, 256, {"bias": True, "residual": True}),
     ("wide-m37", 37, 48, 384, {"residual": True}),
-    ("ragged-m3", 3, 52, 352, {"bias": True}),
-    ("odd-m2", 2, 37, 100, {"bias": True}),
+    ("ragged-m3", 3, 52, 352, {"bias": True, "act": 0, "times": "N"}),
+    ("odd-m2", 2, 37, 100, {"act": 3, "times": "1"}),
 )
 _SHAPES_OF_CODES = (
     *_SHAPES[:3],
     ("odd-m2", 2, 37, 100, {"bias": True}),
-    ("ragged-m5", 5, 52, 352, {"bias": True}),
-    ("odd-m1", 1, 37, 41, {}),
+    ("ragged-m5", 5, 52, 352, {"bias": True, "act": 0, "times": "N"}),
+    ("odd-m1", 1, 37, 41, {"act": 3, "residual": True}),
 )
+_ACTIVATED = ("bf16", "int4_sym_g32_f16", "mxfp4")
+"""Formats whose product of one token is tried with every activation."""
 # Sizes that cross the blocks of kernels: 64 tokens, 8 rows, 512 columns; odd groups.
 _LARGE = (
     ("f32", 1100),
@@ -197,26 +252,34 @@ _LARGE = (
 
 def _cases() -> Iterator[Case]:
     """Yield the cases with fp32 activations, then those with int8 ones."""
-    for fmt in known_formats():
+    for turn, fmt in enumerate(known_formats()):
         codec = parse_format(fmt)
         if isinstance(codec, Bsr):
             continue
         missing = NO_BLOCKS if isinstance(codec, Ggml) else {}
         for name, m, n, k, options in _SHAPES:
             n, k = _possible(fmt, n, k)
-            sizes = {"M": m, "N": n, "K": k}
+            sizes = {"M": m, "N": n, "K": k, **wide(options, n)}
             case = f"{fmt}-{name}-n{n}-k{k}"
-            yield Case(case, sizes, {}, {"w": fmt}, options, missing=missing)
+            yield Case(case, sizes, bent(options, turn), {"w": fmt}, options, missing=missing)
     for fmt, k in _LARGE:
         sizes = {"M": 70, "N": 148, "K": k}
         missing = NO_BLOCKS if isinstance(parse_format(fmt), Ggml) else {}
         case = f"large-{fmt}-m70-n148-k{k}"
         yield Case(case, sizes, {}, {"w": fmt}, {"bias": True}, missing=missing)
-    for fmt, groups in _COVERED.items():
+    for fmt in _ACTIVATED:
+        for act in ACTIVATIONS:
+            options = {"act": act, "bias": act in ("relu2", "tanh")}
+            sizes = {"M": 1, "N": 100, "K": 160}
+            yield Case(f"{act}-{fmt}-m1-n100-k160", sizes, bent(options), {"w": fmt}, options)
+        options = {"act": "silu", "bias": True, "times": "N", "residual": True}
+        sizes = {"M": 37, "N": 100, "K": 160, "F": 100}
+        yield Case(f"silu-{fmt}-m37-n100-k160", sizes, bent(options), {"w": fmt}, options)
+    for turn, (fmt, groups) in enumerate(_COVERED.items()):
         for i, (name, m, n, k, options) in enumerate(_SHAPES_OF_CODES):
             n, k = _possible(fmt, n, k)
             group = groups[i % len(groups)]
-            yield _case_of_codes(f"{fmt}-{name}", fmt, m, n, k, group, options)
+            yield _case_of_codes(f"{fmt}-{name}", fmt, m, n, k, group, options, turn)
     for k in (64, 1041):
         yield _case_of_codes("large-ternary-m70", "ternary", 70, 20, k, 0, {"residual": True})
 
@@ -235,16 +298,23 @@ def _possible(fmt: str, n: int, k: int) -> tuple[int, int]:
 
 
 def _case_of_codes(
-    name: str, fmt: str, m: int, n: int, k: int, group: int, options: Mapping[str, Any]
+    name: str,
+    fmt: str,
+    m: int,
+    n: int,
+    k: int,
+    group: int,
+    options: Mapping[str, Any],
+    turn: int = 0,
 ) -> Case:
     exact = "ternary" in fmt and group == 0
     return Case(
         f"{name}-n{n}-k{k}-i8-g{group}",
-        {"M": m, "N": n, "K": k, "B": groups_of(k, group)},
-        {"group": group},
+        {"M": m, "N": n, "K": k, "B": groups_of(k, group), **wide(options, n)},
+        {"group": group, **bent(options, turn)},
         {"w": fmt, "x": "i8"},
         {**options, "x_scale": True},
-        EXACT if exact else None,
+        EXACT if exact and "act" not in options else None,
         {} if exact else NO_CODES,
     )
 
@@ -266,8 +336,9 @@ _BSR_CASES: tuple[_Shape, ...] = (
         for inner in ("f16", "bf16", "int8", "int4")
         for height, width, m, n, k, tail in (
             (32, 32, 1, 128, 192, {"bias": True}),
-            (20, 24, 7, 75, 130, {"bias": True, "residual": True}),
-            (1, 33, 2, 9, 140, {"residual": True}),
+            (20, 24, 7, 75, 130, {"bias": True, "residual": True, "act": "gelu", "times": "N"}),
+            (1, 33, 2, 9, 140, {"residual": True, "act": "silu", "times": "1"}),
+            (20, 24, 1, 75, 130, {"bias": True, "act": "relu2", "times": "N"}),
         )
     ),
     ("large-20x600-m70-n50-k1300", 70, 50, 1300, {"block": (20, 600), "density": 0.7}),
@@ -277,8 +348,9 @@ _MANY = {"M": 32, "N": 4096, "K": 2880}
 _BITNET = {"N": 2560, "K": 6912}
 
 _W = Param("w", "matrix", "N K", "")
-_TAIL = (
+TAIL = (
     Param("bias", "vector", "N", optional=True),
+    Param("times", "in", "M F", optional=True, narrow=True),
     Param("residual", "in", "M N", optional=True),
     Param("y", "out", "M N", narrow=True),
 )
@@ -286,12 +358,12 @@ _TAIL = (
 SPECS = (
     OpSpec(
         "linear",
-        "y = x W^T + bias + residual, W in any format; exact sums within blocks of int8 x",
+        "y = activation(x W^T + bias) * times + residual; exact sums within blocks of int8 x",
         (
             Param("x", "in", "M K", "f32 i8", narrow=True),
             Param("x_scale", "in", "M B", optional=True),
             _W,
-            *_TAIL,
+            *TAIL,
         ),
         linear,
         tuple(_cases()),
@@ -311,10 +383,10 @@ SPECS = (
     OpSpec(
         "bsr_linear",
         "y = x W^T over the stored blocks of block-sparse rows",
-        (Param("x", "in", "M K", narrow=True), _W, *_TAIL),
+        (Param("x", "in", "M K", narrow=True), _W, *TAIL),
         bsr_linear,
         tuple(
-            Case(name, {"M": m, "N": n, "K": k}, options=options)
+            Case(name, {"M": m, "N": n, "K": k, **wide(options, n)}, bent(options), {}, options)
             for name, m, n, k, options in _BSR_CASES
         ),
         FP32,

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from clocher_kernels.dtypes import LARGEST
+from clocher_kernels.ops.activations import activate
 from clocher_kernels.ops.contract import Case, OpSpec, Param, Real, Tolerance, Value, nearest
-from clocher_kernels.ops.elementwise import activate
 from clocher_kernels.ops.linear import NO_BLOCKS, NO_CODES
 from clocher_kernels.ops.quantize import dequantize, groups_of
 from clocher_kernels.plan import Attr

@@ -3,18 +3,18 @@
 The gate of an MLP with a squared ReLU decides, before anything else is read, which neurons are
 zero. Rows of the up projection and columns of the down projection that belong to them need not be
 read, nor need columns of any product whose input `drop_small` has made zero. Results are those of
-`linear` and `glu`: what is left out would have been multiplied by zero.
+`linear`: what is left out would have been multiplied by zero.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from clocher_kernels.formats import Int4, Ternary, parse_format
 from clocher_kernels.formats.base import Format
 from clocher_kernels.ops.contract import EXACT, FP32, Case, OpSpec, Param, Real, Value
-from clocher_kernels.ops.elementwise import glu
-from clocher_kernels.ops.linear import linear
+from clocher_kernels.ops.linear import TAIL, bent, linear, wide
 from clocher_kernels.ops.quantize import BITNET, groups_of, quantize
 from clocher_kernels.quant_tensor import QuantTensor, encode
 
@@ -38,8 +38,9 @@ def relu2_gate_up(
 ) -> None:
     """Compute the hidden layer of an MLP with a squared ReLU: y = max(x gate^T, 0)^2 * (x W^T).
 
-    It is `linear`, twice, and `glu`. Rows of W whose gate is not positive need not be read. A gate
-    that is not finite gives no finite value, and neither does a row of W, whatever its gate.
+    It is `linear`, twice, as a gated MLP has it. Rows of W whose gate is not positive need not be
+    read. A gate that is not finite gives no finite value, and neither does a row of W, whatever its
+    gate.
 
     Args:
         x: [M, K] int8 codes.
@@ -52,10 +53,9 @@ def relu2_gate_up(
     Source: ReLU^2 is of "Primer" (arXiv 2109.08668); that its zeros need not be computed of "Deja
     Vu" (arXiv 2310.17157), where they are guessed.
     """
-    gates, up = np.empty(y.shape, np.float32), np.empty(y.shape, np.float32)
-    linear(x=x, x_scale=x_scale, w=gate, y=gates, group=group)
+    up = np.empty(y.shape, np.float32)
     linear(x=x, x_scale=x_scale, w=w, y=up, group=group)
-    glu(gate=gates, up=up, y=y, act="relu2")
+    linear(x=x, x_scale=x_scale, w=gate, y=y, times=up, activation="relu2", group=group)
 
 
 def skip_linear(
@@ -65,10 +65,13 @@ def skip_linear(
     w: QuantTensor,
     y: Array,
     bias: Array | None = None,
+    times: Array | None = None,
     residual: Array | None = None,
+    activation: str = "none",
+    cap: float = 1.0,
     group: int = 0,
 ) -> None:
-    """Multiply what has many zeros by a stored weight: y = x decode(w)^T + bias + residual.
+    """Multiply what has many zeros: y = activation(x decode(w)^T + bias) * times + residual.
 
     It is `linear` with int8 activations, to the bit. Columns of W that zeros multiply need not be
     read.
@@ -77,12 +80,16 @@ def skip_linear(
         x: [M, K] int8 codes.
         x_scale: [M, B] fp32; B = 1 with ternary weights, else ceil(K / 128).
         w: logical [N, K], ternary, or symmetric int4 with a scale for 32, 64 or 128 columns.
-        y: [M, N] fp32, written; may be the residual's own buffer.
+        y: [M, N] fp32, written; may be the own buffer of `times` or of the residual.
         bias: [N] fp32.
+        times: [M, F] fp32; F = N or 1.
         residual: [M, N] fp32.
+        activation: as `linear` has it.
+        cap: as `linear` has it.
         group: columns per activation scale: 128, or with ternary weights 0: one scale per token.
     """
-    linear(x=x, x_scale=x_scale, w=w, y=y, bias=bias, residual=residual, group=group)
+    tail = {"bias": bias, "times": times, "residual": residual}
+    linear(x=x, x_scale=x_scale, w=w, y=y, **tail, activation=activation, cap=cap, group=group)
 
 
 def _codes(values: Array) -> dict[str, Value]:
@@ -137,11 +144,18 @@ def _cases(rows: str) -> tuple[Case, ...]:
     )
 
 
-def _grouped(fmt: str, m: int, n: int, k: int, live: float, more: Mapping[str, bool]) -> Case:
+def _grouped(
+    fmt: str,
+    m: int,
+    n: int,
+    k: int,
+    live: float,
+    more: Mapping[str, Any],
+) -> Case:
     return Case(
         f"{fmt}-m{m}-n{n}-k{k}-live{int(100 * live)}",
-        {"M": m, "N": n, "K": k, "B": groups_of(k, 128)},
-        {"group": 128},
+        {"M": m, "N": n, "K": k, "B": groups_of(k, 128), **wide(more, n)},
+        {"group": 128, **bent(more)},
         {"w": fmt, "x": "i8"},
         {"x_scale": True, "live": live, **more},
         FP32,
@@ -152,10 +166,11 @@ def _grouped(fmt: str, m: int, n: int, k: int, live: float, more: Mapping[str, b
 _BY_COLUMN = (
     _grouped("int4_sym_g32_f16", 1, 256, 384, 0.6, {}),
     _grouped("int4_sym_g32_f16", 2, 148, 352, 0.75, {"bias": True, "residual": True}),
-    _grouped("int4_sym_g32_f16", 3, 148, 352, 0.75, {"bias": True}),
+    _grouped("int4_sym_g32_f16", 3, 148, 352, 0.75, {"bias": True, "act": "gelu", "times": "N"}),
     _grouped("int4_sym_g64_f16", 1, 37, 100, 0.1, {"residual": True}),
     _grouped("int4_sym_g64_bf16", 2, 300, 640, 0.0, {}),
     _grouped("int4_sym_g128_f32", 1, 520, 300, 1.0, {"bias": True}),
+    _grouped("int4_sym_g32_f16", 1, 148, 352, 0.75, {"bias": True, "act": "silu", "times": "N"}),
 )
 
 SPECS = (
@@ -177,14 +192,12 @@ SPECS = (
     ),
     OpSpec(
         "skip_linear",
-        "y = x W^T + bias + residual, x int8; columns of W that zeros multiply are not read",
+        "`linear` of int8 x with many zeros; columns of W that they multiply are not read",
         (
             Param("x", "in", "M K", "i8"),
             Param("x_scale", "in", "M B"),
             Param("w", "matrix", "N K", ""),
-            Param("bias", "vector", "N", optional=True),
-            Param("residual", "in", "M N", optional=True),
-            Param("y", "out", "M N"),
+            *TAIL,
         ),
         skip_linear,
         (*_cases("N"), *_BY_COLUMN),

@@ -80,9 +80,11 @@ class Builder:
         # A buffer of its own: what only products read may be stored in fewer bits.
         self._buffer("last.normed", (self.rows, hidden), "f32", "R")
         self._norm("last", NORM, "last.normed", self._stream_eps())
-        self._linear("last.normed", head_name(spec), "logits")
+        head = ("last.normed", head_name(spec), "logits")
         if spec.logit_softcap:
-            self._call("softcap", {"x": "logits"}, cap=spec.logit_softcap)
+            self._linear(*head, activation="tanh", cap=spec.logit_softcap)
+        else:
+            self._linear(*head)
         if self.candidates:
             self._buffer("candidates", (self.rows, self.candidates), "i32", "R", "output")
             self._call("top_tokens", {"logits": "logits", "candidates": "candidates"})
@@ -258,33 +260,31 @@ class Builder:
         spec, prefix = self.spec, layer_name(layer, "mlp.")
         x = self._entering(layer_name(layer, mlp_norm_name(spec)))
         if not spec.has_experts(layer):
-            self._gated(x, prefix, spec.intermediate_size, ("gate", "up"))
+            self._gated(x, prefix, spec.intermediate_size, "inner")
             if spec.sub_norms:
-                self._norm("gate", f"{prefix}ffn_sub_norm.weight", "gate")
-            self._adding("gate", f"{prefix}down_proj.weight", layer, "feedforward", spec.mlp_bias)
+                self._norm("inner", f"{prefix}ffn_sub_norm.weight", "inner")
+            self._adding("inner", f"{prefix}down_proj.weight", layer, "feedforward", spec.mlp_bias)
             return
         assert spec.moe is not None
         self._experts(x, prefix, spec.moe)
         if spec.moe.shared:
-            prefix, names = f"{prefix}shared_expert.", ("shared_gate", "shared_up")
-            self._gated(x, prefix, spec.moe.shared, names, spec.moe.shared_gate)
+            prefix = f"{prefix}shared_expert."
+            self._gated(x, prefix, spec.moe.shared, "shared", spec.moe.shared_gate)
             down = f"{prefix}down_proj.weight"
-            self._linear(names[0], down, "h", bias=spec.mlp_bias, residual="h")
+            self._linear("shared", down, "h", bias=spec.mlp_bias, residual="h")
 
-    def _gated(
-        self, x: str, prefix: str, inner: int, names: tuple[str, str], scored: bool = False
-    ) -> None:
-        """Compute the hidden layer of a gated MLP, in the first of two buffers."""
-        spec, (gate, up) = self.spec, names
-        args = {"gate": gate, "up": up, "y": gate}
-        for name, weight in ((gate, "gate"), (up, "up")):
-            self._scratch(name, inner)
-            self._linear(x, f"{prefix}{weight}_proj.weight", name, bias=spec.mlp_bias)
+    def _gated(self, x: str, prefix: str, inner: int, y: str, scored: bool = False) -> None:
+        """Compute the hidden layer of a gated MLP, times the sigmoid of the token's score."""
+        spec, times = self.spec, ""
+        self._scratch(y, inner)
         if scored:
-            args["scores"] = "shared_score"
-            self._scratch("shared_score", 1)
-            self._linear(x, f"{prefix.removesuffix('.')}_gate.weight", "shared_score")
-        self._call("glu", args, act=spec.act)
+            times = "shared_score"
+            self._scratch(times, 1)
+            gate = f"{prefix.removesuffix('.')}_gate.weight"
+            self._linear(x, gate, times, activation="sigmoid")
+        self._linear(x, f"{prefix}up_proj.weight", y, bias=spec.mlp_bias, times=times)
+        gate = f"{prefix}gate_proj.weight"
+        self._linear(x, gate, y, bias=spec.mlp_bias, times=y, activation=spec.act)
 
     def _experts(self, x: str, prefix: str, moe: MoeSpec) -> None:
         self._scratch("router", moe.experts)
@@ -312,12 +312,22 @@ class Builder:
         self._call("moe_down", second)
 
     def _linear(
-        self, x: str, weight: str, y: str, *, bias: bool = False, residual: str = ""
+        self,
+        x: str,
+        weight: str,
+        y: str,
+        *,
+        bias: bool = False,
+        times: str = "",
+        residual: str = "",
+        **attrs: Attr,
     ) -> None:
         tail = {"y": y}
         stem = weight.removesuffix(".weight")
         if bias:
             tail["bias"] = f"{stem}.bias"
+        if times:
+            tail["times"] = times
         if residual:
             tail["residual"] = residual
         fmt, source = self.formats[weight], x
@@ -326,7 +336,7 @@ class Builder:
             self.buffers[source] = self.buffers[x]
             self._norm(x, f"{stem}.rms_norm.weight", source, self.spec.input_norm_eps)
         op = "bsr_linear" if isinstance(fmt, Bsr) else "linear"
-        self._call(op, {"x": source, "w": weight, **tail})
+        self._call(op, {"x": source, "w": weight, **tail}, **attrs)
 
     def _norm(
         self, x: str, weight: str, y: str, eps: float | None = None, residual: str = ""

@@ -1,6 +1,6 @@
 """Rewrites of a Plan: the same model, activations stored in fewer bits, or zeros left out."""
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 
 from clocher_kernels.formats import Ggml, Int4, Int8, Mxfp4, Ternary
@@ -120,14 +120,11 @@ def skip_zeros(plan: Plan, formats: Mapping[str, Format], scope: Set[str]) -> Pl
     for call in plan.calls:
         args = call.args
         source = args.get("x", "")
-        if call.op == "glu" and call.attrs["act"] == "relu2" and "scores" not in args:
-            before = calls[-2:]
-            if all(map(wanted, before)) and _feed(before, args):
-                del calls[-2:]
-                gate, up = (each.args for each in before)
-                own = {"x": up["x"], "x_scale": up["x_scale"], "gate": gate["w"], "w": up["w"]}
-                group = {"group": before[0].attrs["group"]}
-                call = Call("relu2_gate_up", {**own, "y": args["y"]}, group)
+        if _is_relu2(call) and wanted(call) and wanted(calls[-1]) and _feeds(calls[-1], args):
+            up = calls.pop().args
+            own = {"x": up["x"], "x_scale": up["x_scale"], "gate": args["w"], "w": up["w"]}
+            group = {"group": call.attrs["group"]}
+            call = Call("relu2_gate_up", {**own, "y": args["y"]}, group)
         elif source in sparse and wanted(call):
             call = Call("skip_linear", args, call.attrs)
         zeros = _keeps_zeros(call, sparse)
@@ -145,17 +142,21 @@ def twice_packed(plan: Plan) -> list[str]:
     return [call.args["w"] for call in plan.calls if call.op in ("relu2_gate_up", "skip_linear")]
 
 
-def _feed(before: Sequence[Call], glu: Mapping[str, str]) -> bool:
-    """Return whether two products of one input make the gate and its partner, and nothing else."""
-    made = [call.args["y"] for call in before]
+def _is_relu2(call: Call) -> bool:
+    """Return whether a product ends with a squared ReLU, and nothing is added to that."""
+    return call.attrs.get("activation") == "relu2" and "residual" not in call.args
+
+
+def _feeds(up: Call, gate: Mapping[str, str]) -> bool:
+    """Return whether a product makes what a gate is multiplied with, of its input, and no more."""
     plain = {"x", "x_scale", "w", "y"}
-    same = len({call.args["x"] for call in before}) == 1
-    return made == [glu["gate"], glu["up"]] and same and all(c.args.keys() == plain for c in before)
+    same = up.args["x"] == gate["x"] and up.args["y"] == gate.get("times")
+    return same and up.args.keys() == plain and gate.keys() == {*plain, "times"}
 
 
 def _keeps_zeros(call: Call, sparse: Set[str]) -> set[str]:
     """Return what a call writes that is zero where a squared ReLU was."""
-    if call.op == "relu2_gate_up" or (call.op == "glu" and call.attrs["act"] == "relu2"):
+    if call.op == "relu2_gate_up" or _is_relu2(call):
         return {call.args["y"]}
     if call.args.get("x") in sparse and "residual" not in call.args:
         kept = {"rms_norm": "y", "fake_quantize": "y", "quantize": "q"}.get(call.op)

@@ -1,12 +1,11 @@
-"""Activations of gated layers, and the bend of logits below a cap."""
+"""Activations of vectors (`clocher_kernels.ops.activations`)."""
+
+from typing import Any
 
 import numpy as np
 
-from clocher_kernels.errors import UnsupportedOp
 from cpu_fallback.lanes.falling import exp_falling, tanh
 from cpu_fallback.lanes.jit import device
-from cpu_fallback.lanes.memory import load_f32, load_f32_n, read_f32, store_f32, store_f32_n
-from cpu_fallback.lanes.record import executes
 from cpu_fallback.lanes.simd import (
     absolute,
     add,
@@ -22,8 +21,6 @@ from cpu_fallback.lanes.simd import (
     sub,
     zero,
 )
-from cpu_fallback.ops.bind import BoundCall, share
-from cpu_fallback.team.tape import Launch
 
 _ROOT_HALF = np.float32(0.5**0.5)
 _CUBE = np.float32(0.044715)
@@ -98,81 +95,24 @@ def gelu_tanh(x):
 
 
 @device
-def _gated(a, rank, size, act):
-    """Compute y = act(gate) * up over all values at once."""
-    if a.scores:
-        _weighed(a, rank, size, act)
-        return
-    total = a.M * a.I
-    gate, up, y = a.gate, a.up, a.y
-    first, last = share((total + 15) // 16, rank, size)
-    for unit in range(first, last):
-        i, n = 64 * unit, total - 16 * unit
-        if n >= 16:
-            store_f32(y + i, mul(act(load_f32(gate + i)), load_f32(up + i)))
-        else:
-            store_f32_n(y + i, mul(act(load_f32_n(gate + i, n)), load_f32_n(up + i, n)), n)
+def sigmoid(x):
+    """Return 1 / (1 + e^-x)."""
+    one = splat(np.float32(1))
+    return div(one, add(one, exp(neg(or_nan(x)))))
 
 
 @device
-def _weighed(a, rank, size, act):
-    """Compute y = act(gate) * up * sigmoid(score); each thread has a range of columns."""
-    first, last = share((a.I + 15) // 16, rank, size)
-    one = splat(np.float32(1))
-    for t in range(a.M):
-        score = or_nan(splat(read_f32(a.scores + 4 * t)))
-        weight = div(one, add(one, exp(neg(score))))
-        for unit in range(first, last):
-            i, n = 4 * (t * a.I + 16 * unit), min(16, a.I - 16 * unit)
-            hidden = mul(act(load_f32_n(a.gate + i, n)), load_f32_n(a.up + i, n))
-            store_f32_n(a.y + i, mul(hidden, weight), n)
+def capped(x, cap):
+    """Return cap * tanh(x / cap)."""
+    return mul(tanh(div(or_nan(x), cap)), cap)
 
 
-@executes("glu")
-def silu_glu(a, rank, size, scratch):
-    """Compute y = silu(gate) * up."""
-    _gated(a, rank, size, silu)
+def _capless(act: Any) -> Any:
+    return device(lambda x, cap: act(x))
 
 
-@executes("glu")
-def gelu_glu(a, rank, size, scratch):
-    """Compute y = gelu(gate) * up."""
-    _gated(a, rank, size, gelu)
-
-
-@executes("glu")
-def gelu_tanh_glu(a, rank, size, scratch):
-    """Compute y = gelu_tanh(gate) * up."""
-    _gated(a, rank, size, gelu_tanh)
-
-
-@executes("glu")
-def relu2_glu(a, rank, size, scratch):
-    """Compute y = relu2(gate) * up."""
-    _gated(a, rank, size, relu2)
-
-
-@executes("softcap")
-def softcap(a, rank, size, scratch):
-    """Compute x = cap * tanh(x / cap) over all values at once."""
-    total, cap = a.R * a.V, splat(a.cap)
-    first, last = share((total + 15) // 16, rank, size)
-    for unit in range(first, last):
-        at, n = a.x + 64 * unit, total - 16 * unit
-        if n >= 16:
-            store_f32(at, mul(tanh(div(or_nan(load_f32(at)), cap)), cap))
-        else:
-            store_f32_n(at, mul(tanh(div(or_nan(load_f32_n(at, n)), cap)), cap), n)
-
-
-_GLU = {"silu": silu_glu, "gelu": gelu_glu, "gelu_tanh": gelu_tanh_glu, "relu2": relu2_glu}
-
-
-def _glu(call: BoundCall) -> list[Launch]:
-    act = str(call.attr("act"))
-    if act not in _GLU:
-        raise UnsupportedOp(f"glu: no CPU kernel for act={act!r}; there are {', '.join(_GLU)}")
-    return [call.launch(_GLU[act])]
-
-
-LOWER = {"glu": _glu, "softcap": softcap}
+ACTIVATIONS = {
+    **{act.__name__: _capless(act) for act in (silu, gelu, gelu_tanh, relu2, sigmoid)},
+    "tanh": capped,
+}
+"""Name of an activation -> function of a vector, and of a vector of caps."""

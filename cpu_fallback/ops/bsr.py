@@ -13,19 +13,17 @@ from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats import Bsr
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.memory import (
-    load_f32,
-    load_f32_n,
     read_f32,
     read_i32,
     store_f32,
-    store_f32_n,
     write_f32,
 )
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.simd import add, zero
+from cpu_fallback.lanes.simd import zero
 from cpu_fallback.lanes.vector import LANES
 from cpu_fallback.ops.bind import BoundCall
 from cpu_fallback.ops.bsr_tiles import ACC, TILES, Tiles, totals
+from cpu_fallback.ops.finish import activation_of, finish
 from cpu_fallback.team.tape import Launch
 
 TALL = 32
@@ -50,6 +48,7 @@ class Blocks(NamedTuple):
         codes: the blocks, one after the other.
         scales: bf16, one for each row of each block; 0 if there are none.
         line: from one row of a block to the next.
+        activate: address of the activation of the sums; 0 for none.
     """
 
     height: int
@@ -60,6 +59,7 @@ class Blocks(NamedTuple):
     codes: int
     scales: int
     line: int
+    activate: int
 
 
 @device
@@ -90,25 +90,15 @@ def _clear(acc, count):
 
 @device
 def _write(a, sums, row, rows, token, tokens):
-    """Write the sums [.., tokens] of `rows` rows, with bias and residual."""
-    n, y, bias, residual = a.N, a.y, a.bias, a.residual
+    """Write the sums [rows, tokens], at most 16 of them."""
+    turned = sums + ACC
     if tokens == 1:
-        at, total = 4 * (token * n + row), load_f32(sums)
-        if bias:
-            total = add(total, load_f32_n(bias + 4 * row, rows))
-        if residual:
-            total = add(total, load_f32_n(residual + at, rows))
-        store_f32_n(y + at, total, rows)
-        return
-    for t in range(tokens):
-        for r in range(rows):
-            total = read_f32(sums + 4 * (r * tokens + t))
-            at = 4 * ((token + t) * n + row + r)
-            if bias:
-                total += read_f32(bias + 4 * (row + r))
-            if residual:
-                total += read_f32(residual + at)
-            write_f32(y + at, total)
+        turned = sums
+    else:
+        for t in range(tokens):
+            for r in range(rows):
+                write_f32(turned + 4 * (t * rows + r), read_f32(sums + 4 * (r * tokens + t)))
+    finish(a, turned, rows, token, tokens, row, rows)
 
 
 def _kernel(name: str, tiles: Tiles) -> Kernel:
@@ -218,8 +208,9 @@ def _bsr_linear(call: BoundCall) -> list[Launch]:
         codes=int(codes.ctypes.data),
         scales=int(planes["scales"].ctypes.data) if "scales" in planes else 0,
         line=codes.shape[-1] * codes.itemsize,
+        activate=activation_of(call),  # type: ignore[arg-type]
     )
-    return [call.launch(_KERNELS[weight.format.inner], blocks, _SUMS + ACC)]
+    return [call.launch(_KERNELS[weight.format.inner], blocks, _SUMS + 2 * ACC)]
 
 
 LOWER = {"bsr_linear": _bsr_linear}

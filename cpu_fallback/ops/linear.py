@@ -14,10 +14,11 @@ from cpu_fallback.lanes.memory import (
     write_i64,
 )
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.simd import add, mul, splat
+from cpu_fallback.lanes.simd import mul, splat
 from cpu_fallback.ops.bind import BoundCall, share, within
 from cpu_fallback.ops.decode import weight_record
 from cpu_fallback.ops.decode_record import ROWS, Weight, decode, weight_at
+from cpu_fallback.ops.finish import activation_of, expect, finish, write_rows
 from cpu_fallback.ops.product import HEIGHT, SCRATCH, SUMS, TOKENS, XS, multiply
 from cpu_fallback.ops.stream import FEW, Stored, stored
 from cpu_fallback.ops.tiled import PANELS, SHARES, TILE_SUMS, Tiled, has_codes, is_filled, tiled
@@ -52,47 +53,46 @@ def _scale_f32(source, target, count, factor):
         store_f32_n(target + 4 * i, mul(load_f32_n(source + 4 * i, n), by), n)
 
 
-@executes("linear", Stored)
+Decoded = NamedTuple(  # a weight as it is stored, and what its sums go through
+    "Decoded", [*Stored.__annotations__.items(), ("activate", int)]
+)
+
+
+@executes("linear", Decoded)
 def linear(a, rank, size, scratch):
-    """Compute y = x W^T + bias + residual; each thread has a contiguous range of output rows."""
+    """Multiply fp32 activations; each thread has a contiguous range of output rows."""
     m, n, k = a.M, a.N, a.K
-    x, y, bias, residual = a.x, a.y, a.bias, a.residual
     first, last = share((n + ROWS - 1) // ROWS, rank, size)
     start = 0
     while start < m:
         tokens = min(TOKENS, m - start)
         for t in range(tokens):
-            write_i64(scratch + XS + 8 * t, x + 4 * (start + t) * k)
+            write_i64(scratch + XS + 8 * t, a.x + 4 * (start + t) * k)
         kernel, height = a.product, ROWS
         if tokens > FEW:
             kernel, height = weight_at(a.weight).many, HEIGHT
         row, end = first * ROWS, min(last * ROWS, n)
         while row < end:
             rows = min(height, end - row)
+            for r in range(0, rows, ROWS):
+                expect(a, start, tokens, row + r)
             multiply(kernel, a.weight, 0, row, rows, tokens, scratch)
             for r in range(0, rows, ROWS):
-                sums, count = scratch + SUMS + 4 * TOKENS * r, min(ROWS, rows - r)
-                for t in range(tokens):
-                    total = load_f32_n(sums + 4 * t * ROWS, count)
-                    at = 4 * ((start + t) * n + row + r)
-                    if bias:
-                        total = add(total, load_f32_n(bias + 4 * (row + r), count))
-                    if residual:
-                        total = add(total, load_f32_n(residual + at, count))
-                    store_f32_n(y + at, total, count)
+                sums = scratch + SUMS + 4 * TOKENS * r
+                finish(a, sums, ROWS, start, tokens, row + r, min(ROWS, rows - r))
             row += rows
         start += tokens
 
 
 @executes("linear", Tiled)
 def linear_of_codes(a, rank, size, scratch):
-    """Compute y = (x x_scale) w^T + bias + residual, x int8; each thread has a range of tiles."""
+    """Multiply int8 activations; each thread has a range of tiles."""
     first, last = share((a.N + 15) >> 4, rank, size)
-    multiply_tiles(a, scratch, first, last, write_rows)
+    multiply_tiles(a, scratch, first, last, expect, write_rows)
 
 
 @device
-def multiply_tiles(a, scratch, first, last, write):
+def multiply_tiles(a, scratch, first, last, ask, write):
     """Multiply a range of tiles by all tokens: one stream of weights for each block of tokens.
 
     Args:
@@ -100,6 +100,7 @@ def multiply_tiles(a, scratch, first, last, write):
         scratch: of the thread.
         first: the first tile.
         last: one behind the last.
+        ask: is told what `write` will be, before the product.
         write: takes the sums of up to 16 tokens and 16 rows, like `write_rows`.
     """
     panel = scratch + PANELS
@@ -111,12 +112,12 @@ def multiply_tiles(a, scratch, first, last, write):
         if not is_filled(a.rec, a.ctl, scratch, start):
             for t in range(0, tokens, 16):
                 _fill(a, start + t, min(16, tokens - t), panel + t * a.per_token)
-        _multiply(a, scratch, start, tokens, first, last, write)
+        _multiply(a, scratch, start, tokens, first, last, ask, write)
         start += tokens
 
 
 @device
-def _multiply(a, scratch, start, tokens, first, last, write):
+def _multiply(a, scratch, start, tokens, first, last, ask, write):
     """Multiply a range of tiles by the tokens of the panels, block by block."""
     units = (a.K + 31) >> 5
     sums, panel = scratch + TILE_SUMS, scratch + PANELS
@@ -128,6 +129,7 @@ def _multiply(a, scratch, start, tokens, first, last, write):
             for t in range(block, end, 16):
                 count = min(16, end - t)
                 here = panel + t * a.per_token
+                ask(a, start + t, count, tile * 16)
                 call_product(a.product, at, here, sums, units, width(count), a.ahead)
                 write(a, sums, start + t, count, tile * 16)
         block = end
@@ -141,28 +143,6 @@ def _fill(a, first, count, panel):
         token = first + min(t, count - 1)
         scale = a.x_scale + 4 * token * a.scales
         fill_token(a.form, a.x + token * a.K, scale, a.K, panel, t, wide)
-
-
-@device
-def write_rows(a, sums, first, tokens, row):
-    """Write 16 rows of up to 16 tokens, bias and residual added."""
-    n, y, bias, residual = a.N, a.y, a.bias, a.residual
-    count = min(16, n - row)
-    for t in range(tokens):
-        value = load_f32(sums + 64 * t)
-        at = 4 * ((first + t) * n + row)
-        if count == 16:
-            if bias:
-                value = add(value, load_f32(bias + 4 * row))
-            if residual:
-                value = add(value, load_f32(residual + at))
-            store_f32(y + at, value)
-        else:
-            if bias:
-                value = add(value, load_f32_n(bias + 4 * row, count))
-            if residual:
-                value = add(value, load_f32_n(residual + at, count))
-            store_f32_n(y + at, value, count)
 
 
 class Table(NamedTuple):
@@ -196,7 +176,7 @@ def _linear(call: BoundCall) -> list[Launch]:
         shares = SHARES if tiles.data.nbytes >= _LARGE_TILES else 1
         return [call.launch(linear_of_codes, own, panels_room(own), shares)]
     shares = _SHARES if call.dim("N") * call.dim("K") >= _LARGE else 1
-    return [call.launch(linear, stored(call), SCRATCH, shares)]
+    return [call.launch(linear, Decoded(*stored(call), activation_of(call)), SCRATCH, shares)]
 
 
 def _embed(call: BoundCall) -> list[Launch]:

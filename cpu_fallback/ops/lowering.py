@@ -5,7 +5,6 @@ from types import MappingProxyType
 
 from cpu_fallback.lanes.jit import Kernel
 from cpu_fallback.ops import (
-    activations,
     attention,
     bsr,
     drop_small,
@@ -25,7 +24,6 @@ from cpu_fallback.ops.bind import BoundCall
 from cpu_fallback.team.tape import Launch
 
 _MODULES = (
-    activations,
     attention,
     bsr,
     drop_small,

@@ -37,7 +37,8 @@ from cpu_fallback.lanes.record import executes
 from cpu_fallback.lanes.simd import emit_fma, zero
 from cpu_fallback.lanes.vector import BYTES, F32, I32, constant, i64, op, spread, void
 from cpu_fallback.ops.bind import BoundCall, share
-from cpu_fallback.ops.linear import multiply_tiles, panels_room, write_rows
+from cpu_fallback.ops.finish import expect, write_rows
+from cpu_fallback.ops.linear import multiply_tiles, panels_room
 from cpu_fallback.ops.tiled import SHARES, Tiled, is_filled, tiled
 from cpu_fallback.team.tape import Launch
 from cpu_fallback.tiles.byte_dots import bits
@@ -284,10 +285,10 @@ def _list(a, blocks, entries, codes):
 
 @executes("skip_linear", Skipped)
 def skip_columns(a, rank, size, scratch):
-    """Compute y = (x x_scale) w^T + bias + residual; each thread has a range of panels or tiles."""
+    """Multiply what few columns take; each thread has a range of panels or tiles."""
     if a.M > 1:
         first, last = share((a.N + 15) >> 4, rank, size)
-        multiply_tiles(a, scratch, first, last, write_rows)
+        multiply_tiles(a, scratch, first, last, expect, write_rows)
         return
     first, last = share(a.panels, rank, size)
     if first == last:

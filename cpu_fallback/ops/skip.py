@@ -51,7 +51,8 @@ from cpu_fallback.lanes.simd import (
 )
 from cpu_fallback.ops.activations import relu2
 from cpu_fallback.ops.bind import BoundCall, share
-from cpu_fallback.ops.linear import multiply_tiles, panels_room, write_rows
+from cpu_fallback.ops.finish import expect, write_rows
+from cpu_fallback.ops.linear import multiply_tiles, panels_room
 from cpu_fallback.ops.row_skip import by_column
 from cpu_fallback.ops.tiled import AHEAD, PANELS, SHARES, TILE_SUMS, Tiled, tiled
 from cpu_fallback.team.tape import Launch
@@ -133,7 +134,7 @@ def gate_and_rows(a, rank, size, scratch):
     """
     first, last = share((a.I + 15) >> 4, rank, size)
     if a.M > MOST_TOKENS:
-        multiply_tiles(a, scratch, first, last, _write_gate)
+        multiply_tiles(a, scratch, first, last, _nothing, _write_gate)
         return
     found, panel = scratch + a.room, scratch + PANELS
     gates = found + 8 * a.I
@@ -191,7 +192,12 @@ def all_rows(a, rank, size, scratch):
     """Multiply the gates of many tokens, which are in y, by all rows."""
     if a.M > MOST_TOKENS:
         first, last = share((a.I + 15) >> 4, rank, size)
-        multiply_tiles(a, scratch, first, last, _write_gated)
+        multiply_tiles(a, scratch, first, last, _nothing, _write_gated)
+
+
+@device
+def _nothing(a, token, tokens, row):
+    """Ask for nothing ahead of a product."""
 
 
 @device
@@ -288,7 +294,7 @@ def write_parts(a, rank, size, scratch):
     if first == last:
         return
     if not _are_few(a):
-        multiply_tiles(a, scratch, first, last, write_rows)
+        multiply_tiles(a, scratch, first, last, expect, write_rows)
         return
     parts = min(size, a.parts)
     for t in range(a.M):

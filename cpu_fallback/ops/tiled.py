@@ -12,6 +12,7 @@ from clocher_kernels.errors import ShapeError
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.memory import read_i64, write_i64
 from cpu_fallback.ops.bind import BoundCall
+from cpu_fallback.ops.finish import activation_of
 from cpu_fallback.ops.quantize import check_groups
 from cpu_fallback.team.sync import EPOCH
 from cpu_fallback.tiles import panels
@@ -74,6 +75,7 @@ class Tiled(NamedTuple):
         per_token: bytes of a panel for each.
         ahead: bytes of weights to ask for ahead of use.
         form: how panels are filled.
+        activate: address of the activation of the sums, of ops that have one; 0 for none.
     """
 
     product: int
@@ -85,6 +87,7 @@ class Tiled(NamedTuple):
     per_token: int
     ahead: int
     form: Form
+    activate: int
 
 
 def panel_sizes(
@@ -136,6 +139,7 @@ def tiled(call: BoundCall, columns: str, most: int, weight: str = "w") -> tuple[
     group, k = check_groups(call, columns), call.dim(columns)
     tiles = tiles_of(call.spec.name, call.tensor(weight))
     block, kept, per_token = panel_sizes(tiles.layout, group, k, most)
+    params = {param.name for param in call.spec.params}
     in_blocks = isinstance(tiles.layout, BlockLayout)
     return Tiled(
         product=product_of(tiles.layout, group),
@@ -147,4 +151,5 @@ def tiled(call: BoundCall, columns: str, most: int, weight: str = "w") -> tuple[
         per_token=per_token,
         ahead=0 if in_blocks else call.hints.prefetch_distance(AHEAD),
         form=panels.form_of(tiles.layout, group, tiles.factor),
+        activate=activation_of(call) if "times" in params else 0,  # type: ignore[arg-type]
     ), tiles

@@ -1,0 +1,136 @@
+"""What follows the sums of a product: y = activation(sum + bias) * times + residual.
+
+Kernels of products differ in how they come to sums; all of them hand a tile of sums over to
+`finish`, the only place that knows what is done with them.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+
+from clocher_kernels.errors import ShapeError
+from clocher_kernels.ops.activations import check_activation
+from cpu_fallback.lanes.jit import Kernel, device
+from cpu_fallback.lanes.memory import (
+    load_f32,
+    load_f32_n,
+    prefetch,
+    read_f32,
+    store_f32,
+    store_f32_n,
+)
+from cpu_fallback.lanes.simd import add, bits_f32, isplat, mul, splat
+from cpu_fallback.lanes.vector import f32, i64, op, void
+from cpu_fallback.ops.activations import ACTIVATIONS
+from cpu_fallback.ops.bind import BoundCall
+
+_I64 = ir.IntType(64)
+
+
+def _kernel(name: str, function: Any) -> Kernel:
+    """Return the kernel of an activation: (address of fp32, how many of them, bits of the cap)."""
+
+    def activate(at, count, cap):
+        limit = bits_f32(isplat(cap))
+        for i in range(0, 4 * count, 64):
+            store_f32(at + i, function(load_f32(at + i), limit))
+
+    activate.__name__ = name
+    return Kernel(activate)
+
+
+_KERNELS = {name: _kernel(name, function) for name, function in ACTIVATIONS.items()}
+
+
+@op(void, i64, i64, i64, f32)
+def _activate(b, kernel, at, count, cap):
+    """Call the kernel of an activation: fp32 at an address, whole vectors, in place."""
+    kind = ir.FunctionType(ir.VoidType(), [_I64] * 3)
+    bits = b.zext(b.bitcast(cap, ir.IntType(32)), _I64)
+    b.call(b.inttoptr(kernel, kind.as_pointer()), [at, count, bits])
+
+
+@device
+def _load(at, count):
+    """Load up to 16 fp32."""
+    if count == 16:
+        return load_f32(at)
+    return load_f32_n(at, count)
+
+
+@device
+def expect(a, token, tokens, row):
+    """Ask for what `finish` will read; it lies rows apart, where no core looks ahead by itself."""
+    for t in range(token, token + tokens):
+        at = 4 * (t * a.N + row)
+        if a.times and a.F == a.N:
+            prefetch(a.times + at)
+        if a.residual:
+            prefetch(a.residual + at)
+
+
+@device
+def finish(a, sums, pitch, token, tokens, row, count):
+    """Write `count` rows, up to 16, of some tokens.
+
+    Args:
+        a: the arguments of `linear`, or of an op that ends like it; `a.activate` is from
+            `activation_of`.
+        sums: address of fp32 [tokens, pitch], and of as much behind them as a vector needs to be
+            whole; changed.
+        pitch: values from a token to the next.
+        token: the first token.
+        tokens: their number.
+        row: the first row.
+        count: rows.
+    """
+    bias = a.bias
+    if a.activate:
+        if bias:
+            for t in range(tokens):
+                at = sums + 4 * pitch * t
+                value = add(_load(at, count), _load(bias + 4 * row, count))
+                store_f32_n(at, value, count)
+            bias = bias - bias
+        _activate(a.activate, sums, pitch * tokens, a.cap)
+    for t in range(tokens):
+        value = _load(sums + 4 * pitch * t, count)
+        at = 4 * ((token + t) * a.N + row)
+        if bias:
+            value = add(value, _load(bias + 4 * row, count))
+        if a.times:
+            if a.F == a.N:
+                value = mul(value, _load(a.times + at, count))
+            else:
+                value = mul(value, splat(read_f32(a.times + 4 * (token + t))))
+        if a.residual:
+            value = add(value, _load(a.residual + at, count))
+        if count == 16:
+            store_f32(a.y + at, value)
+        else:
+            store_f32_n(a.y + at, value, count)
+
+
+@device
+def write_rows(a, sums, token, tokens, row):
+    """Write up to 16 rows of some tokens, whose sums are [tokens, 16]."""
+    finish(a, sums, 16, token, tokens, row, min(16, a.N - row))
+
+
+def activation_of(call: BoundCall) -> int | Kernel:
+    """Return the kernel of a call's activation, 0 for none.
+
+    Raises:
+        UnsupportedOp: there is no such activation.
+        ShapeError: `times` is as wide as nothing.
+    """
+    if call.has("times") and call.dim("F") not in (1, call.dim("N")):
+        raise ShapeError(
+            f"{call.spec.name}: 'times' has {call.dim('F')} values for a token; expected "
+            f"{call.dim('N')}, one for each row of the weight, or 1"
+        )
+    name = str(call.attr("activation"))
+    if name == "none":
+        return 0
+    check_activation(call.spec.name, name)
+    return _KERNELS[name]
