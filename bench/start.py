@@ -6,8 +6,8 @@
 Seconds from the start of a process to its end; `clocher run --max-new 1` reads the model, packs it
 and prints a token, llama-bench reads DIR/model.gguf and a prompt of one token without warming up.
 "read" only reads the files of the model, into memory that is in use. They take turns. Before each
-run of a cold cache the system is asked to forget the pages of the model's files. Kernels are
-compiled before the first round.
+run of a cold cache the system is asked to forget the pages of the model's files. Kernels, and
+Python's modules as installing does it, are compiled before the first round.
 """
 
 import os
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 
 import click
 
@@ -59,14 +60,20 @@ def read(files: Sequence[Path]) -> None:
                 pass
 
 
-def run(command: Sequence[str]) -> None:
+def run(command: Sequence[str], modules: str | None = None) -> None:
     """Run a process to its end.
+
+    Args:
+        command: program and arguments.
+        modules: directory where Python keeps compiled modules; None: where it usually does.
 
     Raises:
         NotMeasured: it cannot be run, or fails.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+        env |= {"PYTHONPYCACHEPREFIX": modules} if modules else {}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, env=env)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotMeasured(str(error)) from None
     if done.returncode:
@@ -75,13 +82,13 @@ def run(command: Sequence[str]) -> None:
 
 
 def contestants(
-    model_dir: Path, llama_bench: str | None, threads: int
+    model_dir: Path, llama_bench: str | None, threads: int, modules: str
 ) -> dict[str, tuple[Callable[[], object], list[Path]]]:
     """Return what takes turns, and the files that each reads."""
     files = files_of(model_dir)
     ours = [sys.executable, "-m", "clocher_runtime.cli", "--model-dir", str(model_dir)]
     ours += ["--prompt-ids", "1", "--max-new", "1", "--speculate", "off", "--threads", str(threads)]
-    found = {"clocher": (partial(run, ours), files), "read": (partial(read, files), files)}
+    found = {"clocher": (partial(run, ours, modules), files), "read": (partial(read, files), files)}
     if llama_bench:
         gguf = model_dir / "model.gguf"
         peer = [*shlex.split(llama_bench), "-m", str(gguf), "-t", str(threads)]
@@ -121,24 +128,25 @@ def main(
     model_dir: Path, llama_bench: str | None, caches: Sequence[str], threads: int, rounds: int
 ) -> Iterator[Row]:
     """Yield a row for each state of the cache and each contestant."""
-    found = contestants(model_dir, llama_bench, threads)
-    for cache in caches:
-        runs = {name: partial(timed, *what, cache) for name, what in found.items()}
-        samples = turns(runs, rounds)
-        for name, taken in samples.items():
-            over = ratio(taken, samples["read"])
-            yield {
-                "op": "start",
-                "model": model_dir.name,
-                "engine": name,
-                "cache": cache,
-                "threads": threads,
-                "s": median(taken),
-                "samples": taken,
-                "bytes": sum(path.stat().st_size for path in found[name][1]),
-                "over_read": over.value,
-                "over_read_95": [over.low, over.high],
-            }
+    with TemporaryDirectory() as modules:
+        found = contestants(model_dir, llama_bench, threads, modules)
+        for cache in caches:
+            runs = {name: partial(timed, *what, cache) for name, what in found.items()}
+            samples = turns(runs, rounds)
+            for name, taken in samples.items():
+                over = ratio(taken, samples["read"])
+                yield {
+                    "op": "start",
+                    "model": model_dir.name,
+                    "engine": name,
+                    "cache": cache,
+                    "threads": threads,
+                    "s": median(taken),
+                    "samples": taken,
+                    "bytes": sum(path.stat().st_size for path in found[name][1]),
+                    "over_read": over.value,
+                    "over_read_95": [over.low, over.high],
+                }
 
 
 if __name__ == "__main__":

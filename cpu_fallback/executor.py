@@ -19,11 +19,12 @@ from cpu_fallback.ops.bind import BoundCall
 from cpu_fallback.ops.lowering import LOWER
 from cpu_fallback.team import tape
 from cpu_fallback.team.hints import Asked, Hints
-from cpu_fallback.team.large_pages import HUGE, allocate
+from cpu_fallback.team.large_pages import HUGE, allocate, stop_ahead
 from cpu_fallback.team.placement import call_on, hot_weights, replicate
 from cpu_fallback.team.stamps import Stamps, stamp
 from cpu_fallback.team.tape import Launch
 from cpu_fallback.team.team import Team, aligned
+from cpu_fallback.tiles import together
 from cpu_fallback.tiles.prepack import check_memory, in_large_pages, reads_in_place, waiting
 
 _MANY_BYTES = 512 << 20
@@ -79,10 +80,15 @@ class CpuExecutor:
             self._asked.names.add("placement")
         self._copies: list[Mapping[str, Value]] = []
         self._shared = aligned(0)
-        bound = self._bind(threads, hints)
-        launches = self._launches = next(iter(bound.values()))
-        self._stamps = Stamps.table(self._calls, threads) if hints.stamped else None
-        jit.warm(_kernels(launches), progress)
+        self._waiting = self._ready = 0
+        try:
+            with together.packing(self._tell):
+                bound = self._bind(threads, hints)
+                launches = self._launches = next(iter(bound.values()))
+                self._stamps = Stamps.table(self._calls, threads) if hints.stamped else None
+                jit.warm(_kernels(launches), progress)
+        finally:
+            stop_ahead()
         scratch = max((launch.scratch for launch in launches), default=0)
         tapes = _tapes(bound, threads, hints, self._stamps)
         self._is_guest = beside is not None
@@ -189,22 +195,30 @@ class CpuExecutor:
         values = dict(values)
         _require_kernels(self.plan)
         left = waiting(self.plan, values, self._copied)
-        total, done = sum(left.values()), 0
-        check_memory(total, self.plan.scratch_bytes())
+        self._waiting, self._ready = sum(left.values()), 0
+        check_memory(self._waiting, self.plan.scratch_bytes())
+        self._tell(0)
+        here = together.current()
         launches: list[Launch] = []
         self._calls: list[int] = []
         for index, call in enumerate(self.plan.calls):
             weight = call.args.get("w", "")
             if weight in self._copied and reads_in_place(call, values[weight]):
                 values[weight] = in_large_pages(values[weight])
+            queued = here.queued if here else 0
             bound = BoundCall(OPS[call.op], call, values, self.plan.buffers, self._asked)
             lower = LOWER[call.op]
             launches += [bound.launch(lower)] if isinstance(lower, Kernel) else lower(bound)
             self._calls += [index] * (len(launches) - len(self._calls))
-            done += sum(left.pop(name, 0) for name in matrices(call))
-            if self._packing and total >= _MANY_BYTES:
-                self._packing(done >> 20, total >> 20)
+            made = sum(left.pop(name, 0) for name in matrices(call))
+            self._tell(made - (here.queued - queued if here else 0))
         return launches
+
+    def _tell(self, nbytes: int) -> None:
+        """Report that so many more bytes of weights have been packed."""
+        self._ready += nbytes
+        if self._packing and self._waiting >= _MANY_BYTES:
+            self._packing(self._ready >> 20, self._waiting >> 20)
 
 
 def _require_kernels(plan: Plan) -> None:

@@ -19,6 +19,7 @@ from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_kernels.reference import ReferenceExecutor
 from clocher_runtime.models.rewrite import takes_int8
 from cpu_fallback.executor import CpuExecutor
+from cpu_fallback.team.large_pages import allocate
 from cpu_fallback.tiles import tile_pack
 from cpu_fallback.tiles.layout import LINE, ROWS, SIGNED, UNIT, BlockLayout, Layout, layout_of
 
@@ -142,8 +143,8 @@ def test_a_tensor_is_packed_once_and_not_kept_beyond_its_life() -> None:
 
 
 def test_large_allocations_begin_on_a_large_page() -> None:
-    assert tile_pack.allocate((4 << 20) + 1).ctypes.data % (2 << 20) == 0
-    assert tile_pack.allocate(100).ctypes.data % LINE == 0
+    assert allocate((4 << 20) + 1).ctypes.data % (2 << 20) == 0
+    assert allocate(100).ctypes.data % LINE == 0
 
 
 @pytest.mark.parametrize(

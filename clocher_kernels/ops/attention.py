@@ -221,14 +221,14 @@ def attention(
         y[m] = (np.einsum("hs,shd->hd", weights, values) / total[:, None]).reshape(-1)
 
 
-def _make_append(case: Case, rng: np.random.Generator) -> dict[str, Value]:
+def _make_append(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
     m, f = case.sizes["M"], case.sizes["H"] * case.sizes["D"]
     k, v = (rng.standard_normal((m, f), dtype=np.float32) * np.float32(9) for _ in "kv")
     k[0] = 0
     return {"k": k, "v": v, **tokens(case, rng), **planes(case, rng)}
 
 
-def _make_attention(case: Case, rng: np.random.Generator) -> dict[str, Value]:
+def _make_attention(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
     made = {**tokens(case, rng), **planes(case, rng)}
     if case.options.get("listed"):
         shape = tuple(case.sizes[d] for d in "MHW")

@@ -13,7 +13,7 @@ from clocher_kernels.plan import Attr, Buffer, Call, Plan
 from clocher_kernels.quant_tensor import encode
 
 
-def inputs(spec: OpSpec, case: Case, rng: np.random.Generator) -> dict[str, Value]:
+def inputs(spec: OpSpec, case: Case, rng: "np.random.Generator") -> dict[str, Value]:
     """Return the value of each parameter that a case has, except "out" ones.
 
     Numbers are normal, those of a matrix over the root of its columns. Integers that select are in
@@ -27,7 +27,7 @@ def inputs(spec: OpSpec, case: Case, rng: np.random.Generator) -> dict[str, Valu
     return made
 
 
-def _drawn(param: Param, case: Case, rng: np.random.Generator) -> dict[str, Value]:
+def _drawn(param: Param, case: Case, rng: "np.random.Generator") -> dict[str, Value]:
     shape = param.shape(case.sizes)
     if param.below:
         count = case.sizes[param.below]

@@ -177,7 +177,7 @@ class OpSpec:
     tolerance: Tolerance
     real: tuple[Real, ...] = ()
     rounds: bool = False
-    make: Callable[[Case, np.random.Generator], dict[str, Value]] | None = None
+    make: Callable[[Case, "np.random.Generator"], dict[str, Value]] | None = None
     cost: Callable[[Mapping[str, Value], Mapping[str, Attr]], Cost] | None = None
     flops: int = 4
 

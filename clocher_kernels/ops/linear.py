@@ -176,7 +176,7 @@ def bsr_linear(
     _finish(total, y, bias, times, residual, activation, cap)
 
 
-def _make_bsr(case: Case, rng: np.random.Generator) -> dict[str, Value]:
+def _make_bsr(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
     n, k = (case.sizes[d] for d in "NK")
     height, width = case.options["block"]
     weight = rng.standard_normal((n, k), dtype=np.float32)

@@ -173,7 +173,7 @@ def moe_down(
         y[m] = total
 
 
-def _make_route(case: Case, rng: np.random.Generator) -> dict[str, Value]:
+def _make_route(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
     logits = rng.standard_normal((case.sizes["M"], case.sizes["E"]), dtype=np.float32)
     logits[-1, -1] = logits[-1, 0]  # a tie
     return {"logits": logits * np.float32(2)}

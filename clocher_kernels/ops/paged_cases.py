@@ -10,7 +10,7 @@ _INT8 = Tolerance(1e-4, 1e-3)
 """A back end may round queries and weights that meet int8 cells to 16 bits."""
 
 
-def tokens(case: Case, rng: np.random.Generator) -> dict[str, Value]:
+def tokens(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
     """Make the four integers of each token and a shuffled page table."""
     m, s, b, t = (case.sizes[d] for d in "MSBT")
     capacity = b * t
@@ -50,7 +50,7 @@ def tokens(case: Case, rng: np.random.Generator) -> dict[str, Value]:
     }
 
 
-def planes(case: Case, rng: np.random.Generator) -> dict[str, Value]:
+def planes(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
     """Make the planes of keys and values."""
     shape = tuple(case.sizes[d] for d in "PHTD")
     dtype = str(case.attrs["kv_dtype"])

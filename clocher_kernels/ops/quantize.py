@@ -120,7 +120,7 @@ def fake_quantize(*, x: Array, y: Array, dtype: str, group: int = 0, floor: floa
     y[...] = codes * np.repeat(scale, group or k, axis=-1)[..., :k]
 
 
-def _make(case: Case, rng: np.random.Generator) -> dict[str, Value]:
+def _make(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
     """Make several tokens, the last of them of tiny values, and columns of zeros."""
     shape = [case.sizes[d] for d in "MAK" if d in case.sizes]
     x = rng.standard_normal(shape, dtype=np.float32)

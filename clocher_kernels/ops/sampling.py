@@ -133,7 +133,7 @@ def advance(
     draws += 1
 
 
-def _make_sample(case: Case, rng: np.random.Generator) -> dict[str, Value]:
+def _make_sample(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
     r, v = case.sizes["R"], case.sizes["V"]
     logits = rng.standard_normal((r, v), dtype=np.float32) * np.float32(3)
     logits[0, v // 2 :] = np.round(logits[0, v // 2 :])  # ties
@@ -153,7 +153,7 @@ def _make_sample(case: Case, rng: np.random.Generator) -> dict[str, Value]:
     }
 
 
-def _make_advance(case: Case, rng: np.random.Generator) -> dict[str, Value]:
+def _make_advance(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
     m, r = case.sizes["M"], case.sizes["R"]
     positions = rng.integers(0, 100, m).astype(np.int32)
     return {

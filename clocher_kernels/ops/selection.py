@@ -171,7 +171,7 @@ def _choice(score: Array, first: int, count: int, margin: float, mass: float) ->
     return chosen
 
 
-def _make_bounds(case: Case, rng: np.random.Generator) -> dict[str, Value]:
+def _make_bounds(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
     made: dict[str, Any] = {**tokens(case, rng), **planes(case, rng)}
     del made["v_cache"]
     made.pop("v_scale", None)
@@ -184,7 +184,7 @@ def _make_bounds(case: Case, rng: np.random.Generator) -> dict[str, Value]:
     return {**made, "bounds": np.full(shape, 7, np.float32)}
 
 
-def _make_selection(case: Case, rng: np.random.Generator) -> dict[str, Value]:
+def _make_selection(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
     sizes = case.sizes
     made: dict[str, Value] = dict(tokens(case, rng))
     made["counts"] = rng.integers(0, 99, (sizes["M"], sizes["H"], 2))

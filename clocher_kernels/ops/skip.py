@@ -98,7 +98,7 @@ def _codes(values: Array) -> dict[str, Value]:
     return {"x": q, "x_scale": scale}
 
 
-def _make_up(case: Case, rng: np.random.Generator) -> dict[str, Value]:
+def _make_up(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
     """Make positive activations, and gates of which a share leans towards them."""
     m, i, k = (case.sizes[d] for d in "MIK")
     lives = rng.random((i, 1)) < case.options["live"]
@@ -107,7 +107,7 @@ def _make_up(case: Case, rng: np.random.Generator) -> dict[str, Value]:
     return {"gate": encode(gate, parse_format(case.formats["gate"])), **_codes(x)}
 
 
-def _make_down(case: Case, rng: np.random.Generator) -> dict[str, Value]:
+def _make_down(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
     m, k = (case.sizes[d] for d in "MK")
     if case.attrs["group"]:
         x = rng.integers(-127, 128, (m, k)).astype(np.int8)

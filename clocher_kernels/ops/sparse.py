@@ -64,7 +64,7 @@ def _lane_sum(values: Array) -> np.float32:
     return np.float32(sums[0])
 
 
-def _make_activations(case: Case, rng: np.random.Generator) -> dict[str, Value]:
+def _make_activations(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
     x = rng.standard_normal([case.sizes[d] for d in "MK"], dtype=np.float32)
     x[-1] **= 3
     x[..., -3:] = 0

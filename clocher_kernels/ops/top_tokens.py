@@ -25,7 +25,7 @@ def top_tokens(*, logits: Array, candidates: Array) -> None:
             kept[: len(first)] = first
 
 
-def _make(case: Case, rng: np.random.Generator) -> dict[str, Value]:
+def _make(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
     logits = rng.standard_normal((case.sizes["R"], case.sizes["V"]), dtype=np.float32)
     logits[-1] = np.round(logits[-1])  # ties
     return {"logits": logits}

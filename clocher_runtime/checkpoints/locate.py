@@ -15,7 +15,6 @@ from pathlib import Path
 from clocher_kernels.errors import ModelNotFound, UsageError
 from clocher_runtime.checkpoints.gguf.parts import SUFFIX
 from clocher_runtime.checkpoints.hf import cache
-from clocher_runtime.checkpoints.no_model import no_model
 
 EMBEDDED = "clocher-tiny-gptoss"
 _MOST_NAMES = 10_000
@@ -59,6 +58,8 @@ def locate(name: str | Path, source: str = "") -> Path:
         raise ModelNotFound(f"{where}{text}: cannot be looked into: {error.strerror}") from None
     if stat.S_ISDIR(mode) or (stat.S_ISREG(mode) and path.suffix.lower() == SUFFIX):
         return path
+    from clocher_runtime.checkpoints.no_model import no_model
+
     raise no_model(path)
 
 

@@ -4,12 +4,7 @@ import os
 from pathlib import Path
 
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.checkpoints.dedup.reader import has_dedup, open_deduplicated
-from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
-from clocher_runtime.checkpoints.gguf.parts import find_gguf
-from clocher_runtime.checkpoints.hf.checkpoint import find_hf, open_hf
 from clocher_runtime.checkpoints.iebin import BIN_NAME, JSON_NAME, open_iebin
-from clocher_runtime.checkpoints.no_model import no_model
 
 __all__ = ["Checkpoint", "open_checkpoint", "open_iebin"]
 
@@ -28,18 +23,29 @@ def open_checkpoint(path: Path | str, verify: bool = False) -> Checkpoint:
             `open_gguf`.
         WindowError: a timed window is open.
     """
+    # A run starts sooner without the containers that it does not open.
     path = Path(path)
     if os.path.isfile(path / JSON_NAME):
-        if has_dedup(path) and not os.path.isfile(path / BIN_NAME):
-            return open_deduplicated(path, verify=verify).checkpoint
+        if not os.path.isfile(path / BIN_NAME):
+            from clocher_runtime.checkpoints.dedup.reader import has_dedup, open_deduplicated
+
+            if has_dedup(path):
+                return open_deduplicated(path, verify=verify).checkpoint
         return open_iebin(path / JSON_NAME, verify=verify)
+    from clocher_runtime.checkpoints.gguf.parts import find_gguf
+    from clocher_runtime.checkpoints.hf.checkpoint import find_hf, open_hf
+
     directory = find_hf(path)
     gguf = find_gguf(path) if directory is None else None
     if directory is not None:
         checkpoint = open_hf(directory)
     elif gguf is not None:
+        from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
+
         checkpoint = open_gguf(gguf)
     else:
+        from clocher_runtime.checkpoints.no_model import no_model
+
         raise no_model(path)
     if verify:
         checkpoint.verify()

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 from clocher_runtime.disk.schema import finite
 from clocher_runtime.exit_codes import exit_code
@@ -164,6 +163,8 @@ def to_json(line: RunLine | TuneLine | ErrorLine) -> str:
 
 def clocher_version() -> str:
     """Return the version of the installed distribution."""
+    from importlib.metadata import PackageNotFoundError, version  # slow, and for the last line
+
     try:
         return version("clocher")
     except PackageNotFoundError:

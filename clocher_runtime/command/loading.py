@@ -10,16 +10,27 @@ from typing import Any
 import numpy as np
 
 from clocher_kernels.errors import ModelNotFound, UsageError
+from clocher_kernels.formats import Ggml, Int4, Int8, Mxfp4, Ternary
 from clocher_runtime.checkpoints import Checkpoint
 from clocher_runtime.checkpoints.locate import locate
 from clocher_runtime.command.model_choice import choose_model
 from clocher_runtime.command.settings import SETTINGS, Given, RunConfig, unmet
-from clocher_runtime.engine.backends import BACK_ENDS, Progress, Tuning, choose, gpu, hand_on
+from clocher_runtime.disk.read_ahead import read_ahead
+from clocher_runtime.engine.backends import (
+    BACK_ENDS,
+    Progress,
+    Tuning,
+    choose,
+    fetch_ahead,
+    gpu,
+    hand_on,
+)
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.sampling_defaults import sampling_defaults
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.stub import CONTEXT, stub_model
 from clocher_runtime.engine.topology import default_threads, in_order, read_cpus, usable_cpus
+from clocher_runtime.models.inventory import EMBED, HEAD
 from clocher_runtime.speculation.speculator import SHARING, WITH_DRAFT_MODEL
 from clocher_runtime.text.pairing import load_draft
 from clocher_runtime.text.tokenizer import TextStream, Tokenizer
@@ -242,6 +253,8 @@ def _model(config: RunConfig) -> _Chosen:
     device, reason = choose(config.device)
     choice = choose_model(config)
     checkpoint, not_deduplicated = choice.open_for(config)
+    read_ahead(checkpoint.data_files)
+    fetch_ahead(_packed_later(config, device, checkpoint))
     if config.verify_weights:
         checkpoint.verify()
     model = load_model(checkpoint, config.precision)
@@ -280,6 +293,22 @@ def _model(config: RunConfig) -> _Chosen:
         + unmet(config.given, {"draft_model"} if draft is None else ())
         + unmet(config.given, () if shares else {"share_drafts"}),
         draft_model=None if draft is None else str(config.draft_model),
+    )
+
+
+def _packed_later(config: RunConfig, device: str, checkpoint: Checkpoint) -> int:
+    """Return about how many bytes of weights the CPU back end will pack, if it does so by itself.
+
+    With several sockets, whoever fills the memory decides where it lies.
+    """
+    usual = config.act_prec in (None, "int8") and config.pretranspose in (None, "all")
+    if device != "cpu" or not usual or len({cpu.socket for cpu in read_cpus()}) > 1:
+        return 0
+    looked_up = {EMBED} if HEAD in checkpoint.names else set()
+    return sum(
+        tensor.nbytes
+        for name, tensor in checkpoint.tensors.items()
+        if isinstance(tensor.format, Int4 | Int8 | Mxfp4 | Ternary | Ggml) and name not in looked_up
     )
 
 

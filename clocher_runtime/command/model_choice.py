@@ -10,10 +10,8 @@ from pathlib import Path
 
 from clocher_kernels.errors import ModelNotFound
 from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
-from clocher_runtime.checkpoints.hf.lora import with_lora
 from clocher_runtime.checkpoints.iebin import BIN_NAME, JSON_NAME
 from clocher_runtime.checkpoints.locate import EMBEDDED, embedded_model, locate
-from clocher_runtime.checkpoints.q4 import open_index
 from clocher_runtime.command.dedup_weights import open_weights
 from clocher_runtime.command.settings import Given, RunConfig
 
@@ -41,6 +39,8 @@ class ModelChoice:
             ModelError: it is missing or invalid.
         """
         if self.data is not None:
+            from clocher_runtime.checkpoints.q4 import open_index
+
             return open_index(self.path, self.data)
         return open_checkpoint(self.path)
 
@@ -60,6 +60,8 @@ class ModelChoice:
         checkpoint, unmet = open_weights(config, directory, self.open)
         if config.lora is None:
             return checkpoint, unmet
+        from clocher_runtime.checkpoints.hf.lora import with_lora
+
         how = config.given.get("lora", Given("--lora", str(config.lora)))
         return with_lora(checkpoint, locate(how.raw, how.source)), unmet
 

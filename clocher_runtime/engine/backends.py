@@ -355,6 +355,13 @@ def make_executor(
     return make(plan, weights, threads, progress, act_prec, tuning, packing, beside)
 
 
+def fetch_ahead(nbytes: int) -> None:
+    """Let the CPU back end ask for the memory of packed weights while something else goes on."""
+    from cpu_fallback.team.large_pages import fetch_ahead
+
+    fetch_ahead(nbytes)
+
+
 def shared_suffixes() -> Any:
     """Return the class that drafts the next tokens of a text from finished ones."""
     from cpu_fallback.drafts.shared import SharedSuffixes

@@ -16,9 +16,8 @@ draft goes across it.
 The hash has secret factors, so that nobody can write a text whose edges all collide.
 """
 
-from numba import types
-
 from cpu_fallback.lanes.jit import Kernel, device
+from cpu_fallback.lanes.late import i64
 from cpu_fallback.lanes.memory import read_i32, read_i64, write_i32, write_i64
 
 # Words of the head, int64. The first four are addresses.
@@ -281,6 +280,6 @@ def _index(head):
 
 
 begin = Kernel(_begin)
-follow = Kernel(_follow, types.int64)
-read = Kernel(_read, types.int64)
+follow = Kernel(_follow, i64)
+read = Kernel(_read, i64)
 index = Kernel(_index)

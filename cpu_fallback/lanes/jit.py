@@ -13,8 +13,7 @@
 
 Nothing is compiled at import. `warm` compiles the kernels it is given, `Kernel.address` the one.
 Numba types the function and lowers it to LLVM; machine code for the chosen ISA is emitted from
-that, stored as an object file, and later processes load the file without starting Numba's
-compiler.
+that, stored as an object file, and later processes load the file without importing Numba.
 
 The cache is a directory per (sources, versions, ISA) below $CLOCHER_CACHE_DIR,
 $XDG_CACHE_HOME/clocher or ~/.cache/clocher, and is used only where nobody else can write it (see
@@ -26,29 +25,21 @@ crash (numba issue 4807), and it does not see edits in inlined callees.
 import logging
 import mmap
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import llvmlite.binding as llvm
-import numba
-from numba import types
-from numba.core.ccallback import CFunc
-from numba.core.codegen import JITCodeLibrary
-from numba.core.compiler_lock import global_compiler_lock
-from numba.core.registry import cpu_target
 
 from clocher_kernels.guards import refuse_in_window
+from cpu_fallback.lanes import late
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.objects import ObjectCache
 
 _log = logging.getLogger(__name__)
 
-_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
-
 Progress = Callable[[int, int], None]
 
-device = numba.njit(**_OPTIONS, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+device = late.Device
 """Decorator: a function inlined into the kernels that call it. Not callable from Python."""
 
 _one_thread = threading.RLock()
@@ -67,7 +58,7 @@ class Kernel:
         result: Numba type it returns, void or int64.
     """
 
-    def __init__(self, function: Callable[..., Any], result: Any = types.void) -> None:
+    def __init__(self, function: Callable[..., Any], result: late.Kind = late.void) -> None:
         self.function = function
         self.result = result
         self.params = function.__code__.co_argcount
@@ -180,35 +171,7 @@ define i64 @{_symbol(k)}({args}) {{
 
 def _lower(k: Kernel) -> tuple[str, str]:
     """Return the LLVM of a kernel with its devices, and the name of its function there."""
-    signature = ((types.int64,) * k.params, k.result)
-    callback = CFunc(k.function, signature, {}, dict(_OPTIONS))
-    with global_compiler_lock, _front_end_only():
-        compiled = callback._compile_uncached()
-        compiled.library.finalize()
-    return compiled.library.get_llvm_str(), compiled.fndesc.llvm_func_name
-
-
-class _Linked(JITCodeLibrary):  # type: ignore[misc]
-    """What Numba made of a function, linked with what it calls and not optimised as a whole."""
-
-    def _optimize_final_module(self) -> None:
-        """Leave it to `_module`, which does so once, not once a device too."""
-
-
-@contextmanager
-def _front_end_only() -> Iterator[None]:
-    """Keep Numba from optimising whole modules and from making machine code.
-
-    It would do both for each device as well, which takes time; and its machine code is for what it
-    takes the host for, which ends the process where LLVM does not see all features of the host.
-    """
-    codegen = cpu_target.target_context.codegen()
-    codegen._library_class = _Linked
-    codegen._add_module = codegen.set_env = lambda *_: None
-    try:
-        yield
-    finally:
-        del codegen._library_class, codegen._add_module, codegen.set_env
+    return late.lower(k.function, k.params, k.result)
 
 
 def _check(k: Kernel, module: llvm.ModuleRef) -> None:

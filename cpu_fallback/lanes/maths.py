@@ -4,16 +4,15 @@ import math
 from typing import Any
 
 from llvmlite import ir
-from numba import types
 
 from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.lanes.late import VecT, f32, f64, i64, void
 from cpu_fallback.lanes.memory import emit_load, emit_store
-from cpu_fallback.lanes.vector import F32, LANES, MASK, VecT, call, f32, i64, op, pick, void
+from cpu_fallback.lanes.vector import F32, LANES, MASK, call, op, pick
 
 _I1, _I16, _I64, _DOUBLE = ir.IntType(1), ir.IntType(16), ir.IntType(64), ir.DoubleType()
 
 F64 = VecT(_DOUBLE, LANES)
-f64 = types.float64
 
 _TERMS = 13
 

@@ -12,10 +12,10 @@ never assumed.
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.vector import BYTES, F32, I32, LANES, call, f32, i64, op, pick, void
+from cpu_fallback.lanes.late import cgutils, f32, i64, void
+from cpu_fallback.lanes.vector import BYTES, F32, I32, LANES, call, op, pick
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOAT = ir.FloatType()

@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import llvmlite
-import numba
 
 from clocher_kernels import ops
 from cpu_fallback.lanes.isa import CURRENT
@@ -151,6 +150,16 @@ def fingerprint() -> str:
     for folder in (Path(__file__).parents[1], Path(ops.__file__).parent):
         for source in sorted(folder.rglob("*.py")):
             digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    versions = (sys.version, numba.__version__, llvmlite.__version__, sys.platform)
+    versions = (sys.version, _numba_version(), llvmlite.__version__, sys.platform)
     digest.update(repr((versions, os.uname().machine, CURRENT)).encode())
     return f"{CURRENT.name}-{digest.hexdigest()[:16]}"
+
+
+def _numba_version() -> bytes:
+    """Return the file that says which Numba there is; importing it for that would be slow."""
+    for place in sys.path:
+        with suppress(OSError):
+            return Path(place, "numba", "_version.py").read_bytes()
+    import numba
+
+    return str(numba.__version__).encode()

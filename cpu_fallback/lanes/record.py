@@ -34,14 +34,12 @@ from typing import Any, get_type_hints
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.contract import OpSpec, rows_of
 from cpu_fallback.lanes.jit import Kernel, device
+from cpu_fallback.lanes.late import Intrinsic, f32, i64, numba_type
 from cpu_fallback.lanes.memory import emit_load
-from cpu_fallback.lanes.vector import f32, i64
 
 Value = int | float | Kernel | tuple[Any, ...]
 
@@ -116,11 +114,13 @@ def executes(op: str, own: type | None = None) -> Callable[[Callable[..., None]]
 def _intrinsic(record: type, fields: Mapping[str, Any], given: Sequence[str]) -> Any:
     """Make the intrinsic that reads these fields, behind the addresses that it was given."""
     kinds = [_NUMBERS.get(kind, i64) for kind in fields.values()]
-    made = types.BaseTuple.from_types([*[i64] * len(given), *kinds], record)
     params = (i64,) * max(1, len(given))
 
     def typing(context: Any, *args: Any) -> Any:
-        return made(*params), generate
+        from numba import types
+
+        of = [numba_type(kind) for kind in (*[i64] * len(given), *kinds)]
+        return types.BaseTuple.from_types(of, record)(*map(numba_type, params)), generate
 
     def generate(context: Any, builder: Any, signature: Any, addresses: Any) -> Any:
         values, offset = list(addresses[: len(given)]), 0
@@ -140,7 +140,7 @@ def _intrinsic(record: type, fields: Mapping[str, Any], given: Sequence[str]) ->
     names += [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in given or ("at",)]
     typing.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
     typing.__name__ = record.__name__
-    return intrinsic(typing)
+    return Intrinsic(typing)
 
 
 def _emit_count(builder: Any, at: Any, ctl: Any) -> Any:

@@ -18,26 +18,14 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from cpu_fallback.lanes import neon
 from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.lanes.late import cgutils, f32, i64
+from cpu_fallback.lanes.late import i32 as i32
+from cpu_fallback.lanes.late import void as void
 from cpu_fallback.lanes.vector import BYTES as BYTES
-from cpu_fallback.lanes.vector import (
-    F32,
-    I32,
-    LANES,
-    MASK,
-    call,
-    constant,
-    f32,
-    i64,
-    op,
-    pick,
-    spread,
-)
-from cpu_fallback.lanes.vector import i32 as i32
-from cpu_fallback.lanes.vector import void as void
+from cpu_fallback.lanes.vector import F32, I32, LANES, MASK, call, constant, op, pick, spread
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _FLOAT = ir.FloatType()

@@ -1,6 +1,6 @@
 """Vector types for Numba, and what it takes to make an intrinsic.
 
-Numba has no vector types: here is a type whose data model is an LLVM vector. `op` makes an
+Numba has no vector types: `late` gives it one whose data model is an LLVM vector. `op` makes an
 intrinsic of a function that emits LLVM; `simd`, `memory` and `sync` are lists of such functions.
 """
 
@@ -9,26 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.core.datamodel import models
-from numba.extending import intrinsic, register_model
+
+from cpu_fallback.lanes.late import Intrinsic, Kind, VecT, cgutils, numba_type, void
 
 LANES = 16
-
-
-class VecT(types.Type):
-    """A vector of n elements of an LLVM type."""
-
-    def __init__(self, element: ir.Type, n: int) -> None:
-        self.llvm = ir.VectorType(element, n)
-        super().__init__(name=f"{element}x{n}")
-
-
-@register_model(VecT)
-class _VecModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, vector: VecT) -> None:
-        super().__init__(manager, vector, vector.llvm)
 
 
 _I1, _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
@@ -40,15 +24,13 @@ MASK = VecT(_I1, LANES)
 BYTES = VecT(_I8, 64)
 """64 bytes, signed or unsigned as the operation says."""
 
-f32, i32, i64, void = types.float32, types.int32, types.int64, types.void
 
-
-def op(result: Any, *params: Any) -> Callable[[Callable[..., Any]], Any]:
+def op(result: Kind, *params: Kind) -> Callable[[Callable[..., Any]], Any]:
     """Make an intrinsic of a function that emits LLVM.
 
     Args:
-        result: Numba type of the result.
-        params: Numba types of the parameters; arguments are cast to them.
+        result: type of the result.
+        params: types of the parameters; arguments are cast to them.
 
     Returns:
         A decorator for a function (builder, *values) -> value.
@@ -60,12 +42,12 @@ def op(result: Any, *params: Any) -> Callable[[Callable[..., Any]], Any]:
                 made = emit(builder, *values)
                 return context.get_dummy_value() if result is void else made
 
-            return result(*params), generate
+            return numba_type(result)(*map(numba_type, params)), generate
 
         typing.__name__ = emit.__name__
         typing.__doc__ = emit.__doc__
         typing.__signature__ = inspect.signature(emit)  # type: ignore[attr-defined]
-        return intrinsic(typing)
+        return Intrinsic(typing)
 
     return decorate
 

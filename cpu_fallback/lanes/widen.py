@@ -10,8 +10,9 @@ from typing import Any
 from llvmlite import ir
 
 from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.lanes.late import i64
 from cpu_fallback.lanes.memory import emit_load, emit_load_n
-from cpu_fallback.lanes.vector import F32, I32, LANES, constant, i64, op
+from cpu_fallback.lanes.vector import F32, I32, LANES, constant, op
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _HALF = ir.VectorType(ir.HalfType(), LANES)

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils
 
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import device
+from cpu_fallback.lanes.late import cgutils, i64, void
 from cpu_fallback.lanes.memory import (
     emit_load,
     emit_prefetch,
@@ -58,7 +58,7 @@ from cpu_fallback.lanes.simd import (
     to_i32,
     zero,
 )
-from cpu_fallback.lanes.vector import BYTES, F32, I32, LANES, constant, i64, op, pick, spread, void
+from cpu_fallback.lanes.vector import BYTES, F32, I32, LANES, constant, op, pick, spread
 from cpu_fallback.ops.attention_tiles import (
     BLOCK,
     FACTOR,

@@ -19,10 +19,11 @@ from llvmlite import ir
 
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, device
+from cpu_fallback.lanes.late import i64, void
 from cpu_fallback.lanes.memory import emit_load, emit_store
 from cpu_fallback.lanes.neon import join
 from cpu_fallback.lanes.simd import emit_fma
-from cpu_fallback.lanes.vector import F32, LANES, constant, i64, op, pick, spread, void
+from cpu_fallback.lanes.vector import F32, LANES, constant, op, pick, spread
 from cpu_fallback.ops.attention_tiles import SCORES, number
 
 TALL, CHAINS = (4, 4) if CURRENT.avx512 else (2, 2) if CURRENT.registers == 8 else (1, 2)

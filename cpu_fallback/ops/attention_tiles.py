@@ -19,13 +19,13 @@ from functools import partial
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel
+from cpu_fallback.lanes.late import cgutils, i64, void
 from cpu_fallback.lanes.memory import emit_load, emit_prefetch, emit_store
 from cpu_fallback.lanes.simd import emit_fma
-from cpu_fallback.lanes.vector import F32, I32, LANES, constant, i64, op, pick, spread, void
+from cpu_fallback.lanes.vector import F32, I32, LANES, constant, op, pick, spread
 from cpu_fallback.lanes.widen import WIDEN, Widen
 
 BLOCK = 64

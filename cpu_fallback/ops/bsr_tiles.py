@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.lanes.late import cgutils, i64, void
 from cpu_fallback.lanes.memory import emit_load, emit_prefetch, emit_store
 from cpu_fallback.lanes.simd import emit_fma
-from cpu_fallback.lanes.vector import F32, LANES, constant, i64, op, spread, void
+from cpu_fallback.lanes.vector import F32, LANES, constant, op, spread
 from cpu_fallback.lanes.widen import WIDEN, Widen
 from cpu_fallback.ops.attention_tiles import emit_totals
 

@@ -7,12 +7,12 @@ and returns the stored rows, K * 4 bytes apart. ggml's blocks have theirs in `de
 from collections.abc import Callable
 
 import numpy as np
-from numba import types
 
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats import Float, Fp8, Ggml, Int4, Int8, Mxfp4, Ternary
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.lanes.jit import Kernel, device
+from cpu_fallback.lanes.late import i64
 from cpu_fallback.lanes.memory import (
     load_i8,
     load_i8_n,
@@ -223,7 +223,7 @@ def _ternary(weight, expert, row, count, k0, k1, panel):
 
 
 def _decoder(function: Callable[..., int]) -> Kernel:
-    return Kernel(function, types.int64)
+    return Kernel(function, i64)
 
 
 DECODERS = {

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
+from cpu_fallback.lanes.late import i64
 from cpu_fallback.lanes.record import reader
-from cpu_fallback.lanes.vector import i64, op
+from cpu_fallback.lanes.vector import op
 
 ROWS = 8
 COLUMNS = 512

@@ -11,6 +11,7 @@ from llvmlite import ir
 from clocher_kernels.errors import ShapeError
 from clocher_kernels.ops.activations import check_activation
 from cpu_fallback.lanes.jit import Kernel, device
+from cpu_fallback.lanes.late import f32, i64, void
 from cpu_fallback.lanes.memory import (
     load_f32,
     load_f32_n,
@@ -20,7 +21,7 @@ from cpu_fallback.lanes.memory import (
     store_f32_n,
 )
 from cpu_fallback.lanes.simd import add, bits_f32, isplat, mul, splat
-from cpu_fallback.lanes.vector import f32, i64, op, void
+from cpu_fallback.lanes.vector import op
 from cpu_fallback.ops.activations import ACTIVATIONS
 from cpu_fallback.ops.bind import BoundCall
 

@@ -22,6 +22,7 @@ from llvmlite import ir
 from clocher_kernels.dtypes import LARGEST, STORAGE
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from cpu_fallback.lanes.jit import Kernel, device
+from cpu_fallback.lanes.late import i64, void
 from cpu_fallback.lanes.maths import highest_bit
 from cpu_fallback.lanes.memory import (
     load_f32,
@@ -64,7 +65,7 @@ from cpu_fallback.lanes.simd import (
     to_i32,
     zero,
 )
-from cpu_fallback.lanes.vector import i64, op, void
+from cpu_fallback.lanes.vector import op
 from cpu_fallback.ops.bind import BoundCall, share
 from cpu_fallback.team.tape import Launch
 

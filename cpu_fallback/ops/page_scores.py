@@ -10,9 +10,10 @@ from typing import Any
 from llvmlite import ir
 
 from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.lanes.late import i64, void
 from cpu_fallback.lanes.memory import emit_load, emit_store
 from cpu_fallback.lanes.simd import emit_fma
-from cpu_fallback.lanes.vector import F32, LANES, constant, i64, op, pick, void
+from cpu_fallback.lanes.vector import F32, LANES, constant, op, pick
 from cpu_fallback.ops.attention_tiles import emit_totals
 
 TILE = 4

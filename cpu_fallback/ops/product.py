@@ -14,10 +14,10 @@ would put another kernel of the same signature in its place.
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, device
+from cpu_fallback.lanes.late import cgutils, i64, void
 from cpu_fallback.lanes.memory import (
     emit_load,
     emit_load_n,
@@ -29,7 +29,7 @@ from cpu_fallback.lanes.memory import (
     store_f32_n,
 )
 from cpu_fallback.lanes.simd import emit_fma, zero
-from cpu_fallback.lanes.vector import F32, LANES, i64, op, void
+from cpu_fallback.lanes.vector import F32, LANES, op
 from cpu_fallback.ops.decode_record import PANEL_BYTES, PITCH, ROWS, decode, weight_at
 
 TOKENS = 64

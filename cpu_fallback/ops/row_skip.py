@@ -14,12 +14,12 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.ops.skip import skips_columns
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, device
+from cpu_fallback.lanes.late import cgutils, i64, void
 from cpu_fallback.lanes.memory import (
     emit_load,
     emit_prefetch,
@@ -35,7 +35,7 @@ from cpu_fallback.lanes.memory import (
 )
 from cpu_fallback.lanes.record import executes
 from cpu_fallback.lanes.simd import emit_fma, zero
-from cpu_fallback.lanes.vector import BYTES, F32, I32, constant, i64, op, spread, void
+from cpu_fallback.lanes.vector import BYTES, F32, I32, constant, op, spread
 from cpu_fallback.ops.bind import BoundCall, share
 from cpu_fallback.ops.finish import expect, write_rows
 from cpu_fallback.ops.linear import multiply_tiles, panels_room

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils
 
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, device
+from cpu_fallback.lanes.late import cgutils, i64, void
 from cpu_fallback.lanes.memory import (
     emit_load,
     emit_load_n,
@@ -33,7 +33,7 @@ from cpu_fallback.lanes.memory import (
 )
 from cpu_fallback.lanes.narrow import from_bf16, from_e8m0, from_f16
 from cpu_fallback.lanes.simd import emit_fma, mul, splat, to_f32
-from cpu_fallback.lanes.vector import F32, LANES, i64, op, pick, spread, void
+from cpu_fallback.lanes.vector import F32, LANES, op, pick, spread
 from cpu_fallback.ops.bind import BoundCall
 from cpu_fallback.ops.decode import DECODERS, first_scale, weight_record
 from cpu_fallback.ops.decode_record import COLUMNS, PANEL_BYTES, ROWS, Weight, weight_at

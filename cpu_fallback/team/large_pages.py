@@ -1,12 +1,21 @@
-"""Memory in large pages, and giving back the pages of a mapped file that was copied there."""
+"""Memory in large pages, and giving back the pages of a mapped file that was copied there.
+
+`fetch_ahead` asks the system for memory while the process does something else. Where a virtual
+machine has to get it from its host, that takes longer than to fill it.
+"""
 
 import mmap
+import os
+import threading
 from contextlib import suppress
 
 import numpy as np
 
+from clocher_kernels import host_memory
+
 HUGE = 2 << 20
 _LINE = 64
+_BATCH = 16 * HUGE
 
 
 def allocate(nbytes: int, large: bool = True) -> np.ndarray:
@@ -23,11 +32,123 @@ def allocate(nbytes: int, large: bool = True) -> np.ndarray:
     memory = mmap.mmap(-1, nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     raw = np.frombuffer(memory, np.uint8)
     start = -raw.ctypes.data % spare
-    advice = "MADV_HUGEPAGE" if large else "MADV_NOHUGEPAGE"
-    if spare == HUGE and hasattr(mmap, advice):
+    if spare == HUGE:
+        _advise(memory, "MADV_HUGEPAGE" if large else "MADV_NOHUGEPAGE")
+    return raw[start : start + nbytes]
+
+
+def fetched(nbytes: int) -> np.ndarray:
+    """Return zeroed bytes [nbytes] from what `fetch_ahead` asked for, else as `allocate` does."""
+    piece = None if _ahead is None or nbytes < HUGE else _ahead.take(nbytes)
+    return allocate(nbytes) if piece is None else piece
+
+
+def _advise(memory: mmap.mmap, advice: str) -> None:
+    if hasattr(mmap, advice):
         with suppress(OSError):  # a kernel built without large pages
             memory.madvise(getattr(mmap, advice))
-    return raw[start : start + nbytes]
+
+
+class _Ahead:
+    """Zeroed memory that is handed out from its beginning and fetched from its end.
+
+    Args:
+        nbytes: how many.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        size = -(-nbytes // HUGE) * HUGE
+        self._memory = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        _advise(self._memory, "MADV_HUGEPAGE")
+        raw = np.frombuffer(self._memory, np.uint8)
+        self._start = -raw.ctypes.data % HUGE
+        self._bytes = raw[self._start : self._start + size]
+        self._taken, self._fetched = 0, size  # to where, and from where on
+        self._is_fetching = False
+        self._is_closed = False
+        self._changed = threading.Condition()
+
+    @property
+    def spare(self) -> int:
+        """Bytes that are fetched and not handed out."""
+        return self._bytes.nbytes - max(self._fetched, self._taken)
+
+    def take(self, nbytes: int) -> np.ndarray | None:
+        """Return bytes on a cache line, None if there are not as many left."""
+        with self._changed:
+            end = self._taken + nbytes
+            if end > self._bytes.nbytes:
+                return None
+            while self._is_fetching and end > self._fetched:
+                self._changed.wait()
+            piece = self._bytes[self._taken : end]
+            self._taken = -(-end // _LINE) * _LINE
+            return piece
+
+    def fetch(self) -> None:
+        """Have the system provide the pages that nobody has taken yet, the last ones first."""
+        while True:
+            with self._changed:
+                end = self._fetched
+                start = max(end - _BATCH, -(-self._taken // HUGE) * HUGE)
+                if self._is_closed or start >= end:
+                    return
+                self._fetched, self._is_fetching = start, True
+            # Many at a time, for which NumPy lets go of Python's lock. Zeros are there already.
+            self._bytes[start : end : mmap.PAGESIZE] = 0
+            with self._changed:
+                self._is_fetching = False
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Give back what nobody has taken."""
+        with self._changed:
+            self._is_closed = True
+            while self._is_fetching:
+                self._changed.wait()
+            start = -(-self._taken // HUGE) * HUGE
+            left = self._bytes.nbytes - start
+            if left > 0:
+                self._memory.madvise(mmap.MADV_DONTNEED, self._start + start, left)
+            self._taken = self._fetched = self._bytes.nbytes
+
+
+_ahead: _Ahead | None = None
+
+
+def fetch_ahead(nbytes: int) -> None:
+    """Let a thread ask the system for memory that `fetched` will hand out.
+
+    Pieces of it stay in memory until the last of them is not used any more. Nothing happens where
+    the system is no Linux, has one CPU for this process, or less than four times as much memory.
+
+    Args:
+        nbytes: how many; what is not handed out when `stop_ahead` is called is given back.
+    """
+    global _ahead
+    left = host_memory.available()
+    if _ahead is not None or nbytes < HUGE or left is None or left < 4 * nbytes:
+        return
+    if not hasattr(mmap, "MADV_HUGEPAGE") or len(os.sched_getaffinity(0)) < 2:
+        return
+    try:
+        _ahead = _Ahead(nbytes)
+    except OSError:  # no address space; whoever needs it will say so
+        return
+    threading.Thread(target=_ahead.fetch, name="clocher-memory", daemon=True).start()
+
+
+def spare() -> int:
+    """Return the bytes that `fetch_ahead` has got and nobody has taken."""
+    return 0 if _ahead is None else _ahead.spare
+
+
+def stop_ahead() -> None:
+    """Give back what `fetch_ahead` has got and nobody has taken."""
+    global _ahead
+    if _ahead is not None:
+        _ahead.close()
+        _ahead = None
 
 
 def give_back(array: np.ndarray) -> int:

@@ -19,12 +19,12 @@ from typing import Any
 
 from llvmlite import ir
 from llvmlite.binding import get_process_triple
-from numba.core import cgutils
 
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import device
+from cpu_fallback.lanes.late import cgutils, i64, void
 from cpu_fallback.lanes.memory import read_i64, write_i64
-from cpu_fallback.lanes.vector import call, i64, op, void
+from cpu_fallback.lanes.vector import call, op
 
 M, R, TAPES, SCRATCH, SCRATCH_BYTES, STEP_NS = range(6)
 EPOCH, STOP, ARRIVED, PASSED, LOST = 8, 16, 24, 32, 40

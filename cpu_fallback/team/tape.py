@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from llvmlite import ir
-from numba import types
 
 from cpu_fallback.lanes.jit import Kernel, device
+from cpu_fallback.lanes.late import i64, void
 from cpu_fallback.lanes.memory import read_i64, write_i64
-from cpu_fallback.lanes.vector import i64, op, void
+from cpu_fallback.lanes.vector import op
 from cpu_fallback.team import sync
 from cpu_fallback.team.sync import (
     LINE,
@@ -217,4 +217,4 @@ def _serve(ctl, rank, seen):
 
 
 lead = Kernel(_lead)
-serve = Kernel(_serve, types.int64)
+serve = Kernel(_serve, i64)

@@ -15,9 +15,9 @@ generic ISA, whose fma rounds twice.
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.lanes.late import cgutils
 from cpu_fallback.lanes.memory import emit_load, emit_store
 from cpu_fallback.lanes.simd import emit_fma
 from cpu_fallback.lanes.vector import BYTES, F32, I32, constant, spread

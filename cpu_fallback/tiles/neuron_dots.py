@@ -6,12 +6,12 @@ The digits are unsigned, digit + 1, so every sum is too large by that of the act
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.lanes.late import cgutils, i64, void
 from cpu_fallback.lanes.memory import emit_load, emit_store
 from cpu_fallback.lanes.simd import halve
-from cpu_fallback.lanes.vector import BYTES, I32, call, constant, i64, op, pick, spread, void
+from cpu_fallback.lanes.vector import BYTES, I32, call, constant, op, pick, spread
 from cpu_fallback.tiles.byte_dots import bits, dots_of
 from cpu_fallback.tiles.layout import LINE
 from cpu_fallback.tiles.multiply import dot, emit_run, emit_split

@@ -26,9 +26,10 @@ from clocher_kernels.formats import Ternary
 from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.lanes.jit import Kernel
+from cpu_fallback.lanes.late import i64, void
 from cpu_fallback.lanes.memory import emit_load, emit_store, write_i32
 from cpu_fallback.lanes.record import reader, words
-from cpu_fallback.lanes.vector import BYTES, i64, op, void
+from cpu_fallback.lanes.vector import BYTES, op
 from cpu_fallback.team.large_pages import allocate
 from cpu_fallback.team.placement import usable_cpus
 from cpu_fallback.tiles.layout import LINE

@@ -19,6 +19,7 @@ from llvmlite import ir
 
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import device
+from cpu_fallback.lanes.late import i64
 from cpu_fallback.lanes.memory import (
     emit_load,
     emit_load_n,
@@ -28,7 +29,7 @@ from cpu_fallback.lanes.memory import (
     write_i32,
 )
 from cpu_fallback.lanes.record import reader
-from cpu_fallback.lanes.vector import call, i64, op, pick
+from cpu_fallback.lanes.vector import call, op, pick
 from cpu_fallback.tiles.byte_dots import NUMBER, is_number, is_wide
 from cpu_fallback.tiles.layout import BIAS, UNIT, BlockLayout, Layout
 

@@ -14,7 +14,7 @@ from clocher_kernels.ops import matrices
 from clocher_kernels.ops.contract import Value, has_codes
 from clocher_kernels.plan import Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor
-from cpu_fallback.team.large_pages import HUGE, allocate, give_back, is_mapped
+from cpu_fallback.team.large_pages import HUGE, allocate, give_back, is_mapped, spare
 from cpu_fallback.team.placement import usable_cpus
 from cpu_fallback.tiles import row_pack
 from cpu_fallback.tiles.neurons import are_packed, nbytes_of
@@ -79,7 +79,7 @@ def check_memory(packed: int, beside: int) -> None:
     """
     if packed:
         require(
-            packed + beside,
+            max(0, packed + beside - spare()),
             f"packing weights takes {packed >> 20} MiB beside buffers of {beside >> 20}, together",
             "--pretranspose none reads them from the file, slower",
         )

@@ -3,14 +3,13 @@
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
 
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel
+from cpu_fallback.lanes.late import cgutils, i64
 from cpu_fallback.lanes.memory import emit_load, store_f32, store_i32, write_i64
 from cpu_fallback.lanes.simd import emit_fma
-from cpu_fallback.lanes.vector import BYTES, F32, I32, constant, i64, op
+from cpu_fallback.lanes.vector import BYTES, F32, I32, constant, op
 from cpu_fallback.tiles.multiply import (
     dot,
     emit_run,
@@ -124,7 +123,7 @@ def _sweep(product, tiles, tile_bytes, count, repeats, panel, out, units, tokens
     write_i64(out, 0)
 
 
-chain = Kernel(_chain, types.int64)
+chain = Kernel(_chain, i64)
 dots = Kernel(_dots)
 fmas = Kernel(_fmas)
 sweep = Kernel(_sweep)

@@ -6,8 +6,9 @@ from typing import Any
 from llvmlite import ir
 
 from cpu_fallback.lanes.jit import device
+from cpu_fallback.lanes.late import i64, void
 from cpu_fallback.lanes.memory import emit_load, emit_store, read_i32, read_u8
-from cpu_fallback.lanes.vector import I32, i64, op, spread, void
+from cpu_fallback.lanes.vector import I32, op, spread
 from cpu_fallback.tiles.layout import LINE, ROWS
 
 

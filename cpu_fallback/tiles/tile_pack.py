@@ -8,8 +8,8 @@ it returns.
 
 import ctypes
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +21,8 @@ from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.memory import read_i32, read_u8, read_u16, write_i32, write_u8
 from cpu_fallback.lanes.record import reader, words
-from cpu_fallback.team.large_pages import allocate, give_back
-from cpu_fallback.team.placement import usable_cpus
+from cpu_fallback.team.large_pages import fetched, give_back
+from cpu_fallback.tiles import together
 from cpu_fallback.tiles.block_pack import block_source, pack_blocks
 from cpu_fallback.tiles.layout import ROWS, SIGNED, UNIT, BlockLayout, Layout, layout_of, tiles_in
 from cpu_fallback.tiles.row_lines import flip, move_lines, read_some
@@ -31,7 +31,7 @@ from cpu_fallback.tiles.tile_cache import TileCache, key_of
 VERSION = 1
 """Changes when the bytes of a tile do."""
 
-_CHUNK = 1 << 20
+_CHUNK = 4 << 20
 
 
 class Source(NamedTuple):
@@ -105,10 +105,14 @@ class Tiles:
 
 
 _packed: dict[int, Tiles] = {}
+_unfinished: dict[int, together.Together] = {}
+"""Those whose bytes are not all there yet, and what they are queued in."""
 
 
 def tiles_of(op_name: str, tensor: QuantTensor) -> Tiles:
     """Return the tiles of a tensor, packed when they are first asked for.
+
+    Inside of `together.packing` their bytes are there when it ends.
 
     Raises:
         UnsupportedOp: its format has no tiles.
@@ -116,12 +120,13 @@ def tiles_of(op_name: str, tensor: QuantTensor) -> Tiles:
     layout = layout_of(op_name, tensor.format)
     codes = tensor.planes["codes" if "codes" in tensor.planes else "blocks"]
     key = id(codes)
+    others = _unfinished.get(key)
+    if others is not None and others is not together.current():
+        others.ended.wait()
     if key not in _packed:
         refuse_in_window("pack weights into tiles")
-        _packed[key] = _load_or_pack(layout, tensor)
+        _packed[key] = _load_or_pack(layout, tensor, key)
         weakref.finalize(codes, _packed.pop, key, None)
-        for plane in tensor.planes.values():
-            give_back(plane)
     return _packed[key]
 
 
@@ -130,10 +135,39 @@ def is_packed(tensor: QuantTensor) -> bool:
     return any(id(plane) in _packed for plane in tensor.planes.values())
 
 
-def _load_or_pack(layout: Layout | BlockLayout, tensor: QuantTensor) -> Tiles:
-    cache = TileCache.get()
-    if cache is None:
-        return pack(layout, tensor)
+def _load_or_pack(layout: Layout | BlockLayout, tensor: QuantTensor, place: int) -> Tiles:
+    cache, here = TileCache.get(), together.current()
+    if cache is None and here is not None:
+        return _queue(layout, tensor, place, here)
+    tiles = pack(layout, tensor) if cache is None else _load_or_store(cache, layout, tensor)
+    _give_back(tensor)
+    return tiles
+
+
+def _queue(
+    layout: Layout | BlockLayout, tensor: QuantTensor, place: int, here: together.Together
+) -> Tiles:
+    packed, parts = _parts(layout, tensor)
+
+    def done() -> None:
+        _unfinished.pop(place, None)
+        _give_back(tensor)
+
+    def failed() -> None:
+        _packed.pop(place, None)
+        _unfinished.pop(place, None)
+
+    _unfinished[place] = here
+    here.add(parts, tensor.nbytes, done, failed)
+    return packed
+
+
+def _give_back(tensor: QuantTensor) -> None:
+    for plane in tensor.planes.values():
+        give_back(plane)
+
+
+def _load_or_store(cache: TileCache, layout: Layout | BlockLayout, tensor: QuantTensor) -> Tiles:
     key, tiles = key_of(layout, tensor, VERSION), _room(layout, tensor)
     if not cache.read(key, tiles.data):
         tiles = pack(layout, tensor)  # into other memory: parts of a damaged file may be in this
@@ -143,34 +177,35 @@ def _load_or_pack(layout: Layout | BlockLayout, tensor: QuantTensor) -> Tiles:
 
 def pack(layout: Layout | BlockLayout, tensor: QuantTensor) -> Tiles:
     """Pack a tensor."""
+    packed, parts = _parts(layout, tensor)
+    together.run(parts)
+    return packed
+
+
+def _parts(layout: Layout | BlockLayout, tensor: QuantTensor) -> tuple[Tiles, list[together.Part]]:
+    """Return the tiles of a tensor before they are filled, and what fills them."""
     packed = _room(layout, tensor)
     if isinstance(layout, BlockLayout):
-        order = np.array(layout.order, np.int64)
-        source: NamedTuple = block_source(layout, tensor, order, packed.data)
+        beside = np.array(layout.order, np.int64)
+        source: NamedTuple = block_source(layout, tensor, beside, packed.data)
         kernel = pack_blocks
     else:
-        source = _source(layout, tensor, packed)
+        source, beside = _source(layout, tensor, packed)
         kernel = _pack_ternary if layout.code == "ternary" else _pack_lanes
     form = np.array(list(words(source)), np.int64)
     call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(kernel.address)
     tiles = tiles_in(tensor.shape)
     step = max(1, _CHUNK // packed.tile_bytes)
-    starts = range(0, tiles, step)
-    threads = usable_cpus()
+    read = (tensor, packed, beside)
 
-    def part(first: int) -> None:
+    def part(first: int, _alive: object = read) -> None:  # what the addresses lead to
         call(form.ctypes.data, first, min(first + step, tiles))
 
-    if len(starts) == 1 or threads == 1:
-        for start in starts:
-            part(start)
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(part, starts))
-    return packed
+    return packed, [partial(part, start) for start in range(0, tiles, step)]
 
 
-def _source(layout: Layout, tensor: QuantTensor, packed: Tiles) -> Source:
+def _source(layout: Layout, tensor: QuantTensor, packed: Tiles) -> tuple[Source, np.ndarray]:
+    """Return what is packed, and the scales, which may be an array that nothing else holds."""
     fmt, planes = tensor.format, tensor.planes
     *lead, n, k = tensor.shape
     experts = lead[0] if lead else 1
@@ -197,7 +232,7 @@ def _source(layout: Layout, tensor: QuantTensor, packed: Tiles) -> Source:
     else:
         codes, scales, group = planes["blocks"], planes["scales"], UNIT
         stride, step = k // 2, scales.itemsize
-    return Source(
+    return Source(  # its addresses live as long as the arrays
         n=n,
         k=k,
         tiles=packed.per_expert,
@@ -218,7 +253,7 @@ def _source(layout: Layout, tensor: QuantTensor, packed: Tiles) -> Source:
         mask=0x80808080 if layout.code == "int8" and not SIGNED else 0,
         by_row=int(layout.scale == "row"),
         target=packed.data.ctypes.data,
-    )
+    ), scales
 
 
 def _room(layout: Layout | BlockLayout, tensor: QuantTensor) -> Tiles:
@@ -227,7 +262,7 @@ def _room(layout: Layout | BlockLayout, tensor: QuantTensor) -> Tiles:
     factor = 0.5 if isinstance(tensor.format, Mxfp4) else 1.0
     if isinstance(tensor.format, Ternary):
         factor = float(tensor.format.multiplier(tensor.planes))
-    data = allocate(layout.nbytes(tensor.shape))
+    data = fetched(layout.nbytes(tensor.shape))
     return Tiles(layout, data, -(-n // ROWS), layout.tile_bytes(k), factor)
 
 

@@ -24,13 +24,13 @@ from functools import cache
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel
+from cpu_fallback.lanes.late import cgutils, i64, void
 from cpu_fallback.lanes.memory import emit_load, emit_store
 from cpu_fallback.lanes.simd import emit_fma
-from cpu_fallback.lanes.vector import F32, I32, constant, i64, op, spread, void
+from cpu_fallback.lanes.vector import F32, I32, constant, op, spread
 from cpu_fallback.tiles.block_product import BlockEmitter
 from cpu_fallback.tiles.byte_dots import Dots, dots_of, is_number
 from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, BlockLayout, Layout

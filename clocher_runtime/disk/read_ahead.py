@@ -1,0 +1,56 @@
+"""Reading files into the page cache while the process does something else."""
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from clocher_kernels import host_memory
+from clocher_kernels.errors import ModelError
+from clocher_runtime.disk.files import open_regular
+
+_BLOCK = 8 << 20
+_SAMPLES = 16
+
+
+def read_ahead(paths: Sequence[Path]) -> None:
+    """Let a thread read files that somebody will map, unless the system has them in memory.
+
+    Whoever reads a mapped file waits for every page; this reads in large blocks. Nothing happens
+    where it cannot be told what is in memory (other than Linux), or where half of the memory that
+    is left would not hold the files. Errors are left to whoever needs the bytes.
+    """
+    left = host_memory.available()
+    if left is None or not hasattr(os, "RWF_NOWAIT"):
+        return
+    try:
+        absent = [path for path in paths if not _is_cached(path)]
+        if not absent or sum(os.path.getsize(path) for path in absent) > left // 2:
+            return
+    except (OSError, ModelError):
+        return
+    threading.Thread(target=_read, args=(absent,), name="clocher-reading", daemon=True).start()
+
+
+def _is_cached(path: Path) -> bool:
+    """Return whether some pages of a file, evenly spread, are all in memory."""
+    with open_regular(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        for i in range(_SAMPLES):
+            page = [bytearray(1)]
+            try:
+                os.preadv(descriptor, page, size * i // _SAMPLES, os.RWF_NOWAIT)
+            except BlockingIOError:
+                return False
+    return True
+
+
+def _read(paths: Sequence[Path]) -> None:
+    block = bytearray(_BLOCK)
+    for path in paths:
+        try:
+            with open_regular(path) as descriptor:
+                while os.readv(descriptor, [block]):
+                    pass
+        except (OSError, ModelError):
+            return
