@@ -11,7 +11,7 @@ import torch
 from random_models import make
 from transformers import PreTrainedModel
 
-from clocher_kernels.errors import FormatError, UsageError
+from clocher_kernels.errors import FormatError, UnsupportedModel, UsageError
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.load import Model, load_model
@@ -335,6 +335,7 @@ def test_who_has_no_blocks(folder: Path, causal: Model, tmp_path: Path) -> None:
         ({"mask_token_id": 1 << 20}, "mask token"),
         ({"mask_token_id": -1}, "mask_token_id"),
         ({"context": "wide"}, "context"),
+        ({"shift": True}, "shifted by one"),
     ],
 )
 def test_damaged_entries_of_a_config(
@@ -345,5 +346,5 @@ def test_damaged_entries_of_a_config(
     config = json.loads((folder / "config.json").read_text())
     config["block_diffusion"] = {"block_size": 4, "mask_token_id": 1, **change}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(FormatError, match=told):
+    with pytest.raises((FormatError, UnsupportedModel), match=told):
         load_model(open_checkpoint(tmp_path))

@@ -89,6 +89,7 @@ RUN_KEYS = [
     "outputs",
 ]
 ATTENTION_KEYS = ["mode", "selected"]
+DIFFUSION_KEYS = ["mode", "nfe", "tokens_per_nfe"]
 SPECULATION_KEYS = [
     "mode",
     "draft_model",
@@ -382,6 +383,7 @@ def test_keys_are_pinned(line_of):
     data = json.loads(to_json(line_of([[1]], max_new=2)))
     assert list(data) == RUN_KEYS
     assert list(data["attention"]) == ATTENTION_KEYS
+    assert list(data["diffusion"]) == DIFFUSION_KEYS
     assert list(data["speculation"]) == SPECULATION_KEYS
     assert list(data["speculation"]["gate"]) == ["sent", "unguessed", "unworthy"]
     assert list(data["work_touch"]) == TOUCH_KEYS
@@ -395,6 +397,7 @@ def test_the_document_lists_exactly_the_keys_in_their_order():
     assert keys == [
         *RUN_KEYS,
         *ATTENTION_KEYS,
+        *DIFFUSION_KEYS,
         *SPECULATION_KEYS,
         *TOUCH_KEYS,
         *OUTPUT_KEYS,

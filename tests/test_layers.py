@@ -75,6 +75,9 @@ LIBRARIES: dict[str, str] = {
     "clocher_runtime.text.grammar": "numpy llguidance",
     "clocher_runtime.adapters.lm_eval_model": "numpy lm_eval tqdm",
     "bench.serving": "numpy click msgspec",
+    "scripts.block_diffusion_torch": "torch safetensors",
+    "scripts.block_diffusion_torch_eval": "torch",
+    "scripts.train_block_diffusion": "torch safetensors tokenizers",
     "scripts": "numpy click rich",
     "bench": """numpy click rich jinja2 pytest torch triton cupy onnx onnxruntime llama_cpp
         matplotlib gemlite torchao bitsandbytes openvino openvino_genai""",
@@ -274,6 +277,9 @@ def test_only_declared_libraries() -> None:
         extra = {
             "bench": ("bench", "peers", "peers-cuda", "test", "cuda"),
             "clocher_kernels.cuda": ("cuda",),
+            "scripts.block_diffusion_torch": ("torch",),
+            "scripts.block_diffusion_torch_eval": ("torch",),
+            "scripts.train_block_diffusion": ("torch",),
             "clocher_runtime.quality.report": ("bench",),
             "clocher_runtime.quality.transformers_model": ("test",),
             "clocher_runtime.monitoring": ("monitoring",),

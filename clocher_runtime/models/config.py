@@ -56,11 +56,13 @@ class BlockDiffusionFields(Struct):
     Attributes:
         block_size: divides a page of the cache, so that prefixes are found at ends of blocks.
         context: see `BlockDiffusion`.
+        shift: whether the logits of a position are those of the next one (Fast-dLLM v2).
     """
 
     block_size: Literal[2, 4, 8, 16, 32, 64]
     mask_token_id: _TokenId
     context: Literal["causal", "block"] = "causal"
+    shift: bool = False
 
 
 class Decoder(Ends, kw_only=True):
@@ -136,6 +138,11 @@ class Decoder(Ends, kw_only=True):
         stated = self.block_diffusion
         if stated is None:
             return None
+        if stated.shift:
+            raise UnsupportedModel(
+                f"{WHERE}: block_diffusion.shift is true; logits that are shifted by one position "
+                "are not supported"
+            )
         if stated.mask_token_id >= self.vocab_size:
             raise FormatError(
                 f"{WHERE}: the mask token is {stated.mask_token_id}; expected an id below "

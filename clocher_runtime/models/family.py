@@ -42,8 +42,9 @@ class Family:
 
     Attributes:
         read: turns a config.json into a ModelSpec.
-        tensors: name within a layer, without ".weight" or ".bias" -> where it comes from; two for
-            rows that alternate. What is left out has its own name.
+        tensors: name within a layer, or of a tensor outside of them in full, without ".weight" or
+            ".bias" -> where it comes from; two for rows that alternate. What is left out has its
+            own name.
     """
 
     read: Callable[[Config], ModelSpec]
@@ -99,14 +100,15 @@ def _named(
 ) -> Iterator[tuple[str, str, int | None, slice | None]]:
     """Yield the fields of each piece, its rows by the name that `rows_of` knows."""
     match = _LAYER.fullmatch(source)
-    layer, rest = match.groups() if match else ("", "")
+    layer, rest = match.groups() if match else ("", source)
+    prefix = f"model.layers.{layer}." if match else ""
     tail = next((end for end in _ENDINGS if rest.endswith(end)), "")
     origins = family.tensors.get(rest.removesuffix(tail))
     if origins is None:
         yield source, "all", None, None
         return
     for place, origin in enumerate(origins):
-        name = f"model.layers.{layer}.{origin.name}"
+        name = prefix + origin.name
         places = None if len(origins) == 1 else slice(place, None, len(origins))
         if "{e}" in name:
             for expert in range(need.shape[0]):

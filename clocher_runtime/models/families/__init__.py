@@ -15,6 +15,7 @@ from clocher_runtime.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from clocher_runtime.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from clocher_runtime.models.families.gpt_oss import GPT_OSS
 from clocher_runtime.models.families.granite import GRANITE, GRANITE_HYBRID
+from clocher_runtime.models.families.llada import LLADA2_MOE
 from clocher_runtime.models.families.llama import LLAMA, SMOLLM3
 from clocher_runtime.models.families.llama4 import LLAMA4
 from clocher_runtime.models.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
@@ -50,6 +51,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
         "DeepseekV2ForCausalLM": DEEPSEEK_V2,
         "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+        "LLaDA2MoeModelLM": LLADA2_MOE,
     }
 )
 

@@ -86,19 +86,8 @@ class _DeepSeek(Decoder, kw_only=True):
         Args:
             best: experts that speak for a group.
         """
-        count, top = self.n_group or 1, self.topk_group or 1
-        if count <= 1:
-            return {}
-        experts = self.n_routed_experts
-        if experts % count or top > count or experts // count < best:
-            raise FormatError(
-                f"{WHERE}: {experts} experts in {count} groups (n_group), of which {top} are "
-                f"chosen from (topk_group); expected groups of one size, at least {best} experts "
-                "each, and no more chosen groups than there are"
-            )
-        if (self.num_experts_per_tok or 0) > experts // count * top:
-            raise FormatError(f"{WHERE}: more experts per token than {top} groups have")
-        return {"groups": count, "group_top": top, "group_best": best}
+        experts, active = self.n_routed_experts, self.num_experts_per_tok or 0
+        return expert_groups(experts, active, self.n_group, self.topk_group, best)
 
     def _stretched(self) -> float:
         """Return what YaRN multiplies queries and keys by, each."""
@@ -108,6 +97,33 @@ class _DeepSeek(Decoder, kw_only=True):
             return 1.0
         mscale = fields.get("mscale_all_dim", 0.0)
         return magnitude(self.rope().factor, float(mscale)) if mscale else 1.0
+
+
+def expert_groups(
+    experts: int, active: int, count: int | None, top: int | None, best: int
+) -> dict[str, Any]:
+    """Return the fields of MoeSpec that say from how many groups of experts a token chooses.
+
+    Args:
+        experts: their number; `active` those that a token has.
+        count: groups (n_group), of which it chooses from `top` (topk_group).
+        best: experts that speak for a group.
+
+    Raises:
+        FormatError: the groups do not fit the experts.
+    """
+    count, top = count or 1, top or 1
+    if count <= 1:
+        return {}
+    if experts % count or top > count or experts // count < best:
+        raise FormatError(
+            f"{WHERE}: {experts} experts in {count} groups (n_group), of which {top} are "
+            f"chosen from (topk_group); expected groups of one size, at least {best} experts "
+            "each, and no more chosen groups than there are"
+        )
+    if active > experts // count * top:
+        raise FormatError(f"{WHERE}: more experts per token than {top} groups have")
+    return {"groups": count, "group_top": top, "group_best": best}
 
 
 def _fields(rope: RopeSpec) -> dict[str, Any]:
