@@ -25,11 +25,11 @@ import numpy as np
 from bench.measure import ratio
 from bench.ops.experiment import Row, experiment, turns
 from clocher_kernels.formats import parse_format
+from clocher_kernels.ops.rewrite import quantize_activations
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import encode
 from clocher_runtime.engine.footprint import ACT_GROUP
 from clocher_runtime.engine.topology import cpu_name
-from clocher_runtime.models.rewrite import quantize_activations
 from cpu_fallback.executor import CpuExecutor
 
 SHAPES = {

@@ -20,9 +20,9 @@ import numpy as np
 
 from bench.measure import ratio
 from bench.ops.experiment import FILE, Row, experiment, opened, turns
+from clocher_kernels.ops.rewrite import takes_int8
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.engine.load import Model
-from clocher_runtime.models.rewrite import takes_int8
 from cpu_fallback.team.large_pages import allocate
 from cpu_fallback.tiles import tile_pack
 from cpu_fallback.tiles.layout import layout_of

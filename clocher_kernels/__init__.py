@@ -1,1 +1,21 @@
-"""What every back end shares: errors, formats, the op table with its NumPy references, the Plan."""
+"""What every back end shares: errors, formats, the op table with its NumPy references, the Plan.
+
+`quantize` and `linear` are the kernels for NumPy arrays; `clocher_kernels.torch` is the
+same for torch.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from clocher_kernels.library.arrays import linear, quantize
+
+__all__ = ["linear", "quantize"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load what needs Numba when it is asked for."""
+    if name in __all__:
+        from clocher_kernels.library import arrays
+
+        return getattr(arrays, name)
+    raise AttributeError(f"module 'clocher_kernels' has no attribute {name!r}")

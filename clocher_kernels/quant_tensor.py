@@ -9,7 +9,7 @@ from clocher_kernels.errors import ShapeError
 from clocher_kernels.formats.base import Format
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class QuantTensor:
     """A tensor as it is stored.
 

@@ -45,6 +45,7 @@ class CpuExecutor:
         packing: called with (MiB done, MiB in all) while weights are packed, if they are many.
         beside: another one whose team does the work, so that no core has two threads of theirs. One
             of them steps at a time, and this one is closed first.
+        memory: arrays to use as buffers, by name, at capacity; others are allocated.
 
     Raises:
         OutOfMemory: the packed weights do not fit in memory.
@@ -64,14 +65,19 @@ class CpuExecutor:
         hints: Hints | None = None,
         packing: Progress | None = None,
         beside: "CpuExecutor | None" = None,
+        memory: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         self.plan = plan
+        memory = memory or {}
         threads = beside._team.threads if beside is not None else threads
         self._packing = packing
         hints = hints or Hints()
         self._copied = hints.copied
         self._values: dict[str, Value] = {
-            **{name: _allocate(buffer) for name, buffer in plan.buffers.items()},
+            **{
+                name: memory[name] if name in memory else _allocate(buffer)
+                for name, buffer in plan.buffers.items()
+            },
             **plan.consts,
             **{name: weights[name] for name in plan.weights},
         }

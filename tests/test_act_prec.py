@@ -10,15 +10,15 @@ from clocher_kernels.formats import parse_format
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.contract import FP32
 from clocher_kernels.ops.quantize import BITNET, fake_quantize
-from clocher_kernels.plan import Buffer, Call, Plan
-from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_kernels.reference import ReferenceExecutor
-from clocher_runtime.models.rewrite import (
+from clocher_kernels.ops.rewrite import (
     ROUNDED,
     quantize_activations,
     quantize_for_ternary,
     round_activations,
 )
+from clocher_kernels.plan import Buffer, Call, Plan
+from clocher_kernels.quant_tensor import QuantTensor, encode
+from clocher_kernels.reference import ReferenceExecutor
 from cpu_fallback.executor import CpuExecutor
 
 M, N, K = 3, 24, 256

@@ -32,6 +32,8 @@ cpu_fallback.drafts
 cpu_fallback.tiles
 cpu_fallback.ops
 cpu_fallback.executor
+clocher_kernels.library
+clocher_kernels.torch
 clocher_runtime.signals clocher_runtime.exit_codes
 clocher_runtime.disk
 clocher_runtime.models
@@ -65,6 +67,7 @@ FLAT = {"clocher_runtime": 5, "cpu_fallback": 2, "clocher_kernels": 8}
 LIBRARIES: dict[str, str] = {
     "clocher_kernels": "numpy",
     "clocher_kernels.cuda": "numpy torch triton cupy pynvml",
+    "clocher_kernels.torch": "numpy torch",
     "cpu_fallback": "numpy numba llvmlite",
     "clocher_runtime": "numpy msgspec tokenizers jinja2 click rich huggingface_hub re2",
     "clocher_runtime.quality.report": "matplotlib",
@@ -74,6 +77,7 @@ LIBRARIES: dict[str, str] = {
         prometheus_client""",
     "clocher_runtime.text.grammar": "numpy llguidance",
     "clocher_runtime.adapters.lm_eval_model": "numpy lm_eval tqdm",
+    "clocher_runtime.adapters.transformers_quantizer": "torch transformers",
     "bench.serving": "numpy click msgspec",
     "scripts.block_diffusion_torch": "torch safetensors",
     "scripts.block_diffusion_torch_eval": "torch",
@@ -280,12 +284,14 @@ def test_only_declared_libraries() -> None:
             "scripts.block_diffusion_torch": ("torch",),
             "scripts.block_diffusion_torch_eval": ("torch",),
             "scripts.train_block_diffusion": ("torch",),
+            "clocher_kernels.torch": ("torch",),
             "clocher_runtime.quality.report": ("bench",),
             "clocher_runtime.quality.transformers_model": ("test",),
             "clocher_runtime.monitoring": ("monitoring",),
             "clocher_runtime.serve": ("serve",),
             "clocher_runtime.text.grammar": ("serve",),
             "clocher_runtime.adapters.lm_eval_model": ("eval",),
+            "clocher_runtime.adapters.transformers_quantizer": ("transformers",),
         }.get(package, ())
         declared = core.union(*(names_of(extras[name]) for name in extra))
         allowed = {PROVIDED_BY.get(n, n) for n in declared} & set(LIBRARIES[package].split())

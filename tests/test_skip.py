@@ -13,13 +13,13 @@ from bench.skip import DENSE, planted, zeros_by_layer
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats import parse_format
 from clocher_kernels.ops.quantize import BITNET, quantize
+from clocher_kernels.ops.rewrite import skip_zeros
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.convert.synthetic import Precision, plan_synthesis
 from clocher_runtime.engine.footprint import footprint
 from clocher_runtime.engine.load import Destined, Model, load_model
 from clocher_runtime.engine.session import Session
-from clocher_runtime.models.rewrite import skip_zeros
 from cpu_fallback.tiles.neurons import lines_of, nbytes_of, pack
 from tests.one_op import run
 

@@ -8,6 +8,7 @@ from typing import cast
 from clocher_kernels.errors import UsageError
 from clocher_kernels.host_memory import require
 from clocher_kernels.ops.contract import has_codes
+from clocher_kernels.ops.rewrite import round_activations, skip_zeros
 from clocher_kernels.plan import Plan
 from clocher_runtime.engine.act_sparsity import Walker, act_sparsity, calibrate, drop_inputs
 from clocher_runtime.engine.arguments import one_of
@@ -17,7 +18,6 @@ from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.pages import KvPages
 from clocher_runtime.models.build import PAGE_CELLS, build_plan
 from clocher_runtime.models.inventory import SCOPES, in_scope
-from clocher_runtime.models.rewrite import round_activations, skip_zeros
 
 
 @dataclass(frozen=True, slots=True)

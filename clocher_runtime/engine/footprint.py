@@ -12,6 +12,7 @@ from clocher_kernels.formats.base import Format
 from clocher_kernels.ops import matrices
 from clocher_kernels.ops.attention import KV_DTYPES
 from clocher_kernels.ops.contract import has_codes
+from clocher_kernels.ops.rewrite import quantize_activations, skip_zeros, twice_packed
 from clocher_kernels.plan import Plan
 from clocher_runtime.engine.arguments import one_of, shown, whole
 from clocher_runtime.engine.backends import BACK_ENDS
@@ -19,7 +20,6 @@ from clocher_runtime.engine.load import Destined
 from clocher_runtime.engine.pages import window_pages
 from clocher_runtime.models.build import PAGE_CELLS, lay_out, table_bytes
 from clocher_runtime.models.inventory import in_scope, inventory
-from clocher_runtime.models.rewrite import quantize_activations, skip_zeros, twice_packed
 from clocher_runtime.models.selection import Selection, parse_selection
 from clocher_runtime.models.spec import ModelSpec
 from clocher_runtime.speculation.recycle import CANDIDATES

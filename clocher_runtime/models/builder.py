@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.formats.ternary import Ternary
+from clocher_kernels.ops.rewrite import quantize_for_ternary
 from clocher_kernels.ops.sampling import words_for
 from clocher_kernels.ops.selection import WORD
 from clocher_kernels.plan import Attr, Buffer, Call, Plan, Role, Rows
 from clocher_runtime.models.inventory import EMBED, NORM, head_name, layer_name, mlp_norm_name
-from clocher_runtime.models.rewrite import quantize_for_ternary
 from clocher_runtime.models.selection import PAGE_CELLS, Selection
 from clocher_runtime.models.spec import MlaSpec, ModelSpec, MoeSpec, QueryGrowth
 

@@ -10,9 +10,9 @@ from typing import Protocol
 import numpy as np
 
 from clocher_kernels.ops import OPS, of_experts, written
+from clocher_kernels.ops.rewrite import CODES
 from clocher_kernels.plan import Call
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.models.rewrite import CODES
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ class Team:
             raise UsageError(f"a team of {threads} threads; expected at least 1, at most 65535")
         self.threads = threads
         self.work = self._laid = Work(threads, words, scratch)
-        self._others: list[Work] = []
+        self._others: weakref.WeakSet[Work] = weakref.WeakSet()
         self._adaptive = adaptive and threads > 1
         self._placement = placement or Placement()
         self._control = aligned(8 * (sync.LOST + sync.LINE * threads)).view(np.int64)
@@ -118,8 +118,9 @@ class Team:
 
     def take_on(self, words: np.ndarray | Sequence[np.ndarray], scratch: int) -> Work:
         """Return something else that `step` can be given; see `Work`."""
-        self._others.append(Work(self.threads, words, scratch))
-        return self._others[-1]
+        work = Work(self.threads, words, scratch)
+        self._others.add(work)
+        return work
 
     def step(self, tokens: int, rows: int, work: Work | None = None) -> None:
         """Execute a tape for this many tokens and output rows; None: the team's own."""

@@ -1,0 +1,107 @@
+"""The kernels for people with NumPy arrays: `quantize` a matrix, multiply by it with `linear`."""
+
+import re
+import weakref
+
+import numpy as np
+
+from clocher_kernels.errors import ShapeError, UsageError
+from clocher_kernels.formats import Bsr, Format, parse_format
+from clocher_kernels.library.host import Bound, call
+from clocher_kernels.ops import OPS
+from clocher_kernels.quant_tensor import QuantTensor, encode
+
+_SHORT = (
+    (re.compile("int4_(g[0-9]+)"), r"int4_sym_\1_f16"),
+    (re.compile("int8_(g[0-9]+)"), r"int8_\1_f16"),
+    (re.compile("int8"), "int8_row_f32"),
+    (re.compile("fp8"), "fp8_e4m3_row_f32"),
+)
+_bound: "weakref.WeakKeyDictionary[QuantTensor, Bound]" = weakref.WeakKeyDictionary()
+
+
+def format_of(name: str | Format) -> Format:
+    """Return the format of a name, or of a short one: "int4_g128", "int8", "int8_g64", "fp8".
+
+    Raises:
+        FormatError: no format has this name.
+        UsageError: it is not a name.
+    """
+    if isinstance(name, Format):
+        return name
+    if not isinstance(name, str):
+        raise UsageError(f"format is {name!r}; expected a name, as 'int4_g128' or 'mxfp4'")
+    for pattern, spelled in _SHORT:
+        if found := pattern.fullmatch(name):
+            return parse_format(found.expand(spelled))
+    return parse_format(name)
+
+
+def quantize(values: np.ndarray, fmt: str | Format) -> QuantTensor:
+    """Return a matrix in a format, by rounding to nearest.
+
+    Args:
+        values: floats [N, K], or [E, N, K] of experts.
+        fmt: name of any format, or one of the short names of `format_of`.
+
+    Raises:
+        FormatError: no format has this name, or it cannot hold a value.
+        ShapeError: it cannot hold this shape.
+    """
+    if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
+        raise UsageError(f"values are {type(values).__name__}; expected an array of floats [N, K]")
+    fmt = format_of(fmt)
+    values = np.ascontiguousarray(values, np.float32)
+    if isinstance(fmt, Bsr):
+        fmt = Bsr.for_values(values, fmt.block, fmt.inner)
+    return encode(values, fmt)
+
+
+def linear(
+    x: np.ndarray,
+    w: QuantTensor,
+    bias: np.ndarray | None = None,
+    residual: np.ndarray | None = None,
+    *,
+    act_prec: str = "",
+    threads: int | None = None,
+) -> np.ndarray:
+    """Return x W^T + bias + residual on the CPU, fp32 [..., N].
+
+    The first call packs the weight, and compiles kernels if this machine has not yet; both are kept
+    as long as `w` is. Any number of threads may call; they take turns.
+
+    Args:
+        x: floats [..., K].
+        w: logical [N, K], any format, block-sparse ones too; it must not change.
+        bias: [N] fp32; it must not be replaced by another one at each call.
+        residual: floats [..., N].
+        act_prec: "int8": what integer weights multiply is rounded to int8, a scale for each 128
+            columns; "fp32": it is not; "": as "int8". Float weights always meet fp32.
+        threads: None: as many as this process may use.
+
+    Raises:
+        ShapeError: the arrays do not fit together.
+        UnsupportedOp: there is no kernel for the format.
+    """
+    if not isinstance(w, QuantTensor) or len(w.shape) != 2:
+        raise UsageError("w: expected a QuantTensor [N, K]; make one with clocher_kernels.quantize")
+    x = np.asarray(x)
+    if x.dtype.kind != "f" or not x.ndim or x.shape[-1] != w.shape[1]:
+        raise ShapeError(
+            f"linear: x is {x.dtype}{list(x.shape)}; expected floats [..., {w.shape[1]}]"
+        )
+    n, k = w.shape
+    values = {"x": np.asarray(x, np.float32).reshape(-1, k), "w": w}
+    if bias is not None:
+        values["bias"] = bias
+    if residual is not None:
+        if residual.shape != (*x.shape[:-1], n):
+            raise ShapeError(
+                f"linear: residual has shape {list(residual.shape)}; expected {[*x.shape[:-1], n]}"
+            )
+        values["residual"] = np.asarray(residual, np.float32).reshape(-1, n)
+    op = OPS["bsr_linear" if isinstance(w.format, Bsr) else "linear"]
+    bound = _bound.setdefault(w, {})
+    y = call(op, values, {}, bound, act_prec=act_prec, threads=threads)["y"]
+    return y.reshape(*x.shape[:-1], n)

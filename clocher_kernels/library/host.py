@@ -1,0 +1,245 @@
+"""Single ops on the CPU: bound once for a weight, then executed on arrays of any number of tokens.
+
+A bound op is a `CpuExecutor` whose Plan is that one op. All of them share one team of threads, and
+the memory of their inputs and outputs, so that a layer costs its packed weight and a tape.
+"""
+
+import os
+import threading
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import cache
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from clocher_kernels.dtypes import STORAGE
+from clocher_kernels.errors import ShapeError, UsageError
+from clocher_kernels.library.signature import (
+    checked_attributes,
+    facts,
+    one_of_act_prec,
+    op_plan,
+    shapes_of,
+    sizes_of,
+)
+from clocher_kernels.ops.contract import OpSpec, Param, Value, rows_of
+from clocher_kernels.plan import Attr, Plan
+from clocher_kernels.quant_tensor import QuantTensor
+from cpu_fallback.executor import CpuExecutor
+from cpu_fallback.team.placement import usable_cpus
+from cpu_fallback.team.team import aligned
+
+Bound = dict[Any, "BoundOp"]
+"""What was bound to a weight, or to a cache: by op, capacity, threads, settings and arrays."""
+
+_FEW, _MANY = 16, 256
+"""Capacities of Plans in tokens; more tokens are taken in pieces."""
+
+
+class Host:
+    """A team of threads, what it works on, and the lock of who works.
+
+    Args:
+        threads: size of the team, the calling thread included.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.lock = threading.RLock()
+        self.executor = CpuExecutor(Plan(1, 1, {}, {}, (), ()), {}, threads)
+        self._memory: dict[str, np.ndarray] = {}
+
+    def room(self, name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        """Return an array for a buffer; those of one name share their memory."""
+        storage = STORAGE[dtype]
+        nbytes = prod(shape) * storage.itemsize
+        if name not in self._memory or self._memory[name].nbytes < nbytes:
+            self._memory[name] = aligned(nbytes)
+        return self._memory[name][:nbytes].view(storage).reshape(shape)
+
+
+@cache
+def _host(threads: int, process: int) -> Host:
+    return Host(threads)
+
+
+def host(threads: int | None = None) -> Host:
+    """Return the team of a size; None: a thread for each CPU that this process may use.
+
+    Raises:
+        UsageError: it is not a number of threads.
+    """
+    threads = usable_cpus() if threads is None else threads
+    if not isinstance(threads, int) or threads < 1:
+        raise UsageError(f"threads is {threads!r}; expected a whole number from 1")
+    return _host(threads, os.getpid())
+
+
+def awake(threads: int | None = None) -> AbstractContextManager[None]:
+    """Return a context in which the team does not sleep between two calls.
+
+    It pays around a loop that calls ops one after another, and costs the CPUs meanwhile.
+    """
+    return host(threads).executor.running()
+
+
+class BoundOp:
+    """An op with its weights and settings, for any number of tokens.
+
+    Args:
+        spec: the op.
+        plan: of this op alone.
+        values: matrices and vectors, and the arrays that are used where they lie.
+        team: who executes it.
+    """
+
+    def __init__(self, spec: OpSpec, plan: Plan, values: Mapping[str, Value], team: Host) -> None:
+        self._team, self._values = team, dict(values)
+        memory: dict[str, np.ndarray] = {}
+        for name, buffer in plan.buffers.items():
+            there = values.get(name)
+            own = isinstance(there, np.ndarray)
+            memory[name] = there if own else team.room(name, buffer.shape, buffer.dtype)  # type: ignore[assignment]
+        weights = {name: values[name] for name in plan.weights}
+        self._executor = CpuExecutor(
+            plan, weights, team.executor._team.threads, beside=team.executor, memory=memory
+        )
+        self._memory = memory
+        staged = [p for p in spec.params if p.name in plan.buffers and p.name not in values]
+        self._ins = [p for p in staged if p.kind == "in"]
+        self._outs = [p for p in staged if p.kind == "out"]
+
+    def run(self, values: Mapping[str, Value], tokens: int) -> dict[str, np.ndarray]:
+        """Return the outputs for some tokens.
+
+        Args:
+            values: arrays by parameter; those that were bound are left alone.
+            tokens: of this call.
+        """
+        capacity = self._executor.plan.tokens
+        outs = {
+            p.name: np.empty((tokens, *self._memory[p.name].shape[1:]), self._memory[p.name].dtype)
+            for p in self._outs
+        }
+        with self._team.lock, self._executor.running():
+            for first in range(0, tokens, capacity):
+                count = min(capacity, tokens - first)
+                for p in self._ins:
+                    value, room = values[p.name], self._memory[p.name]
+                    assert isinstance(value, np.ndarray)
+                    if rows_of(p):
+                        room[:count] = value[first : first + count]
+                    else:
+                        room[...] = value
+                self._executor.step(count, 1)
+                for name, out in outs.items():
+                    out[first : first + count] = self._memory[name][:count]
+        return outs
+
+
+def call(
+    spec: OpSpec,
+    values: Mapping[str, Value],
+    attrs: Mapping[str, Attr],
+    bound: Bound,
+    *,
+    more: Mapping[str, int] | None = None,
+    act_prec: str = "",
+    threads: int | None = None,
+) -> dict[str, np.ndarray]:
+    """Execute an op on arrays and return its outputs by parameter.
+
+    Args:
+        spec: an op of `signature.LIBRARY`.
+        values: arrays and matrices by parameter, those of the contract's types. Matrices, vectors
+            and caches are used where they lie and stay as they are while `bound` is kept.
+        attrs: attributes of the call.
+        bound: what was bound before; what is bound now is added.
+        more: sizes that no argument tells.
+        act_prec: "int8" or "fp32"; "": int8 for what integer weights multiply.
+        threads: size of the team; None: as many as this process may use.
+
+    Raises:
+        ShapeError: an array does not fit the contract.
+        UnsupportedOp: there is no kernel for this format.
+        UsageError: a setting cannot be used.
+    """
+    attrs = checked_attributes(spec, attrs)
+    one_of_act_prec(act_prec)
+    sizes = sizes_of(spec, shapes_of(values), more or {})
+    _require(spec, values, more or {})
+    tokens = sizes["M"]
+    capacity = _FEW if tokens <= _FEW else _MANY
+    team = host(threads)
+    there = [p for p in spec.params if p.name in values]
+    kept = {p.name: values[p.name] for p in there if stays(p)}
+    signature = tuple((p.name, p.name in kept or values[p.name].shape[1:]) for p in there)
+    objects = tuple(id(each) for each in kept.values() if isinstance(each, np.ndarray))
+    setting = (tuple(attrs.items()), tuple((more or {}).items()), act_prec)
+    key = (spec.name, capacity, id(team), signature, setting, objects, _types(values))
+    if key not in bound:
+        with team.lock:
+            bound[key] = _bind(spec, values, kept, attrs, sizes, capacity, act_prec, team)
+    return bound[key].run(values, tokens)
+
+
+def _bind(
+    spec: OpSpec,
+    values: Mapping[str, Value],
+    kept: Mapping[str, Value],
+    attrs: Mapping[str, Attr],
+    sizes: Mapping[str, int],
+    capacity: int,
+    act_prec: str,
+    team: Host,
+) -> BoundOp:
+    shapes = {
+        p.name: (capacity, *values[p.name].shape[1:]) if rows_of(p) else values[p.name].shape
+        for p in spec.params
+        if p.name in values
+    }
+    formats = {n: v.format for n, v in values.items() if isinstance(v, QuantTensor)}
+    dtypes = {p.name: _dtype(p, values[p.name], attrs) for p in spec.params if p.name in shapes}
+    dtypes = {name: dtype for name, dtype in dtypes.items() if name not in formats}
+    plan = op_plan(
+        spec, shapes, dtypes, formats, {**sizes, "M": capacity}, attrs, act_prec or "int8"
+    )
+    # Another object than the caller's, so that what is bound goes when the caller's does.
+    own = {
+        name: QuantTensor(v.shape, v.format, v.planes) if isinstance(v, QuantTensor) else v
+        for name, v in kept.items()
+    }
+    return BoundOp(spec, plan, own, team)
+
+
+def stays(param: Param) -> bool:
+    """Return whether an argument is used where it lies: weights, and planes of caches."""
+    return param.kind in ("matrix", "vector", "inout") or "P" in param.letters
+
+
+def _require(spec: OpSpec, values: Mapping[str, Value], more: Mapping[str, int]) -> None:
+    for param in spec.params:
+        if param.kind != "out" and not param.optional and param.name not in values:
+            raise ShapeError(f"{spec.name}: no argument for {param.name!r}")
+    for letter in facts(spec.name).untold:
+        if letter not in more:
+            raise UsageError(f"{spec.name}: give the size {letter} of its outputs")
+    for name, value in values.items():
+        if isinstance(value, np.ndarray):
+            known = spec.param(name).dtypes
+            if known and value.dtype not in [STORAGE[d] for d in known]:
+                expected = " or ".join(str(STORAGE[d]) for d in known)
+                raise ShapeError(f"{spec.name}: {name!r} is {value.dtype}; expected {expected}")
+
+
+def _types(values: Mapping[str, Value]) -> tuple[str, ...]:
+    return tuple(str(v.dtype) for v in values.values() if isinstance(v, np.ndarray))
+
+
+def _dtype(param: Param, value: Value, attrs: Mapping[str, Attr]) -> str:
+    """Return the element type of an argument."""
+    if isinstance(value, QuantTensor):
+        return ""
+    known = param.dtypes or (str(attrs["kv_dtype"]),)
+    return next((d for d in known if STORAGE[d] == value.dtype), known[0])

@@ -1,0 +1,205 @@
+"""`torch.ops.clocher`: the ops of `LIBRARY`, schemas and fake kernels made from the contracts.
+
+A matrix is three arguments: its planes as a list of tensors, its format's name and its logical
+shape. Attributes, and sizes of outputs that no argument tells, come after the star. Outputs are
+returned, in fp32 or, if the contract lets a GPU store
+them narrow, in the type of the first argument.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+from clocher_kernels.errors import DeviceError, ShapeError
+from clocher_kernels.library.host import Bound, call, stays
+from clocher_kernels.library.signature import (
+    LIBRARY,
+    facts,
+    one_of_act_prec,
+    sizes_of,
+)
+from clocher_kernels.ops import OPS as CONTRACTS
+from clocher_kernels.ops.contract import OpSpec, Param
+from clocher_kernels.torch.stored import TYPES, as_numpy, host_matrix, kept
+
+Arguments = Mapping[str, Any]
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_SCHEMA_TYPES = {int: "int", float: "float", str: "str", bool: "bool"}
+
+
+def schema_of(spec: OpSpec) -> str:
+    """Return an op's signature, as torch writes them."""
+    mutated, args = 0, []
+    for p in facts(spec.name).given:
+        if p.kind == "matrix":
+            args.append(f"Tensor[] {p.name}")
+            continue
+        alias = f"(a{mutated}!)" if p.kind == "inout" else ""
+        mutated += p.kind == "inout"
+        args.append(f"Tensor{alias}{'? ' + p.name + '=None' if p.optional else ' ' + p.name}")
+    args.append("*")
+    for p in spec.params:
+        if p.kind == "matrix":
+            args += [f"str {p.name}_format", f"SymInt[] {p.name}_shape"]
+    args += [f"SymInt {letter}" for letter in facts(spec.name).untold]
+    by_default = sorted(
+        facts(spec.name).attributes.items(), key=lambda a: a[1].default is not _EMPTY
+    )
+    for name, each in by_default:
+        default = f'"{each.default}"' if each.type is str else each.default
+        said = "" if each.default is _EMPTY else f"={default}"
+        args.append(f"{_SCHEMA_TYPES[each.type]} {name}{said}")
+    if _takes_codes(spec):
+        args.append('str act_prec=""')
+    outs = ", ".join(["Tensor"] * len(facts(spec.name).outputs))
+    return f"({', '.join(args)}) -> {outs if len(facts(spec.name).outputs) == 1 else f'({outs})'}"
+
+
+_EMPTY = inspect.Parameter.empty
+
+
+def _takes_codes(spec: OpSpec) -> bool:
+    return any("i8" in p.dtypes for p in spec.params if p.kind == "in")
+
+
+def _arguments(spec: OpSpec, positional: Sequence[Any], named: Arguments) -> dict[str, Any]:
+    """Return the arguments of a call by name, those that are there."""
+    names = [p.name for p in facts(spec.name).given]
+    whole = {**dict(zip(names, positional, strict=False)), **named}
+    return {name: value for name, value in whole.items() if value is not None}
+
+
+def sizes(spec: OpSpec, found: Arguments) -> dict[str, Any]:
+    """Return what the dimension letters stand for, checked."""
+    shapes = {
+        p.name: found[f"{p.name}_shape"] if p.kind == "matrix" else found[p.name].shape
+        for p in facts(spec.name).given
+        if p.name in found
+    }
+    told: dict[str, Any] = sizes_of(spec, shapes, {n: found[n] for n in facts(spec.name).untold})
+    return told
+
+
+def type_of(spec: OpSpec, param: Param, found: Arguments) -> torch.dtype:
+    """Return the type of an output."""
+    lead = found[facts(spec.name).given[0].name].dtype
+    return lead if param.narrow and lead in _FLOATS else TYPES[param.dtypes[0]]
+
+
+def _fake(spec: OpSpec, found: Arguments) -> list[torch.Tensor]:
+    told, lead = sizes(spec, found), found[facts(spec.name).given[0].name]
+    return [
+        lead.new_empty([told[d] for d in p.letters], dtype=type_of(spec, p, found))
+        for p in facts(spec.name).outputs
+    ]
+
+
+def typed(spec: OpSpec, param: Param, tensor: torch.Tensor, attrs: Arguments) -> tuple[Any, str]:
+    """Return a tensor of a type that the contract has, and the name of the type.
+
+    Floats may be given in any of torch's three; what the contract has as fp32 becomes that.
+    """
+    known = param.dtypes or (str(attrs["kv_dtype"]),)
+    for dtype in known:
+        if tensor.dtype == TYPES[dtype]:
+            return tensor, dtype
+    if "f32" in known and param.dtypes and param.kind != "inout" and tensor.dtype in _FLOATS:
+        return tensor.float(), "f32"
+    expected = " or ".join(str(TYPES[dtype]) for dtype in known)
+    raise ShapeError(f"{spec.name}: {param.name!r} is {tensor.dtype}; expected {expected}")
+
+
+def _on_cpu(spec: OpSpec, found: Arguments) -> list[torch.Tensor]:
+    """Execute an op by the CPU's kernels, with as many threads as torch has."""
+    attrs = {name: found[name] for name in facts(spec.name).attributes if name in found}
+    values: dict[str, Any] = {}
+    bound: Bound | None = None
+    for p in facts(spec.name).given:
+        if p.name not in found:
+            continue
+        given_value = found[p.name]
+        if p.kind == "matrix":
+            whole = host_matrix(given_value, found[f"{p.name}_format"], found[f"{p.name}_shape"])
+            values[p.name], bound = whole.value, whole.bound
+            continue
+
+        def array(p: Param = p, tensor: torch.Tensor = given_value) -> np.ndarray:
+            stored, dtype = typed(spec, p, tensor.detach(), attrs)
+            return as_numpy(stored.contiguous(), dtype)
+
+        if not stays(p):
+            values[p.name] = array()
+            continue
+        is_cache = p.kind != "vector"
+        if is_cache and not given_value.is_contiguous():
+            raise ShapeError(
+                f"{spec.name}: {p.name!r} is not contiguous, and it is used where it lies; "
+                "make the cache with torch.zeros"
+            )
+        one = kept([given_value], (p.name, attrs.get("kv_dtype")), array, live=is_cache)
+        values[p.name] = one.value
+        bound = one.bound if bound is None and is_cache else bound
+    outs = call(
+        spec,
+        values,
+        attrs,
+        {} if bound is None else bound,
+        more={name: found[name] for name in facts(spec.name).untold},
+        act_prec=found.get("act_prec", ""),
+        threads=torch.get_num_threads(),
+    )
+    return [
+        torch.from_numpy(outs[p.name]).to(type_of(spec, p, found)) for p in facts(spec.name).outputs
+    ]
+
+
+def _run(spec: OpSpec, found: Arguments) -> list[torch.Tensor]:
+    lead = found[facts(spec.name).given[0].name]
+    for name, value in found.items():
+        each = value if isinstance(value, list | tuple) else [value]
+        for tensor in each:
+            if isinstance(tensor, torch.Tensor) and tensor.device != lead.device:
+                raise DeviceError(
+                    f"{spec.name}: {name!r} is on {tensor.device} and "
+                    f"{facts(spec.name).given[0].name!r} on {lead.device}; move one of them"
+                )
+    one_of_act_prec(found.get("act_prec", ""))
+    if not sizes(spec, found)["M"]:
+        return _fake(spec, found)
+    if lead.device.type == "cpu":
+        return _on_cpu(spec, found)
+    if lead.device.type == "cuda":
+        from clocher_kernels.torch.gpu import device_of, on_gpu
+
+        return on_gpu(spec, found, device_of(lead))
+    raise DeviceError(
+        f"{spec.name}: no kernel for tensors on {lead.device}; move them to the CPU or to CUDA"
+    )
+
+
+def _register(spec: OpSpec) -> Any:
+    """Register an op with torch and return it."""
+
+    def shaped(outs: list[torch.Tensor]) -> Any:
+        return None if not outs else outs[0] if len(outs) == 1 else tuple(outs)
+
+    def run(*positional: Any, **named: Any) -> Any:
+        return shaped(_run(spec, _arguments(spec, positional, named)))
+
+    def fake(*positional: Any, **named: Any) -> Any:
+        return shaped(_fake(spec, _arguments(spec, positional, named)))
+
+    mutated = [p.name for p in spec.params if p.kind == "inout"]
+    op = torch.library.custom_op(
+        f"clocher::{spec.name}", run, mutates_args=mutated, schema=schema_of(spec)
+    )
+    op.register_fake(fake)
+    return op
+
+
+OPS = MappingProxyType({name: _register(CONTRACTS[name]) for name in LIBRARY})
+"""The ops by name; they are also `torch.ops.clocher.NAME`."""

@@ -1,0 +1,113 @@
+"""Library ops on a GPU: what the CUDA back end lowers their Plan to, on torch's stream."""
+
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+
+from clocher_kernels.cuda.launch import Device, current_device, execute
+from clocher_kernels.cuda.lowering import LOWER
+from clocher_kernels.cuda.prepack import rearrange
+from clocher_kernels.cuda.tensors import DeviceTensor
+from clocher_kernels.formats import Format
+from clocher_kernels.library.signature import checked_attributes, facts, op_plan
+from clocher_kernels.ops import OPS
+from clocher_kernels.ops.contract import OpSpec
+from clocher_kernels.plan import Attr, Plan
+from clocher_kernels.torch.custom_ops import sizes, type_of, typed
+from clocher_kernels.torch.stored import TYPES, kept, planes_of
+
+
+@cache
+def _device(index: int) -> Device:
+    with torch.cuda.device(index):
+        return current_device()
+
+
+def device_of(tensor: torch.Tensor) -> Device:
+    """Return the GPU that a tensor is on."""
+    return _device(tensor.device.index)
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    name: str,
+    shapes: tuple[tuple[str, tuple[int, ...]], ...],
+    dtypes: tuple[tuple[str, str], ...],
+    formats: tuple[tuple[str, Format], ...],
+    told: tuple[tuple[str, int], ...],
+    attrs: tuple[tuple[str, Attr], ...],
+    act_prec: str,
+) -> Plan:
+    return op_plan(
+        OPS[name],
+        dict(shapes),
+        dict(dtypes),
+        dict(formats),
+        dict(told),
+        dict(attrs),
+        act_prec or "fp32",
+    )
+
+
+def on_gpu(spec: OpSpec, found: Mapping[str, Any], device: Device) -> list[torch.Tensor]:
+    """Put an op on the current stream and return its outputs.
+
+    Weights are rearranged when they are seen first, which is no part of a CUDA graph: call the op
+    once before it is captured.
+
+    Args:
+        spec: the op.
+        found: arguments of `custom_ops` by name.
+        device: where the tensors are; `launch.INTERPRETER` takes those of a CPU.
+    """
+    attrs = checked_attributes(
+        spec, {n: found[n] for n in facts(spec.name).attributes if n in found}
+    )
+    values: dict[str, Any] = {}
+    dtypes: dict[str, str] = {}
+    for p in facts(spec.name).given:
+        if p.name not in found:
+            continue
+        if p.kind == "matrix":
+            values[p.name] = _matrix(found, p.name)
+            continue
+        tensor = found[p.name].detach()
+        stored, dtypes[p.name] = typed(spec, p, tensor, attrs)
+        keep = p.narrow and tensor.is_floating_point()
+        values[p.name] = (tensor if keep else stored).contiguous()
+    formats = {n: v.format for n, v in values.items() if isinstance(v, DeviceTensor)}
+    plan = _plan(
+        spec.name,
+        tuple((n, tuple(v.shape)) for n, v in values.items() if n in dtypes),
+        tuple(dtypes.items()),
+        tuple(formats.items()),
+        tuple(sizes(spec, found).items()),
+        tuple(attrs.items()),
+        found.get("act_prec", ""),
+    )
+    own = {p.name: type_of(spec, p, found) for p in facts(spec.name).outputs}
+    lead = values[facts(spec.name).given[0].name]
+    for name, buffer in plan.buffers.items():
+        if name not in values:
+            dtype = own.get(name, TYPES[buffer.dtype])
+            values[name] = torch.empty(buffer.shape, dtype=dtype, device=lead.device)
+    if len(plan.calls) > 1:  # it is quantised first, from fp32
+        first = plan.calls[0].args["x"]
+        values[first] = values[first].float()
+    for each in plan.calls:
+        arguments = {param: values[name] for param, name in each.args.items()}
+        execute(LOWER[each.op](**arguments, **each.attrs, device=device))
+    return [values[p.name] for p in facts(spec.name).outputs]
+
+
+def _matrix(found: Mapping[str, Any], name: str) -> DeviceTensor:
+    planes, fmt, shape = found[name], found[f"{name}_format"], tuple(found[f"{name}_shape"])
+
+    def make() -> DeviceTensor:
+        codec, named = planes_of(planes, fmt, shape)
+        return rearrange(codec, shape, {n: plane.clone() for n, plane in named.items()})
+
+    made: DeviceTensor = kept(planes, (fmt, shape, "device"), make).value
+    return made

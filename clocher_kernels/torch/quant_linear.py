@@ -1,0 +1,154 @@
+"""`QuantLinear`: a `torch.nn.Linear` whose weight is stored in a format of Clocher's."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+
+from clocher_kernels.errors import ShapeError, UsageError
+from clocher_kernels.formats import Bsr, Format
+from clocher_kernels.library.arrays import format_of, quantize
+from clocher_kernels.library.signature import one_of_act_prec
+from clocher_kernels.quant_tensor import QuantTensor
+from clocher_kernels.torch.custom_ops import OPS
+from clocher_kernels.torch.stored import TYPES, from_numpy
+
+
+class QuantLinear(torch.nn.Module):
+    """y = x W^T + bias, W in any format; takes the place of a `torch.nn.Linear` for inference.
+
+    Its buffers are the planes of the format and `bias`, so `state_dict` has the stored bytes, and
+    loading them gives the same results. `to("cuda")` and the like move them as they are.
+
+    Args:
+        in_features: columns K of the weight.
+        out_features: rows N.
+        fmt: name of the format, short or whole: "int4_g128", "mxfp4". Block-sparse rows have as
+            many planes as values, so only `from_linear` and `from_weight` make those.
+        bias: whether there is one, fp32.
+        act_prec: "int8", "fp32" or "": see `clocher_kernels.linear`; GPUs do not make activations
+            int8 but for ternary weights.
+        device: of the buffers; "meta" for those that `load_state_dict(..., assign=True)` brings.
+
+    Raises:
+        ShapeError: the format cannot hold this shape.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        fmt: str | Format,
+        bias: bool = False,
+        *,
+        act_prec: str = "",
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.format = format_of(fmt)
+        self.act_prec = one_of_act_prec(act_prec)
+        planes = self.format.planes((out_features, in_features))
+        self._names = tuple(planes)
+        for name, plane in planes.items():
+            room = torch.zeros(plane.shape, dtype=TYPES[plane.dtype], device=device)
+            self.register_buffer(name, room)
+        self.register_buffer("bias", torch.zeros(out_features, device=device) if bias else None)
+
+    @classmethod
+    def from_weight(
+        cls, w: QuantTensor, bias: torch.Tensor | None = None, *, act_prec: str = ""
+    ) -> Self:
+        """Return a layer with a matrix that is quantised already.
+
+        Args:
+            w: logical [N, K].
+            bias: [N], any float.
+            act_prec: see the class.
+        """
+        if not isinstance(w, QuantTensor) or len(w.shape) != 2:
+            raise UsageError(
+                "w: expected a QuantTensor [N, K]; make one with clocher_kernels.quantize"
+            )
+        n, k = w.shape
+        if bias is not None and tuple(bias.shape) != (n,):
+            raise ShapeError(f"bias has shape {list(bias.shape)}; expected {[n]}")
+        layer = cls(k, n, w.format, bias is not None, act_prec=act_prec, device="meta")
+        for name, plane in w.format.planes(w.shape).items():
+            setattr(layer, name, from_numpy(w.planes[name], plane.dtype))
+        if bias is not None:
+            layer.bias = bias.detach().float().clone()
+        return layer
+
+    @classmethod
+    def from_linear(cls, module: torch.nn.Linear, fmt: str | Format, *, act_prec: str = "") -> Self:
+        """Return a layer with the weight of another, rounded to a format; it is where that was.
+
+        Raises:
+            UsageError: it is no linear layer, or it has no values yet.
+        """
+        if not isinstance(module, torch.nn.Linear):
+            raise UsageError(f"module is {type(module).__name__}; expected torch.nn.Linear")
+        if module.weight.is_meta:
+            raise UsageError("module is on the meta device and has no values; load them first")
+        values = module.weight.detach().float().cpu().numpy()
+        bias = None if module.bias is None else module.bias.detach()
+        layer = cls.from_weight(quantize(values, fmt), bias, act_prec=act_prec)
+        return layer.to(module.weight.device)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Move the buffers and keep their types: `half()` means activations, not scales."""
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            new = fn(tensor)
+            return new if new.dtype == tensor.dtype else tensor.to(new.device)
+
+        return super()._apply(moved, recurse)
+
+    @property
+    def planes(self) -> list[torch.Tensor]:
+        """The stored planes in the order of the format."""
+        return [getattr(self, name) for name in self._names]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [..., N] of x [..., K], in x's type: fp32, fp16 or bf16."""
+        if x.shape[-1] != self.in_features:
+            raise ShapeError(f"x has shape {list(x.shape)}; expected [..., {self.in_features}]")
+        more: dict[str, Any] = {
+            "w_format": self.format.name,
+            "w_shape": [self.out_features, self.in_features],
+        }
+        op = OPS["bsr_linear"]
+        if not isinstance(self.format, Bsr):
+            op, more["act_prec"] = OPS["linear"], self.act_prec
+        y: torch.Tensor = op(x.reshape(-1, self.in_features), self.planes, bias=self.bias, **more)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """Return what `print` says of the layer."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"format={self.format.name}, bias={self.bias is not None}"
+        )
+
+
+def quantize_linears(
+    module: torch.nn.Module,
+    fmt: str | Format,
+    *,
+    act_prec: str = "",
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> list[str]:
+    """Replace the linear layers of a model, in place, and return their names.
+
+    Args:
+        module: any model.
+        fmt: name of the format, short or whole.
+        act_prec: see `QuantLinear`.
+        wanted: takes the name of a layer and says whether it is replaced.
+    """
+    found = [n for n, m in module.named_modules() if type(m) is torch.nn.Linear and wanted(n)]
+    for name in found:
+        layer = QuantLinear.from_linear(module.get_submodule(name), fmt, act_prec=act_prec)  # type: ignore[arg-type]
+        module.set_submodule(name, layer)
+    return found

@@ -1,0 +1,141 @@
+"""Tensors of torch as what kernels take: NumPy views on the CPU, rearranged planes on a GPU.
+
+What is made of a tensor is kept as long as the tensor object lives, and made again if it was
+written to since. A view made anew for each call is another object, and everything is made again.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from clocher_kernels.dtypes import STORAGE
+from clocher_kernels.errors import ShapeError
+from clocher_kernels.formats import Bsr, Format, Plane, parse_format
+from clocher_kernels.library.host import Bound
+from clocher_kernels.quant_tensor import QuantTensor
+
+TYPES = {
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+    "e4m3": torch.uint8,
+    "e5m2": torch.uint8,
+    "e8m0": torch.uint8,
+    "i32": torch.int32,
+    "u32": torch.int32,
+    "u64": torch.int64,
+    "i64": torch.int64,
+}
+"""Element type -> torch's; codes of 8-bit floats are bytes."""
+
+
+def as_numpy(tensor: torch.Tensor, dtype: str) -> np.ndarray:
+    """View a CPU tensor as the NumPy array of an element type, without a copy.
+
+    It keeps the tensor's memory alive and not the tensor object.
+    """
+    bits = tensor.detach()
+    if bits.dtype in (torch.bfloat16, torch.float16):
+        bits = bits.view(torch.int16)
+    array: np.ndarray = bits.numpy()
+    return array.view(STORAGE[dtype])
+
+
+def from_numpy(array: np.ndarray, dtype: str) -> torch.Tensor:
+    """Copy an array of an element type to a tensor."""
+    bits = {"bf16": "i2", "f16": "i2", "u32": "i4", "u64": "i8"}.get(dtype)
+    copied = np.array(array.view(bits) if bits else array, order="C")
+    return torch.from_numpy(copied).view(TYPES[dtype])
+
+
+@dataclass(slots=True)
+class Kept:
+    """What was made of tensors.
+
+    Attributes:
+        versions: of the tensors when it was made.
+        value: what was made.
+        bound: what was bound to it on the CPU.
+    """
+
+    versions: tuple[int, ...]
+    value: Any
+    bound: Bound = field(default_factory=dict)
+
+
+_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def kept(
+    tensors: Sequence[torch.Tensor], what: object, make: Callable[[], Any], *, live: bool = False
+) -> Kept:
+    """Return what is made of some tensors, by the life of the first.
+
+    Args:
+        tensors: what it is made of.
+        what: tells it from other things that are made of them.
+        make: makes it.
+        live: it is a view that sees what is written to the tensors.
+    """
+    versions = tuple(0 if live or t.is_inference() else t._version for t in tensors)
+    key = (what, tuple(id(t) for t in tensors[1:]))
+    uses = _kept.setdefault(tensors[0], {})
+    found = uses.get(key)
+    if found is None or found.versions != versions:
+        found = uses[key] = Kept(versions, make())
+    return found
+
+
+def planes_of(
+    planes: Sequence[torch.Tensor], name: str, shape: Sequence[int]
+) -> tuple[Format, dict[str, torch.Tensor]]:
+    """Return the format of a matrix and its planes by name, checked.
+
+    Args:
+        planes: in the order of the format.
+        name: of the format.
+        shape: logical shape.
+
+    Raises:
+        ShapeError: the planes are not those of this format and shape, or they are not contiguous.
+    """
+    fmt, shape = parse_format(name), tuple(shape)
+    if isinstance(fmt, Bsr) and len(planes) > 1:
+        fmt = replace(fmt, nnzb=len(planes[1]))
+    expected: dict[str, Plane] = fmt.planes(shape)
+    if len(planes) != len(expected):
+        raise ShapeError(
+            f"{name}: {len(planes)} planes; expected {len(expected)}: {', '.join(expected)}"
+        )
+    for (plane_name, plane), got in zip(expected.items(), planes, strict=True):
+        if tuple(got.shape) != plane.shape or got.dtype != TYPES[plane.dtype]:
+            raise ShapeError(
+                f"{name}: plane {plane_name!r} of a {list(shape)} matrix is "
+                f"{got.dtype}{list(got.shape)}; expected {TYPES[plane.dtype]}{list(plane.shape)}"
+            )
+        if not got.is_contiguous():
+            raise ShapeError(
+                f"{name}: plane {plane_name!r} is not contiguous; call contiguous() on it once"
+            )
+        if got.device != planes[0].device:
+            raise ShapeError(f"{name}: planes on {planes[0].device} and on {got.device}")
+    return fmt, dict(zip(expected, planes, strict=True))
+
+
+def host_matrix(planes: Sequence[torch.Tensor], name: str, shape: Sequence[int]) -> Kept:
+    """Return a matrix of CPU tensors as a QuantTensor."""
+
+    def make() -> QuantTensor:
+        fmt, named = planes_of(planes, name, shape)
+        dtypes = {n: plane.dtype for n, plane in fmt.planes(tuple(shape)).items()}
+        made = QuantTensor(tuple(shape), fmt, {n: as_numpy(t, dtypes[n]) for n, t in named.items()})
+        made.check()
+        return made
+
+    return kept(planes, (name, tuple(shape), "host"), make)

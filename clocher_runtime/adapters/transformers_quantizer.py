@@ -1,0 +1,109 @@
+"""Clocher as a quantisation method of transformers; importing this module registers it.
+
+    from clocher_runtime.adapters.transformers_quantizer import ClocherConfig
+    AutoModelForCausalLM.from_pretrained(path, quantization_config=ClocherConfig("int4_g128"))
+
+Source: transformers 5, docs/source/en/quantization/contribute.md.
+"""
+
+from typing import Any
+
+import torch
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from clocher_kernels.errors import UsageError
+from clocher_kernels.formats import Bsr
+from clocher_kernels.library.arrays import format_of
+from clocher_kernels.library.signature import one_of_act_prec
+from clocher_kernels.torch import QuantLinear, quantize_linears
+
+METHOD = "clocher"
+
+
+@register_quantization_config(METHOD)
+class ClocherConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """Which format the linear layers of a model get; written into its config.json.
+
+    Args:
+        fmt: name of the format, short or whole: "int4_g128", "int8", "mxfp4".
+        act_prec: "int8", "fp32" or "": see `clocher_kernels.linear`.
+        modules_to_not_convert: names of layers that stay; None: the head, as transformers has it.
+        **kwargs: what transformers stores beside, its method's name.
+
+    Raises:
+        FormatError: no format has this name.
+        UsageError: a setting cannot be used.
+    """
+
+    def __init__(
+        self,
+        fmt: str = "int4_g128",
+        act_prec: str = "",
+        modules_to_not_convert: list[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if more := kwargs.keys() - {"quant_method"}:
+            raise UsageError(f"ClocherConfig has no setting {', '.join(sorted(more))}")
+        if isinstance(format_of(fmt), Bsr):
+            raise UsageError(f"{fmt}: block-sparse rows are not made by rounding; prune first")
+        self.quant_method = METHOD
+        self.fmt = format_of(fmt).name
+        self.act_prec = one_of_act_prec(act_prec)
+        self.modules_to_not_convert = modules_to_not_convert
+
+
+@register_quantizer(METHOD)
+class ClocherQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Puts `QuantLinear` in the place of linear layers: rounded from floats, or as stored."""
+
+    quantization_config: ClocherConfig
+
+    def _wanted(self, model: torch.nn.Module, name: str) -> bool:
+        kept = self.get_modules_to_not_convert(
+            model, self.quantization_config.modules_to_not_convert, model._keep_in_fp32_modules
+        )
+        return bool(should_convert_module(name, kept))
+
+    def _process_model_before_weight_loading(self, model: torch.nn.Module, **kwargs: Any) -> None:
+        """Make room for stored planes; floats are loaded as they are and rounded later."""
+        if not self.pre_quantized:
+            return
+        config = self.quantization_config
+        for name, module in list(model.named_modules()):
+            if type(module) is torch.nn.Linear and self._wanted(model, name):
+                n, k = module.weight.shape
+                has_bias = module.bias is not None
+                room = QuantLinear(
+                    k, n, config.fmt, has_bias, act_prec=config.act_prec, device="meta"
+                )
+                model.set_submodule(name, room)
+
+    def _process_model_after_weight_loading(
+        self, model: torch.nn.Module, **kwargs: Any
+    ) -> torch.nn.Module:
+        """Round the linear layers, one after the other."""
+        if not self.pre_quantized:
+            config = self.quantization_config
+            quantize_linears(
+                model,
+                config.fmt,
+                act_prec=config.act_prec,
+                wanted=lambda name: self._wanted(model, name),
+            )
+        return model
+
+    def is_serializable(self) -> bool:
+        """Return that a model can be saved: its planes are buffers."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether gradients go through it: the ops have none."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `torch.compile` takes it."""
+        return True
