@@ -223,6 +223,7 @@ def train(args: argparse.Namespace) -> None:
         if block < 2 or WINDOW % block:
             raise BadInput(f"--block-size {block}: expected a divisor of {WINDOW}, at least 2")
     keep_freed_memory()
+    torch.set_grad_enabled(True)
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     config, shape, weights = load_model(args.model_dir)

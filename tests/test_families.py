@@ -336,6 +336,11 @@ NUMBERS = {
         **{"n_routed_experts": 8, "n_group": 4, "topk_group": 2},
         **{"num_experts_per_tok": 1, "qk_rope_head_dim": 8, "q_lora_rank": 8},
     },
+    "SDARForCausalLM": {"block_size": 4, "mask_token_id": 3},
+    "LLaDA2MoeModelLM": {
+        **{"block_size": 4, "mask_token_id": 3, "moe_intermediate_size": 8, "num_experts": 8},
+        **{"n_group": 4, "topk_group": 2, "num_experts_per_tok": 1},
+    },
     "Qwen2ForCausalLM": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     "BitNetForCausalLM": {
         "quantization_config": {

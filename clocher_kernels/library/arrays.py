@@ -92,7 +92,10 @@ def linear(
             f"linear: x is {x.dtype}{list(x.shape)}; expected floats [..., {w.shape[1]}]"
         )
     n, k = w.shape
-    values = {"x": np.asarray(x, np.float32).reshape(-1, k), "w": w}
+    values: dict[str, np.ndarray | QuantTensor] = {
+        "x": np.asarray(x, np.float32).reshape(-1, k),
+        "w": w,
+    }
     if bias is not None:
         values["bias"] = bias
     if residual is not None:

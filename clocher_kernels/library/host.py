@@ -81,7 +81,8 @@ def awake(threads: int | None = None) -> AbstractContextManager[None]:
 
     It pays around a loop that calls ops one after another, and costs the CPUs meanwhile.
     """
-    return host(threads).executor.running()
+    running: AbstractContextManager[None] = host(threads).executor.running()
+    return running
 
 
 class BoundOp:

@@ -113,10 +113,10 @@ def linear(
     else:
         wide = x.astype(np.float64) if x_scale is None else dequantize(x, x_scale, group)
         total = wide @ w.decode().astype(np.float64).T
-    _finish(total, y, bias, times, residual, activation, cap)
+    finish(total, y, bias, times, residual, activation, cap)
 
 
-def _finish(
+def finish(
     total: Array,
     y: Array,
     bias: Array | None,
@@ -125,7 +125,7 @@ def _finish(
     activation: str,
     cap: float,
 ) -> None:
-    """Write y = activation(total + bias) * times + residual."""
+    """Write y = activation(total + bias) * times + residual; see `linear`."""
     if bias is not None:
         total += bias
     if activation != "none":
@@ -173,7 +173,7 @@ def bsr_linear(
             k = min(width, cols - k0)
             part = x[:, k0 : k0 + k].astype(np.float64) @ blocks[index, :n, :k].T
             total[:, block_row * height : block_row * height + n] += part
-    _finish(total, y, bias, times, residual, activation, cap)
+    finish(total, y, bias, times, residual, activation, cap)
 
 
 def _make_bsr(case: Case, rng: "np.random.Generator") -> dict[str, Value]:

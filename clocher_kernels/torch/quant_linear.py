@@ -103,7 +103,8 @@ class QuantLinear(torch.nn.Module):
             new = fn(tensor)
             return new if new.dtype == tensor.dtype else tensor.to(new.device)
 
-        return super()._apply(moved, recurse)
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     @property
     def planes(self) -> list[torch.Tensor]:

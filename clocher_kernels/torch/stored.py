@@ -4,7 +4,7 @@ What is made of a tensor is kept as long as the tensor object lives, and made ag
 written to since. A view made anew for each call is another object, and everything is made again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,7 +69,7 @@ class Kept:
     bound: Bound = field(default_factory=dict)
 
 
-_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_kept: MutableMapping[torch.Tensor, dict[Any, Kept]] = WeakTensorKeyDictionary()
 
 
 def kept(

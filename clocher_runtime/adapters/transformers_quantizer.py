@@ -9,7 +9,9 @@ Source: transformers 5, docs/source/en/quantization/contribute.md.
 from typing import Any
 
 import torch
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers import PreTrainedModel
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -23,7 +25,7 @@ METHOD = "clocher"
 
 
 @register_quantization_config(METHOD)
-class ClocherConfig(QuantizationConfigMixin):  # type: ignore[misc]
+class ClocherConfig(QuantizationConfigMixin):
     """Which format the linear layers of a model get; written into its config.json.
 
     Args:
@@ -48,25 +50,27 @@ class ClocherConfig(QuantizationConfigMixin):  # type: ignore[misc]
             raise UsageError(f"ClocherConfig has no setting {', '.join(sorted(more))}")
         if isinstance(format_of(fmt), Bsr):
             raise UsageError(f"{fmt}: block-sparse rows are not made by rounding; prune first")
-        self.quant_method = METHOD
+        self.quant_method = METHOD  # type: ignore[assignment]  # what others register is text
         self.fmt = format_of(fmt).name
         self.act_prec = one_of_act_prec(act_prec)
         self.modules_to_not_convert = modules_to_not_convert
 
 
 @register_quantizer(METHOD)
-class ClocherQuantizer(HfQuantizer):  # type: ignore[misc]
+class ClocherQuantizer(HfQuantizer):
     """Puts `QuantLinear` in the place of linear layers: rounded from floats, or as stored."""
 
     quantization_config: ClocherConfig
 
-    def _wanted(self, model: torch.nn.Module, name: str) -> bool:
+    def _wanted(self, model: PreTrainedModel, name: str) -> bool:
         kept = self.get_modules_to_not_convert(
-            model, self.quantization_config.modules_to_not_convert, model._keep_in_fp32_modules
+            model,
+            self.quantization_config.modules_to_not_convert,
+            list(model._keep_in_fp32_modules or ()),
         )
         return bool(should_convert_module(name, kept))
 
-    def _process_model_before_weight_loading(self, model: torch.nn.Module, **kwargs: Any) -> None:
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         """Make room for stored planes; floats are loaded as they are and rounded later."""
         if not self.pre_quantized:
             return
@@ -81,8 +85,8 @@ class ClocherQuantizer(HfQuantizer):  # type: ignore[misc]
                 model.set_submodule(name, room)
 
     def _process_model_after_weight_loading(
-        self, model: torch.nn.Module, **kwargs: Any
-    ) -> torch.nn.Module:
+        self, model: PreTrainedModel, **kwargs: Any
+    ) -> PreTrainedModel:
         """Round the linear layers, one after the other."""
         if not self.pre_quantized:
             config = self.quantization_config

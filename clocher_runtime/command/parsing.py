@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.diffusion.rules import RULES, parse_rule
+from clocher_runtime.diffusion.asked import RULES
+from clocher_runtime.diffusion.asked import parse as parse_rule
 from clocher_runtime.models.selection import TAKES, parse_selection
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
@@ -125,9 +126,11 @@ def diffusion() -> Value:
 
     def parse(raw: str) -> str:
         try:
-            return raw if raw in ("auto", "off", "lossless") else parse_rule(raw).text
+            if raw not in ("auto", "off", "lossless"):
+                parse_rule(raw)
         except UsageError:
             raise ValueError(raw) from None
+        return raw
 
     return Value(
         "auto|off|lossless|RULE:N", f"auto, off, lossless or a rule: {', '.join(RULES)}", parse

@@ -17,14 +17,13 @@ et al. 2025); entropy, Ben-Hamu et al. 2025 (EB-sampler), over the entropy of th
 distribution; joint, LLaDA2.1.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from clocher_kernels.errors import UsageError
+from clocher_runtime.diffusion.asked import parse
 
 Array = np.ndarray
 
@@ -116,54 +115,23 @@ class Rule:
     edits: bool = False
 
 
-class _Kind(NamedTuple):
-    build: Callable[..., Callable[[View], Array]]
-    defaults: tuple[float, ...]
-    lowest: float
-    highest: float
-
-
 _STEPS = 4  # of `dynamic`, a usual block's
 
-_KINDS: dict[str, _Kind] = {
-    "static": _Kind(lambda n: lambda view: static(view, int(n)), (4,), 1, 1024),
-    "dynamic": _Kind(lambda p: lambda view: dynamic(view, p, _STEPS), (0.9,), 0, 1),
-    "threshold": _Kind(lambda p: lambda view: threshold(view, p), (0.9,), 0, 1),
-    "factor": _Kind(lambda f: lambda view: factor(view, f), (1.0,), 0, 1024),
-    "entropy": _Kind(lambda e: lambda view: entropy(view, e), (0.1,), 0, 1024),
-    "joint": _Kind(lambda p, e: lambda view: joint(view, p, e), (0.7, 0.9), 0, 1),
+_WRITES: dict[str, Callable[..., Array]] = {
+    "static": lambda view, n: static(view, int(n)),
+    "dynamic": lambda view, least: dynamic(view, least, _STEPS),
+    "threshold": threshold,
+    "factor": factor,
+    "entropy": entropy,
+    "joint": joint,
 }
-RULES = tuple(_KINDS)
-"""Names of the rules."""
 
 
-def parse_rule(text: str) -> Rule:
-    """Return the rule that a text such as "threshold:0.9" stands for; "threshold" has defaults.
+def rule_of(text: str) -> Rule:
+    """Return the rule that a text such as "threshold:0.9" stands for.
 
     Raises:
         UsageError: there is no such rule, or its numbers are not in range.
     """
-    name, colon, rest = text.partition(":")
-    kind = _KINDS.get(name)
-    if kind is None:
-        raise UsageError(
-            f"diffusion rule {text!r}; expected one of {', '.join(RULES)}, with a number after a "
-            "colon, such as threshold:0.9"
-        )
-    given = rest.split(",") if colon else []
-    numbers = [float(g) for g in given if re.fullmatch(r"\d+(\.\d*)?|\.\d+", g)]
-    numbers = numbers if colon else list(kind.defaults)
-    in_range = all(kind.lowest <= number <= kind.highest for number in numbers)
-    whole = name != "static" or all(number == int(number) for number in numbers)
-    if (
-        len(numbers) != len(kind.defaults)
-        or (colon and len(given) != len(numbers))
-        or not (in_range and whole)
-    ):
-        usual = ",".join(f"{number:g}" for number in kind.defaults)
-        raise UsageError(
-            f"diffusion rule {text!r}; {name} takes {len(kind.defaults)} "
-            f"number{'s' * (len(kind.defaults) > 1)} from {kind.lowest:g} to {kind.highest:g}, "
-            f"such as {name}:{usual}"
-        )
-    return Rule(text, kind.build(*numbers), edits=name == "joint")
+    name, numbers = parse(text)
+    return Rule(text, lambda view: _WRITES[name](view, *numbers), edits=name == "joint")

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clocher_kernels.errors import UsageError
+from clocher_runtime.diffusion.asked import RULES
 from clocher_runtime.diffusion.canvas import Canvas
-from clocher_runtime.diffusion.rules import RULES, Rule, parse_rule
+from clocher_runtime.diffusion.rules import Rule, rule_of
 from clocher_runtime.engine.arguments import shown
 from clocher_runtime.engine.requests import Request
 from clocher_runtime.models.spec import BlockDiffusion, ModelSpec
@@ -123,7 +124,7 @@ def diffusing(spec: ModelSpec, asked: str, speculate: str) -> Diffusing | None:
         if asked in ("auto", "off"):
             return None
         if asked != "lossless":
-            parse_rule(asked)
+            rule_of(asked)
         raise UsageError(
             f"diffusion {asked}: this model does not denoise blocks (its config.json has no "
             "block_diffusion); use auto"
@@ -153,4 +154,4 @@ def among(blocks: BlockDiffusion, asked: str) -> Diffusing | None:
         return None
     if asked == "auto" and not causal:
         asked = _USUAL_RULE
-    return Diffusing(blocks, None if asked in ("auto", "lossless") else parse_rule(asked))
+    return Diffusing(blocks, None if asked in ("auto", "lossless") else rule_of(asked))

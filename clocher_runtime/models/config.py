@@ -13,10 +13,12 @@ from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_runtime.disk.schema import given, one_of, read_as, shown, unknown
 from clocher_runtime.models.config_fields import (
     WHERE,
+    BlockSize,
     Epsilon,
     Fraction,
     Heads,
     Layers,
+    MaskId,
     Size,
     Theta,
 )
@@ -54,13 +56,12 @@ class BlockDiffusionFields(Struct):
     """`block_diffusion` of a config.json, which any family may have.
 
     Attributes:
-        block_size: divides a page of the cache, so that prefixes are found at ends of blocks.
         context: see `BlockDiffusion`.
         shift: whether the logits of a position are those of the next one (Fast-dLLM v2).
     """
 
-    block_size: Literal[2, 4, 8, 16, 32, 64]
-    mask_token_id: _TokenId
+    block_size: BlockSize
+    mask_token_id: MaskId
     context: Literal["causal", "block"] = "causal"
     shift: bool = False
 
@@ -142,6 +143,10 @@ class Decoder(Ends, kw_only=True):
             raise UnsupportedModel(
                 f"{WHERE}: block_diffusion.shift is true; logits that are shifted by one position "
                 "are not supported"
+            )
+        if 64 % stated.block_size:  # a page of the cache ends where a block does
+            raise FormatError(
+                f"{WHERE}: block_size is {stated.block_size}; expected 2, 4, 8, 16, 32 or 64"
             )
         if stated.mask_token_id >= self.vocab_size:
             raise FormatError(

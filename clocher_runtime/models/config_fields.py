@@ -11,6 +11,8 @@ Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 Heads = Annotated[int, Meta(ge=1, le=4096)]
 Layers = Annotated[int, Meta(ge=1, le=1024)]
 Experts = Annotated[int, Meta(ge=1, le=4096)]
+MaskId = Annotated[int, Meta(ge=0, le=1 << 24)]
+BlockSize = Annotated[int, Meta(ge=2, le=64)]
 LayerNumber = Annotated[int, Meta(ge=0, le=1024)]
 Epsilon = Annotated[float, Meta(ge=1e-12, le=1.0)]
 # Wide of everything published, and so narrow that no table of angles overflows or divides by zero.

@@ -17,6 +17,7 @@ from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import Float, Format, parse_format
 from clocher_kernels.ops import OPS, of_experts
 from clocher_kernels.ops.contract import has_codes
+from clocher_kernels.ops.linear import finish
 from clocher_kernels.plan import Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
@@ -274,11 +275,16 @@ class Walk:
         return self.checkpoint.tensor(name).decode()
 
     def _linear(self, chunk: _Chunk, call: Call) -> None:
-        y = chunk.buffers[call.args["x"]] @ self.tensor(call.args["w"]).decode().T
-        if "bias" in call.args:
-            y += self._vector(call.args["bias"])
-        if "residual" in call.args:
-            y += chunk.buffers[call.args["residual"]]
+        total = chunk.buffers[call.args["x"]] @ self.tensor(call.args["w"]).decode().T
+        bias = self._vector(call.args["bias"]) if "bias" in call.args else None
+        times, residual = (
+            chunk.buffers[call.args[name]] if name in call.args else None
+            for name in ("times", "residual")
+        )
+        y = np.empty_like(total)
+        activation = str(call.attrs.get("activation", "none"))
+        cap = float(call.attrs.get("cap", 1.0))
+        finish(total, y, bias, times, residual, activation, cap)
         chunk.buffers[call.args["y"]] = y
 
     def _attention(self, chunk: _Chunk, call: Call) -> None:

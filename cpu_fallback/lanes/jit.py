@@ -47,6 +47,9 @@ _one_thread = threading.RLock()
 _LINK_BYTES = 4 << 20
 """Of address space that must be free when a kernel is put into memory."""
 
+_RAISED = "an_exception"
+"""What a kernel calls that may raise; there is no such function."""
+
 _EXTERNAL = frozenset({"memcpy", "memset", "memmove", "sched_yield", "nanosleep", "clock_gettime"})
 
 
@@ -145,13 +148,24 @@ def _compile(k: Kernel) -> bytes:
 def _module(k: Kernel) -> llvm.ModuleRef:
     text, native = _lower(k)
     args = ", ".join(f"i64 %a{i}" for i in range(k.params))
-    # Numba returns a status and passes the result by pointer; callers want a plain C function.
+    # Numba returns a status and passes the result by pointer; callers want a plain C function. What
+    # becomes of an error is asked for, so that it is not optimised away before `_check` sees it.
     text += f"""
+declare void @{_RAISED}(ptr)
+
 define i64 @{_symbol(k)}({args}) {{
   %result = alloca i64
   %error = alloca ptr
   store i64 0, ptr %result
+  store ptr null, ptr %error
   %status = call i32 @{native}(ptr %result, ptr %error{args and ", " + args})
+  %raising = load ptr, ptr %error
+  %raises = icmp ne ptr %raising, null
+  br i1 %raises, label %raised, label %done
+raised:
+  call void @{_RAISED}(ptr %raising)
+  br label %done
+done:
   %value = load i64, ptr %result
   ret i64 %value
 }}

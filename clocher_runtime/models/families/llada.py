@@ -5,16 +5,17 @@ from typing import Annotated
 from msgspec import Meta
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
-from clocher_runtime.disk.schema import read_as
 from clocher_runtime.models.config import BlockDiffusionFields, Decoder, read_config
 from clocher_runtime.models.config_fields import (
     WHERE,
+    BlockSize,
     Epsilon,
     Experts,
     Fraction,
     Heads,
     LayerNumber,
     Layers,
+    MaskId,
     Size,
 )
 from clocher_runtime.models.families.deepseek import expert_groups
@@ -45,22 +46,21 @@ class _Llada2(Decoder, kw_only=True):
     routed_scaling_factor: Annotated[float, Meta(ge=1e-6, le=1e6)] = 2.5
     moe_intermediate_size: Size | None = None
     first_k_dense_replace: LayerNumber = 0
-    block_size: int = 32
-    mask_token_id: int = 156895
+    block_size: BlockSize = 32
+    mask_token_id: MaskId = 156895
 
     def diffusion(self) -> BlockDiffusion | None:
         """Return what the family's own fields say, as `block_diffusion` would."""
-        stated = {"block_size": self.block_size, "mask_token_id": self.mask_token_id}
-        self.block_diffusion = read_as(
-            {**stated, "context": "block"}, BlockDiffusionFields, f"{WHERE}: LLaDA2"
-        )
+        size, mask = self.block_size, self.mask_token_id
+        self.block_diffusion = BlockDiffusionFields(size, mask, "block")
         return super().diffusion()
 
 
 def llada2_moe(config: Config) -> ModelSpec:
     """LLaDA2: sigmoid scores in groups of experts as DeepSeek-V3, half of each head rotated.
 
-    Source: LLaDA2.0 (arXiv 2512.15745), and the forward published with its weights.
+    Source: "LLaDA2.0: Scaling Up Diffusion Language Models to 100B" (2025), and the forward that
+    dInfer publishes.
     """
     read = read_config(config, _Llada2)
     if read.norm_head:

@@ -4,7 +4,6 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from clocher_runtime.disk.schema import read_as
 from clocher_runtime.models.config import (
     LAYER_TYPES,
     BlockDiffusionFields,
@@ -13,11 +12,12 @@ from clocher_runtime.models.config import (
     read_config,
 )
 from clocher_runtime.models.config_fields import (
-    WHERE,
+    BlockSize,
     Experts,
     Heads,
     LayerNumber,
     Layers,
+    MaskId,
     Size,
 )
 from clocher_runtime.models.family import Config, Family, From, each_expert
@@ -61,15 +61,13 @@ def qwen3(config: Config) -> ModelSpec:
 
 
 class _Sdar(_Qwen3, kw_only=True):
-    block_size: int = 4
-    mask_token_id: int = 151669
+    block_size: BlockSize = 4
+    mask_token_id: MaskId = 151669
 
     def diffusion(self) -> BlockDiffusion | None:
         """Return what the family's own fields say, as `block_diffusion` would."""
-        stated = {"block_size": self.block_size, "mask_token_id": self.mask_token_id}
-        self.block_diffusion = read_as(
-            {**stated, "context": "block"}, BlockDiffusionFields, f"{WHERE}: SDAR"
-        )
+        size, mask = self.block_size, self.mask_token_id
+        self.block_diffusion = BlockDiffusionFields(size, mask, "block")
         return super().diffusion()
 
 

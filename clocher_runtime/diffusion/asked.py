@@ -1,0 +1,55 @@
+"""How a rule is asked for: its name, and its numbers behind a colon."""
+
+import re
+from typing import NamedTuple
+
+from clocher_kernels.errors import UsageError
+
+
+class _Takes(NamedTuple):
+    """What the numbers of a rule are when they are left out, and what they may be."""
+
+    usual: tuple[float, ...]
+    lowest: float
+    highest: float
+
+
+_RULES = {
+    "static": _Takes((4,), 1, 1024),
+    "dynamic": _Takes((0.9,), 0, 1),
+    "threshold": _Takes((0.9,), 0, 1),
+    "factor": _Takes((1.0,), 0, 1024),
+    "entropy": _Takes((0.1,), 0, 1024),
+    "joint": _Takes((0.7, 0.9), 0, 1),
+}
+RULES = tuple(_RULES)
+"""Names of the rules of `diffusion.rules`."""
+
+
+def parse(text: str) -> tuple[str, tuple[float, ...]]:
+    """Return name and numbers of a text such as "threshold:0.9"; "threshold" has its usual ones.
+
+    Raises:
+        UsageError: there is no such rule, or its numbers are not in range.
+    """
+    name, colon, rest = text.partition(":")
+    takes = _RULES.get(name)
+    if takes is None:
+        raise UsageError(
+            f"diffusion rule {text!r}; expected one of {', '.join(RULES)}, with a number after a "
+            "colon, such as threshold:0.9"
+        )
+    if not colon:
+        return name, takes.usual
+    given = rest.split(",")
+    numbers = tuple(float(g) for g in given if re.fullmatch(r"\d{1,9}(\.\d{0,9})?|\.\d{1,9}", g))
+    fits = all(takes.lowest <= number <= takes.highest for number in numbers)
+    whole = name != "static" or all(number.is_integer() for number in numbers)
+    if not len(numbers) == len(given) == len(takes.usual) or not (fits and whole):
+        count = len(takes.usual)
+        raise UsageError(
+            f"diffusion rule {text!r}; {name} takes {count} number{'s' * (count > 1)} from "
+            f"{takes.lowest:g} to {takes.highest:g}, such as "
+            f"{name}:{','.join(f'{number:g}' for number in takes.usual)}"
+        )
+    return name, numbers
