@@ -11,7 +11,7 @@ from typing import Any
 Row = dict[str, Any]
 
 NOT_TRIED: dict[str, str] = dict.fromkeys(
-    ("SDARForCausalLM", "LLaDA2MoeModelLM"),
+    ("SDARForCausalLM", "Fast_dLLM_QwenForCausalLM", "LLaDA2MoeModelLM"),
     "no library that is installed here has it; tests/test_block_families.py compares random models "
     "with a forward written out",
 )

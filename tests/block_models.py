@@ -1,4 +1,7 @@
-"""SDAR and LLaDA2 written out in NumPy: the whole text at once, every mask explicit, no cache."""
+"""SDAR, Fast-dLLM v2 and LLaDA2 written out in NumPy.
+
+The whole text at once, every mask explicit, no cache.
+"""
 
 import json
 from pathlib import Path
@@ -33,6 +36,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "block_size": 4,
         "attention_bias": False,
     },
+    "fast_dllm": {
+        **_SHARED,
+        "architectures": ["Fast_dLLM_QwenForCausalLM"],
+        "model_type": "Fast_dLLM_Qwen",
+        "bd_size": 8,
+        "small_block_size": 4,
+    },
     "llada2": {
         **_SHARED,
         "architectures": ["LLaDA2MoeModelLM"],
@@ -51,11 +61,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
 }
+_QWEN = ("sdar", "fast_dllm")
 
 
 def _shapes(kind: str) -> dict[str, tuple[int, ...]]:
     q, kv, config = HEADS * DIM, KV * DIM, CONFIGS[kind]
-    embedding = "model.embed_tokens" if kind == "sdar" else "model.word_embeddings"
+    is_qwen = kind in _QWEN
+    embedding = "model.embed_tokens" if is_qwen else "model.word_embeddings"
     shapes: dict[str, tuple[int, ...]] = {
         f"{embedding}.weight": (VOCAB, HIDDEN),
         "model.norm.weight": (HIDDEN,),
@@ -70,12 +82,15 @@ def _shapes(kind: str) -> dict[str, tuple[int, ...]]:
         at = f"model.layers.{layer}."
         shapes[f"{at}input_layernorm.weight"] = (HIDDEN,)
         shapes[f"{at}post_attention_layernorm.weight"] = (HIDDEN,)
-        if kind == "sdar":
+        if is_qwen:
             for name, rows in (("q", q), ("k", kv), ("v", kv)):
                 shapes[f"{at}self_attn.{name}_proj.weight"] = (rows, HIDDEN)
+                if kind == "fast_dllm":
+                    shapes[f"{at}self_attn.{name}_proj.bias"] = (rows,)
             shapes[f"{at}self_attn.o_proj.weight"] = (HIDDEN, q)
-            shapes[f"{at}self_attn.q_norm.weight"] = (DIM,)
-            shapes[f"{at}self_attn.k_norm.weight"] = (DIM,)
+            if kind == "sdar":
+                shapes[f"{at}self_attn.q_norm.weight"] = (DIM,)
+                shapes[f"{at}self_attn.k_norm.weight"] = (DIM,)
             mlp(f"{at}mlp.", INNER)
             continue
         shapes[f"{at}attention.query_key_value.weight"] = (q + 2 * kv, HIDDEN)
@@ -98,7 +113,7 @@ def write_model(kind: str, folder: Path) -> Tensors:
     draw, tensors = rng(f"blocks-{kind}"), {}
     for name, shape in _shapes(kind).items():
         values = draw.standard_normal(shape)
-        if name.endswith("expert_bias"):
+        if name.endswith("bias"):
             values *= 0.1
         elif len(shape) == 1:
             values = 1 + 0.2 * values
@@ -169,23 +184,27 @@ def logits(kind: str, tensors: Tensors, ids: list[int], sees: np.ndarray) -> np.
     """
     w = {name: values.astype(np.float64) for name, values in tensors.items()}
     length = len(ids)
-    is_sdar = kind == "sdar"
-    x = w["model.embed_tokens.weight" if is_sdar else "model.word_embeddings.weight"][ids]
-    part = DIM if is_sdar else DIM // 2
+    is_qwen = kind in _QWEN
+    x = w["model.embed_tokens.weight" if is_qwen else "model.word_embeddings.weight"][ids]
+    part = DIM if is_qwen else DIM // 2
     for layer in range(LAYERS):
         at = f"model.layers.{layer}."
         h = _norm(x, w[f"{at}input_layernorm.weight"])
-        if is_sdar:
+        if is_qwen:
             own = f"{at}self_attn."
-            q, k, v = (h @ w[f"{own}{n}_proj.weight"].T for n in "qkv")
+            q, k, v = (
+                h @ w[f"{own}{n}_proj.weight"].T + w.get(f"{own}{n}_proj.bias", 0.0) for n in "qkv"
+            )
             norms, output = (f"{own}q_norm", f"{own}k_norm"), f"{own}o_proj"
         else:
             own = f"{at}attention."
             fused = h @ w[f"{own}query_key_value.weight"].T
             q, k, v = np.split(fused, [HEADS * DIM, (HEADS + KV) * DIM], axis=-1)
             norms, output = (f"{own}query_layernorm", f"{own}key_layernorm"), f"{own}dense"
-        q = _rotate(_norm(q.reshape(length, HEADS, DIM), w[f"{norms[0]}.weight"]), part)
-        k = _rotate(_norm(k.reshape(length, KV, DIM), w[f"{norms[1]}.weight"]), part)
+        q, k = q.reshape(length, HEADS, DIM), k.reshape(length, KV, DIM)
+        if kind != "fast_dllm":
+            q, k = (_norm(x, w[f"{norm}.weight"]) for x, norm in zip((q, k), norms, strict=True))
+        q, k = _rotate(q, part), _rotate(k, part)
         v = v.reshape(length, KV, DIM)
         heads = []
         for head in range(HEADS):
@@ -196,7 +215,7 @@ def logits(kind: str, tensors: Tensors, ids: list[int], sees: np.ndarray) -> np.
             heads.append(weight / weight.sum(axis=1, keepdims=True) @ v[:, shared])
         x = x + np.concatenate(heads, axis=1) @ w[f"{output}.weight"].T
         h = _norm(x, w[f"{at}post_attention_layernorm.weight"])
-        is_dense = is_sdar or layer < CONFIGS[kind]["first_k_dense_replace"]
+        is_dense = is_qwen or layer < CONFIGS[kind]["first_k_dense_replace"]
         x = x + (_mlp if is_dense else _experts)(w, f"{at}mlp.", h)
     return np.asarray(_norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T)
 
@@ -206,20 +225,36 @@ def decode(
 ) -> tuple[list[int], int]:
     """Denoise whole blocks by the threshold rule, computing the whole text in each pass.
 
+    Fast-dLLM v2 takes the token of a position from the logits before it, the first one of a block
+    from a pass over the finished text, and denoises one sub-block after the other.
+
     Returns:
         The `count` ids after the prompt, and the passes that their blocks took.
     """
-    block, ids, passes = CONFIGS[kind]["block_size"], list(prompt), 0
+    config, ids, passes = CONFIGS[kind], list(prompt), 0
+    shift = kind == "fast_dllm"
+    block = config["bd_size" if shift else "block_size"]
+    part = config["small_block_size"] if shift else block
+
+    def chances(text: list[int]) -> np.ndarray:
+        rows = logits(kind, tensors, text, block_causal(len(text), block))
+        rows[:, MASK] = -np.inf
+        chance = np.exp(rows - rows.max(axis=1, keepdims=True))
+        return np.asarray(chance / chance.sum(axis=1, keepdims=True))
+
     while len(ids) < len(prompt) + count:
+        if shift and len(ids) % block == 0:
+            ids.append(int(chances(ids)[-1].argmax()))
+            passes += 1
         start = len(ids) // block * block
         text = ids + [MASK] * (start + block - len(ids))
         while MASK in text[len(ids) :]:
-            rows = logits(kind, tensors, text, block_causal(len(text), block))
-            rows[:, MASK] = -np.inf
-            chance = np.exp(rows - rows.max(axis=1, keepdims=True))
-            chance /= chance.sum(axis=1, keepdims=True)
+            chance = chances(text)
+            if shift:
+                chance = np.concatenate([chance[:1], chance[:-1]])
             passes += 1
             open_ = [i for i in range(len(ids), len(text)) if text[i] == MASK]
+            open_ = [i for i in open_ if i // part == open_[0] // part]
             sure = [i for i in open_ if chance[i].max() > tau]
             for i in sure or [max(open_, key=lambda i: chance[i].max())]:
                 text[i] = int(chance[i].argmax())

@@ -1,4 +1,4 @@
-"""SDAR and LLaDA2: logits and denoised texts equal a forward written out in NumPy."""
+"""SDAR, Fast-dLLM v2 and LLaDA2: logits and denoised texts equal a forward written out in NumPy."""
 
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,12 @@ def test_causal_logits_equal_the_written_out_forward(kind: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("tau", [0.3, 0.9])
-def test_denoised_texts_equal_whole_recomputation(kind: str, tau: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tau", "length"), [(0.3, 21), (0.9, 21), (0.9, 24)])
+def test_denoised_texts_equal_whole_recomputation(
+    kind: str, tau: float, length: int, tmp_path: Path
+) -> None:
     """The cached loop makes the ids of a loop that computes everything in every pass."""
-    tensors, ids = write_model(kind, tmp_path), prompt(kind, 21)
+    tensors, ids = write_model(kind, tmp_path), prompt(kind, length)
     running = session(tmp_path, f"threshold:{tau}")
     try:
         made = [t.id for t in running.generate([ids], 24, stop_ids=frozenset())]
@@ -67,6 +69,9 @@ def test_published_fields_are_read() -> None:
     assert (spec.diffusion.block, spec.diffusion.mask, spec.diffusion.context) == (8, MASK, "block")
     assert spec.rope.rotated == 8 and spec.qk_norm == "heads" and spec.num_kv_heads == 2
     assert (spec.moe.groups, spec.moe.group_top, spec.moe.dense_layers) == (4, 2, (0,))
+    fast = spec_from_config(CONFIGS["fast_dllm"])
+    assert fast.diffusion is not None and fast.qkv_bias
+    assert (fast.diffusion.block, fast.diffusion.part, fast.diffusion.shift) == (8, 4, True)
     many = spec_from_config({**CONFIGS["llada2"], "num_key_value_heads": 0})
     assert many.num_kv_heads == many.num_heads
 

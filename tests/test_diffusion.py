@@ -18,7 +18,7 @@ from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.session import Session
 
-BLOCK = 4
+BLOCK, PART = 4, 2
 PROMPTS = ([5, 9, 7, 30, 4, 8, 1], [11, 12, 13, 14, 15, 16, 17, 18], [3], list(range(1, 40)))
 NEW = 21
 _RULES = ("static:4", "static:1", "static:2", "dynamic:0.5", "threshold:0.02", "factor:1.9")
@@ -30,7 +30,7 @@ class Reference:
 
     Args:
         model: of torch.
-        context: "causal" or "block".
+        context: "causal", "block", or "shift" where logits of the latter are of the next token.
         mask: id of the mask.
     """
 
@@ -48,7 +48,16 @@ class Reference:
         added = torch.where(torch.tensor(seen), 0.0, torch.finfo(torch.float32).min)
         with torch.no_grad():
             out = self.model(torch.tensor([known + canvas]), attention_mask=added[None, None])
-        return out.logits[0, start:].numpy()
+        return out.logits[0, start if canvas else -1 :].numpy()
+
+    def chance(self, known: list[int], canvas: list[int]) -> np.ndarray:
+        """Return the probabilities [B, V] f64 of tokens other than the mask."""
+        logits = self.logits(known, canvas).astype(np.float64)
+        if self.context == "shift" and canvas:
+            logits = np.concatenate([logits[:1], logits[:-1]])
+        logits[:, self.mask] = -np.inf
+        chance = np.exp(logits - logits.max(axis=1, keepdims=True))
+        return np.asarray(chance / chance.sum(axis=1, keepdims=True))
 
     def text(self, prompt: list[int], new: int, rule: str) -> tuple[list[int], int]:
         """Return the tokens behind a prompt, and the passes: rules written out, block by block."""
@@ -58,15 +67,16 @@ class Reference:
             known, own = ids[:start], len(ids) - start
             canvas = ids[start:] + [self.mask] * (BLOCK - own)
             spent = 0
+            part = PART if self.context == "shift" else BLOCK
+            if self.context == "shift" and not own:
+                canvas[0], own = int(self.chance(known, []).argmax()), 1
+                passes += 1
             while True:
-                logits = self.logits(known, canvas).astype(np.float64)
-                logits[:, self.mask] = -np.inf
-                chance = np.exp(logits - logits.max(axis=1, keepdims=True))
-                chance /= chance.sum(axis=1, keepdims=True)
+                chance = self.chance(known, canvas)
                 passes += 1
                 before = list(canvas)
                 spent += self.mask not in canvas[own:]
-                canvas = written(rule, chance, canvas, self.mask, own)
+                canvas = written(rule, chance, canvas, self.mask, own, part)
                 if rule.startswith("joint"):
                     if self.mask not in canvas[own:] and (canvas == before or spent >= 16):
                         break
@@ -76,12 +86,15 @@ class Reference:
         return ids[len(prompt) :][:new], passes
 
 
-def written(rule: str, chance: np.ndarray, canvas: list[int], mask: int, own: int) -> list[int]:
+def written(
+    rule: str, chance: np.ndarray, canvas: list[int], mask: int, own: int, part: int
+) -> list[int]:
     """Return a canvas after a pass. Position by position, as the papers say it."""
     name, _, rest = rule.partition(":")
     numbers = [float(n) for n in rest.split(",")]
     best = [int(np.argmax(row)) for row in chance]
-    p = {at: chance[at][best[at]] for at in range(own, BLOCK) if canvas[at] == mask}
+    open_ = [at for at in range(own, BLOCK) if canvas[at] == mask]
+    p = {at: chance[at][best[at]] for at in open_ if at // part == open_[0] // part}
     order = sorted(p, key=lambda at: (-p[at], at))
     usual = order[: int(np.ceil(BLOCK / (numbers[0] if name == "static" else 4)))]
     above = [at for at in order if p[at] > numbers[0]]
@@ -128,7 +141,8 @@ def denoising(folder: Path, context: str, to: Path) -> Model:
     config["block_diffusion"] = {
         "block_size": BLOCK,
         "mask_token_id": mask,
-        "context": context,
+        "context": "block" if context == "shift" else context,
+        **({"shift": True, "sub_block_size": PART} if context == "shift" else {}),
     }
     for file in folder.iterdir():
         (to / file.name).write_bytes(file.read_bytes())
@@ -136,7 +150,13 @@ def denoising(folder: Path, context: str, to: Path) -> Model:
     return load_model(open_checkpoint(to))
 
 
-@pytest.fixture(scope="module", params=["causal", "block"])
+def context_of(model: Model) -> str:
+    blocks = model.spec.diffusion
+    assert blocks is not None
+    return "shift" if blocks.shift else blocks.context
+
+
+@pytest.fixture(scope="module", params=["causal", "block", "shift"])
 def model(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: Any) -> Iterator[Model]:
     found = denoising(folder, request.param, tmp_path_factory.mktemp(request.param))
     yield found
@@ -180,7 +200,7 @@ def test_cached_blocks_are_those_of_a_loop_without_a_cache(
 ) -> None:
     blocks = model.spec.diffusion
     assert blocks is not None
-    reference = Reference(torch_model, blocks.context, blocks.mask)
+    reference = Reference(torch_model, context_of(model), blocks.mask)
     found = made(model, PROMPTS, diffusion=rule)
     for prompt, tokens in zip(PROMPTS, found, strict=True):
         expected, passes = reference.text(list(prompt), NEW, rule)
@@ -197,17 +217,24 @@ def test_logits_are_those_that_a_token_was_written_from(
 ) -> None:
     blocks = model.spec.diffusion
     assert blocks is not None
-    reference = Reference(torch_model, blocks.context, blocks.mask)
+    reference = Reference(torch_model, context_of(model), blocks.mask)
     prompt = list(PROMPTS[1])
     (tokens,) = made(model, [prompt], 8, {"logits": True}, diffusion="static:1")
-    first = reference.logits(prompt, [blocks.mask] * BLOCK)
-    second = reference.logits(prompt + [t.id for t in tokens[:4]], [blocks.mask] * BLOCK)
-    expected = np.concatenate([first, second])
+    ids, masks, rows = prompt + [token.id for token in tokens], [blocks.mask] * BLOCK, []
+    for start in (8, 12):
+        if not blocks.shift:
+            rows.append(reference.logits(ids[:start], masks))
+            continue
+        rows.append(reference.logits(ids[:start], []))
+        first = reference.logits(ids[:start], [ids[start], *masks[1:]])
+        second = reference.logits(ids[:start], [*ids[start : start + 2], *masks[2:]])
+        rows += [first[:1], second[1:3]]
+    expected = np.concatenate(rows)
     found = np.array([token.logits for token in tokens])
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("rule", ["threshold:0.02", "joint:0.02,0.03", "lossless"])
+@pytest.mark.parametrize("rule", ["threshold:0.02", "joint:0.02,0.03", "canvas:3,5", "lossless"])
 def test_alone_in_a_batch_in_pieces_and_after_preemption(
     model: Model, causal: Model, rule: str
 ) -> None:
@@ -279,7 +306,7 @@ def test_a_prompt_with_the_mask_in_it_keeps_it(model: Model, torch_model: PreTra
     blocks = model.spec.diffusion
     assert blocks is not None
     prompt = [4, 8, 1, 6, 9, blocks.mask]
-    reference = Reference(torch_model, blocks.context, blocks.mask)
+    reference = Reference(torch_model, context_of(model), blocks.mask)
     expected, _ = reference.text(prompt, 10, "static:4")
     assert ids_of(made(model, [prompt], 10, diffusion="static:4")) == [expected]
 
@@ -300,6 +327,9 @@ def test_the_context_holds_whole_blocks(model: Model) -> None:
         ("threshold:", "takes 1 number"),
         ("static:1.5", "takes 1 number"),
         ("joint:0.5", "takes 2 numbers"),
+        ("canvas:0.1", "takes 2 numbers"),
+        ("canvas:0.1,0", "takes 2 numbers"),
+        ("canvas:0.1,1.5", "takes 2 numbers"),
         ("factor:-1", "takes 1 number"),
         (3, "expected text"),
     ],
@@ -335,7 +365,8 @@ def test_who_has_no_blocks(folder: Path, causal: Model, tmp_path: Path) -> None:
         ({"mask_token_id": 1 << 20}, "mask token"),
         ({"mask_token_id": -1}, "mask_token_id"),
         ({"context": "wide"}, "context"),
-        ({"shift": True}, "shifted by one"),
+        ({"shift": True}, "shifted logits"),
+        ({"sub_block_size": 3}, "divisor of block_size"),
     ],
 )
 def test_damaged_entries_of_a_config(

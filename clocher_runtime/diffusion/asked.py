@@ -7,20 +7,26 @@ from clocher_kernels.errors import UsageError
 
 
 class _Takes(NamedTuple):
-    """What the numbers of a rule are when they are left out, and what they may be."""
+    """What the numbers of a rule are when they are left out, and what they may be.
+
+    Attributes:
+        counts: which of them are whole, and at least 1.
+    """
 
     usual: tuple[float, ...]
     lowest: float
     highest: float
+    counts: tuple[int, ...] = ()
 
 
 _RULES = {
-    "static": _Takes((4,), 1, 1024),
+    "static": _Takes((4,), 1, 1024, counts=(0,)),
     "dynamic": _Takes((0.9,), 0, 1),
     "threshold": _Takes((0.9,), 0, 1),
     "factor": _Takes((1.0,), 0, 1024),
     "entropy": _Takes((0.1,), 0, 1024),
     "joint": _Takes((0.7, 0.9), 0, 1),
+    "canvas": _Takes((0.1, 48), 0, 1024, counts=(1,)),
 }
 RULES = tuple(_RULES)
 """Names of the rules of `diffusion.rules`."""
@@ -44,8 +50,9 @@ def parse(text: str) -> tuple[str, tuple[float, ...]]:
     given = rest.split(",")
     numbers = tuple(float(g) for g in given if re.fullmatch(r"\d{1,9}(\.\d{0,9})?|\.\d{1,9}", g))
     fits = all(takes.lowest <= number <= takes.highest for number in numbers)
-    whole = name != "static" or all(number.is_integer() for number in numbers)
-    if not len(numbers) == len(given) == len(takes.usual) or not (fits and whole):
+    complete = len(numbers) == len(given) == len(takes.usual)
+    whole = complete and all(numbers[i] >= 1 and numbers[i].is_integer() for i in takes.counts)
+    if not (fits and whole):
         count = len(takes.usual)
         raise UsageError(
             f"diffusion rule {text!r}; {name} takes {count} number{'s' * (count > 1)} from "

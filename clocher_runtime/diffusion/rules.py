@@ -11,10 +11,15 @@ the chosen tokens: whoever calls it leaves the mask out before it chooses.
 | `factor:F` | the n best open positions, the largest n with (n + 1)(1 - p_n) < F, at least one |
 | `entropy:E` | open positions in order of entropy while their sum without the largest is <= E |
 | `joint:T,E` | `threshold:T`, and tokens written before where another one has p > E |
+| `canvas:E,N` | everything at the end, which comes when the canvas is calm, or after N passes |
+
+Before its end `canvas` shows the model drawn tokens where `entropy:E` takes them, and noise
+elsewhere.
 
 Sources: static and dynamic, SDAR (Cheng et al. 2025) and LLaDA; threshold and factor, Fast-dLLM (Wu
 et al. 2025); entropy, Ben-Hamu et al. 2025 (EB-sampler), over the entropy of the whole
-distribution; joint, LLaDA2.1.
+distribution; joint, LLaDA2.1; canvas, DiffusionGemma as transformers has it, without its
+self-conditioning.
 """
 
 from collections.abc import Callable
@@ -29,6 +34,8 @@ Array = np.ndarray
 
 MOST_EDITS = 16
 """Passes that `joint` may spend on a block without a mask."""
+_HOTTEST, _COOLEST = 0.8, 0.4  # of a canvas
+_CALM = 0.005  # mean entropy of a canvas that has come to its end, in nats
 
 
 class View(NamedTuple):
@@ -89,6 +96,23 @@ def joint(view: View, least: float, least_edit: float) -> Array:
     return fresh | (view.changes & (view.chance > least_edit))
 
 
+def heat(done: int, passes: int) -> float:
+    """Return the temperature of a canvas's next pass, which cools down from the first one on."""
+    return _COOLEST + (_HOTTEST - _COOLEST) * (passes - done) / passes
+
+
+def is_calm(likeliest: Array, before: Array | None, entropy: Array) -> bool:
+    """Return whether a canvas has come to its end.
+
+    Args:
+        likeliest: [B], the tokens that rank first.
+        before: [B], those of the pass before; None: there was none.
+        entropy: [B] f64, in nats.
+    """
+    stable = before is not None and np.array_equal(likeliest, before)
+    return stable and float(entropy.mean()) < _CALM
+
+
 def _ranked(view: View) -> Array:
     places = np.flatnonzero(view.is_open)
     return places[np.argsort(-view.chance[places], kind="stable")]
@@ -108,11 +132,13 @@ class Rule:
         text: as it was asked for.
         write: returns the positions to write, [B] bool.
         edits: whether it changes what it has written, so that a block is sure at its end only.
+        passes: that a canvas of noise may take; 0: blocks are of masks.
     """
 
     text: str
     write: Callable[[View], Array]
     edits: bool = False
+    passes: int = 0
 
 
 _STEPS = 4  # of `dynamic`, a usual block's
@@ -124,6 +150,7 @@ _WRITES: dict[str, Callable[..., Array]] = {
     "factor": factor,
     "entropy": entropy,
     "joint": joint,
+    "canvas": lambda view, bound, _: entropy(view, bound),
 }
 
 
@@ -134,4 +161,9 @@ def rule_of(text: str) -> Rule:
         UsageError: there is no such rule, or its numbers are not in range.
     """
     name, numbers = parse(text)
-    return Rule(text, lambda view: _WRITES[name](view, *numbers), edits=name == "joint")
+    return Rule(
+        text,
+        lambda view: _WRITES[name](view, *numbers),
+        edits=name == "joint",
+        passes=int(numbers[1]) if name == "canvas" else 0,
+    )

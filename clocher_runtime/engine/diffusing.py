@@ -22,10 +22,12 @@ class Diffusing:
 
     Attributes:
         blocks: of the model.
+        vocabulary: ids of the model.
         rule: what a pass commits; None: a pass guesses a block and verifies the one before.
     """
 
     blocks: BlockDiffusion
+    vocabulary: int
     rule: Rule | None
 
     @property
@@ -33,11 +35,20 @@ class Diffusing:
         """What it is called in reports."""
         return "lossless" if self.rule is None else self.rule.text
 
-    def canvas(self) -> Canvas:
-        """Return the empty canvas of a new text."""
+    def canvas(self, seed: int) -> Canvas:
+        """Return the empty canvas of a new text, with a seed for noise."""
         assert self.rule is not None
         blocks = self.blocks
-        return Canvas(blocks.block, blocks.mask, self.rule, blocks.context == "block")
+        return Canvas(
+            blocks.block,
+            blocks.mask,
+            self.rule,
+            whole_blocks=blocks.context == "block",
+            shift=blocks.shift,
+            part=blocks.part,
+            vocabulary=self.vocabulary,
+            seed=seed,
+        )
 
 
 def width_of(blocks: Diffusing | None) -> int:
@@ -83,7 +94,7 @@ def prepare(blocks: Diffusing | None, requests: Sequence[Request], longest: int)
                 f"{longest}; shorten the prompt or raise --context"
             )
         request.budget = min(request.budget, longest_text(blocks, longest) - len(request.ids))
-        request.canvas = blocks.canvas()
+        request.canvas = blocks.canvas(request.sampling.seed)
         request.begin_block()
 
 
@@ -103,7 +114,7 @@ def of_call(session: Diffusing | None, asked: str | None) -> Diffusing | None:
         raise UsageError(
             f"diffusion {asked}: this session decodes no blocks; load the model with diffusion=auto"
         )
-    return among(session.blocks, asked)
+    return among(session.blocks, session.vocabulary, asked)
 
 
 def diffusing(spec: ModelSpec, asked: str, speculate: str) -> Diffusing | None:
@@ -129,7 +140,7 @@ def diffusing(spec: ModelSpec, asked: str, speculate: str) -> Diffusing | None:
             f"diffusion {asked}: this model does not denoise blocks (its config.json has no "
             "block_diffusion); use auto"
         )
-    found = among(blocks, asked)
+    found = among(blocks, spec.vocab_size, asked)
     if found is not None and speculate not in ("auto", "off"):
         raise UsageError(
             f"speculate {speculate} with diffusion {asked}: blocks are guessed by the model "
@@ -138,8 +149,13 @@ def diffusing(spec: ModelSpec, asked: str, speculate: str) -> Diffusing | None:
     return found
 
 
-def among(blocks: BlockDiffusion, asked: str) -> Diffusing | None:
+def among(blocks: BlockDiffusion, vocabulary: int, asked: str) -> Diffusing | None:
     """Return how blocks are decoded as one of `MODES` says; None: not at all.
+
+    Args:
+        blocks: of the model.
+        vocabulary: its ids.
+        asked: one of `MODES`.
 
     Raises:
         UsageError: there is no such mode, or the model does not have it.
@@ -154,4 +170,5 @@ def among(blocks: BlockDiffusion, asked: str) -> Diffusing | None:
         return None
     if asked == "auto" and not causal:
         asked = _USUAL_RULE
-    return Diffusing(blocks, None if asked in ("auto", "lossless") else rule_of(asked))
+    rule = None if asked in ("auto", "lossless") else rule_of(asked)
+    return Diffusing(blocks, vocabulary, rule)

@@ -2,14 +2,14 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.ops.sampling import NO_TOKEN, allows, words_for
-from clocher_runtime.diffusion.canvas import Canvas, distribution
+from clocher_runtime.diffusion.canvas import Canvas, Draw
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.constraint import Constraint
 from clocher_runtime.engine.drawing import draw
@@ -165,7 +165,8 @@ class Request(Cached):
             return count
         if count != self.waiting_tokens:
             return 0
-        return len(self.masks) if self.canvas is not None else 1 + self.behind
+        whole = self.canvas is not None and self.masks
+        return len(self.masks) if whole else 1 + self.behind
 
     def piece(self, room: int) -> int | None:
         """Return how many tokens of the text a step with this room computes; None: it has none."""
@@ -180,42 +181,41 @@ class Request(Cached):
         """Lay out the block that the next passes denoise."""
         if self.canvas is not None:
             self.canvas.begin(self.ids[self.text_end :])
-            self.masks = self.canvas.ids
+            self.masks = self.canvas.shown
 
     def denoise(self, logits: np.ndarray) -> list[Token]:
         """Write into the block what its rule takes; go on with what is sure then.
 
         Args:
-            logits: [B, V] fp32, of each position.
+            logits: [B, V] fp32, of each position; [1, V], of the last before it, if the block waits
+                for its first token.
 
         Returns:
             The tokens, which may be none. An error of what the caller gave ends the call.
         """
         assert self.canvas is not None
-        canvas, start = self.canvas, self.text_end
-        prompt = len(self.ids) - self.made
-        logs, entropy = distribution(logits, canvas.mask)
-        chosen = [int(token) for token in logs.argmax(axis=1)]
-        made: list[Token] = []
+        canvas, made = self.canvas, list[Token]()
         try:
-            if self.sampling.on_host or self.sampling.temperature:
-                for at, row in enumerate(logits):
-                    row = row.copy()
-                    row[canvas.mask] = -np.inf
-                    drawn = start + at - prompt  # a position is drawn with its own number
-                    chosen[at] = draw(row, self.ids, prompt, max(drawn, 0), self.sampling)
-            chance = np.exp(logs[np.arange(len(chosen)), chosen])
-            for at in canvas.write(chosen, chance, entropy):
-                if self.box.logits:
-                    canvas.logits[start + at] = logits[at].copy()
+            canvas.see(logits, self._drawing(canvas), self.box.logits)
             for token in canvas.sure():
-                made.append(self.take(token, canvas.logits.pop(len(self.ids), None)))
+                made.append(self.take(token, canvas.logits.pop(len(self.ids) % canvas.size, None)))
                 if made[-1].last:
                     break
         except Exception as error:
             self.box.error = error
         self.begin_block()
         return made
+
+    def _drawing(self, canvas: Canvas) -> Draw | None:
+        """Return what draws the tokens of a pass; None: the likeliest ones are taken."""
+        sampling, prompt = self.sampling, len(self.ids) - self.made
+        first = self.text_end - prompt  # a position is drawn with its own number
+        if canvas.rule.passes:  # the rule has temperatures of its own, and draws each time anew
+            sampling = replace(sampling, temperature=1.0)
+            first = (canvas.begun * canvas.rule.passes + canvas.passes) * canvas.size
+        elif not sampling.on_host and not sampling.temperature:
+            return None
+        return lambda row, at: draw(row, self.ids, prompt, max(first + at, 0), sampling)
 
     def look_ahead(self, room: int) -> None:
         """Send what was guessed in the pass before, and masks to guess from in the next one.

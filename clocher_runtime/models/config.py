@@ -58,12 +58,14 @@ class BlockDiffusionFields(Struct):
     Attributes:
         context: see `BlockDiffusion`.
         shift: whether the logits of a position are those of the next one (Fast-dLLM v2).
+        sub_block_size: positions that are denoised together; None: the whole block.
     """
 
     block_size: BlockSize
     mask_token_id: MaskId
     context: Literal["causal", "block"] = "causal"
     shift: bool = False
+    sub_block_size: BlockSize | None = None
 
 
 class Decoder(Ends, kw_only=True):
@@ -134,15 +136,16 @@ class Decoder(Ends, kw_only=True):
         """Return how the model denoises blocks; None: it does not.
 
         Raises:
-            FormatError: the mask is no token.
+            FormatError: the mask is no token, or sizes do not divide each other.
+            UnsupportedModel: it is causal, and its logits are shifted.
         """
         stated = self.block_diffusion
         if stated is None:
             return None
-        if stated.shift:
+        if stated.shift and stated.context == "causal":
             raise UnsupportedModel(
-                f"{WHERE}: block_diffusion.shift is true; logits that are shifted by one position "
-                "are not supported"
+                f"{WHERE}: block_diffusion.shift is true and context is causal; expected context "
+                "block with shifted logits"
             )
         if 64 % stated.block_size:  # a page of the cache ends where a block does
             raise FormatError(
@@ -153,7 +156,15 @@ class Decoder(Ends, kw_only=True):
                 f"{WHERE}: the mask token is {stated.mask_token_id}; expected an id below "
                 f"vocab_size, {self.vocab_size}"
             )
-        return BlockDiffusion(stated.block_size, stated.mask_token_id, stated.context)
+        part = stated.sub_block_size or stated.block_size
+        if stated.block_size % part:
+            raise FormatError(
+                f"{WHERE}: sub_block_size is {part}; expected a divisor of block_size, "
+                f"{stated.block_size}"
+            )
+        return BlockDiffusion(
+            stated.block_size, stated.mask_token_id, stated.context, stated.shift, part
+        )
 
     @property
     def dim(self) -> int:

@@ -121,11 +121,16 @@ class BlockDiffusion:
         mask: id of the mask.
         context: what the keys of finished blocks were computed with: "causal", as of any decoder,
             or "block", where the tokens of a block see each other.
+        shift: logits of a position are of the next one, so that the first token of a block comes
+            from the last before it.
+        part: a block is denoised in parts of so many positions, one after the other.
     """
 
     block: int
     mask: int
     context: Literal["causal", "block"]
+    shift: bool = False
+    part: int = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

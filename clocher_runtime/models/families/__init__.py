@@ -21,7 +21,14 @@ from clocher_runtime.models.families.llama4 import LLAMA4
 from clocher_runtime.models.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
 from clocher_runtime.models.families.olmo import OLMO2, OLMO3
 from clocher_runtime.models.families.phi import PHI3
-from clocher_runtime.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, SDAR
+from clocher_runtime.models.families.qwen import (
+    FAST_DLLM,
+    QWEN2,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_MOE,
+    SDAR,
+)
 from clocher_runtime.models.family import Family
 from clocher_runtime.models.spec import ModelSpec
 
@@ -40,6 +47,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Qwen2MoeForCausalLM": QWEN2_MOE,
         "Qwen3ForCausalLM": QWEN3,
         "SDARForCausalLM": SDAR,
+        "Fast_dLLM_QwenForCausalLM": FAST_DLLM,
         "Qwen3MoeForCausalLM": QWEN3_MOE,
         "GemmaForCausalLM": GEMMA,
         "Gemma2ForCausalLM": GEMMA2,

@@ -78,6 +78,29 @@ def sdar(config: Config) -> ModelSpec:
     return read.spec("sdar", read.windows(), qk_norm="heads", qkv_bias=bias, o_bias=bias)
 
 
+class _FastDllm(_Qwen2, kw_only=True):
+    bd_size: BlockSize = 32
+    small_block_size: BlockSize = 8
+    mask_token_id: MaskId = 151665
+
+    def diffusion(self) -> BlockDiffusion | None:
+        """Return what the family's own fields say, as `block_diffusion` would."""
+        self.block_diffusion = BlockDiffusionFields(
+            self.bd_size,
+            self.mask_token_id,
+            "block",
+            shift=True,
+            sub_block_size=self.small_block_size,
+        )
+        return super().diffusion()
+
+
+def fast_dllm(config: Config) -> ModelSpec:
+    """Fast-dLLM v2: Qwen2 that denoises blocks in parts, with shifted logits (Wu et al. 2025)."""
+    read = read_config(config, _FastDllm)
+    return read.spec("fast_dllm", read.windows(), qkv_bias=True)
+
+
 class _Experts(_Qwen2, kw_only=True):
     intermediate_size: Size = 5632
     hidden_size: Size = 2048
@@ -163,5 +186,6 @@ _ROUTED = {
 QWEN2 = Family(qwen2)
 QWEN3 = Family(qwen3)
 SDAR = Family(sdar)
+FAST_DLLM = Family(fast_dllm)
 QWEN2_MOE = Family(qwen2_moe, _ROUTED)
 QWEN3_MOE = Family(qwen3_moe, _ROUTED)
