@@ -4,12 +4,15 @@ r"""Guessing tokens: what it wins on text that repeats itself, and costs on text
     python -m bench.speculation --model-dir DIR [--streams 8]
     python -m bench.speculation --model-dir DIR --llama-server BINARY
         [--llama-args "--spec-type ngram-simple"]
+    python -m bench.speculation --model-dir DIR --diffusion lossless --workload own
 
 The same prompts with guesses, without, and on llama-server, in turns; every round has others. Speed
 is that of decode steps, ours with all the host's work in them, the peer's as its own timings say. A
 ratio is the median over rounds of guesses over none, with the smallest and the largest. Workloads
 "continue", "edit" and "summarise" have answers that are given (bench/workloads.py): ours as the
 tokens that a step drew, the peer's by a grammar of these tokens. The others are the model's own.
+With --diffusion blocks of masks are denoised instead of guesses made, and only "lossless" has to
+give the same ids.
 """
 
 import json
@@ -28,7 +31,7 @@ import numpy as np
 from bench.measure import NotMeasured
 from bench.ops.experiment import FILE, MODEL_DIR, TEAM, Listed, Row, experiment, opened, turns
 from bench.serving import servers
-from bench.workloads import WORKLOADS, Case, Source
+from bench.workloads import GIVEN, WORKLOADS, Case, Source
 from clocher_runtime.convert.synthetic import GGUF_NAME
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.session import Session
@@ -117,12 +120,16 @@ class Ours:
         made = self.session.generate(
             [case.prompt for case in cases], new, cases[0].sampling, frozenset(), window
         )
+        passes = 0
         for token in made:
             ids[token.sequence].append(token.id)
+            passes += token.passes
         steps = [span for span in window.spans if span.kind == "decode"]
         tokens = sum(span.tokens for span in steps)
-        after = self._counts()
-        return Run(tokens / (sum(span.ns for span in steps) / 1e9), ids, *(after - before).tolist())
+        tok_s = tokens / (sum(span.ns for span in steps) / 1e9)
+        if self.session.diffusion != "off":
+            return Run(tok_s, ids, passes, sum(map(len, ids)))
+        return Run(tok_s, ids, *(self._counts() - before).tolist())
 
     def _counts(self) -> np.ndarray:
         speculator = self.session.scheduler.speculator
@@ -180,8 +187,13 @@ def compare(
     source: Source,
     streams: int,
     rounds: int,
+    is_lossless: bool = True,
 ) -> Iterator[Row]:
-    """Yield what each contestant makes of a workload, in turns, a new text each round."""
+    """Yield what each contestant makes of a workload, in turns, a new text each round.
+
+    Args:
+        is_lossless: whether guessing has to give the ids of not guessing.
+    """
     make, first = WORKLOADS[workload], 1000 * list(WORKLOADS).index(workload)
 
     def run(contestant: Ours | Llama) -> float:
@@ -219,14 +231,14 @@ def compare(
         row |= {key: median(ratios), f"{key}_range": [min(ratios), max(ratios)]}
         same = [a.ids == b.ids for a, b in zip(measured, kept[OFF], strict=True)]
         row |= {"same_ids": f"{sum(same)}/{len(same)}"}
-        if name == ON:
+        if name == ON and is_lossless:
             row["correct"] = all(same)
         yield row
 
 
-def _session(model: Model, threads: int, streams: int, speculate: str) -> Session:
+def _session(model: Model, threads: int, streams: int, **guesses: str) -> Session:
     context = min(model.spec.max_positions, _CONTEXT)
-    session = Session(model, threads=threads, batch=streams, context=context, speculate=speculate)
+    session = Session(model, threads=threads, batch=streams, context=context, **guesses)  # type: ignore[arg-type]
     session.warm()
     return session
 
@@ -248,6 +260,7 @@ def _session(model: Model, threads: int, streams: int, speculate: str) -> Sessio
 @click.option("--new", type=click.IntRange(2, 1024), default=256, show_default=True)
 @click.option("--streams", type=click.IntRange(1, 64), default=1, show_default=True)
 @click.option("--speculate", type=click.Choice(MODES), default="auto", show_default=True)
+@click.option("--diffusion", help="Denoise blocks like this instead; workloads of one's own text.")
 @click.option("--llama-server", help="Measure this program too, on --gguf; one stream only.")
 @click.option("--gguf", type=FILE, help="default: model.gguf beside the model")
 @click.option("--llama-args", multiple=True, default=("--spec-type none",), show_default=True)
@@ -259,6 +272,7 @@ def main(
     new: int,
     streams: int,
     speculate: str,
+    diffusion: str | None,
     llama_server: str | None,
     gguf: Path | None,
     llama_args: tuple[str, ...],
@@ -268,6 +282,8 @@ def main(
     """Yield a row for each workload and contestant."""
     if llama_server and streams > 1:
         raise click.UsageError("--llama-server is measured with --streams 1")
+    if diffusion and (given := [name for name in chosen if name in GIVEN]):
+        raise click.UsageError(f"--diffusion has no given answers; leave out {', '.join(given)}")
     model = opened(model_dir)
     tokenizer = Tokenizer(model.checkpoint.tokenizer_source, model.checkpoint.tokenizer_config)
     words = text.read_text(encoding="utf-8")
@@ -275,8 +291,9 @@ def main(
     about = {"model": model.checkpoint.path.name, "format": model.precision, "threads": threads}
     with ExitStack() as stack:
         contestants: dict[str, Ours | Llama] = {}
-        for name, mode in ((ON, speculate), (OFF, "off")):
-            session = stack.enter_context(closing(_session(model, threads, streams, mode)))
+        asked = {"speculate": speculate} if diffusion is None else {"diffusion": diffusion}
+        for name, guesses in ((ON, asked), (OFF, {"speculate": "off", "diffusion": "off"})):
+            session = stack.enter_context(closing(_session(model, threads, streams, **guesses)))
             contestants[name] = Ours(session, new)
         for arguments in llama_args if llama_server else ():
             path = gguf or (model_dir and model_dir / GGUF_NAME)
@@ -288,7 +305,8 @@ def main(
             url = f"http://{target.host}:{target.port}"
             contestants[f"llama-server {arguments}"] = Llama(url, new)
         for workload in chosen:
-            for row in compare(workload, contestants, source, streams, rounds):
+            exact = diffusion in (None, "auto", "lossless")
+            for row in compare(workload, contestants, source, streams, rounds, exact):
                 click.echo(json.dumps({**about, **row}))
                 yield {**about, **row}
 

@@ -138,3 +138,5 @@ WORKLOADS: dict[str, Callable[[Source, int], Case]] = {
     "random-sampled": random_sampled,
 }
 """Name -> makes the case of a number."""
+GIVEN = ("continue", "edit", "summarise")
+"""Those whose answer is given."""

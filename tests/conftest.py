@@ -1,5 +1,6 @@
 """What every test run sets, and prints: how many tests it left out, and why."""
 
+import gc
 import os
 import signal
 import sys
@@ -55,6 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all is imported
     config.option.loadscopereorder = False  # pytest-xdist would begin with files of many tests
     if for_a_gpu(config):  # it runs what Triton compiles
         del os.environ["TRITON_INTERPRET"]
@@ -77,10 +79,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skipif(bool(reason), reason=reason))
 
 
+def pytest_collection_finish() -> None:
+    """Let the collector of garbage look at what tests make only, not at all that was imported."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     for item in items:
         markers = [name for name in ("gpu", "slow") if item.get_closest_marker(name)]
         _left_out[" and ".join(markers) or "not asked for"] += 1
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -61,6 +61,7 @@ def test_an_engine_that_says_nothing_is_stuck_and_then_ended(monkeypatch: pytest
         while engine.is_stuck:
             await asyncio.sleep(0.02)
         assert engine.pid == stopped
+        engine.step_s = 0.1  # the pause counts as a step, and it is told to be stuck after twenty
         os.kill(stopped, signal.SIGSTOP)
         waiting = [engine.submit([ASK]), engine.submit([ASK])]
         with pytest.raises(ApiError, match="engine ended"):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -130,3 +131,21 @@ def test_many_streams_are_measured_without_a_peer(llama_server: Path) -> None:
     arguments = ["--streams", "2", "--llama-server", str(llama_server)]
     result = CliRunner().invoke(speculation.main, ["--model-dir", str(MODEL), *arguments])
     assert result.exit_code == 2 and "--streams 1" in result.output
+
+
+def test_denoised_blocks_are_measured(tmp_path: Path) -> None:
+    for file in MODEL.iterdir():
+        shutil.copy(file, tmp_path)
+    config = json.loads((MODEL / "config.json").read_text())
+    config["block_diffusion"] = {"block_size": 4, "mask_token_id": 3, "context": "causal"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    more = ["--model-dir", str(tmp_path), "--workload", "own", "--rounds", "1"]
+    on, off = rows_of(*more, "--diffusion", "lossless")
+    assert on["correct"] is True and on["same_ids"] == "1/1"
+    assert 1 <= on["tokens_per_pass"] <= 4
+    on, off = rows_of(*more, "--diffusion", "static:2")
+    assert "correct" not in on and 1.5 < on["tokens_per_pass"] <= 2
+    result = CliRunner().invoke(
+        speculation.main, [*more, "--diffusion", "static:2", "--workload", "edit"]
+    )
+    assert result.exit_code == 2 and "leave out edit" in result.output

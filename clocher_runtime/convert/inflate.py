@@ -77,6 +77,7 @@ _KEPT = (
     "bos_token_id",
     "eos_token_id",
     "pad_token_id",
+    "block_diffusion",
 )
 """Fields of config.json that are the small model's."""
 _ADDED = ("o_proj", "down_proj")
