@@ -91,31 +91,47 @@ class Canvas:
             draw: see there; None: the likeliest tokens.
             keep: whether logits are wanted of what is written.
         """
-        waits = self.waits
-        if self.shift and not waits:  # the first token is there
-            logits = np.concatenate([logits[:1], logits[:-1]])
-        warm = heat(self.passes, self.rule.passes) if self.rule.passes and not waits else 1.0
-        heated = logits / np.float32(warm)
+        waits, warm = self.waits, 1.0
+        asked = np.arange(self.size) == 0 if waits else self._asked()
+        if self.rule.passes and not waits:
+            warm = heat(self.passes, self.rule.passes)
+        places = np.flatnonzero(asked)
+        rows = places - (self.shift and not waits)  # whose logits are of these positions
+        heated = logits[rows] / np.float32(warm)
         heated[:, self.mask] = -np.inf
-        logs, entropy = distribution(heated)
-        likeliest = logs.argmax(axis=1)
-        chosen = likeliest.copy()
+        chances, entropies = distribution(heated)
+        likeliest, chosen = np.array(self.ids), np.array(self.ids)
+        likeliest[asked] = chosen[asked] = heated.argmax(axis=1)
         if draw is not None:
-            chosen[:] = [draw(row, at) for at, row in enumerate(heated)]
+            chosen[asked] = [draw(row, int(at)) for at, row in zip(places, heated, strict=True)]
+        chance, entropy = np.zeros(self.size), np.zeros(self.size)
+        chance[asked] = chances[np.arange(len(places)), chosen[asked]]
+        entropy[asked] = entropies
         if waits:
-            wrote = np.arange(self.size) == 0
+            wrote = asked
             self.ids[0] = int(chosen[0])
             if self.painted:
                 self.painted[0] = self.ids[0]
         else:
-            chance = np.exp(logs[np.arange(self.size), chosen])
             self.passes += 1
             if self.rule.passes:
                 wrote = self._paint(likeliest, chosen, chance, entropy)
             else:
                 wrote = self._write(chosen, chance, entropy)
-        for at in np.flatnonzero(wrote) if keep else ():
-            self.logits[int(at)] = logits[at].copy()
+        for at, row in zip(places, rows, strict=True) if keep else ():
+            if wrote[at]:
+                self.logits[int(at)] = logits[row].copy()
+
+    def _asked(self) -> Array:
+        """Return the positions whose tokens a rule may write after this pass, [B] bool."""
+        own = self._own()
+        is_open = own & (np.array(self.ids) == self.mask)
+        if self.rule.passes or not is_open.any():
+            return own
+        part = np.arange(self.size) // self.part
+        now = is_open & (part == part[is_open.argmax()])
+        asked: Array = now | (own & ~is_open) if self.rule.edits else now
+        return asked
 
     def _write(self, chosen: Array, chance: Array, entropy: Array) -> Array:
         """Write over masks, and over tokens of a rule that edits; return where, [B] bool."""
@@ -123,8 +139,7 @@ class Canvas:
         is_open = own & (ids == self.mask)
         changes = own & ~is_open & (ids != chosen)
         self.edited += not is_open.any()
-        part = np.arange(self.size) // self.part
-        now = is_open & (part == part[is_open.argmax()])
+        now = is_open & self._asked()
         wrote = self.rule.write(View(now, chance, entropy, changes))
         self.ids = np.where(wrote, chosen, ids).tolist()
         self.settled = not wrote.any() or self.edited >= MOST_EDITS
@@ -172,11 +187,11 @@ class Canvas:
 
 
 def distribution(logits: Array) -> tuple[Array, Array]:
-    """Return log probabilities [B, V] f64 of logits, and entropies [B] in nats."""
+    """Return the probabilities [B, V] f64 of logits [B, V] fp32, and entropies [B] in nats."""
     rows = logits.astype(np.float64)
     rows -= rows.max(axis=1, keepdims=True)
-    weights = np.exp(rows)
-    total = weights.sum(axis=1, keepdims=True)
-    with np.errstate(invalid="ignore"):
-        spread = np.where(weights > 0, weights * rows, 0.0).sum(axis=1, keepdims=True)
-    return rows - np.log(total), (np.log(total) - spread / total)[:, 0]
+    chances = np.exp(rows)
+    total = chances.sum(axis=1, keepdims=True)
+    rows[chances == 0] = 0
+    chances /= total
+    return chances, np.log(total)[:, 0] - (chances * rows).sum(axis=1)
