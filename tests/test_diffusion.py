@@ -379,3 +379,24 @@ def test_damaged_entries_of_a_config(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises((FormatError, UnsupportedModel), match=told):
         load_model(open_checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_blocks_are_guessed_while_that_is_faster(causal: Model, pays: bool) -> None:
+    session = Session(causal, context=160, kv_dtype="f32")
+    step, sizes = session.executor.step, []
+
+    def noted(tokens: int, rows: int) -> None:
+        sizes.append(tokens)
+        step(tokens, rows)
+
+    session.executor.step = noted  # type: ignore[method-assign]
+    costs = session.scheduler.passes.costs
+    costs.note(1, 1 << 60 if pays else 1)
+    try:
+        ids = [token.id for token in session.generate([PROMPTS[0]], 140, stop_ids=frozenset())]
+    finally:
+        session.close()
+    assert ids == ids_of(made(causal, PROMPTS[:1], 140, context=160, diffusion="off"))[0]
+    behind = sizes[1:-BLOCK]  # at the end there is no room
+    assert min(behind) > 1 if pays else behind[:24].count(1) == 0 and behind[24:].count(1) > 60

@@ -140,10 +140,10 @@ def test_denoised_blocks_are_measured(tmp_path: Path) -> None:
     config["block_diffusion"] = {"block_size": 4, "mask_token_id": 3, "context": "causal"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     more = ["--model-dir", str(tmp_path), "--workload", "own", "--rounds", "1"]
-    on, off = rows_of(*more, "--diffusion", "lossless")
+    on, _ = rows_of(*more, "--diffusion", "lossless")
     assert on["correct"] is True and on["same_ids"] == "1/1"
     assert 1 <= on["tokens_per_pass"] <= 4
-    on, off = rows_of(*more, "--diffusion", "static:2")
+    on, _ = rows_of(*more, "--diffusion", "static:2")
     assert "correct" not in on and 1.5 < on["tokens_per_pass"] <= 2
     result = CliRunner().invoke(
         speculation.main, [*more, "--diffusion", "static:2", "--workload", "edit"]

@@ -15,6 +15,7 @@ from clocher_runtime.engine.requests import Mailbox, Request, Token
 from clocher_runtime.engine.step_inputs import Part, StepInputs
 from clocher_runtime.engine.timing import SpanKind, StepSums, StepTimes, Tally
 from clocher_runtime.speculation.draft import NO_DRAFT
+from clocher_runtime.speculation.gate import PassCosts, Trial
 from clocher_runtime.speculation.speculator import MOST_GUESSES, Counts, Speculator, Text
 
 Rows = tuple[Request, slice]
@@ -52,6 +53,7 @@ class Passes:
         sums: what all passes add up to.
         speculator: see there.
         turns: passes that went on with texts, once for each text in them.
+        costs: what passes take, where blocks are guessed.
     """
 
     def __init__(
@@ -59,6 +61,10 @@ class Passes:
     ) -> None:
         self.times, self.sums, self.speculator = StepTimes(), StepSums(), speculator
         self.turns = 0
+        self.costs, self._trial = (
+            PassCosts(executor.plan.rows),
+            Trial(),
+        )  # of blocks that are guessed
         self._executor, self._pages = executor, pages
         self._inputs = StepInputs(executor)
         self._staged: list[Request] = []  # what the device goes on with by itself
@@ -92,11 +98,17 @@ class Passes:
         self._executor.fetch("sampled", tokens)
         return self.times.now() - began
 
-    def warm(self) -> None:
-        """Execute steps, so that what they need is there, and learn what guesses cost."""
+    def warm(self, blocks: bool = False) -> None:
+        """Execute steps, so that what they need is there, and learn what guesses cost.
+
+        Args:
+            blocks: whether blocks may be guessed.
+        """
         self.blank()
         if self.speculator is not None:
             self.speculator.costs.measure(self.blank)
+        elif blocks:
+            self.costs.measure(self.blank)
 
     def run(self, parts: list[Part]) -> Done:
         """Execute a pass and put what it made into the mailboxes."""
@@ -109,7 +121,7 @@ class Passes:
             guesses = speculator is not None and speculator.trial.is_on
             if speculator is not None and guesses and len(decoding) == len(parts):
                 self._draft(speculator, parts)
-            if len(decoding) == len(parts):
+            if len(decoding) == len(parts) and self._trial.is_on:
                 self._look_ahead(parts)
             drafted = self.times.now()
             tokens, rows = self._begin(parts, len(decoding) == len(parts))
@@ -128,6 +140,8 @@ class Passes:
                 if speculator is not None and not prompt:
                     speculator.costs.note(tokens, ended - drafted)
                     speculator.judge(len(decoding), decoded, ended - began)
+                elif not prompt and any(request.ahead is not None for request in requests):
+                    self._judge(tokens, len(decoding), decoded, ended - began)
             if not prompt:
                 tally.tokens, tally.sequences = decoded, len(decoding)
         return Done(tokens, wanted, made, table, NO_TOKEN in sampled)
@@ -163,6 +177,12 @@ class Passes:
             if not self._pages.reserve(request, cells):  # guesses take no pages from anybody
                 request.draft, request.masks = NO_DRAFT, ()
             room -= request.behind
+
+    def _judge(self, tokens: int, sequences: int, made: int, ns: int) -> None:
+        """Learn what a pass took that may have guessed blocks; stop doing so where it loses."""
+        self.costs.note(tokens, ns)
+        known = self.costs.known and sequences < len(self.costs.ns)
+        self._trial.note(ns, made / sequences, self.costs.ns[sequences] if known else 0.0)
 
     def _begin(self, parts: list[Part], only_decodes: bool) -> tuple[int, int]:
         """Write the inputs of a step, unless the device goes on by itself; return its size."""
