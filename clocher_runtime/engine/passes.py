@@ -20,6 +20,8 @@ from clocher_runtime.speculation.speculator import MOST_GUESSES, Counts, Specula
 
 Rows = tuple[Request, slice]
 """A request, and its output rows of a pass."""
+_BARE_EVERY = 32
+"""Passes that could guess blocks, of which one does not, for comparison."""
 
 
 class Done(NamedTuple):
@@ -53,7 +55,7 @@ class Passes:
         sums: what all passes add up to.
         speculator: see there.
         turns: passes that went on with texts, once for each text in them.
-        costs: what passes take, where blocks are guessed.
+        costs: what passes take that could guess blocks and do not.
     """
 
     def __init__(
@@ -61,10 +63,8 @@ class Passes:
     ) -> None:
         self.times, self.sums, self.speculator = StepTimes(), StepSums(), speculator
         self.turns = 0
-        self.costs, self._trial = (
-            PassCosts(executor.plan.rows),
-            Trial(),
-        )  # of blocks that are guessed
+        self.costs, self._trial = PassCosts(executor.plan.rows), Trial()
+        self._ahead = 0  # passes that could guess blocks
         self._executor, self._pages = executor, pages
         self._inputs = StepInputs(executor)
         self._staged: list[Request] = []  # what the device goes on with by itself
@@ -98,17 +98,11 @@ class Passes:
         self._executor.fetch("sampled", tokens)
         return self.times.now() - began
 
-    def warm(self, blocks: bool = False) -> None:
-        """Execute steps, so that what they need is there, and learn what guesses cost.
-
-        Args:
-            blocks: whether blocks may be guessed.
-        """
+    def warm(self) -> None:
+        """Execute steps, so that what they need is there, and learn what guesses cost."""
         self.blank()
         if self.speculator is not None:
             self.speculator.costs.measure(self.blank)
-        elif blocks:
-            self.costs.measure(self.blank)
 
     def run(self, parts: list[Part]) -> Done:
         """Execute a pass and put what it made into the mailboxes."""
@@ -121,7 +115,7 @@ class Passes:
             guesses = speculator is not None and speculator.trial.is_on
             if speculator is not None and guesses and len(decoding) == len(parts):
                 self._draft(speculator, parts)
-            if len(decoding) == len(parts) and self._trial.is_on:
+            if len(decoding) == len(parts):
                 self._look_ahead(parts)
             drafted = self.times.now()
             tokens, rows = self._begin(parts, len(decoding) == len(parts))
@@ -141,7 +135,7 @@ class Passes:
                     speculator.costs.note(tokens, ended - drafted)
                     speculator.judge(len(decoding), decoded, ended - began)
                 elif not prompt and any(request.ahead is not None for request in requests):
-                    self._judge(tokens, len(decoding), decoded, ended - began)
+                    self._judge(len(decoding), decoded, ended - began)
             if not prompt:
                 tally.tokens, tally.sequences = decoded, len(decoding)
         return Done(tokens, wanted, made, table, NO_TOKEN in sampled)
@@ -167,6 +161,9 @@ class Passes:
 
     def _look_ahead(self, parts: list[Part]) -> None:
         """Let requests of a pass that only decodes verify their last guess and make the next."""
+        self._ahead += any(request.ahead is not None for request, _ in parts)
+        if not self._trial.is_on or self._is_bare:
+            return
         plan, waiting = self._executor.plan, sum(count for _, count in parts)
         room = min(plan.rows - len(parts), plan.tokens - waiting)
         for request, _ in parts:
@@ -178,11 +175,18 @@ class Passes:
                 request.draft, request.masks = NO_DRAFT, ()
             room -= request.behind
 
-    def _judge(self, tokens: int, sequences: int, made: int, ns: int) -> None:
+    @property
+    def _is_bare(self) -> bool:
+        """Whether this pass only tells what one takes that guesses no blocks."""
+        return self._ahead % _BARE_EVERY == 2
+
+    def _judge(self, sequences: int, made: int, ns: int) -> None:
         """Learn what a pass took that may have guessed blocks; stop doing so where it loses."""
-        self.costs.note(tokens, ns)
-        known = self.costs.known and sequences < len(self.costs.ns)
-        self._trial.note(ns, made / sequences, self.costs.ns[sequences] if known else 0.0)
+        if self._is_bare or not self._trial.is_on:
+            self.costs.note(sequences, ns)
+        if not self._is_bare or not self._trial.is_on:
+            known = self.costs.known and sequences < len(self.costs.ns)
+            self._trial.note(ns, made / sequences, self.costs.ns[sequences] if known else 0.0)
 
     def _begin(self, parts: list[Part], only_decodes: bool) -> tuple[int, int]:
         """Write the inputs of a step, unless the device goes on by itself; return its size."""

@@ -250,7 +250,7 @@ class Session:
         with self._turns.taken("warm"), self._executor.running():
             self._is_warm = True
             self._executor.warm()
-            self._scheduler.passes.warm(self._blocks is not None)
+            self._scheduler.passes.warm()
             if self._guessing is not None:
                 self._guessing.warm()
             self.synchronize()
