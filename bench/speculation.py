@@ -5,6 +5,7 @@ r"""Guessing tokens: what it wins on text that repeats itself, and costs on text
     python -m bench.speculation --model-dir DIR --llama-server BINARY
         [--llama-args "--spec-type ngram-simple"]
     python -m bench.speculation --model-dir DIR --diffusion lossless --workload own
+        --prompt 64
 
 The same prompts with guesses, without, and on llama-server, in turns; every round has others. Speed
 is that of decode steps, ours with all the host's work in them, the peer's as its own timings say. A
@@ -258,6 +259,7 @@ def _session(model: Model, threads: int, streams: int, **guesses: str) -> Sessio
 @click.option("--workload", "chosen", type=Listed.of(WORKLOADS), default=tuple(WORKLOADS))
 @click.option("--text", type=FILE, default=_TEXT, help="Held-out code.")
 @click.option("--new", type=click.IntRange(2, 1024), default=256, show_default=True)
+@click.option("--prompt", type=click.IntRange(1, 1024), default=512, help="Tokens, at most.")
 @click.option("--streams", type=click.IntRange(1, 64), default=1, show_default=True)
 @click.option("--speculate", type=click.Choice(MODES), default="auto", show_default=True)
 @click.option("--diffusion", help="Denoise blocks like this instead; workloads of one's own text.")
@@ -270,6 +272,7 @@ def main(
     chosen: tuple[str, ...],
     text: Path,
     new: int,
+    prompt: int,
     streams: int,
     speculate: str,
     diffusion: str | None,
@@ -287,7 +290,7 @@ def main(
     model = opened(model_dir)
     tokenizer = Tokenizer(model.checkpoint.tokenizer_source, model.checkpoint.tokenizer_config)
     words = text.read_text(encoding="utf-8")
-    source = Source(words, tokenizer.encode, model.spec.vocab_size, new)
+    source = Source(words, tokenizer.encode, model.spec.vocab_size, new, prompt)
     about = {"model": model.checkpoint.path.name, "format": model.precision, "threads": threads}
     with ExitStack() as stack:
         contestants: dict[str, Ours | Llama] = {}

@@ -49,12 +49,14 @@ class Source:
         encode: returns the ids of a text.
         vocab_size: ids are below.
         new: tokens of an answer.
+        prompt: tokens of a prompt whose answer is not given, at most.
     """
 
     text: str
     encode: Encode
     vocab_size: int
     new: int
+    prompt: int = 512
 
     def piece(self, number: int) -> str:
         """Return whole lines of the text, others for each number until they run out."""
@@ -109,7 +111,7 @@ def summarise(source: Source, number: int) -> Case:
 
 def own(source: Source, number: int) -> Case:
     """Return code that the model goes on with as it likes best."""
-    return Case(source.encode(source.piece(number))[:_CONTINUED], [])
+    return Case(source.encode(source.piece(number))[: source.prompt], [])
 
 
 def own_sampled(source: Source, number: int) -> Case:
@@ -119,7 +121,8 @@ def own_sampled(source: Source, number: int) -> Case:
 
 def random_ids(source: Source, number: int) -> Case:
     """Return ids without sense, which the model goes on with as it likes best."""
-    ids = np.random.default_rng(number).integers(1, source.vocab_size, _RANDOM_PROMPT)
+    count = min(_RANDOM_PROMPT, source.prompt)
+    ids = np.random.default_rng(number).integers(1, source.vocab_size, count)
     return Case(ids.tolist(), [])
 
 
