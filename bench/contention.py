@@ -139,7 +139,9 @@ def quota(root: Path) -> Iterator[Path]:
     rounds=10,
 )
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="large", show_default=True)
-@click.option("--seconds", type=float, default=1.0, show_default=True, help="of each run")
+@click.option(
+    "--seconds", type=click.FloatRange(0.05), default=1.0, show_default=True, help="of each run"
+)
 @click.option("--cgroup", "root", type=click.Path(path_type=Path, exists=True), help="see above")
 @click.option("--serve", type=click.IntRange(1), hidden=True)
 def main(

@@ -128,6 +128,7 @@ def main(
     model_dir: Path, llama_bench: str | None, caches: Sequence[str], threads: int, rounds: int
 ) -> Iterator[Row]:
     """Yield a row for each state of the cache and each contestant."""
+    click.echo("start: each contestant runs once before, and ours compiles what it needs", err=True)
     with TemporaryDirectory() as modules:
         found = contestants(model_dir, llama_bench, threads, modules)
         for cache in caches:

@@ -11,6 +11,7 @@ has the rates from memory.
 import ctypes
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import click
 import numpy as np
@@ -23,6 +24,29 @@ from cpu_fallback.lanes import jit
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.tiles import panels, rates, tile_pack, tile_product
 from cpu_fallback.tiles.layout import ROWS, UNIT, layout_of
+
+
+class Steps(click.IntRange):
+    """Multiples of a number.
+
+    Args:
+        step: what they are multiples of, and the least one.
+        most: the largest.
+    """
+
+    name = "multiple"
+
+    def __init__(self, step: int, most: int) -> None:
+        super().__init__(step, most)
+        self._step = step
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Read a number; others are refused."""
+        number = int(super().convert(value, param, ctx))
+        if number % self._step:
+            self.fail(f"{number}; expected a multiple of {self._step}", param, ctx)
+        return number
+
 
 _TOKENS = Listed.of(map(str, tile_product.TOKENS))
 
@@ -109,12 +133,12 @@ def from_cache(name: str, group: int, k: int, widths: tuple[int, ...], tries: in
 
 @experiment("tile_rates", __doc__)
 @click.option("--formats", type=FORMATS, default=",".join(INTEGER_FORMATS), show_default=True)
-@click.option("--group", type=int, default=128, show_default=True, help="of the activations")
-@click.option("--k", type=int, default=2048, show_default=True, help="columns")
+@click.option("--group", type=Steps(32, 4096), default=128, help="of the activations")
+@click.option("--k", type=Steps(128, 8192), default=2048, help="columns; tiles stay in the cache")
 @click.option(
     "--tokens", type=_TOKENS, default="1,2,3,4,6,8,16", show_default=True, help="of panels"
 )
-@click.option("--tries", type=int, default=30, show_default=True)
+@click.option("--tries", type=click.IntRange(1), default=30, show_default=True)
 def main(
     formats: tuple[str, ...], group: int, k: int, tokens: tuple[str, ...], tries: int
 ) -> Iterator[Row]:

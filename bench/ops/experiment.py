@@ -31,7 +31,7 @@ from bench.measure import (
     seconds,
     write_json,
 )
-from clocher_kernels.errors import ClocherError
+from clocher_kernels.errors import ClocherError, UsageError
 from clocher_kernels.formats import parse_format
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
@@ -44,6 +44,19 @@ _BAR = " | "
 
 FILE = click.Path(path_type=Path)
 _MARKS = {True: "yes", False: "NO"}
+
+
+class _New(click.Path):
+    """A file that can be written, which is known before anything is measured."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(super().convert(value, param, ctx))
+        if not path.parent.is_dir():
+            self.fail(f"{path.parent} is not a directory", param, ctx)
+        return path
+
+
+NEW = _New(dir_okay=False, path_type=Path)
 
 
 class Listed(click.ParamType):
@@ -201,6 +214,8 @@ def experiment(
                         rows.append({**about, **row})
                         if status:
                             status.update(f"{kind}: {len(rows)} rows")
+            except UsageError as error:
+                raise click.UsageError(str(error)) from None
             except (ClocherError, NotMeasured) as error:
                 raise click.ClickException(str(error)) from None
             if heads and rows:
@@ -218,7 +233,7 @@ def experiment(
             command.params.append(
                 click.Option(["--rounds"], type=at_least_one, default=rounds, show_default=True)
             )
-        command.params.append(click.Option(["--json", "out"], type=FILE, help="Write rows there."))
+        command.params.append(click.Option(["--json", "out"], type=NEW, help="Write rows there."))
         return command
 
     return decorate

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.diffusion.asked import RULES
+from clocher_runtime.diffusion.asked import USUAL
 from clocher_runtime.diffusion.asked import parse as parse_rule
 from clocher_runtime.models.selection import TAKES, parse_selection
 
@@ -132,8 +132,9 @@ def diffusion() -> Value:
             raise ValueError(raw) from None
         return raw
 
+    rules = ", ".join(f"{name}:{numbers}" for name, numbers in USUAL.items())
     return Value(
-        "auto|off|lossless|RULE:N", f"auto, off, lossless or a rule: {', '.join(RULES)}", parse
+        "auto|off|lossless|RULE:N", f"auto, off, lossless or a rule, such as {rules}", parse
     )
 
 

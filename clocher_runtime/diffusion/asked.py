@@ -30,6 +30,8 @@ _RULES = {
 }
 RULES = tuple(_RULES)
 """Names of the rules of `diffusion.rules`."""
+USUAL = {name: ",".join(f"{number:g}" for number in takes.usual) for name, takes in _RULES.items()}
+"""Rule -> its numbers where none are given."""
 
 
 def parse(text: str) -> tuple[str, tuple[float, ...]]:
@@ -57,6 +59,6 @@ def parse(text: str) -> tuple[str, tuple[float, ...]]:
         raise UsageError(
             f"diffusion rule {text!r}; {name} takes {count} number{'s' * (count > 1)} from "
             f"{takes.lowest:g} to {takes.highest:g}, such as "
-            f"{name}:{','.join(f'{number:g}' for number in takes.usual)}"
+            f"{name}:{USUAL[name]}"
         )
     return name, numbers

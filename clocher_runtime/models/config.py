@@ -52,7 +52,7 @@ class Ends(Struct):
         return tuple(i for i in (ids if isinstance(ids, list) else [ids]) if i < vocab_size)
 
 
-class BlockDiffusionFields(Struct):
+class BlockDiffusionFields(Struct, forbid_unknown_fields=True):
     """`block_diffusion` of a config.json, which any family may have.
 
     Attributes:
