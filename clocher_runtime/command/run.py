@@ -365,6 +365,7 @@ def summary(line: RunLine) -> str:
         f"{line.effective_gbps:.2f} GB/s",
         f"peak {line.rss_peak_mb:.0f} MiB",
         f"{line.model} {line.precision} on {line.device}, {line.threads} thread(s)",
+        *([f"not acted on: {', '.join(line.hints_ignored)}"] if line.hints_ignored else []),
     ]
     return " | ".join(parts)
 
