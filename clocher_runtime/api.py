@@ -11,7 +11,7 @@ print(model.chat([{"role": "user", "content": "What is a bell tower?"}]).text)
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -37,6 +37,7 @@ from clocher_runtime.text.completion import (
     Completion,
     Options,
     TextGeneration,
+    side_by_side,
 )
 from clocher_runtime.text.grammar import GrammarMaker
 from clocher_runtime.text.pairing import load_draft
@@ -145,25 +146,34 @@ class LanguageModel:
             prompts: any number of texts or lists of token ids.
             **options: see `LanguageModel`.
         """
-        running = []
-        for number, prompt in enumerate(listed(prompts, "a list of prompts")):
+        given = listed(prompts, "a list of prompts")
+        return self.complete_each([(prompt, options) for prompt in given])
+
+    def complete_each(
+        self,
+        asked: Sequence[tuple[Prompt, Mapping[str, Any]]],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[Completion]:
+        """Return the same for prompts of which each has options of its own.
+
+        Args:
+            asked: texts or lists of token ids, each with the options that `complete` takes.
+            progress: called with (done, total).
+        """
+        texts = []
+        for number, (prompt, options) in enumerate(asked):
             try:
-                running.append(self._begin(prompt, options))
+                texts.append(self._begin(prompt, options))
             except UsageError as error:
                 raise UsageError(f"prompt {number}: {error}") from None
-        if not running:
+        if not texts:
             raise UsageError("0 prompts; give at least one")
-        try:
-            for each in running:
-                each.begin()
-            left = running
-            while left:
-                # A token of each: that is a step, and a stop string ends its text at once.
-                left = [each for each in left if next(each, None) is not None]
-            return [each.result() for each in running]
-        finally:
-            for each in running:
-                each.close()
+        found: dict[int, Completion] = {}
+        for number, completion in side_by_side(texts, self.session.batch):
+            found[number] = completion
+            if progress is not None:
+                progress(len(found), len(texts))
+        return [found[number] for number in range(len(texts))]
 
     def chat(
         self,

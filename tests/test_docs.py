@@ -138,7 +138,7 @@ def test_block(block: Block, outcome: Callable[[Block], Done]) -> None:
     assert done.returncode == 0, f"{block.text}\n{done.stdout}\n{done.stderr}"
     lines = json_lines(done.stdout)
     assert len(lines) == sum(
-        bool(re.match(r"(\w+=\S+ )*(clocher[- ]run|clocher perplexity)", line))
+        bool(re.match(r"(\w+=\S+ )*clocher([- ]run| perplexity| bench quality)", line))
         for line in block.text.splitlines()
     ) + block.text.count("bench.step_overhead")
     assert all(line.get("status", "ok") == "ok" for line in lines)

@@ -34,7 +34,8 @@ class Both:
 
     def __init__(self, directory: Path, server: Served) -> None:
         self.directory, self.server, self.name = directory, server, server.facts["model"]
-        self.offline = ClocherLM(str(directory), batch=2, context=CONTEXT)
+        # Over HTTP a window ends one token early: the prompt has what it predicts in it, too.
+        self.offline = ClocherLM(str(directory), batch_size=2, context=CONTEXT - 1)
 
     def http(self, **options: Any) -> LocalCompletionsAPI:
         """Return what the harness calls `local-completions`."""
@@ -68,10 +69,20 @@ def instances(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
     ]
 
 
+def lines_of_two_words(least: int) -> list[str]:
+    lines = [line.strip() for line in TEXT.splitlines()]
+    return [line for line in lines if len(line) > least and " " in line[8:-4]]
+
+
+def halved(line: str) -> tuple[str, str]:
+    """Cut a line before a space, so that no token is on both sides."""
+    at = line.index(" ", 8)
+    return line[:at], line[at:]
+
+
 def pairs(both: Both) -> list[tuple[str, str]]:
     """Return contexts and continuations: short and long ones, some of them greedy."""
-    lines = [line.strip() for line in TEXT.splitlines() if len(line.strip()) > 20][:40]
-    halves = [(line[: len(line) // 2], line[len(line) // 2 :]) for line in lines]
+    halves = [halved(line) for line in lines_of_two_words(20)[:40]]
     long = [(TEXT[at : at + 1500], TEXT[at + 1500 : at + 1600]) for at in (0, 5000, 9000)]
     greedy = [
         (context, both.offline.model.complete(context, max_new=3, temperature=0).text)
@@ -94,7 +105,7 @@ def test_scores_are_those_of_the_model(both: Both, options: dict[str, int]) -> N
 
 
 def test_each_token_has_the_score_that_the_session_gives(both: Both) -> None:
-    ids = both.offline.tok_encode(TEXT[:3000])[: CONTEXT - 1]
+    ids = both.offline.model.tokenizer.encode(TEXT[:3000])[: CONTEXT - 1]
     wanted: list[float] = []
 
     def take(position: int, logits: np.ndarray) -> None:
@@ -114,7 +125,7 @@ def test_each_token_has_the_score_that_the_session_gives(both: Both) -> None:
 
 def test_whole_texts_are_scored_window_by_window(both: Both) -> None:
     asked = instances("loglikelihood_rolling", (TEXT[:400],), (TEXT[1000:14000],))
-    assert len(both.offline.tok_encode(TEXT[1000:14000])) > 2 * CONTEXT
+    assert len(both.offline.model.tokenizer.encode(TEXT[1000:14000])) > 2 * CONTEXT
     expected = both.offline.loglikelihood_rolling(asked, True)
     found = both.http(batch_size=2).loglikelihood_rolling(asked, True)
     assert np.abs(np.subtract(found, expected)).max() <= EXACT
@@ -149,9 +160,9 @@ def test_chats_go_on_until_their_stops(both: Both) -> None:
 
 @pytest.mark.parametrize("both", [EMBEDDED], indirect=True, ids=["program"])
 def test_a_task_run_by_the_program_has_the_same_results(both: Both, tmp_path: Path) -> None:
-    lines = [line.strip() for line in TEXT.splitlines() if len(line.strip()) > 30][40:72]
     documents = [
-        {"text": line[:12], "choices": [line[12:], line[:11:-1]], "gold": 0} for line in lines
+        {"text": begin, "choices": [end, f" {end[:0:-1]}"], "gold": 0}
+        for begin, end in map(halved, lines_of_two_words(30)[40:72])
     ]
     (tmp_path / "documents.jsonl").write_text(
         "".join(json.dumps(document) + "\n" for document in documents), encoding="utf-8"

@@ -1,80 +1,79 @@
 r"""Clocher as a model of lm-evaluation-harness (`pip install lm_eval`), in this process.
 
     python -m clocher_runtime.adapters.lm_eval_model --model clocher \
-        --model_args pretrained=path/to/model,threads=8,batch=8 --tasks hellaswag
+        --model_args pretrained=path/to/model,threads=8 --batch_size 8 --tasks hellaswag
+
+The harness knows a model by the name that its module registers, and looks for no entry points: this
+module has to be imported, which running it does, and in a program
+`import clocher_runtime.adapters.lm_eval_model` before `lm_eval.simple_evaluate(model="clocher")`.
 
 Source: lm-evaluation-harness 0.4, docs/model_guide.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-from lm_eval import utils
-from lm_eval.api.model import TemplateLM
+from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.api import LanguageModel, load
-from clocher_runtime.text.completion import logprob_of
+from clocher_runtime.quality.likelihood import Pair, Scorer
 
 _MAX_NEW = 256
+_AUTO_BATCH = 8
 _UNSAID = "cuda:0"
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 @register_model("clocher")
-class ClocherLM(TemplateLM):  # type: ignore[misc]
+class ClocherLM(LM):  # type: ignore[misc]
     """A loaded model, scored and sampled token by token like any other of the harness.
 
     Args:
-        pretrained: directory or GGUF file of the model.
-        batch: texts generated side by side.
+        pretrained: directory or GGUF file of the model, or its owner/name in the Hub's cache.
+        batch_size: texts scored or generated side by side; "auto": `max_batch_size`, or 8.
         max_gen_toks: tokens of an answer, unless the task says otherwise.
-        batch_size: the harness's name of `batch`.
         device: "auto", "cpu" or "cuda". The harness says "cuda:0" where nobody said anything; like
             its own models, this one takes what there is then.
+        max_batch_size: what "auto" means.
         **session: other arguments of `load`.
+
+    Raises:
+        UsageError: an argument cannot be used.
+        ClocherError: see `load`.
     """
 
     def __init__(
         self,
         pretrained: str,
-        batch: int = 1,
+        batch_size: int | str = 1,
         max_gen_toks: int = _MAX_NEW,
-        batch_size: int | str | None = None,
         device: str | None = None,
         max_batch_size: int | None = None,
         **session: Any,
     ) -> None:
         super().__init__()
-        if isinstance(batch_size, int | str) and str(batch_size).isdigit():
-            batch = int(batch_size)
-        if device in (None, _UNSAID):
-            device = "auto"
+        if "batch" in session:
+            raise UsageError("batch: the harness calls it batch_size; give that")
+        device = "auto" if device in (None, _UNSAID) else device
         session.setdefault("generation_config", "none")  # tasks say how they want to draw
         self.model: LanguageModel = load(
-            pretrained, device=device, batch=batch, all_logits=True, **session
+            pretrained,
+            device=device,
+            batch=_batch(batch_size, max_batch_size),
+            all_logits=True,
+            **session,
         )
         self.max_gen_toks = max_gen_toks
-
-    @property
-    def eot_token_id(self) -> int:
-        """The id that ends a text."""
-        return self.model.model.spec.eos_ids[0]
+        self._scorer = Scorer(self.model.session, self.model.tokenizer)
 
     @property
     def tokenizer_name(self) -> str:
         """Name of the tokenizer, for the harness's cache of requests."""
         return f"clocher-{self.model.tokenizer.vocab_size}"
-
-    def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **_: Any
-    ) -> list[int]:
-        """Return the ids of a text; without a word about it, with what the model expects once."""
-        if add_special_tokens is None:
-            return self.model.tokenizer.encode_prompt(string)
-        return self.model.tokenizer.encode(string, add_special_tokens)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -88,87 +87,84 @@ class ClocherLM(TemplateLM):  # type: ignore[misc]
         """Return what the harness keys its cache by: the model has one template or none."""
         return "" if chat_template else None
 
-    def _loglikelihood_tokens(
-        self,
-        requests: list[tuple[tuple[str, str], list[int], list[int]]],
-        disable_tqdm: bool = False,
-        **_: Any,
+    def loglikelihood(
+        self, requests: list[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        results = []
-        for _key, context, continuation in tqdm(requests, "loglikelihood", disable=disable_tqdm):
-            results.append(self._score(context, continuation))
-        return results
-
-    def _score(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool]:
-        """Return the log probability of a continuation, and whether greedy decoding makes it."""
-        longest = self.model.session.context
-        if len(continuation) > longest:
-            raise UsageError(
-                f"a continuation of {len(continuation)} tokens; the context holds {longest}"
-            )
-        ids = [*context, *continuation][-(longest + 1) :]
-        first = len(ids) - 1 - len(continuation)
-        total, greedy = 0.0, True
-
-        def take(position: int, logits: np.ndarray) -> None:
-            nonlocal total, greedy
-            if position < first:
-                return
-            target = ids[position + 1]
-            total += logprob_of(logits, target, 0).logprob
-            greedy &= int(logits.argmax()) == target
-
-        self.model.session.score(ids[:-1], take)
-        return total, greedy
+        """Return the log probability of each continuation, and whether greedy decoding makes it."""
+        pairs = [self._scorer.pair(*request.args) for request in requests]
+        found = [tuple(each) for each in self._scores(pairs, "loglikelihood", disable_tqdm)]
+        self._keep("loglikelihood", requests, found)
+        return found
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log probability of whole texts, window by window."""
-        results = []
-        for request in tqdm(requests, "rolling", disable=disable_tqdm):
-            (text,) = request.args
-            windows = utils.get_rolling_token_windows(
-                token_list=self.tok_encode(text, add_special_tokens=False),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.model.session.context - 1,
-                context_len=1,
-            )
-            pairs = [utils.make_disjoint_window(window) for window in windows]
-            results.append(sum(self._score(*pair)[0] for pair in pairs))
-        return results
+        windows = [self._scorer.windows(*request.args) for request in requests]
+        scores = iter(
+            self._scores([pair for of in windows for pair in of], "rolling", disable_tqdm)
+        )
+        found = [sum((next(scores).logprob for _ in of), 0.0) for of in windows]
+        self._keep("loglikelihood_rolling", requests, found)
+        return found
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Return how texts go on until a stop string."""
-        texts = []
-        session = self.model.session
-        size = session.batch
-        progress = tqdm(total=len(requests), desc="generate", disable=disable_tqdm)
-        for start in range(0, len(requests), size):
-            running = []
-            for request in requests[start : start + size]:
-                context, settings = request.args
-                options = _options(settings, self.max_gen_toks)
-                room = max(1, session.context - options["max_new"])
-                ids = self.tok_encode(context)[-room:]
-                running.append(self.model.stream_generate(ids, **options))
-            for each in running:
-                each.begin()
-            texts += [each.result().text for each in running]
-            progress.update(len(running))
-        progress.close()
-        return texts
+        asked = []
+        for request in requests:
+            context, settings = request.args
+            options = _options(settings, self.max_gen_toks)
+            room = max(1, self.model.session.longest - options["max_new"])
+            asked.append((self.model.tokenizer.encode_prompt(context)[-room:], options))
+        with _progress("generate", disable_tqdm) as progress:
+            found = [each.text for each in self.model.complete_each(asked, progress)]
+        self._keep("generate_until", requests, found)
+        return found
+
+    def _scores(self, pairs: Sequence[Pair], name: str, disable: bool) -> list[Any]:
+        with _progress(name, disable) as progress:
+            return list(self._scorer.scores(pairs, progress))
+
+    def _keep(self, name: str, requests: Sequence[Any], found: Sequence[Any]) -> None:
+        """Let the harness store what was found, if it was asked to."""
+        for request, result in zip(requests, found, strict=True):
+            self.cache_hook.add_partial(name, request.args, result)
 
 
-def _options(settings: dict[str, Any], longest: int) -> dict[str, Any]:
+def _batch(given: int | str, most: int | None) -> int:
+    """Return the number of texts side by side.
+
+    Raises:
+        UsageError: it is neither a number nor "auto".
+    """
+    if given == "auto":
+        return most or _AUTO_BATCH
+    if str(given).isdigit() and int(given):
+        return int(given)
+    raise UsageError(f"batch_size is {given!r:.80}; expected a whole number from 1, or 'auto'")
+
+
+def _options(settings: Mapping[str, Any], longest: int) -> dict[str, Any]:
     """Return our names of a task's settings of generation."""
     settings = dict(settings)
-    until = settings.pop("until", None)
-    options: dict[str, Any] = {"max_new": settings.pop("max_gen_toks", longest)}
+    lengths = [settings.pop(name, None) for name in _LENGTHS]
+    until, draws = settings.pop("until", None), settings.pop("do_sample", None)
+    temperature = settings.pop("temperature", None)
+    options = {"max_new": next((each for each in lengths if each is not None), longest)}
     if until:
         options["stop"] = until
-    if settings.pop("do_sample", settings.get("temperature", 0) > 0):
-        options["temperature"] = settings.pop("temperature", 1.0)
-    settings.pop("temperature", None)
+    if draws or (draws is None and temperature):
+        options["temperature"] = 1.0 if temperature is None else temperature
     return {**options, **settings}
+
+
+@contextmanager
+def _progress(name: str, disable: bool) -> Iterator[Callable[[int, int], None]]:
+    with tqdm(desc=name, disable=disable) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ _EXAMPLES = (
     ),
     ("keep the samples, and compare with a later run", "clocher bench MODEL -o json > before.json"),
     ("", "clocher bench compare before.json after.json --fail-below 0.95"),
+    ("not how fast, but how good: questions and texts", "clocher bench quality --task FILE"),
 )
 
 _NOTES = """Variables of clocher run (IE_...) hold, and those that act are named in the output.
@@ -202,8 +203,12 @@ COMMAND = bench
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `clocher bench`, or `clocher bench compare`, and return the exit code."""
+    """Run `clocher bench`, or what its first word names, and return the exit code."""
     words = list(argv or ())
+    if words[:1] == ["quality"]:
+        from clocher_runtime.subcommands.bench_quality import main as quality
+
+        return quality(words[1:])
     if words[:1] == ["compare"]:
         from clocher_runtime.subcommands.bench_compare import main as compare
 

@@ -1,5 +1,6 @@
 """From tokens to what a caller reads: text, stop strings, why it ended, log probabilities."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, Self
@@ -201,6 +202,33 @@ class TextGeneration(Iterator[str]):
             self._finish = token.finish
             text += self._stops.flush()
         return text
+
+
+def side_by_side(texts: Sequence[TextGeneration], batch: int) -> Iterator[tuple[int, Completion]]:
+    """Yield how texts go on, with their numbers, in the order of their ends.
+
+    Args:
+        texts: of one session, none of them begun.
+        batch: how many are made at a time.
+    """
+    waiting = deque(enumerate(texts))
+    running: list[tuple[int, TextGeneration]] = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < batch:
+                running.append(waiting.popleft())
+                running[-1][1].begin()
+            # A token of each: that is a step, and a stop string ends its text at once.
+            left = []
+            for number, text in running:
+                if next(text, None) is None:
+                    yield number, text.result()
+                else:
+                    left.append((number, text))
+            running = left
+    finally:
+        for text in texts:
+            text.close()
 
 
 def _low(logits: np.ndarray, count: int) -> np.floating[Any]:

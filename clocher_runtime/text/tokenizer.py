@@ -82,6 +82,11 @@ class Tokenizer:
         return self._inner.vocab_size
 
     @property
+    def bos_id(self) -> int | None:
+        """The id of the token that begins a text; None where the configuration names none."""
+        return next(iter(self._ids_of("bos_token")), None)
+
+    @property
     def chat_template(self) -> str:
         """The text of the chat template, "" where the model has none.
 
