@@ -22,7 +22,7 @@ from clocher_runtime.serve.constraints import Grammars
 from clocher_runtime.serve.engine_process import EngineProcess
 from clocher_runtime.serve.errors import ApiError
 from clocher_runtime.serve.jobs import Ask, Job
-from clocher_runtime.serve.messages import Made, Ready, Start
+from clocher_runtime.serve.messages import Made, Ready, Start, Unsure
 from clocher_runtime.serve.metrics import ServerMetrics
 from clocher_runtime.serve.prompts import PromptRoom
 from clocher_runtime.serve.settings import ServeConfig
@@ -41,6 +41,7 @@ class Script:
         tokens: made in each step.
         refusal: what every request is answered with.
         dies_after: tokens after which the engine dies with this error.
+        unsure: what stands behind the text after so many tokens: ids, None for a mask.
         asked: messages and tools of the requests so far.
         sampled: how their tokens are to be drawn.
         open: sequences that nobody cancelled.
@@ -51,6 +52,7 @@ class Script:
     tokens: int = 1
     refusal: ApiError | None = None
     dies_after: tuple[int, ApiError] | None = None
+    unsure: Mapping[int, list[int | None]] = field(default_factory=dict)
     asked: list[dict[str, Any]] = field(default_factory=list)
     sampled: list[Mapping[str, Any]] = field(default_factory=list)
     open: set[int] = field(default_factory=set)
@@ -139,6 +141,8 @@ class ScriptedEngine(EngineProcess):
             job.put(
                 number, Made(number, 65, ("length" if count < len(steps) else "stop") * last), last
             )
+            if (unsure := script.unsure.get(at + 1)) is not None:
+                job.put(number, Unsure(number, unsure), False)
             if at % script.tokens == 0:
                 await asyncio.sleep(script.token_s)
         script.open.discard(number)

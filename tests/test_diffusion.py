@@ -302,6 +302,22 @@ def test_texts_of_both_kinds_share_passes(causal: Model) -> None:
         assert ids == ids_of(made(causal, [prompt], diffusion=kind))[0]
 
 
+def test_a_text_finds_no_keys_of_one_that_was_scored(model: Model) -> None:
+    """A text is scored as a decoder reads it, which is not how whole blocks are read."""
+    prompt = list(range(2, 72))  # more than a page
+    (alone,) = ids_of(made(model, [prompt], diffusion="static:2"))
+    settings = {"context": 96, "kv_dtype": "f32", "prefix_cache": True, "all_logits": True}
+    session = Session(model, **settings, diffusion="static:2")
+    try:
+        session.logits(prompt)
+        for cached in (0 if context_of(model) != "causal" else 64, 64):
+            tokens = list(session.generate([prompt], NEW, stop_ids=frozenset()))
+            assert [token.id for token in tokens] == alone
+            assert tokens[0].cached == cached
+    finally:
+        session.close()
+
+
 def test_a_prompt_with_the_mask_in_it_keeps_it(model: Model, torch_model: PreTrainedModel) -> None:
     blocks = model.spec.diffusion
     assert blocks is not None

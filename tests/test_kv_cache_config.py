@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 from commands import python
-from weight_files import GPTOSS, LLAMA
+from weight_files import GPTOSS, LLAMA, copy_model
 
 import clocher_runtime
 from clocher_kernels.errors import ClocherError, ModelNotFound, UsageError
 from clocher_runtime import KVCacheConfig
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.convert.synthetic import find_preset
 from clocher_runtime.engine.footprint import kv_cache_bytes, sizes_of
 from clocher_runtime.models.families import spec_from_config
@@ -33,6 +34,17 @@ def test_a_loaded_model_takes_what_was_foretold(path: Path | None, config: KVCac
         assert model.session.batch == config.batch
         assert config.context in (None, model.session.context)
         assert config.dtype in (None, model.session.kv_dtype)
+
+
+def test_windows_have_room_for_blocks_of_all_sequences(tmp_path: Path) -> None:
+    folder = copy_model(embedded_model(), tmp_path / "blocks")
+    config = json.loads((folder / "config.json").read_text())
+    config["block_diffusion"] = {"block_size": 64, "mask_token_id": 1}
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+    many = KVCacheConfig(batch=8)
+    assert many.memory_usage_mb(folder, "cpu") > many.memory_usage_mb(None, "cpu")
+    test_a_loaded_model_takes_what_was_foretold(folder, many)
 
 
 def test_the_json_line_says_the_same() -> None:

@@ -99,6 +99,30 @@ def test_a_model_that_cannot_chat_goes_on_with_a_text(browser: Browser) -> None:
 # What is asked, and what is shown of the answer.
 
 
+def test_the_block_that_is_denoised_stands_behind_the_text(
+    browser: Browser, script: Script
+) -> None:
+    """Masks are places that fill in; nothing of them stays."""
+    browser.js(
+        "window.seen = []; new MutationObserver(() => { if (view.canvas.isConnected) seen.push(["
+        "turns.at(-1).content, view.canvas.parentNode.localName, [...view.canvas.childNodes].map("
+        "(node) => node.localName ?? node.data)]) }).observe(document.body, {subtree: true, "
+        "childList: true})"
+    )
+    script.steps, script.token_s = words("One two\n\n```\nfour\n```"), 0.1
+    script.unsure = {1: [None, None, 66], 2: [None, 66], 5: [None, 67]}
+    assert browser.ask("Count.") == "One two\n\n```\nfour\n```"
+    seen = browser.js("return seen")
+    for wanted in (
+        ["One ", "p", ["i", "i", "Z"]],
+        ["One two\n", "p", ["i", "Z"]],
+        ["One two\n\n```\nfour\n``", "div", ["i", "["]],
+    ):
+        assert wanted in seen, seen
+    assert browser.js("return document.querySelector('.canvas')") is None
+    assert browser.text(".answer code").strip() == "four"
+
+
 def test_history_settings_thoughts_and_calls_go_where_they_belong(
     browser: Browser, script: Script
 ) -> None:

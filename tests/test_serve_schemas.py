@@ -98,6 +98,13 @@ def test_fields_that_nobody_knows_are_ignored() -> None:
     assert request.dialogue() == MESSAGES
 
 
+@pytest.mark.parametrize("mode", ["auto", "off", "lossless", "static:2", "joint:.5,.9", "canvas"])
+def test_how_blocks_are_denoised_is_one_of_the_ways(mode: str) -> None:
+    assert chat(diffusion=mode).diffusion == completion(diffusion=mode).diffusion == mode
+    options = {"include_canvas": True}
+    assert chat(stream=True, stream_options=options).shows and not chat(stream=True).shows
+
+
 def test_null_is_as_good_as_absent() -> None:
     names = set(ChatRequest.model_fields) - {"messages"}
     assert chat(**dict.fromkeys(names)) == chat()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.diffusion.asked import USUAL
+from clocher_runtime.diffusion.asked import USUAL, WORDS
 from clocher_runtime.diffusion.asked import parse as parse_rule
 from clocher_runtime.models.selection import TAKES, parse_selection
 
@@ -126,7 +126,7 @@ def diffusion() -> Value:
 
     def parse(raw: str) -> str:
         try:
-            if raw not in ("auto", "off", "lossless"):
+            if raw not in WORDS:
                 parse_rule(raw)
         except UsageError:
             raise ValueError(raw) from None

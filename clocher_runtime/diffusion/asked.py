@@ -28,6 +28,9 @@ _RULES = {
     "joint": _Takes((0.7, 0.9), 0, 1),
     "canvas": _Takes((0.1, 48), 0, 1024, counts=(1,)),
 }
+WORDS = ("auto", "off", "lossless")
+"""What may be asked for instead of a rule."""
+
 RULES = tuple(_RULES)
 """Names of the rules of `diffusion.rules`."""
 USUAL = {name: ",".join(f"{number:g}" for number in takes.usual) for name, takes in _RULES.items()}
@@ -45,7 +48,7 @@ def parse(text: str) -> tuple[str, tuple[float, ...]]:
     if takes is None:
         raise UsageError(
             f"diffusion rule {text!r}; expected one of {', '.join(RULES)}, with a number after a "
-            "colon, such as threshold:0.9"
+            f"colon, such as threshold:0.9, or {', '.join(WORDS)}"
         )
     if not colon:
         return name, takes.usual

@@ -4,16 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.diffusion.asked import RULES
+from clocher_runtime.diffusion.asked import RULES, WORDS
 from clocher_runtime.diffusion.canvas import Canvas
 from clocher_runtime.diffusion.rules import Rule, rule_of
 from clocher_runtime.engine.arguments import shown
 from clocher_runtime.engine.requests import Request
 from clocher_runtime.models.spec import BlockDiffusion, ModelSpec
 
-MODES = ("auto", "off", "lossless", *RULES)
+MODES = (*WORDS, *RULES)
 """What may be asked for; a rule may have its numbers behind a colon."""
 _USUAL_RULE = "threshold:0.9"
+_WHOLE_BLOCKS = b"\xff"  # no text has such a salt
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,11 @@ def width_of(blocks: Diffusing | None) -> int:
     return 0 if blocks is None else 2 * blocks.blocks.block
 
 
+def usual_width(spec: ModelSpec) -> int:
+    """Return the same of a session that is asked for nothing in particular."""
+    return width_of(diffusing(spec, "auto", "auto"))
+
+
 def longest_text(blocks: Diffusing | None, cells: int) -> int:
     """Return the longest text in a context of so many cells: of whole blocks under a rule."""
     if blocks is None or blocks.rule is None:
@@ -94,6 +100,8 @@ def prepare(blocks: Diffusing | None, requests: Sequence[Request], longest: int)
                 f"{longest}; shorten the prompt or raise --context"
             )
         request.budget = min(request.budget, longest_text(blocks, longest) - len(request.ids))
+        if blocks.blocks.context == "block":  # a text that is scored has other keys
+            request.salt = _WHOLE_BLOCKS + request.salt
         request.canvas = blocks.canvas(request.sampling.seed)
         request.begin_block()
 

@@ -16,6 +16,7 @@ from clocher_kernels.ops.rewrite import quantize_activations, skip_zeros, twice_
 from clocher_kernels.plan import Plan
 from clocher_runtime.engine.arguments import one_of, shown, whole
 from clocher_runtime.engine.backends import BACK_ENDS
+from clocher_runtime.engine.diffusing import usual_width
 from clocher_runtime.engine.load import Destined
 from clocher_runtime.engine.pages import window_pages
 from clocher_runtime.models.build import PAGE_CELLS, lay_out, table_bytes
@@ -198,7 +199,7 @@ class Footprint:
 def footprint(
     spec: ModelSpec, weights: Mapping[str, Destined], context: int | None = None
 ) -> Footprint:
-    """Return what a run on the CPU takes, with its defaults: one sequence, tokens are guessed.
+    """Return what a run on the CPU takes, with its defaults: one sequence, guessed or denoised.
 
     Args:
         spec: the model.
@@ -209,7 +210,10 @@ def footprint(
         UsageError: the context is longer than the model's.
     """
     formats = {name: each.format for name, each in weights.items() if each.format is not None}
-    sizes = sizes_of(spec, "cpu", context=context, speculates=True, recycles=True)
+    width = usual_width(spec)
+    sizes = sizes_of(
+        spec, "cpu", context=context, speculates=not width, recycles=not width, width=width
+    )
     scope = in_scope(spec, "all")
     plan = with_codes(lay_out(spec, formats, **asdict(sizes)), formats, scope)
     plan = skip_zeros(plan, formats, scope)

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 
-from clocher_runtime.engine.requests import Mailbox, Token
+from clocher_runtime.engine.requests import Glance, Mailbox, Token
 
 
 class Generation(Iterator[Token]):
@@ -75,6 +75,10 @@ class Generation(Iterator[Token]):
             raise box.error
         self._end()
         return None
+
+    def glance(self, sequence: int = 0) -> Glance | None:
+        """Return where a text stands after its last pass; None: no blocks of it are denoised."""
+        return None if self._box is None else self._box.glances.get(sequence)
 
     def begin(self) -> Mailbox:
         """Join the steps of the session now, and not when the first token is asked for.

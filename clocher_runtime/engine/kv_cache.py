@@ -10,6 +10,7 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model, locate
 from clocher_runtime.engine.arguments import shown
 from clocher_runtime.engine.backends import choose
+from clocher_runtime.engine.diffusing import usual_width
 from clocher_runtime.engine.footprint import kv_cache_bytes, sizes_of
 from clocher_runtime.engine.load import describe
 
@@ -54,7 +55,8 @@ class KVCacheConfig:
         checkpoint = open_checkpoint(embedded_model() if path is None else locate(path, "path"))
         try:
             spec, _ = describe(checkpoint)
-            sizes = sizes_of(spec, backend, **self.options(), attn=attn)
+            width = usual_width(spec)
+            sizes = sizes_of(spec, backend, **self.options(), attn=attn, width=width)
             return kv_cache_bytes(spec, sizes) / (1 << 20)
         finally:
             checkpoint.close()

@@ -56,13 +56,14 @@ class Passes:
         speculator: see there.
         turns: passes that went on with texts, once for each text in them.
         costs: what passes take that could guess blocks and do not.
+        denoising: passes and tokens of texts whose blocks are denoised.
     """
 
     def __init__(
         self, executor: Executor, pages: KvPages, speculator: Speculator | None = None
     ) -> None:
         self.times, self.sums, self.speculator = StepTimes(), StepSums(), speculator
-        self.turns = 0
+        self.turns, self.denoising = 0, Counts()
         self.costs, self._trial = PassCosts(executor.plan.rows), Trial()
         self._ahead = 0  # passes that could guess blocks
         self._executor, self._pages = executor, pages
@@ -125,6 +126,7 @@ class Passes:
             if guesses:
                 self._recycle(wanted, rows)
             made = self._verify(wanted, sampled, table, guesses)
+            self._look(made)
             _tell(made)
             ended = self.times.now()
             decoded = sum(len(of) for request, of in made.items() if request.made > len(of))
@@ -266,6 +268,14 @@ class Passes:
                     self.speculator.counts.passes += 1
                     self.speculator.counts.tokens += len(ids)
         return made
+
+    def _look(self, made: dict[Request, list[Token]]) -> None:
+        """Note where texts stand whose blocks are denoised."""
+        for request, tokens in made.items():
+            if (glance := request.glance) is not None:
+                request.box.glances[request.index] = glance
+                self.denoising.passes += 1
+                self.denoising.tokens += len(tokens)
 
 
 def _rows(parts: list[Part]) -> Iterator[Rows]:

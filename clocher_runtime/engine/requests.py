@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -49,12 +49,26 @@ class Token:
         return bool(self.finish)
 
 
+class Glance(NamedTuple):
+    """A text whose blocks are denoised, after a pass.
+
+    Attributes:
+        passes: that it took so far.
+        open: ids that stand behind it and are not sure: the rest of the block, masks included, or
+            what lossless decoding verifies next.
+    """
+
+    passes: int
+    open: Sequence[int]
+
+
 @dataclass(slots=True, eq=False)
 class Mailbox:
     """Where the tokens of a call are put until its caller takes them.
 
     Attributes:
         tokens: made and not taken yet.
+        glances: by their index, texts of the call whose blocks are denoised.
         open: requests of the call that have not ended.
         error: what ended the call early.
         left: nobody will take any more.
@@ -68,6 +82,7 @@ class Mailbox:
     after_token: Callable[[int], None] | None = None
     logits: bool = False
     tokens: deque[Token] = field(default_factory=deque)
+    glances: dict[int, Glance] = field(default_factory=dict)
     error: BaseException | None = None
     left: bool = False
 
@@ -158,6 +173,14 @@ class Request(Cached):
         """Whether the logits of its rows are needed on the host."""
         on_host = self.sampling.on_host or self.canvas is not None
         return self.scored is not None or self.box.logits or on_host
+
+    @property
+    def glance(self) -> Glance | None:
+        """Where it stands; None: no blocks are denoised."""
+        if self.canvas is not None:
+            seen = self.canvas.painted or self.canvas.ids
+            return Glance(self.passes, seen[self.canvas.fixed :])
+        return None if self.ahead is None else Glance(self.passes, self.guesses)
 
     def rows(self, count: int) -> int:
         """Return the output rows of a step that computes so many of its tokens, and its draft."""

@@ -379,7 +379,7 @@ class Session:
         """Hand over the logits after each token of one sequence while steps are done.
 
         Args:
-            ids: the sequence.
+            ids: the sequence; each token sees those before it, also where blocks see themselves.
             take: called with each position in order, and logits [V] fp32 that are valid meanwhile.
 
         Returns:

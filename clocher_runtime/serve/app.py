@@ -18,9 +18,11 @@ from starlette.types import ASGIApp
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.jsonline import clocher_version
 from clocher_runtime.engine.arguments import check_biases
+from clocher_runtime.engine.diffusing import Diffusing, longest_text
 from clocher_runtime.serve.chat import ChatAnswer, ChatChoice
 from clocher_runtime.serve.completions import CompletionAnswer, TextChoice
 from clocher_runtime.serve.constraints import Grammars, Spec, spec_of
+from clocher_runtime.serve.denoised import check_order, check_scores, denoised
 from clocher_runtime.serve.edge import (
     PUBLIC,
     KeyCheck,
@@ -146,12 +148,14 @@ class Server:
         """
         with self.engine.reserve(asked.choices):
             ready = self.engine.serving()
+            blocks = denoised(ready, asked.diffusion)
+            longest = longest_text(blocks, ready.longest)
             ids, tail = await self.prompts.chat(
-                asked.dialogue(), asked.functions, asked.template_variables, ready.longest
+                asked.dialogue(), asked.functions, asked.template_variables, longest
             )
-            budget = room_for(ids, asked.budget, ready.longest, ready.vocab_size, "messages")
+            budget = room_for(ids, asked.budget, longest, ready.vocab_size, "messages")
             ends = () if asked.ignore_eos else self.prompts.stop_ids
-            constraint = await self._constraint(asked, tail)
+            constraint = await self._constraint(asked, blocks, tail)
             asks = [
                 self._ask(asked, choice, ids, budget, ends, constraint, ready)
                 for choice in range(asked.choices)
@@ -183,14 +187,17 @@ class Server:
         asked = await self.parse(request, CompletionRequest)
         with self.engine.reserve(len(asked.prompt) * asked.choices):
             ready = self.engine.serving()
-            prompts = [await self.prompts.ids(p, True, ready.longest) for p in asked.prompt]
+            blocks = denoised(ready, asked.diffusion)
+            longest = longest_text(blocks, ready.longest)
+            prompts = [await self.prompts.ids(p, True, longest) for p in asked.prompt]
             budgets = [
-                room_for(ids, asked.budget, ready.longest, ready.vocab_size, "prompt")
-                for ids in prompts
+                room_for(ids, asked.budget, longest, ready.vocab_size, "prompt") for ids in prompts
             ]
             ends = () if asked.ignore_eos else self.prompts.stop_ids
-            constraint = await self._constraint(asked)
+            constraint = await self._constraint(asked, blocks)
             scores = bool(asked.echo) and (asked.likeliest >= 0 or not asked.budget)
+            if scores and asked.likeliest >= 0:
+                check_scores(blocks)
             asks = [
                 self._ask(asked, choice, ids, budget, ends, constraint, ready, scores)
                 for ids, budget in zip(prompts, budgets, strict=True)
@@ -219,12 +226,13 @@ class Server:
         return json_response(await unless_gone(request.receive, answer.whole()))
 
     async def _constraint(
-        self, asked: ChatRequest | CompletionRequest, tail: str = ""
+        self, asked: ChatRequest | CompletionRequest, blocks: Diffusing | None, tail: str = ""
     ) -> Spec | None:
         """Return what an answer has to follow, once it was tried.
 
         Raises:
             UsageError: it cannot be had.
+            ApiError: its blocks are denoised by a rule.
         """
         if isinstance(asked, ChatRequest):
             style, tools, must_call = self.prompts.style, asked.functions, asked.must_call
@@ -232,6 +240,7 @@ class Server:
         else:
             spec = spec_of(asked.constraint, "plain")
         if spec is not None:
+            check_order(blocks)
             await asyncio.wrap_future(self.grammars.checked(spec))
         return spec
 
@@ -260,6 +269,8 @@ class Server:
             scores=scores,
             salt=asked.cache_salt or "",
             constraint=constraint,
+            diffusion=asked.diffusion,
+            shows=asked.shows,
         )
 
     async def models(self, request: Request) -> ASGIApp:

@@ -10,8 +10,8 @@ from typing import Any
 
 from clocher_runtime.serve.jobs import Job
 from clocher_runtime.serve.json_text import to_json
-from clocher_runtime.serve.messages import Made
-from clocher_runtime.serve.usage import Answer, Chunks, TokenTexts
+from clocher_runtime.serve.messages import Made, Scored, Unsure
+from clocher_runtime.serve.usage import Answer, Chunks, TokenTexts, canvas
 from clocher_runtime.text.answers import AnswerReader, Delta
 from clocher_runtime.text.stops import StopStrings
 
@@ -27,6 +27,7 @@ class ChatChoice:
         finish: why it ended; "" before that.
         calls: names of the calls so far, by index.
         logprobs: of tokens that no chunk has told of.
+        unsure: what stands behind it, if no chunk has told of that.
     """
 
     reader: AnswerReader
@@ -36,6 +37,7 @@ class ChatChoice:
     begun: bool = False
     calls: dict[int, str] = field(default_factory=dict)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
+    unsure: Unsure | None = None
 
     def push(self, made: Made) -> list[Delta]:
         """Return what a token adds to the answer."""
@@ -101,15 +103,18 @@ class ChatAnswer:
         try:
             while news := await self.job.read():
                 yield (
-                    self._push(at, made)
-                    for at, made in news
-                    if isinstance(made, Made) and not self.choices[at].finish
+                    self._push(at, what)
+                    for at, what in news
+                    if not isinstance(what, Scored) and not self.choices[at].finish
                 )
         finally:
             self.job.close()
 
-    def _push(self, index: int, made: Made) -> tuple[int, list[Delta], str]:
+    def _push(self, index: int, made: Made | Unsure) -> tuple[int, list[Delta], str]:
         choice = self.choices[index]
+        if isinstance(made, Unsure):
+            choice.unsure = made
+            return index, [], ""
         self.answer.count(made, index == 0)
         if self.likeliest >= 0:
             choice.logprobs.append(self._logprob(made))
@@ -164,22 +169,28 @@ class ChatAnswer:
                 choice.begun = True
                 parts += [_delta(delta, choice.calls) for delta in deltas]
                 events += [chunks.event(self._choice(index, part, "")) for part in parts]
+                if choice.unsure is not None:
+                    told, choice.unsure = self.names.unsure(choice.unsure.ids), None
+                    events.append(chunks.event(self._choice(index, b"{}", "", told)))
                 if finish:
                     events.append(chunks.event(self._choice(index, b"{}", finish)))
             if events:
                 yield b"".join(events)
         yield chunks.last()
 
-    def _choice(self, index: int, delta: bytes, finish: str) -> bytes:
+    def _choice(
+        self, index: int, delta: bytes, finish: str, unsure: list[str | None] | None = None
+    ) -> bytes:
         choice, told = self.choices[index], b"null"
         if choice.logprobs and delta != _ROLE:
             told = to_json({"content": choice.logprobs})
             choice.logprobs = []
-        return b'{"index":%d,"delta":%s,"logprobs":%s,"finish_reason":%s}' % (
+        return b'{"index":%d,"delta":%s,"logprobs":%s,"finish_reason":%s%s}' % (
             index,
             delta,
             told,
             to_json(finish or None),
+            canvas(unsure),
         )
 
 

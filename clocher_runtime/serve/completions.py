@@ -18,8 +18,8 @@ from typing import Any
 
 from clocher_runtime.serve.jobs import Job, News
 from clocher_runtime.serve.json_text import to_json
-from clocher_runtime.serve.messages import Made, Scored, Top
-from clocher_runtime.serve.usage import Answer, Chunks, TokenTexts, finite
+from clocher_runtime.serve.messages import Made, Scored, Top, Unsure
+from clocher_runtime.serve.usage import Answer, Chunks, TokenTexts, canvas, finite
 from clocher_runtime.text.stops import StopStrings
 from clocher_runtime.text.tokenizer import TextStream, Tokenizer
 
@@ -58,6 +58,7 @@ class TextChoice:
         finish: why it ended; "" before that.
         length: characters so far, for the offsets of tokens.
         logprobs: what no chunk has told of.
+        unsure: what stands behind it, if no chunk has told of that.
     """
 
     prompt: list[int]
@@ -69,6 +70,7 @@ class TextChoice:
     finish: str = ""
     length: int = 0
     logprobs: Logprobs = field(default_factory=Logprobs)
+    unsure: Unsure | None = None
 
     def echo(self, tokenizer: Tokenizer, scored: Scored | None) -> str:
         """Return the text of the prompt, and note how likely its tokens were."""
@@ -166,8 +168,11 @@ class CompletionAnswer:
             choice.finish = "length"
         return index, await self._echo(choice, scored), choice.finish
 
-    def _made(self, index: int, made: Made) -> Piece:
+    def _made(self, index: int, made: Made | Unsure) -> Piece:
         choice = self.choices[index]
+        if isinstance(made, Unsure):
+            choice.unsure = made
+            return index, "", ""
         self.answer.count(made, index % self.each == 0)
         text = choice.push(made)
         if choice.finish:
@@ -205,12 +210,16 @@ class CompletionAnswer:
             continuous: and in every chunk.
         """
         chunks = Chunks(self.answer, "text_completion", include_usage, continuous)
+        names = TokenTexts(self.tokenizer)
         async for step in self.pieces():
             events = []
             for index, text, finish in step:
                 choice = self.choices[index]
                 if text or choice.logprobs.tokens:
                     events.append(chunks.event(_choice(index, text, choice, "")))
+                if choice.unsure is not None:
+                    told, choice.unsure = names.unsure(choice.unsure.ids), None
+                    events.append(chunks.event(_choice(index, "", choice, "", told)))
                 if finish:
                     events.append(chunks.event(_choice(index, "", choice, finish)))
             if events:
@@ -218,11 +227,14 @@ class CompletionAnswer:
         yield chunks.last()
 
 
-def _choice(index: int, text: str, choice: TextChoice, finish: str) -> bytes:
+def _choice(
+    index: int, text: str, choice: TextChoice, finish: str, unsure: list[str | None] | None = None
+) -> bytes:
     told = to_json(choice.logprobs.taken()) if choice.logprobs.tokens else b"null"
-    return b'{"index":%d,"text":%s,"logprobs":%s,"finish_reason":%s}' % (
+    return b'{"index":%d,"text":%s,"logprobs":%s,"finish_reason":%s%s}' % (
         index,
         to_json(text),
         told,
         to_json(finish or None),
+        canvas(unsure),
     )

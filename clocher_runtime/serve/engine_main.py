@@ -8,6 +8,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -42,6 +43,7 @@ from clocher_runtime.serve.messages import (
     ToEngine,
     Top,
     ToServer,
+    Unsure,
     encode,
     receive,
 )
@@ -64,12 +66,16 @@ class _Work:
         constraint: of its tokens.
         generation: makes its tokens, or scores its text.
         scores: of each token of the text but the first; None once that is done, or not asked for.
+        passes: of its denoised text that its tokens have told of.
+        shown: of its denoised text when what is not sure was told.
     """
 
     request: Submit
     constraint: Constraint | None
     generation: Generation
     scores: list[tuple[float, Top]] | None
+    passes: int = 0
+    shown: int = 0
 
 
 @dataclass(slots=True)
@@ -170,6 +176,7 @@ class EngineLoop:
             logits=request.logprobs >= 0,
             salt=request.salt,
             constraints=[constraint],
+            diffusion=request.diffusion,
         )
 
     def _collect(self) -> Step:
@@ -180,8 +187,9 @@ class EngineLoop:
             number = work.request.id
             try:
                 tokens = work.generation.poll()
-                for place, token in enumerate(tokens or ()):
-                    step.made.append(_made(work.request, token, place > 0))
+                step.made.extend(_made(work, tokens or ()))
+                if work.request.shows and tokens is not None:
+                    step.unsure.extend(self._unsure(work, tokens))
                 if tokens is None and self._go_on(work, step):
                     work.generation.begin()
                 elif tokens is None:
@@ -190,6 +198,15 @@ class EngineLoop:
                 del self._work[number]
                 failed.append(_failed(number, error))
         return step
+
+    def _unsure(self, work: _Work, tokens: Sequence[Token]) -> Iterator[Unsure]:
+        """Yield what stands behind a text that goes on, if a pass has changed it."""
+        glance, blocks = work.generation.glance(), self.session.model.spec.diffusion
+        over = bool(tokens) and tokens[-1].last
+        if glance is not None and blocks is not None and glance.passes > work.shown and not over:
+            work.shown = glance.passes
+            ids = [None if token == blocks.mask else token for token in glance.open]
+            yield Unsure(work.request.id, ids)
 
     def _go_on(self, work: _Work, step: Step) -> bool:
         """Tell the scores of a text; return whether it is to be gone on with now."""
@@ -203,12 +220,26 @@ class EngineLoop:
         return True
 
 
-def _made(request: Submit, token: Token, guessed: bool) -> Made:
-    cached = 0 if request.scores else token.cached  # scoring put it there, for this request
-    if token.logits is None:
-        return Made(request.id, token.id, token.finish, cached=cached, guessed=guessed)
-    found = logprob_of(token.logits, token.id, request.logprobs)
-    return Made(request.id, token.id, token.finish, found.logprob, found.top, cached, guessed)
+def _made(work: _Work, tokens: Sequence[Token]) -> Iterator[Made]:
+    """Yield what is told of the tokens of a step."""
+    request, glance = work.request, work.generation.glance()
+    for place, token in enumerate(tokens):
+        found = None
+        if token.logits is not None:
+            found = logprob_of(token.logits, token.id, request.logprobs)
+        passes = 0
+        if glance is not None:
+            passes, work.passes = glance.passes - work.passes, glance.passes
+        yield Made(
+            request.id,
+            token.id,
+            token.finish,
+            logprob=found and found.logprob,
+            top=found.top if found else (),
+            cached=0 if request.scores else token.cached,  # scoring put it there, for this request
+            guessed=glance is None and place > 0,
+            passes=passes,
+        )
 
 
 def _failed(number: int, error: BaseException) -> Failed:
@@ -219,7 +250,7 @@ def state_of(session: Session) -> State:
     """Return how it goes."""
     scheduler = session.scheduler
     running, waiting = scheduler.counts
-    sums = scheduler.sums
+    sums, denoising = scheduler.sums, scheduler.passes.denoising
     return State(
         running=running,
         waiting=waiting,
@@ -233,14 +264,16 @@ def state_of(session: Session) -> State:
         prompt_steps=sums.prompt_steps,
         prompt_tokens=sums.prompt_tokens,
         prompt_ns=sums.prompt_ns,
-        guesses=_guesses(scheduler.speculator, sums.decode_tokens),
+        denoised_passes=denoising.passes,
+        denoised_tokens=denoising.tokens,
+        guesses=_guesses(scheduler.speculator, scheduler.passes.turns),
     )
 
 
-def _guesses(speculator: Speculator | None, decoded: int) -> Guesses:
-    """Return what guessing came to; without it each decoded token took a pass."""
+def _guesses(speculator: Speculator | None, turns: int) -> Guesses:
+    """Return what guessing came to; without it there are only passes."""
     if speculator is None:
-        return Guesses(decoded)
+        return Guesses(turns)
     counts = speculator.counts
     by_source = {source: (of[0], of[1]) for source, of in counts.by_source.items()}
     return Guesses(counts.passes, counts.sent, counts.unguessed, counts.unworthy, by_source)
@@ -274,6 +307,7 @@ def ready_of(engine: Engine) -> Ready:
             "read_gbps": read_gbps(working_set(session.model), engine.threads, engine.device),
             "hints_ignored": list(engine.hints_ignored),
         },
+        blocks=None if session.diffusion == "off" else spec.diffusion,
     )
 
 

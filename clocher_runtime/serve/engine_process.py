@@ -217,6 +217,8 @@ class EngineProcess:
                         ask.scores,
                         ask.salt,
                         ask.constraint,
+                        ask.diffusion,
+                        ask.shows,
                     )
                 )
             )
@@ -300,6 +302,9 @@ class EngineProcess:
         for made in message.made:
             self._take(made, now, left[made.request])
             left[made.request] -= 1
+        for unsure in message.unsure:
+            if found := self._open.get(unsure.request):
+                found.job.put(unsure.request, unsure, False)
         for scored in message.scored:
             if found := self._open.get(scored.request):
                 if found.only_scored:

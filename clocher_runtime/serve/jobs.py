@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from clocher_runtime.serve.errors import ApiError
-from clocher_runtime.serve.messages import Made, Scored
+from clocher_runtime.serve.messages import Made, Scored, Unsure
 
 MAX_UNREAD, UNREAD_S = 256, 5.0
 """Tokens of a sequence that nobody took for so many seconds; then the request is cancelled."""
@@ -16,10 +16,10 @@ _FAR_BEHIND = 1 << 16
 
 
 class News(NamedTuple):
-    """Something that a request gets: a token of one of its sequences, or the scores of its text."""
+    """Something that a request gets of one of its sequences: a token, or what is told of it."""
 
     sequence: int
-    what: Made | Scored
+    what: Made | Unsure | Scored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,8 @@ class Ask:
     scores: bool = False
     salt: str = ""
     constraint: Mapping[str, Any] | None = None
+    diffusion: str | None = None
+    shows: bool = False
 
 
 class Job:
@@ -99,7 +101,7 @@ class Job:
         loop = asyncio.get_running_loop()
         self._limit = loop.call_later(seconds, self.fail, _late(seconds))
 
-    def put(self, number: int, what: Made | Scored, last: bool) -> None:
+    def put(self, number: int, what: Made | Unsure | Scored, last: bool) -> None:
         """Note something for a sequence."""
         index = self._open.get(number)
         if index is None:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from clocher_runtime.command.env import Sources
+from clocher_runtime.models.spec import BlockDiffusion
 
 HEADER_BYTES = 4
 MAX_MESSAGE_BYTES = 256 << 20
@@ -50,6 +51,8 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
         scores: whether to tell the same of the tokens of the text.
         salt: find only cached texts of the same salt.
         constraint: what the tokens have to follow, as `GrammarMaker.compile` takes it.
+        diffusion: how its blocks are denoised; None: as the session does.
+        shows: whether to tell of each pass what stands behind the text and is not sure.
     """
 
     id: int
@@ -61,6 +64,8 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     scores: bool = False
     salt: str = ""
     constraint: Mapping[str, Any] | None = None
+    diffusion: str | None = None
+    shows: bool = False
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
@@ -77,7 +82,8 @@ class Made(msgspec.Struct, array_like=True, frozen=True):
         finish: "stop", "length", or "" if more follow.
         logprob: of it at temperature 1; None unless asked for.
         cached: see `Token`.
-        guessed: whether the pass that made it made the one before it too.
+        guessed: whether the pass that made it made the one before it too; not of denoised texts.
+        passes: of a text whose blocks are denoised, since the token before; 0 for others.
     """
 
     request: int
@@ -87,6 +93,19 @@ class Made(msgspec.Struct, array_like=True, frozen=True):
     top: Top = ()
     cached: int = 0
     guessed: bool = False
+    passes: int = 0
+
+
+class Unsure(msgspec.Struct, array_like=True, frozen=True):
+    """What stands behind a text whose blocks are denoised, after a pass.
+
+    Attributes:
+        request: whose.
+        ids: tokens that may still change, in their order; None for a mask.
+    """
+
+    request: int
+    ids: list[int | None]
 
 
 class Scored(msgspec.Struct, array_like=True, frozen=True):
@@ -135,6 +154,7 @@ class State(msgspec.Struct, array_like=True, frozen=True):
         reused: tokens of prompts that were found in the cache, since the start.
         preempted: how often a sequence had to give its pages back.
         decode_steps: and the following: see `StepSums`.
+        denoised_passes, denoised_tokens: of texts whose blocks are denoised.
         guesses: see there.
     """
 
@@ -150,6 +170,8 @@ class State(msgspec.Struct, array_like=True, frozen=True):
     prompt_steps: int = 0
     prompt_tokens: int = 0
     prompt_ns: int = 0
+    denoised_passes: int = 0
+    denoised_tokens: int = 0
     guesses: Guesses = Guesses()
 
 
@@ -163,6 +185,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
         kv_bytes: of the KV cache.
         weight_bytes: that one token reads.
         about: what it runs on, for those who look.
+        blocks: what the session denoises; None: it does not.
     """
 
     vocab_size: int
@@ -172,6 +195,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     kv_bytes: int
     weight_bytes: int
     about: Mapping[str, Any]
+    blocks: BlockDiffusion | None = None
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
@@ -179,6 +203,7 @@ class Step(msgspec.Struct, tag=True, frozen=True):
 
     state: State
     made: list[Made] = []
+    unsure: list[Unsure] = []
     scored: list[Scored] = []
     failed: list[Failed] = []
 

@@ -172,6 +172,12 @@ class ServerMetrics(Collector):
         )
         for name, about, value in counters:
             yield self._counter(name, about, value)
+        yield self._counter(
+            "diffusion_passes",
+            "Passes over texts whose blocks are denoised, once for each text.",
+            state.denoised_passes,
+        )
+        yield self._counter("diffusion_tokens", "Tokens that they made.", state.denoised_tokens)
         yield from self._guesses(state.guesses)
 
     def _guesses(self, guesses: Guesses) -> Iterator[Metric]:

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from clocher_runtime.disk.files import read_bytes
 
 FILE = Path(__file__).parents[1] / "assets" / "chat.html"
-MAX_BYTES = 40_000
+MAX_BYTES = 41_000
 _INLINE = re.compile(rb"<(style|script)>(.*?)</\1>", re.S)
 
 

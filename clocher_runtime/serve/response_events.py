@@ -239,6 +239,7 @@ class ResponseStream:
             "output_tokens": made,
             "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
             "total_tokens": asked + made,
+            **self.answer.denoised(),
         }
 
     def _event(self, kind: str, **fields: Any) -> Event:

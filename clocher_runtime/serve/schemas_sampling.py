@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, WithJsonSchema
 
-from clocher_kernels.errors import FormatError
+from clocher_kernels.errors import FormatError, UsageError
+from clocher_runtime.diffusion.asked import RULES, WORDS, parse
 from clocher_runtime.disk.strict_json import parse_object
 from clocher_runtime.engine.sampling_defaults import taken
 from clocher_runtime.serve.refusals import Refused
@@ -27,6 +28,7 @@ from clocher_runtime.serve.schemas_messages import JsonFormat, ResponseFormat, S
 MAX_CHOICES = 16
 MAX_STOPS, MAX_STOP_CHARS = 16, 256
 MAX_REGEX_CHARS = 8 << 10
+MAX_RULE_CHARS = 64
 MAX_BIASES = 1024
 _SEEDS = 1 << 64
 # Odd, so that no two choices of a request share a seed: Knuth's 2^64 divided by the golden ratio.
@@ -54,6 +56,16 @@ def _parsed(value: object) -> object:
         raise Refused(str(error)) from None
 
 
+def _denoised(value: str) -> str:
+    """Return how blocks are denoised, once it is one of the ways."""
+    try:
+        if value not in WORDS:
+            parse(value)
+    except UsageError as error:
+        raise Refused(str(error)) from None
+    return value
+
+
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 _STOP_TEXT = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 Stops = Annotated[
@@ -70,6 +82,18 @@ Biases = Annotated[
     Field(max_length=MAX_BIASES),
     AfterValidator(_biases),
 ]
+Denoised = Annotated[
+    str,
+    StringConstraints(max_length=MAX_RULE_CHARS),
+    AfterValidator(_denoised),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "maxLength": MAX_RULE_CHARS,
+            "pattern": rf"^({'|'.join(WORDS)}|({'|'.join(RULES)})(:[0-9.]+(,[0-9.]+)?)?)$",
+        }
+    ),
+]
 GuidedSchema = Annotated[
     JsonSchema,
     BeforeValidator(_parsed),
@@ -84,10 +108,15 @@ GuidedChoice = Annotated[
 
 
 class StreamOptions(Schema):
-    """What streams tell besides the answer: the usage in a last chunk, or with each chunk."""
+    """What streams tell besides the answer.
+
+    The usage in a last chunk, or with each chunk; and after each pass that denoises a block, what
+    of it is not sure yet.
+    """
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_canvas: bool | None = None
 
 
 class StructuredOutputs(Schema, extra="forbid"):
@@ -128,6 +157,9 @@ class SamplingFields(Schema):
     logit_bias: Biases | None = Field(None, description="token id -> added to its logit")
     seed: int | None = Field(None, ge=-_SEEDS // 2, le=_SEEDS - 1)
     ignore_eos: bool | None = None
+    diffusion: Denoised | None = Field(
+        None, description="how blocks are denoised: lossless, a rule"
+    )
     stream: bool | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=128)] | None = None
     request_id: RequestId | None = None
@@ -203,6 +235,11 @@ class GenerationFields(SamplingFields):
     def continuous_usage(self) -> bool:
         """Whether each chunk of a stream tells the usage so far."""
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def shows(self) -> bool:
+        """Whether a stream tells what is not sure yet."""
+        return bool(self.stream_options and self.stream_options.include_canvas)
 
     @property
     def constraint(self) -> dict[str, Any] | None:

@@ -28,6 +28,7 @@ class Answer:
         made: tokens that were made, of all choices.
         cached: of `prompt_tokens`, those that were found in the cache.
         guessed: of `made`, those that took no pass of their own.
+        nfe: passes of texts whose blocks are denoised (number of function evaluations).
         created: seconds since 1970.
     """
 
@@ -37,6 +38,7 @@ class Answer:
     made: int = 0
     cached: int = 0
     guessed: int = 0
+    nfe: int = 0
     id: str = field(init=False)
     created: int = field(default_factory=now_s)
 
@@ -52,6 +54,7 @@ class Answer:
         """
         self.made += 1
         self.guessed += made.guessed
+        self.nfe += made.passes
         if is_first:
             self.cached += made.cached
 
@@ -62,7 +65,14 @@ class Answer:
             "completion_tokens": self.made,
             "total_tokens": self.prompt_tokens + self.made,
             "prompt_tokens_details": {"cached_tokens": self.cached},
+            **self.denoised(),
         }
+
+    def denoised(self) -> dict[str, Any]:
+        """Return what usage tells of denoised blocks; nothing if there were none."""
+        if not self.nfe:
+            return {}
+        return {"nfe": self.nfe, "tokens_per_nfe": self.made / self.nfe}
 
 
 class Chunks:
@@ -101,6 +111,11 @@ class Chunks:
         return b'],"usage":' + to_json(usage) + b"}\n\n"
 
 
+def canvas(texts: list[str | None] | None) -> bytes:
+    """Return the field of a choice that shows what is not sure yet; None: it has none."""
+    return b"" if texts is None else b',"canvas":' + to_json(texts)
+
+
 class TokenTexts:
     """What single tokens are called where log probabilities are told.
 
@@ -123,6 +138,14 @@ class TokenTexts:
             "logprob": finite(logprob),
             "bytes": None if raw is None else list(raw),
         }
+
+    def unsure(self, tokens: Sequence[int | None]) -> list[str | None]:
+        """Return the texts of tokens that stand behind an answer; None for a mask."""
+        return [None if token is None else self._piece(token) for token in tokens]
+
+    def _piece(self, token: int) -> str:
+        """Return the text of a token with the space before it, which `decode` may leave out."""
+        return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
 
     def table(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
         """Return the likeliest tokens as completions tell of them; of equal texts the likeliest."""
