@@ -337,6 +337,7 @@ NUMBERS = {
         **{"num_experts_per_tok": 1, "qk_rope_head_dim": 8, "q_lora_rank": 8},
     },
     "SDARForCausalLM": {"block_size": 4, "mask_token_id": 3},
+    "Fast_dLLM_QwenForCausalLM": {"bd_size": 8, "small_block_size": 4, "mask_token_id": 3},
     "LLaDA2MoeModelLM": {
         **{"block_size": 4, "mask_token_id": 3, "moe_intermediate_size": 8, "num_experts": 8},
         **{"n_group": 4, "topk_group": 2, "num_experts_per_tok": 1},

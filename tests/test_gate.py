@@ -741,7 +741,7 @@ def test_script_is_undecided_on_a_tiny_text() -> None:
     [
         (["--model", LLAMA, "--chars", 10], 2, "longer text"),
         (["--model", DATA / "clocher-tiny-bitnet", "--chars", 2000], 3, "not the same model"),
-        (["--model", DATA, "--chars", 2000], 3, "no model, but 2 below it"),
+        (["--model", DATA, "--chars", 2000], 3, "no model, but 3 below it"),
         (["--model", LLAMA, "--chars", 2000, "--max-kld", "nan"], 2, "--max-kld"),
     ],
     ids=["short-text", "other-model", "no-model", "nan-limit"],

@@ -18,8 +18,9 @@ from cpu_fallback.lanes import arm, isa
 _TESTS = Path(__file__).parent
 _NAMES = isa.available()
 _DOTS = ("avx512", "avxvnni")
-"""ISAs that differ from another one in the dot products of bytes only."""
-_REST = [name for name in _NAMES if name not in _DOTS]
+"""ISAs that differ from another one in the dot products of bytes only; they and `generic`, which
+takes a minute and a half to compile, have all of their cases among the slow tests."""
+_REST = [name for name in _NAMES if name not in (*_DOTS, "generic")]
 _BYTES = (
     "linear-int4_sym_g32_f16-wide-m37-n48-k384-i8-g32",
     "linear-int4_asym_g64_bf16-odd-m2-n37-k100-i8-g128",
