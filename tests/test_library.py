@@ -113,8 +113,8 @@ def test_torch_checks_the_ops() -> None:
     torch.library.opcheck(torch.ops.clocher.kv_append.default, (), made)
 
 
-def test_compiled_whole_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)  # as other tests need it
+@torch._dynamo.config.patch(disable=False)  # which other tests switch on
+def test_compiled_whole_it_is_the_same() -> None:
     layer = some_layer()
     model = torch.nn.Sequential(layer, torch.nn.SiLU(), some_layer("int8", 8, 48))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)

@@ -109,8 +109,8 @@ def test_planes_that_cannot_be_cut_or_joined_are_refused(config_of: type[Any]) -
         vllm.LinearBase(config_of("int8_tensor_f32", stored="planes"), 256, [64, 32])
 
 
-def test_a_layer_compiles_whole(config_of: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)  # as other tests need it
+@torch._dynamo.config.patch(disable=False)  # which other tests switch on
+def test_a_layer_compiles_whole(config_of: type[Any]) -> None:
     layer = vllm.LinearBase(config_of("int8"), 128, [32])
     layer.load("weight", values(32, 128), 0)
     layer.ready()
