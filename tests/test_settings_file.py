@@ -43,6 +43,7 @@ OTHER: dict[str, Any] = {
     "device": "cpu",
     "isa": "generic",
     "threads": 1,
+    "tensor_parallel": 2,
     "tile_table": "tiles.json",
     "tune": True,
     "batch": 2,

@@ -8,6 +8,7 @@ from clocher_kernels.cuda import (
     advance,
     attention,
     bsr,
+    collectives,
     elementwise,
     heads,
     kv,
@@ -44,6 +45,7 @@ LOWER: dict[str, Callable[..., list[Launch]]] = {
     **sampling.LOWER,
     **top_tokens.LOWER,
     **advance.LOWER,
+    **collectives.LOWER,
     "drop_small": _drop_small,
 }
 LOWER_GREEDY = {**LOWER, **sampling.LOWER_GREEDY}

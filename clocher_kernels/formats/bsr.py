@@ -6,7 +6,7 @@ from typing import Self
 import numpy as np
 
 from clocher_kernels.dtypes import to_f32
-from clocher_kernels.errors import FormatError, ShapeError
+from clocher_kernels.errors import FormatError, ShapeError, UnsupportedOp
 from clocher_kernels.formats import scaling
 from clocher_kernels.formats.base import Format, Plane, Planes, Shape
 from clocher_kernels.formats.float import FLOATS, round_to
@@ -70,6 +70,12 @@ class Bsr(Format):
         empty = cls(block, inner)
         occupied = empty._occupied(empty._rounded(values))
         return replace(empty, nnzb=int(np.count_nonzero(occupied)))
+
+    def cut(self, planes: Planes, shape: Shape, axis: int, start: int, stop: int) -> Planes:
+        raise UnsupportedOp(
+            f"{self.name}: block-sparse weights cannot be divided among ranks; use one rank, or "
+            "weights in another format"
+        )
 
     def planes(self, shape: Shape) -> dict[str, Plane]:
         block_rows, block_cols = self._grid(shape)

@@ -46,6 +46,10 @@ class Fp8(Format):
         """Canonical name: "fp8_e4m3_row_f32", "fp8_e4m3_b128_bf16"."""
         return f"fp8_{self.code_dtype}_{self.scope}_{self.scale_dtype}"
 
+    @property
+    def unit(self) -> tuple[int, int]:
+        return (BLOCK, BLOCK) if self.scope == "b128" else (1, 1)
+
     def planes(self, shape: Shape) -> dict[str, Plane]:
         lead, n, k = scaling.matrix_shape(self.name, shape)
         if self.scope == "b128":

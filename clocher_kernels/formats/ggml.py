@@ -82,6 +82,10 @@ class Ggml(Format):
         """Bytes of a block."""
         return KINDS[self.kind].fields.itemsize
 
+    @property
+    def unit(self) -> tuple[int, int]:
+        return 1, self.block
+
     def planes(self, shape: Shape) -> dict[str, Plane]:
         lead, n, k = scaling.matrix_shape(self.name, shape)
         if k % self.block:

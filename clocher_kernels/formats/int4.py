@@ -53,6 +53,10 @@ class Int4(Format):
         kind = "sym" if self.symmetric else "asym"
         return f"int4_{kind}_{scaling.spell(self.group)}_{self.scale_dtype}"
 
+    @property
+    def unit(self) -> tuple[int, int]:
+        return 1, self.group if isinstance(self.group, int) else 2
+
     def planes(self, shape: Shape) -> dict[str, Plane]:
         lead, n, k = scaling.matrix_shape(self.name, shape)
         scales = scaling.scales_shape(self.group, shape)

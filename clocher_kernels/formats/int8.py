@@ -40,6 +40,10 @@ class Int8(Format):
         """Canonical name: "int8_row_f32", "int8_g32_f16"."""
         return f"int8_{scaling.spell(self.group)}_{self.scale_dtype}"
 
+    @property
+    def unit(self) -> tuple[int, int]:
+        return 1, self.group if isinstance(self.group, int) else 1
+
     def planes(self, shape: Shape) -> dict[str, Plane]:
         scaling.matrix_shape(self.name, shape)
         return {

@@ -40,6 +40,10 @@ class Mxfp4(Format):
         """Canonical name: "mxfp4"."""
         return "mxfp4"
 
+    @property
+    def unit(self) -> tuple[int, int]:
+        return 1, BLOCK
+
     def planes(self, shape: Shape) -> dict[str, Plane]:
         lead, n, k = scaling.matrix_shape(self.name, shape)
         if k % BLOCK:

@@ -48,6 +48,17 @@ class Ternary(Format):
         suffix = "" if self.scale_dtype == "bf16" else f"_{self.scale_dtype}"
         return f"ternary{'_inverse' if self.inverse else ''}{suffix}"
 
+    @property
+    def unit(self) -> tuple[int, int]:
+        return _PER_BYTE, 1
+
+    def cut(self, planes: Planes, shape: Shape, axis: int, start: int, stop: int) -> Planes:
+        # A byte holds rows that are a quarter of the matrix apart.
+        if axis % len(shape) == 0:
+            digits = self.codes(planes, shape)[start:stop]
+            return {"codes": _pack(digits + 1), "scale": planes["scale"]}
+        return super().cut(planes, shape, axis, start, stop)
+
     def planes(self, shape: Shape) -> dict[str, Plane]:
         lead, n, k = scaling.matrix_shape(self.name, shape)
         if lead or n % _PER_BYTE:
@@ -67,8 +78,7 @@ class Ternary(Format):
         np.rint(digits, out=digits)
         np.clip(digits, -1, 1, out=digits)
         digits += 1
-        rows = digits.astype(np.uint8).reshape(_PER_BYTE, -1, values.shape[1])
-        codes = rows[0] | rows[1] << 2 | rows[2] << 4 | rows[3] << 6
+        codes = _pack(digits)
         scale = from_f32(np.array([inverse if self.inverse else mean]), self.scale_dtype)
         return {"codes": codes, "scale": scale}
 
@@ -119,3 +129,10 @@ class Ternary(Format):
                 "for one of f32, f16, bf16"
             )
         return scale
+
+
+def _pack(digits: np.ndarray) -> np.ndarray:
+    """Return codes 0 to 2, [N, K] of any type, as u8 [N/4, K]."""
+    rows = digits.astype(np.uint8).reshape(_PER_BYTE, -1, digits.shape[1])
+    packed: np.ndarray = rows[0] | rows[1] << 2 | rows[2] << 4 | rows[3] << 6
+    return packed

@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 from clocher_kernels.ops import (
     attention,
+    collectives,
     elementwise,
     linear,
     moe,
@@ -32,6 +33,7 @@ OPS: Mapping[str, OpSpec] = MappingProxyType(
             selection,
             sampling,
             top_tokens,
+            collectives,
         )
         for spec in module.SPECS
     }

@@ -21,6 +21,8 @@ ROUNDED: Mapping[str, Mapping[str, Attr]] = {
 }
 """Precision of activations -> attributes of the `fake_quantize` that rounds to it."""
 
+_KEEPS_ZEROS = {"rms_norm": "y", "fake_quantize": "y", "all_gather": "y", "quantize": "q"}
+"""Op -> what it writes that is zero where what it reads is."""
 _UNIT = 32
 _GGML_KINDS = ("q4_k", "q5_k", "q6_k", "q3_k", "q2_k", "iq4_nl", "iq4_xs")
 
@@ -159,7 +161,7 @@ def _keeps_zeros(call: Call, sparse: Set[str]) -> set[str]:
     if call.op == "relu2_gate_up" or _is_relu2(call):
         return {call.args["y"]}
     if call.args.get("x") in sparse and "residual" not in call.args:
-        kept = {"rms_norm": "y", "fake_quantize": "y", "quantize": "q"}.get(call.op)
+        kept = _KEEPS_ZEROS.get(call.op)
         return {call.args[kept]} if kept else set()
     return set()
 

@@ -286,6 +286,7 @@ def _model(config: RunConfig) -> _Chosen:
             "draft": draft,
             "diffusion": config.diffusion,
             "attn": config.attn,
+            "tensor_parallel": config.tensor_parallel,
             "itl_ms": inf,  # nobody waits for a single token
         },
         ignored=not_deduplicated

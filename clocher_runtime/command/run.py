@@ -279,6 +279,7 @@ def run_line(
         kv_dtype=engine.kv_dtype,
         act_sparsity=engine.session.act_sparsity,
         threads=engine.threads,
+        tensor_parallel=engine.session.tensor_parallel,
         numa_nodes=numa_nodes(),
         context=engine.session.context,
         batch=batch,

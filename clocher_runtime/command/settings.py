@@ -229,9 +229,13 @@ class RunConfig:
         _ISA, "CPU instruction set (unset: the best of the host)", "CLOCHER_ISA"
     )
     threads: int | None = flag(
+        "Run", integer(1, 1024), "CPU threads (unset: physical cores, within the CPU quota)"
+    )
+    tensor_parallel: int = flag(
         "Run",
-        integer(1, 1024),
-        "CPU threads (unset: physical cores, within the CPU quota)",
+        integer(1, 64),
+        "processes that share each step: of the CPU threads, or a GPU each",
+        default=1,
     )
     tile_table: Path | None = variable(
         _PATH, "JSON table of tiles that GPU kernels follow; --tune writes it", "CLOCHER_TILE_TABLE"
@@ -268,10 +272,7 @@ class RunConfig:
     )
     rounds: int = flag("Run", integer(1, 1_000_000), "times to run every prompt", default=1)
     warmup: int = flag(
-        "Run",
-        integer(0, 1 << 24),
-        "tokens to generate before the timed window",
-        default=0,
+        "Run", integer(0, 1 << 24), "tokens to generate before the timed window", default=0
     )
     prefetch: int | str = flag(
         "Run",

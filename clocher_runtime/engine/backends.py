@@ -355,6 +355,24 @@ def make_executor(
     return make(plan, weights, threads, progress, act_prec, tuning, packing, beside)
 
 
+def ranks_of(backend: str, rank: int, count: int) -> Any:
+    """Return the ranks of a model as one of their processes sees them, not connected yet.
+
+    Raises:
+        DeviceError: torch, by which they speak to each other, is not installed.
+        UsageError: the back end executes alone.
+    """
+    try:
+        from clocher_runtime.engine.process_group import COMMUNICATORS, ProcessRanks
+    except ImportError as error:
+        raise DeviceError(
+            f"tensor parallel over {count} ranks needs torch.distributed ({error}); "
+            "pip install clocher[torch]"
+        ) from None
+    one_of(f"back end of {count} ranks", backend, COMMUNICATORS)
+    return ProcessRanks(backend, rank, count)
+
+
 def fetch_ahead(nbytes: int) -> None:
     """Let the CPU back end ask for the memory of packed weights while something else goes on."""
     from cpu_fallback.team.large_pages import fetch_ahead

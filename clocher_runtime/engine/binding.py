@@ -1,23 +1,34 @@
 """A model bound to a back end: its Plan, what executes it, and the pages of its KV cache."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import cast
 
 from clocher_kernels.errors import UsageError
+from clocher_kernels.formats import Ternary
+from clocher_kernels.formats.base import Format
 from clocher_kernels.host_memory import require
+from clocher_kernels.ops.collectives import Alone, Ranks, joined
 from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.ops.rewrite import round_activations, skip_zeros
 from clocher_kernels.plan import Plan
 from clocher_runtime.engine.act_sparsity import Walker, act_sparsity, calibrate, drop_inputs
 from clocher_runtime.engine.arguments import one_of
-from clocher_runtime.engine.backends import BACK_ENDS, Executor, Progress, Tuning, make_executor
+from clocher_runtime.engine.backends import (
+    BACK_ENDS,
+    Executor,
+    Progress,
+    Tuning,
+    Weights,
+    make_executor,
+)
 from clocher_runtime.engine.footprint import Sizes, packed_names, with_codes
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.pages import KvPages
 from clocher_runtime.models.build import PAGE_CELLS, build_plan
-from clocher_runtime.models.inventory import SCOPES, in_scope
+from clocher_runtime.models.division import Division
+from clocher_runtime.models.inventory import HEAD, SCOPES, head_name, in_scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +36,14 @@ class Bound:
     """A model that can be stepped.
 
     Attributes:
+        weights: those that the Plan reads, as far as they are this rank's.
         sizes: how large its Plan is.
         act_prec: what products read: "int8" if some are of integers and none was asked for.
         scope_is_kept: whether just the weights that were asked for are packed.
     """
 
     model: Model
+    weights: Weights
     sizes: Sizes
     executor: Executor
     pages: KvPages
@@ -58,25 +71,39 @@ def bind(
     act_sparse: str | None = None,
     act_calibration: Sequence[int] | None = None,
     beside: Executor | None = None,
+    ranks: Ranks | None = None,
 ) -> Bound:
     """Bind a model to a back end; the arguments are those of `Session`.
 
     Args:
         sizes: how large its Plan is.
         beside: an executor of another model, whose threads or stream this one uses too.
+        ranks: who does it together, as one of them sees them; None: it alone.
 
     Raises:
-        UsageError: the back end has no such precision, or there is no such scope.
+        UsageError: the back end has no such precision, there is no such scope, or the model cannot
+            be divided among the ranks.
         OutOfMemory: the KV cache, the buffers or the packed weights do not fit in memory.
     """
     known = BACK_ENDS[backend]
     room = partial(_check_room, known.on_host)
-    plan = build_plan(model.spec, model.formats, **asdict(sizes), room=room)
     asked, act_prec = act_prec, known.default_act_prec if act_prec is None else act_prec
     one_of(f"act_prec of the {backend} back end", act_prec, known.activations)
     if pretranspose is not None:
         one_of("pretranspose", pretranspose, SCOPES)
     scope = in_scope(model.spec, pretranspose or "all")
+    share: Division | None = None
+    formats: Mapping[str, Format] = model.formats
+    weights = model.weights
+    if ranks is not None:
+        is_float = act_prec not in ("int8", "fp8")
+        adds = is_float and not any(isinstance(fmt, Ternary) for fmt in formats.values())
+        share = Division(model.spec, formats, ranks.rank, ranks.count, adds)
+        formats = share.formats
+        scope |= {HEAD} if head_name(model.spec) in scope else set()
+    plan = build_plan(model.spec, model.formats, **asdict(sizes), share=share, room=room)
+    if share is not None:
+        weights = {name: share.part_of(weights, name) for name in plan.weights}
     sparse = None if act_sparse is None else act_sparsity(act_sparse)
     if sparse is not None:
         if backend != "cpu" or act_prec != "int8" or scope != in_scope(model.spec, "all"):
@@ -87,15 +114,16 @@ def bind(
         plan = drop_inputs(plan, model.spec, model.formats, sparse)
     tuning = replace(tuning or Tuning(), copied=scope if pretranspose else frozenset())
     if act_prec == "int8":
-        plan = with_codes(plan, model.formats, scope)
+        plan = with_codes(plan, formats, scope)
     if asked in known.rounds:
         plan = round_activations(plan, asked)
     if backend == "cpu":
-        plan = skip_zeros(plan, model.formats, scope)
+        plan = skip_zeros(plan, formats, scope)
     stored = _act_prec(plan, act_prec)
-    executor = make_executor(
-        backend, plan, model.weights, threads, progress, act_prec, tuning, packing, beside
-    )
+    with joined(ranks or Alone()):
+        executor = make_executor(
+            backend, plan, weights, threads, progress, act_prec, tuning, packing, beside
+        )
     if sparse is not None and sparse.drop is not None:
         longest = min(sizes.context, sizes.pages * PAGE_CELLS)
         calibrate(cast(Walker, executor), act_calibration, sparse.drop, longest)
@@ -112,7 +140,7 @@ def bind(
         reuse=prefix_cache,
     )
     is_kept = backend == "cpu" and packed_names(plan) <= scope
-    return Bound(model, sizes, executor, pages, stored, is_kept)
+    return Bound(model, weights, sizes, executor, pages, stored, is_kept)
 
 
 def _act_prec(plan: Plan, stored: str) -> str:

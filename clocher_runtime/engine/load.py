@@ -45,6 +45,7 @@ class Model:
         weights: QuantTensors (matrices, in place where possible) and fp32 arrays (vectors).
         precision: what the matrices are stored as, the largest share of bytes first.
         bytes_per_token: weight bytes that one token reads.
+        asked: the precision that it was loaded with.
     """
 
     spec: ModelSpec
@@ -52,6 +53,7 @@ class Model:
     checkpoint: Checkpoint
     precision: str
     bytes_per_token: int
+    asked: str | None = None
 
     @property
     def formats(self) -> dict[str, Format]:
@@ -100,6 +102,7 @@ def load_model(checkpoint: Checkpoint, precision: str | None = None) -> Model:
         checkpoint,
         precision=label(matrices),
         bytes_per_token=bytes_per_token(spec, {name: w.nbytes for name, w in weights.items()}),
+        asked=precision,
     )
 
 

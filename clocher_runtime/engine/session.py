@@ -18,13 +18,7 @@ from clocher_runtime.engine.arguments import (
     shown,
     whole,
 )
-from clocher_runtime.engine.backends import (
-    BACK_ENDS,
-    Executor,
-    Progress,
-    Tuning,
-    acted_on,
-)
+from clocher_runtime.engine.backends import BACK_ENDS, Executor, Progress, Tuning, acted_on
 from clocher_runtime.engine.binding import bind
 from clocher_runtime.engine.constraint import Constraint, one_for_each
 from clocher_runtime.engine.diffusing import diffusing, longest_text, of_call, prepare, width_of
@@ -38,6 +32,7 @@ from clocher_runtime.engine.probes import Touch
 from clocher_runtime.engine.reading import Reading
 from clocher_runtime.engine.requests import Mailbox, Request
 from clocher_runtime.engine.scheduler import Scheduler
+from clocher_runtime.engine.tensor_parallel import bind_ranks
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.engine.turns import Turns
 from clocher_runtime.speculation.account import Account, account
@@ -81,6 +76,7 @@ class Session:
         attn: "dense" reads the whole cache, "auto" too and makes `reading.proposal`, others less.
         draft: a small model of the same vocabulary that guesses tokens, with "auto" or "draft".
         act_sparsity, act_calibration: a lossy variant (`engine.act_sparsity`), and its text's ids.
+        tensor_parallel: processes that share the work and the threads; on a GPU each has one.
         progress, packing: called with (done, total), the first while kernels compile or weights are
             copied, the second while weights are packed, if they are many.
 
@@ -114,11 +110,13 @@ class Session:
         attn: str = "dense",
         act_sparsity: str | None = None,
         act_calibration: Sequence[int] | None = None,
+        tensor_parallel: int = 1,
         progress: Progress | None = None,
         packing: Progress | None = None,
     ) -> None:
         one_of("backend", backend, BACK_ENDS)
         threads = whole("threads", threads, 1, MAX_THREADS)
+        ranks = whole("tensor_parallel", tensor_parallel, 1, MAX_THREADS)
         check_flags(all_logits=all_logits, prefix_cache=prefix_cache, share_drafts=share_drafts)
         check_functions(progress=progress, packing=packing)
         itl_ms = milliseconds("itl_ms", itl_ms)
@@ -146,7 +144,7 @@ class Session:
         self.model, self.batch, self.context = model, sizes.slots, sizes.context
         self.kv_dtype, self._chunk = sizes.kv_dtype, sizes.tokens
         bound = partial(  # two models are, perhaps
-            bind,
+            bind if ranks == 1 else partial(bind_ranks, count=ranks),
             backend=backend,
             threads=threads,
             act_prec=act_prec,
@@ -157,7 +155,7 @@ class Session:
             packing=packing,
         )
         own = bound(model, sizes, act_sparse=act_sparsity, act_calibration=act_calibration)
-        self.act_sparsity = act_sparsity
+        self.act_sparsity, self.tensor_parallel = act_sparsity, ranks
         self.act_prec, self._scope_is_kept = own.act_prec, own.scope_is_kept
         self._executor, self._longest = own.executor, longest_text(self._blocks, own.longest)
         self._scores = all_logits or score_rows > 0
@@ -173,7 +171,7 @@ class Session:
             )
         speculator = self._guessing.speculator if self._guessing is not None else None
         self._scheduler = Scheduler(
-            self._executor, own.pages, self.batch, model.weights, self.act_prec, itl_ms, speculator
+            self._executor, own.pages, self.batch, own.weights, self.act_prec, itl_ms, speculator
         )
         self.speculate = speculate if are_guessed else "off"
         self.reading = Reading(own, backend, attn)

@@ -6,8 +6,10 @@ from dataclasses import replace
 import numpy as np
 
 from clocher_kernels.formats.base import Format
+from clocher_kernels.ops.rewrite import quantize_for_ternary
 from clocher_kernels.plan import Plan
 from clocher_runtime.models.builder import COUNTS, ONES, Builder, tables_of
+from clocher_runtime.models.division import Division
 from clocher_runtime.models.rope import rope_tables
 from clocher_runtime.models.selection import PAGE_CELLS, Selection
 from clocher_runtime.models.spec import ModelSpec, QueryGrowth, RopeSpec
@@ -28,6 +30,7 @@ def build_plan(
     window_pages: int = 0,
     candidates: int = 0,
     selection: Selection | None = None,
+    share: Division | None = None,
     room: Callable[[int, int], None] = lambda buffers, tables: None,
 ) -> Plan:
     """Build the forward pass of a model.
@@ -45,6 +48,7 @@ def build_plan(
             0: they have the others' table and number of pages.
         candidates: tokens with the largest logits that are kept of each row; 0: none are.
         selection: the pages that layers without a window read; None: all.
+        share: what a rank does of it; None: all.
         room: raises unless there is memory for the bytes of the buffers and of the rotary tables;
             called before the tables are made.
 
@@ -65,6 +69,7 @@ def build_plan(
         window_pages=window_pages,
         candidates=candidates,
         selection=selection,
+        share=share,
     )
     room(plan.scratch_bytes(), table_bytes(spec, context))
     consts: dict[str, np.ndarray] = {}
@@ -89,6 +94,7 @@ def lay_out(
     window_pages: int = 0,
     candidates: int = 0,
     selection: Selection | None = None,
+    share: Division | None = None,
 ) -> Plan:
     """Return the Plan that `build_plan` builds of the same arguments, without its rotary tables.
 
@@ -99,7 +105,10 @@ def lay_out(
         builder.pages = pages
     builder.window_pages, builder.candidates = window_pages, candidates
     builder.selection = selection
-    return builder.build()
+    plan = builder.build()
+    if share is not None:
+        plan, formats = share.divide(plan), share.formats
+    return quantize_for_ternary(plan, formats)
 
 
 def tables(spec: ModelSpec) -> dict[str, tuple[RopeSpec | None, QueryGrowth | None]]:

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.formats.ternary import Ternary
-from clocher_kernels.ops.rewrite import quantize_for_ternary
 from clocher_kernels.ops.sampling import words_for
 from clocher_kernels.ops.selection import WORD
 from clocher_kernels.plan import Attr, Buffer, Call, Plan, Role, Rows
@@ -40,7 +39,7 @@ def tables_of(spec: ModelSpec, layer: int) -> dict[str, tuple[str, QueryGrowth |
 
 
 class Builder:
-    """Collects them; `build` returns the Plan, without the rotary tables."""
+    """Collects them; `build` returns the Plan, all fp32 and without the rotary tables."""
 
     def __init__(
         self,
@@ -93,10 +92,8 @@ class Builder:
         self._call("sample", {**draw, "ids": "sampled"})
         step = {n: n for n in ("sampled", "rows", "ids", "positions", "ends", "draws")}
         self._call("advance", step)
-        plan = Plan(
-            self.tokens, self.rows, self.buffers, {}, tuple(self.weights), tuple(self.calls)
-        )
-        return quantize_for_ternary(plan, self.formats)
+        weights, calls = tuple(self.weights), tuple(self.calls)
+        return Plan(self.tokens, self.rows, self.buffers, {}, weights, calls)
 
     def _inputs(self) -> None:
         for name in ("ids", "slots", "positions", "ends"):

@@ -44,7 +44,7 @@ _BUSY = 0.5
 
 _NEEDED = """model_dir model_json model_bin require_model lora precision kv_dtype device isa threads
 tile_table act_prec pretranspose affinity use_affinity numa_policy hot_replicate hot_repl_limit_mb
-prefetch_distance stream_block_bytes speculate draft_model attn
+prefetch_distance stream_block_bytes speculate draft_model attn tensor_parallel
 act_sparsity act_calibration"""
 _ACTS_ON = frozenset(_NEEDED.split()) | {name for name in SETTINGS if name.startswith("dedup")}
 """Settings of a run that a bench has a use for; of prompts, for example, it has none."""
@@ -174,6 +174,7 @@ def _session(bound: _Bound, threads: int, cases: Sequence[Case], sessions: int, 
             attn=config.attn,
             act_sparsity=config.act_sparsity,
             act_calibration=bound.calibration,
+            tensor_parallel=config.tensor_parallel,
             progress=partial(tell, "compiling kernels (once)"),
             packing=partial(tell, "packing weights, MiB"),
         )

@@ -7,6 +7,7 @@ from cpu_fallback.lanes.jit import Kernel
 from cpu_fallback.ops import (
     attention,
     bsr,
+    collectives,
     drop_small,
     elementwise,
     heads,
@@ -26,6 +27,7 @@ from cpu_fallback.team.tape import Launch
 _MODULES = (
     attention,
     bsr,
+    collectives,
     drop_small,
     elementwise,
     heads,
