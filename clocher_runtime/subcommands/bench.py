@@ -109,7 +109,7 @@ def _not_here(ctx: click.Context, param: click.Parameter, value: str | None) -> 
         )
 
 
-_WORDS = ("precision", "kv_dtype", "device", "speculate", "attn", "act_sparsity")
+_WORDS = ("precision", "kv_dtype", "device", "speculate", "attn", "act_sparsity", "tensor_parallel")
 _KNOWN = {name: setting.takes.metavar.split("|") for name, setting in declared(RunConfig)}
 _LIST: Mapping[str, Any] = {"metavar": "LIST", "callback": _numbers(0), "show_default": True}
 _SOME: Mapping[str, Any] = {"metavar": "LIST", "callback": _numbers(1), "show_default": True}
@@ -158,6 +158,7 @@ def _foreign(flag: str) -> Wrap:
     click.option("--attn", metavar="KIND:N", help="read part of the KV cache  [default: dense]"),
     click.option("--act-sparsity", metavar="RULE", help="drop small activations  [default: no]"),
     click.option("--act-calibration", metavar="FILE", help="text for --act-sparsity 0.25"),
+    click.option("--tensor-parallel", metavar="N", help="processes that share each step"),
     click.option("--text", type=PATH, metavar="FILE", help="of prompts  [default: random ids]"),
     click.option(
         "-o",

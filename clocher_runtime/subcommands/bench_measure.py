@@ -226,6 +226,7 @@ def _rows(plan: Plan, bound: _Bound, runners: Mapping[int, Runner], tell: Tell) 
             "speculate": bound.config.speculate,
             "attn": runner.session.reading.mode,
             "act_sparsity": runner.session.act_sparsity,
+            "tensor_parallel": runner.session.tensor_parallel,
             "tokens_per_pass": runner.tokens_per_pass(case) if case.tokens else None,
         }
         row = {**facts, **_about(runner, bound), **row, **said}
