@@ -1,13 +1,15 @@
 """What a pass of several tokens costs beside a pass of one: what guessed tokens are verified at.
 
     python -m bench.pass_cost --model-dir DIR [--precision P] [--threads N] [--context N]
-                              [--tokens 1,2,3,4,6,8,12,16,32] [--what chain,sequences] [--text FILE]
+                              [--tokens 1,2,3,4,6,8,12,16,32] [--what chain,sequences,prompt]
+                              [--text FILE]
 
 A chain is that many tokens of one sequence one after the other, as a draft is verified; sequences
 are that many of one token each, as a batch is decoded. Every token has an output row and draws its
-next one. Timed is a whole pass: staging its inputs, the compiled call, reading what was drawn. The
-cache holds the keys of `--context` tokens before them, which were computed. Tokens are random, and
-so are the experts that they choose in a random model; with --text they are those of a file.
+next one. A prompt is a chain without output rows, as a piece of a prompt that others follow. Timed
+is a whole pass: staging its inputs, the compiled call, reading what was drawn. The cache holds the
+keys of `--context` tokens before them, which were computed. Tokens are random, and so are the
+experts that they choose in a random model; with --text they are those of a file.
 
 "experts" is the mean over the layers of how many a pass reads, "gbps" what its calls must move at
 least by its time. "warm_up_ms" is the table that a session measures by itself for its gate. Medians
@@ -16,6 +18,7 @@ of interleaved rounds.
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -50,6 +53,7 @@ from cpu_fallback.team.bandwidth import Reader
 
 _AT_LEAST_S = 0.1
 _CHUNK = 512
+_KINDS = ("chain", "sequences", "prompt")
 
 
 class Passes:
@@ -104,6 +108,11 @@ class Passes:
     def sequences(self, tokens: int) -> list[Part]:
         """Return a pass of one token of each of some sequences."""
         return [(request, 1) for request in self._requests[:tokens]]
+
+    def prompt(self, tokens: int) -> list[Part]:
+        """Return a pass of some tokens of one sequence after which more of its text comes."""
+        first = self._requests[0]
+        return [(replace(first, ids=[*first.ids, 0], scored=None), tokens)]
 
     def milliseconds(self, parts: list[Part]) -> float:
         """Return how long a pass takes, the mean of some."""
@@ -164,9 +173,7 @@ def _ids(model: Model, text: Path | None, count: int) -> np.ndarray:
 @TEAM
 @click.option("--tokens", type=COUNTS, default="1,2,3,4,6,8,12,16,32", show_default=True)
 @click.option("--context", type=click.IntRange(1), default=16, show_default=True)
-@click.option(
-    "--what", type=Listed.of(("chain", "sequences")), default="chain,sequences", show_default=True
-)
+@click.option("--what", type=Listed.of(_KINDS), default="chain,sequences", show_default=True)
 @click.option("--text", type=FILE, help="take tokens from there; default: random ones")
 @PAGES_READ
 @MIB
@@ -188,8 +195,7 @@ def main(
     ids = _ids(model, text, sequences * (context + most))
     passes = Passes(model, threads, ids, context, most, sequences)
     with closing(passes.session):
-        makers = {"chain": passes.chain, "sequences": passes.sequences}
-        parts = {(kind, count): makers[kind](count) for kind in what for count in tokens}
+        parts = {(kind, count): getattr(passes, kind)(count) for kind in what for count in tokens}
         runs: dict[tuple[str, int], Callable[[], float]] = {
             key: partial(passes.milliseconds, each) for key, each in parts.items()
         }

@@ -1,0 +1,1 @@
+"""Many replicas behind a router, simulated from what one was measured to do."""
