@@ -372,7 +372,8 @@ def test_tokens_of_a_text_can_be_timed(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("a text " * 9, encoding="utf-8")
     words = ["--tokens", "1,2", "--threads", "1", "--mib", "16", "--rounds", "1"]
-    words += ["--what", "chain", "--text", str(text)]
+    words += ["--what", "chain,prompt", "--text", str(text)]
     done = CliRunner().invoke(pass_cost.main, words, catch_exceptions=False)
-    (row,) = map(json.loads, done.output.splitlines())
-    assert done.exit_code == 0 and row["test"] == "chain"
+    chain, prompt = map(json.loads, done.output.splitlines())
+    assert done.exit_code == 0 and (chain["test"], prompt["test"]) == ("chain", "prompt")
+    assert min(prompt["ms"]) > 0
