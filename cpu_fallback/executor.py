@@ -20,6 +20,7 @@ from cpu_fallback.ops.lowering import LOWER
 from cpu_fallback.team import tape
 from cpu_fallback.team.hints import Asked, Hints
 from cpu_fallback.team.large_pages import HUGE, allocate, stop_ahead
+from cpu_fallback.team.openmp import OpenMP
 from cpu_fallback.team.placement import call_on, hot_weights, replicate
 from cpu_fallback.team.stamps import Stamps, stamp
 from cpu_fallback.team.tape import Launch
@@ -46,6 +47,7 @@ class CpuExecutor:
         beside: another one whose team does the work, so that no core has two threads of theirs. One
             of them steps at a time, and this one is closed first.
         memory: arrays to use as buffers, by name, at capacity; others are allocated.
+        runtime: whose threads take part; None: those of a team of its own.
 
     Raises:
         OutOfMemory: the packed weights do not fit in memory.
@@ -66,6 +68,7 @@ class CpuExecutor:
         packing: Progress | None = None,
         beside: "CpuExecutor | None" = None,
         memory: Mapping[str, np.ndarray] | None = None,
+        runtime: OpenMP | None = None,
     ) -> None:
         self.plan = plan
         memory = memory or {}
@@ -102,7 +105,7 @@ class CpuExecutor:
             self._team = beside._team
             self._work = self._team.take_on(tapes, scratch)
         else:
-            self._team = Team(threads, tapes, scratch, hints.placement, hints.adaptive)
+            self._team = Team(threads, tapes, scratch, hints.placement, hints.adaptive, runtime)
             self._work = self._team.work
 
     @property

@@ -1,9 +1,11 @@
 """Single ops as others call them: NumPy, torch ops and their schemas, the layer, transformers."""
 
 import gc
+import os
 import subprocess
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +147,51 @@ def test_a_layer_sees_what_is_loaded_into_it() -> None:
     before = other(x)
     other.load_state_dict(layer.state_dict())
     assert torch.equal(other(x), layer(x)) and not torch.equal(before, other(x))
+
+
+def test_a_call_is_not_repeated_with_what_has_changed() -> None:
+    """Whatever a prepared call depends on may be changed between two calls."""
+    layer, x = QuantLinear.from_linear(torch.nn.Linear(256, 48), "int4_g128"), torch.randn(2, 256)
+    given = torch.nn.Linear(256, 48)
+    changes = {
+        "loaded": lambda: layer.load_state_dict(some_layer().state_dict()),
+        "written": lambda: layer.codes.bitwise_xor_(torch.full_like(layer.codes, 17)),
+        "other memory": lambda: setattr(
+            layer.codes, "data", QuantLinear.from_linear(given, "int4_g128").codes
+        ),
+        "other tensor": lambda: setattr(layer, "scales", layer.scales * 2),
+        "bias": lambda: layer.bias.add_(1),
+        "bias's memory": lambda: setattr(layer.bias, "data", torch.ones(48)),
+        "no bias": lambda: setattr(layer, "bias", None),
+        "setting": lambda: setattr(layer, "act_prec", "fp32"),
+        "threads": lambda: torch.set_num_threads(2),
+    }
+    for name, change in changes.items():
+        before = layer(x)
+        assert torch.equal(layer(x), before)
+        change()
+        fresh = QuantLinear(256, 48, "int4_g128", layer.bias is not None, act_prec=layer.act_prec)
+        fresh.load_state_dict(layer.state_dict())
+        assert torch.equal(layer(x), fresh(x)), name
+        assert torch.equal(layer(x), before) == (name in ("threads",)), name
+    for other in (x.to(torch.bfloat16), x[:, ::1].t().contiguous().t(), x.repeat(20, 1), x[:0]):
+        assert torch.equal(layer(other), fresh(other))
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        layer(x.clone().requires_grad_()).sum().backward()
+
+
+def test_threads_call_and_a_fork_does() -> None:
+    torch.set_num_threads(2)
+    layer, inputs = some_layer(), torch.randn(40, 1, 256)
+    expected = [layer(x) for x in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        for got, y in zip(pool.map(layer, list(inputs) * 5), expected * 5, strict=True):
+            assert torch.equal(got, y)
+    child = os.fork() if hasattr(os, "fork") else None
+    if child == 0:
+        os._exit(0 if torch.equal(layer(inputs[0]), expected[0]) else 1)
+    if child:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_what_was_bound_goes_with_its_weight() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 
 from clocher_kernels.errors import ShapeError, UsageError
 from clocher_kernels.formats import Bsr, Format, parse_format
-from clocher_kernels.library.host import Bound, call
+from clocher_kernels.library.host import Bound, bind, host
 from clocher_kernels.ops import OPS
 from clocher_kernels.quant_tensor import QuantTensor, encode
 
@@ -106,5 +106,6 @@ def linear(
         values["residual"] = np.asarray(residual, np.float32).reshape(-1, n)
     op = OPS["bsr_linear" if isinstance(w.format, Bsr) else "linear"]
     bound = _bound.setdefault(w, {})
-    y = call(op, values, {}, bound, act_prec=act_prec, threads=threads)["y"]
+    made = bind(op, values, {}, bound, host(threads), act_prec=act_prec)
+    y = made.run(values, values["x"].shape[0])["y"]
     return y.reshape(*x.shape[:-1], n)

@@ -7,7 +7,6 @@ the memory of their inputs and outputs, so that a layer costs its packed weight 
 import os
 import threading
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from functools import cache
 from math import prod
 from typing import Any
@@ -28,6 +27,8 @@ from clocher_kernels.ops.contract import OpSpec, Param, Value, rows_of
 from clocher_kernels.plan import Attr, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.executor import CpuExecutor
+from cpu_fallback.team.hints import Hints
+from cpu_fallback.team.openmp import OpenMP
 from cpu_fallback.team.placement import usable_cpus
 from cpu_fallback.team.team import aligned
 
@@ -43,11 +44,20 @@ class Host:
 
     Args:
         threads: size of the team, the calling thread included.
+        runtime: whose threads they are; None: the team's own.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, runtime: OpenMP | None = None) -> None:
         self.lock = threading.RLock()
-        self.executor = CpuExecutor(Plan(1, 1, {}, {}, (), ()), {}, threads)
+        # How many of its threads are busy elsewhere is the runtime's affair: to it, another number
+        # for a while means ending threads and starting them again.
+        self.executor = CpuExecutor(
+            Plan(1, 1, {}, {}, (), ()),
+            {},
+            threads,
+            hints=Hints(adaptive=runtime is None),
+            runtime=runtime,
+        )
         self._memory: dict[str, np.ndarray] = {}
 
     def room(self, name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -60,12 +70,16 @@ class Host:
 
 
 @cache
-def _host(threads: int, process: int) -> Host:
-    return Host(threads)
+def _host(threads: int, runtime: OpenMP | None, process: int) -> Host:
+    return Host(threads, runtime)
 
 
-def host(threads: int | None = None) -> Host:
+def host(threads: int | None = None, runtime: OpenMP | None = None) -> Host:
     """Return the team of a size; None: a thread for each CPU that this process may use.
+
+    Args:
+        threads: the size.
+        runtime: whose threads they are; None: the team's own.
 
     Raises:
         UsageError: it is not a number of threads.
@@ -73,16 +87,7 @@ def host(threads: int | None = None) -> Host:
     threads = usable_cpus() if threads is None else threads
     if not isinstance(threads, int) or threads < 1:
         raise UsageError(f"threads is {threads!r}; expected a whole number from 1")
-    return _host(threads, os.getpid())
-
-
-def awake(threads: int | None = None) -> AbstractContextManager[None]:
-    """Return a context in which the team does not sleep between two calls.
-
-    It pays around a loop that calls ops one after another, and costs the CPUs meanwhile.
-    """
-    running: AbstractContextManager[None] = host(threads).executor.running()
-    return running
+    return _host(threads, runtime, os.getpid())
 
 
 class BoundOp:
@@ -106,10 +111,10 @@ class BoundOp:
         self._executor = CpuExecutor(
             plan, weights, team.executor._team.threads, beside=team.executor, memory=memory
         )
-        self._memory = memory
         staged = [p for p in spec.params if p.name in plan.buffers and p.name not in values]
-        self._ins = [p for p in staged if p.kind == "in"]
-        self._outs = [p for p in staged if p.kind == "out"]
+        self._ins = [(p.name, memory[p.name], rows_of(p)) for p in staged if p.kind == "in"]
+        self._outs = [(p.name, memory[p.name]) for p in staged if p.kind == "out"]
+        self._capacity = plan.tokens
 
     def run(self, values: Mapping[str, Value], tokens: int) -> dict[str, np.ndarray]:
         """Return the outputs for some tokens.
@@ -118,38 +123,35 @@ class BoundOp:
             values: arrays by parameter; those that were bound are left alone.
             tokens: of this call.
         """
-        capacity = self._executor.plan.tokens
-        outs = {
-            p.name: np.empty((tokens, *self._memory[p.name].shape[1:]), self._memory[p.name].dtype)
-            for p in self._outs
-        }
-        with self._team.lock, self._executor.running():
+        capacity = self._capacity
+        outs = {name: np.empty((tokens, *room.shape[1:]), room.dtype) for name, room in self._outs}
+        with self._team.lock:
             for first in range(0, tokens, capacity):
                 count = min(capacity, tokens - first)
-                for p in self._ins:
-                    value, room = values[p.name], self._memory[p.name]
+                for name, room, follows_tokens in self._ins:
+                    value = values[name]
                     assert isinstance(value, np.ndarray)
-                    if rows_of(p):
+                    if follows_tokens:
                         room[:count] = value[first : first + count]
                     else:
                         room[...] = value
                 self._executor.step(count, 1)
-                for name, out in outs.items():
-                    out[first : first + count] = self._memory[name][:count]
+                for name, room in self._outs:
+                    outs[name][first : first + count] = room[:count]
         return outs
 
 
-def call(
+def bind(
     spec: OpSpec,
     values: Mapping[str, Value],
     attrs: Mapping[str, Attr],
     bound: Bound,
+    team: Host,
     *,
     more: Mapping[str, int] | None = None,
     act_prec: str = "",
-    threads: int | None = None,
-) -> dict[str, np.ndarray]:
-    """Execute an op on arrays and return its outputs by parameter.
+) -> BoundOp:
+    """Return an op with its weights, for these arguments and others of any number of tokens.
 
     Args:
         spec: an op of `signature.LIBRARY`.
@@ -157,9 +159,9 @@ def call(
             and caches are used where they lie and stay as they are while `bound` is kept.
         attrs: attributes of the call.
         bound: what was bound before; what is bound now is added.
+        team: who executes it.
         more: sizes that no argument tells.
         act_prec: "int8" or "fp32"; "": int8 for what integer weights multiply.
-        threads: size of the team; None: as many as this process may use.
 
     Raises:
         ShapeError: an array does not fit the contract.
@@ -172,7 +174,6 @@ def call(
     _require(spec, values, more or {})
     tokens = sizes["M"]
     capacity = _FEW if tokens <= _FEW else _MANY
-    team = host(threads)
     there = [p for p in spec.params if p.name in values]
     kept = {p.name: values[p.name] for p in there if stays(p)}
     signature = tuple((p.name, p.name in kept or values[p.name].shape[1:]) for p in there)
@@ -182,7 +183,7 @@ def call(
     if key not in bound:
         with team.lock:
             bound[key] = _bind(spec, values, kept, attrs, sizes, capacity, act_prec, team)
-    return bound[key].run(values, tokens)
+    return bound[key]
 
 
 def _bind(

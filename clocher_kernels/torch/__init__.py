@@ -4,8 +4,8 @@ Importing this package registers the ops. They have fake kernels, so `torch.comp
 and CUDA graphs take them; they have no gradients.
 """
 
-from clocher_kernels.library.host import awake
 from clocher_kernels.torch.custom_ops import OPS
 from clocher_kernels.torch.quant_linear import QuantLinear, quantize_linears
+from clocher_kernels.torch.threads import awake
 
 __all__ = ["OPS", "QuantLinear", "awake", "quantize_linears"]

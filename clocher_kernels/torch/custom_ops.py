@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from clocher_kernels.errors import DeviceError, ShapeError
-from clocher_kernels.library.host import Bound, call, stays
+from clocher_kernels.library.host import Bound, bind, stays
 from clocher_kernels.library.signature import (
     LIBRARY,
     facts,
@@ -24,7 +24,9 @@ from clocher_kernels.library.signature import (
 )
 from clocher_kernels.ops import OPS as CONTRACTS
 from clocher_kernels.ops.contract import OpSpec, Param
+from clocher_kernels.torch import ready
 from clocher_kernels.torch.stored import TYPES, as_numpy, host_matrix, kept
+from clocher_kernels.torch.threads import team
 
 Arguments = Mapping[str, Any]
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -59,6 +61,7 @@ def schema_of(spec: OpSpec) -> str:
     return f"({', '.join(args)}) -> {outs if len(facts(spec.name).outputs) == 1 else f'({outs})'}"
 
 
+_LIBRARY = torch.library.Library("clocher", "DEF")  # type: ignore[no-untyped-call]
 _EMPTY = inspect.Parameter.empty
 
 
@@ -113,10 +116,13 @@ def typed(spec: OpSpec, param: Param, tensor: torch.Tensor, attrs: Arguments) ->
     raise ShapeError(f"{spec.name}: {param.name!r} is {tensor.dtype}; expected {expected}")
 
 
-def _on_cpu(spec: OpSpec, found: Arguments) -> list[torch.Tensor]:
+def _on_cpu(
+    spec: OpSpec, found: Arguments, positional: Sequence[Any], named: Arguments
+) -> list[torch.Tensor]:
     """Execute an op by the CPU's kernels, with as many threads as torch has."""
     attrs = {name: found[name] for name in facts(spec.name).attributes if name in found}
     values: dict[str, Any] = {}
+    types: dict[str, str] = {}
     bound: Bound | None = None
     for p in facts(spec.name).given:
         if p.name not in found:
@@ -133,6 +139,7 @@ def _on_cpu(spec: OpSpec, found: Arguments) -> list[torch.Tensor]:
 
         if not stays(p):
             values[p.name] = array()
+            types[p.name] = typed(spec, p, given_value, attrs)[1]
             continue
         is_cache = p.kind != "vector"
         if is_cache and not given_value.is_contiguous():
@@ -143,21 +150,25 @@ def _on_cpu(spec: OpSpec, found: Arguments) -> list[torch.Tensor]:
         one = kept([given_value], (p.name, attrs.get("kv_dtype")), array, live=is_cache)
         values[p.name] = one.value
         bound = one.bound if bound is None and is_cache else bound
-    outs = call(
+    op = bind(
         spec,
         values,
         attrs,
         {} if bound is None else bound,
+        team(),
         more={name: found[name] for name in facts(spec.name).untold},
         act_prec=found.get("act_prec", ""),
-        threads=torch.get_num_threads(),
     )
-    return [
-        torch.from_numpy(outs[p.name]).to(type_of(spec, p, found)) for p in facts(spec.name).outputs
-    ]
+    outs = [(p.name, type_of(spec, p, found)) for p in facts(spec.name).outputs]
+    ready.keep(spec, positional, named, op, types, outs)
+    made = op.run(values, sizes(spec, found)["M"])
+    return [torch.from_numpy(made[name]).to(dtype) for name, dtype in outs]
 
 
-def _run(spec: OpSpec, found: Arguments) -> list[torch.Tensor]:
+def _run(spec: OpSpec, positional: Sequence[Any], named: Arguments) -> list[torch.Tensor]:
+    if again := ready.repeat(spec.name, positional, named):
+        return again
+    found = _arguments(spec, positional, named)
     lead = found[facts(spec.name).given[0].name]
     for name, value in found.items():
         each = value if isinstance(value, list | tuple) else [value]
@@ -171,7 +182,7 @@ def _run(spec: OpSpec, found: Arguments) -> list[torch.Tensor]:
     if not sizes(spec, found)["M"]:
         return _fake(spec, found)
     if lead.device.type == "cpu":
-        return _on_cpu(spec, found)
+        return _on_cpu(spec, found, positional, named)
     if lead.device.type == "cuda":
         from clocher_kernels.torch.gpu import device_of, on_gpu
 
@@ -188,17 +199,22 @@ def _register(spec: OpSpec) -> Any:
         return None if not outs else outs[0] if len(outs) == 1 else tuple(outs)
 
     def run(*positional: Any, **named: Any) -> Any:
-        return shaped(_run(spec, _arguments(spec, positional, named)))
+        return shaped(_run(spec, positional, named))
 
     def fake(*positional: Any, **named: Any) -> Any:
         return shaped(_fake(spec, _arguments(spec, positional, named)))
 
-    mutated = [p.name for p in spec.params if p.kind == "inout"]
-    op = torch.library.custom_op(
-        f"clocher::{spec.name}", run, mutates_args=mutated, schema=schema_of(spec)
-    )
-    op.register_fake(fake)
-    return op
+    def backward(*_: Any) -> None:
+        raise NotImplementedError(f"clocher::{spec.name} has no gradient; it is for inference")
+
+    # `custom_op` would put two more Python functions around each call.
+    name = f"clocher::{spec.name}"
+    _LIBRARY.define(spec.name + schema_of(spec))  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(spec.name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(name, fake, lib=_LIBRARY)
+    if not any(p.kind == "inout" for p in spec.params):
+        torch.library.register_autograd(name, backward, lib=_LIBRARY)
+    return getattr(torch.ops.clocher, spec.name).default
 
 
 OPS = MappingProxyType({name: _register(CONTRACTS[name]) for name in LIBRARY})

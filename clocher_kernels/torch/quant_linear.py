@@ -1,7 +1,7 @@
 """`QuantLinear`: a `torch.nn.Linear` whose weight is stored in a format of Clocher's."""
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -12,6 +12,8 @@ from clocher_kernels.library.signature import one_of_act_prec
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_kernels.torch.custom_ops import OPS
 from clocher_kernels.torch.stored import TYPES, from_numpy
+
+_LINEAR, _BSR_LINEAR = OPS["linear"], OPS["bsr_linear"]
 
 
 class QuantLinear(torch.nn.Module):
@@ -47,6 +49,7 @@ class QuantLinear(torch.nn.Module):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.format = format_of(fmt)
+        self._format_name, self._is_sparse = self.format.name, isinstance(self.format, Bsr)
         self.act_prec = one_of_act_prec(act_prec)
         planes = self.format.planes((out_features, in_features))
         self._names = tuple(planes)
@@ -115,15 +118,23 @@ class QuantLinear(torch.nn.Module):
         """Return [..., N] of x [..., K], in x's type: fp32, fp16 or bf16."""
         if x.shape[-1] != self.in_features:
             raise ShapeError(f"x has shape {list(x.shape)}; expected [..., {self.in_features}]")
-        more: dict[str, Any] = {
-            "w_format": self.format.name,
-            "w_shape": [self.out_features, self.in_features],
-        }
-        op = OPS["bsr_linear"]
-        if not isinstance(self.format, Bsr):
-            op, more["act_prec"] = OPS["linear"], self.act_prec
-        y: torch.Tensor = op(x.reshape(-1, self.in_features), self.planes, bias=self.bias, **more)
-        return y.view(*x.shape[:-1], self.out_features)
+        # A weight leaves little of Python in the caches: each line here costs a microsecond or two.
+        buffers, shape = self._buffers, [self.out_features, self.in_features]
+        planes, bias = [buffers[name] for name in self._names], buffers["bias"]
+        rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
+        y: torch.Tensor
+        if self._is_sparse:
+            y = _BSR_LINEAR(rows, planes, bias=bias, w_format=self._format_name, w_shape=shape)
+        else:
+            y = _LINEAR(
+                rows,
+                planes,
+                bias=bias,
+                w_format=self._format_name,
+                w_shape=shape,
+                act_prec=self.act_prec,
+            )
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         """Return what `print` says of the layer."""

@@ -59,14 +59,22 @@ class Kept:
     """What was made of tensors.
 
     Attributes:
-        versions: of the tensors when it was made.
+        states: of the tensors when it was made.
         value: what was made.
         bound: what was bound to it on the CPU.
     """
 
-    versions: tuple[int, ...]
+    states: tuple[tuple[int, int], ...]
     value: Any
     bound: Bound = field(default_factory=dict)
+
+
+def state_of(tensor: torch.Tensor, live: bool = False) -> tuple[int, int]:
+    """Return what changes when a tensor gets other memory, or is written to unless that is seen.
+
+    A tensor that was made in inference mode does not count what is written to it.
+    """
+    return tensor.data_ptr(), 0 if live or tensor.is_inference() else tensor._version
 
 
 _kept: MutableMapping[torch.Tensor, dict[Any, Kept]] = WeakTensorKeyDictionary()
@@ -83,12 +91,12 @@ def kept(
         make: makes it.
         live: it is a view that sees what is written to the tensors.
     """
-    versions = tuple(0 if live or t.is_inference() else t._version for t in tensors)
+    states = tuple([state_of(t, live) for t in tensors])
     key = (what, tuple(id(t) for t in tensors[1:]))
     uses = _kept.setdefault(tensors[0], {})
     found = uses.get(key)
-    if found is None or found.versions != versions:
-        found = uses[key] = Kept(versions, make())
+    if found is None or found.states != states:
+        found = uses[key] = Kept(states, make())
     return found
 
 

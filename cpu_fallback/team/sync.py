@@ -4,10 +4,11 @@ The control block is an int64 array of 64-byte lines, one for each thing that th
 
     word  0  M, tokens of this step             word  8  steps started << 16 | threads taking part
           1  R, output rows of this step        word 16  stop: 1 sends workers out of `serve`
-          2  address of the tapes' addresses    word 24  threads that have arrived at the barrier
-          3  address of rank 0's scratch        word 32  barriers passed
-          4  bytes of scratch per rank          word 40  of rank 0: ns lost at barriers
-          5  nanoseconds of the last step       word 48  of rank 1, and so on
+          2  address of the tapes' addresses    words 17 - 20: see `openmp`
+          3  address of rank 0's scratch        word 24  threads that have arrived at the barrier
+          4  bytes of scratch per rank          word 32  barriers passed
+          5  nanoseconds of the last step       word 40  of rank 0: ns lost at barriers
+                                                word 48  of rank 1, and so on
 
 Waiting is bounded at every stage: about 20 us of spinning with pauses, then yielding the processor,
 then sleeping, 50 us at first and 1 ms after some 40 ms. A team that has lost a core to another

@@ -177,13 +177,19 @@ def walk(ctl, rank, size):
     barrier(ctl, rank, size)
 
 
-def _lead(ctl, tokens, rows, size):
-    """Execute one step as rank 0 of `size` threads, waking the workers that wait in `serve`."""
-    start = now_ns()
+@device
+def begin(ctl, tokens, rows, size):
+    """Begin a step: kernels tell steps apart by their number, and workers wait for the next one."""
     write_i64(ctl + 8 * sync.M, tokens)
     write_i64(ctl + 8 * sync.R, rows)
     steps = load_acquire(ctl + 8 * sync.EPOCH) >> 16
     store_release(ctl + 8 * sync.EPOCH, (steps + 1) << 16 | size)
+
+
+def _lead(ctl, tokens, rows, size):
+    """Execute one step as rank 0 of `size` threads, waking the workers that wait in `serve`."""
+    start = now_ns()
+    begin(ctl, tokens, rows, size)
     walk(ctl, 0, size)
     write_i64(ctl + 8 * sync.STEP_NS, now_ns() - start)
 

@@ -13,6 +13,8 @@ for a step before it looks at the stop word.
 The child of a fork has the thread that forked and no workers. What they left half-way is cleared
 there, and the next `running` starts new ones.
 
+With an `OpenMP` the team has no workers: the runtime's threads take part, and wait as they do.
+
 With a `Placement` each thread is pinned to its CPU: workers for life, the calling thread while it
 is inside `running`.
 """
@@ -27,7 +29,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from clocher_kernels.errors import DeviceError, UsageError
-from cpu_fallback.team import sync, tape
+from cpu_fallback.team import openmp, sync, tape
+from cpu_fallback.team.openmp import OpenMP
 from cpu_fallback.team.pace import Pace
 from cpu_fallback.team.placement import Placement, pin, unpin
 
@@ -63,11 +66,12 @@ class Work:
         self.addresses = np.array([each.ctypes.data for each in self.tapes], np.int64)
         scratch = -(-max(scratch, 1) // _LINE) * _LINE
         self.scratch = aligned(threads * scratch)
-        self._words = self.addresses.ctypes.data, self.scratch.ctypes.data, scratch
+        words = (self.addresses.ctypes.data, self.scratch.ctypes.data, scratch)
+        self._words = np.array(words, np.int64)
 
     def lay_before(self, control: np.ndarray) -> None:
         """Write into a control block that this is what the next step executes."""
-        control[[sync.TAPES, sync.SCRATCH, sync.SCRATCH_BYTES]] = self._words
+        control[sync.TAPES : sync.SCRATCH_BYTES + 1] = self._words
 
 
 class Team:
@@ -79,6 +83,7 @@ class Team:
         scratch: bytes of scratch memory per thread.
         placement: where the threads run; None: anywhere.
         adaptive: let threads sit out while others take their cores away (`pace`).
+        runtime: whose threads take part; None: workers of the team's own.
 
     Attributes:
         work: what it executes unless `step` is given something else.
@@ -94,6 +99,7 @@ class Team:
         scratch: int,
         placement: Placement | None = None,
         adaptive: bool = True,
+        runtime: OpenMP | None = None,
     ) -> None:
         if not 1 <= threads <= _MOST_THREADS:
             raise UsageError(f"a team of {threads} threads; expected at least 1, at most 65535")
@@ -106,7 +112,11 @@ class Team:
         self.work.lay_before(self._control)
         self._control[sync.STOP] = 1
         self._address = self._control.ctypes.data
-        self._lead = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(tape.lead.address)
+        self._has_workers = runtime is None
+        if runtime:
+            runtime.write(self._control)
+        lead = openmp.lead if runtime else tape.lead
+        self._lead = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(lead.address)
         self._inside = 0
         self._led_by = 0
         self._before: frozenset[int] = frozenset()
@@ -124,7 +134,7 @@ class Team:
 
     def step(self, tokens: int, rows: int, work: Work | None = None) -> None:
         """Execute a tape for this many tokens and output rows; None: the team's own."""
-        if not self._inside:
+        if not self._inside and self._has_workers:
             with self.running():
                 self.step(tokens, rows, work)
             return
@@ -191,7 +201,7 @@ class Team:
 
     def _start_workers(self) -> None:
         """Start the workers that are missing."""
-        for rank in range(len(self._workers) + 1, self.threads):
+        for rank in range(len(self._workers) + 1, self.threads if self._has_workers else 0):
             try:
                 worker = _Worker(self._control, rank, self._placement.cpu(rank))
             except RuntimeError:

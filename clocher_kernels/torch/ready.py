@@ -1,0 +1,141 @@
+"""Calls on the CPU that were made before: a few comparisons, and then only the kernels.
+
+What a call depends on and the caller may change is compared each time: that weights are the same
+tensor objects, at the same addresses, and not written to since; settings, types and row shapes;
+and torch's number of threads. Whatever differs is for the long way.
+"""
+
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from clocher_kernels.library.host import BoundOp
+from clocher_kernels.library.signature import facts
+from clocher_kernels.ops.contract import OpSpec
+from clocher_kernels.torch.stored import as_numpy, state_of
+
+_FEW = 16
+_ready: dict[tuple[Any, ...], "Ready"] = {}
+"""By op, first plane, and tokens and type of the activations. They go when the plane does."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_ready.clear)  # their teams stayed in the parent
+
+
+class Ready(NamedTuple):
+    """A call that can be repeated.
+
+    Attributes:
+        op: bound to the weights.
+        threads: of torch's, when it was bound.
+        named: the arguments after the star.
+        given: for each argument before it, whether it is there.
+        held: what was bound and must be as it was: place of the argument, number of the plane or
+            -1 for a vector, the tensor, and its state.
+        rows: what differs from call to call: place, name, torch's type, the contract's, and the
+            shape of a row.
+        outs: name and type of each output.
+    """
+
+    op: BoundOp
+    threads: int
+    named: dict[str, Any]
+    given: tuple[bool, ...]
+    held: tuple[tuple[int, int, "weakref.ref[Any]", tuple[int, int]], ...]
+    rows: tuple[tuple[int, str, torch.dtype, str, tuple[int, ...]], ...]
+    outs: tuple[tuple[str, torch.dtype], ...]
+
+
+def _key(name: str, positional: Sequence[Any]) -> tuple[Any, ...] | None:
+    for each in positional:
+        if isinstance(each, list):
+            lead = positional[0]
+            return (name, id(each[0]), lead.shape[0] <= _FEW, lead.dtype) if each else None
+    return None
+
+
+def repeat(name: str, positional: Sequence[Any], named: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the outputs of a call if one like it was made before; else nothing.
+
+    Args:
+        name: of the op.
+        positional: its arguments before the star, as torch's dispatcher gives them.
+        named: those after it, without defaults.
+    """
+    found = _ready.get(_key(name, positional))  # type: ignore[arg-type]
+    if (
+        found is None
+        or found.named != named
+        or found.threads != torch.get_num_threads()
+        or found.given != tuple([each is not None for each in positional])
+    ):
+        return []
+    for place, plane, held, state in found.held:
+        now: Any = positional[place] if plane < 0 else positional[place][plane]
+        if held() is not now or state_of(now) != state:  # type: ignore[arg-type]
+            return []
+    tokens = positional[0].shape[0]
+    values: dict[str, np.ndarray] = {}
+    for place, param, kind, dtype, row in found.rows:
+        now = positional[place]
+        if now.dtype is not kind or now.shape != (tokens, *row) or not now.is_cpu:
+            return []
+        stored = now.float() if dtype == "f32" and kind is not torch.float32 else now
+        values[param] = as_numpy(stored, dtype)
+    outs = found.op.run(values, tokens)
+    made = [torch.from_numpy(outs[param]) for param, _ in found.outs]
+    return [
+        each if kind is torch.float32 else each.to(kind)
+        for each, (_, kind) in zip(made, found.outs, strict=True)
+    ]
+
+
+def _forget(key: tuple[Any, ...], _: object, kept: dict[tuple[Any, ...], Ready] = _ready) -> None:
+    kept.pop(key, None)  # an argument, for the module may be cleared already
+
+
+def keep(
+    spec: OpSpec,
+    positional: Sequence[Any],
+    named: Mapping[str, Any],
+    op: BoundOp,
+    types: Mapping[str, str],
+    outs: Sequence[tuple[str, torch.dtype]],
+) -> None:
+    """Keep a call that was made, for the next like it.
+
+    Args:
+        spec: of the op.
+        positional: its arguments before the star.
+        named: those after it.
+        op: what was bound.
+        types: the contract's element type of each argument that was not bound, by parameter.
+        outs: name and type of each output.
+    """
+    key = _key(spec.name, positional)
+    if key is None:
+        return
+    held, rows = [], []
+    for place, (param, value) in enumerate(zip(facts(spec.name).given, positional, strict=False)):
+        if value is None:
+            continue
+        if param.name in types:
+            kind, row = value.dtype, tuple(value.shape[1:])
+            rows.append((place, param.name, kind, types[param.name], row))
+            continue
+        planes = list(enumerate(value)) if isinstance(value, list) else [(-1, value)]
+        for plane, tensor in planes:
+            if id(tensor) == key[1]:
+                seen = weakref.ref(tensor, partial(_forget, key))
+            else:
+                seen = weakref.ref(tensor)
+            held.append((place, plane, seen, state_of(tensor)))
+    given = tuple(each is not None for each in positional)
+    _ready[key] = Ready(
+        op, torch.get_num_threads(), dict(named), given, tuple(held), tuple(rows), tuple(outs)
+    )
