@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from clocher_kernels.errors import DeviceError, ShapeError
+from clocher_kernels.errors import DeviceError, ShapeError, UnsupportedOp
 from clocher_kernels.library.host import Bound, bind, stays
 from clocher_kernels.library.signature import (
     LIBRARY,
@@ -205,7 +205,7 @@ def _register(spec: OpSpec) -> Any:
         return shaped(_fake(spec, _arguments(spec, positional, named)))
 
     def backward(*_: Any) -> None:
-        raise NotImplementedError(f"clocher::{spec.name} has no gradient; it is for inference")
+        raise UnsupportedOp(f"clocher::{spec.name} has no gradient; it is for inference")
 
     # `custom_op` would put two more Python functions around each call.
     name = f"clocher::{spec.name}"
