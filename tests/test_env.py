@@ -95,6 +95,7 @@ SEED_FLAGS = [
     "--draft-model",
     "--attn",
     "--diffusion",
+    "--tensor-parallel",
 ]
 
 

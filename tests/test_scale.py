@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from weight_files import LLAMA
 
 from bench.scale import __main__ as command
 from bench.scale import sizes
@@ -248,3 +249,14 @@ def test_costs_of_two_models_or_one_context_are_told() -> None:
     for wrong in (rows[:1], [*rows, rows[0] | {"model": "other"}], rows[:2]):
         with pytest.raises(UsageError, match=r"bench\.pass_cost"):
             StepCosts.of(wrong, 100, "costs.json")
+
+
+def test_a_real_server_is_asked_the_same() -> None:
+    words = ["--serve", str(LLAMA), "--forgets", "--users", "3", "--think", "1", "--seconds", "4"]
+    words += ["--warm", "1", "--systems", "2", "--system-tokens", "32", "--context", "512"]
+    done = CliRunner().invoke(command.main, [*words, "--seed", "5"], catch_exceptions=False)
+    rows = {r["policy"]: r for r in map(json.loads, done.output.splitlines()[:3])}
+    assert done.exit_code == 0 and list(rows)[:2] == ["simulated", "measured"]
+    first, real, again = rows.values()
+    assert real["asked"] == real["served"] > 0 and real["ttft_p50_ms"] > 0
+    assert again["slower"] < first["slower"] == 1.0
