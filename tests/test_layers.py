@@ -46,8 +46,10 @@ clocher_runtime.quality
 clocher_runtime.quantize
 clocher_runtime.command
 clocher_runtime.serve
+clocher_runtime.api
+clocher_runtime.ray
 clocher_runtime.subcommands
-clocher_runtime.api clocher_runtime.cli clocher_runtime.monitoring
+clocher_runtime.cli clocher_runtime.monitoring
 clocher_runtime.__main__ clocher_runtime.adapters
 bench.measure bench.variables
 bench.ops bench.gpu
@@ -74,6 +76,7 @@ LIBRARIES: dict[str, str] = {
     "clocher_runtime.quality.report": "matplotlib",
     "clocher_runtime.quality.transformers_model": "numpy torch transformers",
     "clocher_runtime.monitoring": "prometheus_client",
+    "clocher_runtime.ray": "numpy ray starlette",
     "clocher_runtime.serve": """numpy msgspec click starlette uvicorn pydantic llguidance
         prometheus_client""",
     "clocher_runtime.text.grammar": "numpy llguidance",
