@@ -110,8 +110,8 @@ class Generate(Actor):
 
     A row has `prompt` (text or token ids) or `messages` (a conversation), and any of the arguments
     that `LanguageModel` takes: max_new, temperature, top_p, seed, stop, ... Other fields are left
-    alone. A row without them takes those of `sampling`; without a seed its seed is `row`, its number,
-    which is the 0-based line of a job's file.
+    alone. A row without them takes those of `sampling`; without a seed, its number is added to that
+    of `sampling`: `row`, from 0, which rows of a job have, and others may.
 
     Args:
         model: as `load` takes it.

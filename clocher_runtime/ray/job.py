@@ -11,7 +11,11 @@ Who may die, and what happens:
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -143,8 +147,19 @@ def _compute(
     progress: Progress | None,
 ) -> None:
     """Send rows through actors, and store what comes back."""
-    ray = start_ray(address)
-    from ray.data import DataContext
+    with connected(address) as ray:
+        _send(ray, job, rows, left, record, progress)
+
+
+def _send(
+    ray: Any,
+    job: Job,
+    rows: list[str],
+    left: list[int],
+    record: Record,
+    progress: Progress | None,
+) -> None:
+    from ray.data import ActorPoolStrategy, DataContext
     from ray.exceptions import RayError
 
     cluster = int(ray.cluster_resources().get("CPU", 0)) // job.cpus
@@ -154,23 +169,27 @@ def _compute(
         )
     tasks = -(-len(left) // job.task_rows)
     actors = min(job.actors or cluster, tasks)
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # its import has set it to INFO
     DataContext.get_current().enable_progress_bars = False
     items = [{"row": at, "line": rows[at]} for at in left]
-    found = ray.data.from_items(items, override_num_blocks=tasks).map_batches(
-        Lines,
-        fn_constructor_kwargs={
-            "task": job.task,
-            "model": _path(job.model),
-            "cpus": job.cpus,
-            "batch": job.batch,
-            **job.options,
-        },
-        concurrency=actors,
-        batch_size=job.task_rows,
-        num_cpus=job.cpus,
-        max_restarts=_RESTARTS,
-        max_task_retries=RETRIES,
-    )
+    source = ray.data.from_items(items, override_num_blocks=tasks)
+    with warnings.catch_warnings():  # Ray 2.60 has no other name for these two yet
+        warnings.simplefilter("ignore", DeprecationWarning)
+        found = source.map_batches(
+            Lines,
+            fn_constructor_kwargs={
+                "task": job.task,
+                "model": _path(job.model),
+                "cpus": job.cpus,
+                "batch": job.batch,
+                **job.options,
+            },
+            compute=ActorPoolStrategy(size=actors),
+            batch_size=job.task_rows,
+            num_cpus=job.cpus,
+            max_restarts=_RESTARTS,
+            max_task_retries=RETRIES,
+        )
     try:
         for block in found.iter_batches(batch_size=None, prefetch_batches=0):
             pairs = zip(block["row"], block["answer"], strict=True)
@@ -187,8 +206,12 @@ def _path(model: str | None) -> str | None:
     return str(Path(model).absolute()) if model is not None and Path(model).exists() else model
 
 
-def start_ray(address: str | None = None) -> Any:
-    """Return the module `ray`, once it is connected to a cluster.
+@contextmanager
+def connected(address: str | None = None) -> Iterator[Any]:
+    """Yield the module `ray`, connected to a cluster; one that was started for this is ended.
+
+    Args:
+        address: see `run_job`.
 
     Raises:
         DeviceError: Ray is not installed, or the cluster does not answer.
@@ -197,14 +220,22 @@ def start_ray(address: str | None = None) -> Any:
         import ray
     except ImportError:
         raise DeviceError("Ray is not installed; pip install 'clocher[ray]'") from None
-    if not ray.is_initialized():
-        try:
-            ray.init(
-                address=address, include_dashboard=False, log_to_driver=False, logging_level="error"
-            )
-        except ConnectionError as error:
-            raise DeviceError(f"no Ray cluster at {address}: {_last_line(error)}") from None
-    return ray
+    if ray.is_initialized():
+        yield ray
+        return
+    # What goes wrong comes as an exception.
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    try:
+        ray.init(
+            address=address, include_dashboard=False, log_to_driver=False, logging_level="error"
+        )
+    except ConnectionError as error:
+        raise DeviceError(f"no Ray cluster at {address}: {_last_line(error)}") from None
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
 
 
 def _last_line(error: BaseException) -> str:

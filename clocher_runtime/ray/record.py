@@ -145,9 +145,7 @@ class Record:
         manifest = self.path / "job.json"
         if manifest.exists():
             before = parse_object(read_bytes(manifest, 1 << 24), str(manifest))
-            if differ := [
-                key for key in {**before, **asked} if before.get(key) != asked.get(key)
-            ]:
+            if differ := [key for key in {**before, **asked} if before.get(key) != asked.get(key)]:
                 key = differ[0]
                 raise UsageError(
                     f"{self.path} holds another job: {key} is {before.get(key)!r:.120} there, "

@@ -107,6 +107,12 @@ def _gate() -> ModuleType:
     return gate
 
 
+def _ray() -> ModuleType:
+    from clocher_runtime.subcommands import ray_jobs
+
+    return ray_jobs
+
+
 def _completion() -> ModuleType:
     from clocher_runtime.subcommands import completion
 
@@ -126,6 +132,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
     "sparsify": Subcommand("make the matrices of a model block-sparse", _sparsify, False),
     "perplexity": Subcommand("measure how well a model predicts a text", _perplexity, False),
     "gate": Subcommand("judge quantised models against the float one", _gate, False),
+    "ray": Subcommand("send the rows of a file through many actors, with Ray", _ray, False),
     "completion": Subcommand("completions of a shell, for bash, zsh and fish", _completion, False),
 }
 """Name -> subcommand, in the order of the help text."""
