@@ -104,6 +104,7 @@ def test_a_cpu_has_one_actor_until_it_dies(tmp_path: Path) -> None:
 def unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave this process on all of its CPUs."""
     monkeypatch.setattr(cpus, "pin", lambda count: [])
+    monkeypatch.setattr(cpus, "share_weights", lambda: None)
 
 
 ROWS = [

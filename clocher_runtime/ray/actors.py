@@ -47,6 +47,7 @@ class Actor(ABC):
 
     def __init__(self, model: str | None, *, cpus: int = 1, batch: int = 8, **options: Any) -> None:
         self.cpus = seats.pin(cpus)
+        seats.share_weights()
         self.model: LanguageModel = load(model, threads=cpus, batch=batch, **options)
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""CPUs of its own for every actor of a machine.
+"""CPUs of its own for every actor of a machine, and weights that they have together.
 
 Ray counts CPUs and pins nobody: two actors of one CPU each may share a core, while another idles.
 So an actor takes CPUs as one takes a seat. There is a file for each, and whoever holds its lock has
@@ -14,6 +14,9 @@ from pathlib import Path
 from clocher_kernels.errors import UsageError
 from clocher_runtime.disk.output_file import open_locked
 from clocher_runtime.engine.topology import in_order, read_cpus
+
+SHARED_MB = 64 << 10
+"""MiB of packed weights that a machine keeps for its actors; those used least recently go."""
 
 _held: list[int] = []
 """Locks of this process: descriptors that stay open as long as it lives."""
@@ -69,6 +72,14 @@ def pin(count: int) -> list[int]:
             except ProcessLookupError:  # it has ended
                 continue
     return cpus
+
+
+def share_weights() -> None:
+    """Let the actors of a machine have packed weights in memory once, unless the environment says.
+
+    They are files of the tile cache, which each process maps; see docs/ray.md.
+    """
+    os.environ.setdefault("CLOCHER_TILE_CACHE_MB", str(SHARED_MB))
 
 
 def leave() -> None:

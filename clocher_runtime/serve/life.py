@@ -113,34 +113,13 @@ class Life:
             ClocherError: it cannot begin.
         """
         config = self._settings.serve
-        choice = choose_model(self._settings.run)
-        checkpoint, _ = choice.open_for(self._settings.run)
-        prompts = await asyncio.to_thread(PromptRoom, checkpoint)
-        sock = _listen(config.host, config.port)
-        name = config.served_model_name or _name_of(choice)
-        metrics = ServerMetrics(name)
-        start = Start(
-            self._settings.of_run,
-            self._settings.batch,
-            config.kv_pages,
-            config.itl_ms,
-            not config.no_prefix_cache,
-            prompts.stop_ids,
-        )
-        engine = EngineProcess(start, config.queue, self._note, metrics)
-        metrics.watch(engine)
-        grammars = Grammars(checkpoint.tokenizer_source, prompts.vocab_size, prompts.stop_ids)
-        chats = converses(choice.path, prompts.tokenizer.chat_template)
-        drawing = defaults_of(self._settings.run, checkpoint)
-        if note := told(drawing):
-            self._note(note)
-        server = Server(config, engine, prompts, grammars, metrics, name, now_s(), chats, drawing)
-        self._note(f"loading {choice.name}; /health says when it is ready")
+        server = await assemble(self._settings, self._note)
         try:
-            await self._serve(config, engine, server.app(), sock, name)
+            sock = _listen(config.host, config.port)
+            await self._serve(config, server.engine, server.app(), sock, server.name)
         finally:
-            prompts.close()
-            grammars.close()
+            server.prompts.close()
+            server.grammars.close()
         return self._code
 
     async def _serve(
@@ -240,6 +219,41 @@ class Life:
         self._note(f"listening on {url} for {reach}")
         about = {"url": url, "model": name, "pid": os.getpid(), "engine_pid": engine.pid}
         self._announce({"event": "ready", **about})
+
+
+async def assemble(settings: Settings, note: Callable[[str], None]) -> Server:
+    """Return a server, whose engine is started by who runs `engine.run()`.
+
+    Args:
+        settings: how, and what.
+        note: writes a line for who runs the server.
+
+    Raises:
+        ClocherError: the model cannot be served.
+    """
+    config = settings.serve
+    choice = choose_model(settings.run)
+    checkpoint, _ = choice.open_for(settings.run)
+    prompts = await asyncio.to_thread(PromptRoom, checkpoint)
+    name = config.served_model_name or _name_of(choice)
+    metrics = ServerMetrics(name)
+    start = Start(
+        settings.of_run,
+        settings.batch,
+        config.kv_pages,
+        config.itl_ms,
+        not config.no_prefix_cache,
+        prompts.stop_ids,
+    )
+    engine = EngineProcess(start, config.queue, note, metrics)
+    metrics.watch(engine)
+    grammars = Grammars(checkpoint.tokenizer_source, prompts.vocab_size, prompts.stop_ids)
+    chats = converses(choice.path, prompts.tokenizer.chat_template)
+    drawing = defaults_of(settings.run, checkpoint)
+    if said := told(drawing):
+        note(said)
+    note(f"loading {choice.name}; /health says when it is ready")
+    return Server(config, engine, prompts, grammars, metrics, name, now_s(), chats, drawing)
 
 
 def facts(ready: Ready, settings: Settings) -> list[str]:

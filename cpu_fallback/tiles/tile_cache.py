@@ -5,19 +5,21 @@ which file would do, since that takes a hash of the same bytes. It pays where we
 packed by something slower than this machine.
 
 A file is a header (a magic number and a hash of what follows) and the tiles. Files appear by
-rename, so a process sees a whole file or none; two that pack the same tensor write the same bytes.
-What is truncated or damaged does not fit its header, and is packed again. When the files together
-are larger than the limit, those used least recently go.
+rename, so a process sees a whole file or none. Processes that want tiles at the same time wait for
+the one that packs them. A file is mapped, not copied: they have its pages in memory once. What is
+truncated or damaged does not fit its header, and is packed again. When the files together are
+larger than the limit, those used least recently go.
 """
 
 import fcntl
 import hashlib
 import logging
+import mmap
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -33,9 +35,9 @@ LIMIT_VARIABLE = "CLOCHER_TILE_CACHE_MB"
 
 _log = logging.getLogger(__name__)
 _NAME = "tiles"
-_MAGIC = b"clocher tiles 1\n"
+_MAGIC = b"clocher tiles 2\n"
 _DIGEST_BYTES = 32
-_HEADER = len(_MAGIC) + _DIGEST_BYTES
+_HEADER = 4096  # so that tiles begin on a page: kernels read them where they are mapped
 _CHUNK = 4 << 20
 
 _given_up: set[Path] = set()
@@ -76,40 +78,41 @@ class TileCache:
         root = cache_root() if int(raw) else None
         return None if root is None else cls(root, int(raw) << 20)
 
-    def read(self, key: str, out: np.ndarray) -> bool:
-        """Fill `out`, u8, with the tiles of a key; False if there are none or they are damaged.
+    def read(self, key: str, nbytes: int) -> np.ndarray | None:
+        """Return the tiles of a key, mapped, u8 [nbytes]; None if there are none or damaged ones.
 
-        The contents of `out` are undefined then.
+        They can be written by nobody, and lie on a page.
         """
         if self.directory in _given_up:
-            return False
+            return None
         try:
             path = private_directory(self.root, _NAME) / f"{key}.tiles"
             with open(open_private(path, os.O_RDONLY), "rb", buffering=0) as file:
-                if os.fstat(file.fileno()).st_size != _HEADER + out.nbytes:
-                    return False
-                header = file.read(_HEADER)
-
-                def load(start: int) -> bytes:
-                    piece = out.data[start : start + _CHUNK]
-                    done = 0
-                    while done < len(piece):
-                        got = os.preadv(file.fileno(), [piece[done:]], _HEADER + start + done)
-                        if not got:
-                            raise OSError(f"{path} has become shorter")
-                        done += got
-                    return _hash(piece)
-
-                if header != _MAGIC + _combine(_each(load, out.nbytes)):
-                    _log.warning("%s is damaged; its tensor is packed again", path)
-                    return False
+                if os.fstat(file.fileno()).st_size != _HEADER + nbytes:
+                    return None
+                mapped = mmap.mmap(file.fileno(), _HEADER + nbytes, prot=mmap.PROT_READ)
+            whole = np.frombuffer(mapped, np.uint8)
+            tiles = whole[_HEADER:]
+            if whole[:_HEADER].tobytes() != _header(tiles):
+                _log.warning("%s is damaged; its tensor is packed again", path)
+                return None
             os.utime(path)
         except FileNotFoundError:
-            return False
+            return None
         except OSError as error:
             self._give_up("read", error)
-            return False
-        return True
+            return None
+        return tiles
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other processes from packing meanwhile; who waits too long packs, too."""
+        with ExitStack() as held:
+            if self.directory not in _given_up:
+                with suppress(OSError):  # then two pack: it costs time and never a result
+                    directory = private_directory(self.root, _NAME, create=True)
+                    held.enter_context(locked(directory / ".packing"))
+            yield
 
     def write(self, key: str, data: np.ndarray) -> None:
         """Store tiles, u8, and make room for them."""
@@ -120,7 +123,7 @@ class TileCache:
             directory = private_directory(self.root, _NAME, create=True)
             path, lock = directory / f"{key}.tiles", directory / ".lock"
             temporary = directory / f".{key}.{os.getpid()}"
-            header = _MAGIC + hash_of(data)
+            header = _header(data)
             with locked(lock):
                 temporary.unlink(missing_ok=True)  # of another process that had this number
                 descriptor = open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -182,6 +185,11 @@ def key_of(layout: Layout, tensor: QuantTensor, version: int) -> str:
     stored = [(name, array.dtype.str, array.shape) for name, array in planes.items()]
     described = repr((version, SIGNED, layout, tensor.format.name, tensor.shape, stored)).encode()
     return _combine([described, *(hash_of(array) for array in planes.values())]).hex()
+
+
+def _header(tiles: np.ndarray) -> bytes:
+    """Return what stands before tiles in a file."""
+    return (_MAGIC + hash_of(tiles)).ljust(_HEADER, b"\0")
 
 
 def hash_of(array: np.ndarray) -> bytes:

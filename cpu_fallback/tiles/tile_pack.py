@@ -168,11 +168,19 @@ def _give_back(tensor: QuantTensor) -> None:
 
 
 def _load_or_store(cache: TileCache, layout: Layout | BlockLayout, tensor: QuantTensor) -> Tiles:
-    key, tiles = key_of(layout, tensor, VERSION), _room(layout, tensor)
-    if not cache.read(key, tiles.data):
-        tiles = pack(layout, tensor)  # into other memory: parts of a damaged file may be in this
-        cache.write(key, tiles.data)
-    return tiles
+    """Return tiles, which the processes of a machine share if they can be stored."""
+    key, nbytes = key_of(layout, tensor, VERSION), layout.nbytes(tensor.shape)
+    data = cache.read(key, nbytes)
+    if data is None:
+        with cache.alone():
+            data = cache.read(key, nbytes)  # another process may have packed it meanwhile
+            if data is None:
+                tiles = pack(layout, tensor)
+                cache.write(key, tiles.data)
+                data = cache.read(key, nbytes)
+                if data is None:
+                    return tiles
+    return _around(layout, tensor, data)
 
 
 def pack(layout: Layout | BlockLayout, tensor: QuantTensor) -> Tiles:
@@ -258,11 +266,15 @@ def _source(layout: Layout, tensor: QuantTensor, packed: Tiles) -> tuple[Source,
 
 def _room(layout: Layout | BlockLayout, tensor: QuantTensor) -> Tiles:
     """Return the tiles of a tensor before they are filled: zeros."""
+    return _around(layout, tensor, fetched(layout.nbytes(tensor.shape)))
+
+
+def _around(layout: Layout | BlockLayout, tensor: QuantTensor, data: np.ndarray) -> Tiles:
+    """Return the tiles of a tensor whose bytes are these."""
     *_, n, k = tensor.shape
     factor = 0.5 if isinstance(tensor.format, Mxfp4) else 1.0
     if isinstance(tensor.format, Ternary):
         factor = float(tensor.format.multiplier(tensor.planes))
-    data = fetched(layout.nbytes(tensor.shape))
     return Tiles(layout, data, -(-n // ROWS), layout.tile_bytes(k), factor)
 
 
