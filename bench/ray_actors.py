@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from clocher_runtime.engine.bandwidth import MOST_BYTES, read_gbps
 from clocher_runtime.ray.actors import Generate, Score
 from clocher_runtime.ray.job import connected
@@ -26,7 +27,8 @@ TOKENS = 32
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Print the figures as JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--kind", choices=["decode", "score"], default="decode")
     parser.add_argument("--rounds", type=int, default=5)
@@ -74,7 +76,9 @@ def measure(ray: Any, args: argparse.Namespace) -> dict[str, Any]:
 class _Worker:
     def __init__(self, kind: str, model: str, batch: int, prompt: int) -> None:
         cls = Generate if kind == "decode" else Score
-        self._actor = cls(model, batch=batch, context=max(512, 2 * prompt))
+        options = {"batch": batch, "context": max(512, 2 * prompt)}
+        # Every token reads the weights then.
+        self._actor = cls(model, **options, **({"speculate": "off"} if kind == "decode" else {}))
         vocabulary = self._actor.model.session.model.spec.vocab_size
         rng = np.random.default_rng(0)
         ids = rng.integers(10, vocabulary - 10, (batch, prompt if kind == "score" else 4))
