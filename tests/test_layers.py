@@ -87,7 +87,7 @@ LIBRARIES: dict[str, str] = {
     "scripts.block_diffusion_torch_eval": "torch",
     "scripts.train_block_diffusion": "torch safetensors tokenizers",
     "scripts": "numpy click rich",
-    "bench": """numpy click rich jinja2 pytest torch triton cupy onnx onnxruntime llama_cpp
+    "bench": """numpy click rich ray jinja2 pytest torch triton cupy onnx onnxruntime llama_cpp
         matplotlib gemlite torchao bitsandbytes openvino openvino_genai""",
 }
 # Distributions whose modules have another name.
@@ -293,6 +293,7 @@ def test_only_declared_libraries() -> None:
             "clocher_runtime.quality.report": ("bench",),
             "clocher_runtime.quality.transformers_model": ("test",),
             "clocher_runtime.monitoring": ("monitoring",),
+            "clocher_runtime.ray": ("ray", "serve"),
             "clocher_runtime.serve": ("serve",),
             "clocher_runtime.text.grammar": ("serve",),
             "clocher_runtime.adapters.lm_eval_model": ("eval",),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from clocher_runtime.ray.prefix import PREFIX_CHARS, prefix_key
 
 PORT = 18437
@@ -58,8 +59,9 @@ def test_a_body_that_is_wrong_is_no_error_here(body: bytes) -> None:
 def handle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Two replicas of the embedded model, of one core each."""
     ray = pytest.importorskip("ray", reason="the extra ray is not installed")
-    from clocher_runtime.ray.serving import app
     from ray import serve
+
+    from clocher_runtime.ray.serving import app
 
     os.environ["RAY_AUTH_MODE"] = "disabled"
     ray.init(
@@ -106,7 +108,7 @@ def test_texts_are_those_of_the_model_alone(handle: Any) -> None:
 
 @pytest.mark.slow
 def test_what_begins_alike_goes_to_one_replica(handle: Any) -> None:
-    text = "import os\nimport sys\n" * 12
+    text = "import os\nimport sys\n" * 25
     cached = []
     for n in range(6):
         usage = post(f"{text}x{n} =", 2).json()["usage"]

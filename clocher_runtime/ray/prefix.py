@@ -4,8 +4,8 @@ import hashlib
 import json
 from typing import Any
 
-PREFIX_CHARS = 1024
-"""Characters that are compared, or four times as many as tokens: about four pages of 64 tokens."""
+PREFIX_CHARS = 512
+"""Characters that are compared, four for a token: about two pages of 64 tokens."""
 
 
 def prefix_key(body: bytes) -> str | None:
