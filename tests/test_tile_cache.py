@@ -118,6 +118,21 @@ def test_a_damaged_file_is_not_read(tmp_path: Path, damage: Callable[[bytes], by
     np.testing.assert_array_equal(out, data)
 
 
+def test_tiles_are_mapped_and_not_copied(cached: Path) -> None:
+    """So all processes have them in memory once."""
+    tiles = tile_pack.tiles_of("test", tensor_of("int4_sym_g32_f16", 64, 4096)).data
+    (path,) = cached.glob("*.tiles")
+    place = tiles.ctypes.data
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(at, 16) for at in line.split()[0].split("-"))
+        if start <= place < end:
+            assert line.endswith(str(path)) and "r--s" in line
+            break
+    else:
+        raise AssertionError("the tiles lie in no mapping")
+    assert not tiles.flags.writeable
+
+
 def test_a_damaged_file_is_packed_again(cached: Path) -> None:
     def packed() -> bytes:
         return tile_pack.tiles_of("test", tensor_of("int4_sym_g32_f16", 20, 96)).data.tobytes()

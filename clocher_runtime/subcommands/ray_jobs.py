@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.command.flags import HELP_WIDTH
+from clocher_runtime.command.flags import HELP_WIDTH, write_examples
 from clocher_runtime.command.script_run import (
     COUNT,
     Report,
@@ -28,6 +28,11 @@ _CODES = (
     (ExitCode.DEVICE, "Ray is not there or gave up, or the output cannot be written"),
     (ExitCode.MEMORY, "out of memory"),
     (ExitCode.INTERRUPTED, "interrupted; run it again to go on"),
+)
+_EXAMPLES = (
+    ("texts, on all CPUs of this machine", "clocher ray generate prompts.jsonl out"),
+    ("log probabilities, by actors of 8 CPUs", "clocher ray score texts.jsonl out --cpus 8"),
+    ("what a row looks like, and every flag", "clocher ray generate --help"),
 )
 _EPILOG = (
     'OUT_DIR/results.jsonl gets a line for each row, in order: {"row": 0, ...}, or {"row": 0, '
@@ -145,7 +150,18 @@ def _run(report: Report, task: str, options: dict[str, Any], **given: Any) -> No
 
 
 _TASKS: dict[str, Script] = {"generate": generate, "score": score}
-COMMAND = click.Group(
+
+
+class _Tasks(click.Group):
+    """What has examples on top of its help, as the tasks have."""
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write what it does, and the examples."""
+        super().format_help_text(ctx, formatter)
+        write_examples(formatter, _EXAMPLES)
+
+
+COMMAND = _Tasks(
     NAME,
     commands=dict(_TASKS),
     context_settings={"max_content_width": HELP_WIDTH, "help_option_names": ["-h", "--help"]},
@@ -162,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(argv or ())
     if words[:1] in ([], ["-h"], ["--help"]):
         click.echo(
-            COMMAND.get_help(click.Context(COMMAND, info_name=NAME, max_content_width=HELP_WIDTH))
+            COMMAND.get_help(click.Context(COMMAND, info_name=NAME, **COMMAND.context_settings))
         )
         return ExitCode.OK
     if words[0] not in _TASKS:
