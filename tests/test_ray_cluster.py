@@ -99,7 +99,13 @@ def wait_for(what: Callable[[], bool], process: subprocess.Popen[str]) -> None:
 
 
 def parts(out: Path) -> int:
-    return len(list(out.glob("parts/part-*")))
+    return len(whole(out))
+
+
+def whole(out: Path) -> dict[str, int]:
+    """Return the parts that are stored, and when they were."""
+    found = out.glob("parts/part-*")
+    return {path.name: path.stat().st_mtime_ns for path in found if not path.suffix}
 
 
 def actors() -> list[int]:
@@ -149,10 +155,38 @@ def test_a_driver_that_is_killed_is_followed_by_one_that_goes_on(
     wait_for(lambda: parts(tmp_path / "out") >= 3, process)
     process.kill()
     process.wait()
-    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("out/parts/part-*")}
+    before = whole(tmp_path / "out")
     assert 3 <= len(before) < ROWS // 2, "it was done before it could be killed"
     process = driver(source, tmp_path / "out", cluster)
     said = process.communicate(timeout=120)[0]
     assert process.returncode == 0, said
     assert f"{sum(int(name.split('-')[2]) for name in before)} rows were done before" in said
     assert results(tmp_path / "out") == alone
+
+
+def test_a_pipeline_of_ones_own(cluster: str) -> None:
+    from clocher_runtime.api import load
+    from clocher_runtime.ray.actors import Generate
+
+    rows = [{"name": str(n), "prompt": f"def f{n}("} for n in range(5)]
+    rows[3]["prompt"] = ""
+    ray.init(address=cluster, log_to_driver=False)
+    try:
+        found = ray.data.from_items(rows).map_batches(
+            Generate,
+            fn_constructor_kwargs={"model": None, "batch": 2, "sampling": {"max_new": 6}},
+            compute=ray.data.ActorPoolStrategy(size=2),
+            batch_size=2,
+            num_cpus=1,
+        )
+        answers = sorted(found.take_all(), key=lambda row: row["name"])
+    finally:
+        ray.shutdown()
+    with load(threads=1) as model:
+        for row, answer in zip(rows, answers, strict=True):
+            assert answer["name"] == row["name"]
+            if answer["error"]:
+                assert row["prompt"] == "", answer["error"]
+                continue
+            assert answer["text"] == model.generate(row["prompt"], max_new=6)
+            assert list(answer["ids"]) and answer["prompt_tokens"] > 0
