@@ -11,7 +11,6 @@ cores. Times are taken by the driver, around calls to actors, so they hold what 
 
 import argparse
 import json
-import os
 import statistics
 import time
 from pathlib import Path
@@ -105,7 +104,7 @@ class _Worker:
         )
         names = ("Rss:", "Pss:", "Private_Dirty:", "Shared_Clean:")
         found = {name[:-1].lower(): int(fields[name]) >> 10 for name in names}
-        return {"cpus": self._actor.cpus, "pid": os.getpid(), **found}
+        return {"cpus": self._actor.cpus, **found}
 
 
 if __name__ == "__main__":
