@@ -32,7 +32,7 @@ class ProcessRanks:
         self._group: Any = None
 
     def connect(self, path: str) -> None:
-        """Find the others; returns when all are there.
+        """Find the others; returns when all have found each other, and the file may go.
 
         Args:
             path: of a file that does not exist yet, the same for all.
@@ -43,6 +43,9 @@ class ProcessRanks:
         try:
             store = dist.FileStore(path, self.count)  # type: ignore[attr-defined]
             self._group = self._connect(store, self.rank, self.count)
+            # One may be connected while another still reads what the file says; and NCCL
+            # reads it no sooner than for this.
+            self._group.barrier().wait()
         except RuntimeError as error:
             raise DeviceError(f"rank {self.rank} could not connect: {error}") from None
 
