@@ -1,5 +1,6 @@
 """Ranks in processes of one machine: gloo between CPUs, NCCL between GPUs, both by torch."""
 
+import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -70,7 +71,8 @@ class ProcessRanks:
         try:
             begin().wait()
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
+            # Before it stands a place in gloo's source, and after it advice.
+            reason = re.sub(r"^\[\S+\] ", "", str(error).splitlines()[0]).split(". This is")[0]
             raise DeviceError(
                 f"rank {self.rank} of {self.count} lost the others ({reason}); load the model again"
             ) from None
