@@ -176,7 +176,8 @@ def run_item(setting: Setting, item: Item) -> list[Row]:
     """Return the rows of an item; what it raises becomes a row."""
     setting.random.manual_seed(zlib.crc32(item.id.encode()))
     try:
-        rows = list(item.run(setting))
+        with torch.no_grad():
+            rows = list(item.run(setting))
         setting.timer.synchronize()
     except Exception as error:
         why = reason(error)
@@ -197,7 +198,6 @@ def is_lost(setting: Setting) -> bool:
 
 def make_setting(dry: bool) -> Setting:
     """Return the setting of this machine."""
-    torch.set_grad_enabled(False)
     if dry:
         from bench.gpu import interpreter  # noqa: F401  changes the interpreter
 
