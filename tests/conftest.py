@@ -69,6 +69,7 @@ def for_a_gpu(config: pytest.Config) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
+    thin(items)
     if not for_a_gpu(config):
         return
     from clocher_kernels.cuda.probe import unusable
@@ -77,6 +78,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skipif(bool(reason), reason=reason))
+
+
+def thin(items: Sequence[pytest.Item]) -> None:
+    """Leave all but one in n cases of a function that is marked `one_in(n)` to the slow run.
+
+    With `of` they are counted by the name of that parameter, so that of each name some are left.
+    """
+    seen: Counter[tuple[str, ...]] = Counter()
+    for item in items:
+        if mark := item.get_closest_marker("one_in"):
+            key: tuple[str, ...] = (item.nodeid.partition("[")[0],)
+            if of := mark.kwargs.get("of"):
+                key += (item.callspec.params[of].name,)  # type: ignore[attr-defined]
+            if seen[key] % mark.args[0]:
+                item.add_marker(pytest.mark.slow)
+            seen[key] += 1
 
 
 def pytest_collection_finish() -> None:

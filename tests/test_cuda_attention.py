@@ -255,6 +255,7 @@ def test_narrow_activations() -> None:
     close(got["y"], expected["y"], 1e-3, 5e-3)
 
 
+@pytest.mark.slow
 def test_machine_code_stays_within_its_budget() -> None:
     report = aot_report("cuda_aot_attention.py")["code"]
     sass_ratchet.hold("attention", report)

@@ -365,6 +365,7 @@ def test_order_of_summation_does_not_depend_on_tokens(capability: int) -> None:
         assert all(32 * tile.warps % tile.vectors == 0 for tile in tiles)
 
 
+@pytest.mark.slow
 def test_machine_code() -> None:
     report = aot_report("cuda_aot_bits.py")
     sass_ratchet.hold("bits", report["code"])

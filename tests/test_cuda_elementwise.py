@@ -116,6 +116,7 @@ def test_joined_and_resized_rows_of_a_wider_buffer() -> None:
     assert y[:, :8].isnan().all() and y[:, 104:].isnan().all()
 
 
+@pytest.mark.slow
 def test_machine_code_does_not_spill() -> None:
     report = aot_report("cuda_aot_elementwise.py")
     assert {name: used["local"] for name, used in report.items()} == dict.fromkeys(report, 0)

@@ -122,6 +122,7 @@ FORMATS += ("int4_sym_g128_f16", "int4_sym_row_f16", "int4_asym_g32_f16", "int4_
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.one_in(3)
 def test_a_token_is_the_same_among_one_to_eight(fmt: str) -> None:
     """What verifies guesses draws what would be drawn without them."""
     whole = Product(fmt, 8, 4, 288, "f16")
@@ -295,6 +296,7 @@ def test_inline_assembly_decodes_every_code(code: str, monkeypatch: pytest.Monke
     np.testing.assert_array_equal(got[finite] * codes.unit(code, "pairs"), values[finite])
 
 
+@pytest.mark.slow
 def test_machine_code_keeps_its_budgets() -> None:
     report = aot_report("cuda_aot_linear.py")
     sass_ratchet.hold("linear", report["code"])

@@ -195,6 +195,7 @@ def ids_of(found: list[list[Token]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("rule", _RULES)
+@pytest.mark.one_in(3)
 def test_cached_blocks_are_those_of_a_loop_without_a_cache(
     model: Model, torch_model: PreTrainedModel, rule: str
 ) -> None:

@@ -39,6 +39,7 @@ def test_cpu(spec: OpSpec, case: Case) -> None:
 
 
 @pytest.mark.parametrize(("spec", "case"), CASES_ON_GPU)
+@pytest.mark.one_in(3, of="spec")
 def test_cuda(spec: OpSpec, case: Case) -> None:
     op = OpRun(spec, case)
     for kind, values in hostile(op):

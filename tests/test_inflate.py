@@ -150,6 +150,7 @@ def made(session: Session, ids: list[int], sampling: Sampling) -> list[int]:
 
 
 @pytest.mark.parametrize(("name", "precision"), STORED, ids=str)
+@pytest.mark.one_in(3)
 def test_logits_and_text_are_the_small_models(name: str, precision: str, tmp_path: Path) -> None:
     logits, texts = [], []
     for session, ids in pair(name, precision, tmp_path):

@@ -46,6 +46,7 @@ def check(spec: OpSpec, case: Case, back_end: Callable[[OpRun], Arrays]) -> None
 
 
 @pytest.mark.parametrize(("spec", "case"), [pytest.param(*c, id=name_of(*c)) for c in CASES])
+@pytest.mark.one_in(2, of="spec")
 def test_cpu(spec: OpSpec, case: Case) -> None:
     check(spec, case, run_cpu)
 

@@ -86,6 +86,7 @@ def test_there_is_a_class_for_every_place() -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("sampling", ["greedy", "T=1"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(3)
 def test_recycling_changes_no_token(name: str, sampling: str, batch: int) -> None:
     with session_of(name, batch, speculate="recycle") as session:
         speculator = session.scheduler.speculator

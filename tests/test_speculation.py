@@ -91,6 +91,7 @@ def expected(name: str, sampling: str) -> list[list[int]]:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(3)
 def test_guesses_change_no_token(name: str, sampling: str, batch: int, trees: bool) -> None:
     truth = expected(name, sampling)
     with session_of(name, batch, speculate="suffix") as session:

@@ -115,6 +115,7 @@ def expected(name: str, new: int) -> dict[Kind, list[list[int]]]:
 @pytest.mark.parametrize("batch", [1, SIDE_BY_SIDE])
 @pytest.mark.parametrize("always", [False, True], ids=["auto", "always"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(3)
 def test_guesses_change_no_long_text(
     name: str, always: bool, batch: int, new: int, record_property: Callable[[str, object], None]
 ) -> None:

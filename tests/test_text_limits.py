@@ -99,6 +99,7 @@ def test_two_tokenizers_apart_do_not_mix():
 
 
 @pytest.mark.parametrize("pattern", sorted(KNOWN))
+@pytest.mark.one_in(3)
 def test_time_of_a_known_expression_grows_with_the_text(pattern):
     """Ten times the text may take thirty times as long; a square would take a hundred."""
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
