@@ -24,6 +24,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", SIZES)
+@pytest.mark.one_in(2)
 def test_a_script_measures_what_its_bench_does(name: str, tmp_path: Path) -> None:
     """It runs from any directory."""
     kind, flags = SIZES[name]

@@ -64,6 +64,7 @@ def place(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if words_of(line)[0] != "serve"])
+@pytest.mark.one_in(2)
 def test_every_command_of_the_page_runs(line: str, place: Path) -> None:
     if only_help := line.startswith(tuple(HELP_ONLY)):
         line += " --help"

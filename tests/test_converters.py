@@ -750,6 +750,7 @@ def write_sparse(folder: Path, names: list[str], shape: list[int]) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["copy", "q4 files", "packed q4", "rules", "transposed"])
+@pytest.mark.one_in(3)
 def test_memory_is_at_most_three_tensors(kind: str, tmp_path: Path) -> None:
     """Peak RSS of a process, the interpreter included, with tensors of 64 MiB."""
     name, shape = "model.layers.{}.mlp.up_proj.weight", [8192, 4096]

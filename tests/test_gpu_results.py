@@ -297,6 +297,7 @@ def compiled_ahead(out: Path) -> str:
 
 
 @pytest.mark.usefixtures("environment")
+@pytest.mark.slow
 def test_kernels_compiled_ahead_are_found_after_they_moved(tmp_path: Path) -> None:
     """Compiles in a process of its own, without the interpreter and without a GPU."""
     said = compiled_ahead(tmp_path / "here")

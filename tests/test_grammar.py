@@ -329,6 +329,7 @@ HOSTILE: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.one_in(2)
 def test_what_cannot_be_had_is_refused_in_one_line_and_in_time(
     maker: GrammarMaker, name: str
 ) -> None:

@@ -103,6 +103,7 @@ def test_guard_pages_with_sizes_drawn_at_random(name: str) -> None:
         ("generic", r"\bmulps.*xmm", r"[yz]mm|vfmadd|fmaf"),
     ],
 )
+@pytest.mark.one_in(2)
 def test_code_is_for_the_isa(name: str, wanted: str, forbidden: str) -> None:
     if name not in _NAMES or "x86" not in os.uname().machine:
         return

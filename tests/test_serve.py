@@ -370,6 +370,7 @@ def test_more_answers_than_there_is_ever_room_for(server):
 # How it lives.
 
 
+@pytest.mark.slow
 def test_more_connections_than_descriptors():
     few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); "
     start = f"{few}from clocher_runtime.serve.command import main; raise SystemExit(main())"
