@@ -23,6 +23,7 @@ import numpy as np
 from bench.bandwidth import MIB, PAGES_READ
 from bench.measure import NotMeasured, limit_note, ratio
 from bench.ops.experiment import MODEL_DIR, TEAMS, Row, experiment, of_read, opened, turns
+from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.load import PRECISIONS, Model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.timing import TimedWindow
@@ -94,12 +95,14 @@ class Runner:
     ) -> None:
         self.session = Session(
             model,
-            threads=threads,
-            context=context,
-            pretranspose=pretranspose,
-            speculate=speculate,
-            act_sparsity=act_sparsity,
-            act_calibration=act_calibration,
+            EngineConfig(
+                threads=threads,
+                context=context,
+                pretranspose=pretranspose,
+                speculate=speculate,
+                act_sparsity=act_sparsity,
+            ),
+            calibration=act_calibration,
         )
         self.session.warm()
         self.vocab_size = model.spec.vocab_size

@@ -42,6 +42,7 @@ from bench.ops.experiment import (
 )
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.cases import cost
+from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.load import PRECISIONS, Model
 from clocher_runtime.engine.requests import Mailbox, Request
@@ -74,11 +75,14 @@ class Passes:
         self.model = model
         self.session = Session(
             model,
-            threads=threads,
-            batch=sequences,
-            context=context + most,
-            chunk=max(_CHUNK, most),
-            score_rows=most,
+            EngineConfig(
+                threads=threads,
+                batch=sequences,
+                context=context + most,
+                chunk=max(_CHUNK, most),
+                score_rows=most,
+                speculate="off",
+            ),
         )
         self.session.warm()
         self._executor: Any = self.session.executor

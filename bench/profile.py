@@ -31,8 +31,8 @@ from bench.ops.experiment import FILE, MODEL_DIR, TEAM, Row, experiment, opened
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.cases import cost
 from clocher_kernels.plan import Call
+from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.disk.output_file import write_file
-from clocher_runtime.engine.backends import Tuning
 from clocher_runtime.engine.load import PRECISIONS, Model
 from clocher_runtime.engine.session import Session
 from cpu_fallback.team.bandwidth import Reader
@@ -122,11 +122,14 @@ class Profiler:
         self.model = model
         self.session = Session(
             model,
-            threads=threads,
-            context=context,
-            chunk=512,
-            tuning=Tuning(stamped=True),
-            pretranspose=pretranspose,
+            EngineConfig(
+                threads=threads,
+                context=context,
+                chunk=512,
+                stamped=True,
+                pretranspose=pretranspose,
+                speculate="off",
+            ),
         )
         self.session.warm()
         self._executor: Any = self.session.executor

@@ -25,6 +25,7 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.command.script_run import reporting
+from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.convert.q4.map import parse_q4_map
 from clocher_runtime.convert.q4.parts import PartsWriter
 from clocher_runtime.convert.rounding import round_tensor
@@ -102,12 +103,15 @@ class Bench:
     def _with_session(self, checkpoint: Checkpoint, work: Callable[[Session], Any]) -> Any:
         session = Session(
             load_model(checkpoint),
-            threads=self.threads,
-            context=self.window,
-            chunk=self.window,
-            kv_dtype="f32",
-            act_prec="fp32",
-            all_logits=True,
+            EngineConfig(
+                threads=self.threads,
+                context=self.window,
+                chunk=self.window,
+                kv_dtype="f32",
+                act_prec="fp32",
+                all_logits=True,
+                speculate="off",
+            ),
         )
         try:
             return work(session)

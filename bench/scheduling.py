@@ -24,6 +24,7 @@ import numpy as np
 
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
+from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.generation import Generation
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.session import ITL_MS, Session
@@ -163,11 +164,14 @@ def main(
     long_, repeated = min(long_, context - new), min(repeated, context - new)
     session = Session(
         model,
-        threads=threads or default_threads(),
-        batch=batch,
-        context=context,
-        prefix_cache=True,
-        itl_ms=itl_ms,
+        EngineConfig(
+            threads=threads or default_threads(),
+            batch=batch,
+            context=context,
+            prefix_cache=True,
+            itl_ms=itl_ms,
+            speculate="off",
+        ),
     )
     session.warm()
     drain([session.generate([prompt(model, 0, 2 * batch)], 8, stop_ids=frozenset())])

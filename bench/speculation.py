@@ -33,6 +33,7 @@ from bench.measure import NotMeasured
 from bench.ops.experiment import FILE, MODEL_DIR, TEAM, Listed, Row, experiment, opened, turns
 from bench.serving import servers
 from bench.workloads import GIVEN, WORKLOADS, Case, Source
+from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.convert.synthetic import GGUF_NAME
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.session import Session
@@ -239,7 +240,10 @@ def compare(
 
 def _session(model: Model, threads: int, streams: int, **guesses: str) -> Session:
     context = min(model.spec.max_positions, _CONTEXT)
-    session = Session(model, threads=threads, batch=streams, context=context, **guesses)  # type: ignore[arg-type]
+    session = Session(
+        model,
+        EngineConfig(threads=threads, batch=streams, context=context, **guesses),
+    )  # type: ignore[arg-type]
     session.warm()
     return session
 

@@ -23,8 +23,8 @@ import click
 from bench.sweep.results import group, read_rows, unmeasured
 from bench.variables import of_program
 from clocher_kernels.errors import ClocherError, UsageError
-from clocher_runtime.command.env import resolve
-from clocher_runtime.command.parsing import Value, integer, number, one_of, path, switch, text
+from clocher_runtime.command.settings import resolve
+from clocher_runtime.config.values import Value, integer, number, one_of, path, switch, text
 from clocher_runtime.exit_codes import ExitCode, exit_code
 
 ROOT = Path(__file__).resolve().parents[1]

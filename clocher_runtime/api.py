@@ -12,24 +12,25 @@ print(model.chat([{"role": "user", "content": "What is a bell tower?"}]).text)
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.hf.lora import with_lora
 from clocher_runtime.checkpoints.locate import embedded_model, locate
-from clocher_runtime.engine.arguments import listed, one_of, refuse_unknown, shown, token_ids, whole
-from clocher_runtime.engine.backends import choose
+from clocher_runtime.command.loading import load_engine
+from clocher_runtime.config.engine import config_of
+from clocher_runtime.config.setting import Given
+from clocher_runtime.config.values import shown
+from clocher_runtime.engine.arguments import check_functions, listed, token_ids
+from clocher_runtime.engine.backends import Progress
 from clocher_runtime.engine.kv_cache import KVCacheConfig as KVCacheConfig
 from clocher_runtime.engine.kv_cache import with_kv_cache
-from clocher_runtime.engine.load import Model, load_model
-from clocher_runtime.engine.sampling_defaults import sampling_defaults, taken
+from clocher_runtime.engine.load import Model
+from clocher_runtime.engine.sampling_defaults import taken
 from clocher_runtime.engine.session import Session
-from clocher_runtime.engine.topology import default_threads
-from clocher_runtime.speculation.speculator import WITH_DRAFT_MODEL
 from clocher_runtime.text.answers import answer_style
 from clocher_runtime.text.completion import (
     MAX_NEW,
@@ -40,13 +41,11 @@ from clocher_runtime.text.completion import (
     side_by_side,
 )
 from clocher_runtime.text.grammar import GrammarMaker
-from clocher_runtime.text.pairing import load_draft
 from clocher_runtime.text.thinking import opens_thoughts
 from clocher_runtime.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
-_OPTIONS = frozenset(Session.__init__.__kwdefaults__ or ()) - {"backend", "threads", "draft"}
 
 
 def _text_or_ids(prompt: Prompt) -> str | list[int]:
@@ -317,14 +316,10 @@ async def _pieces(text: TextGeneration) -> AsyncIterator[str]:
 def load(
     path: str | Path | None = None,
     *,
-    device: str = "auto",
-    precision: str | None = None,
-    threads: int | None = None,
-    lora: str | Path | None = None,
-    draft_model: str | Path | None = None,
-    generation_config: str = "auto",
     kv_cache: KVCacheConfig | None = None,
-    **session: Any,
+    progress: Progress | None = None,
+    packing: Progress | None = None,
+    **settings: Any,
 ) -> LanguageModel:
     """Load a model.
 
@@ -336,20 +331,12 @@ def load(
         path: a Hugging Face directory, one with an IEBIN pair or a GGUF file, or that file; or
             `owner/name` of a model in the Hub's cache, as `clocher pull` fetches it; None: the
             embedded model.
-        device: "auto", "cpu", "cuda" or "ze".
-        precision: None keeps the weights as stored; see `load_model`.
-        threads: None: as many as this process may use.
-        lora: directory of a LoRA adapter, as peft saves it, or its owner/name in the Hub's cache;
-            it is added to the weights, which must be floats.
-        draft_model: a small model of the same vocabulary, named like `path`, that guesses tokens;
-            the text is the same with it. It is loaded if `speculate` is "auto" or "draft".
-        generation_config: "auto": what the model's generation_config.json says of drawing is the
-            default of the methods, if `do_sample` is true there; "none": the likeliest tokens are.
         kv_cache: dtype and size of the KV cache, instead of kv_dtype, context, batch and kv_pages.
-        **session: arguments of `Session`: batch, context, kv_dtype, kv_pages, itl_ms, ...
-            What texts have in common at their beginning is computed once, unless
-            `prefix_cache=False`. Tokens are guessed and verified, which changes none of them,
-            unless `speculate="off"`.
+        progress, packing: called with (done, total) while kernels compile, or weights are packed.
+        **settings: fields of `EngineConfig`, such as device, precision, threads, lora, draft_model,
+            batch, context, kv_dtype, itl_ms, generation_config. Shared prefixes are computed once,
+            unless `prefix_cache=False`. Tokens are drafted and verified, which changes none of
+            them, unless `speculate="off"`.
 
     Raises:
         ModelError: the model is missing, damaged or not supported.
@@ -357,24 +344,16 @@ def load(
         OutOfMemory: the model or its cache does not fit.
         UsageError: an argument cannot be used.
     """
-    refuse_unknown(session, _OPTIONS, "load")
-    session = with_kv_cache(session, kv_cache)
-    one_of("generation_config", generation_config, ("auto", "none"))
-    backend, _ = choose(device)
-    where = _usable_path(path) or embedded_model()
-    threads = default_threads() if threads is None else whole("threads", threads, 1)
-    checkpoint = open_checkpoint(where)
-    if lora is not None:
-        checkpoint = with_lora(checkpoint, locate(_path(lora, "lora"), "lora"))
-    defaults = sampling_defaults(checkpoint) if generation_config == "auto" else {}
-    model = load_model(checkpoint, precision)
-    tokenizer = Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config)
-    session = {"prefix_cache": True, "speculate": "auto", **session}
-    if draft_model is not None and session["speculate"] in WITH_DRAFT_MODEL:
-        draft = locate(_path(draft_model, "draft_model"), "draft_model")
-        session["draft"] = load_draft(draft, model)
-    bound = Session(model, backend=backend, threads=threads, **session)
-    return LanguageModel(model, bound, tokenizer, defaults)
+    where = embedded_model() if path is None else path
+    check_functions(progress=progress, packing=packing)
+    keywords = {"prefix_cache": True, **with_kv_cache(settings, kv_cache), "model_dir": where}
+    config = config_of(keywords, "load")
+    names = {"model_dir": "path", "lora": "lora", "draft_model": "draft_model"}
+    given = {n: Given(told, str(keywords[n])) for n, told in names.items() if n in keywords}
+    engine = load_engine(replace(config, given=given), progress, packing)
+    session, tokenizer = engine.session, engine.tokenizer
+    assert isinstance(tokenizer, Tokenizer)  # only the stub has another
+    return LanguageModel(session.model, session, tokenizer, engine.sampling_defaults)
 
 
 def generate(prompt: Prompt, path: str | Path | None = None, **options: Any) -> str:

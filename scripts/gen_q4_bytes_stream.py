@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from clocher_runtime.command.parsing import integer, switch
 from clocher_runtime.command.script_run import Report, needed, script
+from clocher_runtime.config.values import integer, switch
 from clocher_runtime.convert.q4.planes import CHUNK_ROWS, plan_q4
 
 MAX_CHUNK_ROWS = 1_000_000

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sessions import make_session
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import parse_format
@@ -12,7 +13,6 @@ from clocher_kernels.quant_tensor import encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import locate
 from clocher_runtime.engine.load import load_model
-from clocher_runtime.engine.session import Session
 from tests.one_op import run
 
 
@@ -46,7 +46,7 @@ MODEL = load_model(CHECKPOINT, "int4")
 
 
 def logits(rule: str | None, **options: int) -> np.ndarray:
-    session = Session(MODEL, context=256, act_sparsity=rule, act_calibration=TEXT, all_logits=True,
+    session = make_session(MODEL, context=256, act_sparsity=rule, calibration=TEXT, all_logits=True,
                       **options)  # fmt: skip
     with closing(session):
         return session.logits(TEXT[:40]).copy().view(np.int32)
@@ -64,7 +64,7 @@ def test_logits_do_not_depend_on_how_a_text_is_computed(rule: str) -> None:
 def test_guessing_and_company_change_no_id(rule: str) -> None:
     found = []
     for options in ({"speculate": "off"}, {"speculate": "auto"}, {"batch": 3}):
-        session = Session(MODEL, context=256, act_sparsity=rule, act_calibration=TEXT, **options)
+        session = make_session(MODEL, context=256, act_sparsity=rule, calibration=TEXT, **options)
         with closing(session):
             prompts = [TEXT[:30], TEXT[5:50], TEXT[:9]][: options.get("batch", 1)]
             ids = []
@@ -79,13 +79,13 @@ def test_guessing_and_company_change_no_id(rule: str) -> None:
 @pytest.mark.parametrize("rule", ["0", "1", "nan", "topk:2", "top:0.5", "adaptive:1", ""])
 def test_a_rule_that_is_none_is_refused(rule: str) -> None:
     with pytest.raises(UsageError, match="act_sparsity is"):
-        Session(MODEL, act_sparsity=rule, act_calibration=TEXT)
+        make_session(MODEL, act_sparsity=rule, calibration=TEXT)
 
 
 def test_what_cannot_skip_is_refused() -> None:
     with pytest.raises(UsageError, match="needs a calibration text"):
-        Session(MODEL, act_sparsity="0.25")
+        make_session(MODEL, act_sparsity="0.25")
     with pytest.raises(UsageError, match="int8 and all"):
-        Session(MODEL, act_sparsity="adaptive", act_prec="fp32")
+        make_session(MODEL, act_sparsity="adaptive", act_prec="fp32")
     with pytest.raises(UsageError, match="symmetric int4"):
-        Session(load_model(CHECKPOINT, "int8w"), act_sparsity="adaptive")
+        make_session(load_model(CHECKPOINT, "int8w"), act_sparsity="adaptive")

@@ -13,7 +13,8 @@ import torch
 import clocher_runtime
 from clocher_kernels.errors import ClocherError, ModelNotFound, UsageError
 from clocher_runtime.api import LanguageModel
-from clocher_runtime.engine.arguments import Sampling, shown, whole
+from clocher_runtime.config.values import shown
+from clocher_runtime.engine.arguments import Sampling, whole
 
 PROMPT = [5, 6, 7]
 
@@ -166,37 +167,37 @@ def test_more_tokens_than_the_context_holds_are_fewer(model: LanguageModel) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefix_cache": "no"}, "prefix_cache is 'no'; expected True or False"),
-        ({"all_logits": 1}, "all_logits is 1; expected True or False"),
-        ({"itl_ms": True}, "itl_ms is True; expected milliseconds above 0"),
-        ({"itl_ms": 0}, "itl_ms is 0; expected milliseconds above 0"),
-        ({"kv_pages": 0}, "kv_pages is 0; expected an integer, at least 1"),
+        ({"prefix_cache": "no"}, "prefix_cache: got 'no', expected True or False"),
+        ({"all_logits": 1}, "all_logits: got 1, expected True or False"),
+        ({"itl_ms": True}, "itl_ms: got True, expected a number"),
+        ({"itl_ms": 0}, "itl_ms: got 0, expected a number"),
+        ({"kv_pages": 0}, "kv_pages: got 0, expected an integer from 1"),
         *(
-            ({name: value}, f"{name} is ")
+            ({name: value}, f"{name}: got ")
             for name in ("threads", "context", "batch", "chunk")
             for value in (float("nan"), "2", True, 1.0, 0, -1, [2], 10**30, 10**5000)
         ),
-        ({"threads": 1025}, "at most 1024"),
+        ({"threads": 1025}, "from 1 to 1024"),
         ({"context": 4097}, "this model takes 1 to 4096"),
-        ({"batch": (1 << 31) - 1}, "lower --context or --batch"),
+        ({"batch": (1 << 31) - 1}, "from 1 to 1024"),
         ({"chunk": (1 << 31) - 1}, "KV cache and buffers need"),
-        ({"kv_dtype": 32}, "kv_dtype is 32; known: f32"),
-        ({"kv_dtype": ["f32"]}, "kv_dtype is "),
-        ({"device": 0}, "device is 0; known: auto"),
-        ({"device": None}, "device is None"),
-        ({"device": np.array(["cpu"])}, "device is array"),
-        ({"precision": 8}, "precision is 8; known: fp32"),
-        ({"act_prec": []}, r"act_prec of the cpu back end is \[\]; known: int8"),
-        ({"pretranspose": {}}, "pretranspose is {}"),
+        ({"kv_dtype": 32}, "kv_dtype: got 32, expected one of f32"),
+        ({"kv_dtype": ["f32"]}, "kv_dtype: got "),
+        ({"device": 0}, "device: got 0, expected one of auto"),
+        ({"device": None}, "device: got None"),
+        ({"device": np.array(["cpu"])}, "device: got array"),
+        ({"precision": 8}, "precision: got 8, expected one of fp32"),
+        ({"act_prec": []}, r"act_prec: got \[\], expected one of int8"),
+        ({"pretranspose": {}}, "pretranspose: got {}"),
         ({"progress": 1}, "progress is 1; expected a function or None"),
         ({"bacth": 2}, "load has no option 'bacth'; it has act_calibration, act_prec"),
         ({"backend": "cpu"}, "load has no option 'backend'"),
-        ({"path": 3}, "path is 3; expected a string"),
-        ({"path": b"model"}, "path is b'model'"),
-        ({"path": ["a"]}, r"path is \['a'\]"),
+        ({"path": 3}, "model_dir: got 3, expected a path"),
+        ({"path": b"model"}, "model_dir: got b'model'"),
+        ({"path": ["a"]}, r"model_dir: got \['a'\]"),
         ({"path": "\0"}, "not a directory"),
-        ({"path": ""}, "path is empty; give the directory of a model"),
-        ({"tuning": 5}, "tuning is 5; expected a Tuning"),
+        ({"path": ""}, "model_dir: got ''"),
+        ({"tuning": 5}, "load has no option 'tuning'"),
         ({"path": Path("no-such-model")}, "path: 'no-such-model' is not a directory"),
     ],
     ids=lambda v: shown(v),

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from block_models import CONFIGS, MASK, causal, decode, logits, write_model
+from sessions import make_session
 from weight_files import rng
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
@@ -21,7 +22,7 @@ def prompt(kind: str, length: int) -> list[int]:
 
 def session(folder: Path, diffusion: str, **more: Any) -> Session:
     model = load_model(open_checkpoint(folder))
-    return Session(
+    return make_session(
         model,
         threads=2,
         chunk=16,

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_op import run
 from op_cases import error
+from sessions import make_session
 from weight_files import LLAMA, mutants, resealed
 
 from clocher_kernels.errors import FormatError, ModelError, UsageError
@@ -21,7 +22,6 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.iebin import IebinWriter
 from clocher_runtime.convert.block_sparse import Sparsifying, plan_block_sparse, prune
 from clocher_runtime.engine.load import load_model
-from clocher_runtime.engine.session import Session
 
 script = partial(run_script, "convert_to_block_sparse")
 NAME = "model.layers.0.self_attn.q_proj.weight"
@@ -188,7 +188,7 @@ def test_a_converted_model_computes_what_the_pruned_one_would(tmp_path: Path) ->
     ids = [1, 5, 900, 33, 78, 2000, 4, 17]
     logits = []
     for backend in ("cpu", "reference"):
-        session = Session(model, backend=backend, threads=2, chunk=5, all_logits=True)
+        session = make_session(model, backend=backend, threads=2, chunk=5, all_logits=True)
         logits.append(session.logits(ids))
         session.close()
     assert error(*logits)[0] <= 2e-5

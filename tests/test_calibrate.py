@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from calibration import make_plan, sequences
+from sessions import make_session
 from weight_files import BITNET, GPTOSS, LLAMA, write_first_layers
 
 from clocher_kernels.errors import UsageError
@@ -15,7 +16,6 @@ from clocher_runtime.convert.q4.map import parse_q4_map
 from clocher_runtime.convert.q4.parts import PartsWriter, plane_hashes
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.engine.load import load_model
-from clocher_runtime.engine.session import Session
 from clocher_runtime.quantize.calibrate import Calibrated, calibrate
 from clocher_runtime.quantize.capture import Walk
 from clocher_runtime.quantize.job import CalibrationText, Job, run_job
@@ -81,7 +81,7 @@ def test_the_walk_gives_the_logits_of_a_session(model, tolerance):
     rng = np.random.default_rng(0)
     text = [[int(i) for i in rng.integers(0, vocab, n)] for n in (150, 1, 37, 270)]
     got = logits_of(Walk(checkpoint, make_text(text)))
-    session = Session(
+    session = make_session(
         load_model(checkpoint),
         context=320,
         chunk=320,
@@ -301,7 +301,7 @@ def test_floating_codes_are_calibrated_written_and_run(dtype, tmp_path):
         assert (plane_hashes(rounded) == entry.sha256) == (entry.method == "rtn")
         out = entry.more_errors
         assert out["out_nmse"] <= 1.02 * out["out_nmse_rtn"]
-    session = Session(load_model(made), threads=2, context=16, all_logits=True)
+    session = make_session(load_model(made), threads=2, context=16, all_logits=True)
     assert np.isfinite(session.logits([1, 2, 3])).all()
     session.close()
 

@@ -11,6 +11,7 @@ import pytest
 import transformers
 from compatibility import Row, Seen
 from random_models import reference_logits
+from sessions import make_session
 from stored_families import CONFIGS, LAYOUTS, write_stored
 from test_hf_quantised import CASES
 
@@ -18,7 +19,6 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.gguf.blocks import TYPES
 from clocher_runtime.checkpoints.hf.checkpoint import _METHODS
 from clocher_runtime.engine.load import load_model
-from clocher_runtime.engine.session import Session
 from clocher_runtime.models.families import FAMILIES
 from clocher_runtime.models.family import Family
 
@@ -38,7 +38,7 @@ Saw = Callable[..., None]
 def logits(folder: Path, ids: list[int]) -> np.ndarray:
     model = load_model(open_checkpoint(folder))
     options = {"chunk": 11, "all_logits": True, "act_prec": "fp32", "kv_dtype": "f32"}
-    session = Session(model, backend="cpu", threads=2, **options)
+    session = make_session(model, backend="cpu", threads=2, **options)
     try:
         return session.logits(ids)
     finally:

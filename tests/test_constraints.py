@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 from masks import masks_of
+from sessions import make_session
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints import open_checkpoint
@@ -84,7 +85,7 @@ def make(model: Model) -> Iterator[Make]:
     made = []
 
     def session(**settings: object) -> Session:
-        made.append(Session(model, threads=2, chunk=32, context=256, **settings))
+        made.append(make_session(model, threads=2, chunk=32, context=256, **settings))
         return made[-1]
 
     yield session
@@ -190,7 +191,7 @@ def test_a_processor_that_forbids_what_is_allowed_is_named(make: Make) -> None:
 def test_constraints_that_cannot_be_used(make: Make) -> None:
     with pytest.raises(UsageError, match="1 constraints for 2 prompts"):
         texts(make(), [prompt(0), prompt(1)], [Some(0)])
-    stub = Session(stub_model(), backend="stub", context=64, chunk=4)
+    stub = make_session(stub_model(), backend="stub", context=64, chunk=4)
     with pytest.raises(UsageError, match="leave constraints out"):
         texts(stub, [[1, 2]], [Some(0)])
     assert texts(stub, [[1, 2]], [None], max_new=3)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sessions import make_session
 
 from clocher_kernels.cuda import executor as executor_module
 from clocher_kernels.cuda import graph, prepack
@@ -32,7 +33,6 @@ from clocher_runtime.engine import binding
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.backends import Executor, make_executor
 from clocher_runtime.engine.load import Model, load_model
-from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.models.builder import DRAWN
 from clocher_runtime.speculation.speculator import MOST_GUESSES
@@ -103,7 +103,7 @@ def model() -> Model:
 
 def generate(backend: str, batch: int, prompts: int) -> list[list[int]]:
     options = {"context": 96, "chunk": 32, "kv_dtype": "bf16", "act_prec": "fp32", "itl_ms": 1e9}
-    session = Session(model(), backend=backend, batch=batch, **options)
+    session = make_session(model(), backend=backend, batch=batch, **options)
     try:
         out: list[list[int]] = [[] for _ in range(prompts)]
         sampling = Sampling(temperature=0.8, top_k=20, seed=3)
@@ -128,7 +128,9 @@ def test_lists_and_reads_the_pages_that_the_cpu_does(
     options = {"context": 448, "chunk": 128, "kv_dtype": "bf16", "act_prec": "fp32"}
     found = []
     for backend in ("cpu", "cuda"):
-        session = Session(model(), backend=backend, attn="topk:256", speculate="off", **options)
+        session = make_session(
+            model(), backend=backend, attn="topk:256", speculate="off", **options
+        )
         try:
             ids = [token.id for token in session.generate([LONG], 2, stop_ids=frozenset())]
             found.append((ids, session.reading.mode, session.reading.pages))
@@ -169,7 +171,7 @@ def test_generates_what_the_cpu_generates(
 
 def test_pages_are_cut_to_the_context_bucket(log: list[tuple[str, int]]) -> None:
     seen = []
-    session = Session(model(), backend="cuda", context=128, chunk=32, kv_dtype="bf16")
+    session = make_session(model(), backend="cuda", context=128, chunk=32, kv_dtype="bf16")
     executor = session._executor
     assert isinstance(executor, CudaExecutor)
     lower = executor.lower
@@ -188,11 +190,11 @@ def test_pages_are_cut_to_the_context_bucket(log: list[tuple[str, int]]) -> None
 
 def test_a_warm_session_captures_nothing_in_the_window(log: list[tuple[str, int]]) -> None:
     window = TimedWindow("test")
-    cold = Session(model(), backend="cuda", context=96, chunk=32)
+    cold = make_session(model(), backend="cuda", context=96, chunk=32)
     with pytest.raises(WindowError, match="capture a CUDA graph"):
         list(cold.generate(PROMPTS[:1], 2, window=window))
     cold.close()
-    warm = Session(model(), backend="cuda", context=96, chunk=32)
+    warm = make_session(model(), backend="cuda", context=96, chunk=32)
     warm.warm()
     for sampling in (Sampling(), Sampling(temperature=0.7), Sampling()):
         prompts = [list(range(1, 60))]
@@ -213,7 +215,7 @@ def test_greedy_steps_launch_nothing_that_only_draws_need(monkeypatch: pytest.Mo
         return lambda: None
 
     monkeypatch.setattr(executor_module, "capture", capture)
-    session = Session(model(), backend="cuda", context=64, chunk=8)
+    session = make_session(model(), backend="cuda", context=64, chunk=8)
     session.warm()
     greedy = [names for names in captured if "_advance" in names]
     captured.clear()
@@ -228,7 +230,7 @@ def test_greedy_steps_launch_nothing_that_only_draws_need(monkeypatch: pytest.Mo
 
 
 def test_prefill_without_output_rows_skips_the_head(log: list[tuple[str, int]]) -> None:
-    session = Session(model(), backend="cuda", context=96, chunk=32)
+    session = make_session(model(), backend="cuda", context=96, chunk=32)
     log.clear()
     next(session.generate([list(range(1, 60))], 1))
     assert [rows for op, rows in log if op == "sample"] == [1]  # of the two chunks, the last
@@ -258,7 +260,9 @@ def test_guesses_need_few_more_graphs(
 ) -> None:
     counts = {}
     for speculate in ("off", "auto"):
-        session = Session(model(), backend="cuda", batch=batch, context=64, speculate=speculate)
+        session = make_session(
+            model(), backend="cuda", batch=batch, context=64, speculate=speculate
+        )
         executor = session.executor
         assert isinstance(executor, CudaExecutor)
         counts[speculate] = len(executor.buckets())  # for each number of cache cells
@@ -279,14 +283,14 @@ def test_scores_need_no_masks(log: list[tuple[str, int]]) -> None:
         (3, {"speculate": "auto"}, 24),
         (9, {"speculate": "auto"}, 32),
     ):
-        session = Session(model(), backend="cuda", batch=batch, context=64, **options)
+        session = make_session(model(), backend="cuda", batch=batch, context=64, **options)
         assert len(session.executor.array("allowed")) == masks
         session.close()
     assert DRAWN == 1 + MOST_GUESSES
 
 
 def test_inputs_go_in_one_copy(log: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    session = Session(model(), backend="cuda", batch=4, context=64, chunk=8)
+    session = make_session(model(), backend="cuda", batch=4, context=64, chunk=8)
     executor = session.executor
     assert isinstance(executor, CudaExecutor)
     sent: list[int | None] = []
@@ -302,16 +306,16 @@ def test_inputs_go_in_one_copy(log: list[tuple[str, int]], monkeypatch: pytest.M
 
 def test_the_back_end_chooses_the_chunk(log: list[tuple[str, int]]) -> None:
     for chunk, tokens in ((None, 512), (40, 40)):
-        session = Session(model(), backend="cuda", context=64, chunk=chunk)
+        session = make_session(model(), backend="cuda", context=64, chunk=chunk)
         assert session.executor.plan.tokens == tokens
         session.close()
-    session = Session(model(), backend="cpu", context=64)
+    session = make_session(model(), backend="cpu", context=64)
     assert session.executor.plan.tokens == 128
     session.close()
 
 
 def test_activations_are_narrow_and_the_residual_stream_is_not() -> None:
-    session = Session(model(), backend="cpu", context=64, act_prec="fp32")
+    session = make_session(model(), backend="cpu", context=64, act_prec="fp32")
     types = activation_types(session._executor.plan, "f16")
     session.close()
     assert types["h"] == types["logits"] == types["router"] == "f32"
@@ -325,14 +329,14 @@ def test_memory_is_checked_before_it_is_taken() -> None:
 
 
 def test_a_step_beyond_the_capacity_is_refused(log: list[tuple[str, int]]) -> None:
-    session = Session(model(), backend="cuda", context=64, chunk=8)
+    session = make_session(model(), backend="cuda", context=64, chunk=8)
     with pytest.raises(ShapeError, match="room for 8 and 1"):
         session._executor.step(9, 1)
     session.close()
 
 
 def test_the_child_of_a_fork_is_told_to_load_the_model(log: list[tuple[str, int]]) -> None:
-    session = Session(model(), backend="cuda", context=64, chunk=8)
+    session = make_session(model(), backend="cuda", context=64, chunk=8)
     stream = session.generate([[5, 9]], 4, stop_ids=frozenset())
     next(stream)
     next(stream)

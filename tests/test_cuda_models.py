@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 from cuda_cases import INTERPRETER
 from random_models import make, make_bitnet, make_mxfp4
+from sessions import make_session
 
 from clocher_kernels.cuda.executor import CudaExecutor
 from clocher_kernels.plan import Plan
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.engine import binding
 from clocher_runtime.engine.load import Model, load_model
-from clocher_runtime.engine.session import Session
 
 IDS = list(range(5, 17))
 
 
 def logits(model: Model, backend: str, **options: Any) -> np.ndarray:
-    session = Session(
+    session = make_session(
         model, backend=backend, context=64, chunk=8, all_logits=True, kv_dtype="bf16", **options
     )
     try:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_cases import INTERPRETER
+from sessions import make_session
 from test_cuda_executor import log, model  # noqa: F401  a fixture
 from test_session import ids_of
 from test_speculation import Free, Oracle
@@ -33,7 +34,7 @@ PROMPTS = tuple(ids_of(seed, 3 + 30 * (seed % 2)) for seed in range(3))
 def session_of(texts: Sequence[Sequence[int]], trees: bool, **options: Any) -> Iterator[Session]:
     """Yield a session; with texts they are guessed, rightly or wrongly."""
     options |= {"speculate": "auto"} if texts else {}
-    session = Session(model(), backend="cuda", kv_dtype="bf16", **options)
+    session = make_session(model(), backend="cuda", kv_dtype="bf16", **options)
     if texts:
         rows = session.executor.plan.rows
         speculator = Speculator(lambda: [Oracle(texts, trees, 3)], rows)

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sessions import make_session
 from weight_files import BITNET, GPTOSS, LLAMA, ROOT, rng
 
 from bench import dedup as bench_dedup
@@ -47,14 +48,14 @@ from clocher_runtime.checkpoints.dedup.index import (
 from clocher_runtime.checkpoints.dedup.reader import DedupFile, open_dedup, open_deduplicated
 from clocher_runtime.checkpoints.iebin import IebinWriter
 from clocher_runtime.command.dedup_weights import CACHE_NAME, open_weights
-from clocher_runtime.command.settings import Given, RunConfig
+from clocher_runtime.command.settings import RunConfig
+from clocher_runtime.config.setting import Given
 from clocher_runtime.convert.dedup import encode as encoder
 from clocher_runtime.convert.dedup.encode import Source, choose, choose_stream
 from clocher_runtime.convert.dedup.writer import gains, plan_dedup, restore
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.disk.plane_index import seal
 from clocher_runtime.engine.load import load_model
-from clocher_runtime.engine.session import Session
 from clocher_runtime.subcommands import dedup as dedup_command
 
 NAMES = [*FILE_NAMES.values(), INDEX_NAME]
@@ -787,7 +788,7 @@ def test_logits_are_bit_identical(gptoss: Path) -> None:
         if directory == gptoss:
             (gptoss / "model.ie.bin").unlink()
         model = load_model(open_checkpoint(directory))
-        session = Session(model, backend="reference", context=32)
+        session = make_session(model, backend="reference", context=32)
         for token in session.generate([[5, 6, 7]], 3, stop_ids=frozenset(), logits=True):
             assert token.logits is not None
             rows.append((token.id, token.logits.tobytes()))

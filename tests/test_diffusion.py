@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from random_models import make
+from sessions import make_session
 from transformers import PreTrainedModel
 
 from clocher_kernels.errors import FormatError, UnsupportedModel, UsageError
@@ -16,7 +17,6 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.requests import Token
-from clocher_runtime.engine.session import Session
 
 BLOCK, PART = 4, 2
 PROMPTS = ([5, 9, 7, 30, 4, 8, 1], [11, 12, 13, 14, 15, 16, 17, 18], [3], list(range(1, 40)))
@@ -180,7 +180,7 @@ def made(
 ) -> list[list[Token]]:
     """Return the tokens of each prompt."""
     settings = {"batch": len(prompts), "context": 96, "kv_dtype": "f32"} | settings
-    session = Session(model, **settings)
+    session = make_session(model, **settings)
     try:
         out: list[list[Token]] = [[] for _ in prompts]
         for token in session.generate(prompts, new, **{"stop_ids": frozenset(), **(ask or {})}):
@@ -286,7 +286,7 @@ def test_an_end_token_ends_inside_a_block(model: Model) -> None:
 
 
 def test_texts_of_both_kinds_share_passes(causal: Model) -> None:
-    session = Session(causal, batch=4, context=96, kv_dtype="f32")
+    session = make_session(causal, batch=4, context=96, kv_dtype="f32")
     kinds = ("off", "threshold:0.02", "lossless", "joint:0.02,0.03")
     try:
         calls = [
@@ -308,7 +308,7 @@ def test_a_text_finds_no_keys_of_one_that_was_scored(model: Model) -> None:
     prompt = list(range(2, 72))  # more than a page
     (alone,) = ids_of(made(model, [prompt], diffusion="static:2"))
     settings = {"context": 96, "kv_dtype": "f32", "prefix_cache": True, "all_logits": True}
-    session = Session(model, **settings, diffusion="static:2")
+    session = make_session(model, **settings, diffusion="static:2")
     try:
         session.logits(prompt)
         for cached in (0 if context_of(model) != "causal" else 64, 64):
@@ -353,25 +353,25 @@ def test_the_context_holds_whole_blocks(model: Model) -> None:
 )
 def test_what_cannot_be_asked_for(causal: Model, asked: Any, told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        Session(causal, diffusion=asked)
+        make_session(causal, diffusion=asked)
 
 
 def test_who_has_no_blocks(folder: Path, causal: Model, tmp_path: Path) -> None:
     plain = load_model(open_checkpoint(folder))
     with pytest.raises(UsageError, match="does not denoise blocks"):
-        Session(plain, diffusion="lossless")
-    session = Session(plain)
+        make_session(plain, diffusion="lossless")
+    session = make_session(plain)
     assert session.diffusion == "off"
     with pytest.raises(UsageError, match="decodes no blocks"):
         next(session.generate([[1]], 2, diffusion="static:4"))
     session.close()
     plain.checkpoint.close()
     with pytest.raises(UsageError, match="guessed by the model itself"):
-        Session(causal, speculate="suffix")
+        make_session(causal, speculate="suffix")
     block = denoising(folder, "block", tmp_path / "block")
     for asked in ("off", "lossless"):
         with pytest.raises(UsageError, match="see each other"):
-            Session(block, diffusion=asked)
+            make_session(block, diffusion=asked)
     block.checkpoint.close()
 
 
@@ -402,7 +402,7 @@ def test_damaged_entries_of_a_config(
 def test_blocks_are_guessed_while_that_is_faster(
     causal: Model, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = Session(causal, context=160, kv_dtype="f32")
+    session = make_session(causal, context=160, kv_dtype="f32")
     step, sizes = session.executor.step, []
 
     def noted(tokens: int, rows: int) -> None:

@@ -8,6 +8,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from sessions import make_session
 from test_session import ids_of, model_of
 from test_speculation import PROMPTS, SAMPLINGS, Even, Free, expected, texts_of
 
@@ -48,7 +49,7 @@ def session_of(
     draft: Model | None, batch: int = 1, name: str = "llama", free: bool = True, **more: object
 ) -> Iterator[Session]:
     sizes = {"threads": 2, "context": 256, "chunk": 32, "speculate": "draft"}
-    made = Session(model_of(name), batch=batch, draft=draft, **{**sizes, **more})
+    made = make_session(model_of(name), batch=batch, draft=draft, **{**sizes, **more})
     if free:
         made.scheduler.speculator.costs = Free(made.executor.plan.rows)
         draft_of(made).costs = Cheap(32)
@@ -239,4 +240,4 @@ def test_it_costs_what_was_measured() -> None:
 def test_what_cannot_be_used_is_refused(draft: object, mode: str, message: str) -> None:
     given = model_of("llama") if draft is True else draft or None
     with pytest.raises(UsageError, match=message):
-        Session(model_of("llama"), speculate=mode, draft=given)
+        make_session(model_of("llama"), speculate=mode, draft=given)

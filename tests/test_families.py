@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sessions import make_session
 from transformers import (
     BitNetConfig,
     DeepseekV2Config,
@@ -40,7 +41,6 @@ from weight_files import LLAMA, copy_model
 from clocher_kernels.errors import FormatError, ModelError, UnsupportedModel
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.engine.load import load_model
-from clocher_runtime.engine.session import Session
 from clocher_runtime.models.families import FAMILIES, spec_from_config
 from clocher_runtime.models.inventory import inventory
 from clocher_runtime.models.rope import inverse_frequencies, rope_tables
@@ -416,6 +416,6 @@ def test_a_model_runs_with_every_number_at_its_edge(tmp_path: Path) -> None:
     for changes in edges:
         (folder / "config.json").write_text(json.dumps(config | {"rope_scaling": None} | changes))
         model = load_model(open_checkpoint(folder))
-        session = Session(model, backend="reference", context=6, all_logits=True, chunk=4)
+        session = make_session(model, backend="reference", context=6, all_logits=True, chunk=4)
         assert np.isfinite(session.logits([1, 2, 3, 4, 5])).all(), changes
         session.close()

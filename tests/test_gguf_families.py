@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 from gguf_families import ARCHITECTURES, make_family, write_family
 from random_models import prompt_of
+from sessions import make_session
 
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf.file import GgufFile
 from clocher_runtime.engine.load import load_model
-from clocher_runtime.engine.session import Session
 
 SEEDS = (0, 1, 2)
 
 
 def logits(checkpoint: Checkpoint, ids: list[int]) -> np.ndarray:
-    session = Session(
+    session = make_session(
         load_model(checkpoint), backend="cpu", threads=2, chunk=23, all_logits=True, act_prec="fp32"
     )
     try:

@@ -22,6 +22,7 @@ from gguf_files import (
     write_gguf,
 )
 from random_models import make, make_mxfp4, prompt_of
+from sessions import make_session
 from weight_files import BITNET, GPTOSS, LLAMA, rng
 
 import clocher_runtime as clocher
@@ -35,7 +36,6 @@ from clocher_runtime.checkpoints.gguf.file import GgufFile
 from clocher_runtime.checkpoints.gguf.header import MAX_TENSORS
 from clocher_runtime.convert.gguf import plan_gguf
 from clocher_runtime.engine.load import load_model
-from clocher_runtime.engine.session import Session
 from clocher_runtime.text.tokenizer import Tokenizer
 
 TEXTS = Path(__file__).parent / "data" / "valid.txt"
@@ -115,7 +115,9 @@ def random_blocks(kind: Kind, shape: tuple[int, int], draw: np.random.Generator)
 
 def logits(checkpoint: Checkpoint, ids: list[int]) -> np.ndarray:
     model = load_model(checkpoint)
-    session = Session(model, backend="cpu", threads=2, chunk=23, all_logits=True, act_prec="fp32")
+    session = make_session(
+        model, backend="cpu", threads=2, chunk=23, all_logits=True, act_prec="fp32"
+    )
     try:
         return session.logits(ids)
     finally:

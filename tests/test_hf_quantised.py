@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sessions import make_session
 from weight_files import Array, rng, write_hf
 
 from clocher_kernels.dtypes import E4M3_VALUES, from_f32, to_f32
@@ -23,7 +24,6 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.iebin import open_iebin
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.engine.load import load_model
-from clocher_runtime.engine.session import Session
 
 FP32_RMS = 1e-4
 INT8_RMS = 5e-2
@@ -485,7 +485,7 @@ def write_model(folder: Path, case: Case, head: bool = False) -> tuple[Path, Pat
 def logits(folder: Path, act_prec: str) -> np.ndarray:
     ids = rng("prompt").integers(0, 96, 24).tolist()
     model = load_model(open_checkpoint(folder))
-    session = Session(model, threads=2, chunk=11, all_logits=True, act_prec=act_prec)
+    session = make_session(model, threads=2, chunk=11, all_logits=True, act_prec=act_prec)
     try:
         return session.logits(ids)
     finally:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from sessions import make_session
 
 from clocher_kernels import host_memory
 from clocher_kernels.errors import OutOfMemory
@@ -9,7 +10,6 @@ from clocher_kernels.host_memory import available, require
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.engine.load import load_model
-from clocher_runtime.engine.session import Session
 from clocher_runtime.models import build
 from clocher_runtime.quality.evaluate import Runs
 from cpu_fallback.tiles.prepack import check_memory
@@ -105,7 +105,7 @@ def little(monkeypatch):
 def test_a_session_asks_before_its_tables_are_made(little, monkeypatch):
     monkeypatch.setattr(build, "rope_tables", lambda *args: pytest.fail("tables were made"))
     with pytest.raises(OutOfMemory, match=r"KV cache and buffers need \d+ MiB, 1 MiB are"):
-        Session(load_model(open_checkpoint(embedded_model())), context=4096)
+        make_session(load_model(open_checkpoint(embedded_model())), context=4096)
 
 
 def test_tables_are_counted(monkeypatch):

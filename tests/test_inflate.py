@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import run_script
+from sessions import make_session
 from weight_files import BITNET, GPTOSS, LLAMA
 
 from clocher_kernels.errors import UnsupportedModel, UsageError
@@ -138,7 +139,7 @@ def pair(name: str, precision: str, folder: Path) -> Iterator[tuple[Session, lis
             "def parse(self, text):\n    for line in text:\n        if not line:"
         )
         options: dict[str, Any] = {"context": 128, "chunk": 32, "act_prec": "fp32"}
-        session = Session(load_model(checkpoint), kv_dtype="f32", all_logits=True, **options)
+        session = make_session(load_model(checkpoint), kv_dtype="f32", all_logits=True, **options)
         try:
             yield session, ids
         finally:
@@ -169,7 +170,7 @@ def test_logits_and_text_are_the_small_models(name: str, precision: str, tmp_pat
 @pytest.mark.parametrize("name", list(MODELS))
 def test_tokens_beyond_the_vocabulary_never_come(name: str, tmp_path: Path) -> None:
     inflate(name, "native", tmp_path)
-    session = Session(load_model(open_checkpoint(tmp_path)), context=128, chunk=32)
+    session = make_session(load_model(open_checkpoint(tmp_path)), context=128, chunk=32)
     try:
         hot = made(session, [5, 6, 7], Sampling(temperature=50.0, seed=3))
     finally:
@@ -237,7 +238,7 @@ def test_a_gguf_file_is_the_same_model(name: str, precision: str, tmp_path: Path
     for checkpoint in (open_checkpoint(tmp_path), open_gguf(tmp_path / GGUF_NAME)):
         tokenizer = Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config)
         model = load_model(checkpoint)
-        session = Session(model, context=64, chunk=32, all_logits=True, act_prec="fp32")
+        session = make_session(model, context=64, chunk=32, all_logits=True, act_prec="fp32")
         try:
             found.append((tokenizer.encode(text), session.logits(tokenizer.encode(text))))
         finally:

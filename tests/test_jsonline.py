@@ -25,7 +25,8 @@ from clocher_runtime.command.jsonline import (
 )
 from clocher_runtime.command.loading import Engine
 from clocher_runtime.command.run import measure, run_line, summary
-from clocher_runtime.command.settings import Given, RunConfig
+from clocher_runtime.command.settings import RunConfig
+from clocher_runtime.config.setting import Given
 from clocher_runtime.engine.reading import PagesRead
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.timing import TimedWindow

@@ -39,6 +39,7 @@ clocher_runtime.disk
 clocher_runtime.models
 clocher_runtime.checkpoints
 clocher_runtime.speculation clocher_runtime.diffusion
+clocher_runtime.config
 clocher_runtime.engine
 clocher_runtime.text
 clocher_runtime.convert
@@ -72,7 +73,6 @@ LIBRARIES: dict[str, str] = {
     "clocher_kernels.torch": "numpy torch",
     "cpu_fallback": "numpy numba llvmlite",
     "clocher_runtime": "numpy msgspec tokenizers jinja2 click rich huggingface_hub re2",
-    "clocher_runtime.engine.process_group": "numpy torch",
     "clocher_runtime.quality.report": "matplotlib",
     "clocher_runtime.quality.transformers_model": "numpy torch transformers",
     "clocher_runtime.monitoring": "prometheus_client",

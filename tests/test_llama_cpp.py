@@ -15,6 +15,7 @@ import llama_cpp_runs as llama_cpp
 import numpy as np
 import pytest
 from gguf_files import F32, Kind, add_tokenizer, gguf_tensors, write_gguf
+from sessions import make_session
 from weight_files import BITNET, LLAMA
 
 from clocher_runtime.checkpoints import open_checkpoint
@@ -40,7 +41,7 @@ TYPES = (
 
 
 def session(checkpoint: Checkpoint, act_prec: str, logits: bool) -> Session:
-    return Session(
+    return make_session(
         load_model(checkpoint),
         backend="cpu",
         threads=2,

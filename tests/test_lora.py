@@ -16,6 +16,7 @@ import torch
 from commands import clocher
 from random_models import prompt_of, randomize
 from safetensors.torch import load_file, save_file
+from sessions import make_session
 from transformers import AutoModelForCausalLM, LlamaConfig
 from weight_files import LLAMA, rng
 
@@ -30,7 +31,6 @@ from clocher_kernels.errors import (
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.hf.lora import with_lora
 from clocher_runtime.engine.load import load_model
-from clocher_runtime.engine.session import Session
 from clocher_runtime.models.inventory import EMBED, HEAD
 
 VOCAB, HIDDEN, INNER = 160, 64, 96
@@ -152,12 +152,12 @@ def test_logits_are_those_of_the_model_with_the_adapter_beside_it(tmp_path: Path
         expected = reference(torch.tensor([ids])).logits[0].numpy()
     model = load_model(with_lora(open_checkpoint(base), adapter))
     with closing(
-        Session(model, threads=2, all_logits=True, act_prec="fp32", kv_dtype="f32")
+        make_session(model, threads=2, all_logits=True, act_prec="fp32", kv_dtype="f32")
     ) as session:
         got = session.logits(ids)
     assert np.abs(got - expected).max() <= 1e-4
     plain = load_model(open_checkpoint(base))
-    with closing(Session(plain, threads=2, all_logits=True, act_prec="fp32")) as session:
+    with closing(make_session(plain, threads=2, all_logits=True, act_prec="fp32")) as session:
         assert np.abs(session.logits(ids) - expected).max() > 1e-2
 
 

@@ -19,10 +19,10 @@ from random_models import (
     reference_greedy,
     reference_logits,
 )
+from sessions import make_session
 
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.engine.load import load_model
-from clocher_runtime.engine.session import Session
 
 COUNT = 20
 GREEDY = 64
@@ -50,7 +50,7 @@ def compare(
     spec_vocab = model.config.vocab_size
     ids = prompt_of(name, spec_vocab)
     loaded = load_model(open_checkpoint(folder))
-    session = Session(
+    session = make_session(
         loaded,
         backend=backend,
         threads=2,

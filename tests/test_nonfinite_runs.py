@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cuda_cases import INTERPRETER
 from planting import ODD, planted
+from sessions import make_session
 from test_session import MODELS, ids_of, model_of
 from weight_files import copy_model
 
@@ -18,7 +19,7 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.cli import main
 from clocher_runtime.engine import binding
 from clocher_runtime.engine.load import Model
-from clocher_runtime.engine.session import Sampling, Session
+from clocher_runtime.engine.session import Sampling
 from clocher_runtime.quality.compare import perplexity
 
 EMBED, LAST_NORM = "model.embed_tokens.weight", "model.norm.weight"
@@ -42,7 +43,7 @@ def spoiled(name: str, weight: str, value: float, at: int = 0, factor: float = 0
 
 
 def run(model: Model, prompts: list[list[int]], sampling: Sampling | None = None, **more) -> list:
-    session = Session(model, context=64, chunk=4, threads=2, batch=len(prompts), **more)
+    session = make_session(model, context=64, chunk=4, threads=2, batch=len(prompts), **more)
     try:
         with np.errstate(all="ignore"):
             return list(session.generate(prompts, 3, sampling, frozenset()))
@@ -105,7 +106,7 @@ def test_one_sequence_of_a_batch_is_named_and_the_session_goes_on() -> None:
     assert BAD not in good + other
     bad = spoiled("llama", EMBED, np.nan, BAD * model_of("llama").spec.hidden_size)
     expected = run(model_of("llama"), [good, other])
-    session = Session(bad, context=64, chunk=4, threads=2, batch=3)
+    session = make_session(bad, context=64, chunk=4, threads=2, batch=3)
     try:
         with pytest.raises(NonFinite, match=f"token {PROMPT.index(BAD)} of") as caught:
             list(session.generate([good, PROMPT, other], 3, stop_ids=frozenset()))
@@ -127,7 +128,7 @@ def test_no_cache_hides_it(kv_dtype: str, odd: str) -> None:
 
 def test_logits_and_perplexity_refuse() -> None:
     bad = spoiled("llama", EMBED, np.nan, BAD * model_of("llama").spec.hidden_size)
-    session = Session(bad, context=64, chunk=4, all_logits=True)
+    session = make_session(bad, context=64, chunk=4, all_logits=True)
     try:
         with pytest.raises(NonFinite, match="embed of"):
             session.logits(PROMPT)

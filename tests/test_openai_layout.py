@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sessions import make_session
 from weight_files import GPTOSS, Array, array, read_with_the_library, write_safetensors
 
 from clocher_kernels.errors import ClocherError, FormatError
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.hf.openai_layout import is_openai
 from clocher_runtime.engine.load import load_model
-from clocher_runtime.engine.session import Session
 from clocher_runtime.quality.compare import perplexity
 from clocher_runtime.quality.tensor_error import same
 from clocher_runtime.text.tokenizer import Tokenizer
@@ -99,7 +99,7 @@ def test_it_is_the_same_model_bit_for_bit(tmp_path: Path) -> None:
     ids = Tokenizer(here.tokenizer_source, here.tokenizer_config).encode(text)[:256]
     losses = []
     for model in (one, two):
-        session = Session(model, threads=1, context=256, chunk=64, all_logits=True)
+        session = make_session(model, threads=1, context=256, chunk=64, all_logits=True)
         with closing(session):
             losses.append(perplexity(session, ids, 256, None).loss)
     assert losses[0] == losses[1]

@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from sessions import make_session
 from transformers import AutoModelForCausalLM
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.engine.load import load_model
-from clocher_runtime.engine.session import Session
 from clocher_runtime.quality.compare import perplexity, window_loss
 from clocher_runtime.text.tokenizer import Tokenizer
 
@@ -38,7 +38,7 @@ def held_out_ids(name: str) -> list[int]:
 
 def score(name: str, precision: str | None = None, limit: int | None = None) -> float:
     model = load_model(open_checkpoint(MODELS[name]), precision)
-    session = Session(
+    session = make_session(
         model,
         threads=2,
         context=256,
@@ -92,7 +92,7 @@ def test_window_loss_is_cross_entropy() -> None:
 
 
 def test_too_short_a_text() -> None:
-    session = Session(
+    session = make_session(
         load_model(open_checkpoint(MODELS["gptoss"])), backend="reference", all_logits=True
     )
     with pytest.raises(UsageError, match="longer text"):

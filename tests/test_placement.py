@@ -10,9 +10,9 @@ from kernel_run import kernel_cache
 from clocher_kernels.formats import parse_format
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.command.env import resolve
 from clocher_runtime.command.loading import choose_threads, not_acted_on, tuning_of
-from clocher_runtime.command.settings import Given
+from clocher_runtime.command.settings import resolve
+from clocher_runtime.config.setting import Given
 from clocher_runtime.engine.topology import Cpu
 from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.team.hints import Asked, Hints

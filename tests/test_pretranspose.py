@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sessions import make_session
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import Float, parse_format
@@ -18,8 +19,8 @@ from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.env import resolve
 from clocher_runtime.command.loading import not_acted_on
+from clocher_runtime.command.settings import resolve
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.models.inventory import EMBED, HEAD, SCOPES, in_scope
@@ -39,7 +40,7 @@ def model_of(path: Path, precision: str | None = None) -> Model:
 
 
 def session_of(model: Model, **more) -> Session:
-    return Session(model, context=32, chunk=8, **more)
+    return make_session(model, context=32, chunk=8, **more)
 
 
 def integer_weights(session: Session) -> set[str]:

@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
+from sessions import make_session
 
 from bench import profile
 from bench.clock.step_pictures import Frame, svg, trace
@@ -14,7 +15,6 @@ from clocher_kernels.plan import Call
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.engine.load import load_model
-from clocher_runtime.engine.session import Session
 
 STEPS = 3
 
@@ -37,7 +37,7 @@ def steps(profiler):
 
 
 def test_a_stamped_session_makes_the_same_tokens(model, profiler):
-    plain = Session(model, threads=1, context=64)
+    plain = make_session(model, threads=1, context=64)
     made = [
         [token.id for token in session.generate([[7, 8, 9]], 12, stop_ids=frozenset())]
         for session in (plain, profiler.session)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clocher_runtime.command.env import Sources
+from clocher_runtime.config.sources import Sources
 from clocher_runtime.serve import engine_process, jobs
 from clocher_runtime.serve.engine_process import EngineProcess
 from clocher_runtime.serve.errors import ApiError

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
-from clocher_runtime.command.env import Sources
+from clocher_runtime.config.sources import Sources
 from clocher_runtime.serve.app import Server
 from clocher_runtime.serve.constraints import Grammars
 from clocher_runtime.serve.engine_process import EngineProcess

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from fake_openai import Fake, fake_server
+from sessions import make_session
 
 from bench.measure import NotMeasured
 from bench.ops.experiment import opened
@@ -24,7 +25,6 @@ from bench.serving import cases, life, servers
 from bench.serving.__main__ import main
 from bench.serving.client import Chunks, Events, Target, get
 from bench.serving.load import Shape, closed, fault, percentiles, poisson, seeds
-from clocher_runtime.engine.session import Session
 
 SHAPE = Shape("completions", 8, 16, 256)
 
@@ -210,7 +210,7 @@ def test_one_stream_beside_the_session(fake: Fake, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(cases, "_METRICS_S", 0.0)
     fake.token_s = 0.002
     server = servers.Server("fake", Target.of(fake.url), "fake")
-    with closing(Session(opened(None), batch=2)) as session:
+    with closing(make_session(opened(None), batch=2)) as session:
         both = cases.Bench([server], SHAPE, 2, session)
         through, bare = cases.overhead(both)
         eight, *alone = cases.batch(both, 2)

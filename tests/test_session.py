@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sessions import make_session
 
 from clocher_kernels.errors import OutOfMemory, UsageError
 from clocher_runtime.checkpoints import open_checkpoint
@@ -41,7 +42,7 @@ def ids_of(seed: int, length: int) -> tuple[int, ...]:
 def logits_of(
     name: str, chunk: int, threads: int, precision: str | None = None, **more
 ) -> np.ndarray:
-    session = Session(
+    session = make_session(
         model_of(name, precision),
         threads=threads,
         chunk=chunk,
@@ -57,7 +58,7 @@ def logits_of(
 
 @pytest.fixture
 def session() -> Iterator[Session]:
-    made = Session(model_of("gptoss"), threads=2, batch=3, context=300, chunk=32)
+    made = make_session(model_of("gptoss"), threads=2, batch=3, context=300, chunk=32)
     yield made
     made.close()
 
@@ -94,13 +95,13 @@ def test_chunks_change_no_bit_with_a_narrow_cache(kv_dtype: str) -> None:
 def test_neighbours_change_no_token(name: str) -> None:
     prompts = [ids_of(1, 5), ids_of(2, 140), ids_of(3, 33)]
     sampling = Sampling(temperature=1.0, top_k=50, top_p=0.95, seed=7)
-    together = Session(model_of(name), threads=2, batch=3, context=256, chunk=48)
+    together = make_session(model_of(name), threads=2, batch=3, context=256, chunk=48)
     made: list[list[int]] = [[], [], []]
     for token in together.generate(prompts, 20, sampling, frozenset()):
         made[token.sequence].append(token.id)
     together.close()
     for prompt, expected in zip(prompts, made, strict=True):
-        alone = Session(model_of(name), threads=1, context=256, chunk=200)
+        alone = make_session(model_of(name), threads=1, context=256, chunk=200)
         assert [t.id for t in alone.generate([prompt], 20, sampling, frozenset())] == expected
         alone.close()
 
@@ -199,11 +200,11 @@ def test_more_prompts_than_the_batch_wait_their_turn(session: Session) -> None:
 
 def test_bad_sizes() -> None:
     with pytest.raises(UsageError, match="context"):
-        Session(model_of("gptoss"), context=5000)
+        make_session(model_of("gptoss"), context=5000)
     with pytest.raises(UsageError, match="kv_dtype"):
-        Session(model_of("gptoss"), kv_dtype="int3")
+        make_session(model_of("gptoss"), kv_dtype="int3")
     with pytest.raises(OutOfMemory, match="lower --context"):
-        Session(model_of("gptoss"), batch=10_000_000)
+        make_session(model_of("gptoss"), kv_pages=100_000_000)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +229,7 @@ def test_an_abandoned_generation_leaves_the_session_usable(session: Session) -> 
 @pytest.mark.parametrize("begin", [62, 1 << 30, (1 << 31) - 3, -5])
 def test_steps_beyond_the_context_do_no_harm(name: str, begin: int) -> None:
     """The Plan steps positions on by itself, and nothing tells it where the context ends."""
-    session = Session(model_of(name), threads=2, batch=2, context=64)
+    session = make_session(model_of(name), threads=2, batch=2, context=64)
     prompts = [ids_of(1, 6), ids_of(2, 9)]
     expected = list(session.generate(prompts, 12, stop_ids=frozenset()))
     executor = session.executor
@@ -251,11 +252,11 @@ def test_steps_beyond_the_context_do_no_harm(name: str, begin: int) -> None:
 def test_iebin_gives_the_same_logits_and_ids(name: str, tmp_path: Path) -> None:
     convert(MODELS[name], tmp_path / "iebin")
     converted = load_model(open_checkpoint(tmp_path / "iebin"))
-    session = Session(converted, threads=2, context=256, chunk=LENGTH, all_logits=True)
+    session = make_session(converted, threads=2, context=256, chunk=LENGTH, all_logits=True)
     assert np.array_equal(session.logits(ids_of(0, LENGTH)), logits_of(name, LENGTH, 2))
     made = [t.id for t in session.generate([ids_of(5, 9)], 12, stop_ids=frozenset())]
     session.close()
-    original = Session(model_of(name), threads=1, context=256)
+    original = make_session(model_of(name), threads=1, context=256)
     assert [t.id for t in original.generate([ids_of(5, 9)], 12, stop_ids=frozenset())] == made
     original.close()
 
@@ -266,7 +267,7 @@ def test_a_quantised_iebin_gives_the_logits_of_a_quantised_load(tmp_path: Path) 
     q4_map.write_text(json.dumps({"version": 1, "rules": [rule]}))
     convert(MODELS["llama"], tmp_path / "iebin", q4_map=q4_map)
     model = load_model(open_checkpoint(tmp_path / "iebin"))
-    session = Session(model, threads=2, context=256, chunk=LENGTH, all_logits=True)
+    session = make_session(model, threads=2, context=256, chunk=LENGTH, all_logits=True)
     expected = logits_of("llama", LENGTH, 2, "int8w")
     assert np.array_equal(session.logits(ids_of(0, LENGTH)), expected)
     session.close()
@@ -275,7 +276,9 @@ def test_a_quantised_iebin_gives_the_logits_of_a_quantised_load(tmp_path: Path) 
 def test_the_stub_is_a_back_end_like_the_others():
     prompts = [[5, 6], [7], [1, 2, 3, 4, 5]]
     expected = [[stub_id(prompt, index) for index in range(4)] for prompt in prompts]
-    with closing(Session(stub_model(), backend="stub", batch=3, context=64, chunk=3)) as session:
+    with closing(
+        make_session(stub_model(), backend="stub", batch=3, context=64, chunk=3)
+    ) as session:
         for _ in range(2):
             made: list[list[int]] = [[], [], []]
             for token in session.generate(prompts, 4):
@@ -291,7 +294,7 @@ def test_the_stub_is_a_back_end_like_the_others():
 
 def test_the_stub_stays_within_the_vocabulary_of_a_model():
     model = model_of("llama")
-    with closing(Session(model, backend="stub", context=64)) as session:
+    with closing(make_session(model, backend="stub", context=64)) as session:
         ids = [token.id for token in session.generate([[5]], 20, stop_ids=frozenset())]
     size = model.spec.vocab_size
     assert ids == [stub_id([5], index, size) for index in range(20)]

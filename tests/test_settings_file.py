@@ -10,8 +10,8 @@ from commands import clocher
 from weight_files import LLAMA, ROOT
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.command.env import resolve
-from clocher_runtime.command.settings import ALL, HINTS, SETTINGS, RunConfig
+from clocher_runtime.command.settings import ALL, SETTINGS, RunConfig, resolve
+from clocher_runtime.config.engine import HINTS
 from clocher_runtime.engine.backends import hand_on
 
 # Setting -> a value that is not its default, as TOML has it.
@@ -43,7 +43,6 @@ OTHER: dict[str, Any] = {
     "device": "cpu",
     "isa": "generic",
     "threads": 1,
-    "tensor_parallel": 2,
     "tile_table": "tiles.json",
     "tune": True,
     "batch": 2,

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sessions import make_session
 
 import clocher_runtime
 from clocher_kernels.errors import SessionBusy, UsageError
@@ -42,14 +43,14 @@ def ids_of(session: Session, prompt: list[int] | None = None, length: int = LENG
 
 @pytest.fixture
 def session() -> Iterator[Session]:
-    made = Session(weights(), threads=2, context=256, all_logits=True)
+    made = make_session(weights(), threads=2, context=256, all_logits=True)
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
 def expected() -> list[int]:
-    lone = Session(weights(), context=256)
+    lone = make_session(weights(), context=256)
     try:
         return ids_of(lone)
     finally:
@@ -210,7 +211,7 @@ def test_a_right_that_ctrl_c_kept_from_being_given_back_is_found(
 
 
 def test_a_thread_joins_beside_a_running_generation() -> None:
-    session = Session(weights(), threads=2, batch=2, context=256)
+    session = make_session(weights(), threads=2, batch=2, context=256)
     long = session.generate([PROMPT], 200, stop_ids=frozenset())
     left: list[int] = []
 
@@ -275,7 +276,7 @@ def test_a_measured_generation_is_alone(session: Session, expected: list[int]) -
 
 
 def test_closing_waits_for_the_step_and_ends_what_others_generate() -> None:
-    session = Session(weights(), threads=2, batch=2, context=256)
+    session = make_session(weights(), threads=2, batch=2, context=256)
     began = threading.Event()
     results: list[Any] = []
 
@@ -298,7 +299,7 @@ def test_closing_waits_for_the_step_and_ends_what_others_generate() -> None:
 
 
 def test_closing_ends_a_suspended_generation() -> None:
-    session = Session(weights(), threads=2, context=64, all_logits=True)
+    session = make_session(weights(), threads=2, context=64, all_logits=True)
     stream = session.generate([PROMPT], LENGTH, stop_ids=frozenset())
     next(stream)
     session.close()
@@ -313,7 +314,7 @@ def test_closing_ends_a_suspended_generation() -> None:
 
 
 def test_a_finished_generation_stays_finished_after_close() -> None:
-    session = Session(weights(), context=64)
+    session = make_session(weights(), context=64)
     stream = session.generate([PROMPT], 2, stop_ids=frozenset())
     assert len(list(stream)) == 2
     session.close()
@@ -372,7 +373,7 @@ def test_two_threads_take_the_items_of_one_generation(
 
 
 def test_two_sessions_in_two_threads(expected: list[int]) -> None:
-    sessions = [Session(weights(), threads=2, context=256) for _ in "ab"]
+    sessions = [make_session(weights(), threads=2, context=256) for _ in "ab"]
     results: list[list[list[int]]] = [[], []]
 
     def work(which: int) -> None:
@@ -406,7 +407,7 @@ def in_child(work: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_child_of_a_fork_generates(threads: int, expected: list[int]) -> None:
-    session = Session(weights(), threads=threads, context=256)
+    session = make_session(weights(), threads=threads, context=256)
     assert ids_of(session) == expected
     stream = session.generate([PROMPT], LENGTH, stop_ids=frozenset())
     begun = [next(stream).id for _ in range(4)]
@@ -425,8 +426,8 @@ def test_the_child_of_a_fork_generates(threads: int, expected: list[int]) -> Non
 
 
 def test_a_fork_during_a_step_of_another_thread(expected: list[int]) -> None:
-    session = Session(weights(), threads=2, context=256)
-    other = Session(weights(), threads=2, context=256)
+    session = make_session(weights(), threads=2, context=256)
+    other = make_session(weights(), threads=2, context=256)
     stop = threading.Event()
 
     def work() -> None:

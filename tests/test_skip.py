@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sessions import make_session
 
 from bench.skip import DENSE, planted, zeros_by_layer
 from clocher_kernels.errors import UnsupportedOp
@@ -19,7 +20,6 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.convert.synthetic import Precision, plan_synthesis
 from clocher_runtime.engine.footprint import footprint
 from clocher_runtime.engine.load import Destined, Model, load_model
-from clocher_runtime.engine.session import Session
 from cpu_fallback.tiles.neurons import lines_of, nbytes_of, pack
 from tests.one_op import run
 
@@ -134,7 +134,7 @@ def leaning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
 
 
 def ids(model: Model, prompts: list[list[int]], **more) -> list[list[int]]:
-    with closing(Session(model, context=128, chunk=16, batch=len(prompts), **more)) as session:
+    with closing(make_session(model, context=128, chunk=16, batch=len(prompts), **more)) as session:
         found: list[list[int]] = [[] for _ in prompts]
         for token in session.generate(prompts, 40, stop_ids=frozenset()):
             found[token.sequence].append(token.id)
@@ -157,14 +157,14 @@ def test_ids_are_the_same_with_and_without(which: str, count: int, leaning: Mode
 def test_logits_are_the_same_to_the_bit(leaning: Model) -> None:
     found = []
     for scope in (None, DENSE):
-        with closing(Session(leaning, context=64, chunk=8, pretranspose=scope)) as session:
+        with closing(make_session(leaning, context=64, chunk=8, pretranspose=scope)) as session:
             tokens = session.generate([PROMPTS[0]], 20, stop_ids=frozenset(), logits=True)
             found.append(np.stack([token.logits for token in tokens]))
     assert np.array_equal(*found)
 
 
 def test_zeros_are_counted_as_they_were_planted(leaning: Model) -> None:
-    with closing(Session(leaning, context=64, chunk=32)) as session:
+    with closing(make_session(leaning, context=64, chunk=32)) as session:
         shares = zeros_by_layer(session, 16)
     assert len(shares) == leaning.spec.num_layers
     for gates, zeros in shares:
@@ -174,12 +174,12 @@ def test_zeros_are_counted_as_they_were_planted(leaning: Model) -> None:
 def test_which_calls_skip() -> None:
     model = trained()
     layers = model.spec.num_layers
-    with closing(Session(model, context=64)) as session:
+    with closing(make_session(model, context=64)) as session:
         plan = session.executor.plan
     assert [c.op for c in plan.calls if c.op in OPS_THAT_SKIP] == [*sorted(OPS_THAT_SKIP)] * layers
     assert not any("activation" in call.attrs for call in plan.calls)
     for scope in ("none", DENSE):
-        with closing(Session(model, context=64, pretranspose=scope)) as session:
+        with closing(make_session(model, context=64, pretranspose=scope)) as session:
             assert not OPS_THAT_SKIP & {call.op for call in session.executor.plan.calls}
             dense = session.executor.plan
     assert skip_zeros(dense, {}, frozenset()) == dense

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_op import Values, run
 from passkey_model import CONTEXT, make, text_with_keys
+from sessions import make_session
 from test_cpu_attention import Cache, queries, tokens
 from test_session import MODELS, ids_of, model_of
 from test_speculation import Free, Oracle
@@ -159,7 +160,7 @@ def test_what_is_not_listed_is_not_read() -> None:
 
 def session_of(name: str, attn: str, **more: object) -> Session:
     options: dict[str, object] = {"threads": 2, "context": 768, "chunk": 128, **more}
-    return Session(model_of(name), attn=attn, **options)
+    return make_session(model_of(name), attn=attn, **options)
 
 
 def texts_of(session: Session, prompts: tuple[tuple[int, ...], ...] = PROMPTS) -> list[list[int]]:
@@ -232,7 +233,9 @@ def test_a_budget_for_all_pages_gives_the_bits_of_dense() -> None:
 def test_the_reference_selects_the_same(attn: str) -> None:
     got, share = logits_of(attn)
     with closing(
-        Session(model_of("llama"), backend="reference", context=768, attn=attn, all_logits=True)
+        make_session(
+            model_of("llama"), backend="reference", context=768, attn=attn, all_logits=True
+        )
     ) as session:
         expected = session.logits(PROMPTS[0])
         assert session.reading.pages.share(NOTHING) == share
@@ -309,7 +312,7 @@ def answers(folder: Path, attn: str, length: int) -> tuple[list[bool], float]:
     ids, keys = text_with_keys(length - 2, DEPTHS)
     model = load_model(open_checkpoint(make(folder)), None)
     options: dict[str, object] = {"context": length, "chunk": 512, "prefix_cache": True}
-    with closing(Session(model, threads=2, attn=attn, **options)) as session:
+    with closing(make_session(model, threads=2, attn=attn, **options)) as session:
         made = [
             next(iter(session.generate([[*ids, key]], 1, stop_ids=frozenset()))).id for key in keys
         ]

@@ -6,6 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from sessions import make_session
 from test_session import MODELS, ids_of, model_of
 
 from clocher_kernels.errors import UsageError
@@ -66,7 +67,7 @@ class Oracle:
 
 @contextmanager
 def session_of(name: str, batch: int, **more: object) -> Iterator[Session]:
-    made = Session(model_of(name), threads=2, batch=batch, context=256, chunk=32, **more)
+    made = make_session(model_of(name), threads=2, batch=batch, context=256, chunk=32, **more)
     with closing(made):
         yield made
 
@@ -220,7 +221,7 @@ def test_finished_texts_help_others_of_their_salt_only() -> None:
 )
 def test_what_cannot_be_guessed_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        Session(model_of("llama"), context=64, **options)
+        make_session(model_of("llama"), context=64, **options)
 
 
 def test_a_session_tells_what_guessing_came_to() -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from sessions import make_session
 from test_session import model_of
 
 from bench import speculation
 from bench.workloads import WORKLOADS, Source
-from clocher_runtime.engine.session import Session
 from clocher_runtime.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent / "data"
@@ -74,7 +74,9 @@ def test_a_told_session_makes_the_answer_with_guesses_and_without() -> None:
     source, _ = source_of()
     cases = [WORKLOADS["edit"](source, number) for number in range(3)]
     for speculate in ("off", "suffix"):
-        made = Session(model_of("llama"), threads=2, batch=3, context=1024, speculate=speculate)
+        made = make_session(
+            model_of("llama"), threads=2, batch=3, context=1024, speculate=speculate
+        )
         with closing(made) as session:
             session.warm()
             ours = speculation.Ours(session, NEW)

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from sessions import make_session
 from test_session import MODELS, model_of
 
 from clocher_runtime.engine.arguments import Sampling
@@ -95,7 +96,9 @@ def texts_of(session: Session, name: str, kind: Kind, new: int) -> list[list[int
 
 
 def session_of(name: str, new: int, batch: int, **more: object) -> Session:
-    return Session(model_of(name), batch=batch, context=PROMPT + new, prefix_cache=True, **more)
+    return make_session(
+        model_of(name), batch=batch, context=PROMPT + new, prefix_cache=True, **more
+    )
 
 
 @cache

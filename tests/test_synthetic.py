@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from commands import python, run_script
 from gguf.quants import dequantize
+from sessions import make_session
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -33,7 +34,6 @@ from clocher_runtime.convert.synthetic import (
     plan_synthesis,
 )
 from clocher_runtime.engine.load import load_model
-from clocher_runtime.engine.session import Session
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import inventory
 from clocher_runtime.text.tokenizer import Tokenizer
@@ -119,7 +119,7 @@ def test_the_same_arguments_give_the_same_bytes(preset: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(("preset", "precision"), MADE, ids=lambda value: str(value))
 def test_a_model_loads_and_its_logits_are_sane(preset: str, precision: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(make(tmp_path, preset, precision), verify=True)
-    session = Session(load_model(checkpoint), context=16, chunk=8, all_logits=True)
+    session = make_session(load_model(checkpoint), context=16, chunk=8, all_logits=True)
     try:
         logits = session.logits([3, 141, 59, 26, 5])
     finally:

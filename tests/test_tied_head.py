@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from random_models import prompt_of, randomize, reference_greedy, reference_logits
+from sessions import make_session
 from transformers import AutoModelForCausalLM, LlamaConfig
 from weight_files import rng
 
@@ -48,7 +49,7 @@ def logits(model: Model, ids: list[int]) -> np.ndarray:
 
 
 def bind(model: Model, **options: bool) -> Session:
-    return Session(model, threads=2, act_prec="fp32", kv_dtype="f32", **options)
+    return make_session(model, threads=2, act_prec="fp32", kv_dtype="f32", **options)
 
 
 @pytest.mark.parametrize("shard", ["1GB", "30KB"])

@@ -11,6 +11,7 @@ from zlib import crc32
 
 import numpy as np
 import pytest
+from sessions import make_session
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import parse_format
@@ -18,7 +19,6 @@ from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.engine.load import load_model
-from clocher_runtime.engine.session import Session
 from cpu_fallback.tiles import tile_cache, tile_pack
 from cpu_fallback.tiles.layout import layout_of
 from cpu_fallback.tiles.tile_cache import LIMIT_VARIABLE, TileCache, key_of
@@ -163,7 +163,7 @@ def test_results_are_the_same_bits_with_and_without(
 ) -> None:
     def logits() -> np.ndarray:
         model = load_model(open_checkpoint(embedded_model()))  # planes of its own: packed anew
-        session = Session(model, threads=2, context=64, all_logits=True)
+        session = make_session(model, threads=2, context=64, all_logits=True)
         try:
             return session.logits(list(range(1, 40)))
         finally:

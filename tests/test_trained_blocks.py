@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sessions import make_session
 
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.engine.load import Model, load_model
-from clocher_runtime.engine.session import Session
 from clocher_runtime.speculation.gate import Trial
 from clocher_runtime.text.tokenizer import Tokenizer
 
@@ -29,7 +29,7 @@ def decoded(model: Model, texts: int, diffusion: str) -> tuple[list[list[int]], 
     ids = tokenizer.encode((DATA / "valid.txt").read_text(encoding="utf-8")[:250_000])
     apart = len(ids) // texts
     prompts = [ids[i * apart :][:PROMPT] for i in range(texts)]
-    session = Session(model, batch=8, context=256, diffusion=diffusion)
+    session = make_session(model, batch=8, context=256, diffusion=diffusion)
     made: list[list[int]] = [[] for _ in prompts]
     passes = 0
     try:

@@ -16,6 +16,7 @@ from bench.gpu.record import Row
 from bench.gpu.setting import Item, Setting
 from clocher_kernels.cuda import executor
 from clocher_kernels.cuda.launch import Launch
+from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.session import Session
 
@@ -64,7 +65,9 @@ def _measure(setting: Setting, precision: Precision) -> list[Row]:
         for chunk in _DRY_CHUNKS if setting.dry else CHUNKS:
             new = _DRY_NEW if setting.dry else _NEW
             context = _context(setting)
-            session = Session(made, backend="cuda", context=context, chunk=chunk)  # type: ignore[arg-type]
+            session = Session(
+                made, EngineConfig(backend="cuda", context=context, chunk=chunk, speculate="off")
+            )  # type: ignore[arg-type]
             try:
                 rows += [_first_token(setting, session, length) for length in prompts]
                 if chunk == (_DRY_CHUNKS if setting.dry else CHUNKS)[-1]:

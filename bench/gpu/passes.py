@@ -21,6 +21,7 @@ from bench.gpu.record import Row
 from bench.gpu.setting import Item, Setting
 from clocher_kernels.cuda.launch import Launch
 from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.convert.inflate import plan_inflation
 from clocher_runtime.convert.synthetic import Precision as Stored
 from clocher_runtime.engine.arguments import Sampling
@@ -105,7 +106,10 @@ def _measure_texts(setting: Setting) -> list[Row]:
         chunk = 4 if setting.dry else None
         with device_of(setting):
             off, on = (
-                Session(model, backend="cuda", context=context, chunk=chunk, speculate=mode)
+                Session(
+                    model,
+                    EngineConfig(backend="cuda", context=context, chunk=chunk, speculate=mode),
+                )
                 for mode in ("off", "auto")
             )
         with closing(off), closing(on):

@@ -27,6 +27,7 @@ from clocher_kernels.ops import OPS
 from clocher_kernels.ops.contract import Case, OpSpec
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
+from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.probes import WorkTouch
 from clocher_runtime.engine.session import Session
@@ -161,7 +162,9 @@ def _run(model: Model, backend: str, dry: bool) -> tuple[np.ndarray, list[int]]:
     prompt, new = (_DRY_PROMPT, _DRY_NEW) if dry else (_PROMPT, _NEW)
     act = None if backend == "cuda" else "fp32"
     shared = {"backend": backend, "context": 64, "kv_dtype": "bf16", "act_prec": act}
-    session = Session(model, chunk=len(prompt), all_logits=True, **shared)  # type: ignore[arg-type]
+    session = Session(
+        model, EngineConfig(chunk=len(prompt), all_logits=True, **shared, speculate="off")
+    )  # type: ignore[arg-type]
     try:
         logits = session.logits(prompt)
         tokens = session.generate([prompt], new, stop_ids=frozenset())

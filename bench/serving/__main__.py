@@ -28,6 +28,7 @@ from bench.ops.experiment import COUNTS, FILE, Listed, Row, experiment, opened
 from bench.report.serving import figures
 from bench.serving import cases, life, servers
 from bench.serving.load import PATHS, Shape
+from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.topology import default_threads
 
@@ -133,7 +134,9 @@ def _servers(stack: ExitStack, options: dict[str, Any]) -> Iterator[servers.Serv
 def _session(model_dir: Path) -> Session:
     model = opened(model_dir)
     threads = default_threads()
-    session = Session(model, threads=threads, batch=_BATCH, prefix_cache=True)
+    session = Session(
+        model, EngineConfig(threads=threads, batch=_BATCH, prefix_cache=True, speculate="off")
+    )
     session.warm()
     return session
 

@@ -23,8 +23,8 @@ from bench.measure import REST_S, interleave
 from bench.variables import of_program
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.env import resolve
 from clocher_runtime.command.loading import Engine, load_engine
+from clocher_runtime.command.settings import resolve
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.probes import Touch, WorkTouch, rss_peak_mib
 from clocher_runtime.engine.timing import TimedWindow

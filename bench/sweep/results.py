@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.sweep.cells import source_names
 from clocher_kernels.errors import UsageError
-from clocher_runtime.command.settings import HINTS
+from clocher_runtime.config.engine import HINTS
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.quality.statistics import Ratio, apart_ratio, paired_ratio
 

@@ -7,12 +7,10 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from functools import partial
 
 from clocher_kernels.errors import ModelChanged
 from clocher_runtime.command.console import Console, is_terminal
-from clocher_runtime.command.env import obeyed, resolve
 from clocher_runtime.command.flags import Command
 from clocher_runtime.command.jsonline import (
     ErrorLine,
@@ -21,7 +19,9 @@ from clocher_runtime.command.jsonline import (
     error_line,
     to_json,
 )
-from clocher_runtime.command.settings import ALL, RunConfig
+from clocher_runtime.command.settings import ALL, RunConfig, resolve
+from clocher_runtime.config.setting import defaults
+from clocher_runtime.config.sources import obeyed
 from clocher_runtime.exit_codes import ExitCode, exit_code, told
 from clocher_runtime.signals import cause_of
 
@@ -64,7 +64,7 @@ COMMAND = Command(
     name=NAME,
     about=ABOUT,
     table=ALL,
-    defaults={field.name: field.default for field in fields(RunConfig)},
+    defaults=defaults(RunConfig),
     notes=(
         PRECEDENCE,
         """A hint is checked and accepted; this version does not act on it. The JSON line lists

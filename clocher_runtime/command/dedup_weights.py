@@ -15,7 +15,8 @@ from clocher_runtime.checkpoints import Checkpoint
 from clocher_runtime.checkpoints.dedup.index import INDEX_NAME
 from clocher_runtime.checkpoints.dedup.reader import DedupFile, Keep, has_dedup, open_deduplicated
 from clocher_runtime.checkpoints.iebin import BIN_NAME
-from clocher_runtime.command.settings import SETTINGS, RunConfig, unmet
+from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.config.setting import every, unmet
 from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.disk.output_file import write_file
 
@@ -29,13 +30,14 @@ _ACTED_ON = {
     "cache": _ALWAYS | {"dedup_cache_mb"},
     "replicate_hot": _ALWAYS | {"dedup_hot_bytes", "dedup_hot_list"},
 }
-_FIELDS = frozenset(name for name in SETTINGS if name.startswith("dedup"))
+_SETTINGS = {n: s for n, s in every(EngineConfig) if n.startswith("dedup")}
+_FIELDS = frozenset(_SETTINGS)
 _HASH = re.compile("[0-9a-f]{64}")
 _log = logging.getLogger(__name__)
 
 
 def open_weights(
-    config: RunConfig, directory: Path | None, other: Callable[[], Checkpoint]
+    config: EngineConfig, directory: Path | None, other: Callable[[], Checkpoint]
 ) -> tuple[Checkpoint, tuple[str, ...]]:
     """Open the model of a run, by its deduplicated weights if it asks for them.
 
@@ -59,7 +61,7 @@ def open_weights(
             "drop one"
         )
     if directory is None:
-        return other(), unmet(config.given, _FIELDS)
+        return other(), unmet(config.given, _SETTINGS, _FIELDS)
     only_form = has_dedup(directory) and not os.path.isfile(directory / BIN_NAME)
     wanted = only_form if config.dedup is None else config.dedup
     if not wanted or policy == "off":
@@ -69,18 +71,18 @@ def open_weights(
                 f"used; unset IE_DEDUP and IE_DEDUP_POLICY, or restore {BIN_NAME} with "
                 "clocher dedup --restore"
             )
-        return other(), unmet(config.given, _FIELDS)
+        return other(), unmet(config.given, _SETTINGS, _FIELDS)
     try:
         checkpoint = _open(config, directory)
     except ModelError as error:
         if config.dedup_strict or only_form:
             raise
         _log.warning("IE_DEDUP=1 is not obeyed, %s is used: %s", BIN_NAME, error)
-        return other(), unmet(config.given, _FIELDS)
-    return checkpoint, unmet(config.given, _FIELDS - _ACTED_ON[policy])
+        return other(), unmet(config.given, _SETTINGS, _FIELDS)
+    return checkpoint, unmet(config.given, _SETTINGS, _FIELDS - _ACTED_ON[policy])
 
 
-def _open(config: RunConfig, directory: Path) -> Checkpoint:
+def _open(config: EngineConfig, directory: Path) -> Checkpoint:
     if not has_dedup(directory):
         raise FormatError(
             f"{directory}: no {INDEX_NAME}; make it with clocher dedup, or unset IE_DEDUP"

@@ -9,7 +9,8 @@ from click.shell_completion import CompletionItem
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.jsonline import clocher_version
-from clocher_runtime.command.settings import HINTS, Setting
+from clocher_runtime.config.engine import HINTS
+from clocher_runtime.config.setting import Setting
 from clocher_runtime.exit_codes import ExitCode
 
 HELP_WIDTH = 100

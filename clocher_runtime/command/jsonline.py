@@ -83,7 +83,6 @@ class RunLine:
     kv_dtype: str
     act_sparsity: str | None
     threads: int
-    tensor_parallel: int
     numa_nodes: int
     context: int
     batch: int

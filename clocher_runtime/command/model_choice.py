@@ -13,7 +13,8 @@ from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
 from clocher_runtime.checkpoints.iebin import BIN_NAME, JSON_NAME
 from clocher_runtime.checkpoints.locate import EMBEDDED, embedded_model, locate
 from clocher_runtime.command.dedup_weights import open_weights
-from clocher_runtime.command.settings import Given, RunConfig
+from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.config.setting import Given
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class ModelChoice:
             return open_index(self.path, self.data)
         return open_checkpoint(self.path)
 
-    def open_for(self, config: RunConfig) -> tuple[Checkpoint, tuple[str, ...]]:
+    def open_for(self, config: EngineConfig) -> tuple[Checkpoint, tuple[str, ...]]:
         """Open its checkpoint as a run asks: by its deduplicated weights, with a LoRA adapter.
 
         Returns:
@@ -66,7 +67,7 @@ class ModelChoice:
         return with_lora(checkpoint, locate(how.raw, how.source)), unmet
 
 
-def choose_model(config: RunConfig, cwd: Path | None = None) -> ModelChoice:
+def choose_model(config: EngineConfig, cwd: Path | None = None) -> ModelChoice:
     """Return the model of a run.
 
     In this order: `--model-json` and `--model-bin`; `--model-dir`; an IEBIN pair in

@@ -1,7 +1,7 @@
 """The job of `clocher gate`: models through the gate, a table, a verdict."""
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,20 @@ import click
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import locate
 from clocher_runtime.command.script_run import Report
+from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.disk.schema import finite
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.topology import default_threads
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.quality.documents import Documents, cut
-from clocher_runtime.quality.evaluate import Evaluation, Runs, decode_speed, evaluate, size_of
+from clocher_runtime.quality.evaluate import (
+    WEIGHTS_ALONE,
+    Evaluation,
+    decode_speed,
+    evaluate,
+    size_of,
+)
 from clocher_runtime.quality.gate import Check, Limits, verdict_code, worst
 from clocher_runtime.quality.report import Row, draw, require_matplotlib, table
 from clocher_runtime.quantize.candidate import (
@@ -86,13 +93,12 @@ def _one(
     """Evaluate one model and time it."""
     threads = options["threads"] or default_threads()
     model = open_candidate(path, reference.checkpoint, options["precision"], threads)
-    act_prec = None if options["act_prec"] == "default" else options["act_prec"]
     with report.counting() as tell:
         evaluation = evaluate(
             reference,
             model,
             documents,
-            runs=Runs(options["backend"], threads, options["kv_dtype"], act_prec),
+            config=_config(options),
             limits_class=options["limits"],
             given={field.name: options[field.name] for field in fields(Limits)},
             records=records_of_gptq(model.checkpoint) if records is None else records,
@@ -106,8 +112,13 @@ def _speed(model: Model, documents: Documents, options: dict[str, Any]) -> float
     if not options["speed"]:
         return None
     prompt = list(documents.windows[0][:_PROMPT])
-    threads = options["threads"] or default_threads()
-    return decode_speed(model, prompt, options["backend"], threads)
+    return decode_speed(model, prompt, _config(options))
+
+
+def _config(options: dict[str, Any]) -> EngineConfig:
+    act_prec = None if options["act_prec"] == "default" else options["act_prec"]
+    named = {name: options[name] for name in ("backend", "kv_dtype", "threads")}
+    return replace(WEIGHTS_ALONE, act_prec=act_prec, **named)
 
 
 def _labels(paths: tuple[Path, ...]) -> dict[str, Path]:

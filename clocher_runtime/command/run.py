@@ -2,9 +2,9 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from math import isnan, nan
+from math import inf, isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,14 @@ def _run(
     batch: int,
     completions: Completions,
 ) -> RunLine:
-    engine = load_engine(config, batch, console.compiling, console.packing)
+    file = config.prompts_file
+    may_be_ids = config.prompt_ids is not None or (file is not None and file.suffix == ".jsonl")
+    engine = load_engine(
+        replace(config, batch=batch, itl_ms=inf),  # nobody waits for a single token
+        console.compiling,
+        console.packing,
+        needs_text=not may_be_ids,
+    )
     session = engine.session
     try:
         for note in (*engine.checkpoint.notes, session.reading.proposal):
@@ -279,7 +286,6 @@ def run_line(
         kv_dtype=engine.kv_dtype,
         act_sparsity=engine.session.act_sparsity,
         threads=engine.threads,
-        tensor_parallel=engine.session.tensor_parallel,
         numa_nodes=numa_nodes(),
         context=engine.session.context,
         batch=batch,

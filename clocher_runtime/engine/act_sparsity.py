@@ -15,7 +15,7 @@ from clocher_kernels.errors import UsageError
 from clocher_kernels.formats.base import Format
 from clocher_kernels.ops.skip import skips_columns
 from clocher_kernels.plan import Attr, Buffer, Call, Plan
-from clocher_runtime.engine.arguments import shown
+from clocher_runtime.config.values import shown
 from clocher_runtime.models.build import PAGE_CELLS, page_table
 from clocher_runtime.models.spec import ModelSpec
 

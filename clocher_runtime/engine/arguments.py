@@ -1,25 +1,15 @@
 """What callers of the Python API hand over: numbers, token ids, settings. Nothing is guessed."""
 
-import operator
-import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from clocher_kernels.errors import UsageError
+from clocher_runtime.config.values import as_integer, as_number, shown
 
 _LARGEST_F32 = float(np.finfo(np.float32).max)
-
-
-def shown(value: object) -> str:
-    """Return a value as an error message shows it, in a few words whatever it is."""
-    try:
-        return reprlib.repr(value)
-    except Exception:  # of any class, even a number: one of many thousand digits
-        return f"a {type(value).__name__}"
 
 
 def whole(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
@@ -34,7 +24,7 @@ def whole(name: str, value: object, least: int | None = None, most: int | None =
     Raises:
         UsageError: it is not one, or out of range.
     """
-    number = _index(value)
+    number = as_integer(value)
     low = number is None or (least is not None and number < least)
     if number is None or low or (most is not None and number > most):
         room = f", at least {least}" if least is not None else ""
@@ -100,7 +90,7 @@ def token_ids(prompt: object) -> list[int]:
     for at, item in enumerate(items):
         if isinstance(item, Mapping):
             raise UsageError("got a list of messages; give them to `chat` of the model")
-        number = _index(item)
+        number = as_integer(item)
         if number is None:
             raise UsageError(f"token {at} is {shown(item)}; expected an integer")
         ids.append(number)
@@ -190,7 +180,7 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, expected, low, high in _REAL:
             value = getattr(self, name)
-            number = _number(value)
+            number = as_number(value)
             # top_p and the repetition penalty must be above their bound.
             above = name in ("top_p", "repetition_penalty")
             if number is None or not low <= number <= high or (above and number == low):
@@ -245,42 +235,11 @@ def _biases(value: object) -> dict[int, float]:
         raise UsageError(f"logit_bias is {shown(value)}; expected token ids with numbers")
     biases = {}
     for token, bias in value.items():
-        number = _number(bias)
+        number = as_number(bias)
         if number is None or number != number:
             raise UsageError(f"logit_bias of {shown(token)} is {shown(bias)}; expected a number")
         biases[whole("a token of logit_bias", token, 0)] = number
     return biases
-
-
-def _index(value: object) -> int | None:
-    """Return an integer, of Python or NumPy; None for anything else, booleans too."""
-    if isinstance(value, bool | np.ndarray):
-        return None
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return None
-
-
-def _number(value: object) -> float | None:
-    """Return a real number; None for anything else, booleans too."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return None
-
-
-def check_flags(**flags: object) -> None:
-    """Refuse what is neither True nor False.
-
-    Raises:
-        UsageError: one is.
-    """
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise UsageError(f"{name} is {shown(flag)}; expected True or False")
 
 
 def check_functions(**functions: object) -> None:
@@ -292,14 +251,3 @@ def check_functions(**functions: object) -> None:
     for name, function in functions.items():
         if function is not None and not callable(function):
             raise UsageError(f"{name} is {shown(function)}; expected a function or None")
-
-
-def milliseconds(name: str, value: object) -> float:
-    """Return a time above 0, which may be infinite.
-
-    Raises:
-        UsageError: it is none.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise UsageError(f"{name} is {shown(value)}; expected milliseconds above 0")
-    return value

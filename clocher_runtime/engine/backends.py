@@ -13,36 +13,13 @@ import numpy as np
 from clocher_kernels.errors import DeviceError, UsageError
 from clocher_kernels.plan import Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.engine.arguments import one_of
+from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.config.setting import every
+from clocher_runtime.engine.placement import pinned_cpus, threads_of
 
-DEVICES = ("auto", "cpu", "cuda", "ze")
+_DEVICES = dict(every(EngineConfig))["device"].takes
 Progress = Callable[[int, int], None]
 Weights = Mapping[str, np.ndarray | QuantTensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
-    """Settings of the CPU back end that change speed and never results.
-
-    Attributes:
-        cpus: CPU of each thread; empty: wherever the system puts them.
-        sockets: socket of each of these CPUs.
-        prefetch_distance: bytes of weights to ask for ahead of use; None: the kernel's own choice.
-        stream_block_bytes: stored bytes of weights to decode at a time; None: the kernel's choice.
-        hot_replicate: keep weights that every step reads once per socket.
-        hot_limit: bytes of the copies of one socket, 0 for no limit.
-        copied: weights to copy from the mapped file into large pages, if they are not packed.
-        stamped: write the time between the launches of a step.
-    """
-
-    cpus: tuple[int, ...] = ()
-    sockets: tuple[int, ...] = ()
-    prefetch_distance: int | None = None
-    stream_block_bytes: int | None = None
-    hot_replicate: bool = False
-    hot_limit: int = 0
-    copied: frozenset[str] = frozenset()
-    stamped: bool = False
 
 
 class Executor(Protocol):
@@ -96,7 +73,7 @@ def choose(device: str) -> tuple[str, str]:
         DeviceError: a device asked for by name is not available.
         UsageError: the name is not known.
     """
-    one_of("device", device, DEVICES)
+    _DEVICES.check("device", device)
     if device == "cpu":
         return "cpu", "asked for by --device cpu"
     if device == "ze":
@@ -197,9 +174,29 @@ def tune_tiles(weights: Iterable[tuple[str, int, int]], progress: Progress) -> d
 
 
 def acted_on(executor: Executor) -> frozenset[str]:
-    """Return the fields of a `Tuning` that change what an executor does."""
+    """Return the fields of the CPU team's hints that change what an executor does."""
     names: frozenset[str] = getattr(executor, "acted_on", frozenset())
     return names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """What binds a Plan to a back end.
+
+    Attributes:
+        config: of the session.
+        copied: weights to copy from the mapped file into large pages, if they are not packed.
+        progress: called with (done, total) while kernels compile, or weights are copied to the GPU.
+        packing: called with (done, total) while the CPU back end packs weights, if they are many.
+        beside: an executor of the same back end whose threads, or stream, this one uses too. They
+            step in turns, and this one is closed first.
+    """
+
+    config: EngineConfig
+    copied: frozenset[str] = frozenset()
+    progress: Progress | None = None
+    packing: Progress | None = None
+    beside: Executor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +204,7 @@ class BackEnd:
     """A way to execute Plans.
 
     Attributes:
-        make: binds a Plan; takes what `make_executor` does after the name.
+        make: binds a Plan; see `make_executor`.
         activations: precision of activations that a run may ask for -> type; the first is the
             default.
         kv_dtype: storage of the KV cache unless a run asks for another.
@@ -217,7 +214,7 @@ class BackEnd:
             activations are stored.
     """
 
-    make: Callable[..., Executor]
+    make: Callable[[Plan, Weights, Binding], Executor]
     activations: Mapping[str, str]
     kv_dtype: str = "f16"
     chunk: int = 128
@@ -230,64 +227,49 @@ class BackEnd:
         return next(iter(self.activations))
 
 
-def _make_cpu(
-    plan: Plan,
-    weights: Weights,
-    threads: int,
-    progress: Progress | None,
-    act_prec: str | None,
-    tuning: Tuning | None,
-    packing: Progress | None,
-    beside: Executor | None,
-) -> Executor:
+def _make_cpu(plan: Plan, weights: Weights, how: Binding) -> Executor:
     from cpu_fallback.executor import CpuExecutor
     from cpu_fallback.team.hints import Hints
     from cpu_fallback.team.placement import Placement
 
-    tuning = tuning or Tuning()
+    config, cpus = how.config, pinned_cpus(how.config)
+    ahead = config.prefetch_distance
     hints = Hints(
-        prefetch_distance=tuning.prefetch_distance,
-        stream_block_bytes=tuning.stream_block_bytes,
-        placement=Placement(tuning.cpus, tuning.sockets),
-        hot_replicate=tuning.hot_replicate,
-        hot_limit=tuning.hot_limit,
-        copied=tuning.copied,
-        adaptive=not tuning.stamped,  # a thread that sits out has no times
-        stamped=tuning.stamped,
+        prefetch_distance=ahead if isinstance(ahead, int) else None,
+        stream_block_bytes=config.stream_block_bytes,
+        placement=Placement(tuple(cpu.id for cpu in cpus), tuple(cpu.socket for cpu in cpus)),
+        hot_replicate=config.hot_replicate,
+        hot_limit=config.hot_repl_limit_mb << 20,
+        copied=how.copied,
+        adaptive=not config.stamped,  # a thread that sits out has no times
+        stamped=config.stamped,
     )
-    host = beside if isinstance(beside, CpuExecutor) else None
-    executor: Executor = CpuExecutor(plan, weights, threads, progress, hints, packing, host)
+    host = how.beside if isinstance(how.beside, CpuExecutor) else None
+    executor: Executor = CpuExecutor(
+        plan, weights, threads_of(config), how.progress, hints, how.packing, host
+    )
     return executor
 
 
-def _make_cuda(
-    plan: Plan,
-    weights: Weights,
-    threads: int,
-    progress: Progress | None,
-    act_prec: str | None,
-    tuning: Tuning | None,
-    packing: Progress | None,
-    beside: Executor | None,
-) -> Executor:
+def _make_cuda(plan: Plan, weights: Weights, how: Binding) -> Executor:
     from clocher_kernels.cuda.executor import CudaExecutor
 
     cuda = BACK_ENDS["cuda"]
-    activations = cuda.activations[act_prec or cuda.default_act_prec]
-    host = beside if isinstance(beside, CudaExecutor) else None
+    activations = cuda.activations[how.config.act_prec or cuda.default_act_prec]
+    host = how.beside if isinstance(how.beside, CudaExecutor) else None
     executor: Executor = CudaExecutor(
-        plan, weights, activations=activations, progress=progress, beside=host
+        plan, weights, activations=activations, progress=how.progress, beside=host
     )
     return executor
 
 
-def _make_reference(plan: Plan, weights: Weights, *_: object) -> Executor:
+def _make_reference(plan: Plan, weights: Weights, how: Binding) -> Executor:
     from clocher_kernels.reference import ReferenceExecutor
 
     return ReferenceExecutor(plan, weights)
 
 
-def _make_stub(plan: Plan, weights: Weights, *_: object) -> Executor:
+def _make_stub(plan: Plan, weights: Weights, how: Binding) -> Executor:
     from clocher_runtime.engine.stub import StubExecutor
 
     return StubExecutor(plan)
@@ -325,52 +307,15 @@ BACK_ENDS: Mapping[str, BackEnd] = {
 """The back ends by name."""
 
 
-def make_executor(
-    name: str,
-    plan: Plan,
-    weights: Weights,
-    threads: int,
-    progress: Progress | None = None,
-    act_prec: str | None = None,
-    tuning: Tuning | None = None,
-    packing: Progress | None = None,
-    beside: Executor | None = None,
-) -> Executor:
-    """Bind a Plan to a back end.
+def make_executor(plan: Plan, weights: Weights, how: Binding) -> Executor:
+    """Bind a Plan to the back end of a configuration.
 
     Args:
-        name: one of `BACK_ENDS`.
         plan: what to execute.
         weights: tensors by name.
-        threads: threads of the CPU team.
-        progress: called with (done, total) while kernels compile, or weights are copied to the GPU.
-        act_prec: one of the back end's `activations`; None: its first.
-        tuning: placement and memory access of the CPU team.
-        packing: called with (done, total) while the CPU back end packs weights, if they are many.
-        beside: an executor of the same back end whose threads, or stream, this one uses too. They
-            step in turns, and this one is closed first.
+        how: configuration, and whom to tell.
     """
-    one_of("back end", name, BACK_ENDS)
-    make = BACK_ENDS[name].make
-    return make(plan, weights, threads, progress, act_prec, tuning, packing, beside)
-
-
-def ranks_of(backend: str, rank: int, count: int) -> Any:
-    """Return the ranks of a model as one of their processes sees them, not connected yet.
-
-    Raises:
-        DeviceError: torch, by which they speak to each other, is not installed.
-        UsageError: the back end executes alone.
-    """
-    try:
-        from clocher_runtime.engine.process_group import COMMUNICATORS, ProcessRanks
-    except ImportError as error:
-        raise DeviceError(
-            f"tensor parallel over {count} ranks needs torch.distributed ({error}); "
-            "pip install clocher[torch]"
-        ) from None
-    one_of(f"back end of {count} ranks", backend, COMMUNICATORS)
-    return ProcessRanks(backend, rank, count)
+    return BACK_ENDS[how.config.backend].make(plan, weights, how)
 
 
 def fetch_ahead(nbytes: int) -> None:

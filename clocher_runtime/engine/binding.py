@@ -6,10 +6,8 @@ from functools import partial
 from typing import cast
 
 from clocher_kernels.errors import UsageError
-from clocher_kernels.formats import Ternary
 from clocher_kernels.formats.base import Format
 from clocher_kernels.host_memory import require
-from clocher_kernels.ops.collectives import Alone, Ranks, joined
 from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.ops.rewrite import round_activations, skip_zeros
 from clocher_kernels.plan import Plan
@@ -17,9 +15,8 @@ from clocher_runtime.engine.act_sparsity import Walker, act_sparsity, calibrate,
 from clocher_runtime.engine.arguments import one_of
 from clocher_runtime.engine.backends import (
     BACK_ENDS,
+    Binding,
     Executor,
-    Progress,
-    Tuning,
     Weights,
     make_executor,
 )
@@ -27,8 +24,7 @@ from clocher_runtime.engine.footprint import Sizes, packed_names, with_codes
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.pages import KvPages
 from clocher_runtime.models.build import PAGE_CELLS, build_plan
-from clocher_runtime.models.division import Division
-from clocher_runtime.models.inventory import HEAD, SCOPES, head_name, in_scope
+from clocher_runtime.models.inventory import in_scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +32,7 @@ class Bound:
     """A model that can be stepped.
 
     Attributes:
-        weights: those that the Plan reads, as far as they are this rank's.
+        weights: those that the Plan reads.
         sizes: how large its Plan is.
         act_prec: what products read: "int8" if some are of integers and none was asked for.
         scope_is_kept: whether just the weights that were asked for are packed.
@@ -59,75 +55,53 @@ class Bound:
 def bind(
     model: Model,
     sizes: Sizes,
-    *,
-    backend: str,
-    threads: int,
-    act_prec: str | None,
-    tuning: Tuning | None,
-    pretranspose: str | None,
-    prefix_cache: bool,
-    progress: Progress | None,
-    packing: Progress | None,
-    act_sparse: str | None = None,
-    act_calibration: Sequence[int] | None = None,
-    beside: Executor | None = None,
-    ranks: Ranks | None = None,
+    how: Binding,
+    sparse: str | None = None,
+    calibration: Sequence[int] | None = None,
 ) -> Bound:
-    """Bind a model to a back end; the arguments are those of `Session`.
+    """Bind a model to a back end.
 
     Args:
+        model: from `load_model`.
         sizes: how large its Plan is.
-        beside: an executor of another model, whose threads or stream this one uses too.
-        ranks: who does it together, as one of them sees them; None: it alone.
+        how: configuration, what it is bound beside, and whom to tell.
+        sparse: which small activations are dropped (`engine.act_sparsity`); None: none.
+        calibration: token ids that their thresholds are taken from.
 
     Raises:
-        UsageError: the back end has no such precision, there is no such scope, or the model cannot
-            be divided among the ranks.
+        UsageError: the back end has no such precision of activations.
         OutOfMemory: the KV cache, the buffers or the packed weights do not fit in memory.
     """
+    config = how.config
+    backend, pretranspose = config.backend, config.pretranspose
     known = BACK_ENDS[backend]
     room = partial(_check_room, known.on_host)
-    asked, act_prec = act_prec, known.default_act_prec if act_prec is None else act_prec
+    act_prec = config.act_prec or known.default_act_prec
     one_of(f"act_prec of the {backend} back end", act_prec, known.activations)
-    if pretranspose is not None:
-        one_of("pretranspose", pretranspose, SCOPES)
     scope = in_scope(model.spec, pretranspose or "all")
-    share: Division | None = None
     formats: Mapping[str, Format] = model.formats
-    weights = model.weights
-    if ranks is not None:
-        is_float = act_prec not in ("int8", "fp8")
-        adds = is_float and not any(isinstance(fmt, Ternary) for fmt in formats.values())
-        share = Division(model.spec, formats, ranks.rank, ranks.count, adds)
-        formats = share.formats
-        scope |= {HEAD} if head_name(model.spec) in scope else set()
-    plan = build_plan(model.spec, model.formats, **asdict(sizes), share=share, room=room)
-    if share is not None:
-        weights = {name: share.part_of(weights, name) for name in plan.weights}
-    sparse = None if act_sparse is None else act_sparsity(act_sparse)
-    if sparse is not None:
+    plan = build_plan(model.spec, formats, **asdict(sizes), room=room)
+    dropped = None if sparse is None else act_sparsity(sparse)
+    if dropped is not None:
         if backend != "cpu" or act_prec != "int8" or scope != in_scope(model.spec, "all"):
             raise UsageError(
                 f"act_sparsity on the {backend} back end with act_prec {act_prec} and pretranspose "
                 f"{pretranspose}; it is for the cpu back end, int8 and all"
             )
-        plan = drop_inputs(plan, model.spec, model.formats, sparse)
-    tuning = replace(tuning or Tuning(), copied=scope if pretranspose else frozenset())
+        plan = drop_inputs(plan, model.spec, formats, dropped)
     if act_prec == "int8":
         plan = with_codes(plan, formats, scope)
-    if asked in known.rounds:
-        plan = round_activations(plan, asked)
+    if config.act_prec in known.rounds:
+        plan = round_activations(plan, act_prec)
     if backend == "cpu":
         plan = skip_zeros(plan, formats, scope)
     stored = _act_prec(plan, act_prec)
-    with joined(ranks or Alone()):
-        executor = make_executor(
-            backend, plan, weights, threads, progress, act_prec, tuning, packing, beside
-        )
-    if sparse is not None and sparse.drop is not None:
+    copied = scope if pretranspose else frozenset()
+    executor = make_executor(plan, model.weights, replace(how, copied=frozenset(copied)))
+    if dropped is not None and dropped.drop is not None:
         longest = min(sizes.context, sizes.pages * PAGE_CELLS)
-        calibrate(cast(Walker, executor), act_calibration, sparse.drop, longest)
-    salt = f"{model.spec} {sorted(model.formats.items())} {sizes.kv_dtype} {stored} {act_sparse}"
+        calibrate(cast(Walker, executor), calibration, dropped.drop, longest)
+    salt = f"{model.spec} {sorted(formats.items())} {sizes.kv_dtype} {stored} {sparse}"
     if sizes.selection is not None:  # keys of all but the first layer depend on what was read
         salt += f" {sizes.selection}"
     pages = KvPages(
@@ -137,10 +111,10 @@ def bind(
         window_pages=sizes.window_pages,
         window=max(model.spec.windows, default=0),
         salt=salt.encode(),
-        reuse=prefix_cache,
+        reuse=config.prefix_cache,
     )
     is_kept = backend == "cpu" and packed_names(plan) <= scope
-    return Bound(model, weights, sizes, executor, pages, stored, is_kept)
+    return Bound(model, model.weights, sizes, executor, pages, stored, is_kept)
 
 
 def _act_prec(plan: Plan, stored: str) -> str:

@@ -7,7 +7,6 @@ from clocher_kernels.errors import UsageError
 from clocher_runtime.diffusion.asked import RULES, WORDS
 from clocher_runtime.diffusion.canvas import Canvas
 from clocher_runtime.diffusion.rules import Rule, rule_of
-from clocher_runtime.engine.arguments import shown
 from clocher_runtime.engine.requests import Request
 from clocher_runtime.models.spec import BlockDiffusion, ModelSpec
 
@@ -136,8 +135,6 @@ def diffusing(spec: ModelSpec, asked: str, speculate: str) -> Diffusing | None:
     Raises:
         UsageError: there is no such mode, or the model does not have it.
     """
-    if not isinstance(asked, str):
-        raise UsageError(f"diffusion is {shown(asked)}; expected text, such as 'threshold:0.9'")
     blocks = spec.diffusion
     if blocks is None:
         if asked in ("auto", "off"):

@@ -6,7 +6,8 @@ import numpy as np
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.ops.sampling import sample, tokens_of
-from clocher_runtime.engine.arguments import Sampling, shown
+from clocher_runtime.config.values import shown
+from clocher_runtime.engine.arguments import Sampling
 
 
 def draw(

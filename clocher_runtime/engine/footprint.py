@@ -10,11 +10,10 @@ from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import parse_format
 from clocher_kernels.formats.base import Format
 from clocher_kernels.ops import matrices
-from clocher_kernels.ops.attention import KV_DTYPES
 from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.ops.rewrite import quantize_activations, skip_zeros, twice_packed
 from clocher_kernels.plan import Plan
-from clocher_runtime.engine.arguments import one_of, shown, whole
+from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.backends import BACK_ENDS
 from clocher_runtime.engine.diffusing import usual_width
 from clocher_runtime.engine.load import Destined
@@ -24,7 +23,7 @@ from clocher_runtime.models.inventory import in_scope, inventory
 from clocher_runtime.models.selection import Selection, parse_selection
 from clocher_runtime.models.spec import ModelSpec
 from clocher_runtime.speculation.recycle import CANDIDATES
-from clocher_runtime.speculation.speculator import rows_for
+from clocher_runtime.speculation.speculator import SHARING, rows_for
 
 DEFAULT_CONTEXT = 4096
 ACT_GROUP = 128
@@ -33,7 +32,7 @@ PROGRAM_BYTES = 128 << 20
 """What Python, its libraries and the compiled kernels take beside any model: measured, rounded."""
 SPARSE_ON = ("cpu", "cuda", "reference")
 """Back ends that read lists of pages."""
-_MOST = (1 << 31) - 1  # slots and rows are int32
+_RECYCLING = ("auto", "recycle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,64 +52,71 @@ class Sizes:
 
 def sizes_of(
     spec: ModelSpec,
-    backend: str,
+    config: EngineConfig,
     *,
-    batch: int = 1,
-    context: int | None = None,
-    kv_dtype: str | None = None,
-    chunk: int | None = None,
-    kv_pages: int | None = None,
-    score_rows: int = 0,
-    all_logits: bool = False,
     speculates: bool = False,
     recycles: bool = False,
-    attn: str = "dense",
     width: int = 0,
 ) -> Sizes:
-    """Return the sizes of a session; the arguments are those of `Session`.
+    """Return the sizes of a session.
 
     Args:
-        speculates: whether tokens are guessed, and passes have a row for each.
-        recycles: whether that is done with what the model ranked first.
-        width: tokens and rows that a sequence takes in a pass which denoises blocks; 0: none does.
+        spec: the model.
+        config: of the session.
+        speculates: whether tokens are drafted, and forwards have a row for each.
+        recycles: whether that is done with the top tokens of earlier forwards.
+        width: tokens and rows that a sequence takes in a forward which denoises blocks; 0: none.
 
     Raises:
         UsageError: a size is out of range, or the model or the back end has no such attention.
     """
-    known = BACK_ENDS[backend]
-    selection = selection_of(spec, backend, attn)
-    kv_dtype = known.kv_dtype if kv_dtype is None else kv_dtype
-    one_of("kv_dtype", kv_dtype, KV_DTYPES)
-    chunk = known.chunk if chunk is None else chunk
-    batch, chunk = whole("batch", batch, 1, _MOST), whole("chunk", chunk, 1, _MOST)
-    longest = spec.max_positions
-    context = min(longest, DEFAULT_CONTEXT) if context is None else whole("context", context)
-    if not 1 <= context <= longest:
-        raise UsageError(f"context is {shown(context)}; this model takes 1 to {longest}")
+    known = BACK_ENDS[config.backend]
+    selection = selection_of(spec, config.backend, config.attn)
+    kv_dtype, chunk = config.kv_dtype or known.kv_dtype, config.chunk or known.chunk
+    batch, longest = config.batch, spec.max_positions
+    context = min(longest, DEFAULT_CONTEXT) if config.context is None else config.context
+    if context > longest:
+        raise UsageError(f"context: got {context}, this model takes 1 to {longest}")
     blocks = -(-context // PAGE_CELLS)
-    kv_pages = batch * blocks if kv_pages is None else whole("kv_pages", kv_pages, 1, _MOST)
+    kv_pages = config.kv_pages or batch * blocks
     tokens = max(chunk, batch * max(1, width))
     drawn = min(rows_for(batch), tokens) if speculates else batch
-    rows = max(drawn, batch * width, min(whole("score_rows", score_rows, 0, _MOST), tokens))
+    rows = max(drawn, batch * width, min(config.score_rows, tokens))
     window = max(spec.windows, default=0)
     few = window_pages(window, tokens, batch, context, kv_pages) if window else 0
-    rows, kept = tokens if all_logits else rows, CANDIDATES if recycles else 0
+    rows, kept = tokens if config.all_logits else rows, CANDIDATES if recycles else 0
     return Sizes(tokens, rows, batch, context, kv_dtype, kv_pages, few, kept, selection)
 
 
-def sizes_beside(
-    sizes: Sizes, spec: ModelSpec, backend: str, chunk: int | None, kv_pages: int | None
-) -> Sizes:
+def sizes_beside(sizes: Sizes, spec: ModelSpec, config: EngineConfig) -> Sizes:
     """Return the sizes of a draft model beside a session of these sizes."""
-    return sizes_of(
-        spec,
-        backend,
-        batch=sizes.slots,
-        context=min(sizes.context, spec.max_positions),
-        kv_dtype=sizes.kv_dtype,
-        chunk=chunk,
-        kv_pages=kv_pages,
+    context = min(sizes.context, spec.max_positions)
+    beside = replace(
+        config, context=context, attn="dense", all_logits=False, score_rows=0, given={}
     )
+    return sizes_of(spec, beside)
+
+
+def guesses(config: EngineConfig) -> bool:
+    """Return whether the tokens of a session are drafted, unless blocks are denoised instead.
+
+    Raises:
+        UsageError: there is nothing to verify, or nothing to share.
+    """
+    mode = config.speculate
+    if config.backend == "stub" and mode not in ("auto", "off"):
+        raise UsageError(f"speculate={mode}: the stub has nothing to verify; give off")
+    found = mode != "off" and config.backend != "stub"
+    if config.share_drafts and (not found or mode not in SHARING):
+        raise UsageError(
+            f"share_drafts=True shares nothing with speculate={mode}; give auto, or drop it"
+        )
+    return found
+
+
+def recycles(mode: str) -> bool:
+    """Return whether the top tokens of forwards are kept for drafts."""
+    return mode in _RECYCLING
 
 
 def whole_layers(spec: ModelSpec) -> int:
@@ -125,8 +131,6 @@ def selection_of(spec: ModelSpec, backend: str, attn: str) -> Selection | None:
     Raises:
         UsageError: `attn` is no way to read, or neither the model nor the back end has it.
     """
-    if not isinstance(attn, str):
-        raise UsageError(f"attn is {shown(attn)}; expected text, such as 'dense' or 'topk:2048'")
     selection = parse_selection(attn)
     if selection is None:
         return None
@@ -211,9 +215,8 @@ def footprint(
     """
     formats = {name: each.format for name, each in weights.items() if each.format is not None}
     width = usual_width(spec)
-    sizes = sizes_of(
-        spec, "cpu", context=context, speculates=not width, recycles=not width, width=width
-    )
+    config = EngineConfig(context=context)
+    sizes = sizes_of(spec, config, speculates=not width, recycles=not width, width=width)
     scope = in_scope(spec, "all")
     plan = with_codes(lay_out(spec, formats, **asdict(sizes)), formats, scope)
     plan = skip_zeros(plan, formats, scope)
@@ -236,7 +239,7 @@ def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str | None = None) -> int:
         spec: the model.
         kv_dtype: None: the CPU back end's.
     """
-    sizes = sizes_of(spec, "cpu", context=1, kv_dtype=kv_dtype)
+    sizes = sizes_of(spec, EngineConfig(context=1, kv_dtype=kv_dtype))
     return kv_cache_bytes(spec, replace(sizes, pages=1, window_pages=0)) // PAGE_CELLS
 
 

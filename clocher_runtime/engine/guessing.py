@@ -4,7 +4,8 @@ from collections import OrderedDict
 from typing import Any
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.engine.arguments import Sampling, one_of, shown
+from clocher_runtime.config.values import shown
+from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.backends import shared_suffixes, suffix_automaton
 from clocher_runtime.engine.draft_model import DraftModel
 from clocher_runtime.engine.footprint import Sizes
@@ -13,8 +14,6 @@ from clocher_runtime.speculation.asking import Asking
 from clocher_runtime.speculation.draft import Drafter
 from clocher_runtime.speculation.recycle import RecycleDrafter, RecycledTokens
 from clocher_runtime.speculation.speculator import (
-    MODES,
-    SHARING,
     WITH_DRAFT_MODEL,
     Speculator,
     Track,
@@ -23,7 +22,6 @@ from clocher_runtime.speculation.speculator import (
 from clocher_runtime.speculation.suffix import SuffixDrafter
 
 _FROM_THE_TEXT = ("auto", "suffix")
-_RECYCLING = ("auto", "recycle")
 _TABLES = 8  # of recycled tokens, one for each salt
 
 
@@ -109,28 +107,6 @@ class Guessing:
         """Release the buffers."""
         if self.draft is not None:
             self.draft.close()
-
-
-def recycles(mode: str) -> bool:
-    """Return whether what the model ranked first is kept for guesses."""
-    return mode in _RECYCLING
-
-
-def guesses(backend: str, mode: str, share: bool = False) -> bool:
-    """Return whether the tokens of a session are guessed; the arguments are those of `Session`.
-
-    Raises:
-        UsageError: nobody can guess them like this.
-    """
-    one_of("speculate", mode, MODES)
-    if backend == "stub" and mode not in ("auto", "off"):
-        raise UsageError(f"speculate={mode}: the stub has nothing to verify; give off")
-    found = mode != "off" and backend != "stub"
-    if share and (not found or mode not in SHARING):
-        raise UsageError(
-            f"share_drafts=True shares nothing with speculate={mode}; give auto, or drop it"
-        )
-    return found
 
 
 def check_draft(draft: Model | None, mode: str) -> None:

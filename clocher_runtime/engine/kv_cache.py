@@ -8,7 +8,8 @@ from typing import Any
 from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model, locate
-from clocher_runtime.engine.arguments import shown
+from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.config.values import shown
 from clocher_runtime.engine.backends import choose
 from clocher_runtime.engine.diffusing import usual_width
 from clocher_runtime.engine.footprint import kv_cache_bytes, sizes_of
@@ -56,13 +57,14 @@ class KVCacheConfig:
         try:
             spec, _ = describe(checkpoint)
             width = usual_width(spec)
-            sizes = sizes_of(spec, backend, **self.options(), attn=attn, width=width)
+            config = EngineConfig(backend=backend, attn=attn, **self.options())
+            sizes = sizes_of(spec, config, width=width)
             return kv_cache_bytes(spec, sizes) / (1 << 20)
         finally:
             checkpoint.close()
 
     def options(self) -> dict[str, Any]:
-        """Return the same as arguments of `Session`."""
+        """Return the same as fields of `EngineConfig`."""
         return {
             "kv_dtype": self.dtype,
             "context": self.context,
@@ -71,17 +73,17 @@ class KVCacheConfig:
         }
 
 
-def with_kv_cache(session: Mapping[str, Any], config: KVCacheConfig | None) -> dict[str, Any]:
-    """Return arguments of `Session`, with those that a configuration of its KV cache stands for.
+def with_kv_cache(settings: Mapping[str, Any], config: KVCacheConfig | None) -> dict[str, Any]:
+    """Return keywords of `load`, with those that a configuration of its KV cache stands for.
 
     Raises:
-        UsageError: it is no such configuration, or an argument is given in both ways.
+        UsageError: it is no such configuration, or a keyword is given in both ways.
     """
     if config is None:
-        return dict(session)
+        return dict(settings)
     if not isinstance(config, KVCacheConfig):
-        raise UsageError(f"kv_cache is {shown(config)}; expected a KVCacheConfig")
+        raise UsageError(f"kv_cache: got {shown(config)}, expected a KVCacheConfig")
     options = config.options()
-    if twice := sorted(set(session) & set(options)):
-        raise UsageError(f"got {twice[0]} and kv_cache, which says it, too; give one of them")
-    return {**session, **options}
+    if twice := sorted(set(settings) & set(options)):
+        raise UsageError(f"got {twice[0]} and kv_cache, which sets it too; give one of them")
+    return {**settings, **options}

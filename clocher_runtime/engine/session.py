@@ -1,46 +1,38 @@
 """A session: one Plan bound to one back end, shared by all who generate. It knows ids, not text."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
 
 import numpy as np
 
 from clocher_kernels.errors import UsageError
+from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.arguments import (
     Sampling,
     check_biases,
-    check_flags,
     check_functions,
     for_each_prompt,
-    milliseconds,
-    one_of,
     prompt_ids,
-    shown,
     whole,
 )
-from clocher_runtime.engine.backends import BACK_ENDS, Executor, Progress, Tuning, acted_on
+from clocher_runtime.engine.backends import Binding, Executor, Progress, acted_on
 from clocher_runtime.engine.binding import bind
 from clocher_runtime.engine.constraint import Constraint, one_for_each
 from clocher_runtime.engine.diffusing import diffusing, longest_text, of_call, prepare, width_of
 from clocher_runtime.engine.draft_model import DraftModel
-from clocher_runtime.engine.footprint import sizes_beside, sizes_of
+from clocher_runtime.engine.footprint import guesses, recycles, sizes_beside, sizes_of
 from clocher_runtime.engine.generation import Generation
-from clocher_runtime.engine.guessing import Guessing, check_draft, guesses, recycles
+from clocher_runtime.engine.guessing import Guessing, check_draft
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.pages import Census
 from clocher_runtime.engine.probes import Touch
 from clocher_runtime.engine.reading import Reading
 from clocher_runtime.engine.requests import Mailbox, Request
 from clocher_runtime.engine.scheduler import Scheduler
-from clocher_runtime.engine.tensor_parallel import bind_ranks
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.engine.turns import Turns
 from clocher_runtime.speculation.account import Account, account
 from clocher_runtime.speculation.speculator import Counts, Track
-
-MAX_THREADS = 1024
-ITL_MS = 100.0
-"""Expected time of a step above which no more of a prompt is taken while somebody decodes."""
 
 
 class Session:
@@ -51,130 +43,69 @@ class Session:
 
     Args:
         model: from `load_model`.
-        backend: "cpu", "cuda", "reference" or "stub".
-        threads: threads of the CPU team.
-        batch: sequences generated side by side; more wait.
-        context: longest sequence in tokens, prompt and output; None: the model's, at most 4096.
-        kv_dtype: storage of the KV cache: f32, bf16, f16, e4m3, e5m2 or i8; None: the back end's.
-        chunk: tokens of a prefill step; None: the back end's.
-        act_prec: one of `backends.BACK_ENDS[backend].activations`; None: its first.
-        tuning: placement and memory access of the CPU team.
-        pretranspose: weights that the CPU back end packs before the first step: "none", the output
-            head ("woh"), the blocks ("wxh") or "all". Products with others keep fp32 activations,
-            except ternary ones. Weights without a packed form are copied into large pages. None:
-            "all" without these copies, which seldom pay.
-        all_logits: keep logits of every token of a step, for scoring.
-        score_rows: keep those of so many tokens of a step, which scores slower and takes less
-            memory.
-        kv_pages: pages of 64 tokens that all sequences share; None: `batch` whole contexts.
-        prefix_cache: find the keys of texts that began alike.
-        itl_ms: while somebody decodes, a step takes no more of a prompt than ends in this time.
-        speculate: who guesses tokens to be verified, of `speculator.MODES`; ids stay the same.
-        share_drafts: guess from finished texts of the same salt, too; speed then tells of them.
-        diffusion: how blocks of masks are denoised, of `diffusing.MODES`; "auto": lossless where
-            the model can verify, else by a rule. Models without blocks take "auto" and "off".
-        attn: "dense" reads the whole cache, "auto" too and makes `reading.proposal`, others less.
-        draft: a small model of the same vocabulary that guesses tokens, with "auto" or "draft".
-        act_sparsity, act_calibration: a lossy variant (`engine.act_sparsity`), and its text's ids.
-        tensor_parallel: processes that share the work and the threads; on a GPU each has one.
+        config: how it is bound and stepped.
+        draft: a small model of the same vocabulary that drafts tokens, with "auto" or "draft".
+        calibration: token ids that the thresholds of `act_sparsity` are taken from.
         progress, packing: called with (done, total), the first while kernels compile or weights are
             copied, the second while weights are packed, if they are many.
 
     Raises:
-        UsageError: a size is out of range.
+        UsageError: a size is out of range, or two settings exclude each other.
         OutOfMemory: the KV cache, the buffers or the packed weights do not fit in memory.
     """
 
     def __init__(
         self,
         model: Model,
+        config: EngineConfig,
         *,
-        backend: str = "cpu",
-        threads: int = 1,
-        batch: int = 1,
-        context: int | None = None,
-        kv_dtype: str | None = None,
-        chunk: int | None = None,
-        act_prec: str | None = None,
-        tuning: Tuning | None = None,
-        pretranspose: str | None = None,
-        all_logits: bool = False,
-        score_rows: int = 0,
-        kv_pages: int | None = None,
-        prefix_cache: bool = False,
-        itl_ms: float = ITL_MS,
-        speculate: str = "off",
-        share_drafts: bool = False,
         draft: Model | None = None,
-        diffusion: str = "auto",
-        attn: str = "dense",
-        act_sparsity: str | None = None,
-        act_calibration: Sequence[int] | None = None,
-        tensor_parallel: int = 1,
+        calibration: Sequence[int] | None = None,
         progress: Progress | None = None,
         packing: Progress | None = None,
     ) -> None:
-        one_of("backend", backend, BACK_ENDS)
-        threads = whole("threads", threads, 1, MAX_THREADS)
-        ranks = whole("tensor_parallel", tensor_parallel, 1, MAX_THREADS)
-        check_flags(all_logits=all_logits, prefix_cache=prefix_cache, share_drafts=share_drafts)
         check_functions(progress=progress, packing=packing)
-        itl_ms = milliseconds("itl_ms", itl_ms)
-        if tuning is not None and not isinstance(tuning, Tuning):
-            raise UsageError(f"tuning is {shown(tuning)}; expected a Tuning of engine.backends")
-        self._blocks = diffusing(model.spec, diffusion, speculate)
-        guessed_by = speculate if self._blocks is None else "off"
-        are_guessed = guesses(backend, guessed_by, share_drafts)
-        check_draft(draft, guessed_by)
+        self._blocks = diffusing(model.spec, config.diffusion, config.speculate)
+        mode = config.speculate if self._blocks is None else "off"
+        drafts = guesses(config) and self._blocks is None
+        check_draft(draft, mode)
         sizes = sizes_of(
             model.spec,
-            backend,
-            batch=batch,
-            context=context,
-            kv_dtype=kv_dtype,
-            chunk=chunk,
-            kv_pages=kv_pages,
-            score_rows=score_rows,
-            all_logits=all_logits,
-            speculates=are_guessed,
-            recycles=are_guessed and recycles(speculate),
-            attn=attn,
+            config,
+            speculates=drafts,
+            recycles=drafts and recycles(mode),
             width=width_of(self._blocks),
         )
         self.model, self.batch, self.context = model, sizes.slots, sizes.context
         self.kv_dtype, self._chunk = sizes.kv_dtype, sizes.tokens
-        bound = partial(  # two models are, perhaps
-            bind if ranks == 1 else partial(bind_ranks, count=ranks),
-            backend=backend,
-            threads=threads,
-            act_prec=act_prec,
-            tuning=tuning,
-            pretranspose=pretranspose,
-            prefix_cache=prefix_cache,
-            progress=progress,
-            packing=packing,
-        )
-        own = bound(model, sizes, act_sparse=act_sparsity, act_calibration=act_calibration)
-        self.act_sparsity, self.tensor_parallel = act_sparsity, ranks
+        how = Binding(config=config, progress=progress, packing=packing)
+        own = bind(model, sizes, how, config.act_sparsity, calibration)
+        self.act_sparsity = config.act_sparsity
         self.act_prec, self._scope_is_kept = own.act_prec, own.scope_is_kept
         self._executor, self._longest = own.executor, longest_text(self._blocks, own.longest)
-        self._scores = all_logits or score_rows > 0
+        self._scores = config.all_logits or config.score_rows > 0
         self._guessing: Guessing | None = None
-        if are_guessed:
+        if drafts:
             drafting = None
             if draft is not None:
-                smaller = sizes_beside(sizes, draft.spec, backend, chunk, kv_pages)
-                guest = bound(draft, smaller, beside=self._executor)
+                smaller = sizes_beside(sizes, draft.spec, config)
+                guest = bind(draft, smaller, replace(how, beside=self._executor))
                 drafting = DraftModel(guest, model.spec.vocab_size)
             self._guessing = Guessing(
-                guessed_by, model.spec.vocab_size, sizes, share_drafts, drafting
+                mode, model.spec.vocab_size, sizes, config.share_drafts, drafting
             )
         speculator = self._guessing.speculator if self._guessing is not None else None
         self._scheduler = Scheduler(
-            self._executor, own.pages, self.batch, own.weights, self.act_prec, itl_ms, speculator
+            self._executor,
+            own.pages,
+            self.batch,
+            own.weights,
+            self.act_prec,
+            config.itl_ms,
+            speculator,
         )
-        self.speculate = speculate if are_guessed else "off"
-        self.reading = Reading(own, backend, attn)
+        self.speculate = mode if drafts else "off"
+        self.reading = Reading(own, config.backend, config.attn)
         self._is_warm = False
         self._turns = Turns(self._scheduler)
 
@@ -190,7 +121,7 @@ class Session:
 
     @property
     def acted_on(self) -> frozenset[str]:
-        """Fields of the tuning that change what happens, and "pretranspose" if it was obeyed."""
+        """Settings that change what happens; "pretranspose" if it was obeyed."""
         kept = {"pretranspose"} if self._scope_is_kept else set()
         return acted_on(self._executor) | kept
 

@@ -11,6 +11,7 @@ from clocher_kernels.errors import ModelError, UsageError
 from clocher_kernels.formats import parse_format
 from clocher_kernels.host_memory import require
 from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.timing import TimedWindow
@@ -34,43 +35,22 @@ _DECODED = 64
 _ROUNDS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """How models are run for the comparison.
+WEIGHTS_ALONE = EngineConfig(kv_dtype="f32", act_prec="fp32", speculate="off")
+"""How a model is run so that nothing but its weights differs from the reference."""
 
-    Attributes:
-        backend: "cpu", "cuda" or "reference".
-        threads: of the CPU team.
-        kv_dtype: KV cache of the model that is judged; the reference's is f32.
-        act_prec: activations of the model that is judged; None: the runtime's default for the back
-            end. The reference's are fp32, and so are the model's unless asked otherwise: then the
-            weights alone differ.
+
+def scoring(model: Model, window: int, config: EngineConfig) -> Session:
+    """Return a session that gives logits of every token.
+
+    Raises:
+        UsageError: the model has fewer positions than a window.
+        OutOfMemory: two windows of logits do not fit.
     """
-
-    backend: str = "cpu"
-    threads: int = 1
-    kv_dtype: str = "f32"
-    act_prec: str | None = "fp32"
-
-    def session(self, model: Model, window: int, is_reference: bool) -> Session:
-        """Return a session that gives logits of every token.
-
-        Raises:
-            UsageError: the model has fewer positions than a window.
-            OutOfMemory: two windows of logits do not fit.
-        """
-        nbytes = 2 * 4 * window * model.spec.vocab_size
-        require(nbytes, "two windows of logits need", "lower --window")
-        return Session(
-            model,
-            backend=self.backend,
-            threads=self.threads,
-            context=window,
-            kv_dtype="f32" if is_reference else self.kv_dtype,
-            chunk=min(window, _CHUNK),
-            act_prec="fp32" if is_reference else self.act_prec,
-            all_logits=True,
-        )
+    nbytes = 2 * 4 * window * model.spec.vocab_size
+    require(nbytes, "two windows of logits need", "lower --window")
+    return Session(
+        model, replace(config, context=window, chunk=min(window, _CHUNK), all_logits=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +109,7 @@ def evaluate(
     model: Model,
     documents: Documents,
     *,
-    runs: Runs | None = None,
+    config: EngineConfig = WEIGHTS_ALONE,
     limits_class: str | None = None,
     given: Mapping[str, float | int | None] | None = None,
     records: Mapping[str, Record] | None = None,
@@ -142,7 +122,8 @@ def evaluate(
         reference: the float model.
         model: the quantised one.
         documents: held-out text, in the tokens of the reference.
-        runs: how both are run.
+        config: how the model is run; the reference has the same, with an f32 cache and fp32
+            activations.
         limits_class: a key of `gate.LIMITS`; None: by the formats that differ.
         given: fields of `Limits` that replace those of the class.
         records: what a manifest says of tensors, by name.
@@ -155,17 +136,16 @@ def evaluate(
         OutOfMemory: a window's logits do not fit in memory.
     """
     check_alike(reference, model)
-    runs = runs or Runs()
     tell = progress or (lambda what, done, total: None)
     errors = weight_errors(reference, model, records, tell)
     settings = [
-        *(["kv"] if runs.kv_dtype != "f32" else []),
-        *(["int8"] if runs.act_prec in (None, "int8") else []),
+        *(["kv"] if config.kv_dtype != "f32" else []),
+        *(["int8"] if config.act_prec in (None, "int8") else []),
     ]
     formats = [parse_format(error.format) for error in errors]
     name, limits = choose_limits(formats, settings, limits_class)
     limits = override(limits, **(given or {}))
-    compared = _compare(reference, model, documents, runs, cache, tell)
+    compared = _compare(reference, model, documents, config, cache, tell)
     summary = summarise(compared)
     checks = tensor_checks(errors, limits.min_cosine) + text_checks(summary, limits)
     return Evaluation(GateResult(name, limits, tuple(checks)), summary, errors, size_of(model))
@@ -208,13 +188,16 @@ def weight_errors(
     return tuple(errors)
 
 
-def decode_speed(model: Model, prompt: list[int], backend: str, threads: int) -> float:
+def decode_speed(model: Model, prompt: list[int], config: EngineConfig) -> float:
     """Return tokens per second of decoding one sequence, with the runtime's default settings.
 
     The median of three runs of 64 tokens after a prompt; prefill is not in it.
     """
     context = min(model.spec.max_positions, len(prompt) + _DECODED)
-    with closing(Session(model, backend=backend, threads=threads, context=context)) as session:
+    usual = EngineConfig(
+        backend=config.backend, threads=config.threads, context=context, speculate="off"
+    )
+    with closing(Session(model, usual)) as session:
         session.warm()
         rates = []
         for _ in range(_ROUNDS):
@@ -232,22 +215,23 @@ def _compare(
     reference: Model,
     model: Model,
     documents: Documents,
-    runs: Runs,
+    config: EngineConfig,
     cache: Path | None,
     tell: Progress,
 ) -> Comparison:
     vocab = reference.spec.vocab_size
+    exact = replace(config, kv_dtype="f32", act_prec="fp32")
     stored = None
     if cache is not None:
-        mark = fingerprint(reference, documents, f"{runs.backend} fp32 f32")
+        mark = fingerprint(reference, documents, f"{config.backend} fp32 f32")
         if not cache.exists():
-            with closing(runs.session(reference, documents.window, is_reference=True)) as own:
+            with closing(scoring(reference, documents.window, exact)) as own:
                 store(cache, own.logits, documents, vocab, mark, lambda *n: tell("reference", *n))
         stored = StoredReference(cache, documents, vocab, mark)
-    with closing(runs.session(model, documents.window, is_reference=False)) as session:
+    with closing(scoring(model, documents.window, config)) as session:
         if stored is not None:
             return stored.compare(session.logits, lambda *n: tell("windows", *n))
-        with closing(runs.session(reference, documents.window, is_reference=True)) as own:
+        with closing(scoring(reference, documents.window, exact)) as own:
             return compare(own.logits, session.logits, documents, lambda *n: tell("windows", *n))
 
 

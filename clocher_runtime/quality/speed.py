@@ -6,7 +6,7 @@ it, is outside. The ids of a case are the same in every repetition, so its token
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from math import inf
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from clocher_kernels.errors import UsageError
+from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.backends import BACK_ENDS
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.session import Session
@@ -77,10 +78,14 @@ class Case:
         return self.before + self.made + waits
 
 
-def session_for(
-    model: Model, cases: Sequence[Case], backend: str = "cpu", **settings: Any
-) -> Session:
+def session_for(model: Model, cases: Sequence[Case], config: EngineConfig, **more: Any) -> Session:
     """Return a warm session with room for each of some cases, and for one more sequence.
+
+    Args:
+        model: from `load_model`.
+        cases: at least one.
+        config: of the session, but for what the cases decide: batch, chunk, context and pages.
+        **more: further arguments of `Session`.
 
     Raises:
         UsageError: a case is longer than the context of the model, or its prompt does not begin
@@ -89,7 +94,7 @@ def session_for(
     """
     most = model.spec.max_positions
     batch = max(case.batch for case in cases) + 1
-    step = max(BACK_ENDS[backend].chunk, batch)
+    step = max(BACK_ENDS[config.backend].chunk, batch)
     for case in cases:
         if case.needs > most:
             raise UsageError(
@@ -106,16 +111,15 @@ def session_for(
         blocks = _blocks(min(case.longest, most))
         beside = _blocks(min(_BESIDE + case.made, most))
         pages = max(pages, case.batch * blocks, blocks + beside)
-    session = Session(
-        model,
-        backend=backend,
+    config = replace(
+        config,
         batch=batch,
         chunk=step,
         context=min(most, max(max(case.longest for case in cases), _BESIDE + 1)),
         kv_pages=pages,
         itl_ms=inf,  # nobody waits for a single token
-        **settings,
     )
+    session = Session(model, config, **more)
     session.warm()
     return session
 

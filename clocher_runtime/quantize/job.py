@@ -19,7 +19,7 @@ from clocher_runtime.convert.q4.parts import SUFFIX, PartsWriter, part_of, plane
 from clocher_runtime.convert.rounding import round_tensor
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.quality.documents import Documents
-from clocher_runtime.quality.evaluate import Evaluation, Record, Runs, evaluate
+from clocher_runtime.quality.evaluate import WEIGHTS_ALONE, Evaluation, Record, evaluate
 from clocher_runtime.quality.gate import Verdict, tensor_checks, worst
 from clocher_runtime.quality.tensor_error import measure
 from clocher_runtime.quantize.alloc import allocate
@@ -252,7 +252,7 @@ def _judge(
         load_model(job.checkpoint),
         load_model(quantised),
         gate.documents,
-        runs=Runs(threads=job.threads),
+        config=dataclasses.replace(WEIGHTS_ALONE, threads=job.threads),
         limits_class=gate.limits_class,
         given=given,
         records=records,

@@ -22,7 +22,7 @@ import numpy as np
 
 from clocher_kernels.errors import NonFinite, UsageError
 from clocher_runtime.api import LanguageModel, load
-from clocher_runtime.engine.arguments import shown
+from clocher_runtime.config.values import shown
 from clocher_runtime.quality.likelihood import Pair, Scorer
 from clocher_runtime.ray import cpus as seats
 from clocher_runtime.text.completion import OPTIONS, TextGeneration, side_by_side

@@ -26,12 +26,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message
 
 from clocher_kernels.errors import DeviceError, UsageError
+from clocher_runtime.config.sources import Sources
 from clocher_runtime.ray import cpus as seats
 from clocher_runtime.ray.prefix import prefix_key
 from clocher_runtime.serve.edge import error_response
 from clocher_runtime.serve.errors import body_too_large, unavailable
 from clocher_runtime.serve.life import assemble
-from clocher_runtime.serve.settings import OWN, TABLE, Settings, decide
+from clocher_runtime.serve.settings import TABLE, ServeConfig, decide
 
 _log = logging.getLogger("ray.serve")
 _SENT = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers")
@@ -65,8 +66,7 @@ class Replica:
     async def __init__(self, flags: Mapping[str, str], cpus: int) -> None:  # type: ignore[misc]
         self.cpus = seats.pin(cpus)
         seats.share_weights()
-        settings = _settings(flags, cpus)
-        self._server = await assemble(settings, _log.info)
+        self._server = await assemble(*_settings(flags, cpus), _log.info)
         self._app, engine = self._server.app(), self._server.engine
         self._running = asyncio.create_task(engine.run())
         while engine.ready is None:
@@ -174,29 +174,29 @@ def app(args: dict[str, str]) -> serve.Application:
     """
     flags = {name.replace("-", "_"): str(value) for name, value in args.items()}
     replicas, cpus = (_count(flags.pop(name, "1"), name) for name in ("replicas", "cpus"))
-    settings = _settings(flags, cpus)
-    most = settings.batch + settings.serve.queue
+    config, _ = _settings(flags, cpus)
+    most = config.batch + config.queue
     served = serve.deployment(Replica).options(
         name="Replica",
         num_replicas=replicas,
-        max_ongoing_requests=min(most, 2 * settings.batch),
+        max_ongoing_requests=min(most, 2 * config.batch),
         ray_actor_options={"num_cpus": cpus},
         request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
         health_check_period_s=_HEALTH_S,
-        graceful_shutdown_timeout_s=settings.serve.drain,
+        graceful_shutdown_timeout_s=config.drain,
         graceful_shutdown_wait_loop_s=0.2,
     )
     front = serve.deployment(Front).options(
         name="Front",
         max_ongoing_requests=max(100, replicas * most),
         ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=settings.serve.drain,
+        graceful_shutdown_timeout_s=config.drain,
         graceful_shutdown_wait_loop_s=0.2,
     )
-    return front.bind(served.bind(flags, cpus), settings.serve.max_body_mb << 20)
+    return front.bind(served.bind(flags, cpus), config.max_body_mb << 20)
 
 
-def _settings(flags: Mapping[str, str], cpus: int) -> Settings:
+def _settings(flags: Mapping[str, str], cpus: int) -> tuple[ServeConfig, Sources]:
     """Return the settings of a replica.
 
     Raises:
@@ -204,10 +204,9 @@ def _settings(flags: Mapping[str, str], cpus: int) -> Settings:
     """
     refused = {"host", "port", "threads"} & set(flags)
     if unknown := sorted(set(flags) - set(TABLE)) or sorted(refused):
-        known = ", ".join(sorted(set(OWN) - {"host", "port"}))
+        known = ", ".join(sorted(set(TABLE) - {"host", "port", "threads", "model_dir"}))
         raise UsageError(
-            f"{unknown[0]} is no setting of a replica; known: replicas, cpus, model_dir, {known}, "
-            "and others of clocher serve --help"
+            f"{unknown[0]} is no setting of a replica; known: replicas, cpus, model_dir, {known}"
         )
     return decide({**flags, "threads": str(cpus)}, {})
 

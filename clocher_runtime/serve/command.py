@@ -11,8 +11,8 @@ from typing import Any
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.clocher_run import PRECEDENCE
 from clocher_runtime.command.console import Console, is_terminal
-from clocher_runtime.command.env import obeyed
 from clocher_runtime.command.flags import Command
+from clocher_runtime.config.sources import obeyed
 from clocher_runtime.exit_codes import ExitCode, exit_code, told
 from clocher_runtime.serve.settings import DEFAULTS, TABLE, decide
 
@@ -75,14 +75,14 @@ def main(argv: Sequence[str] | None = None, name: str = NAME) -> int:
             flags = COMMAND.named(name).parse(sys.argv[1:] if argv is None else argv, shown.append)
             if flags is None:
                 return ExitCode.OK if _say("\n".join(shown), console) else ExitCode.BUG
-            settings = decide(flags, os.environ)
-            for message in obeyed(settings.run):
+            config, engine = decide(flags, os.environ)
+            for message in obeyed(config):
                 console.note(message)
             _require_extra()
             logging.basicConfig(format=f"{name}: %(message)s", level=logging.WARNING)
             from clocher_runtime.serve.life import serve
 
-            return serve(settings, console.note, _announce)
+            return serve(config, engine, console.note, _announce)
         except KeyboardInterrupt:  # before there is a loop that takes it
             return ExitCode.INTERRUPTED
         except Exception as raised:

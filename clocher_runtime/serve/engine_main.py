@@ -16,7 +16,6 @@ import numpy as np
 
 from clocher_kernels.errors import ClocherError, NonFinite, UsageError
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.env import resolve
 from clocher_runtime.command.loading import Engine, load_engine
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.bandwidth import read_gbps, working_set
@@ -47,13 +46,13 @@ from clocher_runtime.serve.messages import (
     encode,
     receive,
 )
+from clocher_runtime.serve.settings import engine_config
 from clocher_runtime.speculation.speculator import Speculator
 from clocher_runtime.text.completion import logprob_of
 
 BEAT_S = 1.0
 """A message is sent at least so often, in seconds, unless a step takes longer."""
 _COMPILING_S = 0.002
-SCORE_ROWS = 64
 _OWN = (UsageError, NonFinite)
 """Errors of one request."""
 
@@ -322,17 +321,8 @@ def main(descriptor: int) -> int:
     with Console(name="engine") as console:
         try:
             start = _first(sock)
-            config = resolve(*start.sources)
-            engine = load_engine(
-                config,
-                start.batch,
-                console.compiling,
-                console.packing,
-                kv_pages=start.kv_pages,
-                itl_ms=start.itl_ms,
-                prefix_cache=start.prefix_cache,
-                score_rows=SCORE_ROWS,
-            )
+            config = engine_config(start.sources)
+            engine = load_engine(config, console.compiling, console.packing)
             if engine.session.reading.proposal:
                 console.note(engine.session.reading.proposal)
             engine.session.warm()

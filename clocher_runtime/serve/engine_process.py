@@ -111,7 +111,7 @@ class EngineProcess:
 
     Args:
         start: what it is to load.
-        queue: sequences that may wait beyond those side by side.
+        most: sequences that may run and wait.
         note: writes a line for who runs the server.
         watcher: takes times.
 
@@ -126,10 +126,10 @@ class EngineProcess:
     """
 
     def __init__(
-        self, start: Start, queue: int, note: Callable[[str], None], watcher: Watcher
+        self, start: Start, most: int, note: Callable[[str], None], watcher: Watcher
     ) -> None:
         self._watcher = watcher
-        self._start, self._most, self._note = start, start.batch + queue, note
+        self._start, self._most, self._note = start, most, note
         self.status: Status = "loading"
         self.ready: Ready | None = None
         self.state = State()

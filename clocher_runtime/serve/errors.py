@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from clocher_kernels.errors import ClocherError, OutOfMemory, SessionBusy, UsageError
-from clocher_runtime.engine.arguments import shown
+from clocher_runtime.config.values import shown
 
 ErrorType = Literal[
     "invalid_request_error", "authentication_error", "rate_limit_error", "server_error"

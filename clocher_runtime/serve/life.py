@@ -19,6 +19,7 @@ from clocher_kernels.errors import DeviceError
 from clocher_runtime.checkpoints.hf.cache import repository_of
 from clocher_runtime.command.loading import defaults_of
 from clocher_runtime.command.model_choice import ModelChoice, choose_model, converses
+from clocher_runtime.config.sources import Sources
 from clocher_runtime.engine.sampling_defaults import told
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.serve.app import Server
@@ -28,7 +29,7 @@ from clocher_runtime.serve.errors import unavailable
 from clocher_runtime.serve.messages import Ready, Start
 from clocher_runtime.serve.metrics import ServerMetrics
 from clocher_runtime.serve.prompts import PromptRoom
-from clocher_runtime.serve.settings import ServeConfig, Settings, is_local
+from clocher_runtime.serve.settings import ServeConfig, is_local
 from clocher_runtime.serve.usage import now_s
 
 MAX_HEADER_BYTES = 32 << 10
@@ -90,18 +91,20 @@ class Life:
     """A server from its start to its end.
 
     Args:
-        settings: how it serves, and what.
+        config: how it serves, and what.
+        sources: of the engine's configuration.
         note: writes a line for who runs it.
         announce: takes the facts of a server that is ready.
     """
 
     def __init__(
         self,
-        settings: Settings,
+        config: ServeConfig,
+        sources: Sources,
         note: Callable[[str], None],
         announce: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._settings, self._note, self._announce = settings, note, announce
+        self._config, self._sources, self._note, self._announce = config, sources, note, announce
         self._asked_to_end = asyncio.Event()
         self._code = int(ExitCode.OK)
         self._told: set[str] = set()
@@ -112,8 +115,8 @@ class Life:
         Raises:
             ClocherError: it cannot begin.
         """
-        config = self._settings.serve
-        server = await assemble(self._settings, self._note)
+        config = self._config
+        server = await assemble(config, self._sources, self._note)
         try:
             sock = _listen(config.host, config.port)
             await self._serve(config, server.engine, server.app(), sock, server.name)
@@ -213,7 +216,7 @@ class Life:
             await asyncio.sleep(0.02)
         host, port = sock.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        for line in facts(engine.ready, self._settings):
+        for line in facts(engine.ready, self._config):
             self._note(line)
         reach = "this machine only" if is_local(host) else "whoever has the key"
         self._note(f"listening on {url} for {reach}")
@@ -221,48 +224,41 @@ class Life:
         self._announce({"event": "ready", **about})
 
 
-async def assemble(settings: Settings, note: Callable[[str], None]) -> Server:
+async def assemble(config: ServeConfig, sources: Sources, note: Callable[[str], None]) -> Server:
     """Return a server, whose engine is started by who runs `engine.run()`.
 
     Args:
-        settings: how, and what.
+        config: how, and what.
+        sources: of the engine's configuration.
         note: writes a line for who runs the server.
 
     Raises:
         ClocherError: the model cannot be served.
     """
-    config = settings.serve
-    choice = choose_model(settings.run)
-    checkpoint, _ = choice.open_for(settings.run)
+    choice = choose_model(config)
+    checkpoint, _ = choice.open_for(config)
     prompts = await asyncio.to_thread(PromptRoom, checkpoint)
     name = config.served_model_name or _name_of(choice)
     metrics = ServerMetrics(name)
-    start = Start(
-        settings.of_run,
-        settings.batch,
-        config.kv_pages,
-        config.itl_ms,
-        not config.no_prefix_cache,
-        prompts.stop_ids,
-    )
-    engine = EngineProcess(start, config.queue, note, metrics)
+    start = Start(sources, prompts.stop_ids)
+    engine = EngineProcess(start, config.batch + config.queue, note, metrics)
     metrics.watch(engine)
     grammars = Grammars(checkpoint.tokenizer_source, prompts.vocab_size, prompts.stop_ids)
     chats = converses(choice.path, prompts.tokenizer.chat_template)
-    drawing = defaults_of(settings.run, checkpoint)
+    drawing = defaults_of(config, checkpoint)
     if said := told(drawing):
         note(said)
     note(f"loading {choice.name}; /health says when it is ready")
     return Server(config, engine, prompts, grammars, metrics, name, now_s(), chats, drawing)
 
 
-def facts(ready: Ready, settings: Settings) -> list[str]:
+def facts(ready: Ready, config: ServeConfig) -> list[str]:
     """Return what who runs a server should know of it."""
     about = ready.about
     cache = (
         f"KV cache: {ready.pages} pages of {ready.page_cells} tokens, {ready.kv_bytes / _MIB:.0f} "
         f"MiB {about['kv_dtype']}; {about['batch']} sequences side by side, {ready.longest} "
-        f"tokens each at most, {settings.serve.queue} may wait"
+        f"tokens each at most, {config.queue} may wait"
     )
     engine = (
         f"{about['device']} ({about['isa']}, {about['threads']} threads), {about['precision']} "
@@ -272,7 +268,7 @@ def facts(ready: Ready, settings: Settings) -> list[str]:
         cache += f"; attention reads some of it: {about['attn']}, which is lossy"
     if about["act_sparsity"]:
         engine += f"; small activations are dropped: {about['act_sparsity']}, which is lossy"
-    ignored = [*settings.run.hints_ignored, *about["hints_ignored"]]
+    ignored = [*config.hints_ignored, *about["hints_ignored"]]
     return [engine, cache, *([f"not acted on: {', '.join(ignored)}"] if ignored else [])]
 
 
@@ -298,14 +294,16 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def serve(
-    settings: Settings,
+    config: ServeConfig,
+    sources: Sources,
     note: Callable[[str], None],
     announce: Callable[[dict[str, Any]], None],
 ) -> int:
     """Serve, and return the exit code.
 
     Args:
-        settings: how, and what.
+        config: how, and what.
+        sources: of the engine's configuration.
         note: writes a line for who runs the server.
         announce: takes the facts of a server that is ready.
 
@@ -313,4 +311,4 @@ def serve(
         ClocherError: it cannot begin.
     """
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # its warnings quote requests
-    return asyncio.run(Life(settings, note, announce).run())
+    return asyncio.run(Life(config, sources, note, announce).run())

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from clocher_runtime.command.env import Sources
+from clocher_runtime.config.sources import Sources
 from clocher_runtime.models.spec import BlockDiffusion
 
 HEADER_BYTES = 4
@@ -21,19 +21,11 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     """The first message: what to load.
 
     Attributes:
-        sources: of the settings of the run behind the server; messages name who set what.
-        batch: sequences side by side.
-        kv_pages: of the KV cache; None: `batch` whole contexts.
-        itl_ms: see `Session`.
-        prefix_cache: see `Session`.
+        sources: what `settings.engine_config` takes; messages name who set what.
         stop_ids: tokens that end an answer, as grammars know them.
     """
 
     sources: Sources
-    batch: int
-    kv_pages: int | None
-    itl_ms: float
-    prefix_cache: bool
     stop_ids: tuple[int, ...] = ()
 
 

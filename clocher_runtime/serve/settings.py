@@ -2,35 +2,25 @@
 
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.command.env import Sources, resolve, settle
-from clocher_runtime.command.parsing import integer, number, switch, text
-from clocher_runtime.command.settings import (
-    SETTINGS,
-    RunConfig,
-    Setting,
-    declared,
-    flag,
-)
-
-BATCH = 8
-"""Sequences side by side, unless a setting says otherwise."""
-
-_NOT_SERVED = {"stub", "prompt", "prompt_ids", "prompts_file", "max_new", "temperature", "top_k"}
-_NOT_SERVED |= {"top_p", "seed", "ignore_eos", "tune", "rounds", "warmup", "prefetch", "aggregate"}
-_NOT_SERVED |= {"outputs", "trace_ids", "trace_topk", "bytes_per_token", "stride_bytes"}
-_NOT_SERVED |= {"verify_touch", "json", "min_p", "repetition_penalty"}
-"""Settings of a run that are a request's, or a measurement's."""
+from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.config.setting import Setting, declared, defaults, every, flag, redefault
+from clocher_runtime.config.sources import Sources, settle, with_file
+from clocher_runtime.config.values import integer, number, switch, text
 
 _TEXT = text()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeConfig:
-    """How the server serves. A None stands for what help says."""
+class ServeConfig(EngineConfig):
+    """A server, fully decided: its engine, and how it serves. A None stands for what help says."""
+
+    command: ClassVar[str] = "serve"
+
+    batch: int = redefault(EngineConfig, "batch", 8)
 
     host: str = flag(
         "Server",
@@ -55,7 +45,7 @@ class ServeConfig:
     queue: int = flag(
         "Server",
         integer(0, 65536),
-        "sequences that may wait beyond those side by side; more are told to come later (429)",
+        "requests that may wait beyond those in the batch; beyond this, requests get 429",
         default=64,
     )
     timeout: float = flag(
@@ -64,74 +54,50 @@ class ServeConfig:
     drain: float = flag(
         "Server",
         number(0, 3600),
-        "seconds that requests get to end once SIGTERM or Ctrl-C came",
+        "graceful-shutdown timeout in seconds, after SIGTERM or Ctrl-C",
         default=30.0,
     )
     max_body_mb: int = flag("Server", integer(1, 1024), "MiB of the largest request", default=8)
-    kv_pages: int | None = flag(
-        "Cache",
-        integer(1, 1 << 30),
-        "pages of 64 tokens that all sequences share (unset: --batch whole contexts)",
-    )
-    no_prefix_cache: bool = flag(
-        "Cache", switch(), "compute the beginnings that texts have in common each time"
-    )
-    itl_ms: float = flag(
-        "Cache",
-        number(1, 60000),
-        "while somebody's text goes on, prompts are taken in pieces that let a step end in this "
-        "time, in milliseconds",
-        default=100.0,
-    )
+    no_prefix_cache: bool = flag("Cache", switch(), "disable prefix caching")
 
 
-LOADED: Mapping[str, Setting] = {n: s for n, s in SETTINGS.items() if n not in _NOT_SERVED}
-"""Settings of a run that a server has too."""
-
-OWN: Mapping[str, Setting] = dict(declared(ServeConfig))
-
-TABLE: Mapping[str, Setting] = {**OWN, **LOADED}
+TABLE: Mapping[str, Setting] = declared(ServeConfig)
 """Every flag and every environment variable of the server."""
 
-DEFAULTS: Mapping[str, Any] = {
-    **{each.name: each.default for each in (*fields(RunConfig), *fields(ServeConfig))},
-    "batch": BATCH,
-}
+DEFAULTS: Mapping[str, Any] = defaults(ServeConfig)
+
+_ENGINE = {*dict(every(EngineConfig)), "no_prefix_cache"}
+SCORE_ROWS = 64
+"""Rows of logits that are kept for scoring."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """A server, fully decided.
-
-    Attributes:
-        serve: how it serves.
-        run: what is loaded.
-        of_run: what `run` was made of, and what the process of the engine makes it of again.
-        batch: sequences side by side.
-    """
-
-    serve: ServeConfig
-    run: RunConfig
-    of_run: Sources
-    batch: int
-
-
-def decide(flags: Mapping[str, str], environ: Mapping[str, str]) -> Settings:
+def decide(flags: Mapping[str, str], environ: Mapping[str, str]) -> tuple[ServeConfig, Sources]:
     """Return the settings of a server: flag, variable, file, default.
 
     Args:
         flags: name of a setting -> what its flag was given.
         environ: environment variables.
 
+    Returns:
+        Them, and what the process of the engine makes its own of (`engine_config`).
+
     Raises:
         UsageError: a value is not what its setting takes, or an address of others has no key.
     """
-    values, of_run = settle(OWN, LOADED, flags, environ)
-    serve = ServeConfig(**values)
-    _check(serve)
-    run = resolve(*of_run)
-    batch = run.batch if "batch" in run.given else BATCH
-    return Settings(serve, run, of_run, batch)
+    sources = with_file(Sources(flags, environ), TABLE)
+    config = settle(ServeConfig, sources)
+    _check(config)
+    return config, sources.only({n: s for n, s in TABLE.items() if n in _ENGINE})
+
+
+def engine_config(sources: Sources) -> EngineConfig:
+    """Return the configuration of a server's engine.
+
+    Args:
+        sources: from `decide`.
+    """
+    config = settle(ServeConfig, sources)
+    return replace(config, prefix_cache=not config.no_prefix_cache, score_rows=SCORE_ROWS)
 
 
 def is_local(host: str) -> bool:

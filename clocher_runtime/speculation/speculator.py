@@ -11,7 +11,6 @@ from clocher_runtime.speculation.draft import NO_DRAFT, ROOT, Draft, Drafter, Re
 from clocher_runtime.speculation.gate import PassCosts, Trial, choose, rate_of
 from clocher_runtime.speculation.recycle import RecycledTokens
 
-MODES = ("auto", "off", "suffix", "recycle", "draft")
 """What may be asked for."""
 WITH_DRAFT_MODEL = ("auto", "draft")
 """Those that ask a draft model, if there is one."""

@@ -8,7 +8,8 @@ import click
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.script_run import PATH, Report, Wrap, script
-from clocher_runtime.command.settings import RunConfig, declared
+from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.config.setting import declared
 from clocher_runtime.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -109,8 +110,8 @@ def _not_here(ctx: click.Context, param: click.Parameter, value: str | None) -> 
         )
 
 
-_WORDS = ("precision", "kv_dtype", "device", "speculate", "attn", "act_sparsity", "tensor_parallel")
-_KNOWN = {name: setting.takes.metavar.split("|") for name, setting in declared(RunConfig)}
+_WORDS = ("precision", "kv_dtype", "device", "speculate", "attn", "act_sparsity")
+_KNOWN = {name: each.takes.metavar.split("|") for name, each in declared(EngineConfig).items()}
 _LIST: Mapping[str, Any] = {"metavar": "LIST", "callback": _numbers(0), "show_default": True}
 _SOME: Mapping[str, Any] = {"metavar": "LIST", "callback": _numbers(1), "show_default": True}
 
@@ -158,7 +159,6 @@ def _foreign(flag: str) -> Wrap:
     click.option("--attn", metavar="KIND:N", help="read part of the KV cache  [default: dense]"),
     click.option("--act-sparsity", metavar="RULE", help="drop small activations  [default: no]"),
     click.option("--act-calibration", metavar="FILE", help="text for --act-sparsity 0.25"),
-    click.option("--tensor-parallel", metavar="N", help="processes that share each step"),
     click.option("--text", type=PATH, metavar="FILE", help="of prompts  [default: random ids]"),
     click.option(
         "-o",

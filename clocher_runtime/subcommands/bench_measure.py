@@ -4,32 +4,25 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from clocher_kernels.errors import OutOfMemory, UsageError
-from clocher_runtime.checkpoints import Checkpoint
-from clocher_runtime.command.env import resolve
 from clocher_runtime.command.jsonline import clocher_version
-from clocher_runtime.command.loading import (
-    calibration_of,
-    choose_threads,
-    draft_of,
-    not_acted_on,
-    tuning_of,
-)
-from clocher_runtime.command.model_choice import ModelChoice, choose_model
-from clocher_runtime.command.settings import SETTINGS, RunConfig, unmet
+from clocher_runtime.command.loading import Loaded, load, not_acted_on
+from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.config.setting import every, unmet
+from clocher_runtime.config.sources import Sources, settle
 from clocher_runtime.disk.files import read_bytes
-from clocher_runtime.engine.backends import choose, gpu, hand_on
+from clocher_runtime.engine.backends import gpu
 from clocher_runtime.engine.bandwidth import memory_reader, working_set
-from clocher_runtime.engine.load import Model, load_model
+from clocher_runtime.engine.placement import threads_of
+from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.topology import cache_bytes, cpu_name, read_cpus, usable_cpus
 from clocher_runtime.quality.speed import Case, Runner, session_for
 from clocher_runtime.quality.turns import in_turns
@@ -44,9 +37,9 @@ _BUSY = 0.5
 
 _NEEDED = """model_dir model_json model_bin require_model lora precision kv_dtype device isa threads
 tile_table act_prec pretranspose affinity use_affinity numa_policy hot_replicate hot_repl_limit_mb
-prefetch_distance stream_block_bytes speculate draft_model attn tensor_parallel
-act_sparsity act_calibration"""
-_ACTS_ON = frozenset(_NEEDED.split()) | {name for name in SETTINGS if name.startswith("dedup")}
+prefetch_distance stream_block_bytes speculate draft_model attn act_sparsity act_calibration"""
+_SETTINGS = dict(every(EngineConfig))
+_ACTS_ON = frozenset(_NEEDED.split()) | {name for name in _SETTINGS if name.startswith("dedup")}
 """Settings of a run that a bench has a use for; of prompts, for example, it has none."""
 
 _READ_S = 0.1
@@ -76,19 +69,6 @@ class Plan:
     text: Path | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """A model on a device, and how it came there."""
-
-    config: RunConfig
-    choice: ModelChoice
-    device: str
-    model: Model
-    draft: Model | None
-    calibration: list[int] | None
-    load1: float
-
-
 def measure(plan: Plan, tell: Tell) -> list[Row]:
     """Measure every case with every number of threads.
 
@@ -100,40 +80,33 @@ def measure(plan: Plan, tell: Tell) -> list[Row]:
         ClocherError: the model cannot be run like this.
     """
     load1 = os.getloadavg()[0]
-    config = resolve({"speculate": "off", **plan.flags}, os.environ)
+    config = settle(EngineConfig, Sources({"speculate": "off", **plan.flags}, os.environ))
     if config.speculate != "off" and any(case.batch > 1 for case in plan.cases):
         raise UsageError(
             "-b above 1 with --speculate: sequences would end at different steps; give -b 1"
         )
-    if config.stub:
-        raise UsageError("--stub runs no model, so it has no speed; drop it")
-    hand_on(config.isa, config.tile_table)
-    device, _ = choose(config.device)
-    counts = _thread_counts(plan.threads, config, device)
-    choice = choose_model(config)
-    checkpoint, _ = choice.open_for(config)
-    model = load_model(checkpoint, config.precision)
-    calibration = calibration_of(config, checkpoint)
-    bound = _Bound(config, choice, device, model, draft_of(config, model), calibration, load1)
+    loaded = load(config)
+    counts = _thread_counts(plan.threads, loaded.config)
     with ExitStack() as stack:
-        text = _text_ids(plan, checkpoint)
+        text = _text_ids(plan, loaded)
         runners = {
             count: Runner(
-                stack.enter_context(closing(_session(bound, count, plan.cases, len(counts), tell))),
+                stack.enter_context(closing(_session(loaded, count, plan, len(counts), tell))),
                 text,
             )
             for count in counts
         }
-        return _rows(plan, bound, runners, tell)
+        return _rows(plan, loaded, runners, load1, tell)
 
 
-def _text_ids(plan: Plan, checkpoint: Checkpoint) -> list[int]:
+def _text_ids(plan: Plan, loaded: Loaded) -> list[int]:
     """Return the ids of the file that prompts are made of, as many as the longest one has."""
     if plan.text is None:
         return []
     longest = max(case.before for case in plan.cases)
     text = read_bytes(plan.text, _MOST_TEXT).decode(errors="replace")[: _TOKEN_CHARS * longest]
-    ids = Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config).encode(text)[:longest]
+    assert isinstance(loaded.tokenizer, Tokenizer)  # only the stub has another
+    ids = loaded.tokenizer.encode(text)[:longest]
     if not ids:
         raise UsageError(f"--text {plan.text}: there is no text in it; name another file")
     if len(ids) < longest:
@@ -144,7 +117,7 @@ def _text_ids(plan: Plan, checkpoint: Checkpoint) -> list[int]:
     return ids
 
 
-def _thread_counts(asked: Sequence[int], config: RunConfig, device: str) -> tuple[int, ...]:
+def _thread_counts(asked: Sequence[int], config: EngineConfig) -> tuple[int, ...]:
     usable = len(usable_cpus())
     for count in asked:
         if count > usable:
@@ -152,29 +125,20 @@ def _thread_counts(asked: Sequence[int], config: RunConfig, device: str) -> tupl
                 f"-t {count}: this process may use {usable} CPUs, and more threads than that wait "
                 "for each other; give less"
             )
-    if device != "cpu" and len(asked) > 1:
-        raise UsageError(f"-t {','.join(map(str, asked))}: threads do nothing on {device}; drop -t")
-    return tuple(asked) or (choose_threads(config.threads, config.numa_policy),)
+    if config.backend != "cpu" and len(asked) > 1:
+        given = ",".join(map(str, asked))
+        raise UsageError(f"-t {given}: threads do nothing on {config.backend}; drop -t")
+    return tuple(asked) or (threads_of(config),)
 
 
-def _session(bound: _Bound, threads: int, cases: Sequence[Case], sessions: int, tell: Tell) -> Any:
-    config = bound.config
+def _session(loaded: Loaded, threads: int, plan: Plan, sessions: int, tell: Tell) -> Session:
     try:
         return session_for(
-            bound.model,
-            cases,
-            bound.device,
-            threads=threads,
-            kv_dtype=config.kv_dtype,
-            act_prec=config.act_prec,
-            tuning=tuning_of(config, threads),
-            pretranspose=config.pretranspose,
-            speculate=config.speculate,
-            draft=bound.draft,
-            attn=config.attn,
-            act_sparsity=config.act_sparsity,
-            act_calibration=bound.calibration,
-            tensor_parallel=config.tensor_parallel,
+            loaded.model,
+            plan.cases,
+            replace(loaded.config, threads=threads),
+            draft=loaded.draft,
+            calibration=loaded.calibration,
             progress=partial(tell, "compiling kernels (once)"),
             packing=partial(tell, "packing weights, MiB"),
         )
@@ -186,10 +150,12 @@ def _session(bound: _Bound, threads: int, cases: Sequence[Case], sessions: int, 
         ) from None
 
 
-def _rows(plan: Plan, bound: _Bound, runners: Mapping[int, Runner], tell: Tell) -> list[Row]:
+def _rows(
+    plan: Plan, bound: Loaded, runners: Mapping[int, Runner], load1: float, tell: Tell
+) -> list[Row]:
     nbytes = working_set(bound.model)
     decodes = any(case.tokens and not case.prompt for case in plan.cases)
-    reader = memory_reader(nbytes, bound.device) if decodes else None
+    reader = memory_reader(nbytes, bound.config.backend) if decodes else None
     runs: dict[tuple[int, Case | None], Callable[[], float]] = {}
     for threads, runner in runners.items():
         for case in plan.cases:
@@ -204,8 +170,8 @@ def _rows(plan: Plan, bound: _Bound, runners: Mapping[int, Runner], tell: Tell) 
         tell(f"{what} -t {threads}, round {done // len(runs)} of {plan.rounds}", done, total)
 
     found = in_turns(runs, plan.rounds, before)
-    facts = _facts(bound)
-    in_cache = bound.device == "cpu" and nbytes <= cache_bytes(read_cpus())
+    facts = {**_facts(bound), "load1": load1, "busy": load1 > _BUSY * len(usable_cpus())}
+    in_cache = bound.config.backend == "cpu" and nbytes <= cache_bytes(read_cpus())
     rows = []
     for done, ((threads, runner), case) in enumerate(product(runners.items(), plan.cases)):
         tell(f"checking the tokens of {case.name}", done, len(runners) * len(plan.cases))
@@ -226,7 +192,6 @@ def _rows(plan: Plan, bound: _Bound, runners: Mapping[int, Runner], tell: Tell) 
             "speculate": bound.config.speculate,
             "attn": runner.session.reading.mode,
             "act_sparsity": runner.session.act_sparsity,
-            "tensor_parallel": runner.session.tensor_parallel,
             "tokens_per_pass": runner.tokens_per_pass(case) if case.tokens else None,
         }
         row = {**facts, **_about(runner, bound), **row, **said}
@@ -241,12 +206,12 @@ def _verdict(same: Mapping[str, bool | None]) -> bool | None:
     return True if same["another_way"] else None
 
 
-def _about(runner: Runner, bound: _Bound) -> Row:
+def _about(runner: Runner, bound: Loaded) -> Row:
     """Return what a row says of a session, and of the variables that did something or did not."""
     session, config = runner.session, bound.config
     given = {name: how for name, how in config.given.items() if name in _ACTS_ON}
     ignored = (*config.hints_ignored, *not_acted_on(given, session.acted_on))
-    ignored += unmet(given, {"draft_model"} if bound.draft is None else ())
+    ignored += unmet(given, _SETTINGS, {"draft_model"} if bound.draft is None else ())
     variables = [str(how) for how in given.values() if how.source[:1] != "-"]
     return {
         "settings": [how for how in variables if how not in ignored],
@@ -259,7 +224,7 @@ def _about(runner: Runner, bound: _Bound) -> Row:
     }
 
 
-def _facts(bound: _Bound) -> Row:
+def _facts(bound: Loaded) -> Row:
     """Return what all rows say of the machine, the model and the versions."""
     model = bound.model
     return {
@@ -273,11 +238,9 @@ def _facts(bound: _Bound) -> Row:
         "test_time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "cpu_info": cpu_name(),
         "cpus": len(usable_cpus()),
-        "gpu_info": str(gpu().get("name", "")) if bound.device == "cuda" else "",
-        "load1": bound.load1,
-        "busy": bound.load1 > _BUSY * len(usable_cpus()),
-        "backends": bound.device.upper(),
-        "model_filename": _model_name(bound.choice),
+        "gpu_info": str(gpu().get("name", "")) if bound.config.backend == "cuda" else "",
+        "backends": bound.config.backend.upper(),
+        "model_filename": _model_name(bound.name),
         "model_type": model.spec.family,
         "model_size": sum(weight.nbytes for weight in model.weights.values()),
         "model_n_params": sum(prod(weight.shape) for weight in model.weights.values()),
@@ -285,10 +248,9 @@ def _facts(bound: _Bound) -> Row:
     }
 
 
-def _model_name(choice: ModelChoice) -> str:
+def _model_name(name: str) -> str:
     """Return the name of a model without the folders it lies in; one of the Hub keeps its owner."""
-    is_path = os.path.exists(choice.name)
-    return os.path.basename(os.path.abspath(choice.name)) if is_path else choice.name
+    return os.path.basename(os.path.abspath(name)) if os.path.exists(name) else name
 
 
 def _version(name: str) -> str | None:

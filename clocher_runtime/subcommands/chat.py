@@ -5,14 +5,14 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.clocher_run import PRECEDENCE
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.env import obeyed
 from clocher_runtime.command.flags import Command
-from clocher_runtime.command.settings import RunConfig
+from clocher_runtime.config.sources import obeyed
 from clocher_runtime.exit_codes import ExitCode, exit_code, told
 from clocher_runtime.signals import cause_of, listen, restore
 from clocher_runtime.subcommands.chat_screen import OutputLost, Screen, Typing
@@ -81,15 +81,15 @@ def _main(argv: Sequence[str], console: Console) -> int:
         flags = COMMAND.parse(argv, answers.line)
         if flags is None:
             return ExitCode.OK
-        config, run = decide(flags, os.environ)
-        for told_once in obeyed(run):
+        config = decide(flags, os.environ)
+        for told_once in obeyed(config):
             console.note(told_once)
         if sys.stdin is None:
             raise UsageError("standard input is closed; expected a message, or a terminal")
         # NumPy and all that needs it is imported after the flags have been checked.
         from clocher_runtime.command.model_choice import choose_model
 
-        choose_model(run)  # a wrong name is told before a message is waited for
+        choose_model(config)  # a wrong name is told before a message is waited for
         message = None if sys.stdin.isatty() else _piped_message()
         from clocher_runtime.disk.files import ending_on_lost_pages
 
@@ -98,7 +98,7 @@ def _main(argv: Sequence[str], console: Console) -> int:
                 console.note(f"error: {reason}")
 
         with ending_on_lost_pages(lost):
-            return _chat(config, run, message, answers, console)
+            return _chat(config, message, answers, console)
     except OutputLost as lost_output:
         if lost_output.reason:
             console.note(f"error: standard output: {lost_output.reason}")
@@ -138,18 +138,16 @@ def _piped_message() -> str:
     return text
 
 
-def _chat(
-    config: ChatConfig, run: RunConfig, message: str | None, answers: Screen, console: Console
-) -> ExitCode:
+def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Console) -> ExitCode:
     """Load the model, and answer the message, or what is typed."""
     from clocher_runtime.command.loading import load_engine
     from clocher_runtime.engine.sampling_defaults import told as drawn_as
     from clocher_runtime.subcommands.chat_talk import Talk
 
-    engine = load_engine(run, 1, console.compiling, console.packing, prefix_cache=True)
+    engine = load_engine(replace(config, prefix_cache=True), console.compiling, console.packing)
     try:
-        _say_what_is_special(run, engine, console)
-        model = _chat_model(config, run, engine, console)
+        _say_what_is_special(config, engine, console)
+        model = _chat_model(config, engine, console)
         config, drawing = config.on_top_of(engine.sampling_defaults)
         if note := drawn_as(drawing):
             console.note(note)
@@ -171,10 +169,10 @@ def _chat(
         engine.session.close()
 
 
-def _say_what_is_special(run: RunConfig, engine: "Engine", console: Console) -> None:
+def _say_what_is_special(config: ChatConfig, engine: "Engine", console: Console) -> None:
     for note in engine.checkpoint.notes:
         console.note(note)
-    if ignored := [*run.hints_ignored, *engine.hints_ignored]:
+    if ignored := [*config.hints_ignored, *engine.hints_ignored]:
         console.note(f"not acted on here: {', '.join(ignored)}")
     if engine.model_source == "embedded":
         console.note(
@@ -183,9 +181,7 @@ def _say_what_is_special(run: RunConfig, engine: "Engine", console: Console) -> 
         )
 
 
-def _chat_model(
-    config: ChatConfig, run: RunConfig, engine: "Engine", console: Console
-) -> "ChatModel":
+def _chat_model(config: ChatConfig, engine: "Engine", console: Console) -> "ChatModel":
     """Return what answers.
 
     Raises:
@@ -198,7 +194,7 @@ def _chat_model(
 
     assert isinstance(engine.tokenizer, Tokenizer)  # only the stub has another, or a run by ids
     template = engine.tokenizer.chat_template
-    by_template = converses(choose_model(run).path, template)
+    by_template = converses(choose_model(config).path, template)
     variables = {"reasoning_effort": config.reasoning_effort} if config.reasoning_effort else {}
     model = ChatModel(
         engine.session, engine.tokenizer, by_template=by_template, variables=variables

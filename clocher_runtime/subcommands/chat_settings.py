@@ -1,23 +1,15 @@
 """The settings of `clocher chat`: those of a run that say what is loaded, and its own."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
-from clocher_runtime.command.env import resolve, settle
-from clocher_runtime.command.parsing import integer, number, one_of, switch, text
-from clocher_runtime.command.settings import (
-    MIN_P,
-    MIN_P_HELP,
-    PENALTY,
-    PENALTY_HELP,
-    RunConfig,
-    Setting,
-    declared,
-    flag,
-)
+from clocher_runtime.command.settings import MIN_P, MIN_P_HELP, PENALTY, PENALTY_HELP
+from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.config.setting import Setting, declared, defaults, flag
+from clocher_runtime.config.sources import Sources, settle
+from clocher_runtime.config.values import integer, number, one_of, switch, text
 from clocher_runtime.engine.sampling_defaults import taken
-from clocher_runtime.serve.settings import LOADED as SERVED
 
 RANDOM = "random"
 CONTINUED = 64
@@ -25,12 +17,10 @@ CONTINUED = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatConfig:
-    """How a conversation is held. A None stands for what help says.
+class ChatConfig(EngineConfig):
+    """How a conversation is held, and with what. A None stands for what help says."""
 
-    Attributes:
-        given: names of the settings that are not at their default.
-    """
+    command: ClassVar[str] = "chat"
 
     system: str | None = flag("Chat", text(), "what the model is told before the conversation")
     reasoning_effort: str | None = flag(
@@ -69,7 +59,6 @@ class ChatConfig:
         "tokens of an answer (unset: as many as the context has room for; "
         f"{CONTINUED} where text is continued)",
     )
-    given: frozenset[str] = frozenset()
 
     def on_top_of(self, defaults: Mapping[str, float]) -> tuple[Self, dict[str, float]]:
         """Return the settings with a model's defaults where nothing was given, and those."""
@@ -81,17 +70,10 @@ class ChatConfig:
         return replace(self, **changes), found
 
 
-OWN: Mapping[str, Setting] = dict(declared(ChatConfig))
-
-LOADED: Mapping[str, Setting] = {n: s for n, s in SERVED.items() if n != "batch"}
-"""Settings of a run that a chat has too."""
-
-TABLE: Mapping[str, Setting] = {**OWN, **LOADED}
+TABLE: Mapping[str, Setting] = declared(ChatConfig)
 """Every flag and every environment variable of a chat."""
 
-DEFAULTS: Mapping[str, Any] = {
-    each.name: each.default for each in (*fields(RunConfig), *fields(ChatConfig))
-}
+DEFAULTS: Mapping[str, Any] = defaults(ChatConfig)
 
 CHANGEABLE = (
     "temperature",
@@ -105,7 +87,7 @@ CHANGEABLE = (
 """What can be set between two answers."""
 
 
-def decide(flags: Mapping[str, str], environ: Mapping[str, str]) -> tuple[ChatConfig, RunConfig]:
+def decide(flags: Mapping[str, str], environ: Mapping[str, str]) -> ChatConfig:
     """Return the settings of a chat: flag, variable, file, default.
 
     Args:
@@ -115,5 +97,4 @@ def decide(flags: Mapping[str, str], environ: Mapping[str, str]) -> tuple[ChatCo
     Raises:
         UsageError: a value is not what its setting takes.
     """
-    values, of_run = settle(OWN, LOADED, flags, environ)
-    return ChatConfig(**values, given=frozenset(values)), resolve(*of_run)
+    return settle(ChatConfig, Sources(flags, environ))

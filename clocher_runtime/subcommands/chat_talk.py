@@ -18,8 +18,8 @@ from clocher_runtime.subcommands.chat_screen import CtrlC, Interrupted, Screen, 
 from clocher_runtime.subcommands.chat_settings import (
     CHANGEABLE,
     CONTINUED,
-    OWN,
     RANDOM,
+    TABLE,
     ChatConfig,
 )
 from clocher_runtime.subcommands.chat_view import MAKE_ROOM, View
@@ -194,7 +194,7 @@ class Talk:
             raise UsageError(f"/set takes one of {', '.join(CHANGEABLE)}, and a value or default")
         value = getattr(self._given, name)
         if raw != "default":
-            value = OWN[name].takes.read(f"/set {name}", raw)
+            value = TABLE[name].takes.read(f"/set {name}", raw)
         self._config = replace(self._config, **{name: value})
         self._tries = 0
         self._notes.line(f"{name} is {_shown(value)}")

@@ -13,8 +13,8 @@ from click.shell_completion import get_completion_class, shell_complete
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.flags import Command
-from clocher_runtime.command.parsing import one_of
-from clocher_runtime.command.settings import Setting
+from clocher_runtime.config.setting import Setting
+from clocher_runtime.config.values import one_of
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.subcommands.table import SUBCOMMANDS
 

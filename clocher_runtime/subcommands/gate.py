@@ -14,7 +14,7 @@ from clocher_runtime.command.script_run import (
     place,
     script,
 )
-from clocher_runtime.command.settings import KV_DTYPES, PRECISIONS
+from clocher_runtime.config.engine import KV_DTYPES, PRECISIONS
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.subcommands.perplexity import READ_CODES
 from clocher_runtime.subcommands.quantize import LIMITS

@@ -10,16 +10,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clocher_runtime.command.script_run import COUNT, FILE, option, place
-from clocher_runtime.command.settings import KV_DTYPES, PRECISIONS, SETTINGS
+from clocher_runtime.config.engine import ACT_PRECISIONS, KV_DTYPES, PRECISIONS, EngineConfig
+from clocher_runtime.config.setting import Given, every
 
 if TYPE_CHECKING:
     from clocher_runtime.engine.session import Session
     from clocher_runtime.text.tokenizer import Tokenizer
 
 
+_SETTINGS = dict(every(EngineConfig))
+
+
 def _env(name: str) -> list[str]:
     """Return the variables that a run has for a setting, the strongest first."""
-    return list(SETTINGS[name].env)
+    return list(_SETTINGS[name].env)
 
 
 def _model_of_environment() -> Path | None:
@@ -38,7 +42,7 @@ OPTIONS = (
     option("--kv-dtype", click.Choice(KV_DTYPES), default="f32", envvar=_env("kv_dtype")),
     option(
         "--act-prec",
-        click.Choice(["int8", "fp8", "fp16", "bf16", "fp32"]),
+        click.Choice(ACT_PRECISIONS),
         "default: the back end's",
         envvar=_env("act_prec"),
     ),
@@ -68,51 +72,34 @@ class Scored:
 
 
 @contextmanager
-def scored(
-    model_dir: Path | None,
-    precision: str | None,
-    act_sparsity: str | None,
-    act_calibration: Path | None,
-    threads: int | None,
-    **session: Any,
-) -> Iterator[Scored]:
+def scored(model_dir: Path | None, backend: str = "cpu", **settings: Any) -> Iterator[Scored]:
     """Load the model that the flags name, and close it in the end.
 
     Args:
         model_dir: None: that of the environment, or the embedded one.
-        precision: of the weights; None: as stored.
-        act_sparsity: see `Session`.
-        act_calibration: text file for it.
-        threads: None: all usable cores.
-        **session: other arguments of `Session`.
+        backend: a device, or "reference".
+        **settings: other fields of `EngineConfig`.
     """
-    from clocher_runtime.checkpoints import open_checkpoint
-    from clocher_runtime.checkpoints.locate import embedded_model, locate
-    from clocher_runtime.command.loading import calibration_ids
-    from clocher_runtime.engine.load import load_model
-    from clocher_runtime.engine.session import Session
-    from clocher_runtime.engine.topology import default_threads
-    from clocher_runtime.text.tokenizer import Tokenizer
+    from clocher_runtime.checkpoints.locate import embedded_model
+    from clocher_runtime.command.loading import load
 
     model_dir = model_dir or _model_of_environment()
-    checkpoint = open_checkpoint(locate(model_dir, "MODEL") if model_dir else embedded_model())
-    model = load_model(checkpoint, precision)
-    calibration = calibration_ids(act_calibration, checkpoint) if act_calibration else None
-    tokenizer = Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config)
-    bound = Session(
-        model,
-        threads=threads or default_threads(),
-        act_sparsity=act_sparsity,
-        act_calibration=calibration,
+    settings["backend" if backend == "reference" else "device"] = backend
+    config = EngineConfig(
+        model_dir=model_dir or embedded_model(),
+        speculate="off",
         all_logits=True,
-        **session,
+        given={"model_dir": Given("MODEL", str(model_dir))},
+        **settings,
     )
-    facts = {
-        "model": str(model_dir or "embedded"),
-        "precision": model.precision,
-        "kv_dtype": bound.kv_dtype,
-        "act_prec": bound.act_prec,
-    }
-    facts |= {"act_sparsity": act_sparsity} if act_sparsity else {}
-    with closing(bound):
-        yield Scored(bound, tokenizer, facts)
+    loaded = load(config)
+    with closing(loaded.session()) as session:
+        facts = {
+            "model": str(model_dir or "embedded"),
+            "precision": loaded.model.precision,
+            "kv_dtype": session.kv_dtype,
+            "act_prec": session.act_prec,
+        }
+        facts |= {"act_sparsity": config.act_sparsity} if config.act_sparsity else {}
+        assert isinstance(loaded.tokenizer, Tokenizer)  # only the stub has another
+        yield Scored(session, loaded.tokenizer, facts)

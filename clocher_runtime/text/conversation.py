@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from clocher_kernels.errors import FormatError, UsageError
+from clocher_runtime.config.values import shown
 from clocher_runtime.disk.strict_json import parse_json
-from clocher_runtime.engine.arguments import listed, shown
+from clocher_runtime.engine.arguments import listed
 from clocher_runtime.text.answers import AnswerStyle
 
 _ROLES = {"system": "system", "developer": "system", "user": "user"}

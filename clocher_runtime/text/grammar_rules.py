@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.engine.arguments import listed, one_of, shown
+from clocher_runtime.config.values import shown
+from clocher_runtime.engine.arguments import listed, one_of
 from clocher_runtime.text.schema_bounds import without_open_integers
 
 STYLES = ("plain", "harmony", "hermes", "llama3")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from clocher_kernels.errors import OutOfMemory, UsageError
-from clocher_runtime.engine.arguments import shown
+from clocher_runtime.config.values import shown
 
 DEFAULT_PROMPT = "def fibonacci(n):\n"
 MAX_STDIN_CHARS = 64 << 20

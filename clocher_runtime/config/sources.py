@@ -1,97 +1,94 @@
-"""From flags, variables and a file to a RunConfig: flag, variable, file, default."""
+"""From flags, variables and a file to a configuration: flag, variable, file, default."""
 
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.command.settings import ALL, HINTS, Given, GivenInFile, RunConfig, Setting
+from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.config.setting import Given, GivenInFile, Setting, declared
 
 MAX_BYTES = 1 << 20
 """Of a settings file."""
 
 # Products are accumulated in fp32 whatever the weights are, so asking for it is no ignored hint.
 _HOST_MATH = "fp32"
+_FILE = declared(EngineConfig)["config"]
 
 
-def resolve(
-    flags: Mapping[str, str],
-    environ: Mapping[str, str],
-    in_file: Mapping[str, Given] | None = None,
-) -> RunConfig:
-    """Return the configuration of a run.
+Config = TypeVar("Config", bound=EngineConfig)
 
-    A variable that is set to nothing counts as not set. A value that a stronger source overrides
-    is not looked at.
+
+class Sources(NamedTuple):
+    """What a configuration is made from.
+
+    Attributes:
+        flags: name of a setting -> what its flag was given; flags that were not given are absent.
+        environ: environment variables. One that is set to nothing counts as not set.
+        in_file: name of a setting -> what a file says; None reads the file of `--config`.
+    """
+
+    flags: Mapping[str, str]
+    environ: Mapping[str, str]
+    in_file: Mapping[str, GivenInFile] | None = None
+
+    def only(self, settings: Mapping[str, Setting]) -> "Sources":
+        """Return what says some settings; nothing else of the environment is in it."""
+        variables = {name for setting in settings.values() for name in setting.env}
+        return Sources(
+            {name: raw for name, raw in self.flags.items() if name in settings},
+            {name: raw for name, raw in self.environ.items() if name in variables},
+            {name: given for name, given in (self.in_file or {}).items() if name in settings},
+        )
+
+
+def settle(
+    kind: type[Config], sources: Sources, hints: Mapping[str, Setting] = MappingProxyType({})
+) -> Config:
+    """Return a configuration: flag, variable, file, default.
+
+    A value that a stronger source overrides is not looked at.
 
     Args:
-        flags: name of a setting -> what its flag was given; flags that were not given are absent.
-        environ: environment variables.
-        in_file: name of a setting -> what a file says; None reads the file of `--config`.
+        kind: the record to make.
+        sources: what says its values.
+        hints: settings that are checked, and not acted on.
 
     Raises:
         UsageError: a value is not what its flag, variable or key takes, two flags exclude each
             other, or the file of `--config` is not one.
     """
-    if in_file is None:
-        in_file = read_file(flags, environ, ALL)
+    table = {**declared(kind), **hints}
+    flags, environ, _ = sources
+    in_file = with_file(sources, table).in_file or {}
     values: dict[str, Any] = {}
     given: dict[str, Given] = {}
     ignored: list[Given] = []
-    for name, setting in ALL.items():
-        sources = sources_of(name, setting, flags, environ, in_file)
-        if not sources:
+    for name, setting in table.items():
+        found = sources_of(name, setting, flags, environ, in_file)
+        if not found:
             continue
-        first, *others = sources
+        first, *others = found
         value = setting.takes.read(first.source, first.raw)
-        if name in HINTS:
+        if name in hints:
             ignored += [first] if first.raw not in setting.idle else []
             continue
         values[name], given[name] = value, first
         if name not in flags:
             beaten = [other for other in others if not isinstance(other, GivenInFile)]
             ignored += [other for other in beaten if other.raw not in (first.raw, _HOST_MATH)]
-    _exclude(values, given)
-    return RunConfig(**values, given=given, hints_ignored=tuple(map(str, ignored)))
+    for names in kind.exclusive:
+        _keep_one(names, values, given)
+    return kind(**values, given=given, hints_ignored=tuple(map(str, ignored)))
 
 
-class Sources(NamedTuple):
-    """What `resolve` decides from."""
-
-    flags: Mapping[str, str]
-    environ: Mapping[str, str]
-    in_file: Mapping[str, GivenInFile]
-
-
-def settle(
-    own: Mapping[str, Setting],
-    of_run: Mapping[str, Setting],
-    flags: Mapping[str, str],
-    environ: Mapping[str, str],
-) -> tuple[dict[str, Any], Sources]:
-    """Return the values of a command's own settings, and what says those of the run behind it.
-
-    Args:
-        own: settings that a run has not.
-        of_run: settings of a run that the command has too; no others are read.
-        flags: see `resolve`.
-        environ: see `resolve`.
-
-    Raises:
-        UsageError: see `resolve`.
-    """
-    in_file = read_file(flags, environ, {**own, **of_run})
-    values = {}
-    for name, setting in own.items():
-        if sources := sources_of(name, setting, flags, environ, in_file):
-            values[name] = setting.takes.read(sources[0].source, sources[0].raw)
-    variables = {name for setting in of_run.values() for name in setting.env}
-    return values, Sources(
-        {name: raw for name, raw in flags.items() if name in of_run},
-        {name: raw for name, raw in environ.items() if name in variables},
-        {name: given for name, given in in_file.items() if name in of_run},
-    )
+def with_file(sources: Sources, known: Collection[str]) -> Sources:
+    """Return the same with the file of `--config` read."""
+    if sources.in_file is not None:
+        return sources
+    return sources._replace(in_file=read_file(sources.flags, sources.environ, known))
 
 
 def read_file(
@@ -107,7 +104,7 @@ def read_file(
     Raises:
         UsageError: the file cannot be read, or has something that is no setting.
     """
-    named = sources_of("config", ALL["config"], flags, environ, {})
+    named = sources_of("config", _FILE, flags, environ, {})
     if not named or not named[0].raw:
         return {}
     path = Path(named[0].raw)
@@ -128,7 +125,7 @@ def sources_of(
     return found + ([in_file[name]] if name in in_file else [])
 
 
-def obeyed(config: RunConfig) -> list[str]:
+def obeyed(config: EngineConfig) -> list[str]:
     """Return a message for each variable without a prefix that a run obeys.
 
     Such a name may have been set for another program.
@@ -138,18 +135,8 @@ def obeyed(config: RunConfig) -> list[str]:
     return [f"{each} is set in the environment and is obeyed" for each in names]
 
 
-def _exclude(values: dict[str, Any], given: dict[str, Given]) -> None:
-    """Settle settings that exclude each other: the stronger source wins, a tie is an error."""
-    _keep_one(("prompt", "prompt_ids", "prompts_file"), values, given)
-    _keep_one(("stub", "tune"), values, given)
-    if "stub" in given:
-        if values.get("require_model"):
-            raise UsageError("--stub runs without a model, but IE_REQUIRE_MODEL=1; drop one")
-        for name in ("model_dir", "model_json", "model_bin"):
-            _keep_one(("stub", name), values, given)
-
-
 def _keep_one(names: Sequence[str], values: dict[str, Any], given: dict[str, Given]) -> None:
+    """Settle settings that exclude each other: the stronger source wins, a tie is an error."""
     present = sorted((name for name in names if name in given), key=lambda n: _rank(given[n]))
     if len(present) < 2:
         return

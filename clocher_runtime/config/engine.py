@@ -1,0 +1,356 @@
+"""`EngineConfig`: everything that decides how a model is loaded, planned, bound and stepped.
+
+One frozen record is made from flags, variables, a file or keywords of the Python API, checked, and
+handed on as a whole. Every default, range, help line and variable stands here and nowhere else.
+
+A hint is a setting that is checked and accepted, and that this version does not act on. A hint
+that asks for something else than what happens anyway is listed under `hints_ignored`. When a later
+version acts on a hint, it becomes a field.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from typing import Any, ClassVar
+
+from clocher_kernels.errors import UsageError
+from clocher_runtime.config.setting import Given, Setting, every, flag, internal, variable
+from clocher_runtime.config.values import (
+    Value,
+    attention,
+    diffusion,
+    integer,
+    number,
+    one_of,
+    path,
+    socket_policy,
+    switch,
+    text,
+)
+
+_PATH, _TEXT, _SWITCH = path(), text(), switch()
+TOKENS = integer(1, 1 << 24)
+COUNT = integer(0, 1 << 30)
+BYTES = integer(0, 1 << 40)
+PRECISIONS = (
+    "fp32",
+    "bf16",
+    "fp16",
+    "int8w",
+    "int4",
+    "int4w",
+    "fp8w",
+    "fp8_b128w",
+    "fp8_e5m2w",
+    "mxfp4w",
+    "ternaryw",
+)
+"""What float weights can be cast to or quantised as when a model is loaded."""
+KV_DTYPES = ("f32", "bf16", "f16", "e4m3", "e5m2", "i8")
+"""How keys and values can be stored."""
+ACT_PRECISIONS = ("int8", "fp8", "fp16", "bf16", "fp32")
+"""What activations can be rounded to."""
+_PRECISION, _KV_DTYPE = one_of(*PRECISIONS), one_of(*KV_DTYPES)
+_ACT_PREC = one_of(*ACT_PRECISIONS)
+_DEVICE = one_of("auto", "cpu", "cuda", "ze")
+_BACKEND = one_of("cpu", "cuda", "reference", "stub")
+_ISA = one_of("avx512vnni", "avx512", "avxvnni", "avx2", "neon_i8mm", "neon_dotprod", "generic")
+_PLACEMENT = one_of("auto", "compact", "scatter")
+SPECULATE = ("auto", "off", "suffix", "recycle", "draft")
+"""Who drafts tokens."""
+_SPECULATE = one_of(*SPECULATE)
+_ATTN = attention()
+_DIFFUSION = diffusion()
+_LAYOUT = one_of("none", "woh", "wxh", "all")
+_DEDUP = one_of("off", "on_demand", "cache", "replicate_hot")
+_PAGES = integer(1, (1 << 31) - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How a model is loaded and stepped, fully decided. A None stands for what help says.
+
+    Attributes:
+        isa: None takes the best. It holds for the process (engine.backends.hand_on).
+        tile_table: None leaves tiles to the shipped tables.
+        given: field -> how it was set by a flag, a variable or a file; others are absent.
+        hints_ignored: "source=value" of what was given and this version does not act on.
+
+    Raises:
+        UsageError: a value is not what its field takes.
+    """
+
+    command: ClassVar[str] = "load"
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = tuple(
+        ("stub", name) for name in ("model_dir", "model_json", "model_bin")
+    )
+
+    model_dir: Path | None = flag(
+        "Model", _PATH, "directory of a model, GGUF file, or owner/name in the Hub's cache"
+    )
+    model_json: Path | None = flag("Model", _PATH, "model.ie.json of an IEBIN pair")
+    model_bin: Path | None = flag("Model", _PATH, "model.ie.bin of an IEBIN pair")
+    lora: Path | None = flag(
+        "Model", _PATH, "LoRA adapter, a directory of peft, to add to the float weights"
+    )
+    draft_model: Path | None = flag(
+        "Model",
+        _PATH,
+        "draft model: a small model of the same vocabulary, named like --model-dir; used with "
+        "--speculate auto or draft",
+    )
+    require_model: bool = variable(
+        _SWITCH,
+        "1: exit 3 unless a model is named or lies in the current directory",
+        "IE_REQUIRE_MODEL",
+    )
+    verify_weights: bool = flag(
+        "Model",
+        _SWITCH,
+        "read all weights first; check their hashes, where they have any, and their codes",
+    )
+    stub: bool = flag(
+        "Model", _SWITCH, "no model: token ids are a hash of the prompt", only=("run",)
+    )
+    precision: str | None = flag(
+        "Model",
+        _PRECISION,
+        "cast or quantise float weights at load (unset: as stored)",
+        "IE_PRECISION",
+        "PRECISION",
+    )
+    kv_dtype: str | None = flag(
+        "Model", _KV_DTYPE, "storage of the KV cache (unset: f16, on a GPU bf16)"
+    )
+    act_sparsity: str | None = flag(
+        "Model",
+        _TEXT,
+        "lossy variant for int4 on a CPU: the share of small matmul inputs to drop (0.25), "
+        "topk:F with the share of each token's to keep, or adaptive",
+    )
+    act_calibration: Path | None = flag(
+        "Model", _PATH, "text that the thresholds of --act-sparsity 0.25 are taken from"
+    )
+    context: int | None = flag(
+        "Model",
+        TOKENS,
+        "longest sequence in tokens, prompt and output (unset: the model's, at most 4096)",
+    )
+    attn: str = flag(
+        "Model",
+        _ATTN,
+        "what attention reads of the KV cache; all but dense and auto are lossy, auto says whether "
+        "they would pay",
+        default="dense",
+    )
+    generation_config: str = flag(
+        "Generation",
+        one_of("auto", "none"),
+        "auto: sampling defaults come from the model's generation_config.json",
+        default="auto",
+    )
+    ignore_eos: bool = flag(
+        "Generation", _SWITCH, "continue after the end-of-sequence token", only=("run",)
+    )
+    device: str = flag("Run", _DEVICE, "where to run", default="auto")
+    backend: str = internal(_BACKEND, "what `device` came to: see `backends.choose`", default="cpu")
+    isa: str | None = variable(
+        _ISA, "CPU instruction set (unset: the best of the host)", "CLOCHER_ISA"
+    )
+    threads: int | None = flag(
+        "Run", integer(1, 1024), "CPU threads (unset: physical cores, within the CPU quota)"
+    )
+    tile_table: Path | None = variable(
+        _PATH, "JSON table of tiles for GPU kernels; --tune writes it", "CLOCHER_TILE_TABLE"
+    )
+    config: Path | None = flag(
+        "Run", _PATH, "TOML file of settings by name; flags and variables are stronger"
+    )
+    batch: int = flag(
+        "Run",
+        integer(1, 1024),
+        "sequences to generate side by side",
+        default=1,
+        only=("run", "serve"),
+    )
+    kv_pages: int | None = flag(
+        "Cache",
+        _PAGES,
+        "pages of 64 tokens that all sequences share (unset: --batch whole contexts)",
+        only=("serve",),
+    )
+    itl_ms: float = flag(
+        "Cache",
+        number(1, inf),
+        "chunked prefill: while sequences decode, a step takes no more of a prompt than ends in "
+        "this time, in milliseconds",
+        default=100.0,
+        only=("serve",),
+    )
+    speculate: str = flag(
+        "Run",
+        _SPECULATE,
+        "drafter, whose tokens one forward pass verifies; the text stays the same",
+        default="auto",
+        idle=("auto", "off"),
+    )
+    diffusion: str = flag(
+        "Run",
+        _DIFFUSION,
+        "how a block-diffusion model denoises: lossless, or a rule such as threshold:0.9",
+        default="auto",
+        idle=("auto",),
+    )
+    share_drafts: bool = flag(
+        "Run",
+        _SWITCH,
+        "draft from finished answers to other requests too: speed then reveals what other users' "
+        "texts contain",
+        idle=("0",),
+    )
+    act_prec: str | None = flag(
+        "Hints",
+        _ACT_PREC,
+        "precision of activations in matmuls (unset: int8 for integer weights, else fp32; GPU: "
+        "fp16)",
+        "IE_ACT_PREC",
+    )
+    pretranspose: str | None = flag(
+        "Hints",
+        _LAYOUT,
+        "prepack weights: of the output head (woh), of the blocks (wxh), all or none (unset: all "
+        "integer weights)",
+    )
+    affinity: str = variable(
+        _PLACEMENT,
+        "pinned threads: compact takes neighbouring cores and fills sockets, scatter one of each "
+        "cache and socket in turn",
+        "AFFINITY",
+        default="auto",
+        idle=("auto",),
+    )
+    use_affinity: bool = variable(
+        _SWITCH, "1: pin each thread to a CPU", "IE_TP_USE_AFFINITY", idle=("0",)
+    )
+    numa_policy: str = variable(
+        socket_policy(),
+        "pin threads: fill sockets, one of each in turn, or one socket only",
+        "NUMA_POLICY",
+        default="auto",
+        idle=("auto",),
+    )
+    hot_replicate: bool = variable(
+        _SWITCH,
+        "1: copies per socket of weights that every token reads",
+        "IE_HOT_REPLICATE",
+        idle=("0",),
+    )
+    hot_repl_limit_mb: int = variable(
+        COUNT,
+        "cap of the copies of a socket in MiB; 0: none",
+        "IE_HOT_REPL_LIMIT_MB",
+        default=0,
+        idle=("0",),
+    )
+    prefetch_distance: int | str = variable(
+        integer(0, 1 << 40, "auto"),
+        "bytes of weights to load ahead (auto: the kernel's)",
+        "IE_PREFETCH_DISTANCE",
+        default="auto",
+        idle=("auto",),
+    )
+    stream_block_bytes: int | None = variable(
+        BYTES,
+        "stored bytes of float weights to decode at a time for many tokens",
+        "IE_STREAM_BLOCK_BYTES",
+    )
+    dedup: bool | None = variable(
+        _SWITCH,
+        "1: use deduplicated weights, 0: never (unset: if model.ie.bin is not there)",
+        "IE_DEDUP",
+        default=None,
+        idle=("0",),
+    )
+    dedup_strict: bool = variable(
+        _SWITCH,
+        "with IE_DEDUP=1: refuse a model without sound ones",
+        "IE_DEDUP_STRICT",
+        idle=("0",),
+    )
+    dedup_policy: str = variable(
+        _DEDUP,
+        "decode a tensor when it is loaded; also keep it in files; also keep others in memory",
+        "IE_DEDUP_POLICY",
+        default="on_demand",
+        idle=("off",),
+    )
+    dedup_cache_mb: int | None = variable(
+        COUNT, "with cache: MiB of files (unset: 1024)", "IE_DEDUP_CACHE_MB"
+    )
+    dedup_hot_bytes: int = variable(
+        BYTES,
+        "with replicate_hot: bytes to copy into memory; 0: no limit",
+        "IE_DEDUP_HOT_BYTES",
+        default=0,
+    )
+    dedup_hot_list: str | None = variable(
+        _TEXT,
+        "with replicate_hot: names of tensors, commas between them, * and ? wild (unset: all)",
+        "IE_DEDUP_HOT_LIST",
+    )
+    prefix_cache: bool = internal(_SWITCH, "reuse the keys and values of shared prefixes")
+    chunk: int | None = internal(_PAGES, "tokens of a prefill step (unset: the back end's)")
+    all_logits: bool = internal(_SWITCH, "keep the logits of every token of a step, for scoring")
+    score_rows: int = internal(
+        integer(0, (1 << 31) - 1),
+        "keep the logits of so many tokens of a step: scores slower, in less memory",
+        default=0,
+    )
+    stamped: bool = internal(_SWITCH, "write the time between the launches of a step")
+
+    given: Mapping[str, Given] = field(default_factory=dict)
+    hints_ignored: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, setting in every(type(self)):
+            value = getattr(self, name)
+            if value is not self.__dataclass_fields__[name].default:
+                object.__setattr__(self, name, setting.takes.check(name, value))
+        if self.stub and self.require_model:
+            raise UsageError("--stub runs without a model, but IE_REQUIRE_MODEL=1; drop one")
+
+
+def _hint(env: str, takes: Value, help: str, *idle: str) -> Setting:
+    return Setting("Hints", takes, help, "", (env,), idle)
+
+
+_HINTS = (
+    _hint("IE_NT_LOADS", one_of("0", "1", "auto"), "non-temporal loads", "0", "auto"),
+    _hint("IE_NT_RATIO", integer(0, 100), "per cent of loads that are non-temporal", "0"),
+    _hint("IE_NT_THRESHOLD_RATIO", number(0, 1e6), "working set / cache where they begin"),
+    _hint("IE_L3_BYTES", BYTES, "cache budget of hot slices"),
+    _hint("IE_REUSE_GUARD_WINDOWS", COUNT, "blocks to guard against eviction"),
+)
+
+HINTS: Mapping[str, Setting] = {hint.env[0].lower().removeprefix("ie_"): hint for hint in _HINTS}
+"""Name -> hint. They are variables of `clocher run`."""
+
+
+def config_of(keywords: Mapping[str, Any], where: str) -> EngineConfig:
+    """Return the configuration that keywords of the Python API stand for.
+
+    Args:
+        keywords: field -> value.
+        where: the function that took them, for messages.
+
+    Raises:
+        UsageError: a keyword is no setting, or a value is not what it takes.
+    """
+    known = {name for name, _ in every(EngineConfig)} - _NOT_KEYWORDS
+    if unknown := sorted(set(keywords) - known):
+        raise UsageError(f"{where} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    return EngineConfig(**keywords)
+
+
+_NOT_KEYWORDS = {"backend", "stub", "require_model", "ignore_eos", "tile_table", "isa"}

@@ -1,0 +1,125 @@
+"""A setting: a field of a config record, and all the ways to give it.
+
+The parser, the help text, the checks of the Python API and docs/cli.md come from its metadata.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
+
+from clocher_runtime.config.values import Value
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How one setting is given.
+
+    Attributes:
+        group: heading of the help text that its flag is listed under.
+        takes: what its flag, its variables and its keyword accept.
+        help: one phrase.
+        flag: "--name", or "" without one. The flag of a setting that takes 0 or 1 takes no value.
+        env: environment variables, the strongest first. A flag has one with its own name: that of
+            `--max-new` is CLOCHER_MAX_NEW. Names without a prefix are those that the CLI was
+            promised to read; the others of that kind belong to the make targets (bench.variables).
+        idle: values of a hint, or of a setting that is not always acted on, that ask for nothing
+            else than what happens anyway.
+        only: commands that have it; empty: all. A keyword of the Python API it is in any case.
+    """
+
+    group: str
+    takes: Value
+    help: str
+    flag: str = ""
+    env: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+
+
+class Given(NamedTuple):
+    """How a field was set: the flag or variable, and the text it was given."""
+
+    source: str
+    raw: str
+
+    def __str__(self) -> str:
+        return f"{self.source}={self.raw}"
+
+    @property
+    def is_variable(self) -> bool:
+        """Whether it is an environment variable."""
+        return not isinstance(self, GivenInFile) and not self.source.startswith("-")
+
+
+class GivenInFile(Given):
+    """The same of a file: its source is the file and the key."""
+
+    __slots__ = ()
+
+
+def flag(group: str, takes: Value, help: str, *env: str, **more: Any) -> Any:
+    """Declare a field whose flag has its name."""
+    return _field(Setting(group, takes, help, "--", env), **more)
+
+
+def variable(takes: Value, help: str, *env: str, **more: Any) -> Any:
+    """Declare a field that has no flag."""
+    return _field(Setting("", takes, help, "", env), **more)
+
+
+def internal(takes: Value, help: str, **more: Any) -> Any:
+    """Declare a field that only code sets."""
+    return _field(Setting("", takes, help), **more)
+
+
+def _field(
+    setting: Setting, idle: tuple[str, ...] = (), only: tuple[str, ...] = (), **more: Any
+) -> Any:
+    default = more.get("default", setting.takes.unset)
+    return field(default=default, metadata={"setting": replace(setting, idle=idle, only=only)})
+
+
+def redefault(config: type[Any], name: str, default: Any) -> Any:
+    """Declare a field of a subclass that differs from its base's in the default only."""
+    metadata = config.__dataclass_fields__[name].metadata
+    return field(default=default, metadata=metadata)
+
+
+def every(config: type[Any]) -> Iterator[tuple[str, Setting]]:
+    """Yield all settings of a config record by the name of their field."""
+    for each in fields(config):
+        if setting := each.metadata.get("setting"):
+            yield each.name, _named(each.name, setting) if setting.flag else setting
+
+
+def declared(config: type[Any]) -> dict[str, Setting]:
+    """Return the settings of a config record that its command line has.
+
+    Args:
+        config: a dataclass; its class attribute `command` names the command.
+    """
+    return {
+        name: setting
+        for name, setting in every(config)
+        if setting.flag or setting.env
+        if not setting.only or config.command in setting.only
+    }
+
+
+def defaults(config: type[Any]) -> dict[str, Any]:
+    """Return the default of each field of a config record."""
+    return {each.name: each.default for each in fields(config)}
+
+
+def _named(name: str, setting: Setting) -> Setting:
+    """Return a setting with the flag and the variable of its name."""
+    env = dict.fromkeys((f"CLOCHER_{name.upper()}", *setting.env))
+    return replace(setting, flag=f"--{name.replace('_', '-')}", env=tuple(env))
+
+
+def unmet(
+    given: Mapping[str, Given], settings: Mapping[str, Setting], names: Collection[str]
+) -> tuple[str, ...]:
+    """Return what was given of some settings as "source=value", but for what asks for nothing."""
+    found = [(setting, given[n]) for n, setting in settings.items() if n in names and n in given]
+    return tuple(str(how) for setting, how in found if how.raw not in setting.idle)
