@@ -33,12 +33,12 @@ from bench.measure import NotMeasured
 from bench.ops.experiment import FILE, MODEL_DIR, TEAM, Listed, Row, experiment, opened, turns
 from bench.serving import servers
 from bench.workloads import GIVEN, WORKLOADS, Case, Source
-from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.config.engine import SPECULATE, EngineConfig
 from clocher_runtime.convert.synthetic import GGUF_NAME
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.timing import TimedWindow
-from clocher_runtime.speculation.speculator import MODES, Counts
+from clocher_runtime.speculation.speculator import Counts
 from clocher_runtime.text.tokenizer import Tokenizer
 
 ON, OFF = "Clocher, guessing", "Clocher"
@@ -265,7 +265,7 @@ def _session(model: Model, threads: int, streams: int, **guesses: str) -> Sessio
 @click.option("--new", type=click.IntRange(2, 1024), default=256, show_default=True)
 @click.option("--prompt", type=click.IntRange(1, 1024), default=512, help="Tokens, at most.")
 @click.option("--streams", type=click.IntRange(1, 64), default=1, show_default=True)
-@click.option("--speculate", type=click.Choice(MODES), default="auto", show_default=True)
+@click.option("--speculate", type=click.Choice(SPECULATE), default="auto", show_default=True)
 @click.option("--diffusion", help="Denoise blocks like this instead; workloads of one's own text.")
 @click.option("--llama-server", help="Measure this program too, on --gguf; one stream only.")
 @click.option("--gguf", type=FILE, help="default: model.gguf beside the model")

@@ -20,7 +20,7 @@ import click
 
 from bench.decode import Runner
 from bench.ops.experiment import MODEL_DIR, TEAM, Row, experiment, opened
-from clocher_runtime.speculation.speculator import MODES
+from clocher_runtime.config.engine import SPECULATE
 
 PARTS = {"draft": "_draft", "stage": "_begin", "verify": "_verify"}
 """Part of a step that speculates -> method of `engine.passes.Passes` that does it."""
@@ -56,7 +56,7 @@ class Parts:
 @click.option("--steps", type=click.IntRange(1), default=200, show_default=True)
 @TEAM
 @click.option("--limit", type=float, default=0.05, show_default=True, help="largest share")
-@click.option("--speculate", type=click.Choice(MODES), default="off", show_default=True)
+@click.option("--speculate", type=click.Choice(SPECULATE), default="off", show_default=True)
 def main(
     model_dir: Path | None, steps: int, threads: int, limit: float, speculate: str
 ) -> Iterator[Row]:

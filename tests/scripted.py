@@ -101,7 +101,7 @@ class ScriptedEngine(EngineProcess):
     """Makes as many tokens as the script has."""
 
     def __init__(self, metrics: ServerMetrics) -> None:
-        super().__init__(Start(Sources({}, {}, {}), 4, None, 100.0, True), 64, print, metrics)
+        super().__init__(Start(Sources({}, {}, {})), 68, print, metrics)
         self.script, self.status, self._next = Script(), "ready", 0
         self.ready = Ready(4096, 32768, 8, 64, 1, 1_000_000_000, ABOUT)
         self._tasks: set[asyncio.Task[None]] = set()

@@ -816,6 +816,6 @@ def test_characters_in_several_tokens_come_whole(
 def test_settings_that_a_chat_has_are_known_to_it() -> None:
     with pytest.raises(UsageError, match="temperature"):
         chat_settings.decide({"temperature": "x"}, {})
-    config, run = chat_settings.decide({"seed": "random", "threads": "3"}, {})
-    assert (config.seed, run.threads) == ("random", 3)
+    config = chat_settings.decide({"seed": "random", "threads": "3"}, {})
+    assert (config.seed, config.threads) == ("random", 3)
     assert not {"prompt", "batch", "stub", "rounds", "trace_ids"} & set(chat_settings.TABLE)

@@ -48,7 +48,7 @@ def test_every_way_to_serve_is_one(line: str) -> None:
     key = {"CLOCHER_API_KEY": "..."} if line.startswith("CLOCHER_API_KEY=... ") else {}
     flags = COMMAND.parse(words_of(line)[1:])
     assert flags is not None
-    assert str(decide(flags, key).run.model_dir) == "MODEL"
+    assert str(decide(flags, key)[0].model_dir) == "MODEL"
 
 
 @pytest.fixture

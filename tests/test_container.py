@@ -135,9 +135,9 @@ def test_the_variables_are_settings_and_the_server_wants_a_key() -> None:
     assert not any("KEY" in name or "TOKEN" in name for name in given)
     with pytest.raises(Exception, match="CLOCHER_API_KEY"):
         decide({}, given)
-    decided = decide({}, given | {"CLOCHER_API_KEY": "secret"})
-    assert decided.serve.host == "0.0.0.0"
-    assert str(decided.serve.port) == only("EXPOSE") == given["CLOCHER_PORT"]
+    decided, _ = decide({}, given | {"CLOCHER_API_KEY": "secret"})
+    assert decided.host == "0.0.0.0"
+    assert str(decided.port) == only("EXPOSE") == given["CLOCHER_PORT"]
     assert only("STOPSIGNAL") == "SIGTERM"
 
 

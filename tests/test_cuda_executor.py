@@ -31,7 +31,7 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.engine import binding
 from clocher_runtime.engine.arguments import Sampling
-from clocher_runtime.engine.backends import Executor, make_executor
+from clocher_runtime.engine.backends import Binding, Executor, make_executor
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.models.builder import DRAWN
@@ -83,9 +83,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
 
         return lowered
 
-    def make(name: str, plan: Plan, weights: Mapping[str, Any], *rest: Any) -> Executor:
-        if name == "cpu":
-            return make_executor(name, plan, weights, *rest)
+    def make(plan: Plan, weights: Mapping[str, Any], how: Binding) -> Executor:
+        if how.config.backend == "cpu":
+            return make_executor(plan, weights, how)
         return CudaExecutor(plan, weights, activations="f32", device=INTERPRETER)
 
     for table in ("LOWER", "LOWER_GREEDY"):
@@ -204,7 +204,7 @@ def test_a_warm_session_captures_nothing_in_the_window(log: list[tuple[str, int]
 
 
 def test_greedy_steps_launch_nothing_that_only_draws_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(name: str, plan: Plan, weights: Mapping[str, Any], *rest: object) -> CudaExecutor:
+    def make(plan: Plan, weights: Mapping[str, Any], how: Binding) -> CudaExecutor:
         return CudaExecutor(plan, weights, device=INTERPRETER)
 
     monkeypatch.setattr(binding, "make_executor", make)

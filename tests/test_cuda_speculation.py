@@ -18,7 +18,7 @@ from test_speculation import Free, Oracle
 
 from clocher_kernels.cuda.executor import CudaExecutor
 from clocher_kernels.plan import Plan
-from clocher_runtime.engine import session as session_module
+from clocher_runtime.engine import binding
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.session import Session
 from clocher_runtime.speculation.speculator import Speculator
@@ -110,10 +110,10 @@ def test_rejected_guesses_leave_nothing_that_is_read(
 def test_the_kernels_draw_the_same_tokens(
     sampling: str, batch: int, trees: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def make(name: str, plan: Plan, weights: Mapping[str, Any], *rest: object) -> CudaExecutor:
+    def make(plan: Plan, weights: Mapping[str, Any], how: object) -> CudaExecutor:
         return CudaExecutor(plan, weights, device=INTERPRETER)
 
-    monkeypatch.setattr(session_module, "make_executor", make)
+    monkeypatch.setattr(binding, "make_executor", make)
     prompts, options = PROMPTS[:batch], {"batch": batch, "context": 64, "chunk": 32}
     with session_of([], trees, **options) as session:
         truth = generate(session, prompts, 8, SAMPLINGS[sampling])

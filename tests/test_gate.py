@@ -33,7 +33,13 @@ from clocher_runtime.quality.compare import (
     summarise,
 )
 from clocher_runtime.quality.documents import Documents, cut
-from clocher_runtime.quality.evaluate import Record, Runs, check_alike, evaluate, weight_errors
+from clocher_runtime.quality.evaluate import (
+    WEIGHTS_ALONE,
+    Record,
+    check_alike,
+    evaluate,
+    weight_errors,
+)
 from clocher_runtime.quality.reference_cache import KEPT, StoredReference, fingerprint, store
 from clocher_runtime.quality.statistics import Estimate, block_means, of_documents, student
 from clocher_runtime.quality.tensor_error import expected_rms, measure, same
@@ -580,8 +586,8 @@ def test_evaluate_with_a_cache_and_an_int8_kv_cache(tmp_path: Path) -> None:
     model = load_model(open_checkpoint(LLAMA))
     documents = documents_of_llama(5000)
     seen = []
-    runs = Runs(threads=2, kv_dtype="i8")
-    options: dict[str, Any] = {"runs": runs, "given": {"min_tokens": 0, "min_documents": 0}}
+    config = replace(WEIGHTS_ALONE, threads=2, kv_dtype="i8")
+    options: dict[str, Any] = {"config": config, "given": {"min_tokens": 0, "min_documents": 0}}
     exact = evaluate(model, model, documents, **options)
     cache = tmp_path / "reference"
     first = evaluate(

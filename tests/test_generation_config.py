@@ -131,13 +131,13 @@ def test_requests_of_a_server_get_the_defaults_where_they_say_nothing() -> None:
 
 
 def test_a_chat_has_the_defaults_of_the_model_and_its_flags_win() -> None:
-    config, _ = decide({"top_k": "3"}, {})
+    config = decide({"top_k": "3"}, {})
     changed, found = config.on_top_of(DEFAULTS)
     assert (changed.temperature, changed.top_k, changed.min_p) == (1.3, 3, 0.05)
     assert set(found) == {"temperature", "top_p", "min_p"}
-    greedy, _ = decide({"temperature": "0"}, {})
+    greedy = decide({"temperature": "0"}, {})
     assert greedy.on_top_of(DEFAULTS) == (greedy, {})
-    plain, _ = decide({}, {})
+    plain = decide({}, {})
     assert plain.on_top_of({})[0].temperature == 0.7
 
 

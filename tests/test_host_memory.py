@@ -11,7 +11,7 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.models import build
-from clocher_runtime.quality.evaluate import Runs
+from clocher_runtime.quality.evaluate import WEIGHTS_ALONE, scoring
 from cpu_fallback.tiles.prepack import check_memory
 
 MIB = 1 << 20
@@ -132,4 +132,4 @@ def test_packing_and_comparing_ask_too(little):
         check_memory(MIB // 2, MIB)
     model = load_model(open_checkpoint(embedded_model()))
     with pytest.raises(OutOfMemory, match="lower --window"):
-        Runs().session(model, 256, is_reference=False)
+        scoring(model, 256, WEIGHTS_ALONE)

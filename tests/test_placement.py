@@ -10,9 +10,12 @@ from kernel_run import kernel_cache
 from clocher_kernels.formats import parse_format
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.command.loading import choose_threads, not_acted_on, tuning_of
+from clocher_runtime.command.loading import not_acted_on
 from clocher_runtime.command.settings import resolve
+from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.config.setting import Given
+from clocher_runtime.engine.backends import Binding, make_executor
+from clocher_runtime.engine.placement import pinned_cpus, threads_of, usable_threads
 from clocher_runtime.engine.topology import Cpu
 from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.team.hints import Asked, Hints
@@ -210,42 +213,53 @@ def test_block_columns():
 
 def machine(monkeypatch, *sockets):
     cpus = tuple(Cpu(i, i, 0, socket, socket, socket, 0) for i, socket in enumerate(sockets))
-    monkeypatch.setattr("clocher_runtime.command.loading.read_cpus", lambda: cpus)
+    monkeypatch.setattr("clocher_runtime.engine.placement.read_cpus", lambda: cpus)
 
 
 @pytest.mark.parametrize(
-    ("environ", "cpus", "sockets"),
+    ("environ", "cpus"),
     [
-        ({}, (), ()),
-        ({"AFFINITY": "compact"}, (), ()),
-        ({"IE_TP_USE_AFFINITY": "1"}, (0, 1, 2), (0, 0, 1)),
-        ({"IE_TP_USE_AFFINITY": "1", "AFFINITY": "scatter"}, (0, 2, 1), (0, 1, 0)),
-        ({"NUMA_POLICY": "scatter"}, (0, 2, 1), (0, 1, 0)),
-        ({"NUMA_POLICY": "socket:1"}, (2, 3), (1, 1)),
-        ({"IE_HOT_REPLICATE": "1"}, (0, 1, 2), (0, 0, 1)),
+        ({}, ()),
+        ({"AFFINITY": "compact"}, ()),
+        ({"IE_TP_USE_AFFINITY": "1"}, (0, 1, 2)),
+        ({"IE_TP_USE_AFFINITY": "1", "AFFINITY": "scatter"}, (0, 2, 1)),
+        ({"NUMA_POLICY": "scatter"}, (0, 2, 1)),
+        ({"NUMA_POLICY": "socket:1"}, (2, 3)),
+        ({"IE_HOT_REPLICATE": "1"}, (0, 1, 2)),
     ],
     ids=str,
 )
-def test_what_a_run_asks_for(monkeypatch, environ, cpus, sockets):
+def test_what_a_run_asks_for(monkeypatch, environ, cpus):
     machine(monkeypatch, 0, 0, 1, 1)
-    tuning = tuning_of(resolve({}, environ), 3)
-    assert (tuning.cpus, tuning.sockets) == (cpus, sockets)
+    found = pinned_cpus(resolve({"threads": "3"}, environ))
+    assert tuple((cpu.id, cpu.socket) for cpu in found) == tuple((i, i // 2) for i in cpus)
 
 
-def test_limits_and_distances(monkeypatch):
+def test_limits_and_distances_reach_the_team(monkeypatch):
     machine(monkeypatch, 0, 0)
-    environ = {"IE_HOT_REPL_LIMIT_MB": "3", "IE_PREFETCH_DISTANCE": "256"}
-    tuning = tuning_of(resolve({}, environ | {"IE_HOT_REPLICATE": "1"}), 2)
-    assert (tuning.cpus, tuning.hot_limit, tuning.prefetch_distance) == ((), 3 << 20, 256)
-    assert tuning_of(resolve({}, {"IE_PREFETCH_DISTANCE": "auto"}), 2).prefetch_distance is None
+    seen = []
+
+    def executor(plan, weights, threads, progress, hints, *rest):
+        seen.append((threads, hints))
+
+    monkeypatch.setattr("cpu_fallback.executor.CpuExecutor", type("E", (), {"__new__": executor}))
+    environ = {"IE_HOT_REPL_LIMIT_MB": "3", "IE_HOT_REPLICATE": "1", "CLOCHER_THREADS": "2"}
+    for distance in ("256", "auto"):
+        config = resolve({}, environ | {"IE_PREFETCH_DISTANCE": distance})
+        make_executor(None, {}, Binding(config=config))
+    hints = [each for _, each in seen]
+    assert [threads for threads, _ in seen] == [2, 2]
+    assert [each.prefetch_distance for each in hints] == [256, None]
+    assert (hints[0].placement.cpus, hints[0].hot_limit) == ((), 3 << 20)
 
 
 def test_threads_of_one_socket(monkeypatch):
     machine(monkeypatch, 0, 0, 1)
-    assert choose_threads(None, "socket:1") == 1
-    monkeypatch.setattr("clocher_runtime.command.loading.usable_cpus", lambda: frozenset(range(3)))
-    assert choose_threads(2, "socket:1") == 2
-    assert choose_threads(4, "socket:1") == 3
+    assert threads_of(EngineConfig(numa_policy="socket:1")) == 1
+    monkeypatch.setattr("clocher_runtime.engine.placement.usable_cpus", lambda: frozenset(range(3)))
+    on_socket = {"numa_policy": "socket:1"}
+    assert usable_threads(EngineConfig(threads=2, **on_socket)) == 2
+    assert usable_threads(EngineConfig(threads=4, **on_socket)) == 3
 
 
 def test_what_was_not_acted_on_is_told():

@@ -25,9 +25,7 @@ def with_engine(work: Callable[[EngineProcess], Coroutine[Any, Any, None]]) -> l
     notes: list[str] = []
 
     async def live() -> None:
-        engine = EngineProcess(
-            Start(Sources({}, {}, {}), 2, None, 100.0, True), 2, notes.append, ServerMetrics("m")
-        )
+        engine = EngineProcess(Start(Sources({}, {}, {})), 4, notes.append, ServerMetrics("m"))
         running = asyncio.ensure_future(engine.run())
         try:
             await ready(engine)

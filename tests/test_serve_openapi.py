@@ -33,7 +33,7 @@ class FakeEngine(EngineProcess):
     """Makes up to four tokens for every sequence at once, and no process."""
 
     def __init__(self, metrics: ServerMetrics, vocab_size: int) -> None:
-        super().__init__(Start(Sources({}, {}, {}), 4, None, 100.0, True), 64, print, metrics)
+        super().__init__(Start(Sources({}, {}, {})), 68, print, metrics)
         self.status = "ready"
         self.ready = Ready(vocab_size, CONTEXT, 8, 64, 1, 1, {})
 

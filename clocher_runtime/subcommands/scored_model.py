@@ -82,6 +82,7 @@ def scored(model_dir: Path | None, backend: str = "cpu", **settings: Any) -> Ite
     """
     from clocher_runtime.checkpoints.locate import embedded_model
     from clocher_runtime.command.loading import load
+    from clocher_runtime.text.tokenizer import Tokenizer
 
     model_dir = model_dir or _model_of_environment()
     settings["backend" if backend == "reference" else "device"] = backend
@@ -89,7 +90,7 @@ def scored(model_dir: Path | None, backend: str = "cpu", **settings: Any) -> Ite
         model_dir=model_dir or embedded_model(),
         speculate="off",
         all_logits=True,
-        given={"model_dir": Given("MODEL", str(model_dir))},
+        given={"model_dir": Given("MODEL", str(model_dir))} if model_dir else {},
         **settings,
     )
     loaded = load(config)
