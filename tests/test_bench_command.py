@@ -17,6 +17,7 @@ from clocher_kernels.errors import WindowError
 from clocher_kernels.guards import refuse_in_window
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
+from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.timing import Span, TimedWindow
@@ -140,7 +141,9 @@ def test_only_steps_of_the_whole_batch_count() -> None:
 
 def test_bytes_of_a_token_hold_weights_and_the_keys_it_sees(model: Model) -> None:
     case = Case(0, 2, 256)
-    with closing(session_for(model, [case], threads=1, kv_dtype="f16")) as session:
+    with closing(
+        session_for(model, [case], EngineConfig(threads=1, kv_dtype="f16", speculate="off"))
+    ) as session:
         found = Runner(session).bytes_per_token(case)
     spec = model.spec
     cell = 2 * spec.num_kv_heads * spec.head_dim * 2
@@ -167,7 +170,7 @@ def test_other_tokens_in_a_repetition_are_found(capsys: Capture, monkeypatch: Pa
 
 def test_another_way_to_compute_the_tokens_is_compared(model: Model) -> None:
     cases = Case(70, 0), Case(0, 9), Case(0, 5, 64, 3)
-    with closing(session_for(model, cases, threads=1)) as session:
+    with closing(session_for(model, cases, EngineConfig(threads=1, speculate="off"))) as session:
         runner = Runner(session)
         for case in cases:
             runner.run(case)
@@ -250,7 +253,7 @@ def test_tokens_of_a_pass_share_its_time_and_its_bytes(model: Model, monkeypatch
         window.spans.extend(spans)
         return [[1]]
 
-    with closing(session_for(model, [case], threads=1)) as session:
+    with closing(session_for(model, [case], EngineConfig(threads=1, speculate="off"))) as session:
         runner = Runner(session)
         assert runner.bytes_per_token(case) is not None
         monkeypatch.setattr(Runner, "_decode", decoded)
@@ -258,7 +261,7 @@ def test_tokens_of_a_pass_share_its_time_and_its_bytes(model: Model, monkeypatch
         assert runner.tokens_per_pass(case) == 3.0
         assert runner.bytes_per_token(case) is None, "which experts they share is not known"
     dense = load_model(open_checkpoint(LLAMA))
-    with closing(session_for(dense, [case], threads=1)) as session:
+    with closing(session_for(dense, [case], EngineConfig(threads=1, speculate="off"))) as session:
         runner = Runner(session)
         alone = runner.bytes_per_token(case)
         runner.run(case)
@@ -278,7 +281,7 @@ def test_a_busy_machine_and_wide_samples_are_named() -> None:
 def test_every_step_of_a_case_is_in_a_strict_window(model: Model, monkeypatch: Patch) -> None:
     cases = Case(130, 0), Case(0, 3, 5)
     refused = []
-    with closing(session_for(model, cases, threads=1)) as session:
+    with closing(session_for(model, cases, EngineConfig(threads=1, speculate="off"))) as session:
         step = session.executor.step
 
         def watched(tokens: int, rows: int) -> None:

@@ -88,7 +88,9 @@ def test_python_draws_as_the_file_says(tmp_path: Path) -> None:
         assert model.complete(PROMPT, max_new=16).ids == greedy != drawn
         assert model.complete(PROMPT, max_new=16, **DEFAULTS).ids == drawn
         assert model.complete(PROMPT, max_new=16, **(DEFAULTS | {"top_p": 0.5})).ids == other
-    with pytest.raises(UsageError, match="generation_config is 'vllm'; known: auto, none"):
+    with pytest.raises(
+        UsageError, match="generation_config: got 'vllm', expected one of auto, none"
+    ):
         clocher_runtime.load(folder, generation_config="vllm")
 
 

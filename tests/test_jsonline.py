@@ -55,7 +55,6 @@ RUN_KEYS = [
     "kv_dtype",
     "act_sparsity",
     "threads",
-    "tensor_parallel",
     "numa_nodes",
     "context",
     "batch",
@@ -148,7 +147,7 @@ class ScriptedSession:
         self.clock, self.calls = clock, []
         self.kv_hits = self.kv_misses = 1000  # left by a warm-up
         self.reading = SimpleNamespace(mode="topk:256", pages=PagesRead(100, 400))
-        self.act_sparsity, self.tensor_parallel = None, 1
+        self.act_sparsity = None
         self.diffusion = "off"
         self.speculate, self.costs, self.counts = "off", PassCosts(9), Counts(passes=7, sent=3)
 

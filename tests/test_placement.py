@@ -239,10 +239,11 @@ def test_limits_and_distances_reach_the_team(monkeypatch):
     machine(monkeypatch, 0, 0)
     seen = []
 
-    def executor(plan, weights, threads, progress, hints, *rest):
-        seen.append((threads, hints))
+    class Executor:
+        def __init__(self, plan, weights, threads, progress, hints, *rest):
+            seen.append((threads, hints))
 
-    monkeypatch.setattr("cpu_fallback.executor.CpuExecutor", type("E", (), {"__new__": executor}))
+    monkeypatch.setattr("cpu_fallback.executor.CpuExecutor", Executor)
     environ = {"IE_HOT_REPL_LIMIT_MB": "3", "IE_HOT_REPLICATE": "1", "CLOCHER_THREADS": "2"}
     for distance in ("256", "auto"):
         config = resolve({}, environ | {"IE_PREFETCH_DISTANCE": distance})
