@@ -172,7 +172,10 @@ def measure(job: Job, console: Console) -> int:
     click.echo(f"{job.out} and {job.out.with_suffix('.csv').name}")
     for problem in problems(cells):
         click.echo(f"note: {problem}", err=True)
-    return next((row["exit_code"] or 1 for row in _last(own) if row["status"] == "error"), 0)
+    failed = [row["exit_code"] or 1 for row in _last(own) if row["status"] == "error"]
+    if failed:
+        return failed[0]
+    return ExitCode.UNDECIDED if len(unmeasured(cells)) == len(cells) else ExitCode.OK
 
 
 def compare(before: Path, after: Path) -> int:

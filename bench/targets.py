@@ -145,6 +145,9 @@ def set_up(environ: Mapping[str, str], flags: Sequence[str] = ()) -> Call:
     return call
 
 
+_GOES_ON = (ExitCode.OK, ExitCode.UNDECIDED)
+
+
 def bench(call: Call, device: str = "", again: bool = True) -> int:
     """Run the harness, then what VERIFY, VERIFY_HF_IDS and REPORT ask for.
 
@@ -154,7 +157,7 @@ def bench(call: Call, device: str = "", again: bool = True) -> int:
         again: measure anew; else what the result file has already is not run again.
 
     Returns:
-        The exit code: the first that is not 0.
+        The exit code: the first that is not 0; 9 if nothing could be measured or decided.
     """
     if again and call.results.exists():
         os.replace(call.results, call.results.with_stem("bench.previous"))
@@ -162,20 +165,21 @@ def bench(call: Call, device: str = "", again: bool = True) -> int:
     command += [f"--device={device}"] if device else []
     command += call.flags
     code = call.run(command, cwd=ROOT, env=call.environ)
-    if code == ExitCode.OK and call.values["VERIFY"]:
+    undecided = code == ExitCode.UNDECIDED
+    if call.values["VERIFY"] and (undecided or not code):
         code = verify(call, call.results)
-    if code == ExitCode.OK and call.values["VERIFY_HF_IDS"]:
+        undecided |= code == ExitCode.UNDECIDED
+    if call.values["VERIFY_HF_IDS"] and code in _GOES_ON:
         code = verify_ids(call, device)
-    if code == ExitCode.OK and call.values["REPORT"]:
+    if call.values["REPORT"] and code in _GOES_ON:
         code = report(call)
-    return code
+    return ExitCode.UNDECIDED if undecided and not code else code
 
 
 def verify(call: Call, results: Path) -> int:
-    """Check a result file. Not being able to tell is said, and is no failure."""
+    """Check a result file; the exit code is 9 where the machine was disturbed in every run."""
     command = [sys.executable, "-m", "bench.harness", "--verify", str(results)]
-    code = call.run(command, cwd=ROOT, env=call.environ)
-    return ExitCode.OK if code == ExitCode.UNDECIDED else code
+    return call.run(command, cwd=ROOT, env=call.environ)
 
 
 def verify_strict(path: Path) -> int:

@@ -8,6 +8,7 @@ import sys
 import pytest
 from commands import clean_environment, clocher, only_line
 from terminal import in_terminal
+from weight_files import BITNET
 
 from clocher_runtime.subcommands.table import SUBCOMMANDS
 
@@ -61,10 +62,27 @@ def test_an_error_on_a_terminal_is_told_once():
 def test_a_variable_without_a_prefix_is_named_when_it_acts():
     code, out, err = clocher("run", "--max-new", "2", env={"PRECISION": "fp16", "BATCH": "7"})
     assert code == 0
-    assert "clocher run: PRECISION=fp16 is set in the environment and is obeyed" in err
+    assert "clocher run: PRECISION=fp16 is read from the environment" in err
     assert "BATCH" not in err
     assert only_line(out)["environment"] == ["PRECISION=fp16"]
     assert only_line(out)["batch"] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "acted_on"),
+    [("int8w", False), ("bf16", False), ("fp32", True), ("ternaryw", False)],
+)
+def test_a_precision_that_changes_nothing_is_told(given, acted_on, inside):
+    _, line, err = inside(str(BITNET), "--max-new", "1", IE_PRECISION=given, IE_NT_RATIO="3")
+    how = f"IE_PRECISION={given}"
+    assert line["environment"] == ([how] if acted_on else [])
+    assert line["hints_ignored"] == ["IE_NT_RATIO=3", *([] if acted_on else [how])]
+    assert acted_on or f"not acted on: IE_NT_RATIO=3, {how}" in err
+
+
+def test_json_is_no_ignored_hint_of_the_stub():
+    _, out, _ = clocher("run", "--stub", "--json", "--max-new", "1")
+    assert only_line(out)["hints_ignored"] == []
 
 
 # Pipes

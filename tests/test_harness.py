@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from bench import harness, harness_trust
 from bench.clock import machine
@@ -341,6 +342,19 @@ def test_compare_exits_8_where_the_second_file_is_slower(speed, code, tmp_path, 
     after = result_file(tmp_path / "after.jsonl", speed)
     assert harness.main(["--compare", str(before), str(after)]) == code
     assert "second file / first file" in capsys.readouterr().out
+
+
+def test_a_measurement_without_a_run_that_counts_ends_with_9(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases: list[tuple[list[State], int]] = [([], 0), ([QUIET, BUSY], 9)]
+    for states, code in cases:
+        fake = Machine({"a": 100.0}, states)
+        monkeypatch.setattr(
+            harness, "Harness", lambda out, say, fake=fake: Harness(out, say, fake, rest_s=0)
+        )
+        job = harness.Job(Plan(cells_of("a"), runs=1, retries=0), tmp_path / f"{code}.jsonl")
+        assert harness.measure(job, Console(quiet=True)) == code
 
 
 def test_compare_cannot_tell_without_runs_or_from_different_machines(tmp_path, capsys) -> None:

@@ -74,7 +74,7 @@ def test_windows_take_little_of_a_long_context() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (KVCacheConfig("int8"), "kv_dtype"),
+        (KVCacheConfig("int9"), "kv_dtype"),
         (KVCacheConfig(context=0), "context"),
         (KVCacheConfig(batch=0), "batch"),
         (KVCacheConfig(pages=-1), "kv_pages"),

@@ -74,6 +74,9 @@ MISTAKES = [
     # Models
     ("run print(1)", MODEL, "--prompt"),
     ("run nowhere", MODEL, "give the directory of a model"),
+    ("run qwen3:0.6b", MODEL, "`clocher pull OWNER/qwen3` fetches one"),
+    ("ps", USAGE, "`clocher serve`"),
+    ("show", USAGE, "`clocher models MODEL`"),
     ("run models/tny", MODEL, "models/tiny"),
     ("chat models", MODEL, "tiny"),
     ("chat adapter", MODEL, "meta-llama/Llama-3.2-1B"),

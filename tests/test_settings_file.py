@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 from commands import clocher
 from weight_files import LLAMA, ROOT
 
+import clocher_runtime
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.settings import ALL, SETTINGS, RunConfig, resolve
 from clocher_runtime.config.engine import HINTS
 from clocher_runtime.engine.backends import hand_on
+from clocher_runtime.serve import settings as serve_settings
 
 # Setting -> a value that is not its default, as TOML has it.
 OTHER: dict[str, Any] = {
@@ -180,3 +183,29 @@ def test_perplexity_obeys_the_variables_of_a_run(tmp_path: Path) -> None:
     code, out, _ = clocher(*words, "--precision", "bf16", env={**given, "IE_ACT_PREC": "fp32"})
     assert (json.loads(out)["precision"], json.loads(out)["act_prec"]) == ("bf16", "fp32")
     assert clocher(*words, env={"IE_ACT_PREC": "int5"})[0] == 2
+
+
+def test_a_path_in_a_file_holds_no_nul(tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text('outputs = "a\\u0000b"\n', encoding="utf-8")
+    code, _, err = clocher("run", "--config", str(path))
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "outputs: got 'a\\x00b', expected a path" in err
+
+
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for name in ("fifo", "."):
+        with pytest.raises(UsageError, match="not a regular file; give a TOML file"):
+            resolve({"config": str(tmp_path / name)}, {})
+
+
+@pytest.mark.parametrize(("given", "dtype"), [("int8", "i8"), ("fp8", "e4m3")])
+def test_a_cache_has_the_names_that_others_give_it(given: str, dtype: str, tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text(f'kv_dtype = "{given}"\n', encoding="utf-8")
+    assert resolve({"kv_dtype": given}, {}).kv_dtype == dtype
+    assert resolve({}, {"CLOCHER_KV_DTYPE": given}).kv_dtype == dtype
+    assert resolve({"config": str(path)}, {}).kv_dtype == dtype
+    assert serve_settings.decide({"kv_dtype": given}, {})[0].kv_dtype == dtype
+    assert clocher_runtime.KVCacheConfig(given).memory_usage_mb() > 0

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from commands import clocher
 from msgspec.structs import replace
 from tokenizers import Tokenizer, models, pre_tokenizers
 from weight_files import BITNET, GPTOSS, LLAMA, rng
@@ -532,3 +533,16 @@ def test_what_cannot_be_checked_has_its_own_exit_code(
     done = invoke(script, traces["fp32"], GPTOSS)
     assert done.exit_code == 2
     assert "python -m pip install torch transformers" in done.output
+
+
+@pytest.mark.slow
+def test_the_tolerance_follows_the_dtype_of_the_reference(script: Any, tmp_path: Path) -> None:
+    trace, out = tmp_path / "t.jsonl", tmp_path / "o.json"
+    flags = ["--max-new", "12", "--trace-ids", str(trace), "--trace-topk", "5"]
+    assert clocher("run", str(BITNET), "--prompt", "def f(x):", *flags)[0] == 0
+    done = invoke(script, trace, BITNET, "--out", str(out))
+    report = json.loads(out.read_text())
+    assert (done.exit_code, report["verdict"], report["equal"]) == (0, "match", 12), done.output
+    assert (report["dtype"], report["logits_tol"]) == ("bf16", 0.25)
+    strict = invoke(script, trace, BITNET, HF_LOGITS_TOL="1e-3")
+    assert strict.exit_code == 7

@@ -19,6 +19,7 @@ from clocher_runtime.checkpoints.hf import cache
 EMBEDDED = "clocher-tiny-gptoss"
 _MOST_NAMES = 10_000
 _ALIKE = 0.75
+_TAGGED = re.compile(r"(?P<owner>[\w.-]{1,100}/)?(?P<name>[\w.-]{1,100}):[\w.-]{1,50}")
 _NAME = re.compile(r"[\w./~:@+ -]{1,255}")
 
 
@@ -114,6 +115,12 @@ def _absent(text: str, shown: str, hub: cache.HubName | None) -> ModelNotFound:
         return ModelNotFound(
             f"{shown} is not a directory, and the Hub's cache has no such model; "
             f"`clocher pull {hub.repo}{revision}` fetches it{hint}"
+        )
+    if (tagged := _TAGGED.fullmatch(text)) and not hint:
+        return ModelNotFound(
+            f"{shown} is spelled as ollama and llama.cpp do; models have the Hub's names here: "
+            f"`clocher pull {tagged['owner'] or 'OWNER/'}{tagged['name']}` fetches one (--file for "
+            "a GGUF file), `clocher models` lists what is here"
         )
     if not _NAME.fullmatch(text) and not hint:
         hint = "; a text to complete goes to --prompt"

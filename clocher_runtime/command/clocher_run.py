@@ -21,7 +21,7 @@ from clocher_runtime.command.jsonline import (
 )
 from clocher_runtime.command.settings import ALL, RunConfig, resolve
 from clocher_runtime.config.setting import defaults
-from clocher_runtime.config.sources import obeyed
+from clocher_runtime.config.sources import unprefixed
 from clocher_runtime.exit_codes import ExitCode, exit_code, told
 from clocher_runtime.signals import cause_of
 
@@ -104,7 +104,7 @@ def command(
             as_json = as_json or config.json
             if not as_json:
                 console.show_texts_on(sys.stdout)
-            for message in obeyed(config):
+            for message in unprefixed(config):
                 console.note(message)
             # NumPy and all that needs it is imported after the flags have been checked.
             from clocher_runtime.disk.files import ending_on_lost_pages

@@ -37,7 +37,7 @@ from clocher_runtime.text.tokenizer import TextStream, Tokenizer
 _SETTINGS = dict(every(EngineConfig))
 _STUB_ACTS_ON = {"stub", "prompt", "prompt_ids", "prompts_file", "max_new", "batch", "prefetch"}
 _STUB_ACTS_ON |= {"rounds", "warmup", "aggregate", "require_model", "outputs"}
-_STUB_ACTS_ON |= {"trace_ids", "trace_topk"}
+_STUB_ACTS_ON |= {"trace_ids", "trace_topk", "json", "config"}
 
 _CALIBRATION_CHARS = 1 << 16
 _PINNED = frozenset({"affinity", "use_affinity", "numa_policy"})
@@ -236,6 +236,7 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
         draft=draft,
         calibration=calibration_of(config, checkpoint),
         ignored=not_deduplicated
+        + unmet(config.given, _SETTINGS, () if model.obeyed else {"precision"})
         + unmet(config.given, _SETTINGS, _NOT_ON.get(backend, ()))
         + unmet(config.given, _SETTINGS, {"draft_model"} if draft is None else ())
         + unmet(config.given, _SETTINGS, () if shares else {"share_drafts"}),

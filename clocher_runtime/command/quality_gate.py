@@ -13,6 +13,7 @@ from clocher_runtime.command.script_run import Report
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.disk.schema import finite
+from clocher_runtime.engine.backends import choose
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.topology import default_threads
 from clocher_runtime.exit_codes import ExitCode
@@ -42,6 +43,7 @@ def judge(report: Report, options: dict[str, Any]) -> ExitCode:
     if options["directory"] is not None:
         require_matplotlib()
         options["directory"].mkdir(parents=True, exist_ok=True)
+    options["config"] = _config(options)
     # A file is a manifest.
     options["model"] = tuple(p if p.is_file() else locate(p, "MODEL") for p in options["model"])
     checkpoint = open_checkpoint(locate(options["reference"], "--reference"))
@@ -98,7 +100,7 @@ def _one(
             reference,
             model,
             documents,
-            config=_config(options),
+            config=options["config"],
             limits_class=options["limits"],
             given={field.name: options[field.name] for field in fields(Limits)},
             records=records_of_gptq(model.checkpoint) if records is None else records,
@@ -112,11 +114,13 @@ def _speed(model: Model, documents: Documents, options: dict[str, Any]) -> float
     if not options["speed"]:
         return None
     prompt = list(documents.windows[0][:_PROMPT])
-    return decode_speed(model, prompt, _config(options))
+    return decode_speed(model, prompt, options["config"])
 
 
 def _config(options: dict[str, Any]) -> EngineConfig:
     act_prec = None if options["act_prec"] == "default" else options["act_prec"]
+    if options["backend"] != "reference":
+        choose(options["backend"])  # refuses a device that is not there
     named = {name: options[name] for name in ("backend", "kv_dtype", "threads")}
     return replace(WEIGHTS_ALONE, act_prec=act_prec, **named)
 

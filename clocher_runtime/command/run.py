@@ -272,6 +272,8 @@ def run_line(
     passes = steps.passes
     file_bytes = sum(file.size for file in engine.files)
     bytes_touched = engine.bytes_per_token * passes + touch.bytes_touched
+    ignored = [*config.hints_ignored, *engine.hints_ignored]
+    variables = [str(given) for given in config.given.values() if given.is_variable]
     return RunLine(
         version=clocher_version(),
         device=engine.device,
@@ -325,9 +327,9 @@ def run_line(
         bytes_touched=bytes_touched,
         coverage=bytes_touched / file_bytes if file_bytes else nan,
         effective_gbps=timing.per_second(bytes_touched, wall_ns) / 1e9,
-        environment=[str(given) for given in config.given.values() if given.is_variable],
+        environment=[how for how in variables if how not in ignored],
         generation_config=_from_model(config, engine),
-        hints_ignored=[*config.hints_ignored, *engine.hints_ignored],
+        hints_ignored=ignored,
         outputs=completions.listed,
     )
 

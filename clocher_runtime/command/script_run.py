@@ -16,6 +16,8 @@ import click
 
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.flags import HELP_WIDTH, told_by_click, write_examples
+from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.config.setting import Setting, declared
 from clocher_runtime.exit_codes import ExitCode, exit_code, told
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ Examples = Sequence[tuple[str, str]]
 Tell = Callable[[str, int, int], None]
 """Takes what is done, and (done, total)."""
 
+_ENGINE = declared(EngineConfig)
 _EXPECTED = (ClocherError, MemoryError, OSError, KeyboardInterrupt)
 _FIRST_WORD_S = 5.0
 _LATER = 1.5
@@ -68,6 +71,32 @@ def option(flag: str, kind: Any, help: str | None = None, **more: Any) -> Wrap:
     more.setdefault("show_default", more.get("default") is not None)
     more.setdefault("show_envvar", "envvar" in more)
     return click.option(*names, type=kind, help=help, **more)
+
+
+class _OfEngine(click.ParamType[Any]):
+    """What a setting of `EngineConfig` takes."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting, self.name = setting, setting.takes.metavar
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return self._setting.takes.read(self._setting.flag, value)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return self._setting.takes.metavar
+
+
+def engine_option(name: str, help: str | None = None, **more: Any) -> Wrap:
+    """Declare the flag of a field of `EngineConfig`, with its variables.
+
+    Args:
+        name: of the field.
+        help: instead of the field's own.
+        **more: what `click.option` takes.
+    """
+    setting = _ENGINE[name]
+    help = setting.help if help is None else help
+    return option(setting.flag, _OfEngine(setting), help, **{"envvar": list(setting.env), **more})
 
 
 def needed(flag: str, help: str, **more: Any) -> Wrap:

@@ -15,7 +15,7 @@ from clocher_runtime.command.script_run import PATH, Report, needed, option, swi
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.quality.trace import Trace, fingerprint, read_trace
-from clocher_runtime.quality.transformers_model import DTYPES, HfModel, hf_tokenizer
+from clocher_runtime.quality.transformers_model import DTYPES, TOLERANCES, HfModel, hf_tokenizer
 from clocher_runtime.quality.verify import Checks, summary, verify
 
 OPTIONS = (
@@ -47,8 +47,8 @@ OPTIONS = (
     option(
         "--logits-tol",
         click.FloatRange(0, 1e6),
-        "How far apart two logits may be. Another token within it is a near tie.",
-        default=1e-3,
+        "How far apart two logits may be; another token within it is a near tie. Default: by "
+        f"--dtype, {', '.join(f'{tol:g} for {name}' for name, tol in TOLERANCES.items())}.",
         envvar="HF_LOGITS_TOL",
     ),
     switch("--tokenizer-only", "Load no model; implies --check-prompt."),
@@ -65,18 +65,20 @@ def check(
     device: str,
     dtype: str | None,
     topk: int,
-    logits_tol: float,
+    logits_tol: float | None,
     tokenizer_only: bool,
     check_prompt: bool,
     out: Path | None,
 ) -> ExitCode:
     """Compare a trace with transformers, tell and write what was found; return the exit code."""
-    checks = Checks(topk, logits_tol, check_prompt or tokenizer_only)
     traces = read_trace(trace_jsonl)
     directory = find_hf(hf_dir)
     if directory is None:
         raise no_directory(hf_dir)
     model = None if tokenizer_only else HfModel(directory, device, dtype)
+    if logits_tol is None:
+        logits_tol = TOLERANCES[model.dtype if model else "fp32"]
+    checks = Checks(topk, logits_tol, check_prompt or tokenizer_only)
     encode = hf_tokenizer(directory) if checks.check_prompt else None
     with report.counting() as tell:
         found = verify(traces, checks, model, encode, partial(tell, "prompts"))

@@ -51,7 +51,9 @@ KV_DTYPES = ("f32", "bf16", "f16", "e4m3", "e5m2", "i8")
 """How keys and values can be stored."""
 ACT_PRECISIONS = ("int8", "fp8", "fp16", "bf16", "fp32")
 """What activations can be rounded to."""
-_PRECISION, _KV_DTYPE = one_of(*PRECISIONS), one_of(*KV_DTYPES)
+KV_ALIASES = {"int8": "i8", "fp8": "e4m3", "fp16": "f16", "fp32": "f32"}
+"""What others call them."""
+_PRECISION, _KV_DTYPE = one_of(*PRECISIONS), one_of(*KV_DTYPES, also=KV_ALIASES)
 _ACT_PREC = one_of(*ACT_PRECISIONS)
 _DEVICE = one_of("auto", "cpu", "cuda", "ze")
 _BACKEND = one_of("cpu", "cuda", "reference", "stub")

@@ -72,10 +72,13 @@ def settle(
             continue
         first, *others = found
         value = setting.takes.read(first.source, first.raw)
-        if name in hints:
-            ignored += [first] if first.raw not in setting.idle else []
+        if name in hints and first.raw not in setting.idle:
+            ignored.append(first)
             continue
-        values[name], given[name] = value, first
+        given[name] = first
+        if name in hints:
+            continue
+        values[name] = value
         if name not in flags:
             beaten = [other for other in others if not isinstance(other, GivenInFile)]
             ignored += [other for other in beaten if other.raw not in (first.raw, _HOST_MATH)]
@@ -125,14 +128,14 @@ def sources_of(
     return found + ([in_file[name]] if name in in_file else [])
 
 
-def obeyed(config: EngineConfig) -> list[str]:
-    """Return a message for each variable without a prefix that a run obeys.
+def unprefixed(config: EngineConfig) -> list[str]:
+    """Return a message for each variable without a prefix that is read.
 
     Such a name may have been set for another program.
     """
     given = [str(each) for each in config.given.values() if each.is_variable]
     names = [each for each in given if not each.startswith(("CLOCHER_", "IE_"))]
-    return [f"{each} is set in the environment and is obeyed" for each in names]
+    return [f"{each} is read from the environment" for each in names]
 
 
 def _keep_one(names: Sequence[str], values: dict[str, Any], given: dict[str, Given]) -> None:
@@ -159,6 +162,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         UsageError: it cannot be read, is larger than 1 MiB, or is not TOML.
     """
     try:
+        if not path.is_file() and path.exists():
+            raise UsageError(f"{path}: not a regular file; give a TOML file with settings")
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:

@@ -4,11 +4,12 @@ import operator
 import os
 import re
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
 from numbers import Real
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from clocher_kernels.errors import UsageError
@@ -123,11 +124,18 @@ def number(low: float, high: float) -> Value:
     return Value("X", takes, parse, accept)
 
 
-def one_of(*names: str) -> Value:
-    """Take one of some names."""
+def one_of(*names: str, also: Mapping[str, str] = MappingProxyType({})) -> Value:
+    """Take one of some names, and what others call them.
+
+    Args:
+        *names: what is taken.
+        also: another name -> the one that it stands for.
+    """
 
     def accept(value: object) -> str:
-        return value if isinstance(value, str) and value in names else _refuse(value)
+        if not isinstance(value, str) or value not in {*names, *also}:
+            _refuse(value)
+        return also.get(value, value)
 
     return Value("|".join(names), f"one of {', '.join(names)}", accept, accept)
 
@@ -158,7 +166,8 @@ def path() -> Value:
 
     def accept(value: object) -> Path:
         given = os.fspath(value) if isinstance(value, str | os.PathLike) else None
-        return Path(given) if isinstance(given, str) and given else _refuse(value)
+        usable = isinstance(given, str) and given and "\0" not in given
+        return Path(str(given)) if usable else _refuse(value)
 
     return Value("PATH", "a path", accept, accept)
 

@@ -45,7 +45,7 @@ class Model:
         weights: QuantTensors (matrices, in place where possible) and fp32 arrays (vectors).
         precision: what the matrices are stored as, the largest share of bytes first.
         bytes_per_token: weight bytes that one token reads.
-        asked: the precision that it was loaded with.
+        obeyed: whether the precision that was asked for changed a matrix, or all linears had it.
     """
 
     spec: ModelSpec
@@ -53,7 +53,7 @@ class Model:
     checkpoint: Checkpoint
     precision: str
     bytes_per_token: int
-    asked: str | None = None
+    obeyed: bool = True
 
     @property
     def formats(self) -> dict[str, Format]:
@@ -80,11 +80,9 @@ def load_model(checkpoint: Checkpoint, precision: str | None = None) -> Model:
     if precision is not None:
         one_of("precision", precision, PRECISIONS)
     spec, needs = describe(checkpoint)
-    made = sum(
-        each.nbytes for each in destined(spec, needs, checkpoint, precision).values() if each.made
-    )
+    becomes = destined(spec, needs, checkpoint, precision)
     require(
-        made,
+        sum(each.nbytes for each in becomes.values() if each.made),
         "weights that are decoded or converted at load need",
         "take a model that is stored as it is used, or convert it with scripts/hf_to_iebin.py",
     )
@@ -102,8 +100,19 @@ def load_model(checkpoint: Checkpoint, precision: str | None = None) -> Model:
         checkpoint,
         precision=label(matrices),
         bytes_per_token=bytes_per_token(spec, {name: w.nbytes for name, w in weights.items()}),
-        asked=precision,
+        obeyed=precision is None or _obeyed(precision, needs, becomes, checkpoint),
     )
+
+
+def _obeyed(
+    precision: str, needs: Mapping[str, Need], becomes: Mapping[str, "Destined"], stored: Checkpoint
+) -> bool:
+    """Return whether a precision changes a matrix, or all linears have it already."""
+    matrices = {name: each.format for name, each in becomes.items() if each.format is not None}
+    if any(fmt is not stored.tensors[name].format for name, fmt in matrices.items()):
+        return True
+    wanted = {**CASTS, **WEIGHT_ONLY}[precision]
+    return all(fmt.name == wanted for n, fmt in matrices.items() if needs[n].kind == "linear")
 
 
 @dataclass(frozen=True, slots=True)

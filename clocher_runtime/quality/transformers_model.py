@@ -12,6 +12,9 @@ from clocher_runtime.disk.strict_json import parse_object
 from clocher_runtime.quality.verify import Encode
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+TOLERANCES = {"fp32": 1e-3, "fp16": 0.03, "bf16": 0.25}
+"""How far logits of a correct engine may be from those computed in a dtype: in 16 bits, four units
+in the last place of logits from 8 to 16."""
 INSTALL = "python -m pip install torch transformers accelerate"
 
 

@@ -12,7 +12,7 @@ from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.clocher_run import PRECEDENCE
 from clocher_runtime.command.console import Console, is_terminal
 from clocher_runtime.command.flags import Command
-from clocher_runtime.config.sources import obeyed
+from clocher_runtime.config.sources import unprefixed
 from clocher_runtime.exit_codes import ExitCode, exit_code, told
 from clocher_runtime.serve.settings import DEFAULTS, TABLE, decide
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None, name: str = NAME) -> int:
             if flags is None:
                 return ExitCode.OK if _say("\n".join(shown), console) else ExitCode.BUG
             config, engine = decide(flags, os.environ)
-            for message in obeyed(config):
+            for message in unprefixed(config):
                 console.note(message)
             _require_extra()
             logging.basicConfig(format=f"{name}: %(message)s", level=logging.WARNING)

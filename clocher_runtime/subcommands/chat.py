@@ -12,7 +12,7 @@ from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.clocher_run import PRECEDENCE
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.flags import Command
-from clocher_runtime.config.sources import obeyed
+from clocher_runtime.config.sources import unprefixed
 from clocher_runtime.exit_codes import ExitCode, exit_code, told
 from clocher_runtime.signals import cause_of, listen, restore
 from clocher_runtime.subcommands.chat_screen import OutputLost, Screen, Typing
@@ -82,7 +82,7 @@ def _main(argv: Sequence[str], console: Console) -> int:
         if flags is None:
             return ExitCode.OK
         config = decide(flags, os.environ)
-        for told_once in obeyed(config):
+        for told_once in unprefixed(config):
             console.note(told_once)
         if sys.stdin is None:
             raise UsageError("standard input is closed; expected a message, or a terminal")

@@ -9,12 +9,12 @@ from clocher_runtime.command.script_run import (
     FILE,
     PATH,
     Report,
+    engine_option,
     needed,
     option,
     place,
     script,
 )
-from clocher_runtime.config.engine import KV_DTYPES, PRECISIONS
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.subcommands.perplexity import READ_CODES
 from clocher_runtime.subcommands.quantize import LIMITS
@@ -34,7 +34,7 @@ from clocher_runtime.subcommands.quantize import LIMITS
         "windows of a document, without a separator; default: those in 1024 tokens",
     ),
     option("--documents", COUNT, "score at most DOCUMENTS documents"),
-    option("--precision", click.Choice(PRECISIONS), "of the models; default: stored"),
+    engine_option("precision", envvar=None),
     option(
         "--manifest",
         FILE,
@@ -42,7 +42,7 @@ from clocher_runtime.subcommands.quantize import LIMITS
         multiple=True,
         name="manifests",
     ),
-    option("--kv-dtype", click.Choice(KV_DTYPES), default="f32"),
+    engine_option("kv_dtype", "storage of the KV cache", default="f32", envvar=None),
     option(
         "--act-prec",
         click.Choice(["fp32", "default"]),

@@ -12,11 +12,11 @@ from clocher_runtime.command.script_run import (
     Report,
     Script,
     Wrap,
+    engine_option,
     option,
     place,
     script,
 )
-from clocher_runtime.config.engine import KV_DTYPES, PRECISIONS
 from clocher_runtime.exit_codes import ExitCode
 
 NAME = "clocher ray"
@@ -51,8 +51,8 @@ _FLAGS: tuple[Wrap, ...] = (
     option("--batch", COUNT, "rows that an actor computes side by side", default=8),
     option("--task-rows", COUNT, "rows that an actor is given at a time", default=32),
     option("--context", COUNT, "tokens of the longest row; default: the model's, at most 4096"),
-    option("--precision", click.Choice(PRECISIONS), "default: as stored"),
-    option("--kv-dtype", click.Choice(KV_DTYPES), "default: the back end's"),
+    engine_option("precision", envvar=None),
+    engine_option("kv_dtype", envvar=None),
     option(
         "--address",
         str,

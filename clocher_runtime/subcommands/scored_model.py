@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clocher_runtime.command.script_run import COUNT, FILE, option, place
-from clocher_runtime.config.engine import ACT_PRECISIONS, KV_DTYPES, PRECISIONS, EngineConfig
+from clocher_runtime.command.script_run import engine_option, option, place
+from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.config.setting import Given, every
 
 if TYPE_CHECKING:
@@ -21,13 +21,8 @@ if TYPE_CHECKING:
 _SETTINGS = dict(every(EngineConfig))
 
 
-def _env(name: str) -> list[str]:
-    """Return the variables that a run has for a setting, the strongest first."""
-    return list(_SETTINGS[name].env)
-
-
 def _model_of_environment() -> Path | None:
-    named = next(filter(None, map(os.environ.get, _env("model_dir"))), None)
+    named = next(filter(None, map(os.environ.get, _SETTINGS["model_dir"].env)), None)
     return Path(named) if named else None
 
 
@@ -38,19 +33,12 @@ PLACE = place(
     needed=False,
 )
 OPTIONS = (
-    option("--precision", click.Choice(PRECISIONS), "default: as stored", envvar=_env("precision")),
-    option("--kv-dtype", click.Choice(KV_DTYPES), default="f32", envvar=_env("kv_dtype")),
-    option(
-        "--act-prec",
-        click.Choice(ACT_PRECISIONS),
-        "default: the back end's",
-        envvar=_env("act_prec"),
-    ),
-    option(
-        "--act-sparsity", str, "drop small activations; default: none", envvar=_env("act_sparsity")
-    ),
-    option("--act-calibration", FILE, "for --act-sparsity 0.25", envvar=_env("act_calibration")),
-    option("--threads", COUNT, "default: all usable cores", envvar=_env("threads")),
+    engine_option("precision"),
+    engine_option("kv_dtype", "storage of the KV cache", default="f32"),
+    engine_option("act_prec"),
+    engine_option("act_sparsity"),
+    engine_option("act_calibration"),
+    engine_option("threads"),
     option("--backend", click.Choice(["cpu", "cuda", "reference"]), default="cpu"),
 )
 """Flags of `scored`, beside `PLACE`."""

@@ -138,8 +138,19 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
 """Name -> subcommand, in the order of the help text."""
 
 
-_ELSEWHERE = {"list": "models", "ls": "models", "rm": "models", "generate": "run"}
-"""What other programs call a subcommand."""
+_ELSEWHERE = {
+    "list": "did you mean models?",
+    "ls": "did you mean models?",
+    "rm": "did you mean models?",
+    "show": "`clocher models MODEL` describes a model",
+    "ps": "a model runs as long as its `clocher serve`, whose /health describes it",
+    "create": "`clocher quantize` and `clocher convert` make models",
+    "generate": "did you mean run?",
+    "llama-cli": "did you mean chat?",
+    "llama-server": "did you mean serve?",
+    "llama-bench": "did you mean bench?",
+}
+"""What other programs call a subcommand, and what there is instead."""
 
 
 def dispatch(words: Sequence[str]) -> int:
@@ -169,9 +180,9 @@ def unknown(name: str) -> str:
         return f"{name}: no such flag; flags go after a command, see clocher --help"
     if os.path.exists(name) or "/" in name:
         return f"{name!r} is no command; to use it as a model: clocher chat {name}"
-    near = [_ELSEWHERE[name]] if name in _ELSEWHERE else []
-    near = near or difflib.get_close_matches(name, SUBCOMMANDS, 1)
+    near = difflib.get_close_matches(name, SUBCOMMANDS, 1)
     hint = f"did you mean {near[0]}?" if near else "see clocher --help"
+    hint = _ELSEWHERE.get(name, hint)
     return f"{name!r} is no command; {hint} (commands: {', '.join(SUBCOMMANDS)})"
 
 
