@@ -461,6 +461,24 @@ def test_sigterm_lets_what_runs_end():
         assert ending.process.wait(20) == 0
 
 
+@pytest.mark.parametrize(
+    ("when", "code"), [("decide", -signal.SIGINT), ("_announce", 0)], ids=["start", "ready"]
+)
+def test_ctrl_c_twice_is_never_answered_with_python(when, code):
+    press = "os.kill(os.getpid(), signal.SIGINT)"
+    program = f"""
+import atexit, os, signal
+from clocher_runtime.serve import command
+atexit.register(lambda: {press})  # as late as can be
+command.{when} = lambda *_: {press}
+raise SystemExit(command.main(["--port", "0"]))
+"""
+    done = python("-c", program)
+    assert done.returncode == code
+    told = (word for word in ("Traceback", "oop", "ignored", "asyncio") if word in done.stderr)
+    assert not list(told), done.stderr
+
+
 def test_a_drain_that_takes_too_long_ends_with_an_error_event():
     with serving("--drain", 0) as ending:
         body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}

@@ -16,7 +16,7 @@ from clocher_runtime.command.settings import (
     declared,
     flag,
 )
-from clocher_runtime.engine.sampling_defaults import taken
+from clocher_runtime.engine.sampling_defaults import CHAT_TEMPERATURE, taken
 from clocher_runtime.serve.settings import LOADED as SERVED
 
 RANDOM = "random"
@@ -44,7 +44,7 @@ class ChatConfig:
         "Generation",
         number(0, 100),
         "how freely tokens are drawn; 0 takes the most likely one",
-        default=0.7,
+        default=CHAT_TEMPERATURE,
     )
     top_p: float = flag(
         "Generation",
