@@ -378,6 +378,8 @@ def test_more_connections_than_descriptors():
         port = int(small.url.rsplit(":", 1)[1])
         engine = small.health()["engine_pid"]
         silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(150)]
+        time.sleep(2)
+        assert httpx.get(f"{small.url}/health").status_code == 200  # they make room
         os.kill(engine, signal.SIGKILL)
         time.sleep(1)
         for each in silent:
