@@ -150,7 +150,9 @@ class ScriptedEngine(EngineProcess):
 
 
 @contextlib.contextmanager
-def scripted_app(**config: Any) -> Iterator[tuple[Starlette, ScriptedEngine]]:
+def scripted_app(
+    *, sampling: Mapping[str, float] | None = None, **config: Any
+) -> Iterator[tuple[Starlette, ScriptedEngine]]:
     """Yield the application of a server, and its engine."""
     name = "scripted-8b"
     checkpoint = open_checkpoint(embedded_model())
@@ -159,7 +161,8 @@ def scripted_app(**config: Any) -> Iterator[tuple[Starlette, ScriptedEngine]]:
     prompts = ScriptedPrompts(checkpoint, engine)
     grammars = Grammars(checkpoint.tokenizer_source, prompts.vocab_size, prompts.stop_ids)
     metrics.watch(engine)
-    server = Server(ServeConfig(**config), engine, prompts, grammars, metrics, name, 0, True)
+    about = (engine, prompts, grammars, metrics, name, 0, True, sampling or {})
+    server = Server(ServeConfig(**config), *about)
     try:
         yield server.app(), engine
     finally:

@@ -77,7 +77,7 @@ LIBRARIES: dict[str, str] = {
     "clocher_runtime.quality.transformers_model": "numpy torch transformers",
     "clocher_runtime.monitoring": "prometheus_client",
     "clocher_runtime.ray": "numpy ray starlette",
-    "clocher_runtime.serve": """numpy msgspec click starlette uvicorn pydantic llguidance
+    "clocher_runtime.serve": """numpy msgspec click starlette uvicorn h11 pydantic llguidance
         prometheus_client""",
     "clocher_runtime.text.grammar": "numpy llguidance",
     "clocher_runtime.adapters.lm_eval_model": "numpy lm_eval tqdm",

@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 from test_serve_answers import TEMPLATE
 
 from clocher_runtime.checkpoints.locate import embedded_model
+from clocher_runtime.engine.sampling_defaults import CHAT_TEMPERATURE
 from clocher_runtime.serve.page import FILE, MAX_BYTES, read_page
 
 TEXT = FILE.read_text(encoding="utf-8")
@@ -119,6 +120,7 @@ def test_without_the_page_the_server_says_what_it_is_to_those_with_the_key() -> 
         ("127.0.0.1:8000", "http://127.0.0.1:8000", 200),
         ("localhost:8000", "http://localhost:8000", 200),
         ("localhost:8000", "http://localhost:9000", 403),
+        ("localhost:8000", "https://localhost:8000", 403),
         ("localhost:8000", "http://evil.example", 403),
         ("localhost:8000", "null", 403),
         ("evil.example", "http://evil.example", 403),
@@ -133,19 +135,25 @@ def test_only_its_own_page_may_call_a_server_of_this_machine(
 
 
 @pytest.mark.parametrize(
-    ("origin", "status"),
+    ("origin", "proxy", "status"),
     [
-        ("http://box.example:8000", 200),
-        ("https://box.example:8000", 200),  # behind a proxy that has the certificate
-        ("http://box.example", 403),
-        ("http://evil.example:8000", 403),
-        ("null", 403),
+        ("http://box.example:8000", None, 200),
+        ("https://box.example:8000", "https", 200),
+        ("https://box.example:8000", None, 403),
+        ("http://box.example:8000", "https", 403),
+        ("http://box.example", None, 403),
+        ("http://evil.example:8000", None, 403),
+        ("null", None, 403),
     ],
 )
-def test_only_its_own_page_may_call_a_server_of_others(origin: str, status: int) -> None:
+def test_only_its_own_page_may_call_a_server_of_others(
+    origin: str, proxy: str | None, status: int
+) -> None:
     with scripted_app(host="0.0.0.0", api_key="secret") as (app, _):
         client = TestClient(app, base_url="http://box.example:8000")
         headers = {"origin": origin, "authorization": "Bearer secret"}
+        if proxy:
+            headers["x-forwarded-proto"] = proxy
         assert client.post("/v1/chat/completions", json=TALK, headers=headers).status_code == status
         del headers["authorization"]
         refused = client.post("/v1/chat/completions", json=TALK, headers=headers)
@@ -165,6 +173,7 @@ def test_a_model_tells_what_the_page_wants_to_know(server: Served, tmp_path) -> 
     embedded = meta(server)
     assert embedded == {
         "chat_template": False,
+        "sampling": {"temperature": CHAT_TEMPERATURE},
         "context": 4096,
         "bytes_per_token": embedded["bytes_per_token"],
         "read_gbps": embedded["read_gbps"],

@@ -2,10 +2,11 @@
 
 import pytest
 from browser import CHROMIUM, DRIVER, MISSING, Browser
-from scripted import Script, ScriptedEngine, words
+from scripted import Script, ScriptedEngine, scripted_server, words
 from selenium.webdriver.common.keys import Keys
 from serving import Served, serving, settled
 
+from clocher_runtime.engine.sampling_defaults import CHAT_TEMPERATURE
 from clocher_runtime.serve.errors import queue_full
 from clocher_runtime.text.answers import Delta
 
@@ -164,6 +165,20 @@ def test_history_settings_thoughts_and_calls_go_where_they_belong(
     browser.ready()
     assert browser.text("#turns") == before
     assert browser.js("return [$('system').value, $('tools').value]") == ["Be brief.", tools]
+
+
+@pytest.mark.parametrize("model", [{}, {"temperature": 1.3, "top_p": 0.8}])
+def test_it_draws_as_clocher_chat_does(browser: Browser, model: dict[str, float]) -> None:
+    wanted = (model.get("temperature", CHAT_TEMPERATURE), model.get("top_p", 1))
+    with scripted_server(sampling=model) as (url, engine):
+        engine.script.steps = words("Yes.")
+        browser.open(url)
+        browser.ask("Is it?")
+        sampling = engine.script.sampled[-1]
+        assert (sampling["temperature"], sampling.get("top_p", 1)) == wanted
+        shown = browser.js("return [$('temperature').placeholder, $('top_p').placeholder]")
+        assert tuple(map(float, shown)) == wanted
+        browser.kept_to_itself()
 
 
 def test_markdown_is_shown_while_it_is_written(browser: Browser, script: Script) -> None:

@@ -378,6 +378,8 @@ def test_more_connections_than_descriptors():
         port = int(small.url.rsplit(":", 1)[1])
         engine = small.health()["engine_pid"]
         silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(150)]
+        time.sleep(2)
+        assert httpx.get(f"{small.url}/health").status_code == 200  # they make room
         os.kill(engine, signal.SIGKILL)
         time.sleep(1)
         for each in silent:
@@ -459,6 +461,24 @@ def test_sigterm_lets_what_runs_end():
             assert other.post("/v1/completions", json={"prompt": "x"}).status_code == 503
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert ending.process.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+    ("when", "code"), [("decide", -signal.SIGINT), ("_announce", 0)], ids=["start", "ready"]
+)
+def test_ctrl_c_twice_is_never_answered_with_python(when, code):
+    press = "os.kill(os.getpid(), signal.SIGINT)"
+    program = f"""
+import atexit, os, signal
+from clocher_runtime.serve import command
+atexit.register(lambda: {press})  # as late as can be
+command.{when} = lambda *_: {press}
+raise SystemExit(command.main(["--port", "0"]))
+"""
+    done = python("-c", program)
+    assert done.returncode == code
+    told = (word for word in ("Traceback", "oop", "ignored", "asyncio") if word in done.stderr)
+    assert not list(told), done.stderr
 
 
 def test_a_drain_that_takes_too_long_ends_with_an_error_event():

@@ -33,6 +33,7 @@ def with_engine(work: Callable[[EngineProcess], Coroutine[Any, Any, None]]) -> l
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+            assert engine._process.returncode is not None, "nobody hears of its end"
 
     asyncio.run(live())
     return notes

@@ -20,6 +20,9 @@ FILE = "generation_config.json"
 NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """What is taken from the file."""
 
+CHAT_TEMPERATURE = 0.7
+"""Of a conversation, in a terminal or on the page, with a model that says nothing of drawing."""
+
 _NOTHING: Mapping[str, float] = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
 
 

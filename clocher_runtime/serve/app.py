@@ -19,6 +19,8 @@ from clocher_kernels.errors import UsageError
 from clocher_runtime.command.jsonline import clocher_version
 from clocher_runtime.engine.arguments import check_biases
 from clocher_runtime.engine.diffusing import Diffusing, longest_text
+from clocher_runtime.engine.sampling_defaults import CHAT_TEMPERATURE
+from clocher_runtime.serve.bodies import SMALL_BODY_BYTES, Bodies
 from clocher_runtime.serve.chat import ChatAnswer, ChatChoice
 from clocher_runtime.serve.completions import CompletionAnswer, TextChoice
 from clocher_runtime.serve.constraints import Grammars, Spec, spec_of
@@ -34,7 +36,6 @@ from clocher_runtime.serve.edge import (
 )
 from clocher_runtime.serve.engine_process import EngineProcess
 from clocher_runtime.serve.errors import (
-    body_too_large,
     invalid,
     unknown_model,
     wrong_media_type,
@@ -61,12 +62,6 @@ from clocher_runtime.serve.sse import Disconnected, EventStream, unless_gone
 from clocher_runtime.serve.usage import Answer, TokenTexts
 from clocher_runtime.text.stops import StopStrings
 
-SMALL_BODY_BYTES = 1 << 16
-"""Larger bodies are checked in the thread for text."""
-
-BODY_S = 60.0
-"""Seconds that a client has for sending a body."""
-
 _CLOSED = 499  # nginx's: the client was gone before the answer; nobody reads it
 S = TypeVar("S", bound=Schema)
 
@@ -91,6 +86,10 @@ class Server:
     created: int
     chats: bool = False
     sampling: Mapping[str, float] = field(default_factory=dict)
+    _bodies: Bodies = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._bodies = Bodies(self.config.max_body_mb << 20)
 
     # What is asked for.
 
@@ -98,37 +97,21 @@ class Server:
         """Return the checked body of a request.
 
         Raises:
-            ApiError: it is too large, does not say that it is JSON, or is wrong.
+            ApiError: it is too large, now or ever, does not say that it is JSON, or is wrong.
         """
-        data = await self._body(request)
-        # Any web page may send a body of another type here, without being asked whether it may.
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise wrong_media_type(kind)
-        if len(data) <= SMALL_BODY_BYTES:
-            asked = schema.parse(data)
-        else:
-            asked = await self.prompts.apart(lambda: schema.parse(data))
+        async with self._bodies.read(request) as data:
+            # Any web page may send a body of another type here, without being asked whether it may.
+            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json":
+                raise wrong_media_type(kind)
+            if len(data) <= SMALL_BODY_BYTES:
+                asked = schema.parse(data)
+            else:
+                asked = await self.prompts.apart(lambda: schema.parse(data))
         model = getattr(asked, "model", None)
         if model not in (None, "", self.name):
             raise unknown_model(model, [self.name])
         return asked.on_top_of(self.sampling) if isinstance(asked, SamplingFields) else asked
-
-    async def _body(self, request: Request) -> bytes:
-        most = self.config.max_body_mb << 20
-        length = request.headers.get("content-length", "0")
-        if not (length.isascii() and length.isdigit()) or int(length) > most:
-            raise body_too_large(most)
-        data = bytearray()
-        try:
-            async with asyncio.timeout(BODY_S):
-                async for piece in request.stream():
-                    data += piece
-                    if len(data) > most:
-                        raise body_too_large(most)
-        except TimeoutError:
-            raise Disconnected from None
-        return bytes(data)
 
     # Routes.
 
@@ -296,6 +279,7 @@ class Server:
         told = ("read_gbps", "precision", "device", "threads", "family")
         meta = {
             "chat_template": self.chats,
+            "sampling": {"temperature": CHAT_TEMPERATURE, **self.sampling},
             "context": ready.longest,
             "bytes_per_token": ready.weight_bytes,
             **{name: ready.about.get(name) for name in told},

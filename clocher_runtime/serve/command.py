@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -84,6 +85,7 @@ def main(argv: Sequence[str] | None = None, name: str = NAME) -> int:
 
             return serve(config, engine, console.note, _announce)
         except KeyboardInterrupt:  # before there is a loop that takes it
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one is not told of either
             return ExitCode.INTERRUPTED
         except Exception as raised:
             error = told(raised)

@@ -18,6 +18,7 @@ from clocher_runtime.serve.errors import (
     ApiError,
     foreign,
     from_exception,
+    two_lengths,
     unknown_route,
     wrong_key,
     wrong_method,
@@ -36,6 +37,8 @@ _log = logging.getLogger(__name__)
 class Named:
     """Gives each answer the name of its request: the client's, or a random one.
 
+    A body of two lengths is refused: a proxy may have believed the other one (RFC 9112, 6.1).
+
     Args:
         app: what is behind it.
     """
@@ -48,7 +51,8 @@ class Named:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = dict(scope["headers"]).get(_NAME, b"")
+        headers = dict(scope["headers"])
+        given = headers.get(_NAME, b"")
         name = given if _IS_NAME.fullmatch(given) else secrets.token_hex(12).encode()
 
         async def named(message: Message) -> None:
@@ -56,7 +60,11 @@ class Named:
                 message["headers"] = [*message.get("headers", ()), (_NAME, name)]
             await send(message)
 
-        await self._app(scope, receive, named)
+        app = self._app
+        if headers.keys() >= {b"content-length", b"transfer-encoding"}:
+            app = error_response(two_lengths())
+            app.headers["connection"] = "close"
+        await app(scope, receive, named)
 
 
 class KeyCheck:
@@ -110,13 +118,13 @@ class OriginCheck:
         await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        headers = dict(scope["headers"])
-        host = headers.get(b"host", b"").decode("latin-1")
-        origin = headers.get(b"origin", b"").decode("latin-1")
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        host, origin = headers.get(b"host", ""), headers.get(b"origin", "")
         if self._only_local and not is_local(_NAME_OF_HOST.sub("", host).strip("[]")):
             return foreign("Host", host)
-        own = origin.partition("://")[2] == host
-        if origin and not own and not {origin, "*"} & self._origins:
+        # A page cannot send this header without being asked whether it may; a proxy with TLS does.
+        own = f"{headers.get(b'x-forwarded-proto', scope['scheme'])}://{host}"
+        if origin and not {origin, "*"} & {own, *self._origins}:
             return foreign("Origin", origin)
         return None
 

@@ -251,6 +251,8 @@ class EngineProcess:
                 self._died(broken)
         finally:
             self._kill()
+            if self._process is not None:
+                await self._process.wait()  # the loop hears of its end while there is a loop
 
     async def _live(self) -> Broken | None:
         """Start a process and hear what it says until its end; return its last word."""

@@ -163,6 +163,11 @@ def body_too_large(most: int) -> ApiError:
     )
 
 
+def two_lengths() -> ApiError:
+    """Return the error of a request whose body may end in two places."""
+    return invalid("The headers Content-Length and Transfer-Encoding came together; send one")
+
+
 def wrong_media_type(got: str) -> ApiError:
     """Return the error of a body that does not say that it is JSON."""
     return ApiError(

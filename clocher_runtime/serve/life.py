@@ -1,6 +1,7 @@
 """The life of a server: it listens, loads, serves, drains and ends."""
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import os
@@ -13,7 +14,6 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from clocher_kernels.errors import DeviceError
 from clocher_runtime.checkpoints.hf.cache import repository_of
@@ -23,6 +23,7 @@ from clocher_runtime.config.sources import Sources
 from clocher_runtime.engine.sampling_defaults import told
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.serve.app import Server
+from clocher_runtime.serve.connection import Connection
 from clocher_runtime.serve.constraints import Grammars
 from clocher_runtime.serve.engine_process import EngineProcess
 from clocher_runtime.serve.errors import unavailable
@@ -33,9 +34,6 @@ from clocher_runtime.serve.settings import ServeConfig, is_local
 from clocher_runtime.serve.usage import now_s
 
 MAX_HEADER_BYTES = 32 << 10
-HEADER_S = 20.0
-"""Seconds that a client has for its first request after it has connected."""
-
 KEEP_ALIVE_S = 75
 FLUSH_S = 2.0
 """Seconds for the last events of streams that are cut off at the end."""
@@ -43,29 +41,7 @@ FLUSH_S = 2.0
 MAX_DESCRIPTORS, _OWN_DESCRIPTORS = 8192, 40
 _BACKLOG = 128
 _MIB = 1 << 20
-
-
-class _Connection(H11Protocol):
-    """A connection, one of not too many, that has to say something soon."""
-
-    most = 1024
-    """Connections at a time. Below the limit of descriptors, or the engine could not be started."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for its first request."""
-        super().connection_made(transport)
-        self._late = self.loop.call_later(HEADER_S, self._give_up)
-        if len(self.connections) > self.most:
-            transport.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no more."""
-        self._late.cancel()
-        super().connection_lost(exc)
-
-    def _give_up(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
-            self.transport.close()
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def _descriptors() -> int:
@@ -79,7 +55,16 @@ def _descriptors() -> int:
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn's server, without its signal handlers."""
+    """uvicorn's server, without its signal handlers, that looks after its connections."""
+
+    async def on_tick(self, counter: int) -> bool:
+        """Look at each connection once a second."""
+        if counter % 10 == 0:
+            now = asyncio.get_running_loop().time()
+            for connection in list(self.server_state.connections):
+                assert isinstance(connection, Connection)
+                connection.look(now)
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Any:
@@ -136,11 +121,11 @@ class Life:
         room = _descriptors() - _OWN_DESCRIPTORS
         # asyncio accepts so many in one go before any of them can be turned away.
         backlog = max(4, min(_BACKLOG, room // 2))
-        _Connection.most = max(4, room - backlog)
+        Connection.most = max(4, room - backlog)
         http = _HttpServer(
             uvicorn.Config(
                 app,
-                http=_Connection,
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -155,7 +140,7 @@ class Life:
         )
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._unexpected)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _SIGNALS:
             loop.add_signal_handler(number, self._signalled)
         keeping = asyncio.create_task(engine.run())
         telling = asyncio.ensure_future(self._tell(engine, sock, name))
@@ -165,6 +150,7 @@ class Life:
             if keeping.done():
                 keeping.result()  # a defect, and no death of the engine
         finally:
+            _end_at_next_signal(loop)
             for task in (telling, draining, keeping):
                 task.cancel()
             await asyncio.gather(telling, draining, keeping, return_exceptions=True)
@@ -174,11 +160,10 @@ class Life:
         told = f"{context['message']} ({type(context.get('exception')).__name__})"
         if told not in self._told:
             self._told.add(told)
-            self._note(f"event loop: {told}")
+            self._note(f"outside of any request: {told}")
 
     def _signalled(self) -> None:
-        if self._asked_to_end.is_set():
-            os._exit(ExitCode.TERMINATED)  # asked twice
+        _end_at_next_signal(asyncio.get_running_loop())
         self._note("finishing what runs, taking no more; a second signal ends at once")
         self._asked_to_end.set()
 
@@ -222,6 +207,13 @@ class Life:
         self._note(f"listening on {url} for {reach}")
         about = {"url": url, "model": name, "pid": os.getpid(), "engine_pid": engine.pid}
         self._announce({"event": "ready", **about})
+
+
+def _end_at_next_signal(loop: asyncio.AbstractEventLoop) -> None:
+    """End the process at the next signal, whether the loop still runs by then or not."""
+    for number in _SIGNALS:
+        loop.remove_signal_handler(number)
+        signal.signal(number, lambda *_: os._exit(ExitCode.TERMINATED))
 
 
 async def assemble(config: ServeConfig, sources: Sources, note: Callable[[str], None]) -> Server:
@@ -311,4 +303,6 @@ def serve(
         ClocherError: it cannot begin.
     """
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # its warnings quote requests
+    # At its end the interpreter puts the default back: a late Ctrl-C would change the exit code.
+    atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in _SIGNALS])
     return asyncio.run(Life(config, sources, note, announce).run())

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import suppress
 from typing import TypeVar
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from clocher_runtime.serve.edge import log_defect
 from clocher_runtime.serve.errors import ApiError, from_exception
@@ -18,7 +18,7 @@ KEEP_ALIVE_S = 15.0
 """A comment is sent if there was nothing else for so long: proxies give up on silent streams."""
 
 DONE = b"data: [DONE]\n\n"
-_COMMENT = b": keepalive\n\n"
+_COMMENT = {"type": "http.response.body", "body": b": keepalive\n\n", "more_body": True}
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -78,8 +78,15 @@ class EventStream:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         self._sent = asyncio.get_running_loop().time()
         keeper = asyncio.ensure_future(self._keep_alive(send))
+
+        async def hear() -> Message:
+            message = await receive()
+            if message["type"] == "http.request":  # nothing more comes: is the client there?
+                await send(_COMMENT)
+            return message
+
         try:
-            await unless_gone(receive, self._send_all(send))
+            await unless_gone(hear, self._send_all(send))
         except (Disconnected, OSError):
             pass
         finally:
@@ -105,7 +112,7 @@ class EventStream:
             now = asyncio.get_running_loop().time()
             await asyncio.sleep(max(self._sent + KEEP_ALIVE_S - now, 1.0))
             if asyncio.get_running_loop().time() - self._sent >= KEEP_ALIVE_S:
-                await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+                await send(_COMMENT)
                 self._sent = asyncio.get_running_loop().time()
 
 

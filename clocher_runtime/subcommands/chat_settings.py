@@ -9,7 +9,7 @@ from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.config.setting import Setting, declared, defaults, flag
 from clocher_runtime.config.sources import Sources, settle
 from clocher_runtime.config.values import integer, number, one_of, switch, text
-from clocher_runtime.engine.sampling_defaults import taken
+from clocher_runtime.engine.sampling_defaults import CHAT_TEMPERATURE, taken
 
 RANDOM = "random"
 CONTINUED = 64
@@ -34,7 +34,7 @@ class ChatConfig(EngineConfig):
         "Generation",
         number(0, 100),
         "how freely tokens are drawn; 0 takes the most likely one",
-        default=0.7,
+        default=CHAT_TEMPERATURE,
     )
     top_p: float = flag(
         "Generation",
