@@ -25,7 +25,7 @@ from clocher_runtime.models.spec import ModelSpec, RopeSpec
 
 VOCAB_SIZE = 32768
 """Ids that it draws, unless a model has fewer."""
-CONTEXT = 1 << 27
+CONTEXT = 1 << 24
 """Cells of a sequence. None of them is kept, so there may be many."""
 
 
