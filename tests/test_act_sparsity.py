@@ -1,12 +1,17 @@
 """Activation thresholds: a lossy mode whose kernels are exact."""
 
+import json
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from commands import clocher
 from sessions import make_session
+from weight_files import BITNET, LLAMA
 
+import clocher_runtime
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import encode
@@ -78,7 +83,7 @@ def test_guessing_and_company_change_no_id(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", ["0", "1", "nan", "topk:2", "top:0.5", "adaptive:1", ""])
 def test_a_rule_that_is_none_is_refused(rule: str) -> None:
-    with pytest.raises(UsageError, match="act_sparsity is"):
+    with pytest.raises(UsageError, match="act_sparsity: got"):
         make_session(MODEL, act_sparsity=rule, calibration=TEXT)
 
 
@@ -89,3 +94,65 @@ def test_what_cannot_skip_is_refused() -> None:
         make_session(MODEL, act_sparsity="adaptive", act_prec="fp32")
     with pytest.raises(UsageError, match="symmetric int4"):
         make_session(load_model(CHECKPOINT, "int8w"), act_sparsity="adaptive")
+
+
+def ternary(rule: str | None, **options: Any) -> np.ndarray:
+    """Return the logits of a text by a ternary model."""
+    model = load_model(open_checkpoint(BITNET))
+    calibration = IDS * 4 if rule == "0.3" else None
+    with closing(
+        make_session(
+            model,
+            context=128,
+            all_logits=True,
+            kv_dtype="f32",
+            act_sparsity=rule,
+            calibration=calibration,
+            **options,
+        )
+    ) as session:
+        return session.logits(IDS)
+
+
+IDS = [int(each) for each in np.random.default_rng(5).integers(3, 500, 48)]
+
+
+@pytest.mark.parametrize("rule", ["0.3", "topk:0.5", "threshold:0.5", "adaptive"])
+def test_ternary_weights_give_the_logits_of_the_reference(rule: str) -> None:
+    found = ternary(rule, chunk=16, act_prec="int8")
+    expected = ternary(rule, backend="reference", act_prec="int8")
+    # Later on, sums that differ in the last bit round to other codes, with and without dropping.
+    apart = np.abs(found - expected)[:6].max()
+    assert apart <= 1e-5 * np.abs(expected).max()
+    assert np.abs(found - ternary(None)).max() > 1e-2  # something was dropped
+
+
+def test_what_is_dropped_is_the_input_of_ternary_linears() -> None:
+    assert np.array_equal(ternary("threshold:1e-30"), ternary(None))  # nothing is that small
+    nothing = ternary("threshold:1e30")  # layers add nothing: a token's logits are its own alone
+    for token in set(IDS):
+        rows = nothing[[at for at, each in enumerate(IDS) if each == token]]
+        assert (rows == rows[0]).all()
+
+
+def test_what_stays_refused_ends_with_2_everywhere(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("import os\n" * 99, encoding="utf-8")
+    rule = ["--act-sparsity", "topk:0.5", "--precision", "int8w"]
+    text = ["--text", str(tmp_path / "text.txt"), "--window", "16"]
+    for words in (["run"], ["serve", "--port", "0"], ["perplexity", *text], ["bench", "-p", "0"]):
+        code, _, err = clocher(*words, "--model-dir", str(LLAMA), *rule)
+        assert code == 2 and "Traceback" not in err, (words, err)
+        assert "act_sparsity" in err and "expected ternary weights, or symmetric int4" in err
+    with pytest.raises(UsageError, match="expected ternary weights"):
+        clocher_runtime.load(LLAMA, precision="int8w", act_sparsity="topk:0.5")
+
+
+def test_the_commands_take_it_with_ternary_weights(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("import os\n" * 99, encoding="utf-8")
+    text = ["--text", str(tmp_path / "text.txt"), "--window", "16", "--limit", "1"]
+    rule = ["--act-sparsity", "threshold:0.1"]
+    code, out, err = clocher("run", str(BITNET), *rule, "--max-new", "4")
+    assert (code, json.loads(out)["act_sparsity"]) == (0, "threshold:0.1"), err
+    assert clocher("perplexity", str(BITNET), *text, *rule)[0] == 0
+    with clocher_runtime.load(BITNET, act_sparsity="topk:0.7") as model:
+        assert model.session.act_sparsity == "topk:0.7" and model.generate("import", max_new=4)

@@ -128,8 +128,8 @@ class EngineConfig:
     act_sparsity: str | None = flag(
         "Model",
         _TEXT,
-        "lossy variant for int4 on a CPU: the share of small matmul inputs to drop (0.25), "
-        "topk:F with the share of each token's to keep, or adaptive",
+        "lossy variant for ternary and int4 weights on a CPU: the share of small matmul inputs to "
+        "drop (0.25), topk:F with the share of each token's to keep, threshold:T, or adaptive",
     )
     act_calibration: Path | None = flag(
         "Model", _PATH, "text that the thresholds of --act-sparsity 0.25 are taken from"

@@ -6,13 +6,15 @@ dropped depends on nothing but the token, so prompts, batches and guesses give t
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, Protocol
 
 import numpy as np
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats.base import Format
+from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.ops.skip import skips_columns
 from clocher_kernels.plan import Attr, Buffer, Call, Plan
 from clocher_runtime.config.values import shown
@@ -27,6 +29,7 @@ LEAST_TOKENS, MOST_TOKENS = 64, 2048
 _SEQUENCE = 256
 """Tokens of a piece, whatever the chunk of a session is, so that thresholds are the same."""
 _ADAPTIVE: Mapping[str, Attr] = {"most": 1.0, "least": 0.5}
+_KINDS = ("", "topk", "threshold")
 _PLACES = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -35,33 +38,39 @@ class ActSparsity:
     """How inputs are chosen.
 
     Attributes:
-        drop: share of each input below its threshold, or None if each token has its own.
-        attrs: of `drop_small`, if each token has.
+        drop: share of each input below its threshold, which calibration sets; None: no such.
+        threshold: absolute, of all inputs; None: no such.
+        attrs: of `drop_small`, if each token has a threshold of its own.
     """
 
-    drop: float | None
-    attrs: Mapping[str, Attr]
+    drop: float | None = None
+    threshold: float | None = None
+    attrs: Mapping[str, Attr] = field(default_factory=dict)
 
 
 def act_sparsity(text: object) -> ActSparsity:
-    """Read "0.25" (thresholds), "topk:0.75" (share that is kept) or "adaptive".
+    """Read "0.25" (share to drop), "topk:0.75" (share to keep), "threshold:0.1" or "adaptive".
 
     Raises:
-        UsageError: it is something else, or a share is not above 0 and below 1.
+        UsageError: it is something else, a share is not above 0 and below 1, or a threshold is not
+            above 0.
     """
     kind, _, number = text.rpartition(":") if isinstance(text, str) else ("?", "", "")
     if text == "adaptive":
-        return ActSparsity(None, _ADAPTIVE)
+        return ActSparsity(attrs=_ADAPTIVE)
     try:
-        share = float(number)
+        value = float(number)
     except ValueError:
-        share = 0.0
-    if kind not in ("", "topk") or not 0 < share < 1:
+        value = 0.0
+    if kind not in _KINDS or not 0 < value < (inf if kind == "threshold" else 1):
         raise UsageError(
-            f"act_sparsity is {shown(text)}; expected the share of inputs to drop (0.25), "
-            "topk:F with the share to keep (topk:0.75), or adaptive"
+            f"act_sparsity: got {shown(text)}, expected the share of inputs to drop (0.25), "
+            "topk:F with the share to keep (topk:0.75), threshold:T with an absolute threshold "
+            "(threshold:0.1), or adaptive"
         )
-    return ActSparsity(None, {"most": share, "least": share}) if kind else ActSparsity(share, {})
+    if kind == "topk":
+        return ActSparsity(attrs={"most": value, "least": value})
+    return ActSparsity(threshold=value) if kind else ActSparsity(drop=value)
 
 
 def drop_inputs(
@@ -81,27 +90,38 @@ def drop_inputs(
     if wrong or not chosen:
         stored = f"{wrong[0]} is {formats[wrong[0]].name}" if wrong else "it has no such products"
         raise UsageError(
-            f"act_sparsity on a model where {stored}; it pays with symmetric int4 of 32, 64 or 128 "
-            "columns per scale alone: --precision int4 makes it of float weights"
+            f"act_sparsity on a model where {stored}; expected ternary weights, or symmetric int4 "
+            "of 32, 64 or 128 columns per scale: --precision int4 makes it of float weights"
         )
     buffers, consts, calls = dict(plan.buffers), dict(plan.consts), []
+    linears = [call for call in plan.calls if call.op == "linear" and call.args["w"] in chosen]
+    # Ternary weights multiply codes: what is small is dropped before these are made, which leaves
+    # their scale, that of the largest input, as it is.
+    codes = {call.args["x"] for call in linears if has_codes(call)}
+    # Gate and up projection of a squared ReLU become one op that skips rows (`skip_zeros`).
+    by_row = any(call.attrs.get("activation") == "relu2" for call in linears)
     current: set[str] = set()
     for call in plan.calls:
-        if call.op == "linear" and call.args["w"] in chosen:
+        skips = call in linears and not (by_row and _is_gate_or_up(call) and has_codes(call))
+        if (skips and not has_codes(call)) or call.args.get("q") in codes:
             x = call.args["x"]
             kept = x + KEPT
             if x not in current:
                 buffers[kept] = Buffer(buffers[x].shape, "f32", buffers[x].rows)
                 args = {"x": x, "y": kept}
-                if wanted.drop is not None:
+                if not wanted.attrs:
                     args["threshold"] = f"{THRESHOLD}{len(consts)}"
-                    consts[args["threshold"]] = np.zeros(1, np.float32)
+                    consts[args["threshold"]] = np.full(1, wanted.threshold or 0, np.float32)
                 calls.append(Call("drop_small", args, wanted.attrs))
                 current.add(x)
-            call = Call("skip_linear", {**call.args, "x": kept}, call.attrs)
-        calls.append(call)
+            call = replace(call, args={**call.args, "x": kept})
+        calls.append(replace(call, op="skip_linear") if skips else call)
         current -= {call.args[p] for p in ("y", "x") if p in call.args and _writes(call, p)}
     return replace(plan, buffers=buffers, consts=consts, calls=tuple(calls))
+
+
+def _is_gate_or_up(call: Call) -> bool:
+    return any(f".{place}_proj." in call.args["w"] for place in ("gate", "up"))
 
 
 def _writes(call: Call, param: str) -> bool:

@@ -83,10 +83,11 @@ def bind(
     plan = build_plan(model.spec, formats, **asdict(sizes), room=room)
     dropped = None if sparse is None else act_sparsity(sparse)
     if dropped is not None:
-        if backend != "cpu" or act_prec != "int8" or scope != in_scope(model.spec, "all"):
+        on_host = backend in ("cpu", "reference")
+        if not on_host or act_prec != "int8" or scope != in_scope(model.spec, "all"):
             raise UsageError(
                 f"act_sparsity on the {backend} back end with act_prec {act_prec} and pretranspose "
-                f"{pretranspose}; it is for the cpu back end, int8 and all"
+                f"{pretranspose}; expected the cpu back end, int8 and all"
             )
         plan = drop_inputs(plan, model.spec, formats, dropped)
     if act_prec == "int8":
