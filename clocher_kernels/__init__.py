@@ -9,12 +9,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from clocher_kernels.library.arrays import linear, quantize
 
-__all__ = ["linear", "quantize"]
+__all__ = ["__version__", "linear", "quantize"]
+__version__: str
 
 
 def __getattr__(name: str) -> Any:
     """Load what needs Numba when it is asked for."""
-    if name in __all__:
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version  # slow
+
+        try:
+            return version("clocher")
+        except PackageNotFoundError:
+            return "0+unknown"
+    if name in ("linear", "quantize"):
         from clocher_kernels.library import arrays
 
         return getattr(arrays, name)

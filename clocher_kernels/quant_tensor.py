@@ -59,6 +59,9 @@ class QuantTensor:
         """Raise FormatError if a stored code is one that the format forbids."""
         self.format.check(self.planes, self.shape)
 
+    def __repr__(self) -> str:
+        return f"QuantTensor({list(self.shape)}, {self.format.name}, {self.nbytes} bytes)"
+
 
 def encode(values: np.ndarray, fmt: Format) -> QuantTensor:
     """Encode fp32 values [..., N, K] in a format."""

@@ -108,21 +108,21 @@ def test_prompts(model: LanguageModel, prompt: Any, message: str) -> None:
         ({"max_new": 0}, "max_new is 0"),
         ({"max_new": -(10**30)}, "max_new is -1"),
         ({"max_new": np.array([3])}, "max_new is array"),
-        ({"temperature": "0.5"}, "temperature is '0.5'; expected a number, at least 0"),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        ({"temperature": float("inf")}, "temperature is inf"),
-        ({"temperature": 1e39}, "temperature is 1e"),
-        ({"temperature": 10**400}, "temperature is "),
-        ({"temperature": -0.5}, "temperature is -0.5"),
-        ({"temperature": True}, "temperature is True"),
-        ({"temperature": None}, "temperature is None"),
-        ({"temperature": Decimal(1)}, "temperature is Decimal"),
+        ({"temperature": "0.5"}, "temperature: got '0.5', expected a number, at least 0"),
+        ({"temperature": float("nan")}, "temperature: got nan"),
+        ({"temperature": float("inf")}, "temperature: got inf"),
+        ({"temperature": 1e39}, "temperature: got 1e"),
+        ({"temperature": 10**400}, "temperature: got "),
+        ({"temperature": -0.5}, "temperature: got -0.5"),
+        ({"temperature": True}, "temperature: got True"),
+        ({"temperature": None}, "temperature: got None"),
+        ({"temperature": Decimal(1)}, "temperature: got Decimal"),
         ({"top_k": 2.0}, "top_k is 2.0"),
         ({"top_k": -1}, "top_k is -1"),
         ({"top_k": 1 << 31}, "top_k is 2147483648"),
-        ({"top_p": 0}, "top_p is 0"),
-        ({"top_p": 1.5}, "top_p is 1.5"),
-        ({"top_p": "1"}, "top_p is '1'"),
+        ({"top_p": 0}, "top_p: got 0"),
+        ({"top_p": 1.5}, "top_p: got 1.5"),
+        ({"top_p": "1"}, "top_p: got '1'"),
         ({"seed": 1.0}, "seed is 1.0"),
         ({"seed": -1}, "seed is -1"),
         ({"seed": 1 << 64}, "seed is 18446744073709551616"),
@@ -195,7 +195,7 @@ def test_more_tokens_than_the_context_holds_are_fewer(model: LanguageModel) -> N
         ({"path": 3}, "model_dir: got 3, expected a path"),
         ({"path": b"model"}, "model_dir: got b'model'"),
         ({"path": ["a"]}, r"model_dir: got \['a'\]"),
-        ({"path": "\0"}, "not a directory"),
+        ({"path": "\0"}, "expected a path"),
         ({"path": ""}, "model_dir: got ''"),
         ({"tuning": 5}, "load has no option 'tuning'"),
         ({"path": Path("no-such-model")}, "path: 'no-such-model' is not a directory"),
@@ -214,7 +214,7 @@ def test_loading(options: dict[str, Any], message: str) -> None:
         (5, {}, "a prompt is text or a list of token ids: got 5"),
         ("a", {"path": ""}, "path is empty"),
         ("a", {"max_new": 0}, "max_new is 0"),
-        ("a", {"top_p": 2}, "top_p is 2"),
+        ("a", {"top_p": 2}, "top_p: got 2"),
         ("a", {"sed": 1}, "no option 'sed'"),
     ],
 )
@@ -243,3 +243,13 @@ def test_what_is_shown_is_short() -> None:
     assert shown(10**5000) == "a int" or len(shown(10**5000)) < 80
     assert len(shown(Odd())) < 80
     assert whole("n", np.uint8(3), 1, 3) == 3
+
+
+@pytest.mark.parametrize("value", [1e-320, 1e-300, 1e38, 0.001])
+def test_a_penalty_that_leaves_the_floats_is_refused_by_name(value: float) -> None:
+    with pytest.raises(
+        UsageError, match=r"repetition_penalty: got .*, expected a number from 0.01"
+    ):
+        Sampling(repetition_penalty=value)
+    with pytest.raises(UsageError, match="frequency_penalty: got 1e"):
+        Sampling(frequency_penalty=1e30)

@@ -14,10 +14,11 @@ import pytest
 import torch
 from op_cases import OpRun, error
 
+import clocher_kernels
 from clocher_kernels import linear, quantize
 from clocher_kernels.cuda.launch import INTERPRETER
 from clocher_kernels.errors import FormatError, ShapeError, UnsupportedOp, UsageError
-from clocher_kernels.library.signature import facts
+from clocher_kernels.library.signature import LIBRARY, facts
 from clocher_kernels.ops import OPS as CONTRACTS
 from clocher_kernels.ops.contract import Case, OpSpec
 from clocher_kernels.quant_tensor import QuantTensor
@@ -280,3 +281,22 @@ def test_transformers_generates_what_the_runtime_does(tmp_path: Path) -> None:
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     with torch.no_grad():
         assert torch.equal(again(made).logits, model(made).logits)
+
+
+def test_short_names_and_what_works_are_told() -> None:
+    w = np.ones((8, 64), np.float32)
+    tensor = quantize(w, "int4")
+    assert repr(tensor) == "QuantTensor([8, 64], int4_sym_g64_f16, 272 bytes)"
+    with pytest.raises(FormatError, match="for short, int4, int4_g<G>, int8, int8_g<G>, fp8"):
+        quantize(w, "int5")
+    with pytest.raises(UsageError, match="got int32, expected an array of float16, float32"):
+        quantize(w.astype(np.int32), "int4")
+    with pytest.raises(ShapeError, match=r"got int32\[1, 64\], expected float16, float32"):
+        linear(np.ones((1, 64), np.int32), tensor)
+    assert clocher_kernels.__version__[0].isdigit()
+
+
+def test_torch_ops_are_documented() -> None:
+    for name in LIBRARY:
+        packet = getattr(torch.ops.clocher, name)
+        assert CONTRACTS[name].summary in packet.__doc__ and "Args:" in packet.default.__doc__

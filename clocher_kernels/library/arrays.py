@@ -5,23 +5,29 @@ import weakref
 
 import numpy as np
 
-from clocher_kernels.errors import ShapeError, UsageError
+from clocher_kernels.errors import FormatError, ShapeError, UsageError
 from clocher_kernels.formats import Bsr, Format, parse_format
 from clocher_kernels.library.host import Bound, bind, host
 from clocher_kernels.ops import OPS
 from clocher_kernels.quant_tensor import QuantTensor, encode
 
 _SHORT = (
+    (re.compile("int4"), "int4_sym_g64_f16"),
     (re.compile("int4_(g[0-9]+)"), r"int4_sym_\1_f16"),
     (re.compile("int8_(g[0-9]+)"), r"int8_\1_f16"),
     (re.compile("int8"), "int8_row_f32"),
     (re.compile("fp8"), "fp8_e4m3_row_f32"),
 )
+SHORT_NAMES = "int4, int4_g<G>, int8, int8_g<G>, fp8"
+_FLOATS = "float16, float32 or float64"
 _bound: "weakref.WeakKeyDictionary[QuantTensor, Bound]" = weakref.WeakKeyDictionary()
 
 
 def format_of(name: str | Format) -> Format:
-    """Return the format of a name, or of a short one: "int4_g128", "int8", "int8_g64", "fp8".
+    """Return the format of a name, or of a short one.
+
+    Short names are int4 (64 columns per scale), int4_g<G>, int8 (a scale per row), int8_g<G> and
+    fp8 (e4m3, a scale per row).
 
     Raises:
         FormatError: no format has this name.
@@ -34,7 +40,10 @@ def format_of(name: str | Format) -> Format:
     for pattern, spelled in _SHORT:
         if found := pattern.fullmatch(name):
             return parse_format(found.expand(spelled))
-    return parse_format(name)
+    try:
+        return parse_format(name)
+    except FormatError as error:
+        raise FormatError(f"{error}; or, for short, {SHORT_NAMES}") from None
 
 
 def quantize(values: np.ndarray, fmt: str | Format) -> QuantTensor:
@@ -49,7 +58,11 @@ def quantize(values: np.ndarray, fmt: str | Format) -> QuantTensor:
         ShapeError: it cannot hold this shape.
     """
     if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
-        raise UsageError(f"values are {type(values).__name__}; expected an array of floats [N, K]")
+        got = values.dtype if isinstance(values, np.ndarray) else type(values).__name__
+        raise UsageError(
+            f"values: got {got}, expected an array of {_FLOATS}, [N, K] or [E, N, K]; convert with "
+            "values.astype(np.float32)"
+        )
     fmt = format_of(fmt)
     values = np.ascontiguousarray(values, np.float32)
     if isinstance(fmt, Bsr):
@@ -89,7 +102,7 @@ def linear(
     x = np.asarray(x)
     if x.dtype.kind != "f" or not x.ndim or x.shape[-1] != w.shape[1]:
         raise ShapeError(
-            f"linear: x is {x.dtype}{list(x.shape)}; expected floats [..., {w.shape[1]}]"
+            f"linear: x: got {x.dtype}{list(x.shape)}, expected {_FLOATS}, [..., {w.shape[1]}]"
         )
     n, k = w.shape
     values: dict[str, np.ndarray | QuantTensor] = {

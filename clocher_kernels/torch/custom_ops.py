@@ -214,7 +214,9 @@ def _register(spec: OpSpec) -> Any:
     torch.library.register_fake(name, fake, lib=_LIBRARY)
     if not any(p.kind == "inout" for p in spec.params):
         torch.library.register_autograd(name, backward, lib=_LIBRARY)
-    return getattr(torch.ops.clocher, spec.name).default
+    packet = getattr(torch.ops.clocher, spec.name)
+    packet.__doc__ = packet.default.__doc__ = f"{spec.summary}\n\n{inspect.getdoc(spec.reference)}"
+    return packet.default
 
 
 OPS = MappingProxyType({name: _register(CONTRACTS[name]) for name in LIBRARY})

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+import clocher_kernels
 from clocher_runtime.disk.schema import finite
 from clocher_runtime.exit_codes import exit_code
 
@@ -163,9 +164,4 @@ def to_json(line: RunLine | TuneLine | ErrorLine) -> str:
 
 def clocher_version() -> str:
     """Return the version of the installed distribution."""
-    from importlib.metadata import PackageNotFoundError, version  # slow, and for the last line
-
-    try:
-        return version("clocher")
-    except PackageNotFoundError:
-        return "unknown"
+    return clocher_kernels.__version__

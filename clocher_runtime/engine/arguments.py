@@ -181,10 +181,9 @@ class Sampling:
         for name, expected, low, high in _REAL:
             value = getattr(self, name)
             number = as_number(value)
-            # top_p and the repetition penalty must be above their bound.
-            above = name in ("top_p", "repetition_penalty")
+            above = name == "top_p"  # its bound is none of its values
             if number is None or not low <= number <= high or (above and number == low):
-                raise UsageError(f"{name} is {shown(value)}; expected {expected}")
+                raise UsageError(f"{name}: got {shown(value)}, expected {expected}")
             object.__setattr__(self, name, number)
         object.__setattr__(self, "top_k", whole("top_k", self.top_k, 0, (1 << 31) - 1))
         object.__setattr__(self, "seed", whole("seed", self.seed, 0, (1 << 64) - 1))
@@ -223,9 +222,9 @@ _REAL = (
     ("temperature", "a number, at least 0", 0.0, _LARGEST_F32),
     ("top_p", "a number above 0, at most 1", 0.0, 1.0),
     ("min_p", "a number, 0 to 1", 0.0, 1.0),
-    ("repetition_penalty", "a number above 0", 0.0, _LARGEST_F32),
-    ("presence_penalty", "a number", -_LARGEST_F32, _LARGEST_F32),
-    ("frequency_penalty", "a number", -_LARGEST_F32, _LARGEST_F32),
+    ("repetition_penalty", "a number from 0.01 to 100", 0.01, 100.0),
+    ("presence_penalty", "a number from -1e9 to 1e9", -1e9, 1e9),
+    ("frequency_penalty", "a number from -1e9 to 1e9", -1e9, 1e9),
 )
 
 

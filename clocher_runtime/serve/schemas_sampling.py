@@ -153,7 +153,7 @@ class SamplingFields(Schema):
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     logit_bias: Biases | None = Field(None, description="token id -> added to its logit")
     seed: int | None = Field(None, ge=-_SEEDS // 2, le=_SEEDS - 1)
     ignore_eos: bool | None = None
