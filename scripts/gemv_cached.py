@@ -1,15 +1,9 @@
-"""Measure products with quantised weights: fused, and with weights decoded ahead.
+"""Measure matmuls with quantised weights: fused, and with weights decoded ahead.
 
-The work, and --help, are those of bench.fused.
+The work, and --help, are those of `python -m bench.fused`.
 """
 
-import os
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[1]
+from as_module import run
 
 if __name__ == "__main__":
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "bench.fused", *sys.argv[1:]]
-    os.execve(sys.executable, command, {**os.environ, "PYTHONPATH": path})
+    run("bench.fused")

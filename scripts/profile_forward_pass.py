@@ -1,15 +1,9 @@
-"""Show where the time of a step goes, for each kind of call.
+"""Show where the time of a step goes.
 
-The work, and --help, are those of bench.profile.
+The work, and --help, are those of `python -m bench.profile`.
 """
 
-import os
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[1]
+from as_module import run
 
 if __name__ == "__main__":
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "bench.profile", *sys.argv[1:]]
-    os.execve(sys.executable, command, {**os.environ, "PYTHONPATH": path})
+    run("bench.profile")

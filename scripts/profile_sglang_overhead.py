@@ -1,15 +1,9 @@
-"""Measure what a decode step costs besides its compiled call.
+"""Measure what Python costs of a decode step; there is no SGLang in it.
 
-The work, and --help, are those of bench.step_overhead.
+The work, and --help, are those of `python -m bench.step_overhead`.
 """
 
-import os
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[1]
+from as_module import run
 
 if __name__ == "__main__":
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "bench.step_overhead", *sys.argv[1:]]
-    os.execve(sys.executable, command, {**os.environ, "PYTHONPATH": path})
+    run("bench.step_overhead")

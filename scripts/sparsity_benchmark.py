@@ -1,15 +1,9 @@
-"""Measure block-sparse weights against dense ones, and find the break-even density.
+"""Measure decode steps with small activations dropped, beside dense ones.
 
-The work, and --help, are those of bench.block_sparse.
+The work, and --help, are those of `python -m bench.act_sparsity`.
 """
 
-import os
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[1]
+from as_module import run
 
 if __name__ == "__main__":
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "bench.block_sparse", *sys.argv[1:]]
-    os.execve(sys.executable, command, {**os.environ, "PYTHONPATH": path})
+    run("bench.act_sparsity")

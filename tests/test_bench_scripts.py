@@ -6,19 +6,25 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from commands import run_script
+from weight_files import BITNET, ROOT
 
 from bench import fused
 from bench.ops import products
+from clocher_runtime.command.settings import resolve
+from clocher_runtime.engine.act_sparsity import act_sparsity
+from clocher_runtime.models.selection import parse_selection
 
 SIZES = {
     "gemv_cached": ("fused", "--shapes 64x128 --formats ternary,int8_row_f32 --mib 1 --rounds 2"),
     "kv_cache_bench": ("attention", "--models llama-1b --kv f16,i8 --context 64 --rounds 2"),
     "sparsity_benchmark": (
-        "block_sparse",
-        "--shape 128x128 --blocks 32x32 --sparsity 0,50 --rounds 2",
+        "act_sparsity",
+        f"--model-dir {BITNET} --rules topk:0.7 --tokens 8 --mib 16 --rounds 2",
     ),
     "profile_bitnet_ops": ("roofline", "--shapes 64x128 --tokens 1 --rounds 2 --mib 1"),
+    "direct_bitnet_inference": ("roofline", "--shapes 64x128 --tokens 1 --rounds 2 --mib 1"),
     "profile_forward_pass": ("profile", "--tokens 4 --mib 16"),
+    "sglang_model_direct": ("profile", "--tokens 4 --mib 16"),
     "profile_sglang_overhead": ("step_overhead", "--steps 32 --limit 0.9"),
 }
 
@@ -34,7 +40,7 @@ def test_a_script_measures_what_its_bench_does(name: str, tmp_path: Path) -> Non
     rows = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
     assert {row["kind"] for row in rows} == {kind}
     assert all(row.get("correct", True) for row in rows)
-    if name == "profile_bitnet_ops":
+    if name in ("profile_bitnet_ops", "direct_bitnet_inference"):
         assert {row["format"] for row in rows} == {"ternary"}
     elif name == "kv_cache_bench":
         assert [row["kv"] for row in rows] == ["f16", "i8"]
@@ -46,6 +52,24 @@ def test_help_says_what_is_measured(name: str) -> None:
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and lines[0].startswith(f"Usage: python -m bench.{SIZES[name][0]}")
     assert len(lines[2]) > 40 and "--json " in done.stdout
+
+
+@pytest.mark.parametrize("name", ["wf_server", "dlm_server"])
+def test_a_server_of_the_seeds_is_clocher_serve(name: str, tmp_path: Path) -> None:
+    done = run_script(name, "--model-path", "nowhere", "--port", "0", cwd=tmp_path)
+    assert done.returncode == 3 and "clocher serve: error: --model-dir: 'nowhere'" in done.stderr
+
+
+def test_direct_inference_is_a_run(tmp_path: Path) -> None:
+    done = run_script("direct_inference_full", "--stub", "--max-new", "2", cwd=tmp_path)
+    assert done.returncode == 0 and json.loads(done.stdout)["tokens_generated"] == 2
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench/configs").glob("*/*.toml")), ids=str)
+def test_the_files_of_settings_are_some(path: Path) -> None:
+    config = resolve({"config": str(path)}, {})
+    sparse = parse_selection(config.attn) or act_sparsity(config.act_sparsity)
+    assert sparse is not None
 
 
 def rows_of_fused(path: Path, *words: str) -> tuple[int, list[dict[str, object]]]:
