@@ -180,14 +180,16 @@ def _export(
     from clocher_runtime.convert.gguf_model import plan_gguf_model
     from clocher_runtime.convert.to_compressed import plan_compressed
 
-    for note in source.notes:
-        report.note(f"note: {note}")
+    notes = source.notes
     if kind == "gguf":
-        job: Export = plan_gguf_model(source, out, others, pre)
+        job: Export = (made := plan_gguf_model(source, out, others, pre))
+        notes += made.export.notes
     elif pre:
         raise UsageError("--pre is for GGUF")
     else:
         job = plan_compressed(source, out, others)
+    for note in notes:
+        report.note(f"note: {note}")
     if job.floats:
         report.note(f"note: {len(job.floats)} matrices become {others}, such as {job.floats[0]}")
     report.disk(source.path, out, job.nbytes, job.free_bytes)
