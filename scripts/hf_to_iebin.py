@@ -1,6 +1,5 @@
 """Convert a checkpoint to IEBIN. The work is that of `clocher convert`."""
 
-from clocher_runtime.convert.to_iebin import open_any
 from clocher_runtime.subcommands.convert import Q4_MAP, converter
 
 main = converter(
@@ -11,9 +10,6 @@ main = converter(
     a time are in memory.
     """,
     Q4_MAP,
-    weights="safetensors or pytorch_model*.bin weights (or with them in hf/ or hf/original/), or a "
-    "GGUF file",
-    opener=open_any,
     examples=(
         (
             "With a quantisation manifest",

@@ -39,12 +39,16 @@ def quantized(source: Path, target: Path, kind: str) -> Path:
 def perplexity(model: Path, text: Path, window: int, count: int) -> float:
     """Return the perplexity of the second halves of the first windows of a text.
 
-    The program loses what it prints last, so it gets one more window than is asked for.
+    The program loses what it prints last, so it gets one more window than is asked for. If it ends
+    at once it may lose all, and is run again.
     """
     command = [BIN / "llama-perplexity", "-m", model, "-f", text, *_EXACT]
     command += ["-c", str(window), "-b", str(window), "--chunks", str(count + 1)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    found = re.search(rf"\[{count}\]([0-9.]+),", done.stdout)
+    for _ in range(9):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+        found = re.search(rf"\[{count}\]([0-9.]+),", done.stdout)
+        if found or " error " in done.stderr:
+            break
     assert found, f"exit code {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"
     return float(found[1])
 

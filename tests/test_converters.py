@@ -811,3 +811,14 @@ def test_pickled_weights_go_from_ptq_to_iebin_by_every_name(tmp_path: Path) -> N
     ]
     assert made[0] == made[1]
     assert '"int4' in (tmp_path / "hf_to_iebin" / "model.ie.json").read_text()
+
+
+def test_pickled_weights_are_the_same_bytes_by_every_name_of_the_converter(tmp_path: Path) -> None:
+    pt = write_pickled(tmp_path / "pt", SMALL)
+    made = set()
+    for kind in ("", "_raw", "_stream", "_stream_pt"):
+        name = f"hf_to_iebin{kind}"
+        done = run_script(name, "--hf-dir", pt, "--out-dir", tmp_path / name)
+        assert done.returncode == 0, done.stderr
+        made.add((tmp_path / name / "model.ie.bin").read_bytes())
+    assert len(made) == 1

@@ -6,14 +6,19 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from weight_files import LLAMA, write_first_layers
+from commands import run_subcommand
+from weight_files import BITNET, LLAMA, write_first_layers
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
+from clocher_kernels.formats import parse_format
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.convert.gguf import plan_gguf
 from clocher_runtime.convert.gguf_model import plan_gguf_model
 from clocher_runtime.convert.to_compressed import plan_compressed
 from clocher_runtime.convert.to_iebin import convert
+from clocher_runtime.models.families import spec_from_config
+from clocher_runtime.models.inventory import inventory
 from clocher_runtime.text.tokenizer import Tokenizer
 
 
@@ -69,6 +74,37 @@ def test_what_gguf_cannot_hold_is_refused_or_becomes_floats(tmp_path: Path) -> N
     assert len(job.floats) == 7
     job.run()
     assert_same(source, open_checkpoint(tmp_path / "m.gguf"))
+
+
+def test_bitnet_becomes_the_architecture_with_a_squared_relu(tmp_path: Path) -> None:
+    """llama.cpp computes "bitnet" with SiLU: another model, without a word."""
+    path = tmp_path / "m.gguf"
+    done = run_subcommand("convert", BITNET, path, "--pre", "llama-bpe")
+    assert done.returncode == 0, done.stderr
+    assert "note: llama.cpp has no BitNet with a squared ReLU and refuses the file" in done.stderr
+    fields = gguf.GGUFReader(path).fields
+    assert fields["general.architecture"].contents() == "bitnet-b1.58"
+    assert_same(open_checkpoint(BITNET), open_checkpoint(path, verify=True))
+
+
+@pytest.mark.parametrize("change", [{"tie_word_embeddings": False}, {"attention_bias": True}])
+def test_bitnet_that_others_compute_otherwise_is_refused(change: dict[str, bool]) -> None:
+    source = open_checkpoint(BITNET)
+    config = source.config | change
+    formats = dict.fromkeys(inventory(spec_from_config(config)), parse_format("f32"))
+    with pytest.raises(UnsupportedModel, match=r"an own head or biases as GGUF.*--to iebin"):
+        plan_gguf(config, formats, "x")
+
+
+def test_a_window_that_llama_cpp_does_not_have_is_said(tmp_path: Path) -> None:
+    model = write_first_layers(LLAMA, tmp_path / "model", 1)
+    config = json.loads((model / "config.json").read_text())
+    for window, said in ((64, True), (None, False)):
+        changed = {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+        (model / "config.json").write_text(json.dumps(config | changed))
+        job = plan_gguf_model(open_checkpoint(model), tmp_path / "m.gguf", pre="llama-bpe")
+        job.run()
+        assert ("more than 64 tokens" in "".join(job.export.notes)) == said
 
 
 @pytest.mark.parametrize(

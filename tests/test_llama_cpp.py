@@ -1,13 +1,16 @@
-"""What llama-quantize writes, read here and by llama.cpp: the same ids, the same perplexity.
+"""What llama-quantize and `clocher convert` write, read here and by llama.cpp: the same text.
 
 llama.cpp rounds activations to 8 bits for quantised weights, so the file that it expands to fp32
 is what fp32 activations are compared with.
 """
 
 import csv
+import json
 import os
 import re
+import string
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -15,12 +18,16 @@ import llama_cpp_runs as llama_cpp
 import numpy as np
 import pytest
 from gguf_files import F32, Kind, add_tokenizer, gguf_tensors, write_gguf
+from random_models import FAMILIES, make
 from sessions import make_session
-from weight_files import BITNET, LLAMA
+from test_exports import quantised
+from weight_files import BITNET, GPTOSS, LLAMA, rng
 
+from clocher_kernels.errors import UnsupportedModel
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.convert.gguf import plan_gguf
+from clocher_runtime.convert.gguf_model import plan_gguf_model
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.text.tokenizer import Tokenizer
@@ -40,30 +47,30 @@ TYPES = (
 )
 
 
-def session(checkpoint: Checkpoint, act_prec: str, logits: bool) -> Session:
+def session(checkpoint: Checkpoint, act_prec: str, logits: bool, context: int = WINDOW) -> Session:
     return make_session(
         load_model(checkpoint),
         backend="cpu",
         threads=2,
-        context=WINDOW,
+        context=context,
         kv_dtype="f32",
-        chunk=WINDOW if logits else None,
+        chunk=context if logits else None,
         act_prec=act_prec,
         all_logits=logits,
     )
 
 
-def perplexity(checkpoint: Checkpoint, ids: list[int], act_prec: str) -> float:
+def perplexity(checkpoint: Checkpoint, ids: list[int], act_prec: str, size: int = WINDOW) -> float:
     """Return what llama-perplexity computes: of the second half of each window."""
-    made = session(checkpoint, act_prec, True)
+    made = session(checkpoint, act_prec, True, size)
     losses = []
     try:
-        for start in range(0, WINDOW * WINDOWS, WINDOW):
-            window = ids[start : start + WINDOW]
+        for start in range(0, size * WINDOWS, size):
+            window = ids[start : start + size]
             logits = made.logits(window).astype(np.float64)
             logits -= logits.max(axis=1, keepdims=True)
             logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
-            losses += [-logits[i, window[i + 1]] for i in range(WINDOW // 2, WINDOW - 1)]
+            losses += [-logits[i, window[i + 1]] for i in range(size // 2, size - 1)]
     finally:
         made.close()
     return float(np.exp(np.mean(losses)))
@@ -157,6 +164,83 @@ def test_types_of_llama_quantize(kind: str, floats: Path, saw: Callable[..., Non
     assert ours["int8"] == pytest.approx(rounded, rel=1e-2)
 
 
+def as_llama_cpp(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a model as llama.cpp computes it: it rounds the bounds of YaRN of gpt-oss, too."""
+    config = checkpoint.config
+    if config["architectures"] == ["GptOssForCausalLM"]:
+        config = config | {"rope_parameters": config["rope_parameters"] | {"truncate": True}}
+    return replace(checkpoint, config=config)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        *(LLAMA, GPTOSS, {"dtype": "int8", "group": 32}, {"dtype": "int4", "group": 32}),
+        *({"dtype": "mxfp4"}, {"dtype": "ternary"}, {"dtype": "fp8"}),
+    ],
+    ids=str,
+)
+def test_what_convert_writes_has_the_same_perplexity(
+    what: Path | dict[str, object], tmp_path: Path
+) -> None:
+    source = open_checkpoint(what) if isinstance(what, Path) else quantised(tmp_path, **what)
+    path = tmp_path / "m.gguf"
+    plan_gguf_model(source, path, "bf16", "llama-bpe").run()
+    expanded = llama_cpp.quantized(path, tmp_path / "f32.gguf", "F32")
+    written = as_llama_cpp(open_checkpoint(path))
+    ids = Tokenizer(written.tokenizer_source, written.tokenizer_config).encode(TEXT.read_text())
+    ours = perplexity(written, ids, "fp32")
+    exact = 1e-3 if what == {"dtype": "ternary"} else 2e-5  # its activations are always int8
+    assert ours == pytest.approx(llama_cpp.perplexity(expanded, TEXT, WINDOW, WINDOWS), rel=exact)
+    assert ours == pytest.approx(llama_cpp.perplexity(path, TEXT, WINDOW, WINDOWS), rel=1e-2)
+    assert ours == pytest.approx(perplexity(open_checkpoint(path), ids, "fp32"), rel=1e-2)
+
+
+def letters(size: int) -> str:
+    """Return a tokenizer.json whose tokens are letters."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    names = ["<s>", "<a>", "<b>", *string.ascii_letters]
+    vocab = {name: i for i, name in enumerate([*names, *(f"<{i}>" for i in range(size))][:size])}
+    model = {"type": "BPE", "vocab": vocab, "merges": []}
+    return json.dumps({"pre_tokenizer": level, "decoder": level, "model": model})
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_models_have_the_same_perplexity(family: str, seed: int, tmp_path: Path) -> None:
+    """Heads, biases, rotations of all kinds; what GGUF cannot say is refused or said."""
+    size = 64
+    make(family, seed, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "tokenizer.json").write_text(letters(config["vocab_size"]))
+    text, path = tmp_path / "text", tmp_path / "m.gguf"
+    text.write_text("".join(rng("letters").choice([*string.ascii_letters], size * (WINDOWS + 1))))
+    job = plan_gguf_model(open_checkpoint(tmp_path / "model"), path, pre="gpt-2")
+    try:
+        job.run()
+    except UnsupportedModel as refusal:
+        assert family != "llama" and "it has other settings" in str(refusal)
+        return
+    written = as_llama_cpp(open_checkpoint(path))
+    ids = Tokenizer(written.tokenizer_source, written.tokenizer_config).encode(text.read_text())
+    theirs = llama_cpp.perplexity(path, text, size, WINDOWS)
+    same = perplexity(written, ids, "fp32", size) == pytest.approx(theirs, rel=2e-5)
+    assert same != bool(job.export.notes)
+
+
+def test_bitnet_is_refused_by_llama_cpp_and_right_in_bitnet_cpp(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    plan_gguf_model(open_checkpoint(BITNET), path, pre="llama-bpe").run()
+    try:
+        theirs = llama_cpp.perplexity(path, TEXT, WINDOW, WINDOWS)
+    except AssertionError as refusal:
+        assert "unknown model architecture: 'bitnet-b1.58'" in str(refusal)
+        return
+    written = open_checkpoint(path)
+    ids = Tokenizer(written.tokenizer_source, written.tokenizer_config).encode(TEXT.read_text())
+    assert perplexity(written, ids, "int8") == pytest.approx(theirs, rel=1e-2)
+
+
 NARROW = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 64,
@@ -205,7 +289,9 @@ def test_rows_that_are_no_whole_blocks_get_other_types(kind: str, tmp_path: Path
 def test_bitnet_files_of_llama_quantize_stay_ternary(kind: str, tmp_path: Path) -> None:
     source = open_checkpoint(BITNET)
     formats = {name: tensor.format for name, tensor in source.tensors.items()}
-    plan_gguf(source.config, formats, "x", kind="f32").write(source, tmp_path / "f32.gguf")
+    plan_gguf(source.config, formats, "x", kind="f32", timed=True).write(
+        source, tmp_path / "f32.gguf"
+    )
     path = llama_cpp.quantized(tmp_path / "f32.gguf", tmp_path / f"{kind}.gguf", kind)
     checkpoint = open_checkpoint(path)
     found = {name: tensor.format.name for name, tensor in checkpoint.tensors.items()}

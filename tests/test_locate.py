@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -236,6 +237,9 @@ def quantised(method: str | None = None, **settings: object) -> Callable[[Path],
     return changed_config(quantization_config={"quant_method": method, **settings})
 
 
+LLAMA2C = struct.pack("<7i", 288, 768, 6, 6, 6, -32000, 256) + bytes(64)
+LLAMA2C_PARTS = ["a llama2.c checkpoint (a header and raw floats, no pickle)", "a GGUF file"]
+
 FOREIGN_METHODS = {
     "torchao": "torchao weights",
     "hqq": "HQQ weights",
@@ -265,6 +269,9 @@ FOREIGN_METHODS = {
         (file_of("pytorch_model.bin"), ["pickled weights", "give the directory"]),
         (file_of("model.pt"), ["pickled weights"]),
         (file_of("model.ckpt"), ["pickled weights"]),
+        (file_of("stories15M.bin", LLAMA2C), LLAMA2C_PARTS),
+        (file_of("v2.bin", b"24ka" + bytes(252)), LLAMA2C_PARTS),
+        (lambda path: file_of("stories15M.bin", LLAMA2C)(path).parent, LLAMA2C_PARTS),
         (file_of("config.json"), ["one file of a model; give its directory"]),
         (file_of("notes.txt"), ["not a model; give the directory of one"]),
         (file_of("sha256-00", b"GGUF\x03"), ["whose name does not say so", "ln -s"]),
@@ -354,3 +361,15 @@ def test_the_python_api_takes_names_of_the_cache(cache: Path) -> None:
         clocher_runtime.load("own/other")
     with pytest.raises(ModelNotFound, match=r"^lora: 'own/other' .*`clocher pull own/other`"):
         clocher_runtime.load("own/tiny", lora="own/other")
+
+
+def test_a_family_that_is_not_known_is_named_before_its_other_tensors(tmp_path: Path) -> None:
+    """GPT-2 stores the masks of its attention, bool or u8, beside the weights."""
+    arrays = {"transformer.wte.weight": array("F32", 6, 64)}
+    for dtype in ("BOOL", "U8"):
+        arrays["transformer.h.0.attn.bias"] = array(dtype, 1, 1, 4, 4)
+        folder = write_hf(tmp_path / dtype, arrays, {"architectures": ["GPT2LMHeadModel"]})
+        assert "architecture 'GPT2LMHeadModel' is not known" in refused(folder)
+    arrays = {"model.norm.weight": array("U8", 4)}
+    folder = write_hf(tmp_path / "known", arrays, {"architectures": ["LlamaForCausalLM"]})
+    assert "dtype U8 has no meaning here" in refused(folder)

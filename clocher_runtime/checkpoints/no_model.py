@@ -9,7 +9,9 @@ from clocher_runtime.checkpoints.gguf.parts import SUFFIX
 from clocher_runtime.checkpoints.hf.cache import repositories, repository_of
 from clocher_runtime.checkpoints.hf.checkpoint import CONFIG, SUBFOLDERS
 from clocher_runtime.checkpoints.hf.foreign import (
+    HEAD_BYTES,
     foreign_weights,
+    is_llama2c,
     listed,
     no_model_file,
     unfinished,
@@ -34,8 +36,7 @@ def holds_model(directory: Path) -> bool:
 def no_model(path: Path) -> ModelError:
     """Return the error for a path that holds no model."""
     if os.path.isfile(path):
-        with path.open("rb") as file:
-            return no_model_file(path, file.read(4))
+        return no_model_file(path, _head(path))
     if os.path.exists(path) and not os.path.isdir(path):
         return ModelNotFound(f"{path}: not a regular file; give the directory of a model")
     if not os.path.isdir(path):
@@ -55,6 +56,8 @@ def no_model(path: Path) -> ModelError:
             f"directory that has both{_again(path)}"
         )
     pickled = [n for n in names if fnmatch.fnmatch(n, "*.bin") or n.endswith((".pt", ".pth"))]
+    if raw := next((path / n for n in pickled if is_llama2c(_head(path / n))), None):
+        return no_model_file(raw, _head(raw))
     if pickled:
         return ModelNotFound(
             f"{path}: {pickled[0]}, but no {CONFIG}; pickled weights are not opened: give the "
@@ -68,6 +71,13 @@ def no_model(path: Path) -> ModelError:
     if not names:
         return ModelNotFound(f"{_looked(path)}; the directory is empty{_again(path)}")
     return ModelNotFound(_looked(path) + _again(path))
+
+
+def _head(path: Path) -> bytes:
+    if not os.path.isfile(path):
+        return b""
+    with path.open("rb") as file:
+        return file.read(HEAD_BYTES)
 
 
 def _again(path: Path) -> str:

@@ -1,8 +1,9 @@
 """An opened model -> GGUF for llama.cpp: the same weights, names as there.
 
 Names and row orders are llama.cpp's: query and key rows of a Llama are paired for its RoPE, the
-gate and up rows of gpt-oss experts become two tensors. llama.cpp computes its "bitnet" with SiLU
-where BitNet 2B-4T has a squared ReLU: the bytes and the shapes are the same, the text is not.
+gate and up rows of gpt-oss experts become two tensors. BitNet 2B-4T is bitnet.cpp's "bitnet-b1.58",
+with a squared ReLU, which llama.cpp refuses. llama.cpp's own "bitnet" has SiLU: the bytes and the
+shapes are the same, the text is not, so only random weights that are timed get that name.
 
 Source of the container: ggml's docs/gguf.md, version 3.
 """
@@ -51,7 +52,7 @@ _ARCHITECTURES = {
     "mistral": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
-    "bitnet": "bitnet",
+    "bitnet": "bitnet-b1.58",
     "gpt_oss": "gpt-oss",
 }
 
@@ -93,11 +94,13 @@ class GgufExport:
         spec: the model.
         fields: metadata.
         items: its tensors.
+        notes: where llama.cpp does not compute what Clocher does.
     """
 
     spec: ModelSpec
     fields: Mapping[str, Field]
     items: tuple[_Item, ...]
+    notes: tuple[str, ...]
 
     @property
     def nbytes(self) -> int:
@@ -201,6 +204,7 @@ def plan_gguf(
     kind: str = SAME,
     vocab: Mapping[str, Field] = NO_VOCAB,
     floats: Mapping[str, str] = NO_FLOATS,
+    timed: bool = False,
 ) -> GgufExport:
     """Check that a model can be written as GGUF, and how.
 
@@ -212,10 +216,11 @@ def plan_gguf(
             llama-quantize to encode.
         vocab: metadata of the vocabulary; without any llama-bench takes the file and no server.
         floats: names of the matrices that become floats in any case -> "f32", "f16" or "bf16".
+        timed: the text does not matter: BitNet is written as llama.cpp's "bitnet".
 
     Raises:
         UsageError: the kind is not known.
-        UnsupportedModel: llama.cpp has no such model.
+        UnsupportedModel: llama.cpp, and for BitNet bitnet.cpp, has no such model.
         FormatError: ggml has no type for a format.
     """
     if kind not in TYPES:
@@ -224,6 +229,11 @@ def plan_gguf(
     if spec.family not in _ARCHITECTURES:
         raise UnsupportedModel(
             f"a {spec.family} model as GGUF; this writer knows {', '.join(_ARCHITECTURES)}"
+        )
+    if spec.family == "bitnet" and (not spec.tied or spec.qkv_bias or spec.o_bias):
+        raise UnsupportedModel(
+            "a BitNet model with an own head or biases as GGUF; bitnet.cpp computes it without "
+            "them; --to iebin keeps them"
         )
     items = [
         item
@@ -237,7 +247,19 @@ def plan_gguf(
     for item in items:
         share[item.entry.kind] = share.get(item.entry.kind, 0) + item.entry.nbytes
     main = max(share, key=lambda k: share[k])
-    return GgufExport(spec, _fields(spec, name, main, vocab), tuple(items))
+    arch = "bitnet" if timed and spec.family == "bitnet" else _ARCHITECTURES[spec.family]
+    return GgufExport(spec, _fields(spec, arch, name, main, vocab), tuple(items), _notes(spec))
+
+
+def _notes(spec: ModelSpec) -> tuple[str, ...]:
+    if spec.family == "bitnet":
+        return ("llama.cpp has no BitNet with a squared ReLU and refuses the file; bitnet.cpp has",)
+    if spec.family == "mistral" and 0 < max(spec.windows) < spec.max_positions:
+        return (
+            f"llama.cpp has no window in such models: texts of more than {max(spec.windows)} "
+            "tokens go on otherwise there",
+        )
+    return ()
 
 
 def _items(spec: ModelSpec, source: str, need: Need, fmt: Format, kind: str) -> list[_Item]:
@@ -257,9 +279,8 @@ def _rope_factors(spec: ModelSpec) -> np.ndarray:
 
 
 def _fields(
-    spec: ModelSpec, name: str, main: GgmlType, vocab: Mapping[str, Field]
+    spec: ModelSpec, arch: str, name: str, main: GgmlType, vocab: Mapping[str, Field]
 ) -> dict[str, Field]:
-    arch = _ARCHITECTURES[spec.family]
     values: dict[str, Field] = {
         "vocab_size": spec.vocab_size,
         "block_count": spec.num_layers,
@@ -291,7 +312,7 @@ def _fields(
             "rope.scaling.factor": spec.rope.factor,
             "rope.scaling.original_context_length": spec.rope.original_positions,
         }
-    activation: dict[str, Field] = {ACTIVATION: spec.act} if spec.family == "bitnet" else {}
+    activation: dict[str, Field] = {ACTIVATION: spec.act} if arch == "bitnet" else {}
     return {
         "general.architecture": arch,
         "general.name": name,

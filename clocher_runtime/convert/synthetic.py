@@ -247,7 +247,7 @@ def plan_synthesis(
     formats = precision.formats(spec)
     source = {"container": "synthetic", **described(preset, precision, seed)}
     tokens = spelled_vocabulary(_byte_vocab(spec.vocab_size))
-    export = plan_gguf(config, formats, preset, gguf, tokens) if gguf else None
+    export = plan_gguf(config, formats, preset, gguf, tokens, timed=True) if gguf else None
     needs, vocab = inventory(spec), byte_tokenizer(spec.vocab_size)
 
     def make(name: str) -> QuantTensor:

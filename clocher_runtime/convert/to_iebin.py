@@ -183,7 +183,8 @@ def refuse_hf_folder(out_dir: Path) -> None:
 def open_source(path: Path) -> Checkpoint:
     """Open the input of a conversion: a Hugging Face checkpoint, or whatever else is there.
 
-    Beside an IEBIN pair that was made of it a Hugging Face checkpoint comes first.
+    Beside an IEBIN pair that was made of it a Hugging Face checkpoint comes first. Pickled weights
+    are followed, never run, where there are no safetensors.
 
     Args:
         path: directory of a checkpoint, one with it in `hf` or `hf/original`, or a file.
@@ -193,22 +194,10 @@ def open_source(path: Path) -> Checkpoint:
     """
     directory = find_hf(path)
     if directory:
-        return open_hf(directory)
+        return open_torch_bin(directory) if only_pickled(directory) else open_hf(directory)
     if not os.path.lexists(path):
         raise no_directory(path)
     return open_checkpoint(path)
-
-
-def open_any(path: Path) -> Checkpoint:
-    """Open what `open_source` does, or pickled weights where there are no others.
-
-    Raises:
-        ModelError: the input is missing, damaged or unknown.
-    """
-    directory = find_hf(path)
-    if directory and only_pickled(directory):
-        return open_torch_bin(directory)
-    return open_source(path)
 
 
 def plan_conversion(

@@ -120,7 +120,7 @@ def convert(
     IEBIN their bytes. Two tensors at a time are in memory.
     """
     from clocher_runtime.checkpoints.locate import locate
-    from clocher_runtime.convert.to_iebin import open_any, plan_conversion
+    from clocher_runtime.convert.to_iebin import open_source, plan_conversion
 
     if check:
         if out_dir or to or others or pre or q4_map or verify:
@@ -134,12 +134,12 @@ def convert(
     if kind != "iebin":
         if q4_map:
             raise UsageError(f"--q4-map has no place beside --to {kind}: convert to IEBIN first")
-        _export(report, kind, open_any(found), out_dir, others, pre, verify)
+        _export(report, kind, open_source(found), out_dir, others, pre, verify)
         return ExitCode.OK
     if others or pre:
         flag = "--others" if others else "--pre"
         raise UsageError(f"{flag} has no place: IEBIN holds every model")
-    _convert(report, plan_conversion(found, out_dir, q4_map, open_any), verify)
+    _convert(report, plan_conversion(found, out_dir, q4_map), verify)
     report.note(next_command(out_dir))
     return ExitCode.OK
 
@@ -180,14 +180,16 @@ def _export(
     from clocher_runtime.convert.gguf_model import plan_gguf_model
     from clocher_runtime.convert.to_compressed import plan_compressed
 
-    for note in source.notes:
-        report.note(f"note: {note}")
+    notes = source.notes
     if kind == "gguf":
-        job: Export = plan_gguf_model(source, out, others, pre)
+        job: Export = (made := plan_gguf_model(source, out, others, pre))
+        notes += made.export.notes
     elif pre:
         raise UsageError("--pre is for GGUF")
     else:
         job = plan_compressed(source, out, others)
+    for note in notes:
+        report.note(f"note: {note}")
     if job.floats:
         report.note(f"note: {len(job.floats)} matrices become {others}, such as {job.floats[0]}")
     report.disk(source.path, out, job.nbytes, job.free_bytes)
@@ -231,7 +233,8 @@ def converter(
     about: str,
     *options: Wrap,
     examples: Examples = (),
-    weights: str = "safetensors weights (or with them in hf/ or hf/original/), or a GGUF file",
+    weights: str = "safetensors or pytorch_model*.bin weights (or with them in hf/ or "
+    "hf/original/), or a GGUF file",
     opener: "Callable[[Path], Checkpoint] | None" = None,
 ) -> Script:
     """Return a script that converts a checkpoint to IEBIN.
@@ -242,7 +245,7 @@ def converter(
         options: what it takes besides --hf-dir, --out-dir and --verify.
         examples: besides the plain one.
         weights: what --hf-dir holds, as its help says it.
-        opener: opens --hf-dir; None: that of safetensors and GGUF.
+        opener: opens --hf-dir; None: whatever is there.
     """
     line = f"python scripts/{name}.py --hf-dir models/llama/hf --out-dir models/llama"
 

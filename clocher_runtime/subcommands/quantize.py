@@ -168,13 +168,13 @@ def quantize(
     from clocher_runtime.checkpoints.locate import locate
     from clocher_runtime.command.ptq import planned, quantised
     from clocher_runtime.convert.q4.map import parts_dir
-    from clocher_runtime.convert.to_iebin import open_any, plan_conversion
+    from clocher_runtime.convert.to_iebin import open_source, plan_conversion
     from clocher_runtime.quality.gate import verdict_code
 
     source = locate(model_dir, "MODEL")
     _refuse(source, out_dir, force)
     options["out"] = out_dir / MANIFEST
-    job, plan = planned(report, lambda: open_any(source), options)
+    job, plan = planned(report, lambda: open_source(source), options)
     _say_needs(report, job, plan, out_dir)
     if options["dry_run"]:
         return ExitCode.OK

@@ -42,7 +42,7 @@ from clocher_runtime.disk.files import MappedFile, read_bytes
 from clocher_runtime.disk.safetensors_file import DTYPES, SafetensorsFile
 from clocher_runtime.disk.schema import read_as, unknown
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, parse_object
-from clocher_runtime.models.families import text_config
+from clocher_runtime.models.families import family_of, text_config
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -111,7 +111,12 @@ def read_folder(
     arrays, files = read(folder)
     if of_openai:
         arrays = canonical_arrays(arrays, config)
-    stored, notes = logical_tensors(arrays, settings)
+    try:
+        stored, notes = logical_tensors(arrays, settings)
+    except UnsupportedModel:
+        if "architectures" in config:
+            family_of(text_config(config))  # what a model is comes before what its tensors are
+        raise
     tensors, more = arranged(stored, config, str(directory))
     return Checkpoint(
         path=directory,

@@ -4,6 +4,7 @@ import fnmatch
 import os
 import re
 import shlex
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ _METHODS = {
 }
 """`quant_method` -> what the weights are."""
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+HEAD_BYTES = 28
+"""Bytes of a file that say what it is: the longest header that is known, that of llama2.c."""
 _SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 
 
@@ -186,7 +189,7 @@ def no_model_file(path: Path, head: bytes) -> ModelError:
 
     Args:
         path: a regular file.
-        head: its first bytes, at least 4 where it has so many.
+        head: its first `HEAD_BYTES`, or all.
     """
     name = path.name.lower()
     if head.startswith(b"GGUF"):
@@ -197,6 +200,12 @@ def no_model_file(path: Path, head: bytes) -> ModelError:
     if name.endswith(".safetensors"):
         return UnsupportedModel(
             f"{path}: one file of weights; give the directory that holds it and config.json"
+        )
+    if is_llama2c(head):
+        return UnsupportedModel(
+            f"{path}: a llama2.c checkpoint (a header and raw floats, no pickle), not read here; "
+            "give the Hugging Face directory that it was exported from, or a GGUF file of it "
+            "(llama.cpp's llama-convert-llama2c-to-ggml writes one)"
         )
     if any(fnmatch.fnmatch(name, pattern) for pattern in _PICKLED):
         return UnsupportedModel(
@@ -209,6 +218,16 @@ def no_model_file(path: Path, head: bytes) -> ModelError:
         f"{path}: not a model; give the directory of one, a GGUF file, or owner/name of a model in "
         "the Hub's cache"
     )
+
+
+def is_llama2c(head: bytes) -> bool:
+    """Return whether a file that begins so is one of llama2.c: its mark, or seven sizes."""
+    if head.startswith(b"24ka"):
+        return True
+    if len(head) < HEAD_BYTES:
+        return False
+    sizes = [abs(size) for size in struct.unpack_from("<7i", head)]  # a vocabulary may be negative
+    return all(0 < size < 1 << 24 for size in sizes) and sizes[0] % sizes[3] == 0
 
 
 def base_of(directory: Path) -> str:
