@@ -157,7 +157,7 @@ def _draw(path: Path, rows: Sequence[Row], title: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        note = "no plot: matplotlib is missing; pip install 'clocher[bench]'"
+        note = "no plot: matplotlib is missing; pip install '.[bench]' in a clone of Clocher"
         Console(stderr=True).print(note, markup=False)
         return
     figure = Figure(figsize=(7, 4.5), layout="constrained")

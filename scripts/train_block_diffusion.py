@@ -20,7 +20,7 @@ files and training.json (settings, times, losses). A checkpoint every minute let
     python scripts/train_block_diffusion.py --evaluate --model-dir OUT --held-out valid.txt
 
 prints the next-token loss on the held-out text, tokens per pass for several thresholds, and how
-many drafted tokens the lossless mode accepts. Needs torch: pip install 'clocher[torch]'.
+many drafted tokens the lossless mode accepts. Needs torch: pip install '.[torch]'.
 """
 
 from __future__ import annotations

@@ -463,7 +463,7 @@ def test_without_prometheus_client(tmp_path: Path) -> None:
     (tmp_path / "prometheus_client.py").write_text("raise ImportError('gone')")
     done = export("--once", stdin=line(), PYTHONPATH=str(tmp_path))
     assert done.returncode == 2
-    assert b"pip install 'clocher[monitoring]'" in done.stderr
+    assert b"pip install '.[monitoring]'" in done.stderr
 
 
 @contextmanager

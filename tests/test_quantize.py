@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 import click
 import pytest
 import rich.progress
-from commands import only_line, python
+from commands import clocher, only_line, python
 from gguf_files import add_tokenizer, as_f32, write_gguf
 from test_converters import SMALL, write_pickled
 from weight_files import BITNET, LLAMA, ROOT, copy_model, write_first_layers, write_hf
@@ -366,3 +367,20 @@ def test_a_model_by_its_place_or_by_its_flag(
     assert run(perplexity, "--model-dir", tmp_path / "b", *text) == 0
     one, two = map(json.loads, capsys.readouterr().out.splitlines())
     assert one["perplexity"] == two["perplexity"] and one["windows"] > 1
+
+
+def test_a_quantised_file_is_refused_plainly_and_may_grow(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    assert clocher("quantize", str(LLAMA), str(small), "--bits", "4")[0] == 0
+    code, _, err = clocher("quantize", str(small), str(tmp_path / "again"))
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "got matrices in int4_" in err and "or give --requantize" in err
+    words = ("quantize", str(small), str(tmp_path / "large"), "--requantize", "--bits", "8")
+    code, _, err = clocher(*words)
+    assert code == 0 and "more bits" in err and "the file grows" in err
+
+
+def test_no_message_or_page_installs_what_is_on_no_index() -> None:
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("cl*/**/*.py")]:
+        found = re.findall(r"pip install '?clocher.*", path.read_text(encoding="utf-8"))
+        assert not found, f"{path}: {found[0]}"

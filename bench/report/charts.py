@@ -124,7 +124,8 @@ def svg(chart: Chart | Ratios) -> str:
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError(
-            "plots are drawn with matplotlib, which is not installed; pip install 'clocher[bench]'"
+            "plots are drawn with matplotlib, which is not installed; pip install '.[bench]' in a "
+            "clone of Clocher"
         ) from None
     file = io.StringIO()
     with matplotlib.rc_context({**_RC, "svg.hashsalt": _sha256(repr(chart))}):

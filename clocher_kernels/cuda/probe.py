@@ -56,7 +56,8 @@ def unusable() -> str:
         import torch
         import triton  # noqa: F401  asked for here, so that its absence is explained
     except ImportError as error:
-        return f"{error.name or error} is not installed; pip install 'clocher[cuda]'"
+        name = error.name or error
+        return f"{name} is not installed; pip install '.[cuda]' in a clone of Clocher"
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} finds no GPU; it may be a CPU build"
     major, minor = torch.cuda.get_device_capability()

@@ -14,5 +14,5 @@ def require_prometheus_client() -> None:
     except ImportError:
         raise UsageError(
             "metrics are served with prometheus-client, which is not installed; "
-            "pip install 'clocher[monitoring]'"
+            "pip install '.[monitoring]' in a clone of Clocher"
         ) from None

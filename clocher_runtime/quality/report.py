@@ -144,7 +144,8 @@ def require_matplotlib() -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError:
         raise UsageError(
-            "--report draws with matplotlib, which is not installed; pip install clocher[bench]"
+            "--report draws with matplotlib, which is not installed; pip install '.[bench]' in a "
+            "clone of Clocher"
         ) from None
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from clocher_kernels.errors import FormatError, ShapeError, UsageError
-from clocher_kernels.formats import Format
+from clocher_kernels.formats import Float, Format
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.convert.q4.document import PartFile
-from clocher_runtime.convert.q4.map import VERSION, Q4Map, assign, parse_q4_map
+from clocher_runtime.convert.q4.map import ALREADY, VERSION, Q4Map, assign, parse_q4_map
 from clocher_runtime.convert.rounding import Clip
 from clocher_runtime.convert.to_iebin import natural
 from clocher_runtime.disk.files import MappedFile
@@ -135,20 +135,41 @@ def build_plan(checkpoint: Checkpoint, rules: Q4Map) -> QuantPlan:
             name, stored.shape, stored.format, rule.format, rule.method, rule.clip, index
         )
     if not tensors:
-        reasons = ", ".join(sorted(set(assigned.kept.values())))
-        raise UsageError(
-            f"{rules.path}: nothing to quantise: all {len(assigned.kept)} tensors are kept "
-            f"({reasons}); tensors that are quantised already need --requantize"
+        raise UsageError(_nothing_left(assigned.kept))
+    grown = [t for t in tensors.values() if not isinstance(t.source, Float) and _grows(t)]
+    notes = assigned.notes
+    if grown:
+        notes += (
+            f"--requantize gives {len(grown)} quantised tensors more bits, such as {grown[0].name} "
+            f"({grown[0].source.name} to {grown[0].format.name}): the file grows, and nothing that "
+            "was lost comes back",
         )
     kept = {name: assigned.kept[name] for name in sorted(assigned.kept, key=natural)}
     stay = [checkpoint.tensors[name] for name in kept]
     return QuantPlan(
         tensors,
         kept,
-        assigned.notes,
+        notes,
         sum(prod(tensor.shape) for tensor in stay),
         sum(tensor.nbytes for tensor in stay),
         checkpoint.nbytes,
+    )
+
+
+def _grows(tensor: PlannedTensor) -> bool:
+    return tensor.nbytes > tensor.source.nbytes(tensor.shape)
+
+
+def _nothing_left(kept: Mapping[str, str]) -> str:
+    """Return the error for a checkpoint of which no tensor is to be quantised."""
+    already = sorted({why for why in kept.values() if why.startswith(ALREADY)})
+    if not already:
+        reasons = ", ".join(sorted(set(kept.values())))
+        return f"nothing to quantise: all {len(kept)} tensors are kept ({reasons})"
+    formats = ", ".join(why.removeprefix(ALREADY) for why in already)
+    return (
+        f"the model is quantised: got matrices in {formats}, expected floats; take the model that "
+        "it was made from, or give --requantize, which loses more"
     )
 
 

@@ -219,7 +219,9 @@ def connected(address: str | None = None) -> Iterator[Any]:
     try:
         import ray
     except ImportError:
-        raise DeviceError("Ray is not installed; pip install 'clocher[ray]'") from None
+        raise DeviceError(
+            "Ray is not installed; pip install '.[ray]' in a clone of Clocher"
+        ) from None
     if ray.is_initialized():
         yield ray
         return

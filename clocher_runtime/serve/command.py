@@ -127,7 +127,8 @@ def _require_extra() -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise UsageError(
-            f"the server needs {error.name}, which is not installed; pip install 'clocher[serve]'"
+            f"the server needs {error.name}, which is not installed; pip install '.[serve]' in a "
+            "clone of Clocher"
         ) from None
 
 

@@ -167,8 +167,8 @@ COMMAND = _Tasks(
     context_settings={"max_content_width": HELP_WIDTH, "help_option_names": ["-h", "--help"]},
     help="""Send the rows of a file through many actors, each row exactly once.
 
-    Ray (pip install 'clocher[ray]') starts the actors, on this machine or a cluster; each has the
-    model and CPUs of its own. What was computed stays when an actor, a machine or this command
+    Ray (pip install '.[ray]' in a clone of Clocher) starts the actors, on this machine or a
+    cluster; each has the model and CPUs of its own. What was computed stays when an actor, a machine or this command
     dies; the same line again goes on.""",
 )
 

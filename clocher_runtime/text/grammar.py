@@ -48,7 +48,8 @@ class GrammarMaker:
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int]) -> None:
         if find_spec("llguidance") is None:
             raise UsageError(
-                "structured output needs llguidance: pip install 'clocher[serve]', or leave it out"
+                "structured output needs llguidance: pip install '.[serve]' in a clone of Clocher, "
+                "or leave it out"
             )
         if not eos_ids or not inspect(tokenizer_json.encode(), "tokenizer.json").plain:
             raise UsageError(

@@ -271,6 +271,10 @@ def assign(
     return Assignment(chosen, kept, tuple(notes))
 
 
+ALREADY = "already "
+"""How the reason begins why a tensor stays that is quantised."""
+
+
 def reason_to_keep(name: str, tensor: Stored, requantize: bool) -> str | None:
     """Return why a tensor is never quantised, None if a rule may quantise it."""
     if name.endswith("sinks"):
@@ -282,7 +286,7 @@ def reason_to_keep(name: str, tensor: Stored, requantize: bool) -> str | None:
     if _ROUTER.fullmatch(name):
         return "router"
     if isinstance(tensor.format, Bsr) or not (requantize or isinstance(tensor.format, Float)):
-        return f"already {tensor.format.name}"
+        return f"{ALREADY}{tensor.format.name}"
     return None
 
 
