@@ -756,7 +756,9 @@ def test_cache_keeps_planes_in_files_up_to_its_size(gptoss: Path) -> None:
     assert load(1) <= 1 << 20
 
 
-def test_a_cache_that_is_a_link_is_left_alone(gptoss: Path, tmp_path: Path) -> None:
+def test_a_cache_that_is_a_link_is_left_alone(
+    gptoss: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The files there that look like those of a cache are not this model's to delete."""
     theirs = tmp_path / "blobs" / ("0" * 64)
     theirs.parent.mkdir()
@@ -766,6 +768,7 @@ def test_a_cache_that_is_a_link_is_left_alone(gptoss: Path, tmp_path: Path) -> N
     for name in checkpoint.names:
         checkpoint.tensor(name)
     assert [file.name for file in theirs.parent.iterdir()] == [theirs.name]
+    assert caplog.text.count("is a symbolic link: no decoded weights are kept there") == 1
 
 
 def test_hot_tensors_get_memory_of_their_own(gptoss: Path) -> None:

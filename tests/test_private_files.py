@@ -84,10 +84,10 @@ def test_links_lead_to_the_cache_but_are_none_of_its_own(tmp_path: Path) -> None
         private_directory(tmp_path / "link", "c")
     (tmp_path / "there").chmod(0o700)
     (tmp_path / "there" / "deep" / "d").symlink_to("c")
-    with pytest.raises(NotADirectoryError):
+    with pytest.raises(PermissionError, match="a symbolic link inside the cache"):
         private_directory(tmp_path / "link", "d")
     (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(NotADirectoryError):
+    with pytest.raises(PermissionError, match="symbolic link"):
         private_directory(tmp_path / "loop", "c")
 
 

@@ -158,8 +158,11 @@ class PlaneCache:
 
     def plane(self, dedup: DedupFile, number: int) -> np.ndarray:
         """Return a plane: a view of a file where there is one, else decoded."""
-        if dedup.in_place(number) or self.directory.is_symlink():
+        if self.limit and self.directory.is_symlink():
             # A link in a model may lead to files of others, of which `_tidy` would delete some.
+            _log.warning("%s is a symbolic link: no decoded weights are kept there", self.directory)
+            self.limit = 0
+        if dedup.in_place(number) or not self.limit:
             return dedup.plane(number)
         if self.total is None:
             self.total = self._tidy(dedup)

@@ -168,8 +168,8 @@ COMMAND = _Tasks(
     help="""Send the rows of a file through many actors, each row exactly once.
 
     Ray (pip install '.[ray]' in a clone of Clocher) starts the actors, on this machine or a
-    cluster; each has the model and CPUs of its own. What was computed stays when an actor, a machine or this command
-    dies; the same line again goes on.""",
+    cluster; each has the model and CPUs of its own. What was computed stays when an actor, a
+    machine or this command dies; run the same line again to resume.""",
 )
 
 

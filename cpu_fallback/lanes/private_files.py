@@ -126,6 +126,8 @@ def _lstat(path: Path, create: bool) -> os.stat_result:
 
 def _check(path: Path, status: os.stat_result) -> None:
     """Raise unless a directory on the way lets nobody else replace what lies in it."""
+    if stat.S_ISLNK(status.st_mode):
+        raise _refusal("a symbolic link inside the cache, which is not followed", path)
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, "not a directory", str(path))
     _check_owner(path, status)
