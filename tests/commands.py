@@ -60,6 +60,8 @@ def clocher(*words: str, **options: Any) -> tuple[int, str, str]:
     """
     env = clean_environment(**options.pop("env", {}))
     given = {"stdin": subprocess.DEVNULL, "timeout": 250} | options
+    if "input" in given:
+        del given["stdin"]
     command = [sys.executable, "-m", "clocher_runtime", *words]
     done = subprocess.run(command, capture_output=True, text=True, env=env, **given)
     return done.returncode, done.stdout, done.stderr

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import triton
 
-from clocher_kernels.ops.collectives import Ranks, current
-
 Arg = torch.Tensor | int | float | None
 
 # gdc_wait of Triton 3.4 does not compile.
@@ -28,13 +26,11 @@ class Device:
         torch_device: where tensors live: "cuda", "cpu" (interpreter) or "meta" (compile only).
         capability: 80, 86, 89, 90, 100 or 120; 0 is Triton's interpreter.
         sms: streaming multiprocessors.
-        ranks: whom launches exchange activations with.
     """
 
     torch_device: str
     capability: int
     sms: int
-    ranks: Ranks = field(default_factory=current, repr=False, compare=False)
     _scratch: dict[tuple[str, tuple[int, ...], torch.dtype], torch.Tensor] = field(
         default_factory=dict, repr=False, compare=False
     )

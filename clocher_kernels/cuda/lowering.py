@@ -8,7 +8,6 @@ from clocher_kernels.cuda import (
     advance,
     attention,
     bsr,
-    collectives,
     elementwise,
     heads,
     kv,
@@ -45,7 +44,6 @@ LOWER: dict[str, Callable[..., list[Launch]]] = {
     **sampling.LOWER,
     **top_tokens.LOWER,
     **advance.LOWER,
-    **collectives.LOWER,
     "drop_small": _drop_small,
 }
 LOWER_GREEDY = {**LOWER, **sampling.LOWER_GREEDY}

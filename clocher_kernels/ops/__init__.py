@@ -5,7 +5,6 @@ from types import MappingProxyType
 
 from clocher_kernels.ops import (
     attention,
-    collectives,
     elementwise,
     linear,
     moe,
@@ -33,7 +32,6 @@ OPS: Mapping[str, OpSpec] = MappingProxyType(
             selection,
             sampling,
             top_tokens,
-            collectives,
         )
         for spec in module.SPECS
     }

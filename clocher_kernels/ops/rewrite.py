@@ -21,7 +21,7 @@ ROUNDED: Mapping[str, Mapping[str, Attr]] = {
 }
 """Precision of activations -> attributes of the `fake_quantize` that rounds to it."""
 
-_KEEPS_ZEROS = {"rms_norm": "y", "fake_quantize": "y", "all_gather": "y", "quantize": "q"}
+_KEEPS_ZEROS = {"rms_norm": "y", "fake_quantize": "y", "quantize": "q"}
 """Op -> what it writes that is zero where what it reads is."""
 _UNIT = 32
 _GGML_KINDS = ("q4_k", "q5_k", "q6_k", "q3_k", "q2_k", "iq4_nl", "iq4_xs")

@@ -5,9 +5,13 @@ Standard output belongs to the JSON line unless it is a terminal.
 
 import os
 import sys
-from collections.abc import Callable
+import termios
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
+
+from clocher_runtime.command.word_wrap import WordWrap
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -42,6 +46,24 @@ def dim(text: str) -> str:
     return f"{_DIM}{text}{_BRIGHT}"
 
 
+@contextmanager
+def quiet_keys() -> Iterator[None]:
+    """Keep what is typed from being shown, while a text is written to the same terminal.
+
+    It is not lost: the next prompt, or the shell, gets it.
+    """
+    if sys.stdin is None or not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
 def _amount(label: str, done: int, total: int) -> str:
     """Return how much is done: weights in the unit that fits all of them, others as a count."""
     if label != PACKING:
@@ -66,6 +88,7 @@ class Console:
         self._has_reader = self._stream is not None
         self._is_terminal = self._has_reader and self._stream.isatty()
         self._at_line_start = True
+        self._wraps: dict[TextIO, WordWrap] = {}
         self._bar: tuple[Progress, TaskID] | None = None
         self._shown = ("", -1)
 
@@ -93,9 +116,9 @@ class Console:
     def prompt(self, text: str) -> None:
         """Write the text that is gone on with, dim, where texts go to a terminal."""
         if is_terminal(self._texts):
-            text = inert(text if len(text) <= _ECHOED_CHARS else f"...{text[-_ECHOED_CHARS:]}")
+            text = text if len(text) <= _ECHOED_CHARS else f"...{text[-_ECHOED_CHARS:]}"
             self._at_line_start = text.endswith("\n")
-            self._write(self._texts, dim(text), is_raw=True)
+            self._write(self._texts, text, is_dim=True)
 
     def completion(self, text: str) -> None:
         """Write a piece of generated text, at once."""
@@ -144,10 +167,12 @@ class Console:
             (progress, _), self._bar = self._bar, None
             self._guarded(progress.stop)
 
-    def _write(self, stream: TextIO, text: str, is_raw: bool = False) -> None:
+    def _write(self, stream: TextIO, text: str, is_dim: bool = False) -> None:
         if self._has_reader:
-            shown = inert(text) if is_terminal(stream) and not is_raw else text
-            self._guarded(lambda: self._put(stream, shown))
+            if is_terminal(stream):
+                text = self._wraps.setdefault(stream, WordWrap(stream))(inert(text))
+                text = dim(text) if is_dim else text
+            self._guarded(lambda: self._put(stream, text))
 
     def _put(self, stream: TextIO, text: str) -> None:
         stream.write(text)

@@ -1,6 +1,7 @@
 """The job of `clocher-run`: prompts in, text out, one measured window, one line of numbers."""
 
 import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any
 
 from clocher_kernels.errors import NonFinite, UsageError
 from clocher_runtime.command.completions import Completions
-from clocher_runtime.command.console import Console
+from clocher_runtime.command.console import Console, quiet_keys
 from clocher_runtime.command.jsonline import (
     AttentionFields,
     DiffusionFields,
@@ -33,6 +34,7 @@ from clocher_runtime.quality.trace import TopLogits, fingerprint, top_logits
 from clocher_runtime.speculation.account import Account
 from clocher_runtime.text.prompt_pipeline import PromptPipeline, prefetch_depth, worker_count
 from clocher_runtime.text.prompts import Preparation, Prompt, PromptSource, piped_text
+from clocher_runtime.text.tokenizer import Tokenizer
 
 _PIPE_WAIT_S = 5
 _MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".gguf", ".jinja")
@@ -126,7 +128,7 @@ def _run(
     )
     session = engine.session
     try:
-        for note in (*engine.checkpoint.notes, session.reading.proposal):
+        for note in (*engine.checkpoint.notes, session.reading.proposal, _untemplated(engine)):
             if note:
                 console.note(note)
         if note := told(_from_model(config, engine)):
@@ -147,6 +149,19 @@ def _run(
         reason = completions.first_error
         raise UsageError(reason if count == 1 else f"none of {count} prompts is usable: {reason}")
     return run_line(config, engine, measured, completions, batch)
+
+
+def _untemplated(engine: Engine) -> str:
+    """Return what to do about a chat model that is given plain text; "" for others."""
+    tokenizer = engine.tokenizer
+    if engine.model_source == "embedded" or not isinstance(tokenizer, Tokenizer):
+        return ""
+    if not tokenizer.chat_template:
+        return ""
+    return (
+        f"{engine.model} has a chat template, which a completion does not apply: "
+        f'`clocher chat {shlex.quote(engine.model)} "QUESTION"` does'
+    )
 
 
 def pipeline(
@@ -190,7 +205,7 @@ def measure(
     for round_number in range(config.rounds):
         first = round_number == 0
         shown = first and not config.aggregate
-        with pipelines() as groups:
+        with quiet_keys(), pipelines() as groups:
             for prompts in groups:
                 usable = [prompt for prompt in prompts if prompt.error is None]
                 made: list[list[int]] = [[] for _ in usable]

@@ -9,7 +9,6 @@ from clocher_kernels.formats.base import Format
 from clocher_kernels.ops.rewrite import quantize_for_ternary
 from clocher_kernels.plan import Plan
 from clocher_runtime.models.builder import COUNTS, ONES, Builder, tables_of
-from clocher_runtime.models.division import Division
 from clocher_runtime.models.rope import rope_tables
 from clocher_runtime.models.selection import PAGE_CELLS, Selection
 from clocher_runtime.models.spec import ModelSpec, QueryGrowth, RopeSpec
@@ -30,7 +29,6 @@ def build_plan(
     window_pages: int = 0,
     candidates: int = 0,
     selection: Selection | None = None,
-    share: Division | None = None,
     room: Callable[[int, int], None] = lambda buffers, tables: None,
 ) -> Plan:
     """Build the forward pass of a model.
@@ -48,7 +46,6 @@ def build_plan(
             0: they have the others' table and number of pages.
         candidates: tokens with the largest logits that are kept of each row; 0: none are.
         selection: the pages that layers without a window read; None: all.
-        share: what a rank does of it; None: all.
         room: raises unless there is memory for the bytes of the buffers and of the rotary tables;
             called before the tables are made.
 
@@ -69,7 +66,6 @@ def build_plan(
         window_pages=window_pages,
         candidates=candidates,
         selection=selection,
-        share=share,
     )
     room(plan.scratch_bytes(), table_bytes(spec, context))
     consts: dict[str, np.ndarray] = {}
@@ -94,7 +90,6 @@ def lay_out(
     window_pages: int = 0,
     candidates: int = 0,
     selection: Selection | None = None,
-    share: Division | None = None,
 ) -> Plan:
     """Return the Plan that `build_plan` builds of the same arguments, without its rotary tables.
 
@@ -105,10 +100,7 @@ def lay_out(
         builder.pages = pages
     builder.window_pages, builder.candidates = window_pages, candidates
     builder.selection = selection
-    plan = builder.build()
-    if share is not None:
-        plan, formats = share.divide(plan), share.formats
-    return quantize_for_ternary(plan, formats)
+    return quantize_for_ternary(builder.build(), formats)
 
 
 def tables(spec: ModelSpec) -> dict[str, tuple[RopeSpec | None, QueryGrowth | None]]:

@@ -29,8 +29,9 @@ MAX_MESSAGE_BYTES = 8 << 20
 ABOUT = """Talk with a language model in the terminal.
 
 It answers by its own chat template and remembers the conversation; /help lists what else can be
-typed. A model without a chat template continues each line as text. What comes from a pipe is one
-message: its answer goes to standard output, everything else to standard error."""
+typed. A model without a chat template continues each line as text. A question on the command line
+or from a pipe is answered once: the answer goes to standard output, everything else to standard
+error."""
 
 COMMAND = Command(
     name=NAME,
@@ -43,7 +44,8 @@ COMMAND = Command(
         ("your model: a directory, a GGUF file, or a name of the Hub", "clocher chat MODEL"),
         ("float weights quantised to 4 bits at load", "clocher chat MODEL --precision int4w"),
         ("a role, and no randomness", 'clocher chat MODEL --system "Be brief." --temperature 0'),
-        ("one answer, for a script", 'echo "Name a bird." | clocher chat MODEL > answer.txt'),
+        ("one answer", 'clocher chat MODEL "Name a bird."'),
+        ("the same, from a file", "clocher chat MODEL < question.txt > answer.txt"),
     ),
     exit_codes=(
         (ExitCode.OK, "left with /exit or Ctrl-D; or the piped message was answered"),
@@ -55,7 +57,7 @@ COMMAND = Command(
         (ExitCode.INTERRUPTED, "left with Ctrl-C"),
         (ExitCode.TERMINATED, "terminated (SIGTERM)"),
     ),
-    positional=("model_dir",),
+    positional=("model_dir", "prompt"),
 )
 
 
@@ -84,13 +86,15 @@ def _main(argv: Sequence[str], console: Console) -> int:
         config = decide(flags, os.environ)
         for told_once in unprefixed(config):
             console.note(told_once)
-        if sys.stdin is None:
+        message = config.prompt
+        if message is None and sys.stdin is None:
             raise UsageError("standard input is closed; expected a message, or a terminal")
         # NumPy and all that needs it is imported after the flags have been checked.
         from clocher_runtime.command.model_choice import choose_model
 
         choose_model(config)  # a wrong name is told before a message is waited for
-        message = None if sys.stdin.isatty() else _piped_message()
+        if message is None and not sys.stdin.isatty():
+            message = _piped_message()
         from clocher_runtime.disk.files import ending_on_lost_pages
 
         def lost(reason: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, Self, TextIO
 
 from clocher_runtime.command.console import dim as as_dim
 from clocher_runtime.command.console import inert, is_terminal
+from clocher_runtime.command.word_wrap import WordWrap
 
 _PATIENCE_S = 0.2
 _FENCE = '"""'
@@ -41,6 +42,7 @@ class Screen:
         self._stream, self._may_be_lost = stream, may_be_lost
         self.is_terminal = is_terminal(stream)
         self._at_line_start = True
+        self._wrap = WordWrap(stream)
 
     def write(self, text: str, *, dim: bool = False) -> None:
         """Write a piece of text, dim only on a terminal.
@@ -55,7 +57,8 @@ class Screen:
         text = text.encode(encoding, "replace").decode(encoding)
         if self.is_terminal:
             # Each piece is dim by itself: whenever this process ends, nothing is left so.
-            text = as_dim(inert(text)) if dim else inert(text)
+            text = self._wrap(inert(text))
+            text = as_dim(text) if dim else text
         try:
             self._stream.write(text)
             self._stream.flush()

@@ -22,6 +22,7 @@ class ChatConfig(EngineConfig):
 
     command: ClassVar[str] = "chat"
 
+    prompt: str | None = flag("Chat", text(), "a question: answer it once, and end")
     system: str | None = flag("Chat", text(), "what the model is told before the conversation")
     reasoning_effort: str | None = flag(
         "Chat",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from clocher_kernels.errors import FormatError, ModelError, NonFinite, UsageError
+from clocher_runtime.command.console import quiet_keys
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.disk.strict_json import parse_json
@@ -111,7 +112,8 @@ class Talk:
         longest = config.max_new
         if longest is None and not self._model.by_template:
             longest = CONTINUED
-        with ctrl_c.stopping() if ctrl_c else nullcontext(lambda: False) as stopped:
+        stopping = ctrl_c.stopping() if ctrl_c else nullcontext(lambda: False)
+        with quiet_keys(), stopping as stopped:
             answer = self._model.answer(messages, sampling, longest)
             if not self._model.by_template:
                 self._view.echo(messages[-1]["content"])

@@ -7,7 +7,6 @@ from cpu_fallback.lanes.jit import Kernel
 from cpu_fallback.ops import (
     attention,
     bsr,
-    collectives,
     drop_small,
     elementwise,
     heads,
@@ -27,7 +26,6 @@ from cpu_fallback.team.tape import Launch
 _MODULES = (
     attention,
     bsr,
-    collectives,
     drop_small,
     elementwise,
     heads,

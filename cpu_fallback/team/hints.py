@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-from cpu_fallback.team.calls import Calls
 from cpu_fallback.team.placement import Placement
 
 
@@ -41,13 +40,11 @@ class Asked:
 
     Attributes:
         names: fields of `Hints` that change what the bound kernels do.
-        calls: the calls of a tape that leave it, to speak with other ranks.
     """
 
     def __init__(self, hints: Hints | None = None) -> None:
         self._hints = hints or Hints()
         self.names: set[str] = set()
-        self.calls = Calls()
 
     def prefetch_distance(self, default: int) -> int:
         """Return the bytes to ask for ahead of use, 0 for none."""
