@@ -732,7 +732,7 @@ def test_a_narrow_terminal_takes_a_long_line(talker: Path, tmp_path: Path) -> No
         terminal.until("[8")
         terminal.until(">>> ")
         terminal.type("/save t\n")
-        terminal.until("saved 2 messages")
+        terminal.until("messages: t")
         terminal.type("/exit\n")
         assert terminal.end()[0] == 0
     assert json.loads((tmp_path / "t").read_text())[0]["content"] == text

@@ -5,12 +5,15 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from fuzz import seeds
+from serving import Served, serving
 from weight_files import GPTOSS, LLAMA, copy_model, write_iebin
 
 import clocher_runtime as clocher
@@ -123,14 +126,22 @@ def test_a_bus_error_elsewhere_goes_its_way() -> None:
 # The Python API
 
 
+def overwrite(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(-64, 2)
+        opened.write(bytes(64))
+
+
 @pytest.mark.parametrize("what", ["write", "replace", "unlink"])
 def test_the_api_raises_before_it_generates(what: str, pair: Path, tmp_path: Path) -> None:
     model = copy_model(pair, tmp_path / "m")
     file = model / "model.ie.bin"
     with clocher.load(model, device="cpu", threads=1) as loaded:
         assert loaded.generate([1, 2], max_new=2) is not None
+        os.utime(file, ns=(0, 0))  # new times alone are no change
+        assert loaded.generate([1, 2], max_new=2) is not None
         if what == "write":
-            os.utime(file, ns=(0, 0))
+            overwrite(file)
         elif what == "replace":
             shutil.copy2(file, tmp_path / "new")
             os.replace(tmp_path / "new", file)
@@ -148,7 +159,7 @@ def test_a_change_during_a_generation_is_noticed_at_its_end(pair: Path, tmp_path
     with clocher.load(model, device="cpu", threads=1) as loaded:
         tokens = loaded.session.generate([[1, 2]], 3, stop_ids=frozenset())
         next(tokens)
-        os.utime(model / "model.ie.bin", ns=(0, 0))
+        overwrite(model / "model.ie.bin")
         with pytest.raises(ModelChanged, match="written to"):
             list(tokens)
 
@@ -304,3 +315,46 @@ def test_iebin_of_the_tests_has_hashes_for_every_plane(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_iebin(tmp_path))
     for name in checkpoint.names:
         assert set(checkpoint.hashes[name]) == set(checkpoint.tensor(name).planes)
+
+
+# A server
+
+
+def streams(server: Served, count: int) -> list[str]:
+    """Return the texts of some streams at the same time; each has to be whole."""
+
+    def stream(seed: int) -> str:
+        body = {"prompt": "import ", "max_tokens": 200, "seed": seed, "temperature": 1}
+        *chunks, done = server.events("/v1/completions", **body, ignore_eos=True)
+        assert done == "[DONE]" and chunks[-1]["choices"][0]["finish_reason"] == "length"
+        return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(stream, range(count)))
+
+
+def test_a_server_goes_on_with_what_is_mapped(pair: Path, tmp_path: Path) -> None:
+    model = copy_model(pair, tmp_path / "m")
+    file = model / "model.ie.bin"
+    stop = threading.Event()
+
+    def touch() -> None:
+        for _ in range(10):
+            os.utime(file)
+            stop.wait(0.05)
+
+    with serving("--model-dir", model, "--batch", 8) as server:
+        expected = streams(server, 8)
+        toucher = threading.Thread(target=touch)
+        toucher.start()
+        assert streams(server, 8) == expected
+        toucher.join()
+        health = server.health()
+        assert health["restarts"] == 0 and "model_changed" not in health
+        shutil.copy2(file, tmp_path / "new")
+        os.replace(tmp_path / "new", file)
+        assert streams(server, 8) == expected
+        health = server.health()
+        assert (health["status"], health["restarts"]) == ("ok", 0)
+        assert "another file has taken its place" in health["model_changed"]
+        assert "".join(server.log).count("another file has taken its place") == 1

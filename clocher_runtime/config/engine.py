@@ -302,6 +302,9 @@ class EngineConfig:
         "IE_DEDUP_HOT_LIST",
     )
     prefix_cache: bool = internal(_SWITCH, "reuse the keys and values of shared prefixes")
+    keep_mapped: bool = internal(
+        _SWITCH, "go on with the mapped weights when their files are changed or replaced"
+    )
     chunk: int | None = internal(_PAGES, "tokens of a prefill step (unset: the back end's)")
     all_logits: bool = internal(_SWITCH, "keep the logits of every token of a step, for scoring")
     score_rows: int = internal(
@@ -355,4 +358,12 @@ def config_of(keywords: Mapping[str, Any], where: str) -> EngineConfig:
     return EngineConfig(**keywords)
 
 
-_NOT_KEYWORDS = {"backend", "stub", "require_model", "ignore_eos", "tile_table", "isa"}
+_NOT_KEYWORDS = {
+    "backend",
+    "stub",
+    "require_model",
+    "ignore_eos",
+    "tile_table",
+    "isa",
+    "keep_mapped",
+}

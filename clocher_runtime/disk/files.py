@@ -32,10 +32,13 @@ _ADDRESS_OFFSET = 16
 """Of si_addr in siginfo_t, on the 64-bit Linux ABIs."""
 _STEP = 1 << 22
 _POINTER, _MAX_POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
+_WRITTEN = "it was written to"
+_ENDS, _SAMPLES = 16, 256
+"""Pages of a file that are compared after its times changed: of each end, and in between."""
 _LEAVE = "leave the files of a model alone while it is in use, and load it again"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Mapped:
     """What was mapped, where, and what the file's path said of it then."""
 
@@ -56,7 +59,7 @@ class _Mapped:
             return "another file has taken its place"
         if found.st_size != self.nbytes:
             return f"it has {found.st_size} bytes, it had {self.nbytes}"
-        return None if found.st_mtime_ns == self.mtime_ns else "it was written to"
+        return None if found.st_mtime_ns == self.mtime_ns else _WRITTEN
 
     def holds(self, address: int) -> bool:
         """Return whether a page of the file was mapped to an address."""
@@ -178,6 +181,7 @@ class MappedFile:
             except OSError as error:
                 raise ModelError(f"{path}: cannot be mapped: {error}") from None
         self._bytes = np.frombuffer(self._map, np.uint8)
+        self._digest = ""
         if self.nbytes <= _MAX_POINTER_BYTES:
             _refuse_pointer(self._bytes.tobytes(), path)
         self._mapped = _MAPPED[self._map] = _Mapped(
@@ -198,15 +202,33 @@ class MappedFile:
         data = self._bytes[offset : offset + plane.nbytes]
         return data.view(plane.storage).reshape(plane.shape)
 
-    def check_unchanged(self) -> None:
-        """Check that the path still names the file that was mapped, and that nobody wrote to it.
+    def remember(self) -> None:
+        """Note the content of some pages, so that new times alone are no change from now on."""
+        self._digest = self._sample()
 
-        Size, time of the last change and inode tell; no byte is read.
+    def check_unchanged(self) -> None:
+        """Check that the path still names the file that was mapped, with the same content.
+
+        Size, time of the last change and inode tell. If only the time differs and the content is
+        remembered, its sampled pages are compared: 1 MiB and both ends of the file. A write between
+        them is not noticed then.
 
         Raises:
-            ModelChanged: it does not, or somebody did.
+            ModelChanged: it was replaced, deleted or written to.
         """
+        if self._digest and self._mapped.change() == _WRITTEN and self._sample() == self._digest:
+            self._mapped.mtime_ns = os.stat(self._mapped.absolute).st_mtime_ns
         _check_unchanged([self._mapped])
+
+    def _sample(self) -> str:
+        pages = -(-self.nbytes // mmap.PAGESIZE)
+        ends = {*range(_ENDS), *range(max(pages - _ENDS, 0), pages)}
+        places = ends | {pages * i // _SAMPLES for i in range(_SAMPLES)}
+        digest = hashlib.blake2b(digest_size=16)
+        for place in sorted(places):
+            start = place * mmap.PAGESIZE
+            digest.update(self._bytes[start : start + mmap.PAGESIZE].data)
+        return digest.hexdigest()
 
     def read_ahead(self, view: np.ndarray) -> None:
         """Let the kernel start to read the pages of a view, so that its first use need not wait.

@@ -93,6 +93,8 @@ def load_model(checkpoint: Checkpoint, precision: str | None = None) -> Model:
             weights[name] = _vector(name, need, tensor)
         else:
             weights[name] = _matrix(need, tensor, precision, spec.ternarize)
+    for file in checkpoint.files:
+        file.remember()
     matrices = {n: (w.format, w.nbytes) for n, w in weights.items() if isinstance(w, QuantTensor)}
     return Model(
         spec,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from clocher_kernels.errors import UsageError
+from clocher_kernels.errors import ModelChanged, UsageError
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.arguments import (
     Sampling,
@@ -40,6 +40,9 @@ class Session:
 
     Whoever waits for a token does the next step for all, or waits for who is doing it. A generation
     that nobody holds any more leaves before the next step.
+
+    Attributes:
+        changed: what became of a weight file while it was in use, with `keep_mapped`; else "".
 
     Args:
         model: from `load_model`.
@@ -107,6 +110,7 @@ class Session:
         self.speculate = mode if drafts else "off"
         self.reading = Reading(own, config.backend, config.attn)
         self._is_warm = False
+        self._keeps_mapped, self.changed = config.keep_mapped, ""
         self._turns = Turns(self._scheduler)
 
     @property
@@ -359,11 +363,19 @@ class Session:
         return self._guessing.track(speculator, ids, sampling, salt)
 
     def _generation(self, begin: Callable[[], Mailbox]) -> Generation:
-        unchanged = self.model.checkpoint.check_unchanged
-        return Generation(begin, self._turns.serve, self._turns.let_go, unchanged)
+        return Generation(begin, self._turns.serve, self._turns.let_go, self._check_files)
+
+    def _check_files(self) -> None:
+        """Raise ModelChanged if a weight file is another one now, or note it and go on."""
+        try:
+            self.model.checkpoint.check_unchanged()
+        except ModelChanged as error:
+            if not self._keeps_mapped:
+                raise
+            self.changed = self.changed or str(error)
 
     def _submit(self, purpose: str, requests: Sequence[Request]) -> None:
-        self.model.checkpoint.check_unchanged()
+        self._check_files()
         with self._turns.taken(purpose):
             if self._is_warm and self._guessing is not None:
                 self._guessing.choose(requests[0].sampling)

@@ -322,6 +322,8 @@ class Server:
             "sequences": engine.sequences,
             "restarts": engine.restarts,
         }
+        if engine.state.changed:
+            body["model_changed"] = engine.state.changed
         return json_response(body, 200 if status == "ready" else 503)
 
     async def show_metrics(self, request: Request) -> ASGIApp:

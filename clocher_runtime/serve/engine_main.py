@@ -266,6 +266,7 @@ def state_of(session: Session) -> State:
         denoised_passes=denoising.passes,
         denoised_tokens=denoising.tokens,
         guesses=_guesses(scheduler.speculator, scheduler.passes.turns),
+        changed=session.changed,
     )
 
 

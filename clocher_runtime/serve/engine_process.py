@@ -299,6 +299,8 @@ class EngineProcess:
             return
         if self._open:
             self.step_s = max(now - self._heard, _FADING * self.step_s)
+        if message.state.changed != self.state.changed and message.state.changed:
+            self._note(f"{message.state.changed}; requests go on with what is mapped")
         self._heard, self.state = now, message.state
         left = Counter(made.request for made in message.made)
         for made in message.made:

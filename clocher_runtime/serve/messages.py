@@ -148,6 +148,7 @@ class State(msgspec.Struct, array_like=True, frozen=True):
         decode_steps: and the following: see `StepSums`.
         denoised_passes, denoised_tokens: of texts whose blocks are denoised.
         guesses: see there.
+        changed: what became of a file of the model while it was in use; "": nothing.
     """
 
     running: int = 0
@@ -165,6 +166,7 @@ class State(msgspec.Struct, array_like=True, frozen=True):
     denoised_passes: int = 0
     denoised_tokens: int = 0
     guesses: Guesses = Guesses()
+    changed: str = ""
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):

@@ -97,7 +97,9 @@ def engine_config(sources: Sources) -> EngineConfig:
         sources: from `decide`.
     """
     config = settle(ServeConfig, sources)
-    return replace(config, prefix_cache=not config.no_prefix_cache, score_rows=SCORE_ROWS)
+    return replace(
+        config, prefix_cache=not config.no_prefix_cache, score_rows=SCORE_ROWS, keep_mapped=True
+    )
 
 
 def is_local(host: str) -> bool:
