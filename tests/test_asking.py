@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from clocher_runtime.speculation.account import account
 from clocher_runtime.speculation.asking import Asking
 from clocher_runtime.speculation.draft import Draft
 from clocher_runtime.speculation.gate import PassCosts, depth
@@ -139,9 +140,25 @@ def test_a_model_that_becomes_right_is_asked_again() -> None:
 def test_a_slow_model_is_only_looked_at() -> None:
     run = Run(step=300)
     run.track.reader = Reader(0, new=0)
+    run.passes(8, right=7)
+    assert run.model.depths == [3] * 8  # it is tried
+    run.model.depths.clear()
+    run.time = 0
     run.passes(1000, right=7)
     assert len(run.model.depths) == 3  # each takes a hundredth of 300 passes
     assert run.time <= 1.01 * 1000 * 100
+
+
+def test_a_model_is_tried_before_it_is_judged() -> None:
+    run = Run(step=300)
+    for _ in range(8):
+        (sent,) = run.speculator.draft([Text(run.track, [0], run.most)], 1, 7)
+        assert len(sent.tokens) == 3
+        run.speculator.learn(run.track, [1, 99], 1)
+    assert run.speculator.draft([Text(run.track, [0], run.most)], 1, 7)[0].tokens in ([], ())
+    found = account(run.speculator.costs, run.speculator.counts, None, run.speculator.draft_ns)
+    assert found.counts.by_source == {"draft": [24, 8]}
+    assert "draft model: 8 of 24 tokens accepted, each costs 3.00 of a forward" in found.reason
 
 
 def test_a_text_that_is_dear_to_read_is_not_read_on_and_on() -> None:

@@ -80,6 +80,14 @@ def test_a_precision_that_changes_nothing_is_told(given, acted_on, inside):
     assert acted_on or f"not acted on: IE_NT_RATIO=3, {how}" in err
 
 
+def test_a_full_context_is_told():
+    code, out, err = clocher("run", "--context", "16", "--max-new", "40", "--ignore-eos")
+    assert (code, only_line(out)["tokens_generated"]) == (0, 9)
+    assert "the context of 16 tokens is full" in err and "give a larger --context" in err
+    err = clocher("run", "--context", "16", "--max-new", "4")[2]
+    assert "is full" not in err
+
+
 def test_json_is_no_ignored_hint_of_the_stub():
     _, out, _ = clocher("run", "--stub", "--json", "--max-new", "1")
     assert only_line(out)["hints_ignored"] == []

@@ -359,21 +359,32 @@ def test_guesses_are_those_of_the_window(line_of, engine):
     assert told.by_source == {"suffix": {"drafted": 12, "accepted": 6}}
     assert told.gate == {"sent": 3, "unguessed": 4, "unworthy": 0}  # three are of the warm-up
     assert told.cost_of_8 == 1.2
-    assert told.reason == "30 % of passes verified guesses"
+    assert told.reason == "30 % of forwards verified drafts"
     assert "1.60 tokens a pass" in summary(line)
     assert summary(replace(line, speculation=off)).count(" | ") == summary(line).count(" | ") - 1
+
+
+UNWORTHY = "drafts not worth verifying: acceptance expected too low"
 
 
 @pytest.mark.parametrize(
     ("counts", "cost", "reason"),
     [
-        (Counts(), 1.0, "no pass only decoded"),
-        (Counts(passes=8, unguessed=8), 1.0, "nobody had a guess"),
-        (Counts(passes=1), 1.0, "the text was all but over"),
-        (Counts(passes=8, unworthy=2), 4.2, "8 tokens cost 4.2 passes of one"),
-        (Counts(passes=8, unworthy=2), 1.1, "guesses came true too seldom"),
-        (Counts(passes=8, unworthy=2), math.nan, "guesses came true too seldom"),
-        (Counts(passes=8, sent=2), 1.1, "25 % of passes verified guesses"),
+        (Counts(), 1.0, "no forward only decoded"),
+        (Counts(passes=8, unguessed=8), 1.0, "no draft available"),
+        (Counts(passes=1), 1.0, "the text was almost over"),
+        (Counts(passes=8, unworthy=2), 4.2, "a forward of 8 tokens costs 4.2 of one"),
+        (
+            Counts(passes=8, unworthy=2),
+            1.1,
+            UNWORTHY,
+        ),
+        (
+            Counts(passes=8, unworthy=2),
+            math.nan,
+            UNWORTHY,
+        ),
+        (Counts(passes=8, sent=2), 1.1, "25 % of forwards verified drafts"),
     ],
 )
 def test_the_reason_is_a_phrase(counts, cost, reason):

@@ -212,7 +212,7 @@ def test_finished_texts_help_others_of_their_salt_only() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"speculate": "ngram"}, "known: auto, off, suffix"),
+        ({"speculate": "ngram"}, "expected one of auto, off, suffix"),
         ({"speculate": "recycle", "share_drafts": True}, "shares nothing"),
         ({"speculate": "draft"}, "without a draft model"),
         ({"speculate": "off", "share_drafts": True}, "shares nothing"),

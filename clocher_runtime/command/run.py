@@ -201,7 +201,7 @@ def measure(
     hits, misses = session.kv_hits, session.kv_misses
     guessed, pages_read = session.guessed().counts, session.reading.pages
     steps, first_token_ns = StepTotals(), Reservoir[int]()
-    tokens, traced = 0, bool(config.trace_topk)
+    tokens, cut, traced = 0, 0, bool(config.trace_topk)
     for round_number in range(config.rounds):
         first = round_number == 0
         shown = first and not config.aggregate
@@ -237,6 +237,7 @@ def measure(
                     console.completion(stream.flush())
                     console.end_line()
                 tokens += sum(map(len, made))
+                cut += sum(_is_cut(ids, config.max_new, engine.stop_ids) for ids in made)
                 steps.add(window.spans)
                 window.spans.clear()  # a file of prompts may make more than memory holds
                 if first:
@@ -244,6 +245,11 @@ def measure(
                     for prompt in prompts:
                         ids, topk = next(results) if prompt.error is None else ([], [])
                         completions.add(engine, prompt, ids, topk, shown and batch > 1)
+    if cut:
+        console.note(
+            f"the context of {session.longest} tokens is full: {cut} completion(s) ended before "
+            "--max-new; give a larger --context"
+        )
     return Measured(
         wall_ns=window.total_ns,
         steps=steps,
@@ -256,6 +262,11 @@ def measure(
         kv_misses=session.kv_misses - misses,
         rss_peak_mib=rss_peak_mib(),
     )
+
+
+def _is_cut(ids: Sequence[int], most: int, stop_ids: frozenset[int]) -> bool:
+    """Return whether a completion ended because there was no more room for it."""
+    return len(ids) < most and not (ids and ids[-1] in stop_ids)
 
 
 def _from_model(config: RunConfig, engine: Engine) -> dict[str, float]:

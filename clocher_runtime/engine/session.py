@@ -165,7 +165,7 @@ class Session:
         speculator = self._scheduler.speculator
         if speculator is None:
             return Account(self._scheduler.passes.counts.since(before or Counts()))
-        return account(speculator.costs, speculator.counts, before)
+        return account(speculator.costs, speculator.counts, before, speculator.draft_ns)
 
     def census(self) -> list[Census]:
         """Count the pages of each pool: blank, cached, in use; those of who has left are unused."""

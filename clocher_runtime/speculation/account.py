@@ -16,11 +16,13 @@ class Account:
 
     Attributes:
         counts: of guesses and passes.
-        cost_of_8: the time of a pass of `FULL` tokens over that of one; NaN if it is not known.
+        cost_of_8: the time of a forward of `FULL` tokens over that of one; NaN if it is not known.
+        cost_of_draft: the same of a token of the draft model; NaN without one.
     """
 
     counts: Counts
     cost_of_8: float = math.nan
+    cost_of_draft: float = math.nan
 
     @property
     def acceptance(self) -> float:
@@ -35,27 +37,43 @@ class Account:
 
     @property
     def reason(self) -> str:
-        """Why guesses were sent, or were not."""
+        """Why drafts were verified, or were not."""
         counts, passes = self.counts, self.counts.passes
         if not passes:
-            return "no pass only decoded"
+            return "no forward only decoded"
+        drafted, accepted = counts.by_source.get("draft", (0, 0))
+        if drafted:
+            found = (
+                f"; draft model: {accepted} of {drafted} tokens accepted, each costs "
+                f"{self.cost_of_draft:.2f} of a forward"
+            )
+        else:
+            found = "; the draft model was not asked" if self.cost_of_draft > 0 else ""
         if counts.sent:
-            return f"{100 * counts.sent / passes:.0f} % of passes verified guesses"
+            return f"{100 * counts.sent / passes:.0f} % of forwards verified drafts{found}"
         if not counts.unworthy:
-            return "nobody had a guess" if counts.unguessed else "the text was all but over"
+            return (
+                "no draft available" if counts.unguessed else "the text was almost over"
+            ) + found
         if self.cost_of_8 >= FULL / 2:
-            return f"{FULL} tokens cost {self.cost_of_8:.1f} passes of one"
-        return "guesses came true too seldom"
+            return f"a forward of {FULL} tokens costs {self.cost_of_8:.1f} of one{found}"
+        return f"drafts not worth verifying: acceptance expected too low{found}"
 
 
-def account(costs: PassCosts, now: Counts, before: Counts | None = None) -> Account:
+def account(
+    costs: PassCosts, now: Counts, before: Counts | None = None, draft_ns: float = 0.0
+) -> Account:
     """Return the figures of what was counted.
 
     Args:
         costs: of passes.
+        draft_ns: time of a token of the draft model; 0 without one.
         now: so far.
         before: what not to count, an earlier state of the same.
     """
     ns = costs.ns
     known = len(ns) > FULL and ns[1] > 0
-    return Account(now.since(before or Counts()), ns[FULL] / ns[1] if known else math.nan)
+    since = now.since(before or Counts())
+    if not known:
+        return Account(since)
+    return Account(since, ns[FULL] / ns[1], draft_ns / ns[1] if draft_ns else math.nan)

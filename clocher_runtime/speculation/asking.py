@@ -4,7 +4,8 @@ What it would take and win is compared before it is asked, so a model that is to
 badly costs nothing but the looks at it that go on now and then: a hundredth of the time at most.
 With them it is asked for one guess more than would pay, and whether that came true is learnt. So
 the gate opens again when the text becomes easier, and guesses go deeper when those before come
-true.
+true. Before anything is known it is tried: the first `_TRIES` drafts of a session are made and
+verified whatever they promise, and what came of them decides.
 
 A text that the model has not read yet, such as a long prompt, is read in pieces, none of which
 takes longer than a pass; that it pays is expected if later guesses win it back within
@@ -22,6 +23,8 @@ from clocher_runtime.speculation.speculator import MOST_GUESSES, Text
 _HORIZON = 32
 _LOOKS = 0.01  # of the time; what is not used of it is kept for so many passes' worth
 _LEAST_PIECE = 16  # tokens
+_TRIES, _TRIED = 8, 3
+"""Drafts that are verified to learn what they are worth, and the tokens of each."""
 
 
 class DraftModel(Protocol):
@@ -61,6 +64,13 @@ class Asking:
         self.model = model
         self._classes = range(kind, kind + MOST_GUESSES)
         self._spare = 0.0  # ns for looks
+        self._tries = _TRIES
+
+    @property
+    def step_ns(self) -> float:
+        """Time of a step of one token of the model in nanoseconds; 0 if it is not known."""
+        steps = self.model.costs.ns
+        return steps[1] if len(steps) > 1 else 0.0
 
     def ask(
         self,
@@ -106,25 +116,33 @@ class Asking:
             # Reading for a look that can then not be paid would be for nothing.
             price = sum(_time(steps, behind[i]) for i in asked)
             paid = sum(_time(steps, min(behind[i], piece)) for i in asked)
-        if count < MOST_GUESSES and self._spare >= price:
+        tries = self._tries > 0 and all(texts[i].most == MOST_GUESSES for i in asked)
+        if tries:
+            count = max(count, _TRIED)
+        elif count < MOST_GUESSES and self._spare >= price:
             self._spare -= paid
             count += 1
         if not asked or not count:
             return False
         readers = [texts[i].track.reader for i in asked]
         for i, tokens in zip(asked, self.model.guess(readers, count, piece), strict=True):
-            self._offer(texts[i], tokens, taken[i])
+            self._offer(texts[i], tokens, taken[i], tries)
+            self._tries -= bool(tries and tokens)
         return True
 
     def reset(self) -> None:
         """Forget all texts."""
         self.model.reset()
 
-    def _offer(self, text: Text, tokens: Sequence[int], taken: Sequence[float]) -> None:
-        """Let a track offer guesses if they are better than what is sent otherwise."""
+    def _offer(
+        self, text: Text, tokens: Sequence[int], taken: Sequence[float], tries: bool
+    ) -> None:
+        """Let a track offer guesses if they are tried, or better than what is sent otherwise."""
         count, track = min(len(tokens), text.most), text.track
         guessed = Draft(tokens[:count], range(-1, count - 1), self._classes[:count])
-        if sum(track.chances.along(guessed.parents, guessed.classes)) > sum(taken):
+        if tries and tokens:
+            track.tried = count
+        if track.tried or sum(track.chances.along(guessed.parents, guessed.classes)) > sum(taken):
             track.offer, guessed = guessed, track.offer
         track.asides.append(guessed)
 

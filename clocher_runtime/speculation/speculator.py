@@ -11,7 +11,6 @@ from clocher_runtime.speculation.draft import NO_DRAFT, ROOT, Draft, Drafter, Re
 from clocher_runtime.speculation.gate import PassCosts, Trial, choose, rate_of
 from clocher_runtime.speculation.recycle import RecycledTokens
 
-"""What may be asked for."""
 WITH_DRAFT_MODEL = ("auto", "draft")
 """Those that ask a draft model, if there is one."""
 SHARING = ("auto", "suffix", "draft")
@@ -110,17 +109,19 @@ class Track:
 
     Attributes:
         offer: the guesses that expect most; they are judged whether they are sent or not.
+        tried: how many of them are sent whatever they promise, to learn what they are worth.
         asides: other guesses that are judged too.
         sent: what of the offer is verified.
         reader: what a draft model knows of the text; None without one.
         recycled: learns what the model ranks first in the text; None: nothing does.
     """
 
-    __slots__ = ("asides", "chances", "drafters", "offer", "reader", "recycled", "sent")
+    __slots__ = ("asides", "chances", "drafters", "offer", "reader", "recycled", "sent", "tried")
 
     def __init__(self, drafters: Sequence[Drafter], chances: Chances) -> None:
         self.drafters, self.chances = drafters, chances
         self.offer = self.sent = NO_DRAFT
+        self.tried = 0
         self.asides: list[Draft] = []
         self.reader: Reader | None = None
         self.recycled: RecycledTokens | None = None
@@ -155,7 +156,15 @@ class Track:
 
 
 class Asker(Protocol):
-    """Gets guesses for many texts at once, where that pays; see `asking.Asking`."""
+    """Gets guesses for many texts at once, where that pays; see `asking.Asking`.
+
+    Attributes:
+        step_ns: time of a step of one token of the draft model; 0 if it is not known.
+    """
+
+    @property
+    def step_ns(self) -> float:
+        """See the class."""
 
     def ask(
         self,
@@ -198,6 +207,11 @@ class Speculator:
         self._mean = Chances([mean for means in PRIORS.values() for mean in means])
         self._sources = [source for source, means in PRIORS.items() for _ in means]
 
+    @property
+    def draft_ns(self) -> float:
+        """Time of a token of the draft model in nanoseconds; 0 without one."""
+        return 0.0 if self._asker is None else self._asker.step_ns
+
     def track(self, *others: Drafter) -> Track:
         """Return what is known of a new text that others guess at too."""
         return Track([*self._make(), *others], self._mean.copy())
@@ -225,6 +239,9 @@ class Speculator:
                 offers = [text.track.offered() for text in texts]
                 ranked = [sorted(offer, reverse=True) for offer in offers]
                 counts = choose(ranked, base, ns)
+                for at, text in enumerate(texts):
+                    room = counts[at] + rows - sum(counts)
+                    counts[at] = max(counts[at], min(text.track.tried, room))
         if any(offers) and not any(counts):
             self._refused += 1
             if self._refused % _PATIENCE == 0:
@@ -280,7 +297,7 @@ class Speculator:
         for guessed in (track.offer, *track.asides):
             self._judge(track, guessed, tokens)
         track.offer = track.sent = NO_DRAFT
-        track.asides = []
+        track.tried, track.asides = 0, []
 
     def _judge(self, track: Track, guessed: Draft, tokens: Sequence[int]) -> None:
         """Learn which guesses of a text were right, as far as those before them were."""
