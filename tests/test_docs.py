@@ -37,7 +37,7 @@ NOT_COMMANDS = {"", "json"}
 
 # Blocks that test_block does not execute, by their first line, each with the reason.
 ELSEWHERE = {
-    "make build": "needs a package index: test_the_first_screen_in_a_fresh_copy, marked slow",
+    "make run": "needs a package index: test_the_first_screen_in_a_fresh_copy, marked slow",
     "clocher pull Qwen/Qwen3-0.6B": "needs the network: test_pull runs it with a hub of its own",
     "clocher serve MODEL": "serves until it is ended: test_serve does it",
     "make test": "is what runs this test",

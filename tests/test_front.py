@@ -82,7 +82,7 @@ def test_a_precision_that_changes_nothing_is_told(given, acted_on, inside):
 
 def test_a_full_context_is_told():
     code, out, err = clocher("run", "--context", "16", "--max-new", "40", "--ignore-eos")
-    assert (code, only_line(out)["tokens_generated"]) == (0, 9)
+    assert (code, only_line(out)["tokens_generated"]) == (0, 8)
     assert "the context of 16 tokens is full" in err and "give a larger --context" in err
     err = clocher("run", "--context", "16", "--max-new", "4")[2]
     assert "is full" not in err

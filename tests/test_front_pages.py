@@ -39,10 +39,11 @@ def shown_lines() -> list[str]:
 # The README
 
 
-def test_the_first_screen_ends_in_a_chat_within_two_commands() -> None:
+def test_the_first_screen_is_one_command_that_does_the_main_job() -> None:
     first = re.search(r"^```bash\n(.*?)^```$", README, re.M | re.S)
     assert first is not None
-    assert first[1].splitlines() == ["make build", ".venv/bin/clocher chat"]
+    assert first[1].splitlines() == ["make run"]
+    assert "```bash\nmake test\n```" in README
     assert README.count("\n", 0, first.end()) < 15
     assert "docs/pictures/terminal.svg" in README[first.end() : first.end() + 600]
 
