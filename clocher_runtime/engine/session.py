@@ -175,7 +175,6 @@ class Session:
         )
         self.speculate = speculate if are_guessed else "off"
         self.reading = Reading(own, backend, attn)
-        self._is_warm = False
         self._turns = Turns(self._scheduler)
 
     @property
@@ -246,7 +245,6 @@ class Session:
             UsageError: the session is closed.
         """
         with self._turns.taken("warm"), self._executor.running():
-            self._is_warm = True
             self._executor.warm()
             self._scheduler.passes.warm()
             if self._guessing is not None:
@@ -434,9 +432,7 @@ class Session:
     def _submit(self, purpose: str, requests: Sequence[Request]) -> None:
         self.model.checkpoint.check_unchanged()
         with self._turns.taken(purpose):
-            if self._is_warm and self._guessing is not None:
-                self._guessing.choose(requests[0].sampling)
-            self._scheduler.submit(requests, warm=self._is_warm)
+            self._scheduler.submit(requests)
 
     def _usable(self, given: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the ids of the prompts of a call, one list for each."""
