@@ -61,7 +61,7 @@ BUDGET = 520.0
 
 PARTS: dict[str, Part] = {
     # A machine that has just started reads every import from a cold disk.
-    "environment": Part(0, 40, 30),
+    "environment": Part(0, 50, 50),
     "smoke": Part(0, 60, 55, shards=8),
     "ceilings": Part(0, 40, 30),
     "decode": Part(1, 170, 60),
@@ -76,7 +76,7 @@ PARTS: dict[str, Part] = {
     "variants": Part(3, 60, 45),
     "counters": Part(3, 75, 40),
     "sanitize": Part(3, 125, 120, shards=3),
-    "passes": Part(4, 130, 60),
+    "passes": Part(4, 120, 60),
     # A model is made on the machine first.
     "speculation": Part(4, 220, 210),
     # These compile or tune at their first call, for as long as they like: they cost nobody else.
