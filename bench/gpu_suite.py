@@ -1,11 +1,11 @@
-"""Check and measure the CUDA back end on this machine's GPU, in four calls of nine minutes.
+"""Check and measure the CUDA back end on this machine's GPU, in calls of less than nine minutes.
 
-    python -m bench.gpu_suite --out call1 --call 1
-    python -m bench.gpu_suite --out all --merge call1 --merge call2 --merge call3 --merge call4
+    python -m bench.gpu_suite --out call0 --call 0
+    python -m bench.gpu_suite --out all --merge call0 --merge call1 --merge call2 --merge call3
 
-Writes suite.json, suite.txt and suite.tgz to the output folder, anew after every stage and whole at
-every moment, and prints the text. Each part runs in processes of its own under a time limit; what
-crashes or hangs is reported and the rest goes on. Without --call all four run, one after another.
+Writes suite.json, suite.txt and suite.tar.xz to the output folder, anew after every part and whole
+at every moment, and prints the text. Each part runs in processes of its own under a time limit;
+what crashes or hangs is reported and the rest goes on. Without --call all run, one after another.
 --part chooses parts; --dry-run executes every part with tiny shapes in Triton's interpreter,
 without a GPU. Exits 1 if a check failed or a part did not finish. bench/gpu/README.md has more.
 """
@@ -50,8 +50,14 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
     type=click.Path(path_type=Path, exists=True),
     help="results to put together instead of running anything",
 )
-@click.option("--cache", "folder", type=_FOLDER, help="kernels compiled ahead; new ones are added")
-@click.option("--wheels", type=_FOLDER, help="folder of wheels of peers that are not installed")
+@click.option(
+    "--cache",
+    "caches",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="archive of kernels compiled ahead; unpacked beside itself",
+)
+@click.option("--wheels", type=_FOLDER, help="folder of wheels that are not installed")
 def main(
     out: Path,
     calls: tuple[str, ...],
@@ -61,10 +67,10 @@ def main(
     budget: float | None,
     jobs: int | None,
     merge: tuple[Path, ...],
-    folder: Path | None,
+    caches: tuple[Path, ...],
     wheels: Path | None,
 ) -> None:
-    """Run the parts, stage by stage, and print the report."""
+    """Run the parts, one after another, and print the report."""
     if merge:
         raise SystemExit(_merge(out, merge))
     wanted = [int(call) for call in calls] or list(CALLS)
@@ -77,9 +83,9 @@ def main(
         for name, part in parts_of(wanted).items():
             if not names or name in names:
                 made += jobs_of(name, part, records, dry_run, min(part.shards, at_once), only)
-        kernels = None if folder is None else precompile.use(folder)
+        kernels = _use(caches) if caches else None
         run = _Run(out, records, made, dry_run, bool(only), kernels)
-        code = run.stages(budget or BUDGET * len(wanted), at_once)
+        code = run.parts(budget or BUDGET * len(wanted), at_once)
     raise SystemExit(code)
 
 
@@ -102,25 +108,25 @@ class _Run:
         if kernels is not None:
             _say(kernels.said)
 
-    def stages(self, budget: float, at_once: int) -> int:
-        """Run the jobs stage by stage; return the exit code."""
+    def parts(self, budget: float, at_once: int) -> int:
+        """Run the jobs part by part; return the exit code."""
         self.save(archive=True)
         try:
-            for stage in sorted({job.stage for job in self.jobs}):
-                made = [job for job in self.jobs if job.stage == stage]
+            for name in dict.fromkeys(job.name for job in self.jobs):
+                made = [job for job in self.jobs if job.name == name]
                 left = budget - (time.monotonic() - self.began)
                 for job in made:
                     job.seconds = min(job.seconds, left)
                 if left > 0:
-                    _say(f"{left:4.0f} s left: {', '.join(sorted({job.name for job in made}))}")
+                    _say(f"{left:4.0f} s left: {name}")
                     run_jobs(made, at_once, _say, self.save)
                 self.save(archive=True)
         finally:
-            good = self.save(archive=True)
+            good = self.save(archive=True, kernels=True)
         click.echo(self.text)
         return 0 if good else 1
 
-    def save(self, archive: bool = False) -> bool:
+    def save(self, archive: bool = False, kernels: bool = False) -> bool:
         """Write what the processes have found so far; return whether all is well and done."""
         loaded, ended = [], {}
         for job in self.jobs:
@@ -135,8 +141,16 @@ class _Run:
             result["kernels"] = self.kernels.said
         self.text = report.write(self.out, result)
         if archive:
-            record.archive(self.out, self.records, self.kernels.files() if self.kernels else ())
+            new = self.kernels.files() if kernels and self.kernels else ()
+            record.archive(self.out, self.records, new)
         return report.is_good(result)
+
+
+def _use(caches: Sequence[Path]) -> precompile.Cache:
+    try:
+        return precompile.use(caches)
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"--cache: {error}") from None
 
 
 def _merge(out: Path, paths: Sequence[Path]) -> int:

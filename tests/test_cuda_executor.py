@@ -6,6 +6,7 @@ is tested is the executor's own work. The kernels have their own tests.
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -217,16 +218,96 @@ def test_greedy_steps_launch_nothing_that_only_draws_need(monkeypatch: pytest.Mo
     monkeypatch.setattr(executor_module, "capture", capture)
     session = make_session(model(), backend="cuda", context=64, chunk=8)
     session.warm()
-    greedy = [names for names in captured if "_advance" in names]
+    both = [names for names in captured if "_advance" in names]
     captured.clear()
     list(session.generate([[5]], 1, Sampling(temperature=0.7)))
-    drawn = [names for names in captured if "_advance" in names]
+    list(session.generate([[5]], 1))
+    assert not captured, "a request in service captures nothing"
     session.close()
+    greedy, drawn = both[::2], both[1::2]
     own = ("_largest", "_fill_bins", "_cut", "_draw", "_advance")
     assert {tuple(n for n in names if n in own) for names in greedy} == {("_largest", "_advance")}
     assert {tuple(n for n in names if n in own) for names in drawn} == {own}
     assert len(greedy) == len(drawn)
     assert all(len(b) - len(a) == 3 for a, b in zip(greedy, drawn, strict=True))
+
+
+def test_other_threads_may_use_the_gpu_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            pass
+
+    class Stream:
+        def synchronize(self) -> None:
+            pass
+
+    def capturing(made: Graph, stream: Stream, capture_error_mode: str = "global") -> Any:
+        modes.append(capture_error_mode)
+        return nullcontext()
+
+    for name, value in {"CUDAGraph": Graph, "graph": capturing, "stream": nullcontext}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    graph.capture([], Stream())()  # type: ignore[arg-type]
+    assert modes == ["thread_local"]
+
+
+def test_a_walk_lowers_and_executes_on_the_stream(
+    log: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lowering fills memory with zeros; on another stream it may do so after the launches."""
+    session = make_session(model(), backend="cuda", context=64, chunk=8)
+    executor = session.executor
+    assert isinstance(executor, CudaExecutor)
+    depth, lowered = 0, 0
+
+    @contextmanager
+    def on_stream() -> Iterator[None]:
+        nonlocal depth
+        depth += 1
+        yield
+        depth -= 1
+
+    def checked(lower: Callable[..., list[Launch]]) -> Callable[..., list[Launch]]:
+        def lowers(**arguments: Any) -> list[Launch]:
+            nonlocal lowered
+            assert depth == 1
+            lowered += 1
+            return lower(**arguments)
+
+        return lowers
+
+    for name in ("LOWER", "LOWER_GREEDY"):
+        table = {op: checked(lower) for op, lower in getattr(executor_module, name).items()}
+        monkeypatch.setattr(executor_module, name, table)
+    monkeypatch.setattr(executor, "_on_stream", on_stream)
+    for call in executor.walk(1, 1):
+        assert depth == 0 and call in executor.plan.calls
+    assert lowered == len(executor.plan.calls) <= len(log)
+    session.close()
+
+
+def test_steps_after_running_out_of_memory_say_so(
+    log: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def capture(launches: Sequence[Launch], stream: object) -> Callable[[], None]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    session = make_session(model(), backend="cuda", context=64, chunk=8)
+    monkeypatch.setattr(executor_module, "capture", capture)
+    executor = session.executor
+    for use in (
+        lambda: executor.step(1, 1),
+        lambda: executor.step(1, 1),
+        lambda: executor.upload(),
+        lambda: executor.warm(),
+        lambda: next(executor.walk(1, 1)),
+        lambda: list(session.generate([[5]], 2)),
+    ):
+        with pytest.raises(OutOfMemory, match="Tried to allocate 2 GiB; lower --context"):
+            use()
+    session.close()
 
 
 def test_prefill_without_output_rows_skips_the_head(log: list[tuple[str, int]]) -> None:

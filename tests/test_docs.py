@@ -43,7 +43,7 @@ ELSEWHERE = {
     "make test": "is what runs this test",
     "python -m pip install -e '.[cuda]'": "needs a package index and a GPU",
     "python -m bench.gpu_suite --out results --dry-run": "runs a minute: test_gpu_suite runs it",
-    "python -m bench.gpu_suite --out call1 --call 1": "needs a GPU",
+    "python -m bench.gpu_suite --out call0 --call 0": "needs a GPU",
     "from openai import OpenAI": "needs a server: test_serve runs it",
     "import ray": "needs the extra ray, and half a minute: test_ray_cluster runs one",
     'model = clocher_runtime.load("models/llama", batch=16)': "needs Dynamo, as the page says",

@@ -158,7 +158,7 @@ def play(seed: int) -> int:
         while pending and pending[-1][0] <= now:
             _, ids, budget, sampling = pending.pop()
             request = request_of(ids, budget, sampling)
-            scheduler.submit([request], warm=False)
+            scheduler.submit([request])
             live.append((request, ids, budget, sampling))
         if live and rng.random() < 0.01:
             rng.choice(live)[0].box.left = True
@@ -195,12 +195,12 @@ def test_a_text_seen_before_is_not_computed_again() -> None:
     scheduler, executor = scheduler_of(2, 64, 640, 20, reuse=True)
     ids = [i % VOCABULARY for i in range(512)]
     first = request_of(ids, 4, 0)
-    scheduler.submit([first], warm=False)
+    scheduler.submit([first])
     finish(scheduler)
     assert sum(tokens for tokens, _ in executor.steps) == 512 + 3
     executor.steps.clear()
     again = request_of(ids, 4, 0)
-    scheduler.submit([again], warm=False)
+    scheduler.submit([again])
     finish(scheduler)
     # The last page is computed, so that there is something to draw from.
     assert sum(tokens for tokens, _ in executor.steps) == 64 + 3
@@ -210,7 +210,7 @@ def test_a_text_seen_before_is_not_computed_again() -> None:
     executor.steps.clear()
     turn = [*ids, *(t.id for t in first.box.tokens), 1, 2, 3]
     more = request_of(turn, 4, 0)
-    scheduler.submit([more], warm=False)
+    scheduler.submit([more])
     finish(scheduler)
     assert sum(tokens for tokens, _ in executor.steps) < 4 + 3 + PAGE_CELLS + 3
     assert [t.id for t in more.box.tokens] == alone(turn, 4, 0)
@@ -221,17 +221,17 @@ def test_texts_of_another_salt_are_not_shared() -> None:
     scheduler, _ = scheduler_of(1, 64, 640, 20, reuse=True)
     ids = [i % VOCABULARY for i in range(256)]
     for salt in (b"a", b"b"):
-        scheduler.submit([request_of(ids, 1, 0, salt)], warm=False)
+        scheduler.submit([request_of(ids, 1, 0, salt)])
         finish(scheduler)
     assert scheduler.reused == 0
-    scheduler.submit([request_of(ids, 1, 0, b"a")], warm=False)
+    scheduler.submit([request_of(ids, 1, 0, b"a")])
     finish(scheduler)
     assert scheduler.reused == 192
 
 
 def test_a_long_text_holds_few_window_pages() -> None:
     scheduler, _ = scheduler_of(1, 64, 6400, 100, reuse=False)
-    scheduler.submit([request_of([1] * 6000, 2, 0)], warm=False)
+    scheduler.submit([request_of([1] * 6000, 2, 0)])
     most = 0
     while not scheduler.is_idle:
         scheduler.step()
@@ -244,7 +244,7 @@ def test_where_texts_part_is_found_again_however_long_they_are() -> None:
     shared = [i % VOCABULARY for i in range(3200)]
     for turn in range(4):
         executor.steps.clear()
-        scheduler.submit([request_of([*shared, *[turn] * 2000], 2, 0)], warm=False)
+        scheduler.submit([request_of([*shared, *[turn] * 2000], 2, 0)])
         finish(scheduler)
         computed = sum(tokens for tokens, _ in executor.steps)
         # The second text shows where they part, and keeps the window before it.
@@ -258,9 +258,9 @@ def test_decodes_come_first_and_prompts_fit_the_time() -> None:
     scheduler.passes.times = StepTimes(lambda: next(clock))
     for tokens in (1, 2, 4, 8, 16, 32, 64):
         scheduler.times.add(tokens, tokens * 500_000)  # half a millisecond a token
-    scheduler.submit([request_of([1] * 3, 30, 0)], warm=False)
+    scheduler.submit([request_of([1] * 3, 30, 0)])
     scheduler.step()
-    scheduler.submit([request_of([2] * 200, 3, 0)], warm=False)
+    scheduler.submit([request_of([2] * 200, 3, 0)])
     scheduler.step()
     assert executor.steps[-1] == (20, 1)  # one that decodes, and 19 of the prompt
     scheduler.itl_ms = math.inf
@@ -274,9 +274,9 @@ def test_prompts_get_a_share_where_decodes_need_all_the_time() -> None:
     scheduler.passes.times = StepTimes(lambda: next(clock))
     for tokens in (1, 2, 4, 8, 16, 32, 64):
         scheduler.times.add(tokens, 20_000_000 + (tokens - 1) * 500_000)
-    scheduler.submit([request_of([1] * 3, 30, 0)], warm=False)
+    scheduler.submit([request_of([1] * 3, 30, 0)])
     scheduler.step()
-    scheduler.submit([request_of([2] * 200, 3, 0)], warm=False)
+    scheduler.submit([request_of([2] * 200, 3, 0)])
     scheduler.step()
     # A decode alone takes 20 ms, so a step may take 30: one that decodes, and 20 of the prompt.
     assert executor.steps[-1] == (21, 1)
@@ -285,7 +285,7 @@ def test_prompts_get_a_share_where_decodes_need_all_the_time() -> None:
 def test_what_cannot_have_pages_waits_and_nothing_is_lost() -> None:
     scheduler, _ = scheduler_of(3, 64, 192, 3, reuse=True)
     requests = [request_of([i] * 60, 100, i) for i in range(3)]
-    scheduler.submit(requests, warm=False)
+    scheduler.submit(requests)
     finish(scheduler)
     assert scheduler.preempted
     for i, request in enumerate(requests):
@@ -302,8 +302,8 @@ def test_the_error_of_a_caller_is_the_callers() -> None:
 
     good, bad = request_of([1, 2], 5, 0), request_of([3, 4], 5, 0)
     bad.box.after_token = fail
-    scheduler.submit([good], warm=False)
-    scheduler.submit([bad], warm=False)
+    scheduler.submit([good])
+    scheduler.submit([bad])
     finish(scheduler)
     assert isinstance(bad.box.error, ZeroDivisionError)
     assert [t.id for t in good.box.tokens] == alone([1, 2], 5, 0)
@@ -313,7 +313,7 @@ def test_the_error_of_a_step_is_everyones(monkeypatch: pytest.MonkeyPatch) -> No
     scheduler, executor = scheduler_of(2, 64, 192, 6, reuse=True)
     requests = [request_of([1, 2], 5, 0), request_of([3], 5, 0)]
     for request in requests:
-        scheduler.submit([request], warm=False)
+        scheduler.submit([request])
     scheduler.step()
 
     def broken(tokens: int, rows: int) -> None:

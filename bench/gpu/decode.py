@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bench.gpu.products import without_pdl
 from bench.gpu.record import Row
 from bench.gpu.setting import Item, Setting
 from bench.gpu.weights import random_tensor
@@ -83,6 +84,13 @@ def items(dry: bool) -> list[Item]:
 def batch_items(dry: bool) -> list[Item]:
     """Return one item for each model and batch of more."""
     return _items(TINY if dry else PRECISIONS, measure, batches=(2, 4, 8))
+
+
+def variant_items(dry: bool) -> list[Item]:
+    """Return the item that times a model's steps without early launches; `items` has them with."""
+    model = (TINY if dry else PRECISIONS)[0]
+    model = replace(model, label=f"{model.label} without PDL", contexts=model.contexts[:2])
+    return [Item("steps-without-pdl", lambda setting: measure(without_pdl(setting), model, 1))]
 
 
 def short_items(dry: bool) -> list[Item]:
@@ -291,7 +299,7 @@ def measure(
     setting: Setting, precision: Precision, batch: int, layers: int | None = None
 ) -> list[Row]:
     """Time decode steps of a model at each context."""
-    setting.measure_copy()
+    setting.measure_bandwidth()
     began = time.perf_counter()
     model = Model(setting, precision, batch, layers)
     rows: list[Row] = []

@@ -1,5 +1,6 @@
 """What the numbers were measured on, and what it reaches at all: copies, reads, products."""
 
+import importlib
 import platform
 import shutil
 import subprocess
@@ -8,12 +9,10 @@ from functools import partial
 from importlib import metadata
 
 import torch
-import triton
-import triton.language as tl
 
 from bench.gpu.record import Row
 from bench.gpu.setting import Item, Setting
-from clocher_kernels.cuda.timer import Timing
+from clocher_kernels.cuda.timer import Timing, reason
 
 _PACKAGES = (
     "torch",
@@ -25,6 +24,8 @@ _PACKAGES = (
     "torchao",
     "bitsandbytes",
 )
+_MODULES = ("numba", "safetensors", "msgspec", "tokenizers")
+"""What some parts import besides; a missing one is carried as a wheel."""
 _QUERY = (
     "name,driver_version,pstate,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,"
     "power.draw,power.limit,temperature.gpu,memory.total,memory.used,ecc.mode.current,mig.mode.current"
@@ -36,7 +37,12 @@ _SIZES, _TINY_SIZES = tuple(mib << 20 for mib in (16, 64, 256, 1024, 4096)), (40
 
 def items(dry: bool) -> list[Item]:
     """Return the items of the part."""
-    return [Item("machine", _machine), Item("packages", _packages), Item("gpu", _gpu)]
+    return [
+        Item("machine", _machine),
+        Item("packages", _packages),
+        Item("gpu", _gpu),
+        Item("imports", _imports),
+    ]
 
 
 def state_item(name: str = "state-after") -> Item:
@@ -70,6 +76,17 @@ def _packages(setting: Setting) -> list[Row]:
     return [{**versions, "cuda": str(torch.version.cuda)}]
 
 
+def _imports(setting: Setting) -> list[Row]:
+    """Import what parts need; each module that is missing is a failure of its own."""
+    rows: list[Row] = []
+    for name in _MODULES:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            rows.append({"module": name, "status": "failed", "reason": reason(error)})
+    return rows or [{"imported": ", ".join(_MODULES)}]
+
+
 def _gpu(setting: Setting) -> list[Row]:
     if setting.dry:
         return [{"status": "not measured", "reason": "a dry run has no GPU", **state()}]
@@ -95,37 +112,12 @@ def ceiling_items(dry: bool) -> list[Item]:
     ]
 
 
-@triton.jit
-def _sum(x, y, SIZE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
-    pid = tl.program_id(0)
-    total = tl.zeros((BLOCK,), tl.int32)
-    for turn in range(0, SIZE, PROGRAMS * BLOCK):
-        at = turn + pid * BLOCK + tl.arange(0, BLOCK)
-        # One bit of each word is enough to make the load needed, and cannot overflow.
-        total += tl.load(x + at, at < SIZE, other=0, eviction_policy="evict_first") & 1
-    tl.store(y + pid, tl.sum(total))
-
-
 def _copy(setting: Setting, size: int) -> list[Row]:
     return [setting.copy(size)]
 
 
 def _read(setting: Setting, size: int) -> list[Row]:
-    block = 8192 if not setting.dry else 256
-    words = size // 4
-    programs = min(words // block, setting.device.sms * 8)
-    calls = []
-    for _ in range(setting.copies(size)):
-        x = setting.bytes(size).view(torch.int32)
-        y = torch.empty(programs, dtype=torch.int32, device=setting.place)
-        calls.append(partial(launch_sum, x, y, words, block, programs))
-    timing = setting.timer.race({"read": calls})["read"]
-    return [setting.measured(timing, size, kind="read", size=size)]
-
-
-def launch_sum(x: torch.Tensor, y: torch.Tensor, words: int, block: int, programs: int) -> None:
-    """Count odd words: each program writes how many it saw to its place in y."""
-    _sum[(programs,)](x, y, SIZE=words, BLOCK=block, PROGRAMS=programs, num_warps=8)
+    return [setting.read(size)]
 
 
 def _matmul(setting: Setting, dtype: str) -> list[Row]:

@@ -1,20 +1,22 @@
 """Compile the kernels that the suite will launch, on a machine without a GPU.
 
-    python -m bench.gpu.precompile --arch 90 --out build/kernels
+    python -m bench.gpu.precompile --arch 90 --out build/kernels.tar.xz
 
 Run it with the Python and the Triton wheel of the GPU's machine: no other Triton finds what it
-compiles: it looks a kernel up by a hash over its own sources and libtriton.so. A folder of caches
-has one for each: FOLDER/SHA/ with a `key.json` that says what it is for, and Triton's entries.
-`python -m bench.gpu_suite --cache build/kernels` says whether they are of use.
+compiles: it looks a kernel up by a hash over its own sources and libtriton.so. The archive has what
+a launch needs of each kernel. It is unpacked beside itself, build/kernels/SHA/ for each Triton,
+with a `key.json` that says for which. `python -m bench.gpu_suite --cache build/kernels.tar.xz` says
+whether they are of use.
 """
 
 import hashlib
 import json
 import multiprocessing
 import os
+import tarfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -22,10 +24,10 @@ from typing import Any
 
 import click
 
-from bench.gpu.record import Row, write_json
+from bench.gpu.record import Row, tar, write_json, write_whole
 
-KEY = "key.json"
-_SHORT = 16
+KEY, SUFFIX = "key.json", ".tar.xz"
+_SHORT, _TIGHT = 16, 9
 # What a launch needs of an entry; the rest (PTX, the IRs, the source) is for people.
 _NEEDED = (".cubin", ".json")
 _GROUP = "__grp__"
@@ -38,16 +40,21 @@ class Cache:
     Attributes:
         path: the folder.
         said: whether anything in it was made ahead, for the report.
+        known: what was in it at first.
     """
 
     path: Path
     said: str
+    known: frozenset[Path] = frozenset()
 
-    def files(self) -> Iterator[tuple[str, Path]]:
-        """Return what a later run needs: name in an archive, and file."""
-        for file in sorted(self.path.rglob("*")):
-            if file.suffix in _NEEDED and not file.name.startswith("."):
-                yield f"cache/{self.path.name}/{file.relative_to(self.path)}", file
+    def files(self) -> list[tuple[str, Path]]:
+        """Return what a later run needs and was not there: name in an archive, and file."""
+        found = [f for f in self.path.rglob("[!.]*") if f.suffix in _NEEDED and f not in self.known]
+        if not {f.name for f in found} - {KEY}:
+            return []
+        # Those of one kernel are alike, so they pack best side by side.
+        found.sort(key=lambda file: (file.suffix, file.name, file))
+        return [(f"cache/{self.path.name}/{file.relative_to(self.path)}", file) for file in found]
 
 
 def key() -> Row:
@@ -66,24 +73,49 @@ def key() -> Row:
     return {"triton": found.version, "libtriton_sha256": digest}
 
 
-def use(folder: Path) -> Cache:
-    """Let this process and its children use the cache of a folder that is for this Triton.
+def use(archives: Sequence[Path]) -> Cache:
+    """Let this process and its children use the kernels that are for this Triton.
 
-    There is an empty one if there is none.
+    Args:
+        archives: packed by `Cache.files`; the first one names the folder that all are unpacked to.
+            One that is not there is empty.
+
+    Raises:
+        ValueError: the name of the first does not end in .tar.xz, or one is no archive.
     """
     here = key()
-    path = folder.resolve() / here["libtriton_sha256"][:_SHORT]
+    if not archives[0].name.endswith(SUFFIX):
+        raise ValueError(f"{archives[0]}: expected a name that ends in {SUFFIX}")
+    folder = archives[0].with_name(archives[0].name.removesuffix(SUFFIX)).resolve()
+    for archive in archives:
+        _unpack(archive, folder)
+    path = folder / here["libtriton_sha256"][:_SHORT]
     kernels = len(list(path.glob(f"*/{_GROUP}*.json")))
     others = [json.loads(p.read_text()) for p in folder.glob(f"*/{KEY}") if p.parent != path]
     _settle(path)
+    known = frozenset(path.rglob("*")) if kernels else frozenset()
     write_json(path / KEY, here)
     os.environ["TRITON_CACHE_DIR"] = str(path)
     name = f"Triton {here['triton']} with libtriton.so {path.name}"
     if kernels:
-        return Cache(path, f"{kernels} kernels compiled ahead are used: for {name}")
+        return Cache(path, f"{kernels} kernels compiled ahead are used: for {name}", known)
     made_for = ", ".join(f"{o['triton']} with {o['libtriton_sha256'][:_SHORT]}" for o in others)
     why = f"those in {folder.name} are for Triton {made_for}" if others else "none came along"
     return Cache(path, f"no kernel is compiled ahead: {why}; here is {name}")
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    """Add the kernels of an archive to a folder."""
+    if not archive.exists():
+        return
+    try:
+        with tarfile.open(archive) as packed:
+            for member in packed:
+                top, _, name = member.name.partition("/")
+                if top == "cache" and not (folder / name).exists():
+                    packed.extract(member.replace(name=name), folder, filter="data")
+    except tarfile.TarError as error:
+        raise ValueError(f"{archive} cannot be unpacked: {error}") from None
 
 
 def _settle(path: Path) -> None:
@@ -97,19 +129,22 @@ def _settle(path: Path) -> None:
         files = {name: group.parent / name for name in children}
         moved = {name: str(file) for name, file in files.items() if file.exists()}
         if moved != children:
-            write_json(group, {**noted, "child_paths": moved})
+            group.write_text(json.dumps({**noted, "child_paths": moved}), encoding="utf-8")
 
 
 @click.command(help=__doc__)
 @click.option("--arch", type=int, default=90, show_default=True, help="90 for sm_90")
 @click.option("--sms", type=int, default=132, show_default=True, help="multiprocessors of the GPU")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="folder of caches")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="the .tar.xz to write")
 @click.option("--jobs", type=click.IntRange(1), help="processes; default: one for each CPU")
 @click.option("--only", multiple=True, help="only kernels of items whose id contains this")
 def main(arch: int, sms: int, out: Path, jobs: int | None, only: tuple[str, ...]) -> None:
     """Compile in several processes and say what there is now."""
     os.environ.pop("TRITON_INTERPRET", None)
-    used = use(out)
+    try:
+        used = use([out])
+    except ValueError as error:
+        raise click.UsageError(f"--out: {error}") from None
     count = jobs or os.cpu_count() or 1
     began = time.monotonic()
     with multiprocessing.get_context("spawn").Pool(count) as pool:
@@ -120,7 +155,8 @@ def main(arch: int, sms: int, out: Path, jobs: int | None, only: tuple[str, ...]
         click.echo(line, err=True)
     seconds = time.monotonic() - began
     click.echo(f"{launches} launches compiled, {len(failed)} failed, {seconds:.0f} s: {used.path}")
-    click.echo(use(out).said)
+    write_whole(out, tar(replace(used, known=frozenset()).files(), _TIGHT))
+    click.echo(f"{use([out]).said}; {out} has {out.stat().st_size / (1 << 20):.1f} MiB")
     raise SystemExit(1 if failed else 0)
 
 

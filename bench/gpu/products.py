@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from bench.gpu import decode, peers, shapes, weights
+from bench.gpu import peers, shapes, weights
 from bench.gpu.machine import state_item
 from bench.gpu.parity import judge
 from bench.gpu.record import Row
@@ -119,13 +119,11 @@ def sparse_items(dry: bool) -> list[Item]:
 
 
 def variant_items(dry: bool) -> list[Item]:
-    """Return one race for each weight, and one item for the steps of a whole model."""
-    varied = [
+    """Return one race for each weight."""
+    return [
         Item(f"{name}-{n}x{k}-m{m}", partial(_variants, name=name, n=n, k=k, m=m))
         for name, n, k, m in (_TINY_VARIED if dry else _VARIED)
     ]
-    model = (decode.TINY if dry else decode.PRECISIONS)[0]
-    return [*varied, Item("steps-without-pdl", partial(_steps, model=model))]
 
 
 def launches(setting: Setting, matrix: Matrix, name: str) -> list[Launch]:
@@ -315,9 +313,3 @@ def _execute(launches: Sequence[Launch], stages: int = 0) -> None:
     for launch in launches:
         chosen = options(launch) | ({"num_stages": stages} if stages else {})
         launch.kernel[launch.grid](**launch.args, **launch.constants, **chosen)
-
-
-def _steps(setting: Setting, model: decode.Precision) -> list[Row]:
-    """Time the steps of a model without early launches; with them `decode` does."""
-    model = replace(model, label=f"{model.label} without PDL", contexts=model.contexts[:2])
-    return decode.measure(without_pdl(setting), model, 1)

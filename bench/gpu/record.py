@@ -17,7 +17,7 @@ from typing import Any
 Row = dict[str, Any]
 
 SCHEMA = 2
-JSON, TEXT, ARCHIVE = "suite.json", "suite.txt", "suite.tgz"
+JSON, TEXT, ARCHIVE = "suite.json", "suite.txt", "suite.tar.xz"
 MOST_ARCHIVE_BYTES = 15 << 20
 """An archive with the compiled kernels in it may be this large; else they are left out."""
 
@@ -109,9 +109,9 @@ def archive(out: Path, records: Path, kernels: Iterable[tuple[str, Path]] = ()) 
     """
     logs = [(f"parts/{p.name}", p) for p in sorted(records.glob("[!.]*"))]
     kernels = list(kernels)
-    content = _tar([*logs, *kernels])
+    content = tar([*logs, *kernels])
     if len(content) > MOST_ARCHIVE_BYTES:
-        content, kernels = _tar(logs), []
+        content, kernels = tar(logs), []
     write_whole(out / ARCHIVE, content)
     return len(kernels)
 
@@ -136,12 +136,13 @@ def read(path: Path) -> Row:
     return dict(found)
 
 
-def _tar(files: Iterable[tuple[str, Path]]) -> bytes:
+def tar(files: Iterable[tuple[str, Path]], preset: int = 1) -> bytes:
+    """Return a compressed archive of files, given by their names in it; presets are those of xz."""
     content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w:gz", compresslevel=6) as tar:
+    with tarfile.open(fileobj=content, mode="w:xz", preset=preset) as packed:
         for name, path in files:
             data = path.read_bytes()  # a record may be replaced while it is read
             info = tarfile.TarInfo(name)
             info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
+            packed.addfile(info, io.BytesIO(data))
     return content.getvalue()

@@ -7,15 +7,15 @@ the embedded model through `Session`, its logits and tokens on the CPU and on th
 import time
 from collections.abc import Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from bench.gpu.machine import launch_sum
 from bench.gpu.parity import Trial
 from bench.gpu.products import without_pdl
 from bench.gpu.record import Row
-from bench.gpu.setting import Item, Setting
+from bench.gpu.setting import Item, Setting, launch_sum
 from bench.gpu.shapes import Matrix
 from bench.gpu.weights import random_tensor
 from clocher_kernels.cuda.launch import Launch, execute
@@ -25,12 +25,9 @@ from clocher_kernels.errors import DeviceError
 from clocher_kernels.formats import parse_format
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.contract import Case, OpSpec
-from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.locate import embedded_model
-from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.engine.load import Model, load_model
-from clocher_runtime.engine.probes import WorkTouch
-from clocher_runtime.engine.session import Session
+
+if TYPE_CHECKING:
+    from clocher_runtime.engine.load import Model
 
 # Of a product each layout has a kernel of its own, and each range of tokens.
 _PRODUCTS = (
@@ -123,6 +120,8 @@ def _pdl(setting: Setting) -> list[Row]:
 
 
 def _touch(setting: Setting) -> list[Row]:
+    from clocher_runtime.engine.probes import WorkTouch
+
     rng = np.random.default_rng(0)
     parts = [rng.integers(0, 256, size, dtype=np.uint8) for size in (100_003, 1, 65_536)]
     host = WorkTouch(parts, 70_001, 256)
@@ -143,6 +142,10 @@ def _touch(setting: Setting) -> list[Row]:
 
 
 def _session(setting: Setting) -> list[Row]:
+    from clocher_runtime.checkpoints import open_checkpoint  # late: kernels need no runtime
+    from clocher_runtime.checkpoints.locate import embedded_model
+    from clocher_runtime.engine.load import load_model
+
     model = load_model(open_checkpoint(embedded_model()))
     # The interpreter would take minutes: a dry run compares the CPU with the references.
     other = "reference" if setting.dry else "cuda"
@@ -157,8 +160,11 @@ def _session(setting: Setting) -> list[Row]:
     return [row]
 
 
-def _run(model: Model, backend: str, dry: bool) -> tuple[np.ndarray, list[int]]:
+def _run(model: "Model", backend: str, dry: bool) -> tuple[np.ndarray, list[int]]:
     """Return logits after each token of the prompt, and the tokens that follow it."""
+    from clocher_runtime.config.engine import EngineConfig
+    from clocher_runtime.engine.session import Session
+
     prompt, new = (_DRY_PROMPT, _DRY_NEW) if dry else (_PROMPT, _NEW)
     act = None if backend == "cuda" else "fp32"
     shared = {"backend": backend, "context": 64, "kv_dtype": "bf16", "act_prec": act}

@@ -5,6 +5,7 @@ Nothing heavy is imported here: the suite itself needs neither torch nor Triton.
 
 import contextlib
 import ctypes
+import importlib
 import os
 import signal
 import subprocess
@@ -12,13 +13,14 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.gpu.record import Record
+from bench.gpu.record import Record, Row
 
 if TYPE_CHECKING:
-    from bench.gpu.setting import Item
+    from bench.gpu.setting import Item, Setting
 
 LOST = 3
 """Exit code of a part whose GPU does not answer any more: a new process goes on."""
@@ -38,48 +40,47 @@ _FEW_THREADS = {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2", "MKL_NUM_TH
 
 @dataclass(frozen=True)
 class Part:
-    """How a part is run.
+    """How a part is run; parts run one after another.
 
     Attributes:
-        call: the third of the suite that it belongs to; 0: all of them.
-        stage: parts of one stage run side by side; those that time anything are alone in theirs.
+        call: which one it belongs to; `environment` is part of every one.
         seconds: time limit of the part.
         item_seconds: time limit of one item.
-        shards: processes that share its items.
+        shards: processes that share its items, side by side.
     """
 
     call: int
-    stage: int
     seconds: float
     item_seconds: float
     shards: int = 1
 
 
-CALLS = (1, 2, 3, 4)
+CALLS = (0, 1, 2, 3, 4)
 BUDGET = 520.0
-"""Seconds that a call may take; the limits of its stages come to no more."""
+"""Seconds that a call may take; the limits of its parts come to no more."""
 
 PARTS: dict[str, Part] = {
-    "environment": Part(0, 0, 20, 20),
-    "smoke": Part(1, 0, 60, 55, shards=8),
-    "ceilings": Part(1, 1, 40, 30),
-    "decode": Part(1, 2, 170, 60),
-    "parity": Part(1, 3, 250, 90, shards=14),
-    "peers": Part(2, 4, 40, 25),
-    "linear": Part(2, 5, 180, 60),
-    "moe": Part(2, 6, 40, 30),
-    "batches": Part(2, 7, 100, 45),
-    "generate": Part(2, 8, 140, 60),
-    "attention": Part(3, 9, 60, 40),
-    "sparse": Part(3, 10, 50, 40),
-    "variants": Part(3, 11, 60, 45),
-    "counters": Part(3, 12, 75, 40),
-    "sanitize": Part(3, 13, 125, 120, shards=3),
-    "passes": Part(4, 14, 150, 60),
+    # A machine that has just started reads every import from a cold disk.
+    "environment": Part(0, 50, 50),
+    "smoke": Part(0, 60, 55, shards=8),
+    "ceilings": Part(0, 40, 30),
+    "decode": Part(1, 170, 60),
+    "parity": Part(1, 250, 90, shards=14),
+    "linear": Part(2, 180, 60),
+    "moe": Part(2, 40, 30),
+    "batches": Part(2, 100, 45),
+    "generate": Part(2, 140, 60),
+    "peers": Part(3, 40, 25),
+    "attention": Part(3, 60, 40),
+    "sparse": Part(3, 50, 40),
+    "variants": Part(3, 60, 45),
+    "counters": Part(3, 75, 40),
+    "sanitize": Part(3, 125, 120, shards=3),
+    "passes": Part(4, 120, 60),
     # A model is made on the machine first.
-    "speculation": Part(4, 15, 330, 320),
+    "speculation": Part(4, 220, 210),
     # These compile or tune at their first call, for as long as they like: they cost nobody else.
-    "slow_peers": Part(3, 16, 130, 60),
+    "slow_peers": Part(4, 130, 60),
 }
 INNER = ("exercise", "profiled")
 """What `sanitize` and `counters` run under their tools; no parts of the suite."""
@@ -88,57 +89,64 @@ NAMES = (*PARTS, *INNER)
 
 
 def parts_of(calls: Iterable[int]) -> dict[str, Part]:
-    """Return the parts of some calls, in the order of their stages."""
+    """Return the parts of some calls, in their order."""
     wanted = set(calls)
-    return {name: p for name, p in PARTS.items() if not p.call or p.call in wanted}
+    return {n: p for n, p in PARTS.items() if p.call in wanted or n == "environment"}
+
+
+_MAKERS = {
+    "environment": ("machine.items",),
+    "smoke": ("smoke.items",),
+    "ceilings": ("machine.ceiling_items",),
+    "decode": ("decode.items",),
+    # The op table is what must not be missing if time runs out; products compile longest.
+    "parity": (
+        "parity.items",
+        "products.checked_items",
+        "moe.checked_items",
+        "attention.checked_items",
+        "decode.short_items",
+    ),
+    "batches": ("decode.batch_items",),
+    "generate": ("generate.items",),
+    "passes": ("passes.items",),
+    "speculation": ("passes.text_items",),
+    "peers": ("peers.items",),
+    "slow_peers": ("products.slow_items",),
+    "linear": ("products.items",),
+    "moe": ("moe.items",),
+    "attention": ("attention.items",),
+    "sparse": ("products.sparse_items",),
+    "variants": ("products.variant_items", "decode.variant_items"),
+    "counters": ("tools.counter_items",),
+    "profiled": ("tools.profiled_items",),
+    "sanitize": ("tools.sanitize_items",),
+    "exercise": ("tools.exercise_items",),
+}
+"""What makes the items of a part: module and function. A part imports nothing else."""
 
 
 def items_of(part: str, dry: bool) -> "list[Item]":
-    """Return the items of a part: few and tiny ones for a dry run."""
-    from bench.gpu import (
-        attention,
-        decode,
-        generate,
-        machine,
-        moe,
-        parity,
-        passes,
-        peers,
-        products,
-        smoke,
-        tools,
-    )
+    """Return the items of a part: few and tiny ones for a dry run.
 
-    makers = {
-        "environment": (machine.items,),
-        "smoke": (smoke.items,),
-        "ceilings": (machine.ceiling_items,),
-        "decode": (decode.items,),
-        # The op table is what must not be missing if time runs out; products compile longest.
-        "parity": (
-            parity.items,
-            products.checked_items,
-            moe.checked_items,
-            attention.checked_items,
-            decode.short_items,
-        ),
-        "batches": (decode.batch_items,),
-        "generate": (generate.items,),
-        "passes": (passes.items,),
-        "speculation": (passes.text_items,),
-        "peers": (peers.items,),
-        "slow_peers": (products.slow_items,),
-        "linear": (products.items,),
-        "moe": (moe.items,),
-        "attention": (attention.items,),
-        "sparse": (products.sparse_items,),
-        "variants": (products.variant_items,),
-        "counters": (tools.counter_items,),
-        "profiled": (tools.profiled_items,),
-        "sanitize": (tools.sanitize_items,),
-        "exercise": (tools.exercise_items,),
-    }
-    return [item for make in makers[part] for item in make(dry)]
+    What cannot be imported becomes an item that fails and says why.
+    """
+    from bench.gpu.setting import Item
+
+    items = []
+    for maker in _MAKERS[part]:
+        module, function = maker.split(".")
+        try:
+            found = importlib.import_module(f"bench.gpu.{module}")
+        except ImportError as error:
+            items.append(Item(f"import-{module}", partial(_fail, error)))
+        else:
+            items += getattr(found, function)(dry)
+    return items
+
+
+def _fail(error: ImportError, setting: "Setting") -> "list[Row]":
+    raise error
 
 
 @dataclass
@@ -148,7 +156,6 @@ class Job:
     Attributes:
         command: what to run; it goes on where the record ends.
         path: the record.
-        stage: jobs of one stage run side by side.
         seconds: time limit of all starts together.
         item_seconds: time limit of one item.
     """
@@ -158,7 +165,6 @@ class Job:
     path: Path
     seconds: float
     item_seconds: float
-    stage: int = 0
     starts: int = 0
     ended: str = ""
     _process: subprocess.Popen[bytes] | None = None
@@ -266,7 +272,7 @@ def jobs_of(
         for text in only:
             command += ["--only", text]
         seconds, item = part.seconds * slack, part.item_seconds * slack
-        made.append(Job(name, command, path, seconds, item, part.stage))
+        made.append(Job(name, command, path, seconds, item))
     return made
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from rich.console import Console
@@ -33,10 +33,10 @@ from bench.measure import (
 )
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_kernels.formats import parse_format
-from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.locate import embedded_model
-from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.topology import default_threads
+
+if TYPE_CHECKING:
+    from clocher_runtime.engine.load import Model
 
 Key = TypeVar("Key")
 Row = dict[str, Any]
@@ -136,8 +136,12 @@ MODEL_DIR = click.option(
 )
 
 
-def opened(model_dir: Path | None, precision: str | None = None) -> Model:
+def opened(model_dir: Path | None, precision: str | None = None) -> "Model":
     """Return the model of a directory, or the embedded one."""
+    from clocher_runtime.checkpoints import open_checkpoint  # late: tables need no checkpoint
+    from clocher_runtime.checkpoints.locate import embedded_model
+    from clocher_runtime.engine.load import load_model
+
     return load_model(open_checkpoint(model_dir or embedded_model()), precision)
 
 

@@ -82,6 +82,7 @@ class CudaExecutor:
         self._context_buckets = context_buckets(cells)
         self._graphs: dict[tuple[Key, bool], Callable[[], None]] = {}
         self._lost_to_fork: object = None
+        self._no_memory = ""
         self._longest = 0
         self._greedy = True
         self._fresh = False
@@ -121,8 +122,9 @@ class CudaExecutor:
 
         Raises:
             DeviceError: this process was forked from the one that made the executor.
+            OutOfMemory: the device ran out of memory in an earlier step.
         """
-        self._refuse_fork()
+        self._refuse_lost()
         self._fresh, self._masks = True, masks
 
     def step(self, tokens: int, rows: int) -> None:
@@ -139,9 +141,13 @@ class CudaExecutor:
 
     def walk(self, tokens: int, rows: int) -> Generator[Call, None, None]:
         """Execute a step call by call, without a graph, and yield each that was executed."""
-        for call, launches in self._lowered(*self._key(tokens, rows)):
-            with self._on_stream():
+        lowered = self._lowered(*self._key(tokens, rows))
+        while True:
+            with self._on_stream():  # lowering fills memory that the launches use
+                call, launches = next(lowered, (None, []))
                 execute(launches)
+            if call is None:
+                return
             yield call
 
     def peek(self, name: str, count: int) -> np.ndarray:
@@ -152,6 +158,7 @@ class CudaExecutor:
 
     def _key(self, tokens: int, rows: int) -> tuple[Key, bool]:
         """Return the bucket of a step, and whether its rows are all greedy; send new inputs."""
+        self._refuse_lost()
         if not (0 < tokens <= self.plan.tokens and 0 <= rows <= self.plan.rows):
             raise ShapeError(
                 f"a step of {tokens} tokens and {rows} rows; the Plan has room for "
@@ -186,11 +193,12 @@ class CudaExecutor:
             self._stream.synchronize()
 
     def warm(self) -> None:
-        """Compile every kernel and capture every graph that rows of their temperature need."""
+        """Compile every kernel and capture every graph, for temperature 0 and for others."""
+        drawn = "temperature" in self._inputs.host
         for key in self.buckets():
-            greedy = self._is_greedy(key[1])
-            if (key, greedy) not in self._graphs:
-                self._prepare(key, greedy)
+            for greedy in (True, False) if key[1] and drawn else (not key[1],):
+                if (key, greedy) not in self._graphs:
+                    self._prepare(key, greedy)
 
     def buckets(self) -> list[Key]:
         """Return every (tokens, output rows, cache cells) that steps are captured for."""
@@ -216,7 +224,7 @@ class CudaExecutor:
         Raises:
             DeviceError: this process was forked from the one that made the executor.
         """
-        self._refuse_fork()
+        self._refuse_lost()
         return nullcontext()
 
     def close(self) -> None:
@@ -270,7 +278,9 @@ class CudaExecutor:
         """
         self._lost_to_fork, self._graphs = self._graphs, {}
 
-    def _refuse_fork(self) -> None:
+    def _refuse_lost(self) -> None:
+        if self._no_memory:
+            raise OutOfMemory(self._no_memory)
         if self._lost_to_fork is not None:
             raise DeviceError(
                 "the model was loaded on a GPU before this process was forked, which CUDA does not "
@@ -278,7 +288,7 @@ class CudaExecutor:
             )
 
     def _prepare(self, key: Key, greedy: bool) -> None:
-        self._refuse_fork()
+        self._refuse_lost()
         refuse_in_window("capture a CUDA graph")
         with self._out_of_memory(), self._on_stream():
             # The launches run once before they are captured; what they step on is put back.
@@ -325,10 +335,11 @@ class CudaExecutor:
             self._graphs.clear()
             self._values = {}
             torch.cuda.empty_cache()
-            raise OutOfMemory(
+            self._no_memory = (
                 f"the GPU ran out of memory: {str(error).splitlines()[0]}; lower --context or "
                 "--batch, or choose a smaller --kv-dtype"
-            ) from None
+            )
+            raise OutOfMemory(self._no_memory) from None
 
 
 def _forked() -> None:

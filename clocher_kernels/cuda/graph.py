@@ -69,7 +69,8 @@ def capture(launches: Sequence[Launch], stream: "torch.cuda.Stream | None") -> C
         execute(launches)
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        # What other threads of this process do on the GPU meanwhile may not break the capture.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             execute(launches)
 
     def replay() -> None:

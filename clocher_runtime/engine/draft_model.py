@@ -114,11 +114,6 @@ class DraftModel:
         self.slots = list(range(self._count))[::-1]
         self.pages.reset()
 
-    def choose(self, sampling: Sampling) -> None:
-        """Compile what drawing like this needs and an earlier warm-up left out."""
-        self._inputs.choose(_on_device(sampling))
-        self._executor.warm()
-
     def warm(self) -> None:
         """Compile everything, and learn what steps cost."""
         self._executor.warm()

@@ -98,11 +98,6 @@ class Guessing:
         if self.draft is not None:
             self.draft.warm()
 
-    def choose(self, sampling: Sampling) -> None:
-        """Compile what drawing like this needs and an earlier warm-up left out."""
-        if self.draft is not None:
-            self.draft.choose(sampling)
-
     def close(self) -> None:
         """Release the buffers."""
         if self.draft is not None:

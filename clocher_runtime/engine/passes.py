@@ -75,11 +75,6 @@ class Passes:
         """Passes and their tokens, where nobody guesses."""
         return Counts(passes=self.turns, tokens=self.sums.decode_tokens)
 
-    def choose(self, sampling: Sampling) -> None:
-        """Write how every row's token is chosen, for a warm-up that looks at it."""
-        self._inputs.choose(sampling)
-        self._staged = []
-
     def forget(self, request: Request | None = None) -> None:
         """Write all inputs of the next pass anew if a request was in the last, or in any case."""
         if request is None or request in self._staged:

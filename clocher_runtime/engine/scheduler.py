@@ -99,12 +99,11 @@ class Scheduler:
         """Count the pages of each pool."""
         return self.pages.census()
 
-    def submit(self, requests: Sequence[Request], warm: bool) -> None:
+    def submit(self, requests: Sequence[Request]) -> None:
         """Put the requests of a call at the end of those that wait.
 
         Args:
             requests: of one call.
-            warm: compile now what their sampling needs and an earlier warm-up left out.
 
         Raises:
             SessionBusy: another call is being measured, or runs beside this one that shall be.
@@ -116,9 +115,6 @@ class Scheduler:
                     "generate: a measured generation shares its steps with no other; finish or "
                     "close the other one first, or load a second session"
                 )
-        if warm:
-            self.passes.choose(requests[0].sampling)
-            self._executor.warm()
         self._waiting.extend(requests)
 
     def step(self) -> None:

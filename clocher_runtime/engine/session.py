@@ -109,7 +109,6 @@ class Session:
         )
         self.speculate = mode if drafts else "off"
         self.reading = Reading(own, config.backend, config.attn)
-        self._is_warm = False
         self._keeps_mapped, self.changed = config.keep_mapped, ""
         self._turns = Turns(self._scheduler)
 
@@ -181,7 +180,6 @@ class Session:
             UsageError: the session is closed.
         """
         with self._turns.taken("warm"), self._executor.running():
-            self._is_warm = True
             self._executor.warm()
             self._scheduler.passes.warm()
             if self._guessing is not None:
@@ -377,9 +375,7 @@ class Session:
     def _submit(self, purpose: str, requests: Sequence[Request]) -> None:
         self._check_files()
         with self._turns.taken(purpose):
-            if self._is_warm and self._guessing is not None:
-                self._guessing.choose(requests[0].sampling)
-            self._scheduler.submit(requests, warm=self._is_warm)
+            self._scheduler.submit(requests)
 
     def _usable(self, given: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the ids of the prompts of a call, one list for each."""

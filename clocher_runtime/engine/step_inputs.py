@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.backends import Executor, stager
 from clocher_runtime.engine.requests import Request
 
@@ -78,7 +77,3 @@ class StepInputs:
             ends[start + total - behind : start + total] = request.cells + total
         if request.canvas is not None:  # the host draws
             draws[row : row + request.rows(count)] = 0
-
-    def choose(self, sampling: Sampling) -> None:
-        """Write how every row's token is chosen, for a warm-up that looks at it."""
-        self._arrays["temperature"][...] = 0 if sampling.on_host else sampling.temperature
