@@ -5,8 +5,8 @@ Nothing heavy is imported here: the suite itself needs neither torch nor Triton.
 
 import contextlib
 import ctypes
-import importlib
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -95,33 +95,33 @@ def parts_of(calls: Iterable[int]) -> dict[str, Part]:
 
 
 _MAKERS = {
-    "environment": ("machine.items",),
-    "smoke": ("smoke.items",),
-    "ceilings": ("machine.ceiling_items",),
-    "decode": ("decode.items",),
+    "environment": ("machine:items",),
+    "smoke": ("smoke:items",),
+    "ceilings": ("machine:ceiling_items",),
+    "decode": ("decode:items",),
     # The op table is what must not be missing if time runs out; products compile longest.
     "parity": (
-        "parity.items",
-        "products.checked_items",
-        "moe.checked_items",
-        "attention.checked_items",
-        "decode.short_items",
+        "parity:items",
+        "products:checked_items",
+        "moe:checked_items",
+        "attention:checked_items",
+        "decode:short_items",
     ),
-    "batches": ("decode.batch_items",),
-    "generate": ("generate.items",),
-    "passes": ("passes.items",),
-    "speculation": ("passes.text_items",),
-    "peers": ("peers.items",),
-    "slow_peers": ("products.slow_items",),
-    "linear": ("products.items",),
-    "moe": ("moe.items",),
-    "attention": ("attention.items",),
-    "sparse": ("products.sparse_items",),
-    "variants": ("products.variant_items", "decode.variant_items"),
-    "counters": ("tools.counter_items",),
-    "profiled": ("tools.profiled_items",),
-    "sanitize": ("tools.sanitize_items",),
-    "exercise": ("tools.exercise_items",),
+    "batches": ("decode:batch_items",),
+    "generate": ("generate:items",),
+    "passes": ("passes:items",),
+    "speculation": ("passes:text_items",),
+    "peers": ("peers:items",),
+    "slow_peers": ("products:slow_items",),
+    "linear": ("products:items",),
+    "moe": ("moe:items",),
+    "attention": ("attention:items",),
+    "sparse": ("products:sparse_items",),
+    "variants": ("products:variant_items", "decode:variant_items"),
+    "counters": ("tools:counter_items",),
+    "profiled": ("tools:profiled_items",),
+    "sanitize": ("tools:sanitize_items",),
+    "exercise": ("tools:exercise_items",),
 }
 """What makes the items of a part: module and function. A part imports nothing else."""
 
@@ -135,13 +135,10 @@ def items_of(part: str, dry: bool) -> "list[Item]":
 
     items = []
     for maker in _MAKERS[part]:
-        module, function = maker.split(".")
         try:
-            found = importlib.import_module(f"bench.gpu.{module}")
+            items += pkgutil.resolve_name(f"bench.gpu.{maker}")(dry)
         except ImportError as error:
-            items.append(Item(f"import-{module}", partial(_fail, error)))
-        else:
-            items += getattr(found, function)(dry)
+            items.append(Item(f"import-{maker.split(':')[0]}", partial(_fail, error)))
     return items
 
 
