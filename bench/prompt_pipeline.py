@@ -61,12 +61,12 @@ class Generation:
         batch = len(source.peek(config.batch))
         console = Silent()
         pipelines = partial(pipeline, config, self._engine, source, prepare, batch)
-        with Completions(console) as completions:
+        with Completions(console, config) as completions:
             start = time.perf_counter()
             done = measure_run(self._engine, pipelines, config, batch, console, completions)
             self.elapsed[mode].append(done.tokens / (time.perf_counter() - start))
         source.close()
-        text = repr([output.token_ids for output in completions.listed])
+        text = repr([output["token_ids"] for output in completions.listed])
         self.ids.add(hashlib.sha256(text.encode("ascii")).hexdigest())
         return done.tokens / (done.wall_ns / 1e9)
 

@@ -23,12 +23,15 @@ import clocher_runtime as clocher
 from clocher_kernels.errors import UsageError
 from clocher_runtime.api import LanguageModel
 from clocher_runtime.checkpoints.locate import embedded_model
+from clocher_runtime.command.console import Screen
+from clocher_runtime.command.settings import CONTINUED, ChatConfig
+from clocher_runtime.config.setting import declared
+from clocher_runtime.config.sources import Sources, settle
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.models.build import PAGE_CELLS
-from clocher_runtime.subcommands import chat, chat_settings
-from clocher_runtime.subcommands.chat_screen import Screen, Typed
-from clocher_runtime.subcommands.chat_settings import ChatConfig
+from clocher_runtime.subcommands import chat
+from clocher_runtime.subcommands.chat_keys import Typed
 from clocher_runtime.subcommands.chat_talk import MAX_FILE_BYTES, Talk
 from clocher_runtime.text.chat_turn import ChatModel
 from clocher_runtime.text.deltas import Delta
@@ -39,6 +42,7 @@ TEMPLATE = (
     "{%- if add_generation_prompt -%}<|start|>assistant<|message|>{%- endif -%}"
 )
 CHAT = (sys.executable, "-m", "clocher_runtime", "chat")
+TABLE = declared(ChatConfig)
 LONG = "Write a loop over the lines of a file, and then another one over its words. " * 6
 
 
@@ -65,6 +69,10 @@ def colours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let terminals have colours, whatever the one of the tests has."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+def decide(flags: dict[str, str], environ: dict[str, str]) -> ChatConfig:
+    return settle(ChatConfig, Sources(flags, environ))
 
 
 class Tty(io.StringIO):
@@ -214,16 +222,16 @@ def test_thoughts_are_dim_and_calls_are_lines(
     chat_model: ChatModel, said: Sequence[Delta], settings: Mapping[str, bool], expected: str
 ) -> None:
     shown = Shown(chat_model, **settings)
-    shown.talk._view.show(said)
+    shown.talk._show(said)
     assert shown.out.getvalue() == expected
 
 
 def test_a_terminal_obeys_nothing_of_an_answer(chat_model: ChatModel) -> None:
     shown = Shown(chat_model)
     hostile = "\x1b]0;owned\x07 \x1b[2J \x9b31m \r\x08 \x00"
-    shown.talk._view.show([Delta("content", hostile)])
+    shown.talk._show([Delta("content", hostile)])
     assert not {*map(ord, shown.out.getvalue())} & ({*range(32), *range(127, 160)} - {10})
-    shown.talk._view.show([Delta("reasoning", hostile)])
+    shown.talk._show([Delta("reasoning", hostile)])
     thought = shown.out.getvalue().replace("\x1b[2m", "").replace("\x1b[22m", "")
     assert "\x1b" not in thought
 
@@ -428,7 +436,7 @@ def test_a_model_that_continues_text_sends_one_text_at_a_time(loaded: LanguageMo
     model = ChatModel(loaded.session, loaded.tokenizer, by_template=False)
     shown = Shown(model, max_new=None)
     shown.type("def f(n):", "class Stack:")
-    assert shown.said()[3][1] == loaded.generate("class Stack:", chat_settings.CONTINUED)
+    assert shown.said()[3][1] == loaded.generate("class Stack:", CONTINUED)
     assert "\x1b[2mclass Stack:\x1b[22m" in shown.out.getvalue()
     assert "there is no system message" in shown.type("/system x")
     piped = Shown(model, is_terminal=False)
@@ -469,7 +477,7 @@ def pipe(
 
 
 def chat_variables() -> set[str]:
-    return {variable for setting in chat_settings.TABLE.values() for variable in setting.env}
+    return {variable for setting in TABLE.values() for variable in setting.env}
 
 
 def test_a_pipe_gets_the_answer_and_nothing_else(
@@ -487,7 +495,7 @@ def test_a_pipe_gets_the_answer_and_nothing_else(
 def test_the_embedded_model_continues_text_and_says_so(pipe: Pipe) -> None:
     code, out, err = pipe("def f(n):", "--temperature", 0, "--no-stats")
     with clocher.load() as model:
-        text = model.generate("def f(n):", chat_settings.CONTINUED)
+        text = model.generate("def f(n):", CONTINUED)
     assert (code, out.rstrip("\n")) == (0, text.rstrip("\n"))
     lines = err.splitlines()
     assert len(lines) == 2
@@ -815,7 +823,7 @@ def test_characters_in_several_tokens_come_whole(
 
 def test_settings_that_a_chat_has_are_known_to_it() -> None:
     with pytest.raises(UsageError, match="temperature"):
-        chat_settings.decide({"temperature": "x"}, {})
-    config = chat_settings.decide({"seed": "random", "threads": "3"}, {})
+        decide({"temperature": "x"}, {})
+    config = decide({"seed": "random", "threads": "3"}, {})
     assert (config.seed, config.threads) == ("random", 3)
-    assert not {"batch", "stub", "rounds", "trace_ids"} & set(chat_settings.TABLE)
+    assert not {"batch", "stub", "rounds", "trace_ids"} & set(TABLE)

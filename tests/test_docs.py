@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,8 +15,8 @@ from typing import NamedTuple
 
 import pytest
 from commands import VARIABLES
+from test_jsonline import RUN_KEYS
 
-from clocher_runtime.command.jsonline import RunLine
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.models.families import FAMILIES
 
@@ -159,7 +158,7 @@ def test_no_block_is_left_out_silently() -> None:
 def test_the_json_shown_is_what_its_command_prints(outcome: Callable[[Block], Done]) -> None:
     shown = json.loads(block_of('"schema"').text.replace("\n", " "))
     (printed,) = json_lines(outcome(block_of("--prompt")).stdout)
-    assert list(shown) == list(printed) == [f.name for f in fields(RunLine)]
+    assert list(shown) == list(printed) == RUN_KEYS
     for key in ("schema", "version", "model", "precision", "outputs", "bytes_per_token"):
         assert shown[key] == printed[key], key
     for line in (shown, printed):  # how many passes it takes depends on the machine

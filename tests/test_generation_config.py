@@ -11,10 +11,11 @@ from weight_files import LLAMA, copy_model
 import clocher_runtime
 from clocher_kernels.errors import FormatError, UsageError
 from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.command.settings import ChatConfig
+from clocher_runtime.config.sources import Sources, settle
 from clocher_runtime.engine.sampling_defaults import sampling_defaults, taken, told
 from clocher_runtime.serve.schemas import ChatRequest, CompletionRequest
 from clocher_runtime.serve.schemas_responses import ResponsesRequest
-from clocher_runtime.subcommands.chat_settings import decide
 
 DRAWN = {"do_sample": True, "temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.05}
 DEFAULTS = {name: value for name, value in DRAWN.items() if name != "do_sample"}
@@ -133,13 +134,13 @@ def test_requests_of_a_server_get_the_defaults_where_they_say_nothing() -> None:
 
 
 def test_a_chat_has_the_defaults_of_the_model_and_its_flags_win() -> None:
-    config = decide({"top_k": "3"}, {})
+    config = settle(ChatConfig, Sources({"top_k": "3"}, {}))
     changed, found = config.on_top_of(DEFAULTS)
     assert (changed.temperature, changed.top_k, changed.min_p) == (1.3, 3, 0.05)
     assert set(found) == {"temperature", "top_p", "min_p"}
-    greedy = decide({"temperature": "0"}, {})
+    greedy = settle(ChatConfig, Sources({"temperature": "0"}, {}))
     assert greedy.on_top_of(DEFAULTS) == (greedy, {})
-    plain = decide({}, {})
+    plain = settle(ChatConfig, Sources({}, {}))
     assert plain.on_top_of({})[0].temperature == 0.7
 
 

@@ -16,7 +16,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
+from test_jsonline import RUN_KEYS, SPECULATION_KEYS, TOUCH_KEYS
 
-from clocher_runtime.command.jsonline import (
-    ErrorLine,
-    RunLine,
-    SpeculationFields,
-    WorkTouchFields,
-)
+from clocher_kernels.errors import ModelNotFound
+from clocher_runtime.command.jsonline import error_line
 from clocher_runtime.monitoring import exporter, sources
 from clocher_runtime.monitoring.exporter import RunMetrics
 from clocher_runtime.monitoring.records import (
@@ -87,7 +84,7 @@ RUN: dict[str, Any] = {
     "effective_gbps": 1.5,
     "outputs": [{"token_ids": [1], "text": "x"}],
 }
-ERROR = ErrorLine(version="0.1.0", code=3, type="ModelNotFound", message="not there")
+ERROR = error_line(ModelNotFound("not there"))
 
 
 def line(**changes: object) -> bytes:
@@ -174,9 +171,9 @@ def test_every_number_of_a_run_in_base_units() -> None:
 
 
 def test_every_key_is_one_of_the_json_line() -> None:
-    top = {f.name for f in fields(RunLine)}
-    touch = {f"work_touch.{f.name}" for f in fields(WorkTouchFields)}
-    guesses = {f"speculation.{f.name}" for f in fields(SpeculationFields)}
+    top = set(RUN_KEYS)
+    touch = {f"work_touch.{key}" for key in TOUCH_KEYS}
+    guesses = {f"speculation.{key}" for key in SPECULATION_KEYS}
     assert {f.key for f in (*COUNTERS, *GAUGES)} <= top | touch | guesses
     assert set(RUN) <= top
 
@@ -193,9 +190,9 @@ def test_build_info() -> None:
 
 def test_only_runs_that_are_ok_measure() -> None:
     tuned = json.dumps({"schema": "clocher.run/1", "status": "tuned"}).encode()
-    failed = row("error", line=asdict(ERROR))
+    failed = row("error", line=ERROR)
     silent = row("error", line=None)
-    error = json.dumps(asdict(ERROR)).encode()
+    error = json.dumps(ERROR).encode()
     found = taken(line(), row("ok"), row("void"), row("warmup"), tuned, failed, silent, error)
     assert by(found, "ie_runs_total", "status") == {
         "ok": 2,
@@ -265,7 +262,7 @@ HOSTILE: dict[str, tuple[bytes | None, str]] = {
     "list-for-text": (line(model=["a"]), "bad_field"),
     "row-line-is-text": (row("ok", line="x"), "bad_field"),
     "row-without-line": (row("ok", line=None), "bad_field"),
-    "row-with-a-failed-line": (row("ok", line=asdict(ERROR)), "bad_field"),
+    "row-with-a-failed-line": (row("ok", line=ERROR), "bad_field"),
     "row-build-is-a-list": (row("ok", build=[1]), "bad_field"),
 }
 
@@ -294,7 +291,7 @@ def test_a_hostile_line_is_counted_and_does_no_harm(name: str) -> None:
         lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
         max_leaves=5,
     ),
-    st.sampled_from([f.name for f in fields(RunLine)]),
+    st.sampled_from(RUN_KEYS),
 )
 def test_any_value_of_any_key(value: object, key: str) -> None:
     metrics = RunMetrics()
@@ -314,7 +311,7 @@ def test_series_are_bounded() -> None:
     metrics = RunMetrics()
     for i in range(exporter.MAX_CONFIGURATIONS + 50):
         metrics.take(line(model=f"m{i}", version=f"v{i}"))
-        metrics.take(json.dumps(asdict(ERROR) | {"type": f"Error{i}"}).encode())
+        metrics.take(json.dumps(ERROR | {"type": f"Error{i}"}).encode())
     found = samples(metrics.text())
     assert len(found["ie_tokens_per_second"]) == exporter.MAX_CONFIGURATIONS
     assert by(found, "ie_exporter_lines_rejected_total", "reason")["too_many"] == 50
@@ -553,7 +550,7 @@ def rules() -> list[dict[str, str]]:
 
 
 def test_expressions_name_metrics_that_exist() -> None:
-    exported = set(taken(line(), json.dumps(asdict(ERROR)).encode()))
+    exported = set(taken(line(), json.dumps(ERROR).encode()))
     recorded = {rule["record"] for rule in rules()}
     for expression in [rule["expr"] for rule in rules()]:
         assert set(NAMES.findall(expression)) <= exported, expression
@@ -632,7 +629,7 @@ def test_prometheus_is_told_the_exporter_s_port() -> None:
 def test_the_page_lists_every_metric_label_and_reason() -> None:
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\| `(ie_\w+)", page, re.M))
-    assert listed == set(taken(line(), json.dumps(asdict(ERROR)).encode()))
+    assert listed == set(taken(line(), json.dumps(ERROR).encode()))
     for word in [*(f.name for f in fields(Configuration)), *REASONS, *STATUSES]:
         assert f"`{word}`" in page, word
     for rule in rules():
@@ -722,7 +719,7 @@ def _check_queries(server: str, path: Path, runs: list[dict[str, Any]]) -> None:
     with path.open("ab") as file:
         for run in runs[1:]:
             file.write(json.dumps(run).encode() + b"\n")
-        file.write(json.dumps(asdict(ERROR)).encode() + b"\n")
+        file.write(json.dumps(ERROR).encode() + b"\n")
     until(lambda: _query(server, 'ie_runs_total{status="ok"} == 4'), "the lines that were added")
     for expression in [*expressions(), *(rule["expr"] for rule in rules())]:
         until(lambda e=expression: _query(server, e), expression)

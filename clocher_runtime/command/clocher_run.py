@@ -12,13 +12,7 @@ from functools import partial
 from clocher_kernels.errors import ModelChanged
 from clocher_runtime.command.console import Console, is_terminal
 from clocher_runtime.command.flags import Command
-from clocher_runtime.command.jsonline import (
-    ErrorLine,
-    RunLine,
-    TuneLine,
-    error_line,
-    to_json,
-)
+from clocher_runtime.command.jsonline import Line, error_line, to_json
 from clocher_runtime.command.settings import ALL, RunConfig, resolve
 from clocher_runtime.config.setting import defaults
 from clocher_runtime.config.sources import unprefixed
@@ -92,7 +86,7 @@ def command(
     Raises:
         KeyboardInterrupt: a signal arrived before there was a console to tell it.
     """
-    line: RunLine | TuneLine | ErrorLine
+    line: Line
     as_json = "--json" in argv or not is_terminal(sys.stdout)
     with Console(name=name) as console:
         try:
@@ -115,7 +109,8 @@ def command(
 
                     line, code = tune(config, console), ExitCode.OK
                 else:
-                    from clocher_runtime.command.run import run, summary
+                    from clocher_runtime.command.completions import summary
+                    from clocher_runtime.command.run import run
 
                     line, code = run(config, console), ExitCode.OK
                     console.note(summary(line))
@@ -125,7 +120,7 @@ def command(
             if code == ExitCode.BUG:
                 console.note("".join(traceback.format_exception(error)).rstrip())
             else:
-                console.note(f"error: {line.message}")
+                console.note(f"error: {line['message']}")
     return to_json(line) if as_json else None, code
 
 

@@ -1,36 +1,41 @@
-"""Where completions go: the JSON line, the console, and the files that a run is asked for."""
+"""What a run gives: completions and the files that they go to, and the line of its numbers."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import dataclass
+from math import isnan, nan
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Any
 
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.jsonline import OutputFields, clocher_version
+from clocher_runtime.command.jsonline import Line, clocher_version, head
 from clocher_runtime.command.loading import Engine
+from clocher_runtime.command.settings import RunConfig
 from clocher_runtime.disk.output_file import JsonlWriter
+from clocher_runtime.engine import timing
 from clocher_runtime.engine.arguments import Sampling
-from clocher_runtime.quality.trace import TopLogits, Trace, document
+from clocher_runtime.engine.probes import Touch
+from clocher_runtime.engine.sampling_defaults import NAMES, taken
+from clocher_runtime.engine.timing import Reservoir, StepTotals
+from clocher_runtime.engine.topology import numa_nodes
+from clocher_runtime.speculation.account import Account
 from clocher_runtime.text.prompts import Prompt
+
+if TYPE_CHECKING:
+    from clocher_runtime.quality.trace import TopLogits
 
 MAX_LISTED = 1000
 """Prompts in `outputs` of the JSON line; `--outputs` writes all of them."""
 
 
-class Completions:
+class Completions(ExitStack):
     """Takes the completions of the first round in the order of their prompts, and keeps few.
 
     Use it as a context manager: leaving it finishes the files of `--outputs` and `--trace-ids`.
 
     Args:
         console: shows what is wrong with a prompt, and texts that were not shown as they grew.
-        outputs: file for all completions.
-        trace_ids: file for the ids of all completions.
-        trace_topk: whether traces have largest logits.
-        aggregate: list none.
-        single: there is but one prompt, whose error ends the run and is told then.
+        config: which files are written, and whether completions are listed.
 
     Attributes:
         prompts: how many came.
@@ -38,52 +43,33 @@ class Completions:
         first_error: what was wrong with the first of them.
         listed: the first `MAX_LISTED` completions; none with `--aggregate`.
         fingerprint: of the weights, for traces.
+        sampling: for traces.
 
     Raises:
         UsageError: a file cannot be written.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        *,
-        outputs: Path | None = None,
-        trace_ids: Path | None = None,
-        trace_topk: int = 0,
-        aggregate: bool = False,
-        single: bool = False,
-    ) -> None:
+    def __init__(self, console: Console, config: RunConfig) -> None:
+        super().__init__()
         self.prompts = self.failed = 0
         self.first_error = ""
-        self.listed: list[OutputFields] = []
+        self.listed: list[dict[str, Any]] = []
         self._console, self.sampling = console, Sampling()
-        self._most = 0 if aggregate else MAX_LISTED
-        self._has_topk, self._is_single = trace_topk > 0, single
+        self._most = 0 if config.aggregate else MAX_LISTED
+        self._has_topk, self._is_single = config.trace_topk > 0, config.prompts_file is None
         self.fingerprint: str | None = None
-        self._files = ExitStack()
-        self._outputs = self._traces = None
-        if outputs is not None:
-            self._outputs = self._files.enter_context(JsonlWriter(outputs, "--outputs"))
-        if trace_ids is not None:
-            self._traces = self._files.enter_context(JsonlWriter(trace_ids, "--trace-ids"))
+        self._outputs = self._writer(config.outputs, "--outputs")
+        self._traces = self._writer(config.trace_ids, "--trace-ids")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._files.__exit__(kind, error, trace)
+    def _writer(self, path: Path | None, flag: str) -> JsonlWriter | None:
+        return None if path is None else self.enter_context(JsonlWriter(path, flag))
 
     def add(
         self,
         engine: Engine,
         prompt: Prompt,
         ids: Sequence[int],
-        topk: Sequence[TopLogits],
+        topk: Sequence["TopLogits"],
         show: bool,
     ) -> None:
         """Take the completion of the next prompt.
@@ -104,24 +90,27 @@ class Completions:
         if prompt.error is not None:
             self.failed += 1
             self.first_error = self.first_error or prompt.error
-            if not self._is_single:
+            if not self._is_single:  # else it ends the run, and is told then
                 self._console.note(prompt.error)
         elif show:
             self._console.note(f"prompt {self.prompts}:")
             self._console.completion(text)
             self._console.end_line()
-        output = OutputFields(token_ids=list(ids), text=text, error=prompt.error)
+        output = {"token_ids": list(ids), "text": text, "error": prompt.error}
         if listed:
             self.listed.append(output)
         if self._outputs is not None:
-            self._outputs.write({"index": self.prompts - 1, **asdict(output)})
+            self._outputs.write({"index": self.prompts - 1, **output})
         if self._traces is not None and prompt.error is None:
-            self._traces.write(document(self._trace(engine, prompt, ids, topk)))
+            self._traces.write(self._trace(engine, prompt, ids, topk))
 
     def _trace(
-        self, engine: Engine, prompt: Prompt, ids: Sequence[int], topk: Sequence[TopLogits]
-    ) -> Trace:
-        return Trace(
+        self, engine: Engine, prompt: Prompt, ids: Sequence[int], topk: Sequence["TopLogits"]
+    ) -> dict[str, Any]:
+        from clocher_runtime.quality.trace import Trace, document
+
+        sampling = self.sampling
+        trace = Trace(
             version=clocher_version(),
             model=engine.model,
             fingerprint=self.fingerprint,
@@ -130,13 +119,162 @@ class Completions:
             kv_dtype=engine.kv_dtype,
             device=engine.device,
             sampling={
-                "temperature": self.sampling.temperature,
-                "top_k": self.sampling.top_k,
-                "top_p": self.sampling.top_p,
-                "seed": self.sampling.seed,
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k,
+                "top_p": sampling.top_p,
+                "seed": sampling.seed,
             },
             prompt=prompt.text,
             prompt_ids=tuple(prompt.ids),
             generated_ids=tuple(ids),
             topk=tuple(topk) if self._has_topk else None,
         )
+        return document(trace)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the strict window and its surroundings gave.
+
+    Attributes:
+        wall_ns: length of the window: all spans of all rounds.
+        steps: what they add up to.
+        first_token_ns: for each sequence of each round, the time in the window from the start of
+            its group of prompts to its first token.
+        tokens: tokens generated, all rounds.
+        touch: the work-touch after the last token.
+        guessed: what guessing came to.
+        rss_peak_mib: sampled after the window.
+    """
+
+    wall_ns: int
+    steps: StepTotals
+    first_token_ns: Reservoir[int]
+    tokens: int
+    touch: Touch
+    guessed: Account
+    pages_read: float
+    kv_hits: int
+    kv_misses: int
+    rss_peak_mib: float
+
+
+def from_model(config: RunConfig, engine: Engine) -> dict[str, float]:
+    """Return what is drawn with as the model's file says, because the run says nothing of it."""
+    said = {name: getattr(config, name) for name in NAMES if name in config.given}
+    return taken(engine.sampling_defaults, said)
+
+
+def sampling_of(config: RunConfig, engine: Engine) -> Sampling:
+    """Return how the tokens of a run are drawn."""
+    values: dict[str, Any] = {name: getattr(config, name) for name in NAMES}
+    return Sampling(seed=config.seed, **{**values, **from_model(config, engine)})
+
+
+def run_line(
+    config: RunConfig, engine: Engine, measured: Measured, completions: Completions, batch: int
+) -> dict[str, Any]:
+    """Derive the line of a run from what was measured."""
+    session, guessed = engine.session, measured.guessed
+    wall_ns, steps, touch = measured.wall_ns, measured.steps, measured.touch
+    latencies = timing.token_latencies_ms(steps.decode.values)
+    file_bytes = sum(file.size for file in engine.files)
+    bytes_touched = engine.bytes_per_token * steps.passes + touch.bytes_touched
+    ignored = [*config.hints_ignored, *engine.hints_ignored]
+    variables = [str(given) for given in config.given.values() if given.is_variable]
+    return {
+        **head("ok"),
+        "device": engine.device,
+        "backend_reason": engine.backend_reason,
+        "isa": engine.isa,
+        "gpu": engine.gpu,
+        "model": engine.model,
+        "model_source": engine.model_source,
+        "mode": "stub" if config.stub else "strict" if config.require_model else "default",
+        "precision": engine.precision,
+        "act_prec": engine.act_prec,
+        "kv_dtype": engine.kv_dtype,
+        "act_sparsity": session.act_sparsity,
+        "threads": engine.threads,
+        "numa_nodes": numa_nodes(),
+        "context": session.context,
+        "batch": batch,
+        "prompts": completions.prompts,
+        "prompts_failed": completions.failed,
+        "prefetch": str(config.prefetch),
+        "rounds": config.rounds,
+        "tokens_generated": measured.tokens,
+        "wall_time_s": wall_ns / timing.NS_PER_S,
+        "tps_true": timing.per_second(measured.tokens, wall_ns),
+        **{f"latency_p{p}_ms": timing.percentile(latencies, p) for p in (50, 95, 99)},
+        "prefill_tokens": steps.prefill_tokens,
+        "prefill_s": steps.prefill_ns / timing.NS_PER_S,
+        "ttft_ms": timing.percentile(measured.first_token_ns.values, 50) / timing.NS_PER_MS,
+        "rss_peak_mb": measured.rss_peak_mib,
+        "kv_cache_mb": engine.kv_cache_bytes / (1 << 20),
+        "kv_hits": measured.kv_hits,
+        "kv_misses": measured.kv_misses,
+        "bytes_per_token": engine.bytes_per_token,
+        "forward_passes": steps.passes,
+        "attention": {"mode": session.reading.mode, "selected": measured.pages_read},
+        "diffusion": {
+            "mode": session.diffusion,
+            "nfe": guessed.counts.passes,
+            "tokens_per_nfe": guessed.tokens_per_pass,
+        },
+        "speculation": _speculation(engine, guessed),
+        "work_touch": {
+            "bytes_per_token": touch.bytes_per_token,
+            "stride": touch.stride,
+            "bytes_touched": touch.bytes_touched,
+            "bytes_read": touch.bytes_read,
+            "checksum": touch.checksum if config.verify_touch else None,
+        },
+        "bytes_touched": bytes_touched,
+        "coverage": bytes_touched / file_bytes if file_bytes else nan,
+        "effective_gbps": timing.per_second(bytes_touched, wall_ns) / 1e9,
+        "environment": [how for how in variables if how not in ignored],
+        "generation_config": from_model(config, engine),
+        "hints_ignored": ignored,
+        "outputs": completions.listed,
+    }
+
+
+def _speculation(engine: Engine, guessed: Account) -> dict[str, Any]:
+    counts, mode = guessed.counts, engine.session.speculate
+    off = "the stub guesses nothing" if engine.device == "stub" else "switched off"
+    off = off if engine.session.diffusion == "off" else "blocks are denoised instead"
+    return {
+        "mode": mode,
+        "draft_model": engine.draft_model,
+        "drafted": counts.drafted,
+        "accepted": counts.accepted,
+        "acceptance": guessed.acceptance,
+        "tokens_per_pass": guessed.tokens_per_pass,
+        "passes": counts.passes,
+        "by_source": {
+            source: {"drafted": drafted, "accepted": accepted}
+            for source, (drafted, accepted) in counts.by_source.items()
+        },
+        "gate": {name: getattr(counts, name) for name in ("sent", "unguessed", "unworthy")},
+        "cost_of_8": guessed.cost_of_8,
+        "reason": off if mode == "off" else guessed.reason,
+    }
+
+
+def summary(line: Line) -> str:
+    """Return the numbers of a run in one line for a person."""
+    per_pass, p50 = line["speculation"]["tokens_per_pass"], line["latency_p50_ms"]
+    parts = [
+        f"{line['tokens_generated']} tokens in {line['wall_time_s']:.3f} s",
+        f"{line['tps_true']:.1f} tok/s",
+        *([f"{per_pass:.2f} tokens a pass"] if per_pass > 1 else []),
+        f"first token {line['ttft_ms']:.1f} ms",
+        "p50 -" if isnan(p50) else f"p50 {p50:.2f} ms",
+        f"{line['bytes_per_token'] / 1e6:.2f} MB/token",
+        f"{line['effective_gbps']:.2f} GB/s",
+        f"peak {line['rss_peak_mb']:.0f} MiB",
+        f"{line['model']} {line['precision']} on {line['device']}, {line['threads']} thread(s)",
+        *([f"not acted on: {', '.join(line['hints_ignored'])}"] * bool(line["hints_ignored"])),
+    ]
+    return " | ".join(parts)

@@ -8,7 +8,6 @@ import sys
 import termios
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
 from clocher_runtime.command.word_wrap import WordWrap
@@ -34,12 +33,7 @@ def is_terminal(stream: TextIO | None) -> bool:
     return stream is not None and stream.isatty()
 
 
-def inert(text: str) -> str:
-    """Return a text without what a terminal would obey."""
-    return text.translate(_INERT)
-
-
-def dim(text: str) -> str:
+def dimmed(text: str) -> str:
     """Return a text as a terminal shows it dim, unless NO_COLOR or TERM=dumb forbid that."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
         return text
@@ -71,8 +65,77 @@ def _amount(label: str, done: int, total: int) -> str:
     return f"{done} of {total} MiB" if total < 10_240 else f"{done >> 10} of {total >> 10} GiB"
 
 
+class OutputLost(Exception):
+    """Standard output cannot be written.
+
+    Attributes:
+        reason: why; "" where nobody reads it any more, who need not be told.
+    """
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.reason = "" if isinstance(error, BrokenPipeError) else error.strerror or str(error)
+
+
+class Screen:
+    """Writes a stream at once. On a terminal, text of others is shown and never obeyed.
+
+    Args:
+        stream: where to write; None where the process has no such stream.
+        may_be_lost: stop quietly when nobody reads it any more.
+
+    Attributes:
+        is_terminal: whether a person sees it.
+    """
+
+    def __init__(self, stream: TextIO | None, *, may_be_lost: bool = False) -> None:
+        self.stream, self._may_be_lost = stream, may_be_lost
+        self.is_terminal = is_terminal(stream)
+        self._at_line_start = True
+        self._wrap = None if stream is None else WordWrap(stream)
+
+    def write(self, text: str, *, dim: bool = False) -> None:
+        """Write a piece of text, dim only on a terminal.
+
+        Raises:
+            OutputLost: it cannot be written.
+        """
+        if not text or self.stream is None or self._wrap is None:
+            return
+        self._at_line_start = text.endswith("\n")
+        encoding = self.stream.encoding or "utf-8"
+        text = text.encode(encoding, "replace").decode(encoding)
+        if self.is_terminal:
+            # Each piece is dim by itself: whenever this process ends, nothing is left so.
+            text = self._wrap(text.translate(_INERT))
+            text = dimmed(text) if dim else text
+        self.guarded(lambda stream: (stream.write(text), stream.flush()))
+
+    def guarded(self, write: Callable[[TextIO], object]) -> None:
+        """Write to the stream, unless nobody reads it: a lost terminal must not end a run."""
+        try:
+            if self.stream is not None:
+                write(self.stream)
+        except OSError as error:
+            if not self._may_be_lost:
+                raise OutputLost(error) from None
+            self.stream = None
+        except ValueError:  # it is closed
+            self.stream = None
+
+    def line(self, text: str, *, dim: bool = False) -> None:
+        """Write a line of its own."""
+        self.end_line()
+        self.write(f"{text}\n", dim=dim)
+
+    def end_line(self) -> None:
+        """Begin a new line unless one has just begun."""
+        if not self._at_line_start:
+            self.write("\n")
+
+
 class Console:
-    """Writes to standard error, and stops quietly when nobody reads it any more.
+    """Writes messages to standard error, and texts there or where they are wanted.
 
     Use it as a context manager: leaving it ends an open progress bar.
 
@@ -83,53 +146,41 @@ class Console:
 
     def __init__(self, stream: TextIO | None = None, name: str = "clocher-run") -> None:
         self._name = name
-        self._stream = self._texts = sys.stderr if stream is None else stream
         # Python has no stream where the process was started with standard error closed.
-        self._has_reader = self._stream is not None
-        self._is_terminal = self._has_reader and self._stream.isatty()
-        self._at_line_start = True
-        self._wraps: dict[TextIO, WordWrap] = {}
+        self._notes = Screen(sys.stderr if stream is None else stream, may_be_lost=True)
+        self._texts = self._notes
         self._bar: tuple[Progress, TaskID] | None = None
         self._shown = ("", -1)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._end_bar()
-        self.end_line()
+        self._texts.end_line()
 
     def show_texts_on(self, stream: TextIO) -> None:
         """Write generated texts to another stream from now on."""
-        self._texts = stream
+        self._texts = Screen(stream, may_be_lost=True)
 
     def note(self, text: str) -> None:
         """Write a message on a line of its own."""
-        self.end_line()
-        self._write(self._stream, f"{self._name}: {text}\n")
+        self._texts.end_line()
+        self._notes.line(f"{self._name}: {text}")
 
     def prompt(self, text: str) -> None:
-        """Write the text that is gone on with, dim, where texts go to a terminal."""
-        if is_terminal(self._texts):
-            text = text if len(text) <= _ECHOED_CHARS else f"...{text[-_ECHOED_CHARS:]}"
-            self._at_line_start = text.endswith("\n")
-            self._write(self._texts, text, is_dim=True)
+        """Write the text that is continued, dim, where texts go to a terminal."""
+        if self._texts.is_terminal:
+            shown = text if len(text) <= _ECHOED_CHARS else f"...{text[-_ECHOED_CHARS:]}"
+            self._texts.write(shown, dim=True)
 
     def completion(self, text: str) -> None:
         """Write a piece of generated text, at once."""
-        if text:
-            self._at_line_start = text.endswith("\n")
-            self._write(self._texts, text)
+        self._texts.write(text)
 
     def end_line(self) -> None:
-        """Begin a new line unless one has just begun."""
-        if not self._at_line_start:
-            self.completion("\n")
+        """Begin a new line of text unless one has just begun."""
+        self._texts.end_line()
 
     def compiling(self, done: int, total: int) -> None:
         """Show how far the compilation of kernels is: a bar on a terminal, else a few lines."""
@@ -140,21 +191,20 @@ class Console:
         self._advance(PACKING, done, total)
 
     def _advance(self, label: str, done: int, total: int) -> None:
-        if self._is_terminal:
-            if self._has_reader:
-                self._guarded(lambda: self._advance_bar(label, done, total))
+        if self._notes.is_terminal:
+            self._notes.guarded(lambda stream: self._advance_bar(stream, label, done, total))
             return
         quarter = _QUARTERS * done // max(total, 1)
         if label != self._shown[0] or quarter > self._shown[1]:
             self._shown = label, quarter
             self.note(f"{label}: {_amount(label, done, total)}")
 
-    def _advance_bar(self, label: str, done: int, total: int) -> None:
+    def _advance_bar(self, stream: TextIO, label: str, done: int, total: int) -> None:
         if self._bar is None:
             from rich.console import Console as RichConsole
             from rich.progress import Progress
 
-            progress = Progress(console=RichConsole(file=self._stream), transient=True)
+            progress = Progress(console=RichConsole(file=stream), transient=True)
             progress.start()
             self._bar = progress, progress.add_task(label, total=total)
         progress, task = self._bar
@@ -165,22 +215,4 @@ class Console:
     def _end_bar(self) -> None:
         if self._bar is not None:
             (progress, _), self._bar = self._bar, None
-            self._guarded(progress.stop)
-
-    def _write(self, stream: TextIO, text: str, is_dim: bool = False) -> None:
-        if self._has_reader:
-            if is_terminal(stream):
-                text = self._wraps.setdefault(stream, WordWrap(stream))(inert(text))
-                text = dim(text) if is_dim else text
-            self._guarded(lambda: self._put(stream, text))
-
-    def _put(self, stream: TextIO, text: str) -> None:
-        stream.write(text)
-        stream.flush()
-
-    def _guarded(self, write: Callable[[], object]) -> None:
-        """Write, unless nobody reads it: a terminal that is gone must not end a run."""
-        try:
-            write()
-        except (OSError, ValueError):
-            self._has_reader = False
+            self._notes.guarded(lambda _: progress.stop())

@@ -1,40 +1,38 @@
-"""The job of `clocher-run`: prompts in, text out, one measured window, one line of numbers."""
+"""The job of `clocher run`: prompts in, text out, one measured window, one line of numbers."""
 
 import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from math import inf, isnan, nan
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from clocher_kernels.errors import NonFinite, UsageError
-from clocher_runtime.command.completions import Completions
-from clocher_runtime.command.console import Console, quiet_keys
-from clocher_runtime.command.jsonline import (
-    AttentionFields,
-    DiffusionFields,
-    RunLine,
-    SpeculationFields,
-    WorkTouchFields,
-    clocher_version,
+from clocher_runtime.command.completions import (
+    Completions,
+    Measured,
+    from_model,
+    run_line,
+    sampling_of,
 )
+from clocher_runtime.command.console import Console, quiet_keys
+from clocher_runtime.command.jsonline import Line
 from clocher_runtime.command.loading import Engine, load_engine
 from clocher_runtime.command.settings import RunConfig
-from clocher_runtime.engine import timing
-from clocher_runtime.engine.arguments import Sampling
-from clocher_runtime.engine.probes import Touch, WorkTouch, rss_peak_mib
+from clocher_runtime.engine.probes import WorkTouch, rss_peak_mib
 from clocher_runtime.engine.requests import Token
-from clocher_runtime.engine.sampling_defaults import NAMES, taken, told
+from clocher_runtime.engine.sampling_defaults import told
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.timing import Reservoir, StepTotals, TimedWindow
-from clocher_runtime.engine.topology import numa_nodes, usable_cpus
-from clocher_runtime.quality.trace import TopLogits, fingerprint, top_logits
-from clocher_runtime.speculation.account import Account
+from clocher_runtime.engine.topology import usable_cpus
 from clocher_runtime.text.prompt_pipeline import PromptPipeline, prefetch_depth, worker_count
 from clocher_runtime.text.prompts import Preparation, Prompt, PromptSource, piped_text
 from clocher_runtime.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from clocher_runtime.quality.trace import TopLogits
 
 _PIPE_WAIT_S = 5
 _MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".gguf", ".jinja")
@@ -43,34 +41,7 @@ Pipelines = Callable[[], PromptPipeline]
 """Returns the micro-batches of one more round."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What the strict window and its surroundings gave.
-
-    Attributes:
-        wall_ns: length of the window: all spans of all rounds.
-        steps: what they add up to.
-        first_token_ns: for each sequence of each round, the time in the window from the start of
-            its group of prompts to its first token.
-        tokens: tokens generated, all rounds.
-        touch: the work-touch after the last token.
-        guessed: what guessing came to.
-        rss_peak_mib: sampled after the window.
-    """
-
-    wall_ns: int
-    steps: StepTotals
-    first_token_ns: Reservoir[int]
-    tokens: int
-    touch: Touch
-    guessed: Account
-    pages_read: float
-    kv_hits: int
-    kv_misses: int
-    rss_peak_mib: float
-
-
-def run(config: RunConfig, console: Console) -> RunLine:
+def run(config: RunConfig, console: Console) -> Line:
     """Do a run and return its line.
 
     Raises:
@@ -83,14 +54,7 @@ def run(config: RunConfig, console: Console) -> RunLine:
     try:
         batch = len(source.peek(config.batch))
         _warn(console, config.threads, config.batch, batch)
-        with Completions(
-            console,
-            outputs=config.outputs,
-            trace_ids=config.trace_ids,
-            trace_topk=config.trace_topk,
-            aggregate=config.aggregate,
-            single=config.prompts_file is None,
-        ) as completions:
+        with Completions(console, config) as completions:
             return _run(config, console, source, batch, completions)
     finally:
         source.close()
@@ -117,7 +81,7 @@ def _run(
     source: PromptSource,
     batch: int,
     completions: Completions,
-) -> RunLine:
+) -> Line:
     file = config.prompts_file
     may_be_ids = config.prompt_ids is not None or (file is not None and file.suffix == ".jsonl")
     engine = load_engine(
@@ -131,10 +95,12 @@ def _run(
         for note in (*engine.checkpoint.notes, session.reading.proposal, _untemplated(engine)):
             if note:
                 console.note(note)
-        if note := told(_from_model(config, engine)):
+        if note := told(from_model(config, engine)):
             console.note(note)
-        completions.sampling = _sampling(config, engine)
+        completions.sampling = sampling_of(config, engine)
         if config.trace_ids is not None and engine.checkpoint.files:
+            from clocher_runtime.quality.trace import fingerprint
+
             completions.fingerprint = fingerprint(engine.checkpoint)
         prepare = Preparation(source, engine.tokenizer, session.check, session.context)
         session.warm()
@@ -197,7 +163,7 @@ def measure(
     touch = session.work_touch(config.bytes_per_token, config.stride_bytes)
     if touch is None:
         touch = WorkTouch(engine.files, config.bytes_per_token, config.stride_bytes)
-    sampling = _sampling(config, engine)
+    sampling = sampling_of(config, engine)
     hits, misses = session.kv_hits, session.kv_misses
     guessed, pages_read = session.guessed().counts, session.reading.pages
     steps, first_token_ns = StepTotals(), Reservoir[int]()
@@ -230,6 +196,8 @@ def measure(
                         first_token_ns.add(window.total_ns - began)
                     ids.append(token.id)
                     if token.logits is not None:
+                        from clocher_runtime.quality.trace import top_logits
+
                         largest[token.sequence].append(top_logits(token.logits, config.trace_topk))
                     if stream is not None and token.id not in engine.stop_ids:
                         console.completion(stream.push(token.id))
@@ -269,17 +237,6 @@ def _is_cut(ids: Sequence[int], most: int, stop_ids: frozenset[int]) -> bool:
     return len(ids) < most and not (ids and ids[-1] in stop_ids)
 
 
-def _from_model(config: RunConfig, engine: Engine) -> dict[str, float]:
-    """Return what is drawn with as the model's file says, because the run says nothing of it."""
-    said = {name: getattr(config, name) for name in NAMES if name in config.given}
-    return taken(engine.sampling_defaults, said)
-
-
-def _sampling(config: RunConfig, engine: Engine) -> Sampling:
-    values: dict[str, Any] = {name: getattr(config, name) for name in NAMES}
-    return Sampling(seed=config.seed, **{**values, **_from_model(config, engine)})
-
-
 def _named(tokens: Iterator[Token], prompts: Sequence[Prompt]) -> Iterator[Token]:
     """Yield the tokens; say of what ends them which prompt it was."""
     try:
@@ -287,122 +244,6 @@ def _named(tokens: Iterator[Token], prompts: Sequence[Prompt]) -> Iterator[Token
     except NonFinite as error:
         where = prompts[error.sequence].where
         raise NonFinite(f"{where}: {error}", error.sequence) from None
-
-
-def run_line(
-    config: RunConfig, engine: Engine, measured: Measured, completions: Completions, batch: int
-) -> RunLine:
-    """Derive the line of a run from what was measured."""
-    wall_ns, steps, touch = measured.wall_ns, measured.steps, measured.touch
-    latencies = timing.token_latencies_ms(steps.decode.values)
-    passes = steps.passes
-    file_bytes = sum(file.size for file in engine.files)
-    bytes_touched = engine.bytes_per_token * passes + touch.bytes_touched
-    ignored = [*config.hints_ignored, *engine.hints_ignored]
-    variables = [str(given) for given in config.given.values() if given.is_variable]
-    return RunLine(
-        version=clocher_version(),
-        device=engine.device,
-        backend_reason=engine.backend_reason,
-        isa=engine.isa,
-        gpu=engine.gpu,
-        model=engine.model,
-        model_source=engine.model_source,
-        mode="stub" if config.stub else "strict" if config.require_model else "default",
-        precision=engine.precision,
-        act_prec=engine.act_prec,
-        kv_dtype=engine.kv_dtype,
-        act_sparsity=engine.session.act_sparsity,
-        threads=engine.threads,
-        numa_nodes=numa_nodes(),
-        context=engine.session.context,
-        batch=batch,
-        prompts=completions.prompts,
-        prompts_failed=completions.failed,
-        prefetch=str(config.prefetch),
-        rounds=config.rounds,
-        tokens_generated=measured.tokens,
-        wall_time_s=wall_ns / timing.NS_PER_S,
-        tps_true=timing.per_second(measured.tokens, wall_ns),
-        latency_p50_ms=timing.percentile(latencies, 50),
-        latency_p95_ms=timing.percentile(latencies, 95),
-        latency_p99_ms=timing.percentile(latencies, 99),
-        prefill_tokens=steps.prefill_tokens,
-        prefill_s=steps.prefill_ns / timing.NS_PER_S,
-        ttft_ms=timing.percentile(measured.first_token_ns.values, 50) / timing.NS_PER_MS,
-        rss_peak_mb=measured.rss_peak_mib,
-        kv_cache_mb=engine.kv_cache_bytes / (1 << 20),
-        kv_hits=measured.kv_hits,
-        kv_misses=measured.kv_misses,
-        bytes_per_token=engine.bytes_per_token,
-        forward_passes=passes,
-        attention=AttentionFields(mode=engine.session.reading.mode, selected=measured.pages_read),
-        diffusion=DiffusionFields(
-            mode=engine.session.diffusion,
-            nfe=measured.guessed.counts.passes,
-            tokens_per_nfe=measured.guessed.tokens_per_pass,
-        ),
-        speculation=speculation_fields(engine, measured.guessed),
-        work_touch=WorkTouchFields(
-            bytes_per_token=touch.bytes_per_token,
-            stride=touch.stride,
-            bytes_touched=touch.bytes_touched,
-            bytes_read=touch.bytes_read,
-            checksum=touch.checksum if config.verify_touch else None,
-        ),
-        bytes_touched=bytes_touched,
-        coverage=bytes_touched / file_bytes if file_bytes else nan,
-        effective_gbps=timing.per_second(bytes_touched, wall_ns) / 1e9,
-        environment=[how for how in variables if how not in ignored],
-        generation_config=_from_model(config, engine),
-        hints_ignored=ignored,
-        outputs=completions.listed,
-    )
-
-
-def speculation_fields(engine: Engine, guessed: Account) -> SpeculationFields:
-    """Return what guessing came to."""
-    counts, mode = guessed.counts, engine.session.speculate
-    off = "the stub guesses nothing" if engine.device == "stub" else "switched off"
-    off = off if engine.session.diffusion == "off" else "blocks are denoised instead"
-    return SpeculationFields(
-        mode=mode,
-        draft_model=engine.draft_model,
-        drafted=counts.drafted,
-        accepted=counts.accepted,
-        acceptance=guessed.acceptance,
-        tokens_per_pass=guessed.tokens_per_pass,
-        passes=counts.passes,
-        by_source={
-            source: {"drafted": drafted, "accepted": accepted}
-            for source, (drafted, accepted) in counts.by_source.items()
-        },
-        gate={
-            "sent": counts.sent,
-            "unguessed": counts.unguessed,
-            "unworthy": counts.unworthy,
-        },
-        cost_of_8=guessed.cost_of_8,
-        reason=off if mode == "off" else guessed.reason,
-    )
-
-
-def summary(line: RunLine) -> str:
-    """Return the numbers of a run in one line for a person."""
-    per_pass = line.speculation.tokens_per_pass
-    parts = [
-        f"{line.tokens_generated} tokens in {line.wall_time_s:.3f} s",
-        f"{line.tps_true:.1f} tok/s",
-        *([f"{per_pass:.2f} tokens a pass"] if per_pass > 1 else []),
-        f"first token {line.ttft_ms:.1f} ms",
-        "p50 -" if isnan(line.latency_p50_ms) else f"p50 {line.latency_p50_ms:.2f} ms",
-        f"{line.bytes_per_token / 1e6:.2f} MB/token",
-        f"{line.effective_gbps:.2f} GB/s",
-        f"peak {line.rss_peak_mb:.0f} MiB",
-        f"{line.model} {line.precision} on {line.device}, {line.threads} thread(s)",
-        *([f"not acted on: {', '.join(line.hints_ignored)}"] if line.hints_ignored else []),
-    ]
-    return " | ".join(parts)
 
 
 def _keep_inputs(config: RunConfig) -> None:

@@ -1,23 +1,53 @@
-"""The settings of `clocher run`: the engine's, and what is generated, measured and written."""
+"""The settings of `clocher run` and `clocher chat`: the engine's, and their own."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 from clocher_runtime.config.engine import BYTES, COUNT, HINTS, TOKENS, EngineConfig
-from clocher_runtime.config.setting import GivenInFile, Setting, declared, flag, variable
+from clocher_runtime.config.setting import GivenInFile, Setting, declared, flag, redefault, variable
 from clocher_runtime.config.sources import Sources, settle
-from clocher_runtime.config.values import id_list, integer, number, path, switch, text
+from clocher_runtime.config.values import id_list, integer, number, one_of, path, switch, text
+from clocher_runtime.engine.sampling_defaults import CHAT_TEMPERATURE, taken
 
 _PATH, _TEXT, _SWITCH = path(), text(), switch()
 _AHEAD = integer(0, 4096, "on", "off", "auto")
-MIN_P, MIN_P_HELP = number(0, 1), "drop tokens less likely than this share of the most likely one"
-PENALTY, PENALTY_HELP = number(0.01, 100), "above 1: tokens in the text become less likely"
+RANDOM = "random"
+CONTINUED = 64
+"""Tokens that a text is continued by in a chat, unless a setting says otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig(EngineConfig):
+class SamplingConfig(EngineConfig):
+    """An engine, and how tokens are drawn from its logits."""
+
+    temperature: float = flag(
+        "Generation", number(0, 100), "0 takes the most likely token", default=0.0
+    )
+    top_k: int = flag("Generation", COUNT, "sample from the k most likely; 0: all", default=0)
+    top_p: float = flag(
+        "Generation",
+        number(1e-6, 1),
+        "sample from the most likely that sum to this probability",
+        default=1.0,
+    )
+    min_p: float = flag(
+        "Generation",
+        number(0, 1),
+        "drop tokens less likely than this share of the most likely one",
+        default=0.0,
+    )
+    repetition_penalty: float = flag(
+        "Generation",
+        number(0.01, 100),
+        "above 1: tokens in the text become less likely",
+        default=1.0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig(SamplingConfig):
     """A run, fully decided: every setting that it acts on. A None stands for what help says."""
 
     command: ClassVar[str] = "run"
@@ -37,18 +67,6 @@ class RunConfig(EngineConfig):
         'one prompt per line; *.jsonl: {"prompt": "..."} or {"ids": [...]} per line',
     )
     max_new: int = flag("Generation", TOKENS, "tokens to generate per prompt", default=64)
-    temperature: float = flag(
-        "Generation", number(0, 100), "0 takes the most likely token", default=0.0
-    )
-    top_k: int = flag("Generation", COUNT, "sample from the k most likely; 0: all", default=0)
-    top_p: float = flag(
-        "Generation",
-        number(1e-6, 1),
-        "sample from the most likely that sum to this probability",
-        default=1.0,
-    )
-    min_p: float = flag("Generation", MIN_P, MIN_P_HELP, default=0.0)
-    repetition_penalty: float = flag("Generation", PENALTY, PENALTY_HELP, default=1.0)
     seed: int = flag("Generation", integer(0, (1 << 64) - 1), "same seed, same tokens", default=0)
     tune: bool = flag(
         "Run",
@@ -98,6 +116,45 @@ class RunConfig(EngineConfig):
         default=256,
     )
     verify_touch: bool = variable(_SWITCH, "1: report the checksum of the walk", "IE_VERIFY_TOUCH")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatConfig(SamplingConfig):
+    """How a conversation is held, and with what. A None stands for what help says."""
+
+    command: ClassVar[str] = "chat"
+
+    prompt: str | None = flag("Chat", _TEXT, "a question: answer it once, and end")
+    system: str | None = flag("Chat", _TEXT, "what the model is told before the conversation")
+    reasoning_effort: str | None = flag(
+        "Chat",
+        one_of("low", "medium", "high"),
+        "how much the model thinks, where its chat template reads that",
+    )
+    hide_thinking: bool = flag("Chat", _SWITCH, "do not show what the model thinks")
+    no_stats: bool = flag("Chat", _SWITCH, "no line of numbers after an answer")
+    temperature: float = redefault(SamplingConfig, "temperature", CHAT_TEMPERATURE)
+    seed: int | str = flag(
+        "Generation",
+        integer(0, (1 << 64) - 1, RANDOM),
+        "a number draws the same answer to the same conversation each time",
+        default=RANDOM,
+    )
+    max_new: int | None = flag(
+        "Generation",
+        TOKENS,
+        "tokens of an answer (unset: as many as the context has room for; "
+        f"{CONTINUED} where text is continued)",
+    )
+
+    def on_top_of(self, defaults: Mapping[str, float]) -> tuple[Self, dict[str, float]]:
+        """Return the settings with a model's defaults where nothing was given, and those."""
+        said = {name: getattr(self, name) for name in defaults if name in self.given}
+        if "temperature" in self.given:
+            said["temperature"] = self.temperature
+        found = taken(defaults, said)
+        changes: dict[str, Any] = dict(found)
+        return replace(self, **changes), found
 
 
 SETTINGS: Mapping[str, Setting] = declared(RunConfig)

@@ -7,7 +7,7 @@ from pathlib import Path
 from clocher_kernels.errors import UsageError
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.jsonline import TuneLine, clocher_version
+from clocher_runtime.command.jsonline import Line, head
 from clocher_runtime.command.model_choice import choose_model
 from clocher_runtime.command.settings import RunConfig
 from clocher_runtime.disk.output_file import write_file
@@ -16,7 +16,7 @@ from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.models.build import build_plan
 
 
-def tune(config: RunConfig, console: Console) -> TuneLine:
+def tune(config: RunConfig, console: Console) -> Line:
     """Time tiles on the weights of the model of a run, and write the table.
 
     The table goes to CLOCHER_TILE_TABLE, else to tiles-sm_NN.json in the current directory.
@@ -47,16 +47,16 @@ def tune(config: RunConfig, console: Console) -> TuneLine:
         f"{faster} of {len(weights)} weights have a faster tile; CLOCHER_TILE_TABLE={path} makes "
         "runs use them"
     )
-    return TuneLine(
-        version=clocher_version(),
-        gpu=backends.gpu(),
-        model=choice.name,
-        model_source=choice.source,
-        precision=model.precision,
-        weights=len(weights),
-        faster=faster,
-        table=str(path),
-    )
+    return {
+        **head("tuned"),
+        "gpu": backends.gpu(),
+        "model": choice.name,
+        "model_source": choice.source,
+        "precision": model.precision,
+        "weights": len(weights),
+        "faster": faster,
+        "table": str(path),
+    }
 
 
 def products(model: Model) -> Iterator[tuple[str, int, int]]:

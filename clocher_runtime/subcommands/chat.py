@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.clocher_run import PRECEDENCE
-from clocher_runtime.command.console import Console
+from clocher_runtime.command.console import Console, OutputLost, Screen
 from clocher_runtime.command.flags import Command
-from clocher_runtime.config.sources import unprefixed
+from clocher_runtime.command.settings import ChatConfig
+from clocher_runtime.config.setting import declared, defaults
+from clocher_runtime.config.sources import Sources, settle, unprefixed
 from clocher_runtime.exit_codes import ExitCode, exit_code, told
 from clocher_runtime.signals import cause_of, listen, restore
-from clocher_runtime.subcommands.chat_screen import OutputLost, Screen, Typing
-from clocher_runtime.subcommands.chat_settings import DEFAULTS, TABLE, ChatConfig, decide
 
 if TYPE_CHECKING:
     from clocher_runtime.command.loading import Engine
@@ -36,8 +36,8 @@ error."""
 COMMAND = Command(
     name=NAME,
     about=ABOUT,
-    table=TABLE,
-    defaults=DEFAULTS,
+    table=declared(ChatConfig),
+    defaults=defaults(ChatConfig),
     notes=(PRECEDENCE,),
     examples=(
         ("the model that ships with Clocher, which continues Python", "clocher chat"),
@@ -83,7 +83,7 @@ def _main(argv: Sequence[str], console: Console) -> int:
         flags = COMMAND.parse(argv, answers.line)
         if flags is None:
             return ExitCode.OK
-        config = decide(flags, os.environ)
+        config = settle(ChatConfig, Sources(flags, os.environ))
         for told_once in unprefixed(config):
             console.note(told_once)
         message = config.prompt
@@ -146,6 +146,7 @@ def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Con
     """Load the model, and answer the message, or what is typed."""
     from clocher_runtime.command.loading import load_engine
     from clocher_runtime.engine.sampling_defaults import told as drawn_as
+    from clocher_runtime.subcommands.chat_keys import Typing
     from clocher_runtime.subcommands.chat_talk import Talk
 
     engine = load_engine(replace(config, prefix_cache=True), console.compiling, console.packing)

@@ -2,34 +2,38 @@
 
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from clocher_kernels.errors import FormatError, ModelError, NonFinite, UsageError
-from clocher_runtime.command.console import quiet_keys
+from clocher_runtime.command.console import Screen, quiet_keys
+from clocher_runtime.command.settings import CONTINUED, RANDOM, ChatConfig
+from clocher_runtime.config.setting import every
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.disk.strict_json import parse_json
+from clocher_runtime.engine import timing
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.subcommands.chat_screen import CtrlC, Interrupted, Screen, Typing
-from clocher_runtime.subcommands.chat_settings import (
-    CHANGEABLE,
-    CONTINUED,
-    RANDOM,
-    TABLE,
-    ChatConfig,
-)
-from clocher_runtime.subcommands.chat_view import MAKE_ROOM, View
-from clocher_runtime.text.chat_turn import ChatModel, NoRoom
+from clocher_runtime.subcommands.chat_keys import CtrlC, Interrupted, Typing
+from clocher_runtime.text.chat_turn import Answer, ChatModel, NoRoom
 from clocher_runtime.text.conversation import Message, conversation_of
+from clocher_runtime.text.deltas import Delta, DeltaKind
 
 MAX_FILE_BYTES = 8 << 20
 """Of a conversation that is loaded."""
 
+MAKE_ROOM = "/undo takes the last turn back, /reset begins a new conversation"
+"""What to do when the context is full."""
+CHANGEABLE = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("seed", "max_new"),
+)
+"""What can be set between two answers."""
+_SETTINGS = dict(every(ChatConfig))
 _SEEDS = 1 << 64
 
 
@@ -51,8 +55,7 @@ class Talk:
         self, model: ChatModel, config: ChatConfig, about: str, answers: Screen, notes: Screen
     ) -> None:
         self._model, self._config, self._given = model, config, config
-        self._about, self._notes = about, notes
-        self._view = View(answers, notes, config)
+        self._about, self._answers, self._notes = about, answers, notes
         self.messages: list[Message] = []
         self._tries = 0  # answers to the last message that were thrown away
         self._seed = 0  # of the last answer
@@ -77,14 +80,14 @@ class Talk:
                 except UnicodeDecodeError:
                     self._notes.line("that is not valid text in UTF-8; type it again")
                 except Interrupted as key:
-                    self._view.end_line()
+                    self._answers.end_line()
                     self._notes.write("\n")
                     if key.when == "stopping" or (told and key.when == "empty"):
                         return ExitCode.INTERRUPTED
                     if told := key.when == "empty":
                         self._notes.line("Ctrl-C again, Ctrl-D or /exit leaves", dim=True)
                 except KeyboardInterrupt:  # SIGTERM
-                    self._view.end_line()
+                    self._answers.end_line()
                     self._notes.write("\n")
                     raise
 
@@ -115,13 +118,70 @@ class Talk:
         stopping = ctrl_c.stopping() if ctrl_c else nullcontext(lambda: False)
         with quiet_keys(), stopping as stopped:
             answer = self._model.answer(messages, sampling, longest)
-            if not self._model.by_template:
-                self._view.echo(messages[-1]["content"])
-            self._view.show(answer.parts(stopped))
+            if not self._model.by_template and self._answers.is_terminal:
+                self._answers.write(messages[-1]["content"], dim=True)
+            self._show(answer.parts(stopped))
         if answer.ids:
             self.messages = [*messages, answer.message]
             self._used = len(answer.prompt) + len(answer.ids)
-        self._view.tell(answer, self._model)
+        self._tell(answer)
+
+    # What is shown.
+
+    def _show(self, parts: Iterable[Delta]) -> None:
+        """Write an answer as it is made: thoughts dim, and only on a terminal."""
+        out, last = self._answers, None
+        for delta in parts:
+            if delta.kind == "reasoning":
+                self._think(delta.text, begins=last != "reasoning")
+            else:
+                if last is not None and (delta.kind != last or delta.kind == "tool_call"):
+                    self._part(last, delta.kind)
+                out.write(f"[calls {delta.text}] " if delta.kind == "tool_call" else delta.text)
+            last = delta.kind
+        out.end_line()
+
+    def _part(self, before: DeltaKind, now: DeltaKind) -> None:
+        """Set two parts of an answer apart."""
+        if now == "arguments" or (before == "reasoning" and not self._answers.is_terminal):
+            return
+        self._answers.end_line()
+        if before == "reasoning" and not self._given.hide_thinking:
+            self._answers.write("\n")
+
+    def _think(self, text: str, *, begins: bool) -> None:
+        if not self._answers.is_terminal:
+            return
+        if begins:
+            self._answers.line("(thinking)", dim=True)
+        if not self._given.hide_thinking:
+            self._answers.write(text, dim=True)
+
+    def _tell(self, answer: Answer) -> None:
+        """Say how an answer ended, if not by itself, and what it took."""
+        model, numbers = self._model, answer.numbers
+        longest = model.session.longest
+        if answer.ending == "full":
+            self._notes.line(
+                f"the context is full: {longest} tokens; {MAKE_ROOM}{model.larger_context}"
+            )
+        elif answer.ending == "length" and model.by_template:
+            self._notes.line(f"cut after {numbers.tokens} tokens; /set max_new N allows more")
+        elif answer.ending == "stopped":
+            kept = "" if answer.ids else " before the first token; the message is not kept"
+            self._notes.line(f"stopped{kept}", dim=True)
+        if self._given.no_stats:
+            return
+        speed = timing.per_second(numbers.decode_tokens, numbers.decode_ns)
+        shown = [
+            f"{numbers.tokens} tokens",
+            f"{speed:.1f} tok/s" if numbers.decode_tokens else "- tok/s",
+            *([f"{numbers.per_pass:.1f} a pass"] if numbers.per_pass > 1.05 else []),
+            f"first token {numbers.first_ns / timing.NS_PER_MS:.0f} ms",
+            f"prompt {numbers.prompt_tokens} ({numbers.computed} computed)",
+            f"context {numbers.prompt_tokens + numbers.tokens} of {longest}",
+        ]
+        self._notes.line(f"[{' | '.join(shown)}]", dim=True)
 
     # What is typed.
 
@@ -144,7 +204,7 @@ class Talk:
                 raise UsageError(f"no command {name:.40}; /help lists them, // begins a message")
             command(self, rest.strip())
         except (UsageError, FormatError, NonFinite) as error:
-            self._view.end_line()
+            self._answers.end_line()
             more = f". {MAKE_ROOM}" if isinstance(error, NoRoom) and self.messages else ""
             self._notes.line(f"error: {error}{more}")
         return True
@@ -196,7 +256,7 @@ class Talk:
             raise UsageError(f"/set takes one of {', '.join(CHANGEABLE)}, and a value or default")
         value = getattr(self._given, name)
         if raw != "default":
-            value = TABLE[name].takes.read(f"/set {name}", raw)
+            value = _SETTINGS[name].takes.read(f"/set {name}", raw)
         self._config = replace(self._config, **{name: value})
         self._tries = 0
         self._notes.line(f"{name} is {_shown(value)}")

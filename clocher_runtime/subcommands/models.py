@@ -3,19 +3,16 @@
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from clocher_kernels.errors import ModelNotFound, UsageError
 from clocher_runtime.command.script_run import Report, option, script, switch
 from clocher_runtime.exit_codes import ExitCode
-
-if TYPE_CHECKING:
-    from clocher_runtime.subcommands.models_found import Look
 
 ENVIRONMENT = """\b
 Environment:
@@ -25,8 +22,8 @@ Environment:
 No weights are read. Memory is what a run on the CPU takes with the default context: weights, KV
 cache, buffers and the program; it fits if the machine, and the limits of its control groups, have
 so much left."""
-_CONTEXTS = (2048, 4096, 8192, 32768, 131072)
-_HEADS = ("MODEL", "FAMILY", "PARAMETERS", "FORMAT", "DISK", "MEMORY", "FITS", "CHAT", "RUNS")
+_COLUMNS = ("name", "family", "parameters", "format", "disk", "memory", "fits", "chat", "runs")
+_HEADS = ("MODEL", *map(str.upper, _COLUMNS[1:]))
 _RIGHT = {"PARAMETERS", "DISK", "MEMORY"}
 
 
@@ -67,17 +64,18 @@ def models(
     """
     if remove is not None:
         return _remove(report, remove, yes)
+    from clocher_runtime.subcommands.models_found import details, find, look
+
     one = _one_model(where)
     if one is not None:
-        _tell(_details(where[0], one, measure), as_json)
+        about = details(where[0], one)
+        _tell(about | (_speed_limit(about["bytes_per_token"]) if measure else {}), as_json)
         return ExitCode.OK
     if measure:
         raise UsageError("--measure is about one model; name it: clocher models MODEL --measure")
-    from clocher_runtime.subcommands.models_found import find, look
-
     rows = [look(found) for found in find([Path(each) for each in where], not where)]
     if as_json:
-        click.echo(json.dumps([asdict(row) for row in rows]))
+        click.echo(json.dumps(rows))
     else:
         _print_table(rows)
     if not rows:
@@ -107,54 +105,7 @@ def _one_model(where: Sequence[str]) -> Path | None:
     return paths[0] if not paths[0].is_dir() or holds_model(paths[0]) else None
 
 
-def _details(name: str, path: Path, measure: bool) -> dict[str, Any]:
-    """Return all about one model.
-
-    Raises:
-        ModelError: it is damaged or cannot run.
-    """
-    from clocher_runtime.checkpoints import open_checkpoint
-    from clocher_runtime.command.model_choice import converses
-    from clocher_runtime.engine.footprint import footprint, kv_bytes_per_token
-    from clocher_runtime.engine.load import bytes_per_token, describe, destined, label
-
-    checkpoint = open_checkpoint(path)
-    spec, needs = describe(checkpoint)
-    weights = destined(spec, needs, checkpoint)
-    formats: dict[str, dict[str, int]] = {}
-    for tensor in checkpoint.tensors.values():
-        row = formats.setdefault(tensor.format.name, {"tensors": 0, "bytes": 0})
-        row["tensors"] += 1
-        row["bytes"] += tensor.nbytes
-    per_token = bytes_per_token(spec, {name: each.nbytes for name, each in weights.items()})
-    contexts = [n for n in _CONTEXTS if n <= spec.max_positions] or [spec.max_positions]
-    found: dict[str, Any] = {
-        "name": name,
-        "path": str(checkpoint.path),
-        "family": spec.family,
-        "parameters": sum(need.elements for need in needs.values()),
-        "layers": spec.num_layers,
-        "longest_context": spec.max_positions,
-        "chat": converses(path, checkpoint.tokenizer_config.get("chat_template")),
-        "format": label({n: (w.format, w.nbytes) for n, w in weights.items() if w.format}),
-        "stored": formats,
-        "bytes_per_token": per_token,
-        "kv_bytes_per_token": kv_bytes_per_token(spec),
-        "memory": {str(n): footprint(spec, weights, n).total for n in contexts},
-        "available": _available(),
-    }
-    if measure:
-        found |= _measured(per_token)
-    return found
-
-
-def _available() -> int | None:
-    from clocher_kernels.host_memory import available
-
-    return available()
-
-
-def _measured(per_token: int) -> dict[str, Any]:
+def _speed_limit(per_token: int) -> dict[str, Any]:
     """Return how fast memory is read, and how many tokens a second that allows at most."""
     from clocher_runtime.engine.bandwidth import read_gbps
     from clocher_runtime.engine.topology import default_threads
@@ -197,7 +148,7 @@ def _tell(found: Mapping[str, Any], as_json: bool) -> None:
         click.echo(_inert(f"{name:<{width}}  {value}"))
 
 
-def _print_table(rows: Sequence["Look"]) -> None:
+def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print a table: with rich on a terminal, elsewhere in aligned columns."""
     cells = [_HEADS, *map(_cells, rows)]
     if sys.stdout is not None and sys.stdout.isatty():
@@ -227,20 +178,17 @@ def _print_table(rows: Sequence["Look"]) -> None:
         click.echo("  ".join(line).rstrip())
 
 
-def _cells(row: "Look") -> tuple[str, ...]:
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     from rich.filesize import decimal
 
-    yes_no = {None: "-", True: "yes", False: "no"}
-    return (
-        _inert(shlex.quote(row.name)),
-        row.family or "-",
-        "-" if row.parameters is None else _count(row.parameters),
-        row.format or "-",
-        decimal(row.disk),
-        "-" if row.memory is None else decimal(row.memory),
-        yes_no[row.fits],
-        yes_no[row.chat],
-        _inert(row.runs),
+    spell: dict[str, Callable[[Any], str]] = {
+        "name": shlex.quote,
+        "parameters": _count,
+        **dict.fromkeys(("disk", "memory"), decimal),
+        **dict.fromkeys(("fits", "chat"), lambda value: "yes" if value else "no"),
+    }
+    return tuple(
+        "-" if row[key] is None else _inert(spell.get(key, str)(row[key])) for key in _COLUMNS
     )
 
 

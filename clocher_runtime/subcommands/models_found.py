@@ -2,9 +2,8 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
 from clocher_kernels.errors import ClocherError, UnsupportedModel
 from clocher_kernels.host_memory import available
@@ -15,20 +14,16 @@ from clocher_runtime.checkpoints.hf.foreign import listed
 from clocher_runtime.checkpoints.locate import EMBEDDED, embedded_model
 from clocher_runtime.checkpoints.no_model import holds_model
 from clocher_runtime.command.model_choice import converses
-from clocher_runtime.engine.footprint import footprint
-from clocher_runtime.engine.load import describe, destined, label
-
-if TYPE_CHECKING:
-    from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.engine.footprint import footprint, kv_bytes_per_token
+from clocher_runtime.engine.load import bytes_per_token, describe, destined, label
 
 MOST_MODELS = 1000
-_DEPTH = 3
-_MOST_ENTRIES = 20_000
-_PHRASE = 120
+_DEPTH, _MOST_ENTRIES, _PHRASE = 3, 20_000, 120
+_CONTEXTS = (2048, 4096, 8192, 32768, 131072)
+_UNKNOWN = dict.fromkeys(("family", "parameters", "format", "memory", "fits", "chat"))
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """Where a model may be.
 
     Attributes:
@@ -39,37 +34,6 @@ class Found:
     name: str
     place: str
     path: Path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
-    """What a model is. Sizes are bytes; None is what is not known of one that cannot run.
-
-    Attributes:
-        name: as it is typed after `clocher chat`.
-        place: where it was found.
-        path: its directory or file.
-        family: such as "llama".
-        parameters: elements of its tensors.
-        format: what its matrices are used as, the largest share of bytes first.
-        disk: of its files.
-        memory: that a run on the CPU takes with the default context.
-        fits: whether that much is there.
-        runs: "yes", or why not.
-        chat: whether it answers by a chat template.
-    """
-
-    name: str
-    place: str
-    path: str
-    family: str | None = None
-    parameters: int | None = None
-    format: str | None = None
-    disk: int
-    memory: int | None = None
-    fits: bool | None = None
-    runs: str
-    chat: bool | None = None
 
 
 def find(directories: Sequence[Path], everywhere: bool = True) -> Iterator[Found]:
@@ -89,48 +53,77 @@ def find(directories: Sequence[Path], everywhere: bool = True) -> Iterator[Found
             yield found
 
 
-def look(found: Found) -> Look:
-    """Return what a model is; a damaged one is told as such, whatever is wrong with it."""
+def look(found: Found) -> dict[str, Any]:
+    """Return what a model is; None is what is not known of one that cannot run.
+
+    Returns:
+        name and place; path; family; parameters; format, that its matrices are used as, the largest
+        share of bytes first; disk, in bytes; memory that a run on the CPU takes with the default
+        context; whether it fits; runs: "yes", or why not; chat: whether it has a chat template.
+    """
+    about = {**found._asdict(), "path": str(found.path), **_UNKNOWN, "disk": _size(found.path)}
     try:
-        with_files = open_checkpoint(found.path)
-        return _look(found, with_files)
+        return about | _known(found.path) | {"runs": "yes"}
     except UnsupportedModel as error:
         runs = f"no: {_phrase(error, found.path)}"
     except ClocherError as error:
         runs = f"damaged: {_phrase(error, found.path)}"
     except Exception as error:  # whatever a hostile directory makes of us: the others are listed
         runs = f"damaged: {type(error).__name__}: {_phrase(error, found.path)}"
-    disk = _size(found.path)
-    return Look(name=found.name, place=found.place, path=str(found.path), disk=disk, runs=runs)
+    return about | {"runs": runs}
 
 
-def _look(found: Found, checkpoint: "Checkpoint") -> Look:
+def _known(path: Path) -> dict[str, Any]:
+    checkpoint = open_checkpoint(path)
     spec, needs = describe(checkpoint)
     weights = destined(spec, needs, checkpoint)
     memory, left = footprint(spec, weights).total, available()
-    return Look(
-        name=found.name,
-        place=found.place,
-        path=str(found.path),
-        family=spec.family,
-        parameters=sum(need.elements for need in needs.values()),
-        format=label({n: (w.format, w.nbytes) for n, w in weights.items() if w.format is not None}),
-        disk=_size(found.path),
-        memory=memory,
-        fits=None if left is None else memory <= left,
-        runs="yes",
-        chat=converses(found.path, checkpoint.tokenizer_config.get("chat_template")),
-    )
+    return {
+        "family": spec.family,
+        "parameters": sum(need.elements for need in needs.values()),
+        "format": label({n: (w.format, w.nbytes) for n, w in weights.items() if w.format}),
+        "memory": memory,
+        "fits": None if left is None else memory <= left,
+        "chat": converses(path, checkpoint.tokenizer_config.get("chat_template")),
+    }
+
+
+def details(name: str, path: Path) -> dict[str, Any]:
+    """Return all about one model.
+
+    Raises:
+        ModelError: it is damaged or cannot run.
+    """
+    checkpoint = open_checkpoint(path)
+    spec, needs = describe(checkpoint)
+    weights = destined(spec, needs, checkpoint)
+    formats: dict[str, dict[str, int]] = {}
+    for tensor in checkpoint.tensors.values():
+        row = formats.setdefault(tensor.format.name, {"tensors": 0, "bytes": 0})
+        row["tensors"] += 1
+        row["bytes"] += tensor.nbytes
+    contexts = [n for n in _CONTEXTS if n <= spec.max_positions] or [spec.max_positions]
+    known = _known(path)
+    return {
+        "name": name,
+        "path": str(checkpoint.path),
+        **{key: known[key] for key in ("family", "parameters", "format", "chat")},
+        "layers": spec.num_layers,
+        "longest_context": spec.max_positions,
+        "stored": formats,
+        "bytes_per_token": bytes_per_token(spec, {n: w.nbytes for n, w in weights.items()}),
+        "kv_bytes_per_token": kv_bytes_per_token(spec),
+        "memory": {str(n): footprint(spec, weights, n).total for n in contexts},
+        "available": available(),
+    }
 
 
 def _all(directories: Sequence[Path], everywhere: bool) -> Iterator[Found]:
     if everywhere:
         yield Found(EMBEDDED, "embedded", embedded_model())
         yield from _of_the_hub()
-        for directory in (_llama_cache(), Path("models")):
-            place = "directory" if directory == Path("models") else "llama.cpp"
-            yield from _below(directory, place, _DEPTH, [_MOST_ENTRIES])
-    for directory in directories:
+        yield from _below(_llama_cache(), "llama.cpp", _DEPTH, [_MOST_ENTRIES])
+    for directory in (*([Path("models")] * everywhere), *directories):
         yield from _below(directory, "directory", _DEPTH, [_MOST_ENTRIES])
 
 

@@ -1,80 +1,16 @@
-"""The terminal of a chat: what is shown, what is typed, Ctrl-C."""
+"""The keys of a chat: what is typed, and Ctrl-C."""
 
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, Literal, NamedTuple, Self, TextIO
+from typing import Any, Literal, NamedTuple, Self
 
-from clocher_runtime.command.console import dim as as_dim
-from clocher_runtime.command.console import inert, is_terminal
-from clocher_runtime.command.word_wrap import WordWrap
+from clocher_runtime.command.console import Screen
 
 _PATIENCE_S = 0.2
 _FENCE = '"""'
-
-
-class OutputLost(Exception):
-    """Standard output cannot be written.
-
-    Attributes:
-        reason: why; "" where nobody reads it any more, who need not be told.
-    """
-
-    def __init__(self, error: OSError) -> None:
-        super().__init__(str(error))
-        self.reason = "" if isinstance(error, BrokenPipeError) else error.strerror or str(error)
-
-
-class Screen:
-    """Writes a stream at once. On a terminal, text of others is shown and never obeyed.
-
-    Args:
-        stream: where to write.
-        may_be_lost: whether it does not matter that nobody reads it.
-
-    Attributes:
-        is_terminal: whether somebody looks at it.
-    """
-
-    def __init__(self, stream: TextIO, *, may_be_lost: bool = False) -> None:
-        self._stream, self._may_be_lost = stream, may_be_lost
-        self.is_terminal = is_terminal(stream)
-        self._at_line_start = True
-        self._wrap = WordWrap(stream)
-
-    def write(self, text: str, *, dim: bool = False) -> None:
-        """Write a piece of text, dim only on a terminal.
-
-        Raises:
-            OutputLost: it cannot be written.
-        """
-        if not text:
-            return
-        self._at_line_start = text.endswith("\n")
-        encoding = self._stream.encoding or "utf-8"
-        text = text.encode(encoding, "replace").decode(encoding)
-        if self.is_terminal:
-            # Each piece is dim by itself: whenever this process ends, nothing is left so.
-            text = self._wrap(inert(text))
-            text = as_dim(text) if dim else text
-        try:
-            self._stream.write(text)
-            self._stream.flush()
-        except OSError as error:
-            if not self._may_be_lost:
-                raise OutputLost(error) from None
-
-    def line(self, text: str, *, dim: bool = False) -> None:
-        """Write a line of its own."""
-        self.end_line()
-        self.write(f"{text}\n", dim=dim)
-
-    def end_line(self) -> None:
-        """Begin a new line unless one has just begun."""
-        if not self._at_line_start:
-            self.write("\n")
 
 
 class Typed(NamedTuple):
