@@ -1,9 +1,5 @@
-"""Generate text in one process, without a server: `clocher run`.
+"""Generate text in one process, without a server: `clocher run`."""
 
-The work, and --help, are those of `python -m clocher_runtime run`.
-"""
+from clocher_runtime.command.scripts import start
 
-from as_module import run
-
-if __name__ == "__main__":
-    run("clocher_runtime", "run")
+start(__file__)

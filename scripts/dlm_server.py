@@ -1,12 +1,5 @@
-"""Serve a block-diffusion model at port 30000: `clocher serve`.
+"""Serve a block-diffusion model at port 30000: `clocher serve`."""
 
-python scripts/dlm_server.py --model-path MODEL [--port 30000] [flags of `clocher serve`]
-"""
+from clocher_runtime.command.scripts import start
 
-import sys
-
-from as_module import run
-
-if __name__ == "__main__":
-    words = [word.replace("--model-path", "--model-dir", 1) for word in sys.argv[1:]]
-    run("clocher_runtime", "serve", "--port", "30000", "--diffusion", "auto", rest=words)
+start(__file__)

@@ -1,9 +1,5 @@
-"""Measure matmuls with quantised weights: fused, and with weights decoded ahead.
+"""Measure matmuls with quantised weights: fused, and with weights decoded ahead."""
 
-The work, and --help, are those of `python -m bench.fused`.
-"""
+from clocher_runtime.command.scripts import start
 
-from as_module import run
-
-if __name__ == "__main__":
-    run("bench.fused")
+start(__file__)

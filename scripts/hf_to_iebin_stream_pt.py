@@ -1,19 +1,5 @@
-"""Convert pytorch_model*.bin weights to IEBIN. The work is in clocher_runtime.checkpoints."""
+"""Convert pytorch_model*.bin weights to IEBIN."""
 
-from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
-from clocher_runtime.subcommands.convert import Q4_MAP, converter
+from clocher_runtime.command.scripts import start
 
-main = converter(
-    "hf_to_iebin_stream_pt",
-    """Convert a checkpoint with pickled weights to IEBIN, without running what is in the pickle.
-
-    The pickle is followed only to learn where the tensors lie, without torch. Files that ask for
-    more than plain tensors are refused.
-    """,
-    Q4_MAP,
-    weights="pytorch_model*.bin weights (or with them in hf/ or hf/original/)",
-    opener=open_torch_bin,
-)
-
-if __name__ == "__main__":
-    main()
+start(__file__)

@@ -1,9 +1,5 @@
-"""Measure attention over long contexts, for each dtype of the KV cache.
+"""Measure attention over long contexts, for each dtype of the KV cache."""
 
-The work, and --help, are those of `python -m bench.attention`.
-"""
+from clocher_runtime.command.scripts import start
 
-from as_module import run
-
-if __name__ == "__main__":
-    run("bench.attention")
+start(__file__)

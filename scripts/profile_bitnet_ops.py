@@ -1,9 +1,5 @@
-"""Measure the matmuls of BitNet's ternary weights one by one, beside the read bandwidth.
+"""Measure the matmuls of BitNet's ternary weights one by one, beside the read bandwidth."""
 
-The work, and --help, are those of `python -m bench.roofline --formats ternary`.
-"""
+from clocher_runtime.command.scripts import start
 
-from as_module import run
-
-if __name__ == "__main__":
-    run("bench.roofline", "--formats", "ternary")
+start(__file__)

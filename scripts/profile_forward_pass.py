@@ -1,9 +1,5 @@
-"""Show where the time of a step goes.
+"""Show where the time of a step goes."""
 
-The work, and --help, are those of `python -m bench.profile`.
-"""
+from clocher_runtime.command.scripts import start
 
-from as_module import run
-
-if __name__ == "__main__":
-    run("bench.profile")
+start(__file__)

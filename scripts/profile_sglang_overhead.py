@@ -1,9 +1,5 @@
-"""Measure what Python costs of a decode step; there is no SGLang in it.
+"""Measure what Python costs of a decode step; there is no SGLang in it."""
 
-The work, and --help, are those of `python -m bench.step_overhead`.
-"""
+from clocher_runtime.command.scripts import start
 
-from as_module import run
-
-if __name__ == "__main__":
-    run("bench.step_overhead")
+start(__file__)

@@ -1,10 +1,13 @@
-"""Write docs/ops.md, formats.md and compatibility.md: ops, formats, what parity tests saw."""
+"""Write the generated files of docs: ops, formats, compatibility, Prometheus rules, dashboard."""
 
 import inspect
+import json
 import re
 import sys
-from collections.abc import Iterable
+import tomllib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 import compatibility_page
@@ -36,6 +39,14 @@ numbers that `decode` gives. All arrays are little-endian and in C order. N and 
 columns of a matrix W in y = x W^T; dimensions in front of them (experts) stay in front of every
 plane, and G is the length of a group along K."""
 
+MONITORING = "monitoring/metrics_memory.toml"
+MONITORING_NOTE = """\
+# Written by scripts/render_docs.py from metrics_memory.toml. Edit that file, not this one.
+"""
+_COLUMNS = 24
+_HEIGHTS = {"stat": 5, "table": 5, "timeseries": 8}
+_SCHEMA_VERSION = 39  # of Grafana's dashboards
+
 EXAMPLE_SHAPE = (256, 4096)
 
 # What a table of parameters says in a column of its own.
@@ -51,10 +62,13 @@ def main(check: bool, docs: Path) -> None:
     """Render the files."""
     stale = []
     rows = compatibility_page.load(DOCS / "compatibility.json")
+    metrics = tomllib.loads((DOCS / MONITORING).read_text(encoding="utf-8"))
     pages = {
         "ops.md": render_ops(),
         "formats.md": render_formats(),
         "compatibility.md": f"{NOTE}\n\n{compatibility_page.render(rows, table)}",
+        "monitoring/metrics_memory.rules.yml": render_rules(metrics),
+        "monitoring/grafana/dashboards/clocher.json": render_dashboard(metrics),
     }
     for name, text in pages.items():
         path = docs / name
@@ -62,6 +76,7 @@ def main(check: bool, docs: Path) -> None:
             if not path.exists() or path.read_text(encoding="utf-8") != text:
                 stale.append(name)
         else:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
     if stale:
         click.echo(f"not up to date: {', '.join(stale)}; run scripts/render_docs.py", err=True)
@@ -173,6 +188,86 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """Return a Markdown table."""
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def render_rules(source: Mapping[str, Any]) -> str:
+    """Return the rules as Prometheus reads them: a JSON string is a YAML string."""
+    group = source["group"]
+    lines = [MONITORING_NOTE + "groups:", f"  - name: {json.dumps(group['name'])}"]
+    lines += [f"    interval: {group['interval']}", "    rules:"]
+    for rule in source["rule"]:
+        lines.append(f"      - record: {json.dumps(rule['record'])}")
+        lines.append(f"        expr: {json.dumps(rule['expr'])}")
+    return "\n".join(lines) + "\n"
+
+
+def render_dashboard(source: Mapping[str, Any]) -> str:
+    """Return the dashboard as Grafana reads it."""
+    about = source["dashboard"]
+    datasource = {"type": "prometheus", "uid": about["datasource"]}
+    panels = []
+    x = y = height = 0
+    for number, panel in enumerate(source["panel"], start=1):
+        if x + panel["width"] > _COLUMNS:
+            x, y, height = 0, y + height, 0
+        size = {"x": x, "y": y, "w": panel["width"], "h": _HEIGHTS[panel["kind"]]}
+        x, height = x + panel["width"], max(height, size["h"])
+        panels.append(_panel(panel, number, size, datasource, about["legend"]))
+    dashboard = {
+        "uid": about["uid"],
+        "title": about["title"],
+        "schemaVersion": _SCHEMA_VERSION,
+        "editable": False,
+        "refresh": about["refresh"],
+        "time": {"from": about["from"], "to": "now"},
+        "templating": {"list": [_variable(v, datasource) for v in source["variable"]]},
+        "panels": panels,
+    }
+    return json.dumps(dashboard, indent=2) + "\n"
+
+
+def _panel(
+    panel: Mapping[str, Any],
+    number: int,
+    size: Mapping[str, int],
+    datasource: Mapping[str, str],
+    legend: str,
+) -> dict[str, Any]:
+    table = panel["kind"] == "table"
+    targets = [
+        {
+            "refId": chr(ord("A") + index),
+            "datasource": datasource,
+            "expr": query["expr"],
+            "legendFormat": query.get("legend", legend),
+            **({"format": "table", "instant": True} if table else {}),
+        }
+        for index, query in enumerate(panel["queries"])
+    ]
+    return {
+        "id": number,
+        "type": panel["kind"],
+        "title": panel["title"],
+        "description": panel["about"],
+        "gridPos": size,
+        "datasource": datasource,
+        "fieldConfig": {"defaults": {"unit": panel["unit"]}, "overrides": []},
+        "targets": targets,
+    }
+
+
+def _variable(variable: Mapping[str, str], datasource: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "name": variable["name"],
+        "type": "query",
+        "datasource": datasource,
+        "query": {"query": variable["values"], "refId": variable["name"]},
+        "refresh": 2,
+        "includeAll": True,
+        "allValue": ".*",
+        "multi": True,
+        "current": {"text": "All", "value": "$__all"},
+    }
 
 
 if __name__ == "__main__":

@@ -1,9 +1,5 @@
-"""Time the kernels of a forward pass one by one; there is no SGLang in it.
+"""Time the kernels of a forward pass one by one; there is no SGLang in it."""
 
-The work, and --help, are those of `python -m bench.profile`.
-"""
+from clocher_runtime.command.scripts import start
 
-from as_module import run
-
-if __name__ == "__main__":
-    run("bench.profile")
+start(__file__)

@@ -1,9 +1,5 @@
-"""Measure decode steps with small activations dropped, beside dense ones.
+"""Measure decode steps with small activations dropped, beside dense ones."""
 
-The work, and --help, are those of `python -m bench.act_sparsity`.
-"""
+from clocher_runtime.command.scripts import start
 
-from as_module import run
-
-if __name__ == "__main__":
-    run("bench.act_sparsity")
+start(__file__)

@@ -44,7 +44,7 @@ from clocher_runtime.monitoring.sources import FollowedDirectory, FollowedFile, 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "monitoring"
 EXPORTER = [sys.executable, str(ROOT / "scripts" / "metrics_exporter.py")]
-RENDER = [sys.executable, str(ROOT / "scripts" / "render_monitoring.py")]
+RENDER = [sys.executable, str(ROOT / "scripts" / "render_docs.py")]
 NAMES = re.compile(r"\b(?:ie|configuration:ie)_\w+(?::\w+)*")
 DEADLINE_S = 120
 
@@ -591,17 +591,16 @@ def test_the_dashboard_holds_together() -> None:
 
 def test_rendered_files_are_current(tmp_path: Path) -> None:
     done = subprocess.run([*RENDER, "--check"], capture_output=True)
-    assert done.returncode == 0, "run: python scripts/render_monitoring.py"
-    text = (FOLDER / "metrics_memory.toml").read_text(encoding="utf-8")
-    (tmp_path / "metrics_memory.toml").write_text(text, encoding="utf-8")
-    again = [*RENDER, "--folder", str(tmp_path)]
-    assert subprocess.run([*again, "--check"], capture_output=True).returncode == 1
+    assert done.returncode == 0, "run: python scripts/render_docs.py"
+    again = [*RENDER, "--docs", str(tmp_path)]
     assert subprocess.run(again).returncode == 0
     assert subprocess.run([*again, "--check"]).returncode == 0
-    (tmp_path / "metrics_memory.toml").write_text(text.replace("max1h", "max2h"))
-    stale = subprocess.run([*again, "--check"], capture_output=True)
-    assert stale.returncode == 1
-    assert b"metrics_memory.rules.yml, grafana/dashboards/clocher.json" in stale.stderr
+    for name in ("metrics_memory.rules.yml", "grafana/dashboards/clocher.json"):
+        file = tmp_path / "monitoring" / name
+        assert file.read_bytes() == (FOLDER / name).read_bytes()
+        file.write_text("old", encoding="utf-8")
+        stale = subprocess.run([*again, "--check"], capture_output=True, text=True)
+        assert stale.returncode == 1 and f"monitoring/{name}" in stale.stderr
 
 
 def test_compose_is_pinned_and_stays_on_this_machine() -> None:

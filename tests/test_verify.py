@@ -1,7 +1,6 @@
 """Traces, and their comparison with another implementation: what agrees passes, what does not is
 found and named."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -20,6 +19,7 @@ from weight_files import BITNET, GPTOSS, LLAMA, rng
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.command.verify_hf import verify_ids
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.quality.trace import (
     TopLogits,
@@ -33,6 +33,7 @@ from clocher_runtime.quality.verify import MAX_FINDINGS, Checks, Finding, verify
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "verify_hf_generation_ids.py"
+
 VOCAB = 50
 
 
@@ -381,12 +382,8 @@ def test_a_trace_that_cannot_be_made_is_refused(
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    """The script as a module: transformers is imported once for all tests."""
-    spec = importlib.util.spec_from_file_location("verify_hf_generation_ids", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """The program in this process: transformers is imported once for all tests."""
+    return verify_ids
 
 
 @pytest.fixture(scope="module")
@@ -414,7 +411,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def invoke(script: Any, trace: Path, hf_dir: Path, *flags: str, **env: str) -> Result:
     arguments = ["--trace-jsonl", str(trace), "--hf-dir", str(hf_dir), *flags]
-    return CliRunner().invoke(script.main, arguments, env=env, catch_exceptions=False)
+    return CliRunner().invoke(script, arguments, env=env, catch_exceptions=False)
 
 
 def test_the_cpu_agrees_with_transformers(

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -11,7 +12,15 @@ from clocher_kernels.errors import ModelError
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.hf.checkpoint import find_hf
 from clocher_runtime.checkpoints.hf.foreign import no_directory
-from clocher_runtime.command.script_run import PATH, Report, needed, option, switch
+from clocher_runtime.command.script_run import (
+    EXIT_CODES,
+    PATH,
+    Report,
+    needed,
+    option,
+    script,
+    switch,
+)
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.quality.trace import Trace, fingerprint, read_trace
@@ -109,3 +118,36 @@ def same_weights(traces: Sequence[Trace], directory: Path) -> bool | None:
         return None if None in traced else traced == {fingerprint(open_checkpoint(directory))}
     except ModelError:
         return None
+
+
+@script(
+    "verify",
+    *OPTIONS,
+    examples=(
+        ("A trace", "clocher-run --model-dir DIR --trace-ids trace.jsonl --trace-topk 5"),
+        (
+            "Compare it",
+            "python scripts/verify_hf_generation_ids.py --trace-jsonl trace.jsonl --hf-dir DIR",
+        ),
+        (
+            "Compare the tokens of the prompts alone",
+            "python scripts/verify_hf_generation_ids.py --trace-jsonl trace.jsonl --hf-dir DIR \\\n"
+            "    --tokenizer-only --check-prompt --out verify.json",
+        ),
+    ),
+    exit_codes=(
+        (ExitCode.OK, "no difference (near ties are counted, not differences)"),
+        (ExitCode.USAGE, "a flag or the trace cannot be used, or transformers is not installed"),
+        (ExitCode.MODEL, "the model is missing, or transformers cannot load it"),
+        (ExitCode.DEVICE, "the device is not there, or the report cannot be written"),
+        *EXIT_CODES[4:],
+        (ExitCode.MISMATCH, "a difference was found"),
+    ),
+)
+def verify_ids(report: Report, **options: Any) -> int:
+    """Compare every generated id of a trace with the next id that transformers chooses.
+
+    The Hugging Face model is fed the traced prompt ids and the engine's own ids, so each step is
+    judged on its own.
+    """
+    return check(report, **options)

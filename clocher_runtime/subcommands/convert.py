@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 import click
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.command.flags import Examples
 from clocher_runtime.command.script_run import (
     EXIT_CODES,
     PATH,
@@ -228,45 +227,80 @@ def next_command(out_dir: Path) -> str:
     return f"next: clocher chat {shlex.quote(str(out_dir))}"
 
 
-def converter(
-    name: str,
-    about: str,
-    *options: Wrap,
-    examples: Examples = (),
-    weights: str = "safetensors or pytorch_model*.bin weights (or with them in hf/ or "
-    "hf/original/), or a GGUF file",
-    opener: "Callable[[Path], Checkpoint] | None" = None,
-) -> Script:
-    """Return a script that converts a checkpoint to IEBIN.
-
-    Args:
-        name: of the script, for messages.
-        about: what its help says.
-        options: what it takes besides --hf-dir, --out-dir and --verify.
-        examples: besides the plain one.
-        weights: what --hf-dir holds, as its help says it.
-        opener: opens --hf-dir; None: whatever is there.
-    """
+def _converter(name: str, about: str, *options: Wrap, pickles: bool = False) -> Script:
+    """Return a script that converts a checkpoint, or one of pickled weights, to IEBIN."""
     line = f"python scripts/{name}.py --hf-dir models/llama/hf --out-dir models/llama"
+    with_manifest = f"{line}-q4 \\\n    --q4-map quant/q4_manifest.json --verify"
+    weights = (
+        "pytorch_model*.bin weights" if pickles else "safetensors or pytorch_model*.bin weights"
+    )
+    or_gguf = "" if pickles else ", or a GGUF file"
 
     @script(
         name,
-        needed("--hf-dir", f"Directory with config.json and {weights}. It is only read."),
+        needed(
+            "--hf-dir",
+            f"Directory with config.json and {weights} (or with them in hf/ or hf/original/)"
+            f"{or_gguf}. It is only read.",
+        ),
         needed("--out-dir", OUT_DIR),
         VERIFY,
         *options,
-        examples=(("Convert a model", line), *examples),
+        examples=(
+            ("Convert a model", line),
+            *([("With a quantisation manifest", with_manifest)] if options else []),
+        ),
         epilog=RESUMES,
         help=about,
     )
     def main(
         report: Report, hf_dir: Path, out_dir: Path, verify: bool, q4_map: Path | None = None
     ) -> None:
+        from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
         from clocher_runtime.convert.to_iebin import open_source, plan_conversion
 
-        _convert(report, plan_conversion(hf_dir, out_dir, q4_map, opener or open_source), verify)
+        opener = open_torch_bin if pickles else open_source
+        _convert(report, plan_conversion(hf_dir, out_dir, q4_map, opener), verify)
 
     return main
+
+
+hf_to_iebin = _converter(
+    "hf_to_iebin",
+    """Convert a checkpoint to IEBIN: one file of weights, ready to be mapped.
+
+    Tensors that are already quantised (MXFP4, BitNet, fp8) keep their exact bytes. Two tensors at
+    a time are in memory.
+    """,
+    Q4_MAP,
+)
+hf_to_iebin_raw = _converter(
+    "hf_to_iebin_raw",
+    """Convert a checkpoint to IEBIN bit for bit.
+
+    This is hf_to_iebin.py without --q4-map, for those who want to be sure that no weight changes;
+    the result is the same, byte for byte.
+    """,
+)
+hf_to_iebin_stream = _converter(
+    "hf_to_iebin_stream",
+    """Convert a checkpoint to IEBIN without ever holding the model in memory.
+
+    Every Clocher converter streams: two tensors at a time are in memory, and the disk gets pieces
+    of 4 MiB. This is hf_to_iebin.py without --q4-map under the name that guides use; the result is
+    the same, byte for byte.
+    """,
+)
+hf_to_iebin_stream_pt = _converter(
+    "hf_to_iebin_stream_pt",
+    """Convert a checkpoint with pickled weights to IEBIN, without running what is in the pickle.
+
+    The pickle is followed only to learn where the tensors lie, without torch. Files that ask for
+    more than plain tensors are refused.
+    """,
+    Q4_MAP,
+    pickles=True,
+)
 
 
 def _convert(report: Report, conversion: "Conversion", verify: bool) -> None:

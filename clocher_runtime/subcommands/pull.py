@@ -93,6 +93,31 @@ COMMAND = pull
 main = pull.run
 
 
+_DOWNLOAD_EXAMPLES = (
+    ("All of it", "python scripts/download_gpt_oss_20b.py"),
+    ("A part", "python scripts/download_gpt_oss_20b.py --allow '*.json' --allow 'model-00000*'"),
+)
+
+
+@script(
+    "download_gpt_oss_20b",
+    option("--repo", str, "Which model.", default="openai/gpt-oss-20b"),
+    REVISION,
+    option("--out-dir", PATH, "Where the files go.", default=Path("models/gpt-oss-20b/hf")),
+    option("--allow", str, ALLOW_HELP, multiple=True),
+    examples=_DOWNLOAD_EXAMPLES,
+    epilog=ENVIRONMENT,
+    exit_codes=PULL_EXIT_CODES,
+)
+def download(
+    report: Report, repo: str, revision: str, out_dir: Path, allow: tuple[str, ...]
+) -> None:
+    """Download a model, checked file by file; `clocher pull` is the same for any."""
+    from clocher_runtime.checkpoints.hf.cache import HubName
+
+    fetch(report, HubName(repo, revision), out_dir, allow, anyway=False)
+
+
 def fetch(
     report: Report, hub: "HubName", out_dir: Path | None, allow: Sequence[str], anyway: bool
 ) -> None:

@@ -3,7 +3,10 @@
 The scripts that write the manifest alone (ptq_from_*.py) have the same flags.
 """
 
+import os
+import pkgutil
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +22,7 @@ from clocher_runtime.command.script_run import (
     Report,
     Script,
     Wrap,
+    needed,
     option,
     place,
     script,
@@ -225,6 +229,106 @@ def manifest_script(
         return run_ptq(report, lambda: opener(source), options)
 
     return main
+
+
+def _open_pickles(path: Path) -> "Checkpoint":
+    from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
+
+    return open_torch_bin(path)
+
+
+def _open_or_fetch(path: Path) -> "Checkpoint":
+    from clocher_runtime.checkpoints.hf.hub import local_or_fetched
+    from clocher_runtime.convert.to_iebin import open_source
+
+    return open_source(local_or_fetched(path))
+
+
+def _open_arrays(source: str) -> "Checkpoint":
+    from clocher_runtime.checkpoints.arrays import open_arrays, open_npz
+
+    if source.endswith(".npz"):
+        return open_npz(Path(source))
+    module, colon, function = source.partition(":")
+    if not (module and colon and function):
+        raise UsageError(f"--source {source}: expected FILE.npz or module:function")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = pkgutil.resolve_name(source)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"--source {source}: {error}") from None
+    if not callable(found):
+        raise UsageError(f"--source {source}: {type(found).__name__} is not a function")
+    return open_arrays(found(), source)
+
+
+_SELF = "python scripts/ptq_from_hf.py --hf-dir models/llama/hf --out quant/llama.json"
+ptq_from_hf = manifest_script(
+    "ptq_from_hf",
+    """Quantise a Hugging Face checkpoint (safetensors) after training: write a q4 manifest.""",
+    (
+        ("Rounding to 4 bits", f"{_SELF} --bits 4 --weights-only 1"),
+        ("Better, and judged", f"{_SELF} \\\n    --calib-text calib.txt --gate held_out.txt"),
+        (
+            "GPTQ where rules say",
+            f"{_SELF} \\\n    --rules quant/q4_manifest.json --method gptq --calib-text calib.txt",
+        ),
+        (
+            "Then the model; clocher quantize does both steps at once",
+            "python scripts/hf_to_iebin.py --hf-dir models/llama/hf --out-dir models/llama \\\n"
+            "    --q4-map quant/llama.json",
+        ),
+    ),
+    needed(
+        "--hf-dir",
+        "Directory of the model (or with it in hf/ or hf/original/), or the name of a repository "
+        "on the Hugging Face hub, which is then downloaded.",
+        name="source",
+    ),
+    _open_or_fetch,
+)
+ptq_from_bin = manifest_script(
+    "ptq_from_bin",
+    """Quantise a Hugging Face checkpoint of pickled weights: write a q4 manifest.
+
+The pickles are followed and not run: only plain tensors are read. torch is not needed.
+""",
+    (
+        (
+            "Rules for 4 bits; hf_to_iebin_stream_pt.py, or clocher quantize, makes models",
+            "python scripts/ptq_from_bin.py --hf-dir models/gpt-oss-20b/hf --out quant/q4.json \\\n"
+            "    --bits 4 --weights-only 1",
+        ),
+    ),
+    needed(
+        "--hf-dir",
+        "Directory with config.json and pytorch_model.bin, or its index and shards (or with them "
+        "in hf/ or hf/original/).",
+        name="source",
+    ),
+    _open_pickles,
+)
+ptq_from_source = manifest_script(
+    "ptq_from_source",
+    """Quantise arrays that a Python function gives, or those of an .npz file: write a q4 manifest.
+
+The function takes no arguments and returns a dict of float arrays, or (name, array) pairs. It is
+your code and is run as such; an .npz file is only read, and pickled objects in it are refused.
+""",
+    (
+        (
+            "An archive of arrays",
+            "python scripts/ptq_from_source.py --source weights.npz --out quant/q4.json --bits 8",
+        ),
+        (
+            "A function of yours",
+            "python scripts/ptq_from_source.py --source my_weights:load --out quant/q4.json \\\n"
+            "    --bits 4 --group 64 --symmetric --mse",
+        ),
+    ),
+    option("--source", str, "FILE.npz, or module:function (from here).", required=True),
+    _open_arrays,
+)
 
 
 def _refuse(source: Path, out_dir: Path, force: bool) -> None:

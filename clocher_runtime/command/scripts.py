@@ -1,0 +1,56 @@
+"""The programs of scripts/: which function or module each name stands for."""
+
+import os
+import pkgutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+_SERVE = "-m clocher_runtime serve --port 30000 --diffusion"
+SCRIPTS: Mapping[str, str] = {
+    "append_q4_attn_from_hf": "subcommands.q4:append",
+    "convert_to_block_sparse": "subcommands.sparsify:main",
+    "direct_bitnet_inference": "-m bench.roofline --formats ternary",
+    "direct_inference_full": "-m clocher_runtime run",
+    "dlm_server": f"{_SERVE} auto",
+    "download_gpt_oss_20b": "subcommands.pull:download",
+    "gemv_cached": "-m bench.fused",
+    "gen_q4_bytes_stream": "subcommands.q4:generate",
+    "hf_to_iebin": "subcommands.convert:hf_to_iebin",
+    "hf_to_iebin_raw": "subcommands.convert:hf_to_iebin_raw",
+    "hf_to_iebin_stream": "subcommands.convert:hf_to_iebin_stream",
+    "hf_to_iebin_stream_pt": "subcommands.convert:hf_to_iebin_stream_pt",
+    "kv_cache_bench": "-m bench.attention",
+    "make_baseline_md": "-m bench.report baseline",
+    "make_compat_index": "subcommands.q4:index",
+    "make_tensor_map_from_iejson": "subcommands.q4:tensor_map",
+    "metrics_exporter": "monitoring.command:export",
+    "profile_bitnet_ops": "-m bench.roofline --formats ternary",
+    "profile_forward_pass": "-m bench.profile",
+    "profile_sglang_overhead": "-m bench.step_overhead",
+    "ptq_from_bin": "subcommands.quantize:ptq_from_bin",
+    "ptq_from_hf": "subcommands.quantize:ptq_from_hf",
+    "ptq_from_source": "subcommands.quantize:ptq_from_source",
+    "run_harness_report": "-m bench.report run",
+    "sglang_model_direct": "-m bench.profile",
+    "sparsity_benchmark": "-m bench.act_sparsity",
+    "update_performance_md": "-m bench.report update",
+    "verify_hf_generation_ids": "command.verify_hf:verify_ids",
+    "wf_server": f"{_SERVE} off",
+}
+"""Name -> module:function of this package, or a module of the repository with its first words."""
+
+
+def start(file: str) -> NoReturn:
+    """Run the program of a script with the arguments of this process, from any directory."""
+    path = Path(file).resolve()
+    target = SCRIPTS[path.stem]
+    if not target.startswith("-m "):
+        sys.exit(pkgutil.resolve_name(f"clocher_runtime.{target}")())
+    given = sys.argv[1:]
+    if target.startswith(_SERVE):
+        given = [word.replace("--model-path", "--model-dir", 1) for word in given]
+    paths = filter(None, (str(path.parents[1]), os.environ.get("PYTHONPATH")))
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    os.execve(sys.executable, [sys.executable, *target.split(), *given], environ)
