@@ -10,18 +10,11 @@ if TYPE_CHECKING:
     from clocher_kernels.library.arrays import linear, quantize
 
 __all__ = ["__version__", "linear", "quantize"]
-__version__: str
+__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
     """Load what needs Numba when it is asked for."""
-    if name == "__version__":
-        from importlib.metadata import PackageNotFoundError, version  # slow
-
-        try:
-            return version("clocher")
-        except PackageNotFoundError:
-            return "0+unknown"
     if name in ("linear", "quantize"):
         from clocher_kernels.library import arrays
 

@@ -16,12 +16,7 @@ _COLLECT_AFTER = 50_000
 
 
 def clocher(argv: Sequence[str] | None = None) -> int:
-    """Run `clocher NAME ...` and return its exit code.
-
-    Args:
-        argv: arguments after `clocher`. None: those of the process, which then ends with what this
-            returns.
-    """
+    """Run `clocher NAME ...` and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["help"] and len(words) > 1:
         words = [words[1], "--help"]
@@ -48,12 +43,7 @@ def clocher(argv: Sequence[str] | None = None) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `clocher-run` and return its exit code.
-
-    Args:
-        argv: arguments after the name of the command. None: those of the process, which then ends
-            with what this returns.
-    """
+    """Run `clocher-run` and return its exit code."""
     return _run(sys.argv[1:] if argv is None else argv, "clocher-run", owns_process=argv is None)
 
 
@@ -140,11 +130,7 @@ def _flush_errors() -> None:
 
 
 def _open_standard_streams() -> None:
-    """Put the null device where a standard stream is closed.
-
-    Otherwise the next file that is opened gets its number, and what a library writes to standard
-    error ends up in it.
-    """
+    """Put the null device where a standard stream is closed."""
     for number in range(3):
         try:
             os.fstat(number)

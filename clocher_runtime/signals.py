@@ -39,9 +39,6 @@ def listen() -> list[tuple[int, Any]]:
     """Raise KeyboardInterrupt on SIGINT and `Terminated` on SIGTERM, the first time.
 
     A signal that the process was started to ignore stays ignored, as `nohup` and shells want it.
-
-    Returns:
-        What to give to `restore`. Empty outside the main thread, which alone gets signals.
     """
     _received.clear()
     before: list[tuple[int, Any]] = []

@@ -5,7 +5,6 @@ Its flags and its help text are made from the table of settings.
 
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -16,8 +15,7 @@ from clocher_runtime.command.jsonline import Line, error_line, to_json
 from clocher_runtime.command.settings import ALL, RunConfig, resolve
 from clocher_runtime.config.setting import defaults
 from clocher_runtime.config.sources import unprefixed
-from clocher_runtime.exit_codes import ExitCode, exit_code, told
-from clocher_runtime.signals import cause_of
+from clocher_runtime.exit_codes import ExitCode
 
 NAME = "clocher-run"
 
@@ -75,14 +73,6 @@ def command(
 ) -> tuple[str | None, int]:
     """Run the command.
 
-    Args:
-        argv: arguments after its name.
-        emit: writes a line to standard output, for a run that cannot come back.
-        name: that it was called by.
-
-    Returns:
-        What standard output gets, None if it has all of it, and the exit code.
-
     Raises:
         KeyboardInterrupt: a signal arrived before there was a console to tell it.
     """
@@ -115,18 +105,12 @@ def command(
                     line, code = run(config, console), ExitCode.OK
                     console.note(summary(line))
         except (Exception, KeyboardInterrupt) as raised:
-            error = told(cause_of(raised))
-            line, code = error_line(error), exit_code(error)
-            if code == ExitCode.BUG:
-                console.note("".join(traceback.format_exception(error)).rstrip())
-            else:
-                console.note(f"error: {line['message']}")
+            error, code = console.failed(raised)
+            line = error_line(error)
     return to_json(line) if as_json else None, code
 
 
 def _lost(console: Console, emit: Callable[[str], object] | None, message: str) -> None:
-    """Write what is to be said of a run that ends at once, because a model file is gone."""
-    with console:
-        console.note(f"error: {message}")
+    console.lost(message)
     if emit is not None:
         emit(to_json(error_line(ModelChanged(message))))

@@ -74,13 +74,6 @@ class Completions(ExitStack):
     ) -> None:
         """Take the completion of the next prompt.
 
-        Args:
-            engine: what generated it.
-            prompt: the prompt; with an error, nothing was generated.
-            ids: what was generated.
-            topk: largest logits of each step, if they are traced.
-            show: write its text to the console.
-
         Raises:
             UsageError: a file cannot be written any more.
         """

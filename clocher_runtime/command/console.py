@@ -6,11 +6,14 @@ Standard output belongs to the JSON line unless it is a terminal.
 import os
 import sys
 import termios
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self, TextIO
 
 from clocher_runtime.command.word_wrap import WordWrap
+from clocher_runtime.exit_codes import ExitCode, exit_code, told
+from clocher_runtime.signals import cause_of
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -167,6 +170,21 @@ class Console:
         """Write a message on a line of its own."""
         self._texts.end_line()
         self._notes.line(f"{self._name}: {text}")
+
+    def failed(self, raised: BaseException) -> tuple[BaseException, ExitCode]:
+        """Write what ended a command; return the error as it is to be reported, and the code."""
+        error = told(cause_of(raised))
+        code = exit_code(error)
+        if code == ExitCode.BUG:
+            self.note("".join(traceback.format_exception(error)).rstrip())
+        else:
+            self.note(f"error: {error or type(error).__name__}")
+        return error, code
+
+    def lost(self, message: str) -> None:
+        """Write the error of a process that ends at once, because a model file is gone."""
+        with self:
+            self.note(f"error: {message}")
 
     def prompt(self, text: str) -> None:
         """Write the text that is continued, dim, where texts go to a terminal."""

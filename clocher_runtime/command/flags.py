@@ -156,10 +156,6 @@ class Command(click.Command):
     ) -> dict[str, str] | None:
         """Return name of a setting -> what its flag was given; None after --help or --version.
 
-        Args:
-            argv: arguments after the name of the command.
-            show: takes the text of --help or --version.
-
         Raises:
             UsageError: a flag is unknown or lacks its value, or there is an argument too many.
         """
@@ -233,14 +229,7 @@ class Command(click.Command):
 
 
 def setting_option(name: str, setting: Setting, *, reads: bool, **more: Any) -> click.Option:
-    """Return the flag of a setting as an option.
-
-    Args:
-        name: what its value is called.
-        setting: what it takes and means.
-        reads: convert the value, instead of handing its text on.
-        **more: what `click.Option` takes.
-    """
+    """Return the flag of a setting as an option."""
     if stands_alone(setting):
         return click.Option([setting.flag, name], is_flag=True, default=None, **more)
     return click.Option([setting.flag, name], type=Takes(setting, reads), **more)

@@ -27,18 +27,15 @@ from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.placement import threads_of, usable_threads
 from clocher_runtime.engine.sampling_defaults import sampling_defaults
 from clocher_runtime.engine.session import Session
-from clocher_runtime.engine.stub import CONTEXT, stub_model
 from clocher_runtime.engine.topology import read_cpus
 from clocher_runtime.models.inventory import EMBED, HEAD
 from clocher_runtime.speculation.speculator import SHARING, WITH_DRAFT_MODEL
-from clocher_runtime.text.pairing import load_draft
 from clocher_runtime.text.tokenizer import TextStream, Tokenizer
 
 _SETTINGS = dict(every(EngineConfig))
 _STUB_ACTS_ON = {"stub", "prompt", "prompt_ids", "prompts_file", "max_new", "batch", "prefetch"}
 _STUB_ACTS_ON |= {"rounds", "warmup", "aggregate", "require_model", "outputs"}
 _STUB_ACTS_ON |= {"trace_ids", "trace_topk", "json", "config"}
-
 _CALIBRATION_CHARS = 1 << 16
 _PINNED = frozenset({"affinity", "use_affinity", "numa_policy"})
 _REPLICATED = frozenset({"hot_replicate", "hot_repl_limit_mb"})
@@ -142,11 +139,12 @@ class Loaded:
 
     def session(self, progress: Progress | None = None, packing: Progress | None = None) -> Session:
         """Return a session of it; see `Session`."""
+        draft, calibration = self.draft, self.calibration
         return Session(
             self.model,
             self.config,
-            draft=self.draft,
-            calibration=self.calibration,
+            draft=draft,
+            calibration=calibration,
             progress=progress,
             packing=packing,
         )
@@ -160,12 +158,6 @@ def load_engine(
     needs_text: bool = True,
 ) -> Engine:
     """Load the model of a configuration and compile what it needs.
-
-    Args:
-        config: which model, and how.
-        progress: called while kernels compile.
-        packing: called while weights are packed, if they are many.
-        needs_text: whether prompts are texts, so that the model has to have a tokenizer.
 
     Raises:
         ModelError: the model is missing, invalid or not supported.
@@ -219,7 +211,7 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
     if config.verify_weights:
         checkpoint.verify()
     model = load_model(checkpoint, config.precision)
-    draft, shares = draft_of(config, model), config.speculate in SHARING
+    draft, shares = _draft(config, model), config.speculate in SHARING
     known = config.act_prec in BACK_ENDS[backend].activations
     return Loaded(
         config=replace(
@@ -234,7 +226,7 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
         model=model,
         tokenizer=_tokenizer(checkpoint, needs_text),
         draft=draft,
-        calibration=calibration_of(config, checkpoint),
+        calibration=_calibration(config, checkpoint),
         ignored=not_deduplicated
         + unmet(config.given, _SETTINGS, () if model.obeyed else {"precision"})
         + unmet(config.given, _SETTINGS, _NOT_ON.get(backend, ()))
@@ -248,57 +240,36 @@ def defaults_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, float
     return sampling_defaults(checkpoint) if config.generation_config == "auto" else {}
 
 
-def draft_of(config: EngineConfig, model: Model) -> Model | None:
-    """Load the draft model of a run; None without one, and where nobody would ask it.
-
-    Raises:
-        ModelError: it is missing, damaged or not supported, or its vocabulary is another one.
-        UsageError: it is to be asked, and none is named.
-    """
+def _draft(config: EngineConfig, model: Model) -> Model | None:
+    """Load the draft model; None without one, and where no drafter would use it."""
     if config.draft_model is None and config.speculate == "draft":
         name = "--draft-model" if "speculate" in config.given else "draft_model"
         raise UsageError(f"speculate: draft needs a draft model; give {name}, or auto")
     if config.draft_model is None or config.speculate not in WITH_DRAFT_MODEL:
         return None
+    from clocher_runtime.text.pairing import load_draft
+
     how = config.given.get("draft_model", Given("--draft-model", str(config.draft_model)))
     return load_draft(locate(how.raw, how.source), model)
 
 
-def calibration_of(config: EngineConfig, checkpoint: Checkpoint) -> list[int] | None:
-    """Return the tokens of the text that thresholds of activations are taken from, if one is given.
-
-    Raises:
-        UsageError: the text cannot be read, is not UTF-8, or no activations are to be dropped.
-        ModelError: the model has no tokenizer.
-    """
-    if config.act_calibration is None:
+def _calibration(config: EngineConfig, checkpoint: Checkpoint) -> list[int] | None:
+    """Return the tokens of the first characters of the text of `--act-calibration`."""
+    path = config.act_calibration
+    if path is None:
         return None
     if config.act_sparsity is None:
         raise UsageError("--act-calibration without --act-sparsity: give both, or neither")
-    return calibration_ids(config.act_calibration, checkpoint)
-
-
-def calibration_ids(path: Path, checkpoint: Checkpoint) -> list[int]:
-    """Return the tokens of the first characters of a text.
-
-    Raises:
-        UsageError: the text cannot be read, or is not UTF-8.
-        ModelError: the model has no tokenizer.
-    """
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(_CALIBRATION_CHARS)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--act-calibration {path}: {error}; give a text in UTF-8") from error
-    tokenizer = Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config)
-    return list(tokenizer.encode(text))
+    return list(Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config).encode(text))
 
 
 def _packed_later(config: EngineConfig, checkpoint: Checkpoint) -> int:
-    """Return about how many bytes of weights the CPU back end will pack, if it does so by itself.
-
-    With several sockets, whoever fills the memory decides where it lies.
-    """
+    """Return about how many bytes of weights the CPU back end will pack by itself."""
     usual = config.act_prec in (None, "int8") and config.pretranspose in (None, "all")
     if config.backend != "cpu" or not usual or len({cpu.socket for cpu in read_cpus()}) > 1:
         return 0
@@ -312,6 +283,8 @@ def _packed_later(config: EngineConfig, checkpoint: Checkpoint) -> int:
 
 def _stub(config: EngineConfig) -> Loaded:
     """Return the stub. It acts on the prompt and on counts only; the rest is listed as ignored."""
+    from clocher_runtime.engine.stub import CONTEXT, stub_model
+
     settings = dict(every(type(config)))
     return Loaded(
         config=EngineConfig(
@@ -347,12 +320,7 @@ def _tokenizer(checkpoint: Checkpoint, needs_text: bool) -> Tokenizer | None:
 
 
 def not_acted_on(given: Mapping[str, Given], acted_on: Set[str]) -> tuple[str, ...]:
-    """Return what a run asked for and did not get, as "NAME=value".
-
-    Args:
-        given: how each field was set.
-        acted_on: what the executor acted on, by field of its hints.
-    """
+    """Return what a run asked for and did not get, as "NAME=value"."""
     met = set(acted_on & _MEMORY)
     met |= _PINNED if "placement" in acted_on else set()
     met |= _REPLICATED if "hot_replicate" in acted_on else set()

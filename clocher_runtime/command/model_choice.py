@@ -12,9 +12,10 @@ from clocher_kernels.errors import ModelNotFound
 from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
 from clocher_runtime.checkpoints.iebin import BIN_NAME, JSON_NAME
 from clocher_runtime.checkpoints.locate import EMBEDDED, embedded_model, locate
-from clocher_runtime.command.dedup_weights import open_weights
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.config.setting import Given
+
+DEDUP_INDEX = "model.dedup.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +49,6 @@ class ModelChoice:
     def open_for(self, config: EngineConfig) -> tuple[Checkpoint, tuple[str, ...]]:
         """Open its checkpoint as a run asks: by its deduplicated weights, with a LoRA adapter.
 
-        Returns:
-            The checkpoint, and what the run asked for and did not get, as "NAME=value".
-
         Raises:
             ModelError: it is missing or invalid.
             UsageError: two settings exclude each other.
@@ -58,13 +56,23 @@ class ModelChoice:
         directory: Path | None = self.path if self.data is None else self.path.parent
         if config.model_bin is not None or (self.data and self.path.name != JSON_NAME):
             directory = None
-        checkpoint, unmet = open_weights(config, directory, self.open)
+        checkpoint, unmet = self._weights(config, directory)
         if config.lora is None:
             return checkpoint, unmet
         from clocher_runtime.checkpoints.hf.lora import with_lora
 
         how = config.given.get("lora", Given("--lora", str(config.lora)))
         return with_lora(checkpoint, locate(how.raw, how.source)), unmet
+
+    def _weights(
+        self, config: EngineConfig, directory: Path | None
+    ) -> tuple[Checkpoint, tuple[str, ...]]:
+        asked = config.dedup or any(name.startswith("dedup") for name in config.given)
+        if not asked and (directory is None or not os.path.isfile(directory / DEDUP_INDEX)):
+            return self.open(), ()
+        from clocher_runtime.command.dedup_weights import open_weights
+
+        return open_weights(config, directory, self.open)
 
 
 def choose_model(config: EngineConfig, cwd: Path | None = None) -> ModelChoice:
@@ -73,10 +81,6 @@ def choose_model(config: EngineConfig, cwd: Path | None = None) -> ModelChoice:
     In this order: `--model-json` and `--model-bin`; `--model-dir`; an IEBIN pair in
     the current directory; the embedded model. Of a pair, the file that is not named is the one of
     the usual name in the model directory if that is given, else beside the other file.
-
-    Args:
-        config: the run.
-        cwd: the current directory; None: that of the process.
 
     Raises:
         ModelNotFound: a named directory does not exist, or nothing is named or found although
@@ -117,9 +121,5 @@ def converses(path: Path, template: object) -> bool:
     """Return whether a model answers in conversations, by its chat template.
 
     That of the embedded model is for tests: it was trained on Python, not on talk.
-
-    Args:
-        path: of the model.
-        template: its chat template, if it has one.
     """
     return bool(template) and not path.samefile(embedded_model())

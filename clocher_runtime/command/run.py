@@ -247,11 +247,7 @@ def _named(tokens: Iterator[Token], prompts: Sequence[Prompt]) -> Iterator[Token
 
 
 def _keep_inputs(config: RunConfig) -> None:
-    """Refuse to replace what the run reads.
-
-    Raises:
-        UsageError: an output is the prompts file, or a file of the model.
-    """
+    """Refuse to replace what the run reads."""
     model = config.model_dir
     inputs = (config.prompts_file, config.config, config.model_json, config.model_bin, model)
     for flag, path in (("--outputs", config.outputs), ("--trace-ids", config.trace_ids)):

@@ -67,13 +67,7 @@ def option(flag: str, kind: Any, help: str | None = None, **more: Any) -> Wrap:
 
 
 def engine_option(name: str, help: str | None = None, **more: Any) -> Wrap:
-    """Declare the flag of a field of `EngineConfig`, with its variables.
-
-    Args:
-        name: of the field.
-        help: instead of the field's own.
-        **more: what `click.Option` takes.
-    """
+    """Declare the flag of a field of `EngineConfig`, with its variables."""
     setting = _ENGINE[name]
     more = {"envvar": list(setting.env), "show_envvar": True, "show_default": True, **more}
 
@@ -96,10 +90,7 @@ def switch(flag: str, help: str, *names: str) -> Wrap:
 
 
 def place(word: str, flag: str, help: str, *, needed: bool = True, many: bool = False) -> Wrap:
-    """Declare a path that is given by its place, or by a flag that names the parameter.
-
-    Args: as `flags.Place`; with `many` several may be given, and the function gets a tuple.
-    """
+    """Declare a path that is given by its place, or by a flag that names the parameter."""
     name = flag.removeprefix("--").replace("-", "_")
 
     def declare(function: Any) -> Any:
@@ -115,11 +106,7 @@ class Script(Command):
     """A command that calls a function; `run` does everything, errors included."""
 
     def run(self, argv: Sequence[str] | None = None) -> int:
-        """Run it, and return the exit code.
-
-        Args:
-            argv: arguments after the name of the command; None: those of the process.
-        """
+        """Run it, and return the exit code."""
         report = Report(self.name or "")
         given = list(sys.argv[1:] if argv is None else argv)
         try:
@@ -152,14 +139,6 @@ def script(
     """Return a decorator that makes a function a command: `function(report, **options)`.
 
     What it returns is the exit code, None for 0; an expected error ends it with its own.
-
-    Args:
-        name: of the command, for messages.
-        options: what `option` and its kind return, in the order of the help text.
-        examples: first in the help text.
-        epilog: of the help text, between options and exit codes.
-        exit_codes: at the end of the help text.
-        help: None takes the docstring of the function.
     """
 
     def decorate(function: Callable[..., int | None]) -> Script:

@@ -345,10 +345,6 @@ HINTS: Mapping[str, Setting] = {hint.env[0].lower().removeprefix("ie_"): hint fo
 def config_of(keywords: Mapping[str, Any], where: str) -> EngineConfig:
     """Return the configuration that keywords of the Python API stand for.
 
-    Args:
-        keywords: field -> value.
-        where: the function that took them, for messages.
-
     Raises:
         UsageError: a keyword is no setting, or a value is not what it takes.
     """

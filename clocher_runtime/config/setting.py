@@ -93,11 +93,7 @@ def every(config: type[Any]) -> Iterator[tuple[str, Setting]]:
 
 
 def declared(config: type[Any]) -> dict[str, Setting]:
-    """Return the settings of a config record that its command line has.
-
-    Args:
-        config: a dataclass; its class attribute `command` names the command.
-    """
+    """Return the settings of a config record that its command line has."""
     return {
         name: setting
         for name, setting in every(config)

@@ -51,11 +51,6 @@ def settle(
 
     A value that a stronger source overrides is not looked at.
 
-    Args:
-        kind: the record to make.
-        sources: what says its values.
-        hints: settings that are checked, and not acted on.
-
     Raises:
         UsageError: a value is not what its flag, variable or key takes, two flags exclude each
             other, or the file of `--config` is not one.
@@ -98,11 +93,6 @@ def read_file(
     flags: Mapping[str, str], environ: Mapping[str, str], known: Collection[str]
 ) -> dict[str, GivenInFile]:
     """Return the settings of the file that `--config` names, empty without one.
-
-    Args:
-        flags: see `resolve`.
-        environ: see `resolve`.
-        known: names of settings that may be in it; another `config` may not.
 
     Raises:
         UsageError: the file cannot be read, or has something that is no setting.
@@ -179,11 +169,6 @@ def setting_texts(table: Mapping[str, Any], known: Collection[str], where: str) 
     """Return name -> the text that a flag would have been given.
 
     True and false become 1 and 0, a list its elements with commas between them.
-
-    Args:
-        table: what `read_toml` returned, or a table of it.
-        known: names that may be in it.
-        where: the file, for messages.
 
     Raises:
         UsageError: a name is not known, or a value is a table, a date or a time.

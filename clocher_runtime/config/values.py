@@ -10,7 +10,7 @@ from math import inf
 from numbers import Real
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.diffusion.asked import USUAL, WORDS
@@ -28,15 +28,16 @@ class Value:
     Attributes:
         metavar: its place holder in help.
         takes: what is accepted, as a noun phrase.
-        parse: text to value; raises ValueError, or UsageError with a reason of its own.
-        accept: a Python value to the same kind of value; raises the same.
+        accept: returns a Python value as this kind of value; raises ValueError, or UsageError with
+            a reason of its own.
+        from_text: text to what `accept` takes; raises the same.
         unset: the value of a setting that was not given, unless it has a default.
     """
 
     metavar: str
     takes: str
-    parse: Callable[[str], Any]
     accept: Callable[[Any], Any]
+    from_text: Callable[[str], Any] = str
     unset: Any = None
 
     def read(self, source: str, raw: str) -> Any:
@@ -45,13 +46,8 @@ class Value:
         Raises:
             UsageError: the text is not what this kind takes.
         """
-        try:
-            return self.parse(raw)
-        except ValueError:
-            shown = raw if len(raw) <= 60 else f"{raw[:60]}..."
-            raise UsageError(f"{source}: got {shown!r}, expected {self.takes}") from None
-        except UsageError as error:
-            raise UsageError(f"{source}: {error}") from None
+        quoted = repr(raw if len(raw) <= 60 else f"{raw[:60]}...")
+        return self._told(source, quoted, self.takes, lambda: self.accept(self.from_text(raw)))
 
     def check(self, name: str, value: object) -> Any:
         """Return the value of a keyword of the Python API.
@@ -59,13 +55,17 @@ class Value:
         Raises:
             UsageError: it is not what this kind takes.
         """
+        takes = "True or False" if self.metavar == "0|1" else self.takes
+        return self._told(name, shown(value), takes, lambda: self.accept(value))
+
+    @staticmethod
+    def _told(where: str, got: str, takes: str, make: Callable[[], Any]) -> Any:
         try:
-            return self.accept(value)
+            return make()
         except ValueError:
-            takes = "True or False" if self.metavar == "0|1" else self.takes
-            raise UsageError(f"{name}: got {shown(value)}, expected {takes}") from None
+            raise UsageError(f"{where}: got {got}, expected {takes}") from None
         except UsageError as error:
-            raise UsageError(f"{name}: {error}") from None
+            raise UsageError(f"{where}: {error}") from None
 
 
 def shown(value: object) -> str:
@@ -99,70 +99,57 @@ def as_number(value: object) -> float | None:
 def integer(low: int, high: int, *words: str) -> Value:
     """Take a decimal integer of a closed range, or one of some words."""
 
-    def parse(raw: str) -> int | str:
-        return raw if raw in words else _bounded(raw, low, high)
-
     def accept(value: object) -> int | str:
         if isinstance(value, str) and value in words:
             return value
         number = as_integer(value)
-        return number if number is not None and low <= number <= high else _refuse(value)
+        if number is None or not low <= number <= high:
+            raise ValueError(value)
+        return number
 
-    takes = f"an integer from {low} to {high}"
-    if words:
-        takes = f"{', '.join(words)} or {takes}"
-    return Value("|".join([*words, "N"]), takes, parse, accept)
+    takes = f"{', '.join(words)} or " * bool(words) + f"an integer from {low} to {high}"
+    return Value(
+        "|".join([*words, "N"]), takes, accept, lambda raw: raw if raw in words else _int(raw)
+    )
 
 
 def number(low: float, high: float) -> Value:
     """Take a decimal number of a closed range."""
 
-    def parse(raw: str) -> float:
-        return float(_such(raw, bool(_NUMBER.fullmatch(raw)) and low <= float(raw) <= high))
-
     def accept(value: object) -> float:
         number = as_number(value)
-        return number if number is not None and low <= number <= high else _refuse(value)
+        if number is None or not low <= number <= high:
+            raise ValueError(value)
+        return number
 
     takes = f"a number, at least {low:g}" if high == inf else f"a number from {low:g} to {high:g}"
-    return Value("X", takes, parse, accept)
+    return Value("X", takes, accept, lambda raw: float(_such(raw, _NUMBER.fullmatch(raw))))
 
 
 def one_of(*names: str, also: Mapping[str, str] = MappingProxyType({})) -> Value:
-    """Take one of some names, and what others call them.
-
-    Args:
-        *names: what is taken.
-        also: another name -> the one that it stands for.
-    """
+    """Take one of some names, and what others call them: another name -> the one it stands for."""
+    known = {**also, **{name: name for name in names}}
 
     def accept(value: object) -> str:
-        if not isinstance(value, str) or value not in {*names, *also}:
-            _refuse(value)
-        return also.get(value, value)
+        return known[_such(value, value in names or value in also)]
 
-    return Value("|".join(names), f"one of {', '.join(names)}", accept, accept)
+    return Value("|".join(names), f"one of {', '.join(names)}", accept)
 
 
 def switch() -> Value:
     """Take 1 (on) or 0 (off); off unless it is given."""
-
-    def accept(value: object) -> bool:
-        return value if isinstance(value, bool) else _refuse(value)
-
-    def parse(raw: str) -> bool:
-        return _such(raw, raw in ("0", "1")) == "1"
-
-    return Value("0|1", "0 or 1", parse, accept, unset=False)
+    return Value(
+        "0|1",
+        "0 or 1",
+        lambda value: _such(value, isinstance(value, bool)),
+        lambda raw: _such(raw, raw in ("0", "1")) == "1",
+        unset=False,
+    )
 
 
 def text(metavar: str = "TEXT") -> Value:
     """Take any text in UTF-8."""
-
-    def accept(value: object) -> str:
-        return value.encode().decode() if isinstance(value, str) else _refuse(value)
-
-    return Value(metavar, "text in UTF-8", accept, accept)
+    return Value(metavar, "text in UTF-8", lambda value: _text(value).encode().decode())
 
 
 def path() -> Value:
@@ -170,85 +157,73 @@ def path() -> Value:
 
     def accept(value: object) -> Path:
         given = os.fspath(value) if isinstance(value, str | os.PathLike) else None
-        usable = isinstance(given, str) and given and "\0" not in given
-        return Path(str(given)) if usable else _refuse(value)
+        return Path(_such(given, isinstance(given, str) and given and "\0" not in given))
 
-    return Value("PATH", "a path", accept, accept)
+    return Value("PATH", "a path", accept)
 
 
 def id_list() -> Value:
     """Take token ids separated by commas."""
 
-    def parse(raw: str) -> tuple[int, ...]:
-        return tuple(_bounded(part.strip(), 0, (1 << 31) - 1) for part in raw.split(","))
-
     def accept(value: object) -> tuple[int, ...]:
         ids = tuple(map(as_integer, value)) if isinstance(value, list | tuple) else (None,)
-        return tuple(_refuse(value) if each is None else each for each in ids)
+        return tuple(_such(each, each is not None and 0 <= each < 1 << 31) for each in ids)
 
-    return Value("1,2,3", "token ids separated by commas, such as 1,2,3", parse, accept)
+    takes = "token ids separated by commas, such as 1,2,3"
+    return Value(
+        "1,2,3", takes, accept, lambda raw: [_int(part.strip()) for part in raw.split(",")]
+    )
 
 
 def socket_policy() -> Value:
     """Take a NUMA policy: a word, or the number of a socket."""
 
-    def parse(raw: str) -> str:
-        if raw not in ("auto", "compact", "scatter"):
-            kind, _, number_text = raw.partition(":")
-            _bounded(_such(number_text, kind == "socket"), 0, 1023)
-        return raw
+    def accept(value: object) -> str:
+        policy = _text(value)
+        kind, _, socket = policy.partition(":")
+        if policy not in ("auto", "compact", "scatter"):
+            _such(policy, kind == "socket" and 0 <= _int(socket) <= 1023)
+        return policy
 
-    return Value("POLICY", "one of auto, compact, scatter, socket:N", parse, _as_text(parse))
+    return Value("POLICY", "one of auto, compact, scatter, socket:N", accept)
 
 
 def attention() -> Value:
     """Take what attention reads: a word, or a word and numbers."""
 
-    def parse(raw: str) -> str:
+    def accept(value: object) -> str:
         try:
-            parse_selection(raw)
+            parse_selection(_text(value))
         except UsageError:
-            raise ValueError(raw) from None
-        return raw
+            raise ValueError(value) from None
+        return _text(value)
 
-    return Value("dense|auto|KIND:N", TAKES, parse, _as_text(parse))
+    return Value("dense|auto|KIND:N", TAKES, accept)
 
 
 def diffusion() -> Value:
     """Take how blocks are denoised: a word, or a rule and its numbers."""
 
-    def parse(raw: str) -> str:
-        if raw not in WORDS:
-            parse_rule(raw)
-        return raw
+    def accept(value: object) -> str:
+        if (rule := _text(value)) not in WORDS:
+            parse_rule(rule)
+        return rule
 
     rules = ", ".join(f"{name}:{numbers}" for name, numbers in USUAL.items())
-    return Value(
-        "auto|off|lossless|RULE:N",
-        f"auto, off, lossless or a rule, such as {rules}",
-        parse,
-        _as_text(parse),
-    )
+    takes = f"auto, off, lossless or a rule, such as {rules}"
+    return Value("auto|off|lossless|RULE:N", takes, accept)
 
 
-def _as_text(parse: Callable[[str], str]) -> Callable[[object], str]:
-    """Return what takes a Python value where `parse` takes text."""
-
-    def accept(value: object) -> str:
-        return parse(value) if isinstance(value, str) else _refuse(value)
-
-    return accept
+def _text(value: object) -> str:
+    return str(_such(value, isinstance(value, str)))
 
 
-def _refuse(value: object) -> NoReturn:
-    raise ValueError(shown(value))
+def _int(raw: str) -> int:
+    return int(_such(raw, _INTEGER.fullmatch(raw)))
 
 
-def _bounded(raw: str, low: int, high: int) -> int:
-    return int(_such(raw, bool(_INTEGER.fullmatch(raw)) and low <= int(raw) <= high))
-
-
-def _such(raw: str, good: bool) -> str:
+def _such(value: Any, good: object) -> Any:
+    """Return a value if it is good."""
     if not good:
-        raise ValueError(raw)
-    return raw
+        raise ValueError(shown(value))
+    return value

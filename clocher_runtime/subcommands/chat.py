@@ -3,19 +3,18 @@
 import errno
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from clocher_kernels.errors import ClocherError, UsageError
+from clocher_kernels.errors import UsageError
 from clocher_runtime.command.clocher_run import PRECEDENCE
 from clocher_runtime.command.console import Console, OutputLost, Screen
 from clocher_runtime.command.flags import Command
 from clocher_runtime.command.settings import ChatConfig
 from clocher_runtime.config.setting import declared, defaults
 from clocher_runtime.config.sources import Sources, settle, unprefixed
-from clocher_runtime.exit_codes import ExitCode, exit_code, told
+from clocher_runtime.exit_codes import ExitCode, exit_code
 from clocher_runtime.signals import cause_of, listen, restore
 
 if TYPE_CHECKING:
@@ -62,11 +61,7 @@ COMMAND = Command(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code.
-
-    Args:
-        argv: arguments after the name of the command; None: those of the process.
-    """
+    """Run the command and return its exit code."""
     before = listen()
     try:
         with Console(name=NAME) as console:
@@ -97,11 +92,7 @@ def _main(argv: Sequence[str], console: Console) -> int:
             message = _piped_message()
         from clocher_runtime.disk.files import ending_on_lost_pages
 
-        def lost(reason: str) -> None:
-            with console:
-                console.note(f"error: {reason}")
-
-        with ending_on_lost_pages(lost):
+        with ending_on_lost_pages(console.lost):
             return _chat(config, message, answers, console)
     except OutputLost as lost_output:
         if lost_output.reason:
@@ -110,22 +101,14 @@ def _main(argv: Sequence[str], console: Console) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.BUG
     except (Exception, KeyboardInterrupt) as raised:
-        error = told(cause_of(raised))
-        if isinstance(error, KeyboardInterrupt):
-            console.note(f"ended by {error}")
-        elif isinstance(error, ClocherError | MemoryError):
-            console.note(f"error: {error or type(error).__name__}")
-        else:
-            console.note("".join(traceback.format_exception(error)).rstrip())
-        return exit_code(error)
+        if isinstance(cause_of(raised), KeyboardInterrupt):
+            console.note(f"ended by {cause_of(raised)}")
+            return exit_code(cause_of(raised))
+        return console.failed(raised)[1]
 
 
 def _piped_message() -> str:
-    """Return what standard input holds, as one message.
-
-    Raises:
-        UsageError: it is empty, larger than a message may be, or no text.
-    """
+    """Return what standard input holds, as one message."""
     try:
         data = sys.stdin.buffer.read(MAX_MESSAGE_BYTES + 1)
         text = data.decode().rstrip("\n")
@@ -187,12 +170,7 @@ def _say_what_is_special(config: ChatConfig, engine: "Engine", console: Console)
 
 
 def _chat_model(config: ChatConfig, engine: "Engine", console: Console) -> "ChatModel":
-    """Return what answers.
-
-    Raises:
-        UsageError: a setting is of conversations, and the model continues text.
-        FormatError: its template cannot be used.
-    """
+    """Return what answers."""
     from clocher_runtime.command.model_choice import choose_model, converses
     from clocher_runtime.text.chat_turn import ChatModel
     from clocher_runtime.text.tokenizer import Tokenizer

@@ -88,11 +88,7 @@ class Typing:
 
 @contextmanager
 def _heeding_signals() -> Iterator[None]:
-    """Let a signal count that comes just before the wait for a key begins.
-
-    Python looks for signals before it waits, and when something interrupts it. What comes between
-    would not be noticed before the next key; so something interrupts it now and then.
-    """
+    """Let a signal count that comes just before the wait for a key begins."""
     before = signal.signal(signal.SIGALRM, lambda number, frame: None)
     signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S, _PATIENCE_S)
     try:

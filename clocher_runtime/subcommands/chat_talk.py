@@ -220,11 +220,7 @@ class Talk:
         self._notes.line(f"took the last turn back; {len(self.messages)} messages are left")
 
     def _last_question(self) -> int:
-        """Return where the last message of the user is.
-
-        Raises:
-            UsageError: there is none.
-        """
+        """Return where the last message of the user is."""
         for at in range(len(self.messages) - 1, -1, -1):
             if self.messages[at]["role"] == "user":
                 return at

@@ -88,11 +88,7 @@ main = models.run
 
 
 def _one_model(where: Sequence[str]) -> Path | None:
-    """Return the path of the only argument if it is a model, None if it is a place to look into.
-
-    Raises:
-        ModelNotFound: an argument is neither.
-    """
+    """Return the path of the only argument if it is a model, None if it is a place to look into."""
     from clocher_runtime.checkpoints.locate import locate
     from clocher_runtime.checkpoints.no_model import holds_model
 
@@ -205,11 +201,7 @@ def _inert(text: str) -> str:
 
 
 def _remove(report: Report, name: str, yes: bool) -> int:
-    """Delete a model of the Hub's cache.
-
-    Raises:
-        UsageError: it is not in the cache, or nobody can be asked.
-    """
+    """Delete a model of the Hub's cache."""
     from rich.filesize import decimal
 
     from clocher_runtime.checkpoints.hf.cache import (

@@ -37,12 +37,7 @@ class Found(NamedTuple):
 
 
 def find(directories: Sequence[Path], everywhere: bool = True) -> Iterator[Found]:
-    """Yield the models of this machine, at most `MOST_MODELS`.
-
-    Args:
-        directories: to look into, three levels deep.
-        everywhere: also the embedded model, the caches of the Hub and of llama.cpp, and ./models.
-    """
+    """Yield the models of this machine, at most `MOST_MODELS`."""
     seen: set[str] = set()
     for count, found in enumerate(_all(directories, everywhere)):
         real = os.path.realpath(found.path)
@@ -54,13 +49,7 @@ def find(directories: Sequence[Path], everywhere: bool = True) -> Iterator[Found
 
 
 def look(found: Found) -> dict[str, Any]:
-    """Return what a model is; None is what is not known of one that cannot run.
-
-    Returns:
-        name and place; path; family; parameters; format, that its matrices are used as, the largest
-        share of bytes first; disk, in bytes; memory that a run on the CPU takes with the default
-        context; whether it fits; runs: "yes", or why not; chat: whether it has a chat template.
-    """
+    """Return what a model is; None is what is not known of one that cannot run."""
     about = {**found._asdict(), "path": str(found.path), **_UNKNOWN, "disk": _size(found.path)}
     try:
         return about | _known(found.path) | {"runs": "yes"}

@@ -178,11 +178,7 @@ def _cache() -> Path:
 
 
 def _look_ahead(report: Report, download: "Download", anyway: bool) -> None:
-    """Fetch the config alone, and refuse a model that cannot run before its weights are fetched.
-
-    Raises:
-        ModelError: it cannot run.
-    """
+    """Fetch the config alone, and refuse a model that cannot run before its weights are fetched."""
     from clocher_runtime.checkpoints.hf.foreign import ADAPTER_CONFIG, base_of
 
     names = {file.name for file in download.files}

@@ -206,15 +206,7 @@ def manifest_script(
     given: Wrap,
     opener: "Callable[[Any], Checkpoint]",
 ) -> Script:
-    """Return a script that writes the manifest alone.
-
-    Args:
-        name: of the script, for messages.
-        about: what its help says.
-        examples: on top of its help.
-        given: the option that names its input, called "source".
-        opener: opens what that option was given.
-    """
+    """Return a script that writes the manifest alone."""
     out = option(
         "--out",
         click.Path(path_type=Path, dir_okay=False),
@@ -354,11 +346,7 @@ def _refuse(source: Path, out_dir: Path, force: bool) -> None:
 
 
 def _say_needs(report: Report, job: "Job", plan: "QuantPlan", out_dir: Path) -> None:
-    """Say what it takes of disk and memory.
-
-    Raises:
-        OSError: the disk is too small.
-    """
+    """Say what it takes of disk and memory."""
     from rich.filesize import decimal
 
     from clocher_kernels.host_memory import available

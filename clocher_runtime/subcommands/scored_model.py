@@ -61,13 +61,7 @@ class Scored:
 
 @contextmanager
 def scored(model_dir: Path | None, backend: str = "cpu", **settings: Any) -> Iterator[Scored]:
-    """Load the model that the flags name, and close it in the end.
-
-    Args:
-        model_dir: None: that of the environment, or the embedded one.
-        backend: a device, or "reference".
-        **settings: other fields of `EngineConfig`.
-    """
+    """Load the model that the flags name, and close it in the end."""
     from clocher_runtime.checkpoints.locate import embedded_model
     from clocher_runtime.command.loading import load
     from clocher_runtime.text.tokenizer import Tokenizer

@@ -95,11 +95,7 @@ _ELSEWHERE = {
 
 
 def dispatch(words: Sequence[str]) -> int:
-    """Run the subcommand that a line names, and return its exit code.
-
-    Args:
-        words: the line after `clocher`.
-    """
+    """Run the subcommand that a line names, and return its exit code."""
     name, rest = (words[0], words[1:]) if words else ("--help", [])
     if name in ("help", "-h", "--help"):
         click.echo(help_text())
