@@ -7,13 +7,7 @@ imported when first used, so that importing this package costs nothing.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from clocher_runtime.api import (
-        KVCacheConfig,
-        LanguageModel,
-        generate,
-        load,
-        stream_generate,
-    )
+    from clocher_runtime.api import KVCacheConfig, LanguageModel, generate, load, stream_generate
 
 __all__ = ["KVCacheConfig", "LanguageModel", "generate", "load", "stream_generate"]
 

@@ -175,10 +175,7 @@ class LanguageModel:
         return [found[number] for number in range(len(texts))]
 
     def chat(
-        self,
-        messages: Messages,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **options: Any,
+        self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
     ) -> Completion:
         """Return the answer to a conversation.
 
@@ -195,10 +192,7 @@ class LanguageModel:
         return self.stream_chat(messages, tools, **options).result()
 
     def stream_chat(
-        self,
-        messages: Messages,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **options: Any,
+        self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
     ) -> TextGeneration:
         """Return the answer to a conversation in pieces; see `chat`."""
         variables = {name: value for name, value in options.items() if name not in OPTIONS}
@@ -217,10 +211,7 @@ class LanguageModel:
         return await _whole(self._begin(prompt, options))
 
     async def achat(
-        self,
-        messages: Messages,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **options: Any,
+        self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
     ) -> Completion:
         """Do `chat` without blocking the event loop; when cancelled, it ends."""
         return await _whole(self.stream_chat(messages, tools, **options))
@@ -233,10 +224,7 @@ class LanguageModel:
             yield piece
 
     async def astream_chat(
-        self,
-        messages: Messages,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **options: Any,
+        self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
     ) -> AsyncIterator[str]:
         """Do `stream_chat` without blocking the event loop."""
         async for piece in _pieces(self.stream_chat(messages, tools, **options)):

@@ -76,11 +76,7 @@ def _single_prompt(config: RunConfig, console: Console) -> str | tuple[int, ...]
 
 
 def _run(
-    config: RunConfig,
-    console: Console,
-    source: PromptSource,
-    batch: int,
-    completions: Completions,
+    config: RunConfig, console: Console, source: PromptSource, batch: int, completions: Completions
 ) -> Line:
     file = config.prompts_file
     may_be_ids = config.prompt_ids is not None or (file is not None and file.suffix == ".jsonl")

@@ -38,12 +38,7 @@ READ_CODES = (
     exit_codes=READ_CODES,
 )
 def perplexity(
-    report: Report,
-    text: Path,
-    chars: int | None,
-    window: int,
-    limit: int | None,
-    **model: Any,
+    report: Report, text: Path, chars: int | None, window: int, limit: int | None, **model: Any
 ) -> None:
     """Print the perplexity of a model on a text, as one JSON line on standard output."""
     from clocher_runtime.quality import compare

@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from clocher_kernels.errors import UnsupportedModel, UsageError
-from clocher_runtime.command.script_run import (
-    PATH,
-    Report,
-    option,
-    script,
-    switch,
-)
+from clocher_runtime.command.script_run import PATH, Report, option, script, switch
 from clocher_runtime.exit_codes import ExitCode
 
 if TYPE_CHECKING:

@@ -105,9 +105,7 @@ FLAGS: tuple[Wrap, ...] = (
     option("--seq-len", click.IntRange(8), default=512),
     option("--seed", click.IntRange(0), default=0),
     option(
-        "--target-bpw",
-        float,
-        "Choose formats per tensor for so many bits per quantised weight.",
+        "--target-bpw", float, "Choose formats per tensor for so many bits per quantised weight."
     ),
     switch("--requantize", "Quantise tensors that are MXFP4, ternary or integers already; lossy."),
     option("--gate", FILE, "UTF-8 held-out text to judge the result on."),

@@ -27,10 +27,7 @@ def _model_of_environment() -> Path | None:
 
 
 PLACE = place(
-    "MODEL",
-    "--model-dir",
-    "Default: CLOCHER_MODEL_DIR, else the embedded model.",
-    needed=False,
+    "MODEL", "--model-dir", "Default: CLOCHER_MODEL_DIR, else the embedded model.", needed=False
 )
 OPTIONS = (
     engine_option("precision"),
