@@ -102,34 +102,17 @@ class LanguageModel:
         return self.session.kv_cache_bytes / (1 << 20)
 
     def generate(self, prompt: Prompt, max_new: int = MAX_NEW, **options: Any) -> str:
-        """Return the text that a prompt is gone on with.
-
-        Args:
-            prompt: text, or token ids.
-            max_new: tokens to make at most.
-            **options: see `LanguageModel`.
-        """
+        """Return the text that a prompt is gone on with."""
         return self.complete(prompt, **_with(max_new, options)).text
 
     def complete(self, prompt: Prompt, **options: Any) -> Completion:
-        """Return how a prompt goes on, with ids, the reason of its end and log probabilities.
-
-        Args:
-            prompt: text, or token ids.
-            **options: see `LanguageModel`.
-        """
+        """Return how a prompt goes on, with ids, the reason of its end and log probabilities."""
         return self._begin(prompt, options).result()
 
     def stream_generate(
         self, prompt: Prompt, max_new: int = MAX_NEW, **options: Any
     ) -> TextGeneration:
-        """Return the same in pieces, as tokens are made; `result()` of it is the whole.
-
-        Args:
-            prompt: text, or token ids.
-            max_new: tokens to make at most.
-            **options: see `LanguageModel`.
-        """
+        """Return the same in pieces, as tokens are made; `result()` of it is the whole."""
         return self._begin(prompt, _with(max_new, options))
 
     def generate_batch(
@@ -139,12 +122,7 @@ class LanguageModel:
         return [each.text for each in self.complete_batch(prompts, **_with(max_new, options))]
 
     def complete_batch(self, prompts: Sequence[Prompt], **options: Any) -> list[Completion]:
-        """Return how prompts go on, generated side by side, as many as `batch` of `load` at a time.
-
-        Args:
-            prompts: any number of texts or lists of token ids.
-            **options: see `LanguageModel`.
-        """
+        """Return how prompts go on, side by side, as many as `batch` of `load` at a time."""
         given = listed(prompts, "a list of prompts")
         return self.complete_each([(prompt, options) for prompt in given])
 
@@ -153,11 +131,9 @@ class LanguageModel:
         asked: Sequence[tuple[Prompt, Mapping[str, Any]]],
         progress: Callable[[int, int], None] | None = None,
     ) -> list[Completion]:
-        """Return the same for prompts of which each has options of its own.
+        """Return the same for prompts, each with options of its own; see `complete`.
 
-        Args:
-            asked: texts or lists of token ids, each with the options that `complete` takes.
-            progress: called with (done, total).
+        `progress` is called with (done, total).
         """
         texts = []
         for number, (prompt, options) in enumerate(asked):
@@ -177,9 +153,7 @@ class LanguageModel:
     def chat(
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
     ) -> Completion:
-        """Return the answer to a conversation.
-
-        The text of it is what the model makes: what marks channels or tool calls stands in it.
+        """Return the answer to a conversation, marks of channels and tool calls included.
 
         Args:
             messages: `{"role": ..., "content": ...}` each, as the model's chat template reads them.

@@ -14,8 +14,7 @@ from terminal import Terminal
 from weight_files import LLAMA
 
 from clocher_runtime.checkpoints.locate import embedded_model
-from clocher_runtime.command.console import quiet_keys
-from clocher_runtime.command.word_wrap import WordWrap
+from clocher_runtime.command.console import WordWrap, quiet_keys
 
 TEXT = (
     "The quick brown fox, jumping over a rather lazy dog; and then: supercalifragilistic "

@@ -11,12 +11,15 @@ import shlex
 import stat
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from clocher_kernels.errors import ModelNotFound, UsageError
-from clocher_runtime.checkpoints.gguf.parts import SUFFIX
-from clocher_runtime.checkpoints.hf import cache
+
+if TYPE_CHECKING:
+    from clocher_runtime.checkpoints.hf.cache import HubName
 
 EMBEDDED = "clocher-tiny-gptoss"
+SUFFIX = ".gguf"
 _MOST_NAMES = 10_000
 _ALIKE = 0.75
 _TAGGED = re.compile(r"(?P<owner>[\w.-]{1,100}/)?(?P<name>[\w.-]{1,100}):[\w.-]{1,50}")
@@ -68,6 +71,8 @@ def _named(text: str, where: str) -> Path:
     """Return the path of what is no path itself."""
     if text == EMBEDDED:
         return embedded_model()
+    from clocher_runtime.checkpoints.hf import cache
+
     shown = f"{where}{text[:200]!r}"
     if text.startswith("~") and os.path.exists(full := os.path.expanduser(text)):
         raise ModelNotFound(
@@ -90,8 +95,10 @@ def _named(text: str, where: str) -> Path:
     return folder / hub.file
 
 
-def _absent(text: str, shown: str, hub: cache.HubName | None) -> ModelNotFound:
+def _absent(text: str, shown: str, hub: "HubName | None") -> ModelNotFound:
     """Return the error for a name that stands for nothing, with the names that are like it."""
+    from clocher_runtime.checkpoints.hf import cache
+
     if repo := cache.published_as(text):
         return ModelNotFound(
             f"{shown}: no such directory; "

@@ -32,21 +32,20 @@ def open_checkpoint(path: Path | str, verify: bool = False) -> Checkpoint:
             if has_dedup(path):
                 return open_deduplicated(path, verify=verify).checkpoint
         return open_iebin(path / JSON_NAME, verify=verify)
-    from clocher_runtime.checkpoints.gguf.parts import find_gguf
     from clocher_runtime.checkpoints.hf.checkpoint import find_hf, open_hf
 
     directory = find_hf(path)
-    gguf = find_gguf(path) if directory is None else None
     if directory is not None:
         checkpoint = open_hf(directory)
-    elif gguf is not None:
-        from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
-
-        checkpoint = open_gguf(gguf)
     else:
+        from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
+        from clocher_runtime.checkpoints.gguf.parts import find_gguf
         from clocher_runtime.checkpoints.no_model import no_model
 
-        raise no_model(path)
+        gguf = find_gguf(path)
+        if gguf is None:
+            raise no_model(path)
+        checkpoint = open_gguf(gguf)
     if verify:
         checkpoint.verify()
     return checkpoint

@@ -56,25 +56,24 @@ def settle(
             other, or the file of `--config` is not one.
     """
     table = {**declared(kind), **hints}
-    flags, environ, _ = sources
     in_file = with_file(sources, table).in_file or {}
     values: dict[str, Any] = {}
     given: dict[str, Given] = {}
     ignored: list[Given] = []
     for name, setting in table.items():
-        found = sources_of(name, setting, flags, environ, in_file)
+        found = sources_of(name, setting, sources.flags, sources.environ, in_file)
         if not found:
             continue
         first, *others = found
         value = setting.takes.read(first.source, first.raw)
-        if name in hints and first.raw not in setting.idle:
-            ignored.append(first)
-            continue
-        given[name] = first
         if name in hints:
+            if first.raw in setting.idle:
+                given[name] = first
+            else:
+                ignored.append(first)
             continue
-        values[name] = value
-        if name not in flags:
+        given[name], values[name] = first, value
+        if name not in sources.flags:
             beaten = [other for other in others if not isinstance(other, GivenInFile)]
             ignored += [other for other in beaten if other.raw not in (first.raw, _HOST_MATH)]
     for names in kind.exclusive:
@@ -83,26 +82,20 @@ def settle(
 
 
 def with_file(sources: Sources, known: Collection[str]) -> Sources:
-    """Return the same with the file of `--config` read."""
-    if sources.in_file is not None:
-        return sources
-    return sources._replace(in_file=read_file(sources.flags, sources.environ, known))
-
-
-def read_file(
-    flags: Mapping[str, str], environ: Mapping[str, str], known: Collection[str]
-) -> dict[str, GivenInFile]:
-    """Return the settings of the file that `--config` names, empty without one.
+    """Return the same with the file of `--config` read.
 
     Raises:
         UsageError: the file cannot be read, or has something that is no setting.
     """
-    named = sources_of("config", _FILE, flags, environ, {})
+    if sources.in_file is not None:
+        return sources
+    named = sources_of("config", _FILE, sources.flags, sources.environ, {})
     if not named or not named[0].raw:
-        return {}
+        return sources._replace(in_file={})
     path = Path(named[0].raw)
     texts = setting_texts(read_toml(path), set(known) - {"config"}, str(path))
-    return {name: GivenInFile(f"{path}: {name}", raw) for name, raw in texts.items()}
+    in_file = {name: GivenInFile(f"{path}: {name}", raw) for name, raw in texts.items()}
+    return sources._replace(in_file=in_file)
 
 
 def sources_of(

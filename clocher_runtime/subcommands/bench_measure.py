@@ -91,8 +91,7 @@ def measure(plan: Plan, tell: Tell) -> list[Row]:
         text = _text_ids(plan, loaded)
         runners = {
             count: Runner(
-                stack.enter_context(closing(_session(loaded, count, plan, len(counts), tell))),
-                text,
+                stack.enter_context(closing(_session(loaded, count, plan, len(counts), tell))), text
             )
             for count in counts
         }

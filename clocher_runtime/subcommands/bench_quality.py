@@ -53,12 +53,7 @@ _CODES = (
     help=_ABOUT,
 )
 def quality(
-    report: Report,
-    task: Path,
-    limit: int | None,
-    batch: int,
-    context: int | None,
-    **model: Any,
+    report: Report, task: Path, limit: int | None, batch: int, context: int | None, **model: Any
 ) -> None:
     """Score the items of a file and print the line."""
     from clocher_runtime.disk.schema import finite
@@ -66,10 +61,7 @@ def quality(
     from clocher_runtime.quality.tasks import read_task, score_task
 
     items = read_task(task)[:limit]
-    with (
-        report.counting() as tell,
-        scored(**model, batch=batch, context=context) as ready,
-    ):
+    with report.counting() as tell, scored(**model, batch=batch, context=context) as ready:
         scorer = Scorer(ready.session, ready.tokenizer)
         found = score_task(scorer, items, partial(tell, "texts and choices"))
         facts = {**ready.facts, "context": ready.session.context}

@@ -1,9 +1,8 @@
 """`clocher convert`: any checkpoint to IEBIN, GGUF or compressed-tensors; and hf_to_iebin."""
 
 import shlex
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -181,8 +180,8 @@ def _export(
 
     notes = source.notes
     if kind == "gguf":
-        job: Export = (made := plan_gguf_model(source, out, others, pre))
-        notes += made.export.notes
+        job: Any = plan_gguf_model(source, out, others, pre)
+        notes += job.export.notes
     elif pre:
         raise UsageError("--pre is for GGUF")
     else:
@@ -201,25 +200,6 @@ def _export(
 
 COMMAND = convert
 main = convert.run
-
-
-class Export(Protocol):
-    """What has been planned, to be written for other programs."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the output."""
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes that the disk has for it."""
-
-    @property
-    def floats(self) -> tuple[str, ...]:
-        """Names of the matrices that become floats."""
-
-    def run(self, progress: Callable[[int, str], None] | None = None) -> None:
-        """Write it."""
 
 
 def next_command(out_dir: Path) -> str:

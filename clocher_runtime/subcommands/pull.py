@@ -35,6 +35,7 @@ PULL_EXIT_CODES = (
     (ExitCode.INTERRUPTED, "interrupted; run it again to go on"),
 )
 REVISION = option("--revision", str, "Branch, tag or commit.", default="main")
+_SCRIPT = "python scripts/download_gpt_oss_20b.py"
 ALLOW_HELP = "Shell pattern of wanted files, again for each. Without a slash: of the top folder."
 
 
@@ -87,19 +88,16 @@ COMMAND = pull
 main = pull.run
 
 
-_DOWNLOAD_EXAMPLES = (
-    ("All of it", "python scripts/download_gpt_oss_20b.py"),
-    ("A part", "python scripts/download_gpt_oss_20b.py --allow '*.json' --allow 'model-00000*'"),
-)
-
-
 @script(
     "download_gpt_oss_20b",
     option("--repo", str, "Which model.", default="openai/gpt-oss-20b"),
     REVISION,
     option("--out-dir", PATH, "Where the files go.", default=Path("models/gpt-oss-20b/hf")),
     option("--allow", str, ALLOW_HELP, multiple=True),
-    examples=_DOWNLOAD_EXAMPLES,
+    examples=(
+        ("All of it", f"{_SCRIPT}"),
+        ("A part", f"{_SCRIPT} --allow '*.json' --allow 'model-00000*'"),
+    ),
     epilog=ENVIRONMENT,
     exit_codes=PULL_EXIT_CODES,
 )
@@ -121,7 +119,7 @@ def fetch(
         ModelError, UsageError, OSError: as `hub.plan_download` and `Download.run`.
     """
     from clocher_runtime.checkpoints import open_checkpoint
-    from clocher_runtime.checkpoints.hf.cache import snapshot
+    from clocher_runtime.checkpoints.hf.cache import cache_directory, snapshot
     from clocher_runtime.checkpoints.hf.foreign import ADAPTER_CONFIG, base_of
     from clocher_runtime.checkpoints.hf.hub import PATTERNS, plan_download
 
@@ -134,7 +132,7 @@ def fetch(
         raise
     if not (allow or hub.file):
         _look_ahead(report, download, anyway)
-    target = out_dir or _cache()
+    target = out_dir or cache_directory()
     report.disk(str(hub), target, download.nbytes, download.free_bytes)
     folder = download.run(lambda name: report.note(f"checking {name}"))
     report.done(
@@ -163,12 +161,6 @@ def _hub_name(text: str, revision: str, file: str | None) -> "HubName":
     if file is not None and not file.lower().endswith(".gguf"):
         raise UsageError(f"--file: got {file[:200]!r}, expected a GGUF file; see --allow")
     return replace(hub, file=file) if file is not None else hub
-
-
-def _cache() -> Path:
-    from clocher_runtime.checkpoints.hf.cache import cache_directory
-
-    return cache_directory()
 
 
 def _look_ahead(report: Report, download: "Download", anyway: bool) -> None:
@@ -222,16 +214,15 @@ def _refusal(report: Report, path: Path, download: "Download") -> Exception | No
         return error
     weights = sum(f.nbytes for f in download.files if f.name.endswith(".safetensors"))
     needed, left = expected_bytes(spec, weights), available()
-    fits = "" if left is None else f", {decimal(left)} available: {_fits(needed, left)}"
+    fits = "fits"
+    if left is not None and needed > left:
+        fits = "does not fit, weights are read from disk again and again"
+    fits = "" if left is None else f", {decimal(left)} available: {fits}"
     report.note(
         f"{download.repo}: {spec.family}, {spec.num_layers} layers, {decimal(weights)} of weights; "
         f"a run needs {decimal(needed)} of memory{fits}"
     )
     return None
-
-
-def _fits(needed: int, left: int) -> str:
-    return "fits" if needed <= left else "does not fit, weights are read from disk again and again"
 
 
 def _check(report: Report, hub: "HubName", out_dir: Path | None) -> int:

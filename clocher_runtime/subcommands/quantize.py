@@ -198,13 +198,12 @@ main = quantize.run
 
 
 def manifest_script(
-    name: str,
-    about: str | None,
-    examples: Examples,
-    given: Wrap,
-    opener: "Callable[[Any], Checkpoint]",
+    name: str, about: str, examples: Examples, given: Wrap, opener: "Callable[[Any], Checkpoint]"
 ) -> Script:
-    """Return a script that writes the manifest alone."""
+    """Return a script that writes the manifest alone.
+
+    `given` is the option that names its input, called "source"; `opener` opens that.
+    """
     out = option(
         "--out",
         click.Path(path_type=Path, dir_okay=False),
@@ -221,17 +220,12 @@ def manifest_script(
     return main
 
 
-def _open_pickles(path: Path) -> "Checkpoint":
-    from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
-
-    return open_torch_bin(path)
-
-
-def _open_or_fetch(path: Path) -> "Checkpoint":
+def _open(source: Path, pickled: bool = False) -> "Checkpoint":
     from clocher_runtime.checkpoints.hf.hub import local_or_fetched
+    from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
     from clocher_runtime.convert.to_iebin import open_source
 
-    return open_source(local_or_fetched(path))
+    return open_torch_bin(source) if pickled else open_source(local_or_fetched(source))
 
 
 def _open_arrays(source: str) -> "Checkpoint":
@@ -253,9 +247,10 @@ def _open_arrays(source: str) -> "Checkpoint":
 
 
 _SELF = "python scripts/ptq_from_hf.py --hf-dir models/llama/hf --out quant/llama.json"
+_SOURCE = "python scripts/ptq_from_source.py --source"
 ptq_from_hf = manifest_script(
     "ptq_from_hf",
-    """Quantise a Hugging Face checkpoint (safetensors) after training: write a q4 manifest.""",
+    "Quantise a Hugging Face checkpoint (safetensors) after training: write a q4 manifest.",
     (
         ("Rounding to 4 bits", f"{_SELF} --bits 4 --weights-only 1"),
         ("Better, and judged", f"{_SELF} \\\n    --calib-text calib.txt --gate held_out.txt"),
@@ -275,14 +270,14 @@ ptq_from_hf = manifest_script(
         "on the Hugging Face hub, which is then downloaded.",
         name="source",
     ),
-    _open_or_fetch,
+    _open,
 )
 ptq_from_bin = manifest_script(
     "ptq_from_bin",
     """Quantise a Hugging Face checkpoint of pickled weights: write a q4 manifest.
 
-The pickles are followed and not run: only plain tensors are read. torch is not needed.
-""",
+    The pickles are followed and not run: only plain tensors are read. torch is not needed.
+    """,
     (
         (
             "Rules for 4 bits; hf_to_iebin_stream_pt.py, or clocher quantize, makes models",
@@ -296,23 +291,21 @@ The pickles are followed and not run: only plain tensors are read. torch is not 
         "in hf/ or hf/original/).",
         name="source",
     ),
-    _open_pickles,
+    lambda source: _open(source, pickled=True),
 )
 ptq_from_source = manifest_script(
     "ptq_from_source",
     """Quantise arrays that a Python function gives, or those of an .npz file: write a q4 manifest.
 
-The function takes no arguments and returns a dict of float arrays, or (name, array) pairs. It is
-your code and is run as such; an .npz file is only read, and pickled objects in it are refused.
-""",
+    The function takes no arguments and returns a dict of float arrays, or (name, array) pairs. It
+    is your code and is run as such; an .npz file is only read, and pickled objects in it are
+    refused.
+    """,
     (
-        (
-            "An archive of arrays",
-            "python scripts/ptq_from_source.py --source weights.npz --out quant/q4.json --bits 8",
-        ),
+        ("An archive of arrays", f"{_SOURCE} weights.npz --out quant/q4.json --bits 8"),
         (
             "A function of yours",
-            "python scripts/ptq_from_source.py --source my_weights:load --out quant/q4.json \\\n"
+            f"{_SOURCE} my_weights:load --out quant/q4.json \\\n"
             "    --bits 4 --group 64 --symmetric --mse",
         ),
     ),
