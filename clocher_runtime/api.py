@@ -293,10 +293,10 @@ def load(
         path: a Hugging Face directory, one with an IEBIN pair or a GGUF file, or that file; or
             `owner/name` of a model in the Hub's cache, as `clocher pull` fetches it; None: the
             embedded model.
-        kv_cache: dtype and size of the KV cache, instead of kv_dtype, context, batch and kv_pages.
+        kv_cache: dtype and size of the KV cache, instead of the settings of that.
         progress, packing: called with (done, total) while kernels compile, or weights are packed.
         **settings: fields of `EngineConfig`, such as device, precision, threads, lora, draft_model,
-            batch, context, kv_dtype, itl_ms, generation_config. Shared prefixes are computed once,
+            batch, context, itl_ms, generation_config. Shared prefixes are computed once,
             unless `prefix_cache=False`. Tokens are drafted and verified, which changes none of
             them, unless `speculate="off"`.
 

@@ -99,6 +99,11 @@ class Engine:
     hints_ignored: tuple[str, ...]
     draft_model: str | None = None
 
+    @property
+    def numerics(self) -> dict[str, str]:
+        """How weights, activations and the KV cache are stored, as lines of results tell it."""
+        return {n: getattr(self, n) for n in ("precision", "act_prec", "kv_dtype")}
+
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of a completion, without the token that ended it."""
         if self.tokenizer is None:
@@ -186,6 +191,12 @@ def load_engine(
         gpu=gpu() if config.backend == "cuda" else None,
         hints_ignored=tuple(how for how in map(str, config.given.values()) if how in ignored),
     )
+
+
+def numerics(session: Session) -> dict[str, str]:
+    """Return how the weights, the KV cache and the activations of a session are stored."""
+    stored = {"precision": session.model.precision, "kv_dtype": session.kv_dtype}
+    return {**stored, "act_prec": session.act_prec}
 
 
 def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:

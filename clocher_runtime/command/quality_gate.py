@@ -10,7 +10,7 @@ import click
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import locate
 from clocher_runtime.command.script_run import Report
-from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.config.engine import NUMERICS, EngineConfig
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.disk.schema import finite
 from clocher_runtime.engine.backends import choose
@@ -121,7 +121,7 @@ def _config(options: dict[str, Any]) -> EngineConfig:
     act_prec = None if options["act_prec"] == "default" else options["act_prec"]
     if options["backend"] != "reference":
         choose(options["backend"])  # refuses a device that is not there
-    named = {name: options[name] for name in ("backend", "kv_dtype", "threads")}
+    named = {name: options[name] for name in ("backend", NUMERICS[1], "threads")}
     return replace(WEIGHTS_ALONE, act_prec=act_prec, **named)
 
 
@@ -179,7 +179,7 @@ def _write(
             "documents": documents.count,
             "sha256": documents.digest.hex(),
         },
-        "options": {k: options[k] for k in ("precision", "kv_dtype", "act_prec", "backend")},
+        "options": {k: options[k] for k in (*NUMERICS, "act_prec", "backend")},
         "rows": [finite(asdict(row)) for row in rows],
         "models": {
             label: {

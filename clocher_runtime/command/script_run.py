@@ -8,9 +8,10 @@ import errno
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -66,13 +67,23 @@ def option(flag: str, kind: Any, help: str | None = None, **more: Any) -> Wrap:
     return click.option(*names, type=kind, help=help, **more)
 
 
-def engine_option(name: str, help: str | None = None, **more: Any) -> Wrap:
-    """Declare the flag of a field of `EngineConfig`, with its variables."""
+def engine_options(
+    *names: str, defaults: Mapping[str, str] = MappingProxyType({}), **more: Any
+) -> tuple[Wrap, ...]:
+    """Declare the flags of fields of `EngineConfig`, with their variables.
+
+    `defaults` are other ones than those of the fields; `more` is what `click.Option` takes.
+    """
+    return tuple(_engine_option(name, defaults.get(name), more) for name in names)
+
+
+def _engine_option(name: str, default: str | None, more: Mapping[str, Any]) -> Wrap:
     setting = _ENGINE[name]
     more = {"envvar": list(setting.env), "show_envvar": True, "show_default": True, **more}
+    help = setting.help if default is None else setting.help.partition(" (unset")[0]
 
     def declare(function: Any) -> Any:
-        made = setting_option(name, setting, reads=True, help=help or setting.help, **more)
+        made = setting_option(name, setting, reads=True, help=help, default=default, **more)
         function.__dict__.setdefault("__click_params__", []).append(made)
         return function
 

@@ -49,6 +49,10 @@ PRECISIONS = (
 """What float weights can be cast to or quantised as when a model is loaded."""
 KV_DTYPES = ("f32", "bf16", "f16", "e4m3", "e5m2", "i8")
 """How keys and values can be stored."""
+NUMERICS = ("precision", "kv_dtype")
+"""Settings that say how numbers are stored."""
+EXACT = {"kv_dtype": "f32"}
+"""What differs from the defaults where the quality of a model is measured."""
 ACT_PRECISIONS = ("int8", "fp8", "fp16", "bf16", "fp32")
 """What activations can be rounded to."""
 KV_ALIASES = {"int8": "i8", "fp8": "e4m3", "fp16": "f16", "fp32": "f32"}

@@ -9,7 +9,7 @@ import click
 
 from clocher_runtime.command.script_run import COUNT, PATH, Report, option, script
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.subcommands.scored_model import OPTIONS, PLACE, scored
+from clocher_runtime.subcommands.perplexity import OPTIONS, PLACE, scored
 
 NAME = "clocher bench quality"
 

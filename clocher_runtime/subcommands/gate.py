@@ -9,12 +9,13 @@ from clocher_runtime.command.script_run import (
     FILE,
     PATH,
     Report,
-    engine_option,
+    engine_options,
     needed,
     option,
     place,
     script,
 )
+from clocher_runtime.config.engine import EXACT, NUMERICS
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.subcommands.perplexity import READ_CODES
 from clocher_runtime.subcommands.quantize import LIMITS
@@ -34,7 +35,7 @@ from clocher_runtime.subcommands.quantize import LIMITS
         "windows of a document, without a separator; default: those in 1024 tokens",
     ),
     option("--documents", COUNT, "score at most DOCUMENTS documents"),
-    engine_option("precision", envvar=None),
+    *engine_options(*NUMERICS, defaults=EXACT, envvar=None),
     option(
         "--manifest",
         FILE,
@@ -42,7 +43,6 @@ from clocher_runtime.subcommands.quantize import LIMITS
         multiple=True,
         name="manifests",
     ),
-    engine_option("kv_dtype", "storage of the KV cache", default="f32", envvar=None),
     option(
         "--act-prec",
         click.Choice(["fp32", "default"]),

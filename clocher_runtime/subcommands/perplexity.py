@@ -1,15 +1,31 @@
-"""`clocher perplexity`: how well a model predicts a text."""
+"""`clocher perplexity`: how well a model predicts a text; and the model that it is scored with."""
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from clocher_runtime.command.script_run import COUNT, FILE, Report, option, script
+from clocher_runtime.command.script_run import (
+    COUNT,
+    FILE,
+    Report,
+    engine_options,
+    option,
+    place,
+    script,
+)
+from clocher_runtime.config.engine import EXACT, NUMERICS, EngineConfig
+from clocher_runtime.config.setting import Given, every
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.subcommands.scored_model import OPTIONS, PLACE, scored
+
+if TYPE_CHECKING:
+    from clocher_runtime.engine.session import Session
+    from clocher_runtime.text.tokenizer import Tokenizer
 
 READ_CODES = (
     (ExitCode.OK, "done"),
@@ -18,6 +34,64 @@ READ_CODES = (
     (ExitCode.DEVICE, "the back end is not there"),
     (ExitCode.MEMORY, "out of memory"),
 )
+PLACE = place(
+    "MODEL",
+    "--model-dir",
+    "Default: CLOCHER_MODEL_DIR, else the embedded model.",
+    needed=False,
+)
+OPTIONS = (
+    *engine_options(*NUMERICS, defaults=EXACT),
+    *engine_options("act_prec", "act_sparsity", "act_calibration", "threads"),
+    option("--backend", click.Choice(["cpu", "cuda", "reference"]), default="cpu"),
+)
+"""Flags of `scored`, beside `PLACE`."""
+
+
+class Scored(NamedTuple):
+    """A model that is ready to score texts.
+
+    Attributes:
+        session: keeps the logits of every token.
+        tokenizer: of the model.
+        facts: of it, as result lines have them.
+    """
+
+    session: "Session"
+    tokenizer: "Tokenizer"
+    facts: dict[str, Any]
+
+
+@contextmanager
+def scored(model_dir: Path | None, backend: str = "cpu", **settings: Any) -> Iterator[Scored]:
+    """Load the model that the flags name, and close it in the end.
+
+    Args:
+        model_dir: None: that of the environment, or the embedded one.
+        backend: a device, or "reference".
+        **settings: other fields of `EngineConfig`.
+    """
+    from clocher_runtime.checkpoints.locate import embedded_model
+    from clocher_runtime.command.loading import load, numerics
+    from clocher_runtime.text.tokenizer import Tokenizer
+
+    variables = dict(every(EngineConfig))["model_dir"].env
+    named = next(filter(None, map(os.environ.get, variables)), None)
+    model_dir = model_dir or (Path(named) if named else None)
+    settings["backend" if backend == "reference" else "device"] = backend
+    config = EngineConfig(
+        model_dir=model_dir or embedded_model(),
+        speculate="off",
+        all_logits=True,
+        given={"model_dir": Given("MODEL", str(model_dir))} if model_dir else {},
+        **settings,
+    )
+    loaded = load(config)
+    with closing(loaded.session()) as session:
+        facts = {"model": str(model_dir or "embedded"), **numerics(session)}
+        facts |= {"act_sparsity": config.act_sparsity} if config.act_sparsity else {}
+        assert isinstance(loaded.tokenizer, Tokenizer)  # only the stub has another
+        yield Scored(session, loaded.tokenizer, facts)
 
 
 @script(

@@ -12,11 +12,12 @@ from clocher_runtime.command.script_run import (
     Report,
     Script,
     Wrap,
-    engine_option,
+    engine_options,
     option,
     place,
     script,
 )
+from clocher_runtime.config.engine import NUMERICS
 from clocher_runtime.exit_codes import ExitCode
 
 NAME = "clocher ray"
@@ -51,8 +52,7 @@ _FLAGS: tuple[Wrap, ...] = (
     option("--batch", COUNT, "rows that an actor computes side by side", default=8),
     option("--task-rows", COUNT, "rows that an actor is given at a time", default=32),
     option("--context", COUNT, "tokens of the longest row; default: the model's, at most 4096"),
-    engine_option("precision", envvar=None),
-    engine_option("kv_dtype", envvar=None),
+    *engine_options(*NUMERICS, envvar=None),
     option(
         "--address",
         str,
@@ -126,7 +126,7 @@ def score(report: Report, **job: Any) -> None:
 def _run(report: Report, task: str, options: dict[str, Any], **given: Any) -> None:
     from clocher_runtime.ray.job import Job, run_job
 
-    for key in ("context", "precision", "kv_dtype"):
+    for key in ("context", *NUMERICS):
         if given[key] is not None:
             options[key] = given[key]
     job = Job(
