@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -12,6 +13,10 @@ from clocher_runtime.config.values import id_list, integer, number, one_of, path
 from clocher_runtime.engine.sampling_defaults import CHAT_TEMPERATURE, taken
 
 _PATH, _TEXT, _SWITCH = path(), text(), switch()
+_generation = partial(flag, "Generation")
+_prompt = partial(flag, "Prompt")
+_run = partial(flag, "Run")
+_chat = partial(flag, "Chat")
 _AHEAD = integer(0, 4096, "on", "off", "auto")
 RANDOM = "random"
 CONTINUED = 64
@@ -22,27 +27,16 @@ CONTINUED = 64
 class SamplingConfig(EngineConfig):
     """An engine, and how tokens are drawn from its logits."""
 
-    temperature: float = flag(
-        "Generation", number(0, 100), "0 takes the most likely token", default=0.0
+    temperature: float = _generation(number(0, 100), "0 takes the most likely token", default=0.0)
+    top_k: int = _generation(COUNT, "sample from the k most likely; 0: all", default=0)
+    top_p: float = _generation(
+        number(1e-6, 1), "sample from the most likely that sum to this probability", default=1.0
     )
-    top_k: int = flag("Generation", COUNT, "sample from the k most likely; 0: all", default=0)
-    top_p: float = flag(
-        "Generation",
-        number(1e-6, 1),
-        "sample from the most likely that sum to this probability",
-        default=1.0,
+    min_p: float = _generation(
+        number(0, 1), "drop tokens less likely than this share of the most likely one", default=0.0
     )
-    min_p: float = flag(
-        "Generation",
-        number(0, 1),
-        "drop tokens less likely than this share of the most likely one",
-        default=0.0,
-    )
-    repetition_penalty: float = flag(
-        "Generation",
-        number(0.01, 100),
-        "above 1: tokens in the text become less likely",
-        default=1.0,
+    repetition_penalty: float = _generation(
+        number(0.01, 100), "above 1: tokens in the text become less likely", default=1.0
     )
 
 
@@ -57,51 +51,34 @@ class RunConfig(SamplingConfig):
         *EngineConfig.exclusive,
     )
 
-    prompt: str | None = flag(
-        "Prompt", _TEXT, "text to complete; - reads standard input, as a pipe without this flag is"
+    prompt: str | None = _prompt(
+        _TEXT, "text to complete; - reads standard input, as a pipe without this flag is"
     )
-    prompt_ids: tuple[int, ...] | None = flag("Prompt", id_list(), "token ids to complete")
-    prompts_file: Path | None = flag(
-        "Prompt",
-        _PATH,
-        'one prompt per line; *.jsonl: {"prompt": "..."} or {"ids": [...]} per line',
+    prompt_ids: tuple[int, ...] | None = _prompt(id_list(), "token ids to complete")
+    prompts_file: Path | None = _prompt(
+        _PATH, 'one prompt per line; *.jsonl: {"prompt": "..."} or {"ids": [...]} per line'
     )
-    max_new: int = flag("Generation", TOKENS, "tokens to generate per prompt", default=64)
-    seed: int = flag("Generation", integer(0, (1 << 64) - 1), "same seed, same tokens", default=0)
-    tune: bool = flag(
-        "Run",
+    max_new: int = _generation(TOKENS, "tokens to generate per prompt", default=64)
+    seed: int = _generation(integer(0, (1 << 64) - 1), "same seed, same tokens", default=0)
+    tune: bool = _run(
         _SWITCH,
         "generate nothing: time the tiles of GPU kernels on the model's weights, write a table",
     )
-    rounds: int = flag("Run", integer(1, 1_000_000), "times to run every prompt", default=1)
-    warmup: int = flag(
-        "Run", integer(0, 1 << 24), "tokens to generate before the timed window", default=0
-    )
-    prefetch: int | str = flag(
-        "Run",
+    rounds: int = _run(integer(1, 1_000_000), "times to run every prompt", default=1)
+    warmup: int = _run(integer(0, 1 << 24), "tokens to generate before the timed window", default=0)
+    prefetch: int | str = _run(
         _AHEAD,
         "tokenise ahead: auto only between batches, off never, on or N (batches) beside the model",
         default="auto",
     )
-    json: bool = flag(
-        "Run", _SWITCH, "the line of JSON on standard output, also where that is a terminal"
+    json: bool = _run(_SWITCH, "the line of JSON on standard output, also where that is a terminal")
+    aggregate: bool = _run(_SWITCH, "report totals only: outputs stays empty in the JSON line")
+    outputs: Path | None = _run(_PATH, "write ids and text of every prompt to this file, JSONL")
+    trace_ids: Path | None = _run(
+        _PATH, "write prompt and generated ids of each prompt to this file, JSONL, to be verified"
     )
-    aggregate: bool = flag(
-        "Run", _SWITCH, "report totals only: outputs stays empty in the JSON line"
-    )
-    outputs: Path | None = flag(
-        "Run", _PATH, "write ids and text of every prompt to this file, JSONL"
-    )
-    trace_ids: Path | None = flag(
-        "Run",
-        _PATH,
-        "write prompt and generated ids of each prompt to this file, JSONL, to be verified",
-    )
-    trace_topk: int = flag(
-        "Run",
-        integer(1, 1000),
-        "with --trace-ids: also the N largest logits of each step",
-        default=0,
+    trace_topk: int = _run(
+        integer(1, 1000), "with --trace-ids: also the N largest logits of each step", default=0
     )
     bytes_per_token: int = variable(
         BYTES,
@@ -124,24 +101,21 @@ class ChatConfig(SamplingConfig):
 
     command: ClassVar[str] = "chat"
 
-    prompt: str | None = flag("Chat", _TEXT, "a question: answer it once, and end")
-    system: str | None = flag("Chat", _TEXT, "what the model is told before the conversation")
-    reasoning_effort: str | None = flag(
-        "Chat",
+    prompt: str | None = _chat(_TEXT, "a question: answer it once, and end")
+    system: str | None = _chat(_TEXT, "what the model is told before the conversation")
+    reasoning_effort: str | None = _chat(
         one_of("low", "medium", "high"),
         "how much the model thinks, where its chat template reads that",
     )
-    hide_thinking: bool = flag("Chat", _SWITCH, "do not show what the model thinks")
-    no_stats: bool = flag("Chat", _SWITCH, "no line of numbers after an answer")
+    hide_thinking: bool = _chat(_SWITCH, "do not show what the model thinks")
+    no_stats: bool = _chat(_SWITCH, "no line of numbers after an answer")
     temperature: float = redefault(SamplingConfig, "temperature", CHAT_TEMPERATURE)
-    seed: int | str = flag(
-        "Generation",
+    seed: int | str = _generation(
         integer(0, (1 << 64) - 1, RANDOM),
         "a number draws the same answer to the same conversation each time",
         default=RANDOM,
     )
-    max_new: int | None = flag(
-        "Generation",
+    max_new: int | None = _generation(
         TOKENS,
         "tokens of an answer (unset: as many as the context has room for; "
         f"{CONTINUED} where text is continued)",

@@ -10,6 +10,7 @@ version acts on a hint, it becomes a field.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,6 +31,11 @@ from clocher_runtime.config.values import (
 )
 
 _PATH, _TEXT, _SWITCH = path(), text(), switch()
+_model = partial(flag, "Model")
+_generation = partial(flag, "Generation")
+_run = partial(flag, "Run")
+_cache = partial(flag, "Cache")
+_hints = partial(flag, "Hints")
 TOKENS = integer(1, 1 << 24)
 COUNT = integer(0, 1 << 30)
 BYTES = integer(0, 1 << 40)
@@ -92,16 +98,15 @@ class EngineConfig:
         ("stub", name) for name in ("model_dir", "model_json", "model_bin")
     )
 
-    model_dir: Path | None = flag(
-        "Model", _PATH, "directory of a model, GGUF file, or owner/name in the Hub's cache"
+    model_dir: Path | None = _model(
+        _PATH, "directory of a model, GGUF file, or owner/name in the Hub's cache"
     )
-    model_json: Path | None = flag("Model", _PATH, "model.ie.json of an IEBIN pair")
-    model_bin: Path | None = flag("Model", _PATH, "model.ie.bin of an IEBIN pair")
-    lora: Path | None = flag(
-        "Model", _PATH, "LoRA adapter, a directory of peft, to add to the float weights"
+    model_json: Path | None = _model(_PATH, "model.ie.json of an IEBIN pair")
+    model_bin: Path | None = _model(_PATH, "model.ie.bin of an IEBIN pair")
+    lora: Path | None = _model(
+        _PATH, "LoRA adapter, a directory of peft, to add to the float weights"
     )
-    draft_model: Path | None = flag(
-        "Model",
+    draft_model: Path | None = _model(
         _PATH,
         "draft model: a small model of the same vocabulary, named like --model-dir; used with "
         "--speculate auto or draft",
@@ -111,119 +116,96 @@ class EngineConfig:
         "1: exit 3 unless a model is named or lies in the current directory",
         "IE_REQUIRE_MODEL",
     )
-    verify_weights: bool = flag(
-        "Model",
-        _SWITCH,
-        "read all weights first; check their hashes, where they have any, and their codes",
+    verify_weights: bool = _model(
+        _SWITCH, "read all weights first; check their hashes, where they have any, and their codes"
     )
-    stub: bool = flag(
-        "Model", _SWITCH, "no model: token ids are a hash of the prompt", only=("run",)
-    )
-    precision: str | None = flag(
-        "Model",
+    stub: bool = _model(_SWITCH, "no model: token ids are a hash of the prompt", only=("run",))
+    precision: str | None = _model(
         _PRECISION,
         "cast or quantise float weights at load (unset: as stored)",
         "IE_PRECISION",
         "PRECISION",
     )
-    kv_dtype: str | None = flag(
-        "Model", _KV_DTYPE, "storage of the KV cache (unset: f16, on a GPU bf16)"
-    )
-    act_sparsity: str | None = flag(
-        "Model",
+    kv_dtype: str | None = _model(_KV_DTYPE, "storage of the KV cache (unset: f16, on a GPU bf16)")
+    act_sparsity: str | None = _model(
         _TEXT,
         "lossy variant for ternary and int4 weights on a CPU: the share of small matmul inputs to "
         "drop (0.25), topk:F with the share of each token's to keep, threshold:T, or adaptive",
     )
-    act_calibration: Path | None = flag(
-        "Model", _PATH, "text that the thresholds of --act-sparsity 0.25 are taken from"
+    act_calibration: Path | None = _model(
+        _PATH, "text that the thresholds of --act-sparsity 0.25 are taken from"
     )
-    context: int | None = flag(
-        "Model",
-        TOKENS,
-        "longest sequence in tokens, prompt and output (unset: the model's, at most 4096)",
+    context: int | None = _model(
+        TOKENS, "longest sequence in tokens, prompt and output (unset: the model's, at most 4096)"
     )
-    attn: str = flag(
-        "Model",
+    attn: str = _model(
         _ATTN,
         "what attention reads of the KV cache; all but dense and auto are lossy, auto says whether "
         "they would pay",
         default="dense",
     )
-    generation_config: str = flag(
-        "Generation",
+    generation_config: str = _generation(
         one_of("auto", "none"),
         "auto: sampling defaults come from the model's generation_config.json",
         default="auto",
     )
-    ignore_eos: bool = flag(
-        "Generation", _SWITCH, "continue after the end-of-sequence token", only=("run",)
+    ignore_eos: bool = _generation(
+        _SWITCH, "continue after the end-of-sequence token", only=("run",)
     )
-    device: str = flag("Run", _DEVICE, "where to run", default="auto")
+    device: str = _run(_DEVICE, "where to run", default="auto")
     backend: str = internal(_BACKEND, "what `device` came to: see `backends.choose`", default="cpu")
     isa: str | None = variable(
         _ISA, "CPU instruction set (unset: the best of the host)", "CLOCHER_ISA"
     )
-    threads: int | None = flag(
-        "Run", integer(1, 1024), "CPU threads (unset: physical cores, within the CPU quota)"
+    threads: int | None = _run(
+        integer(1, 1024), "CPU threads (unset: physical cores, within the CPU quota)"
     )
     tile_table: Path | None = variable(
         _PATH, "JSON table of tiles for GPU kernels; --tune writes it", "CLOCHER_TILE_TABLE"
     )
-    config: Path | None = flag(
-        "Run", _PATH, "TOML file of settings by name; flags and variables are stronger"
+    config: Path | None = _run(
+        _PATH, "TOML file of settings by name; flags and variables are stronger"
     )
-    batch: int = flag(
-        "Run",
-        integer(1, 1024),
-        "sequences to generate side by side",
-        default=1,
-        only=("run", "serve"),
+    batch: int = _run(
+        integer(1, 1024), "sequences to generate side by side", default=1, only=("run", "serve")
     )
-    kv_pages: int | None = flag(
-        "Cache",
+    kv_pages: int | None = _cache(
         _PAGES,
         "pages of 64 tokens that all sequences share (unset: --batch whole contexts)",
         only=("serve",),
     )
-    itl_ms: float = flag(
-        "Cache",
+    itl_ms: float = _cache(
         number(1, inf),
         "chunked prefill: while sequences decode, a step takes no more of a prompt than ends in "
         "this time, in milliseconds",
         default=100.0,
         only=("serve",),
     )
-    speculate: str = flag(
-        "Run",
+    speculate: str = _run(
         _SPECULATE,
         "drafter, whose tokens one forward pass verifies; the text stays the same",
         default="auto",
         idle=("auto", "off"),
     )
-    diffusion: str = flag(
-        "Run",
+    diffusion: str = _run(
         _DIFFUSION,
         "how a block-diffusion model denoises: lossless, or a rule such as threshold:0.9",
         default="auto",
         idle=("auto",),
     )
-    share_drafts: bool = flag(
-        "Run",
+    share_drafts: bool = _run(
         _SWITCH,
         "draft from finished answers to other requests too: speed then reveals what other users' "
         "texts contain",
         idle=("0",),
     )
-    act_prec: str | None = flag(
-        "Hints",
+    act_prec: str | None = _hints(
         _ACT_PREC,
         "precision of activations in matmuls (unset: int8 for integer weights, else fp32; GPU: "
         "fp16)",
         "IE_ACT_PREC",
     )
-    pretranspose: str | None = flag(
-        "Hints",
+    pretranspose: str | None = _hints(
         _LAYOUT,
         "prepack weights: of the output head (woh), of the blocks (wxh), all or none (unset: all "
         "integer weights)",
