@@ -6,7 +6,6 @@ Standard output belongs to the JSON line unless it is a terminal.
 import os
 import sys
 import termios
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self, TextIO
@@ -247,6 +246,8 @@ class Console:
         error = told(cause_of(raised))
         code = exit_code(error)
         if code == ExitCode.BUG:
+            import traceback  # late: it takes time
+
             self.note("".join(traceback.format_exception(error)).rstrip())
         else:
             self.note(f"error: {error or type(error).__name__}")

@@ -178,6 +178,13 @@ def _where(error: OSError) -> str:
     return str(error.filename or "") or ("standard output" if nameless else "")
 
 
+def size(nbytes: int) -> str:
+    """Return a number of bytes in the unit that fits."""
+    from rich.filesize import decimal
+
+    return decimal(nbytes)
+
+
 class Report:
     """Writes to standard error for one program."""
 
@@ -216,9 +223,7 @@ class Report:
 
     def disk(self, source: Path | str, target: Path, nbytes: int, free: int) -> None:
         """Say how much of the disk the work needs."""
-        from rich.filesize import decimal
-
-        self.note(f"{source} -> {target}: needs {decimal(nbytes)} of disk, {decimal(free)} free")
+        self.note(f"{source} -> {target}: needs {size(nbytes)} of disk, {size(free)} free")
 
     @contextmanager
     def progress(self, total: int) -> Iterator[Callable[[int, str], None]]:
@@ -236,7 +241,6 @@ class Report:
     @contextmanager
     def _telling(self, in_bytes: bool) -> Iterator[Tell]:
         """Show a bar with the time left on a terminal, elsewhere a line now and then."""
-        from rich.filesize import decimal
         from rich.progress import (
             BarColumn,
             DownloadColumn,
@@ -262,7 +266,7 @@ class Report:
                 bar.update(task, completed=done, total=total, description=what)
                 elapsed = bar.tasks[0].elapsed or 0.0
                 if plain and elapsed >= due:
-                    amount = f"{decimal(done)} of {decimal(total)}" if in_bytes else ""
+                    amount = f"{size(done)} of {size(total)}" if in_bytes else ""
                     amount = amount or f"{100 * done // max(total, 1)} %"
                     self.done(f"{what}: {amount}, {elapsed:.0f} s")
                     due = _LATER * elapsed

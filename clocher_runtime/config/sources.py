@@ -1,6 +1,5 @@
 """From flags, variables and a file to a configuration: flag, variable, file, default."""
 
-import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -144,6 +143,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: it cannot be read, is larger than 1 MiB, or is not TOML.
     """
+    import tomllib  # late: few runs have a file
+
     try:
         if not path.is_file() and path.exists():
             raise UsageError(f"{path}: not a regular file; give a TOML file with settings")

@@ -13,6 +13,7 @@ from clocher_runtime.command.script_run import (
     option,
     place,
     script,
+    size,
     switch,
 )
 from clocher_runtime.exit_codes import ExitCode
@@ -101,8 +102,6 @@ main = dedup.run
 
 def _deduplicate(report: Report, model_dir: Path, base: Path | None, keep_anyway: bool) -> bool:
     """Write the deduplicated files; return whether that was worth it."""
-    from rich.filesize import decimal
-
     from clocher_runtime.checkpoints.iebin import JSON_NAME, read_index
     from clocher_runtime.convert.dedup.writer import plan_dedup
 
@@ -111,7 +110,7 @@ def _deduplicate(report: Report, model_dir: Path, base: Path | None, keep_anyway
         plan = plan_dedup(model_dir, base, progress)
     _table(plan)
     less = 100 * (1 - plan.nbytes / total)
-    saved = f"{decimal(total)} -> {decimal(plan.nbytes)}, {less:.1f} % less"
+    saved = f"{size(total)} -> {size(plan.nbytes)}, {less:.1f} % less"
     if not (plan.worth_it or keep_anyway):
         report.done(f"{saved}: not worth it, nothing was written; --keep-anyway writes it")
         return False
@@ -122,8 +121,6 @@ def _deduplicate(report: Report, model_dir: Path, base: Path | None, keep_anyway
 
 
 def _restore(report: Report, model_dir: Path, base: Path | None) -> None:
-    from rich.filesize import decimal
-
     from clocher_runtime.checkpoints.dedup.reader import has_dedup
     from clocher_runtime.checkpoints.iebin import BIN_NAME, JSON_NAME, read_index
     from clocher_runtime.convert.dedup.writer import restore
@@ -132,7 +129,7 @@ def _restore(report: Report, model_dir: Path, base: Path | None) -> None:
         raise ModelNotFound(f"{model_dir}: no deduplicated weights there")
     with report.progress(read_index(model_dir / JSON_NAME).bin.nbytes) as progress:
         nbytes = restore(model_dir, base, progress)
-    report.done(f"restored {BIN_NAME}, {decimal(nbytes)}, SHA-256 as in {JSON_NAME}")
+    report.done(f"restored {BIN_NAME}, {size(nbytes)}, SHA-256 as in {JSON_NAME}")
 
 
 def _table(plan: "Deduplication") -> None:

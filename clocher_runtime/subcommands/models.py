@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from clocher_kernels.errors import ModelNotFound, UsageError
-from clocher_runtime.command.script_run import Report, option, script, switch
+from clocher_runtime.command.script_run import Report, option, script, size, switch
 from clocher_runtime.exit_codes import ExitCode
 
 ENVIRONMENT = """\b
@@ -116,7 +116,6 @@ def _tell(found: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found))
         return
-    from rich.filesize import decimal
 
     left = found["available"]
     lines = [(key, found[key]) for key in ("name", "path", "family", "format", "layers")]
@@ -126,16 +125,16 @@ def _tell(found: Mapping[str, Any], as_json: bool) -> None:
         ("chat", "by its template" if found["chat"] else "no: clocher chat continues text"),
     ]
     for name, row in sorted(found["stored"].items(), key=lambda item: -item[1]["bytes"]):
-        lines.append((f"stored {name}", f"{row['tensors']} tensors, {decimal(row['bytes'])}"))
+        lines.append((f"stored {name}", f"{row['tensors']} tensors, {size(row['bytes'])}"))
     lines += [
-        ("weights read", f"{decimal(found['bytes_per_token'])} for a token"),
-        ("KV cache", f"{decimal(found['kv_bytes_per_token'])} for a token"),
+        ("weights read", f"{size(found['bytes_per_token'])} for a token"),
+        ("KV cache", f"{size(found['kv_bytes_per_token'])} for a token"),
     ]
     for context, nbytes in found["memory"].items():
         fits = "" if left is None else ", fits" if nbytes <= left else ", does not fit"
-        lines.append(("memory", f"{decimal(nbytes)} with a context of {context}{fits}"))
+        lines.append(("memory", f"{size(nbytes)} with a context of {context}{fits}"))
     if left is not None:
-        lines.append(("available", decimal(left)))
+        lines.append(("available", size(left)))
     if found.get("read_gbps"):
         speed = f"{found['most_tokens_per_s']:g} tokens/s"
         lines.append(("at most", f"{speed}, from {found['read_gbps']:g} GB/s of memory"))
@@ -175,12 +174,11 @@ def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    from rich.filesize import decimal
 
     spell: dict[str, Callable[[Any], str]] = {
         "name": shlex.quote,
         "parameters": _count,
-        **dict.fromkeys(("disk", "memory"), decimal),
+        **dict.fromkeys(("disk", "memory"), size),
         **dict.fromkeys(("fits", "chat"), lambda value: "yes" if value else "no"),
     }
     return tuple(
@@ -189,9 +187,9 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _count(number: int) -> str:
-    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
+    for unit, scale in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
     return str(number)
 
 
@@ -202,8 +200,6 @@ def _inert(text: str) -> str:
 
 def _remove(report: Report, name: str, yes: bool) -> int:
     """Delete a model of the Hub's cache."""
-    from rich.filesize import decimal
-
     from clocher_runtime.checkpoints.hf.cache import (
         cache_directory,
         hub_name,
@@ -233,7 +229,7 @@ def _remove(report: Report, name: str, yes: bool) -> int:
     # The library takes the first repository with a commit, and a copy of another has the same.
     only = replace(found, repos=frozenset([repos[folder.name]]))
     strategy = only.delete_revisions(*commits)
-    freed = decimal(strategy.expected_freed_size)
+    freed = size(strategy.expected_freed_size)
     if not yes:
         if not (sys.stdin is not None and sys.stdin.isatty()):
             raise UsageError(f"--remove: would delete {hub}, {freed}; say so with --yes")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from clocher_kernels.errors import UnsupportedModel, UsageError
-from clocher_runtime.command.script_run import PATH, Report, option, script, switch
+from clocher_runtime.command.script_run import PATH, Report, option, script, size, switch
 from clocher_runtime.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -196,8 +196,6 @@ def _look_ahead(report: Report, download: "Download", anyway: bool) -> None:
 
 def _refusal(report: Report, path: Path, download: "Download") -> Exception | None:
     """Return why a model cannot run; if it can, say what it is and whether it fits."""
-    from rich.filesize import decimal
-
     from clocher_kernels.errors import ModelError
     from clocher_kernels.host_memory import available
     from clocher_runtime.checkpoints.hf.checkpoint import check_config
@@ -217,10 +215,10 @@ def _refusal(report: Report, path: Path, download: "Download") -> Exception | No
     fits = "fits"
     if left is not None and needed > left:
         fits = "does not fit, weights are read from disk again and again"
-    fits = "" if left is None else f", {decimal(left)} available: {fits}"
+    fits = "" if left is None else f", {size(left)} available: {fits}"
     report.note(
-        f"{download.repo}: {spec.family}, {spec.num_layers} layers, {decimal(weights)} of weights; "
-        f"a run needs {decimal(needed)} of memory{fits}"
+        f"{download.repo}: {spec.family}, {spec.num_layers} layers, {size(weights)} of weights; "
+        f"a run needs {size(needed)} of memory{fits}"
     )
     return None
 

@@ -26,6 +26,7 @@ from clocher_runtime.command.script_run import (
     option,
     place,
     script,
+    size,
     switch,
 )
 from clocher_runtime.exit_codes import ExitCode
@@ -338,8 +339,6 @@ def _refuse(source: Path, out_dir: Path, force: bool) -> None:
 
 def _say_needs(report: Report, job: "Job", plan: "QuantPlan", out_dir: Path) -> None:
     """Say what it takes of disk and memory."""
-    from rich.filesize import decimal
-
     from clocher_kernels.host_memory import available
     from clocher_runtime.disk.output_file import check_free
     from clocher_runtime.quantize.needs import needs_of
@@ -348,21 +347,19 @@ def _say_needs(report: Report, job: "Job", plan: "QuantPlan", out_dir: Path) -> 
     nbytes = plan.nbytes + needs.parts
     report.disk(job.checkpoint.path, out_dir, nbytes, check_free(out_dir / MANIFEST, nbytes))
     if needs.temporary:
-        report.note(f"needs {decimal(needs.temporary)} for temporary files (TMPDIR)")
+        report.note(f"needs {size(needs.temporary)} for temporary files (TMPDIR)")
     left = available()
-    free = "" if left is None else f", {decimal(left)} available"
-    report.note(f"needs about {decimal(needs.memory)} of memory{free}")
+    free = "" if left is None else f", {size(left)} available"
+    report.note(f"needs about {size(needs.memory)} of memory{free}")
 
 
 def _table(outcome: "Outcome") -> str:
     """Return sizes before and after, and the perplexities if the gate has measured them."""
-    from rich.filesize import decimal
-
     plan = outcome.plan
     before = 8 * plan.source_nbytes / plan.params
     rows = [
         ("", "before", "after"),
-        ("size", decimal(plan.source_nbytes), decimal(plan.nbytes)),
+        ("size", size(plan.source_nbytes), size(plan.nbytes)),
         ("bits per weight", f"{before:.2f}", f"{plan.bpw:.2f}"),
         ("  of the quantised", "", f"{plan.quantised_bpw:.2f}"),
     ]

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from clocher_runtime.command.script_run import EXIT_CODES, Report, option, place, script, switch
+from clocher_runtime.command.script_run import (
+    EXIT_CODES,
+    Report,
+    option,
+    place,
+    script,
+    size,
+    switch,
+)
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.subcommands.convert import OUT_DIR, VERIFY
 
@@ -96,12 +104,11 @@ main = sparsify.run
 
 
 def _table(outcomes: "list[Outcome]") -> "Table":
-    from rich.filesize import decimal
     from rich.table import Table
 
     table = Table("matrix", "density", "before", "after", "format")
     for outcome in outcomes:
         stored = f"{outcome.format} ({outcome.note})" if outcome.note else outcome.format
-        sizes = decimal(outcome.before), decimal(outcome.after)
+        sizes = size(outcome.before), size(outcome.after)
         table.add_row(outcome.name, f"{outcome.density:.1%}", *sizes, stored)
     return table
