@@ -1,4 +1,4 @@
-"""The Python API: load a model, go on with texts and conversations.
+"""The Python API: load a model, complete prompts, answer conversations.
 
 import clocher_runtime as clocher
 
@@ -68,9 +68,9 @@ def _path(given: object, name: str) -> str:
 class LanguageModel:
     """A model bound to a back end, with its tokenizer. Any number of threads may share it.
 
-    Keyword arguments of its methods say how a text goes on: `max_new` (also `max_tokens`,
+    Keyword arguments of its methods: `max_new` (also `max_tokens`,
     `max_new_tokens`; 64 if not given), `stop` (a string or several), `logprobs` (how many of the
-    likeliest tokens to tell with each), and the fields of `Sampling`: temperature, top_k, top_p,
+    top tokens to return with each), and the fields of `Sampling`: temperature, top_k, top_p,
     min_p, seed, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, processors.
     One of `json_schema` (a schema, as a dictionary), `json_object` (True), `regex`, `grammar` (Lark
     or GBNF) and `choice` (a list of texts) says what the whole text has to be; only a text that
@@ -82,7 +82,7 @@ class LanguageModel:
         model: weights and ModelSpec.
         session: what generates, in token ids.
         tokenizer: text to ids and back.
-        sampling_defaults: what generation_config.json says of drawing; the methods' arguments are
+        sampling_defaults: sampling settings of generation_config.json; the methods' arguments are
             stronger, and `temperature=0` wants none of it.
     """
 
@@ -102,11 +102,11 @@ class LanguageModel:
         return self.session.kv_cache_bytes / (1 << 20)
 
     def generate(self, prompt: Prompt, max_new: int = MAX_NEW, **options: Any) -> str:
-        """Return the text that a prompt is gone on with."""
+        """Return the completion of a prompt: text or token ids."""
         return self.complete(prompt, **_with(max_new, options)).text
 
     def complete(self, prompt: Prompt, **options: Any) -> Completion:
-        """Return how a prompt goes on, with ids, the reason of its end and log probabilities."""
+        """Return a completion with its ids, finish reason and log probabilities."""
         return self._begin(prompt, options).result()
 
     def stream_generate(
@@ -118,11 +118,11 @@ class LanguageModel:
     def generate_batch(
         self, prompts: Sequence[Prompt], max_new: int = MAX_NEW, **options: Any
     ) -> list[str]:
-        """Return the texts that several prompts are gone on with; see `complete_batch`."""
+        """Return the completions of several prompts; see `complete_batch`."""
         return [each.text for each in self.complete_batch(prompts, **_with(max_new, options))]
 
     def complete_batch(self, prompts: Sequence[Prompt], **options: Any) -> list[Completion]:
-        """Return how prompts go on, side by side, as many as `batch` of `load` at a time."""
+        """Return completions of prompts, `batch` of `load` at a time side by side."""
         given = listed(prompts, "a list of prompts")
         return self.complete_each([(prompt, options) for prompt in given])
 
@@ -225,12 +225,12 @@ class LanguageModel:
         options: Mapping[str, Any],
         form: Mapping[str, Any] = MappingProxyType({}),
     ) -> TextGeneration:
-        """Return how a prompt goes on.
+        """Return the completion of a prompt.
 
         Args:
             prompt: text, or token ids.
             options: see the class.
-            form: what else `rules_of` wants to know of the answers to it.
+            form: the style of its answers, for constraints.
         """
         drawn = {**options, **taken(self.sampling_defaults, options)}
         chosen, ids = Options.of(drawn), self._ids(prompt)

@@ -1,6 +1,6 @@
 """The processes `clocher` and `clocher-run`: streams, signals, subcommands, exit codes.
 
-Nothing slow is imported before somebody listens for signals.
+Signal handlers are installed before anything slow is imported.
 """
 
 import gc
@@ -34,7 +34,7 @@ def clocher(argv: Sequence[str] | None = None) -> int:
         return dispatch(words)
     except KeyboardInterrupt:
         return 130
-    except OSError as error:  # of standard output: subcommands tell all others themselves
+    except OSError as error:  # of standard output: subcommands report all others themselves
         _stdout_failed(error, "clocher")
         return 1
     finally:

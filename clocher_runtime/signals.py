@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as exceptions, so that a run which is told to stop still says so.
+"""SIGINT and SIGTERM as exceptions, so that a run that is stopped still reports it.
 
 The first of them is raised in the main thread; the second one ends the process at once, as it would
 have done without this module. It imports nothing that takes time: it has to be there first.
@@ -74,7 +74,7 @@ def restore(before: list[tuple[int, Any]]) -> None:
 
 
 def ignore(before: list[tuple[int, Any]]) -> None:
-    """Let nothing change the exit code of a process that has said its last word."""
+    """Ignore signals, so that nothing changes the exit code after the last output."""
     for number, _ in before:
         signal.signal(number, signal.SIG_IGN)
 

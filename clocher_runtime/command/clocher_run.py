@@ -74,7 +74,7 @@ def command(
     """Run the command.
 
     Raises:
-        KeyboardInterrupt: a signal arrived before there was a console to tell it.
+        KeyboardInterrupt: a signal arrived before there was a console.
     """
     line: Line
     as_json = "--json" in argv or not is_terminal(sys.stdout)

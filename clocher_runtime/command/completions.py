@@ -83,7 +83,7 @@ class Completions(ExitStack):
         if prompt.error is not None:
             self.failed += 1
             self.first_error = self.first_error or prompt.error
-            if not self._is_single:  # else it ends the run, and is told then
+            if not self._is_single:  # a single one ends the run with its error
                 self._console.note(prompt.error)
         elif show:
             self._console.note(f"prompt {self.prompts}:")
@@ -134,7 +134,7 @@ class Measured:
             its group of prompts to its first token.
         tokens: tokens generated, all rounds.
         touch: the work-touch after the last token.
-        guessed: what guessing came to.
+        guessed: acceptance of draft tokens.
         rss_peak_mib: sampled after the window.
     """
 
@@ -151,13 +151,13 @@ class Measured:
 
 
 def from_model(config: RunConfig, engine: Engine) -> dict[str, float]:
-    """Return what is drawn with as the model's file says, because the run says nothing of it."""
+    """Return the sampling settings that are the model's, because the run sets none."""
     said = {name: getattr(config, name) for name in NAMES if name in config.given}
     return taken(engine.sampling_defaults, said)
 
 
 def sampling_of(config: RunConfig, engine: Engine) -> Sampling:
-    """Return how the tokens of a run are drawn."""
+    """Return how the tokens of a run are sampled."""
     values: dict[str, Any] = {name: getattr(config, name) for name in NAMES}
     return Sampling(seed=config.seed, **{**values, **from_model(config, engine)})
 
@@ -231,7 +231,7 @@ def run_line(
 
 def _speculation(engine: Engine, guessed: Account) -> dict[str, Any]:
     counts, mode = guessed.counts, engine.session.speculate
-    off = "the stub guesses nothing" if engine.device == "stub" else "switched off"
+    off = "the stub has no drafter" if engine.device == "stub" else "switched off"
     off = off if engine.session.diffusion == "off" else "blocks are denoised instead"
     return {
         "mode": mode,

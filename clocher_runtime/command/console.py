@@ -72,7 +72,7 @@ class WordWrap:
     The last column stays free: a terminal that has filled it is in no known state.
 
     Args:
-        stream: where the text goes. A terminal that does not tell its width, or cannot move its
+        stream: where the text goes. A terminal that does not report its width, or cannot move its
             cursor (TERM=dumb), gets the text as it is.
     """
 
@@ -142,7 +142,7 @@ class OutputLost(Exception):
     """Standard output cannot be written.
 
     Attributes:
-        reason: why; "" where nobody reads it any more, who need not be told.
+        reason: why; "" where the reader is gone.
     """
 
     def __init__(self, error: OSError) -> None:
@@ -155,7 +155,7 @@ class Screen:
 
     Args:
         stream: where to write; None where the process has no such stream.
-        may_be_lost: stop quietly when nobody reads it any more.
+        may_be_lost: stop quietly when its reader is gone.
 
     Attributes:
         is_terminal: whether a person sees it.
@@ -185,7 +185,7 @@ class Screen:
         self.guarded(lambda stream: (stream.write(text), stream.flush()))
 
     def guarded(self, write: Callable[[TextIO], object]) -> None:
-        """Write to the stream, unless nobody reads it: a lost terminal must not end a run."""
+        """Write to the stream, unless its reader is gone: a lost terminal must not end a run."""
         try:
             if self.stream is not None:
                 write(self.stream)

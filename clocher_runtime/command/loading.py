@@ -72,10 +72,10 @@ class Engine:
         files: contents of the mapped weight files, u8 [size] each.
         stop_ids: ids that end a sequence.
         bytes_per_token: weight bytes that one token reads.
-        sampling_defaults: what the model says of drawing, where the run wants to know.
+        sampling_defaults: sampling settings of the model, unless the run ignores them.
         gpu: name, driver, clocks and memory of the GPU; None on the CPU.
         hints_ignored: what the run asked for and this engine does not act on.
-        draft_model: name of the model that guesses; None without one.
+        draft_model: name of the draft model; None without one.
     """
 
     session: Session
@@ -101,7 +101,7 @@ class Engine:
 
     @property
     def numerics(self) -> dict[str, str]:
-        """How weights, activations and the KV cache are stored, as lines of results tell it."""
+        """How weights, activations and the KV cache are stored, as results report it."""
         return {n: getattr(self, n) for n in ("precision", "act_prec", "kv_dtype")}
 
     def text(self, ids: Sequence[int]) -> str:
@@ -240,7 +240,7 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
 
 
 def defaults_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, float]:
-    """Return what a model says of drawing, {} with `--generation-config none`."""
+    """Return the sampling settings of a model, {} with `--generation-config none`."""
     return sampling_defaults(checkpoint) if config.generation_config == "auto" else {}
 
 

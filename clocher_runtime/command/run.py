@@ -81,7 +81,7 @@ def _run(
     file = config.prompts_file
     may_be_ids = config.prompt_ids is not None or (file is not None and file.suffix == ".jsonl")
     engine = load_engine(
-        replace(config, batch=batch, itl_ms=inf),  # nobody waits for a single token
+        replace(config, batch=batch, itl_ms=inf),  # no one waits for single tokens
         console.compiling,
         console.packing,
         needs_text=not may_be_ids,

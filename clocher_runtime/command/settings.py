@@ -25,7 +25,7 @@ CONTINUED = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig(EngineConfig):
-    """An engine, and how tokens are drawn from its logits."""
+    """An engine, and how tokens are sampled."""
 
     temperature: float = _generation(number(0, 100), "0 takes the most likely token", default=0.0)
     top_k: int = _generation(COUNT, "sample from the k most likely; 0: all", default=0)

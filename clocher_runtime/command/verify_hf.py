@@ -72,7 +72,7 @@ def check(
     check_prompt: bool,
     out: Path | None,
 ) -> ExitCode:
-    """Compare a trace with transformers, tell and write what was found; return the exit code."""
+    """Compare a trace with transformers, report the differences and return the exit code."""
     traces = read_trace(trace_jsonl)
     directory = find_hf(hf_dir)
     if directory is None:

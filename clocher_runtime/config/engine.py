@@ -153,7 +153,9 @@ class EngineConfig:
         _SWITCH, "continue after the end-of-sequence token", only=("run",)
     )
     device: str = _run(_DEVICE, "where to run", default="auto")
-    backend: str = internal(_BACKEND, "what `device` came to: see `backends.choose`", default="cpu")
+    backend: str = internal(
+        _BACKEND, "back end chosen for `device`: see `backends.choose`", default="cpu"
+    )
     isa: str | None = variable(
         _ISA, "CPU instruction set (unset: the best of the host)", "CLOCHER_ISA"
     )
@@ -289,7 +291,7 @@ class EngineConfig:
     )
     prefix_cache: bool = internal(_SWITCH, "reuse the keys and values of shared prefixes")
     keep_mapped: bool = internal(
-        _SWITCH, "go on with the mapped weights when their files are changed or replaced"
+        _SWITCH, "keep using the mapped weights when their files are changed or replaced"
     )
     chunk: int | None = internal(_PAGES, "tokens of a prefill step (unset: the back end's)")
     all_logits: bool = internal(_SWITCH, "keep the logits of every token of a step, for scoring")

@@ -48,7 +48,7 @@ COMMAND = Command(
     ),
     exit_codes=(
         (ExitCode.OK, "left with /exit or Ctrl-D; or the piped message was answered"),
-        (ExitCode.BUG, "unexpected: a defect of Clocher, or nobody reads standard output"),
+        (ExitCode.BUG, "unexpected: a defect of Clocher, or standard output has no reader"),
         (ExitCode.USAGE, "bad flag or variable; a piped message that is empty or too long"),
         (ExitCode.MODEL, "model missing, invalid or not supported"),
         (ExitCode.DEVICE, "device or engine not available"),
@@ -87,7 +87,7 @@ def _main(argv: Sequence[str], console: Console) -> int:
         # NumPy and all that needs it is imported after the flags have been checked.
         from clocher_runtime.command.model_choice import choose_model
 
-        choose_model(config)  # a wrong name is told before a message is waited for
+        choose_model(config)  # a wrong name is an error before a message is awaited
         if message is None and not sys.stdin.isatty():
             message = _piped_message()
         from clocher_runtime.disk.files import ending_on_lost_pages

@@ -65,7 +65,7 @@ class Talk:
             self._set_system(config.system)
 
     def hold(self, typing: Typing) -> ExitCode:
-        """Answer what is typed until somebody leaves; return the exit code."""
+        """Answer what is typed until the user leaves; return the exit code."""
         told = False
         with CtrlC(typing.has_begun) as ctrl_c:
             while True:
@@ -186,7 +186,7 @@ class Talk:
     # What is typed.
 
     def _take(self, text: str, is_block: bool, ctrl_c: CtrlC) -> bool:
-        """Do what was typed; return whether the chat goes on."""
+        """Do what was typed; return whether the chat continues."""
         try:
             if is_block or not text.startswith("/") or text.startswith("//"):
                 text = text if is_block else text.removeprefix("/" if text[:2] == "//" else "")
@@ -308,7 +308,7 @@ def _path(command: str, text: str) -> Path:
         raise UsageError(f"{command} needs the name of a file")
     try:
         return Path(text).expanduser()
-    except RuntimeError:  # nobody's home
+    except RuntimeError:  # no such user
         return Path(text)
 
 
@@ -333,11 +333,11 @@ _COMMANDS: Mapping[str, Callable[[Talk, str], Any]] = {
 HELP = """\
 /help                show this
 /reset               begin a new conversation (also /clear, /new); the system message stays
-/system TEXT         set what the model is told before the conversation; no text: nothing
+/system TEXT         set the system message; no text: none
 /undo                take back the last message and its answer
 /retry               answer the last message again
 /save FILE           write the conversation to a file, JSON
-/load FILE           go on with a conversation from a file
+/load FILE           continue a conversation from a file
 /set NAME VALUE      temperature, top_p, top_k, min_p, repetition_penalty, seed or max_new;
                      the value "default" unsets
 /show                the model, the settings, the context

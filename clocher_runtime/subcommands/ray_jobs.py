@@ -37,7 +37,7 @@ _EXAMPLES = (
 )
 _EPILOG = (
     'OUT_DIR/results.jsonl gets a line for each row, in order: {"row": 0, ...}, or {"row": 0, '
-    '"error": ...} for one that cannot be used. Killed at any moment, the same line goes on with '
+    '"error": ...} for one that cannot be used. Killed at any moment, the same line resumes with '
     "the rows that are left; another model, setting or input is refused there. Results depend "
     "neither on the number of actors nor on --batch."
 )
