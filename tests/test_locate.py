@@ -100,7 +100,7 @@ def test_blobs_that_repositories_share_are_of_the_cache(cache: Path) -> None:
         ("./modle", ["'./modle' is not a directory", "did you mean model"]),
         ("under/modle", ["'under/modle' is not a directory; did you mean under/model?"]),
         ("own/absent@v2", ["`clocher pull own/absent --revision v2` fetches it"]),
-        ("llama3.2:1b", ["is not a directory", "owner/name of a model in the Hub's cache"]),
+        ("llama3.2:1b", ["spelled as ollama and llama.cpp do", "`clocher pull OWNER/llama3.2`"]),
         ("https://huggingface.co/own/tiny", ["an address; `clocher pull own/tiny`"]),
         ("https://huggingface.co/own/tiny/tree/main", ["`clocher pull own/tiny`"]),
         ("hf.co/own/tiny", ["`clocher pull own/tiny`"]),

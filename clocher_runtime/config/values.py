@@ -131,7 +131,7 @@ def one_of(*names: str, also: Mapping[str, str] = MappingProxyType({})) -> Value
     known = {**also, **{name: name for name in names}}
 
     def accept(value: object) -> str:
-        return known[_such(value, value in names or value in also)]
+        return known[_such(value, isinstance(value, str) and value in known)]
 
     return Value("|".join(names), f"one of {', '.join(names)}", accept)
 
