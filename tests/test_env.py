@@ -67,7 +67,6 @@ SEED_FLAGS = [
     "--trace-ids",
     "--trace-topk",
     "--threads",
-    "--tune",
     "--precision",
     "--batch",
     "--max-new",

@@ -179,7 +179,7 @@ def test_a_sweep_is_the_product_of_its_values_under_the_names_of_the_seed() -> N
         ("threads=1,1", "without repetition"),
         ("act_quant=int8|act_prec=fp8", "swept already"),
         ("|".join(f"{name}={SIXTY}" for name in ("threads", "batch", "seed")), "216000 comb"),
-        ("tune=1", "unknown setting 'tune'"),
+        ("trace_ids=1", "unknown setting 'trace_ids'"),
     ],
     ids=["name", "value", "no-value", "twice", "alias-twice", "too-many", "not-swept"],
 )

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,6 @@ from clocher_runtime.command.jsonline import (
     ErrorLine,
     OutputFields,
     RunLine,
-    TuneLine,
     error_line,
     to_json,
 )
@@ -107,7 +106,6 @@ SPECULATION_KEYS = [
 TOUCH_KEYS = ["bytes_per_token", "stride", "bytes_touched", "bytes_read", "checksum"]
 OUTPUT_KEYS = ["token_ids", "text", "error"]
 ERROR_KEYS = ["schema", "status", "version", "code", "type", "message"]
-TUNE_KEYS = [field.name for field in fields(TuneLine)]
 
 MS = 1_000_000
 STOP = 9
@@ -414,7 +412,6 @@ def test_the_document_lists_exactly_the_keys_in_their_order():
         *TOUCH_KEYS,
         *OUTPUT_KEYS,
         *ERROR_KEYS,
-        *TUNE_KEYS,
     ]
 
 

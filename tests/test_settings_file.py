@@ -47,7 +47,6 @@ OTHER: dict[str, Any] = {
     "isa": "generic",
     "threads": 1,
     "tile_table": "tiles.json",
-    "tune": True,
     "batch": 2,
     "speculate": "suffix",
     "attn": "topk:256",

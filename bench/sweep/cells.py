@@ -30,7 +30,7 @@ ALIASES: Mapping[str, tuple[str, Mapping[str, str]]] = {
 }
 """Name in a sweep -> the setting that it means, and what its values mean there."""
 
-_NOT_SWEPT = ("config", "outputs", "trace_ids", "trace_topk", "tune")
+_NOT_SWEPT = ("config", "outputs", "trace_ids", "trace_topk")
 _MODEL_FILES = (".safetensors", ".bin", ".json", ".gguf")
 
 

@@ -15,7 +15,6 @@ from clocher_runtime.command.flags import Command
 from clocher_runtime.command.jsonline import (
     ErrorLine,
     RunLine,
-    TuneLine,
     error_line,
     to_json,
 )
@@ -92,7 +91,7 @@ def command(
     Raises:
         KeyboardInterrupt: a signal arrived before there was a console to tell it.
     """
-    line: RunLine | TuneLine | ErrorLine
+    line: RunLine | ErrorLine
     as_json = "--json" in argv or not is_terminal(sys.stdout)
     with Console(name=name) as console:
         try:
@@ -110,15 +109,10 @@ def command(
             from clocher_runtime.disk.files import ending_on_lost_pages
 
             with ending_on_lost_pages(partial(_lost, console, emit if as_json else None)):
-                if config.tune:
-                    from clocher_runtime.command.tile_tuning import tune
+                from clocher_runtime.command.run import run, summary
 
-                    line, code = tune(config, console), ExitCode.OK
-                else:
-                    from clocher_runtime.command.run import run, summary
-
-                    line, code = run(config, console), ExitCode.OK
-                    console.note(summary(line))
+                line, code = run(config, console), ExitCode.OK
+                console.note(summary(line))
         except (Exception, KeyboardInterrupt) as raised:
             error = told(cause_of(raised))
             line, code = error_line(error), exit_code(error)

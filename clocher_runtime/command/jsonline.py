@@ -131,22 +131,6 @@ class ErrorLine:
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TuneLine:
-    """The line of `--tune`, in the order of its keys."""
-
-    schema: str = SCHEMA
-    status: str = "tuned"
-    version: str
-    gpu: Mapping[str, str | int]
-    model: str
-    model_source: str
-    precision: str
-    weights: int
-    faster: int
-    table: str
-
-
 def error_line(error: BaseException) -> ErrorLine:
     """Return the line for an exception."""
     return ErrorLine(
@@ -157,7 +141,7 @@ def error_line(error: BaseException) -> ErrorLine:
     )
 
 
-def to_json(line: RunLine | TuneLine | ErrorLine) -> str:
+def to_json(line: RunLine | ErrorLine) -> str:
     """Return a line as JSON text: ASCII only, without a line break, NaN and infinities as null."""
     return json.dumps(finite(asdict(line)), allow_nan=False)
 

@@ -23,7 +23,6 @@ class RunConfig(EngineConfig):
     command: ClassVar[str] = "run"
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (
         ("prompt", "prompt_ids", "prompts_file"),
-        ("stub", "tune"),
         *EngineConfig.exclusive,
     )
 
@@ -50,11 +49,6 @@ class RunConfig(EngineConfig):
     min_p: float = flag("Generation", MIN_P, MIN_P_HELP, default=0.0)
     repetition_penalty: float = flag("Generation", PENALTY, PENALTY_HELP, default=1.0)
     seed: int = flag("Generation", integer(0, (1 << 64) - 1), "same seed, same tokens", default=0)
-    tune: bool = flag(
-        "Run",
-        _SWITCH,
-        "generate nothing: time the tiles of GPU kernels on the model's weights, write a table",
-    )
     rounds: int = flag("Run", integer(1, 1_000_000), "times to run every prompt", default=1)
     warmup: int = flag(
         "Run", integer(0, 1 << 24), "tokens to generate before the timed window", default=0

@@ -164,7 +164,7 @@ class EngineConfig:
         "Run", integer(1, 1024), "CPU threads (unset: physical cores, within the CPU quota)"
     )
     tile_table: Path | None = variable(
-        _PATH, "JSON table of tiles for GPU kernels; --tune writes it", "CLOCHER_TILE_TABLE"
+        _PATH, "JSON table of tiles for GPU kernels", "CLOCHER_TILE_TABLE"
     )
     config: Path | None = flag(
         "Run", _PATH, "TOML file of settings by name; flags and variables are stronger"
