@@ -842,5 +842,5 @@ def test_picture_has_a_labelled_point_for_each_model(
 
 def test_report_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UsageError, match=r"pip install clocher\[bench\]"):
+    with pytest.raises(UsageError, match=r"pip install '\.\[bench\]'"):
         report.require_matplotlib()
