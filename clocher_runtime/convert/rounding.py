@@ -42,15 +42,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """How the range of a cell is chosen.
+    """How the range of a cell is chosen."""
 
-    Attributes:
-        kind: one of the four ways that the text of this module describes.
-        value: P of "percentile", C of "clamp".
-    """
-
+    # one of the four ways that the text of this module describes
     kind: Literal["none", "percentile", "clamp", "mse"] = "none"
-    value: float = 0.0
+    value: float = 0.0  # P of "percentile", C of "clamp"
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.value:.12g}" if self.value else self.kind
@@ -62,8 +58,7 @@ NO_CLIP = Clip()
 def parse_clip(text: str) -> Clip:
     """Return the clip that a manifest or a command line spells.
 
-    Raises:
-        UsageError: it is not one of `CLIPS`, or its number is out of range.
+    Raises UsageError: it is not one of `CLIPS`, or its number is out of range.
     """
     kind, colon, number = text.partition(":")
     if kind in ("none", "mse") and not colon:
@@ -86,17 +81,11 @@ def round_tensor(
 ) -> QuantTensor:
     """Round a tensor.
 
-    Args:
-        tensor: [..., N, K] in any format; what it decodes to is rounded.
-        fmt: of integers, fp8, MXFP4 or ternary. Where a whole matrix shares a scale, ternary and
-            fp8 decode all of it at a time.
-        clip: how the range of a cell is chosen, for integers.
-        threads: how many threads share the row blocks.
-        rows: rows of a block; 0 leaves it to us. The result does not depend on it.
-
-    Raises:
-        FormatError: a value is NaN or infinite, or a scale is beyond the type of the scales.
-        ShapeError: the tensor is a vector.
+    `tensor`: [..., N, K] in any format; what it decodes to is rounded; `fmt`: of integers, fp8,
+    MXFP4 or ternary. Where a whole matrix shares a scale, ternary and fp8 decode all of it at a
+    time; `clip`: how the range of a cell is chosen, for integers; `rows`: rows of a block; 0 leaves
+    it to us. The result does not depend on it. Raises FormatError: a value is NaN or infinite, or a
+    scale is beyond the type of the scales; ShapeError: the tensor is a vector.
     """
     if not isinstance(fmt, Int4 | Int8) and (isinstance(fmt, Float) or clip != NO_CLIP):
         raise FormatError(f"rounding with clip {clip} gives int4 or int8, not {fmt.name}")

@@ -24,19 +24,13 @@ _STEP = 1 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenScores:
-    """What is known of each scored token. Arrays are [N], fp64 unless said otherwise.
+    """What is known of each scored token. Arrays are [N], fp64 unless said otherwise."""
 
-    Attributes:
-        nll_reference: negative log-likelihood of the true token under the reference, in nats.
-        nll_model: the same under the model.
-        kld: KL divergence of the model's distribution from the reference's, in nats.
-        same_top: whether both hold the same token for the most likely one, bool.
-    """
-
+    # negative log-likelihood of the true token under the reference, in nats
     nll_reference: np.ndarray
-    nll_model: np.ndarray
-    kld: np.ndarray
-    same_top: np.ndarray
+    nll_model: np.ndarray  # the same under the model
+    kld: np.ndarray  # KL divergence of the model's distribution from the reference's, in nats
+    same_top: np.ndarray  # whether both hold the same token for the most likely one, bool
 
     @property
     def delta_p(self) -> np.ndarray:
@@ -46,20 +40,13 @@ class TokenScores:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
-    """The scores of a whole text.
+    """The scores of a whole text."""
 
-    Attributes:
-        scores: of the tokens for which the model gave finite logits.
-        owner: document of each of them, i64 [N].
-        documents: number of documents.
-        nonfinite: tokens for which the model's logits had a NaN or an infinity.
-        lower_bound: `kld` is a lower bound: all tokens beyond the stored ones are one bucket.
-    """
-
-    scores: TokenScores
-    owner: np.ndarray
-    documents: int
-    nonfinite: int
+    scores: TokenScores  # of the tokens for which the model gave finite logits
+    owner: np.ndarray  # document of each of them, i64 [N]
+    documents: int  # number of documents
+    nonfinite: int  # tokens for which the model's logits had a NaN or an infinity
+    # `kld` is a lower bound: all tokens beyond the stored ones are one bucket
     lower_bound: bool = False
 
 
@@ -68,14 +55,8 @@ def compare(
 ) -> Comparison:
     """Score every window with both models, at most two windows of logits in memory.
 
-    Args:
-        reference: logits of the float model, such as `Session.logits`.
-        model: logits of the model that is judged.
-        documents: the text.
-        progress: called with (done, total) windows.
-
-    Raises:
-        ModelError: the reference gives logits that are not finite.
+    `reference`: logits of the float model, such as `Session.logits`. Raises ModelError: the
+    reference gives logits that are not finite.
     """
 
     def score(ids: Sequence[int]) -> TokenScores:
@@ -111,13 +92,8 @@ def score_window(reference: np.ndarray, model: np.ndarray, ids: Sequence[int]) -
     The whole softmax is summed, in fp64, a few rows at a time. Where the model's logits are not
     finite, its likelihood and the divergence are infinite.
 
-    Args:
-        reference: [T, V] fp32, logits after each token.
-        model: the same of the model that is judged.
-        ids: [T].
-
-    Raises:
-        ModelError: the reference's logits are not finite, or the vocabularies differ.
+    `reference`: [T, V] fp32, logits after each token; `ids`: [T]. Raises ModelError: the
+    reference's logits are not finite, or the vocabularies differ.
     """
     if reference.shape != model.shape:
         raise ModelError(
@@ -152,19 +128,12 @@ def _joined(parts: Sequence[TokenScores]) -> TokenScores:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Softmax:
-    """Rows of a softmax in fp64.
+    """Rows of a softmax in fp64."""
 
-    Attributes:
-        shifted: [T, V] logits less the row's largest.
-        exp: [T, V] their exponentials.
-        log_sum: [T] logarithm of the sum of `exp`.
-        finite: [T] whether all logits of the row were finite; other rows hold zeros.
-    """
-
-    shifted: np.ndarray
-    exp: np.ndarray
-    log_sum: np.ndarray
-    finite: np.ndarray
+    shifted: np.ndarray  # [T, V] logits less the row's largest
+    exp: np.ndarray  # [T, V] their exponentials
+    log_sum: np.ndarray  # [T] logarithm of the sum of `exp`
+    finite: np.ndarray  # [T] whether all logits of the row were finite; other rows hold zeros
 
     def nll(self, ids: np.ndarray) -> np.ndarray:
         """Return the negative log-likelihood of a token per row, infinite in rows not finite."""
@@ -184,8 +153,7 @@ def softmax(logits: np.ndarray) -> Softmax:
 def finite_reference(logits: np.ndarray) -> Softmax:
     """Return the softmax of the reference's logits.
 
-    Raises:
-        ModelError: they are not finite.
+    Raises ModelError: they are not finite.
     """
     found = softmax(logits)
     if not found.finite.all():
@@ -210,17 +178,11 @@ def _score_rows(reference: np.ndarray, model: np.ndarray, ids: np.ndarray) -> To
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """Mean negative log-likelihood over windows of a text.
+    """Mean negative log-likelihood over windows of a text."""
 
-    Attributes:
-        windows: windows scored, each alone, from an empty cache.
-        window_tokens: tokens of a window; the first of them is not predicted.
-        loss: mean of the windows' mean losses, in nats per token.
-    """
-
-    windows: int
-    window_tokens: int
-    loss: float
+    windows: int  # windows scored, each alone, from an empty cache
+    window_tokens: int  # tokens of a window; the first of them is not predicted
+    loss: float  # mean of the windows' mean losses, in nats per token
 
     @property
     def perplexity(self) -> float:
@@ -231,9 +193,7 @@ class Perplexity:
 def window_loss(logits: np.ndarray, ids: Sequence[int]) -> float:
     """Return the mean negative log-likelihood of ids[1:] under the logits before them.
 
-    Args:
-        logits: [T, V] fp32, after each token.
-        ids: [T].
+    `logits`: [T, V] fp32, after each token; `ids`: [T].
     """
     scores = logits[:-1].astype(np.float64)
     top = scores.max(axis=1)
@@ -251,17 +211,10 @@ def perplexity(
 ) -> Perplexity:
     """Score consecutive windows of a text.
 
-    Args:
-        session: made with all_logits.
-        ids: the text's tokens; a last partial window is left out.
-        window: tokens of a window.
-        limit: score at most this many windows.
-        progress: called with (done, total).
-
-    Raises:
-        SessionBusy: a generation is under way.
-        UsageError: the text has less than one window, or a window less than two tokens; or an
-            argument cannot be used.
+    `ids`: the text's tokens; a last partial window is left out; `window`: tokens of a window;
+    `limit`: score at most this many windows. Raises SessionBusy: a generation is under way;
+    UsageError: the text has less than one window, or a window less than two tokens; or an argument
+    cannot be used.
     """
     ids, window = token_ids(ids), whole("window", window)
     limit = None if limit is None else whole("limit", limit, 0)
@@ -285,47 +238,27 @@ def perplexity(
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Statistics of a comparison.
+    """Statistics of a comparison."""
 
-    Attributes:
-        tokens: scored tokens.
-        documents: documents that they come from.
-        nonfinite: tokens left out, for which the model's logits were not finite.
-        perplexity_reference: of the reference.
-        perplexity: of the model.
-        ppl_ratio: perplexity of the model over that of the reference, paired by token.
-        kld: mean KL divergence in nats.
-        same_top: share of tokens with the same most likely token.
-        rms_dp: root mean square of the change of the true token's probability.
-        kld_p999: 99.9 % quantile of the divergence.
-        kld_max: its maximum.
-        lower_bound: the divergences are lower bounds; see `Comparison`.
-    """
-
-    tokens: int
-    documents: int
-    nonfinite: int
+    tokens: int  # scored tokens
+    documents: int  # documents that they come from
+    nonfinite: int  # tokens left out, for which the model's logits were not finite
     perplexity_reference: float
-    perplexity: float
-    ppl_ratio: Estimate
-    kld: Estimate
-    same_top: Estimate
-    rms_dp: Estimate
-    kld_p999: float
-    kld_max: float
-    lower_bound: bool
+    perplexity: float  # of the model
+    ppl_ratio: Estimate  # perplexity of the model over that of the reference, paired by token
+    kld: Estimate  # mean KL divergence in nats
+    same_top: Estimate  # share of tokens with the same most likely token
+    rms_dp: Estimate  # root mean square of the change of the true token's probability
+    kld_p999: float  # 99.9 % quantile of the divergence
+    kld_max: float  # its maximum
+    lower_bound: bool  # the divergences are lower bounds; see `Comparison`
 
 
 def summarise(comparison: Comparison, resamples: int = RESAMPLES, seed: int = 0) -> Summary:
     """Return the statistics of a comparison.
 
-    Args:
-        comparison: from `compare`.
-        resamples: bootstrap resamples.
-        seed: of the resampling; the same seed gives the same intervals.
-
-    Raises:
-        ModelError: no token has finite logits.
+    `comparison`: from `compare`; `resamples`: bootstrap resamples. Raises ModelError: no token has
+    finite logits.
     """
     scores = comparison.scores
     if not len(scores.kld):

@@ -16,17 +16,11 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Documents, each a run of windows that a model reads one by one, from an empty cache.
+    """Documents, each a run of windows that a model reads one by one, from an empty cache."""
 
-    Attributes:
-        windows: token ids of each window, at least two.
-        owner: the document of each window, counted from 0, never falling.
-        window: length of the longest window that was allowed.
-    """
-
-    windows: tuple[tuple[int, ...], ...]
-    owner: tuple[int, ...]
-    window: int
+    windows: tuple[tuple[int, ...], ...]  # token ids of each window, at least two
+    owner: tuple[int, ...]  # the document of each window, counted from 0, never falling
+    window: int  # length of the longest window that was allowed
 
     @property
     def count(self) -> int:
@@ -67,17 +61,11 @@ def cut(
     `windows_per_document` windows in a row are a document. With a separator each part between two
     of them is a document: it is encoded by itself, and its last window may be short.
 
-    Args:
-        text: what is scored.
-        encode: text to token ids.
-        window: tokens of a window.
-        windows_per_document: windows of a document, without a separator; None: as many as
-            `DOCUMENT_TOKENS` hold, at least one.
-        separator: text between two documents.
-        limit: take at most this many documents.
-
-    Raises:
-        UsageError: a number is out of range, or the text is too short for one window.
+    `text`: what is scored; `encode`: text to token ids; `window`: tokens of a window;
+    `windows_per_document`: windows of a document, without a separator; None: as many as
+    `DOCUMENT_TOKENS` hold, at least one; `separator`: text between two documents; `limit`: take at
+    most this many documents. Raises UsageError: a number is out of range, or the text is too short
+    for one window.
     """
     if windows_per_document is None:
         windows_per_document = max(1, DOCUMENT_TOKENS // max(window, 1))

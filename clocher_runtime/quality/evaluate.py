@@ -42,9 +42,8 @@ WEIGHTS_ALONE = EngineConfig(kv_dtype="f32", act_prec="fp32", speculate="off")
 def scoring(model: Model, window: int, config: EngineConfig) -> Session:
     """Return a session that gives logits of every token.
 
-    Raises:
-        UsageError: the model has fewer positions than a window.
-        OutOfMemory: two windows of logits do not fit.
+    Raises UsageError: the model has fewer positions than a window; OutOfMemory: two windows of
+    logits do not fit.
     """
     nbytes = 2 * 4 * window * model.spec.vocab_size
     require(nbytes, "two windows of logits need", "lower --window")
@@ -66,14 +65,11 @@ class Record:
 class Size:
     """How large a model is.
 
-    Attributes:
-        parameters: elements of all tensors.
-        nbytes: bytes of all tensors.
-        bpw: bits per parameter, scales included.
+    `bpw`: bits per parameter, scales included.
     """
 
-    parameters: int
-    nbytes: int
+    parameters: int  # elements of all tensors
+    nbytes: int  # bytes of all tensors
 
     @property
     def bpw(self) -> float:
@@ -118,22 +114,13 @@ def evaluate(
 ) -> Evaluation:
     """Judge a model against the float model that it was made from.
 
-    Args:
-        reference: the float model.
-        model: the quantised one.
-        documents: held-out text, in the tokens of the reference.
-        config: how the model is run; the reference has the same, with an f32 cache and fp32
-            activations.
-        limits_class: a key of `gate.LIMITS`; None: by the formats that differ.
-        given: fields of `Limits` that replace those of the class.
-        records: what a manifest says of tensors, by name.
-        cache: file of the reference's log-probabilities; written if it is not there.
-        progress: called with the step and its (done, total).
-
-    Raises:
-        ModelError: the two are not the same architecture, or a model gives no finite logits.
-        UsageError: a limit or a setting is out of range, or the cache is of something else.
-        OutOfMemory: a window's logits do not fit in memory.
+    `reference`: the float model; `config`: how the model is run; the reference has the same, with
+    an f32 cache and fp32 activations; `limits_class`: a key of `gate.LIMITS`; None: by the formats
+    that differ; `given`: fields of `Limits` that replace those of the class; `records`: what a
+    manifest says of tensors, by name; `cache`: file of the reference's log-probabilities; written
+    if it is not there. Raises ModelError: the two are not the same architecture, or a model gives
+    no finite logits; UsageError: a limit or a setting is out of range, or the cache is of something
+    else; OutOfMemory: a window's logits do not fit in memory.
     """
     check_alike(reference, model)
     tell = progress or (lambda what, done, total: None)
@@ -154,8 +141,7 @@ def evaluate(
 def check_alike(reference: Model, model: Model) -> None:
     """Refuse a pair that cannot be compared: other tensors, shapes or vocabularies.
 
-    Raises:
-        ModelError: they differ.
+    Raises ModelError: they differ.
     """
     shapes = {name: tensor.shape for name, tensor in reference.weights.items()}
     others = {name: tensor.shape for name, tensor in model.weights.items()}

@@ -31,25 +31,16 @@ MAX_OUTPUT_FACTOR = 1.02
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a class of models.
+    """Limits of a class of models."""
 
-    Attributes:
-        max_ppl_ratio: perplexity over that of the reference.
-        max_kld: mean KL divergence, nats.
-        min_same_top: share of tokens with the same most likely token.
-        max_rms_dp: root mean square change of the true token's probability.
-        min_cosine: of a tensor's weights with the float ones; None: by its format.
-        min_tokens: scored tokens below which nothing passes.
-        min_documents: documents below which nothing passes.
-    """
-
-    max_ppl_ratio: float
-    max_kld: float
-    min_same_top: float
-    max_rms_dp: float
+    max_ppl_ratio: float  # perplexity over that of the reference
+    max_kld: float  # mean KL divergence, nats
+    min_same_top: float  # share of tokens with the same most likely token
+    max_rms_dp: float  # root mean square change of the true token's probability
+    # of a tensor's weights with the float ones; None: by its format
     min_cosine: float | None = None
-    min_tokens: int = MIN_TOKENS
-    min_documents: int = MIN_DOCUMENTS
+    min_tokens: int = MIN_TOKENS  # scored tokens below which nothing passes
+    min_documents: int = MIN_DOCUMENTS  # documents below which nothing passes
 
 
 LIMITS = {
@@ -67,32 +58,19 @@ MIN_COSINE_E5M2 = 0.998
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One number against its limit.
+    """One number against its limit."""
 
-    Attributes:
-        name: what is measured.
-        verdict: "pass", "fail" or "undecided".
-        value: the number.
-        low: lower end of its 95 % interval; the number itself where it is exact.
-        high: upper end.
-        at_most: whether the limit is an upper one.
-        limit: the limit.
-        tokens: scored tokens behind it, 0 for weights.
-        documents: documents behind it, 0 for weights.
-        where: the tensor that it is about, or "".
-        more_tokens: tokens to add for a decision, about; 0 if decided, None if no number helps.
-    """
-
-    name: str
-    verdict: Verdict
-    value: float
-    low: float
-    high: float
-    at_most: bool
+    name: str  # what is measured
+    verdict: Verdict  # "pass", "fail" or "undecided"
+    value: float  # the number
+    low: float  # lower end of its 95 % interval; the number itself where it is exact
+    high: float  # upper end
+    at_most: bool  # whether the limit is an upper one
     limit: float
-    tokens: int = 0
-    documents: int = 0
-    where: str = ""
+    tokens: int = 0  # scored tokens behind it, 0 for weights
+    documents: int = 0  # documents behind it, 0 for weights
+    where: str = ""  # the tensor that it is about, or ""
+    # tokens to add for a decision, about; 0 if decided, None if no number helps
     more_tokens: int | None = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -118,17 +96,11 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class GateResult:
-    """The checks of one model.
+    """The checks of one model."""
 
-    Attributes:
-        limits_class: name of the limits, a key of `LIMITS`.
-        limits: what the model was held to.
-        checks: all checks, those of the weights first.
-    """
-
-    limits_class: str
-    limits: Limits
-    checks: tuple[Check, ...]
+    limits_class: str  # name of the limits, a key of `LIMITS`
+    limits: Limits  # what the model was held to
+    checks: tuple[Check, ...]  # all checks, those of the weights first
 
     @property
     def verdict(self) -> Verdict:
@@ -196,13 +168,9 @@ def choose_limits(
 ) -> tuple[str, Limits]:
     """Return the class of a model and its limits.
 
-    Args:
-        changed: formats of the tensors that are not stored as in the reference.
-        settings: classes of what else differs: "kv" for the cache, "int8" for activations.
-        name: the class, if a person names it.
-
-    Raises:
-        UsageError: the class is not known, or a format has none.
+    `changed`: formats of the tensors that are not stored as in the reference; `settings`: classes
+    of what else differs: "kv" for the cache, "int8" for activations. Raises UsageError: the class
+    is not known, or a format has none.
     """
     if name is not None:
         if name not in LIMITS:
@@ -224,8 +192,7 @@ def choose_limits(
 def override(limits: Limits, **given: float | int | None) -> Limits:
     """Return limits with the given fields replaced; None leaves a field as it is.
 
-    Raises:
-        UsageError: a limit is negative or not finite.
+    Raises UsageError: a limit is negative or not finite.
     """
     named = {name: value for name, value in given.items() if value is not None}
     for name, value in named.items():
@@ -315,9 +282,8 @@ def hard(
 def tensor_checks(errors: Sequence[TensorError], min_cosine: float | None = None) -> list[Check]:
     """Return the checks of a model's weights, each about the tensor that is nearest its limit.
 
-    Args:
-        errors: of every tensor that is not stored as in the reference.
-        min_cosine: least cosine of all tensors; None: by the format of each.
+    `errors`: of every tensor that is not stored as in the reference; `min_cosine`: least cosine of
+    all tensors; None: by the format of each.
     """
     bad = next((error.name for error in errors if not error.finite), "")
     checks = [hard("nonfinite_tensors", sum(not e.finite for e in errors), 0, where=bad)]

@@ -69,17 +69,9 @@ def store(
 ) -> None:
     """Run the reference over the documents and write the file.
 
-    Args:
-        path: of the file; it appears when it is whole.
-        reference: logits of the float model.
-        documents: the text.
-        vocab: V of the logits.
-        mark: from `fingerprint`.
-        progress: called with (done, total) windows.
-
-    Raises:
-        ModelError: the reference gives logits that are not finite.
-        OSError: the file cannot be written; nothing of it is left.
+    `reference`: logits of the float model; `vocab`: V of the logits; `mark`: from `fingerprint`.
+    Raises ModelError: the reference gives logits that are not finite; OSError: the file cannot be
+    written; nothing of it is left.
     """
     kept = min(KEPT, vocab)
     head, places = safetensors_head(_layout(documents.tokens, kept))
@@ -107,9 +99,8 @@ class StoredReference:
     def __init__(self, path: Path, documents: Documents, vocab: int, mark: bytes) -> None:
         """Open a file.
 
-        Raises:
-            FormatError: it is not such a file, or it is damaged.
-            UsageError: it was made from another model, text, window or setting.
+        Raises FormatError: it is not such a file, or it is damaged; UsageError: it was made from
+        another model, text, window or setting.
         """
         self.path, self.documents, self.vocab = path, documents, vocab
         file = SafetensorsFile(path)
@@ -134,8 +125,7 @@ class StoredReference:
     def compare(self, model: Logits, progress: Progress | None = None) -> Comparison:
         """Score every window with the model against what is stored.
 
-        Raises:
-            FormatError: a stored number is impossible.
+        Raises FormatError: a stored number is impossible.
         """
         done = 0
 

@@ -16,31 +16,19 @@ _FONT = 8.5
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One model of the table.
+    """One model of the table."""
 
-    Attributes:
-        label: what the table calls it.
-        bpw: bits per parameter.
-        nbytes: bytes of its tensors.
-        perplexity: on the text.
-        ppl_ratio: to the reference, as are the next three; None for the reference itself.
-        kld: mean KL divergence, nats.
-        same_top: share of tokens with the same most likely token.
-        rms_dp: root mean square change of the true token's probability.
-        tokens_per_s: of decoding; None if it was not measured.
-        verdict: of the gate; "" for the reference.
-    """
-
-    label: str
-    bpw: float
-    nbytes: int
-    perplexity: float
+    label: str  # what the table calls it
+    bpw: float  # bits per parameter
+    nbytes: int  # bytes of its tensors
+    perplexity: float  # on the text
+    # to the reference, as are the next three; None for the reference itself
     ppl_ratio: Estimate | None = None
-    kld: Estimate | None = None
-    same_top: Estimate | None = None
-    rms_dp: Estimate | None = None
-    tokens_per_s: float | None = None
-    verdict: str = ""
+    kld: Estimate | None = None  # mean KL divergence, nats
+    same_top: Estimate | None = None  # share of tokens with the same most likely token
+    rms_dp: Estimate | None = None  # root mean square change of the true token's probability
+    tokens_per_s: float | None = None  # of decoding; None if it was not measured
+    verdict: str = ""  # of the gate; "" for the reference
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -83,9 +71,7 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
 
     Rows without a divergence, such as that of the reference, are left out.
 
-    Raises:
-        UsageError: matplotlib is not installed.
-        OSError: the file cannot be written.
+    Raises UsageError: matplotlib is not installed; OSError: the file cannot be written.
     """
     require_matplotlib()
     from matplotlib.figure import Figure
@@ -137,8 +123,7 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
 def require_matplotlib() -> None:
     """Fail, before anything is measured, where `draw` could not work.
 
-    Raises:
-        UsageError: matplotlib is not installed.
+    Raises UsageError: matplotlib is not installed.
     """
     try:
         import matplotlib.figure  # noqa: F401
@@ -154,13 +139,9 @@ def place_labels(
 ) -> list[tuple[float, float, str]]:
     """Choose where each label goes, so that labels cover neither points nor each other.
 
-    Args:
-        points: positions, in units of the axes.
-        labels: texts.
-
-    Returns:
-        For each label the offset from its point, in typographic points, and the side of the text
-        that is put there ("left" or "right").
+    `points`: positions, in units of the axes; `labels`: texts. Returns for each label the offset
+    from its point, in typographic points, and the side of the text that is put there ("left" or
+    "right").
     """
     width, height = 0.72 * 72 * _WIDTH, 0.68 * 72 * _HEIGHT
     scaled = []

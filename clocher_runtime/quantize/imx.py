@@ -45,18 +45,11 @@ def search(
 ) -> QuantTensor:
     """Quantise a matrix with the scales that an importance-weighted search finds.
 
-    Args:
-        values: [N, K] fp32.
-        fmt: `Int4`, `Int8`, `Fp8` or `Mxfp4`. A scale for the whole matrix ("tensor") is not
-            searched for.
-        importance: [K], E[x^2] of each column's input; None: all columns alike.
-        grid: candidates per group, besides plain rounding.
-        threads: threads over blocks of rows; the result does not depend on them.
-
-    Raises:
-        UsageError: the format has no scales to search for.
-        ShapeError: the importance is not of K columns.
-        FormatError: a value is NaN or infinite, or a scale is beyond its stored type.
+    `values`: [N, K] fp32; `fmt`: `Int4`, `Int8`, `Fp8` or `Mxfp4`. A scale for the whole matrix
+    ("tensor") is not searched for; `importance`: [K], E[x^2] of each column's input; None: all
+    columns alike; `grid`: candidates per group, besides plain rounding. Raises UsageError: the
+    format has no scales to search for; ShapeError: the importance is not of K columns; FormatError:
+    a value is NaN or infinite, or a scale is beyond its stored type.
     """
     rows, columns = values.shape
     if importance is not None and importance.shape != (columns,):
