@@ -11,7 +11,7 @@ activations, so only the weights differ. Below each table: the change of the div
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,7 +33,7 @@ from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.topology import default_threads
-from clocher_runtime.quality.compare import Summary, TokenScores, run, score_window, summarise
+from clocher_runtime.quality.compare import Summary, compare, summarise
 from clocher_runtime.quality.documents import Documents, cut
 from clocher_runtime.quality.report import Row, table
 from clocher_runtime.quantize.alloc import allocate, allocation_table
@@ -119,13 +119,11 @@ class Bench:
             session.close()
 
     def _all_logits(self, session: Session) -> dict[tuple[int, ...], np.ndarray]:
-        return {ids: session.logits(ids).copy() for _, ids in self.documents}
+        return {ids: session.logits(ids).copy() for ids in self.documents.windows}
 
     def _compare(self, session: Session) -> Summary:
-        def score(ids: Sequence[int]) -> TokenScores:
-            return score_window(self.reference[tuple(ids)], session.logits(ids), ids)
-
-        return summarise(run(score, self.documents))
+        known = self.reference
+        return summarise(compare(lambda ids: known[tuple(ids)], session.logits, self.documents))
 
 
 @click.command(help=__doc__, context_settings={"max_content_width": 100})

@@ -10,7 +10,8 @@ import numpy as np
 
 from clocher_kernels.formats import Format
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.quantize import gptq, imx
+from clocher_runtime.convert import imx
+from clocher_runtime.quantize import gptq
 from clocher_runtime.quantize.rows import InputStats
 
 DO_NO_HARM = 1.02

@@ -11,8 +11,8 @@ from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import Format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.convert import imx
 from clocher_runtime.convert.rounding import round_tensor
-from clocher_runtime.quantize import imx
 from clocher_runtime.quantize.calibrate import LayerJob
 from clocher_runtime.quantize.capture import Walk
 from clocher_runtime.quantize.plan import PlannedTensor
