@@ -31,7 +31,7 @@ def clocher(argv: Sequence[str] | None = None) -> int:
         _open_standard_streams()
     try:
         if "_CLOCHER_COMPLETE" in os.environ:
-            from clocher_runtime.subcommands.completion import answer_shell
+            from clocher_runtime.subcommands.table import answer_shell
 
             return answer_shell()
         from clocher_runtime.subcommands.table import dispatch

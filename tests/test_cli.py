@@ -175,7 +175,7 @@ def test_closed_stderr_does_not_stop_the_run(tmp_path):
         (["--no-such-flag"], "No such option"),
         (["--max-new"], "requires an argument"),
         (["m", "p", "surplus"], "unexpected extra argument"),
-        (["m", "--model-dir", "n"], "'m' and --model-dir 'n': give one of them"),
+        (["m", "--model-dir", "n"], "got MODEL m and --model-dir n; expected one of them"),
         (["--device", "tpu"], "expected one of auto, cpu, cuda, ze"),
         (["--prompt", "a", "--prompt-ids", "1"], "exclude each other"),
         (["--prompt", ""], "prompt 1: no tokens"),

@@ -339,7 +339,7 @@ def test_the_context_holds_whole_blocks(model: Model) -> None:
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ("often", "expected one of static"),
+        ("often", "diffusion: got 'often', expected one of static"),
         ("threshold:2", "from 0 to 1"),
         ("threshold:", "takes 1 number"),
         ("static:1.5", "takes 1 number"),
@@ -348,7 +348,7 @@ def test_the_context_holds_whole_blocks(model: Model) -> None:
         ("canvas:0.1,0", "takes 2 numbers"),
         ("canvas:0.1,1.5", "takes 2 numbers"),
         ("factor:-1", "takes 1 number"),
-        (3, "expected text"),
+        (3, "diffusion: got 3, expected auto, off, lossless or a rule"),
     ],
 )
 def test_what_cannot_be_asked_for(causal: Model, asked: Any, told: str) -> None:

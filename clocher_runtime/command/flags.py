@@ -1,7 +1,11 @@
-"""Flags and help text of a command, made from a table of settings."""
+"""Commands, their flags, places and help: one kind of click command for every program.
+
+A command either reads settings, whose flags are handed to `config.sources` as text because
+variables and a file count too (`Command.parse`), or calls a function (`Command.run`, made by
+`script_run.script`). Help and shell completion are the same for both.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import click
@@ -14,34 +18,138 @@ from clocher_runtime.config.setting import Setting
 from clocher_runtime.exit_codes import ExitCode
 
 HELP_WIDTH = 100
+Examples = Sequence[tuple[str, str]]
+"""What an example shows, and its line."""
+Codes = Sequence[tuple[ExitCode, str]]
+_HELP = ("-h, --help", "this text")
+_MORE = (
+    ("--help-all", "also variables for tuning, hints and exit codes"),
+    ("--version", "the version"),
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    """A command as its help describes it.
+class Takes(click.ParamType[Any]):
+    """What a setting takes: `reads` converts it, otherwise its text is handed on."""
 
-    Attributes:
-        about: what it does.
-        table: name -> setting: its flags and variables.
-        defaults: name -> value, of settings that have one.
-        notes: paragraphs after the settings.
-        examples: what it shows, and the line.
-        positional: settings that may be given without their flag, in this order.
+    def __init__(self, setting: Setting, reads: bool) -> None:
+        self._setting, self._reads, self.name = setting, reads, setting.takes.metavar
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the value, or its text."""
+        setting = self._setting
+        return setting.takes.read(setting.flag, value) if self._reads else value
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """Return the place holder in help."""
+        return self.name
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return what a shell is offered: words, or paths."""
+        if self.name == "PATH":
+            return [CompletionItem(incomplete, type="file")]
+        words = self.name.split("|") if "|" in self.name else []
+        return [CompletionItem(w) for w in words if not w.isupper() and w.startswith(incomplete)]
+
+
+class Place(click.Argument):
+    """A value that is given by its place, or by a flag.
+
+    Args:
+        word: what usage calls it, such as "OUT_DIR".
+        flag: such as "--out-dir".
+        name: of the option of that flag.
+        needed: whether it must be given, one way or the other.
+        **more: what `click.Argument` takes; with nargs=-1 several may be given.
     """
 
-    name: str
-    about: str
-    table: Mapping[str, Setting]
-    defaults: Mapping[str, Any]
-    notes: Sequence[str]
-    examples: Sequence[tuple[str, str]]
-    exit_codes: Sequence[tuple[ExitCode, str]]
-    positional: Sequence[str] = ()
+    def __init__(self, word: str, flag: str, name: str, needed: bool, **more: Any) -> None:
+        metavar = f"{word}..." if more.get("nargs") == -1 else word
+        metavar = metavar if needed else f"[{metavar}]"
+        super().__init__([f"{name}_"], required=False, metavar=metavar, **more)
+        self.word, self.flag, self.of, self.needed = word, flag, name, needed
+
+    def merge(self, values: dict[str, Any]) -> None:
+        """Put the value into that of its flag."""
+        placed, flagged = values.pop(f"{self.of}_"), values[self.of]
+        if self.nargs == -1:
+            values[self.of] = (*placed, *flagged)
+        elif placed is not None and flagged is not None:
+            got = f"got {self.word} {placed} and {self.flag} {flagged}"
+            raise click.UsageError(f"{got}; expected one of them.")
+        elif placed is not None:
+            values[self.of] = placed
+        if self.needed and not values[self.of]:
+            raise click.UsageError(f"{self.word} is missing; give it, or {self.flag}.")
+
+
+class Command(click.Command):
+    """A command with its examples first in its help, then flags by group, notes and exit codes.
+
+    Args:
+        name: what it is called by.
+        about: what it does.
+        table: name -> setting: its flags and variables; empty for a command that calls a function.
+        defaults: name -> value, of settings that have one.
+        positional: settings that may be given without their flag, in this order.
+        notes: paragraphs after the flags.
+        examples: what each shows, and the line.
+        exit_codes: each with what it means.
+        **more: what `click.Command` takes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        about: str,
+        *,
+        table: Mapping[str, Setting] | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        positional: Sequence[str] = (),
+        notes: Sequence[str] = (),
+        examples: Examples = (),
+        exit_codes: Codes = (),
+        **more: Any,
+    ) -> None:
+        self.table, self.defaults, self._positional = table or {}, defaults or {}, positional
+        self.notes, self.examples, self.exit_codes = notes, examples, exit_codes
+        params = more.pop("params", None) or [*self._setting_params()]
+        params.append(_asking("--help", lambda context: self.get_help(context), "-h"))
+        settings = {"max_content_width": HELP_WIDTH}
+        super().__init__(
+            name,
+            params=params,
+            help=about,
+            add_help_option=False,
+            context_settings=settings,
+            **more,
+        )
+
+    def _setting_params(self) -> Sequence[click.Parameter]:
+        table = self.table
+        places = [
+            Place(_word(n), table[n].flag, n, False, type=Takes(table[n], reads=False))
+            for n in self._positional
+        ]
+        flags = [setting_option(n, s, reads=False) for n, s in table.items() if s.flag]
+        version = _asking("--version", lambda _: f"{self.name} {clocher_version()}")
+        return [*places, *flags, version, _asking("--help-all", self._help_all)]
 
     def named(self, name: str) -> "Command":
-        """Return the command under another name, in its examples too."""
-        examples = tuple((about, line.replace(self.name, name)) for about, line in self.examples)
-        return replace(self, name=name, examples=examples)
+        """Return a command of settings under another name, in its examples too."""
+        old = self.name or ""
+        examples = [(about, line.replace(old, name)) for about, line in self.examples]
+        return Command(
+            name,
+            self.help or "",
+            table=self.table,
+            defaults=self.defaults,
+            positional=self._positional,
+            notes=self.notes,
+            examples=examples,
+            exit_codes=self.exit_codes,
+        )
 
     def parse(
         self, argv: Sequence[str], show: Callable[[str], object] = click.echo
@@ -56,77 +164,95 @@ class Command:
             UsageError: a flag is unknown or lacks its value, or there is an argument too many.
         """
         try:
-            with self.click(show).make_context(self.name, list(argv)) as context:
-                values = context.params
+            with self.make_context(self.name, list(argv), obj=show) as context:
+                given = {n: v for n, v in context.params.items() if v not in (None, False)}
         except click.exceptions.Exit:
             return None
         except click.UsageError as error:
-            raise UsageError(f"{told_by_click(error)} See {self.name} --help.") from None
-        given = {name: value for name, value in values.items() if value not in (None, False)}
-        for name in self.positional:
-            if (value := given.pop(_place(name), None)) is not None:
-                if name in given:
-                    flag = self.table[name].flag
-                    raise UsageError(f"{value!r} and {flag} {given[name]!r}: give one of them")
-                given[name] = value
+            raise self.told(error) from None
         return {name: "1" if value is True else value for name, value in given.items()}
 
-    def click(self, show: Callable[[str], object] = click.echo) -> click.Command:
-        """Return the same as click has it: for parsing, help and shell completion."""
-        options: list[click.Parameter] = [
-            click.Argument(
-                [_place(name)],
-                required=False,
-                metavar=f"[{_metavar(name)}]",
-                shell_complete=_completing(self.table[name]),
-            )
-            for name in self.positional
-        ]
-        options += [
-            click.Option(
-                [setting.flag, name],
-                is_flag=stands_alone(setting),
-                default=None,
-                shell_complete=_completing(setting),
-            )
-            for name, setting in self.table.items()
-            if setting.flag
-        ]
-        everything = _HelpfulCommand(self, options, whole=True)
-        command = _HelpfulCommand(self, options, whole=False)
-        options += [
-            _asked("--version", lambda context: show(f"{self.name} {clocher_version()}")),
-            _asked("--help-all", lambda context: show(everything.get_help(context))),
-            _asked("--help", lambda context: show(command.get_help(context)), "-h"),
-        ]
-        return command
+    def told(self, error: click.UsageError) -> UsageError:
+        """Return what click says of a wrong line, as a sentence."""
+        message = error.format_message()
+        message += "" if message.endswith((".", "?", "?)")) else "."
+        return UsageError(f"{message} See {self.name} --help.")
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse, and put what was given by its place where its flag would have put it."""
+        rest = super().parse_args(ctx, args)
+        if not ctx.resilient_parsing:
+            for place in self.params:
+                if isinstance(place, Place):
+                    place.merge(ctx.params)
+        return rest
 
     def describe(self, name: str, whole: bool = True) -> str:
         """Return what a setting does and its default; the `whole` of it has its variables too."""
-        setting = self.table[name]
+        setting, default = self.table[name], self.defaults.get(name)
         notes = ["hint"] if name in HINTS else []
-        default = self.defaults.get(name)
-        if default is not None and default is not False:
-            notes.append(
-                f"default: {default:g}" if isinstance(default, float) else f"default: {default}"
-            )
         if whole and setting.flag and setting.env:
-            notes.append(f"env: {', '.join(setting.env)}")
-        return f"{setting.help} [{'; '.join(notes)}]" if notes else setting.help
+            notes.append(f"env var: {', '.join(setting.env)}")
+        if default is not None and default is not False:
+            notes.append(f"default: {f'{default:g}' if isinstance(default, float) else default}")
+        return f"{setting.help}  [{'; '.join(notes)}]" if notes else setting.help
+
+    def _help_all(self, ctx: click.Context) -> str:
+        ctx.meta[__name__] = True
+        return self.get_help(ctx)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write examples, flags by group, and then variables, notes and exit codes.
+
+        The last three only with --help-all where there is that.
+        """
+        whole = not self.table or __name__ in ctx.meta
+        write_examples(formatter, self.examples)
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for name, setting in self.table.items():
+            about = self.describe(name, whole)
+            if setting.flag and (whole or setting.group != "Hints"):
+                groups.setdefault(setting.group, []).append((usage(setting), about))
+            elif whole:
+                row = (f"{setting.env[0]} {setting.takes.metavar}", about)
+                groups.setdefault("Environment variables", []).append(row)
+        variables = groups.pop("Environment variables", [])
+        if self.table:
+            groups["Other"] = [_HELP, *_MORE]
+        else:
+            records = [p.get_help_record(ctx) for p in self.params if isinstance(p, click.Option)]
+            groups["Options"] = [*filter(None, records[:-1]), _HELP]
+        for title, rows in groups.items():
+            _section(formatter, title, rows)
+        if whole:
+            _section(formatter, "Environment variables", variables)
+            for note in self.notes:
+                formatter.write_paragraph()
+                formatter.write_text(note)
+            _section(formatter, "Exit codes", [(str(int(c)), t) for c, t in self.exit_codes])
 
 
-def told_by_click(error: click.UsageError) -> str:
-    """Return what click says of a wrong line, as a sentence."""
-    message = error.format_message()
-    return message if message.endswith((".", "?", "?)")) else f"{message}."
+def setting_option(name: str, setting: Setting, *, reads: bool, **more: Any) -> click.Option:
+    """Return the flag of a setting as an option.
+
+    Args:
+        name: what its value is called.
+        setting: what it takes and means.
+        reads: convert the value, instead of handing its text on.
+        **more: what `click.Option` takes.
+    """
+    if stands_alone(setting):
+        return click.Option([setting.flag, name], is_flag=True, default=None, **more)
+    return click.Option([setting.flag, name], type=Takes(setting, reads), **more)
 
 
-def _asked(flag: str, answer: Callable[[click.Context], object], *short: str) -> click.Option:
+def _asking(flag: str, answer: Callable[[click.Context], str], *short: str) -> click.Option:
     """Return a flag that answers a question and ends the command."""
 
     def callback(context: click.Context, option: click.Parameter, wanted: bool) -> None:
         if wanted:
-            answer(context)
+            show = context.obj if callable(context.obj) else click.echo
+            show(answer(context))
             context.exit()
 
     return click.Option(
@@ -134,62 +260,13 @@ def _asked(flag: str, answer: Callable[[click.Context], object], *short: str) ->
     )
 
 
-class _HelpfulCommand(click.Command):
-    """A click command whose help is made from the table of settings.
-
-    Args:
-        command: what it is about.
-        options: what it takes.
-        whole: with what few people need: variables, hints, notes, exit codes.
-    """
-
-    def __init__(self, command: Command, options: list[click.Parameter], whole: bool) -> None:
-        super().__init__(
-            command.name,
-            params=options,
-            help=command.about,
-            add_help_option=False,
-            context_settings={"max_content_width": HELP_WIDTH},
-        )
-        self._command, self._whole = command, whole
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write examples, flags by group, and then what only the whole help has."""
-        command = self._command
-        write_examples(formatter, command.examples)
-        groups: dict[str, list[tuple[str, str]]] = {}
-        variables: list[tuple[str, str]] = []
-        for name, setting in command.table.items():
-            about = command.describe(name, self._whole)
-            if not setting.flag:
-                variables.append((f"{setting.env[0]} {setting.takes.metavar}", about))
-            elif self._whole or setting.group != "Hints":
-                groups.setdefault(setting.group, []).append((usage(setting), about))
-        for group, rows in groups.items():
-            _section(formatter, group, rows)
-        _section(
-            formatter,
-            "Other",
-            [
-                ("-h, --help", "this text"),
-                ("--help-all", "also variables for tuning, hints and exit codes"),
-                ("--version", "the version"),
-            ],
-        )
-        if not self._whole:
-            return
-        _section(formatter, "Environment variables", variables)
-        for note in command.notes:
-            formatter.write(f"\n{note}\n")
-        codes = [(str(int(code)), text) for code, text in command.exit_codes]
-        _section(formatter, "Exit codes", codes)
-
-
-def write_examples(formatter: click.HelpFormatter, examples: Sequence[tuple[str, str]]) -> None:
+def write_examples(formatter: click.HelpFormatter, examples: Examples) -> None:
     """Write examples as a section of a help text: what each shows, and its line."""
-    with formatter.section("Examples"):
-        for about, line in examples:
-            formatter.write(f"  # {about}\n  {line}\n" if about else f"  {line}\n")
+    if examples:
+        with formatter.section("Examples"):
+            for about, text in examples:
+                line = text.replace("\n", "\n  ")
+                formatter.write(f"  # {about}\n  {line}\n" if about else f"  {line}\n")
 
 
 def usage(setting: Setting) -> str:
@@ -202,28 +279,11 @@ def stands_alone(setting: Setting) -> bool:
     return setting.takes.metavar == "0|1"
 
 
-def _place(name: str) -> str:
-    """Return the name of an argument that stands for a setting."""
-    return f"{name}_"
-
-
-def _metavar(name: str) -> str:
+def _word(name: str) -> str:
     return name.removesuffix("_dir").upper()
 
 
-def _completing(setting: Setting) -> Callable[..., list[CompletionItem]]:
-    """Return what a shell is offered as the value of a flag: words, or paths."""
-    metavar = setting.takes.metavar
-
-    def offer(context: click.Context, option: click.Parameter, begun: str) -> list[CompletionItem]:
-        if metavar == "PATH":
-            return [CompletionItem(begun, type="file")]
-        words = [word for word in metavar.split("|") if not word.isupper()]
-        return [CompletionItem(word) for word in words if "|" in metavar and word.startswith(begun)]
-
-    return offer
-
-
 def _section(formatter: click.HelpFormatter, title: str, rows: list[tuple[str, str]]) -> None:
-    with formatter.section(title):
-        formatter.write_dl(rows, col_max=34)
+    if rows:
+        with formatter.section(title):
+            formatter.write_dl(rows, col_max=34)

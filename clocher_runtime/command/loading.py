@@ -256,7 +256,8 @@ def draft_of(config: EngineConfig, model: Model) -> Model | None:
         UsageError: it is to be asked, and none is named.
     """
     if config.draft_model is None and config.speculate == "draft":
-        raise UsageError("--speculate draft without a draft model: give --draft-model, or auto")
+        name = "--draft-model" if "speculate" in config.given else "draft_model"
+        raise UsageError(f"speculate: draft needs a draft model; give {name}, or auto")
     if config.draft_model is None or config.speculate not in WITH_DRAFT_MODEL:
         return None
     how = config.given.get("draft_model", Given("--draft-model", str(config.draft_model)))

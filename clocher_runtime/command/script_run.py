@@ -1,4 +1,4 @@
-"""What the programs have in common: their declaration, help, messages, progress, exit codes.
+"""Programs that are a function with flags: their declaration, messages, progress, exit codes.
 
 Importing it is cheap, so that a command's help and its shell completion are: what works is
 imported by the function that needs it.
@@ -6,6 +6,7 @@ imported by the function that needs it.
 
 import errno
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clocher_kernels.errors import ClocherError, UsageError
-from clocher_runtime.command.flags import HELP_WIDTH, told_by_click, write_examples
+from clocher_kernels.errors import ClocherError
+from clocher_runtime.command.flags import Codes, Command, Examples, Place, setting_option
 from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.config.setting import Setting, declared
+from clocher_runtime.config.setting import declared
 from clocher_runtime.exit_codes import ExitCode, exit_code, told
 
 if TYPE_CHECKING:
@@ -48,8 +49,6 @@ FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 COUNT = click.IntRange(1)
 
 Wrap = Callable[[Any], Any]
-Examples = Sequence[tuple[str, str]]
-"""What an example shows, and its lines."""
 Tell = Callable[[str, int, int], None]
 """Takes what is done, and (done, total)."""
 
@@ -57,12 +56,6 @@ _ENGINE = declared(EngineConfig)
 _EXPECTED = (ClocherError, MemoryError, OSError, KeyboardInterrupt)
 _FIRST_WORD_S = 5.0
 _LATER = 1.5
-
-
-def _where(error: OSError) -> str:
-    """Return what could not be written or read; "" for what tells it by itself."""
-    nameless = error.errno in (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF)
-    return str(error.filename or "") or ("standard output" if nameless else "")
 
 
 def option(flag: str, kind: Any, help: str | None = None, **more: Any) -> Wrap:
@@ -73,30 +66,23 @@ def option(flag: str, kind: Any, help: str | None = None, **more: Any) -> Wrap:
     return click.option(*names, type=kind, help=help, **more)
 
 
-class _OfEngine(click.ParamType[Any]):
-    """What a setting of `EngineConfig` takes."""
-
-    def __init__(self, setting: Setting) -> None:
-        self._setting, self.name = setting, setting.takes.metavar
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return self._setting.takes.read(self._setting.flag, value)
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        return self._setting.takes.metavar
-
-
 def engine_option(name: str, help: str | None = None, **more: Any) -> Wrap:
     """Declare the flag of a field of `EngineConfig`, with its variables.
 
     Args:
         name: of the field.
         help: instead of the field's own.
-        **more: what `click.option` takes.
+        **more: what `click.Option` takes.
     """
     setting = _ENGINE[name]
-    help = setting.help if help is None else help
-    return option(setting.flag, _OfEngine(setting), help, **{"envvar": list(setting.env), **more})
+    more = {"envvar": list(setting.env), "show_envvar": True, "show_default": True, **more}
+
+    def declare(function: Any) -> Any:
+        made = setting_option(name, setting, reads=True, help=help or setting.help, **more)
+        function.__dict__.setdefault("__click_params__", []).append(made)
+        return function
+
+    return declare
 
 
 def needed(flag: str, help: str, **more: Any) -> Wrap:
@@ -110,48 +96,23 @@ def switch(flag: str, help: str, *names: str) -> Wrap:
 
 
 def place(word: str, flag: str, help: str, *, needed: bool = True, many: bool = False) -> Wrap:
-    """Declare a path that is given by its place, or by a flag.
+    """Declare a path that is given by its place, or by a flag that names the parameter.
 
-    Args:
-        word: what usage calls it, such as "OUT_DIR".
-        flag: such as "--out-dir", which also names the parameter of the function.
-        help: of the flag.
-        needed: whether it must be given, one way or the other.
-        many: whether several may be; the function gets a tuple.
+    Args: as `flags.Place`; with `many` several may be given, and the function gets a tuple.
     """
     name = flag.removeprefix("--").replace("-", "_")
-    spot = f"{name}_by_place"
 
-    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def merged(*args: Any, **given: Any) -> Any:
-            placed, flagged = given.pop(spot), given.pop(name)
-            if placed and flagged and not many:
-                raise UsageError(f"got {word} {placed} and {flag} {flagged}; expected one of them")
-            if needed and not (placed or flagged):
-                raise UsageError(f"{word} is missing; give it, or {flag}")
-            found = (*placed, *flagged) if many else placed or flagged
-            return function(*args, **given, **{name: found})
-
-        merged = option(flag, PATH, help, name=name, multiple=many)(merged)
-        metavar = f"{word}..." if many else word
-        placing = click.argument(
-            spot,
-            type=PATH,
-            metavar=metavar if needed else f"[{metavar}]",
-            required=False,
-            nargs=-1 if many else 1,
-        )
-        return placing(merged)
+    def declare(function: Any) -> Any:
+        spot = Place(word, flag, name, needed, type=PATH, nargs=-1 if many else 1)
+        function = option(flag, PATH, help, name=name, multiple=many)(function)
+        function.__dict__.setdefault("__click_params__", []).append(spot)
+        return function
 
     return declare
 
 
-class Script(click.Command):
-    """A command with its examples on top of its help; `run` does everything, errors included."""
-
-    examples: Examples = ()
-    exit_codes: Sequence[tuple[ExitCode, str]] = ()
+class Script(Command):
+    """A command that calls a function; `run` does everything, errors included."""
 
     def run(self, argv: Sequence[str] | None = None) -> int:
         """Run it, and return the exit code.
@@ -159,11 +120,10 @@ class Script(click.Command):
         Args:
             argv: arguments after the name of the command; None: those of the process.
         """
-        name = self.name or ""
-        report = Report(name)
+        report = Report(self.name or "")
         given = list(sys.argv[1:] if argv is None else argv)
         try:
-            with self.make_context(name, given, obj=report) as context:
+            with self.make_context(self.name, given, obj=report) as context:
                 from clocher_runtime.disk.files import ending_on_lost_pages
 
                 with ending_on_lost_pages(report.lost):
@@ -171,36 +131,14 @@ class Script(click.Command):
         except click.exceptions.Exit as ended:
             return ended.exit_code
         except click.UsageError as error:
-            return report.failed(UsageError(f"{told_by_click(error)} See {name} --help."))
+            return report.failed(self.told(error))
         except _EXPECTED as error:
             return report.failed(error)
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> Any:
-        """Run it as a program: end the process with the exit code, unless not `standalone_mode`."""
+    def main(self, args: Sequence[str] | None = None, *_: Any, **more: Any) -> Any:
+        """Run it as a program: end the process with its code, unless `standalone_mode=False`."""
         code = self.run(args)
-        return sys.exit(code) if standalone_mode else code
-
-    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write what it does, and the examples."""
-        super().format_help_text(ctx, formatter)
-        if self.examples:
-            lines = [(about, line.replace("\n", "\n  ")) for about, line in self.examples]
-            write_examples(formatter, lines)
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write what there is besides, and the exit codes."""
-        super().format_epilog(ctx, formatter)
-        if self.exit_codes:
-            with formatter.section("Exit codes"):
-                formatter.write_dl([(str(int(code)), text) for code, text in self.exit_codes])
+        return sys.exit(code) if more.get("standalone_mode", True) else code
 
 
 def script(
@@ -208,7 +146,7 @@ def script(
     *options: Wrap,
     examples: Examples = (),
     epilog: str | None = None,
-    exit_codes: Sequence[tuple[ExitCode, str]] = EXIT_CODES,
+    exit_codes: Codes = EXIT_CODES,
     help: str | None = None,
 ) -> Callable[[Callable[..., int | None]], Script]:
     """Return a decorator that makes a function a command: `function(report, **options)`.
@@ -218,7 +156,7 @@ def script(
     Args:
         name: of the command, for messages.
         options: what `option` and its kind return, in the order of the help text.
-        examples: on top of the help text.
+        examples: first in the help text.
         epilog: of the help text, between options and exit codes.
         exit_codes: at the end of the help text.
         help: None takes the docstring of the function.
@@ -228,14 +166,26 @@ def script(
         run: Any = click.pass_obj(function)
         for each in reversed(options):
             run = each(run)
-        settings = {"max_content_width": HELP_WIDTH, "help_option_names": ["-h", "--help"]}
-        command: Script = click.command(
-            name, Script, help=help, epilog=epilog, context_settings=settings
-        )(run)
-        command.examples, command.exit_codes = examples, exit_codes
-        return command
+        params = run.__dict__.pop("__click_params__", [])[::-1]
+        about = inspect.cleandoc(help or function.__doc__ or "")
+        notes = (epilog,) if epilog else ()
+        return Script(
+            name,
+            about,
+            params=params,
+            callback=run,
+            notes=notes,
+            examples=examples,
+            exit_codes=exit_codes,
+        )
 
     return decorate
+
+
+def _where(error: OSError) -> str:
+    """Return what could not be written or read; "" for what tells it by itself."""
+    nameless = error.errno in (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF)
+    return str(error.filename or "") or ("standard output" if nameless else "")
 
 
 class Report:

@@ -28,8 +28,8 @@ class Value:
     Attributes:
         metavar: its place holder in help.
         takes: what is accepted, as a noun phrase.
-        parse: text to value; raises ValueError.
-        accept: a Python value to the same kind of value; raises ValueError.
+        parse: text to value; raises ValueError, or UsageError with a reason of its own.
+        accept: a Python value to the same kind of value; raises the same.
         unset: the value of a setting that was not given, unless it has a default.
     """
 
@@ -50,6 +50,8 @@ class Value:
         except ValueError:
             shown = raw if len(raw) <= 60 else f"{raw[:60]}..."
             raise UsageError(f"{source}: got {shown!r}, expected {self.takes}") from None
+        except UsageError as error:
+            raise UsageError(f"{source}: {error}") from None
 
     def check(self, name: str, value: object) -> Any:
         """Return the value of a keyword of the Python API.
@@ -62,6 +64,8 @@ class Value:
         except ValueError:
             takes = "True or False" if self.metavar == "0|1" else self.takes
             raise UsageError(f"{name}: got {shown(value)}, expected {takes}") from None
+        except UsageError as error:
+            raise UsageError(f"{name}: {error}") from None
 
 
 def shown(value: object) -> str:
@@ -214,11 +218,8 @@ def diffusion() -> Value:
     """Take how blocks are denoised: a word, or a rule and its numbers."""
 
     def parse(raw: str) -> str:
-        try:
-            if raw not in WORDS:
-                parse_rule(raw)
-        except UsageError:
-            raise ValueError(raw) from None
+        if raw not in WORDS:
+            parse_rule(raw)
         return raw
 
     rules = ", ".join(f"{name}:{numbers}" for name, numbers in USUAL.items())

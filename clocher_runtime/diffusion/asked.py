@@ -47,7 +47,7 @@ def parse(text: str) -> tuple[str, tuple[float, ...]]:
     takes = _RULES.get(name)
     if takes is None:
         raise UsageError(
-            f"diffusion rule {text!r}; expected one of {', '.join(RULES)}, with a number after a "
+            f"got {text!r}, expected one of {', '.join(RULES)}, with a number after a "
             f"colon, such as threshold:0.9, or {', '.join(WORDS)}"
         )
     if not colon:
@@ -60,8 +60,7 @@ def parse(text: str) -> tuple[str, tuple[float, ...]]:
     if not (fits and whole):
         count = len(takes.usual)
         raise UsageError(
-            f"diffusion rule {text!r}; {name} takes {count} number{'s' * (count > 1)} from "
-            f"{takes.lowest:g} to {takes.highest:g}, such as "
-            f"{name}:{USUAL[name]}"
+            f"got {text!r}; {name} takes {count} number{'s' * (count > 1)} from "
+            f"{takes.lowest:g} to {takes.highest:g}, such as {name}:{USUAL[name]}"
         )
     return name, numbers

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Protocol
 import click
 
 from clocher_kernels.errors import UsageError
+from clocher_runtime.command.flags import Examples
 from clocher_runtime.command.script_run import (
     EXIT_CODES,
     PATH,
     RESUMES,
-    Examples,
     Report,
     Script,
     Wrap,

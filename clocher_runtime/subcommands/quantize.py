@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clocher_kernels.errors import UsageError
+from clocher_runtime.command.flags import Examples
 from clocher_runtime.command.script_run import (
     COUNT,
     EXIT_CODES,
     FILE,
-    Examples,
     Report,
     Script,
     Wrap,

@@ -1,12 +1,14 @@
-"""The subcommands of `clocher`, and which one a line means."""
+"""The subcommands of `clocher`, which one a line means, and what a shell completes it by."""
 
 import difflib
 import os
-from collections.abc import Callable, Mapping, Sequence
+import pkgutil
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import NamedTuple
 
 import click
+from click.shell_completion import shell_complete
 
 from clocher_runtime.command.flags import HELP_WIDTH, write_examples
 from clocher_runtime.command.jsonline import clocher_version
@@ -25,115 +27,54 @@ EXAMPLES = (
 
 
 class Subcommand(NamedTuple):
-    """A subcommand: what it does in a line, and what imports its module.
+    """A subcommand: what it does in a line, and its module.
 
     The module has `main(argv)`, which returns an exit code, and `COMMAND`, its flags and help.
     """
 
     about: str
-    load: Callable[[], ModuleType]
+    module: str
     is_common: bool = True
 
-
-def _chat() -> ModuleType:
-    from clocher_runtime.subcommands import chat
-
-    return chat
-
-
-def _serve() -> ModuleType:
-    from clocher_runtime.serve import command
-
-    return command
-
-
-def _run() -> ModuleType:
-    from clocher_runtime.command import clocher_run
-
-    return clocher_run
-
-
-def _models() -> ModuleType:
-    from clocher_runtime.subcommands import models
-
-    return models
-
-
-def _pull() -> ModuleType:
-    from clocher_runtime.subcommands import pull
-
-    return pull
-
-
-def _quantize() -> ModuleType:
-    from clocher_runtime.subcommands import quantize
-
-    return quantize
-
-
-def _convert() -> ModuleType:
-    from clocher_runtime.subcommands import convert
-
-    return convert
-
-
-def _bench() -> ModuleType:
-    from clocher_runtime.subcommands import bench
-
-    return bench
-
-
-def _dedup() -> ModuleType:
-    from clocher_runtime.subcommands import dedup
-
-    return dedup
-
-
-def _sparsify() -> ModuleType:
-    from clocher_runtime.subcommands import sparsify
-
-    return sparsify
-
-
-def _perplexity() -> ModuleType:
-    from clocher_runtime.subcommands import perplexity
-
-    return perplexity
-
-
-def _gate() -> ModuleType:
-    from clocher_runtime.subcommands import gate
-
-    return gate
-
-
-def _ray() -> ModuleType:
-    from clocher_runtime.subcommands import ray_jobs
-
-    return ray_jobs
-
-
-def _completion() -> ModuleType:
-    from clocher_runtime.subcommands import completion
-
-    return completion
+    def load(self) -> ModuleType:
+        """Import its module."""
+        found: ModuleType = pkgutil.resolve_name(f"clocher_runtime.{self.module}")
+        return found
 
 
 SUBCOMMANDS: Mapping[str, Subcommand] = {
-    "chat": Subcommand("talk with a model in the terminal", _chat),
-    "run": Subcommand("complete text once, and report how fast it went", _run),
-    "serve": Subcommand("serve a model: OpenAI's API and a page to chat", _serve),
-    "models": Subcommand("list the models on this machine, and whether they fit", _models),
-    "pull": Subcommand("get a model from the Hugging Face Hub", _pull),
-    "quantize": Subcommand("make a model of 4 or 8 bits from one of floats", _quantize),
-    "convert": Subcommand("write a model as one file that loads at once (IEBIN)", _convert),
-    "bench": Subcommand("measure speed: pp512 and tg128, beside the memory's limit", _bench),
-    "dedup": Subcommand("store an IEBIN model in less space, or restore it", _dedup, False),
-    "sparsify": Subcommand("make the matrices of a model block-sparse", _sparsify, False),
-    "perplexity": Subcommand("measure how well a model predicts a text", _perplexity, False),
-    "gate": Subcommand("judge quantised models against the float one", _gate, False),
-    "ray": Subcommand("send the rows of a file through many actors, with Ray", _ray, False),
-    "completion": Subcommand("completions of a shell, for bash, zsh and fish", _completion, False),
+    "chat": Subcommand("talk with a model in the terminal", "subcommands.chat"),
+    "run": Subcommand("complete text once, and report how fast it went", "command.clocher_run"),
+    "serve": Subcommand("serve a model: OpenAI's API and a page to chat", "serve.command"),
+    "models": Subcommand(
+        "list the models on this machine, and whether they fit", "subcommands.models"
+    ),
+    "pull": Subcommand("get a model from the Hugging Face Hub", "subcommands.pull"),
+    "quantize": Subcommand(
+        "make a model of 4 or 8 bits from one of floats", "subcommands.quantize"
+    ),
+    "convert": Subcommand(
+        "write a model as one file that loads at once (IEBIN)", "subcommands.convert"
+    ),
+    "bench": Subcommand(
+        "measure speed: pp512 and tg128, beside the memory's limit", "subcommands.bench"
+    ),
+    "dedup": Subcommand(
+        "store an IEBIN model in less space, or restore it", "subcommands.dedup", False
+    ),
+    "sparsify": Subcommand(
+        "make the matrices of a model block-sparse", "subcommands.sparsify", False
+    ),
+    "perplexity": Subcommand(
+        "measure how well a model predicts a text", "subcommands.perplexity", False
+    ),
+    "gate": Subcommand("judge quantised models against the float one", "subcommands.gate", False),
+    "ray": Subcommand(
+        "send the rows of a file through many actors, with Ray", "subcommands.ray_jobs", False
+    ),
+    "completion": Subcommand(
+        "completions of a shell, for bash, zsh and fish", "subcommands.completion", False
+    ),
 }
 """Name -> subcommand, in the order of the help text."""
 
@@ -193,10 +134,34 @@ def help_text() -> str:
     with formatter.indentation():
         formatter.write(f"\n  {ABOUT}\n")
     write_examples(formatter, EXAMPLES)
-    rows = [(name, each.about) for name, each in SUBCOMMANDS.items() if each.is_common]
-    more = [(name, each.about) for name, each in SUBCOMMANDS.items() if not each.is_common]
-    for title, section in (("Commands", rows), ("More", more)):
+    for title, is_common in (("Commands", True), ("More", False)):
         with formatter.section(title):
-            formatter.write_dl(section)
+            rows = [(n, s.about) for n, s in SUBCOMMANDS.items() if s.is_common == is_common]
+            formatter.write_dl(rows)
     formatter.write("\nclocher COMMAND --help tells more of one; clocher --version the version.\n")
     return formatter.getvalue().rstrip("\n")
+
+
+VARIABLE = "_CLOCHER_COMPLETE"
+"""By which a shell asks how a line may continue."""
+
+
+class Clocher(click.Group):
+    """`clocher` as click has it; a subcommand is imported when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all subcommands."""
+        return list(SUBCOMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a subcommand."""
+        if cmd_name not in SUBCOMMANDS:
+            return None
+        found: click.Command = SUBCOMMANDS[cmd_name].load().COMMAND
+        found.short_help = SUBCOMMANDS[cmd_name].about
+        return found
+
+
+def answer_shell() -> int:
+    """Answer a shell that asks by its variable how a line may continue."""
+    return shell_complete(Clocher("clocher"), {}, "clocher", VARIABLE, os.environ[VARIABLE])
