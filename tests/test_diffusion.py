@@ -1,6 +1,7 @@
 """Block diffusion: what a session makes beside a loop that computes everything anew."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -337,22 +338,23 @@ def test_the_context_holds_whole_blocks(model: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    "asked",
     [
-        ("often", "expected one of static"),
-        ("threshold:2", "from 0 to 1"),
-        ("threshold:", "takes 1 number"),
-        ("static:1.5", "takes 1 number"),
-        ("joint:0.5", "takes 2 numbers"),
-        ("canvas:0.1", "takes 2 numbers"),
-        ("canvas:0.1,0", "takes 2 numbers"),
-        ("canvas:0.1,1.5", "takes 2 numbers"),
-        ("factor:-1", "takes 1 number"),
-        (3, "expected text"),
+        "often",
+        "threshold:2",
+        "threshold:",
+        "static:1.5",
+        "joint:0.5",
+        "canvas:0.1",
+        "canvas:0.1,0",
+        "canvas:0.1,1.5",
+        "factor:-1",
+        3,
     ],
 )
-def test_what_cannot_be_asked_for(causal: Model, asked: Any, told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_what_cannot_be_asked_for(causal: Model, asked: Any) -> None:
+    told = f"diffusion: got {asked!r}, expected auto, off, lossless or a rule, such as static:4"
+    with pytest.raises(UsageError, match=re.escape(told)):
         make_session(causal, diffusion=asked)
 
 

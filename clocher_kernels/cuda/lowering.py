@@ -18,7 +18,6 @@ from clocher_kernels.cuda import (
     selection,
     skip,
     ternary,
-    top_tokens,
 )
 from clocher_kernels.cuda.launch import Launch
 from clocher_kernels.errors import UnsupportedOp
@@ -42,7 +41,6 @@ LOWER: dict[str, Callable[..., list[Launch]]] = {
     **selection.LOWER,
     **attention.LOWER,
     **sampling.LOWER,
-    **top_tokens.LOWER,
     **advance.LOWER,
     "drop_small": _drop_small,
 }
