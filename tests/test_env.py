@@ -87,7 +87,6 @@ SEED_FLAGS = [
     "--config",
     "--lora",
     "--speculate",
-    "--share-drafts",
     "--act-prec",
     "--act-sparsity",
     "--act-calibration",

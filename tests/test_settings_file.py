@@ -51,7 +51,6 @@ OTHER: dict[str, Any] = {
     "speculate": "suffix",
     "attn": "topk:256",
     "diffusion": "static:2",
-    "share_drafts": True,
     "draft_model": "draft",
     "rounds": 2,
     "warmup": 1,

@@ -137,13 +137,13 @@ def _race(setting: Setting, off: Session, on: Session, prompt: Sequence[int]) ->
         assert speculator is not None
         times: dict[Session, list[float]] = {off: [], on: []}
         texts: list[list[int]] = []
-        before = speculator.counts.passes, speculator.counts.tokens
+        before = speculator.counts.forwards, speculator.counts.tokens
         for _ in range(1 if setting.dry else 1 + _REPEATS):
             for session in (off, on):
                 us, ids = _generate(session, prompt, new, sampling)
                 times[session].append(us)
                 texts.append(ids)
-        passes = speculator.counts.passes - before[0]
+        passes = speculator.counts.forwards - before[0]
         row: Row = {"sampling": name, "per_pass": (speculator.counts.tokens - before[1]) / passes}
         if any(text != texts[0] for text in texts):
             row |= {"status": "failed", "reason": "other ids with guesses than without"}

@@ -17,7 +17,6 @@ from clocher_kernels.cuda import (
     sampling,
     selection,
     skip,
-    top_tokens,
 )
 from clocher_kernels.cuda.launch import Launch
 from clocher_kernels.errors import UnsupportedOp
@@ -40,7 +39,6 @@ LOWER: dict[str, Callable[..., list[Launch]]] = {
     **selection.LOWER,
     **attention.LOWER,
     **sampling.LOWER,
-    **top_tokens.LOWER,
     **advance.LOWER,
     "drop_small": _drop_small,
 }

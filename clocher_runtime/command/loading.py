@@ -30,7 +30,7 @@ from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.stub import CONTEXT, stub_model
 from clocher_runtime.engine.topology import read_cpus
 from clocher_runtime.models.inventory import EMBED, HEAD
-from clocher_runtime.speculation.speculator import SHARING, WITH_DRAFT_MODEL
+from clocher_runtime.speculation.speculator import WITH_DRAFT_MODEL
 from clocher_runtime.text.pairing import load_draft
 from clocher_runtime.text.tokenizer import TextStream, Tokenizer
 
@@ -219,14 +219,13 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
     if config.verify_weights:
         checkpoint.verify()
     model = load_model(checkpoint, config.precision)
-    draft, shares = draft_of(config, model), config.speculate in SHARING
+    draft = draft_of(config, model)
     known = config.act_prec in BACK_ENDS[backend].activations
     return Loaded(
         config=replace(
             config,
             threads=usable_threads(config),
             act_prec=config.act_prec if known else None,
-            share_drafts=config.share_drafts and shares,
         ),
         reason=reason,
         name=choice.name,
@@ -238,8 +237,7 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
         ignored=not_deduplicated
         + unmet(config.given, _SETTINGS, () if model.obeyed else {"precision"})
         + unmet(config.given, _SETTINGS, _NOT_ON.get(backend, ()))
-        + unmet(config.given, _SETTINGS, {"draft_model"} if draft is None else ())
-        + unmet(config.given, _SETTINGS, () if shares else {"share_drafts"}),
+        + unmet(config.given, _SETTINGS, {"draft_model"} if draft is None else ()),
     )
 
 
@@ -253,11 +251,7 @@ def draft_of(config: EngineConfig, model: Model) -> Model | None:
 
     Raises:
         ModelError: it is missing, damaged or not supported, or its vocabulary is another one.
-        UsageError: it is to be asked, and none is named.
     """
-    if config.draft_model is None and config.speculate == "draft":
-        name = "--draft-model" if "speculate" in config.given else "draft_model"
-        raise UsageError(f"speculate: draft needs a draft model; give {name}, or auto")
     if config.draft_model is None or config.speculate not in WITH_DRAFT_MODEL:
         return None
     how = config.given.get("draft_model", Given("--draft-model", str(config.draft_model)))

@@ -31,7 +31,7 @@ from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.timing import Reservoir, StepTotals, TimedWindow
 from clocher_runtime.engine.topology import numa_nodes, usable_cpus
 from clocher_runtime.quality.trace import TopLogits, fingerprint, top_logits
-from clocher_runtime.speculation.account import Account
+from clocher_runtime.speculation.speculator import Account
 from clocher_runtime.text.prompt_pipeline import PromptPipeline, prefetch_depth, worker_count
 from clocher_runtime.text.prompts import Preparation, Prompt, PromptSource, piped_text
 from clocher_runtime.text.tokenizer import Tokenizer
@@ -199,7 +199,7 @@ def measure(
         touch = WorkTouch(engine.files, config.bytes_per_token, config.stride_bytes)
     sampling = _sampling(config, engine)
     hits, misses = session.kv_hits, session.kv_misses
-    guessed, pages_read = session.guessed().counts, session.reading.pages
+    guessed, pages_read = session.speculation().counts, session.reading.pages
     steps, first_token_ns = StepTotals(), Reservoir[int]()
     tokens, cut, traced = 0, 0, bool(config.trace_topk)
     for round_number in range(config.rounds):
@@ -256,7 +256,7 @@ def measure(
         first_token_ns=first_token_ns,
         tokens=tokens,
         touch=touch,
-        guessed=session.guessed(guessed),
+        guessed=session.speculation(guessed),
         pages_read=session.reading.pages.share(pages_read),
         kv_hits=session.kv_hits - hits,
         kv_misses=session.kv_misses - misses,
@@ -339,8 +339,8 @@ def run_line(
         attention=AttentionFields(mode=engine.session.reading.mode, selected=measured.pages_read),
         diffusion=DiffusionFields(
             mode=engine.session.diffusion,
-            nfe=measured.guessed.counts.passes,
-            tokens_per_nfe=measured.guessed.tokens_per_pass,
+            nfe=measured.guessed.counts.forwards,
+            tokens_per_nfe=measured.guessed.tokens_per_forward,
         ),
         speculation=speculation_fields(engine, measured.guessed),
         work_touch=WorkTouchFields(
@@ -371,16 +371,16 @@ def speculation_fields(engine: Engine, guessed: Account) -> SpeculationFields:
         drafted=counts.drafted,
         accepted=counts.accepted,
         acceptance=guessed.acceptance,
-        tokens_per_pass=guessed.tokens_per_pass,
-        passes=counts.passes,
+        tokens_per_pass=guessed.tokens_per_forward,
+        passes=counts.forwards,
         by_source={
             source: {"drafted": drafted, "accepted": accepted}
             for source, (drafted, accepted) in counts.by_source.items()
         },
         gate={
             "sent": counts.sent,
-            "unguessed": counts.unguessed,
-            "unworthy": counts.unworthy,
+            "unguessed": counts.without_draft,
+            "unworthy": counts.not_worth,
         },
         cost_of_8=guessed.cost_of_8,
         reason=off if mode == "off" else guessed.reason,

@@ -59,8 +59,8 @@ _DEVICE = one_of("auto", "cpu", "cuda", "ze")
 _BACKEND = one_of("cpu", "cuda", "reference", "stub")
 _ISA = one_of("avx512vnni", "avx512", "avxvnni", "avx2", "neon_i8mm", "neon_dotprod", "generic")
 _PLACEMENT = one_of("auto", "compact", "scatter")
-SPECULATE = ("auto", "off", "suffix", "recycle", "draft")
-"""Who drafts tokens."""
+SPECULATE = ("auto", "off", "suffix", "draft")
+"""What drafts tokens."""
 _SPECULATE = one_of(*SPECULATE)
 _ATTN = attention()
 _DIFFUSION = diffusion()
@@ -203,13 +203,6 @@ class EngineConfig:
         "how a block-diffusion model denoises: lossless, or a rule such as threshold:0.9",
         default="auto",
         idle=("auto",),
-    )
-    share_drafts: bool = flag(
-        "Run",
-        _SWITCH,
-        "draft from finished answers to other requests too: speed then reveals what other users' "
-        "texts contain",
-        idle=("0",),
     )
     act_prec: str | None = flag(
         "Hints",

@@ -296,13 +296,6 @@ def fetch_ahead(nbytes: int) -> None:
     fetch_ahead(nbytes)
 
 
-def shared_suffixes() -> Any:
-    """Return the class that drafts the next tokens of a text from finished ones."""
-    from cpu_fallback.drafts.shared import SharedSuffixes
-
-    return SharedSuffixes
-
-
 def suffix_automaton() -> Any:
     """Return the class that drafts the next tokens of a text from the text itself."""
     from cpu_fallback.drafts.automaton import SuffixAutomaton
