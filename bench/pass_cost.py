@@ -48,7 +48,7 @@ from clocher_runtime.engine.load import PRECISIONS, Model
 from clocher_runtime.engine.requests import Mailbox, Request
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.step_inputs import Part, StepInputs
-from clocher_runtime.speculation.gate import PassCosts
+from clocher_runtime.speculation.gate import ForwardCosts
 from clocher_runtime.text.tokenizer import Tokenizer
 from cpu_fallback.team.bandwidth import Reader
 
@@ -150,7 +150,7 @@ class Passes:
 
     def warm_up(self, most: int) -> dict[int, float]:
         """Return what the gate of a session measures, milliseconds of a pass by its tokens."""
-        costs = PassCosts(most)
+        costs = ForwardCosts(most)
         with self._executor.running():
             costs.measure(self.session.scheduler.passes.blank)
         return {tokens: ns / 1e6 for tokens, ns in costs.known.items()}

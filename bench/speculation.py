@@ -1,4 +1,4 @@
-r"""Guessing tokens: what it wins on text that repeats itself, and costs on text that does not.
+r"""Drafting tokens: what it wins on text that repeats itself, and costs on text that does not.
 
 \b
     python -m bench.speculation --model-dir DIR [--streams 8]
@@ -136,7 +136,7 @@ class Ours:
     def _counts(self) -> np.ndarray:
         speculator = self.session.scheduler.speculator
         counts = speculator.counts if speculator is not None else Counts()
-        return np.array([counts.passes, counts.tokens, counts.drafted, counts.accepted])
+        return np.array([counts.forwards, counts.tokens, counts.drafted, counts.accepted])
 
 
 @dataclass(slots=True)

@@ -52,8 +52,6 @@ def calls() -> Iterator[tuple[str, str, dict[str, Any]]]:
         {"x": x, "weight": meta((3072,), FP32), "residual": x, "y": x, "eps": 1e-5},
     )
     yield "rope", "rope", {"x": x, "positions": meta((1,), I32), "cos": tables, "sin": tables}
-    ranked = {"logits": meta((1, 201088), FP32), "candidates": meta((1, 4), I32)}
-    yield "top_tokens", "top_tokens", ranked
     for dtype in ("f16", "e4m3"):
         yield (
             f"fake-{dtype}",

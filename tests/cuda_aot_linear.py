@@ -14,7 +14,6 @@ import torch
 from cuda_cases import meta, meta_device
 from sass_ratchet import figures, print_or_record
 
-from clocher_kernels.cuda.act8 import linear_act8
 from clocher_kernels.cuda.aot import ARCHITECTURES, PTX_ONLY, compile_code, compile_ptx
 from clocher_kernels.cuda.bsr import bsr_linear
 from clocher_kernels.cuda.elementwise import rms_norm
@@ -49,19 +48,6 @@ def product(
         y=meta((m, n), x_type),
         bias=meta((n,), torch.float32),
         residual=meta((m, n), torch.float32),
-        device=meta_device(capability),
-    )
-    return launch
-
-
-def act8(fmt: str, code: str, m: int, capability: int) -> Launch:
-    """Return the launch of `linear_act8`."""
-    (launch,) = linear_act8(
-        q=meta((m, K), torch.int8 if code == "int8" else torch.uint8),
-        scale=meta((m,), torch.float32),
-        w=weights(parse_format(fmt), (N, K)),
-        y=meta((m, N), FP16),
-        code=code,
         device=meta_device(capability),
     )
     return launch
@@ -107,8 +93,6 @@ def launches() -> Iterator[tuple[str, int, Launch]]:
     yield "gemv-bf16-bf16-m1-n5120-k2880", 90, product("bf16", 1, 90, BF16, 5120, 2880)
     yield "gemv-bf16-bf16-m8-n4096-k2880", 90, product("bf16", 8, 90, BF16, 4096, 2880)
     yield f"gemv8-int8_row_f32-f16-m8-n{N}-k{K}", 90, product("int8_row_f32", 8, 90)
-    for fmt, code, cc in (("int8_row_f32", "int8", 80), ("fp8_e4m3_row_f32", "e4m3", 90)):
-        yield f"budget-{fmt}-{code}-m1-n{N}-k{K}", cc, act8(fmt, code, 1, cc)
     yield "bsr-gemv-16x16_f16-m1", 90, bsr((16, 16), "f16", 1, 90)
     for inner in ("int8", "int4"):
         yield f"budget-{inner}-bsr-32x64-m1", 80, bsr((32, 64), inner, 1, 80)

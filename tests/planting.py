@@ -111,7 +111,7 @@ def odd_tokens(run: OpRun, outputs: Arrays) -> np.ndarray:
         array = outputs[name]
         if array.dtype.kind == "f":
             odd = odd | ~np.isfinite(array.reshape(len(array), -1)).all(axis=1)
-        elif run.spec.name in ("sample", "top_tokens"):
+        elif run.spec.name == "sample":
             odd = odd | (array < 0)
     assert isinstance(odd, np.ndarray)
     return odd

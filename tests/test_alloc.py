@@ -1,16 +1,13 @@
 """Allocation of bits: budgets, hulls, units, and what it gains on a trained model."""
 
-import json
 from itertools import product
 
 import numpy as np
 import pytest
 from calibration import make_plan, sequences
-from click.testing import CliRunner
-from weight_files import DATA, LLAMA, write_first_layers
+from weight_files import LLAMA
 from weight_files import rng as rng_of
 
-from bench.quant_quality import main
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import parse_format
 from clocher_runtime.checkpoints import open_checkpoint
@@ -130,19 +127,3 @@ def test_allocating_a_trained_model():
         allocate(checkpoint, plan, text, target_bpw=4.2)
     with pytest.raises(UsageError, match="nothing to choose"):
         allocate(checkpoint, make_plan(checkpoint, head), text, target_bpw=9)
-
-
-def test_the_bench_compares_methods_and_sizes(tmp_path):
-    model = write_first_layers(LLAMA, tmp_path / "model", 2)
-    options = ["--model", model, "--calib", DATA / "calib.txt", "--text", DATA / "valid.txt"]
-    options += ["--chars", 8000, "--window", 64, "--samples", 4, "--group", 32, "--target", 4.5]
-    options += ["--method", "rtn", "--method", "imx", "--allocate-method", "rtn"]
-    options += ["--json", tmp_path / "numbers.json"]
-    result = CliRunner().invoke(main, [str(option) for option in options])
-    assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "numbers.json").read_text())
-    labels = ["rtn sym g32", "imx sym g32", "rtn affine g32", "imx affine g32"]
-    assert list(found) == [*labels, "rtn 4.5 bpw allocated"]
-    assert all(0 < row["kld"]["value"] < 0.02 for row in found.values())
-    assert "imx sym g32: KLD" in result.output
-    assert "4.5 bpw allocated: KLD" in result.output

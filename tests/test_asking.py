@@ -4,11 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from clocher_runtime.speculation.account import account
-from clocher_runtime.speculation.asking import Asking
 from clocher_runtime.speculation.draft import Draft
-from clocher_runtime.speculation.gate import PassCosts, depth
-from clocher_runtime.speculation.speculator import Speculator, Text, Track, first_class
+from clocher_runtime.speculation.gate import ForwardCosts, draft_depth
+from clocher_runtime.speculation.model_gate import DraftModelGate
+from clocher_runtime.speculation.speculator import Pending, Speculator, Track, account
 
 FLAT = [0.0, *[100.0] * 8]
 """Passes of up to 8 tokens that take as long as one of a single token."""
@@ -19,7 +18,7 @@ def chain(chance: float, count: int = 7) -> list[float]:
 
 
 def best(chance: float, step: float, ns: Sequence[float] = FLAT, entry: float = 0.0) -> int:
-    return depth([chain(chance)], [[]], 1, ns, [entry], [0.0, step])
+    return draft_depth([chain(chance)], [[]], 1, ns, [entry], [0.0, step])
 
 
 def test_guesses_are_made_as_deep_as_they_pay() -> None:
@@ -50,20 +49,20 @@ def test_only_texts_are_asked_for_that_others_guess_worse() -> None:
     steps = [0.0, 1.0, 2.0]
     ns = [0.0, *[100.0] * 16]
     sure, vague = [0.95] * 7, []
-    assert depth([chain(0.6)] * 2, [sure, sure], 2, ns, [0, 0], steps) == 0
-    assert depth([chain(0.6)] * 2, [sure, vague], 2, ns, [0, 0], steps) == 4
-    assert depth([[], chain(0.9)], [vague, vague], 2, ns, [0, 0], steps) > 1
+    assert draft_depth([chain(0.6)] * 2, [sure, sure], 2, ns, [0, 0], steps) == 0
+    assert draft_depth([chain(0.6)] * 2, [sure, vague], 2, ns, [0, 0], steps) == 4
+    assert draft_depth([[], chain(0.9)], [vague, vague], 2, ns, [0, 0], steps) > 1
 
 
 class Model:
     """Guesses 1 2 3 ... and takes as long as it is told to."""
 
     def __init__(self, step: float, more: float) -> None:
-        self.costs = PassCosts(64)
+        self.costs = ForwardCosts(64)
         self.costs.ns = [0.0, *(step * (1 + more * n) for n in range(64))]
         self.spent, self.depths, self.most = 0.0, [], []
 
-    def guess(self, readers: Sequence["Reader"], depth: int, most: int) -> list[list[int]]:
+    def draft(self, readers: Sequence["Reader"], depth: int, most: int) -> list[list[int]]:
         self.depths.append(depth)
         self.most.append(most)
         guesses = []
@@ -98,7 +97,7 @@ class Run:
 
     def __init__(self, step: float, more: float = 0.1, left: int = 0, most: int = 7) -> None:
         self.model = Model(step, more)
-        self.speculator = Speculator(list, 8, asker=Asking(self.model, first_class("draft")))
+        self.speculator = Speculator(list, 8, gate=DraftModelGate(self.model))
         self.speculator.costs.ns = list(FLAT)
         self.track: Track = self.speculator.track()
         self.track.reader = Reader(left)
@@ -107,7 +106,7 @@ class Run:
     def passes(self, count: int, right: int) -> None:
         """Do some passes in which so many guesses come true, if they are made."""
         for _ in range(count):
-            (sent,) = self.speculator.draft([Text(self.track, [0], self.most)], 1, 7)
+            (sent,) = self.speculator.draft([Pending(self.track, [0], self.most)], 1, 7)
             verified = min(right, len(sent.tokens))
             came = [*range(1, verified + 1), verified + 1 if right > verified else 99]
             self.speculator.learn(self.track, came, verified)
@@ -152,10 +151,10 @@ def test_a_slow_model_is_only_looked_at() -> None:
 def test_a_model_is_tried_before_it_is_judged() -> None:
     run = Run(step=300)
     for _ in range(8):
-        (sent,) = run.speculator.draft([Text(run.track, [0], run.most)], 1, 7)
+        (sent,) = run.speculator.draft([Pending(run.track, [0], run.most)], 1, 7)
         assert len(sent.tokens) == 3
         run.speculator.learn(run.track, [1, 99], 1)
-    assert run.speculator.draft([Text(run.track, [0], run.most)], 1, 7)[0].tokens in ([], ())
+    assert run.speculator.draft([Pending(run.track, [0], run.most)], 1, 7)[0].tokens in ([], ())
     found = account(run.speculator.costs, run.speculator.counts, None, run.speculator.draft_ns)
     assert found.counts.by_source == {"draft": [24, 8]}
     assert "draft model: 8 of 24 tokens accepted, each costs 3.00 of a forward" in found.reason
@@ -187,19 +186,19 @@ def test_a_text_that_is_about_to_end_is_not_read() -> None:
 def test_what_others_guess_is_judged_though_it_is_not_sent() -> None:
     class Other:
         def draft(self, ids: Sequence[int], most: int) -> Draft:
-            return Draft([1], [-1], [0])
+            return Draft([1], [0])
 
     run = Run(step=5)
     run.track.drafters = [Other()]
-    before = run.track.chances.mean[0]
+    before = run.track.rates.mean[0]
     run.passes(20, right=7)
-    assert run.track.chances.mean[0] > before + 0.4
+    assert run.track.rates.mean[0] > before + 0.4
     assert run.speculator.counts.by_source.keys() == {"draft"}
 
 
 @pytest.mark.parametrize("base", [1, 9, 40])
 def test_a_pass_larger_than_any_is_not_guessed_at(base: int) -> None:
     run = Run(step=5)
-    text = Text(run.track, [0], 7)
+    text = Pending(run.track, [0], 7)
     (sent,) = run.speculator.draft([text], base, 0)
     assert not sent.tokens

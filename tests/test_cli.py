@@ -274,12 +274,6 @@ def test_device_that_is_not_there_is_code_5(tmp_path, device):
     assert device in line["message"]
 
 
-def test_tuning_without_a_gpu_is_code_5(tmp_path):
-    code, line, _ = outside(tmp_path, "--tune")
-    assert (code, line["type"]) == (5, "DeviceError")
-    assert line["message"].startswith("--tune needs a GPU: ")
-
-
 @pytest.mark.parametrize("flag", ["--help", "--version"])
 def test_help_and_version_write_no_json(tmp_path, flag):
     process = start(tmp_path, flag)

@@ -36,7 +36,7 @@ from clocher_runtime.engine.backends import Binding, Executor, make_executor
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.models.builder import DRAWN
-from clocher_runtime.speculation.speculator import MOST_GUESSES
+from clocher_runtime.speculation.speculator import MAX_DRAFT
 
 PROMPTS = [[5, 9, 300, 41, 7], [88, 1, 2000], list(range(10, 61))]
 LENGTH = 12
@@ -367,7 +367,7 @@ def test_scores_need_no_masks(log: list[tuple[str, int]]) -> None:
         session = make_session(model(), backend="cuda", batch=batch, context=64, **options)
         assert len(session.executor.array("allowed")) == masks
         session.close()
-    assert DRAWN == 1 + MOST_GUESSES
+    assert DRAWN == 1 + MAX_DRAFT
 
 
 def test_inputs_go_in_one_copy(log: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:

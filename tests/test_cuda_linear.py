@@ -14,14 +14,12 @@ from cuda_cases import aot_report, meta, meta_device
 from op_cases import error
 
 from clocher_kernels.cuda import codes
-from clocher_kernels.cuda.act8 import linear_act8, quantize_act8
 from clocher_kernels.cuda.launch import INTERPRETER, Launch, execute
 from clocher_kernels.cuda.linear import linear
 from clocher_kernels.cuda.prepack import prepack, rearrange
 from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
-from clocher_kernels.dtypes import from_f32, to_f32
+from clocher_kernels.dtypes import to_f32
 from clocher_kernels.formats import parse_format
-from clocher_kernels.ops.quantize import BITNET, quantize
 from clocher_kernels.quant_tensor import encode
 
 PACKED = ("int4", "mxfp4", "ternary")
@@ -217,62 +215,6 @@ def bytes_in_flight(launch: Launch, sms: int = 132) -> float:
 
 REGISTERS = 168
 """Most registers of a thread of `_gemv` and `_gemv_bits` for eight tokens."""
-
-
-@pytest.mark.parametrize("shape", [(1, 256), (3, 100), (2, 4500)], ids="m{0[0]}-k{0[1]}".format)
-@pytest.mark.parametrize("code", ["int8", "e4m3", "e5m2"])
-def test_quantized_activations(code: str, shape: tuple[int, int]) -> None:
-    rng = np.random.default_rng(zlib.crc32(f"{code}{shape}".encode()))
-    x = rng.standard_normal(shape, dtype=np.float32) * np.exp(rng.normal(0, 4, shape), dtype="f4")
-    q, scale = _quantized(x, code)
-    largest = np.abs(x).max(axis=1)
-    if code == "int8":
-        expected, steps = np.empty(shape, np.int8), np.empty((len(x), 1), np.float32)
-        quantize(x=x, q=expected, scale=steps, group=0, **BITNET)
-        steps = steps[:, 0]
-    else:
-        limit = np.float32({"e4m3": 448, "e5m2": 57344}[code])
-        expected, steps = from_f32(x * (limit / largest)[:, None], code), largest / limit
-    np.testing.assert_array_equal(q.numpy(), expected)
-    np.testing.assert_array_equal(scale.numpy(), steps)
-
-
-def _quantized(x: np.ndarray, code: str) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = torch.int8 if code == "int8" else torch.uint8
-    q = _amid_nan(torch.full(x.shape, 0x7F, dtype=dtype))
-    scale = _amid_nan(torch.full((len(x),), float("nan")))
-    tokens = _amid_nan(torch.from_numpy(x))
-    execute(quantize_act8(x=tokens, q=q, scale=scale, code=code, device=INTERPRETER))
-    _require_nan_around(q)
-    _require_nan_around(scale)
-    return q, scale
-
-
-@pytest.mark.parametrize(
-    ("fmt", "code", "m", "k"),
-    [
-        ("int8_row_f32", "int8", 2, 2880),
-        ("int8_tensor_f32", "int8", 1, 101),
-        ("int8_g32_f16", "int8", 3, 96),
-        ("fp8_e4m3_row_f32", "e4m3", 1, 2880),
-        ("fp8_e4m3_b128_f32", "e4m3", 1, 272),
-        ("fp8_e5m2_row_f32", "e4m3", 9, 100),
-        ("fp8_e4m3_row_f32", "e5m2", 1, 112),
-        ("int8_row_f32", "e4m3", 2, 112),
-        ("bf16", "int8", 1, 64),
-    ],
-)
-def test_eight_bit_activations(fmt: str, code: str, m: int, k: int) -> None:
-    product = Product(fmt, m, 6, k)
-    q, scale = _quantized(product.x.numpy(), code)
-    call: dict[str, Any] = {"q": q, "scale": scale, "w": product.w, "y": product.y}
-    execute(linear_act8(**call, bias=product.bias, code=code, device=INTERPRETER))
-    _require_nan_around(product.y)
-    values = q.numpy() if code == "int8" else to_f32(q.numpy(), code)
-    x = values.astype(np.float64) * scale.double().numpy()[:, None]
-    expected = x @ product.decoded.T + product.bias.double().numpy()
-    rms, _ = error(product.y.numpy(), expected)
-    assert rms <= (2e-6 if code == "int8" else 1e-3), rms
 
 
 @triton.jit

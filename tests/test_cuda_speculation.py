@@ -31,13 +31,13 @@ PROMPTS = tuple(ids_of(seed, 3 + 30 * (seed % 2)) for seed in range(3))
 
 
 @contextmanager
-def session_of(texts: Sequence[Sequence[int]], trees: bool, **options: Any) -> Iterator[Session]:
+def session_of(texts: Sequence[Sequence[int]], **options: Any) -> Iterator[Session]:
     """Yield a session; with texts they are guessed, rightly or wrongly."""
     options |= {"speculate": "auto"} if texts else {}
     session = make_session(model(), backend="cuda", kv_dtype="bf16", **options)
     if texts:
         rows = session.executor.plan.rows
-        speculator = Speculator(lambda: [Oracle(texts, trees, 3)], rows)
+        speculator = Speculator(lambda: [Oracle(texts, 3)], rows)
         speculator.costs = Free(rows)
         session.scheduler.passes.speculator = speculator
     try:
@@ -77,7 +77,6 @@ def poisoned(session: Session) -> None:
     inputs.stage = staged  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.one_in(2)
@@ -85,14 +84,13 @@ def test_rejected_guesses_leave_nothing_that_is_read(
     log: list[tuple[str, int]],  # noqa: F811
     sampling: str,
     batch: int,
-    trees: bool,
 ) -> None:
     options: dict[str, Any] = {"context": 64, "chunk": 32}
     if sampling not in TRUTH:
-        with session_of([], trees, **options) as session:
+        with session_of([], **options) as session:
             TRUTH[sampling] = generate(session, PROMPTS, 16, SAMPLINGS[sampling])
         log.clear()
-    with session_of(TRUTH[sampling], trees, batch=batch, **options) as session:
+    with session_of(TRUTH[sampling], batch=batch, **options) as session:
         poisoned(session)
         assert generate(session, PROMPTS, 16, SAMPLINGS[sampling]) == TRUTH[sampling]
         counts = session.scheduler.speculator.counts  # type: ignore[union-attr]
@@ -104,19 +102,18 @@ def test_rejected_guesses_leave_nothing_that_is_read(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("sampling", "batch", "trees"),
-    [("greedy", 1, False), ("T=1", 1, True), ("greedy", 3, True), ("T=1", 3, False)],
+    ("sampling", "batch"), [("greedy", 1), ("T=1", 1), ("greedy", 3), ("T=1", 3)]
 )
 def test_the_kernels_draw_the_same_tokens(
-    sampling: str, batch: int, trees: bool, monkeypatch: pytest.MonkeyPatch
+    sampling: str, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make(plan: Plan, weights: Mapping[str, Any], how: object) -> CudaExecutor:
         return CudaExecutor(plan, weights, device=INTERPRETER)
 
     monkeypatch.setattr(binding, "make_executor", make)
     prompts, options = PROMPTS[:batch], {"batch": batch, "context": 64, "chunk": 32}
-    with session_of([], trees, **options) as session:
+    with session_of([], **options) as session:
         truth = generate(session, prompts, 8, SAMPLINGS[sampling])
-    with session_of(truth, trees, **options) as session:
+    with session_of(truth, **options) as session:
         assert generate(session, prompts, 8, SAMPLINGS[sampling]) == truth
         assert session.scheduler.speculator.counts.accepted > 0  # type: ignore[union-attr]

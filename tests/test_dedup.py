@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from sessions import make_session
 from weight_files import BITNET, GPTOSS, LLAMA, ROOT, rng
 
-from bench import dedup as bench_dedup
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import (
     FormatError,
@@ -833,14 +832,3 @@ def test_reading_stays_within_bounds_of_memory(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 16 << 20
-
-
-def test_bench_measures_every_kind(tmp_path: Path) -> None:
-    out = tmp_path / "rows.json"
-    arguments = ["--mib", "1", "--rounds", "1", "--json", str(out)]
-    done = click.testing.CliRunner().invoke(bench_dedup.main, arguments)
-    assert done.exit_code == 0, done.output
-    rows = json.loads(out.read_text())
-    assert {row["op"] for row in rows} == {"decode", "checked", "hash", "copy"}
-    assert {row["plane"].split("_")[0].split()[0] for row in rows} >= {"bf16", "mxfp4", "ternary"}
-    assert all(row["gbps"] > 0 for row in rows)

@@ -58,8 +58,8 @@ def session_of(
 
 
 def draft_of(session: Session) -> DraftModel:
-    assert session._guessing is not None and session._guessing.draft is not None
-    return session._guessing.draft
+    assert session._drafting is not None and session._drafting.model is not None
+    return session._drafting.model
 
 
 def speculator_of(session: Session) -> Speculator:
@@ -75,7 +75,7 @@ def test_a_draft_model_changes_no_token(draft: str, sampling: str, batch: int) -
     with session_of(DRAFTS[draft](), batch) as session:
         assert texts_of(session, SAMPLINGS[sampling]) == expected("llama", sampling)
         counts = speculator_of(session).counts
-        assert counts.passes + counts.accepted == counts.tokens
+        assert counts.forwards + counts.accepted == counts.tokens
         assert counts.drafted > 0
         if draft == "same" and sampling != "penalties":
             # It draws the same numbers, and computes the same bits.
@@ -137,7 +137,7 @@ def test_what_came_true_is_not_computed_again(draft: str) -> None:
         steps = Steps(session)
         ids = ids_of(3, 30)
         list(session.generate([ids], 60, stop_ids=frozenset()))
-        passes = speculator_of(session).counts.passes
+        passes = speculator_of(session).counts.forwards
         # The prompt and its first token, later one or two tokens, and one for each further guess.
         assert steps.tokens[0] == 31
         assert max(steps.tokens[1:]) <= 2

@@ -7,8 +7,8 @@ from weight_files import rng as rng_of
 from clocher_kernels.errors import ShapeError, UsageError
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
+from clocher_runtime.convert.imx import search
 from clocher_runtime.quantize import gptq
-from clocher_runtime.quantize.imx import search
 from clocher_runtime.quantize.matrix import make_inputs, solve_matrix
 from clocher_runtime.quantize.rows import InputStats
 

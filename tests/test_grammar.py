@@ -386,7 +386,7 @@ def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyP
         return None if name == "llguidance" else find_spec(name)
 
     monkeypatch.setattr(grammar, "find_spec", missing)
-    with pytest.raises(UsageError, match=r"pip install 'clocher\[serve\]'"):
+    with pytest.raises(UsageError, match=r"pip install '\.\[serve\]' in a clone"):
         GrammarMaker(TOKENIZER, VOCABULARY, [0])
 
 

@@ -8,7 +8,7 @@ from clocher_kernels.dtypes import LARGEST, to_f32
 from clocher_kernels.errors import FormatError, ShapeError, UsageError
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.quantize.imx import search
+from clocher_runtime.convert.imx import search
 
 # Relative RMS error of N(0, 1) and of Student's t with 5 degrees of freedom, rows of 4096.
 ROUNDING = {

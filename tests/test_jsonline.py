@@ -25,9 +25,8 @@ from clocher_runtime.engine.reading import PagesRead
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.speculation.account import Account, account
-from clocher_runtime.speculation.gate import PassCosts
-from clocher_runtime.speculation.speculator import Counts
+from clocher_runtime.speculation.gate import ForwardCosts
+from clocher_runtime.speculation.speculator import Account, Counts, account
 from clocher_runtime.text.prompt_pipeline import PromptPipeline
 from clocher_runtime.text.prompts import Prompt
 
@@ -101,8 +100,6 @@ SPECULATION_KEYS = [
 TOUCH_KEYS = ["bytes_per_token", "stride", "bytes_touched", "bytes_read", "checksum"]
 OUTPUT_KEYS = ["token_ids", "text", "error"]
 ERROR_KEYS = ["schema", "status", "version", "code", "type", "message"]
-TUNE_KEYS = ["schema", "status", "version", "gpu", "model", "model_source", "precision", "weights"]
-TUNE_KEYS += ["faster", "table"]
 
 MS = 1_000_000
 STOP = 9
@@ -144,7 +141,7 @@ class ScriptedSession:
         self.reading = SimpleNamespace(mode="topk:256", pages=PagesRead(100, 400))
         self.act_sparsity = None
         self.diffusion = "off"
-        self.speculate, self.costs, self.counts = "off", PassCosts(9), Counts(passes=7, sent=3)
+        self.speculate, self.costs, self.counts = "off", ForwardCosts(9), Counts(forwards=7, sent=3)
 
     def synchronize(self):
         pass
@@ -152,7 +149,7 @@ class ScriptedSession:
     def work_touch(self, bytes_per_token, stride):
         return None
 
-    def guessed(self, before=None):
+    def speculation(self, before=None):
         return account(self.costs, self.counts, before)
 
     def generate(self, prompts, max_new, sampling, stop_ids, window, after_token, *, logits):
@@ -342,8 +339,8 @@ def test_guesses_are_those_of_the_window(line_of, engine):
     def guessing(*args, **named):
         yield from generate(*args, **named)
         counts = session.counts
-        counts.passes, counts.tokens, counts.sent = counts.passes + 10, counts.tokens + 16, 6
-        counts.drafted, counts.accepted, counts.unguessed = 12, 6, 4
+        counts.forwards, counts.tokens, counts.sent = counts.forwards + 10, counts.tokens + 16, 6
+        counts.drafted, counts.accepted, counts.without_draft = 12, 6, 4
         counts.by_source["suffix"] = [12, 6]
 
     session.generate = guessing
@@ -367,20 +364,20 @@ UNWORTHY = "drafts not worth verifying: acceptance expected too low"
     ("counts", "cost", "reason"),
     [
         (Counts(), 1.0, "no forward only decoded"),
-        (Counts(passes=8, unguessed=8), 1.0, "no draft available"),
-        (Counts(passes=1), 1.0, "the text was almost over"),
-        (Counts(passes=8, unworthy=2), 4.2, "a forward of 8 tokens costs 4.2 of one"),
+        (Counts(forwards=8, without_draft=8), 1.0, "no draft available"),
+        (Counts(forwards=1), 1.0, "the text was almost over"),
+        (Counts(forwards=8, not_worth=2), 4.2, "a forward of 8 tokens costs 4.2 of one"),
         (
-            Counts(passes=8, unworthy=2),
+            Counts(forwards=8, not_worth=2),
             1.1,
             UNWORTHY,
         ),
         (
-            Counts(passes=8, unworthy=2),
+            Counts(forwards=8, not_worth=2),
             math.nan,
             UNWORTHY,
         ),
-        (Counts(passes=8, sent=2), 1.1, "25 % of forwards verified drafts"),
+        (Counts(forwards=8, sent=2), 1.1, "25 % of forwards verified drafts"),
     ],
 )
 def test_the_reason_is_a_phrase(counts, cost, reason):
@@ -410,7 +407,6 @@ def test_the_document_lists_exactly_the_keys_in_their_order():
         *TOUCH_KEYS,
         *OUTPUT_KEYS,
         *ERROR_KEYS,
-        *TUNE_KEYS,
     ]
 
 

@@ -25,7 +25,6 @@ from clocher_runtime.engine.load import describe, destined, load_model
 from clocher_runtime.models.build import table_bytes
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import inventory
-from clocher_runtime.speculation.recycle import RecycledTokens
 from clocher_runtime.subcommands import models
 
 
@@ -292,8 +291,7 @@ def test_the_promise_is_what_a_run_asks_for(
     assert asked["made"] == told.made
     # A layout by neuron has no scale of its own; the promise counts one.
     assert 0 <= told.packed - asked["packed"] <= 4 * 2 * len(spec.windows)
-    guessed = 0 if spec.diffusion else RecycledTokens(spec.vocab_size)._after.nbytes
-    beside = told.kv + told.buffers - guessed
+    beside = told.kv + told.buffers
     assert asked["beside"] + tables == beside
     # The first look is before products get int8 activations, which take a little more, and before
     # zeros are skipped, which takes a little less.

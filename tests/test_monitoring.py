@@ -189,15 +189,13 @@ def test_build_info() -> None:
 
 
 def test_only_runs_that_are_ok_measure() -> None:
-    tuned = json.dumps({"schema": "clocher.run/1", "status": "tuned"}).encode()
     failed = row("error", line=ERROR)
     silent = row("error", line=None)
     error = json.dumps(ERROR).encode()
-    found = taken(line(), row("ok"), row("void"), row("warmup"), tuned, failed, silent, error)
+    found = taken(line(), row("ok"), row("void"), row("warmup"), failed, silent, error)
     assert by(found, "ie_runs_total", "status") == {
         "ok": 2,
         "error": 3,
-        "tuned": 1,
         "void": 1,
         "warmup": 1,
     }
@@ -206,7 +204,7 @@ def test_only_runs_that_are_ok_measure() -> None:
         "": 8,
         "act_quant=int8 prefetch=off": 8,
     }
-    assert found["ie_exporter_lines_total"] == [({}, 8)]
+    assert found["ie_exporter_lines_total"] == [({}, 7)]
 
 
 def test_the_harness_and_the_exporter_name_one_schema() -> None:

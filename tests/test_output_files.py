@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-import numpy as np
 import pytest
 from weight_files import LLAMA
 
@@ -16,7 +15,6 @@ from clocher_runtime.convert.gguf import write_gguf
 from clocher_runtime.convert.q4.planes import plan_q4
 from clocher_runtime.convert.to_iebin import plan_conversion
 from clocher_runtime.disk.output_file import Journal, JsonlWriter, OutputFile, write_file
-from clocher_runtime.quality.reference_cache import store
 
 SECRET = b"somebody else's"
 
@@ -107,20 +105,6 @@ def test_lines_and_gguf(trap: Trap, tmp_path: Path) -> None:
     trap(tmp_path / "a.gguf.partial")
     write_gguf(tmp_path / "a.gguf", {}, [], [])
     assert (tmp_path / "a.gguf").read_bytes()[:4] == b"GGUF" and is_untouched(tmp_path)
-
-
-@traps
-def test_a_reference_cache(trap: Trap, tmp_path: Path) -> None:
-    from clocher_runtime.quality.documents import cut
-
-    documents = cut("abcdefgh" * 8, lambda text: [ord(c) % 8 for c in text], 16)
-    trap(tmp_path / "r.partial")
-
-    def logits(ids: object) -> np.ndarray:
-        return np.zeros((16, 8), np.float32)
-
-    store(tmp_path / "r", logits, documents, 8, bytes(32))
-    assert (tmp_path / "r").is_file() and is_untouched(tmp_path)
 
 
 @pytest.mark.parametrize("trap", [link, hard_link, pipe])

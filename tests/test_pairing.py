@@ -82,15 +82,6 @@ def test_the_command_runs_with_a_draft_model(capsys: pytest.CaptureFixture[str])
     assert line["speculation"]["draft_model"] is None
 
 
-@pytest.mark.parametrize("mode", ["off", "recycle", "suffix"])
-def test_where_nobody_shares_the_command_ignores_the_wish(
-    mode: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, line = line_of(capsys, "--speculate", mode, "--share-drafts")
-    assert code == 0 and line["speculation"]["mode"] == mode
-    assert line["hints_ignored"] == ([] if mode == "suffix" else ["--share-drafts=1"])
-
-
 def test_the_command_refuses_another_model_with_3(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,5 +117,5 @@ def test_load_takes_one_too() -> None:
         expected = model.generate([5, 6, 7], 20)
     with load(LLAMA, device="cpu", threads=2, speculate="draft", draft_model=LLAMA) as model:
         assert model.generate([5, 6, 7], 20) == expected
-        guessing = model.session._guessing
-        assert guessing is not None and guessing.draft is not None
+        drafting = model.session._drafting
+        assert drafting is not None and drafting.model is not None

@@ -211,7 +211,7 @@ def test_quantised_sources_stay_bit_exact_unless_asked(tmp_path: Path) -> None:
     assert {e["format"] for e in document["tensors"]} == {"int8_g32_f16"}
 
     code, output = from_hf(BITNET, tmp_path / "b.json")
-    assert code == 2 and "need --requantize" in " ".join(output.split())
+    assert code == 2 and "give --requantize" in " ".join(output.split())
 
 
 def test_a_dry_run_reads_no_weight_and_writes_nothing(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import pytest
 from weight_files import GPTOSS, LLAMA, ROOT, array, write_hf
 
 from clocher_kernels.errors import FormatError, ModelNotFound, UsageError
-from clocher_kernels.formats import Int8, parse_format
+from clocher_kernels.formats import Int4, Int8, parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.convert import rounding
+from clocher_runtime.convert import imx, rounding
 from clocher_runtime.convert.q4.map import NamePattern, assign, load_q4_map, parse_q4_map
 from clocher_runtime.convert.q4.parts import PartsWriter, part_of, plane_hashes, read_part
 from clocher_runtime.convert.rounding import parse_clip, round_tensor
@@ -34,6 +34,7 @@ FORMATS = [
     "int8_g32_f16",
     "int8_tensor_f32",
 ]
+SEARCH = {Int4: np.linspace(1.1, 0.55, imx.GRID), Int8: np.linspace(1.0, 0.9, imx.GRID)}
 CLIPS = ["none", "mse", "clamp:0.03", "percentile:90", "percentile:99.5"]
 
 
@@ -79,7 +80,7 @@ def brute_force(cell: np.ndarray, fmt: Any, clip: str) -> np.ndarray:
         limit = np.percentile(np.abs(cell), float(number), method="inverted_cdf")
         low, high = (-limit, 0) if -low > high else (0, limit)
     best, found = np.inf, cell
-    for factor in rounding.SEARCH if kind == "mse" else (1.0,):
+    for factor in SEARCH[type(fmt)] if kind == "mse" else (1.0,):
         f = np.float32(factor)
         if isinstance(fmt, Int8):
             ideal, codes = max(high, -low) / np.float32(127), (-127, 127)
@@ -124,9 +125,9 @@ def test_rounding_equals_brute_force(name: str, clip: str) -> None:
             else:
                 expected[:] = found.reshape(shape)
         if clip == "mse":
-            # Ties between factors may fall differently; the error may not.
+            # The search refines what the factors give, so its error may only be lower.
             ours, theirs = (np.sum((x - matrix) ** 2) for x in (result, expected))
-            assert ours == pytest.approx(theirs, rel=1e-5)
+            assert ours <= theirs * (1 + 1e-5)
         else:
             assert np.array_equal(result, expected)
 

@@ -226,7 +226,7 @@ def test_an_output_directory_that_cannot_be_used_is_refused(
         ((LLAMA, "out", "--bit", 4), 2, "No such option"),
         ((LLAMA, "out", "--calib-text", "none.txt"), 2, "does not exist"),
         ((LLAMA, "out", "--method", "gptq"), 2, "give --calib-text"),
-        ((BITNET, "out"), 2, "or give --requantize"),
+        ((BITNET, "out"), 2, "give --requantize"),
         (("none", "out"), 3, "MODEL: 'none' is not a directory"),
         (("lora", "out"), 3, "a LoRA adapter of its base, not a model; give that"),
     ],

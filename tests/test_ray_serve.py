@@ -1,6 +1,5 @@
-"""The server on Ray Serve: which replica gets a request, and two real replicas."""
+"""The server on Ray Serve: two real replicas."""
 
-import json
 import os
 import signal
 import threading
@@ -11,48 +10,7 @@ from typing import Any
 
 import pytest
 
-from clocher_runtime.ray.prefix import PREFIX_CHARS, prefix_key
-
 PORT = 18437
-
-
-def key(**body: object) -> str | None:
-    return prefix_key(json.dumps(body).encode())
-
-
-def said(*texts: str) -> list[dict[str, str]]:
-    roles = ("system", "user", "assistant", "user")
-    return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
-
-
-def test_a_conversation_keeps_its_key() -> None:
-    first = key(messages=said("Be kind.", "Hello"))
-    assert first is not None
-    assert first == key(messages=said("Be kind.", "Hello", "Hi!", "And now?"), temperature=1)
-    assert first != key(messages=said("Be kind.", "Goodbye"))
-    assert first != key(messages=said("Be kind.", "Hello"), cache_salt="mine")
-
-
-def test_what_follows_the_first_pages_does_not_matter() -> None:
-    begins = "x" * PREFIX_CHARS
-    assert key(prompt=begins) == key(prompt=begins + "y") != key(prompt="y" + begins)
-    ids = list(range(PREFIX_CHARS // 4))
-    assert key(prompt=ids) == key(prompt=[*ids, 1]) != key(prompt=[1, *ids])
-    assert key(prompt=["a", "b"]) == key(prompt=["a", "c"]) == key(prompt="a")
-    assert key(input="a", instructions="b") != key(input="a")
-
-
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"{", b"[1]", b"{}", b'{"prompt": ""}', b"\xff", b"[" * 100_000, b'{"messages": []}'],
-)
-def test_a_body_that_asks_nothing_has_no_key(body: bytes) -> None:
-    assert prefix_key(body) is None
-
-
-@pytest.mark.parametrize("body", [b'{"messages": {"a": [1]}}', b'{"prompt": {}, "messages": 4}'])
-def test_a_body_that_is_wrong_is_no_error_here(body: bytes) -> None:
-    prefix_key(body)
 
 
 @pytest.fixture(scope="module")
@@ -107,12 +65,19 @@ def test_texts_are_those_of_the_model_alone(handle: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_begins_alike_goes_to_one_replica(handle: Any) -> None:
+def test_a_session_stays_with_its_replica(handle: Any) -> None:
+    import httpx
+
     text = "import os\nimport sys\n" * 25
     cached = []
     for n in range(6):
-        usage = post(f"{text}x{n} =", 2).json()["usage"]
-        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+        answer = httpx.post(
+            f"http://127.0.0.1:{PORT}/v1/completions",
+            json={"prompt": f"{text}x{n} =", "max_tokens": 2},
+            headers={"x-session-id": "mine"},
+            timeout=60,
+        )
+        cached.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert cached[0] == 0 and min(cached[1:]) >= 64, cached
 
 

@@ -18,13 +18,13 @@ EAGER = """
 import sys
 
 if any("engine_main" in word for word in sys.orig_argv):
-    from clocher_runtime.speculation.gate import PassCosts
+    from clocher_runtime.speculation.gate import ForwardCosts
 
     def measure(self, work):
         self.ns = [1.0] * len(self.ns)
 
-    PassCosts.measure = measure
-    PassCosts.note = lambda self, tokens, ns: None
+    ForwardCosts.measure = measure
+    ForwardCosts.note = lambda self, tokens, ns: None
 """
 """Makes an engine believe that a larger pass costs nothing, so every guess is sent."""
 

@@ -151,7 +151,7 @@ def test_ids_are_the_same_with_and_without(which: str, count: int, leaning: Mode
     want = ids(model, PROMPTS[:count], pretranspose=DENSE)
     assert ids(model, PROMPTS[:count]) == want
     assert ids(model, PROMPTS[:count], threads=1) == want
-    assert ids(model, PROMPTS[:count], speculate="recycle") == want
+    assert ids(model, PROMPTS[:count], speculate="suffix") == want
 
 
 def test_logits_are_the_same_to_the_bit(leaning: Model) -> None:

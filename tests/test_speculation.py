@@ -12,8 +12,8 @@ from test_session import MODELS, ids_of, model_of
 from clocher_kernels.errors import UsageError
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.session import Session
-from clocher_runtime.speculation.draft import ROOT, Draft
-from clocher_runtime.speculation.gate import PassCosts, Trial, choose
+from clocher_runtime.speculation.draft import Draft
+from clocher_runtime.speculation.gate import ForwardCosts, Trial, choose
 from clocher_runtime.speculation.speculator import Counts, Speculator
 
 SAMPLINGS = {
@@ -26,7 +26,7 @@ NEW = 40
 PROMPTS = tuple(ids_of(seed, 20 + 13 * seed) for seed in range(4))
 
 
-class Free(PassCosts):
+class Free(ForwardCosts):
     """Passes of any size take the same time, so every guess is worth it."""
 
     def __init__(self, most: int) -> None:
@@ -38,10 +38,10 @@ class Free(PassCosts):
 
 
 class Oracle:
-    """Knows the texts; hides the truth in random trees, or in chains that go wrong somewhere."""
+    """Knows the texts; its drafts go wrong somewhere."""
 
-    def __init__(self, texts: Sequence[Sequence[int]], trees: bool, seed: int) -> None:
-        self._texts, self._trees = texts, trees
+    def __init__(self, texts: Sequence[Sequence[int]], seed: int) -> None:
+        self._texts = texts
         self._random = np.random.default_rng(seed)
 
     def draft(self, ids: Sequence[int], most: int) -> Draft:
@@ -50,19 +50,8 @@ class Oracle:
         text = next((t for t in self._texts if list(t[:n]) == list(ids)), ids)
         truth = list(text[n : n + int(self._random.integers(0, most + 1))])
         wrong = self._random.integers(0, 4096, most).tolist()
-        if not self._trees:
-            tokens = (truth + wrong)[:most]
-            return Draft(tokens, range(-1, len(tokens) - 1), [0] * len(tokens))
-        tokens, parents, at = [], [], ROOT
-        while len(tokens) < most:
-            if truth and self._random.random() < 0.6:
-                parents.append(at)
-                at = len(tokens)
-                tokens.append(truth.pop(0))
-            else:
-                parents.append(int(self._random.integers(-1, len(tokens))))
-                tokens.append(wrong[len(tokens)])
-        return Draft(tokens, parents, [0] * most)
+        tokens = (truth + wrong)[:most]
+        return Draft(tokens, [0] * len(tokens))
 
 
 @contextmanager
@@ -88,16 +77,15 @@ def expected(name: str, sampling: str) -> list[list[int]]:
         return texts_of(session, SAMPLINGS[sampling])
 
 
-@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.one_in(3)
-def test_guesses_change_no_token(name: str, sampling: str, batch: int, trees: bool) -> None:
+def test_guesses_change_no_token(name: str, sampling: str, batch: int) -> None:
     truth = expected(name, sampling)
     with session_of(name, batch, speculate="suffix") as session:
         rows = session.executor.plan.rows
-        speculator = Speculator(lambda: [Oracle(truth, trees, batch)], rows)
+        speculator = Speculator(lambda: [Oracle(truth, batch)], rows)
         speculator.costs = Free(rows)
         session.scheduler.passes.speculator = speculator
         assert texts_of(session, SAMPLINGS[sampling]) == truth
@@ -105,7 +93,7 @@ def test_guesses_change_no_token(name: str, sampling: str, batch: int, trees: bo
         assert counts.accepted > 30
         assert counts.drafted > counts.accepted
         assert counts.tokens == len(PROMPTS) * (NEW - 1)
-        assert counts.passes + counts.accepted == counts.tokens
+        assert counts.forwards + counts.accepted == counts.tokens
         assert [census.used for census in session.census()] == [0] * len(session.census())
 
 
@@ -141,9 +129,8 @@ class Even:
         return len(self.taken) >= NEW - 5
 
 
-@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize("sampling", ["greedy", "T=1", "penalties"])
-def test_guesses_obey_a_constraint(sampling: str, trees: bool) -> None:
+def test_guesses_obey_a_constraint(sampling: str) -> None:
     chosen = SAMPLINGS[sampling]
     with session_of("llama", 2) as session:
         truth = texts_of(session, chosen, [Even() for _ in PROMPTS])
@@ -152,7 +139,7 @@ def test_guesses_obey_a_constraint(sampling: str, trees: bool) -> None:
     }
     with session_of("llama", 2, speculate="suffix") as session:
         rows = session.executor.plan.rows
-        speculator = Speculator(lambda: [Oracle(truth, trees, 7)], rows)
+        speculator = Speculator(lambda: [Oracle(truth, 7)], rows)
         speculator.costs = Free(rows)
         session.scheduler.passes.speculator = speculator
         assert texts_of(session, chosen, [Even() for _ in PROMPTS]) == truth
@@ -175,48 +162,14 @@ def test_passes_count_where_a_constraint_cannot_take_back() -> None:
         assert texts_of(session, SAMPLINGS["greedy"], [Onward() for _ in PROMPTS]) == truth
         speculator = session.scheduler.speculator
         assert speculator is not None and speculator.counts.drafted == 0
-        assert speculator.counts.passes == len(PROMPTS) * (NEW - 6)
-
-
-def test_finished_texts_help_others_of_their_salt_only() -> None:
-    with session_of("llama", 2, speculate="auto", share_drafts=True) as session:
-        session.warm()
-        speculator = session.scheduler.speculator
-        assert speculator is not None
-        speculator.costs = Free(session.executor.plan.rows)
-
-        def accepted(salt: str) -> int:
-            before = speculator.counts.by_source.get("shared", (0, 0))[1]
-            made = [
-                token.id
-                for token in session.generate(
-                    [PROMPTS[0]], NEW, SAMPLINGS["T=1"], frozenset(), salt=salt
-                )
-            ]
-            assert [*PROMPTS[0], *made] == expected("llama", "T=1")[0]
-            return speculator.counts.by_source.get("shared", (0, 0))[1] - before
-
-        assert accepted("a") == 0
-        assert accepted("a") > NEW // 2
-        assert accepted("b") == 0
-        given_up = session.generate([PROMPTS[1]], NEW, SAMPLINGS["T=1"], frozenset(), salt="c")
-        truth = [next(given_up).id for _ in range(NEW - 5)]
-        given_up.close()
-        session.step()
-        again = session.generate([PROMPTS[1]], NEW, SAMPLINGS["T=1"], frozenset(), salt="c")
-        before = speculator.counts.by_source["shared"][1]
-        assert [token.id for token in again][: NEW - 5] == truth
-        assert speculator.counts.by_source["shared"][1] > before + NEW // 2
+        assert speculator.counts.forwards == len(PROMPTS) * (NEW - 6)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"speculate": "ngram"}, "expected one of auto, off, suffix"),
-        ({"speculate": "recycle", "share_drafts": True}, "shares nothing"),
         ({"speculate": "draft"}, "without a draft model"),
-        ({"speculate": "off", "share_drafts": True}, "shares nothing"),
-        ({"speculate": "auto", "share_drafts": 1}, "expected True or False"),
     ],
 )
 def test_what_cannot_be_guessed_is_refused(options: dict[str, object], message: str) -> None:
@@ -227,25 +180,25 @@ def test_what_cannot_be_guessed_is_refused(options: dict[str, object], message: 
 def test_a_session_tells_what_guessing_came_to() -> None:
     with session_of("llama", 1) as session:
         texts_of(session, SAMPLINGS["greedy"])
-        bare = session.guessed()
+        bare = session.speculation()
         made = len(PROMPTS) * (NEW - 1)  # what read a prompt made one, too
-        assert (session.speculate, bare.counts) == ("off", Counts(passes=made, tokens=made))
-        assert bare.tokens_per_pass == 1 and session.guessed(bare.counts).counts == Counts()
+        assert (session.speculate, bare.counts) == ("off", Counts(forwards=made, tokens=made))
+        assert bare.tokens_per_forward == 1 and session.speculation(bare.counts).counts == Counts()
     with session_of("llama", 1, speculate="auto") as session:
         session.warm()
         texts_of(session, SAMPLINGS["greedy"])
-        first = session.guessed()
+        first = session.speculation()
         counts = first.counts
         assert session.speculate == "auto" and first.cost_of_8 >= 1
-        assert counts.tokens == len(PROMPTS) * (NEW - 1) == counts.passes + counts.accepted
-        assert counts.sent + counts.unguessed + counts.unworthy <= counts.passes
-        assert session.guessed(counts).counts.passes == 0
+        assert counts.tokens == len(PROMPTS) * (NEW - 1) == counts.forwards + counts.accepted
+        assert counts.sent + counts.without_draft + counts.not_worth <= counts.forwards
+        assert session.speculation(counts).counts.forwards == 0
         texts_of(session, SAMPLINGS["greedy"])
-        assert session.guessed(counts).counts.tokens == counts.tokens
+        assert session.speculation(counts).counts.tokens == counts.tokens
 
 
 def test_costs_of_sizes_between_are_on_a_line() -> None:
-    costs = PassCosts(10)
+    costs = ForwardCosts(10)
     costs.measure(lambda tokens: 100 if tokens < 4 else 90 + 10 * tokens)
     assert costs.known == {1: 100, 2: 100, 3: 100, 4: 130, 6: 150, 8: 170}
     assert costs.ns[1:] == [100, 100, 100, 130, 140, 150, 160, 170, 180, 190]
@@ -256,7 +209,7 @@ def test_costs_of_sizes_between_are_on_a_line() -> None:
 
 
 def test_a_time_that_nobody_sees_again_is_doubted() -> None:
-    costs = PassCosts(8)
+    costs = ForwardCosts(8)
     costs.measure(lambda tokens: 1000 * tokens)  # in a bad moment
     passes = 0
     while not choose([[0.5] * 7], 1, costs.ns)[0]:
@@ -314,4 +267,4 @@ def test_guessing_is_given_up_where_it_takes_longer_than_it_wins() -> None:
         assert made[:NEW] == expected("llama", "greedy")[0][len(PROMPTS[0]) :]
         counts = speculator.counts
         assert counts.tokens == 99
-        assert counts.unworthy > 40
+        assert counts.not_worth > 40

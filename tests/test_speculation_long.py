@@ -15,7 +15,7 @@ from test_session import MODELS, model_of
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.constraint import Constraint
 from clocher_runtime.engine.session import Session
-from clocher_runtime.speculation.gate import PassCosts
+from clocher_runtime.speculation.gate import ForwardCosts
 from clocher_runtime.text.grammar import GrammarMaker
 from clocher_runtime.text.tokenizer import Tokenizer
 
@@ -44,7 +44,7 @@ LIST = {
 }
 
 
-class Always(PassCosts):
+class Always(ForwardCosts):
     """The larger a pass is the faster it is, so everything that is guessed is sent."""
 
     def __init__(self, most: int) -> None:

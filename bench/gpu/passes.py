@@ -1,7 +1,7 @@
 """What guesses cost and win: passes of M tokens, and texts that are made with guesses and without.
 
-The texts are those of a small trained model inside of a published shape, so that they have what a
-drafter finds in text, at the shape's cost. They have to be the same with guesses and without.
+The texts are those of a small trained model, so that a drafter finds in them what it finds in text.
+They have to be the same with guesses and without.
 """
 
 import statistics
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -22,8 +21,6 @@ from bench.gpu.setting import Item, Setting
 from clocher_kernels.cuda.launch import Launch
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.convert.inflate import plan_inflation
-from clocher_runtime.convert.synthetic import Precision as Stored
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.engine.session import Session
@@ -34,7 +31,7 @@ MODELS = decode.PRECISIONS[:3]
 _CONTEXT, _DRY_CONTEXT = 1024, 70
 _STEPS, _REPEATS = 24, 5
 _DATA = Path(__file__).parents[2] / "tests/data"
-_SMALL, _PRESET = _DATA / "clocher-tiny-llama", "llama-1b"
+_SMALL = _DATA / "clocher-tiny-llama"
 _PROMPT, _DRY_PROMPT = 512, 4
 _NEW, _DRY_NEW = 256, 3
 _SAMPLINGS = {"greedy": Sampling(), "temperature 1": Sampling(temperature=1.0, seed=1)}
@@ -48,7 +45,7 @@ def items(dry: bool) -> list[Item]:
 
 def text_items(dry: bool) -> list[Item]:
     """Return the item that makes texts with guesses and without."""
-    return [Item(f"inflated {_PRESET}", _measure_texts)]
+    return [Item(f"texts of {_SMALL.name}", _measure_texts)]
 
 
 def launches(setting: Setting, precision: Precision) -> list[Launch]:
@@ -93,34 +90,29 @@ def _pass_us(setting: Setting, model: Model, m: int) -> float:
 
 def _measure_texts(setting: Setting) -> list[Row]:
     """Make texts in turns, with guesses and without; other ids are a failure."""
-    with TemporaryDirectory() as folder:
-        model_dir = _SMALL
-        if not setting.dry:
-            model_dir = Path(folder) / _PRESET
-            plan_inflation(_SMALL, _PRESET, Stored("int4"), model_dir).run()
-        model = load_model(open_checkpoint(model_dir))
-        prompts = _prompts(_DRY_PROMPT if setting.dry else _PROMPT)
-        if setting.dry:
-            prompts = {"copy": prompts["copy"]}
-        context = 2 * (_DRY_PROMPT + _DRY_NEW if setting.dry else _PROMPT + _NEW)
-        chunk = 4 if setting.dry else None
-        with device_of(setting):
-            off, on = (
-                Session(
-                    model,
-                    EngineConfig(backend="cuda", context=context, chunk=chunk, speculate=mode),
-                )
-                for mode in ("off", "auto")
+    model = load_model(open_checkpoint(_SMALL))
+    prompts = _prompts(_DRY_PROMPT if setting.dry else _PROMPT)
+    if setting.dry:
+        prompts = {"copy": prompts["copy"]}
+    context = 2 * (_DRY_PROMPT + _DRY_NEW if setting.dry else _PROMPT + _NEW)
+    chunk = 4 if setting.dry else None
+    with device_of(setting):
+        off, on = (
+            Session(
+                model,
+                EngineConfig(backend="cuda", context=context, chunk=chunk, speculate=mode),
             )
-        with closing(off), closing(on):
-            if not setting.dry:
-                off.warm()
-                on.warm()  # which measures what passes cost
-            return [
-                {"kind": "speculation", "model": f"{_PRESET} of {_SMALL.name}", "what": what, **row}
-                for what, prompt in prompts.items()
-                for row in _race(setting, off, on, prompt)
-            ]
+            for mode in ("off", "auto")
+        )
+    with closing(off), closing(on):
+        if not setting.dry:
+            off.warm()
+            on.warm()  # which measures what passes cost
+        return [
+            {"kind": "speculation", "model": _SMALL.name, "what": what, **row}
+            for what, prompt in prompts.items()
+            for row in _race(setting, off, on, prompt)
+        ]
 
 
 def _prompts(length: int) -> dict[str, list[int]]:
@@ -145,13 +137,13 @@ def _race(setting: Setting, off: Session, on: Session, prompt: Sequence[int]) ->
         assert speculator is not None
         times: dict[Session, list[float]] = {off: [], on: []}
         texts: list[list[int]] = []
-        before = speculator.counts.passes, speculator.counts.tokens
+        before = speculator.counts.forwards, speculator.counts.tokens
         for _ in range(1 if setting.dry else 1 + _REPEATS):
             for session in (off, on):
                 us, ids = _generate(session, prompt, new, sampling)
                 times[session].append(us)
                 texts.append(ids)
-        passes = speculator.counts.passes - before[0]
+        passes = speculator.counts.forwards - before[0]
         row: Row = {"sampling": name, "per_pass": (speculator.counts.tokens - before[1]) / passes}
         if any(text != texts[0] for text in texts):
             row |= {"status": "failed", "reason": "other ids with guesses than without"}

@@ -30,7 +30,7 @@ ALIASES: Mapping[str, tuple[str, Mapping[str, str]]] = {
 }
 """Name in a sweep -> the setting that it means, and what its values mean there."""
 
-_NOT_SWEPT = ("config", "outputs", "trace_ids", "trace_topk", "tune")
+_NOT_SWEPT = ("config", "outputs", "trace_ids", "trace_topk")
 _MODEL_FILES = (".safetensors", ".bin", ".json", ".gguf")
 
 
@@ -42,14 +42,12 @@ class Cell:
         label: what it is called.
         swept: settings that make it different from its neighbours, as text.
         settings: every setting that was given, those of the sweep included, as text.
-        planted: per cent of its time that every step is made longer by; tests of the harness.
         key: SHA-256 of its content, see `content_key`.
     """
 
     label: str
     swept: Mapping[str, str]
     settings: Mapping[str, str]
-    planted: float = 0.0
     key: str = field(default="", compare=False)
 
     def flags(self) -> list[str]:
@@ -175,7 +173,6 @@ def content_key(cell: Cell, cwd: Path, machine: str) -> str:
     config = cell.config()
     content = {
         "settings": dict(cell.settings),
-        "planted": cell.planted,
         "prompts": prompts_sha256(config),
         "model": [] if config.stub else _model_files(config, cwd),
         "code": code_sha256(),

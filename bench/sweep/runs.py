@@ -22,7 +22,6 @@ REST_S = 1.0
 """Pause before a void run is repeated; it grows with each attempt."""
 
 ENGINE = (sys.executable, "-m", "clocher_runtime.cli")
-SLOWED_ENGINE = (sys.executable, "-m", "bench.planted")
 
 _ERROR_CHARS = 2000
 _GLANCE_S = 0.5
@@ -176,9 +175,8 @@ def _bare(cell: Cell) -> list[str]:
     return [] if "speculate" in cell.settings else ["--speculate=off"]
 
 
-def launch(cell: Cell) -> Child:
+def launch(cell: Cell, program: Sequence[str] = ENGINE) -> Child:
     """Run the process of a cell."""
-    program = [*SLOWED_ENGINE, str(cell.planted)] if cell.planted else [*ENGINE]
     environment = cell.environment(os.environ)
     before = machine.read()
     done = subprocess.run(
@@ -238,7 +236,6 @@ def _facts(cell: Cell, child: Child, plan: Plan, first: bool) -> Row:
         "swept": dict(cell.swept),
         "ignored": [t for t in (line or {}).get("hints_ignored", []) if t.split("=")[0] in names],
         "settings": dict(cell.settings),
-        "planted_percent": cell.planted,
         "prompts_file": None if config.prompts_file is None else str(config.prompts_file),
         "prompts_sha256": prompts_sha256(config),
         "run": 0,

@@ -75,7 +75,7 @@ def _gemv(
             out = ()
             for m in tl.static_range(M):
                 token = tl.load(x + m * K + k, inside & (k < K), 0)
-                token = token_factors(token, CHUNKS, "float", MATH, ASM)
+                token = token_factors(token, CHUNKS, MATH)
                 for r in tl.static_range(EACH):
                     part = dot(w, token, FACTORS * r, CHUNKS, LANE, MATH, ASM)
                     if scales is not None:
@@ -249,7 +249,7 @@ def _gemv_launch(
     x, values = args["x"], args["values"]
     lane = _lane(block[1], values.element_size(), sizes["K"])
     tile = gemv_tile(block, lane, sizes["M"])
-    math = arithmetic(code, "float", x.dtype, lane == 16)
+    math = arithmetic(code, x.dtype, lane == 16)
     per = 4 if math == "pairs" else 1
     if per == 4:
         args |= {"x": x.view(torch.int64), "values": values.view(torch.int32)}

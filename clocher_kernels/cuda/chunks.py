@@ -1,7 +1,6 @@
 """Products of a chunk: the columns of a row of W that one thread reads at once, with a token's.
 
-The arithmetic (MATH) is "pairs": packed fp16, words of four codes; "dp4a": int8 by int8 in words,
-exact; "int32": the same for single codes; "fp32": everything else.
+The arithmetic (MATH) is "pairs": packed fp16, words of four codes; or "fp32".
 """
 
 import triton
@@ -27,43 +26,18 @@ def weight_factors(
     if MATH == "pairs":
         low, high = pairs(row, CODE, ASM)
         return quarters(low, LANES) + quarters(high, LANES)
-    elif MATH == "dp4a":
-        return quarters(row, LANES)
-    elif MATH == "int32":
-        return (row.to(tl.int32),)
     else:
         return (to_f32(row, CODE, ASM),)
 
 
 @triton.jit
-def token_factors(
-    x, LANES: tl.constexpr, XCODE: tl.constexpr, MATH: tl.constexpr, ASM: tl.constexpr
-):
+def token_factors(x, LANES: tl.constexpr, MATH: tl.constexpr):
     """Turn what was loaded of a token into the factors of `dot`, a tuple."""
-    if MATH == "pairs" and XCODE == "float":
+    if MATH == "pairs":
         low, high = x.to(tl.int32), (x >> 32).to(tl.int32)
         return quarters(low, LANES) + quarters(high, LANES)
-    elif MATH == "pairs":
-        # Times 256: codes as they are, lest products with weights / 256 become subnormal.
-        low, high = pairs(x, XCODE, ASM)
-        factor, zero = tl.full(x.shape, 0x5C005C00, tl.int32), tl.zeros(x.shape, tl.int32)
-        low, high = fma_pairs(low, factor, zero, ASM), fma_pairs(high, factor, zero, ASM)
-        return quarters(low, LANES) + quarters(high, LANES)
     else:
-        return weight_factors(x, LANES, XCODE, MATH, ASM)
-
-
-@triton.jit
-def _dp4a(a, b, c, ASM: tl.constexpr):
-    """Return c + the sum of the products of the four int8 in a and b."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.int32, True, 1
-        )
-    else:
-        for byte in tl.static_range(4):
-            c += (a << (24 - 8 * byte) >> 24) * (b << (24 - 8 * byte) >> 24)
-        return c
+        return (x.to(tl.float32),)
 
 
 @triton.jit
@@ -79,10 +53,5 @@ def dot(
             total = fma_pairs(w[at + i], x[i], total, ASM)
         low, high = halves(total)
         return low + high
-    elif MATH == "dp4a":
-        total = tl.zeros((LANES,), tl.int32)
-        for i in tl.static_range(4):
-            total = _dp4a(w[at + i], x[i], total, ASM)
-        return total
     else:
         return tl.sum(tl.reshape(w[at] * x[0], (LANES, LANE)), 1)

@@ -13,7 +13,6 @@ from clocher_kernels.cuda.finish import PLAIN, Tail, finish
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.pdl import start
 from clocher_kernels.cuda.tensors import DeviceTensor
-from clocher_kernels.cuda.tile_tables import key_of
 from clocher_kernels.cuda.tiles import gemv_tile
 from clocher_kernels.cuda.vectors import vectors_of
 
@@ -131,7 +130,7 @@ def gemv_bits(
         tokens=m,
         copies=1,
         device=device,
-        key=key_of(w.format.name, n, k),
+        key=f"{w.format.name}/{n}x{k}",
     )
     constants = {
         "M": m,

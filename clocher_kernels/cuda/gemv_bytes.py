@@ -21,7 +21,7 @@ from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.pdl import start
 from clocher_kernels.cuda.stored import Stored, stored
 from clocher_kernels.cuda.tensors import DeviceTensor
-from clocher_kernels.cuda.tile_tables import key_of, tuned
+from clocher_kernels.cuda.tile_tables import tuned
 
 MAX_TOKENS = 8
 MOST_SLICED = 32
@@ -64,12 +64,12 @@ def _turn(
     totals, rows, x, scales, n0, k0,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     ROWS: tl.constexpr, LANE: tl.constexpr, BLOCK: tl.constexpr,
-    CODE: tl.constexpr, XCODE: tl.constexpr, MATH: tl.constexpr,
+    CODE: tl.constexpr, MATH: tl.constexpr,
     SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, TAIL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Add BLOCK columns from k0 on to the sums."""
     LANES: tl.constexpr = BLOCK // LANE
-    FACTORS: tl.constexpr = 8 if MATH == "pairs" else 4 if MATH == "dp4a" else 1
+    FACTORS: tl.constexpr = 8 if MATH == "pairs" else 1
     k = k0 + tl.arange(0, BLOCK)
     if SPAN > 0:
         first = k0 + tl.arange(0, LANES) * LANE
@@ -81,12 +81,12 @@ def _turn(
     for m in tl.static_range(M):
         at = x + m * K + k
         loaded = tl.load(at, mask=k < K, other=0) if TAIL else tl.load(at)
-        token = token_factors(loaded, LANES, XCODE, MATH, ASM)
+        token = token_factors(loaded, LANES, MATH)
         for r in tl.static_range(ROWS):
             total = totals[m * ROWS + r]
             chunk = dot(w, token, FACTORS * r, LANES, LANE, MATH, ASM)
             if SPAN > 0:
-                total = tl.fma(chunk.to(tl.float32), factors[r], total)
+                total = tl.fma(chunk, factors[r], total)
             else:
                 total += chunk
             out = out + (total,)
@@ -114,21 +114,20 @@ def stack(parts, first: tl.constexpr, step: tl.constexpr, count: tl.constexpr):
 
 @triton.jit
 def _gemv(
-    x, x_scales, w, scales, bias, times, residual, y,
+    x, w, scales, bias, times, residual, y,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     ROWS: tl.constexpr, LANE: tl.constexpr, BLOCK: tl.constexpr,
-    CODE: tl.constexpr, XCODE: tl.constexpr, MATH: tl.constexpr, UNIT: tl.constexpr,
+    CODE: tl.constexpr, MATH: tl.constexpr, UNIT: tl.constexpr,
     SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
     F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Multiply. K, LANE, BLOCK and SPAN count loaded elements: weights, or words of four."""
     n0 = tl.program_id(0) * ROWS
     TURNS: tl.constexpr = K // BLOCK
-    EXACT: tl.constexpr = (MATH == "dp4a" or MATH == "int32") and SPAN == 0
 
     totals = ()
     for _i in tl.static_range(M * ROWS):
-        totals = totals + (tl.zeros((BLOCK // LANE,), tl.int32 if EXACT else tl.float32),)
+        totals = totals + (tl.zeros((BLOCK // LANE,), tl.float32),)
 
     # Weights never depend on the predecessor: they are on their way before x is waited for. Eight
     # tokens leave registers for few warps, so they also load the next turn's ahead.
@@ -139,50 +138,48 @@ def _gemv(
             ahead = load_rows(w, n0, turn * BLOCK + tl.arange(0, BLOCK), N, K, ROWS, False)
             totals = _turn(
                 totals, rows, x, scales, n0, (turn - 1) * BLOCK,
-                M, N, K, ROWS, LANE, BLOCK, CODE, XCODE, MATH, SPAN, SCALE_ROWS, False, ASM,
+                M, N, K, ROWS, LANE, BLOCK, CODE, MATH, SPAN, SCALE_ROWS, False, ASM,
             )  # fmt: skip
             rows = ahead
         if TURNS > 0 and K % BLOCK != 0:
             tail = load_rows(w, n0, TURNS * BLOCK + tl.arange(0, BLOCK), N, K, ROWS, True)
             totals = _turn(
                 totals, rows, x, scales, n0, (TURNS - 1) * BLOCK,
-                M, N, K, ROWS, LANE, BLOCK, CODE, XCODE, MATH, SPAN, SCALE_ROWS, False, ASM,
+                M, N, K, ROWS, LANE, BLOCK, CODE, MATH, SPAN, SCALE_ROWS, False, ASM,
             )  # fmt: skip
             rows = tail
         LAST: tl.constexpr = (K - 1) // BLOCK * BLOCK
         totals = _turn(
             totals, rows, x, scales, n0, LAST,
-            M, N, K, ROWS, LANE, BLOCK, CODE, XCODE, MATH, SPAN, SCALE_ROWS, K % BLOCK != 0, ASM,
+            M, N, K, ROWS, LANE, BLOCK, CODE, MATH, SPAN, SCALE_ROWS, K % BLOCK != 0, ASM,
         )  # fmt: skip
     else:
         totals = _turn(
             totals, rows, x, scales, n0, 0,
-            M, N, K, ROWS, LANE, BLOCK, CODE, XCODE, MATH, SPAN, SCALE_ROWS, TURNS == 0, ASM,
+            M, N, K, ROWS, LANE, BLOCK, CODE, MATH, SPAN, SCALE_ROWS, TURNS == 0, ASM,
         )  # fmt: skip
         for turn in range(1, TURNS):
             k0 = turn * BLOCK
             rows = load_rows(w, n0, k0 + tl.arange(0, BLOCK), N, K, ROWS, False)
             totals = _turn(
                 totals, rows, x, scales, n0, k0,
-                M, N, K, ROWS, LANE, BLOCK, CODE, XCODE, MATH, SPAN, SCALE_ROWS, False, ASM,
+                M, N, K, ROWS, LANE, BLOCK, CODE, MATH, SPAN, SCALE_ROWS, False, ASM,
             )  # fmt: skip
         if TURNS > 0 and K % BLOCK != 0:
             k0 = TURNS * BLOCK
             rows = load_rows(w, n0, k0 + tl.arange(0, BLOCK), N, K, ROWS, True)
             totals = _turn(
                 totals, rows, x, scales, n0, k0,
-                M, N, K, ROWS, LANE, BLOCK, CODE, XCODE, MATH, SPAN, SCALE_ROWS, True, ASM,
+                M, N, K, ROWS, LANE, BLOCK, CODE, MATH, SPAN, SCALE_ROWS, True, ASM,
             )  # fmt: skip
 
     n = n0 + tl.arange(0, ROWS)
     inside = n < N
     for m in tl.static_range(M):
-        total = tl.reshape(tl.sum(stack(totals, m * ROWS, 1, ROWS), 0), (ROWS,)).to(tl.float32)
+        total = tl.reshape(tl.sum(stack(totals, m * ROWS, 1, ROWS), 0), (ROWS,))
         factor = tl.full((ROWS,), UNIT, tl.float32)
         if SPAN == 0 and scales is not None:
             factor *= tl.load(scales + n * SCALE_ROWS, mask=inside, other=0).to(tl.float32)
-        if x_scales is not None:
-            factor *= tl.load(x_scales + m)
         total *= factor
         finish(total, bias, times, residual, y, m, n, inside, N, F, ACT, CAP)
 
@@ -230,69 +227,17 @@ def tile_for(held: Stored, n: int, k: int, device: Device, key: str = "", tokens
     return Tile(rows, lane, warps)
 
 
-def arithmetic(code: str, x_code: str, x_dtype: torch.dtype, words: bool) -> str:
-    """Choose how products are made.
+def arithmetic(code: str, x_dtype: torch.dtype, words: bool) -> str:
+    """Choose how products are made: "pairs" (packed fp16) or "fp32".
+
+    The range of e5m2 is too wide for sums in fp16, that of bf16 activations for fp16 itself.
 
     Args:
         code: of the weights.
-        x_code: of the activations.
         x_dtype: element type of the activations.
         words: whether weights can be read four codes at a time.
-
-    Returns:
-        "dp4a" or "int32" (exact), "pairs" (packed fp16), "fp32". The range of e5m2 is too wide for
-        sums in fp16, that of bf16 activations for fp16 itself.
     """
-    if code == "int8" and x_code == "int8":
-        return "dp4a" if words else "int32"
-    fits = x_code == "e4m3" or x_dtype == torch.float16
-    return "pairs" if words and fits and code in ("int8", "e4m3") else "fp32"
-
-
-def launch_gemv(
-    *,
-    x: torch.Tensor,
-    x_code: str,
-    x_scales: torch.Tensor | None,
-    w: DeviceTensor,
-    y: torch.Tensor,
-    tail: Tail = PLAIN,
-    device: Device,
-) -> Launch:
-    """Return the launch for at most 8 tokens of "float", "int8", "e4m3" or "e5m2" activations."""
-    (m, k), n = x.shape, w.shape[0]
-    held = stored(w)
-    tile = tile_for(held, n, k, device, key_of(w.format.name, n, k), m)
-    math = arithmetic(held.code, x_code, x.dtype, tile.lane == 16)
-    per = 4 if math in ("pairs", "dp4a") else 1
-    constants = {
-        "M": m,
-        "N": n,
-        "K": k // per,
-        "ROWS": tile.rows,
-        "LANE": tile.lane // per,
-        "BLOCK": tile.lane * 32 * tile.warps // per,
-        "CODE": held.code,
-        "XCODE": x_code,
-        "MATH": math,
-        "UNIT": unit(held.code, math) * (unit(x_code, math) if math == "fp32" else 1.0),
-        "SPAN": held.span // per,
-        "SCALE_ROWS": held.scale_rows,
-        "ASM": device.asm,
-        "PDL": device.pdl,
-        **tail.constants("linear", n),
-    }
-    if per == 4:
-        x = x.view(torch.int64 if x_code == "float" else torch.int32)
-    args = {
-        "x": x,
-        "x_scales": x_scales,
-        "w": held.data.view(torch.int32) if per == 4 else held.data,
-        "scales": held.scales,
-        **tail.args(y),
-    }
-    grid = (triton.cdiv(n, tile.rows),)
-    return Launch(_gemv, grid, args, constants, tile.warps, device.pdl, tile.rows * tile.lane)
+    return "pairs" if words and x_dtype == torch.float16 and code in ("int8", "e4m3") else "fp32"
 
 
 def gemv_bytes(
@@ -304,5 +249,32 @@ def gemv_bytes(
     device: Device,
 ) -> list[Launch]:
     """Lower `ops.linear.linear` for at most 8 tokens and weights of whole bytes."""
-    call = {"x": x, "w": w, "y": y, "tail": tail, "device": device}
-    return [launch_gemv(x_code="float", x_scales=None, **call)]
+    (m, k), n = x.shape, w.shape[0]
+    held = stored(w)
+    tile = tile_for(held, n, k, device, f"{w.format.name}/{n}x{k}", m)
+    math = arithmetic(held.code, x.dtype, tile.lane == 16)
+    per = 4 if math == "pairs" else 1
+    constants = {
+        "M": m,
+        "N": n,
+        "K": k // per,
+        "ROWS": tile.rows,
+        "LANE": tile.lane // per,
+        "BLOCK": tile.lane * 32 * tile.warps // per,
+        "CODE": held.code,
+        "MATH": math,
+        "UNIT": unit(held.code, math),
+        "SPAN": held.span // per,
+        "SCALE_ROWS": held.scale_rows,
+        "ASM": device.asm,
+        "PDL": device.pdl,
+        **tail.constants("linear", n),
+    }
+    args = {
+        "x": x.view(torch.int64) if per == 4 else x,
+        "w": held.data.view(torch.int32) if per == 4 else held.data,
+        "scales": held.scales,
+        **tail.args(y),
+    }
+    grid = (triton.cdiv(n, tile.rows),)
+    return [Launch(_gemv, grid, args, constants, tile.warps, device.pdl, tile.rows * tile.lane)]

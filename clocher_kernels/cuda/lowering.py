@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any, Never
 
 from clocher_kernels.cuda import (
-    act8,
     advance,
     attention,
     bsr,
@@ -13,12 +12,11 @@ from clocher_kernels.cuda import (
     kv,
     linear,
     moe,
+    quantize,
     route,
     sampling,
     selection,
     skip,
-    ternary,
-    top_tokens,
 )
 from clocher_kernels.cuda.launch import Launch
 from clocher_kernels.errors import UnsupportedOp
@@ -32,8 +30,7 @@ LOWER: dict[str, Callable[..., list[Launch]]] = {
     **elementwise.LOWER,
     **heads.LOWER,
     **linear.LOWER,
-    **ternary.LOWER,
-    **act8.LOWER,
+    **quantize.LOWER,
     **skip.LOWER,
     **route.LOWER,
     **moe.LOWER,
@@ -42,7 +39,6 @@ LOWER: dict[str, Callable[..., list[Launch]]] = {
     **selection.LOWER,
     **attention.LOWER,
     **sampling.LOWER,
-    **top_tokens.LOWER,
     **advance.LOWER,
     "drop_small": _drop_small,
 }

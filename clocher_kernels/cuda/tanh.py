@@ -8,7 +8,7 @@ import triton.language as tl
 def tanh(x):
     """Return tanh x of fp32 values, clamped to 1 beyond 7.91; NaN stays NaN.
 
-    It is `cpu_fallback.lanes.falling.tanh`: one quotient of polynomials, within 6.2 units in the
+    It is `cpu_fallback.lanes.maths.tanh`: one quotient of polynomials, within 6.2 units in the
     last place, and the 2 of a GPU's fast division.
 
     Source: the coefficients of Eigen's `ptanh_float`, by rminimax (Filip 2018).

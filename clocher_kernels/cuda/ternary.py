@@ -1,4 +1,4 @@
-"""int8 activations: quantise a token, and multiply it by ternary weights; equal to the reference.
+"""int8 activations times ternary weights, equal to the reference.
 
 Sums are exact, so their order is free. What follows them is rounded as the contracts say: products
 are kept apart from the sums that use them, which the compiler would fuse into one rounding.
@@ -14,10 +14,9 @@ from clocher_kernels.cuda.finish import PLAIN, Tail, finish
 from clocher_kernels.cuda.gemv_bits import add_lanes, load_vectors, rows_of
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.pdl import start
+from clocher_kernels.cuda.quantize import rounded_product
 from clocher_kernels.cuda.tensors import DeviceTensor
-from clocher_kernels.cuda.tile_tables import key_of
 from clocher_kernels.cuda.tiles import gemv_tile
-from clocher_kernels.errors import UnsupportedOp
 
 MAX_TOKENS = 8
 """Tokens that a program multiplies with the weights it streams."""
@@ -50,17 +49,6 @@ dp4a.s32.s32 t, $2, o, t;
 dp4a.s32.s32 t, $3, o, t;
 dp4a.s32.s32 $0, $4, o, t;
 }""")
-
-
-@triton.jit
-def _rounded_product(a, b, ASM: tl.constexpr):
-    """Multiply in fp32; the product is rounded before anything is added to it."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1
-        )
-    else:
-        return a * b
 
 
 @triton.jit
@@ -128,7 +116,7 @@ def _linear_ternary(
 
     total = add_lanes(total + less, BV).to(tl.float32)
     factor = tl.load(x_scale + m, m < M, other=0.0) * tl.load(multiplier)
-    total = _rounded_product(total, factor, ASM)
+    total = rounded_product(total, factor, ASM)
     n = rows_of(first, L // BV, 1, R)[:, None, :]
     inside = (m < M) & (n < N)
     finish(total, bias, times, residual, y, m.to(tl.int64), n, inside, N, F, ACT, CAP)
@@ -151,7 +139,7 @@ def linear_ternary(
         tokens=min(m, MAX_TOKENS),
         copies=1,
         device=device,
-        key=key_of(w.format.name, n, k),
+        key=f"{w.format.name}/{n}x{k}",
         most=8 if m <= 2 else 2,  # what registers have room for
     )
     constants = {
@@ -171,66 +159,3 @@ def linear_ternary(
     grid = (triton.cdiv(n, tile.rows), triton.cdiv(m, tile.tokens))
     weights = tile.rows_of_lane * _WEIGHTS
     return [Launch(_linear_ternary, grid, args, constants, tile.warps, device.pdl, weights)]
-
-
-@triton.jit
-def _quantize(
-    x, q, scale,
-    K: tl.constexpr, BLOCK: tl.constexpr, FLOOR: tl.constexpr, LOWEST: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    m = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK)
-    start(PDL)
-    largest, odd = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.int32)
-    for k0 in range(0, K, BLOCK):
-        t = tl.load(x + m * K + k0 + k, k0 + k < K, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(t))
-        odd |= (tl.abs(t) < float("inf")).to(tl.int32) ^ 1
-    odd = tl.max(odd, axis=0) > 0
-    absmax = tl.where(odd, 1.0, tl.maximum(tl.max(largest, axis=0), FLOOR))
-    inverse = tl.div_rn(127.0, absmax)
-    for k0 in range(0, K, BLOCK):
-        t = tl.load(x + m * K + k0 + k, k0 + k < K, other=0.0).to(tl.float32)
-        # Adding 1.5 * 2^23 rounds to integers, ties to even.
-        steps = (_rounded_product(t, inverse, ASM) + 12582912.0) - 12582912.0
-        steps = tl.minimum(tl.maximum(tl.where(odd, 0.0, steps), LOWEST), 127.0)
-        tl.store(q + m * K + k0 + k, steps.to(tl.int8), k0 + k < K)
-    tl.store(scale + m, tl.where(odd, float("nan"), tl.div_rn(absmax, 127.0)))
-
-
-def quantize(
-    *,
-    x: torch.Tensor,
-    q: torch.Tensor,
-    scale: torch.Tensor,
-    group: int,
-    floor: float,
-    lowest: int,
-    device: Device,
-) -> list[Launch]:
-    """Lower `ops.quantize.quantize`, with one scale a token.
-
-    Raises:
-        UnsupportedOp: a token has a scale for each group of columns.
-    """
-    if group:
-        raise UnsupportedOp(
-            f"quantize: no CUDA kernel has a scale for every {group} columns; expected group 0, "
-            "one scale a token; keep these activations 16-bit"
-        )
-    k = x.shape[-1]
-    block = min(triton.next_power_of_2(k), 4096)
-    constants = {
-        "K": k,
-        "BLOCK": block,
-        "FLOOR": floor,
-        "LOWEST": float(lowest),
-        "ASM": device.asm,
-        "PDL": device.pdl,
-    }
-    args = {"x": x, "q": q, "scale": scale}
-    return [Launch(_quantize, (x.numel() // k,), args, constants, 4, device.pdl)]
-
-
-LOWER = {"quantize": quantize}

@@ -13,7 +13,6 @@ from clocher_kernels.ops import (
     selection,
     skip,
     sparse,
-    top_tokens,
 )
 from clocher_kernels.ops.contract import OpSpec
 from clocher_kernels.plan import Call
@@ -31,7 +30,6 @@ OPS: Mapping[str, OpSpec] = MappingProxyType(
             attention,
             selection,
             sampling,
-            top_tokens,
         )
         for spec in module.SPECS
     }

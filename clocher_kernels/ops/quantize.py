@@ -24,7 +24,7 @@ GROUPED: Mapping[str, Any] = {"floor": 1e-30, "lowest": -127}
 """How we quantise what other integer weights multiply."""
 
 FLOAT8: Mapping[str, Any] = {"floor": 1e-5, "group": 0}
-"""How activations become fp8: a scale for each token, as `cuda.act8` has it."""
+"""How activations become fp8: a scale for each token."""
 FAKE_DTYPES = ("bf16", "f16", "e4m3", "i8")
 """Types to whose values `fake_quantize` rounds."""
 

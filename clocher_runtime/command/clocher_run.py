@@ -94,16 +94,11 @@ def command(
             from clocher_runtime.disk.files import ending_on_lost_pages
 
             with ending_on_lost_pages(partial(_lost, console, emit if as_json else None)):
-                if config.tune:
-                    from clocher_runtime.command.tile_tuning import tune
+                from clocher_runtime.command.completions import summary
+                from clocher_runtime.command.run import run
 
-                    line, code = tune(config, console), ExitCode.OK
-                else:
-                    from clocher_runtime.command.completions import summary
-                    from clocher_runtime.command.run import run
-
-                    line, code = run(config, console), ExitCode.OK
-                    console.note(summary(line))
+                line, code = run(config, console), ExitCode.OK
+                console.note(summary(line))
         except (Exception, KeyboardInterrupt) as raised:
             error, code = console.failed(raised)
             line = error_line(error)

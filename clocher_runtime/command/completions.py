@@ -18,7 +18,7 @@ from clocher_runtime.engine.probes import Touch
 from clocher_runtime.engine.sampling_defaults import NAMES, taken
 from clocher_runtime.engine.timing import Reservoir, StepTotals
 from clocher_runtime.engine.topology import numa_nodes
-from clocher_runtime.speculation.account import Account
+from clocher_runtime.speculation.speculator import Account
 from clocher_runtime.text.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Measured:
             its group of prompts to its first token.
         tokens: tokens generated, all rounds.
         touch: the work-touch after the last token.
-        guessed: acceptance of draft tokens.
+        speculation: acceptance of draft tokens.
         rss_peak_mib: sampled after the window.
     """
 
@@ -143,7 +143,7 @@ class Measured:
     first_token_ns: Reservoir[int]
     tokens: int
     touch: Touch
-    guessed: Account
+    speculation: Account
     pages_read: float
     kv_hits: int
     kv_misses: int
@@ -166,7 +166,7 @@ def run_line(
     config: RunConfig, engine: Engine, measured: Measured, completions: Completions, batch: int
 ) -> dict[str, Any]:
     """Derive the line of a run from what was measured."""
-    session, guessed = engine.session, measured.guessed
+    session, speculation = engine.session, measured.speculation
     wall_ns, steps, touch = measured.wall_ns, measured.steps, measured.touch
     latencies = timing.token_latencies_ms(steps.decode.values)
     file_bytes = sum(file.size for file in engine.files)
@@ -208,10 +208,10 @@ def run_line(
         "attention": {"mode": session.reading.mode, "selected": measured.pages_read},
         "diffusion": {
             "mode": session.diffusion,
-            "nfe": guessed.counts.passes,
-            "tokens_per_nfe": guessed.tokens_per_pass,
+            "nfe": speculation.counts.forwards,
+            "tokens_per_nfe": speculation.tokens_per_forward,
         },
-        "speculation": _speculation(engine, guessed),
+        "speculation": _speculation(engine, speculation),
         "work_touch": {
             "bytes_per_token": touch.bytes_per_token,
             "stride": touch.stride,
@@ -229,8 +229,8 @@ def run_line(
     }
 
 
-def _speculation(engine: Engine, guessed: Account) -> dict[str, Any]:
-    counts, mode = guessed.counts, engine.session.speculate
+def _speculation(engine: Engine, speculation: Account) -> dict[str, Any]:
+    counts, mode = speculation.counts, engine.session.speculate
     off = "the stub has no drafter" if engine.device == "stub" else "switched off"
     off = off if engine.session.diffusion == "off" else "blocks are denoised instead"
     return {
@@ -238,16 +238,20 @@ def _speculation(engine: Engine, guessed: Account) -> dict[str, Any]:
         "draft_model": engine.draft_model,
         "drafted": counts.drafted,
         "accepted": counts.accepted,
-        "acceptance": guessed.acceptance,
-        "tokens_per_pass": guessed.tokens_per_pass,
-        "passes": counts.passes,
+        "acceptance": speculation.acceptance,
+        "tokens_per_pass": speculation.tokens_per_forward,
+        "passes": counts.forwards,
         "by_source": {
             source: {"drafted": drafted, "accepted": accepted}
             for source, (drafted, accepted) in counts.by_source.items()
         },
-        "gate": {name: getattr(counts, name) for name in ("sent", "unguessed", "unworthy")},
-        "cost_of_8": guessed.cost_of_8,
-        "reason": off if mode == "off" else guessed.reason,
+        "gate": {
+            "sent": counts.sent,
+            "unguessed": counts.without_draft,
+            "unworthy": counts.not_worth,
+        },
+        "cost_of_8": speculation.cost_of_8,
+        "reason": off if mode == "off" else speculation.reason,
     }
 
 

@@ -41,18 +41,10 @@ def open_weights(
 ) -> tuple[Checkpoint, tuple[str, ...]]:
     """Open the model of a run, by its deduplicated weights if it asks for them.
 
-    Args:
-        config: the run.
-        directory: where the deduplicated weights would be; None if the run names others.
-        other: opens the model without them.
-
-    Returns:
-        The checkpoint, and what the run asked for and did not get, as "NAME=value".
-
-    Raises:
-        UsageError: two settings exclude each other, or a name is not that of a tensor.
-        ModelError: the model is missing or damaged; with IE_DEDUP_STRICT=1 also if its
-            deduplicated weights are.
+    `config`: the run; `other`: opens the model without them. Returns the checkpoint, and what the
+    run asked for and did not get, as "NAME=value". Raises UsageError: two settings exclude each
+    other, or a name is not that of a tensor; ModelError: the model is missing or damaged; with
+    IE_DEDUP_STRICT=1 also if its deduplicated weights are.
     """
     policy = config.dedup_policy
     if config.dedup and config.dedup_strict and policy == "off":
@@ -115,9 +107,8 @@ def _patterns(text: str | None) -> list[str]:
 class HotPlanes:
     """Keeps hot tensors in memory of their own, even where they could be read from the file.
 
-    Args:
-        patterns: names of the hot tensors, separated by commas; * and ? are wild. None: all.
-        limit: bytes that may be copied, 0 for no limit. A plane that does not fit stays in place.
+    `patterns`: names of the hot tensors, separated by commas; * and ? are wild. None: all; `limit`:
+    bytes that may be copied, 0 for no limit. A plane that does not fit stays in place.
     """
 
     def __init__(self, patterns: str | None, limit: int) -> None:
@@ -145,16 +136,11 @@ class PlaneCache:
 
     A plane that does not fit any more is decoded each time. A file is as trustworthy as
     model.ie.bin: its hash was checked before it was written, and it is mapped as it is.
-
-    Attributes:
-        directory: where the files are; it is made if need be.
-        limit: bytes of all files together.
-        total: bytes of them now; None before the first plane.
     """
 
-    directory: Path
-    limit: int
-    total: int | None = None
+    directory: Path  # where the files are; it is made if need be
+    limit: int  # bytes of all files together
+    total: int | None = None  # bytes of them now; None before the first plane
 
     def plane(self, dedup: DedupFile, number: int) -> np.ndarray:
         """Return a plane: a view of a file where there is one, else decoded."""

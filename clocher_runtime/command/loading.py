@@ -22,7 +22,7 @@ from clocher_runtime.engine.sampling_defaults import sampling_defaults
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.topology import read_cpus
 from clocher_runtime.models.inventory import EMBED, HEAD
-from clocher_runtime.speculation.speculator import SHARING, WITH_DRAFT_MODEL
+from clocher_runtime.speculation.speculator import WITH_DRAFT_MODEL
 from clocher_runtime.text.tokenizer import TextStream, Tokenizer
 
 _SETTINGS = dict(every(EngineConfig))
@@ -215,14 +215,13 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
     if config.verify_weights:
         checkpoint.verify()
     model = load_model(checkpoint, config.precision)
-    draft, shares = _draft(config, model), config.speculate in SHARING
+    draft = _draft(config, model)
     known = config.act_prec in BACK_ENDS[backend].activations
     return Loaded(
         config=replace(
             config,
             threads=usable_threads(config),
             act_prec=config.act_prec if known else None,
-            share_drafts=config.share_drafts and shares,
         ),
         reason=reason,
         name=choice.name,
@@ -234,8 +233,7 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
         ignored=not_deduplicated
         + unmet(config.given, _SETTINGS, () if model.obeyed else {"precision"})
         + unmet(config.given, _SETTINGS, _NOT_ON.get(backend, ()))
-        + unmet(config.given, _SETTINGS, {"draft_model"} if draft is None else ())
-        + unmet(config.given, _SETTINGS, () if shares else {"share_drafts"}),
+        + unmet(config.given, _SETTINGS, {"draft_model"} if draft is None else ()),
     )
 
 

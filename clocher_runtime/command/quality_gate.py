@@ -25,7 +25,7 @@ from clocher_runtime.quality.evaluate import (
     evaluate,
     size_of,
 )
-from clocher_runtime.quality.gate import Check, Limits, verdict_code, worst
+from clocher_runtime.quality.gate import Limits, verdict_code, worst
 from clocher_runtime.quality.report import Row, draw, require_matplotlib, table
 from clocher_runtime.quantize.candidate import (
     Records,
@@ -43,78 +43,54 @@ def judge(report: Report, options: dict[str, Any]) -> ExitCode:
     if options["directory"] is not None:
         require_matplotlib()
         options["directory"].mkdir(parents=True, exist_ok=True)
-    options["config"] = _config(options)
+    config = _config(options)
     # A file is a manifest.
-    options["model"] = tuple(p if p.is_file() else locate(p, "MODEL") for p in options["model"])
+    models = tuple(p if p.is_file() else locate(p, "MODEL") for p in options["model"])
     checkpoint = open_checkpoint(locate(options["reference"], "--reference"))
     reference = load_model(checkpoint)
     tokenizer = Tokenizer(checkpoint.tokenizer_json, checkpoint.tokenizer_config)
-    text = options["text"].read_text(encoding="utf-8")[: options["chars"]]
     documents = cut(
-        text,
+        options["text"].read_text(encoding="utf-8")[: options["chars"]],
         tokenizer.encode,
         options["window"],
         windows_per_document=options["document_windows"],
         separator=options["document_separator"],
         limit=options["documents"],
     )
-    records = records_by_model(options["model"], options["manifests"])
-    found = {
-        label: _one(report, path, reference, records.get(path), documents, options)
-        for label, path in _labels(options["model"]).items()
-    }
-    first = next(iter(found.values()))[0]
+
+    def speed(model: Model) -> float | None:
+        prompt = list(documents.windows[0][:_PROMPT])
+        return decode_speed(model, prompt, config) if options["speed"] else None
+
+    def one(path: Path, records: Records | None) -> tuple[Evaluation, float | None]:
+        threads = options["threads"] or default_threads()
+        model = open_candidate(path, checkpoint, options["precision"], threads)
+        with report.counting() as tell:
+            evaluation = evaluate(
+                reference,
+                model,
+                documents,
+                config=config,
+                limits_class=options["limits"],
+                given={field.name: options[field.name] for field in fields(Limits)},
+                records=records_of_gptq(model.checkpoint) if records is None else records,
+                progress=lambda what, done, total: tell(f"{path.name}: {what}", done, total),
+            )
+        return evaluation, speed(model)
+
+    records = records_by_model(models, options["manifests"])
+    found = {label: one(path, records.get(path)) for label, path in _labels(models).items()}
     size = size_of(reference)
-    rows = [
-        Row(
-            "reference",
-            size.bpw,
-            size.nbytes,
-            first.summary.perplexity_reference,
-            tokens_per_s=_speed(reference, documents, options),
-        )
-    ]
-    rows += [_row(label, evaluation, speed) for label, (evaluation, speed) in found.items()]
+    origin = next(iter(found.values()))[0].summary.perplexity_reference
+    rows = [Row("reference", size.bpw, size.nbytes, origin, tokens_per_s=speed(reference))]
+    rows += [_row(label, evaluation, rate) for label, (evaluation, rate) in found.items()]
     click.echo(table(rows))
     for label, (evaluation, _) in found.items():
         click.echo(f"\n{label}: {evaluation.gate.verdict} ({evaluation.gate.limits_class} limits)")
         for check in evaluation.gate.checks:
-            click.echo(f"  {_spell(check)}")
-    _write(rows, found, documents, options)
+            click.echo(f"  {check}")
+    _write(rows, {label: each for label, (each, _) in found.items()}, documents, options)
     return verdict_code(worst(evaluation.gate.verdict for evaluation, _ in found.values()))
-
-
-def _one(
-    report: Report,
-    path: Path,
-    reference: Model,
-    records: Records | None,
-    documents: Documents,
-    options: dict[str, Any],
-) -> tuple[Evaluation, float | None]:
-    """Evaluate one model and time it."""
-    threads = options["threads"] or default_threads()
-    model = open_candidate(path, reference.checkpoint, options["precision"], threads)
-    with report.counting() as tell:
-        evaluation = evaluate(
-            reference,
-            model,
-            documents,
-            config=options["config"],
-            limits_class=options["limits"],
-            given={field.name: options[field.name] for field in fields(Limits)},
-            records=records_of_gptq(model.checkpoint) if records is None else records,
-            cache=options["reference_cache"],
-            progress=lambda what, done, total: tell(f"{path.name}: {what}", done, total),
-        )
-    return evaluation, _speed(model, documents, options)
-
-
-def _speed(model: Model, documents: Documents, options: dict[str, Any]) -> float | None:
-    if not options["speed"]:
-        return None
-    prompt = list(documents.windows[0][:_PROMPT])
-    return decode_speed(model, prompt, options["config"])
 
 
 def _config(options: dict[str, Any]) -> EngineConfig:
@@ -135,40 +111,13 @@ def _labels(paths: tuple[Path, ...]) -> dict[str, Path]:
 
 
 def _row(label: str, evaluation: Evaluation, speed: float | None) -> Row:
-    summary = evaluation.summary
-    return Row(
-        label,
-        evaluation.size.bpw,
-        evaluation.size.nbytes,
-        summary.perplexity,
-        summary.ppl_ratio,
-        summary.kld,
-        summary.same_top,
-        summary.rms_dp,
-        speed,
-        evaluation.gate.verdict,
-    )
-
-
-def _spell(check: Check) -> str:
-    """Return a check as a line for people."""
-    sign = "<=" if check.at_most else ">="
-    line = f"{check.verdict:9} {check.name} {check.value:.6g} {sign} {check.limit:.6g}"
-    if check.low != check.high:
-        line += f", 95 % interval [{check.low:.6g}, {check.high:.6g}]"
-    if check.where:
-        line += f", {check.where}"
-    if check.verdict == "undecided":
-        more = check.more_tokens
-        line += f"; add about {more} tokens" if more is not None else "; it lies at its limit"
-    return line
+    said, size = evaluation.summary, evaluation.size
+    scores = (said.perplexity, said.ppl_ratio, said.kld, said.same_top, said.rms_dp)
+    return Row(label, size.bpw, size.nbytes, *scores, speed, evaluation.gate.verdict)
 
 
 def _write(
-    rows: list[Row],
-    found: dict[str, tuple[Evaluation, float | None]],
-    documents: Documents,
-    options: dict[str, Any],
+    rows: list[Row], found: dict[str, Evaluation], documents: Documents, options: dict[str, Any]
 ) -> None:
     document = {
         "schema": "clocher.quality/1",
@@ -187,7 +136,7 @@ def _write(
                 "summary": finite(asdict(evaluation.summary)),
                 "tensors": [finite(asdict(error)) for error in evaluation.errors],
             }
-            for label, (evaluation, _) in found.items()
+            for label, evaluation in found.items()
         },
     }
     data = json.dumps(document, indent=1, allow_nan=False).encode() + b"\n"

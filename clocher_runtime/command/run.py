@@ -161,7 +161,7 @@ def measure(
         touch = WorkTouch(engine.files, config.bytes_per_token, config.stride_bytes)
     sampling = sampling_of(config, engine)
     hits, misses = session.kv_hits, session.kv_misses
-    guessed, pages_read = session.guessed().counts, session.reading.pages
+    drafted, pages_read = session.speculation().counts, session.reading.pages
     steps, first_token_ns = StepTotals(), Reservoir[int]()
     tokens, cut, traced = 0, 0, bool(config.trace_topk)
     for round_number in range(config.rounds):
@@ -220,7 +220,7 @@ def measure(
         first_token_ns=first_token_ns,
         tokens=tokens,
         touch=touch,
-        guessed=session.guessed(guessed),
+        speculation=session.speculation(drafted),
         pages_read=session.reading.pages.share(pages_read),
         kv_hits=session.kv_hits - hits,
         kv_misses=session.kv_misses - misses,

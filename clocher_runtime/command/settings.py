@@ -47,7 +47,6 @@ class RunConfig(SamplingConfig):
     command: ClassVar[str] = "run"
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (
         ("prompt", "prompt_ids", "prompts_file"),
-        ("stub", "tune"),
         *EngineConfig.exclusive,
     )
 
@@ -60,10 +59,6 @@ class RunConfig(SamplingConfig):
     )
     max_new: int = _generation(TOKENS, "tokens to generate per prompt", default=64)
     seed: int = _generation(integer(0, (1 << 64) - 1), "same seed, same tokens", default=0)
-    tune: bool = _run(
-        _SWITCH,
-        "generate nothing: time the tiles of GPU kernels on the model's weights, write a table",
-    )
     rounds: int = _run(integer(1, 1_000_000), "times to run every prompt", default=1)
     warmup: int = _run(integer(0, 1 << 24), "tokens to generate before the timed window", default=0)
     prefetch: int | str = _run(

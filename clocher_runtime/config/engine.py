@@ -69,8 +69,8 @@ _DEVICE = one_of("auto", "cpu", "cuda", "ze")
 _BACKEND = one_of("cpu", "cuda", "reference", "stub")
 _ISA = one_of("avx512vnni", "avx512", "avxvnni", "avx2", "neon_i8mm", "neon_dotprod", "generic")
 _PLACEMENT = one_of("auto", "compact", "scatter")
-SPECULATE = ("auto", "off", "suffix", "recycle", "draft")
-"""Who drafts tokens."""
+SPECULATE = ("auto", "off", "suffix", "draft")
+"""What drafts tokens."""
 _SPECULATE = one_of(*SPECULATE)
 _ATTN = attention()
 _DIFFUSION = diffusion()
@@ -163,7 +163,7 @@ class EngineConfig:
         integer(1, 1024), "CPU threads (unset: physical cores, within the CPU quota)"
     )
     tile_table: Path | None = variable(
-        _PATH, "JSON table of tiles for GPU kernels; --tune writes it", "CLOCHER_TILE_TABLE"
+        _PATH, "JSON table of tiles for GPU kernels", "CLOCHER_TILE_TABLE"
     )
     config: Path | None = _run(
         _PATH, "TOML file of settings by name; flags and variables are stronger"
@@ -194,12 +194,6 @@ class EngineConfig:
         "how a block-diffusion model denoises: lossless, or a rule such as threshold:0.9",
         default="auto",
         idle=("auto",),
-    )
-    share_drafts: bool = _run(
-        _SWITCH,
-        "draft from finished answers to other requests too: speed then reveals what other users' "
-        "texts contain",
-        idle=("0",),
     )
     act_prec: str | None = _hints(
         _ACT_PREC,

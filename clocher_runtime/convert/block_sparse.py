@@ -32,23 +32,16 @@ _EXTRA_BYTES_PER_TENSOR = 4096
 class Sparsifying:
     """What is done to the matrices.
 
-    Attributes:
-        block: rows and columns of a block.
-        inner: format of the blocks, one of `formats.bsr.INNERS`; "" keeps the matrix's own.
-        sparsity: share of the blocks that is zero at the end, at least; 0 leaves out those that are
-            zero already.
-        pattern: regular expression; the names that it matches whole are converted.
-        force: convert matrices that become larger too.
-
-    Raises:
-        UsageError: a setting has a value that it cannot have.
+    Raises UsageError: a setting has a value that it cannot have.
     """
 
-    block: tuple[int, int] = (32, 32)
-    inner: str = ""
+    block: tuple[int, int] = (32, 32)  # rows and columns of a block
+    inner: str = ""  # format of the blocks, one of `formats.bsr.INNERS`; "" keeps the matrix's own
+    # share of the blocks that is zero at the end, at least; 0 leaves out those that are zero
+    # already
     sparsity: float = 0.0
-    pattern: str = LINEARS
-    force: bool = False
+    pattern: str = LINEARS  # regular expression; the names that it matches whole are converted
+    force: bool = False  # convert matrices that become larger too
 
     def __post_init__(self) -> None:
         if not 0 <= self.sparsity < 1:
@@ -64,8 +57,7 @@ class Sparsifying:
     def apply(self, tensor: QuantTensor) -> QuantTensor:
         """Return a float matrix as block-sparse rows.
 
-        Raises:
-            FormatError: a value cannot be stored.
+        Raises FormatError: a value cannot be stored.
         """
         values = tensor.decode()
         if self.sparsity:
@@ -75,33 +67,21 @@ class Sparsifying:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a matrix that the pattern names.
-
-    Attributes:
-        name: its name.
-        density: share of its blocks that are not zero.
-        before: bytes it had.
-        after: bytes it has as block-sparse rows, or would have.
-        format: name of the format it is stored in.
-        note: why it stayed dense; "" if it did not.
-    """
+    """What became of a matrix that the pattern names."""
 
     name: str
-    density: float
-    before: int
-    after: int
-    format: str
-    note: str
+    density: float  # share of its blocks that are not zero
+    before: int  # bytes it had
+    after: int  # bytes it has as block-sparse rows, or would have
+    format: str  # name of the format it is stored in
+    note: str  # why it stayed dense; "" if it did not
 
 
 def prune(values: np.ndarray, block: tuple[int, int], sparsity: float) -> np.ndarray:
     """Return the values [N, K] with the weakest blocks made zero.
 
-    Args:
-        values: fp32 [N, K].
-        block: rows and columns of a block.
-        sparsity: share of the blocks that is zero afterwards; the number is rounded down. Of
-            equally strong blocks the first ones go.
+    `values`: fp32 [N, K]; `block`: rows and columns of a block; `sparsity`: share of the blocks
+    that is zero afterwards; the number is rounded down. Of equally strong blocks the first ones go.
     """
     (n, k), (height, width) = values.shape, block
     rows, columns = np.arange(0, n, height), np.arange(0, k, width)
@@ -118,38 +98,22 @@ def prune(values: np.ndarray, block: tuple[int, int], sparsity: float) -> np.nda
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseConversion:
-    """A conversion that has been checked and can start.
+    """A conversion that has been checked and can start."""
 
-    Attributes:
-        source: the input.
-        out_dir: where the IEBIN files will be.
-        how: what is done to the matrices.
-        names: the matrices that it is done to.
-        nbytes: bytes that the output takes at most.
-        free_bytes: bytes that the disk has for it.
-    """
-
-    source: Checkpoint
-    out_dir: Path
-    how: Sparsifying
-    names: tuple[str, ...]
-    nbytes: int
-    free_bytes: int
+    source: Checkpoint  # the input
+    out_dir: Path  # where the IEBIN files will be
+    how: Sparsifying  # what is done to the matrices
+    names: tuple[str, ...]  # the matrices that it is done to
+    nbytes: int  # bytes that the output takes at most
+    free_bytes: int  # bytes that the disk has for it
 
     def run(self, progress: Progress | None = None) -> list[Outcome]:
         """Write the output.
 
-        Args:
-            progress: called after each tensor with the bytes written so far and its name.
-
-        Returns:
-            What became of each matrix.
-
-        Raises:
-            ModelChanged: the input changed meanwhile.
-            FormatError: a tensor holds a code that its format forbids, or cannot be stored.
-            UsageError: no matrix would become smaller, or another conversion is at work there.
-            OSError: the output cannot be written; nothing of it is left.
+        Returns what became of each matrix. Raises ModelChanged: the input changed meanwhile;
+        FormatError: a tensor holds a code that its format forbids, or cannot be stored; UsageError:
+        no matrix would become smaller, or another conversion is at work there; OSError: the output
+        cannot be written; nothing of it is left.
         """
         vocab = vocabulary(self.source)
         self.out_dir.mkdir(parents=True, exist_ok=True)
@@ -201,15 +165,10 @@ def plan_block_sparse(
 ) -> SparseConversion:
     """Open the input and check everything that can be checked before writing.
 
-    Args:
-        model_dir: a Hugging Face checkpoint or an IEBIN model.
-        out_dir: directory for the output; it is made if need be.
-        how: what is done; None leaves out zero blocks of 32 x 32.
-
-    Raises:
-        ModelError: the input is missing, damaged or unknown.
-        UsageError: the output directory cannot be used, or no matrix can be converted.
-        OSError: the disk is too small.
+    `model_dir`: a Hugging Face checkpoint or an IEBIN model; `how`: what is done; None leaves out
+    zero blocks of 32 x 32. Raises ModelError: the input is missing, damaged or unknown; UsageError:
+    the output directory cannot be used, or no matrix can be converted; OSError: the disk is too
+    small.
     """
     how = how or Sparsifying()
     refuse_hf_folder(out_dir)

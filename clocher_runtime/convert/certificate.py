@@ -66,18 +66,10 @@ def write_certificate(
 ) -> tuple[int, int]:
     """Read the source again, compare it with the model made of it, and write what was found.
 
-    Args:
-        source: what the model was converted from.
-        model_dir: directory of the IEBIN model, whose own hashes have been checked.
-        progress: called after each tensor with the bytes of the source so far and its name.
-
-    Returns:
-        How many tensors have bit-identical values, and how many there are.
-
-    Raises:
-        FormatError: a tensor of the same format in both has other bytes.
-        ModelChanged: a file changed meanwhile.
-        OSError: the certificate cannot be written; then none is there.
+    `model_dir`: directory of the IEBIN model, whose own hashes have been checked. Returns how many
+    tensors have bit-identical values, and how many there are. Raises FormatError: a tensor of the
+    same format in both has other bytes; ModelChanged: a file changed meanwhile; OSError: the
+    certificate cannot be written; then none is there.
     """
     model = open_checkpoint(model_dir)
     found, done = [], 0
@@ -121,19 +113,12 @@ def write_certificate(
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What a check of a certificate found.
+    """What a check of a certificate found."""
 
-    Attributes:
-        tensors: how many it lists.
-        identical: of how many it says that their values are those of the source, bit for bit.
-        source: the source that was compared, too; None: it is not where it was.
-        problems: a line for each difference.
-    """
-
-    tensors: int
-    identical: int
-    source: Path | None
-    problems: tuple[str, ...]
+    tensors: int  # how many it lists
+    identical: int  # of how many it says that their values are those of the source, bit for bit
+    source: Path | None  # the source that was compared, too; None: it is not where it was
+    problems: tuple[str, ...]  # a line for each difference
 
 
 def check_certificate(
@@ -141,14 +126,9 @@ def check_certificate(
 ) -> Checked:
     """Compute every hash of a certificate again, from the model and, if it is there, the source.
 
-    Args:
-        model_dir: directory of the IEBIN model, deduplicated or not.
-        source: what it was converted from; None: where it was then.
-        progress: called after each tensor with the bytes of the model so far and its name.
-
-    Raises:
-        ModelNotFound: there is no certificate or no model, or not the source that was given.
-        ModelError: one of them cannot be read at all, or is of an unknown version.
+    `model_dir`: directory of the IEBIN model, deduplicated or not. Raises ModelNotFound: there is
+    no certificate or no model, or not the source that was given; ModelError: one of them cannot be
+    read at all, or is of an unknown version.
     """
     document = read_certificate(model_dir)
     origin, index = document["source"], read_index(model_dir / JSON_NAME)
@@ -188,10 +168,8 @@ def check_certificate(
 def read_certificate(model_dir: Path) -> dict[str, Any]:
     """Return the certificate of a model, checked field by field.
 
-    Raises:
-        ModelNotFound: there is none.
-        FormatError: it is damaged.
-        UnsupportedModel: it is of another version.
+    Raises ModelNotFound: there is none; FormatError: it is damaged; UnsupportedModel: it is of
+    another version.
     """
     path = model_dir / CERTIFICATE_NAME
     document = read_sealed(read_bytes(path, MAX_JSON_BYTES), str(path), _KIND, _FIELDS)

@@ -26,26 +26,18 @@ _STRATEGIES = {"tensor": "tensor", "row": "channel", "b128": "block"}
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How linears of one format are stored.
+    """How linears of one format are stored."""
 
-    Attributes:
-        form: `format` of the config group.
-        weights: `weights` of the config group.
-        arrays: of a linear of this shape.
-        make: the arrays of a tensor, in the same order.
-    """
-
-    form: str
-    weights: Mapping[str, Any]
-    arrays: Callable[[tuple[int, ...]], Arrays]
-    make: Callable[[QuantTensor], list[np.ndarray]]
+    form: str  # `format` of the config group
+    weights: Mapping[str, Any]  # `weights` of the config group
+    arrays: Callable[[tuple[int, ...]], Arrays]  # of a linear of this shape
+    make: Callable[[QuantTensor], list[np.ndarray]]  # the arrays of a tensor, in the same order
 
 
 def scheme_of(fmt: Format) -> Scheme:
     """Return how a linear is stored.
 
-    Raises:
-        FormatError: compressed-tensors has no form that holds these values exactly.
+    Raises FormatError: compressed-tensors has no form that holds these values exactly.
     """
     if isinstance(fmt, Float):
         return Scheme(

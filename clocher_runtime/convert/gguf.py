@@ -59,17 +59,11 @@ _ARCHITECTURES = {
 
 @dataclass(frozen=True, slots=True)
 class GgufEntry:
-    """A tensor of the file.
+    """A tensor of the file."""
 
-    Attributes:
-        name: as llama.cpp spells it.
-        shape: logical shape, slowest dimension first.
-        kind: its element type.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    kind: GgmlType
+    name: str  # as llama.cpp spells it
+    shape: tuple[int, ...]  # logical shape, slowest dimension first
+    kind: GgmlType  # its element type
 
     @property
     def nbytes(self) -> int:
@@ -88,19 +82,12 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class GgufExport:
-    """A file that can be written.
+    """A file that can be written."""
 
-    Attributes:
-        spec: the model.
-        fields: metadata.
-        items: its tensors.
-        notes: where llama.cpp does not compute what Clocher does.
-    """
-
-    spec: ModelSpec
-    fields: Mapping[str, Field]
-    items: tuple[_Item, ...]
-    notes: tuple[str, ...]
+    spec: ModelSpec  # the model
+    fields: Mapping[str, Field]  # metadata
+    items: tuple[_Item, ...]  # its tensors
+    notes: tuple[str, ...]  # where llama.cpp does not compute what Clocher does
 
     @property
     def nbytes(self) -> int:
@@ -118,16 +105,9 @@ class GgufExport:
     ) -> None:
         """Write the file.
 
-        Args:
-            checkpoint: the model's weights.
-            path: the file; its directory exists.
-            progress: called after each tensor with the bytes written so far and its name.
-            check: called with the finished file before it gets its name; may refuse it.
-
-        Raises:
-            ModelChanged: the input changed meanwhile.
-            FormatError: a tensor is damaged, or ggml cannot hold it exactly.
-            OSError: the file cannot be written; nothing of it is left.
+        `check`: called with the finished file before it gets its name; may refuse it. Raises
+        ModelChanged: the input changed meanwhile; FormatError: a tensor is damaged, or ggml cannot
+        hold it exactly; OSError: the file cannot be written; nothing of it is left.
         """
         done = 0
 
@@ -171,16 +151,10 @@ def write_gguf(
 ) -> None:
     """Write a file: a header that says everything, then the tensors.
 
-    Args:
-        path: the file.
-        fields: metadata; integers are stored as u32 (in a list as i32), floats as f32.
-        entries: the tensors, in order.
-        tensors: the bytes of each, in pieces.
-        check: called with the finished file before it gets its name; may refuse it.
-
-    Raises:
-        FormatError: a tensor has other bytes than its entry says.
-        OSError: the file cannot be written; nothing of it is left.
+    `fields`: metadata; integers are stored as u32 (in a list as i32), floats as f32; `entries`: the
+    tensors, in order; `tensors`: the bytes of each, in pieces; `check`: called with the finished
+    file before it gets its name; may refuse it. Raises FormatError: a tensor has other bytes than
+    its entry says; OSError: the file cannot be written; nothing of it is left.
     """
     with replacing(path) as file:
         file.write(_layout(fields, entries)[1])
@@ -208,20 +182,13 @@ def plan_gguf(
 ) -> GgufExport:
     """Check that a model can be written as GGUF, and how.
 
-    Args:
-        config: contents of its config.json.
-        formats: format of each tensor.
-        name: of the model, for people.
-        kind: "same" keeps the numbers exactly; "f32", "f16" or "bf16" decodes all matrices, for
-            llama-quantize to encode.
-        vocab: metadata of the vocabulary; without any llama-bench takes the file and no server.
-        floats: names of the matrices that become floats in any case -> "f32", "f16" or "bf16".
-        timed: the text does not matter: BitNet is written as llama.cpp's "bitnet".
-
-    Raises:
-        UsageError: the kind is not known.
-        UnsupportedModel: llama.cpp, and for BitNet bitnet.cpp, has no such model.
-        FormatError: ggml has no type for a format.
+    `config`: contents of its config.json; `formats`: format of each tensor; `kind`: "same" keeps
+    the numbers exactly; "f32", "f16" or "bf16" decodes all matrices, for llama-quantize to encode;
+    `vocab`: metadata of the vocabulary; without any llama-bench takes the file and no server;
+    `floats`: names of the matrices that become floats in any case -> "f32", "f16" or "bf16";
+    `timed`: the text does not matter: BitNet is written as llama.cpp's "bitnet". Raises UsageError:
+    the kind is not known; UnsupportedModel: llama.cpp, and for BitNet bitnet.cpp, has no such
+    model; FormatError: ggml has no type for a format.
     """
     if kind not in TYPES:
         raise UsageError(f"GGUF type {kind!r}; known: {', '.join(TYPES)}")

@@ -24,21 +24,14 @@ from clocher_runtime.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GgufConversion:
-    """A file that has been planned.
+    """A file that has been planned."""
 
-    Attributes:
-        source: the model.
-        path: the file.
-        export: what it will hold.
-        floats: names of the tensors that become floats, because ggml cannot hold their numbers.
-        free_bytes: bytes that the disk has for it.
-    """
-
-    source: Checkpoint
-    path: Path
-    export: GgufExport
+    source: Checkpoint  # the model
+    path: Path  # the file
+    export: GgufExport  # what it will hold
+    # names of the tensors that become floats, because ggml cannot hold their numbers
     floats: tuple[str, ...]
-    free_bytes: int
+    free_bytes: int  # bytes that the disk has for it
 
     @property
     def nbytes(self) -> int:
@@ -48,10 +41,8 @@ class GgufConversion:
     def run(self, progress: Progress | None = None) -> None:
         """Write the file under another name, check it and give it its own.
 
-        Raises:
-            ModelError: the input changed, or a tensor is damaged.
-            UnsupportedModel: GGUF cannot say all of this model.
-            OSError: the file cannot be written; nothing of it is left.
+        Raises ModelError: the input changed, or a tensor is damaged; UnsupportedModel: GGUF cannot
+        say all of this model; OSError: the file cannot be written; nothing of it is left.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.export.write(self.source, self.path, progress, self._check)
@@ -84,17 +75,11 @@ def plan_gguf_model(
 ) -> GgufConversion:
     """Check what can be checked before writing.
 
-    Args:
-        source: the model.
-        path: the file.
-        others: float type of the matrices whose numbers ggml cannot hold; None refuses them.
-        pre: the pre-type of the tokenizer, if it is not to be found.
-
-    Raises:
-        ModelError: the model is damaged, or GGUF cannot say it.
-        UsageError: the file is one of the input's, or a flag has no place.
-        FormatError: ggml has no type for the numbers of a matrix.
-        OSError: the disk is too small.
+    `others`: float type of the matrices whose numbers ggml cannot hold; None refuses them; `pre`:
+    the pre-type of the tokenizer, if it is not to be found. Raises ModelError: the model is
+    damaged, or GGUF cannot say it; UsageError: the file is one of the input's, or a flag has no
+    place; FormatError: ggml has no type for the numbers of a matrix; OSError: the disk is too
+    small.
     """
     if any(path.exists() and path.samefile(file.path) for file in source.files):
         raise UsageError(f"{path}: is a file of the input; choose another output")
@@ -133,8 +118,7 @@ def plan_gguf_model(
 def begins_with_bos(source: Checkpoint) -> bool:
     """Return whether a text begins with BOS.
 
-    Raises:
-        UnsupportedModel: the tokenizer adds something else to a text.
+    Raises UnsupportedModel: the tokenizer adds something else to a text.
     """
     tokenizer = Tokenizer(source.tokenizer_source, source.tokenizer_config)
     whole, plain = tokenizer.encode("a"), tokenizer.encode("a", special=False)

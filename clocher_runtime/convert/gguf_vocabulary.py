@@ -40,18 +40,11 @@ def vocabulary_fields(
 ) -> dict[str, Field]:
     """Return the metadata of a vocabulary.
 
-    Args:
-        tokenizer: content of tokenizer.json.
-        config: content of tokenizer_config.json.
-        ends: ids that end a turn, the most important first.
-        size: rows of the embedding.
-        begins: whether a text begins with BOS.
-        pre: what to call how text is split, whatever tokenizer.json says; byte-level BPE.
-
-    Raises:
-        UnsupportedModel: GGUF has no such tokenizer.
-        FormatError: the tokenizer contradicts itself or the model.
-        UsageError: the pre-type is not known, or has no place.
+    `tokenizer`: content of tokenizer.json; `config`: content of tokenizer_config.json; `ends`: ids
+    that end a turn, the most important first; `size`: rows of the embedding; `begins`: whether a
+    text begins with BOS; `pre`: what to call how text is split, whatever tokenizer.json says;
+    byte-level BPE. Raises UnsupportedModel: GGUF has no such tokenizer; FormatError: the tokenizer
+    contradicts itself or the model; UsageError: the pre-type is not known, or has no place.
     """
     try:
         document = json.loads(tokenizer)

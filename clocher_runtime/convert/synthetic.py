@@ -1,18 +1,14 @@
 """Models of published shapes with random weights, written as IEBIN and, if asked, as GGUF.
 
-A preset says everything about a model but its weights: speed is measured at real shapes without a
-download. assets/presets.json has those of published models, of `llama-1b`, which was never
-published, and of tiny models of the same kinds for tests.
-
-Weights have the standard deviation 1/sqrt(K), so that a linear keeps the size of its input, and
-logits come out of the order of 1. One tensor is in memory at a time. The same arguments give the
-same bytes.
+assets/presets.json has the shapes: published models, `llama-1b`, and tiny ones for tests. Weights
+have the standard deviation 1/sqrt(K), so logits are of the order of 1. One tensor is in memory at
+a time. The same arguments give the same bytes.
 """
 
 import copy
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -41,34 +37,20 @@ HEADS = ("bf16", "int8w", "int4")
 GROUPS = ("32", "64", "128", "row")
 GGUF_NAME = "model.gguf"
 
-_PRESETS = Path(__file__).parents[1] / "assets" / "presets.json"
 _STORED = Float("bf16")
 _BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A model without weights.
-
-    Attributes:
-        name: on command lines.
-        summary: one line for people.
-        settings: contents of its config.json, for all layers.
-    """
+    """A model without weights: its name, a line about it, its whole config.json."""
 
     name: str
     summary: str
     settings: Mapping[str, Any]
 
     def config(self, layers: int | None = None) -> dict[str, Any]:
-        """Return a config.json.
-
-        Args:
-            layers: keep this many layers, the first ones; None keeps all.
-
-        Raises:
-            UsageError: the model has fewer layers.
-        """
+        """Return a config.json with the first `layers` layers; None keeps all."""
         config = copy.deepcopy(dict(self.settings))
         most = config["num_hidden_layers"]
         if layers is not None and not 1 <= layers <= most:
@@ -79,21 +61,16 @@ class Preset:
         return config
 
 
-def _presets() -> dict[str, Preset]:
-    found = json.loads(_PRESETS.read_text(encoding="utf-8"))
-    return {name: Preset(name, about["summary"], about["config"]) for name, about in found.items()}
-
-
-PRESETS: Mapping[str, Preset] = MappingProxyType(_presets())
-"""Presets by name."""
+_FOUND = json.loads(
+    (Path(__file__).parents[1] / "assets" / "presets.json").read_text(encoding="utf-8")
+)
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {name: Preset(name, about["summary"], about["config"]) for name, about in _FOUND.items()}
+)
 
 
 def find_preset(name: str) -> Preset:
-    """Return the preset with this name.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return the preset with this name; UsageError if there is none."""
     if name not in PRESETS:
         raise UsageError(f"no preset {name!r}; known: {', '.join(PRESETS)}")
     return PRESETS[name]
@@ -104,12 +81,11 @@ class Precision:
     """How the matrices are stored.
 
     Attributes:
-        linears: of the blocks' linears; "native" is what the published model has.
-        group: columns that share a scale: "32", "64", "128", or "row"; int8w and int4.
-        head: of the head and the embedding table; None: bf16 as published, or for a Llama that of
-            its linears (int4 beside ternary).
-        attention: of the attention's linears; None: that of the linears, or for gpt-oss bf16 with
-            "native" and "mxfp4".
+        linears: of the layers' linears; "native" is what the published model has.
+        group: columns that share a scale, int8w and int4.
+        head: of head and embedding; None: bf16 as published, for a Llama that of the linears (int4
+            beside ternary).
+        attention: of the attention's linears; None: that of the linears, bf16 for gpt-oss.
     """
 
     linears: str = "native"
@@ -128,11 +104,7 @@ class Precision:
                 raise UsageError(f"{what} is {got!r}; known: {', '.join(known)}")
 
     def formats(self, spec: ModelSpec) -> dict[str, Format]:
-        """Return the format of every tensor of a model.
-
-        Raises:
-            UsageError: a tensor of the model does not fit its format.
-        """
+        """Return the format of every tensor; UsageError if a tensor does not fit its format."""
         native = _native(spec)
         linears = native if self.linears == "native" else self.linears
         attention = self.attention or linears
@@ -155,35 +127,21 @@ class Precision:
         return formats
 
     def _format(self, name: str) -> Format:
+        row = self.group == "row"
         if name == "int8w":
-            return Int8("row", "f32") if self.group == "row" else Int8(int(self.group), "f16")
+            return Int8("row", "f32") if row else Int8(int(self.group), "f16")
         if name == "int4":
-            return Int4(True, "row" if self.group == "row" else int(self.group), "f16")
+            return Int4(True, "row" if row else int(self.group), "f16")
         return {"bf16": _STORED, "ternary": Ternary(), "mxfp4": Mxfp4()}[name]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Synthesis:
-    """A model that has been checked and can be made.
+    """A model that has been checked and can be written; `nbytes` is an upper bound."""
 
-    Attributes:
-        preset: name of the preset.
-        settings: contents of its config.json, generation_config.json and tokenizer_config.json.
-        vocab: contents of its tokenizer.json, or None.
-        formats: format of every tensor, in the order of the file.
-        make: makes a tensor; called once for each name.
-        out_dir: where the files will be.
-        gguf: the GGUF to write beside the IEBIN, or None.
-        source: what the model was made from, for people.
-        nbytes: bytes that the output will take, an upper bound.
-        free_bytes: bytes that the disk has for it.
-    """
-
-    preset: str
-    settings: tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]
-    vocab: bytes | None
+    config: Mapping[str, Any]
     formats: Mapping[str, Format]
-    make: Callable[[str], QuantTensor]
+    seed: int
     out_dir: Path
     gguf: GgufExport | None
     source: Mapping[str, Any]
@@ -193,28 +151,26 @@ class Synthesis:
     def run(self, progress: Progress | None = None) -> None:
         """Write the model. A model.gguf of another model that is there is removed.
 
-        Args:
-            progress: called after each tensor with the bytes written so far and its name.
-
         Raises:
             UsageError: another program is writing to the same directory.
             OSError: the output cannot be written; nothing of what failed is left.
         """
+        spec = spec_from_config(self.config)
+        needs = inventory(spec)
         self.out_dir.mkdir(parents=True, exist_ok=True)
         (self.out_dir / GGUF_NAME).unlink(missing_ok=True)
         with IebinWriter(self.out_dir, progress=progress) as writer:
-            for name in self.formats:
-                writer.add(name, self.make(name))
+            for name, fmt in self.formats.items():
+                writer.add(name, random_tensor(name, needs[name], fmt, self.seed))
             done = writer.nbytes
-            writer.commit(*self.settings, self.vocab, self.source)
+            writer.commit(self.config, {}, {}, byte_tokenizer(spec.vocab_size), self.source)
         if self.gguf is not None:
-            checkpoint = open_iebin(self.out_dir / JSON_NAME)
 
             def tell(nbytes: int, name: str) -> None:
                 if progress:
                     progress(done + nbytes, name)
 
-            self.gguf.write(checkpoint, self.out_dir / GGUF_NAME, tell)
+            self.gguf.write(open_iebin(self.out_dir / JSON_NAME), self.out_dir / GGUF_NAME, tell)
 
 
 def plan_synthesis(
@@ -228,13 +184,7 @@ def plan_synthesis(
 ) -> Synthesis:
     """Check everything that can be checked before writing.
 
-    Args:
-        preset: name of a preset.
-        precision: how matrices are stored.
-        out_dir: directory for the output; it is made if need be.
-        seed: of the weights.
-        layers: keep only this many layers.
-        gguf: also write GGUF: "same", or a float type for llama-quantize; None: no.
+    `layers` keeps the first layers alone. `gguf` also writes GGUF: "same", or a float type.
 
     Raises:
         UsageError: an argument cannot be used.
@@ -245,73 +195,34 @@ def plan_synthesis(
     config = stored_config(preset, precision, layers)
     spec = spec_from_config(config)
     formats = precision.formats(spec)
-    source = {"container": "synthetic", **described(preset, precision, seed)}
-    tokens = spelled_vocabulary(_byte_vocab(spec.vocab_size))
-    export = plan_gguf(config, formats, preset, gguf, tokens, timed=True) if gguf else None
-    needs, vocab = inventory(spec), byte_tokenizer(spec.vocab_size)
-
-    def make(name: str) -> QuantTensor:
-        return random_tensor(name, needs[name], formats[name], seed)
-
-    nbytes, free = room(spec, formats, vocab, export, out_dir)
-    return Synthesis(
-        preset, (config, {}, {}), vocab, formats, make, out_dir, export, source, nbytes, free
-    )
+    tokens = _byte_vocab(spec.vocab_size)
+    export = None
+    if gguf:
+        export = plan_gguf(config, formats, preset, gguf, spelled_vocabulary(tokens), timed=True)
+    said = asdict(precision)
+    source = {"container": "synthetic", "preset": preset, "seed": seed}
+    source |= {"precision": said.pop("linears"), **said}
+    needs = inventory(spec)
+    nbytes = model_bytes((fmt, needs[name].shape) for name, fmt in formats.items())
+    nbytes += len(byte_tokenizer(spec.vocab_size)) + (export.nbytes if export else 0)
+    free = check_free(out_dir / BIN_NAME, nbytes)
+    return Synthesis(config, formats, seed, out_dir, export, source, nbytes, free)
 
 
 def stored_config(preset: str, precision: Precision, layers: int | None) -> dict[str, Any]:
-    """Return the config.json of a preset whose matrices are stored in a precision.
-
-    Raises:
-        UsageError: there is no such preset, or it has fewer layers.
-    """
+    """Return the config.json of a preset whose matrices are stored in a precision."""
     config = find_preset(preset).config(layers)
     if precision.linears not in ("native", _native(spec_from_config(config))):
         config.pop("quantization_config", None)
     return config
 
 
-def described(preset: str, precision: Precision, seed: int) -> dict[str, Any]:
-    """Return what a model is made from, for people."""
-    return {
-        "preset": preset,
-        "seed": seed,
-        "precision": precision.linears,
-        "group": precision.group,
-        "head": precision.head,
-        "attention": precision.attention,
-    }
-
-
-def room(
-    spec: ModelSpec,
-    formats: Mapping[str, Format],
-    vocab: bytes | None,
-    export: GgufExport | None,
-    out_dir: Path,
-) -> tuple[int, int]:
-    """Return the bytes that a model will take, an upper bound, and those that the disk has.
-
-    Raises:
-        OSError: the disk is too small.
-    """
-    needs = inventory(spec)
-    nbytes = model_bytes((fmt, needs[name].shape) for name, fmt in formats.items())
-    nbytes += len(vocab or b"") + (export.nbytes if export else 0)
-    return nbytes, check_free(out_dir / BIN_NAME, nbytes)
-
-
 def _native(spec: ModelSpec) -> str:
-    """Return the precision of the published models of a family."""
     return {"gpt_oss": "mxfp4", "bitnet": "ternary"}.get(spec.family, "bf16")
 
 
 def random_tensor(name: str, need: Need, fmt: Format, seed: int) -> QuantTensor:
-    """Return a tensor of random weights.
-
-    Raises:
-        FormatError: weights of this format cannot be drawn.
-    """
+    """Return a tensor of random weights; FormatError for a format that cannot be drawn."""
     if need.kind == "vector":
         if "norm" in name:
             return normal_vector(name, need.shape, seed, 1.0, 0.05, fmt)
@@ -320,12 +231,7 @@ def random_tensor(name: str, need: Need, fmt: Format, seed: int) -> QuantTensor:
 
 
 def byte_tokenizer(vocab_size: int) -> bytes:
-    """Return a tokenizer.json: a token for each byte, and words that no text encodes to.
-
-    Raises:
-        FormatError: the vocabulary has no room for the bytes.
-    """
-    vocab = _byte_vocab(vocab_size)
+    """Return a tokenizer.json: a token for each byte, and words that no text encodes to."""
     level = {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -334,14 +240,10 @@ def byte_tokenizer(vocab_size: int) -> bytes:
     }
     document: dict[str, Any] = {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": [],
-        "normalizer": None,
         "pre_tokenizer": level,
-        "post_processor": None,
         "decoder": level,
-        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+        "model": {"type": "BPE", "vocab": _byte_vocab(vocab_size), "merges": []},
     }
     return json.dumps(document, ensure_ascii=False).encode()
 

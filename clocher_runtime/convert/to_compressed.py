@@ -38,19 +38,12 @@ _HEADER = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor of the output.
+    """A tensor of the output."""
 
-    Attributes:
-        name: in the checkpoint.
-        format: that it will have.
-        scheme: how that is stored; None: as plain floats, under its own name.
-        arrays: by their names in the file.
-    """
-
-    name: str
-    format: Format
-    scheme: Scheme | None
-    arrays: Arrays
+    name: str  # in the checkpoint
+    format: Format  # that it will have
+    scheme: Scheme | None  # how that is stored; None: as plain floats, under its own name
+    arrays: Arrays  # by their names in the file
 
     @property
     def nbytes(self) -> int:
@@ -62,21 +55,13 @@ class _Stored:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompressedConversion:
-    """A directory that has been planned.
+    """A directory that has been planned."""
 
-    Attributes:
-        source: the model.
-        out_dir: the directory.
-        shards: what each file of weights will hold.
-        floats: names of the matrices that become floats.
-        free_bytes: bytes that the disk has for it.
-    """
-
-    source: Checkpoint
-    out_dir: Path
-    shards: tuple[tuple[_Stored, ...], ...]
-    floats: tuple[str, ...]
-    free_bytes: int
+    source: Checkpoint  # the model
+    out_dir: Path  # the directory
+    shards: tuple[tuple[_Stored, ...], ...]  # what each file of weights will hold
+    floats: tuple[str, ...]  # names of the matrices that become floats
+    free_bytes: int  # bytes that the disk has for it
 
     @property
     def nbytes(self) -> int:
@@ -86,11 +71,9 @@ class CompressedConversion:
     def run(self, progress: Progress | None = None) -> None:
         """Write the directory.
 
-        Raises:
-            ModelError: the input changed, or a tensor is damaged.
-            UnsupportedModel: the directory is not read as the model that was written.
-            UsageError: something has its name meanwhile.
-            OSError: it cannot be written; nothing of it is left.
+        Raises ModelError: the input changed, or a tensor is damaged; UnsupportedModel: the
+        directory is not read as the model that was written; UsageError: something has its name
+        meanwhile; OSError: it cannot be written; nothing of it is left.
         """
         partial = self.out_dir.with_name(self.out_dir.name + PARTIAL)
         shutil.rmtree(partial, ignore_errors=True)
@@ -217,16 +200,9 @@ def plan_compressed(
 ) -> CompressedConversion:
     """Check what can be checked before writing.
 
-    Args:
-        source: the model.
-        out_dir: the directory; there is none, or it is empty.
-        others: float type of the matrices that compressed-tensors cannot hold; None refuses them.
-
-    Raises:
-        UnsupportedModel: the family's files have other tensors than Clocher.
-        FormatError: a matrix cannot be held.
-        UsageError: the directory is not empty.
-        OSError: the disk is too small.
+    `others`: float type of the matrices that compressed-tensors cannot hold; None refuses them.
+    Raises UnsupportedModel: the family's files have other tensors than Clocher; FormatError: a
+    matrix cannot be held; UsageError: the directory is not empty; OSError: the disk is too small.
     """
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise UsageError(f"{out_dir}: is not empty; choose another directory")

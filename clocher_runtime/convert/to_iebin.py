@@ -50,25 +50,17 @@ _CONTAINERS = {"hf": "safetensors", "bin": "pytorch"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conversion:
-    """A conversion that has been checked and can start.
+    """A conversion that has been checked and can start."""
 
-    Attributes:
-        source: the input.
-        out_dir: where the IEBIN files will be.
-        formats: format of every tensor in the output, in the order of the file.
-        q4_map: the manifest, if there is one.
-        notes: what a person should know about how the input was read and the manifest applied.
-        nbytes: bytes that the output will take (an upper bound, closer than 1 %, for real models).
-        free_bytes: bytes that the disk has for it.
-    """
-
-    source: Checkpoint
-    out_dir: Path
-    formats: Mapping[str, Format]
-    q4_map: Q4Map | Q4Planes | None
+    source: Checkpoint  # the input
+    out_dir: Path  # where the IEBIN files will be
+    formats: Mapping[str, Format]  # format of every tensor in the output, in the order of the file
+    q4_map: Q4Map | Q4Planes | None  # the manifest, if there is one
+    # what a person should know about how the input was read and the manifest applied
     notes: tuple[str, ...]
+    # bytes that the output will take (an upper bound, closer than 1 %, for real models)
     nbytes: int
-    free_bytes: int
+    free_bytes: int  # bytes that the disk has for it
 
     @property
     def quantised(self) -> dict[str, str]:
@@ -82,17 +74,10 @@ class Conversion:
     def run(self, progress: Progress | None = None) -> int:
         """Write the output, or the rest of it if an earlier run of the same job was killed.
 
-        Args:
-            progress: called after each tensor with the bytes written so far and its name.
-
-        Returns:
-            How many tensors an earlier run had finished.
-
-        Raises:
-            ModelChanged: the input changed meanwhile.
-            FormatError: a tensor holds a code that its format forbids, or cannot be quantised.
-            UsageError: another conversion is writing to the same directory.
-            OSError: the output cannot be written; nothing of it is left.
+        Returns how many tensors an earlier run had finished. Raises ModelChanged: the input changed
+        meanwhile; FormatError: a tensor holds a code that its format forbids, or cannot be
+        quantised; UsageError: another conversion is writing to the same directory; OSError: the
+        output cannot be written; nothing of it is left.
         """
         self.out_dir.mkdir(parents=True, exist_ok=True)
         vocab = vocabulary(self.source)
@@ -155,9 +140,7 @@ def finish(
 ) -> None:
     """Commit what was made of a checkpoint, with its settings.
 
-    Raises:
-        ModelChanged: it changed meanwhile.
-        OSError: the output cannot be written.
+    Raises ModelChanged: it changed meanwhile; OSError: the output cannot be written.
     """
     source.check_unchanged()
     container = _CONTAINERS.get(source.kind, source.kind)
@@ -186,11 +169,7 @@ def open_source(path: Path) -> Checkpoint:
     Beside an IEBIN pair that was made of it a Hugging Face checkpoint comes first. Pickled weights
     are followed, never run, where there are no safetensors.
 
-    Args:
-        path: directory of a checkpoint, one with it in `hf` or `hf/original`, or a file.
-
-    Raises:
-        ModelError: the input is missing, damaged or unknown.
+    Raises ModelError: the input is missing, damaged or unknown.
     """
     directory = find_hf(path)
     if directory:
@@ -208,16 +187,9 @@ def plan_conversion(
 ) -> Conversion:
     """Open the input and check everything that can be checked before writing.
 
-    Args:
-        hf_dir: the input, as `opener` takes it.
-        out_dir: directory for the output; it is made if need be.
-        q4_map: path of a quantisation manifest.
-        opener: opens the input.
-
-    Raises:
-        ModelError: the input is missing, damaged or unknown.
-        UsageError: the output directory or the manifest cannot be used.
-        OSError: the disk is too small.
+    `hf_dir`: the input, as `opener` takes it; `q4_map`: path of a quantisation manifest; `opener`:
+    opens the input. Raises ModelError: the input is missing, damaged or unknown; UsageError: the
+    output directory or the manifest cannot be used; OSError: the disk is too small.
     """
     refuse_hf_folder(out_dir)
     rules = _load_map(q4_map) if q4_map else None
@@ -270,12 +242,8 @@ def write_tensor_map(model_dir: Path) -> int:
     It says nothing that model.ie.json does not say, and Clocher never reads it. It carries the
     checksum of the model.ie.json that it was made from, so that a stale map can be told.
 
-    Returns:
-        The number of tensors in it.
-
-    Raises:
-        ModelError: model.ie.json is missing or damaged.
-        OSError: the map cannot be written.
+    Returns the number of tensors in it. Raises ModelError: model.ie.json is missing or damaged;
+    OSError: the map cannot be written.
     """
     document = read_index(model_dir / JSON_NAME).document
     head = {

@@ -1,7 +1,7 @@
 """What JSON documents look like: one declared type each, and one way to say what differs.
 
 `strict_json` bounds a text and parses it; a `msgspec.Struct` says which fields a document has, of
-which types and ranges; `read_as` holds the one against the other (ADR 30).
+which types and ranges; `read_as` holds the one against the other (ADR 29).
 """
 
 import re

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -123,22 +123,6 @@ def gpu() -> dict[str, str | int]:
     return asdict(describe())
 
 
-def require_gpu(purpose: str) -> None:
-    """Fail if the CUDA back end cannot run here.
-
-    Args:
-        purpose: what needs it, as an error names it.
-
-    Raises:
-        DeviceError: there is no GPU that it can use.
-    """
-    from clocher_kernels.cuda.probe import unusable
-
-    reason = unusable()
-    if reason:
-        raise DeviceError(f"{purpose} needs a GPU: {reason}; run it on a machine that has one")
-
-
 class Reader(Protocol):
     """A buffer that is read to learn how fast memory is."""
 
@@ -158,19 +142,6 @@ def reader(backend: str, nbytes: int) -> Reader | None:
 
     made: Reader = CpuReader("2m", nbytes)
     return made
-
-
-def tune_tiles(weights: Iterable[tuple[str, int, int]], progress: Progress) -> dict[str, Any]:
-    """Return the table of the fastest tiles of the current GPU.
-
-    Args:
-        weights: format name, N and K of each weight that is multiplied by.
-        progress: called with (weights done, weights in all).
-    """
-    from clocher_kernels.cuda.tune import tune_model
-
-    table: dict[str, Any] = tune_model(weights, progress)
-    return table
 
 
 def acted_on(executor: Executor) -> frozenset[str]:
@@ -323,13 +294,6 @@ def fetch_ahead(nbytes: int) -> None:
     from cpu_fallback.team.large_pages import fetch_ahead
 
     fetch_ahead(nbytes)
-
-
-def shared_suffixes() -> Any:
-    """Return the class that drafts the next tokens of a text from finished ones."""
-    from cpu_fallback.drafts.shared import SharedSuffixes
-
-    return SharedSuffixes
 
 
 def suffix_automaton() -> Any:

@@ -5,7 +5,7 @@ between the passes of the larger one. It draws with the seeds, numbers and tempe
 requests, so where the models think alike they draw alike. Only what a text turned out to be keeps
 its keys: after a wrong guess fewer cells count, and the next tokens are written over the rest.
 
-Speculation asks it (`speculation.asking`); its time is inside the steps that it guesses for.
+Speculation asks it (`speculation.model_gate`); its time is inside the steps that it guesses for.
 
 Source: Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023.
 """
@@ -17,7 +17,7 @@ from clocher_runtime.engine.binding import Bound
 from clocher_runtime.engine.requests import Mailbox, Request
 from clocher_runtime.engine.step_inputs import Part, StepInputs
 from clocher_runtime.engine.timing import StepTimes
-from clocher_runtime.speculation.gate import PassCosts
+from clocher_runtime.speculation.gate import ForwardCosts
 
 
 class DraftModel:
@@ -37,7 +37,7 @@ class DraftModel:
         self._vocabulary, self.known_ids = vocabulary, bound.model.spec.vocab_size
         self._count = bound.sizes.slots
         self.slots = list(range(self._count))[::-1]
-        self.costs = PassCosts(bound.executor.plan.tokens)
+        self.costs = ForwardCosts(bound.executor.plan.tokens)
 
     def reader(self, ids: Sequence[int], sampling: Sampling, salt: bytes) -> "TextReader":
         """Return what reads a text.
@@ -49,8 +49,8 @@ class DraftModel:
         """
         return TextReader(self, ids, sampling, salt)
 
-    def guess(self, readers: Sequence["TextReader"], depth: int, most: int) -> list[list[int]]:
-        """Read on in some texts and guess how those go on; see `asking.DraftModel`."""
+    def draft(self, readers: Sequence["TextReader"], depth: int, most: int) -> list[list[int]]:
+        """Read on in some texts and guess how those go on; see `model_gate.DraftModel`."""
         parts: list[Part] = []
         ready: list[TextReader] = []
         most = min(most, self._executor.plan.tokens)

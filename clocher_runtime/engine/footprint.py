@@ -22,8 +22,7 @@ from clocher_runtime.models.build import PAGE_CELLS, lay_out, table_bytes
 from clocher_runtime.models.inventory import in_scope, inventory
 from clocher_runtime.models.selection import Selection, parse_selection
 from clocher_runtime.models.spec import ModelSpec
-from clocher_runtime.speculation.recycle import CANDIDATES
-from clocher_runtime.speculation.speculator import SHARING, rows_for
+from clocher_runtime.speculation.speculator import rows_for
 
 DEFAULT_CONTEXT = 4096
 ACT_GROUP = 128
@@ -32,7 +31,6 @@ PROGRAM_BYTES = 128 << 20
 """What Python, its libraries and the compiled kernels take beside any model: measured, rounded."""
 SPARSE_ON = ("cpu", "cuda", "reference")
 """Back ends that read lists of pages."""
-_RECYCLING = ("auto", "recycle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,6 @@ class Sizes:
     kv_dtype: str
     pages: int
     window_pages: int
-    candidates: int = 0
     selection: Selection | None = None
 
 
@@ -55,7 +52,6 @@ def sizes_of(
     config: EngineConfig,
     *,
     speculates: bool = False,
-    recycles: bool = False,
     width: int = 0,
 ) -> Sizes:
     """Return the sizes of a session.
@@ -64,7 +60,6 @@ def sizes_of(
         spec: the model.
         config: of the session.
         speculates: whether tokens are drafted, and forwards have a row for each.
-        recycles: whether that is done with the top tokens of earlier forwards.
         width: tokens and rows that a sequence takes in a forward which denoises blocks; 0: none.
 
     Raises:
@@ -84,8 +79,8 @@ def sizes_of(
     rows = max(drawn, batch * width, min(config.score_rows, tokens))
     window = max(spec.windows, default=0)
     few = window_pages(window, tokens, batch, context, kv_pages) if window else 0
-    rows, kept = tokens if config.all_logits else rows, CANDIDATES if recycles else 0
-    return Sizes(tokens, rows, batch, context, kv_dtype, kv_pages, few, kept, selection)
+    rows = tokens if config.all_logits else rows
+    return Sizes(tokens, rows, batch, context, kv_dtype, kv_pages, few, selection)
 
 
 def sizes_beside(sizes: Sizes, spec: ModelSpec, config: EngineConfig) -> Sizes:
@@ -101,22 +96,12 @@ def guesses(config: EngineConfig) -> bool:
     """Return whether the tokens of a session are drafted, unless blocks are denoised instead.
 
     Raises:
-        UsageError: there is nothing to verify, or nothing to share.
+        UsageError: there is nothing to verify.
     """
     mode = config.speculate
     if config.backend == "stub" and mode not in ("auto", "off"):
         raise UsageError(f"speculate={mode}: the stub has nothing to verify; give off")
-    found = mode != "off" and config.backend != "stub"
-    if config.share_drafts and (not found or mode not in SHARING):
-        raise UsageError(
-            f"share_drafts=True shares nothing with speculate={mode}; give auto, or drop it"
-        )
-    return found
-
-
-def recycles(mode: str) -> bool:
-    """Return whether the top tokens of forwards are kept for drafts."""
-    return mode in _RECYCLING
+    return mode != "off" and config.backend != "stub"
 
 
 def whole_layers(spec: ModelSpec) -> int:
@@ -184,7 +169,7 @@ class Footprint:
         packed: weights that are packed before the first step, beside those that were made; those
             of which zeros are skipped are packed twice.
         kv: the KV cache.
-        buffers: other buffers, the rotary tables, and that of recycled tokens.
+        buffers: other buffers, and the rotary tables.
     """
 
     mapped: int
@@ -216,19 +201,18 @@ def footprint(
     formats = {name: each.format for name, each in weights.items() if each.format is not None}
     width = usual_width(spec)
     config = EngineConfig(context=context)
-    sizes = sizes_of(spec, config, speculates=not width, recycles=not width, width=width)
+    sizes = sizes_of(spec, config, speculates=not width, width=width)
     scope = in_scope(spec, "all")
     plan = with_codes(lay_out(spec, formats, **asdict(sizes)), formats, scope)
     plan = skip_zeros(plan, formats, scope)
     packed = packed_names(plan)
     kv = sum(buffer.nbytes for buffer in plan.buffers.values() if buffer.role == "state")
-    recycled = 4 * sizes.candidates * spec.vocab_size
     return Footprint(
         mapped=sum(w.nbytes for n, w in weights.items() if not w.made and n not in packed),
         made=sum(w.nbytes for w in weights.values() if w.made),
         packed=sum(weights[name].nbytes for name in (*packed, *twice_packed(plan))),
         kv=kv,
-        buffers=plan.scratch_bytes() - kv + table_bytes(spec, sizes.context) + recycled,
+        buffers=plan.scratch_bytes() - kv + table_bytes(spec, sizes.context),
     )
 
 

@@ -15,8 +15,8 @@ from clocher_runtime.engine.requests import Mailbox, Request, Token
 from clocher_runtime.engine.step_inputs import Part, StepInputs
 from clocher_runtime.engine.timing import SpanKind, StepSums, StepTimes, Tally
 from clocher_runtime.speculation.draft import NO_DRAFT
-from clocher_runtime.speculation.gate import PassCosts, Trial
-from clocher_runtime.speculation.speculator import MOST_GUESSES, Counts, Speculator, Text
+from clocher_runtime.speculation.gate import ForwardCosts, Trial
+from clocher_runtime.speculation.speculator import MAX_DRAFT, Counts, Pending, Speculator
 
 Rows = tuple[Request, slice]
 """A request, and its output rows of a pass."""
@@ -64,7 +64,7 @@ class Passes:
     ) -> None:
         self.times, self.sums, self.speculator = StepTimes(), StepSums(), speculator
         self.turns, self.denoising = 0, Counts()
-        self.costs, self._trial = PassCosts(executor.plan.rows), Trial()
+        self.costs, self._trial = ForwardCosts(executor.plan.rows), Trial()
         self._ahead = 0  # passes that could guess blocks
         self._executor, self._pages = executor, pages
         self._inputs = StepInputs(executor)
@@ -73,7 +73,7 @@ class Passes:
     @property
     def counts(self) -> Counts:
         """Passes and their tokens, where nobody guesses."""
-        return Counts(passes=self.turns, tokens=self.sums.decode_tokens)
+        return Counts(forwards=self.turns, tokens=self.sums.decode_tokens)
 
     def forget(self, request: Request | None = None) -> None:
         """Write all inputs of the next pass anew if a request was in the last, or in any case."""
@@ -118,8 +118,6 @@ class Passes:
             self._executor.step(tokens, rows)
             sampled = self._executor.fetch("sampled", rows).tolist() if rows else []
             wanted, table = list(_rows(parts)), self._logits(parts, rows)
-            if guesses:
-                self._recycle(wanted, rows)
             made = self._verify(wanted, sampled, table, guesses)
             self._look(made)
             _tell(made)
@@ -142,9 +140,9 @@ class Passes:
         plan, base = self._executor.plan, sum(count for _, count in parts)
         texts, guessed = [], []
         for request, _ in parts:
-            most = min(MOST_GUESSES, request.budget - request.made - 1)
+            most = min(MAX_DRAFT, request.budget - request.made - 1)
             if request.track is not None and most > 0:
-                texts.append(Text(request.track, request.ids, most))
+                texts.append(Pending(request.track, request.ids, most))
                 guessed.append((request, request.cells + request.waiting_tokens))
         if not texts:
             return
@@ -218,17 +216,6 @@ class Passes:
                 return request.box.window.span(kind, prompt or decodes)
         return nullcontext(Tally(0))
 
-    def _recycle(self, wanted: list[Rows], rows: int) -> None:
-        """Let texts learn what the model ranked first after each token that has a row."""
-        candidates: np.ndarray | None = None
-        for request, of in wanted:
-            table = request.track.recycled if request.track is not None else None
-            if table is not None:
-                if candidates is None:
-                    candidates = self._executor.fetch("candidates", rows)
-                ids = np.array([request.ids[-1], *request.draft.tokens], np.int32)
-                table.learn(ids, candidates[of])
-
     def _verify(
         self, wanted: list[Rows], sampled: list[int], table: np.ndarray | None, guesses: bool
     ) -> dict[Request, list[Token]]:
@@ -260,7 +247,7 @@ class Passes:
                     request.track.sent = request.draft  # without what had no room, or was forbidden
                     self.speculator.learn(request.track, ids, len(ids) - 1)
                 else:  # it cannot be guessed at
-                    self.speculator.counts.passes += 1
+                    self.speculator.counts.forwards += 1
                     self.speculator.counts.tokens += len(ids)
         return made
 
@@ -269,7 +256,7 @@ class Passes:
         for request, tokens in made.items():
             if (glance := request.glance) is not None:
                 request.box.glances[request.index] = glance
-                self.denoising.passes += 1
+                self.denoising.forwards += 1
                 self.denoising.tokens += len(tokens)
 
 

@@ -16,7 +16,7 @@ from clocher_runtime.engine.drawing import draw
 from clocher_runtime.engine.pages import Sequence as Cached
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.models.spec import BlockDiffusion
-from clocher_runtime.speculation.draft import NO_DRAFT, ROOT, Draft
+from clocher_runtime.speculation.draft import NO_DRAFT, Draft
 from clocher_runtime.speculation.speculator import Track
 
 Finish = Literal["", "stop", "length"]
@@ -114,7 +114,6 @@ class Request(Cached):
         track: what is guessed about it; None: nothing is.
         draft: tokens that the step verifies.
         kept: how many of them have come true and stand in the cache where they belong.
-        again: tokens of a branch that came true, which the next step computes again.
         canvas: the block that is denoised; None: each pass makes the next token.
         masks: tokens that a pass computes behind the text and the draft, and that see each other: a
             block, or what lossless decoding guesses from.
@@ -137,7 +136,6 @@ class Request(Cached):
     track: Track | None = None
     draft: Draft = NO_DRAFT
     kept: int = 0
-    again: int = 0
     canvas: Canvas | None = None
     masks: Sequence[int] = ()
     guesses: Sequence[int] = ()
@@ -161,7 +159,7 @@ class Request(Cached):
         """Whether it makes tokens from the last ones made, of which all but one were guessed."""
         if self.canvas is not None:
             return self.passes > 0 and self.waiting_tokens <= self.canvas.size
-        return self.made > 0 and len(self.ids) - self.cells == 1 + self.again
+        return self.made > 0 and len(self.ids) - self.cells == 1
 
     @property
     def behind(self) -> int:
@@ -249,7 +247,7 @@ class Request(Cached):
         assert self.ahead is not None
         most = min(room, self.budget - self.made - 1)
         guesses = list(self.guesses[: max(0, most)])
-        self.draft = Draft(guesses, range(-1, len(guesses) - 1), [0] * len(guesses))
+        self.draft = Draft(guesses, [0] * len(guesses))
         block = min(self.ahead.block, room - len(guesses), most - len(guesses))
         self.masks = [self.ahead.mask] * block if block > 1 else ()
 
@@ -283,14 +281,14 @@ class Request(Cached):
             self.box.error, self.draft = error, NO_DRAFT
             return 0
         if written <= len(self.draft.tokens):
-            self.draft = self.draft.kept(range(written - 1))
+            self.draft = self.draft.first(written - 1)
         return written
 
     def _restrict(self, constraint: Constraint, masks: np.ndarray) -> int:
         constraint.fill(masks[0])
         written = 1
         for node, token in enumerate(self.draft.tokens):
-            if self.draft.parents[node] != node - 1 or not allows(masks[node], token):
+            if not allows(masks[node], token):
                 break
             constraint.take(token)
             if constraint.is_over:
@@ -323,13 +321,12 @@ class Request(Cached):
             logits were not finite.
         """
         made: list[Token] = []
-        node: int | None = ROOT
-        self.kept = self.again = 0
-        while node is not None:
-            token, row = sampled[node + 1], None if logits is None else logits[node + 1]
+        self.kept, drafted = 0, self.draft.tokens
+        for place, token in enumerate(sampled[: 1 + len(drafted)]):
             if token == NO_TOKEN:
                 self.is_faulty = True
                 break
+            row = None if logits is None else logits[place]
             try:
                 if self.sampling.on_host and token >= 0:
                     assert row is not None
@@ -339,13 +336,9 @@ class Request(Cached):
             except Exception as error:
                 self.box.error = error
                 break
-            if made[-1].last:
+            if made[-1].last or place == len(drafted) or drafted[place] != token:
                 break
-            node = self.draft.child(node, token)
-            if node is not None:
-                on_spine = node == self.kept
-                self.kept += on_spine
-                self.again += not on_spine
+            self.kept += 1
         return made
 
     def score(self, logits: np.ndarray) -> bool:

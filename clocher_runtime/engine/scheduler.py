@@ -146,8 +146,6 @@ class Scheduler:
         """Let requests go whose callers have left, or whose call has failed."""
         if any(r.box.is_over for r in self._running):
             for request in [r for r in self._running if r.box.is_over]:
-                if request.box.error is None:
-                    self._finish(request)
                 self._retire(request)
         if any(r.box.is_over for r in self._waiting):
             self._waiting = deque(r for r in self._waiting if not r.box.is_over)
@@ -248,7 +246,7 @@ class Scheduler:
         self._running.remove(request)
         self._slots.append(request.slot)
         self.pages.release(request, forget)
-        request.draft, request.again, request.guesses = NO_DRAFT, 0, ()
+        request.draft, request.guesses = NO_DRAFT, ()
         if request.track is not None and request.track.reader is not None:
             request.track.reader.leave()
         self.passes.forget(request)
@@ -284,13 +282,7 @@ class Scheduler:
                 ended = bool(made := done.made[request]) and made[-1].last
             if ended:
                 box.open -= 1
-                self._finish(request)
                 self._retire(request)
-
-    def _finish(self, request: Request) -> None:
-        """Let others be guessed from what a request made, if that is wanted."""
-        if self.speculator is not None and request.made:
-            self.speculator.finish(request.salt, request.ids[-request.made :])
 
     # What went wrong.
 

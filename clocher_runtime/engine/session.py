@@ -20,9 +20,9 @@ from clocher_runtime.engine.binding import bind
 from clocher_runtime.engine.constraint import Constraint, one_for_each
 from clocher_runtime.engine.diffusing import diffusing, longest_text, of_call, prepare, width_of
 from clocher_runtime.engine.draft_model import DraftModel
-from clocher_runtime.engine.footprint import guesses, recycles, sizes_beside, sizes_of
+from clocher_runtime.engine.drafting import Drafting, check_draft
+from clocher_runtime.engine.footprint import guesses, sizes_beside, sizes_of
 from clocher_runtime.engine.generation import Generation
-from clocher_runtime.engine.guessing import Guessing, check_draft
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.pages import Census
 from clocher_runtime.engine.probes import Touch
@@ -31,8 +31,7 @@ from clocher_runtime.engine.requests import Mailbox, Request
 from clocher_runtime.engine.scheduler import Scheduler
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.engine.turns import Turns
-from clocher_runtime.speculation.account import Account, account
-from clocher_runtime.speculation.speculator import Counts, Track
+from clocher_runtime.speculation.speculator import Account, Counts, Track, account
 
 
 class Session:
@@ -76,7 +75,6 @@ class Session:
             model.spec,
             config,
             speculates=drafts,
-            recycles=drafts and recycles(mode),
             width=width_of(self._blocks),
         )
         self.model, self.batch, self.context = model, sizes.slots, sizes.context
@@ -87,17 +85,15 @@ class Session:
         self.act_prec, self._scope_is_kept = own.act_prec, own.scope_is_kept
         self._executor, self._longest = own.executor, longest_text(self._blocks, own.longest)
         self._scores = config.all_logits or config.score_rows > 0
-        self._guessing: Guessing | None = None
+        self._drafting: Drafting | None = None
         if drafts:
             drafting = None
             if draft is not None:
                 smaller = sizes_beside(sizes, draft.spec, config)
                 guest = bind(draft, smaller, replace(how, beside=self._executor))
                 drafting = DraftModel(guest, model.spec.vocab_size)
-            self._guessing = Guessing(
-                mode, model.spec.vocab_size, sizes, config.share_drafts, drafting
-            )
-        speculator = self._guessing.speculator if self._guessing is not None else None
+            self._drafting = Drafting(mode, sizes.rows, drafting)
+        speculator = self._drafting.speculator if self._drafting is not None else None
         self._scheduler = Scheduler(
             self._executor,
             own.pages,
@@ -159,7 +155,7 @@ class Session:
         """Tokens that were computed."""
         return self._scheduler.kv_misses
 
-    def guessed(self, before: Counts | None = None) -> Account:
+    def speculation(self, before: Counts | None = None) -> Account:
         """Return what guessing came to, since an earlier state of its counts."""
         speculator = self._scheduler.speculator
         if speculator is None:
@@ -182,8 +178,8 @@ class Session:
         with self._turns.taken("warm"), self._executor.running():
             self._executor.warm()
             self._scheduler.passes.warm()
-            if self._guessing is not None:
-                self._guessing.warm()
+            if self._drafting is not None:
+                self._drafting.warm()
             self.synchronize()
 
     def work_touch(self, bytes_per_token: int, stride: int) -> Touch | None:
@@ -209,8 +205,8 @@ class Session:
             SessionBusy: it is called from within a step.
         """
         if self._turns.close():
-            if self._guessing is not None:
-                self._guessing.close()
+            if self._drafting is not None:
+                self._drafting.close()
             self._executor.close()
 
     def generate(
@@ -356,9 +352,9 @@ class Session:
         """Return what is to be guessed about a text; None if nothing is."""
         speculator = self._scheduler.speculator
         can_undo = constraint is None or hasattr(constraint, "undo")
-        if self._guessing is None or speculator is None or not can_undo:
+        if self._drafting is None or speculator is None or not can_undo:
             return None
-        return self._guessing.track(speculator, ids, sampling, salt)
+        return self._drafting.track(speculator, ids, sampling, salt)
 
     def _generation(self, begin: Callable[[], Mailbox]) -> Generation:
         return Generation(begin, self._turns.serve, self._turns.let_go, self._check_files)

@@ -43,7 +43,7 @@ class StepInputs:
             drafted, rows = len(draft.tokens) + len(masks_behind), request.rows(count)
             self._write(
                 (*request.ids[cells : cells + count], *draft.tokens, *masks_behind),
-                (*draft.parents, *range(len(draft.tokens) - 1, drafted - 1)),
+                range(-1, drafted - 1),
                 start,
                 count,
                 drafted,

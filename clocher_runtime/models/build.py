@@ -27,7 +27,6 @@ def build_plan(
     kv_dtype: str = "f32",
     pages: int | None = None,
     window_pages: int = 0,
-    candidates: int = 0,
     selection: Selection | None = None,
     room: Callable[[int, int], None] = lambda buffers, tables: None,
 ) -> Plan:
@@ -44,7 +43,6 @@ def build_plan(
         pages: pages of the KV cache of each layer; None: `slots` whole contexts.
         window_pages: pages of layers with a sliding window, which have a page table of their own;
             0: they have the others' table and number of pages.
-        candidates: tokens with the largest logits that are kept of each row; 0: none are.
         selection: the pages that layers without a window read; None: all.
         room: raises unless there is memory for the bytes of the buffers and of the rotary tables;
             called before the tables are made.
@@ -52,7 +50,7 @@ def build_plan(
     Returns:
         The Plan. Inputs: ids, slots, positions, ends, ancestors, pages, rows, masked, temperature,
         top_k, top_p, seeds, draws, allowed, and window_pages if these layers have a table of their
-        own. Outputs: logits [R, V], sampled [R], and candidates [R, K] if any are kept.
+        own. Outputs: logits [R, V], sampled [R].
     """
     plan = lay_out(
         spec,
@@ -64,7 +62,6 @@ def build_plan(
         kv_dtype=kv_dtype,
         pages=pages,
         window_pages=window_pages,
-        candidates=candidates,
         selection=selection,
     )
     room(plan.scratch_bytes(), table_bytes(spec, context))
@@ -88,7 +85,6 @@ def lay_out(
     kv_dtype: str = "f32",
     pages: int | None = None,
     window_pages: int = 0,
-    candidates: int = 0,
     selection: Selection | None = None,
 ) -> Plan:
     """Return the Plan that `build_plan` builds of the same arguments, without its rotary tables.
@@ -98,7 +94,7 @@ def lay_out(
     builder = Builder(spec, formats, tokens, rows, slots, context, kv_dtype)
     if pages is not None:
         builder.pages = pages
-    builder.window_pages, builder.candidates = window_pages, candidates
+    builder.window_pages = window_pages
     builder.selection = selection
     return quantize_for_ternary(builder.build(), formats)
 

@@ -53,7 +53,7 @@ class Builder:
     ) -> None:
         self.spec, self.formats = spec, formats
         self.tokens, self.rows, self.slots, self.context = tokens, rows, slots, context
-        self.kv_dtype, self.candidates = kv_dtype, 0
+        self.kv_dtype = kv_dtype
         self.blocks = -(-context // PAGE_CELLS)
         self.pages, self.window_pages = slots * self.blocks, 0
         self.selection: Selection | None = None
@@ -84,9 +84,6 @@ class Builder:
             self._linear(*head, activation="tanh", cap=spec.logit_softcap)
         else:
             self._linear(*head)
-        if self.candidates:
-            self._buffer("candidates", (self.rows, self.candidates), "i32", "R", "output")
-            self._call("top_tokens", {"logits": "logits", "candidates": "candidates"})
         settings = ("temperature", "top_k", "top_p", "seeds", "draws")
         draw = {n: n for n in ("logits", "allowed", "masked", *settings)}
         self._call("sample", {**draw, "ids": "sampled"})

@@ -11,7 +11,7 @@ from clocher_runtime.command.jsonline import SCHEMA
 from clocher_runtime.disk.strict_json import parse_object
 
 HARNESS_SCHEMA = "clocher.bench/1"
-STATUSES = ("ok", "error", "tuned", "void", "warmup")
+STATUSES = ("ok", "error", "void", "warmup")
 """How a run can end. Void and warm-up are words of the harness; only "ok" measures."""
 
 REASONS = ("bad_field", "not_json", "too_long", "too_many", "unknown_schema")

@@ -24,19 +24,12 @@ _STEP = 1 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenScores:
-    """What is known of each scored token. Arrays are [N], fp64 unless said otherwise.
+    """Scores of tokens. Arrays are [N], fp64 unless said otherwise."""
 
-    Attributes:
-        nll_reference: negative log-likelihood of the true token under the reference, in nats.
-        nll_model: the same under the model.
-        kld: KL divergence of the model's distribution from the reference's, in nats.
-        same_top: whether both hold the same token for the most likely one, bool.
-    """
-
-    nll_reference: np.ndarray
+    nll_reference: np.ndarray  # negative log-likelihood of the true token, in nats
     nll_model: np.ndarray
-    kld: np.ndarray
-    same_top: np.ndarray
+    kld: np.ndarray  # KL divergence of the model's distribution from the reference's, in nats
+    same_top: np.ndarray  # whether both have the same top-1 token, bool
 
     @property
     def delta_p(self) -> np.ndarray:
@@ -46,21 +39,12 @@ class TokenScores:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
-    """The scores of a whole text.
+    """The scores of a whole text."""
 
-    Attributes:
-        scores: of the tokens for which the model gave finite logits.
-        owner: document of each of them, i64 [N].
-        documents: number of documents.
-        nonfinite: tokens for which the model's logits had a NaN or an infinity.
-        lower_bound: `kld` is a lower bound: all tokens beyond the stored ones are one bucket.
-    """
-
-    scores: TokenScores
-    owner: np.ndarray
+    scores: TokenScores  # of the tokens for which the model gave finite logits
+    owner: np.ndarray  # document of each of them, i64 [N]
     documents: int
-    nonfinite: int
-    lower_bound: bool = False
+    nonfinite: int  # tokens for which the model's logits had a NaN or an infinity
 
 
 def compare(
@@ -68,32 +52,11 @@ def compare(
 ) -> Comparison:
     """Score every window with both models, at most two windows of logits in memory.
 
-    Args:
-        reference: logits of the float model, such as `Session.logits`.
-        model: logits of the model that is judged.
-        documents: the text.
-        progress: called with (done, total) windows.
-
-    Raises:
-        ModelError: the reference gives logits that are not finite.
+    Raises ModelError: the reference gives logits that are not finite.
     """
-
-    def score(ids: Sequence[int]) -> TokenScores:
-        return score_window(reference(ids), model(ids), ids)
-
-    return run(score, documents, progress)
-
-
-def run(
-    score: Callable[[Sequence[int]], TokenScores],
-    documents: Documents,
-    progress: Progress | None = None,
-    lower_bound: bool = False,
-) -> Comparison:
-    """Score the windows in order and join the results; see `compare`."""
     parts = []
-    for number, (_, ids) in enumerate(documents):
-        parts.append(score(ids))
+    for number, ids in enumerate(documents.windows):
+        parts.append(score_window(reference(ids), model(ids), ids))
         if progress is not None:
             progress(number + 1, len(documents.windows))
     scores = _joined(parts)
@@ -101,46 +64,29 @@ def run(
     owner = np.repeat(np.array(documents.owner, np.int64), lengths)
     finite = np.isfinite(scores.nll_model) & np.isfinite(scores.kld)
     scores = TokenScores(*(getattr(scores, name)[finite] for name in _SCORES))
-    bad = int(np.count_nonzero(~finite))
-    return Comparison(scores, owner[finite], documents.count, bad, lower_bound)
+    return Comparison(scores, owner[finite], documents.count, int(np.count_nonzero(~finite)))
 
 
 def score_window(reference: np.ndarray, model: np.ndarray, ids: Sequence[int]) -> TokenScores:
-    """Score the tokens ids[1:] of a window.
+    """Score the tokens ids[1:] of a window from logits [T, V] fp32 of both models.
 
     The whole softmax is summed, in fp64, a few rows at a time. Where the model's logits are not
     finite, its likelihood and the divergence are infinite.
 
-    Args:
-        reference: [T, V] fp32, logits after each token.
-        model: the same of the model that is judged.
-        ids: [T].
-
-    Raises:
-        ModelError: the reference's logits are not finite, or the vocabularies differ.
+    Raises ModelError: the reference's logits are not finite, or the vocabularies differ.
     """
     if reference.shape != model.shape:
         raise ModelError(
             f"logits {list(model.shape)} of the model, {list(reference.shape)} of the reference; "
             "the two must share a vocabulary"
         )
-    return per_rows(
-        lambda rows, ids: _score_rows(reference[rows], model[rows], ids), ids, model.shape[1]
-    )
-
-
-def per_rows(
-    score: Callable[[slice, np.ndarray], TokenScores], ids: Sequence[int], vocab: int
-) -> TokenScores:
-    """Call `score` for runs of rows of bounded size with the true tokens, and join the results."""
     true = np.asarray(ids[1:], np.int64)
-    step = max(1, _STEP // vocab)
-    return _joined(
-        [
-            score(slice(start, min(start + step, len(true))), true[start : start + step])
-            for start in range(0, len(true), step)
-        ]
-    )
+    step = max(1, _STEP // model.shape[1])
+    parts = []
+    for start in range(0, len(true), step):
+        rows = slice(start, min(start + step, len(true)))
+        parts.append(_score_rows(reference[rows], model[rows], true[rows]))
+    return _joined(parts)
 
 
 _SCORES = ("nll_reference", "nll_model", "kld", "same_top")
@@ -152,19 +98,12 @@ def _joined(parts: Sequence[TokenScores]) -> TokenScores:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Softmax:
-    """Rows of a softmax in fp64.
+    """Rows of a softmax [T, V] in fp64; rows that are not finite hold those of zeros."""
 
-    Attributes:
-        shifted: [T, V] logits less the row's largest.
-        exp: [T, V] their exponentials.
-        log_sum: [T] logarithm of the sum of `exp`.
-        finite: [T] whether all logits of the row were finite; other rows hold zeros.
-    """
-
-    shifted: np.ndarray
-    exp: np.ndarray
-    log_sum: np.ndarray
-    finite: np.ndarray
+    shifted: np.ndarray  # logits less the row's largest
+    exp: np.ndarray  # their exponentials
+    log_sum: np.ndarray  # [T] logarithm of the sum of `exp`
+    finite: np.ndarray  # [T] whether all logits of the row were finite
 
     def nll(self, ids: np.ndarray) -> np.ndarray:
         """Return the negative log-likelihood of a token per row, infinite in rows not finite."""
@@ -181,22 +120,12 @@ def softmax(logits: np.ndarray) -> Softmax:
     return Softmax(shifted, exp, np.log(exp.sum(axis=1)), finite)
 
 
-def finite_reference(logits: np.ndarray) -> Softmax:
-    """Return the softmax of the reference's logits.
-
-    Raises:
-        ModelError: they are not finite.
-    """
-    found = softmax(logits)
-    if not found.finite.all():
+def _score_rows(reference: np.ndarray, model: np.ndarray, ids: np.ndarray) -> TokenScores:
+    p, q = softmax(reference), softmax(model)
+    if not p.finite.all():
         raise ModelError(
             "the reference model gives logits that are not finite; nothing can be compared with it"
         )
-    return found
-
-
-def _score_rows(reference: np.ndarray, model: np.ndarray, ids: np.ndarray) -> TokenScores:
-    p, q = finite_reference(reference), softmax(model)
     # sum p (log p - log q), with the logarithms of the sums taken out of the sum.
     kld = np.einsum("tv,tv->t", p.exp, p.shifted - q.shifted) / p.exp.sum(axis=1)
     kld += q.log_sum - p.log_sum
@@ -210,17 +139,11 @@ def _score_rows(reference: np.ndarray, model: np.ndarray, ids: np.ndarray) -> To
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """Mean negative log-likelihood over windows of a text.
+    """Mean negative log-likelihood over windows of a text."""
 
-    Attributes:
-        windows: windows scored, each alone, from an empty cache.
-        window_tokens: tokens of a window; the first of them is not predicted.
-        loss: mean of the windows' mean losses, in nats per token.
-    """
-
-    windows: int
-    window_tokens: int
-    loss: float
+    windows: int  # windows scored, each alone, from an empty cache
+    window_tokens: int  # tokens of a window; the first of them is not predicted
+    loss: float  # mean of the windows' mean losses, in nats per token
 
     @property
     def perplexity(self) -> float:
@@ -229,17 +152,8 @@ class Perplexity:
 
 
 def window_loss(logits: np.ndarray, ids: Sequence[int]) -> float:
-    """Return the mean negative log-likelihood of ids[1:] under the logits before them.
-
-    Args:
-        logits: [T, V] fp32, after each token.
-        ids: [T].
-    """
-    scores = logits[:-1].astype(np.float64)
-    top = scores.max(axis=1)
-    normalizer = top + np.log(np.exp(scores - top[:, None]).sum(axis=1))
-    chosen = scores[np.arange(len(ids) - 1), np.asarray(ids[1:])]
-    return float(np.mean(normalizer - chosen))
+    """Return the mean negative log-likelihood of ids[1:] under logits [T, V] after each token."""
+    return float(np.mean(softmax(logits[:-1]).nll(np.asarray(ids[1:]))))
 
 
 def perplexity(
@@ -247,29 +161,18 @@ def perplexity(
     ids: Sequence[int],
     window: int = 256,
     limit: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Perplexity:
-    """Score consecutive windows of a text.
+    """Score at most `limit` consecutive windows of a text; a last partial window is left out.
 
-    Args:
-        session: made with all_logits.
-        ids: the text's tokens; a last partial window is left out.
-        window: tokens of a window.
-        limit: score at most this many windows.
-        progress: called with (done, total).
-
-    Raises:
-        SessionBusy: a generation is under way.
-        UsageError: the text has less than one window, or a window less than two tokens; or an
-            argument cannot be used.
+    The session is made with all_logits. Raises SessionBusy: a generation is under way; UsageError:
+    the text has less than one window, or an argument cannot be used.
     """
     ids, window = token_ids(ids), whole("window", window)
     limit = None if limit is None else whole("limit", limit, 0)
     if window < 2:
         raise UsageError(f"a window of {window} tokens predicts nothing; give at least 2")
-    total = len(ids) // window
-    if limit is not None:
-        total = min(total, limit)
+    total = len(ids) // window if limit is None else min(len(ids) // window, limit)
     if total < 1:
         raise UsageError(
             f"the text has {len(ids)} tokens, a window takes {window}; give a longer text"
@@ -285,47 +188,25 @@ def perplexity(
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Statistics of a comparison.
-
-    Attributes:
-        tokens: scored tokens.
-        documents: documents that they come from.
-        nonfinite: tokens left out, for which the model's logits were not finite.
-        perplexity_reference: of the reference.
-        perplexity: of the model.
-        ppl_ratio: perplexity of the model over that of the reference, paired by token.
-        kld: mean KL divergence in nats.
-        same_top: share of tokens with the same most likely token.
-        rms_dp: root mean square of the change of the true token's probability.
-        kld_p999: 99.9 % quantile of the divergence.
-        kld_max: its maximum.
-        lower_bound: the divergences are lower bounds; see `Comparison`.
-    """
+    """Statistics of a comparison."""
 
     tokens: int
     documents: int
-    nonfinite: int
+    nonfinite: int  # tokens left out, for which the model's logits were not finite
     perplexity_reference: float
     perplexity: float
-    ppl_ratio: Estimate
-    kld: Estimate
-    same_top: Estimate
-    rms_dp: Estimate
+    ppl_ratio: Estimate  # perplexity of the model over that of the reference, paired by token
+    kld: Estimate  # mean KL divergence in nats
+    same_top: Estimate  # share of tokens with the same top-1 token
+    rms_dp: Estimate  # root mean square change of the true token's probability
     kld_p999: float
     kld_max: float
-    lower_bound: bool
 
 
 def summarise(comparison: Comparison, resamples: int = RESAMPLES, seed: int = 0) -> Summary:
-    """Return the statistics of a comparison.
+    """Return the statistics of a comparison; the seed is that of the bootstrap.
 
-    Args:
-        comparison: from `compare`.
-        resamples: bootstrap resamples.
-        seed: of the resampling; the same seed gives the same intervals.
-
-    Raises:
-        ModelError: no token has finite logits.
+    Raises ModelError: no token has finite logits.
     """
     scores = comparison.scores
     if not len(scores.kld):
@@ -357,7 +238,6 @@ def summarise(comparison: Comparison, resamples: int = RESAMPLES, seed: int = 0)
         rms_dp=estimate(3, np.sqrt),
         kld_p999=float(np.quantile(scores.kld, 0.999)),
         kld_max=float(scores.kld.max()),
-        lower_bound=comparison.lower_bound,
     )
 
 

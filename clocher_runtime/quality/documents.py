@@ -1,6 +1,6 @@
 """The documents of a text: what a comparison scores, and what its intervals resample."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -16,17 +16,11 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Documents, each a run of windows that a model reads one by one, from an empty cache.
+    """Documents, each a run of windows that a model reads one by one, from an empty cache."""
 
-    Attributes:
-        windows: token ids of each window, at least two.
-        owner: the document of each window, counted from 0, never falling.
-        window: length of the longest window that was allowed.
-    """
-
-    windows: tuple[tuple[int, ...], ...]
-    owner: tuple[int, ...]
-    window: int
+    windows: tuple[tuple[int, ...], ...]  # token ids of each window, at least two
+    owner: tuple[int, ...]  # document of each window, counted from 0, never falling
+    window: int  # length of the longest window that was allowed
 
     @property
     def count(self) -> int:
@@ -46,10 +40,6 @@ class Documents:
             found.update(np.array([owner, len(ids), *ids], "<i8").tobytes())
         return found.digest()
 
-    def __iter__(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yield the document and the ids of each window."""
-        return iter(zip(self.owner, self.windows, strict=True))
-
 
 def cut(
     text: str,
@@ -60,24 +50,13 @@ def cut(
     separator: str | None = None,
     limit: int | None = None,
 ) -> Documents:
-    """Cut a text into documents of windows.
+    """Cut a text into at most `limit` documents of windows of `window` tokens.
 
-    Without a separator the text is one run of tokens, cut into consecutive windows of `window`
-    tokens as `clocher_runtime.quality.compare` does, the last partial one left out; each
-    `windows_per_document` windows in a row are a document. With a separator each part between two
-    of them is a document: it is encoded by itself, and its last window may be short.
+    Without a separator the text is one run of tokens, the last partial window left out, and each
+    `windows_per_document` windows (by default those in 1024 tokens) are a document. With one, each
+    part between two separators is a document, encoded by itself; its last window may be short.
 
-    Args:
-        text: what is scored.
-        encode: text to token ids.
-        window: tokens of a window.
-        windows_per_document: windows of a document, without a separator; None: as many as
-            `DOCUMENT_TOKENS` hold, at least one.
-        separator: text between two documents.
-        limit: take at most this many documents.
-
-    Raises:
-        UsageError: a number is out of range, or the text is too short for one window.
+    Raises UsageError: a number is out of range, or the text is too short for one window.
     """
     if windows_per_document is None:
         windows_per_document = max(1, DOCUMENT_TOKENS // max(window, 1))
@@ -90,22 +69,18 @@ def cut(
         raise UsageError("the document separator is empty; give the text between two documents")
     windows: list[tuple[int, ...]] = []
     owner: list[int] = []
-    if separator is None:
-        ids = encode(text)
-        for number in range(len(ids) // window):
-            windows.append(tuple(ids[number * window : (number + 1) * window]))
-            owner.append(number // windows_per_document)
-        found = len(ids)
-    else:
-        found = 0
-        for part in text.split(separator):
-            ids = encode(part)
-            found += len(ids)
-            own = [tuple(ids[i : i + window]) for i in range(0, len(ids), window)]
-            own = [ids for ids in own if len(ids) > 1]
-            if own:
-                owner += [owner[-1] + 1 if owner else 0] * len(own)
-                windows += own
+    found = 0
+    for part in [text] if separator is None else text.split(separator):
+        ids = encode(part)
+        found += len(ids)
+        own = [tuple(ids[i : i + window]) for i in range(0, len(ids), window)]
+        least = window if separator is None else 2
+        own = [ids for ids in own if len(ids) >= least]
+        if separator is None:
+            owner = [number // windows_per_document for number in range(len(own))]
+        elif own:
+            owner += [owner[-1] + 1 if owner else 0] * len(own)
+        windows += own
     if limit is not None:
         kept = sum(document < limit for document in owner)
         windows, owner = windows[:kept], owner[:kept]

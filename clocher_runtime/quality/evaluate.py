@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 from statistics import median
 
 from clocher_kernels.errors import ModelError, UsageError
@@ -15,7 +14,7 @@ from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.timing import TimedWindow
-from clocher_runtime.quality.compare import Comparison, Summary, compare, summarise
+from clocher_runtime.quality.compare import Summary, compare, summarise
 from clocher_runtime.quality.documents import Documents
 from clocher_runtime.quality.gate import (
     GateResult,
@@ -24,33 +23,29 @@ from clocher_runtime.quality.gate import (
     tensor_checks,
     text_checks,
 )
-from clocher_runtime.quality.reference_cache import StoredReference, fingerprint, store
 from clocher_runtime.quality.tensor_error import TensorError, measure, same
 
 Progress = Callable[[str, int, int], None]
 """Called with what is done, and (done, total)."""
+
+WEIGHTS_ALONE = EngineConfig(kv_dtype="f32", act_prec="fp32", speculate="off")
+"""How a model is run so that nothing but its weights differs from the reference."""
 
 _CHUNK = 256
 _DECODED = 64
 _ROUNDS = 3
 
 
-WEIGHTS_ALONE = EngineConfig(kv_dtype="f32", act_prec="fp32", speculate="off")
-"""How a model is run so that nothing but its weights differs from the reference."""
-
-
 def scoring(model: Model, window: int, config: EngineConfig) -> Session:
     """Return a session that gives logits of every token.
 
-    Raises:
-        UsageError: the model has fewer positions than a window.
-        OutOfMemory: two windows of logits do not fit.
+    Raises UsageError: the model has fewer positions than a window; OutOfMemory: two windows of
+    logits do not fit.
     """
     nbytes = 2 * 4 * window * model.spec.vocab_size
     require(nbytes, "two windows of logits need", "lower --window")
-    return Session(
-        model, replace(config, context=window, chunk=min(window, _CHUNK), all_logits=True)
-    )
+    chunk = min(window, _CHUNK)
+    return Session(model, replace(config, context=window, chunk=chunk, all_logits=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +59,14 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large a model is.
-
-    Attributes:
-        parameters: elements of all tensors.
-        nbytes: bytes of all tensors.
-        bpw: bits per parameter, scales included.
-    """
+    """How large a model is: elements and bytes of all tensors."""
 
     parameters: int
     nbytes: int
 
     @property
     def bpw(self) -> float:
-        """Return bits per parameter."""
+        """Return bits per parameter, scales included."""
         return 8 * self.nbytes / self.parameters
 
 
@@ -113,27 +102,15 @@ def evaluate(
     limits_class: str | None = None,
     given: Mapping[str, float | int | None] | None = None,
     records: Mapping[str, Record] | None = None,
-    cache: Path | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
     """Judge a model against the float model that it was made from.
 
-    Args:
-        reference: the float model.
-        model: the quantised one.
-        documents: held-out text, in the tokens of the reference.
-        config: how the model is run; the reference has the same, with an f32 cache and fp32
-            activations.
-        limits_class: a key of `gate.LIMITS`; None: by the formats that differ.
-        given: fields of `Limits` that replace those of the class.
-        records: what a manifest says of tensors, by name.
-        cache: file of the reference's log-probabilities; written if it is not there.
-        progress: called with the step and its (done, total).
-
-    Raises:
-        ModelError: the two are not the same architecture, or a model gives no finite logits.
-        UsageError: a limit or a setting is out of range, or the cache is of something else.
-        OutOfMemory: a window's logits do not fit in memory.
+    The reference runs as `config` says, but with an f32 cache and fp32 activations. `limits_class`:
+    a key of `gate.LIMITS`; None: by the formats that differ; `given`: fields of `Limits` that
+    replace those of the class; `records`: what a manifest says of tensors, by name. Raises
+    ModelError: the two are not the same architecture, or a model gives no finite logits;
+    UsageError: a limit or a setting is out of range; OutOfMemory: a window's logits do not fit.
     """
     check_alike(reference, model)
     tell = progress or (lambda what, done, total: None)
@@ -145,25 +122,28 @@ def evaluate(
     formats = [parse_format(error.format) for error in errors]
     name, limits = choose_limits(formats, settings, limits_class)
     limits = override(limits, **(given or {}))
-    compared = _compare(reference, model, documents, config, cache, tell)
+    exact = replace(config, kv_dtype="f32", act_prec="fp32")
+    with (
+        closing(scoring(model, documents.window, config)) as judged,
+        closing(scoring(reference, documents.window, exact)) as own,
+    ):
+        compared = compare(
+            own.logits, judged.logits, documents, lambda *done: tell("windows", *done)
+        )
     summary = summarise(compared)
     checks = tensor_checks(errors, limits.min_cosine) + text_checks(summary, limits)
     return Evaluation(GateResult(name, limits, tuple(checks)), summary, errors, size_of(model))
 
 
 def check_alike(reference: Model, model: Model) -> None:
-    """Refuse a pair that cannot be compared: other tensors, shapes or vocabularies.
-
-    Raises:
-        ModelError: they differ.
-    """
-    shapes = {name: tensor.shape for name, tensor in reference.weights.items()}
-    others = {name: tensor.shape for name, tensor in model.weights.items()}
+    """Raise ModelError if two models differ in tensors, shapes or vocabularies."""
+    shapes = {name: list(tensor.shape) for name, tensor in reference.weights.items()}
+    others = {name: list(tensor.shape) for name, tensor in model.weights.items()}
     for name in sorted({*shapes, *others}):
         if shapes.get(name) != others.get(name):
             raise ModelError(
-                f"tensor {name} is {_spell(others.get(name))} in the model, "
-                f"{_spell(shapes.get(name))} in the reference; the two are not the same model"
+                f"tensor {name} is {others.get(name, 'absent')} in the model, "
+                f"{shapes.get(name, 'absent')} in the reference; the two are not the same model"
             )
 
 
@@ -175,10 +155,9 @@ def weight_errors(
 ) -> tuple[TensorError, ...]:
     """Return the errors of all tensors that are not stored as in the reference."""
     errors = []
-    known = records or {}
     for number, (name, tensor) in enumerate(model.weights.items(), start=1):
         if not same(reference.weights[name], tensor):
-            record = known.get(name, Record())
+            record = (records or {}).get(name, Record())
             error = measure(name, reference.weights[name], tensor, record.method)
             errors.append(
                 replace(error, out_nmse=record.out_nmse, out_nmse_rtn=record.out_nmse_rtn)
@@ -193,9 +172,11 @@ def decode_speed(model: Model, prompt: list[int], config: EngineConfig) -> float
 
     The median of three runs of 64 tokens after a prompt; prefill is not in it.
     """
-    context = min(model.spec.max_positions, len(prompt) + _DECODED)
     usual = EngineConfig(
-        backend=config.backend, threads=config.threads, context=context, speculate="off"
+        backend=config.backend,
+        threads=config.threads,
+        context=min(model.spec.max_positions, len(prompt) + _DECODED),
+        speculate="off",
     )
     with closing(Session(model, usual)) as session:
         session.warm()
@@ -209,31 +190,3 @@ def decode_speed(model: Model, prompt: list[int], config: EngineConfig) -> float
                 raise UsageError("the model's context leaves no room to time decoding")
             rates.append(len(spans) * 1e9 / sum(span.ns for span in spans))
     return median(rates)
-
-
-def _compare(
-    reference: Model,
-    model: Model,
-    documents: Documents,
-    config: EngineConfig,
-    cache: Path | None,
-    tell: Progress,
-) -> Comparison:
-    vocab = reference.spec.vocab_size
-    exact = replace(config, kv_dtype="f32", act_prec="fp32")
-    stored = None
-    if cache is not None:
-        mark = fingerprint(reference, documents, f"{config.backend} fp32 f32")
-        if not cache.exists():
-            with closing(scoring(reference, documents.window, exact)) as own:
-                store(cache, own.logits, documents, vocab, mark, lambda *n: tell("reference", *n))
-        stored = StoredReference(cache, documents, vocab, mark)
-    with closing(scoring(model, documents.window, config)) as session:
-        if stored is not None:
-            return stored.compare(session.logits, lambda *n: tell("windows", *n))
-        with closing(scoring(reference, documents.window, exact)) as own:
-            return compare(own.logits, session.logits, documents, lambda *n: tell("windows", *n))
-
-
-def _spell(shape: tuple[int, ...] | None) -> str:
-    return "absent" if shape is None else str(list(shape))

@@ -31,24 +31,14 @@ MAX_OUTPUT_FACTOR = 1.02
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a class of models.
+    """Limits of a class of models."""
 
-    Attributes:
-        max_ppl_ratio: perplexity over that of the reference.
-        max_kld: mean KL divergence, nats.
-        min_same_top: share of tokens with the same most likely token.
-        max_rms_dp: root mean square change of the true token's probability.
-        min_cosine: of a tensor's weights with the float ones; None: by its format.
-        min_tokens: scored tokens below which nothing passes.
-        min_documents: documents below which nothing passes.
-    """
-
-    max_ppl_ratio: float
-    max_kld: float
-    min_same_top: float
-    max_rms_dp: float
-    min_cosine: float | None = None
-    min_tokens: int = MIN_TOKENS
+    max_ppl_ratio: float  # perplexity over that of the reference
+    max_kld: float  # mean KL divergence, nats
+    min_same_top: float  # share of tokens with the same top-1 token
+    max_rms_dp: float  # root mean square change of the true token's probability
+    min_cosine: float | None = None  # of a tensor with the float one; None: by its format
+    min_tokens: int = MIN_TOKENS  # scored tokens below which nothing passes
     min_documents: int = MIN_DOCUMENTS
 
 
@@ -67,33 +57,19 @@ MIN_COSINE_E5M2 = 0.998
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One number against its limit.
-
-    Attributes:
-        name: what is measured.
-        verdict: "pass", "fail" or "undecided".
-        value: the number.
-        low: lower end of its 95 % interval; the number itself where it is exact.
-        high: upper end.
-        at_most: whether the limit is an upper one.
-        limit: the limit.
-        tokens: scored tokens behind it, 0 for weights.
-        documents: documents behind it, 0 for weights.
-        where: the tensor that it is about, or "".
-        more_tokens: tokens to add for a decision, about; 0 if decided, None if no number helps.
-    """
+    """One number against its limit."""
 
     name: str
     verdict: Verdict
     value: float
-    low: float
+    low: float  # lower end of its 95 % interval; the number itself where it is exact
     high: float
-    at_most: bool
+    at_most: bool  # whether the limit is an upper one
     limit: float
-    tokens: int = 0
+    tokens: int = 0  # scored tokens behind it, 0 for weights
     documents: int = 0
-    where: str = ""
-    more_tokens: int | None = 0
+    where: str = ""  # the tensor that it is about, or ""
+    more_tokens: int | None = 0  # to add for a decision; 0 if decided, None if no number helps
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of a manifest's `gates`; numbers that are not finite become null."""
@@ -115,20 +91,26 @@ class Check:
         found: dict[str, Any] = finite(known)
         return found
 
+    def __str__(self) -> str:
+        sign = "<=" if self.at_most else ">="
+        line = f"{self.verdict:9} {self.name} {self.value:.6g} {sign} {self.limit:.6g}"
+        if self.low != self.high:
+            line += f", 95 % interval [{self.low:.6g}, {self.high:.6g}]"
+        if self.where:
+            line += f", {self.where}"
+        if self.verdict == "undecided":
+            more = self.more_tokens
+            line += f"; add about {more} tokens" if more is not None else "; it lies at its limit"
+        return line
+
 
 @dataclass(frozen=True, slots=True)
 class GateResult:
-    """The checks of one model.
+    """The checks of one model."""
 
-    Attributes:
-        limits_class: name of the limits, a key of `LIMITS`.
-        limits: what the model was held to.
-        checks: all checks, those of the weights first.
-    """
-
-    limits_class: str
+    limits_class: str  # a key of `LIMITS`
     limits: Limits
-    checks: tuple[Check, ...]
+    checks: tuple[Check, ...]  # those of the weights first
 
     @property
     def verdict(self) -> Verdict:
@@ -160,29 +142,20 @@ def worst(verdicts: Iterable[Verdict]) -> Verdict:
 
 def verdict_code(verdict: Verdict) -> ExitCode:
     """Return the exit code of a command that ends with a verdict."""
-    return {
-        "pass": ExitCode.OK,
-        "fail": ExitCode.REJECTED,
-        "undecided": ExitCode.UNDECIDED,
-    }[verdict]
+    codes = {"pass": ExitCode.OK, "fail": ExitCode.REJECTED, "undecided": ExitCode.UNDECIDED}
+    return codes[verdict]
 
 
 def family(fmt: Format) -> str | None:
     """Return the class that a format belongs to, None if no limits are known for it."""
-    if isinstance(fmt, Float):
-        return "float"
-    if isinstance(fmt, Int8):
-        return "int8"
-    if isinstance(fmt, Fp8):
-        return "fp8"
-    return "int4" if isinstance(fmt, Int4 | Mxfp4 | Ternary) else None
+    classes = {Float: "float", Int8: "int8", Fp8: "fp8"}
+    return classes.get(type(fmt), "int4" if isinstance(fmt, Int4 | Mxfp4 | Ternary) else None)
 
 
 def least_cosine(fmt: Format) -> float | None:
     """Return the least cosine of a tensor of a format with the float one, None if any will do.
 
-    Any will do for ternary weights: of a model that was trained so, the ones before rounding are
-    far away, and compute nothing.
+    Any will do for ternary: the weights that such a model was trained with are far from them.
     """
     if isinstance(fmt, Ternary):
         return None
@@ -194,15 +167,11 @@ def least_cosine(fmt: Format) -> float | None:
 def choose_limits(
     changed: Iterable[Format], settings: Iterable[str] = (), name: str | None = None
 ) -> tuple[str, Limits]:
-    """Return the class of a model and its limits.
+    """Return the class of a model (`name`, or the loosest of what differs) and its limits.
 
-    Args:
-        changed: formats of the tensors that are not stored as in the reference.
-        settings: classes of what else differs: "kv" for the cache, "int8" for activations.
-        name: the class, if a person names it.
-
-    Raises:
-        UsageError: the class is not known, or a format has none.
+    `changed`: formats of the tensors that are not stored as in the reference; `settings`: classes
+    of what else differs: "kv" for the cache, "int8" for activations. Raises UsageError: the class
+    is not known, or a format has none.
     """
     if name is not None:
         if name not in LIMITS:
@@ -224,8 +193,7 @@ def choose_limits(
 def override(limits: Limits, **given: float | int | None) -> Limits:
     """Return limits with the given fields replaced; None leaves a field as it is.
 
-    Raises:
-        UsageError: a limit is negative or not finite.
+    Raises UsageError: a limit is negative or not finite.
     """
     named = {name: value for name, value in given.items() if value is not None}
     for name, value in named.items():
@@ -237,18 +205,14 @@ def override(limits: Limits, **given: float | int | None) -> Limits:
 
 def text_checks(summary: Summary, limits: Limits) -> list[Check]:
     """Return the checks of what a model says of a text."""
-    measured = (
-        ("ppl_ratio", summary.ppl_ratio, limits.max_ppl_ratio, True),
-        ("kld", summary.kld, limits.max_kld, True),
-        ("same_top", summary.same_top, limits.min_same_top, False),
-        ("rms_dp", summary.rms_dp, limits.max_rms_dp, True),
-    )
-    checks = [
-        hard("nonfinite_logits", summary.nonfinite, 0, tokens=summary.tokens + summary.nonfinite)
+    tokens = summary.tokens + summary.nonfinite
+    return [
+        hard("nonfinite_logits", summary.nonfinite, 0, tokens=tokens),
+        _judge("ppl_ratio", summary.ppl_ratio, limits.max_ppl_ratio, True, summary, limits),
+        _judge("kld", summary.kld, limits.max_kld, True, summary, limits),
+        _judge("same_top", summary.same_top, limits.min_same_top, False, summary, limits),
+        _judge("rms_dp", summary.rms_dp, limits.max_rms_dp, True, summary, limits),
     ]
-    for name, estimate, limit, at_most in measured:
-        checks.append(_judge(name, estimate, limit, at_most, summary, limits))
-    return checks
 
 
 def _judge(
@@ -257,30 +221,17 @@ def _judge(
     sign = 1 if at_most else -1
     best, worst_end = sorted((sign * estimate.low, sign * estimate.high))
     tokens, documents = summary.tokens, summary.documents
+    enough = tokens >= limits.min_tokens and documents >= limits.min_documents
     verdict: Verdict = "undecided"
     if best > sign * limit:
         verdict = "fail"
-    elif worst_end <= sign * limit and _enough(summary, limits):
+    elif worst_end <= sign * limit and enough:
         verdict = "pass"
-    more: int | None = 0
-    if verdict == "undecided":
-        more = _more(estimate, limit, summary, limits)
+    more = _more(estimate, limit, summary, limits) if verdict == "undecided" else 0
+    value, low, high = estimate.value, estimate.low, estimate.high
     return Check(
-        name,
-        verdict,
-        estimate.value,
-        estimate.low,
-        estimate.high,
-        at_most,
-        limit,
-        tokens,
-        documents,
-        more_tokens=more,
+        name, verdict, value, low, high, at_most, limit, tokens, documents, more_tokens=more
     )
-
-
-def _enough(summary: Summary, limits: Limits) -> bool:
-    return summary.tokens >= limits.min_tokens and summary.documents >= limits.min_documents
 
 
 def _more(estimate: Estimate, limit: float, summary: Summary, limits: Limits) -> int | None:
@@ -289,13 +240,11 @@ def _more(estimate: Estimate, limit: float, summary: Summary, limits: Limits) ->
     None: the value is so near the limit that more than a thousand times the text is needed.
     """
     tokens = summary.tokens
-    per_document = tokens / summary.documents
     documents = max(limits.min_documents, FEWEST_DOCUMENTS)
-    needed = max(limits.min_tokens, ceil(documents * per_document))
+    needed = max(limits.min_tokens, ceil(documents * tokens / summary.documents))
     end = estimate.high if estimate.value <= limit else estimate.low
     if isfinite(end):
-        distance = abs(limit - estimate.value)
-        half = abs(end - estimate.value)
+        distance, half = abs(limit - estimate.value), abs(end - estimate.value)
         if half > distance * 1000**0.5:
             return None
         if half > distance:
@@ -315,13 +264,14 @@ def hard(
 def tensor_checks(errors: Sequence[TensorError], min_cosine: float | None = None) -> list[Check]:
     """Return the checks of a model's weights, each about the tensor that is nearest its limit.
 
-    Args:
-        errors: of every tensor that is not stored as in the reference.
-        min_cosine: least cosine of all tensors; None: by the format of each.
+    `errors`: of every tensor that is not stored as in the reference; `min_cosine`: least cosine of
+    all tensors; None: by the format of each.
     """
     bad = next((error.name for error in errors if not error.finite), "")
     checks = [hard("nonfinite_tensors", sum(not e.finite for e in errors), 0, where=bad)]
-    found: dict[str, list[Check]] = {name: [] for name in _MEASURES}
+    found: dict[str, list[Check]] = {
+        name: [] for name in ("rms_rel", "cosine", "clipped_frac", "out_nmse")
+    }
     for error in errors:
         if error.finite:
             for name, value, limit in _measured(error, min_cosine):
@@ -330,27 +280,17 @@ def tensor_checks(errors: Sequence[TensorError], min_cosine: float | None = None
     return [*checks, *(max(of_all, key=_excess) for of_all in found.values() if of_all)]
 
 
-_MEASURES = ("rms_rel", "cosine", "clipped_frac", "out_nmse")
-
-
 def _measured(error: TensorError, min_cosine: float | None) -> Iterator[tuple[str, float, float]]:
     """Yield what is known of a tensor: the measure, its value and its limit."""
-    yield "rms_rel", error.rms_rel, rms_limit(error)
-    least = min_cosine
-    if least is None:
-        least = least_cosine(parse_format(error.format))
+    factor = RMS_FACTOR.get(error.method, max(RMS_FACTOR.values()))
+    yield "rms_rel", error.rms_rel, factor * expected_rms(error.format, error.shape)
+    least = least_cosine(parse_format(error.format)) if min_cosine is None else min_cosine
     if least is not None:
         yield "cosine", error.cosine, least
     if error.clipped_frac is not None:
         yield "clipped_frac", error.clipped_frac, MAX_CLIPPED
     if error.out_nmse is not None and error.out_nmse_rtn is not None:
         yield "out_nmse", error.out_nmse, MAX_OUTPUT_FACTOR * error.out_nmse_rtn
-
-
-def rms_limit(error: TensorError) -> float:
-    """Return the relative error that a tensor may have."""
-    factor = RMS_FACTOR.get(error.method, max(RMS_FACTOR.values()))
-    return factor * expected_rms(error.format, error.shape)
 
 
 def _excess(check: Check) -> float:

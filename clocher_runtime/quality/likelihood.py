@@ -31,23 +31,16 @@ class Pair(NamedTuple):
 
 
 class Likelihood(NamedTuple):
-    """What a model holds of a continuation.
+    """What a model holds of a continuation."""
 
-    Attributes:
-        logprob: sum of the natural logarithms of its tokens' probabilities.
-        is_greedy: whether each of its tokens is the likeliest one.
-    """
-
-    logprob: float
-    is_greedy: bool
+    logprob: float  # sum of the natural logarithms of its tokens' probabilities
+    is_greedy: bool  # whether each of its tokens is the likeliest one
 
 
 class Scorer:
     """Scores texts with a session that keeps logits, as many side by side as its batch.
 
-    Args:
-        session: made with `all_logits` or `score_rows`.
-        tokenizer: of its model.
+    `tokenizer`: of its model.
     """
 
     def __init__(self, session: Session, tokenizer: Tokenizer) -> None:
@@ -62,8 +55,7 @@ class Scorer:
         alone; spaces that end the context belong to it, as most vocabularies have them. Without a
         context, the token that begins a text, or else ends one, stands before it.
 
-        Raises:
-            UsageError: the continuation has no token of its own, or a text cannot be tokenised.
+        Raises UsageError: the continuation has no token of its own, or a text cannot be tokenised.
         """
         kept, whole = context.rstrip(), context + continuation
         if kept:
@@ -97,9 +89,8 @@ class Scorer:
         A context that is too long loses its beginning. Continuations that differ in their last
         token only are read once.
 
-        Raises:
-            UsageError: a continuation is empty or longer than the context of the session.
-            ClocherError: see `Session.scoring`.
+        Raises UsageError: a continuation is empty or longer than the context of the session;
+        ClocherError: see `Session.scoring`.
         """
         groups: dict[tuple[int, ...], _Reading] = {}
         for number, pair in enumerate(pairs):

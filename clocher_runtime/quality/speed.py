@@ -33,19 +33,12 @@ _LEAST_STEP = 16
 
 @dataclass(frozen=True, slots=True, order=True)
 class Case:
-    """What is timed.
+    """What is timed."""
 
-    Attributes:
-        prompt: tokens of a prompt that is read.
-        tokens: that are generated then.
-        depth: tokens that come before.
-        batch: sequences side by side; more than one only without a prompt.
-    """
-
-    prompt: int
-    tokens: int
-    depth: int = 0
-    batch: int = 1
+    prompt: int  # tokens of a prompt that is read
+    tokens: int  # that are generated then
+    depth: int = 0  # tokens that come before
+    batch: int = 1  # sequences side by side; more than one only without a prompt
 
     @property
     def name(self) -> str:
@@ -81,16 +74,10 @@ class Case:
 def session_for(model: Model, cases: Sequence[Case], config: EngineConfig, **more: Any) -> Session:
     """Return a warm session with room for each of some cases, and for one more sequence.
 
-    Args:
-        model: from `load_model`.
-        cases: at least one.
-        config: of the session, but for what the cases decide: batch, chunk, context and pages.
-        **more: further arguments of `Session`.
-
-    Raises:
-        UsageError: a case is longer than the context of the model, or its prompt does not begin
-            where a step does.
-        OutOfMemory: the model or its cache does not fit.
+    `cases`: at least one; `config`: of the session, but for what the cases decide: batch, chunk,
+    context and pages; `**more`: further arguments of `Session`. Raises UsageError: a case is longer
+    than the context of the model, or its prompt does not begin where a step does; OutOfMemory: the
+    model or its cache does not fit.
     """
     most = model.spec.max_positions
     batch = max(case.batch for case in cases) + 1
@@ -127,12 +114,8 @@ def session_for(model: Model, cases: Sequence[Case], config: EngineConfig, **mor
 class Runner:
     """Runs cases in a session.
 
-    Args:
-        session: from `session_for`.
-        text: ids that prompts are made of, over and over; random ones without any.
-
-    Attributes:
-        made: SHA-256 of the tokens of each repetition of a case.
+    `made`: SHA-256 of the tokens of each repetition of a case. `text`: ids that prompts are made
+    of, over and over; random ones without any.
     """
 
     def __init__(self, session: Session, text: Sequence[int] = ()) -> None:
@@ -184,8 +167,7 @@ class Runner:
     def bytes_per_token(self, case: Case) -> int | None:
         """Return the bytes that a decoded token of a case reads: weights and, on average, keys.
 
-        Returns:
-            None where it is not known: which experts several tokens of a pass have in common.
+        Returns none where it is not known: which experts several tokens of a pass have in common.
         """
         model, per_pass = self.session.model, self.tokens_per_pass(case)
         shared = case.batch > 1 or per_pass > 1

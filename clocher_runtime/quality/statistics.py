@@ -85,8 +85,7 @@ def ratio(numerator: Sequence[float], denominator: Sequence[float], seed: int = 
 def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Ratio:
     """Return the ratio of the medians of runs that were taken in turns, widened for few of them.
 
-    Raises:
-        ValueError: there are not as many of each.
+    Raises ValueError: there are not as many of each.
     """
     if len(numerator) != len(denominator):
         raise ValueError(
@@ -113,8 +112,7 @@ def apart_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Rat
 def median_of_runs(values: Sequence[float], seed: int = 0) -> Estimate:
     """Return the median of positive values, one for each run, without an interval of one run.
 
-    Raises:
-        ValueError: there is no value, or one is not positive.
+    Raises ValueError: there is no value, or one is not positive.
     """
     data = np.asarray(values, dtype=np.float64)
     if not data.size or not (data > 0).all():
@@ -141,14 +139,9 @@ def agree(a: Estimate, b: Estimate) -> bool:
 def block_means(values: np.ndarray, owner: np.ndarray, resamples: int, seed: int) -> np.ndarray:
     """Return means over tokens of resampled documents.
 
-    Args:
-        values: [S, N], statistics by token.
-        owner: [N], document of each token.
-        resamples: number of resamples.
-        seed: of the generator.
-
-    Returns:
-        [S, resamples]: each the sum over the drawn documents, divided by their tokens.
+    `values`: [S, N], statistics by token; `owner`: [N], document of each token; `resamples`: number
+    of resamples. Returns [S, resamples]: each the sum over the drawn documents, divided by their
+    tokens.
     """
     names, index = np.unique(owner, return_inverse=True)
     count = len(names)

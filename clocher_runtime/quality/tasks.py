@@ -26,17 +26,12 @@ _KINDS = 'expected {"context", "choices", "answer"} or {"text"}'
 
 
 class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A context and what may follow it.
+    """A context and what may follow it."""
 
-    Attributes:
-        context: may be empty.
-        choices: two or more, which follow the context as they are, without a space between.
-        answer: index of the right one.
-    """
-
-    context: str
+    context: str  # may be empty
+    # two or more, which follow the context as they are, without a space between
     choices: tuple[str, ...]
-    answer: int
+    answer: int  # index of the right one
 
 
 class Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,8 +46,7 @@ Item = Question | Text
 def read_task(path: Path) -> list[Item]:
     """Return the items of a task file; blank lines are none.
 
-    Raises:
-        ModelError: there is no such file, it has no items, or a line is not one.
+    Raises ModelError: there is no such file, it has no items, or a line is not one.
     """
     items = [
         _item(line, f"{path}:{number}")
@@ -87,14 +81,8 @@ def score_task(
 ) -> dict[str, Any]:
     """Score the items of a task and return its metrics by kind, "questions" and "texts".
 
-    Args:
-        scorer: of the model.
-        items: from `read_task`.
-        progress: called with (done, total) texts and windows that are read.
-
-    Raises:
-        UsageError: an item cannot be scored; the message says which.
-        ClocherError: see `Scorer.scores`.
+    `scorer`: of the model; `items`: from `read_task`. Raises UsageError: an item cannot be scored;
+    the message says which; ClocherError: see `Scorer.scores`.
     """
     pairs: list[list[Pair]] = []
     for number, item in enumerate(items, start=1):

@@ -25,35 +25,23 @@ _CLIPPED = 0.56
 
 @dataclass(frozen=True, slots=True)
 class TensorError:
-    """The error of one tensor.
-
-    Attributes:
-        name: the tensor.
-        format: name of the format that it is stored in now.
-        shape: logical shape.
-        method: how its codes were chosen: "rtn", "imx", "gptq", ...
-        rms_rel: root mean square error over the root mean square of the weights.
-        cosine: cosine of the angle between the two, as vectors.
-        max_abs: largest error.
-        clipped_frac: share of elements that are beyond the last code of their group by more than
-            half a step; None where the format has no steps or the method moves weights on purpose.
-        finite: no value is NaN or infinite.
-        out_nmse: error of the layer's output on held-out tokens, over the output's mean square, as
-            the quantiser recorded it.
-        out_nmse_rtn: the same for plain rounding.
-    """
+    """The error of one tensor."""
 
     name: str
-    format: str
-    shape: tuple[int, ...]
-    method: str
-    rms_rel: float
-    cosine: float
-    max_abs: float
+    format: str  # name of the format that it is stored in now
+    shape: tuple[int, ...]  # logical shape
+    method: str  # how its codes were chosen: "rtn", "imx", "gptq",
+    rms_rel: float  # root mean square error over the root mean square of the weights
+    cosine: float  # cosine of the angle between the two, as vectors
+    max_abs: float  # largest error
+    # share of elements that are beyond the last code of their group by more than half a step; None
+    # where the format has no steps or the method moves weights on purpose
     clipped_frac: float | None
-    finite: bool = True
+    finite: bool = True  # no value is NaN or infinite
+    # error of the layer's output on held-out tokens, over the output's mean square, as the
+    # quantiser recorded it
     out_nmse: float | None = None
-    out_nmse_rtn: float | None = None
+    out_nmse_rtn: float | None = None  # the same for plain rounding
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -74,11 +62,7 @@ def measure(
 ) -> TensorError:
     """Return the error of a tensor, a few rows at a time.
 
-    Args:
-        name: of the tensor.
-        reference: the float tensor.
-        tensor: the same, quantised.
-        method: how its codes were chosen.
+    `reference`: the float tensor; `method`: how its codes were chosen.
     """
     dot = own = other = wrong = largest = 0.0
     clipped = 0

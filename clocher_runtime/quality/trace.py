@@ -33,14 +33,10 @@ _SAMPLED_BYTES = 4096
 
 
 class TopLogits(Struct, frozen=True, forbid_unknown_fields=True):
-    """The largest logits of one step, the largest first.
+    """The largest logits of one step, the largest first."""
 
-    Attributes:
-        ids: token ids.
-        logits: their logits as the engine had them; where they are not finite, a file has None.
-    """
-
-    ids: _Ids
+    ids: _Ids  # token ids
+    # their logits as the engine had them; where they are not finite, a file has None
     logits: tuple[float | None, ...]
 
 
@@ -56,34 +52,20 @@ class Sampling(TypedDict):
 class Trace(
     Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=SCHEMA, tag_field="schema"
 ):
-    """What was generated for one prompt.
+    """What was generated for one prompt."""
 
-    Attributes:
-        version: of Clocher.
-        model: what the run called it.
-        fingerprint: of the weights, see `fingerprint`; None where there are none.
-        precision: formats of the matrices, as in the JSON line of the run.
-        act_prec: precision of activations.
-        kv_dtype: storage of the KV cache.
-        device: back end that ran.
-        sampling: temperature, top_k, top_p and seed.
-        prompt: its text; None where the run was given ids.
-        prompt_ids: what the engine was fed.
-        generated_ids: what it generated, the token that ended the text included.
-        topk: the largest logits of each step, None where they were not traced.
-    """
-
-    version: str
-    model: str
-    fingerprint: str | None
-    precision: str
-    act_prec: str
-    kv_dtype: str
-    device: str
-    sampling: Sampling
-    prompt: str | None
-    prompt_ids: _Ids
-    generated_ids: _Ids
+    version: str  # of Clocher
+    model: str  # what the run called it
+    fingerprint: str | None  # of the weights, see `fingerprint`; None where there are none
+    precision: str  # formats of the matrices, as in the JSON line of the run
+    act_prec: str  # precision of activations
+    kv_dtype: str  # storage of the KV cache
+    device: str  # back end that ran
+    sampling: Sampling  # temperature, top_k, top_p and seed
+    prompt: str | None  # its text; None where the run was given ids
+    prompt_ids: _Ids  # what the engine was fed
+    generated_ids: _Ids  # what it generated, the token that ended the text included
+    # the largest logits of each step, None where they were not traced
     topk: tuple[TopLogits, ...] | None = None
 
     @property
@@ -95,9 +77,7 @@ class Trace(
 def top_logits(logits: np.ndarray, count: int) -> TopLogits:
     """Return the largest logits; of equal ones those with the lower ids come first.
 
-    Args:
-        logits: fp32 [V].
-        count: how many, at most V.
+    `logits`: fp32 [V]; `count`: how many, at most V.
     """
     scores = np.where(np.isnan(logits), -np.inf, logits)
     count = min(count, scores.size)
@@ -131,8 +111,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 def write_trace(path: Path, traces: Sequence[Trace]) -> None:
     """Write traces, one line each; a file of that name is replaced in one step.
 
-    Raises:
-        UsageError: it cannot be written.
+    Raises UsageError: it cannot be written.
     """
     with JsonlWriter(path, "--trace-ids") as file:
         for trace in traces:
@@ -142,9 +121,8 @@ def write_trace(path: Path, traces: Sequence[Trace]) -> None:
 def read_trace(path: Path) -> list[Trace]:
     """Read a trace.
 
-    Raises:
-        UsageError: it cannot be read, is larger than 1 GiB, or a line is not one of this schema;
-            the message names the line and the field.
+    Raises UsageError: it cannot be read, is larger than 1 GiB, or a line is not one of this schema;
+    the message names the line and the field.
     """
     try:
         data = read_bytes(path, MAX_BYTES)

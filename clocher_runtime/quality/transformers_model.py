@@ -27,10 +27,8 @@ class HfModel:
     def __init__(self, directory: Path, device: str, dtype: str | None) -> None:
         """Load it.
 
-        Raises:
-            UsageError: transformers is not installed, or the model does not run in this dtype.
-            DeviceError: there is no such device.
-            ModelError: transformers cannot load it.
+        Raises UsageError: transformers is not installed, or the model does not run in this dtype;
+        DeviceError: there is no such device; ModelError: transformers cannot load it.
         """
         config = parse_object((directory / CONFIG).read_bytes(), str(directory / CONFIG))
         quantization = config.get("quantization_config") or {}
@@ -90,9 +88,7 @@ class HfModel:
 def hf_tokenizer(directory: Path) -> Encode:
     """Return the tokenizer of transformers, as a function from text to ids.
 
-    Raises:
-        UsageError: transformers is not installed.
-        ModelError: it cannot load the tokenizer.
+    Raises UsageError: transformers is not installed; ModelError: it cannot load the tokenizer.
     """
     try:
         import transformers

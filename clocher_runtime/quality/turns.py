@@ -17,13 +17,9 @@ def in_turns(
 ) -> dict[Key, list[float]]:
     """Run every contestant once a round.
 
-    Args:
-        runs: what to call, by name; it returns its measurement.
-        rounds: how often; one more round comes first and is thrown away.
-        before: called before each with (calls done, name).
-
-    Returns:
-        The measurements of each contestant, by round.
+    `runs`: what to call, by name; it returns its measurement; `rounds`: how often; one more round
+    comes first and is thrown away; `before`: called before each with (calls done, name). Returns
+    the measurements of each contestant, by round.
     """
     names = list(runs)
     found: dict[Key, list[float]] = {name: [] for name in names}

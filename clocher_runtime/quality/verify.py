@@ -40,41 +40,29 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """What is compared, and how closely.
+    """What is compared, and how closely."""
 
-    Attributes:
-        topk: size of the sets of largest logits that are compared.
-        logits_tol: how far apart two logits may be. A token whose logit, by the reference, is at
-            most this far below the reference's largest is a near tie; a traced logit further than
-            this from the reference's is a difference.
-        check_prompt: compare the ids of the prompts with the reference's tokenizer.
-    """
-
-    topk: int = 5
+    topk: int = 5  # size of the sets of largest logits that are compared
+    # how far apart two logits may be. A token whose logit, by the reference, is at most this far
+    # below the reference's largest is a near tie; a traced logit further than this from the
+    # reference's is a difference
     logits_tol: float = 1e-3
-    check_prompt: bool = False
+    check_prompt: bool = False  # compare the ids of the prompts with the reference's tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One difference.
+    """One difference."""
 
-    Attributes:
-        kind: "prompt" (the tokenizer gives other ids), "vocabulary" (an id that the reference does
-            not know), "token" (another next token), "logits" (a traced logit is beyond the
-            tolerance), or "near-tie" (another next token, within the tolerance).
-        prompt: number of the prompt, from 0.
-        step: generated token, from 0, or position in the prompt.
-        got: what the trace says; None past its end.
-        expected: what the reference says; None past its end.
-        gap: how far the logits are apart: of both tokens by the reference, or of both sides.
-    """
-
+    # "prompt" (the tokenizer gives other ids), "vocabulary" (an id that the reference does not
+    # know), "token" (another next token), "logits" (a traced logit is beyond the tolerance), or
+    # "near-tie" (another next token, within the tolerance)
     kind: Kind
-    prompt: int
-    step: int
-    got: float | None
-    expected: float | None
+    prompt: int  # number of the prompt, from 0
+    step: int  # generated token, from 0, or position in the prompt
+    got: float | None  # what the trace says; None past its end
+    expected: float | None  # what the reference says; None past its end
+    # how far the logits are apart: of both tokens by the reference, or of both sides
     gap: float | None = None
 
     def __str__(self) -> str:
@@ -88,45 +76,27 @@ class Finding:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """What the comparison gave.
+    """What the comparison gave."""
 
-    Attributes:
-        prompts: lines of the trace.
-        prompts_checked: prompts whose text was tokenised again.
-        prompts_equal: of these, how many have the same ids.
-        prompts_without_text: prompts that were given as ids, and that cannot be tokenised again.
-        steps: generated tokens compared.
-        equal: tokens that are also the reference's.
-        near_ties: others, whose logits differ by no more than the tolerance.
-        mismatches: the rest.
-        in_topk: tokens among the largest logits of the reference.
-        traced_steps: steps whose largest logits were traced.
-        topk_overlap: mean share of these that are among the reference's largest; None without.
-        logits_compared: traced logits compared.
-        logits_beyond_tol: steps with one further from the reference's than the tolerance.
-        logits_max_diff: the largest difference; None without.
-        unknown_ids: prompts with an id that the reference does not know; no step is compared.
-        findings: the first `MAX_FINDINGS` differences.
-        findings_left_out: how many more there are.
-    """
-
-    prompts: int = 0
-    prompts_checked: int = 0
-    prompts_equal: int = 0
+    prompts: int = 0  # lines of the trace
+    prompts_checked: int = 0  # prompts whose text was tokenised again
+    prompts_equal: int = 0  # of these, how many have the same ids
+    # prompts that were given as ids, and that cannot be tokenised again
     prompts_without_text: int = 0
-    steps: int = 0
-    equal: int = 0
-    near_ties: int = 0
-    mismatches: int = 0
-    in_topk: int = 0
-    traced_steps: int = 0
+    steps: int = 0  # generated tokens compared
+    equal: int = 0  # tokens that are also the reference's
+    near_ties: int = 0  # others, whose logits differ by no more than the tolerance
+    mismatches: int = 0  # the rest
+    in_topk: int = 0  # tokens among the largest logits of the reference
+    traced_steps: int = 0  # steps whose largest logits were traced
+    # mean share of these that are among the reference's largest; None without
     topk_overlap: float | None = None
-    logits_compared: int = 0
-    logits_beyond_tol: int = 0
-    logits_max_diff: float | None = None
-    unknown_ids: int = 0
-    findings: list[Finding] = field(default_factory=list)
-    findings_left_out: int = 0
+    logits_compared: int = 0  # traced logits compared
+    logits_beyond_tol: int = 0  # steps with one further from the reference's than the tolerance
+    logits_max_diff: float | None = None  # the largest difference; None without
+    unknown_ids: int = 0  # prompts with an id that the reference does not know; no step is compared
+    findings: list[Finding] = field(default_factory=list)  # the first `MAX_FINDINGS` differences
+    findings_left_out: int = 0  # how many more there are
 
     @property
     def verdict(self) -> Verdict:
@@ -167,15 +137,9 @@ def verify(
 ) -> Report:
     """Compare traces with a reference.
 
-    Args:
-        traces: see `read_trace`.
-        checks: what is compared.
-        reference: None compares no steps.
-        encode: the reference's tokenizer: text to ids; needed by `check_prompt`.
-        progress: called with (done, total) prompts.
-
-    Raises:
-        UsageError: steps of a run that was not greedy cannot be compared.
+    `traces`: see `read_trace`; `checks`: what is compared; `reference`: None compares no steps;
+    `encode`: the reference's tokenizer: text to ids; needed by `check_prompt`. Raises UsageError:
+    steps of a run that was not greedy cannot be compared.
     """
     if reference is not None:
         for number, trace in enumerate(traces):
@@ -275,9 +239,7 @@ def _check_logits(
 def summary(report: Report, same: bool | None) -> Iterator[str]:
     """Yield lines that sum up for a person.
 
-    Args:
-        report: what was found.
-        same: whether the run had the weights of the reference; None: not known.
+    `same`: whether the run had the weights of the reference; None: not known.
     """
     # The first of each kind in each prompt says most; what follows it is often its consequence.
     first = {(f.prompt, f.kind): f for f in reversed(report.findings)}

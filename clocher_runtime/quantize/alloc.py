@@ -53,15 +53,10 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An assignment.
+    """An assignment."""
 
-    Attributes:
-        taken: index of the option of each unit.
-        price: harm per byte that the last upgrade along the hulls saved; 0 if all were taken.
-    """
-
-    taken: tuple[int, ...]
-    price: float
+    taken: tuple[int, ...]  # index of the option of each unit
+    price: float  # harm per byte that the last upgrade along the hulls saved; 0 if all were taken
 
 
 def allocate(
@@ -79,22 +74,11 @@ def allocate(
 
     Embedding, head, and whatever else the plan names keep the formats of their rules.
 
-    Args:
-        checkpoint: the float model.
-        plan: what is to be quantised, and how.
-        text_ids: token sequences; the first `sensitivity.TOKENS` tokens are used.
-        target_bpw: bits per weight of all tensors of the plan together, scales included.
-        threads: threads of the search.
-        seed: of the split of the text and of the rows that are sampled.
-        progress: called with (done, total, what).
-        directory: for temporary files; None: the system's.
-
-    Returns:
-        The plan with the chosen formats, and a record: the target, the size, the price, and for
-        each unit its measured harm and every candidate's estimate.
-
-    Raises:
-        UsageError: the target cannot be met, or nothing is left to choose.
+    `text_ids`: token sequences; the first `sensitivity.TOKENS` tokens are used; `target_bpw`: bits
+    per weight of all tensors of the plan together, scales included. Returns the plan with the
+    chosen formats, and a record: the target, the size, the price, and for each unit its measured
+    harm and every candidate's estimate. Raises UsageError: the target cannot be met, or nothing is
+    left to choose.
     """
     units, pinned = _units(plan)
     if not units:
@@ -159,9 +143,8 @@ def allocate(
 def choose(options: Sequence[Sequence[Option]], budget: int) -> Choice:
     """Choose an option per unit: at most `budget` bytes, least harm along the convex hulls.
 
-    Args:
-        options: of each unit; the smallest of all units must fit the budget together.
-        budget: bytes.
+    `options`: of each unit; the smallest of all units must fit the budget together; `budget`:
+    bytes.
     """
     hulls = [_hull(row) for row in options]
     taken = [hull[0] for hull in hulls]

@@ -45,14 +45,8 @@ _BLOCK_ELEMENTS = 1 << 25
 class LayerJob:
     """Observes a layer and quantises its matrices.
 
-    Args:
-        walk: what shows the layer, and has its weights.
-        wanted: the tensors to quantise, by name.
-        threads: threads of the search.
-        seed: of the choice of pooled tokens.
-
-    Attributes:
-        records: what is known of each tensor that is done; see `calibrate.Calibrated`.
+    `records`: what is known of each tensor that is done; see `calibrate.Calibrated`. `walk`: what
+    shows the layer, and has its weights; `wanted`: the tensors to quantise, by name.
     """
 
     def __init__(
@@ -219,23 +213,16 @@ METHODS = ("imx", "gptq")
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """What is known of a calibrated tensor.
+    """What is known of a calibrated tensor."""
 
-    Attributes:
-        method: the method that was asked for.
-        fallback: None, or what was taken instead and why; for experts how many of them.
-        tokens_seen: tokens that the statistics hold; for experts the smallest number, the 5th
-            percentile, the median and the largest, the held-out ones excluded.
-        damp: relative damping of the Hessian; 0 without GPTQ, for experts the largest.
-        err: "out_nmse" and "out_nmse_rtn": squared error of the outputs on held-out text relative
-            to the outputs, of the result and of plain rounding; for experts their mean, and
-            "out_nmse_worst".
-    """
-
-    method: str
-    fallback: str | None
+    method: str  # the method that was asked for
+    fallback: str | None  # None, or what was taken instead and why; for experts how many of them
+    # tokens that the statistics hold; for experts the smallest number, the 5th percentile, the
+    # median and the largest, the held-out ones excluded
     tokens_seen: int | list[int]
-    damp: float
+    damp: float  # relative damping of the Hessian; 0 without GPTQ, for experts the largest
+    # "out_nmse" and "out_nmse_rtn": squared error of the outputs on held-out text relative to the
+    # outputs, of the result and of plain rounding; for experts their mean, and "out_nmse_worst"
     err: dict[str, float]
 
 
@@ -252,18 +239,9 @@ def calibrate(
 ) -> dict[str, Calibrated]:
     """Quantise the tensors of a plan whose method is "imx" or "gptq".
 
-    Args:
-        checkpoint: the float model; tensors that are stored quantised are decoded.
-        plan: what becomes of each tensor.
-        text_ids: token sequences; one in sixteen, chosen by the seed, is held out.
-        parts: gets each layer when it is done, and knows those done before.
-        threads: threads of the search; products use the threads of the BLAS.
-        seed: of the held-out choice.
-        progress: called with (done, total, what) layers.
-        directory: for temporary files, 8 bytes per token and column; None: the system's.
-
-    Raises:
-        UsageError: a tensor of the plan cannot be calibrated, or the text does not fit the model.
+    `text_ids`: token sequences; one in sixteen, chosen by the seed, is held out; `parts`: gets each
+    layer when it is done, and knows those done before. Raises UsageError: a tensor of the plan
+    cannot be calibrated, or the text does not fit the model.
     """
     wanted = {name: t for name, t in plan.tensors.items() if t.method != "rtn"}
     _check(wanted)

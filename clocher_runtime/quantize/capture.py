@@ -58,10 +58,7 @@ class _Chunk:
 class Walk:
     """A float forward pass over sequences, advanced layer by layer.
 
-    Args:
-        checkpoint: the model.
-        text: the sequences.
-        directory: where the temporary files go; None: the system's choice.
+    `text`: the sequences.
     """
 
     def __init__(self, checkpoint: Checkpoint, text: Text, directory: Path | None = None) -> None:
@@ -122,10 +119,8 @@ class Walk:
     ) -> None:
         """Compute a layer from the state; `advance` makes the result the state.
 
-        Args:
-            index: the layer.
-            observer: is shown the inputs of the linears.
-            weights: tensors to compute with instead of the checkpoint's.
+        `index`: the layer; `observer`: is shown the inputs of the linears; `weights`: tensors to
+        compute with instead of the checkpoint's.
         """
         self._overlay = weights or {}
         calls = self._layers[index]

@@ -28,39 +28,26 @@ _TRIANGLE = 96
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factor:
-    """The factor of a damped Hessian, in the order in which columns are visited.
+    """The factor of a damped Hessian, in the order in which columns are visited."""
 
-    Attributes:
-        order: column visited at each step, [K].
-        upper: U, [K, K], of the permuted Hessian.
-        damp: what was added to the diagonal, relative to its mean.
-    """
-
-    order: np.ndarray
-    upper: np.ndarray
-    damp: float
+    order: np.ndarray  # column visited at each step, [K]
+    upper: np.ndarray  # U, [K, K], of the permuted Hessian
+    damp: float  # what was added to the diagonal, relative to its mean
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Solution:
-    """A matrix after GPTQ.
+    """A matrix after GPTQ."""
 
-    Attributes:
-        tensor: the quantised matrix.
-        loss: tr((W - Q) H (W - Q)^T) for the damped Hessian, as the recursion sums it.
-    """
-
-    tensor: QuantTensor
-    loss: float
+    tensor: QuantTensor  # the quantised matrix
+    loss: float  # tr((W - Q) H (W - Q)^T) for the damped Hessian, as the recursion sums it
 
 
 def shrink(hessian: np.ndarray, tokens: int, pooled: np.ndarray) -> np.ndarray:
     """Pull the Hessian of few tokens towards one of many: (n H + t P) / (n + t), t = K / 4.
 
-    Args:
-        hessian: [K, K], of `tokens` tokens.
-        tokens: n.
-        pooled: [K, K], of all tokens of the layer.
+    `hessian`: [K, K], of `tokens` tokens; `tokens`: n; `pooled`: [K, K], of all tokens of the
+    layer.
     """
     weight = len(pooled) / 4
     mixed = hessian * np.float32(tokens / (tokens + weight))
@@ -73,13 +60,9 @@ def factorise(
 ) -> Factor | None:
     """Factorise a Hessian in float64; damp it more, up to 20 times, until that succeeds.
 
-    Args:
-        hessian: [K, K], symmetric; columns that were never active have zeros.
-        damp: added to the diagonal, relative to its mean.
-        dtype: type of the result.
-
-    Returns:
-        The factor, or None if the Hessian is zero, not finite, or cannot be factorised.
+    `hessian`: [K, K], symmetric; columns that were never active have zeros; `damp`: added to the
+    diagonal, relative to its mean; `dtype`: type of the result. Returns the factor, or None if the
+    Hessian is zero, not finite, or cannot be factorised.
     """
     diagonal = np.diagonal(hessian).astype(np.float64)
     mean = float(diagonal.mean())
@@ -120,14 +103,9 @@ def _invert_lower(matrix: np.ndarray) -> None:
 def solve(values: np.ndarray, grid: QuantTensor, factor: Factor) -> Solution:
     """Quantise a matrix on given grids so that its outputs, not its weights, stay close.
 
-    Args:
-        values: [N, K], fp32 or, to check the arithmetic, fp64.
-        grid: a quantised form of the same matrix, for its scales and zero points.
-        factor: of the Hessian of its input.
-
-    Raises:
-        UsageError: the grid's format is neither `Int4` nor `Int8`.
-        ShapeError: the sizes differ.
+    `values`: [N, K], fp32 or, to check the arithmetic, fp64; `grid`: a quantised form of the same
+    matrix, for its scales and zero points; `factor`: of the Hessian of its input. Raises
+    UsageError: the grid's format is neither `Int4` nor `Int8`; ShapeError: the sizes differ.
     """
     rows, columns = values.shape
     fmt = grid.format

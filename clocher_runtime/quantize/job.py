@@ -41,69 +41,43 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class CalibrationText:
-    """Text that importance is measured on.
+    """Text that importance is measured on."""
 
-    Attributes:
-        sequences: token ids of each sequence.
-        record: what the manifest says of it.
-    """
-
-    sequences: tuple[tuple[int, ...], ...]
-    record: Mapping[str, Any]
+    sequences: tuple[tuple[int, ...], ...]  # token ids of each sequence
+    record: Mapping[str, Any]  # what the manifest says of it
 
 
 @dataclass(frozen=True, slots=True)
 class GateText:
-    """Text that the result is judged on.
+    """Text that the result is judged on."""
 
-    Attributes:
-        documents: held-out text in the model's tokens.
-        limits_class: a key of `gate.LIMITS`; None: by the formats.
-        given: fields of `gate.Limits` that replace those of the class.
-        record: what the manifest says of it.
-    """
-
-    documents: Documents
-    limits_class: str | None
+    documents: Documents  # held-out text in the model's tokens
+    limits_class: str | None  # a key of `gate.LIMITS`; None: by the formats
+    # fields of `gate.Limits` that replace those of the class
     given: Mapping[str, float | int | None]
-    record: Mapping[str, Any]
+    record: Mapping[str, Any]  # what the manifest says of it
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One quantisation.
+    """One quantisation."""
 
-    Attributes:
-        checkpoint: the input.
-        out: path of the manifest.
-        rules: what to do, version 1 without the expanded form.
-        options: of the script, to be recorded.
-        seed: of everything that is drawn by chance.
-        threads: how many threads work.
-        whole_hash: hash the whole weight files, not their headers alone.
-        calibration: text for imx, gptq and a target size.
-        target_bpw: bits per weight of the quantised tensors together.
-        gate: text to judge the result on.
-        min_cosine: least cosine of every quantised tensor with the float one.
-    """
-
-    checkpoint: Checkpoint
-    out: Path
-    rules: Q4Map
-    options: Mapping[str, Any] = field(default_factory=dict)
-    seed: int = 0
-    threads: int = 1
-    whole_hash: bool = True
-    calibration: CalibrationText | None = None
-    target_bpw: float | None = None
-    gate: GateText | None = None
-    min_cosine: float | None = None
+    checkpoint: Checkpoint  # the input
+    out: Path  # path of the manifest
+    rules: Q4Map  # what to do, version 1 without the expanded form
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the script, to be recorded
+    seed: int = 0  # of everything that is drawn by chance
+    threads: int = 1  # how many threads work
+    whole_hash: bool = True  # hash the whole weight files, not their headers alone
+    calibration: CalibrationText | None = None  # text for imx, gptq and a target size
+    target_bpw: float | None = None  # bits per weight of the quantised tensors together
+    gate: GateText | None = None  # text to judge the result on
+    min_cosine: float | None = None  # least cosine of every quantised tensor with the float one
 
     def plan(self) -> QuantPlan:
         """Return what will be done, from names and shapes alone.
 
-        Raises:
-            UsageError: as `build_plan`, or calibration is needed and there is no text.
+        Raises UsageError: as `build_plan`, or calibration is needed and there is no text.
         """
         plan = build_plan(self.checkpoint, self.rules)
         if self.calibration is None and (plan.calibrated or self.target_bpw is not None):
@@ -114,23 +88,14 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a job ended.
+    """How a job ended."""
 
-    Attributes:
-        verdict: of the gate; "pass" without one.
-        path: of the manifest: the one that was asked for only if the verdict is "pass".
-        plan: what was done.
-        done: tensor by tensor.
-        evaluation: what the gate found on text.
-        allocation: the record of a target size; empty without one.
-    """
-
-    verdict: Verdict
-    path: Path
-    plan: QuantPlan
-    done: tuple[Done, ...]
-    evaluation: Evaluation | None
-    allocation: Mapping[str, Any]
+    verdict: Verdict  # of the gate; "pass" without one
+    path: Path  # of the manifest: the one that was asked for only if the verdict is "pass"
+    plan: QuantPlan  # what was done
+    done: tuple[Done, ...]  # tensor by tensor
+    evaluation: Evaluation | None  # what the gate found on text
+    allocation: Mapping[str, Any]  # the record of a target size; empty without one
 
 
 def rejected_path(out: Path) -> Path:
@@ -144,11 +109,9 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
     A manifest that was there is removed first: it may share its parts with the new one. The parts
     of a killed run of the same job are used.
 
-    Raises:
-        FormatError: a value cannot be quantised.
-        ModelChanged: the model's files changed meanwhile.
-        UsageError: the calibration does not know the model.
-        OSError: a file cannot be written.
+    Raises FormatError: a value cannot be quantised; ModelChanged: the model's files changed
+    meanwhile; UsageError: the calibration does not know the model; OSError: a file cannot be
+    written.
     """
     tell = progress or (lambda what, done, total: None)
     checkpoint = job.checkpoint

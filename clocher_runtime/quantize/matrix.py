@@ -10,7 +10,8 @@ import numpy as np
 
 from clocher_kernels.formats import Format
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.quantize import gptq, imx
+from clocher_runtime.convert import imx
+from clocher_runtime.quantize import gptq
 from clocher_runtime.quantize.rows import InputStats
 
 DO_NO_HARM = 1.02
@@ -22,46 +23,31 @@ MIN_HELD = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
-    """What is known of a matrix's input.
+    """What is known of a matrix's input."""
 
-    Attributes:
-        importance: E[x^2] of each column, [K].
-        held: inputs to judge with, [m, K]; without rows the importance judges.
-        factor: of the Hessian; None for methods that need none, or where it has none.
-    """
-
-    importance: np.ndarray
-    held: np.ndarray
+    importance: np.ndarray  # E[x^2] of each column, [K]
+    held: np.ndarray  # inputs to judge with, [m, K]; without rows the importance judges
+    # of the Hessian; None for methods that need none, or where it has none
     factor: gptq.Factor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """A quantised matrix and how it came about.
-
-    Attributes:
-        method: "gptq", "imx" or "rtn": whose result it is.
-        fallback: None, or why it is not the result of the method that was asked for.
-        nmse: squared error of the outputs, relative to the outputs.
-        nmse_rtn: the same for plain rounding.
-        damp: of the Hessian; 0 without GPTQ.
-    """
+    """A quantised matrix and how it came about."""
 
     tensor: QuantTensor
-    method: str
-    fallback: str | None
-    nmse: float
-    nmse_rtn: float
-    damp: float
+    method: str  # "gptq", "imx" or "rtn": whose result it is
+    fallback: str | None  # None, or why it is not the result of the method that was asked for
+    nmse: float  # squared error of the outputs, relative to the outputs
+    nmse_rtn: float  # the same for plain rounding
+    damp: float  # of the Hessian; 0 without GPTQ
 
 
 def make_inputs(stats: InputStats, pooled: InputStats | None, *, hessian: bool) -> Inputs:
     """Combine the statistics of a linear, or of an expert, with those of its whole layer.
 
-    Args:
-        stats: of the matrix's own inputs.
-        pooled: of all inputs of the layer; None for dense linears and well-fed experts.
-        hessian: whether GPTQ is asked for.
+    `stats`: of the matrix's own inputs; `pooled`: of all inputs of the layer; None for dense
+    linears and well-fed experts; `hessian`: whether GPTQ is asked for.
     """
     own = pooled is None or stats.tokens >= MIN_TOKENS
     source = stats if own or pooled is None else pooled
@@ -82,12 +68,7 @@ def solve_matrix(
 ) -> Outcome:
     """Quantise a matrix.
 
-    Args:
-        values: [N, K] fp32.
-        fmt: as `imx.search` takes it; for "gptq" of integers.
-        method: "imx" or "gptq".
-        inputs: what is known of its input.
-        threads: threads of the search.
+    `values`: [N, K] fp32; `method`: "imx" or "gptq"; `inputs`: what is known of its input.
     """
     rounded = encode(values, fmt)
     judge = _Judge(values, inputs)

@@ -18,17 +18,11 @@ _STATE_BYTES = 12
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Bytes.
+    """Bytes."""
 
-    Attributes:
-        memory: resident, about; files that are mapped and can be dropped do not count.
-        parts: of planes that the manifest keeps until the model is written.
-        temporary: of files without a name, in the system's directory for them.
-    """
-
-    memory: int
-    parts: int
-    temporary: int
+    memory: int  # resident, about; files that are mapped and can be dropped do not count
+    parts: int  # of planes that the manifest keeps until the model is written
+    temporary: int  # of files without a name, in the system's directory for them
 
 
 def needs_of(job: Job, plan: QuantPlan) -> Needs:

@@ -27,25 +27,15 @@ from clocher_runtime.quality.tensor_error import TensorError
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """One tensor that is to be quantised.
-
-    Attributes:
-        name: of the tensor.
-        shape: [N, K] or [E, N, K].
-        source: format in the checkpoint.
-        format: format of the result.
-        method: "rtn", "imx" or "gptq".
-        clip: how rounding chooses the range of a cell.
-        rule: index of the rule that asks for it.
-    """
+    """One tensor that is to be quantised."""
 
     name: str
-    shape: tuple[int, ...]
-    source: Format
-    format: Format
-    method: str
-    clip: Clip
-    rule: int
+    shape: tuple[int, ...]  # [N, K] or [E, N, K]
+    source: Format  # format in the checkpoint
+    format: Format  # format of the result
+    method: str  # "rtn", "imx" or "gptq"
+    clip: Clip  # how rounding chooses the range of a cell
+    rule: int  # index of the rule that asks for it
 
     @property
     def params(self) -> int:
@@ -60,23 +50,14 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True)
 class QuantPlan:
-    """What becomes of every tensor of a checkpoint.
+    """What becomes of every tensor of a checkpoint."""
 
-    Attributes:
-        tensors: to be quantised, by name, layer by layer.
-        kept: the others -> why they stay.
-        notes: for people, about rules that matched tensors which are kept.
-        kept_params: elements of the tensors that stay.
-        kept_nbytes: bytes of the tensors that stay.
-        source_nbytes: bytes of all tensors in the checkpoint.
-    """
-
-    tensors: Mapping[str, PlannedTensor]
-    kept: Mapping[str, str]
-    notes: tuple[str, ...]
-    kept_params: int
-    kept_nbytes: int
-    source_nbytes: int
+    tensors: Mapping[str, PlannedTensor]  # to be quantised, by name, layer by layer
+    kept: Mapping[str, str]  # the others -> why they stay
+    notes: tuple[str, ...]  # for people, about rules that matched tensors which are kept
+    kept_params: int  # elements of the tensors that stay
+    kept_nbytes: int  # bytes of the tensors that stay
+    source_nbytes: int  # bytes of all tensors in the checkpoint
 
     @property
     def params(self) -> int:
@@ -116,9 +97,8 @@ class QuantPlan:
 def build_plan(checkpoint: Checkpoint, rules: Q4Map) -> QuantPlan:
     """Apply rules to a checkpoint.
 
-    Raises:
-        UsageError: a rule decides about no tensor, nothing is left to quantise, or a tensor cannot
-            have the format that its rule says.
+    Raises UsageError: a rule decides about no tensor, nothing is left to quantise, or a tensor
+    cannot have the format that its rule says.
     """
     assigned = assign(rules.rules, checkpoint.tensors, rules.requantize, str(rules.path))
     tensors = {}
@@ -182,27 +162,16 @@ _DIGITS = 8
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What became of one tensor.
+    """What became of one tensor."""
 
-    Attributes:
-        planned: what was to be done.
-        sha256: of each plane.
-        error: distance from the float tensor.
-        method: how the codes were chosen in the end.
-        fallback: why it is not the method that was asked for, or "".
-        tokens_seen: calibration tokens: one number, or one per expert.
-        part: the file with the planes, "" if rounding gives them again.
-        more_errors: what calibration measured.
-    """
-
-    planned: PlannedTensor
-    sha256: Mapping[str, str]
-    error: TensorError
-    method: str
-    fallback: str = ""
-    tokens_seen: Sequence[int] = ()
-    part: str = ""
-    more_errors: Mapping[str, Any] = field(default_factory=dict)
+    planned: PlannedTensor  # what was to be done
+    sha256: Mapping[str, str]  # of each plane
+    error: TensorError  # distance from the float tensor
+    method: str  # how the codes were chosen in the end
+    fallback: str = ""  # why it is not the method that was asked for, or ""
+    tokens_seen: Sequence[int] = ()  # calibration tokens: one number, or one per expert
+    part: str = ""  # the file with the planes, "" if rounding gives them again
+    more_errors: Mapping[str, Any] = field(default_factory=dict)  # what calibration measured
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of a manifest's `tensors`."""
@@ -247,10 +216,7 @@ def describe_source(
 ) -> dict[str, Any]:
     """Return the `source` of a manifest: names, sizes and hashes of the weight files.
 
-    Args:
-        checkpoint: its files are read once.
-        whole: hash whole files; otherwise the first MiB of each.
-        progress: called with the bytes hashed so far and the file's name.
+    `whole`: hash whole files; otherwise the first MiB of each.
     """
     files = []
     before = 0
@@ -271,15 +237,9 @@ def document_of(
 ) -> dict[str, Any]:
     """Return a manifest, checked by its reader.
 
-    Args:
-        rules: as they were given.
-        plan: what was to be done.
-        done: what was done, in the order of the plan.
-        parts: files beside the manifest.
-        sections: further sections: tool, source, options, calibration, ...
-
-    Raises:
-        FormatError: a tensor is not accounted for, or two sections contradict each other.
+    `rules`: as they were given; `done`: what was done, in the order of the plan; `parts`: files
+    beside the manifest; `sections`: further sections: tool, source, options, calibration, . Raises
+    FormatError: a tensor is not accounted for, or two sections contradict each other.
     """
     if [entry.planned.name for entry in done] != list(plan.tensors):
         raise FormatError("the manifest would not say what became of every tensor of the plan")

@@ -17,19 +17,12 @@ HELD_OUT = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Text:
-    """Sequences of tokens, one after another.
+    """Sequences of tokens, one after another."""
 
-    Attributes:
-        ids: all tokens, [T] i32.
-        positions: of each token in its sequence, [T] i32.
-        lengths: tokens of each sequence.
-        held: whether a token's sequence is held out from fitting, [T] bool.
-    """
-
-    ids: np.ndarray
-    positions: np.ndarray
-    lengths: tuple[int, ...]
-    held: np.ndarray
+    ids: np.ndarray  # all tokens, [T] i32
+    positions: np.ndarray  # of each token in its sequence, [T] i32
+    lengths: tuple[int, ...]  # tokens of each sequence
+    held: np.ndarray  # whether a token's sequence is held out from fitting, [T] bool
 
     @property
     def tokens(self) -> int:
@@ -51,8 +44,7 @@ class Text:
 def make_text(sequences: Sequence[Sequence[int]], seed: int = 0, held_out: int = HELD_OUT) -> Text:
     """Lay sequences out; hold one in `held_out` (at least one) out, chosen by the seed.
 
-    Raises:
-        UsageError: fewer than two sequences, or an empty one.
+    Raises UsageError: fewer than two sequences, or an empty one.
     """
     lengths = tuple(len(sequence) for sequence in sequences)
     if len(lengths) < 2 or min(lengths) < 1:
@@ -75,10 +67,7 @@ def make_text(sequences: Sequence[Sequence[int]], seed: int = 0, held_out: int =
 class RowStore:
     """An fp32 array [rows, columns] in an unnamed temporary file, so that it need not be resident.
 
-    Args:
-        rows: number of rows.
-        columns: number of columns.
-        directory: where the file is made; None: the system's directory for temporary files.
+    `rows`: number of rows; `columns`: number of columns.
     """
 
     def __init__(self, rows: int, columns: int, directory: Path | None = None) -> None:
@@ -112,13 +101,8 @@ HELD_ROWS = 512
 class InputStats:
     """Statistics of the inputs x_t of a linear, weighted by p_t (the router's weight, else 1).
 
-    Args:
-        columns: K.
-        hessian: whether to sum the Hessian, K^2 fp32.
-
-    Attributes:
-        tokens: inputs summed, held-out ones excluded.
-        hessian_sum: sum of p^2 x x^T, [K, K] fp32, or None.
+    `tokens`: inputs summed, held-out ones excluded; `hessian_sum`: sum of p^2 x x^T, [K, K] fp32,
+    or None. `columns`: K; `hessian`: whether to sum the Hessian, K^2 fp32.
     """
 
     def __init__(self, columns: int, *, hessian: bool = False) -> None:
@@ -130,10 +114,8 @@ class InputStats:
     def add(self, x: np.ndarray, held: np.ndarray, weights: np.ndarray | None = None) -> None:
         """Sum inputs.
 
-        Args:
-            x: [m, K] fp32.
-            held: [m] bool, inputs that are only kept for judging.
-            weights: [m] fp32, p.
+        `x`: [m, K] fp32; `held`: [m] bool, inputs that are only kept for judging; `weights`: [m]
+        fp32, p.
         """
         if x.shape[1] != len(self._second) or held.shape != x.shape[:1]:
             raise ShapeError(

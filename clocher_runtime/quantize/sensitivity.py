@@ -11,8 +11,8 @@ from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import Format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.convert import imx
 from clocher_runtime.convert.rounding import round_tensor
-from clocher_runtime.quantize import imx
 from clocher_runtime.quantize.calibrate import LayerJob
 from clocher_runtime.quantize.capture import Walk
 from clocher_runtime.quantize.plan import PlannedTensor
@@ -31,15 +31,10 @@ Importance = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Tensors of one layer that get the same format.
+    """Tensors of one layer that get the same format."""
 
-    Attributes:
-        name: layer and part: "3.qkv".
-        tensors: at least one.
-    """
-
-    name: str
-    tensors: tuple[PlannedTensor, ...]
+    name: str  # layer and part: "3.qkv"
+    tensors: tuple[PlannedTensor, ...]  # at least one
 
     @property
     def layer(self) -> int:
@@ -54,17 +49,12 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measured:
-    """What a text says about units.
+    """What a text says about units."""
 
-    Attributes:
-        kld: mean KL divergence in nats with one unit quantised, for each unit.
-        importance: E[x^2] of the inputs of each matrix, [K]; all experts of a layer together.
-        tokens: tokens that were measured on.
-    """
-
-    kld: tuple[float, ...]
+    kld: tuple[float, ...]  # mean KL divergence in nats with one unit quantised, for each unit
+    # E[x^2] of the inputs of each matrix, [K]; all experts of a layer together
     importance: Importance
-    tokens: int
+    tokens: int  # tokens that were measured on
 
 
 def measure_units(
@@ -82,15 +72,7 @@ def measure_units(
     Half of the sequences fit, the others measure. The float states before each layer are computed
     once; a unit costs the layers from its own on.
 
-    Args:
-        checkpoint: the float model.
-        units: layer by layer.
-        fmt: what each unit is quantised to.
-        text_ids: token sequences.
-        threads: threads of the search.
-        seed: of the split.
-        progress: called with (done, total, unit).
-        directory: for temporary files; None: the system's.
+    `units`: layer by layer; `text_ids`: token sequences.
     """
     text = make_text(_first(text_ids), seed, held_out=2)
     walk = Walk(checkpoint, text, directory)
@@ -157,13 +139,8 @@ def candidate_errors(
 ) -> list[float]:
     """Return the weighted squared error of a unit in each format, on sampled rows.
 
-    Args:
-        checkpoint: the float model.
-        unit: what is quantised.
-        candidates: the formats.
-        importance: of the columns of each matrix.
-        seed: of the sample, together with the tensor's name.
-        threads: threads of the search.
+    `unit`: what is quantised; `candidates`: the formats; `importance`: of the columns of each
+    matrix.
     """
     totals = np.zeros(len(candidates))
     for tensor in unit.tensors:

@@ -17,14 +17,10 @@ from clocher_kernels.quant_tensor import QuantTensor
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Linears that read the same input.
+    """Linears that read the same input."""
 
-    Attributes:
-        layer: index of the layer; -1 for the head.
-        weights: names of the linears' tensors; of the experts', those that read all tokens' input.
-    """
-
-    layer: int
+    layer: int  # index of the layer; -1 for the head
+    # names of the linears' tensors; of the experts', those that read all tokens' input
     weights: tuple[str, ...]
 
 
@@ -93,17 +89,9 @@ def causal_attention(
 ) -> np.ndarray:
     """Attend over one whole sequence: the `attention` op for tokens 0 .. T-1 of an empty cache.
 
-    Args:
-        q: [T, H D] fp32.
-        k: [T, Hkv D] fp32.
-        v: [T, Hkv D] fp32.
-        head_dim: D.
-        scale: factor of the dot product.
-        window: visible keys, the query included; 0 for all.
-        sinks: [H], one logit per head that enlarges the denominator.
-
-    Returns:
-        [T, H D] fp32.
+    `q`: [T, H D] fp32; `k`: [T, Hkv D] fp32; `v`: [T, Hkv D] fp32; `head_dim`: D; `scale`: factor
+    of the dot product; `window`: visible keys, the query included; 0 for all; `sinks`: [H], one
+    logit per head that enlarges the denominator. Returns [T, H D] fp32.
     """
     length = len(q)
     queries = q.reshape(length, -1, head_dim)

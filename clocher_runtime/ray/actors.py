@@ -1,21 +1,19 @@
-"""What an actor does with rows: it goes on with texts, or tells how likely they are.
+"""Actors for `ray.data.Dataset.map_batches`: generate from rows, or score them.
 
-For a pipeline of your own:
-
-    ds = ray.data.read_json("prompts.jsonl")
-    ds = ds.map_batches(
+    ds = ray.data.read_json("prompts.jsonl").map_batches(
         Generate, fn_constructor_kwargs={"model": "models/llama", "cpus": 4},
-        concurrency=8, batch_size=32, num_cpus=4,
+        compute=ray.data.ActorPoolStrategy(size=8), batch_size=32, num_cpus=4,
     )
 
-The model is loaded once per actor. Threads are as many as the actor's CPUs, which no other actor of
-the machine has (`cpus`). A row's result depends on the row alone: neither on its actor, nor on its
-batch, nor on the number of threads; what is drawn by chance is drawn by the row's own seed.
+An actor loads the model once and is pinned to CPUs of its own. A row's result depends on the row
+alone, not on its actor, its batch or the number of threads: each row has its own seed.
 """
 
 import json
-from abc import ABC, abstractmethod
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,96 +21,133 @@ import numpy as np
 from clocher_kernels.errors import NonFinite, UsageError
 from clocher_runtime.api import LanguageModel, load
 from clocher_runtime.config.values import shown
+from clocher_runtime.disk.output_file import open_locked
+from clocher_runtime.engine.topology import in_order, read_cpus
 from clocher_runtime.quality.likelihood import Pair, Scorer
-from clocher_runtime.ray import cpus as seats
 from clocher_runtime.text.completion import OPTIONS, TextGeneration, side_by_side
 
+SHARED_MB = 64 << 10
+"""MiB of packed weights that the tile cache keeps for all actors of a machine."""
 Row = Mapping[str, Any]
-_BAD = (UsageError, NonFinite)
-"""What a row can do wrong. A model that is gone is not a row's fault, and ends the task."""
+_BAD_ROW = (UsageError, NonFinite)
+_locks: list[int] = []  # descriptors, open as long as this process has the CPUs
 
 
-class Actor(ABC):
+def claim(count: int, cpus: Sequence[int] | None = None, root: Path | None = None) -> list[int]:
+    """Lock CPUs that no other actor of this machine has; return them, [] if too few are free.
+
+    A lock is a file per CPU in `root`; the system releases it when the process ends.
+
+    Args:
+        count: how many.
+        cpus: candidates, best first; default: all usable ones, physical cores first.
+        root: directory of the locks; default: one of this user among temporary files.
+    """
+    cpus = [cpu.id for cpu in in_order(read_cpus(), "compact")] if cpus is None else cpus
+    root = root or Path(tempfile.gettempdir()) / f"clocher-cpus-{os.geteuid()}"
+    taken: dict[int, int] = {}
+    try:
+        root.mkdir(mode=0o700, exist_ok=True)
+        if root.lstat().st_uid != os.geteuid():
+            return []
+        for cpu in cpus:
+            if len(taken) < count:
+                try:
+                    taken[cpu] = open_locked(root / f"{cpu}.lock")
+                except UsageError:  # another actor has it
+                    continue
+    except OSError:  # no place for locks
+        pass
+    if len(taken) < count:
+        for descriptor in taken.values():
+            os.close(descriptor)
+        return []
+    _locks.extend(taken.values())
+    return list(taken)
+
+
+def pin(count: int) -> list[int]:
+    """Pin this process to CPUs of its own, and share packed weights with the machine's actors.
+
+    Returns the CPUs; [] if too few are free: the process then runs unpinned.
+    """
+    os.environ.setdefault("CLOCHER_TILE_CACHE_MB", str(SHARED_MB))
+    cpus = claim(count)
+    for thread in os.listdir("/proc/self/task") if cpus else ():
+        try:
+            os.sched_setaffinity(int(thread), cpus)
+        except ProcessLookupError:  # it has ended
+            continue
+    return cpus
+
+
+def release() -> None:
+    """Unlock the CPUs of this process."""
+    while _locks:
+        os.close(_locks.pop())
+
+
+class Actor:
     """A model that takes rows.
 
     Args:
         model: as `load` takes it; each machine finds it under this name.
         cpus: CPUs of its own, and so threads; give Ray the same number as `num_cpus`.
         batch: rows computed side by side.
-        **options: other arguments of `load`.
-
-    Raises:
-        ClocherError: see `load`.
+        **options: other arguments of `load`, whose errors it raises.
     """
-
-    def __init__(self, model: str | None, *, cpus: int = 1, batch: int = 8, **options: Any) -> None:
-        self.cpus = seats.pin(cpus)
-        seats.share_weights()
-        self.model: LanguageModel = load(model, threads=cpus, batch=batch, **options)
-
-    def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the columns of a batch with those of the results; `error` is "" where all is well.
-
-        Args:
-            batch: arrays of one length; a column is what a field of a row is.
-        """
-        names = list(batch)
-        rows = [
-            {name: plain for name in names if (plain := _plain(batch[name][at])) is not None}
-            for at in range(len(batch[names[0]]))
-        ]
-        answers = self.answers(rows)
-        made = {name: _column([answer.get(name) for answer in answers]) for name in self.columns}
-        errors = _column([answer.get("error", "") for answer in answers])
-        return {**batch, **made, "error": errors}
 
     columns: tuple[str, ...]
     """Fields of a result that is no error."""
 
+    def __init__(self, model: str | None, *, cpus: int = 1, batch: int = 8, **options: Any) -> None:
+        self.cpus = pin(cpus)
+        self.model: LanguageModel = load(model, threads=cpus, batch=batch, **options)
+
+    def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return a batch of columns with those of the results; `error` is "" where all is well."""
+        count = len(next(iter(batch.values())))
+        cells = {n: [_plain(column[at]) for at in range(count)] for n, column in batch.items()}
+        rows = [
+            {name: cells[name][at] for name in cells if cells[name][at] is not None}
+            for at in range(count)
+        ]
+        answers = self.answers(rows)
+        made = {name: _column([answer.get(name) for answer in answers]) for name in self.columns}
+        return {**batch, **made, "error": _column([answer.get("error", "") for answer in answers])}
+
     def answers(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
         """Return the result of each row, or {"error": ...} for one that cannot be used."""
-        found: list[dict[str, Any]] = []
+        found: dict[int, dict[str, Any]] = {}
         asked: dict[int, Any] = {}
         for number, row in enumerate(rows):
-            found.append({})
             try:
                 asked[number] = self.read(row)
-            except _BAD as error:
+            except _BAD_ROW as error:
                 found[number] = {"error": str(error)}
         try:
-            made = dict(zip(asked, self.compute(list(asked.values())), strict=True))
-        except _BAD:  # of one of them: alone each has the same result, or its own error
-            made = {number: self._alone(rows[number]) for number in asked}
-        for number, result in made.items():
-            found[number] = result
-        return found
+            found |= zip(asked, self.compute(list(asked.values())), strict=True)
+        except _BAD_ROW as error:  # alone, each has the same result, or its own error
+            if len(rows) == 1:
+                return [{"error": str(error)}]
+            found |= {number: self.answers([rows[number]])[0] for number in asked}
+        return [found[number] for number in range(len(rows))]
 
-    def _alone(self, row: Row) -> dict[str, Any]:
-        try:
-            return self.compute([self.read(row)])[0]
-        except _BAD as error:
-            return {"error": str(error)}
-
-    @abstractmethod
     def read(self, row: Row) -> Any:
-        """Return what `compute` takes of a row.
+        """Return what `compute` takes of a row; UsageError if it cannot be used."""
+        raise UsageError(f"{type(self).__name__} reads no rows")
 
-        Raises:
-            UsageError: the row cannot be used.
-        """
-
-    @abstractmethod
     def compute(self, asked: list[Any]) -> list[dict[str, Any]]:
         """Return the results of rows that were read."""
+        raise UsageError(f"{type(self).__name__} computes no rows")
 
 
 class Generate(Actor):
-    """Goes on with texts.
+    """Generates text from rows.
 
-    A row has `prompt` (text or token ids) or `messages` (a conversation), and any of the arguments
-    that `LanguageModel` takes: max_new, temperature, top_p, seed, stop, ... Other fields are left
-    alone. A row without them takes those of `sampling`; without a seed, its number is added to that
-    of `sampling`: `row`, from 0, which rows of a job have, and others may.
+    A row has `prompt` (text or token ids) or `messages`, and any argument that `LanguageModel`
+    takes: max_new, temperature, top_p, seed, stop, ... Other fields are ignored. `sampling` has
+    the defaults; the seed of a row without one is that of `sampling` plus `row`, its number.
 
     Args:
         model: as `load` takes it.
@@ -127,38 +162,32 @@ class Generate(Actor):
         self._sampling = dict(sampling or {})
 
     def read(self, row: Row) -> TextGeneration:
-        """Return the text that a row asks for, not begun."""
+        """Return the generation that a row asks for, not begun."""
         options = {**self._sampling, **{key: row[key] for key in row if key in OPTIONS}}
         options["seed"] = options.get("seed", 0) + (0 if "seed" in row else row.get("row", 0))
         if ("prompt" in row) == ("messages" in row):
             raise UsageError("expected either prompt or messages; got both or none")
-        if "messages" in row:
-            return self.model.stream_chat(_conversation(row["messages"]), **options)
-        return self.model.stream_generate(row["prompt"], **options)
+        if "prompt" in row:
+            return self.model.stream_generate(row["prompt"], **options)
+        given = row["messages"]
+        if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
+            raise UsageError(f"messages is {shown(given)}; expected a list of objects")
+        # Columns of Arrow have null for fields that a message lacks.
+        messages = [{k: value for k, value in each.items() if value is not None} for each in given]
+        return self.model.stream_chat(messages, **options)
 
     def compute(self, asked: list[Any]) -> list[dict[str, Any]]:
         """Generate side by side."""
         made = dict(side_by_side(asked, self.model.session.batch))
-        return [
-            {
-                "text": made[at].text,
-                "ids": list(made[at].ids),
-                "finish_reason": made[at].finish_reason,
-                "prompt_tokens": made[at].prompt_tokens,
-            }
-            for at in range(len(asked))
-        ]
+        whole = [{name: getattr(made[at], name) for name in self.columns} for at in sorted(made)]
+        return [each | {"ids": list(each["ids"])} for each in whole]
 
 
 class Score(Actor):
-    """Tells how likely texts are, as lm-evaluation-harness counts it.
+    """Computes log probabilities as lm-evaluation-harness does.
 
-    A row has `text`, which is scored whole and window by window if it is long, or `continuation`,
-    scored after its `context`.
-
-    Args:
-        model: as `load` takes it.
-        **actor: see `Actor`.
+    A row has `text`, scored whole (window by window if it is long), or `continuation`, scored
+    after its `context`.
     """
 
     columns = ("logprob", "tokens", "is_greedy")
@@ -183,65 +212,40 @@ class Score(Actor):
     def compute(self, asked: list[Any]) -> list[dict[str, Any]]:
         """Score side by side."""
         scores = iter(self._scorer.scores([pair for pairs in asked for pair in pairs]))
-        found = []
-        for pairs in asked:
-            mine = [next(scores) for _ in pairs]
-            found.append(
-                {
-                    "logprob": sum(each.logprob for each in mine),
-                    "tokens": sum(len(pair.continuation) for pair in pairs),
-                    "is_greedy": all(each.is_greedy for each in mine),
-                }
-            )
-        return found
+        mine = [[next(scores) for _ in pairs] for pairs in asked]
+        return [
+            {
+                "logprob": sum(each.logprob for each in scored),
+                "tokens": sum(len(pair.continuation) for pair in pairs),
+                "is_greedy": all(each.is_greedy for each in scored),
+            }
+            for pairs, scored in zip(asked, mine, strict=True)
+        ]
 
 
 TASKS: Mapping[str, type[Actor]] = {"generate": Generate, "score": Score}
 
 
 class Lines:
-    """Rows as a job has them: JSON text in and out, which need not have the same fields.
-
-    Args:
-        task: a name of `TASKS`.
-        model: see `Actor`.
-        **actor: see the task's class.
-    """
+    """Rows of a job: JSON text in and out, since rows need not have the same fields."""
 
     def __init__(self, task: str, model: str | None, **actor: Any) -> None:
         self._actor = TASKS[task](model, **actor)
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return `row` and `answer`, a JSON object each.
-
-        Args:
-            batch: `row`, i64, and `line`, JSON objects.
-        """
-        rows = [
-            {**json.loads(line), "row": int(number)}
-            for number, line in zip(batch["row"], batch["line"], strict=True)
-        ]
+        """Return `row` and `answer` of a batch with `row`, i64, and `line`: JSON objects."""
+        numbered = zip(batch["row"], batch["line"], strict=True)
+        rows = [{**json.loads(line), "row": int(number)} for number, line in numbered]
         answers = [json.dumps(answer) for answer in self._actor.answers(rows)]
         return {"row": batch["row"], "answer": _column(answers)}
 
 
-def _conversation(given: Any) -> list[dict[str, Any]]:
-    """Return messages; columns of Arrow have null for fields that a message lacks."""
-    if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
-        raise UsageError(f"messages is {shown(given)}; expected a list of objects")
-    return [{key: value for key, value in each.items() if value is not None} for each in given]
-
-
 def _plain(value: Any) -> Any:
-    """Return a cell of a column as Python has it; None for one that is empty."""
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    return value
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
 def _column(values: Sequence[Any]) -> np.ndarray:
     column = np.empty(len(values), object)
-    column[:] = values if not values or not isinstance(values[0], list) else None
     for at, value in enumerate(values):
         column[at] = value
     return column

@@ -1,12 +1,11 @@
-"""A job: every row of a file through actors of a Ray cluster, each exactly once.
+"""A job: every row of a file through actors of a Ray cluster, each stored exactly once.
 
-Who may die, and what happens:
+    OUT/job.json       what was asked: task, model, settings, input. Another job is refused.
+    OUT/rows.jsonl     finished rows in any order, appended and flushed by the driver
+    OUT/results.jsonl  every row once, in the order of the input; then rows.jsonl is removed
 
-- An actor, or its machine: Ray starts another and gives it the rows of the task again. Nothing of
-  a task is stored before it is whole.
-- The driver: the next one reads what is stored (`record`) and asks for the rest.
-- A row that cannot be used becomes a row with an `error`. What is wrong with the model ends the job
-  at once, and with rows that kill every actor after `RETRIES` actors; what is done stays done.
+Ray restarts actors that die, and gives their rows to others. A driver that died is followed by one
+that reads rows.jsonl and computes the rest. A row that cannot be used becomes {"error": ...}.
 """
 
 import hashlib
@@ -18,38 +17,30 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
-from clocher_kernels.errors import DeviceError, UsageError
+from clocher_kernels.errors import DeviceError, FormatError, UsageError
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model, locate
+from clocher_runtime.disk.files import read_bytes
+from clocher_runtime.disk.output_file import open_locked, replacing, write_all, write_file
+from clocher_runtime.disk.strict_json import parse_object
 from clocher_runtime.quantize.plan import describe_source
-from clocher_runtime.ray.actors import TASKS, Lines
-from clocher_runtime.ray.record import Record, read_rows
+from clocher_runtime.ray.actors import Lines
 
 RETRIES = 5
 """Times that a task is given to another actor because one died with it."""
-
-_RESTARTS = 100
-"""Times that an actor is started again: machines come and go, but not while a model loads."""
-
+_RESTARTS = 100  # of an actor: machines come and go, but not while a model loads
+_MAX_INPUT = 1 << 34
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be done, and where.
+    """What is to be done: `task` is a name of `TASKS`, `options` are arguments of its actor.
 
-    Attributes:
-        task: a name of `actors.TASKS`.
-        model: as `load` takes it; every machine finds it under this name. None: the embedded one.
-        source: the rows, a JSON object a line.
-        out: directory of the results; see `record`.
-        options: of the actor, on which results depend.
-        cpus: of each actor.
-        actors: how many; None: as many as the cluster has CPUs for.
-        batch: rows that an actor computes side by side.
-        task_rows: rows that an actor is given at a time, and that are lost with it.
+    `cpus` are those of each actor, `actors` None stands for as many as the cluster has CPUs for;
+    `batch` rows are computed side by side, `task_rows` are lost with an actor that dies.
     """
 
     task: str
@@ -63,16 +54,8 @@ class Job:
     task_rows: int = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a job ended.
-
-    Attributes:
-        rows: of the input.
-        resumed: of them, done by a driver before this one.
-        errors: rows that could not be used.
-        results: the file.
-    """
+class Outcome(NamedTuple):
+    """How a job ended: rows of the input, of them done by an earlier driver, errors, the file."""
 
     rows: int
     resumed: int
@@ -80,111 +63,186 @@ class Outcome:
     results: Path
 
 
+class Record:
+    """The directory of a job: a context that holds its lock. `done` maps rows to (offset, size).
+
+    Raises UsageError if it is another job's or another driver is at work, OSError if it cannot be
+    written.
+    """
+
+    def __init__(self, out: Path, asked: Mapping[str, Any], count: int) -> None:
+        self.path, self.results, self._rows = out, out / "results.jsonl", out / "rows.jsonl"
+        self._count = count
+        self.done: dict[int, tuple[int, int]] = {}
+        out.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock = open_locked(out / ".lock")
+        except UsageError:
+            raise UsageError(f"{out}: another driver is at work there; wait for it") from None
+        self._file = -1
+        try:
+            self._check(json.loads(json.dumps({"version": 2, **asked, "rows": count})))
+            self.is_whole = self.results.exists()
+            if not self.is_whole:
+                self._file = os.open(self._rows, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                self._resume()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let another driver in."""
+        for descriptor in (self._file, self._lock):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def add(self, answers: Mapping[int, Mapping[str, Any]]) -> None:
+        """Store results by row number, on disk when it returns; rows stored before are left out."""
+        for row in sorted(set(answers) - set(self.done)):
+            line = f"{json.dumps({'row': row, **answers[row]})}\n".encode()
+            self.done[row] = (self._size, len(line))
+            self._size += len(line)
+            write_all(self._file, memoryview(line), self._rows)
+        os.fsync(self._file)
+
+    def finish(self) -> int:
+        """Write the results, and return how many rows are errors."""
+        if len(self.done) != self._count:
+            raise FormatError(
+                f"{self.path}: {len(self.done)} of {self._count} rows are done; run it again"
+            )
+        errors = 0
+        with replacing(self.results) as file:
+            for row in range(self._count):
+                line = os.pread(self._file, self.done[row][1], self.done[row][0])
+                errors += b'"error": ' in line and "error" in json.loads(line)
+                file.write(line)
+        self._rows.unlink()
+        self.is_whole = True
+        return errors
+
+    def _check(self, asked: dict[str, Any]) -> None:
+        manifest = self.path / "job.json"
+        if manifest.exists():
+            before = parse_object(read_bytes(manifest, 1 << 24), str(manifest))
+            for key in {**before, **asked}:
+                if before.get(key) != asked.get(key):
+                    raise UsageError(
+                        f"{self.path} holds another job: {key} is {before.get(key)!r:.120} there, "
+                        f"{asked.get(key)!r:.120} here; name another directory"
+                    )
+        elif strange := [each.name for each in self.path.iterdir() if each.name != ".lock"]:
+            raise UsageError(
+                f"{self.path} holds {strange[0]!r} and no job; name a new directory for this one"
+            )
+        else:
+            write_file(manifest, f"{json.dumps(asked, indent=1)}\n".encode())
+
+    def _resume(self) -> None:
+        """Read the rows that an earlier driver stored; a line without its end is cut off."""
+        self._size = 0
+        with open(self._file, "rb", closefd=False) as file:
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                row = parse_object(line, str(self._rows)).get("row")
+                if type(row) is not int or not 0 <= row < self._count or row in self.done:
+                    raise FormatError(f"{self._rows}: row {row!r:.40} is unknown or there twice")
+                self.done[row] = (self._size, len(line))
+                self._size += len(line)
+        os.ftruncate(self._file, self._size)
+        os.lseek(self._file, self._size, os.SEEK_SET)
+
+
+def read_rows(path: Path) -> list[str]:
+    """Return the rows of a JSONL file as JSON objects; blank lines are skipped.
+
+    A line that is no object becomes the row {"error": what is wrong}.
+    """
+    rows = []
+    for number, line in enumerate(read_bytes(path, _MAX_INPUT).split(b"\n"), start=1):
+        if line.strip():
+            try:
+                parse_object(line, f"line {number}")
+                rows.append(line.decode())
+            except FormatError as error:
+                rows.append(json.dumps({"error": str(error)}))
+    if not rows:
+        raise UsageError(f"{path} has no rows; expected a JSON object a line")
+    return rows
+
+
 def run_job(job: Job, address: str | None = None, progress: Progress | None = None) -> Outcome:
-    """Do what is left of a job.
+    """Compute the rows of a job that are not stored yet.
 
     Args:
         job: what is to be done.
-        address: of a Ray cluster; None: that of RAY_ADDRESS, else one is started on this machine,
-            unless this process has one.
+        address: of a Ray cluster; default: RAY_ADDRESS, else one is started on this machine.
         progress: called with (done, total) rows.
 
     Raises:
         UsageError: the directory holds another job, or there are no rows.
         ModelError: the model or the input cannot be read.
-        DeviceError: Ray is not there, or gave up.
+        DeviceError: Ray is not installed, or gave up.
     """
-    if job.task not in TASKS:
-        raise UsageError(f"task is {job.task!r:.40}; expected one of {', '.join(TASKS)}")
     rows = read_rows(job.source)
-    with Record(job.out, asked(job, rows), len(rows)) as record:
-        if record.is_whole:
-            return Outcome(len(rows), len(rows), _errors(record.results), record.results)
-        resumed = len(record.done)
-        refused = {at: row for at, line in enumerate(rows) if (row := _refused(line))}
-        record.add(refused)
-        left = [at for at in range(len(rows)) if at not in record.done]
-        if left:
-            _compute(job, rows, left, record, address, progress)
-        return Outcome(len(rows), resumed, record.finish(), record.results)
-
-
-def asked(job: Job, rows: list[str]) -> dict[str, Any]:
-    """Return all that the results of a job depend on. Sizes of the cluster are not among it."""
-    where = embedded_model() if job.model is None else locate(job.model, "MODEL")
-    checkpoint = open_checkpoint(where)
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(f"{row}\n".encode())
-    return {
+    checkpoint = open_checkpoint(
+        embedded_model() if job.model is None else locate(job.model, "MODEL")
+    )
+    digest = hashlib.sha256("".join(f"{row}\n" for row in rows).encode())
+    config = json.dumps(dict(checkpoint.config)).encode()
+    asked = {
         "task": job.task,
         "model": describe_source(checkpoint),
-        "config_sha256": hashlib.sha256(json.dumps(dict(checkpoint.config)).encode()).hexdigest(),
+        "config_sha256": hashlib.sha256(config).hexdigest(),
         "options": dict(job.options),
         "input_sha256": digest.hexdigest(),
     }
-
-
-def _refused(line: str) -> dict[str, Any] | None:
-    """Return the result of a line that was no row."""
-    if not line.startswith('{"error": '):
-        return None
-    row = json.loads(line)
-    return row if set(row) == {"error"} else None
-
-
-def _errors(results: Path) -> int:
-    with results.open(encoding="utf-8") as file:
-        return sum("error" in json.loads(line) for line in file)
+    with Record(job.out, asked, len(rows)) as record:
+        if record.is_whole:
+            with record.results.open("rb") as file:
+                errors = sum("error" in json.loads(line) for line in file)
+            return Outcome(len(rows), len(rows), errors, record.results)
+        resumed = len(record.done)
+        found = {at: json.loads(row) for at, row in enumerate(rows) if row.startswith('{"error": ')}
+        record.add({at: row for at, row in found.items() if set(row) == {"error"}})
+        left = [{"row": at, "line": row} for at, row in enumerate(rows) if at not in record.done]
+        if left:
+            with connected(address) as ray:
+                _compute(ray, job, left, record, progress or (lambda done, total: None))
+        return Outcome(len(rows), resumed, record.finish(), record.results)
 
 
 def _compute(
-    job: Job,
-    rows: list[str],
-    left: list[int],
-    record: Record,
-    address: str | None,
-    progress: Progress | None,
-) -> None:
-    """Send rows through actors, and store what comes back."""
-    with connected(address) as ray:
-        _send(ray, job, rows, left, record, progress)
-
-
-def _send(
-    ray: Any,
-    job: Job,
-    rows: list[str],
-    left: list[int],
-    record: Record,
-    progress: Progress | None,
+    ray: Any, job: Job, left: list[dict[str, Any]], record: Record, progress: Progress
 ) -> None:
     from ray.data import ActorPoolStrategy, DataContext
     from ray.exceptions import RayError
 
-    cluster = int(ray.cluster_resources().get("CPU", 0)) // job.cpus
-    if not cluster or (job.actors or 1) > cluster:
+    room = int(ray.cluster_resources().get("CPU", 0)) // job.cpus
+    if room < (job.actors or 1):
         raise UsageError(
-            f"{job.actors or 1} actors of {job.cpus} CPUs; the Ray cluster has CPUs for {cluster}"
+            f"{job.actors or 1} actors of {job.cpus} CPUs; the Ray cluster has CPUs for {room}"
         )
-    tasks = -(-len(left) // job.task_rows)
-    actors = min(job.actors or cluster, tasks)
+    total, tasks = len(record.done) + len(left), -(-len(left) // job.task_rows)
+    model = job.model
+    if model is not None and Path(model).exists():  # an actor runs in another directory
+        model = str(Path(model).absolute())
     logging.getLogger("ray.data").setLevel(logging.ERROR)  # its import has set it to INFO
     DataContext.get_current().enable_progress_bars = False
-    items = [{"row": at, "line": rows[at]} for at in left]
-    source = ray.data.from_items(items, override_num_blocks=tasks)
-    with warnings.catch_warnings():  # Ray 2.60 has no other name for these two yet
+    with warnings.catch_warnings():  # Ray 2.60 has no other name for the last two yet
         warnings.simplefilter("ignore", DeprecationWarning)
-        found = source.map_batches(
+        found = ray.data.from_items(left, override_num_blocks=tasks).map_batches(
             Lines,
-            fn_constructor_kwargs={
-                "task": job.task,
-                "model": _path(job.model),
-                "cpus": job.cpus,
-                "batch": job.batch,
-                **job.options,
-            },
-            compute=ActorPoolStrategy(size=actors),
+            fn_constructor_args=(job.task, model),
+            fn_constructor_kwargs={"cpus": job.cpus, "batch": job.batch, **job.options},
+            compute=ActorPoolStrategy(size=min(job.actors or room, tasks)),
             batch_size=job.task_rows,
             num_cpus=job.cpus,
             max_restarts=_RESTARTS,
@@ -194,24 +252,15 @@ def _send(
         for block in found.iter_batches(batch_size=None, prefetch_batches=0):
             pairs = zip(block["row"], block["answer"], strict=True)
             record.add({int(at): json.loads(answer) for at, answer in pairs})
-            if progress is not None:
-                progress(len(record.done), len(rows))
+            progress(len(record.done), total)
     except RayError as error:
-        done = f"{len(record.done)} of {len(rows)} rows are done and stay so"
+        done = f"{len(record.done)} of {total} rows are stored"
         raise DeviceError(f"Ray gave up: {_last_line(error)}; {done}") from None
-
-
-def _path(model: str | None) -> str | None:
-    """Return a name that means the same in the directory where an actor runs."""
-    return str(Path(model).absolute()) if model is not None and Path(model).exists() else model
 
 
 @contextmanager
 def connected(address: str | None = None) -> Iterator[Any]:
     """Yield the module `ray`, connected to a cluster; one that was started for this is ended.
-
-    Args:
-        address: see `run_job`.
 
     Raises:
         DeviceError: Ray is not installed, or the cluster does not answer.
@@ -225,13 +274,10 @@ def connected(address: str | None = None) -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
-    # What goes wrong comes as an exception.
-    logging.getLogger("ray").setLevel(logging.ERROR)
+    logging.getLogger("ray").setLevel(logging.ERROR)  # what goes wrong comes as an exception
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     try:
-        ray.init(
-            address=address, include_dashboard=False, log_to_driver=False, logging_level="error"
-        )
+        ray.init(address, include_dashboard=False, log_to_driver=False, logging_level="error")
     except ConnectionError as error:
         raise DeviceError(f"no Ray cluster at {address}: {_last_line(error)}") from None
     try:
@@ -241,6 +287,6 @@ def connected(address: str | None = None) -> Iterator[Any]:
 
 
 def _last_line(error: BaseException) -> str:
-    """Return what an error of Ray says in the end: before that are the frames of an actor."""
+    """Return the last line of an error of Ray: before it are the frames of an actor."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -91,6 +91,11 @@ class Server:
     def __post_init__(self) -> None:
         self._bodies = Bodies(self.config.max_body_mb << 20)
 
+    def close(self) -> None:
+        """Take no more work in the threads for text."""
+        self.prompts.close()
+        self.grammars.close()
+
     # What is asked for.
 
     async def parse(self, request: Request, schema: type[S]) -> S:

@@ -263,7 +263,7 @@ def state_of(session: Session) -> State:
         prompt_steps=sums.prompt_steps,
         prompt_tokens=sums.prompt_tokens,
         prompt_ns=sums.prompt_ns,
-        denoised_passes=denoising.passes,
+        denoised_passes=denoising.forwards,
         denoised_tokens=denoising.tokens,
         guesses=_guesses(scheduler.speculator, scheduler.passes.turns),
         changed=session.changed,
@@ -276,7 +276,7 @@ def _guesses(speculator: Speculator | None, turns: int) -> Guesses:
         return Guesses(turns)
     counts = speculator.counts
     by_source = {source: (of[0], of[1]) for source, of in counts.by_source.items()}
-    return Guesses(counts.passes, counts.sent, counts.unguessed, counts.unworthy, by_source)
+    return Guesses(counts.forwards, counts.sent, counts.without_draft, counts.not_worth, by_source)
 
 
 def ready_of(engine: Engine) -> Ready:

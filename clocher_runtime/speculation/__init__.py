@@ -1,1 +1,1 @@
-"""Guess tokens that a sequence may go on with, and how many guesses pay. It knows ids and times."""
+"""Draft tokens for sequences, and how many of them pay. It knows token ids and times only."""

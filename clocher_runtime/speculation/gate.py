@@ -1,36 +1,35 @@
-"""Which guesses pay: what they may win against what a larger pass costs.
+"""How many draft tokens pay: what they may win against what a larger forward costs.
 
-A pass of M tokens takes longer than one of a single token, by how much depends on model and
-machine. A guess that comes true saves a pass. So the guesses of all sequences of a step are taken
-in the order of their chances as long as the expected tokens per time grow.
+A forward of M tokens takes longer than one of a single token, by how much depends on model and
+machine. A draft token that is accepted saves a forward. So the draft tokens of all sequences of a
+step are taken in the order of their chances as long as the expected tokens per time grow.
 """
 
 import itertools
 from collections.abc import Callable, Sequence
 
 MARGIN = 1.05
-"""Drafts have to win more than what guessing may cost, and than what the table may be wrong by: a
-gain of less is worth little, and is a loss where a pass of two tokens was measured too fast."""
+"""Drafts have to win more than the table of costs may be wrong by: a gain of less is worth little,
+and is a loss where a forward of two tokens was measured too fast."""
 _TRUST = 0.85
-"""Of a chance, what counts: those that are chosen for being high were in part only lucky, and where
-many texts share a pass there is always one such. It keeps the worst of cases from losing."""
-_WORSE = 1.03  # of the time that its tokens take without guesses, a window may have taken
-_HELD_UP = 4.0  # times as long as expected; a pass that took longer counts no more
-_LOOK, _WINDOW = 24, 48  # passes with guesses until these are judged, at first and then
-_FIRST_PAUSE, _LONGEST_PAUSE = 64, 4096  # passes without any
+"""What counts of a chance: those that are chosen for being high were in part only lucky."""
+_WORSE = 1.03  # of the time that its tokens take without drafts, a window may have taken
+_HELD_UP = 4.0  # times as long as expected; a forward that took longer counts no more
+_LOOK, _WINDOW = 24, 48  # forwards with drafts until these are judged, at first and then
+_FIRST_PAUSE, _LONGEST_PAUSE = 64, 4096  # forwards without any
 _SIZES = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 _ROUNDS = 3
 _LONGEST_NS = 300_000_000  # after so long no further round begins
 _NEW = 0.1  # weight of the newest time
 _DOUBT = 0.992  # what a time shrinks by each time that it is doubted
-_GUESSED = 0.03  # of a token's time, what a further one of a pass costs until it is measured
+_ASSUMED = 0.03  # of a token's time, what a further one costs until it is measured
 
 
-class PassCosts:
-    """The time of a pass by its tokens: measured at warm-up, and followed while the model works.
+class ForwardCosts:
+    """The time of a forward by its tokens: measured at warm-up, then followed.
 
     Args:
-        most: tokens of the largest pass.
+        most: tokens of the largest forward.
 
     Attributes:
         ns: of each number of tokens from 0 to `most`; the unknown ones on a line between the known.
@@ -42,10 +41,9 @@ class PassCosts:
         self.ns = [0.0] * (most + 1)
 
     def measure(self, work: Callable[[int], int]) -> None:
-        """Measure passes of some sizes, in turns; the fastest of each counts.
+        """Measure forwards of some sizes in rounds; `work` does one and returns nanoseconds.
 
-        Args:
-            work: does a pass of so many tokens, returns nanoseconds.
+        The fastest of each size counts.
         """
         sizes = [size for size in _SIZES if size < len(self.ns)]
         rounds = [[work(size) for size in sizes]]
@@ -53,42 +51,42 @@ class PassCosts:
             rounds.append([work(size) for size in sizes])
         times = [float(min(column)) for column in zip(*rounds, strict=True)]
         self.known = dict(zip(sizes, times, strict=True))
-        self._draw()
+        self._interpolate()
 
     def note(self, tokens: int, ns: int) -> None:
-        """Learn how long a pass took."""
+        """Learn how long a forward took."""
         if not 0 < tokens < len(self.ns):
             return
         before = self.known.get(tokens)
         if before is None:
             self.known[tokens] = float(ns)
-            self._draw()
+            self._interpolate()
             return
-        # Who shares the machine makes some passes last many times as long.
+        # Other work on the machine makes some forwards last many times as long.
         now = self.known[tokens] = before + _NEW * (min(float(ns), 2 * before) - before)
         if abs(now - self.ns[tokens]) > 0.02 * now:
-            self._draw()
+            self._interpolate()
 
     def doubt(self, base: int) -> None:
-        """Take passes of more than `base` tokens for a little cheaper, since none was done.
+        """Take forwards of more than `base` tokens for a little cheaper, since none was done.
 
-        A time that was measured in a bad moment would keep a gate closed that nobody opens again.
+        A time that was measured in a bad moment would keep the gate closed for good.
         """
         least = self.ns[base]
         for tokens, ns in self.known.items():
             if tokens > base:
                 self.known[tokens] = max(_DOUBT * ns, min(ns, least))
         if self.known:
-            self._draw()
+            self._interpolate()
 
-    def _draw(self) -> None:
+    def _interpolate(self) -> None:
         """Fill the table."""
         # Fewer tokens are never more work: what was slower met a bad moment.
         sizes = sorted(self.known, reverse=True)
         times = itertools.accumulate((self.known[size] for size in sizes), min)
         points = list(zip(sizes, times, strict=True))[::-1]
         size, least = points[0]
-        slope = _GUESSED * least
+        slope = _ASSUMED * least
         for tokens in range(size):
             self.ns[tokens] = max(least - slope * (size - tokens), 0.5 * least)
         for (low, low_ns), (high, high_ns) in itertools.pairwise(points):
@@ -96,20 +94,20 @@ class PassCosts:
             for tokens in range(low, high):
                 self.ns[tokens] = low_ns + slope * (tokens - low)
         last, most = points[-1]
-        slope = max(slope, _GUESSED * least)
+        slope = max(slope, _ASSUMED * least)
         for tokens in range(last, len(self.ns)):
             self.ns[tokens] = most + slope * (tokens - last)
 
 
 class Trial:
-    """Whether guessing wins, by what passes with it and without it really took.
+    """Whether speculation wins, by what forwards with and without drafts really took.
 
-    The gate knows what a pass costs and not what guessing itself does, which on a small model is
-    more than a token. So the time of a token is compared: with guesses over some passes in a row,
-    and of single passes without. Who loses is tried again, after ever longer.
+    The gate knows what a forward costs and not what drafting itself does, which on a small model is
+    more than a token. So the time of a token is compared: with drafts over some forwards in a row,
+    and of single forwards without. If drafts lose, they are tried again after ever longer pauses.
 
     Attributes:
-        is_on: whether the next pass has guesses.
+        is_on: whether the next forward has drafts.
     """
 
     def __init__(self) -> None:
@@ -118,16 +116,15 @@ class Trial:
         self._spent = self._worth = 0.0
 
     def note(self, ns: int, made: float, bare_ns: float) -> None:
-        """Learn what a pass took.
+        """Learn what a forward took.
 
         Args:
-            ns: with all that guessing took.
+            ns: with all that drafting took.
             made: tokens for each of its sequences, on average.
-            bare_ns: time of a pass without guesses; 0: not known.
+            bare_ns: time of a forward without drafts; 0: not known.
         """
         self._left -= 1
         if self.is_on:
-            # What was held up by others is nobody's.
             self._spent += min(float(ns), _HELD_UP * made * bare_ns)
             self._worth += made * bare_ns
         if self._left > 0:
@@ -144,14 +141,14 @@ class Trial:
 
 
 def rate_of(chances: Sequence[float], ns: Sequence[float]) -> float:
-    """Return the most tokens per time that the guesses of one sequence are expected to make.
+    """Return the most tokens per time that the draft of one sequence is expected to make.
 
     Args:
-        chances: of its guesses.
-        ns: time of a pass by how many of them it has.
+        chances: of its tokens, descending.
+        ns: time of a forward by how many of them it has.
     """
     made, best = 1.0, 0.0
-    for chance, time in zip(sorted(chances, reverse=True), ns[1:], strict=False):
+    for chance, time in zip(chances, ns[1:], strict=False):
         made += chance
         if time and made / time > best:
             best = made / time
@@ -159,20 +156,18 @@ def rate_of(chances: Sequence[float], ns: Sequence[float]) -> float:
 
 
 def choose(offers: Sequence[Sequence[float]], base: int, ns: Sequence[float]) -> list[int]:
-    """Return how many guesses of each offer make tokens fastest.
+    """Return how many draft tokens of each sequence make tokens fastest.
 
     Args:
-        offers: of each sequence the chances of its guesses, the largest first.
-        base: tokens of the pass without guesses.
-        ns: time of a pass by its tokens.
+        offers: of each sequence the chances of its draft, descending.
+        base: tokens of the forward without drafts.
+        ns: time of a forward by its tokens.
     """
     counts = [0] * len(offers)
     if not 0 < base < len(ns) or not ns[base]:
         return counts
-    if len(offers) == 1:
-        ranked = [(chance, 0) for chance in offers[0]]
-    else:
-        ranked = [(chance, i) for i, offer in enumerate(offers) for chance in offer]
+    ranked = [(chance, i) for i, offer in enumerate(offers) for chance in offer]
+    if len(offers) > 1:
         ranked.sort(key=lambda pair: -pair[0])
     made, best, taken = float(len(offers)), MARGIN * len(offers) / ns[base], 0
     for number, (chance, _) in enumerate(ranked[: len(ns) - 1 - base], 1):
@@ -185,7 +180,7 @@ def choose(offers: Sequence[Sequence[float]], base: int, ns: Sequence[float]) ->
     return counts
 
 
-def depth(
+def draft_depth(
     mine: Sequence[Sequence[float]],
     others: Sequence[Sequence[float]],
     base: int,
@@ -193,22 +188,21 @@ def depth(
     entries: Sequence[float],
     steps: Sequence[float],
 ) -> int:
-    """Return how many guesses of those that take time make tokens fastest; 0: none of them pay.
+    """Return how many tokens of a draft model make tokens fastest; 0: none of them pay.
 
     Args:
-        mine: of each sequence the chances of these guesses, each to be made after the one before;
-            none where they cannot be had.
+        mine: of each sequence the chances of these tokens; none where they cannot be had.
         others: the chances of what is sent of it otherwise.
-        base: tokens of the pass without guesses.
-        ns: time of a pass by its tokens.
-        entries: of each sequence, what has to be paid once, as far as this pass has to bear it.
-        steps: what a further guess for each of so many sequences takes.
+        base: tokens of the forward without drafts.
+        ns: time of a forward by its tokens.
+        entries: of each sequence, what is paid once, as far as this forward has to bear it.
+        steps: what a further token for each of so many sequences takes.
     """
     if not 0 < base < len(ns) or not ns[base] or not steps[1]:
         return 0
     found, best = 0, 0.0
     for count in range(1 + max(map(len, mine), default=0)):
-        asked = asking(mine, others, count)
+        asked = worth_asking(mine, others, count)
         sent = [mine[i][:count] if i in asked else other for i, other in enumerate(others)]
         tokens = base + sum(map(len, sent))
         if tokens >= len(ns):
@@ -220,12 +214,9 @@ def depth(
     return found
 
 
-def asking(
+def worth_asking(
     mine: Sequence[Sequence[float]], others: Sequence[Sequence[float]], count: int
 ) -> list[int]:
-    """Return the sequences of which so many guesses that take time win more than the others do."""
-    return [
-        i
-        for i, (own, other) in enumerate(zip(mine, others, strict=True))
-        if sum(own[:count]) > sum(other)
-    ]
+    """Return the sequences of which so many tokens of a draft model win more than the others."""
+    pairs = zip(mine, others, strict=True)
+    return [i for i, (own, other) in enumerate(pairs) if sum(own[:count]) > sum(other)]

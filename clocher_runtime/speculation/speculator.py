@@ -1,325 +1,293 @@
-"""The guesses of all texts of a session: who guesses, what is sent, what came true."""
+"""The drafts of all sequences of a session: which drafter, what is sent, what was accepted."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from clocher_runtime.models.builder import DRAWN
-from clocher_runtime.speculation.chances import Chances
-from clocher_runtime.speculation.draft import NO_DRAFT, ROOT, Draft, Drafter, Reader
-from clocher_runtime.speculation.gate import PassCosts, Trial, choose, rate_of
-from clocher_runtime.speculation.recycle import RecycledTokens
+from clocher_runtime.speculation.draft import NO_DRAFT, AcceptanceRates, Draft, Drafter, Reader
+from clocher_runtime.speculation.gate import ForwardCosts, Trial, choose, rate_of
+
+if TYPE_CHECKING:
+    from clocher_runtime.speculation.model_gate import DraftModelGate
 
 WITH_DRAFT_MODEL = ("auto", "draft")
-"""Those that ask a draft model, if there is one."""
-SHARING = ("auto", "suffix", "draft")
-"""Those that guess from finished texts of others, where that is asked for."""
-MOST_GUESSES = DRAWN - 1
-"""Of a sequence in a pass: many kernels do eight tokens at the cost of one."""
-_PATIENCE = 16  # passes with nothing but guesses that do not pay, until the costs are doubted
-_ROWS = 32  # of a pass, if there are not more sequences
+"""Values of --speculate that ask a draft model, if there is one."""
+MAX_DRAFT = DRAWN - 1
+"""Draft tokens of a sequence in a forward: many kernels do eight tokens at the cost of one."""
+_PATIENCE = 16  # forwards whose drafts all did not pay, until the costs are doubted
+_ROWS = 32  # of a forward, if there are not more sequences
 
 PRIORS = MappingProxyType(
-    {
-        "suffix": (0.15, 0.3, 0.45, 0.6, 0.75, 0.9),
-        "shared": (0.05, 0.2, 0.35, 0.55, 0.7, 0.85),
-        "recycle": (0.3, 0.35, 0.4, 0.4, 0.1, 0.05, 0.1),
-        "draft": (0.6,) * MOST_GUESSES,
-    }
+    {"suffix": (0.15, 0.3, 0.45, 0.6, 0.75, 0.9), "draft": (0.6,) * MAX_DRAFT}
 )
-"""Source -> the chance of each of its classes before anything is known."""
+"""Source -> the acceptance rate of each of its classes before anything is known."""
+_SOURCES = [source for source, rates in PRIORS.items() for _ in rates]
 
 
 def first_class(source: str) -> int:
     """Return the first class of a source; the others follow it."""
-    before = list(PRIORS).index(source)
-    return sum(len(means) for means in list(PRIORS.values())[:before])
+    return _SOURCES.index(source)
 
 
 def rows_for(sequences: int) -> int:
-    """Return the output rows of a pass that verifies guesses of so many sequences."""
-    return min((1 + MOST_GUESSES) * sequences, max(sequences, _ROWS))
+    """Return the output rows of a forward that verifies drafts of so many sequences."""
+    return min((1 + MAX_DRAFT) * sequences, max(sequences, _ROWS))
 
 
 @dataclass(slots=True)
 class Counts:
-    """What guessing came to.
+    """What speculation came to.
 
     Attributes:
-        passes: a sequence in a pass counts as one.
-        tokens: that these passes made.
-        sent: passes that verified guesses.
-        drafted, accepted: guesses that were verified, and that came true.
-        by_source: the same of each source.
-        unguessed: passes for which nothing was guessed.
-        unworthy: passes whose guesses were not worth their time, or guessing was not.
+        forwards: of sequences; each sequence in a forward counts.
+        tokens: that they made.
+        sent: forwards that verified a draft.
+        drafted, accepted: draft tokens; `by_source` of each source.
+        without_draft: forwards for which there was no draft.
+        not_worth: forwards whose draft was not worth verifying, or during a pause.
     """
 
-    passes: int = 0
+    forwards: int = 0
     tokens: int = 0
     sent: int = 0
     drafted: int = 0
     accepted: int = 0
-    unguessed: int = 0
-    unworthy: int = 0
+    without_draft: int = 0
+    not_worth: int = 0
     by_source: dict[str, list[int]] = field(default_factory=dict)
 
     def since(self, before: "Counts") -> "Counts":
         """Return what was counted after an earlier state."""
-        sources = {
-            source: [
-                now - then
-                for now, then in zip(counts, before.by_source.get(source, (0, 0)), strict=True)
-            ]
-            for source, counts in self.by_source.items()
-        }
+        sources = {}
+        for source, (drafted, accepted) in self.by_source.items():
+            then = before.by_source.get(source, (0, 0))
+            sources[source] = [drafted - then[0], accepted - then[1]]
         numbers = [each.name for each in fields(self) if each.name != "by_source"]
         less = {name: getattr(self, name) - getattr(before, name) for name in numbers}
         return Counts(**less, by_source=sources)
 
 
-class Finished(Protocol):
-    """Texts that came to their end, for drafters of others."""
-
-    def add(self, salt: bytes, ids: Sequence[int]) -> None:
-        """Add one, for texts of the same salt."""
-
-
-class Text(NamedTuple):
-    """A text that is to be guessed at.
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What speculation came to, for people.
 
     Attributes:
-        track: what is known of it.
-        ids: its tokens so far.
-        most: guesses that may be sent.
+        counts: of drafts and forwards.
+        cost_of_8: time of a forward of 8 tokens over that of one; NaN if it is not known.
+        cost_of_draft: the same of a token of the draft model; NaN without one.
     """
 
-    track: "Track"
-    ids: Sequence[int]
-    most: int
+    counts: Counts
+    cost_of_8: float = math.nan
+    cost_of_draft: float = math.nan
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the draft tokens that were accepted; NaN without any."""
+        counts = self.counts
+        return counts.accepted / counts.drafted if counts.drafted else math.nan
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Tokens that a sequence got from a forward; NaN without forwards."""
+        return self.counts.tokens / self.counts.forwards if self.counts.forwards else math.nan
+
+    @property
+    def reason(self) -> str:
+        """Why drafts were verified, or were not."""
+        counts = self.counts
+        if not counts.forwards:
+            return "no forward only decoded"
+        drafted, accepted = counts.by_source.get("draft", (0, 0))
+        found = "; the draft model was not asked" if self.cost_of_draft > 0 else ""
+        if drafted:
+            found = (
+                f"; draft model: {accepted} of {drafted} tokens accepted, each costs "
+                f"{self.cost_of_draft:.2f} of a forward"
+            )
+        if counts.sent:
+            share = 100 * counts.sent / counts.forwards
+            return f"{share:.0f} % of forwards verified drafts{found}"
+        if not counts.not_worth:
+            almost_over = "the text was almost over"
+            return ("no draft available" if counts.without_draft else almost_over) + found
+        if self.cost_of_8 >= DRAWN / 2:
+            return f"a forward of {DRAWN} tokens costs {self.cost_of_8:.1f} of one{found}"
+        return f"drafts not worth verifying: acceptance expected too low{found}"
+
+
+def account(
+    costs: ForwardCosts, now: Counts, before: Counts | None = None, draft_ns: float = 0.0
+) -> Account:
+    """Return the figures of what was counted after an earlier state.
+
+    Args:
+        costs: of forwards.
+        now, before: the counts.
+        draft_ns: time of a token of the draft model; 0 without one.
+    """
+    ns, since = costs.ns, now.since(before or Counts())
+    if len(ns) <= DRAWN or ns[1] <= 0:
+        return Account(since)
+    return Account(since, ns[DRAWN] / ns[1], draft_ns / ns[1] if draft_ns else math.nan)
 
 
 class Track:
-    """What is guessed about one text.
-
-    Args:
-        drafters: that guess it.
-        chances: what others had.
+    """What is drafted for one sequence.
 
     Attributes:
-        offer: the guesses that expect most; they are judged whether they are sent or not.
-        tried: how many of them are sent whatever they promise, to learn what they are worth.
-        asides: other guesses that are judged too.
+        rates: acceptance rates, beginning with those of the session.
+        offer: the draft that expects most; it is judged whether it is sent or not.
+        tried: how many of its tokens are sent whatever they promise, to learn what they are worth.
+        asides: other drafts that are judged too.
         sent: what of the offer is verified.
-        reader: what a draft model knows of the text; None without one.
-        recycled: learns what the model ranks first in the text; None: nothing does.
+        reader: what a draft model knows of the sequence; None without one.
     """
 
-    __slots__ = ("asides", "chances", "drafters", "offer", "reader", "recycled", "sent", "tried")
+    __slots__ = ("asides", "drafters", "offer", "rates", "reader", "sent", "tried")
 
-    def __init__(self, drafters: Sequence[Drafter], chances: Chances) -> None:
-        self.drafters, self.chances = drafters, chances
+    def __init__(self, drafters: Sequence[Drafter], rates: AcceptanceRates) -> None:
+        self.drafters, self.rates = drafters, rates
         self.offer = self.sent = NO_DRAFT
         self.tried = 0
         self.asides: list[Draft] = []
         self.reader: Reader | None = None
-        self.recycled: RecycledTokens | None = None
 
-    def guess(self, ids: Sequence[int], most: int, ns: Sequence[float]) -> list[float]:
-        """Make the offer of the drafter whose guesses pay most; return the chance of each node.
+    def draft(self, ids: Sequence[int], most: int, ns: Sequence[float]) -> list[float]:
+        """Offer the draft that pays most; return the chance of each of its tokens.
 
         Args:
-            ids: the text so far.
-            most: guesses.
-            ns: time of a pass by how many guesses it has.
+            ids: the sequence so far.
+            most: draft tokens.
+            ns: time of a forward by how many it has.
         """
-        self.offer, asides = NO_DRAFT, []
-        best: list[float] = []
-        highest = 0.0
+        self.offer, self.asides = NO_DRAFT, []
+        best, highest = list[float](), 0.0
         for drafter in self.drafters:
             draft = drafter.draft(ids, most)
-            if not draft.tokens:
-                continue
-            chances = self.chances.along(draft.parents, draft.classes)
+            chances = self.rates.along(draft.classes)
             rate = rate_of(chances, ns)
             if rate > highest:
                 draft, self.offer, best, highest = self.offer, draft, chances, rate
             if draft.tokens:
-                asides.append(draft)
-        self.asides = asides
+                self.asides.append(draft)
         return best
 
-    def offered(self) -> list[float]:
-        """Return the chance of each node of the offer."""
-        return self.chances.along(self.offer.parents, self.offer.classes)
 
+class Pending(NamedTuple):
+    """A sequence that drafts are wanted for: its tokens so far, and how many may be sent."""
 
-class Asker(Protocol):
-    """Gets guesses for many texts at once, where that pays; see `asking.Asking`.
-
-    Attributes:
-        step_ns: time of a step of one token of the draft model; 0 if it is not known.
-    """
-
-    @property
-    def step_ns(self) -> float:
-        """See the class."""
-
-    def ask(
-        self,
-        texts: Sequence[Text],
-        taken: Sequence[Sequence[float]],
-        base: int,
-        ns: Sequence[float],
-    ) -> bool:
-        """Give texts a better offer; return whether any may have got one."""
-
-    def reset(self) -> None:
-        """Forget all texts."""
+    track: Track
+    ids: Sequence[int]
+    most: int
 
 
 class Speculator:
-    """Guesses for the sequences of a session.
+    """Drafts for the sequences of a session.
 
     Args:
-        make: returns the drafters of a new text.
-        rows: output rows of a pass.
-        finished: gets texts that came to their end; None: nobody does.
-        asker: of a draft model, if there is one.
+        make: returns the drafters of a new sequence.
+        rows: output rows of a forward.
+        gate: of a draft model, if there is one.
 
     Attributes:
-        costs: of a pass.
+        costs: of a forward.
         counts: so far.
-        trial: whether guessing wins.
+        trial: whether speculation wins.
     """
 
     def __init__(
         self,
         make: Callable[[], Sequence[Drafter]],
         rows: int,
-        finished: Finished | None = None,
-        asker: Asker | None = None,
+        gate: "DraftModelGate | None" = None,
     ) -> None:
-        self.costs, self.counts, self.trial = PassCosts(rows), Counts(), Trial()
-        self._finished, self._asker = finished, asker
-        self._make, self._refused = make, 0
-        self._mean = Chances([mean for means in PRIORS.values() for mean in means])
-        self._sources = [source for source, means in PRIORS.items() for _ in means]
+        self.costs, self.counts, self.trial = ForwardCosts(rows), Counts(), Trial()
+        self._make, self._gate, self._refused = make, gate, 0
+        self._rates = AcceptanceRates([rate for rates in PRIORS.values() for rate in rates])
 
     @property
     def draft_ns(self) -> float:
         """Time of a token of the draft model in nanoseconds; 0 without one."""
-        return 0.0 if self._asker is None else self._asker.step_ns
+        return 0.0 if self._gate is None else self._gate.step_ns
 
-    def track(self, *others: Drafter) -> Track:
-        """Return what is known of a new text that others guess at too."""
-        return Track([*self._make(), *others], self._mean.copy())
+    def track(self) -> Track:
+        """Return what is drafted for a new sequence."""
+        return Track(self._make(), AcceptanceRates(self._rates.mean))
 
-    def finish(self, salt: bytes, ids: Sequence[int]) -> None:
-        """Let texts of a salt be guessed from one that came to its end."""
-        if self._finished is not None:
-            self._finished.add(salt, ids)
-
-    def draft(self, texts: Sequence[Text], base: int, rows: int) -> list[Draft]:
-        """Return what to send for each text.
+    def draft(self, pending: Sequence[Pending], base: int, rows: int) -> list[Draft]:
+        """Return what to send of each sequence of a step.
 
         Args:
-            texts: of the sequences of a step.
-            base: tokens of the step without guesses.
-            rows: guesses that it has room for.
+            pending: the sequences.
+            base: tokens of the step without drafts.
+            rows: draft tokens that it has room for.
         """
         ns = self.costs.ns[: base + rows + 1]
-        offers = [track.guess(ids, most, ns[base:]) for track, ids, most in texts]
-        ranked = [sorted(offer, reverse=True) for offer in offers]
-        counts = choose(ranked, base, ns)
-        if self._asker is not None:
-            taken = [chances[:count] for chances, count in zip(ranked, counts, strict=True)]
-            if self._asker.ask(texts, taken, base, ns):
-                offers = [text.track.offered() for text in texts]
-                ranked = [sorted(offer, reverse=True) for offer in offers]
-                counts = choose(ranked, base, ns)
-                for at, text in enumerate(texts):
+        offers = [track.draft(ids, most, ns[base:]) for track, ids, most in pending]
+        counts = choose(offers, base, ns)
+        if self._gate is not None:
+            taken = [chances[:count] for chances, count in zip(offers, counts, strict=True)]
+            if self._gate.ask(pending, taken, base, ns):
+                tracks = [each.track for each in pending]
+                offers = [track.rates.along(track.offer.classes) for track in tracks]
+                counts = choose(offers, base, ns)
+                for at, track in enumerate(tracks):
                     room = counts[at] + rows - sum(counts)
-                    counts[at] = max(counts[at], min(text.track.tried, room))
+                    counts[at] = max(counts[at], min(track.tried, room))
         if any(offers) and not any(counts):
             self._refused += 1
             if self._refused % _PATIENCE == 0:
                 self.costs.doubt(base)
-        sent = []
-        for text, offer, count in zip(texts, offers, counts, strict=True):
-            if not offer:
-                self.counts.unguessed += 1
-            elif not count:
-                self.counts.unworthy += 1
-            text.track.sent = _likeliest(text.track.offer, offer, count)
-            sent.append(text.track.sent)
-        return sent
+        for each, offer, count in zip(pending, offers, counts, strict=True):
+            self.counts.without_draft += not offer
+            self.counts.not_worth += bool(offer) and not count
+            each.track.sent = each.track.offer.first(count)
+        return [each.track.sent for each in pending]
 
     def judge(self, sequences: int, tokens: int, ns: int) -> None:
-        """Learn what a pass took that only decoded.
+        """Learn what a forward took that only decoded.
 
         Args:
             sequences: that it had.
             tokens: that they made.
-            ns: with all that guessing took.
+            ns: with all that drafting took.
         """
         if not self.trial.is_on:
-            self.counts.passes += sequences
+            self.counts.forwards += sequences
             self.counts.tokens += tokens
-            self.counts.unworthy += sequences
+            self.counts.not_worth += sequences
         known = self.costs.known and sequences < len(self.costs.ns)
         self.trial.note(ns, tokens / sequences, self.costs.ns[sequences] if known else 0.0)
 
     def reset(self) -> None:
-        """Forget all texts, when what was noted of them may be half of it."""
-        if self._asker is not None:
-            self._asker.reset()
+        """Forget all sequences, when what was noted of them may be half of it."""
+        if self._gate is not None:
+            self._gate.model.reset()
 
     def learn(self, track: Track, tokens: Sequence[int], verified: int) -> None:
-        """Compare what was guessed with what came.
+        """Compare what was drafted for a sequence with the tokens that came.
 
         Args:
-            track: of a text.
+            track: of the sequence.
             tokens: that came, one at least.
             verified: how many of them had been sent.
         """
         counts, sent = self.counts, track.sent
-        counts.passes += 1
+        counts.forwards += 1
         counts.tokens += len(tokens)
         if sent.tokens:
             counts.sent += 1
             counts.drafted += len(sent.tokens)
             counts.accepted += verified
-            of = counts.by_source.setdefault(self._sources[sent.classes[0]], [0, 0])
+            of = counts.by_source.setdefault(_SOURCES[sent.classes[0]], [0, 0])
             of[0] += len(sent.tokens)
             of[1] += verified
-        for guessed in (track.offer, *track.asides):
-            self._judge(track, guessed, tokens)
+        for draft in (track.offer, *track.asides):
+            track.rates.judge(draft, tokens)
+            self._rates.judge(draft, tokens)
         track.offer = track.sent = NO_DRAFT
         track.tried, track.asides = 0, []
-
-    def _judge(self, track: Track, guessed: Draft, tokens: Sequence[int]) -> None:
-        """Learn which guesses of a text were right, as far as those before them were."""
-        node = ROOT
-        for token in tokens:
-            found = None
-            for each in range(node + 1, len(guessed.tokens)):
-                if guessed.parents[each] == node:  # siblings of a hit are misses
-                    hit = guessed.tokens[each] == token
-                    found = each if hit and found is None else found
-                    track.chances.note(guessed.classes[each], hit)
-                    self._mean.note(guessed.classes[each], hit)
-            if found is None:
-                break
-            node = found
-
-
-def _likeliest(draft: Draft, chances: Sequence[float], count: int) -> Draft:
-    """Return the draft of the `count` likeliest nodes."""
-    if count == len(chances):
-        return draft
-    if draft.is_chain:
-        return Draft(draft.tokens[:count], draft.parents[:count], draft.classes[:count])
-    ranked = sorted(range(len(chances)), key=lambda node: -chances[node])
-    return draft.kept(sorted(ranked[:count]))

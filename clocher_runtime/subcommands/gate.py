@@ -59,7 +59,6 @@ from clocher_runtime.subcommands.quantize import LIMITS
     option("--min-cosine", float, "of each tensor; default: by its format"),
     option("--min-tokens", int, "fewer never pass; default: 32768"),
     option("--min-documents", int, "fewer never pass; default: 64"),
-    option("--reference-cache", PATH, "the reference's log-probabilities"),
     option("--speed/--no-speed", None, "measure decoding", default=True),
     option("--json", PATH, "write all numbers", name="json_path"),
     option("--report", PATH, "directory for table and picture", name="directory"),

@@ -160,7 +160,7 @@ class Answer:
         self._most, self._ends, self._began = most, ends, began
         self._first_ns = 0
         self._before = replace(session.scheduler.sums)
-        self._guessed = session.guessed().counts
+        self._guessed = session.speculation().counts
         self._said: list[Delta] = []
 
     def parts(self, stopped: Callable[[], bool] = lambda: False) -> Iterator[Delta]:
@@ -237,5 +237,5 @@ class Answer:
             first_ns=self._first_ns,
             decode_tokens=sums.decode_tokens - before.decode_tokens,
             decode_ns=sums.decode_ns - before.decode_ns,
-            per_pass=self._session.guessed(self._guessed).tokens_per_pass,
+            per_pass=self._session.speculation(self._guessed).tokens_per_forward,
         )

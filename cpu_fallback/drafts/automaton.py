@@ -7,7 +7,7 @@ import ctypes
 import secrets
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,33 +23,20 @@ _LEAST_ROOM = 64
 _MOST_ROOM = 1 << 29
 
 
-class _Calls(NamedTuple):
-    """The kernels as functions. The quick ones keep the interpreter lock, which costs less."""
-
-    begin: "ctypes._CFunctionType"
-    index: "ctypes._CFunctionType"
-    follow: "ctypes._CFunctionType"
-    follow_quick: "ctypes._CFunctionType"
-    read: "ctypes._CFunctionType"
-    read_quick: "ctypes._CFunctionType"
-
-
 @cache
-def _calls() -> _Calls:
-    warm([states.begin, states.index, states.follow, states.read])
+def _calls() -> dict[str, "ctypes._CFunctionType"]:
+    """Return the kernels as functions. The quick ones keep the interpreter lock: cheaper."""
+    warm([states.begin, states.index, states.follow])
 
-    def function(kernel: Kernel, quick: bool = False) -> "ctypes._CFunctionType":
-        make = ctypes.PYFUNCTYPE if quick else ctypes.CFUNCTYPE
+    def function(kernel: Kernel, make: Any = ctypes.CFUNCTYPE) -> "ctypes._CFunctionType":
         return make(ctypes.c_int64, *[ctypes.c_int64] * kernel.params)(kernel.address)
 
-    return _Calls(
-        function(states.begin, quick=True),
-        function(states.index),
-        function(states.follow),
-        function(states.follow, quick=True),
-        function(states.read),
-        function(states.read, quick=True),
-    )
+    return {
+        "begin": function(states.begin, ctypes.PYFUNCTYPE),
+        "index": function(states.index),
+        "follow": function(states.follow),
+        "follow_quick": function(states.follow, ctypes.PYFUNCTYPE),
+    }
 
 
 class SuffixAutomaton:
@@ -67,7 +54,7 @@ class SuffixAutomaton:
 
     def __init__(self, room: int = 0) -> None:
         self._calls = _calls()
-        self._follow, self._read = self._calls.follow_quick, self._calls.read_quick
+        self._follow = self._calls["follow_quick"]
         self._head = np.zeros(states.WORDS, np.int64)
         factors = [secrets.randbits(64) | 1 for _ in range(2)]
         self._head.view(np.uint64)[[states.FACTOR, states.FACTOR_2]] = factors
@@ -76,7 +63,7 @@ class SuffixAutomaton:
         self._few_at, self._out_at = ctypes.addressof(self._few), ctypes.addressof(self._out)
         self._size = self._room = 0
         self._make_room(max(room, _LEAST_ROOM))
-        self._calls.begin(self._address)
+        self._calls["begin"](self._address)
 
     def __len__(self) -> int:
         """Return the tokens of the text, marks among them."""
@@ -127,34 +114,10 @@ class SuffixAutomaton:
             found = self._follow(self._address, self._few_at, count, most, self._out_at)
         else:
             many = np.ascontiguousarray(ids, np.int32)
-            found = self._calls.follow(self._address, many.ctypes.data, count, most, self._out_at)
-        self._size += count
-        return self._out[: found & 255], found >> 8
-
-    def read(
-        self, match: "ctypes.Array[ctypes.c_int64]", ids: Sequence[int] | np.ndarray, most: int
-    ) -> tuple[list[int], int]:
-        """Follow another text through this one, and return what came after it here.
-
-        Args:
-            match: where the other text stands: [2], zeros at first; written.
-            ids: tokens that the other text goes on with.
-            most: ids to return, at most `MOST_DRAFTED`.
-
-        Returns:
-            The ids that came last after the longest suffix of the other text that occurs here, and
-            the length of that suffix.
-        """
-        count, most = len(ids), min(most, MOST_DRAFTED)
-        place = ctypes.addressof(match)
-        if count <= _FEW:
-            self._few[:count] = ids
-            found = self._read(self._address, place, self._few_at, count, most, self._out_at)
-        else:
-            many = np.ascontiguousarray(ids, np.int32)
-            found = self._calls.read(
-                self._address, place, many.ctypes.data, count, most, self._out_at
+            found = self._calls["follow"](
+                self._address, many.ctypes.data, count, most, self._out_at
             )
+        self._size += count
         return self._out[: found & 255], found >> 8
 
     def _make_room(self, tokens: int) -> None:
@@ -185,4 +148,4 @@ class SuffixAutomaton:
         self._room = room
         self._head[: len(arrays)] = [array.ctypes.data for array in arrays]
         self._head[states.MASK] = len(self._table) - 1
-        self._calls.index(self._address)
+        self._calls["index"](self._address)

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from clocher_kernels.errors import ShapeError
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel
-from cpu_fallback.lanes.memory import read_i32, read_i64, write_i32, write_i64
 
 TOKENS = {"ids": "i4", "slots": "i4", "positions": "i4", "ends": "i4", "ancestors": "u8"}
 """Array -> type, of those with an element for each token."""
@@ -46,15 +46,15 @@ def _write(tables, record, ids):  # type: ignore[no-untyped-def]
         ids: address of its ids, those of its draft, and the parents.
     """
     start, count, drafted = (
-        read_i64(record + _START),
-        read_i64(record + _COUNT),
-        read_i64(record + _DRAFTED),
+        v.read_i64(record + _START),
+        v.read_i64(record + _COUNT),
+        v.read_i64(record + _DRAFTED),
     )
-    cells, slot = read_i64(record + _CELLS), read_i64(record + _SLOT)
+    cells, slot = v.read_i64(record + _CELLS), v.read_i64(record + _SLOT)
     parents = ids + 4 * (count + drafted)
     is_chain = True
     for node in range(drafted):
-        if read_i32(parents + 4 * node) != node - 1:
+        if v.read_i32(parents + 4 * node) != node - 1:
             is_chain = False
     for i in range(count + drafted):
         at = start + i
@@ -62,32 +62,32 @@ def _write(tables, record, ids):  # type: ignore[no-untyped-def]
         end = position + 1
         if i >= count and not is_chain:
             node = i - count
-            parent = min(read_i32(parents + 4 * node), node - 1)
+            parent = min(v.read_i32(parents + 4 * node), node - 1)
             position, end, ancestors = cells + count, cells + count, 1 << node
             if parent >= 0:
                 other = start + count + parent
-                position = read_i32(read_i64(tables + _POSITIONS) + 4 * other) + 1
-                ancestors |= read_i64(read_i64(tables + _ANCESTORS) + 8 * other)
-        write_i32(read_i64(tables + _IDS) + 4 * at, read_i32(ids + 4 * i))
-        write_i32(read_i64(tables + _SLOTS) + 4 * at, slot)
-        write_i32(read_i64(tables + _POSITIONS) + 4 * at, position)
-        write_i32(read_i64(tables + _ENDS) + 4 * at, end)
-        write_i64(read_i64(tables + _ANCESTORS) + 8 * at, ancestors)
-    rows, mask = read_i64(record + _ROW_COUNT), read_i64(record + _MASK)
+                position = v.read_i32(v.read_i64(tables + _POSITIONS) + 4 * other) + 1
+                ancestors |= v.read_i64(v.read_i64(tables + _ANCESTORS) + 8 * other)
+        v.write_i32(v.read_i64(tables + _IDS) + 4 * at, v.read_i32(ids + 4 * i))
+        v.write_i32(v.read_i64(tables + _SLOTS) + 4 * at, slot)
+        v.write_i32(v.read_i64(tables + _POSITIONS) + 4 * at, position)
+        v.write_i32(v.read_i64(tables + _ENDS) + 4 * at, end)
+        v.write_i64(v.read_i64(tables + _ANCESTORS) + 8 * at, ancestors)
+    rows, mask = v.read_i64(record + _ROW_COUNT), v.read_i64(record + _MASK)
     first = start + count + drafted - rows
     text_end = cells + count - 1
     for i in range(rows):
-        at = read_i64(record + _ROW) + i
-        draws = read_i64(record + _MADE)
+        at = v.read_i64(record + _ROW) + i
+        draws = v.read_i64(record + _MADE)
         if drafted:
-            draws += read_i32(read_i64(tables + _POSITIONS) + 4 * (first + i)) - text_end
-        write_i32(read_i64(tables + _OUT) + 4 * at, first + i)
-        write_i32(read_i64(tables + _MASKED) + 4 * at, mask + i if mask else 0)
-        write_i32(read_i64(tables + _TEMPERATURE) + 4 * at, read_i32(record + _SETTING_T))
-        write_i32(read_i64(tables + _TOP_K) + 4 * at, read_i64(record + _SETTING_K))
-        write_i32(read_i64(tables + _TOP_P) + 4 * at, read_i32(record + _SETTING_P))
-        write_i64(read_i64(tables + _SEEDS) + 8 * at, read_i64(record + _SEED))
-        write_i32(read_i64(tables + _DRAWS) + 4 * at, draws)
+            draws += v.read_i32(v.read_i64(tables + _POSITIONS) + 4 * (first + i)) - text_end
+        v.write_i32(v.read_i64(tables + _OUT) + 4 * at, first + i)
+        v.write_i32(v.read_i64(tables + _MASKED) + 4 * at, mask + i if mask else 0)
+        v.write_i32(v.read_i64(tables + _TEMPERATURE) + 4 * at, v.read_i32(record + _SETTING_T))
+        v.write_i32(v.read_i64(tables + _TOP_K) + 4 * at, v.read_i64(record + _SETTING_K))
+        v.write_i32(v.read_i64(tables + _TOP_P) + 4 * at, v.read_i32(record + _SETTING_P))
+        v.write_i64(v.read_i64(tables + _SEEDS) + 8 * at, v.read_i64(record + _SEED))
+        v.write_i32(v.read_i64(tables + _DRAWS) + 4 * at, draws)
 
 
 write = Kernel(_write)

@@ -16,9 +16,9 @@ draft goes across it.
 The hash has secret factors, so that nobody can write a text whose edges all collide.
 """
 
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.late import i64
-from cpu_fallback.lanes.memory import read_i32, read_i64, write_i32, write_i64
 
 # Words of the head, int64. The first four are addresses.
 TEXT, STATES, EDGES, TABLE, MASK, FACTOR, FACTOR_2, SIZE, STATE_COUNT, EDGE_COUNT, LAST, BEFORE = (
@@ -37,7 +37,7 @@ FRESHENED = 16
 
 @device
 def _word(head, index):
-    return read_i64(head + 8 * index)
+    return v.read_i64(head + 8 * index)
 
 
 @device
@@ -62,18 +62,18 @@ def _slot(head, state, token):
 def _target(head, state, token):
     """Return the address of the target of an edge, 0 if the state has no such edge."""
     at = _state(head, state)
-    if read_i32(at + _TOKEN) == token:
+    if v.read_i32(at + _TOKEN) == token:
         return at + _TARGET
-    if read_i32(at + _MORE) == 0:
+    if v.read_i32(at + _MORE) == 0:
         return 0
     slot = _slot(head, state, token)
-    number = read_i32(_word(head, TABLE) + 4 * slot)
+    number = v.read_i32(_word(head, TABLE) + 4 * slot)
     while number:
         edge = _edge(head, number)
-        if read_i32(edge + _FROM) == state and read_i32(edge + _BY) == token:
+        if v.read_i32(edge + _FROM) == state and v.read_i32(edge + _BY) == token:
             return edge + _TO
         slot = (slot + 1) & _word(head, MASK)
-        number = read_i32(_word(head, TABLE) + 4 * slot)
+        number = v.read_i32(_word(head, TABLE) + 4 * slot)
     return 0
 
 
@@ -81,75 +81,65 @@ def _target(head, state, token):
 def _enter(head, number):
     """Put an edge into the table."""
     edge = _edge(head, number)
-    slot = _slot(head, read_i32(edge + _FROM), read_i32(edge + _BY))
-    while read_i32(_word(head, TABLE) + 4 * slot):
+    slot = _slot(head, v.read_i32(edge + _FROM), v.read_i32(edge + _BY))
+    while v.read_i32(_word(head, TABLE) + 4 * slot):
         slot = (slot + 1) & _word(head, MASK)
-    write_i32(_word(head, TABLE) + 4 * slot, number)
+    v.write_i32(_word(head, TABLE) + 4 * slot, number)
 
 
 @device
 def _connect(head, state, token, target):
     """Add an edge that the state does not have."""
     at = _state(head, state)
-    if read_i32(at + _TOKEN) < 0:
-        write_i32(at + _TOKEN, token)
-        write_i32(at + _TARGET, target)
+    if v.read_i32(at + _TOKEN) < 0:
+        v.write_i32(at + _TOKEN, token)
+        v.write_i32(at + _TARGET, target)
         return
     number = _word(head, EDGE_COUNT) + 1
-    write_i64(head + 8 * EDGE_COUNT, number)
+    v.write_i64(head + 8 * EDGE_COUNT, number)
     edge = _edge(head, number)
-    write_i32(edge + _FROM, state)
-    write_i32(edge + _BY, token)
-    write_i32(edge + _TO, target)
-    write_i32(edge + _NEXT, read_i32(at + _MORE))
-    write_i32(at + _MORE, number)
+    v.write_i32(edge + _FROM, state)
+    v.write_i32(edge + _BY, token)
+    v.write_i32(edge + _TO, target)
+    v.write_i32(edge + _NEXT, v.read_i32(at + _MORE))
+    v.write_i32(at + _MORE, number)
     _enter(head, number)
 
 
 @device
 def _new_state(head, length, link, end):
     number = _word(head, STATE_COUNT)
-    write_i64(head + 8 * STATE_COUNT, number + 1)
+    v.write_i64(head + 8 * STATE_COUNT, number + 1)
     at = _state(head, number)
-    write_i32(at + _LENGTH, length)
-    write_i32(at + _LINK, link)
-    write_i32(at + _END, end)
-    write_i32(at + _TOKEN, -1)
-    write_i32(at + _TARGET, 0)
-    write_i32(at + _MORE, 0)
+    v.write_i32(at + _LENGTH, length)
+    v.write_i32(at + _LINK, link)
+    v.write_i32(at + _END, end)
+    v.write_i32(at + _TOKEN, -1)
+    v.write_i32(at + _TARGET, 0)
+    v.write_i32(at + _MORE, 0)
     return number
 
 
 @device
 def _split(head, state, by, token):
-    """Give the substrings of a state that are as long as `by` and one token a state of their own.
-
-    Args:
-        head: address of the head.
-        state: the state to split.
-        by: the longest state with an edge to it whose substrings are of the new state.
-        token: that edge's.
-
-    Returns:
-        The new state.
-    """
+    """Give the substrings of a state as long as `by` and one token a state of their own."""
     old = _state(head, state)
-    length = read_i32(_state(head, by) + _LENGTH) + 1
-    made = _new_state(head, length, read_i32(old + _LINK), read_i32(old + _END))
-    if read_i32(old + _TOKEN) >= 0:
-        _connect(head, made, read_i32(old + _TOKEN), read_i32(old + _TARGET))
-    number = read_i32(old + _MORE)
+    length = v.read_i32(_state(head, by) + _LENGTH) + 1
+    made = _new_state(head, length, v.read_i32(old + _LINK), v.read_i32(old + _END))
+    if v.read_i32(old + _TOKEN) >= 0:
+        _connect(head, made, v.read_i32(old + _TOKEN), v.read_i32(old + _TARGET))
+    number = v.read_i32(old + _MORE)
     while number:
         edge = _edge(head, number)
-        _connect(head, made, read_i32(edge + _BY), read_i32(edge + _TO))
-        number = read_i32(edge + _NEXT)
-    write_i32(old + _LINK, made)
+        _connect(head, made, v.read_i32(edge + _BY), v.read_i32(edge + _TO))
+        number = v.read_i32(edge + _NEXT)
+    v.write_i32(old + _LINK, made)
     while by >= 0:
         target = _target(head, by, token)
-        if target == 0 or read_i32(target) != state:
+        if target == 0 or v.read_i32(target) != state:
             break
-        write_i32(target, made)
-        by = read_i32(_state(head, by) + _LINK)
+        v.write_i32(target, made)
+        by = v.read_i32(_state(head, by) + _LINK)
     return made
 
 
@@ -157,30 +147,30 @@ def _split(head, state, by, token):
 def _append(head, token):
     """Extend the text by a token, and note where its longest known suffix ended before."""
     place = _word(head, SIZE)
-    write_i32(_word(head, TEXT) + 4 * place, token)
-    write_i64(head + 8 * SIZE, place + 1)
+    v.write_i32(_word(head, TEXT) + 4 * place, token)
+    v.write_i64(head + 8 * SIZE, place + 1)
     at = _word(head, LAST)
     made = _new_state(head, place + 1, 0, place)
-    write_i64(head + 8 * LAST, made)
-    write_i64(head + 8 * BEFORE, -1)
+    v.write_i64(head + 8 * LAST, made)
+    v.write_i64(head + 8 * BEFORE, -1)
     if token < 0:
         return
     target = _target(head, at, token)
     while target == 0:
         _connect(head, at, token, made)
-        at = read_i32(_state(head, at) + _LINK)
+        at = v.read_i32(_state(head, at) + _LINK)
         if at < 0:
             return
         target = _target(head, at, token)
-    known = read_i32(target)
-    if read_i32(_state(head, known) + _LENGTH) != read_i32(_state(head, at) + _LENGTH) + 1:
+    known = v.read_i32(target)
+    if v.read_i32(_state(head, known) + _LENGTH) != v.read_i32(_state(head, at) + _LENGTH) + 1:
         known = _split(head, known, at, token)
-    write_i32(_state(head, made) + _LINK, known)
-    write_i64(head + 8 * BEFORE, read_i32(_state(head, known) + _END))
+    v.write_i32(_state(head, made) + _LINK, known)
+    v.write_i64(head + 8 * BEFORE, v.read_i32(_state(head, known) + _END))
     turn = 0
     while known > 0 and turn < FRESHENED:
-        write_i32(_state(head, known) + _END, place)
-        known = read_i32(_state(head, known) + _LINK)
+        v.write_i32(_state(head, known) + _END, place)
+        known = v.read_i32(_state(head, known) + _LINK)
         turn += 1
 
 
@@ -195,23 +185,23 @@ def _copy(head, end, most, out):
     while count < most:
         place = end + 1 + count
         if place < size:
-            token = read_i32(_word(head, TEXT) + 4 * place)
+            token = v.read_i32(_word(head, TEXT) + 4 * place)
         else:
-            token = read_i32(out + 4 * (place - size))
+            token = v.read_i32(out + 4 * (place - size))
         if token < 0:
             break
-        write_i32(out + 4 * count, token)
+        v.write_i32(out + 4 * count, token)
         count += 1
     return count
 
 
 def _begin(head):
     """Make the state of the empty text in arrays that are empty."""
-    write_i64(head + 8 * SIZE, 0)
-    write_i64(head + 8 * STATE_COUNT, 0)
-    write_i64(head + 8 * EDGE_COUNT, 0)
-    write_i64(head + 8 * LAST, _new_state(head, 0, -1, -1))
-    write_i64(head + 8 * BEFORE, -1)
+    v.write_i64(head + 8 * SIZE, 0)
+    v.write_i64(head + 8 * STATE_COUNT, 0)
+    v.write_i64(head + 8 * EDGE_COUNT, 0)
+    v.write_i64(head + 8 * LAST, _new_state(head, 0, -1, -1))
+    v.write_i64(head + 8 * BEFORE, -1)
 
 
 def _follow(head, ids, count, most, out):
@@ -228,49 +218,12 @@ def _follow(head, ids, count, most, out):
         Length of the suffix << 8 | tokens drafted.
     """
     for i in range(count):
-        _append(head, read_i32(ids + 4 * i))
+        _append(head, v.read_i32(ids + 4 * i))
     end = _word(head, BEFORE)
     if end < 0:
         return 0
-    known = read_i32(_state(head, _word(head, LAST)) + _LINK)
-    return (read_i32(_state(head, known) + _LENGTH) << 8) | _copy(head, end, most, out)
-
-
-def _read(head, match, ids, count, most, out):
-    """Follow another text through the automaton, then draft what came after its longest suffix.
-
-    Args:
-        head: address of the head.
-        match: address of the state and the length of the suffix, i64; read and written.
-        ids: address of the new tokens of the other text, i32.
-        count: how many they are.
-        most: tokens to draft.
-        out: address of the draft, i32.
-
-    Returns:
-        Length of the suffix << 8 | tokens drafted.
-    """
-    state, length = read_i64(match), read_i64(match + 8)
-    # Since it was written, the state may have been split, and what was matched be of the new one.
-    link = read_i32(_state(head, state) + _LINK)
-    while link >= 0 and read_i32(_state(head, link) + _LENGTH) >= length:
-        state = link
-        link = read_i32(_state(head, state) + _LINK)
-    for i in range(count):
-        token = read_i32(ids + 4 * i)
-        target = _target(head, state, token) if token >= 0 else 0
-        while target == 0 and state > 0:
-            state = read_i32(_state(head, state) + _LINK) if token >= 0 else 0
-            length = read_i32(_state(head, state) + _LENGTH)
-            target = _target(head, state, token) if token >= 0 else 0
-        if target:
-            state = read_i32(target)
-            length += 1
-    write_i64(match, state)
-    write_i64(match + 8, length)
-    if length == 0:
-        return 0
-    return (length << 8) | _copy(head, read_i32(_state(head, state) + _END), most, out)
+    known = v.read_i32(_state(head, _word(head, LAST)) + _LINK)
+    return (v.read_i32(_state(head, known) + _LENGTH) << 8) | _copy(head, end, most, out)
 
 
 def _index(head):
@@ -281,5 +234,4 @@ def _index(head):
 
 begin = Kernel(_begin)
 follow = Kernel(_follow, i64)
-read = Kernel(_read, i64)
 index = Kernel(_index)

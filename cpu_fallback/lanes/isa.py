@@ -34,26 +34,16 @@ VARIABLE = "CLOCHER_ISA"
 
 @dataclass(frozen=True, slots=True)
 class Isa:
-    """What the code generator may use.
-
-    Attributes:
-        cpu: LLVM's name of the processor model.
-        features: LLVM features on top of the model.
-        needs: host features, in LLVM's names, without which the code would not run.
-        fma: fused multiply-add is an instruction.
-        f16c: fp16 <-> fp32 conversion is an instruction.
-        avx512: AVX-512 (F, BW, VL, DQ): 32 registers of 16 fp32 lanes, else 16 of 8.
-        vnni: the dot product of bytes, added in int32, is an instruction.
-    """
+    """What the code generator may use."""
 
     name: str
-    cpu: str
-    features: str
-    needs: tuple[str, ...]
-    fma: bool
-    f16c: bool
-    avx512: bool = False
-    vnni: bool = False
+    cpu: str  # LLVM's name of the processor model
+    features: str  # LLVM features on top of the model
+    needs: tuple[str, ...]  # host features, in LLVM's names, without which the code would not run
+    fma: bool  # fused multiply-add is an instruction
+    f16c: bool  # fp16 <-> fp32 conversion is an instruction
+    avx512: bool = False  # AVX-512 (F, BW, VL, DQ): 32 registers of 16 fp32 lanes, else 16 of 8
+    vnni: bool = False  # the dot product of bytes, added in int32, is an instruction
 
     @property
     def avx2(self) -> bool:

@@ -59,13 +59,16 @@ class Kernel:
     Args:
         function: pure Python, of int64 parameters; calls devices and intrinsics only.
         result: Numba type it returns, void or int64.
+        name: of its file in the cache, "module.function" by default.
     """
 
-    def __init__(self, function: Callable[..., Any], result: late.Kind = late.void) -> None:
+    def __init__(
+        self, function: Callable[..., Any], result: late.Kind = late.void, name: str = ""
+    ) -> None:
         self.function = function
         self.result = result
         self.params = function.__code__.co_argcount
-        self.name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+        self.name = name or f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
         self.__doc__ = function.__doc__
         self._address = 0
 

@@ -5,20 +5,35 @@ so nothing is checked here, and nothing is read or written past what the caller 
 views of a mapped file, whose last row may end where the mapping does.
 
 Names: `read_*` and `write_*` move one scalar (integers as int64), `load_*` and `store_*` 16 lanes,
-`load_*_n` and `store_*_n` the first n lanes, n in 0 .. 16; other lanes load as zero. Alignment is
-never assumed.
+`load_*_n` and `store_*_n` the first n lanes, n in 0 .. 16; other lanes load as zero. u8 and i8 are
+widened to int32, and the low bits of int32 stored. Alignment is never assumed.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.late import cgutils, f32, i64, void
-from cpu_fallback.lanes.vector import BYTES, F32, I32, LANES, call, op, pick
-
-_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_FLOAT = ir.FloatType()
+from cpu_fallback.lanes.late import VecT, cgutils, f32, i64, void
+from cpu_fallback.lanes.vector import (
+    BYTES,
+    F32,
+    FLOAT,
+    I32,
+    INT8,
+    INT16,
+    INT32,
+    INT64,
+    LANES,
+    VOID,
+    call,
+    constant,
+    number,
+    op,
+    pick,
+    shuffle,
+)
 
 
 def emit_load(b: Any, kind: ir.Type, address: Any) -> Any:
@@ -33,273 +48,151 @@ def emit_store(b: Any, value: Any, address: Any) -> None:
     b.store(value, b.inttoptr(address, value.type.as_pointer())).align = 1
 
 
-def _masked(element: ir.Type) -> bool:
-    """Return whether the ISA has masked loads and stores for elements of this width."""
-    return CURRENT.avx512 or (CURRENT.avx2 and _bytes(element) == 4)
-
-
 def _bytes(element: ir.Type) -> int:
-    return 4 if element == _FLOAT else element.width // 8
+    return 4 if element == FLOAT else element.width // 8
 
 
-def _mask(b: Any, lanes: int, count: Any) -> Any:
-    wide = ir.VectorType(_I32, lanes)
+def _masked(b: Any, verb: str, kind: ir.VectorType, count: Any) -> tuple[str, Any, Any] | None:
+    """Emit what a masked load or store takes: its name, alignment and mask; None: there is none."""
+    if not (CURRENT.avx512 or (CURRENT.avx2 and _bytes(kind.element) == 4)):
+        return None
+    lanes = ir.VectorType(INT32, kind.count)
     one = b.insert_element(
-        ir.Constant(wide, ir.Undefined), b.trunc(count, _I32), ir.Constant(_I32, 0)
+        ir.Constant(lanes, ir.Undefined), b.trunc(count, INT32), ir.Constant(INT32, 0)
     )
-    return b.icmp_signed("<", ir.Constant(wide, list(range(lanes))), pick(b, one, [0] * lanes))
+    spread = pick(b, one, [0] * kind.count)
+    mask = b.icmp_signed("<", constant(lanes, range(kind.count)), spread)
+    letter = "f32" if kind.element == FLOAT else f"i{kind.element.width}"
+    return f"llvm.masked.{verb}.v{kind.count}{letter}.p0", ir.Constant(INT32, 1), mask
 
 
-def _name(kind: ir.VectorType) -> str:
-    letter = "f32" if kind.element == _FLOAT else f"i{kind.element.width}"
-    return f"v{kind.count}{letter}.p0"
+def _copy(b: Any, target: Any, source: Any, kind: ir.VectorType, count: Any) -> None:
+    byte, size = INT8.as_pointer(), b.mul(count, number(_bytes(kind.element)))
+    call(b, "memcpy", byte, b.bitcast(target, byte), b.bitcast(source, byte), size)
 
 
 def emit_load_n(b: Any, kind: ir.VectorType, address: Any, count: Any) -> Any:
     """Emit a load of the first `count` elements of a vector, the others zero."""
-    element = kind.element
     nothing = ir.Constant(kind, None)
-    if _masked(element):
+    if masked := _masked(b, "load", kind, count):
+        name, align, mask = masked
         pointer = b.inttoptr(address, kind.as_pointer())
-        mask, align = _mask(b, kind.count, count), ir.Constant(_I32, 1)
-        return call(b, f"llvm.masked.load.{_name(kind)}", kind, pointer, align, mask, nothing)
+        return call(b, name, kind, pointer, align, mask, nothing)
     slot = cgutils.alloca_once(b, kind)
     b.store(nothing, slot)
-    _memcpy(
-        b,
-        slot,
-        b.inttoptr(address, _I8.as_pointer()),
-        b.mul(count, ir.Constant(_I64, _bytes(element))),
-    )
+    _copy(b, slot, b.inttoptr(address, INT8.as_pointer()), kind, count)
     return b.load(slot)
 
 
 def emit_store_n(b: Any, value: Any, address: Any, count: Any) -> None:
     """Emit a store of the first `count` elements of a vector."""
-    kind, element = value.type, value.type.element
-    if _masked(element):
-        pointer = b.inttoptr(address, kind.as_pointer())
-        mask, align = _mask(b, kind.count, count), ir.Constant(_I32, 1)
-        call(b, f"llvm.masked.store.{_name(kind)}", ir.VoidType(), value, pointer, align, mask)
+    if masked := _masked(b, "store", value.type, count):
+        name, align, mask = masked
+        pointer = b.inttoptr(address, value.type.as_pointer())
+        call(b, name, VOID, value, pointer, align, mask)
         return
-    slot = cgutils.alloca_once(b, kind)
+    slot = cgutils.alloca_once(b, value.type)
     b.store(value, slot)
-    _memcpy(
-        b,
-        b.inttoptr(address, _I8.as_pointer()),
-        slot,
-        b.mul(count, ir.Constant(_I64, _bytes(element))),
-    )
+    _copy(b, b.inttoptr(address, INT8.as_pointer()), slot, value.type, count)
 
 
-def _memcpy(b: Any, target: Any, source: Any, size: Any) -> None:
-    byte = _I8.as_pointer()
-    call(b, "memcpy", byte, b.bitcast(target, byte), b.bitcast(source, byte), size)
+def _read(kind: ir.Type, result: Any = i64, signed: bool = False) -> Any:
+    """Return the intrinsic that reads a scalar."""
+
+    def read(b: Any, address: Any) -> Any:
+        value = emit_load(b, kind, address)
+        if result is not i64 or kind == INT64:
+            return value
+        return b.sext(value, INT64) if signed else b.zext(value, INT64)
+
+    return op(result, i64)(read)
 
 
-@op(f32, i64)
-def read_f32(b, address):
-    """Return an fp32."""
-    return emit_load(b, _FLOAT, address)
+def _write(kind: ir.Type, of: Any = i64) -> Any:
+    """Return the intrinsic that writes a scalar, of an int64 the low bits."""
+
+    def write(b: Any, address: Any, value: Any) -> None:
+        emit_store(b, value if value.type == kind else b.trunc(value, kind), address)
+
+    return op(void, i64, of)(write)
 
 
-@op(i64, i64)
-def read_i64(b, address):
-    """Return an int64."""
-    return emit_load(b, _I64, address)
+def _loads(result: VecT, stored: ir.VectorType, widen: str = "") -> tuple[Any, Any]:
+    """Return the intrinsics that load a vector, and the first n of it."""
+
+    def wide(b: Any, value: Any) -> Any:
+        return getattr(b, widen)(value, result.llvm) if widen else value
+
+    def load(b: Any, address: Any) -> Any:
+        return wide(b, emit_load(b, stored, address))
+
+    def load_n(b: Any, address: Any, count: Any) -> Any:
+        return wide(b, emit_load_n(b, stored, address, count))
+
+    return op(result, i64)(load), op(result, i64, i64)(load_n)
 
 
-@op(i64, i64)
-def read_i32(b, address):
-    """Return an int32."""
-    return b.sext(emit_load(b, _I32, address), _I64)
+def _stores(of: VecT, stored: ir.VectorType) -> tuple[Any, Any]:
+    """Return the intrinsics that store a vector, and the first n of it."""
+
+    def narrow(b: Any, value: Any) -> Any:
+        return value if stored == of.llvm else b.trunc(value, stored)
+
+    def store(b: Any, address: Any, value: Any) -> None:
+        emit_store(b, narrow(b, value), address)
+
+    def store_n(b: Any, address: Any, value: Any, count: Any) -> None:
+        emit_store_n(b, narrow(b, value), address, count)
+
+    return op(void, i64, of)(store), op(void, i64, of, i64)(store_n)
 
 
-@op(i64, i64)
-def read_u16(b, address):
-    """Return a uint16."""
-    return b.zext(emit_load(b, _I16, address), _I64)
+_U8, _U16 = ir.VectorType(INT8, LANES), ir.VectorType(INT16, LANES)
+
+read_f32, write_f32 = _read(FLOAT, f32), _write(FLOAT, f32)
+read_i64, write_i64 = _read(INT64), _write(INT64)
+read_i32, write_i32 = _read(INT32, signed=True), _write(INT32)
+read_u16 = _read(INT16)
+read_u8, read_i8, write_u8 = _read(INT8), _read(INT8, signed=True), _write(INT8)
+
+load_f32, load_f32_n = _loads(F32, F32.llvm)
+load_i32, _ = _loads(I32, I32.llvm)
+load_u16, load_u16_n = _loads(I32, _U16, "zext")
+load_u8, load_u8_n = _loads(I32, _U8, "zext")
+load_i8, load_i8_n = _loads(I32, _U8, "sext")
+load_bytes, load_bytes_n = _loads(BYTES, BYTES.llvm)  # 64 bytes, n in 0 .. 64
+store_f32, store_f32_n = _stores(F32, F32.llvm)
+store_i32, _ = _stores(I32, I32.llvm)
+store_u16, store_u16_n = _stores(I32, _U16)
+store_u8, store_u8_n = _stores(I32, _U8)
+store_bytes, _ = _stores(BYTES, BYTES.llvm)
 
 
-@op(i64, i64)
-def read_u8(b, address):
-    """Return a uint8."""
-    return b.zext(emit_load(b, _I8, address), _I64)
-
-
-@op(i64, i64)
-def read_i8(b, address):
-    """Return an int8."""
-    return b.sext(emit_load(b, _I8, address), _I64)
-
-
-@op(void, i64, f32)
-def write_f32(b, address, value):
-    """Store an fp32."""
-    emit_store(b, value, address)
-
-
-@op(void, i64, i64)
-def write_i64(b, address, value):
-    """Store an int64."""
-    emit_store(b, value, address)
-
-
-@op(void, i64, i64)
-def write_i32(b, address, value):
-    """Store the low 32 bits."""
-    emit_store(b, b.trunc(value, _I32), address)
-
-
-@op(void, i64, i64)
-def write_u8(b, address, value):
-    """Store the low 8 bits."""
-    emit_store(b, b.trunc(value, _I8), address)
-
-
-@op(F32, i64)
-def load_f32(b, address):
-    """Return 16 fp32."""
-    return emit_load(b, F32.llvm, address)
-
-
-@op(F32, i64, i64)
-def load_f32_n(b, address, count):
-    """Return the first `count` of 16 fp32."""
-    return emit_load_n(b, F32.llvm, address, count)
-
-
-@op(void, i64, F32)
-def store_f32(b, address, value):
-    """Store 16 fp32."""
-    emit_store(b, value, address)
-
-
-@op(void, i64, F32, i64)
-def store_f32_n(b, address, value, count):
-    """Store the first `count` of 16 fp32."""
-    emit_store_n(b, value, address, count)
-
-
-@op(I32, i64)
-def load_i32(b, address):
-    """Return 16 int32."""
-    return emit_load(b, I32.llvm, address)
-
-
-@op(void, i64, I32)
-def store_i32(b, address, value):
-    """Store 16 int32."""
-    emit_store(b, value, address)
-
-
-@op(I32, i64)
-def load_u16(b, address):
-    """Return 16 uint16, widened."""
-    return b.zext(emit_load(b, ir.VectorType(_I16, LANES), address), I32.llvm)
-
-
-@op(I32, i64, i64)
-def load_u16_n(b, address, count):
-    """Return the first `count` of 16 uint16, widened."""
-    return b.zext(emit_load_n(b, ir.VectorType(_I16, LANES), address, count), I32.llvm)
-
-
-@op(I32, i64)
-def load_u8(b, address):
-    """Return 16 uint8, widened."""
-    return b.zext(emit_load(b, ir.VectorType(_I8, LANES), address), I32.llvm)
-
-
-@op(I32, i64, i64)
-def load_u8_n(b, address, count):
-    """Return the first `count` of 16 uint8, widened."""
-    return b.zext(emit_load_n(b, ir.VectorType(_I8, LANES), address, count), I32.llvm)
-
-
-@op(I32, i64)
-def load_i8(b, address):
-    """Return 16 int8, widened."""
-    return b.sext(emit_load(b, ir.VectorType(_I8, LANES), address), I32.llvm)
-
-
-@op(I32, i64, i64)
-def load_i8_n(b, address, count):
-    """Return the first `count` of 16 int8, widened."""
-    return b.sext(emit_load_n(b, ir.VectorType(_I8, LANES), address, count), I32.llvm)
-
-
-def _nibbles(b: Any, packed: Any) -> Any:
-    low = b.and_(packed, ir.Constant(packed.type, [15] * 8))
-    high = b.lshr(packed, ir.Constant(packed.type, [4] * 8))
-    order = [lane for i in range(8) for lane in (i, 8 + i)]
-    mixed = b.shuffle_vector(low, high, ir.Constant(ir.VectorType(_I32, LANES), order))
-    return b.zext(mixed, I32.llvm)
+def _nibbles(b: Any, load: Callable[[ir.VectorType], Any]) -> Any:
+    packed = load(ir.VectorType(INT8, 8))
+    low = b.and_(packed, constant(packed.type, 15))
+    high = b.lshr(packed, constant(packed.type, 4))
+    return b.zext(shuffle(b, low, high, [lane for i in range(8) for lane in (i, 8 + i)]), I32.llvm)
 
 
 @op(I32, i64)
 def load_u4(b, address):
     """Return the 16 nibbles of 8 bytes, the low one of each byte first."""
-    return _nibbles(b, emit_load(b, ir.VectorType(_I8, 8), address))
+    return _nibbles(b, lambda kind: emit_load(b, kind, address))
 
 
 @op(I32, i64, i64)
 def load_u4_n(b, address, count):
     """Return the first `count` of 16 nibbles, and one more if the count is odd."""
-    size = b.lshr(b.add(count, ir.Constant(_I64, 1)), ir.Constant(_I64, 1))
-    return _nibbles(b, emit_load_n(b, ir.VectorType(_I8, 8), address, size))
-
-
-@op(void, i64, I32)
-def store_u16(b, address, value):
-    """Store the low 16 bits of each lane."""
-    emit_store(b, b.trunc(value, ir.VectorType(_I16, LANES)), address)
-
-
-@op(void, i64, I32, i64)
-def store_u16_n(b, address, value, count):
-    """Store the low 16 bits of the first `count` lanes."""
-    emit_store_n(b, b.trunc(value, ir.VectorType(_I16, LANES)), address, count)
-
-
-@op(void, i64, I32)
-def store_u8(b, address, value):
-    """Store the low 8 bits of each lane."""
-    emit_store(b, b.trunc(value, ir.VectorType(_I8, LANES)), address)
-
-
-@op(void, i64, I32, i64)
-def store_u8_n(b, address, value, count):
-    """Store the low 8 bits of the first `count` lanes."""
-    emit_store_n(b, b.trunc(value, ir.VectorType(_I8, LANES)), address, count)
-
-
-@op(BYTES, i64)
-def load_bytes(b, address):
-    """Return 64 bytes."""
-    return emit_load(b, BYTES.llvm, address)
-
-
-@op(BYTES, i64, i64)
-def load_bytes_n(b, address, count):
-    """Return the first `count` of 64 bytes, the others zero; count in 0 .. 64."""
-    return emit_load_n(b, BYTES.llvm, address, count)
-
-
-@op(void, i64, BYTES)
-def store_bytes(b, address, value):
-    """Store 64 bytes."""
-    emit_store(b, value, address)
+    size = b.lshr(b.add(count, number(1)), number(1))
+    return _nibbles(b, lambda kind: emit_load_n(b, kind, address, size))
 
 
 def emit_prefetch(b: Any, address: Any, level: int = 2) -> None:
     """Emit a request for a cache line, for reading, into the first or the second cache."""
-    one, zero = ir.Constant(_I32, 1), ir.Constant(_I32, 0)
-    pointer = b.inttoptr(address, _I8.as_pointer())
-    call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, zero, ir.Constant(_I32, 4 - level), one)
+    reading, near, data = (ir.Constant(INT32, value) for value in (0, 4 - level, 1))
+    pointer = b.inttoptr(address, INT8.as_pointer())
+    call(b, "llvm.prefetch.p0", VOID, pointer, reading, near, data)
 
 
-@op(void, i64)
-def prefetch(b, address):
-    """Ask for a cache line, for reading, into the second cache."""
-    emit_prefetch(b, address)
+prefetch = op(void, i64)(emit_prefetch)  # ask for a cache line, into the second cache

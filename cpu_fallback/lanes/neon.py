@@ -9,10 +9,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from cpu_fallback.lanes.vector import BYTES, F32, I32, call, constant, pick
+from cpu_fallback.lanes.vector import BYTES, F32, I32, INT8, INT16, INT32, call, constant, pick
 
-_I8, _I16, _I32 = (ir.IntType(bits) for bits in (8, 16, 32))
-SIXTEEN, EIGHT, FOUR = ir.VectorType(_I8, 16), ir.VectorType(_I16, 8), ir.VectorType(_I32, 4)
+SIXTEEN, EIGHT, FOUR = ir.VectorType(INT8, 16), ir.VectorType(INT16, 8), ir.VectorType(INT32, 4)
 """A register as bytes, shorts and dwords."""
 
 
@@ -26,7 +25,7 @@ def join(b: Any, parts: Sequence[Any]) -> Any:
     """Emit the vector of some registers, a power of two of them."""
     while len(parts) > 1:
         count = parts[0].type.count
-        lanes = ir.Constant(ir.VectorType(_I32, 2 * count), list(range(2 * count)))
+        lanes = ir.Constant(ir.VectorType(INT32, 2 * count), list(range(2 * count)))
         pairs = zip(parts[::2], parts[1::2], strict=True)
         parts = [b.shuffle_vector(low, high, lanes) for low, high in pairs]
     return parts[0]

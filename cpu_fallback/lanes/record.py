@@ -33,17 +33,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_type_hints
 
 import numpy as np
-from llvmlite import ir
 
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.contract import OpSpec, rows_of
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.late import Intrinsic, f32, i64, numba_type
 from cpu_fallback.lanes.memory import emit_load
+from cpu_fallback.lanes.vector import FLOAT, INT64, number
 
 Value = int | float | Kernel | tuple[Any, ...]
 
-_I64 = ir.IntType(64)
 COUNT = "count"
 """Kind of a field: the step's M or R."""
 _NUMBERS: Mapping[Any, Any] = {int: i64, float: f32, Kernel: i64, COUNT: i64}
@@ -125,13 +124,13 @@ def _intrinsic(record: type, fields: Mapping[str, Any], given: Sequence[str]) ->
     def generate(context: Any, builder: Any, signature: Any, addresses: Any) -> Any:
         values, offset = list(addresses[: len(given)]), 0
         for kind in fields.values():
-            at = builder.add(addresses[0], ir.Constant(_I64, offset))
+            at = builder.add(addresses[0], number(offset))
             if kind is float:
-                values.append(emit_load(builder, ir.FloatType(), at))
+                values.append(emit_load(builder, FLOAT, at))
             elif kind is COUNT:
                 values.append(_emit_count(builder, at, addresses[1]))
             else:
-                values.append(emit_load(builder, _I64, at) if kind in _NUMBERS else at)
+                values.append(emit_load(builder, INT64, at) if kind in _NUMBERS else at)
             offset += 8 if kind in _NUMBERS else 8 * length(kind)
         return context.make_tuple(builder, signature.return_type, values)
 
@@ -145,9 +144,7 @@ def _intrinsic(record: type, fields: Mapping[str, Any], given: Sequence[str]) ->
 
 def _emit_count(builder: Any, at: Any, ctl: Any) -> Any:
     """Emit a count: -1 is the step's M, -2 its R, in the control block; others are themselves."""
-    count = emit_load(builder, _I64, at)
-    place = builder.sub(
-        ctl, builder.shl(builder.add(count, ir.Constant(_I64, 1)), ir.Constant(_I64, 3))
-    )
-    follows = builder.icmp_signed("<", count, ir.Constant(_I64, 0))
-    return emit_load(builder, _I64, builder.select(follows, place, at))
+    count = emit_load(builder, INT64, at)
+    place = builder.sub(ctl, builder.shl(builder.add(count, number(1)), number(3)))
+    follows = builder.icmp_signed("<", count, number(0))
+    return emit_load(builder, INT64, builder.select(follows, place, at))

@@ -5,35 +5,28 @@ intrinsic of a function that emits LLVM; `simd`, `memory` and `sync` are lists o
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
 
-from cpu_fallback.lanes.late import Intrinsic, Kind, VecT, cgutils, numba_type, void
+from cpu_fallback.lanes.late import Intrinsic, Kind, VecT, cgutils, i64, numba_type, void
 
 LANES = 16
+INT1, INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+FLOAT, DOUBLE, VOID = ir.FloatType(), ir.DoubleType(), ir.VoidType()
 
-
-_I1, _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
-_FLOAT = ir.FloatType()
-
-F32 = VecT(_FLOAT, LANES)
-I32 = VecT(_I32, LANES)
-MASK = VecT(_I1, LANES)
-BYTES = VecT(_I8, 64)
+F32, I32, MASK = VecT(FLOAT, LANES), VecT(INT32, LANES), VecT(INT1, LANES)
+BYTES = VecT(INT8, 64)
 """64 bytes, signed or unsigned as the operation says."""
+SHORTS = ir.VectorType(INT16, 32)
+"""The LLVM type of 64 bytes as int16."""
 
 
 def op(result: Kind, *params: Kind) -> Callable[[Callable[..., Any]], Any]:
-    """Make an intrinsic of a function that emits LLVM.
+    """Return a decorator: function (builder, *values) -> value that emits LLVM -> intrinsic.
 
-    Args:
-        result: type of the result.
-        params: types of the parameters; arguments are cast to them.
-
-    Returns:
-        A decorator for a function (builder, *values) -> value.
+    Arguments are cast to the types of the parameters.
     """
 
     def decorate(emit: Callable[..., Any]) -> Any:
@@ -44,37 +37,76 @@ def op(result: Kind, *params: Kind) -> Callable[[Callable[..., Any]], Any]:
 
             return numba_type(result)(*map(numba_type, params)), generate
 
-        typing.__name__ = emit.__name__
-        typing.__doc__ = emit.__doc__
-        typing.__signature__ = inspect.signature(emit)  # type: ignore[attr-defined]
-        return Intrinsic(typing)
+        return intrinsic(typing, emit.__name__, [f"p{i}" for i in range(len(params))])
 
     return decorate
 
 
-def call(builder: Any, name: str, result: ir.Type, *values: Any) -> Any:
+def intrinsic(typing: Callable[..., Any], name: str, params: Sequence[str]) -> Intrinsic:
+    """Return the intrinsic of a typing function (context, *params)."""
+    # Numba looks at the parameters of the typing function.
+    names = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in ("context", *params)]
+    typing.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
+    typing.__name__ = name
+    return Intrinsic(typing)
+
+
+def call(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
     """Emit a call of an LLVM intrinsic or of a C function."""
     function = ir.FunctionType(result, [value.type for value in values])
-    return builder.call(cgutils.get_or_insert_function(builder.module, function, name), values)
+    return b.call(cgutils.get_or_insert_function(b.module, function, name), values)
 
 
-def constant(vector: VecT, values: Any) -> ir.Constant:
-    """Return a constant vector of 16 values, or of 16 times one value."""
-    n = vector.llvm.count
-    return ir.Constant(
-        vector.llvm, list(values) if isinstance(values, (list, tuple)) else [values] * n
-    )
+def call_at(b: Any, address: Any, result: ir.Type, *values: Any) -> Any:
+    """Emit a call of the function at an address."""
+    function = ir.FunctionType(result, [value.type for value in values])
+    return b.call(b.inttoptr(address, function.as_pointer()), values)
 
 
-def spread(builder: Any, vector: VecT, scalar: Any) -> Any:
+def caller(params: int) -> Any:
+    """Return the intrinsic (address, *int64) that calls a kernel of so many parameters."""
+
+    def call_kernel(b: Any, address: Any, *values: Any) -> None:
+        call_at(b, address, VOID, *values)
+
+    return op(void, *[i64] * (params + 1))(call_kernel)
+
+
+def number(value: int) -> ir.Constant:
+    """Return a constant int64."""
+    return ir.Constant(INT64, value)
+
+
+def emit_at(b: Any, base: Any, index: Any, size: Any) -> Any:
+    """Emit base + index * size."""
+    return b.add(base, b.mul(index, number(size) if isinstance(size, int) else size))
+
+
+def behind(b: Any, base: Any, nbytes: int) -> Any:
+    """Emit base + nbytes."""
+    return b.add(base, number(nbytes))
+
+
+def constant(kind: VecT | ir.VectorType, values: Any) -> ir.Constant:
+    """Return a constant vector of these values, or of one value everywhere."""
+    vector = kind.llvm if isinstance(kind, VecT) else kind
+    many = isinstance(values, (list, tuple, range))
+    return ir.Constant(vector, list(values) if many else [values] * vector.count)
+
+
+def spread(b: Any, kind: VecT | ir.VectorType, scalar: Any) -> Any:
     """Emit a vector with a scalar in every lane."""
-    undefined = ir.Constant(vector.llvm, ir.Undefined)
-    first = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
-    zeros = ir.Constant(ir.VectorType(_I32, vector.llvm.count), None)
-    return builder.shuffle_vector(first, undefined, zeros)
+    vector = kind.llvm if isinstance(kind, VecT) else kind
+    undefined = ir.Constant(vector, ir.Undefined)
+    first = b.insert_element(undefined, scalar, ir.Constant(INT32, 0))
+    return b.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(INT32, vector.count), None))
 
 
-def pick(builder: Any, vector: Any, lanes: list[int]) -> Any:
+def shuffle(b: Any, x: Any, y: Any, lanes: Sequence[int]) -> Any:
+    """Emit a shuffle: lanes of two vectors, those of the second one behind those of the first."""
+    return b.shuffle_vector(x, y, constant(ir.VectorType(INT32, len(lanes)), list(lanes)))
+
+
+def pick(b: Any, vector: Any, lanes: Sequence[int]) -> Any:
     """Emit a shuffle: the lanes of one vector, in another order or number."""
-    mask = ir.Constant(ir.VectorType(_I32, len(lanes)), lanes)
-    return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask)
+    return shuffle(b, vector, ir.Constant(vector.type, ir.Undefined), lanes)

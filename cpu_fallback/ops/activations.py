@@ -4,23 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from cpu_fallback.lanes.falling import exp_falling, tanh
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
-from cpu_fallback.lanes.simd import (
-    absolute,
-    add,
-    div,
-    exp,
-    fma,
-    lt,
-    maximum,
-    mul,
-    neg,
-    select,
-    splat,
-    sub,
-    zero,
-)
 
 _ROOT_HALF = np.float32(0.5**0.5)
 _CUBE = np.float32(0.044715)
@@ -30,29 +15,29 @@ _STEEP = np.float32(2 * (2 / np.pi) ** 0.5)
 @device
 def or_nan(x):
     """Return x, NaN where it is infinite."""
-    return fma(x, zero(), x)
+    return v.fma(x, v.zero(), x)
 
 
 @device
 def _polynomial(x, coefficients):
     """Return the value of a polynomial, its highest coefficient first."""
-    y = splat(coefficients[0])
+    y = v.splat(coefficients[0])
     for i in range(1, len(coefficients)):
-        y = fma(y, x, splat(coefficients[i]))
+        y = v.fma(y, x, v.splat(coefficients[i]))
     return y
 
 
 @device
 def silu(x):
     """Return x / (1 + e^-x); below -88.72 that is 0."""
-    return div(x, add(splat(np.float32(1)), exp(neg(x))))
+    return v.div(x, v.add(v.splat(np.float32(1)), v.exp(v.neg(x))))
 
 
 @device
 def relu2(x):
     """Return max(x, 0)^2."""
-    positive = maximum(zero(), or_nan(x))  # of minus infinity it would be zero
-    return mul(positive, positive)
+    positive = v.maximum(v.zero(), or_nan(x))  # of minus infinity it would be zero
+    return v.mul(positive, positive)
 
 
 # erfc(z) e^(z^2) / t as a polynomial in t = 1 / (1 + z / 2), z in 0 .. 9.3: least relative error.
@@ -79,32 +64,32 @@ def gelu(x):
     Phi is erfc / 2 of the distance on the side where that is small, so nothing cancels.
     """
     x = or_nan(x)
-    one, z = splat(np.float32(1)), mul(absolute(x), splat(_ROOT_HALF))
-    t = div(one, fma(splat(np.float32(0.5)), z, one))
-    erfc = mul(mul(_polynomial(t, _ERFC), t), exp_falling(neg(mul(z, z))))
-    erfc = select(lt(x, zero()), erfc, sub(splat(np.float32(2)), erfc))
-    return mul(mul(x, splat(np.float32(0.5))), erfc)
+    one, z = v.splat(np.float32(1)), v.mul(v.absolute(x), v.splat(_ROOT_HALF))
+    t = v.div(one, v.fma(v.splat(np.float32(0.5)), z, one))
+    erfc = v.mul(v.mul(_polynomial(t, _ERFC), t), v.exp_falling(v.neg(v.mul(z, z))))
+    erfc = v.select(v.lt(x, v.zero()), erfc, v.sub(v.splat(np.float32(2)), erfc))
+    return v.mul(v.mul(x, v.splat(np.float32(0.5))), erfc)
 
 
 @device
 def gelu_tanh(x):
     """Return x (1 + tanh u) / 2, which is x / (1 + e^-2u); u = sqrt(2 / pi) (x + 0.044715 x^3)."""
     x = or_nan(x)
-    cubic = mul(x, fma(mul(x, x), splat(_CUBE), splat(np.float32(1))))
-    return div(x, add(splat(np.float32(1)), exp(neg(mul(cubic, splat(_STEEP))))))
+    cubic = v.mul(x, v.fma(v.mul(x, x), v.splat(_CUBE), v.splat(np.float32(1))))
+    return v.div(x, v.add(v.splat(np.float32(1)), v.exp(v.neg(v.mul(cubic, v.splat(_STEEP))))))
 
 
 @device
 def sigmoid(x):
     """Return 1 / (1 + e^-x)."""
-    one = splat(np.float32(1))
-    return div(one, add(one, exp(neg(or_nan(x)))))
+    one = v.splat(np.float32(1))
+    return v.div(one, v.add(one, v.exp(v.neg(or_nan(x)))))
 
 
 @device
 def capped(x, cap):
     """Return cap * tanh(x / cap)."""
-    return mul(tanh(div(or_nan(x), cap)), cap)
+    return v.mul(v.tanh(v.div(or_nan(x), cap)), cap)
 
 
 def _capless(act: Any) -> Any:

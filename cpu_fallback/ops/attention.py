@@ -25,8 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from clocher_kernels.errors import ShapeError
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
-from cpu_fallback.lanes.memory import load_f32, read_f32, store_f32, write_f32
 from cpu_fallback.lanes.record import executes
 from cpu_fallback.lanes.vector import LANES
 from cpu_fallback.ops.attention_block import TURNED_ROWS, block
@@ -76,38 +76,23 @@ _HEADER = 64
 
 
 class Tile(NamedTuple):
-    """How tiles are made and multiplied; addresses and bytes.
+    """How tiles are made and multiplied; addresses and bytes."""
 
-    Attributes:
-        group: query heads that share a key/value head.
-        tokens: of a tile, at most.
-        line: bytes of a cell of one head.
-        pitch: bytes of a cell in a panel.
-        in_place: rows up to which cells are decoded where they lie.
-        reader: kernel that decodes cells into a panel.
-        score: kernel of queries and cells as stored.
-        mix: kernel of weights and cells as stored.
-        panel_score: kernel of queries and a panel.
-        panel_mix: kernel of weights and a panel.
-        crossed: where in the scratch memory of a thread the queries of all heads are, and then
-            their states, for steps of a few tokens.
-        columns: kernel of many queries and keys that were turned, 0 if there is none.
-        kept: memory of the team for the sums of spans.
-    """
-
-    group: int
-    tokens: int
-    line: int
-    pitch: int
-    in_place: int
-    reader: int
-    score: int
-    mix: int
-    panel_score: int
-    panel_mix: int
+    group: int  # query heads that share a key/value head
+    tokens: int  # of a tile, at most
+    line: int  # bytes of a cell of one head
+    pitch: int  # bytes of a cell in a panel
+    in_place: int  # rows up to which cells are decoded where they lie
+    reader: int  # kernel that decodes cells into a panel
+    score: int  # kernel of queries and cells as stored
+    mix: int  # kernel of weights and cells as stored
+    panel_score: int  # kernel of queries and a panel
+    panel_mix: int  # kernel of weights and a panel
+    # where in the scratch memory of a thread the queries of all heads are, and then their states,
+    # for steps of a few tokens
     crossed: int
-    columns: int
-    kept: int = 0
+    columns: int  # kernel of many queries and keys that were turned, 0 if there is none
+    kept: int = 0  # memory of the team for the sums of spans
 
 
 @device
@@ -215,14 +200,14 @@ def _cross(a, t, stop, seen, first, last, kept, scratch):
 @device
 def _copy(source, target, nbytes):
     for at in range(0, nbytes, 64):
-        store_f32(target + at, load_f32(source + at))
+        v.store_f32(target + at, v.load_f32(source + at))
 
 
 @device
 def _keep(header, state):
     """Note the largest score and the weight of a row's span for `merge`."""
-    write_f32(header, read_f32(state + TOP))
-    write_f32(header + 4, span_weight(state))
+    v.write_f32(header, v.read_f32(state + TOP))
+    v.write_f32(header + 4, span_weight(state))
 
 
 @device
@@ -268,7 +253,7 @@ def _walk(a, t, stop, head, seen, begin, end, few, kept, scratch):
                     _keep(kept + _HEADER * row, own)
                 elif sees(sight, span):
                     line, total = sums + 4 * row * size, span_weight(own)
-                    fold(own, past + 4 * row * size, read_f32(own + TOP), total, line, size)
+                    fold(own, past + 4 * row * size, v.read_f32(own + TOP), total, line, size)
         kept += _kept_bytes(a, stop - t)
     if not few:
         for row in range(rows):
@@ -281,7 +266,7 @@ def _walk(a, t, stop, head, seen, begin, end, few, kept, scratch):
 def _begin(a, sink, state, past, row, size):
     top, weight = LOWEST, np.float32(0)
     if a.sinks:
-        top, weight = read_f32(a.sinks + 4 * sink), np.float32(1)
+        top, weight = v.read_f32(a.sinks + 4 * sink), np.float32(1)
     begin_row(state, top, weight, past + 4 * row * size, size)
 
 
@@ -310,7 +295,7 @@ def merge(a, rank, size, scratch):
                             base = kept + (span - low) * nbytes
                             at = base + _HEADER * row
                             sums = base + _HEADER * rows + 4 * row * width
-                            fold(scratch, past, read_f32(at), read_f32(at + 4), sums, width)
+                            fold(scratch, past, v.read_f32(at), v.read_f32(at + 4), sums, width)
                     place = ((t + row // group) * heads + head) * group + row % group
                     end_row(scratch, past, a.y + 4 * place * d, d)
             kept += (high - low) * nbytes

@@ -2,9 +2,8 @@
 
 import numpy as np
 
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
-from cpu_fallback.lanes.maths import lowest_bit
-from cpu_fallback.lanes.memory import prefetch, read_f32, read_i32, read_i64, write_f32, write_i64
 from cpu_fallback.ops.attention_columns import turn
 from cpu_fallback.ops.attention_rows import bend, weigh
 from cpu_fallback.ops.attention_sight import SIGHT, clip, padded, sight_at
@@ -82,7 +81,7 @@ def _part(
     lines = panel + BLOCK * a.pitch
     scales = lines + 8 * BLOCK
     columns = scales + 2 * SCORES
-    tree, slot = sight_at(scratch + SIGHT * low).tree, within(read_i32(a.slots + 4 * t), a.S)
+    tree, slot = sight_at(scratch + SIGHT * low).tree, within(v.read_i32(a.slots + 4 * t), a.S)
     nbytes = a.line
     k_scale, v_scale = a.k_scale, a.v_scale
     straight = start % a.T + BLOCK <= a.T and start + end <= committed
@@ -101,8 +100,8 @@ def _part(
             ahead = lines_ahead * nbytes
             if k_scale:
                 for at in range(4 * lines_ahead, 4 * lines_ahead + SCORES, 64):
-                    prefetch(k_scale + at)
-                    prefetch(v_scale + at)
+                    v.prefetch(k_scale + at)
+                    v.prefetch(v_scale + at)
     else:
         _list(a, slot, head, start, begin, end, committed, tree, lines)
         if k_scale:
@@ -166,9 +165,9 @@ def _score_turned(a, queries, rows, columns, begin, end, scores, soon, later):
         part = row // _ASKING * share
         for at in range(part, part + share, 64):
             if soon:
-                prefetch(soon + at)
+                v.prefetch(soon + at)
             if later:
-                prefetch(later + at)
+                v.prefetch(later + at)
         own, out, count = queries + 4 * row * size, scores + SCORES * row, min(_ASKING, rows - row)
         score(a.columns, own, count, columns, 0, size, begin, end, out, 0)
 
@@ -206,13 +205,13 @@ def _list(a, slot, head, start, begin, end, committed, tree, lines):
         line = _line(a, slot, head, cell)
         run = min(own - done, size - cell % size)
         for i in range(run):
-            write_i64(lines + 8 * (done + i), line + i)
+            v.write_i64(lines + 8 * (done + i), line + i)
         done += run
     for _ in range(start + done - committed):
         tree &= tree - 1
     while done < end:
-        line = _line(a, slot, head, committed + lowest_bit(tree))
-        write_i64(lines + 8 * done, line)
+        line = _line(a, slot, head, committed + v.lowest_bit(tree))
+        v.write_i64(lines + 8 * done, line)
         tree &= tree - 1
         done += 1
 
@@ -220,4 +219,4 @@ def _list(a, slot, head, start, begin, end, committed, tree, lines):
 @device
 def _gather(scales, lines, begin, end, target):
     for i in range(begin, end):
-        write_f32(target + 4 * i, read_f32(scales + 4 * read_i64(lines + 8 * i)))
+        v.write_f32(target + 4 * i, v.read_f32(scales + 4 * v.read_i64(lines + 8 * i)))

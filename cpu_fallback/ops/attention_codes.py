@@ -19,46 +19,26 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.late import cgutils, i64, void
-from cpu_fallback.lanes.memory import (
-    emit_load,
-    emit_prefetch,
-    emit_store,
-    load_f32,
-    load_f32_n,
-    store_f32,
-    store_u8,
-    store_u16,
-    write_f32,
-    write_i32,
+from cpu_fallback.lanes.memory import emit_load, emit_prefetch, emit_store
+from cpu_fallback.lanes.simd import emit_fma
+from cpu_fallback.lanes.vector import (
+    BYTES,
+    F32,
+    FLOAT,
+    I32,
+    INT8,
+    INT32,
+    INT64,
+    LANES,
+    constant,
+    op,
+    pick,
+    spread,
 )
-from cpu_fallback.lanes.simd import (
-    absolute,
-    bits_f32,
-    bits_i32,
-    emit_fma,
-    first,
-    iadd,
-    ihmax,
-    ihsum,
-    ilt,
-    iselect,
-    isplat,
-    izero,
-    lane,
-    maximum,
-    minimum,
-    mul,
-    rint,
-    select,
-    splat,
-    sra,
-    to_i32,
-    zero,
-)
-from cpu_fallback.lanes.vector import BYTES, F32, I32, LANES, constant, op, pick, spread
 from cpu_fallback.ops.attention_tiles import (
     BLOCK,
     FACTOR,
@@ -77,8 +57,6 @@ from cpu_fallback.tiles.multiply import dot, pair_dots
 CHUNK = 32
 """Values of a line that are multiplied at once."""
 
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
-_FLOAT = ir.FloatType()
 _BYTES, _SHORTS = (ir.VectorType(ir.IntType(bits), CHUNK) for bits in (8, 16))
 _BYTEWISE = CURRENT.vnni
 """Whether a query is kept as the high bytes of its codes, the low ones, and what the bias adds."""
@@ -98,7 +76,7 @@ def _emit_dots(b: Any, qs: list[Any], ks: list[Any], size: Any) -> list[Any]:
     loop, done = b.append_basic_block("dots"), b.append_basic_block("dots.end")
     b.branch(loop)
     b.position_at_end(loop)
-    at = b.phi(_I64)
+    at = b.phi(INT64)
     at.add_incoming(number(0), entry)
     sums = [b.phi(I32.llvm) for _ in pairs]
     x = [emit_load(b, _SHORTS, emit_at(b, q, at, number(2))) for q in qs]
@@ -139,7 +117,7 @@ def _unpacked(b: Any, x: Any, y: Any, half: int) -> Any:
 
 
 def _shuffled(b: Any, x: Any, y: Any, lanes: list[int]) -> Any:
-    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
+    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(INT32, len(lanes)), lanes))
 
 
 def _emit_sixteen(b: Any, qs: list[Any], ks: list[Any], size: Any) -> list[Any]:
@@ -151,19 +129,19 @@ def _emit_sixteen(b: Any, qs: list[Any], ks: list[Any], size: Any) -> list[Any]:
     highs = [cgutils.alloca_once(b, I32.llvm) for _ in qs]
     lows = [cgutils.alloca_once(b, I32.llvm) for _ in qs]
     for r, q in enumerate(qs):
-        offset = emit_load(b, _I32, emit_at(b, q, size, number(2)))
+        offset = emit_load(b, INT32, emit_at(b, q, size, number(2)))
         b.store(constant(I32, 0), highs[r])
         b.store(spread(b, I32, offset), lows[r])
     whole = b.and_(size, number(-64))
     for start, stop, dwords in ((number(0), whole, 16), (whole, size, 4)):
-        kind = ir.VectorType(_I32, dwords)
-        with cgutils.for_range_slice(b, start, stop, number(4 * dwords), _I64) as (at, _):
+        kind = ir.VectorType(INT32, dwords)
+        with cgutils.for_range_slice(b, start, stop, number(4 * dwords), INT64) as (at, _):
             turned = _emit_turned(b, [emit_load(b, kind, b.add(k, at)) for k in ks])
             for i, cells in enumerate(turned):
                 for r, q in enumerate(qs):
                     place = b.add(b.add(q, at), number(4 * i))
                     for slot, codes in ((highs[r], place), (lows[r], b.add(place, size))):
-                        x = b.bitcast(spread(b, I32, emit_load(b, _I32, codes)), BYTES.llvm)
+                        x = b.bitcast(spread(b, I32, emit_load(b, INT32, codes)), BYTES.llvm)
                         total = dot(b, b.load(slot), b.bitcast(cells, BYTES.llvm), x)
                         b.store(total, slot)
     eight = constant(I32, 8)
@@ -198,10 +176,10 @@ def _emit_interleaved(b: Any, one: Any, other: Any) -> list[Any]:
     for half in (0, 8):
         low = [lane + half + i for lane in range(0, count, 16) for i in range(8)]
         lanes = [each for i in low for each in (i, count + i)]
-        mask = ir.Constant(ir.VectorType(_I32, count), lanes)
+        mask = ir.Constant(ir.VectorType(INT32, count), lanes)
         halves.append(b.shuffle_vector(one, other, mask))
     if count == 16:
-        whole = ir.Constant(ir.VectorType(_I32, CHUNK), list(range(CHUNK)))
+        whole = ir.Constant(ir.VectorType(INT32, CHUNK), list(range(CHUNK)))
         return [b.sext(b.shuffle_vector(*halves, whole), _SHORTS)]
     parts = [(h, list(range(i, i + CHUNK))) for h in halves for i in range(0, count, CHUNK)]
     return [b.sext(pick(b, half, lanes), _SHORTS) for half, lanes in parts]
@@ -215,24 +193,24 @@ def _emit_in_order(b: Any, sums: list[Any]) -> list[Any]:
     for low, high in zip(sums[:half], sums[half:], strict=True):
         for start in (0, 8):
             lanes = [*range(start, start + 8), *range(LANES + start, LANES + start + 8)]
-            mask = ir.Constant(ir.VectorType(_I32, LANES), lanes)
+            mask = ir.Constant(ir.VectorType(INT32, LANES), lanes)
             found.append(b.shuffle_vector(low, high, mask))
     return found
 
 
 def _emit_mix(b: Any, places: list[list[Any]], state: list[Any], cells: Cells) -> None:
-    """Emit sums[r][v] = sums[r][v] * factor[r] + step[r] * the whole sums of codes times cells.
+    """Emit sums[r][c] = sums[r][c] * factor[r] + step[r] * the whole sums of codes times cells.
 
     Cells are taken two by two; the weight of what a row does not see is zero.
     """
     rows, vectors = range(len(places)), range(len(places[0]))
-    kind = ir.VectorType(ir.IntType(8), LANES * len(vectors))
+    kind = ir.VectorType(INT8, LANES * len(vectors))
     start = b.and_(cells.begin, number(-2))
     entry = b.block
     loop, done = b.append_basic_block("mix"), b.append_basic_block("mix.end")
     b.branch(loop)
     b.position_at_end(loop)
-    cell = b.phi(_I64)
+    cell = b.phi(INT64)
     cell.add_incoming(start, entry)
     totals = [[b.phi(I32.llvm) for _ in vectors] for _ in rows]
     line = emit_at(b, cells.values, cell, cells.stride)
@@ -242,26 +220,26 @@ def _emit_mix(b: Any, places: list[list[Any]], state: list[Any], cells: Cells) -
     x = _emit_interleaved(b, emit_load(b, kind, line), emit_load(b, kind, other))
     after = []
     for r in rows:
-        pair = spread(b, I32, emit_load(b, _I32, emit_at(b, cells.weights[r], cell, number(2))))
+        pair = spread(b, I32, emit_load(b, INT32, emit_at(b, cells.weights[r], cell, number(2))))
         w = b.bitcast(pair, _SHORTS)
-        after.append([b.add(totals[r][v], pair_dots(b, x[v], w)) for v in vectors])
+        after.append([b.add(totals[r][c], pair_dots(b, x[c], w)) for c in vectors])
     further = b.add(cell, number(2))
     cell.add_incoming(further, loop)
     for r in rows:
-        for v in vectors:
-            totals[r][v].add_incoming(constant(I32, 0), entry)
-            totals[r][v].add_incoming(after[r][v], loop)
+        for c in vectors:
+            totals[r][c].add_incoming(constant(I32, 0), entry)
+            totals[r][c].add_incoming(after[r][c], loop)
     b.cbranch(b.icmp_signed("<", further, cells.end), loop, done)
     b.position_at_end(done)
     for r in rows:
         factor, step = (
-            spread(b, F32, emit_load(b, _FLOAT, b.add(state[r], number(at))))
+            spread(b, F32, emit_load(b, FLOAT, b.add(state[r], number(at))))
             for at in (FACTOR, STEP)
         )
-        for v, total in enumerate(_emit_in_order(b, after[r])):
-            before = b.fmul(emit_load(b, F32.llvm, places[r][v]), factor)
+        for c, total in enumerate(_emit_in_order(b, after[r])):
+            before = b.fmul(emit_load(b, F32.llvm, places[r][c]), factor)
             value = emit_fma(b, b.sitofp(total, F32.llvm), step, before)
-            emit_store(b, value, places[r][v])
+            emit_store(b, value, places[r][c])
 
 
 CODES = products("i8", Arithmetic(1, _emit_dots, _emit_mix, _scores if _BYTEWISE else None))
@@ -271,28 +249,28 @@ CODES = products("i8", Arithmetic(1, _emit_dots, _emit_mix, _scores if _BYTEWISE
 @device
 def _bits_largest(x, largest):
     """Return the larger of magnitudes as int32 bits, which order NaN above all numbers."""
-    bits = bits_i32(absolute(x))
-    return iselect(ilt(largest, bits), bits, largest)
+    bits = v.bits_i32(v.absolute(x))
+    return v.iselect(v.ilt(largest, bits), bits, largest)
 
 
 @device
 def _step(largest, most):
     """Return the largest magnitude of 16 lanes, NaN if one is not finite, over the largest code."""
-    top = lane(bits_f32(isplat(ihmax(largest))), 0)
+    top = v.lane(v.bits_f32(v.isplat(v.ihmax(largest))), 0)
     return (top + (top - top)) / most
 
 
 @device
 def _code(x, inverse, most):
-    return to_i32(maximum(minimum(rint(mul(x, inverse)), splat(most)), splat(-most)))
+    return v.to_i32(v.maximum(v.minimum(v.rint(v.mul(x, inverse)), v.splat(most)), v.splat(-most)))
 
 
 @device
 def _inverse(step):
     """Return what magnitudes are multiplied by to be codes."""
     if step > _LEAST:
-        return splat(np.float32(1) / step)
-    return splat(np.float32(0))
+        return v.splat(np.float32(1) / step)
+    return v.splat(np.float32(0))
 
 
 @device
@@ -301,33 +279,33 @@ def code_query(source, target, d, size, scale, state):
 
     A query that is not finite has a step that is NaN.
     """
-    largest, most = izero(), np.float32(min(_LARGEST, _MOST // d))
+    largest, most = v.izero(), np.float32(min(_LARGEST, _MOST // d))
     for i in range(0, d & -16, 16):
-        largest = _bits_largest(load_f32(source + 4 * i), largest)
+        largest = _bits_largest(v.load_f32(source + 4 * i), largest)
     tail = d & -16
     if tail < d:
-        largest = _bits_largest(load_f32_n(source + 4 * tail, d - tail), largest)
+        largest = _bits_largest(v.load_f32_n(source + 4 * tail, d - tail), largest)
     step = _step(largest, most)
     inverse = _inverse(step)
-    write_f32(state + QUERY_STEP, step * scale)
+    v.write_f32(state + QUERY_STEP, step * scale)
     if _BYTEWISE:
         _split_query(source, target, d, inverse, most)
         return
     for i in range(0, size, 16):
         n = min(16, max(0, d - i))
-        store_u16(target + 2 * i, _code(load_f32_n(source + 4 * i, n), inverse, most))
+        v.store_u16(target + 2 * i, _code(v.load_f32_n(source + 4 * i, n), inverse, most))
 
 
 @device
 def _split_query(source, target, d, inverse, most):
     """Write the high bytes of codes, padded to whole vectors, their low bytes, and the bias."""
-    size, total = (d + 15) & -16, izero()
+    size, total = (d + 15) & -16, v.izero()
     for i in range(0, size, 16):
-        code = _code(load_f32_n(source + 4 * i, min(16, d - i)), inverse, most)
-        total = iadd(total, code)
-        store_u8(target + i, sra(iadd(code, isplat(128)), 8))
-        store_u8(target + size + i, code)
-    write_i32(target + 2 * size, -128 * ihsum(total))
+        code = _code(v.load_f32_n(source + 4 * i, min(16, d - i)), inverse, most)
+        total = v.iadd(total, code)
+        v.store_u8(target + i, v.sra(v.iadd(code, v.isplat(128)), 8))
+        v.store_u8(target + size + i, code)
+    v.write_i32(target + 2 * size, -128 * v.ihsum(total))
 
 
 @device
@@ -336,30 +314,30 @@ def code_weights(weights, state, begin, end):
 
     Cells around them that are multiplied with them have codes of zero.
     """
-    largest, most = izero(), np.float32(32767)
+    largest, most = v.izero(), np.float32(32767)
     if begin == 0 and end == BLOCK:
-        a, b = load_f32(weights), load_f32(weights + 64)
-        c, d = load_f32(weights + 128), load_f32(weights + 192)
+        a, b = v.load_f32(weights), v.load_f32(weights + 64)
+        c, d = v.load_f32(weights + 128), v.load_f32(weights + 192)
         largest = _bits_largest(b, _bits_largest(a, largest))
         largest = _bits_largest(d, _bits_largest(c, largest))
         step = _step(largest, most)
         inverse = _inverse(step)
-        write_f32(state + STEP, step)
-        store_u16(weights, _code(a, inverse, most))
-        store_u16(weights + 32, _code(b, inverse, most))
-        store_u16(weights + 64, _code(c, inverse, most))
-        store_u16(weights + 96, _code(d, inverse, most))
+        v.write_f32(state + STEP, step)
+        v.store_u16(weights, _code(a, inverse, most))
+        v.store_u16(weights + 32, _code(b, inverse, most))
+        v.store_u16(weights + 64, _code(c, inverse, most))
+        v.store_u16(weights + 96, _code(d, inverse, most))
         return
     for i in range(begin & -16, end, 16):
-        x = load_f32(weights + 4 * i)
+        x = v.load_f32(weights + 4 * i)
         if end - i < 16:
-            x = select(first(end - i), x, zero())
+            x = v.select(v.first(end - i), x, v.zero())
         if begin > i:
-            x = select(first(begin - i), zero(), x)
-        store_f32(weights + 4 * i, x)
+            x = v.select(v.first(begin - i), v.zero(), x)
+        v.store_f32(weights + 4 * i, x)
         largest = _bits_largest(x, largest)
     step = _step(largest, most)
     inverse = _inverse(step)
-    write_f32(state + STEP, step)
+    v.write_f32(state + STEP, step)
     for i in range(begin & -16, end, 16):
-        store_u16(weights + 2 * i, _code(load_f32(weights + 4 * i), inverse, most))
+        v.store_u16(weights + 2 * i, _code(v.load_f32(weights + 4 * i), inverse, most))

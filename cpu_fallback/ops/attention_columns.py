@@ -23,16 +23,14 @@ from cpu_fallback.lanes.late import i64, void
 from cpu_fallback.lanes.memory import emit_load, emit_store
 from cpu_fallback.lanes.neon import join
 from cpu_fallback.lanes.simd import emit_fma
-from cpu_fallback.lanes.vector import F32, LANES, constant, op, pick, spread
-from cpu_fallback.ops.attention_tiles import SCORES, number
+from cpu_fallback.lanes.vector import F32, FLOAT, INT32, LANES, constant, number, op, pick, spread
+from cpu_fallback.ops.attention_tiles import SCORES
 
 TALL, CHAINS = (4, 4) if CURRENT.avx512 else (2, 2) if CURRENT.registers == 8 else (1, 2)
 """Rows and chains whose sums are in registers."""
 LONGEST = 256
 """Values of a head, of which there is still code."""
 
-_I32 = ir.IntType(32)
-_FLOAT = ir.FloatType()
 _VECTOR = 4 * LANES
 _TREE = [int(f"{leaf:04b}"[::-1], 2) for leaf in range(LANES)]
 """The chains in the order in which the tree adds them."""
@@ -51,7 +49,7 @@ def _emit_chains(b: Any, rows: list[Any], columns: Any, size: int, leaf: int) ->
         for row, own in zip(rows, sums, strict=True):
             for c, key in enumerate(keys):
                 at = b.add(row, number(_VECTOR * step + 4 * _TREE[leaf + c]))
-                own[c] = emit_fma(b, key, spread(b, F32, emit_load(b, _FLOAT, at)), own[c])
+                own[c] = emit_fma(b, key, spread(b, F32, emit_load(b, FLOAT, at)), own[c])
     return _emit_done(b, [_emit_tree(b, own) for own in sums])
 
 
@@ -65,7 +63,7 @@ def _emit_done(b: Any, values: list[Any]) -> list[Any]:
     lanes, register = (LANES, "v") if CURRENT.avx512 else (LANES // 2, "x")
     if CURRENT.neon:
         lanes, register = LANES // 4, "w"
-    kind = ir.VectorType(_FLOAT, lanes)
+    kind = ir.VectorType(FLOAT, lanes)
     same = ir.FunctionType(kind, [kind])
     found = []
     for value in values:
@@ -119,8 +117,7 @@ def score_columns(size: int) -> Kernel:
                 one(queries + r * pitch, columns + c * pitch, scores + SCORES * r + 4 * c)
             r += 1
 
-    score.__name__ = f"score_columns_{size}"
-    return Kernel(score)
+    return Kernel(score, name=f"attention.score_columns_{size}")
 
 
 @op(void, i64, i64, i64, i64)
@@ -132,7 +129,7 @@ def _turn(b, source, pitch, target, steps):
     vectors = [emit_load(b, F32.llvm, b.add(source, b.mul(pitch, number(i)))) for i in range(LANES)]
     half = LANES // 2
     parts = [[lane for i in range(at, at + half) for lane in (i, LANES + i)] for at in (0, half)]
-    masks = [ir.Constant(ir.VectorType(_I32, LANES), lanes) for lanes in parts]
+    masks = [ir.Constant(ir.VectorType(INT32, LANES), lanes) for lanes in parts]
     for _ in range(4):
         pairs = list(zip(vectors[:half], vectors[half:], strict=True))
         vectors = [b.shuffle_vector(x, y, mask) for x, y in pairs for mask in masks]

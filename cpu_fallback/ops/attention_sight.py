@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
-from cpu_fallback.lanes.maths import lowest_bit, popcount
-from cpu_fallback.lanes.memory import read_i32, read_i64, write_i64
 from cpu_fallback.lanes.record import reader
 from cpu_fallback.ops.attention_rows import SPAN
 from cpu_fallback.ops.attention_tiles import BLOCK
@@ -28,19 +27,12 @@ class Sight(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What the tokens of a tile see together.
+    """What the tokens of a tile see together."""
 
-    Attributes:
-        low: the first span.
-        high: the span after the last.
-        begin: the first of the committed cells that all of them see.
-        end: the cell after the last of those.
-    """
-
-    low: int
-    high: int
-    begin: int
-    end: int
+    low: int  # the first span
+    high: int  # the span after the last
+    begin: int  # the first of the committed cells that all of them see
+    end: int  # the cell after the last of those
 
 
 sight_at = reader(Sight)
@@ -62,9 +54,9 @@ def padded(d):
 @device
 def tile_end(a, t, tokens):
     """Return the token after the tile of at most `tokens` that begins with token t."""
-    slot, limit = read_i32(a.slots + 4 * t), min(a.M, t + tokens)
+    slot, limit = v.read_i32(a.slots + 4 * t), min(a.M, t + tokens)
     t += 1
-    while t < limit and read_i32(a.slots + 4 * t) == slot:
+    while t < limit and v.read_i32(a.slots + 4 * t) == slot:
         t += 1
     return t
 
@@ -73,23 +65,23 @@ def tile_end(a, t, tokens):
 def _look(a, t, sight):
     """Write what a token sees: a `Sight`."""
     cells = a.T * a.B
-    end, tree = within(read_i32(a.ends + 4 * t), cells + 1), read_i64(a.ancestors + 8 * t)
+    end, tree = within(v.read_i32(a.ends + 4 * t), cells + 1), v.read_i64(a.ancestors + 8 * t)
     if cells - end < 64:
         tree &= (np.int64(1) << (cells - end)) - 1
-    shown, begin = popcount(tree), np.int64(0)
+    shown, begin = v.popcount(tree), np.int64(0)
     window = a.window
     if window or a.chunk:
-        position = within(read_i32(a.positions + 4 * t), cells)
+        position = within(v.read_i32(a.positions + 4 * t), cells)
         if a.chunk:
             own = position % a.chunk + 1
             window = min(window, own) if window else own
         begin = max(begin, position - window + 1)
         if begin >= end:
             begin = end + max(0, shown - window)
-    write_i64(sight, begin)
-    write_i64(sight + 8, end + shown)
-    write_i64(sight + 16, end)
-    write_i64(sight + 24, tree)
+    v.write_i64(sight, begin)
+    v.write_i64(sight + 8, end + shown)
+    v.write_i64(sight + 16, end)
+    v.write_i64(sight + 24, tree)
 
 
 @device
@@ -127,7 +119,7 @@ def listed(a, t, head, span):
         return np.int64(_ALL)
     if span >= a.W * _SPANS:
         return np.int64(0)
-    word = read_i64(a.listed + 8 * ((t * a.H + head) * a.W + span // _SPANS))
+    word = v.read_i64(a.listed + 8 * ((t * a.H + head) * a.W + span // _SPANS))
     return (word >> (span % _SPANS * (SPAN // BLOCK))) & _ALL
 
 
@@ -138,7 +130,7 @@ def load_of(a, t, head, low, high):
         return high - low
     total = np.int64(0)
     for word in range(a.W):
-        total += popcount(read_i64(a.listed + 8 * ((t * a.H + head) * a.W + word)))
+        total += v.popcount(v.read_i64(a.listed + 8 * ((t * a.H + head) * a.W + word)))
     return total
 
 
@@ -149,7 +141,7 @@ def span_at(a, t, head, low, high, load):
         return min(max(low + load, low), high)
     span = low
     while span < high and load > 0:
-        load -= popcount(listed(a, t, head, span))
+        load -= v.popcount(listed(a, t, head, span))
         span += 1
     return span
 
@@ -162,9 +154,9 @@ def block_after(a, t, head, start):
     block = start // BLOCK + 1
     words = a.listed + 8 * (t * a.H + head) * a.W
     for word in range(block // 64, a.W):
-        bits = read_i64(words + 8 * word)
+        bits = v.read_i64(words + 8 * word)
         if word == block // 64:
             bits &= np.int64(-1) << (block % 64)
         if bits:
-            return BLOCK * (64 * word + lowest_bit(bits))
+            return BLOCK * (64 * word + v.lowest_bit(bits))
     return np.int64(-1)

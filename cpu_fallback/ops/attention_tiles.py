@@ -24,9 +24,23 @@ from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel
 from cpu_fallback.lanes.late import cgutils, i64, void
 from cpu_fallback.lanes.memory import emit_load, emit_prefetch, emit_store
+from cpu_fallback.lanes.narrow import WIDEN, Widen
 from cpu_fallback.lanes.simd import emit_fma
-from cpu_fallback.lanes.vector import F32, I32, LANES, constant, op, pick, spread
-from cpu_fallback.lanes.widen import WIDEN, Widen
+from cpu_fallback.lanes.vector import (
+    F32,
+    FLOAT,
+    I32,
+    INT32,
+    INT64,
+    LANES,
+    caller,
+    constant,
+    emit_at,
+    number,
+    op,
+    pick,
+    spread,
+)
 
 BLOCK = 64
 """Cells of a block."""
@@ -37,8 +51,6 @@ STATE, FACTOR = 128, 68
 STEP, QUERY_STEP = 80, 84
 """Where in the state of a row of int8 cells the steps of its weights and of its query are."""
 
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
-_FLOAT = ir.FloatType()
 _VECTOR = 4 * LANES
 _LINE = 64  # bytes of a cache line
 
@@ -48,16 +60,6 @@ MIX_TILE = SCORE_TILE
 """Rows x vectors whose sums are in registers."""
 
 
-def emit_at(b: Any, base: Any, index: Any, size: Any) -> Any:
-    """Emit base + index * size."""
-    return b.add(base, b.mul(index, size))
-
-
-def number(value: int) -> ir.Constant:
-    """Return a constant int64."""
-    return ir.Constant(_I64, value)
-
-
 def _emit_dots(kind: Widen, b: Any, qs: list[Any], ks: list[Any], size: Any) -> list[Any]:
     """Emit the 16-lane partial dot products of every q with every k, `size` values long."""
     pairs = [(q, k) for q in range(len(qs)) for k in range(len(ks))]
@@ -65,7 +67,7 @@ def _emit_dots(kind: Widen, b: Any, qs: list[Any], ks: list[Any], size: Any) -> 
     loop, done = b.append_basic_block("dots"), b.append_basic_block("dots.end")
     b.branch(loop)
     b.position_at_end(loop)
-    at = b.phi(_I64)
+    at = b.phi(INT64)
     at.add_incoming(number(0), entry)
     sums = [b.phi(F32.llvm) for _ in pairs]
     x = [emit_load(b, F32.llvm, emit_at(b, q, at, number(4))) for q in qs]
@@ -99,19 +101,19 @@ def emit_totals(b: Any, vectors: list[Any]) -> Any:
             lanes = range(half)
             stay = [lane if not lane & step else half + lane for lane in lanes]
             cross = [lane ^ step if not lane & step else half + (lane ^ step) for lane in lanes]
-            masks = [ir.Constant(ir.VectorType(_I32, half), each) for each in (stay, cross)]
+            masks = [ir.Constant(ir.VectorType(INT32, half), each) for each in (stay, cross)]
             pairs = zip(group[:step], group[step:], strict=True)
             group = [add(*(b.shuffle_vector(x, y, mask) for mask in masks)) for x, y in pairs]
             step //= 2
         some += group
-    return b.shuffle_vector(*some, ir.Constant(ir.VectorType(_I32, LANES), low + high))
+    return b.shuffle_vector(*some, ir.Constant(ir.VectorType(INT32, LANES), low + high))
 
 
 def emit_ahead(b: Any, cells: list[Any], stride: Any, ahead: Any) -> None:
     """Emit requests for the lines that lie `ahead` of some cells, if that is not 0."""
     with b.if_then(b.icmp_signed("!=", ahead, number(0))):
         line = number(_LINE)
-        with cgutils.for_range_slice(b, ahead, b.add(ahead, stride), line, _I64) as (at, _):
+        with cgutils.for_range_slice(b, ahead, b.add(ahead, stride), line, INT64) as (at, _):
             for cell in cells:
                 emit_prefetch(b, b.add(cell, at))
 
@@ -151,7 +153,7 @@ def _emit_mix(
 ) -> None:
     """Emit sums[r][v] = sums[r][v] * factor[r] + the weighted cells; places are those of sums."""
     rows, vectors = range(len(places)), range(len(places[0]))
-    factors = [spread(b, F32, emit_load(b, _FLOAT, b.add(at, number(FACTOR)))) for at in state]
+    factors = [spread(b, F32, emit_load(b, FLOAT, b.add(at, number(FACTOR)))) for at in state]
     before = [
         b.fmul(emit_load(b, F32.llvm, places[r][v]), factors[r]) for r in rows for v in vectors
     ]
@@ -159,7 +161,7 @@ def _emit_mix(
     loop, done = b.append_basic_block("mix"), b.append_basic_block("mix.end")
     b.branch(loop)
     b.position_at_end(loop)
-    cell = b.phi(_I64)
+    cell = b.phi(INT64)
     cell.add_incoming(cells.begin, entry)
     totals = [b.phi(F32.llvm) for _ in before]
     line = emit_at(b, cells.values, cell, cells.stride)
@@ -167,7 +169,7 @@ def _emit_mix(
     for v in range(0, len(vectors), max(1, _LINE // kind.nbytes)):
         emit_prefetch(b, b.add(line, b.add(cells.ahead, number(kind.nbytes * v))))
     weights = [emit_at(b, at, cell, number(4)) for at in cells.weights]
-    w = [spread(b, F32, emit_load(b, _FLOAT, at)) for at in weights]
+    w = [spread(b, F32, emit_load(b, FLOAT, at)) for at in weights]
     sums = iter(totals)
     after = [emit_fma(b, w[r], x[v], next(sums)) for r in rows for v in vectors]
     further = b.add(cell, number(1))
@@ -209,7 +211,7 @@ def _sums(own: "Arithmetic", rows: int) -> Any:
             states = [b.add(state, number(STATE * r)) for r in some]
             for start, stop, width in ((number(0), whole, wide), (whole, size, 1)):
                 step = number(LANES * width)
-                with cgutils.for_range_slice(b, start, stop, step, _I64) as (column, _):
+                with cgutils.for_range_slice(b, start, stop, step, INT64) as (column, _):
                     top = b.add(sums, b.mul(column, number(4)))
                     places = [
                         [
@@ -226,18 +228,14 @@ def _sums(own: "Arithmetic", rows: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """How cells of a KV dtype are multiplied.
+    """How cells of a KV dtype are multiplied."""
 
-    Attributes:
-        nbytes: of a value.
-        dots: emits the partial dot products of every query with every key.
-        mix: emits the sums of values, times their weights.
-        scores: makes the operation that scores 4, 2 or 1 rows and 16 cells; None: with `dots`.
-    """
-
-    nbytes: int
+    nbytes: int  # of a value
+    # emits the partial dot products of every query with every key
     dots: Callable[[Any, list[Any], list[Any], Any], list[Any]]
+    # emits the sums of values, times their weights
     mix: Callable[[Any, list[list[Any]], list[Any], Cells], None]
+    # makes the operation that scores 4, 2 or 1 rows and 16 cells; None: with `dots`
     scores: Callable[[int], Any] | None = None
 
 
@@ -292,8 +290,9 @@ def products(name: str, own: Arithmetic) -> Products:
             own, w = state + STATE * r, weights + SCORES * r
             sums1(sums + r * pitch, size, own, w, values, stride, begin, end, ahead)
 
-    score.__name__, mix.__name__ = f"score_{name}", f"mix_{name}"
-    return Products(Kernel(score), Kernel(mix))
+    return Products(
+        Kernel(score, name=f"attention.score_{name}"), Kernel(mix, name=f"attention.mix_{name}")
+    )
 
 
 def _floats(name: str) -> Products:
@@ -306,19 +305,5 @@ FLOATS = {name: _floats(name) for name in ("f32", "bf16", "f16", "e4m3", "e5m2")
 """KV dtype -> kernels that multiply in fp32."""
 
 
-def _pointer(kinds: int) -> Any:
-    return ir.FunctionType(ir.VoidType(), [_I64] * kinds).as_pointer()
-
-
-@op(void, *[i64] * 10)
-def score(b, kernel, queries, rows, keys, stride, size, begin, end, scores, ahead):
-    """Call a kernel that scores."""
-    args = [queries, rows, keys, stride, size, begin, end, scores, ahead]
-    b.call(b.inttoptr(kernel, _pointer(9)), args)
-
-
-@op(void, *[i64] * 11)
-def mix(b, kernel, sums, rows, size, state, weights, values, stride, begin, end, ahead):
-    """Call a kernel that mixes."""
-    args = [sums, rows, size, state, weights, values, stride, begin, end, ahead]
-    b.call(b.inttoptr(kernel, _pointer(10)), args)
+score = caller(9)  # (kernel, queries, rows, keys, stride, size, begin, end, scores, ahead)
+mix = caller(10)  # (kernel, sums, rows, size, state, weights, values, stride, begin, end, ahead)

@@ -11,15 +11,9 @@ import numpy as np
 
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats import Bsr
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel, device
-from cpu_fallback.lanes.memory import (
-    read_f32,
-    read_i32,
-    store_f32,
-    write_f32,
-)
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.simd import zero
 from cpu_fallback.lanes.vector import LANES
 from cpu_fallback.ops.bind import BoundCall
 from cpu_fallback.ops.bsr_tiles import ACC, TILES, Tiles, totals
@@ -37,29 +31,17 @@ _SUMS = ACC * (TALL + LANES)
 
 
 class Blocks(NamedTuple):
-    """The weight of a block-sparse product; addresses and bytes.
+    """The weight of a block-sparse product; addresses and bytes."""
 
-    Attributes:
-        height: rows of a block.
-        width: columns of a block.
-        block_rows: rows of blocks.
-        row_ptr: where the blocks of each block row begin, int32.
-        col_idx: the block column of each block, int32.
-        codes: the blocks, one after the other.
-        scales: bf16, one for each row of each block; 0 if there are none.
-        line: from one row of a block to the next.
-        activate: address of the activation of the sums; 0 for none.
-    """
-
-    height: int
-    width: int
-    block_rows: int
-    row_ptr: int
-    col_idx: int
-    codes: int
-    scales: int
-    line: int
-    activate: int
+    height: int  # rows of a block
+    width: int  # columns of a block
+    block_rows: int  # rows of blocks
+    row_ptr: int  # where the blocks of each block row begin, int32
+    col_idx: int  # the block column of each block, int32
+    codes: int  # the blocks, one after the other
+    scales: int  # bf16, one for each row of each block; 0 if there are none
+    line: int  # from one row of a block to the next
+    activate: int  # address of the activation of the sums; 0 for none
 
 
 @device
@@ -67,14 +49,14 @@ def _first_unit(a, rank, size):
     """Return the first unit of a thread: units before it have rank / size of all blocks."""
     groups, row_ptr = -(-a.height // TALL), a.row_ptr
     units = a.block_rows * groups
-    all_blocks = read_i32(row_ptr + 4 * a.block_rows)
+    all_blocks = v.read_i32(row_ptr + 4 * a.block_rows)
     target = (all_blocks * groups + units) * rank // size
     low, high = np.int64(0), units
     while low < high:
         unit = (low + high) >> 1
         row = unit // groups
-        begin = read_i32(row_ptr + 4 * row)
-        count = read_i32(row_ptr + 4 * min(row + 1, a.block_rows)) - begin
+        begin = v.read_i32(row_ptr + 4 * row)
+        count = v.read_i32(row_ptr + 4 * min(row + 1, a.block_rows)) - begin
         if begin * groups + unit % groups * count + unit < target:
             low = unit + 1
         else:
@@ -85,7 +67,7 @@ def _first_unit(a, rank, size):
 @device
 def _clear(acc, count):
     for at in range(acc, acc + ACC * count, ACC):
-        store_f32(at, zero())
+        v.store_f32(at, v.zero())
 
 
 @device
@@ -97,7 +79,7 @@ def _write(a, sums, row, rows, token, tokens):
     else:
         for t in range(tokens):
             for r in range(rows):
-                write_f32(turned + 4 * (t * rows + r), read_f32(sums + 4 * (r * tokens + t)))
+                v.write_f32(turned + 4 * (t * rows + r), v.read_f32(sums + 4 * (r * tokens + t)))
     finish(a, turned, rows, token, tokens, row, rows)
 
 
@@ -113,8 +95,8 @@ def _kernel(name: str, tiles: Tiles) -> Kernel:
         row = block_row * height + top
         stored = min(TALL, height - top)
         wanted = min(stored, a.N - row)
-        begin = read_i32(a.row_ptr + 4 * block_row)
-        count = read_i32(a.row_ptr + 4 * block_row + 4) - begin
+        begin = v.read_i32(a.row_ptr + 4 * block_row)
+        count = v.read_i32(a.row_ptr + 4 * block_row + 4) - begin
         columns = a.col_idx + 4 * begin
         codes = a.codes + (begin * height + top) * line
         scales = a.scales + 2 * (begin * height + top)

@@ -15,9 +15,20 @@ from llvmlite import ir
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.late import cgutils, i64, void
 from cpu_fallback.lanes.memory import emit_load, emit_prefetch, emit_store
+from cpu_fallback.lanes.narrow import WIDEN, Widen
 from cpu_fallback.lanes.simd import emit_fma
-from cpu_fallback.lanes.vector import F32, LANES, constant, op, spread
-from cpu_fallback.lanes.widen import WIDEN, Widen
+from cpu_fallback.lanes.vector import (
+    F32,
+    FLOAT,
+    INT16,
+    INT32,
+    INT64,
+    LANES,
+    constant,
+    number,
+    op,
+    spread,
+)
 from cpu_fallback.ops.attention_tiles import emit_totals
 
 AHEAD = 6144
@@ -25,14 +36,9 @@ AHEAD = 6144
 ACC = 64
 """Bytes of an accumulator."""
 
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 # Accumulators that are in registers together: 32, 16 and 16 registers of 16, 8 and 4 lanes.
 _MOST = CURRENT.registers // 2
-
-
-def _number(value: int) -> ir.Constant:
-    return ir.Constant(_I64, value)
 
 
 def _at(b: Any, base: Any, index: Any, size: Any) -> Any:
@@ -41,29 +47,17 @@ def _at(b: Any, base: Any, index: Any, size: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """The stored blocks of a block row, from some row of theirs on; bytes and addresses.
+    """The stored blocks of a block row, from some row of theirs on; bytes and addresses."""
 
-    Attributes:
-        codes: of that row in the first block.
-        block: from one block to the next.
-        row: from one row to the next.
-        scales: of that row in the first block; None without.
-        scale_block: from the scales of one block to those of the next.
-        columns: their block columns, int32.
-        count: how many.
-        width: columns of a block.
-        k: columns of the matrix.
-    """
-
-    codes: Any
-    block: Any
-    row: Any
-    scales: Any
-    scale_block: Any
-    columns: Any
-    count: Any
-    width: Any
-    k: Any
+    codes: Any  # of that row in the first block
+    block: Any  # from one block to the next
+    row: Any  # from one row to the next
+    scales: Any  # of that row in the first block; None without
+    scale_block: Any  # from the scales of one block to those of the next
+    columns: Any  # their block columns, int32
+    count: Any  # how many
+    width: Any  # columns of a block
+    k: Any  # columns of the matrix
 
 
 def _emit_tile(
@@ -75,15 +69,15 @@ def _emit_tile(
     parts = [cgutils.alloca_once(b, F32.llvm) for _ in tiles] if blocks.scales else sums
     for slot, place in zip(sums, places, strict=True):
         b.store(emit_load(b, F32.llvm, place), slot)
-    with cgutils.for_range_slice(b, _number(0), blocks.count, _number(1), _I64) as (index, _):
-        place = emit_load(b, _I32, _at(b, blocks.columns, index, _number(4)))
-        column = b.mul(b.sext(place, _I64), blocks.width)
+    with cgutils.for_range_slice(b, number(0), blocks.count, number(1), INT64) as (index, _):
+        place = emit_load(b, INT32, _at(b, blocks.columns, index, number(4)))
+        column = b.mul(b.sext(place, INT64), blocks.width)
         left = b.sub(blocks.k, column)
         width = b.select(b.icmp_signed("<", left, blocks.width), left, blocks.width)
-        whole = b.and_(width, _number(-LANES))
+        whole = b.and_(width, number(-LANES))
         block = _at(b, blocks.codes, index, blocks.block)
-        lines = [_at(b, block, blocks.row, _number(r)) for r in rows]
-        tokens = [_at(b, x, column, _number(4)) for x in xs]
+        lines = [_at(b, block, blocks.row, number(r)) for r in rows]
+        tokens = [_at(b, x, column, number(4)) for x in xs]
         if blocks.scales:
             for slot in parts:
                 b.store(constant(F32, 0.0), slot)
@@ -92,33 +86,33 @@ def _emit_tile(
             c: Any, vectors: int, count: Any, lines: Any = lines, tokens: Any = tokens
         ) -> None:
             """Emit some vectors of columns, row by row: the order in which they lie."""
-            starts = [b.add(c, _number(LANES * v)) for v in range(vectors)]
+            starts = [b.add(c, number(LANES * v)) for v in range(vectors)]
             load = _emit_load if count is None else partial(_emit_load, count=count)
-            to = [b.mul(start, _number(4)) for start in starts]
+            to = [b.mul(start, number(4)) for start in starts]
             x = [[load(b, WIDEN["f32"], b.add(token, at)) for at in to] for token in tokens]
-            at = b.lshr(b.mul(c, _number(kind.bits)), _number(3))
+            at = b.lshr(b.mul(c, number(kind.bits)), number(3))
             for r, line in enumerate(lines):
                 for v in range(vectors):
-                    place = b.add(line, b.add(at, _number(kind.nbytes * v)))
+                    place = b.add(line, b.add(at, number(kind.nbytes * v)))
                     if count is None and len(xs) == 1:
-                        emit_prefetch(b, b.add(place, _number(AHEAD)), level=1)
+                        emit_prefetch(b, b.add(place, number(AHEAD)), level=1)
                     w = load(b, kind, place)
                     for t in range(len(xs)):
                         slot = parts[r * len(xs) + t]
                         b.store(emit_fma(b, w, x[t][v], b.load(slot)), slot)
 
-        pairs = b.and_(width, _number(-2 * LANES))
-        with cgutils.for_range_slice(b, _number(0), pairs, _number(2 * LANES), _I64) as (c, _):
+        pairs = b.and_(width, number(-2 * LANES))
+        with cgutils.for_range_slice(b, number(0), pairs, number(2 * LANES), INT64) as (c, _):
             step(c, 2, None)
         with b.if_then(b.icmp_signed("<", pairs, whole)):
             step(pairs, 1, None)
         tail = b.sub(width, whole)
-        with b.if_then(b.icmp_signed(">", tail, _number(0))):
+        with b.if_then(b.icmp_signed(">", tail, number(0))):
             step(whole, 1, tail)
         if blocks.scales:
             scales = _at(b, blocks.scales, index, blocks.scale_block)
             for r, row in enumerate(rows):
-                scale = _emit_scale(b, b.add(scales, _number(2 * row)))
+                scale = _emit_scale(b, b.add(scales, number(2 * row)))
                 for t in range(len(xs)):
                     own = r * len(xs) + t
                     total = emit_fma(b, b.load(parts[own]), scale, b.load(sums[own]))
@@ -133,8 +127,8 @@ def _emit_load(b: Any, kind: Widen, address: Any, count: Any = None) -> Any:
 
 def _emit_scale(b: Any, address: Any) -> Any:
     """Emit 16 times the bf16 at an address."""
-    code = b.zext(emit_load(b, ir.IntType(16), address), _I32)
-    return spread(b, F32, b.bitcast(b.shl(code, ir.Constant(_I32, 16)), ir.FloatType()))
+    code = b.zext(emit_load(b, INT16, address), INT32)
+    return spread(b, F32, b.bitcast(b.shl(code, ir.Constant(INT32, 16)), FLOAT))
 
 
 def _tile(name: str, scaled: bool, rows: int, tokens: int) -> Any:
@@ -148,11 +142,11 @@ def _tile(name: str, scaled: bool, rows: int, tokens: int) -> Any:
         blocks = _Blocks(
             codes, block, row, scales if scaled else None, step, columns, count, width, k
         )
-        xs = [_at(b, x, pitch, _number(t)) for t in range(tokens)]
+        xs = [_at(b, x, pitch, number(t)) for t in range(tokens)]
         for r in range(0, rows, tall):
             for t in range(0, tokens, wide):
                 places = [
-                    b.add(acc, _number(ACC * ((r + i) * tokens + t + j)))
+                    b.add(acc, number(ACC * ((r + i) * tokens + t + j)))
                     for i in range(tall)
                     for j in range(wide)
                 ]
@@ -164,7 +158,7 @@ def _tile(name: str, scaled: bool, rows: int, tokens: int) -> Any:
 @op(void, i64, i64)
 def totals(b, acc, out):
     """Write the sums of 16 accumulators."""
-    vectors = [emit_load(b, F32.llvm, b.add(acc, _number(ACC * i))) for i in range(LANES)]
+    vectors = [emit_load(b, F32.llvm, b.add(acc, number(ACC * i))) for i in range(LANES)]
     emit_store(b, emit_totals(b, vectors), out)
 
 

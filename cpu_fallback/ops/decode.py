@@ -5,39 +5,17 @@ and returns the stored rows, K * 4 bytes apart. ggml's blocks have theirs in `de
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats import Float, Fp8, Ggml, Int4, Int8, Mxfp4, Ternary
 from clocher_kernels.quant_tensor import QuantTensor
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.late import i64
-from cpu_fallback.lanes.memory import (
-    load_i8,
-    load_i8_n,
-    load_u4,
-    load_u4_n,
-    load_u8,
-    load_u8_n,
-    load_u16,
-    load_u16_n,
-    read_f32,
-    read_u8,
-    read_u16,
-    store_f32,
-    store_f32_n,
-)
-from cpu_fallback.lanes.narrow import (
-    bf16_scalar,
-    e2m1_table,
-    e8m0_scalar,
-    f16_scalar,
-    from_bf16,
-    from_f16,
-)
-from cpu_fallback.lanes.simd import iand, isplat, isub, lookup, mul, shr, splat, to_f32
-from cpu_fallback.lanes.widen import load_e4m3, load_e4m3_n, load_e5m2, load_e5m2_n
+from cpu_fallback.lanes.narrow import WIDEN, loads_of
 from cpu_fallback.ops.decode_ggml import GGML_DECODERS, table_of
 from cpu_fallback.ops.decode_record import PITCH, Weight, weight_at
 
@@ -52,12 +30,12 @@ def scale_at(weight, index):
     if kind == 0:
         return w.factor
     if kind == 1:
-        return read_f32(scales + 4 * index)
+        return v.read_f32(scales + 4 * index)
     if kind == 2:
-        return f16_scalar(read_u16(scales + 2 * index))
+        return v.f16_scalar(v.read_u16(scales + 2 * index))
     if kind == 3:
-        return bf16_scalar(read_u16(scales + 2 * index))
-    return e8m0_scalar(read_u8(scales + index))
+        return v.bf16_scalar(v.read_u16(scales + 2 * index))
+    return v.e8m0_scalar(v.read_u8(scales + index))
 
 
 @device
@@ -72,7 +50,7 @@ def _zero(weight, index):
     zeros = weight_at(weight).zeros
     if zeros == 0:
         return 8
-    return read_u8(zeros + index)
+    return v.read_u8(zeros + index)
 
 
 @device
@@ -87,14 +65,14 @@ def _spread(weight, expert, row, count, k0, k1, panel, load, load_n):
         k, end = k0, k0 - k0 % group
         while k < k1:
             end = min(end + group, k1)
-            scale = splat(scale_at(weight, index))
-            zero = isplat(_zero(weight, index))
+            scale = v.splat(scale_at(weight, index))
+            zero = v.isplat(_zero(weight, index))
             index += 1
             while k + 16 <= end:
-                store_f32(out + 4 * k, mul(load(line, k, zero), scale))
+                v.store_f32(out + 4 * k, v.mul(load(line, k, zero), scale))
                 k += 16
             if k < end:
-                store_f32_n(out + 4 * k, mul(load_n(line, k, zero, end - k), scale), end - k)
+                v.store_f32_n(out + 4 * k, v.mul(load_n(line, k, zero, end - k), scale), end - k)
                 k = end
     return panel
 
@@ -104,139 +82,66 @@ def _f32(weight, expert, row, count, k0, k1, panel):
     return w.codes + 4 * ((expert * w.n + row) * w.k + k0)
 
 
-@device
-def _load_bf16(line, k, zero):
-    return from_bf16(load_u16(line + 2 * k))
+def _by_runs(load: Any, load_n: Any) -> Callable[..., int]:
+    """Return a decoder by runs: (line, column, zero) and (line, column, zero, count) -> fp32."""
+
+    def decoder(weight, expert, row, count, k0, k1, panel):
+        return _spread(weight, expert, row, count, k0, k1, panel, load, load_n)
+
+    return decoder
 
 
-@device
-def _load_bf16_n(line, k, zero, n):
-    return from_bf16(load_u16_n(line + 2 * k, n))
+def _numbers(kind: str) -> Callable[..., int]:
+    """Return the decoder of numbers of whole bytes."""
+    size = WIDEN[kind].bits // 8
+    get, get_n = loads_of(kind)
+    return _by_runs(
+        device(lambda line, k, zero: get(line + size * k)),
+        device(lambda line, k, zero, n: get_n(line + size * k, n)),
+    )
 
 
-def _bf16(weight, expert, row, count, k0, k1, panel):
-    return _spread(weight, expert, row, count, k0, k1, panel, _load_bf16, _load_bf16_n)
-
-
-@device
-def _load_f16(line, k, zero):
-    return from_f16(load_u16(line + 2 * k))
-
-
-@device
-def _load_f16_n(line, k, zero, n):
-    return from_f16(load_u16_n(line + 2 * k, n))
-
-
-def _f16(weight, expert, row, count, k0, k1, panel):
-    return _spread(weight, expert, row, count, k0, k1, panel, _load_f16, _load_f16_n)
-
-
-@device
-def _load_int8(line, k, zero):
-    return to_f32(load_i8(line + k))
-
-
-@device
-def _load_int8_n(line, k, zero, n):
-    return to_f32(load_i8_n(line + k, n))
-
-
-def _int8(weight, expert, row, count, k0, k1, panel):
-    return _spread(weight, expert, row, count, k0, k1, panel, _load_int8, _load_int8_n)
-
-
-@device
-def _load_int4(line, k, zero):
-    return to_f32(isub(load_u4(line + (k >> 1)), zero))
-
-
-@device
-def _load_int4_n(line, k, zero, n):
-    return to_f32(isub(load_u4_n(line + (k >> 1), n), zero))
-
-
-def _int4(weight, expert, row, count, k0, k1, panel):
-    return _spread(weight, expert, row, count, k0, k1, panel, _load_int4, _load_int4_n)
-
-
-@device
-def _load_e4m3(line, k, zero):
-    return load_e4m3(line + k)
-
-
-@device
-def _load_e4m3_n(line, k, zero, n):
-    return load_e4m3_n(line + k, n)
-
-
-def _e4m3(weight, expert, row, count, k0, k1, panel):
-    return _spread(weight, expert, row, count, k0, k1, panel, _load_e4m3, _load_e4m3_n)
-
-
-@device
-def _load_e5m2(line, k, zero):
-    return load_e5m2(line + k)
-
-
-@device
-def _load_e5m2_n(line, k, zero, n):
-    return load_e5m2_n(line + k, n)
-
-
-def _e5m2(weight, expert, row, count, k0, k1, panel):
-    return _spread(weight, expert, row, count, k0, k1, panel, _load_e5m2, _load_e5m2_n)
-
-
-@device
-def _load_mxfp4(line, k, zero):
-    return lookup(e2m1_table(), load_u4(line + (k >> 1)))
-
-
-@device
-def _load_mxfp4_n(line, k, zero, n):
-    return lookup(e2m1_table(), load_u4_n(line + (k >> 1), n))
-
-
-def _mxfp4(weight, expert, row, count, k0, k1, panel):
-    return _spread(weight, expert, row, count, k0, k1, panel, _load_mxfp4, _load_mxfp4_n)
+_int4 = _by_runs(
+    device(lambda line, k, zero: v.to_f32(v.isub(v.load_u4(line + (k >> 1)), zero))),
+    device(lambda line, k, zero, n: v.to_f32(v.isub(v.load_u4_n(line + (k >> 1), n), zero))),
+)
+_mxfp4 = _by_runs(
+    device(lambda line, k, zero: v.lookup(v.e2m1_table(), v.load_u4(line + (k >> 1)))),
+    device(lambda line, k, zero, n: v.lookup(v.e2m1_table(), v.load_u4_n(line + (k >> 1), n))),
+)
 
 
 def _ternary(weight, expert, row, count, k0, k1, panel):
     w = weight_at(weight)
     packed = w.n >> 2
-    scale = splat(scale_at(weight, 0))
-    one, three = isplat(1), isplat(3)
+    scale = v.splat(scale_at(weight, 0))
+    one, three = v.isplat(1), v.isplat(3)
     for r in range(row, row + count):
         line = w.codes + r % packed * w.stride
         shift = 2 * (r // packed)
         out = panel + (r - row) * PITCH - 4 * k0
         k = k0
         while k + 16 <= k1:
-            digit = isub(iand(shr(load_u8(line + k), shift), three), one)
-            store_f32(out + 4 * k, mul(to_f32(digit), scale))
+            digit = v.isub(v.iand(v.shr(v.load_u8(line + k), shift), three), one)
+            v.store_f32(out + 4 * k, v.mul(v.to_f32(digit), scale))
             k += 16
         if k < k1:
-            digit = isub(iand(shr(load_u8_n(line + k, k1 - k), shift), three), one)
-            store_f32_n(out + 4 * k, mul(to_f32(digit), scale), k1 - k)
+            digit = v.isub(v.iand(v.shr(v.load_u8_n(line + k, k1 - k), shift), three), one)
+            v.store_f32_n(out + 4 * k, v.mul(v.to_f32(digit), scale), k1 - k)
     return panel
 
 
-def _decoder(function: Callable[..., int]) -> Kernel:
-    return Kernel(function, i64)
-
-
 DECODERS = {
-    "f32": _decoder(_f32),
-    "bf16": _decoder(_bf16),
-    "f16": _decoder(_f16),
-    "int8": _decoder(_int8),
-    "int4": _decoder(_int4),
-    "e4m3": _decoder(_e4m3),
-    "e5m2": _decoder(_e5m2),
-    "mxfp4": _decoder(_mxfp4),
-    "ternary": _decoder(_ternary),
-    **{kind: _decoder(function) for kind, function in GGML_DECODERS.items()},
+    kind: Kernel(function, i64, f"decode.{kind}")
+    for kind, function in {
+        "f32": _f32,
+        **{kind: _numbers(kind) for kind in ("bf16", "f16", "e4m3", "e5m2")},
+        "int8": _numbers("i8"),
+        "int4": _int4,
+        "mxfp4": _mxfp4,
+        "ternary": _ternary,
+        **GGML_DECODERS,
+    }.items()
 }
 """Stored kind of code -> decoder."""
 

@@ -15,54 +15,33 @@ from llvmlite import ir
 
 from cpu_fallback.lanes.late import i64
 from cpu_fallback.lanes.record import reader
-from cpu_fallback.lanes.vector import op
+from cpu_fallback.lanes.vector import INT64, op
 
 ROWS = 8
 COLUMNS = 512
 PITCH = 4 * COLUMNS
 PANEL_BYTES = ROWS * PITCH
 
-_I64 = ir.IntType(64)
-
 
 class Weight(NamedTuple):
-    """What kernels know of a stored weight; addresses and bytes.
+    """What kernels know of a stored weight; addresses and bytes."""
 
-    Attributes:
-        decoder: kernel that decodes it; called by address, so it comes first.
-        pitch: from one decoded row to the next.
-        n: rows.
-        k: columns.
-        codes: the stored codes.
-        scales: the scales, 0 if there are none.
-        zeros: the zero points, 0 if there are none.
-        stride: from one stored row to the next.
-        scale_kind: entry of `decode._SCALES`.
-        group: columns per scale.
-        tall: rows per scale.
-        wide: scales per row of scales.
-        high: rows of scales per expert.
-        factor: the one scale of the tensor, where `scale_kind` says so.
-        many: kernel of the product with many tokens (`stream`).
-        block: columns that it decodes at a time.
-    """
-
-    decoder: int
-    pitch: int
-    n: int
-    k: int
-    codes: int
-    scales: int
-    zeros: int
-    stride: int
-    scale_kind: int
-    group: int
-    tall: int
-    wide: int
-    high: int
-    factor: float
-    many: int = 0
-    block: int = 0
+    decoder: int  # kernel that decodes it; called by address, so it comes first
+    pitch: int  # from one decoded row to the next
+    n: int  # rows
+    k: int  # columns
+    codes: int  # the stored codes
+    scales: int  # the scales, 0 if there are none
+    zeros: int  # the zero points, 0 if there are none
+    stride: int  # from one stored row to the next
+    scale_kind: int  # entry of `decode._SCALES`
+    group: int  # columns per scale
+    tall: int  # rows per scale
+    wide: int  # scales per row of scales
+    high: int  # rows of scales per expert
+    factor: float  # the one scale of the tensor, where `scale_kind` says so
+    many: int = 0  # kernel of the product with many tokens (`stream`)
+    block: int = 0  # columns that it decodes at a time
 
 
 weight_at = reader(Weight)
@@ -72,7 +51,7 @@ weight_at = reader(Weight)
 @op(i64, i64, i64, i64, i64, i64, i64, i64)
 def decode(b, weight, expert, row, count, k0, k1, panel):
     """Call the decoder of a weight and return the address of the decoded rows."""
-    kind = ir.FunctionType(_I64, [_I64] * 7)
-    decoder = b.load(b.inttoptr(weight, _I64.as_pointer()))
+    kind = ir.FunctionType(INT64, [INT64] * 7)
+    decoder = b.load(b.inttoptr(weight, INT64.as_pointer()))
     args = [weight, expert, row, count, k0, k1, panel]
     return b.call(b.inttoptr(decoder, kind.as_pointer()), args)

@@ -4,26 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
-from cpu_fallback.lanes.memory import load_f32_n, read_f32, store_f32_n
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.simd import (
-    absolute,
-    add,
-    bits_i32,
-    hsum,
-    iadd,
-    ihsum,
-    ilt,
-    iselect,
-    isplat,
-    izero,
-    lt,
-    mul,
-    select,
-    splat,
-    zero,
-)
 from cpu_fallback.ops.bind import BoundCall, share
 from cpu_fallback.team.tape import Launch
 
@@ -31,24 +14,24 @@ from cpu_fallback.team.tape import Launch
 @device
 def _below(x, k, limit):
     """Return how many magnitudes have bits below a limit."""
-    found, bound, one = izero(), isplat(limit), isplat(1)
+    found, bound, one = v.izero(), v.isplat(limit), v.isplat(1)
     for i in range(0, k, 16):
         n = min(16, k - i)
-        bits = bits_i32(absolute(load_f32_n(x + 4 * i, n)))
-        found = iadd(found, iselect(ilt(bits, bound), one, izero()))
-    return ihsum(found) - (-(-k // 16) * 16 - k) * (limit > 0)
+        bits = v.bits_i32(v.absolute(v.load_f32_n(x + 4 * i, n)))
+        found = v.iadd(found, v.iselect(v.ilt(bits, bound), one, v.izero()))
+    return v.ihsum(found) - (-(-k // 16) * 16 - k) * (limit > 0)
 
 
 @device
 def _kept(x, k, most, least):
     """Return how many channels of a token are kept."""
-    total, squares = zero(), zero()
+    total, squares = v.zero(), v.zero()
     for i in range(0, k, 16):
-        size = absolute(load_f32_n(x + 4 * i, min(16, k - i)))
-        total, squares = add(total, size), add(squares, mul(size, size))
-    sum_of = hsum(total)
+        size = v.absolute(v.load_f32_n(x + 4 * i, min(16, k - i)))
+        total, squares = v.add(total, size), v.add(squares, v.mul(size, size))
+    sum_of = v.hsum(total)
     width = np.float32(k)
-    bottom = width * hsum(squares)
+    bottom = width * v.hsum(squares)
     even = np.float32(1)
     if bottom > np.float32(0):
         even = sum_of * sum_of / bottom
@@ -86,19 +69,19 @@ def drop_small(a, rank, size, scratch):
     for t in range(first, last):
         x, y = a.x + 4 * t * k, a.y + 4 * t * k
         if a.given:
-            bound = splat(read_f32(a.threshold))
+            bound = v.splat(v.read_f32(a.threshold))
             for i in range(0, k, 16):
                 n = min(16, k - i)
-                values = load_f32_n(x + 4 * i, n)
-                kept = select(lt(absolute(values), bound), zero(), values)
-                store_f32_n(y + 4 * i, kept, n)
+                values = v.load_f32_n(x + 4 * i, n)
+                kept = v.select(v.lt(v.absolute(values), bound), v.zero(), values)
+                v.store_f32_n(y + 4 * i, kept, n)
         else:
-            low = isplat(_limit(x, k, _kept(x, k, a.most, a.least)))
+            low = v.isplat(_limit(x, k, _kept(x, k, a.most, a.least)))
             for i in range(0, k, 16):
                 n = min(16, k - i)
-                values = load_f32_n(x + 4 * i, n)
-                small = ilt(bits_i32(absolute(values)), low)
-                store_f32_n(y + 4 * i, select(small, zero(), values), n)
+                values = v.load_f32_n(x + 4 * i, n)
+                small = v.ilt(v.bits_i32(v.absolute(values)), low)
+                v.store_f32_n(y + 4 * i, v.select(small, v.zero(), values), n)
 
 
 def _lower(call: BoundCall) -> list[Launch]:

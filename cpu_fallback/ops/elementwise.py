@@ -5,10 +5,9 @@ from typing import NamedTuple
 import numpy as np
 
 from clocher_kernels.errors import ShapeError
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
-from cpu_fallback.lanes.memory import load_f32, load_f32_n, read_i32, store_f32, store_f32_n
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.simd import add, div, fma, hsum, mul, splat, sqrt, zero
 from cpu_fallback.ops.bind import BoundCall, share, within
 from cpu_fallback.ops.linear import copy_f32
 from cpu_fallback.team.tape import Launch
@@ -17,20 +16,20 @@ from cpu_fallback.team.tape import Launch
 @device
 def _square_sum(x, d):
     """Sum squares: four accumulators of 16 lanes in turn, then a fixed tree."""
-    a, b, c, e = zero(), zero(), zero(), zero()
+    a, b, c, e = v.zero(), v.zero(), v.zero(), v.zero()
     for i in range(0, d - 63, 64):
-        p, q = load_f32(x + 4 * i), load_f32(x + 4 * i + 64)
-        r, s = load_f32(x + 4 * i + 128), load_f32(x + 4 * i + 192)
-        a, b, c, e = fma(p, p, a), fma(q, q, b), fma(r, r, c), fma(s, s, e)
+        p, q = v.load_f32(x + 4 * i), v.load_f32(x + 4 * i + 64)
+        r, s = v.load_f32(x + 4 * i + 128), v.load_f32(x + 4 * i + 192)
+        a, b, c, e = v.fma(p, p, a), v.fma(q, q, b), v.fma(r, r, c), v.fma(s, s, e)
     i = d & -64
     while i + 16 <= d:
-        p = load_f32(x + 4 * i)
-        a = fma(p, p, a)
+        p = v.load_f32(x + 4 * i)
+        a = v.fma(p, p, a)
         i += 16
     if i < d:
-        p = load_f32_n(x + 4 * i, d - i)
-        b = fma(p, p, b)
-    return hsum(add(add(a, b), add(c, e)))
+        p = v.load_f32_n(x + 4 * i, d - i)
+        b = v.fma(p, p, b)
+    return v.hsum(v.add(v.add(a, b), v.add(c, e)))
 
 
 class Vectors(NamedTuple):
@@ -48,7 +47,7 @@ def rms_norm(a, rank, size, scratch):
         at = 4 * group * d
         mean = _square_sum(a.x + at, d) / np.float32(d) + a.eps
         # Squares that overflow must not become zeros: infinity minus itself is NaN.
-        inverse = div(splat(np.float32(1)), sqrt(splat(mean + (mean - mean))))
+        inverse = v.div(v.splat(np.float32(1)), v.sqrt(v.splat(mean + (mean - mean))))
         if a.residual:
             _scale_onto(a.x + at, inverse, a.weight, a.residual + at, a.y + at, d)
         else:
@@ -59,27 +58,27 @@ def rms_norm(a, rank, size, scratch):
 def _scale(x, factor, weight, y, d):
     """Write x * factor * weight."""
     for i in range(0, d - 15, 16):
-        normal = mul(load_f32(x + 4 * i), factor)
-        store_f32(y + 4 * i, mul(normal, load_f32(weight + 4 * i)))
+        normal = v.mul(v.load_f32(x + 4 * i), factor)
+        v.store_f32(y + 4 * i, v.mul(normal, v.load_f32(weight + 4 * i)))
     i = d & -16
     if i < d:
-        normal = mul(load_f32_n(x + 4 * i, d - i), factor)
-        store_f32_n(y + 4 * i, mul(normal, load_f32_n(weight + 4 * i, d - i)), d - i)
+        normal = v.mul(v.load_f32_n(x + 4 * i, d - i), factor)
+        v.store_f32_n(y + 4 * i, v.mul(normal, v.load_f32_n(weight + 4 * i, d - i)), d - i)
 
 
 @device
 def _scale_onto(x, factor, weight, residual, y, d):
     """Write x * factor * weight + residual."""
     for i in range(0, d - 15, 16):
-        normal = mul(load_f32(x + 4 * i), factor)
-        total = fma(normal, load_f32(weight + 4 * i), load_f32(residual + 4 * i))
-        store_f32(y + 4 * i, total)
+        normal = v.mul(v.load_f32(x + 4 * i), factor)
+        total = v.fma(normal, v.load_f32(weight + 4 * i), v.load_f32(residual + 4 * i))
+        v.store_f32(y + 4 * i, total)
     i = d & -16
     n = d - i
     if n:
-        normal = mul(load_f32_n(x + 4 * i, n), factor)
-        total = fma(normal, load_f32_n(weight + 4 * i, n), load_f32_n(residual + 4 * i, n))
-        store_f32_n(y + 4 * i, total, n)
+        normal = v.mul(v.load_f32_n(x + 4 * i, n), factor)
+        total = v.fma(normal, v.load_f32_n(weight + 4 * i, n), v.load_f32_n(residual + 4 * i, n))
+        v.store_f32_n(y + 4 * i, total, n)
 
 
 @executes("gather_rows")
@@ -87,7 +86,7 @@ def gather_rows(a, rank, size, scratch):
     """Copy rows; each thread has a range of them."""
     first, last = share(a.R, rank, size)
     for r in range(first, last):
-        row = within(read_i32(a.rows + 4 * r), a.M)
+        row = within(v.read_i32(a.rows + 4 * r), a.M)
         copy_f32(a.x + 4 * row * a.K, a.y + 4 * r * a.K, a.K)
 
 

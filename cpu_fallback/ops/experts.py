@@ -6,9 +6,8 @@ serves all of its tokens.
 
 import numpy as np
 
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
-from cpu_fallback.lanes.memory import read_f32, read_i32, write_i32
-from cpu_fallback.lanes.simd import add, div, exp, maximum, minimum, mul, neg, splat, zero
 from cpu_fallback.lanes.vector import F32, op, pick
 from cpu_fallback.ops.activations import silu
 from cpu_fallback.ops.bind import within
@@ -18,20 +17,20 @@ from cpu_fallback.ops.bind import within
 def sort_by_expert(ids, pairs, experts, ends, order):
     """Sort pairs by expert, stably: expert e has order[ends[e-1]] .. order[ends[e] - 1], int32."""
     for e in range(experts):
-        write_i32(ends + 4 * e, 0)
+        v.write_i32(ends + 4 * e, 0)
     for p in range(pairs):
-        e = within(read_i32(ids + 4 * p), experts)
-        write_i32(ends + 4 * e, read_i32(ends + 4 * e) + 1)
+        e = within(v.read_i32(ids + 4 * p), experts)
+        v.write_i32(ends + 4 * e, v.read_i32(ends + 4 * e) + 1)
     start = 0
     for e in range(experts):
-        count = read_i32(ends + 4 * e)
-        write_i32(ends + 4 * e, start)
+        count = v.read_i32(ends + 4 * e)
+        v.write_i32(ends + 4 * e, start)
         start += count
     for p in range(pairs):
-        e = within(read_i32(ids + 4 * p), experts)
-        at = read_i32(ends + 4 * e)
-        write_i32(order + 4 * at, p)
-        write_i32(ends + 4 * e, at + 1)
+        e = within(v.read_i32(ids + 4 * p), experts)
+        at = v.read_i32(ends + 4 * e)
+        v.write_i32(order + 4 * at, p)
+        v.write_i32(ends + 4 * e, at + 1)
 
 
 @device
@@ -39,7 +38,7 @@ def begin_of(ends, e):
     """Return where the pairs of an expert begin."""
     if e == 0:
         return 0
-    return read_i32(ends + 4 * (e - 1))
+    return v.read_i32(ends + 4 * (e - 1))
 
 
 @op(F32, F32)
@@ -60,23 +59,23 @@ def clamped_pairs(sums, limit, alpha):
 
     A pair with NaN or infinity gives NaN, which clamping alone would hide.
     """
-    top, odd = splat(limit), mul(sums, zero())
-    gate = minimum(_evens(sums), top)
-    up = minimum(maximum(_odds(sums), neg(top)), top)
-    up = add(up, add(_evens(odd), _odds(odd)))
-    one = splat(np.float32(1))
-    return div(mul(add(up, one), gate), add(exp(neg(mul(splat(alpha), gate))), one))
+    top, odd = v.splat(limit), v.mul(sums, v.zero())
+    gate = v.minimum(_evens(sums), top)
+    up = v.minimum(v.maximum(_odds(sums), v.neg(top)), top)
+    up = v.add(up, v.add(_evens(odd), _odds(odd)))
+    one = v.splat(np.float32(1))
+    return v.div(v.mul(v.add(up, one), gate), v.add(v.exp(v.neg(v.mul(v.splat(alpha), gate))), one))
 
 
 @device
 def silu_pairs(sums, limit, alpha):
     """Return silu(gate) * up of 8 (gate, up) pairs."""
-    return mul(silu(_evens(sums)), _odds(sums))
+    return v.mul(silu(_evens(sums)), _odds(sums))
 
 
 @device
 def weight_of(a, pair):
     """Return the weight of a pair's result, 1 if there are none."""
     if a.weights:
-        return read_f32(a.weights + 4 * pair)
+        return v.read_f32(a.weights + 4 * pair)
     return np.float32(1)

@@ -10,34 +10,23 @@ from llvmlite import ir
 
 from clocher_kernels.errors import ShapeError
 from clocher_kernels.ops.activations import check_activation
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.late import f32, i64, void
-from cpu_fallback.lanes.memory import (
-    load_f32,
-    load_f32_n,
-    prefetch,
-    read_f32,
-    store_f32,
-    store_f32_n,
-)
-from cpu_fallback.lanes.simd import add, bits_f32, isplat, mul, splat
-from cpu_fallback.lanes.vector import op
+from cpu_fallback.lanes.vector import INT32, INT64, VOID, op
 from cpu_fallback.ops.activations import ACTIVATIONS
 from cpu_fallback.ops.bind import BoundCall
-
-_I64 = ir.IntType(64)
 
 
 def _kernel(name: str, function: Any) -> Kernel:
     """Return the kernel of an activation: (address of fp32, how many of them, bits of the cap)."""
 
     def activate(at, count, cap):
-        limit = bits_f32(isplat(cap))
+        limit = v.bits_f32(v.isplat(cap))
         for i in range(0, 4 * count, 64):
-            store_f32(at + i, function(load_f32(at + i), limit))
+            v.store_f32(at + i, function(v.load_f32(at + i), limit))
 
-    activate.__name__ = name
-    return Kernel(activate)
+    return Kernel(activate, name=f"activation.{name}")
 
 
 _KERNELS = {name: _kernel(name, function) for name, function in ACTIVATIONS.items()}
@@ -46,8 +35,8 @@ _KERNELS = {name: _kernel(name, function) for name, function in ACTIVATIONS.item
 @op(void, i64, i64, i64, f32)
 def _activate(b, kernel, at, count, cap):
     """Call the kernel of an activation: fp32 at an address, whole vectors, in place."""
-    kind = ir.FunctionType(ir.VoidType(), [_I64] * 3)
-    bits = b.zext(b.bitcast(cap, ir.IntType(32)), _I64)
+    kind = ir.FunctionType(VOID, [INT64] * 3)
+    bits = b.zext(b.bitcast(cap, INT32), INT64)
     b.call(b.inttoptr(kernel, kind.as_pointer()), [at, count, bits])
 
 
@@ -55,8 +44,8 @@ def _activate(b, kernel, at, count, cap):
 def _load(at, count):
     """Load up to 16 fp32."""
     if count == 16:
-        return load_f32(at)
-    return load_f32_n(at, count)
+        return v.load_f32(at)
+    return v.load_f32_n(at, count)
 
 
 @device
@@ -65,9 +54,9 @@ def expect(a, token, tokens, row):
     for t in range(token, token + tokens):
         at = 4 * (t * a.N + row)
         if a.times and a.F == a.N:
-            prefetch(a.times + at)
+            v.prefetch(a.times + at)
         if a.residual:
-            prefetch(a.residual + at)
+            v.prefetch(a.residual + at)
 
 
 @device
@@ -90,26 +79,26 @@ def finish(a, sums, pitch, token, tokens, row, count):
         if bias:
             for t in range(tokens):
                 at = sums + 4 * pitch * t
-                value = add(_load(at, count), _load(bias + 4 * row, count))
-                store_f32_n(at, value, count)
+                value = v.add(_load(at, count), _load(bias + 4 * row, count))
+                v.store_f32_n(at, value, count)
             bias = bias - bias
         _activate(a.activate, sums, pitch * tokens, a.cap)
     for t in range(tokens):
         value = _load(sums + 4 * pitch * t, count)
         at = 4 * ((token + t) * a.N + row)
         if bias:
-            value = add(value, _load(bias + 4 * row, count))
+            value = v.add(value, _load(bias + 4 * row, count))
         if a.times:
             if a.F == a.N:
-                value = mul(value, _load(a.times + at, count))
+                value = v.mul(value, _load(a.times + at, count))
             else:
-                value = mul(value, splat(read_f32(a.times + 4 * (token + t))))
+                value = v.mul(value, v.splat(v.read_f32(a.times + 4 * (token + t))))
         if a.residual:
-            value = add(value, _load(a.residual + at, count))
+            value = v.add(value, _load(a.residual + at, count))
         if count == 16:
-            store_f32(a.y + at, value)
+            v.store_f32(a.y + at, value)
         else:
-            store_f32_n(a.y + at, value, count)
+            v.store_f32_n(a.y + at, value, count)
 
 
 @device

@@ -3,16 +3,9 @@
 from typing import NamedTuple
 
 from clocher_kernels.errors import ShapeError
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
-from cpu_fallback.lanes.memory import (
-    load_f32,
-    load_f32_n,
-    read_i32,
-    store_f32,
-    store_f32_n,
-)
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.simd import fma, mul, neg, zero
 from cpu_fallback.ops.activations import or_nan
 from cpu_fallback.ops.bind import BoundCall, share, within
 from cpu_fallback.ops.elementwise import Vectors, parts
@@ -30,36 +23,30 @@ def rope(a, rank, size, scratch):
     head = max(a.head, 2 * half)
     first, last = share(a.M * heads, rank, size)
     for unit in range(first, last):
-        position = within(read_i32(a.positions + 4 * (unit // heads)), a.C)
+        position = within(v.read_i32(a.positions + 4 * (unit // heads)), a.C)
         cos, sin = a.cos + 4 * position * half, a.sin + 4 * position * half
         low = a.x + 4 * unit * head
         high = low + 4 * half
         for i in range(0, half - 15, 16):
-            x, y = or_nan(load_f32(low + 4 * i)), or_nan(load_f32(high + 4 * i))
-            c, s = load_f32(cos + 4 * i), load_f32(sin + 4 * i)
-            store_f32(low + 4 * i, fma(x, c, neg(mul(y, s))))
-            store_f32(high + 4 * i, fma(y, c, mul(x, s)))
+            x, y = or_nan(v.load_f32(low + 4 * i)), or_nan(v.load_f32(high + 4 * i))
+            c, s = v.load_f32(cos + 4 * i), v.load_f32(sin + 4 * i)
+            v.store_f32(low + 4 * i, v.fma(x, c, v.neg(v.mul(y, s))))
+            v.store_f32(high + 4 * i, v.fma(y, c, v.mul(x, s)))
         i = half & -16
         n = half - i
         if n:
-            x, y = or_nan(load_f32_n(low + 4 * i, n)), or_nan(load_f32_n(high + 4 * i, n))
-            c, s = load_f32_n(cos + 4 * i, n), load_f32_n(sin + 4 * i, n)
-            store_f32_n(low + 4 * i, fma(x, c, neg(mul(y, s))), n)
-            store_f32_n(high + 4 * i, fma(y, c, mul(x, s)), n)
+            x, y = or_nan(v.load_f32_n(low + 4 * i, n)), or_nan(v.load_f32_n(high + 4 * i, n))
+            c, s = v.load_f32_n(cos + 4 * i, n), v.load_f32_n(sin + 4 * i, n)
+            v.store_f32_n(low + 4 * i, v.fma(x, c, v.neg(v.mul(y, s))), n)
+            v.store_f32_n(high + 4 * i, v.fma(y, c, v.mul(x, s)), n)
 
 
 class Joined(NamedTuple):
-    """Sizes of `join_heads`, in values.
+    """Sizes of `join_heads`, in values."""
 
-    Attributes:
-        left: of a head of the first part.
-        right: of a head of the second.
-        apart: from one head of the first part to the next, 0 if all share one.
-    """
-
-    left: int
-    right: int
-    apart: int
+    left: int  # of a head of the first part
+    right: int  # of a head of the second
+    apart: int  # from one head of the first part to the next, 0 if all share one
 
 
 @executes("join_heads", Joined)
@@ -89,7 +76,7 @@ def resize_heads(a, rank, size, scratch):
 @device
 def _clear(y, count):
     for i in range(0, count, 16):
-        store_f32_n(y + 4 * i, zero(), min(16, count - i))
+        v.store_f32_n(y + 4 * i, v.zero(), min(16, count - i))
 
 
 def _rope(call: BoundCall) -> list[Launch]:
@@ -100,11 +87,7 @@ def _rope(call: BoundCall) -> list[Launch]:
 
 
 def _heads(call: BoundCall) -> int:
-    """Return the attribute `heads`.
-
-    Raises:
-        ShapeError: it is not positive.
-    """
+    """Return the attribute `heads`."""
     heads = int(call.attr("heads"))
     if heads < 1:
         raise ShapeError(f"{call.spec.name}: {heads} heads; expected at least one")

@@ -4,17 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
-from cpu_fallback.lanes.memory import (
-    load_f32,
-    load_f32_n,
-    read_i32,
-    store_f32,
-    store_f32_n,
-    write_i64,
-)
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.simd import mul, splat
 from cpu_fallback.ops.bind import BoundCall, share, within
 from cpu_fallback.ops.decode import weight_record
 from cpu_fallback.ops.decode_record import ROWS, Weight, decode, weight_at
@@ -38,19 +30,19 @@ def copy_f32(source, target, count):
     """Copy fp32 values."""
     i = 0
     while i + 16 <= count:
-        store_f32(target + 4 * i, load_f32(source + 4 * i))
+        v.store_f32(target + 4 * i, v.load_f32(source + 4 * i))
         i += 16
     if i < count:
-        store_f32_n(target + 4 * i, load_f32_n(source + 4 * i, count - i), count - i)
+        v.store_f32_n(target + 4 * i, v.load_f32_n(source + 4 * i, count - i), count - i)
 
 
 @device
 def _scale_f32(source, target, count, factor):
     """Copy fp32 values times a factor."""
-    by = splat(factor)
+    by = v.splat(factor)
     for i in range(0, count, 16):
         n = min(16, count - i)
-        store_f32_n(target + 4 * i, mul(load_f32_n(source + 4 * i, n), by), n)
+        v.store_f32_n(target + 4 * i, v.mul(v.load_f32_n(source + 4 * i, n), by), n)
 
 
 Decoded = NamedTuple(  # a weight as it is stored, and what its sums go through
@@ -67,7 +59,7 @@ def linear(a, rank, size, scratch):
     while start < m:
         tokens = min(TOKENS, m - start)
         for t in range(tokens):
-            write_i64(scratch + XS + 8 * t, a.x + 4 * (start + t) * k)
+            v.write_i64(scratch + XS + 8 * t, a.x + 4 * (start + t) * k)
         kernel, height = a.product, ROWS
         if tokens > FEW:
             kernel, height = weight_at(a.weight).many, HEIGHT
@@ -157,7 +149,7 @@ def embed(a, rank, size, scratch):
     first, last = share(a.M, rank, size)
     for t in range(first, last):
         out = a.y + 4 * t * a.K
-        token = within(read_i32(a.ids + 4 * t), a.V)
+        token = within(v.read_i32(a.ids + 4 * t), a.V)
         row = decode(a.weight, 0, token, 1, 0, a.K, out)
         if a.scale != np.float32(1):
             _scale_f32(row, out, a.K, a.scale)

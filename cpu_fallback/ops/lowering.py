@@ -18,7 +18,6 @@ from cpu_fallback.ops import (
     sampling,
     selection,
     skip,
-    top_tokens,
 )
 from cpu_fallback.ops.bind import BoundCall
 from cpu_fallback.team.tape import Launch
@@ -37,7 +36,6 @@ _MODULES = (
     sampling,
     selection,
     skip,
-    top_tokens,
 )
 
 LOWER: Mapping[str, Kernel | Callable[[BoundCall], Sequence[Launch]]] = MappingProxyType(

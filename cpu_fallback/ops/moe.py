@@ -7,8 +7,8 @@ in the same order. `moe_tiles` has the kernels for int8 activations.
 import numpy as np
 
 from clocher_kernels.errors import UnsupportedOp
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
-from cpu_fallback.lanes.memory import load_f32, read_f32, read_i32, store_f32, write_f32, write_i64
 from cpu_fallback.lanes.record import executes
 from cpu_fallback.ops.bind import BoundCall, share
 from cpu_fallback.ops.decode_record import ROWS
@@ -45,7 +45,7 @@ def _gate_up(a, rank, size, scratch, act):
     sort_by_expert(a.ids, a.M * chosen, experts, ends, order)
     first, last = share((j + ROWS - 1) // ROWS, rank, size)
     for e in range(experts):
-        begin, end = begin_of(ends, e), read_i32(ends + 4 * e)
+        begin, end = begin_of(ends, e), v.read_i32(ends + 4 * e)
         if begin < end:
             for unit in range(first, last):
                 row = unit * ROWS
@@ -53,8 +53,8 @@ def _gate_up(a, rank, size, scratch, act):
                 for start in range(begin, end, TOKENS):
                     tokens = min(TOKENS, end - start)
                     for t in range(tokens):
-                        token = read_i32(order + 4 * (start + t)) // chosen
-                        write_i64(scratch + XS + 8 * t, a.x + 4 * token * k)
+                        token = v.read_i32(order + 4 * (start + t)) // chosen
+                        v.write_i64(scratch + XS + 8 * t, a.x + 4 * token * k)
                     multiply(a.product, a.weight, e, row, count, tokens, scratch)
                     if a.factors:
                         _scale(scratch, tokens, count, a.factors, order + 4 * start)
@@ -66,10 +66,10 @@ def _gate_up(a, rank, size, scratch, act):
 @device
 def _scale(scratch, tokens, count, factors, order):
     for t in range(tokens):
-        factor = read_f32(factors + 4 * read_i32(order + 4 * t))
+        factor = v.read_f32(factors + 4 * v.read_i32(order + 4 * t))
         for r in range(count):
             at = scratch + SUMS + 4 * (t * ROWS + r)
-            write_f32(at, read_f32(at) * factor)
+            v.write_f32(at, v.read_f32(at) * factor)
 
 
 @device
@@ -77,7 +77,7 @@ def _add_bias(scratch, tokens, count, bias):
     for t in range(tokens):
         for r in range(count):
             at = scratch + SUMS + 4 * (t * ROWS + r)
-            write_f32(at, read_f32(at) + read_f32(bias + 4 * r))
+            v.write_f32(at, v.read_f32(at) + v.read_f32(bias + 4 * r))
 
 
 @device
@@ -85,12 +85,12 @@ def _activate(a, scratch, order, row, count, tokens, act):
     # The sums of two tokens fill 16 lanes; their 8 results go where the first token's sums were.
     for t in range(0, tokens, 2):
         sums = scratch + SUMS + 4 * t * ROWS
-        store_f32(sums, act(load_f32(sums), a.limit, a.alpha))
+        v.store_f32(sums, act(v.load_f32(sums), a.limit, a.alpha))
         for i in range(min(2, tokens - t)):
-            pair = read_i32(order + 4 * (t + i))
+            pair = v.read_i32(order + 4 * (t + i))
             for r in range(count >> 1):
-                value = read_f32(sums + 4 * (i * (ROWS // 2) + r))
-                write_f32(a.y + 4 * (pair * a.I + (row >> 1) + r), value)
+                value = v.read_f32(sums + 4 * (i * (ROWS // 2) + r))
+                v.write_f32(a.y + 4 * (pair * a.I + (row >> 1) + r), value)
 
 
 @executes("moe_down", Stored)
@@ -107,20 +107,20 @@ def moe_down(a, rank, size, scratch):
         row = unit * ROWS
         count = min(ROWS, n - row)
         for e in range(experts):
-            end = read_i32(ends + 4 * e)
+            end = v.read_i32(ends + 4 * e)
             for start in range(begin_of(ends, e), end, TOKENS):
                 tokens = min(TOKENS, end - start)
                 for t in range(tokens):
-                    pair = read_i32(order + 4 * (start + t))
-                    write_i64(scratch + XS + 8 * t, a.x + 4 * pair * a.I)
+                    pair = v.read_i32(order + 4 * (start + t))
+                    v.write_i64(scratch + XS + 8 * t, a.x + 4 * pair * a.I)
                 multiply(a.product, a.weight, e, row, count, tokens, scratch)
                 if a.bias:
                     _add_bias(scratch, tokens, count, a.bias + 4 * (e * n + row))
                 for t in range(tokens):
-                    pair = read_i32(order + 4 * (start + t))
+                    pair = v.read_i32(order + 4 * (start + t))
                     for r in range(count):
-                        part = read_f32(scratch + SUMS + 4 * (t * ROWS + r))
-                        write_f32(parts + 4 * (pair * ROWS + r), part)
+                        part = v.read_f32(scratch + SUMS + 4 * (t * ROWS + r))
+                        v.write_f32(parts + 4 * (pair * ROWS + r), part)
         _combine(a, parts, row, count)
 
 
@@ -132,10 +132,10 @@ def _combine(a, parts, row, count):
             at = 4 * (t * a.N + row + r)
             total = np.float32(0)
             if a.residual:
-                total = read_f32(a.residual + at)
+                total = v.read_f32(a.residual + at)
             for pair in range(t * a.A, (t + 1) * a.A):
-                total += weight_of(a, pair) * read_f32(parts + 4 * (pair * ROWS + r))
-            write_f32(a.y + at, total)
+                total += weight_of(a, pair) * v.read_f32(parts + 4 * (pair * ROWS + r))
+            v.write_f32(a.y + at, total)
 
 
 _GATE_UP = {

@@ -4,17 +4,9 @@ Each thread has the same range of tiles of every expert. Up to 16 pairs of an ex
 whatever tokens they come from.
 """
 
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel, device
-from cpu_fallback.lanes.memory import (
-    load_f32,
-    load_f32_n,
-    read_f32,
-    read_i32,
-    store_f32,
-    store_f32_n,
-)
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.simd import add, fma, mul, splat, zero
 from cpu_fallback.ops.bind import BoundCall, share
 from cpu_fallback.ops.experts import begin_of, clamped_pairs, silu_pairs, sort_by_expert, weight_of
 from cpu_fallback.ops.tiled import PANELS, SHARES, TILE_SUMS, Tiled, is_filled, tiled
@@ -25,19 +17,10 @@ from cpu_fallback.tiles.tile_product import call_product
 
 @device
 def _fill(a, k, order, per_row, count, panel):
-    """Write the panel of up to 16 pairs, the last of them repeated up to its width.
-
-    Args:
-        a: the arguments.
-        k: columns of a row of x.
-        order: address of the pairs, int32.
-        per_row: pairs that share a row of x.
-        count: pairs.
-        panel: where it goes.
-    """
+    """Write the panel of up to 16 pairs, the last of them repeated up to its width."""
     wide = width(count)
     for t in range(wide):
-        row = read_i32(order + 4 * min(t, count - 1)) // per_row
+        row = v.read_i32(order + 4 * min(t, count - 1)) // per_row
         scale = a.x_scale + 4 * row * a.scales
         fill_token(a.form, a.x + row * k, scale, k, panel, t, wide)
 
@@ -54,17 +37,17 @@ def _multiply_tile(a, rows, k, expert, tile, panel, count, sums):
 def _scale_tile(factors, sums, order, count):
     """Multiply the sums of each pair by its factor."""
     for t in range(count):
-        factor = splat(read_f32(factors + 4 * read_i32(order + 4 * t)))
-        store_f32(sums + 64 * t, mul(load_f32(sums + 64 * t), factor))
+        factor = v.splat(v.read_f32(factors + 4 * v.read_i32(order + 4 * t)))
+        v.store_f32(sums + 64 * t, v.mul(v.load_f32(sums + 64 * t), factor))
 
 
 @device
 def _add_bias_tile(a, rows, expert, tile, count, sums):
     """Add the bias of a tile of an expert of `rows` rows to the sums of each pair."""
     bias = a.bias + 4 * (expert * rows + 16 * tile)
-    values = load_f32_n(bias, min(16, rows - 16 * tile))
+    values = v.load_f32_n(bias, min(16, rows - 16 * tile))
     for t in range(count):
-        store_f32(sums + 64 * t, add(load_f32(sums + 64 * t), values))
+        v.store_f32(sums + 64 * t, v.add(v.load_f32(sums + 64 * t), values))
 
 
 @device
@@ -83,7 +66,7 @@ def _group_and_fill(a, scratch, pairs, k, per_row):
     sort_by_expert(a.ids, pairs, experts, ends, order)
     at = panel
     for e in range(experts):
-        end = read_i32(ends + 4 * e)
+        end = v.read_i32(ends + 4 * e)
         for start in range(begin_of(ends, e), end, 16):
             count = min(16, end - start)
             _fill(a, k, order + 4 * start, per_row, count, at)
@@ -112,7 +95,7 @@ def _gate_up_of_codes(a, rank, size, scratch, act):
     ends, sums = scratch + PANELS, scratch + TILE_SUMS
     order = ends + 4 * a.E
     for e in range(a.E):
-        start, end = begin_of(ends, e), read_i32(ends + 4 * e)
+        start, end = begin_of(ends, e), v.read_i32(ends + 4 * e)
         while start < end:
             stop = min(start + a.per_block, end)
             for tile in range(first, last):
@@ -142,10 +125,10 @@ def _activate_tile(a, sums, order, tile, count, act):
     """Write 8 hidden values of up to 16 pairs."""
     values = min(8, a.I - 8 * tile)
     for t in range(count):
-        pair = read_i32(order + 4 * t)
+        pair = v.read_i32(order + 4 * t)
         y = a.y + 4 * (pair * a.I + 8 * tile)
-        result = act(load_f32(sums + 64 * t), a.limit, a.alpha)
-        store_f32_n(y, result, values)
+        result = act(v.load_f32(sums + 64 * t), a.limit, a.alpha)
+        v.store_f32_n(y, result, values)
 
 
 @executes("moe_down", Tiled)
@@ -163,7 +146,7 @@ def down_of_codes(a, rank, size, scratch):
     for t in range(a.M):
         _begin_rows(a, t, 16 * first, min(16 * last, a.N))
     for e in range(a.E):
-        start, end = begin_of(ends, e), read_i32(ends + 4 * e)
+        start, end = begin_of(ends, e), v.read_i32(ends + 4 * e)
         while start < end:
             stop = min(start + a.per_block, end)
             for tile in range(first, last):
@@ -185,10 +168,10 @@ def _begin_rows(a, t, row, end):
     while row < end:
         at = 4 * (t * a.N + row)
         count = min(16, end - row)
-        value = zero()
+        value = v.zero()
         if a.residual:
-            value = load_f32_n(a.residual + at, count)
-        store_f32_n(a.y + at, value, count)
+            value = v.load_f32_n(a.residual + at, count)
+        v.store_f32_n(a.y + at, value, count)
         row += 16
 
 
@@ -197,11 +180,11 @@ def _accumulate(a, sums, order, tile, count):
     """Add 16 weighted rows of up to 16 pairs to their tokens' results."""
     rows = min(16, a.N - 16 * tile)
     for t in range(count):
-        pair = read_i32(order + 4 * t)
-        weight = splat(weight_of(a, pair))
+        pair = v.read_i32(order + 4 * t)
+        weight = v.splat(weight_of(a, pair))
         y = a.y + 4 * (pair // a.A * a.N + 16 * tile)
-        total = fma(weight, load_f32(sums + 64 * t), load_f32_n(y, rows))
-        store_f32_n(y, total, rows)
+        total = v.fma(weight, v.load_f32(sums + 64 * t), v.load_f32_n(y, rows))
+        v.store_f32_n(y, total, rows)
 
 
 def of_codes(call: BoundCall, kernel: Kernel, columns: str) -> list[Launch]:

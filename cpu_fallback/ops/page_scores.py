@@ -13,12 +13,11 @@ from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.late import i64, void
 from cpu_fallback.lanes.memory import emit_load, emit_store
 from cpu_fallback.lanes.simd import emit_fma
-from cpu_fallback.lanes.vector import F32, LANES, constant, op, pick
+from cpu_fallback.lanes.vector import F32, INT64, LANES, constant, number, op, pick
 from cpu_fallback.ops.attention_tiles import emit_totals
 
 TILE = 4
 """Pages, and rows of queries, of a tile."""
-_I64 = ir.IntType(64)
 _SIDE = TILE if CURRENT.avx512 else 2
 """Of what is in registers together."""
 
@@ -29,15 +28,15 @@ def _emit_dots(b: Any, queries: list[Any], pages: list[Any], size: Any) -> list[
     loop, done = b.append_basic_block("bounds"), b.append_basic_block("bounds.end")
     b.branch(loop)
     b.position_at_end(loop)
-    at = b.phi(_I64)
-    at.add_incoming(ir.Constant(_I64, 0), entry)
+    at = b.phi(INT64)
+    at.add_incoming(number(0), entry)
     sums = [[b.phi(F32.llvm) for _ in pages] for _ in queries]
     q, p = ([emit_load(b, F32.llvm, b.add(x, at)) for x in some] for some in (queries, pages))
     after = [
         [emit_fma(b, p[j], q[i], sums[i][j]) for j in range(len(pages))]
         for i in range(len(queries))
     ]
-    further = b.add(at, ir.Constant(_I64, 4 * LANES))
+    further = b.add(at, number(4 * LANES))
     at.add_incoming(further, loop)
     for before, new in zip(sums, after, strict=True):
         for total, value in zip(before, new, strict=True):
@@ -58,8 +57,8 @@ def score_tile(b, queries, places, size, out):
         size: bytes of a row, and of the bounds of a page, whole vectors.
         out: address of four fp32.
     """
-    rows = [b.add(queries, b.mul(size, ir.Constant(_I64, r))) for r in range(TILE)]
-    pages = [emit_load(b, _I64, b.add(places, ir.Constant(_I64, 8 * page))) for page in range(TILE)]
+    rows = [b.add(queries, b.mul(size, number(r))) for r in range(TILE)]
+    pages = [emit_load(b, INT64, b.add(places, number(8 * page))) for page in range(TILE)]
     parts: list[list[Any]] = [[None] * TILE for _ in range(TILE)]
     for r in range(0, TILE, _SIDE):
         for page in range(0, TILE, _SIDE):

@@ -15,21 +15,13 @@ from typing import Any
 
 from llvmlite import ir
 
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.late import cgutils, i64, void
-from cpu_fallback.lanes.memory import (
-    emit_load,
-    emit_load_n,
-    emit_store,
-    load_f32,
-    load_f32_n,
-    prefetch,
-    store_f32,
-    store_f32_n,
-)
-from cpu_fallback.lanes.simd import emit_fma, zero
-from cpu_fallback.lanes.vector import F32, LANES, op
+from cpu_fallback.lanes.memory import emit_load, emit_load_n, emit_store
+from cpu_fallback.lanes.simd import emit_fma
+from cpu_fallback.lanes.vector import F32, INT32, INT64, LANES, caller, number, op
 from cpu_fallback.ops.decode_record import PANEL_BYTES, PITCH, ROWS, decode, weight_at
 
 TOKENS = 64
@@ -50,7 +42,6 @@ PANEL = ACC + _VECTOR * TOKENS * HEIGHT
 SCRATCH = PANEL + PANEL_BYTES
 """Bytes of scratch that a product needs."""
 
-_I64, _VOID = ir.IntType(64), ir.VoidType()
 
 PARTS = 1 if CURRENT.avx512 else 2 if CURRENT.avx2 else 4
 """Registers of a vector of 16 lanes."""
@@ -65,7 +56,7 @@ _LEAVES = [lane % 4 * 4 + lane // 4 for lane in range(LANES)]
 
 def _lanes(part: list[int]) -> ir.Constant:
     """Return the mask that takes these lanes of one vector and of another."""
-    return ir.Constant(ir.VectorType(ir.IntType(32), LANES), part)
+    return ir.Constant(ir.VectorType(INT32, LANES), part)
 
 
 def _four(start: int) -> list[int]:
@@ -96,8 +87,8 @@ def _emit_tile(b: Any, rows: int, w: Any, xs: list[Any], k: Any, acc: Any) -> No
     parts = PARTS if rows * len(xs) > TALL else 1
     lanes = LANES // parts
     for part in range(parts):
-        begin = ir.Constant(_I64, 4 * lanes * part)
-        lines = [b.add(w, ir.Constant(_I64, 4 * lanes * part + PITCH * r)) for r in range(rows)]
+        begin = number(4 * lanes * part)
+        lines = [b.add(w, number(4 * lanes * part + PITCH * r)) for r in range(rows)]
         tokens = [b.add(x, begin) for x in xs]
         _emit_lanes(b, lines, tokens, k, b.add(acc, begin), lanes, part)
 
@@ -109,13 +100,13 @@ def _emit_lanes(
     kind = ir.VectorType(F32.llvm.element, lanes)
     rows = len(lines)
     order = [t * ROWS + r for t in range(len(tokens)) for r in range(rows)]
-    places = [b.add(acc, ir.Constant(_I64, _VECTOR * i)) for i in order]
+    places = [b.add(acc, number(_VECTOR * i)) for i in order]
     slots = [cgutils.alloca_once(b, kind) for _ in places]
     for slot, place in zip(slots, places, strict=True):
         b.store(emit_load(b, kind, place), slot)
 
     def step(offset: Any, load: Any) -> None:
-        at = b.mul(offset, ir.Constant(_I64, 4))
+        at = b.mul(offset, number(4))
         activations = [load(b.add(x, at)) for x in tokens]
         for r, line in enumerate(lines):
             weights = load(b.add(line, at))
@@ -123,13 +114,13 @@ def _emit_lanes(
                 slot = slots[t * rows + r]
                 b.store(emit_fma(b, weights, x, b.load(slot)), slot)
 
-    whole = b.and_(k, ir.Constant(_I64, -LANES))
-    start, lot = ir.Constant(_I64, 0), ir.Constant(_I64, LANES)
-    with cgutils.for_range_slice(b, start, whole, lot, _I64) as (offset, _):
+    whole = b.and_(k, number(-LANES))
+    start, lot = number(0), number(LANES)
+    with cgutils.for_range_slice(b, start, whole, lot, INT64) as (offset, _):
         step(offset, lambda address: emit_load(b, kind, address))
-    left = b.sub(b.sub(k, whole), ir.Constant(_I64, lanes * part))
-    with b.if_then(b.icmp_signed(">", left, ir.Constant(_I64, 0))):
-        most = ir.Constant(_I64, lanes)
+    left = b.sub(b.sub(k, whole), number(lanes * part))
+    with b.if_then(b.icmp_signed(">", left, number(0))):
+        most = number(lanes)
         count = b.select(b.icmp_signed("<", left, most), left, most)
         step(whole, lambda address: emit_load_n(b, kind, address, count))
     for slot, place in zip(slots, places, strict=True):
@@ -138,9 +129,9 @@ def _emit_lanes(
 
 def emit_tokens(b: Any, xs: Any, k0: Any, tokens: int) -> list[Any]:
     """Emit the addresses of column k0 of the first tokens."""
-    start = b.mul(k0, ir.Constant(_I64, 4))
-    addresses = [b.add(xs, ir.Constant(_I64, 8 * t)) for t in range(tokens)]
-    return [b.add(emit_load(b, _I64, address), start) for address in addresses]
+    start = b.mul(k0, number(4))
+    addresses = [b.add(xs, number(8 * t)) for t in range(tokens)]
+    return [b.add(emit_load(b, INT64, address), start) for address in addresses]
 
 
 @op(void, i64, i64, i64, i64, i64)
@@ -164,9 +155,9 @@ def _one(b, w, xs, k0, k, acc):
 @device
 def clear(acc, tokens):
     """Begin a product of up to ROWS rows: set the accumulators of the tokens to zero."""
-    nothing = zero()
+    nothing = v.zero()
     for i in range(tokens * ROWS):
-        store_f32(acc + _VECTOR * i, nothing)
+        v.store_f32(acc + _VECTOR * i, nothing)
 
 
 @device
@@ -181,10 +172,10 @@ def _panel(weight, expert, row, count, k0, k1, panel):
             source, target = w + r * pitch, panel + r * PITCH
             whole = (k1 - k0) & -LANES
             for i in range(0, whole, LANES):
-                store_f32(target + 4 * i, load_f32(source + 4 * i))
+                v.store_f32(target + 4 * i, v.load_f32(source + 4 * i))
             if whole < k1 - k0:
                 n, i = k1 - k0 - whole, 4 * whole
-                store_f32_n(target + i, load_f32_n(source + i, n), n)
+                v.store_f32_n(target + i, v.load_f32_n(source + i, n), n)
 
 
 @device
@@ -200,7 +191,7 @@ def _accumulate(w, count, tokens, k0, k, xs, acc, later, stride, size):
         while t + ACROSS <= tokens:
             while asked * tokens < size * (t + ACROSS):
                 for r in range(ROWS):
-                    prefetch(later + r * stride + asked)
+                    v.prefetch(later + r * stride + asked)
                 asked += _LINE
             for r in range(0, ROWS, HIGH):
                 _high(w + r * PITCH, xs + 8 * t, k0, k, acc + _VECTOR * (t * ROWS + r))
@@ -221,7 +212,7 @@ def _sums(b, first, second):
 
     The tree of 16 vectors is walked at once: whatever two vectors still add to is kept in one.
     """
-    at = [b.add(a, ir.Constant(_I64, _VECTOR * r)) for a in (first, second) for r in range(ROWS)]
+    at = [b.add(a, number(_VECTOR * r)) for a in (first, second) for r in range(ROWS)]
     vectors = [emit_load(b, F32.llvm, at[i]) for i in _LEAVES]
     for low, high in _HALVES:
         vectors = [
@@ -237,7 +228,7 @@ def finish(acc, sums, tokens):
     each = _VECTOR * ROWS
     for t in range(0, tokens, 2):
         total = _sums(acc + each * t, acc + each * min(t + 1, tokens - 1))
-        store_f32(sums + 4 * t * ROWS, total)
+        v.store_f32(sums + 4 * t * ROWS, total)
 
 
 def _product(weight, expert, row, count, tokens, scratch):
@@ -279,9 +270,4 @@ def _product(weight, expert, row, count, tokens, scratch):
 product = Kernel(_product)
 
 
-@op(void, i64, i64, i64, i64, i64, i64, i64)
-def multiply(b, kernel, weight, expert, row, count, tokens, scratch):
-    """Call the product kernel at an address."""
-    kind = ir.FunctionType(_VOID, [_I64] * 6)
-    args = [weight, expert, row, count, tokens, scratch]
-    b.call(b.inttoptr(kernel, kind.as_pointer()), args)
+multiply = caller(6)  # (product, weight, expert, row, count, tokens, scratch)

@@ -4,33 +4,9 @@ import numpy as np
 
 from clocher_kernels.dtypes import LARGEST
 from clocher_kernels.errors import ShapeError, UnsupportedOp
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
-from cpu_fallback.lanes.memory import (
-    load_f32,
-    load_f32_n,
-    store_f32,
-    store_f32_n,
-    store_u8,
-    store_u8_n,
-    write_f32,
-)
-from cpu_fallback.lanes.narrow import from_bf16, from_e4m3, from_f16, to_bf16, to_e4m3, to_f16
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.simd import (
-    absolute,
-    fma,
-    hmax,
-    hsum,
-    maximum,
-    minimum,
-    mul,
-    neg,
-    rint,
-    splat,
-    to_f32,
-    to_i32,
-    zero,
-)
 from cpu_fallback.ops.bind import BoundCall, share
 from cpu_fallback.team.tape import Launch
 
@@ -42,7 +18,7 @@ def quantize(a, rank, size, scratch):
     A group of 0 columns is the whole row.
     """
     first, last = share(a.M, rank, size)
-    k, lowest = a.K, splat(np.float32(a.lowest))
+    k, lowest = a.K, v.splat(np.float32(a.lowest))
     for row in range(first * a.A, last * a.A):
         for g in range(a.B):
             start = g * a.group
@@ -50,7 +26,7 @@ def quantize(a, rank, size, scratch):
             if a.group:
                 count = min(a.group, k - start)
             x, q = a.x + 4 * (row * k + start), a.q + row * k + start
-            write_f32(a.scale + 4 * (row * a.B + g), _quantize(x, q, count, a.floor, lowest))
+            v.write_f32(a.scale + 4 * (row * a.B + g), _quantize(x, q, count, a.floor, lowest))
 
 
 @device
@@ -58,33 +34,33 @@ def _quantize(x, q, count, floor, lowest):
     """Quantise a group and return its scale, NaN if a value is NaN or infinite."""
     absmax, odd = _largest(x, count, floor)
     whole = count & -16
-    inverse = splat(np.float32(127) / absmax)
+    inverse = v.splat(np.float32(127) / absmax)
     for i in range(0, whole, 16):
-        store_u8(q + i, _code(load_f32(x + 4 * i), inverse, lowest))
+        v.store_u8(q + i, _code(v.load_f32(x + 4 * i), inverse, lowest))
     if whole < count:
-        codes = _code(load_f32_n(x + 4 * whole, count - whole), inverse, lowest)
-        store_u8_n(q + whole, codes, count - whole)
+        codes = _code(v.load_f32_n(x + 4 * whole, count - whole), inverse, lowest)
+        v.store_u8_n(q + whole, codes, count - whole)
     return absmax / np.float32(127) + odd
 
 
 @device
 def _largest(x, count, floor):
     """Return the largest magnitude, at least `floor`, and 0, or NaN if a value is not finite."""
-    largest, odd = zero(), zero()
+    largest, odd = v.zero(), v.zero()
     whole = count & -16
     for i in range(0, whole, 16):
-        values = load_f32(x + 4 * i)
-        largest, odd = maximum(absolute(values), largest), fma(values, zero(), odd)
+        values = v.load_f32(x + 4 * i)
+        largest, odd = v.maximum(v.absolute(values), largest), v.fma(values, v.zero(), odd)
     if whole < count:
-        values = load_f32_n(x + 4 * whole, count - whole)
-        largest, odd = maximum(absolute(values), largest), fma(values, zero(), odd)
-    return max(hmax(largest), floor), hsum(odd)
+        values = v.load_f32_n(x + 4 * whole, count - whole)
+        largest, odd = v.maximum(v.absolute(values), largest), v.fma(values, v.zero(), odd)
+    return max(v.hmax(largest), floor), v.hsum(odd)
 
 
 @device
 def _code(x, inverse, lowest):
-    high = splat(np.float32(127))
-    return to_i32(rint(minimum(maximum(mul(x, inverse), lowest), high)))
+    high = v.splat(np.float32(127))
+    return v.to_i32(v.rint(v.minimum(v.maximum(v.mul(x, inverse), lowest), high)))
 
 
 _MOST_F16 = np.float32(LARGEST["f16"])
@@ -94,26 +70,26 @@ _MOST_E4M3 = np.float32(LARGEST["e4m3"])
 
 @device
 def _as_bf16(x, inverse, scale):
-    bound = splat(_MOST_BF16)
-    near = from_bf16(to_bf16(minimum(maximum(x, neg(bound)), bound)))
-    return fma(x, zero(), near)
+    bound = v.splat(_MOST_BF16)
+    near = v.from_bf16(v.to_bf16(v.minimum(v.maximum(x, v.neg(bound)), bound)))
+    return v.fma(x, v.zero(), near)
 
 
 @device
 def _as_f16(x, inverse, scale):
-    bound = splat(_MOST_F16)
-    near = from_f16(to_f16(minimum(maximum(x, neg(bound)), bound)))
-    return fma(x, zero(), near)
+    bound = v.splat(_MOST_F16)
+    near = v.from_f16(v.to_f16(v.minimum(v.maximum(x, v.neg(bound)), bound)))
+    return v.fma(x, v.zero(), near)
 
 
 @device
 def _as_e4m3(x, inverse, scale):
-    return mul(from_e4m3(to_e4m3(mul(x, inverse))), scale)
+    return v.mul(v.from_e4m3(v.to_e4m3(v.mul(x, inverse))), scale)
 
 
 @device
 def _as_i8(x, inverse, scale):
-    return mul(to_f32(_code(x, inverse, splat(np.float32(-127)))), scale)
+    return v.mul(v.to_f32(_code(x, inverse, v.splat(np.float32(-127)))), scale)
 
 
 @device
@@ -122,7 +98,7 @@ def _fake(a, rank, size, convert, most):
     first, last = share(a.M, rank, size)
     k = a.K
     group = a.group if a.group and most > np.float32(0) else k
-    inverse, scale = zero(), zero()
+    inverse, scale = v.zero(), v.zero()
     for row in range(first * a.A, last * a.A):
         start = 0
         while start < k:
@@ -130,13 +106,13 @@ def _fake(a, rank, size, convert, most):
             count = min(group, k - start)
             if most > np.float32(0):
                 absmax, odd = _largest(x, count, a.floor)
-                inverse, scale = splat(most / absmax), splat(absmax / most + odd)
+                inverse, scale = v.splat(most / absmax), v.splat(absmax / most + odd)
             whole = count & -16
             for i in range(0, whole, 16):
-                store_f32(y + 4 * i, convert(load_f32(x + 4 * i), inverse, scale))
+                v.store_f32(y + 4 * i, convert(v.load_f32(x + 4 * i), inverse, scale))
             if whole < count:
                 n, i = count - whole, 4 * whole
-                store_f32_n(y + i, convert(load_f32_n(x + i, n), inverse, scale), n)
+                v.store_f32_n(y + i, convert(v.load_f32_n(x + i, n), inverse, scale), n)
             start += group
 
 

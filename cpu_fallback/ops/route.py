@@ -5,34 +5,9 @@ from typing import NamedTuple
 import numpy as np
 
 from clocher_kernels.errors import ShapeError, UnsupportedOp
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
-from cpu_fallback.lanes.maths import lowest_bit, mask_bits
-from cpu_fallback.lanes.memory import (
-    load_f32,
-    load_f32_n,
-    read_f32,
-    store_f32,
-    store_f32_n,
-    write_f32,
-    write_i32,
-)
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.simd import (
-    add,
-    div,
-    eq,
-    exp,
-    hmax,
-    hsum,
-    lane,
-    lt,
-    maximum,
-    neg,
-    select,
-    splat,
-    sub,
-    zero,
-)
 from cpu_fallback.ops.bind import BoundCall, share
 from cpu_fallback.team.tape import Launch
 
@@ -72,100 +47,88 @@ def _score(logits, experts, kind, scores):
     """Write the scores of all experts, and up to a whole vector those of a logit -inf."""
     whole, wide = experts & -16, (experts + 15) & -16
     if whole < wide:
-        store_f32(scores + 4 * whole, splat(-_INFINITY))
+        v.store_f32(scores + 4 * whole, v.splat(-_INFINITY))
     for i in range(0, wide, 16):
         n = min(16, experts - i)
-        store_f32_n(scores + 4 * i, load_f32_n(logits + 4 * i, n), n)
+        v.store_f32_n(scores + 4 * i, v.load_f32_n(logits + 4 * i, n), n)
     if kind == _SOFTMAX:
         _softmax(scores, wide)
     if kind == _SIGMOID:
-        one = splat(np.float32(1))
+        one = v.splat(np.float32(1))
         for i in range(0, wide, 16):
-            score = div(one, add(one, exp(neg(load_f32(scores + 4 * i)))))
-            store_f32(scores + 4 * i, score)
+            score = v.div(one, v.add(one, v.exp(v.neg(v.load_f32(scores + 4 * i)))))
+            v.store_f32(scores + 4 * i, score)
 
 
 @device
 def _softmax(x, count):
-    top, total = splat(-_INFINITY), zero()
+    top, total = v.splat(-_INFINITY), v.zero()
     for i in range(0, count, 16):
-        top = maximum(load_f32(x + 4 * i), top)
-    top = splat(hmax(top))
+        top = v.maximum(v.load_f32(x + 4 * i), top)
+    top = v.splat(v.hmax(top))
     for i in range(0, count, 16):
-        value = exp(sub(load_f32(x + 4 * i), top))
-        total = add(total, value)
-        store_f32(x + 4 * i, value)
-    total = splat(hsum(total))
+        value = v.exp(v.sub(v.load_f32(x + 4 * i), top))
+        total = v.add(total, value)
+        v.store_f32(x + 4 * i, value)
+    total = v.splat(v.hsum(total))
     for i in range(0, count, 16):
-        store_f32(x + 4 * i, div(load_f32(x + 4 * i), total))
+        v.store_f32(x + 4 * i, v.div(v.load_f32(x + 4 * i), total))
 
 
 @device
 def _rank(a, logits, scores, ranks):
     """Write what experts are chosen by, NaN beyond the last; return 0, NaN if something is odd."""
-    odd, nan = zero(), splat(_NAN)
+    odd, nan = v.zero(), v.splat(_NAN)
     for i in range(0, a.E, 16):
         n = min(16, a.E - i)
-        rank = load_f32(scores + 4 * i)
+        rank = v.load_f32(scores + 4 * i)
         if a.bias:
-            rank = add(rank, load_f32_n(a.bias + 4 * i, n))
-        odd = select(eq(rank, rank), odd, nan)
-        odd = select(lt(load_f32_n(logits + 4 * i, n), splat(_INFINITY)), odd, nan)
-        store_f32(ranks + 4 * i, nan)
-        store_f32_n(ranks + 4 * i, rank, n)
-    return hsum(odd)
+            rank = v.add(rank, v.load_f32_n(a.bias + 4 * i, n))
+        odd = v.select(v.eq(rank, rank), odd, nan)
+        odd = v.select(v.lt(v.load_f32_n(logits + 4 * i, n), v.splat(_INFINITY)), odd, nan)
+        v.store_f32(ranks + 4 * i, nan)
+        v.store_f32_n(ranks + 4 * i, rank, n)
+    return v.hsum(odd)
 
 
 @device
 def _close_groups(a, ranks, some, best):
-    """Set the ranks of all groups but the best ones to minus infinity.
-
-    Args:
-        a: the arguments.
-        ranks: address of the ranks.
-        some: of room for those of a group.
-        best: of room for one of each group.
-    """
+    """Set the ranks of all groups but the best ones to minus infinity."""
     size = a.E // a.groups
-    store_f32(best + 4 * (a.groups & -16), splat(_NAN))
+    v.store_f32(best + 4 * (a.groups & -16), v.splat(_NAN))
     for g in range(a.groups):
         of_group = ranks + 4 * g * size
         for i in range(0, size, 16):
             n = min(16, size - i)
-            store_f32(some + 4 * i, splat(_NAN))
-            store_f32_n(some + 4 * i, load_f32_n(of_group + 4 * i, n), n)
+            v.store_f32(some + 4 * i, v.splat(_NAN))
+            v.store_f32_n(some + 4 * i, v.load_f32_n(of_group + 4 * i, n), n)
         total = np.float32(0)
         for _ in range(a.group_best):
-            total += read_f32(of_group + 4 * _take(some, size))
+            total += v.read_f32(of_group + 4 * _take(some, size))
         if total != total:  # infinities of both signs
             total = -_INFINITY
-        write_f32(best + 4 * g, total)
+        v.write_f32(best + 4 * g, total)
     for _ in range(a.group_top):
         _take(best, a.groups)
     for g in range(a.groups):
-        left = read_f32(best + 4 * g)
+        left = v.read_f32(best + 4 * g)
         if left == left:
             for i in range(g * size, (g + 1) * size):
-                write_f32(ranks + 4 * i, -_INFINITY)
+                v.write_f32(ranks + 4 * i, -_INFINITY)
 
 
 @device
 def _take(x, count):
-    """Return where the first of the largest values is, and make it NaN; 0 if all are NaN.
-
-    Args:
-        x: address of the values, up to a whole vector.
-        count: of them.
-    """
-    top = splat(-_INFINITY)
+    """Return where the first of the largest values is, and make it NaN; 0 if all are NaN."""
+    top = v.splat(-_INFINITY)
     for i in range(0, count, 16):
-        top = maximum(load_f32(x + 4 * i), top)
-    top = splat(hmax(top))
+        top = v.maximum(v.load_f32(x + 4 * i), top)
+    top = v.splat(v.hmax(top))
     for i in range(0, count, 16):
-        found = mask_bits(eq(load_f32(x + 4 * i), top))
+        found = v.mask_bits(v.eq(v.load_f32(x + 4 * i), top))
         if found:
-            index = i + lowest_bit(found)
-            write_f32(x + 4 * index, _NAN)
+            index = i + v.lowest_bit(found)
+            v.write_f32(x + 4 * index, _NAN)
             return index
     return 0
 
@@ -177,22 +140,22 @@ def _choose(a, t, scores, ranks, factor):
     top, total = -_INFINITY, np.float32(0)
     for i in range(a.A):
         index = _take(ranks, a.E)
-        score = read_f32(scores + 4 * index)
+        score = v.read_f32(scores + 4 * index)
         top = max(top, score)
-        write_i32(ids + 4 * i, index)
-        write_f32(weights + 4 * i, score)
+        v.write_i32(ids + 4 * i, index)
+        v.write_f32(weights + 4 * i, score)
     for i in range(a.A):
-        weight = read_f32(weights + 4 * i)
+        weight = v.read_f32(weights + 4 * i)
         if a.score_kind == _CHOSEN:
-            weight = lane(exp(sub(splat(weight), splat(top))), 0)
-            write_f32(weights + 4 * i, weight)
+            weight = v.lane(v.exp(v.sub(v.splat(weight), v.splat(top))), 0)
+            v.write_f32(weights + 4 * i, weight)
         total += weight
     if a.normal:
         total += _LEAST
     else:
         total = np.float32(1)
     for i in range(a.A):
-        write_f32(weights + 4 * i, read_f32(weights + 4 * i) / total * factor)
+        v.write_f32(weights + 4 * i, v.read_f32(weights + 4 * i) / total * factor)
 
 
 def _route(call: BoundCall) -> list[Launch]:

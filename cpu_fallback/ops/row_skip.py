@@ -17,25 +17,26 @@ from llvmlite import ir
 
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.ops.skip import skips_columns
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.late import cgutils, i64, void
-from cpu_fallback.lanes.memory import (
-    emit_load,
-    emit_prefetch,
-    emit_store,
-    prefetch,
-    read_i8,
-    read_i32,
-    read_i64,
-    store_f32,
-    write_i32,
-    write_i64,
-    write_u8,
-)
+from cpu_fallback.lanes.memory import emit_load, emit_prefetch, emit_store
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.simd import emit_fma, zero
-from cpu_fallback.lanes.vector import BYTES, F32, I32, constant, op, spread
+from cpu_fallback.lanes.simd import emit_fma
+from cpu_fallback.lanes.vector import (
+    BYTES,
+    F32,
+    FLOAT,
+    I32,
+    INT32,
+    INT64,
+    caller,
+    constant,
+    number,
+    op,
+    spread,
+)
 from cpu_fallback.ops.bind import BoundCall, share
 from cpu_fallback.ops.finish import expect, write_rows
 from cpu_fallback.ops.linear import multiply_tiles, panels_room
@@ -54,7 +55,6 @@ _BLOCK = 16
 """Bytes of what the scratch knows of a block: its first quad, its last one, -8 times its codes."""
 _ENTRY = 5
 """Bytes of a live column in the scratch: i32 place of its row in a panel, i8 code."""
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
 _SIZE = {"f32": 4, "f16": 2, "bf16": 2}
 
 Skipped = NamedTuple(
@@ -89,10 +89,6 @@ Attributes:
 """
 
 
-def _i64(value: int) -> ir.Constant:
-    return ir.Constant(_I64, value)
-
-
 def _interleave(b: Any, left: Any, right: Any, width: int, high: int) -> Any:
     """Emit elements of `width` bytes of two vectors in turn, of one half of each quarter."""
     count = LINE // width
@@ -103,7 +99,7 @@ def _interleave(b: Any, left: Any, right: Any, width: int, high: int) -> Any:
         for i in range(quarter // 2):
             at = q * quarter + high * quarter // 2 + i
             lanes += [at, count + at]
-    mask = ir.Constant(ir.VectorType(_I32, count), lanes)
+    mask = ir.Constant(ir.VectorType(INT32, count), lanes)
     mixed = b.shuffle_vector(b.bitcast(left, kind), b.bitcast(right, kind), mask)
     return b.bitcast(mixed, BYTES.llvm)
 
@@ -138,27 +134,27 @@ class _Cursor:
 
     def __init__(self, b: Any, state: Any, panel: Any, width: Any, last: Any) -> None:
         self._b, self._state, self._panel, self._width, self._last = b, state, panel, width, last
-        self._entry = cgutils.alloca_once_value(b, emit_load(b, _I64, state))
-        self._line = cgutils.alloca_once_value(b, emit_load(b, _I64, b.add(state, _i64(8))))
+        self._entry = cgutils.alloca_once_value(b, emit_load(b, INT64, state))
+        self._line = cgutils.alloca_once_value(b, emit_load(b, INT64, b.add(state, number(8))))
 
     def ask(self) -> None:
         """Emit a request for four lines, and go on."""
         b, entry, line = self._b, self._b.load(self._entry), self._b.load(self._line)
         at = b.add(self._panel, line)
         for i in range(_QUAD):
-            offset = b.sext(emit_load(b, _I32, b.add(entry, _i64(4 * i))), _I64)
+            offset = b.sext(emit_load(b, INT32, b.add(entry, number(4 * i))), INT64)
             emit_prefetch(b, b.add(at, offset))
-        line = b.add(line, _i64(LINE))
+        line = b.add(line, number(LINE))
         ended = b.icmp_signed("==", line, self._width)
-        b.store(b.select(ended, _i64(0), line), self._line)
-        further = b.add(entry, b.select(ended, _i64(4 * _QUAD), _i64(0)))
+        b.store(b.select(ended, number(0), line), self._line)
+        further = b.add(entry, b.select(ended, number(4 * _QUAD), number(0)))
         past = b.icmp_signed(">", further, self._last)
         b.store(b.select(past, self._last, further), self._entry)
 
     def save(self) -> None:
         """Emit what keeps it for the next chunk."""
         emit_store(self._b, self._b.load(self._entry), self._state)
-        emit_store(self._b, self._b.load(self._line), self._b.add(self._state, _i64(8)))
+        emit_store(self._b, self._b.load(self._line), self._b.add(self._state, number(8)))
 
 
 def _chunk_of(scale: str) -> Any:
@@ -173,31 +169,31 @@ def _chunk_of(scale: str) -> Any:
         sums = [cgutils.alloca_once(b, I32.llvm) for _ in range(8)]
         for slot in parts:
             b.store(constant(F32, 0.0), slot)
-        line = b.add(panel, b.mul(place, _i64(LINE)))
-        first = b.add(panel, b.mul(place, _i64(CHUNK * _SIZE[scale])))
+        line = b.add(panel, b.mul(place, number(LINE)))
+        first = b.add(panel, b.mul(place, number(CHUNK * _SIZE[scale])))
         with cgutils.for_range(b, count) as outer:
-            here = b.add(blocks, b.mul(outer.index, _i64(_BLOCK)))
-            begin, end, start = (emit_load(b, _I32, b.add(here, _i64(4 * i))) for i in range(3))
+            here = b.add(blocks, b.mul(outer.index, number(_BLOCK)))
+            begin, end, start = (emit_load(b, INT32, b.add(here, number(4 * i))) for i in range(3))
             start = spread(b, I32, start)
             for i, slot in enumerate(sums):
                 by = constant(I32, _SHIFTED if i >= 4 else 0)
                 b.store(b.shl(start, by), slot)
-            begin, end = b.sext(begin, _I64), b.sext(end, _I64)
-            with cgutils.for_range_slice(b, begin, end, _i64(_QUAD), inc=True) as (i, _):
-                at = b.add(entries, b.mul(i, _i64(4)))
+            begin, end = b.sext(begin, INT64), b.sext(end, INT64)
+            with cgutils.for_range_slice(b, begin, end, number(_QUAD), inc=True) as (i, _):
+                at = b.add(entries, b.mul(i, number(4)))
                 lines = []
                 for r in range(_QUAD):
-                    offset = b.sext(emit_load(b, _I32, b.add(at, _i64(4 * r))), _I64)
+                    offset = b.sext(emit_load(b, INT32, b.add(at, number(4 * r))), INT64)
                     lines.append(emit_load(b, BYTES.llvm, b.add(line, offset)))
-                four = emit_load(b, _I32, b.add(codes, i))
+                four = emit_load(b, INT32, b.add(codes, i))
                 x = b.bitcast(spread(b, I32, four), BYTES.llvm)
                 for slot, weights in zip(sums, _operands(b, lines), strict=True):
                     b.store(_emit_dot(b, b.load(slot), weights, x), slot)
                 cursor.ask()
-            head = b.sub(b.add(entries, b.mul(begin, _i64(4))), _i64(4 * heads))
-            scales = b.add(first, b.sext(emit_load(b, _I32, head), _I64))
+            head = b.sub(b.add(entries, b.mul(begin, number(4))), number(4 * heads))
+            scales = b.add(first, b.sext(emit_load(b, INT32, head), INT64))
             for i, (part, slot) in enumerate(zip(parts, sums, strict=True)):
-                factor = emit_scales(b, scale, b.add(scales, _i64(16 * _SIZE[scale] * i)))
+                factor = emit_scales(b, scale, b.add(scales, number(16 * _SIZE[scale] * i)))
                 value = b.load(slot)
                 if i >= 4 and _SHIFTED:
                     value = b.ashr(value, constant(I32, _SHIFTED))
@@ -205,13 +201,16 @@ def _chunk_of(scale: str) -> Any:
                 b.store(emit_fma(b, value, factor, b.load(part)), part)
             for _ in range(heads // _QUAD):
                 cursor.ask()
-        factor = spread(b, F32, emit_load(b, ir.FloatType(), x_scale))
+        factor = spread(b, F32, emit_load(b, FLOAT, x_scale))
         for i, part in enumerate(parts):
-            at = b.add(total, _i64(64 * i))
+            at = b.add(total, number(64 * i))
             emit_store(b, emit_fma(b, b.load(part), factor, emit_load(b, F32.llvm, at)), at)
         cursor.save()
 
     return chunk
+
+
+_call_skip = caller(10)
 
 
 @cache
@@ -220,7 +219,7 @@ def skip_of(scale: str) -> Kernel:
     chunk = _chunk_of(scale)
 
     def product(panel, blocks, count, per_group, entries, codes, chunks, x_scale, totals, state):
-        last = read_i64(state + 24)
+        last = v.read_i64(state + 24)
         block = 0
         while block < count:  # a range of variable steps might raise
             few = min(per_group, count - block)
@@ -241,18 +240,7 @@ def skip_of(scale: str) -> Kernel:
             x_scale += 4
             block += few
 
-    kernel = Kernel(product)
-    kernel.name = f"row_skip.{scale}"
-    return kernel
-
-
-@op(void, i64, i64, i64, i64, i64, i64, i64, i64, i64, i64, i64)
-def _call_skip(b, kernel, panel, blocks, count, per_group, entries, codes, chunks, x_scale, totals,
-               state):  # fmt: skip
-    """Call such a kernel at an address."""
-    args = [panel, blocks, count, per_group, entries, codes, chunks, x_scale, totals, state]
-    kind = ir.FunctionType(ir.VoidType(), [_I64] * len(args))
-    b.call(b.inttoptr(kernel, kind.as_pointer()), args)
+    return Kernel(product, name=f"row_skip.{scale}")
 
 
 @device
@@ -262,24 +250,24 @@ def _list(a, blocks, entries, codes):
     for block in range(a.blocks):
         first, column = block * a.record, block * a.block
         for i in range(a.heads):
-            write_i32(entries + 4 * n, first + i * row_bytes)
+            v.write_i32(entries + 4 * n, first + i * row_bytes)
             n += 1
         begin, total = n, 0
         first += a.heads * row_bytes
         for i in range(min(a.block, a.K - column)):
-            code = read_i8(a.x + column + i)
-            write_i32(entries + 4 * n, first + i * row_bytes)
-            write_u8(codes + n, code)
+            code = v.read_i8(a.x + column + i)
+            v.write_i32(entries + 4 * n, first + i * row_bytes)
+            v.write_u8(codes + n, code)
             n += code != 0
             total += code
         while n & 3:
-            write_i32(entries + 4 * n, first)
-            write_u8(codes + n, 0)
+            v.write_i32(entries + 4 * n, first)
+            v.write_u8(codes + n, 0)
             n += 1
         here = blocks + _BLOCK * block
-        write_i32(here, begin)
-        write_i32(here + 4, n)
-        write_i32(here + 8, -8 * total)
+        v.write_i32(here, begin)
+        v.write_i32(here + 4, n)
+        v.write_i32(here + 8, -8 * total)
     return n
 
 
@@ -302,22 +290,22 @@ def skip_columns(a, rank, size, scratch):
     panel_bytes = a.blocks * a.record
     if not is_filled(a.rec, a.ctl, scratch, -1):
         n = _list(a, blocks, entries, codes)
-        write_i64(state + 16, n)
+        v.write_i64(state + 16, n)
         for i in range(min(a.lead, n)):  # the next panel's
-            write_i32(entries + 4 * (n + i), read_i32(entries + 4 * i) + panel_bytes)
-    n = read_i64(state + 16)
+            v.write_i32(entries + 4 * (n + i), v.read_i32(entries + 4 * i) + panel_bytes)
+    n = v.read_i64(state + 16)
     lead = min(a.lead, n)
     for i in range(lead):
-        at = a.rows + first * panel_bytes + read_i32(entries + 4 * i)
+        at = a.rows + first * panel_bytes + v.read_i32(entries + 4 * i)
         for line in range(a.chunks):
-            prefetch(at + LINE * line)
+            v.prefetch(at + LINE * line)
     for panel in range(first, last):
         for i in range(0, wide, 16):
-            store_f32(totals + 4 * i, zero())
+            v.store_f32(totals + 4 * i, v.zero())
         end = n + lead if panel + 1 < last else n
-        write_i64(state, entries + 4 * min(lead, end - 4))
-        write_i64(state + 8, 0)
-        write_i64(state + 24, entries + 4 * (end - 4))
+        v.write_i64(state, entries + 4 * min(lead, end - 4))
+        v.write_i64(state + 8, 0)
+        v.write_i64(state + 24, entries + 4 * (end - 4))
         _call_skip(
             a.skip,
             a.rows + panel * panel_bytes,

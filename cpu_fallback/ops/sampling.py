@@ -11,54 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from clocher_kernels.ops.sampling import NO_TOKEN, NONE_ALLOWED
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
-from cpu_fallback.lanes.maths import (
-    boltzmann,
-    lowest_bit,
-    mask_bits,
-    ones64,
-    read_f64,
-    store_f64,
-    uniform,
-    write_f64,
-)
-from cpu_fallback.lanes.memory import (
-    load_f32,
-    load_f32_n,
-    read_f32,
-    read_i32,
-    read_i64,
-    read_u16,
-    store_f32,
-    store_i32,
-    write_i32,
-    write_i64,
-)
 from cpu_fallback.lanes.record import executes, reader
-from cpu_fallback.lanes.simd import (
-    add,
-    bits_i32,
-    eq,
-    first,
-    fma,
-    hmax,
-    hsum,
-    iadd,
-    iand,
-    ieq,
-    ilt,
-    ior,
-    iota,
-    iselect,
-    isplat,
-    isub,
-    izero,
-    maximum,
-    select,
-    shr,
-    splat,
-    zero,
-)
 from cpu_fallback.ops.bind import BoundCall, share, within
 from cpu_fallback.team.tape import Launch
 
@@ -84,35 +39,35 @@ candidates_at = reader(Candidates)
 
 
 @device
-def _largest(row, v):
-    """Return the largest of v values, NaN if one of them is NaN or infinite."""
-    lowest = splat(_LOWEST)
+def _largest(row, count):
+    """Return the largest of count values, NaN if one of them is NaN or infinite."""
+    lowest = v.splat(_LOWEST)
     a, b, c, d = lowest, lowest, lowest, lowest
-    e, f = zero(), zero()
-    for i in range(0, v - 63, 64):
+    e, f = v.zero(), v.zero()
+    for i in range(0, count - 63, 64):
         at = row + 4 * i
-        p, q, r, s = load_f32(at), load_f32(at + 64), load_f32(at + 128), load_f32(at + 192)
-        a, b, c, d = maximum(p, a), maximum(q, b), maximum(r, c), maximum(s, d)
+        p, q, r, s = v.load_f32(at), v.load_f32(at + 64), v.load_f32(at + 128), v.load_f32(at + 192)
+        a, b, c, d = v.maximum(p, a), v.maximum(q, b), v.maximum(r, c), v.maximum(s, d)
         # Zero times what is not finite is NaN, which no sum loses.
-        e, f = fma(r, zero(), fma(p, zero(), e)), fma(s, zero(), fma(q, zero(), f))
-    i = v & -64
-    while i < v:
-        n = min(16, v - i)
-        p = load_f32_n(row + 4 * i, n)
-        a, e = maximum(select(first(n), p, lowest), a), fma(p, zero(), e)
+        e, f = v.fma(r, v.zero(), v.fma(p, v.zero(), e)), v.fma(s, v.zero(), v.fma(q, v.zero(), f))
+    i = count & -64
+    while i < count:
+        n = min(16, count - i)
+        p = v.load_f32_n(row + 4 * i, n)
+        a, e = v.maximum(v.select(v.first(n), p, lowest), a), v.fma(p, v.zero(), e)
         i += 16
-    return hmax(maximum(maximum(a, b), maximum(c, d))) + hsum(add(e, f))
+    return v.hmax(v.maximum(v.maximum(a, b), v.maximum(c, d))) + v.hsum(v.add(e, f))
 
 
 @device
-def _greedy(row, v, top):
+def _greedy(row, count, top):
     """Return the index of the first value that is the largest."""
-    for i in range(0, v - 15, 16):
-        found = mask_bits(eq(load_f32(row + 4 * i), splat(top)))
+    for i in range(0, count - 15, 16):
+        found = v.mask_bits(v.eq(v.load_f32(row + 4 * i), v.splat(top)))
         if found:
-            return i + lowest_bit(found)
-    for i in range(v & -16, v):
-        if read_f32(row + 4 * i) == top:
+            return i + v.lowest_bit(found)
+    for i in range(count & -16, count):
+        if v.read_f32(row + 4 * i) == top:
             return i
     return 0
 
@@ -120,16 +75,16 @@ def _greedy(row, v, top):
 @device
 def _keys(x):
     """Map fp32 lanes to int32 lanes of the same order; both zeros become 0."""
-    code = bits_i32(add(x, zero()))
-    magnitude = iand(code, isplat(0x7FFFFFFF))
-    negative = ior(isub(isplat(0x7FFFFFFF), magnitude), isplat(_SIGN))
-    return iselect(ilt(code, izero()), negative, code)
+    code = v.bits_i32(v.add(x, v.zero()))
+    magnitude = v.iand(code, v.isplat(0x7FFFFFFF))
+    negative = v.ior(v.isub(v.isplat(0x7FFFFFFF), magnitude), v.isplat(_SIGN))
+    return v.iselect(v.ilt(code, v.izero()), negative, code)
 
 
 @device
 def _key(address):
     """Do that for one fp32, plus 2^31: a number in 0 .. 2^32 - 1."""
-    code = read_i32(address)
+    code = v.read_i32(address)
     if code == -_SIGN:
         code = 0
     if code < 0:
@@ -138,24 +93,24 @@ def _key(address):
 
 
 @device
-def _arrays(v, scratch):
-    """Lay out the arrays of at most v candidates; return their record."""
-    room = (v + 15) & -16
+def _arrays(count, scratch):
+    """Lay out the arrays of at most count candidates; return their record."""
+    room = (count + 15) & -16
     x = scratch + _ARRAYS
-    write_i64(scratch, x)
-    write_i64(scratch + 8, x + 4 * room)
-    write_i64(scratch + 16, x + 8 * room)
+    v.write_i64(scratch, x)
+    v.write_i64(scratch + 8, x + 4 * room)
+    v.write_i64(scratch + 16, x + 8 * room)
     return candidates_at(scratch)
 
 
 @device
-def _candidates(row, v, scratch):
+def _candidates(row, count, scratch):
     """Make every token a candidate of weight 1."""
-    x, ids, weights = _arrays(v, scratch)
-    for i in range(0, v, 16):
-        store_f32(x + 4 * i, load_f32_n(row + 4 * i, min(16, v - i)))
-        store_i32(ids + 4 * i, iadd(iota(), isplat(i)))
-        store_f64(weights + 8 * i, ones64())
+    x, ids, weights = _arrays(count, scratch)
+    for i in range(0, count, 16):
+        v.store_f32(x + 4 * i, v.load_f32_n(row + 4 * i, min(16, count - i)))
+        v.store_i32(ids + 4 * i, v.iadd(v.iota(), v.isplat(i)))
+        v.store_f64(weights + 8 * i, v.ones64())
 
 
 @device
@@ -165,23 +120,23 @@ def _present(count):
 
 
 @device
-def _allowed_candidates(row, v, mask, scratch):
+def _allowed_candidates(row, count, mask, scratch):
     """Make the tokens that a mask allows candidates of weight 1; return how many these are."""
-    x, ids, weights = _arrays(v, scratch)
+    x, ids, weights = _arrays(count, scratch)
     n = np.int64(0)
-    for i in range(0, v, 16):
-        lanes = read_u16(mask + (i >> 3)) & _present(v - i)
+    for i in range(0, count, 16):
+        lanes = v.read_u16(mask + (i >> 3)) & _present(count - i)
         if lanes == 0xFFFF:
-            store_f32(x + 4 * n, load_f32(row + 4 * i))
-            store_i32(ids + 4 * n, iadd(iota(), isplat(i)))
-            store_f64(weights + 8 * n, ones64())
+            v.store_f32(x + 4 * n, v.load_f32(row + 4 * i))
+            v.store_i32(ids + 4 * n, v.iadd(v.iota(), v.isplat(i)))
+            v.store_f64(weights + 8 * n, v.ones64())
             n, lanes = n + 16, 0
         while lanes:
-            j = i + lowest_bit(lanes)
+            j = i + v.lowest_bit(lanes)
             lanes &= lanes - 1
-            write_i32(x + 4 * n, read_i32(row + 4 * j))
-            write_i32(ids + 4 * n, j)
-            write_f64(weights + 8 * n, np.float64(1))
+            v.write_i32(x + 4 * n, v.read_i32(row + 4 * j))
+            v.write_i32(ids + 4 * n, j)
+            v.write_f64(weights + 8 * n, np.float64(1))
             n += 1
     return n
 
@@ -192,29 +147,28 @@ def _gather(scratch, n, target):
 
     A radix selection finds where the walk ends, 8 bits of the key at a time; if all together do
     not weigh enough, it ends at the last. `target` must be positive, so one is kept.
-
-    Returns:
-        How many are kept.
     """
     listed, bins = candidates_at(scratch), scratch + 64
     x, weights = listed.x, listed.weights
     prefix, above = np.int64(0), np.float64(0)
     for shift in range(24, -1, -8):
         for digit in range(_BINS):
-            write_f64(bins + 8 * digit, np.float64(0))
+            v.write_f64(bins + 8 * digit, np.float64(0))
         for i in range(0, n, 16):
-            keys = iadd(_keys(load_f32(x + 4 * i)), isplat(_SIGN))
+            keys = v.iadd(_keys(v.load_f32(x + 4 * i)), v.isplat(_SIGN))
             # Two shifts, for one by 32 is undefined.
-            lanes = mask_bits(ieq(shr(shr(keys, shift), 8), isplat(prefix))) & _present(n - i)
+            lanes = v.mask_bits(v.ieq(v.shr(v.shr(keys, shift), 8), v.isplat(prefix))) & _present(
+                n - i
+            )
             while lanes:
-                j = i + lowest_bit(lanes)
+                j = i + v.lowest_bit(lanes)
                 lanes &= lanes - 1
                 at = bins + 8 * ((_key(x + 4 * j) >> shift) & 255)
-                write_f64(at, read_f64(at) + read_f64(weights + 8 * j))
+                v.write_f64(at, v.read_f64(at) + v.read_f64(weights + 8 * j))
         chosen, total = np.int64(0), above
         for back in range(_BINS):
             digit = _BINS - 1 - back
-            weight = read_f64(bins + 8 * digit)
+            weight = v.read_f64(bins + 8 * digit)
             if weight > 0 and total < target:
                 chosen, above = digit, total
                 total += weight
@@ -229,16 +183,16 @@ def _keep(scratch, n, last, above, target):
     x, ids, weights = listed.x, listed.ids, listed.weights
     kept = np.int64(0)
     for i in range(0, n, 16):
-        below = mask_bits(ilt(_keys(load_f32(x + 4 * i)), isplat(last - _SIGN)))
+        below = v.mask_bits(v.ilt(_keys(v.load_f32(x + 4 * i)), v.isplat(last - _SIGN)))
         lanes = ~below & _present(n - i)
         while lanes:
-            j = i + lowest_bit(lanes)
+            j = i + v.lowest_bit(lanes)
             lanes &= lanes - 1
-            weight, tie = read_f64(weights + 8 * j), _key(x + 4 * j) == last
+            weight, tie = v.read_f64(weights + 8 * j), _key(x + 4 * j) == last
             if not tie or above < target:
-                write_i32(ids + 4 * kept, read_i32(ids + 4 * j))
-                write_f64(weights + 8 * kept, weight)
-                write_i32(x + 4 * kept, read_i32(x + 4 * j))
+                v.write_i32(ids + 4 * kept, v.read_i32(ids + 4 * j))
+                v.write_f64(weights + 8 * kept, weight)
+                v.write_i32(x + 4 * kept, v.read_i32(x + 4 * j))
                 kept += 1
             if tie:
                 above += weight
@@ -250,8 +204,8 @@ def _accumulate(scratch, n):
     """Replace weights by their running sums, in order, and return the last."""
     weights, total = candidates_at(scratch).weights, np.float64(0)
     for i in range(n):
-        total += read_f64(weights + 8 * i)
-        write_f64(weights + 8 * i, total)
+        total += v.read_f64(weights + 8 * i)
+        v.write_f64(weights + 8 * i, total)
     return total
 
 
@@ -259,26 +213,26 @@ def _accumulate(scratch, n):
 def _drawn(a, r, n, top, temperature, scratch):
     """Return the id of one of n candidates of row r; `top` is the largest logit."""
     x, ids, weights = candidates_at(scratch)
-    top_k, top_p = read_i32(a.top_k + 4 * r), read_f32(a.top_p + 4 * r)
+    top_k, top_p = v.read_i32(a.top_k + 4 * r), v.read_f32(a.top_p + 4 * r)
     if 0 < top_k < n:
         n = _gather(scratch, n, np.float64(top_k))
     for i in range(0, n, 16):
-        store_f64(weights + 8 * i, boltzmann(load_f32(x + 4 * i), top, temperature))
+        v.store_f64(weights + 8 * i, v.boltzmann(v.load_f32(x + 4 * i), top, temperature))
     if top_p < np.float32(1):
         total = np.float64(0)
         for i in range(n):
-            total += read_f64(weights + 8 * i)
+            total += v.read_f64(weights + 8 * i)
         n = _gather(scratch, n, max(np.float64(top_p) * total, _LEAST))
-    number = uniform(read_i64(a.seeds + 8 * r), read_i32(a.draws + 4 * r))
+    number = v.uniform(v.read_i64(a.seeds + 8 * r), v.read_i32(a.draws + 4 * r))
     target = number * _accumulate(scratch, n)
     low, high = np.int64(0), n - 1
     while low < high:
         middle = (low + high) >> 1
-        if read_f64(weights + 8 * middle) > target:
+        if v.read_f64(weights + 8 * middle) > target:
             high = middle
         else:
             low = middle + 1
-    return read_i32(ids + 4 * low)
+    return v.read_i32(ids + 4 * low)
 
 
 @device
@@ -291,7 +245,7 @@ def _allowed(a, r, mask, temperature, scratch):
     x, ids, _ = candidates_at(scratch)
     top = _largest(x, n)
     if temperature == np.float32(0):
-        return np.int64(read_i32(ids + 4 * _greedy(x, n, top)))
+        return np.int64(v.read_i32(ids + 4 * _greedy(x, n, top)))
     return np.int64(_drawn(a, r, n, top, temperature, scratch))
 
 
@@ -300,8 +254,8 @@ def sample(a, rank, size, scratch):
     """Choose a token per row, none where a logit is not finite; each thread has a range of rows."""
     begin, end = share(a.R, rank, size)
     for r in range(begin, end):
-        row, temperature = a.logits + 4 * r * a.V, read_f32(a.temperature + 4 * r)
-        mask, top = read_i32(a.masked + 4 * r), _largest(row, a.V)
+        row, temperature = a.logits + 4 * r * a.V, v.read_f32(a.temperature + 4 * r)
+        mask, top = v.read_i32(a.masked + 4 * r), _largest(row, a.V)
         if top != top:
             chosen = np.int64(NO_TOKEN)
         elif mask > 0:
@@ -311,7 +265,7 @@ def sample(a, rank, size, scratch):
         else:
             _candidates(row, a.V, scratch)
             chosen = _drawn(a, r, a.V, top, temperature, scratch)
-        write_i32(a.ids + 4 * r, chosen)
+        v.write_i32(a.ids + 4 * r, chosen)
 
 
 @executes("advance")
@@ -319,9 +273,9 @@ def advance(a, rank, size, scratch):
     """Make the sampled tokens the next step's tokens; each thread has a range of rows."""
     begin, end = share(a.R, rank, size)
     for r in range(begin, end):
-        t = read_i32(a.rows + 4 * r)
+        t = v.read_i32(a.rows + 4 * r)
         if 0 <= t < a.M:
-            write_i32(a.ids + 4 * t, max(read_i32(a.sampled + 4 * r), 0))
+            v.write_i32(a.ids + 4 * t, max(v.read_i32(a.sampled + 4 * r), 0))
             _increment(a.positions + 4 * t)
             _increment(a.ends + 4 * t)
         _increment(a.draws + 4 * r)
@@ -329,7 +283,7 @@ def advance(a, rank, size, scratch):
 
 @device
 def _increment(address):
-    write_i32(address, read_i32(address) + 1)
+    v.write_i32(address, v.read_i32(address) + 1)
 
 
 def _sample(call: BoundCall) -> list[Launch]:

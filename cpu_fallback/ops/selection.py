@@ -11,43 +11,9 @@ import numpy as np
 
 from clocher_kernels.errors import ShapeError
 from clocher_kernels.ops.selection import WORD
-from cpu_fallback.lanes.falling import exp_falling
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
-from cpu_fallback.lanes.maths import mask_bits, popcount
-from cpu_fallback.lanes.memory import (
-    load_f32,
-    load_f32_n,
-    load_i8,
-    prefetch,
-    read_f32,
-    read_i32,
-    read_i64,
-    store_f32,
-    store_f32_n,
-    write_f32,
-    write_i32,
-    write_i64,
-)
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.simd import (
-    absolute,
-    add,
-    eq,
-    first,
-    fma,
-    hmax,
-    hsum,
-    le,
-    lt,
-    maximum,
-    minimum,
-    mul,
-    select,
-    splat,
-    sub,
-    to_f32,
-    zero,
-)
 from cpu_fallback.ops.bind import BoundCall, share, within
 from cpu_fallback.ops.kv import kv_dtype, own_line, padded, page_of, read_lines
 from cpu_fallback.ops.page_scores import TILE, score_tile
@@ -80,20 +46,20 @@ def _bound(a, line, bounds, scratch):
     cells, d, pitch = a.T, a.D, 4 * padded(a.D)
     panel = scratch + 8 * cells
     for i in range(cells):
-        write_i64(scratch + 8 * i, line + i)
+        v.write_i64(scratch + 8 * i, line + i)
     read_lines(a.reader, a.k_cache, scratch, cells, d, panel)
     for i in range(0, d, 16):
-        high, low, odd = splat(-_LARGEST), splat(_LARGEST), zero()
+        high, low, odd = v.splat(-_LARGEST), v.splat(_LARGEST), v.zero()
         for cell in range(cells):
             if a.k_scale:  # a panel of codes
-                step = splat(read_f32(a.k_scale + 4 * (line + cell)))
-                x = mul(to_f32(load_i8(panel + cell * ((d + 31) & -32) + i)), step)
+                step = v.splat(v.read_f32(a.k_scale + 4 * (line + cell)))
+                x = v.mul(v.to_f32(v.load_i8(panel + cell * ((d + 31) & -32) + i)), step)
             else:
-                x = load_f32(panel + cell * pitch + 4 * i)
-            high, low, odd = maximum(x, high), minimum(x, low), fma(x, zero(), odd)
+                x = v.load_f32(panel + cell * pitch + 4 * i)
+            high, low, odd = v.maximum(x, high), v.minimum(x, low), v.fma(x, v.zero(), odd)
         n = min(16, d - i)
-        store_f32_n(bounds + 4 * i, add(high, odd), n)
-        store_f32_n(bounds + 4 * (d + i), add(low, odd), n)
+        v.store_f32_n(bounds + 4 * i, v.add(high, odd), n)
+        v.store_f32_n(bounds + 4 * (d + i), v.add(low, odd), n)
 
 
 class Chooser(NamedTuple):
@@ -112,22 +78,22 @@ def select_pages(a, rank, size, scratch):
     begin, end = share(a.M * a.H, rank, size)
     for unit in range(begin, end):
         t, head = unit // a.H, unit % a.H
-        cells, tree = a.B * a.cells, read_i64(a.ancestors + 8 * t)
-        shown = within(read_i32(a.ends + 4 * t), cells + 1)
+        cells, tree = a.B * a.cells, v.read_i64(a.ancestors + 8 * t)
+        shown = within(v.read_i32(a.ends + 4 * t), cells + 1)
         if cells - shown < 64:
             tree &= _below(cells - shown)
-        seen = (shown + popcount(tree) + a.cells - 1) // a.cells
+        seen = (shown + v.popcount(tree) + a.cells - 1) // a.cells
         old, list_at, listed = max(seen - a.last, 0), a.listed + 8 * unit * a.W, np.int64(0)
         for word in range(a.W):
             always = _run(0, min(a.first, seen), word) | _run(old, seen, word)
-            write_i64(list_at + 8 * word, always)
+            v.write_i64(list_at + 8 * word, always)
         if a.bounds and old > a.first:
             _choose(a, t, head, old, list_at, scratch)
         for word in range(a.W):
-            listed += popcount(read_i64(list_at + 8 * word))
+            listed += v.popcount(v.read_i64(list_at + 8 * word))
         count = a.counts + 16 * unit
-        write_i64(count, read_i64(count) + listed)
-        write_i64(count + 8, read_i64(count + 8) + seen)
+        v.write_i64(count, v.read_i64(count) + listed)
+        v.write_i64(count + 8, v.read_i64(count + 8) + seen)
 
 
 @device
@@ -151,10 +117,10 @@ def _choose(a, t, head, old, list_at, scratch):
     scores = scratch + 8 * (_rows(a.group) + TILE) * padded(a.D) + 64
     weights = scores + 4 * padded(a.B)
     _score(a, t, head, old, scratch, scores)
-    begin, left, top = np.int64(0), np.int64(old), splat(-_LARGEST)
+    begin, left, top = np.int64(0), np.int64(old), v.splat(-_LARGEST)
     for i in range(0, old, 16):
-        top = maximum(load_f32(scores + 4 * i), top)
-    highest = hmax(top)
+        top = v.maximum(v.load_f32(scores + 4 * i), top)
+    highest = v.hmax(top)
     cut = highest - a.margin
     if a.budget > 0:
         begin, left = np.int64(a.first), a.budget - a.first - a.last
@@ -177,7 +143,7 @@ def _choose(a, t, head, old, list_at, scratch):
             above |= equal & -equal
             equal &= equal - 1
             left -= 1
-        write_i64(list_at + 8 * word, read_i64(list_at + 8 * word) | above)
+        v.write_i64(list_at + 8 * word, v.read_i64(list_at + 8 * word) | above)
 
 
 @device
@@ -188,35 +154,35 @@ def _score(a, t, head, old, queries, scores):
         source = a.q + 4 * ((t * a.H + head) * group + row % group) * d
         target = queries + 8 * row * width
         for i in range(0, d, 16):
-            x = mul(load_f32_n(source + 4 * i, min(16, d - i)), splat(a.scale))
-            odd = fma(x, zero(), zero())  # `maximum` and `minimum` lose what is NaN
-            store_f32(target + 4 * i, add(maximum(x, zero()), odd))
-            store_f32(target + 4 * (width + i), minimum(x, zero()))
+            x = v.mul(v.load_f32_n(source + 4 * i, min(16, d - i)), v.splat(a.scale))
+            odd = v.fma(x, v.zero(), v.zero())  # `maximum` and `minimum` lose what is NaN
+            v.store_f32(target + 4 * i, v.add(v.maximum(x, v.zero()), odd))
+            v.store_f32(target + 4 * (width + i), v.minimum(x, v.zero()))
     places = queries + 8 * rows * width
     panel, more = places + 64, places + 32
-    slot = within(read_i32(a.slots + 4 * t), a.S)
+    slot = within(v.read_i32(a.slots + 4 * t), a.S)
     for page in range(0, old, TILE):
         for i in range(TILE):
             asked = _bounds_of(a, slot, min(page + i + _AHEAD, old - 1), head)
             for at in range(0, 8 * d, 64):
-                prefetch(asked + at)
+                v.prefetch(asked + at)
             bounds = _bounds_of(a, slot, min(page + i, old - 1), head)
             if d % 16:
                 _widen(bounds, panel + 8 * i * width, d)
                 bounds = panel + 8 * i * width
-            write_i64(places + 8 * i, bounds)
+            v.write_i64(places + 8 * i, bounds)
         score_tile(queries, places, 8 * width, scores + 4 * page)
         for row in range(TILE, rows, TILE):
             score_tile(queries + 8 * row * width, places, 8 * width, more)
             for i in range(TILE):
                 score = scores + 4 * (page + i)
-                x, y = read_f32(score), read_f32(more + 4 * i)
+                x, y = v.read_f32(score), v.read_f32(more + 4 * i)
                 if not y <= x:  # NaN stays
-                    write_f32(score, y if x == x else x)
+                    v.write_f32(score, y if x == x else x)
     for i in range(0, old, 16):
-        x = load_f32(scores + 4 * i)
-        x = select(le(absolute(x), splat(_LARGEST)), x, splat(_LARGEST))
-        store_f32(scores + 4 * i, select(first(old - i), x, splat(-_LARGEST)))
+        x = v.load_f32(scores + 4 * i)
+        x = v.select(v.le(v.absolute(x), v.splat(_LARGEST)), x, v.splat(_LARGEST))
+        v.store_f32(scores + 4 * i, v.select(v.first(old - i), x, v.splat(-_LARGEST)))
 
 
 @device
@@ -238,32 +204,32 @@ def _widen(bounds, panel, d):
     width = padded(d)
     for i in range(0, d, 16):
         n = min(16, d - i)
-        store_f32(panel + 4 * i, load_f32_n(bounds + 4 * i, n))
-        store_f32(panel + 4 * (width + i), load_f32_n(bounds + 4 * (d + i), n))
+        v.store_f32(panel + 4 * i, v.load_f32_n(bounds + 4 * i, n))
+        v.store_f32(panel + 4 * (width + i), v.load_f32_n(bounds + 4 * (d + i), n))
 
 
 @device
 def _weigh(scores, weights, begin, old, highest, falling):
     """Write what each page counts: 1, or e^score; 0 before the first and after the last."""
     for i in range(0, old, 16):
-        x = splat(np.float32(1))
+        x = v.splat(np.float32(1))
         if falling:
-            x = exp_falling(sub(load_f32(scores + 4 * i), splat(highest)))
+            x = v.exp_falling(v.sub(v.load_f32(scores + 4 * i), v.splat(highest)))
         if old - i < 16:
-            x = select(first(old - i), x, zero())
+            x = v.select(v.first(old - i), x, v.zero())
         if begin > i:
-            x = select(first(min(begin - i, 16)), zero(), x)
-        store_f32(weights + 4 * i, x)
+            x = v.select(v.first(min(begin - i, 16)), v.zero(), x)
+        v.store_f32(weights + 4 * i, x)
 
 
 @device
 def _sum(scores, weights, old, cut):
     """Return what the pages of a score count together that is not below a cut."""
-    total, bar = zero(), splat(cut)
+    total, bar = v.zero(), v.splat(cut)
     for i in range(0, old, 16):
-        x = select(le(bar, load_f32(scores + 4 * i)), load_f32(weights + 4 * i), zero())
-        total = add(total, x)
-    return hsum(total)
+        x = v.select(v.le(bar, v.load_f32(scores + 4 * i)), v.load_f32(weights + 4 * i), v.zero())
+        total = v.add(total, x)
+    return v.hsum(total)
 
 
 @device
@@ -283,26 +249,26 @@ def _cut(scores, weights, old, highest, goal):
 @device
 def _rank(x, number):
     """Return an integer that is larger for larger fp32."""
-    write_f32(number, x)
-    bits = read_i32(number)
+    v.write_f32(number, x)
+    bits = v.read_i32(number)
     return bits if bits >= 0 else bits ^ 0x7FFFFFFF
 
 
 @device
 def _ranked(rank, number):
     """Return the fp32 of a rank."""
-    write_i32(number, rank if rank >= 0 else rank ^ 0x7FFFFFFF)
-    return read_f32(number)
+    v.write_i32(number, rank if rank >= 0 else rank ^ 0x7FFFFFFF)
+    return v.read_f32(number)
 
 
 @device
 def _compared(scores, begin, old, cut, word):
     """Return the pages of a word that are above a cut, and those that are on it."""
-    above, equal, bar = np.int64(0), np.int64(0), splat(cut)
+    above, equal, bar = np.int64(0), np.int64(0), v.splat(cut)
     for i in range(64 * word, min(64 * word + 64, old), 16):
-        x = load_f32(scores + 4 * i)
-        above |= mask_bits(lt(bar, x)) << (i - 64 * word)
-        equal |= mask_bits(eq(bar, x)) << (i - 64 * word)
+        x = v.load_f32(scores + 4 * i)
+        above |= v.mask_bits(v.lt(bar, x)) << (i - 64 * word)
+        equal |= v.mask_bits(v.eq(bar, x)) << (i - 64 * word)
     within_run = _run(begin, old, word)
     return above & within_run, equal & within_run
 
@@ -312,7 +278,7 @@ def _above(scores, begin, old, cut):
     """Return how many pages are above a cut."""
     found = np.int64(0)
     for word in range((old + 63) // 64):
-        found += popcount(_compared(scores, begin, old, cut, word)[0])
+        found += v.popcount(_compared(scores, begin, old, cut, word)[0])
     return found
 
 

@@ -13,42 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from clocher_kernels.formats import Int4
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
-from cpu_fallback.lanes.memory import (
-    load_bytes_n,
-    load_f32,
-    load_f32_n,
-    load_i8_n,
-    load_i32,
-    prefetch,
-    read_f32,
-    read_i8,
-    read_i32,
-    read_i64,
-    store_bytes,
-    store_f32,
-    store_f32_n,
-    store_i32,
-    write_f32,
-    write_i32,
-    write_i64,
-    write_u8,
-)
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.simd import (
-    add,
-    iadd,
-    ihsum,
-    isplat,
-    isub,
-    izero,
-    lane,
-    mul,
-    splat,
-    sra,
-    to_f32,
-    zero,
-)
 from cpu_fallback.ops.activations import relu2
 from cpu_fallback.ops.bind import BoundCall, share
 from cpu_fallback.ops.finish import expect, write_rows
@@ -104,16 +71,16 @@ Attributes:
 def _ask(address, stride):
     """Ask for the lines of a neuron."""
     for i in range(0, stride, 64):
-        prefetch(address + i)
+        v.prefetch(address + i)
 
 
 @device
 def _code_sum(x, count):
     """Return the sum of codes."""
-    total = izero()
+    total = v.izero()
     for i in range(0, count, 16):
-        total = iadd(total, load_i8_n(x + i, min(16, count - i)))
-    return ihsum(total)
+        total = v.iadd(total, v.load_i8_n(x + i, min(16, count - i)))
+    return v.ihsum(total)
 
 
 @device
@@ -121,7 +88,7 @@ def _is_bounded(a):
     """Return whether no product can overflow, which would have to be seen."""
     largest = np.float32(0)
     for t in range(a.M):
-        scale = read_f32(a.x_scale + 4 * t) * a.factor
+        scale = v.read_f32(a.x_scale + 4 * t) * a.factor
         largest += abs(scale * np.float32(128 * a.K))
     return largest - largest == np.float32(0)
 
@@ -153,11 +120,11 @@ def gate_and_rows(a, rank, size, scratch):
         for i in range(16 * tile, min(16 * tile + 16, a.I)):
             lives = not bounded
             for t in range(a.M):
-                bits = read_i32(sums + 64 * t + 4 * (i & 15))
+                bits = v.read_i32(sums + 64 * t + 4 * (i & 15))
                 lives |= (bits > 0) | ((bits < 0) & (bits > _LOWEST))
-                write_i32(gates + 4 * (t * a.I + living), bits)
-                write_i32(a.y + 4 * (t * a.I + i), 0)
-            write_i64(found + 8 * living, i)
+                v.write_i32(gates + 4 * (t * a.I + living), bits)
+                v.write_i32(a.y + 4 * (t * a.I + i), 0)
+            v.write_i64(found + 8 * living, i)
             living += lives
     apart = np.int64(0)
     if LIVING * living <= 16 * (last - first):
@@ -168,23 +135,25 @@ def gate_and_rows(a, rank, size, scratch):
 @device
 def _hidden(gate, up):
     """Return relu2(gate) * up, zero always positive: skipped or not, the bits are the same."""
-    return add(mul(relu2(gate), up), zero())
+    return v.add(v.mul(relu2(gate), up), v.zero())
 
 
 @device
 def _rows(a, living, apart, found, gates, xs, surplus):
     """Write the neurons of a list; their rows are asked for `apart` neurons ahead, if not 0."""
     for i in range(living):
-        index = read_i64(found + 8 * i)
+        index = v.read_i64(found + 8 * i)
         if apart:
-            _ask(a.neurons + read_i64(found + 8 * min(i + apart, living - 1)) * a.stride, a.stride)
+            _ask(
+                a.neurons + v.read_i64(found + 8 * min(i + apart, living - 1)) * a.stride, a.stride
+            )
         for t in range(a.M):
             row = a.neurons + index * a.stride
             total = row_dot(row, xs + 4 * a.stride * t, a.stride >> 6)
             total -= surplus[1] if t else surplus[0]
-            up = splat(np.float32(total) * (read_f32(a.x_scale + 4 * t) * a.factor))
-            gate = splat(read_f32(gates + 4 * (t * a.I + i)))
-            write_f32(a.y + 4 * (t * a.I + index), lane(_hidden(gate, up), 0))
+            up = v.splat(np.float32(total) * (v.read_f32(a.x_scale + 4 * t) * a.factor))
+            gate = v.splat(v.read_f32(gates + 4 * (t * a.I + i)))
+            v.write_f32(a.y + 4 * (t * a.I + index), v.lane(_hidden(gate, up), 0))
 
 
 @executes("relu2_gate_up", Tiled)
@@ -204,8 +173,8 @@ def _nothing(a, token, tokens, row):
 def _write_gate(a, sums, first, tokens, row):
     """Write 16 rows of up to 16 tokens."""
     for t in range(tokens):
-        value = load_f32(sums + 64 * t)
-        store_f32_n(a.y + 4 * ((first + t) * a.I + row), value, min(16, a.I - row))
+        value = v.load_f32(sums + 64 * t)
+        v.store_f32_n(a.y + 4 * ((first + t) * a.I + row), value, min(16, a.I - row))
 
 
 @device
@@ -214,7 +183,7 @@ def _write_gated(a, sums, first, tokens, row):
     count = min(16, a.I - row)
     for t in range(tokens):
         at = a.y + 4 * ((first + t) * a.I + row)
-        store_f32_n(at, _hidden(load_f32_n(at, count), load_f32(sums + 64 * t)), count)
+        v.store_f32_n(at, _hidden(v.load_f32_n(at, count), v.load_f32(sums + 64 * t)), count)
 
 
 @device
@@ -226,7 +195,7 @@ def _arrange(x, k, target, lines):
         room = target + 256 * lines
         for i in range(0, 256, 64):
             left = max(0, min(64, k - 256 * (lines - 1) - i))
-            store_bytes(room + i, load_bytes_n(x + 256 * (lines - 1) + i, left))
+            v.store_bytes(room + i, v.load_bytes_n(x + 256 * (lines - 1) + i, left))
         arrange(room, target + 256 * (lines - 1))
 
 
@@ -240,7 +209,7 @@ def _are_few(a):
         living += nonzero(a.x + i, a.x + last + i)
         i += 64
     while i < a.K:
-        living += (read_i8(a.x + i) | read_i8(a.x + last + i)) != 0
+        living += (v.read_i8(a.x + i) | v.read_i8(a.x + last + i)) != 0
         i += 1
     return LIVING * living <= a.K
 
@@ -259,24 +228,24 @@ def add_parts(a, rank, size, scratch):
     codes, room = found + 8 * (a.K + AT_ONCE), a.K + AT_ONCE
     living, last = np.int64(0), (a.M - 1) * a.K
     for i in range(low, high):
-        one, other = read_i8(a.x + i), read_i8(a.x + last + i)
-        write_i64(found + 8 * living, a.neurons + i * a.stride)
-        write_u8(codes + living, one)
-        write_u8(codes + room + living, other)
+        one, other = v.read_i8(a.x + i), v.read_i8(a.x + last + i)
+        v.write_i64(found + 8 * living, a.neurons + i * a.stride)
+        v.write_u8(codes + living, one)
+        v.write_u8(codes + room + living, other)
         living += (one | other) != 0
     for i in range(living, (living + AT_ONCE - 1) // AT_ONCE * AT_ONCE):
-        write_i64(found + 8 * i, a.neurons)
-        write_u8(codes + i, 0)
-        write_u8(codes + room + i, 0)
+        v.write_i64(found + 8 * i, a.neurons)
+        v.write_u8(codes + i, 0)
+        v.write_u8(codes + room + i, 0)
     for t in range(a.M):
         sums = _part(a, rank, t)
-        write_i64(sums - _HEADER, _code_sum(a.x + t * a.K + low, high - low))
+        v.write_i64(sums - _HEADER, _code_sum(a.x + t * a.K + low, high - low))
         for i in range(0, 1024 * lines, 64):
-            store_i32(sums + i, izero())
+            v.store_i32(sums + i, v.izero())
     for i in range(0, living, AT_ONCE):
         if a.apart:
             for ahead in range(i + a.apart, min(i + a.apart + AT_ONCE, living)):
-                _ask(read_i64(found + 8 * ahead), a.stride)
+                _ask(v.read_i64(found + 8 * ahead), a.stride)
         for t in range(a.M):
             add_columns(found + 8 * i, codes + t * room + i, _part(a, rank, t), lines)
 
@@ -300,14 +269,14 @@ def write_parts(a, rank, size, scratch):
     for t in range(a.M):
         surplus = np.int64(0)
         for part in range(parts):
-            surplus += read_i64(_part(a, part, t) - _HEADER)
-        scale = splat(read_f32(a.x_scale + 4 * t) * a.factor)
+            surplus += v.read_i64(_part(a, part, t) - _HEADER)
+        scale = v.splat(v.read_f32(a.x_scale + 4 * t) * a.factor)
         for unit in range(first, last):
-            total = izero()
+            total = v.izero()
             for part in range(parts):
-                total = iadd(total, load_i32(_part(a, part, t) + 64 * unit))
-            total = isub(sra(total, SHIFTED * (unit & 3)), isplat(surplus))
-            store_f32(scratch + TILE_SUMS, mul(to_f32(total), scale))
+                total = v.iadd(total, v.load_i32(_part(a, part, t) + 64 * unit))
+            total = v.isub(v.sra(total, SHIFTED * (unit & 3)), v.isplat(surplus))
+            v.store_f32(scratch + TILE_SUMS, v.mul(v.to_f32(total), scale))
             write_rows(a, scratch + TILE_SUMS, t, 1, 16 * unit)
 
 

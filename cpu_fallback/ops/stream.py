@@ -16,24 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from llvmlite import ir
 
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.late import cgutils, i64, void
-from cpu_fallback.lanes.memory import (
-    emit_load,
-    emit_load_n,
-    emit_prefetch,
-    emit_store,
-    load_f32_n,
-    load_u8_n,
-    load_u16_n,
-    read_i64,
-    store_f32_n,
-    write_i64,
-)
-from cpu_fallback.lanes.narrow import from_bf16, from_e8m0, from_f16
-from cpu_fallback.lanes.simd import emit_fma, mul, splat, to_f32
-from cpu_fallback.lanes.vector import F32, LANES, op, pick, spread
+from cpu_fallback.lanes.memory import emit_load, emit_load_n, emit_prefetch, emit_store
+from cpu_fallback.lanes.simd import emit_fma
+from cpu_fallback.lanes.vector import F32, FLOAT, INT64, LANES, number, op, pick, spread
 from cpu_fallback.ops.bind import BoundCall
 from cpu_fallback.ops.decode import DECODERS, first_scale, weight_record
 from cpu_fallback.ops.decode_record import COLUMNS, PANEL_BYTES, ROWS, Weight, weight_at
@@ -55,7 +44,6 @@ FEW = 8
 LEAST_GROUP = 32
 """Columns that must share a scale, or a multiple of it: fewer do not pay."""
 
-_I64 = ir.IntType(64)
 _VECTOR = 4 * LANES
 WIDE = 4 if CURRENT.avx512 else 2 if CURRENT.registers == 8 else 1
 """Tiles for some tokens: rows and tokens."""
@@ -67,10 +55,6 @@ _AHEAD = 4096  # bytes of a row to ask for ahead of use
 _RUNS = PANEL_BYTES // (8 * ROWS)  # of columns with a scale; scales and zeros fit in the panel
 _ROW = 4 * _RUNS  # bytes from the scales of a row to those of the next
 _ZEROS = PANEL_BYTES // 2  # from a scale to its zero point
-
-
-def _i64(value: int) -> ir.Constant:
-    return ir.Constant(_I64, value)
 
 
 def _emit_tile(
@@ -93,8 +77,8 @@ def _emit_tile(
     """
     code = KINDS[kind]
     tiles = [(t, r) for t in range(len(xs)) for r in range(rows)]
-    lines = [b.add(w, b.mul(stride, _i64(r))) for r in range(rows)]
-    places = [b.add(acc, _i64(_VECTOR * (t * ROWS + r))) for t, r in tiles]
+    lines = [b.add(w, b.mul(stride, number(r))) for r in range(rows)]
+    places = [b.add(acc, number(_VECTOR * (t * ROWS + r))) for t, r in tiles]
     slots = [cgutils.alloca_once(b, F32.llvm) for _ in tiles]
     for slot, place in zip(slots, places, strict=True):
         b.store(code.arranged(b, emit_load(b, F32.llvm, place)), slot)
@@ -103,22 +87,22 @@ def _emit_tile(
     in_lines = code.bits > 8 or code.twice
     wide = lines_each * _LINE * 8 // code.bits if in_lines else LEAST_GROUP
     end = code.nbytes(b, left)
-    skip = b.mul(stride, _i64(rows - 1))
+    skip = b.mul(stride, number(rows - 1))
 
     def loop(start: Any, stop: Any, step: Any) -> Any:
-        return cgutils.for_range_slice(b, start, stop, step, _I64)
+        return cgutils.for_range_slice(b, start, stop, step, INT64)
 
-    with loop(_i64(0), k, run) as (first, _):
+    with loop(number(0), k, run) as (first, _):
         own: list[Any] = [None] * rows
         if code.factor:
             at = b.load(scale_at)
             for r in range(rows):
                 scale, zero = (
-                    spread(b, F32, emit_load(b, ir.FloatType(), b.add(at, _i64(r * _ROW + part))))
+                    spread(b, F32, emit_load(b, FLOAT, b.add(at, number(r * _ROW + part))))
                     for part in (0, _ZEROS)
                 )
                 own[r] = code.run(b, scale, zero)
-            b.store(b.add(at, _i64(4)), scale_at)
+            b.store(b.add(at, number(4)), scale_at)
 
         def step(r: int, offset: Any, load: Load) -> None:
             address = b.add(lines[r], code.nbytes(b, offset))
@@ -130,11 +114,11 @@ def _emit_tile(
             weights = code.twice(b, emit_load, address, 2 * LANES)
             for part in (0, LANES):
                 here = pick(b, weights, list(range(part, part + LANES)))
-                add(r, b.add(offset, _i64(part)), emit_load, b.fmul(here, own[r][0]))
+                add(r, b.add(offset, number(part)), emit_load, b.fmul(here, own[r][0]))
 
         def add(r: int, offset: Any, load: Load, weight: Any) -> None:
             for t, x in enumerate(xs):
-                there = load(b, F32.llvm, b.add(x, b.mul(offset, _i64(4))))
+                there = load(b, F32.llvm, b.add(x, b.mul(offset, number(4))))
                 activations = code.arranged(b, there)
                 slot = slots[t * rows + r]
                 b.store(emit_fma(b, weight, activations, b.load(slot)), slot)
@@ -142,26 +126,26 @@ def _emit_tile(
         beyond = b.add(first, run)
         last = b.select(b.icmp_signed("<", beyond, k), beyond, k)
         count = b.sub(last, first)
-        turns, whole = (b.add(first, b.and_(count, _i64(-n))) for n in (wide, LANES))
+        turns, whole = (b.add(first, b.and_(count, number(-n))) for n in (wide, LANES))
         # The processor's own prefetcher stops at the end of every page, and at that of every row.
-        with loop(first, turns, _i64(wide)) as (offset, _):
-            ahead = b.add(code.nbytes(b, offset), _i64(_AHEAD))
+        with loop(first, turns, number(wide)) as (offset, _):
+            ahead = b.add(code.nbytes(b, offset), number(_AHEAD))
             past = b.icmp_signed(">=", ahead, end)
-            ahead = b.add(ahead, b.select(past, skip, _i64(0)))
+            ahead = b.add(ahead, b.select(past, skip, number(0)))
             for r, line in enumerate(lines):
                 for part in range(0, lines_each * _LINE, _LINE):
-                    emit_prefetch(b, b.add(line, b.add(ahead, _i64(part))), level=1)
+                    emit_prefetch(b, b.add(line, b.add(ahead, number(part))), level=1)
                 for part in range(0, wide, LANES if code.twice is None else 2 * LANES):
                     if code.twice is None:
-                        step(r, b.add(offset, _i64(part)), emit_load)
+                        step(r, b.add(offset, number(part)), emit_load)
                     else:
-                        two_steps(r, b.add(offset, _i64(part)))
-        with loop(turns, whole, _i64(LANES)) as (offset, _):
+                        two_steps(r, b.add(offset, number(part)))
+        with loop(turns, whole, number(LANES)) as (offset, _):
             for r in range(rows):
                 step(r, offset, emit_load)
         tail = b.sub(last, whole)
-        with b.if_then(b.icmp_signed(">", tail, _i64(0))):
-            size = b.lshr(b.add(tail, _i64(1)), _i64(1)) if code.bits == 4 else tail
+        with b.if_then(b.icmp_signed(">", tail, number(0))):
+            size = b.lshr(b.add(tail, number(1)), number(1)) if code.bits == 4 else tail
 
             def part(b: Any, shape: ir.VectorType, address: Any) -> Any:
                 return emit_load_n(b, shape, address, tail if shape == F32.llvm else size)
@@ -187,12 +171,12 @@ def _tile(kind: str, rows: int, tokens: int) -> Any:
 def _numbers(kind, source, index, count):
     """Return up to 16 scales, fp32, of a kind of `decode._SCALES` that is stored."""
     if kind == 1:
-        return load_f32_n(source + 4 * index, count)
+        return v.load_f32_n(source + 4 * index, count)
     if kind == 2:
-        return from_f16(load_u16_n(source + 2 * index, count))
+        return v.from_f16(v.load_u16_n(source + 2 * index, count))
     if kind == 3:
-        return from_bf16(load_u16_n(source + 2 * index, count))
-    return from_e8m0(load_u8_n(source + index, count))
+        return v.from_bf16(v.load_u16_n(source + 2 * index, count))
+    return v.from_e8m0(v.load_u8_n(source + index, count))
 
 
 @device
@@ -202,14 +186,14 @@ def _fill_runs(weight, index, count, factor, out):
     for i in range(0, count, LANES):
         n, at = min(LANES, count - i), out + 4 * i
         if w.scale_kind == 0:
-            store_f32_n(at, splat(w.factor * factor), n)
+            v.store_f32_n(at, v.splat(w.factor * factor), n)
         else:
             scales = _numbers(w.scale_kind, w.scales, index + i, n)
-            store_f32_n(at, mul(scales, splat(factor)), n)
+            v.store_f32_n(at, v.mul(scales, v.splat(factor)), n)
         if w.zeros:
-            store_f32_n(at + _ZEROS, to_f32(load_u8_n(w.zeros + index + i, n)), n)
+            v.store_f32_n(at + _ZEROS, v.to_f32(v.load_u8_n(w.zeros + index + i, n)), n)
         else:
-            store_f32_n(at + _ZEROS, splat(np.float32(8)), n)
+            v.store_f32_n(at + _ZEROS, v.splat(np.float32(8)), n)
 
 
 def _stream(kind: str) -> Kernel:
@@ -230,7 +214,7 @@ def _stream(kind: str) -> Kernel:
         xs, acc, scales = scratch + XS, scratch + ACC, scratch + PANEL
         together = tokens
         if WIDE == 4 and tokens % 4 == 3:  # a fourth costs less than two and one
-            write_i64(xs + 8 * tokens, read_i64(xs))
+            v.write_i64(xs + 8 * tokens, v.read_i64(xs))
             together += 1
         clear(acc, together)
         run, most, done = columns, columns, 0
@@ -272,9 +256,7 @@ def _stream(kind: str) -> Kernel:
             k0 += k
         finish(acc, scratch + SUMS, tokens)
 
-    kernel = Kernel(stream)
-    kernel.name = f"stream.{kind}"
-    return kernel
+    return Kernel(stream, name=f"stream.{kind}")
 
 
 STREAMS = {kind: _stream(kind) for kind in KINDS}
@@ -282,15 +264,10 @@ STREAMS = {kind: _stream(kind) for kind in KINDS}
 
 
 class Stored(NamedTuple):
-    """A weight that is multiplied as it is stored.
+    """A weight that is multiplied as it is stored."""
 
-    Attributes:
-        product: address of its product kernel.
-        weight: its record.
-    """
-
-    product: int
-    weight: Weight
+    product: int  # address of its product kernel
+    weight: Weight  # its record
 
 
 def stored(call: BoundCall) -> Stored:

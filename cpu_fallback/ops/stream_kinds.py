@@ -11,13 +11,26 @@ from llvmlite import ir
 
 from clocher_kernels.dtypes import E2M1_VALUES
 from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.lanes.late import VecT
 from cpu_fallback.lanes.simd import emit_lookup
-from cpu_fallback.lanes.vector import F32, I32, LANES, VecT, constant, pick, spread
+from cpu_fallback.lanes.vector import (
+    F32,
+    FLOAT,
+    I32,
+    INT8,
+    INT16,
+    INT32,
+    INT64,
+    LANES,
+    constant,
+    number,
+    pick,
+    spread,
+)
 
-_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _HALF = ir.VectorType(ir.HalfType(), LANES)
-_SHORT = ir.VectorType(_I16, LANES)
-_WORDS = VecT(_I64, LANES // 2)
+_SHORT = ir.VectorType(INT16, LANES)
+_WORDS = VecT(INT64, LANES // 2)
 _BY_TWO = [lane // 2 + lane % 2 * 8 for lane in range(LANES)]  # two dwords, nibble by nibble
 
 Load = Callable[[Any, ir.VectorType, Any], Any]
@@ -37,18 +50,18 @@ def _f16(b: Any, load: Load, address: Any) -> Any:
 
 
 def _words(n: int, value: int) -> ir.Constant:
-    return ir.Constant(ir.VectorType(_I16, n), [value] * n)
+    return ir.Constant(ir.VectorType(INT16, n), [value] * n)
 
 
 def _widened(b: Any, half: Any) -> Any:
     """Emit fp32 of the bits of fp16."""
     halves = ir.VectorType(ir.HalfType(), half.type.count)
-    return b.fpext(b.bitcast(half, halves), ir.VectorType(ir.FloatType(), half.type.count))
+    return b.fpext(b.bitcast(half, halves), ir.VectorType(FLOAT, half.type.count))
 
 
 def _e5m2(b: Any, load: Load, address: Any, n: int = LANES) -> Any:
     """An e5m2 code is the upper byte of an fp16."""
-    codes = b.zext(load(b, ir.VectorType(_I8, n), address), ir.VectorType(_I16, n))
+    codes = b.zext(load(b, ir.VectorType(INT8, n), address), ir.VectorType(INT16, n))
     return _widened(b, b.shl(codes, _words(n, 8)))
 
 
@@ -57,18 +70,18 @@ def _e4m3(b: Any, load: Load, address: Any, n: int = LANES) -> Any:
 
     The scale makes up for it: powers of two move from one factor to the other without rounding.
     """
-    codes = b.sext(load(b, ir.VectorType(_I8, n), address), ir.VectorType(_I16, n))
+    codes = b.sext(load(b, ir.VectorType(INT8, n), address), ir.VectorType(INT16, n))
     return _widened(b, b.and_(b.shl(codes, _words(n, 7)), _words(n, 0xBFFF)))
 
 
 def _int8(b: Any, load: Load, address: Any) -> Any:
-    codes = b.sext(load(b, ir.VectorType(_I8, LANES), address), I32.llvm)
+    codes = b.sext(load(b, ir.VectorType(INT8, LANES), address), I32.llvm)
     return b.sitofp(codes, F32.llvm)
 
 
 def _code(b: Any, load: Load, address: Any) -> Any:
     """Emit 16 lanes with a 4-bit code each."""
-    pair = b.bitcast(load(b, ir.VectorType(_I8, 8), address), ir.VectorType(_I32, 2))
+    pair = b.bitcast(load(b, ir.VectorType(INT8, 8), address), ir.VectorType(INT32, 2))
     words = pick(b, pair, [lane // 8 for lane in range(LANES)])
     shifted = b.lshr(words, constant(I32, [lane % 8 * 4 for lane in range(LANES)]))
     return b.and_(shifted, constant(I32, 15))
@@ -90,7 +103,7 @@ def _mxfp4(b: Any, load: Load, address: Any, own: tuple[Any, Any]) -> Any:
 
 def _looked_up(b: Any, load: Load, address: Any, table: Any) -> Any:
     """Emit entries of a run's table of 16, in `_BY_TWO`; of an index its low 4 bits count."""
-    word = b.bitcast(load(b, ir.VectorType(_I8, 8), address), _I64)
+    word = b.bitcast(load(b, ir.VectorType(INT8, 8), address), INT64)
     words = b.bitcast(spread(b, _WORDS, word), I32.llvm)
     shifted = b.lshr(words, constant(I32, [lane // 2 * 4 for lane in range(LANES)]))
     return emit_lookup(b, table, shifted)
@@ -113,22 +126,15 @@ _E2M1 = constant(F32, [float(value) for value in E2M1_VALUES])
 
 
 class Kind(NamedTuple):
-    """How a kind of code is read.
+    """How a kind of code is read."""
 
-    Attributes:
-        decode: emits 16 columns from an address, given what `run` made.
-        bits: of a code.
-        factor: of the scales; 0 if there are none.
-        run: emits what all columns of a run need of its scale and zero point.
-        order: which of its 16 columns a lane has; None: its own.
-        twice: emits 32 columns at a time, where that takes fewer instructions.
-    """
-
-    decode: Decode
-    bits: int
-    factor: float = 0.0
+    decode: Decode  # emits 16 columns from an address, given what `run` made
+    bits: int  # of a code
+    factor: float = 0.0  # of the scales; 0 if there are none
+    # emits what all columns of a run need of its scale and zero point
     run: Callable[[Any, Any, Any], Any] = _plain
-    order: list[int] | None = None
+    order: list[int] | None = None  # which of its 16 columns a lane has; None: its own
+    # emits 32 columns at a time, where that takes fewer instructions
     twice: Callable[[Any, Load, Any, int], Any] | None = None
 
     def arranged(self, b: Any, vector: Any) -> Any:
@@ -146,8 +152,8 @@ class Kind(NamedTuple):
     def nbytes(self, b: Any, columns: Any) -> Any:
         """Emit the bytes of so many columns, an even number if they have 4 bits."""
         if self.bits == 4:
-            return b.lshr(columns, ir.Constant(_I64, 1))
-        return b.mul(columns, ir.Constant(_I64, self.bits // 8))
+            return b.lshr(columns, number(1))
+        return b.mul(columns, number(self.bits // 8))
 
 
 def _float(decode: Load) -> Decode:

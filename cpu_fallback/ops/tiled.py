@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from clocher_kernels.errors import ShapeError
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
-from cpu_fallback.lanes.memory import read_i64, write_i64
 from cpu_fallback.ops.bind import BoundCall
 from cpu_fallback.ops.finish import activation_of
 from cpu_fallback.ops.quantize import check_groups
@@ -53,41 +53,28 @@ def is_filled(rec, ctl, scratch, start):
         scratch: address of the thread's scratch memory.
         start: first token or pair of the panels.
     """
-    step = read_i64(ctl + 8 * EPOCH)
-    same = read_i64(scratch) == rec and read_i64(scratch + 8) == step
-    filled = same and read_i64(scratch + 16) == start
-    write_i64(scratch, rec)
-    write_i64(scratch + 8, step)
-    write_i64(scratch + 16, start)
+    step = v.read_i64(ctl + 8 * EPOCH)
+    same = v.read_i64(scratch) == rec and v.read_i64(scratch + 8) == step
+    filled = same and v.read_i64(scratch + 16) == start
+    v.write_i64(scratch, rec)
+    v.write_i64(scratch + 8, step)
+    v.write_i64(scratch + 16, start)
     return filled
 
 
 class Tiled(NamedTuple):
-    """A weight in tiles, and how the panels that it is multiplied by are made.
+    """A weight in tiles, and how the panels that it is multiplied by are made."""
 
-    Attributes:
-        product: address of the kernel that multiplies a tile by a panel.
-        tiles: address of the tiles.
-        tile_bytes: of one.
-        scales: activation scales of a row of q.
-        per_block: tokens or pairs whose panels stay in cache while the tiles are read.
-        kept: tokens or pairs whose panels are in the scratch memory at once.
-        per_token: bytes of a panel for each.
-        ahead: bytes of weights to ask for ahead of use.
-        form: how panels are filled.
-        activate: address of the activation of the sums, of ops that have one; 0 for none.
-    """
-
-    product: int
-    tiles: int
-    tile_bytes: int
-    scales: int
-    per_block: int
-    kept: int
-    per_token: int
-    ahead: int
-    form: Form
-    activate: int
+    product: int  # address of the kernel that multiplies a tile by a panel
+    tiles: int  # address of the tiles
+    tile_bytes: int  # of one
+    scales: int  # activation scales of a row of q
+    per_block: int  # tokens or pairs whose panels stay in cache while the tiles are read
+    kept: int  # tokens or pairs whose panels are in the scratch memory at once
+    per_token: int  # bytes of a panel for each
+    ahead: int  # bytes of weights to ask for ahead of use
+    form: Form  # how panels are filled
+    activate: int  # address of the activation of the sums, of ops that have one; 0 for none
 
 
 def panel_sizes(

@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from clocher_kernels.errors import DeviceError
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel
-from cpu_fallback.lanes.memory import load_i32, write_i64
-from cpu_fallback.lanes.simd import ihsum, ior, izero
 from cpu_fallback.team.large_pages import HUGE, allocate
 from cpu_fallback.team.sync import fetch_add, load_acquire, now_ns, wait_a_little
 
@@ -33,26 +32,28 @@ def read_lines(start, nbytes, passes, gate, threads, out):  # type: ignore[no-un
     while load_acquire(gate) < threads:
         wait_a_little(turn)
         turn += 1
-    a, b, c, d = izero(), izero(), izero(), izero()
-    e, f, g, h = izero(), izero(), izero(), izero()
+    a, b, c, d = v.izero(), v.izero(), v.izero(), v.izero()
+    e, f, g, h = v.izero(), v.izero(), v.izero(), v.izero()
     end = start + nbytes
-    write_i64(out, now_ns())
+    v.write_i64(out, now_ns())
     while passes > 0:
         at = start
         while at < end:
-            a = ior(a, load_i32(at))
-            b = ior(b, load_i32(at + 64))
-            c = ior(c, load_i32(at + 128))
-            d = ior(d, load_i32(at + 192))
-            e = ior(e, load_i32(at + 256))
-            f = ior(f, load_i32(at + 320))
-            g = ior(g, load_i32(at + 384))
-            h = ior(h, load_i32(at + 448))
+            a = v.ior(a, v.load_i32(at))
+            b = v.ior(b, v.load_i32(at + 64))
+            c = v.ior(c, v.load_i32(at + 128))
+            d = v.ior(d, v.load_i32(at + 192))
+            e = v.ior(e, v.load_i32(at + 256))
+            f = v.ior(f, v.load_i32(at + 320))
+            g = v.ior(g, v.load_i32(at + 384))
+            h = v.ior(h, v.load_i32(at + 448))
             at += 512
         passes -= 1
         # In the loop, for the compiler must not take one pass for all: a foreign call may write.
-        write_i64(out + 8, now_ns())
-    write_i64(out + 16, ihsum(ior(ior(ior(a, b), ior(c, d)), ior(ior(e, f), ior(g, h)))))
+        v.write_i64(out + 8, now_ns())
+    v.write_i64(
+        out + 16, v.ihsum(v.ior(v.ior(v.ior(a, b), v.ior(c, d)), v.ior(v.ior(e, f), v.ior(g, h))))
+    )
 
 
 _KERNEL = Kernel(read_lines)

@@ -10,26 +10,19 @@ class Hints:
     """Settings of the CPU back end that change speed and never results.
 
     None stands for the kernel's own choice.
-
-    Attributes:
-        prefetch_distance: bytes of weights to ask for ahead of use; 0 asks for none.
-        stream_block_bytes: stored bytes of weights that are decoded at a time for many tokens.
-        placement: where threads run.
-        hot_replicate: keep weights that every step reads once per socket.
-        hot_limit: bytes of the copies of one socket, 0 for no limit.
-        copied: weights to copy into large pages if they lie in a mapped file and have no tiles.
-        adaptive: let threads sit out while others take their cores away.
-        stamped: write the time between launches (`stamps`).
     """
 
+    # bytes of weights to ask for ahead of use; 0 asks for none
     prefetch_distance: int | None = None
+    # stored bytes of weights that are decoded at a time for many tokens
     stream_block_bytes: int | None = None
-    placement: Placement = field(default_factory=Placement)
-    hot_replicate: bool = False
-    hot_limit: int = 0
+    placement: Placement = field(default_factory=Placement)  # where threads run
+    hot_replicate: bool = False  # keep weights that every step reads once per socket
+    hot_limit: int = 0  # bytes of the copies of one socket, 0 for no limit
+    # weights to copy into large pages if they lie in a mapped file and have no tiles
     copied: frozenset[str] = frozenset()
-    adaptive: bool = True
-    stamped: bool = False
+    adaptive: bool = True  # let threads sit out while others take their cores away
+    stamped: bool = False  # write the time between launches (`stamps`)
 
 
 class Asked:

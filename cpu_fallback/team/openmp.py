@@ -15,30 +15,23 @@ from typing import NamedTuple, Self
 import numpy as np
 from llvmlite import ir
 
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel
 from cpu_fallback.lanes.late import i64, void
-from cpu_fallback.lanes.memory import read_i64, write_i64
-from cpu_fallback.lanes.vector import op
+from cpu_fallback.lanes.vector import INT32, INT64, VOID, call_at, op
 from cpu_fallback.team import sync
 from cpu_fallback.team.sync import now_ns
 from cpu_fallback.team.tape import begin, walk
 
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
 _PARALLEL, _RANK, _SIZE, _BODY = range(sync.STOP + 1, sync.STOP + 5)
 
 
 class OpenMP(NamedTuple):
-    """Addresses of a runtime's functions.
+    """Addresses of a runtime's functions."""
 
-    Attributes:
-        parallel: `GOMP_parallel`.
-        rank: `omp_get_thread_num`.
-        size: `omp_get_num_threads`.
-    """
-
-    parallel: int
-    rank: int
-    size: int
+    parallel: int  # `GOMP_parallel`
+    rank: int  # `omp_get_thread_num`
+    size: int  # `omp_get_num_threads`
 
     @classmethod
     def of(cls, library: str) -> Self | None:
@@ -58,20 +51,15 @@ class OpenMP(NamedTuple):
 
 @op(void, i64, i64, i64, i64)
 def _open_region(b, address, body, ctl, size):
-    kind = ir.FunctionType(ir.VoidType(), [_I64, _I64, _I32, _I32])
-    arguments = [body, ctl, b.trunc(size, _I32), ir.Constant(_I32, 0)]
-    b.call(b.inttoptr(address, kind.as_pointer()), arguments)
+    call_at(b, address, VOID, body, ctl, b.trunc(size, INT32), ir.Constant(INT32, 0))
 
 
-@op(i64, i64)
-def _number(b, address):
-    kind = ir.FunctionType(_I32, [])
-    return b.sext(b.call(b.inttoptr(address, kind.as_pointer()), []), _I64)
+_number = op(i64, i64)(lambda b, address: b.sext(call_at(b, address, INT32), INT64))
 
 
 def _take_part(ctl):
     """Execute the step as one of the threads of a region."""
-    walk(ctl, _number(read_i64(ctl + 8 * _RANK)), _number(read_i64(ctl + 8 * _SIZE)))
+    walk(ctl, _number(v.read_i64(ctl + 8 * _RANK)), _number(v.read_i64(ctl + 8 * _SIZE)))
 
 
 def _lead(ctl, tokens, rows, size):
@@ -81,8 +69,8 @@ def _lead(ctl, tokens, rows, size):
     if size == 1:
         walk(ctl, 0, 1)
     else:
-        _open_region(read_i64(ctl + 8 * _PARALLEL), read_i64(ctl + 8 * _BODY), ctl, size)
-    write_i64(ctl + 8 * sync.STEP_NS, now_ns() - start)
+        _open_region(v.read_i64(ctl + 8 * _PARALLEL), v.read_i64(ctl + 8 * _BODY), ctl, size)
+    v.write_i64(ctl + 8 * sync.STEP_NS, now_ns() - start)
 
 
 take_part = Kernel(_take_part)

@@ -21,15 +21,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The CPU of each thread of a team.
+    """The CPU of each thread of a team."""
 
-    Attributes:
-        cpus: CPU of each rank; empty leaves threads where the system puts them.
-        sockets: socket of each rank, as long as `cpus`.
-    """
-
-    cpus: tuple[int, ...] = ()
-    sockets: tuple[int, ...] = ()
+    cpus: tuple[int, ...] = ()  # CPU of each rank; empty leaves threads where the system puts them
+    sockets: tuple[int, ...] = ()  # socket of each rank, as long as `cpus`
 
     @property
     def effective(self) -> bool:

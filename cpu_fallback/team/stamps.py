@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import kernel
-from cpu_fallback.lanes.memory import write_i64
 from cpu_fallback.lanes.record import reader, words
 from cpu_fallback.team.sync import now_ns
 from cpu_fallback.team.tape import Launch
@@ -34,20 +34,15 @@ _column_at = reader(Column)
 def stamp(rec, ctl, rank, size, scratch):
     """Write the time of this thread."""
     column = _column_at(rec)
-    write_i64(column.address + rank * column.stride, now_ns())
+    v.write_i64(column.address + rank * column.stride, now_ns())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stamps:
-    """The times of a step.
+    """The times of a step."""
 
-    Attributes:
-        calls: for each launch, the index of its call in the Plan.
-        times: int64 ns [threads, 2 * launches + 1]: arrival and start of each launch, then the
-            end.
-    """
-
-    calls: tuple[int, ...]
+    calls: tuple[int, ...]  # for each launch, the index of its call in the Plan
+    # int64 ns [threads, 2 * launches + 1]: arrival and start of each launch, then the end
     times: np.ndarray
 
     @classmethod

@@ -21,11 +21,11 @@ from typing import Any
 from llvmlite import ir
 from llvmlite.binding import get_process_triple
 
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.late import cgutils, i64, void
-from cpu_fallback.lanes.memory import read_i64, write_i64
-from cpu_fallback.lanes.vector import call, op
+from cpu_fallback.lanes.vector import INT32, INT64, VOID, call, number, op
 
 M, R, TAPES, SCRATCH, SCRATCH_BYTES, STEP_NS = range(6)
 EPOCH, STOP, ARRIVED, PASSED, LOST = 8, 16, 24, 32, 40
@@ -40,12 +40,11 @@ _LONG_NAP_NS = 1_000_000
 _MONOTONIC = 6 if sys.platform == "darwin" else 1
 _SECOND = 1_000_000_000
 
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
 _ARCH = get_process_triple().split("-")[0]
 
 
 def _pointer(b: Any, address: Any) -> Any:
-    return b.inttoptr(address, _I64.as_pointer())
+    return b.inttoptr(address, INT64.as_pointer())
 
 
 @op(i64, i64)
@@ -70,36 +69,36 @@ def fetch_add(b, address, value):
 def pause(b):
     """Tell the processor that this is a spin loop."""
     if CURRENT.neon or _ARCH in ("aarch64", "arm64"):
-        call(b, "llvm.aarch64.hint", ir.VoidType(), ir.Constant(_I32, 1))
+        call(b, "llvm.aarch64.hint", VOID, ir.Constant(INT32, 1))
     elif _ARCH in ("x86_64", "i686"):
-        call(b, "llvm.x86.sse2.pause", ir.VoidType())
+        call(b, "llvm.x86.sse2.pause", VOID)
 
 
 @op(void)
 def yield_core(b):
     """Let another thread have this core."""
-    call(b, "sched_yield", _I32)
+    call(b, "sched_yield", INT32)
 
 
 @op(void, i64)
 def sleep_ns(b, nanoseconds):
     """Sleep; less than a second."""
-    seconds_and_rest = ir.VectorType(_I64, 2)
+    seconds_and_rest = ir.VectorType(INT64, 2)
     zeros = ir.Constant(seconds_and_rest, [0, 0])
     slot = cgutils.alloca_once(b, seconds_and_rest)
-    b.store(b.insert_element(zeros, nanoseconds, ir.Constant(_I32, 1)), slot)
-    call(b, "nanosleep", _I32, slot, ir.Constant(slot.type, None))
+    b.store(b.insert_element(zeros, nanoseconds, ir.Constant(INT32, 1)), slot)
+    call(b, "nanosleep", INT32, slot, ir.Constant(slot.type, None))
 
 
 @op(i64)
 def now_ns(b):
     """Return nanoseconds of a clock that never goes back."""
-    seconds_and_rest = ir.VectorType(_I64, 2)
+    seconds_and_rest = ir.VectorType(INT64, 2)
     slot = cgutils.alloca_once(b, seconds_and_rest)
-    call(b, "clock_gettime", _I32, ir.Constant(_I32, _MONOTONIC), slot)
+    call(b, "clock_gettime", INT32, ir.Constant(INT32, _MONOTONIC), slot)
     time = b.load(slot)
-    seconds, rest = (b.extract_element(time, ir.Constant(_I32, i)) for i in range(2))
-    return b.add(b.mul(seconds, ir.Constant(_I64, _SECOND)), rest)
+    seconds, rest = (b.extract_element(time, ir.Constant(INT32, i)) for i in range(2))
+    return b.add(b.mul(seconds, number(_SECOND)), rest)
 
 
 @device
@@ -133,4 +132,4 @@ def barrier(ctl, rank, size):
         turn += 1
     if since:
         lost = ctl + 8 * (LOST + LINE * rank)
-        write_i64(lost, read_i64(lost) + now_ns() - since)
+        v.write_i64(lost, v.read_i64(lost) + now_ns() - since)

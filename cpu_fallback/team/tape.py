@@ -19,12 +19,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from llvmlite import ir
 
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel, device
-from cpu_fallback.lanes.late import i64, void
-from cpu_fallback.lanes.memory import read_i64, write_i64
-from cpu_fallback.lanes.vector import op
+from cpu_fallback.lanes.late import i64
+from cpu_fallback.lanes.vector import caller
 from cpu_fallback.team import sync
 from cpu_fallback.team.sync import (
     LINE,
@@ -36,34 +35,26 @@ from cpu_fallback.team.sync import (
     wait_a_little,
 )
 
-_I64 = ir.IntType(64)
 _HEADER = 5
 _SHARED = "(shared)"
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel call on the tape, by every thread of the team.
+    """One kernel call on the tape, by every thread of the team."""
 
-    Attributes:
-        kernel: what to call.
-        fields: int64 values it reads: addresses, sizes, counts, bits of floats. A Kernel stands for
-            its address.
-        reads: names of the buffers it reads.
-        writes: names of the buffers it writes.
-        scratch: bytes of scratch memory that it needs per thread.
-        shares: how many shares per thread the work is divided into. More than 1 lets threads help
-            each other out; the kernel is then called once for each share.
-        shared: bytes of memory of all threads that it reads or writes. The address becomes its last
-            field; the next launch with shared memory may overwrite what is there.
-    """
-
-    kernel: Kernel
+    kernel: Kernel  # what to call
+    # int64 values it reads: addresses, sizes, counts, bits of floats. A Kernel stands for its
+    # address.
     fields: Sequence[int | Kernel]
-    reads: frozenset[str]
-    writes: frozenset[str]
-    scratch: int = 0
+    reads: frozenset[str]  # names of the buffers it reads
+    writes: frozenset[str]  # names of the buffers it writes
+    scratch: int = 0  # bytes of scratch memory that it needs per thread
+    # how many shares per thread the work is divided into. More than 1 lets threads help each other
+    # out; the kernel is then called once for each share.
     shares: int = 1
+    # bytes of memory of all threads that it reads or writes. The address becomes its last field;
+    # the next launch with shared memory may overwrite what is there.
     shared: int = 0
 
 
@@ -133,11 +124,7 @@ def clear_counts(words: np.ndarray) -> None:
     words[at:] = 0
 
 
-@op(void, i64, i64, i64, i64, i64, i64)
-def call_kernel(b, address, rec, ctl, rank, size, scratch):
-    """Call the kernel at an address."""
-    kind = ir.FunctionType(ir.VoidType(), [_I64] * 5)
-    b.call(b.inttoptr(address, kind.as_pointer()), [rec, ctl, rank, size, scratch])
+call_kernel = caller(5)  # (kernel, rec, ctl, rank, size, scratch)
 
 
 @device
@@ -160,28 +147,28 @@ def _divide(kernel, rec, ctl, rank, size, scratch, shares, count):
 @device
 def walk(ctl, rank, size):
     """Execute a tape as one of `size` threads, and meet the others at its end."""
-    scratch = read_i64(ctl + 8 * sync.SCRATCH) + rank * read_i64(ctl + 8 * sync.SCRATCH_BYTES)
-    at = read_i64(read_i64(ctl + 8 * sync.TAPES) + 8 * rank)
+    scratch = v.read_i64(ctl + 8 * sync.SCRATCH) + rank * v.read_i64(ctl + 8 * sync.SCRATCH_BYTES)
+    at = v.read_i64(v.read_i64(ctl + 8 * sync.TAPES) + 8 * rank)
     while True:
-        kernel = read_i64(at)
+        kernel = v.read_i64(at)
         if kernel == 0:
             break
-        if read_i64(at + 8):
+        if v.read_i64(at + 8):
             barrier(ctl, rank, size)
-        shares, rec = read_i64(at + 16), at + 8 * _HEADER
+        shares, rec = v.read_i64(at + 16), at + 8 * _HEADER
         if shares > 1 and size > 1:
-            _divide(kernel, rec, ctl, rank, size, scratch, shares, read_i64(at + 24))
+            _divide(kernel, rec, ctl, rank, size, scratch, shares, v.read_i64(at + 24))
         else:
             call_kernel(kernel, rec, ctl, rank, size, scratch)
-        at = rec + 8 * read_i64(at + 32)
+        at = rec + 8 * v.read_i64(at + 32)
     barrier(ctl, rank, size)
 
 
 @device
 def begin(ctl, tokens, rows, size):
     """Begin a step: kernels tell steps apart by their number, and workers wait for the next one."""
-    write_i64(ctl + 8 * sync.M, tokens)
-    write_i64(ctl + 8 * sync.R, rows)
+    v.write_i64(ctl + 8 * sync.M, tokens)
+    v.write_i64(ctl + 8 * sync.R, rows)
     steps = load_acquire(ctl + 8 * sync.EPOCH) >> 16
     store_release(ctl + 8 * sync.EPOCH, (steps + 1) << 16 | size)
 
@@ -191,7 +178,7 @@ def _lead(ctl, tokens, rows, size):
     start = now_ns()
     begin(ctl, tokens, rows, size)
     walk(ctl, 0, size)
-    write_i64(ctl + 8 * sync.STEP_NS, now_ns() - start)
+    v.write_i64(ctl + 8 * sync.STEP_NS, now_ns() - start)
 
 
 def _serve(ctl, rank, seen):

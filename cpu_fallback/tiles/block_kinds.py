@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 
 from cpu_fallback.lanes.memory import emit_load
-from cpu_fallback.lanes.vector import BYTES, I32, constant, spread
+from cpu_fallback.lanes.vector import BYTES, I32, INT16, INT32, constant, number, spread
 from cpu_fallback.tiles.byte_dots import IQ4, bits, look_up
 from cpu_fallback.tiles.layout import BIAS, LINE, ROWS
 from cpu_fallback.tiles.scales import emit_f16
-
-_I16, _I64 = ir.IntType(16), ir.IntType(64)
 
 
 class Lines:
@@ -36,9 +34,9 @@ class Lines:
     def line(self, index: int, per_half: int = 0) -> Any:
         """Emit the load of a line, of one that is `per_half` lines on in the second half."""
         b = self.b
-        at = b.add(self._at, ir.Constant(_I64, LINE * index))
+        at = b.add(self._at, number(LINE * index))
         if per_half:
-            at = b.add(at, b.mul(self._half, ir.Constant(_I64, LINE * per_half)))
+            at = b.add(at, b.mul(self._half, number(LINE * per_half)))
         return emit_load(b, BYTES.llvm, at)
 
     def dwords(self, index: int) -> Any:
@@ -51,25 +49,18 @@ class Lines:
         Other bits are left over. The second half has bits 4 .. 7.
         """
         b = self.b
-        count = spread(b, I32, b.trunc(b.shl(self._half, ir.Constant(_I64, 2)), ir.IntType(32)))
+        count = spread(b, I32, b.trunc(b.shl(self._half, number(2)), INT32))
         here = b.lshr(self.dwords(index), count)
         return b.bitcast(b.shl(here, constant(I32, 4 - own)), BYTES.llvm)
 
 
 class Head(NamedTuple):
-    """The scales of a block.
+    """The scales of a block."""
 
-    Attributes:
-        d: fp32 [16].
-        scales: of each half, dwords of a byte for each run.
-        dmin: fp32 [16], if there are minima.
-        minima: as the scales.
-    """
-
-    d: Any
-    scales: list[list[Any]]
-    dmin: Any = None
-    minima: list[list[Any]] | None = None
+    d: Any  # fp32 [16]
+    scales: list[list[Any]]  # of each half, dwords of a byte for each run
+    dmin: Any = None  # fp32 [16], if there are minima
+    minima: list[list[Any]] | None = None  # as the scales
 
 
 Codes = tuple[list[Any], int]
@@ -78,30 +69,22 @@ Codes = tuple[list[Any], int]
 
 @dataclass(frozen=True)
 class Kind:
-    """A type of ggml as tiles hold it.
+    """A type of ggml as tiles hold it."""
 
-    Attributes:
-        run: columns that share a scale: 16 or 32.
-        top: largest operand.
-        head: emits the scales of a block.
-        codes: emits the operands of a run, given its number in the half, and whether the caller is
-            better off with operands that stand too high than with a shift.
-        bias: of operands, a power of two; 0 if there are minima.
-        signed: whether scales are signed.
-    """
-
-    run: int
-    top: int
-    head: Callable[[Lines], Head]
+    run: int  # columns that share a scale: 16 or 32
+    top: int  # largest operand
+    head: Callable[[Lines], Head]  # emits the scales of a block
+    # emits the operands of a run, given its number in the half, and whether the caller is better
+    # off with operands that stand too high than with a shift
     codes: Callable[[Lines, int, bool], Codes]
-    bias: int = 0
-    signed: bool = False
+    bias: int = 0  # of operands, a power of two; 0 if there are minima
+    signed: bool = False  # whether scales are signed
 
 
 def _f16(b: Any, dwords: Any, high: bool = False) -> Any:
     if high:
         dwords = b.lshr(dwords, constant(I32, 16))
-    return emit_f16(b, b.trunc(dwords, ir.VectorType(_I16, ROWS)))
+    return emit_f16(b, b.trunc(dwords, ir.VectorType(INT16, ROWS)))
 
 
 def _picked(b: Any, dwords: Any, shift: int, mask: int) -> Any:

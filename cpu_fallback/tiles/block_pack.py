@@ -5,33 +5,23 @@ from typing import NamedTuple
 import numpy as np
 
 from clocher_kernels.quant_tensor import QuantTensor
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel, device
-from cpu_fallback.lanes.memory import read_i64, write_i32
 from cpu_fallback.lanes.record import reader
 from cpu_fallback.tiles.layout import BLOCK, ROWS, BlockLayout
 from cpu_fallback.tiles.row_lines import move_lines, read_some
 
 
 class BlockSource(NamedTuple):
-    """What is packed, and to where; addresses and bytes.
+    """What is packed, and to where; addresses and bytes."""
 
-    Attributes:
-        n: rows of an expert.
-        blocks: of a row.
-        block_bytes: of a stored block.
-        tiles: of an expert.
-        order: the dword that each line holds, int64.
-        stored: the stored blocks.
-        target: the tiles.
-    """
-
-    n: int
-    blocks: int
-    block_bytes: int
-    tiles: int
-    order: int
-    stored: int
-    target: int
+    n: int  # rows of an expert
+    blocks: int  # of a row
+    block_bytes: int  # of a stored block
+    tiles: int  # of an expert
+    order: int  # the dword that each line holds, int64
+    stored: int  # the stored blocks
+    target: int  # the tiles
 
 
 _source_at = reader(BlockSource)
@@ -58,11 +48,11 @@ def _is_run(order, i, lines):
     """Return whether lines i .. i + 3 hold four dwords in a row."""
     if i + 4 > lines:
         return False
-    first = read_i64(order + 8 * i)
+    first = v.read_i64(order + 8 * i)
     return (
-        read_i64(order + 8 * i + 8) == first + 1
-        and read_i64(order + 8 * i + 16) == first + 2
-        and read_i64(order + 8 * i + 24) == first + 3
+        v.read_i64(order + 8 * i + 8) == first + 1
+        and v.read_i64(order + 8 * i + 16) == first + 2
+        and v.read_i64(order + 8 * i + 24) == first + 3
     )
 
 
@@ -80,7 +70,7 @@ def _blocks(form, begin, stop):
         for _ in range(f.blocks):
             i = 0
             while i < lines:
-                dword = 4 * read_i64(f.order + 8 * i)
+                dword = 4 * v.read_i64(f.order + 8 * i)
                 if rows == 16 and dword + 16 <= block_bytes and _is_run(f.order, i, lines):
                     move_lines(source + dword, stride, at + 64 * i, 0)
                     i += 4
@@ -88,7 +78,7 @@ def _blocks(form, begin, stop):
                 for r in range(rows):
                     block = source + r * stride
                     value = read_some(block + dword, block + block_bytes)
-                    write_i32(at + 64 * i + 4 * r, value)
+                    v.write_i32(at + 64 * i + 4 * r, value)
                 i += 1
             source += block_bytes
             at += 64 * lines

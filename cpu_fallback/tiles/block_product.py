@@ -20,21 +20,16 @@ from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.late import cgutils
 from cpu_fallback.lanes.memory import emit_load, emit_store
 from cpu_fallback.lanes.simd import emit_fma
-from cpu_fallback.lanes.vector import BYTES, F32, I32, constant, spread
+from cpu_fallback.lanes.vector import BYTES, F32, FLOAT, I32, INT16, INT32, constant, number, spread
 from cpu_fallback.tiles.block_kinds import KINDS, Head, Lines
 from cpu_fallback.tiles.layout import BLOCK, LINE, ROWS, UNIT, BlockLayout
 from cpu_fallback.tiles.multiply import dot, emit_runs, emit_split, pair_dots, run_length
 
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
-_SHORTS = ir.VectorType(ir.IntType(16), 2 * ROWS)
+_SHORTS = ir.VectorType(INT16, 2 * ROWS)
 _HALF = BLOCK // 2
 _UNITS = _HALF // UNIT
 _FEW = 4
 """Tokens for which memory is what limits, and a shift of each sum cheaper than one of each line."""
-
-
-def _i64(value: int) -> ir.Constant:
-    return ir.Constant(_I64, value)
 
 
 class BlockEmitter:
@@ -67,37 +62,30 @@ class BlockEmitter:
             first: the first of them that is multiplied.
         """
         b = self.b
-        self.row, self.line = b.mul(width, _i64(4)), b.mul(width, _i64(UNIT))
-        place = b.mul(first, _i64(4))
+        self.row, self.line = b.mul(width, number(4)), b.mul(width, number(UNIT))
+        place = b.mul(first, number(4))
         sums = b.add(panel, b.mul(units, self.line))
-        self.codes = b.add(panel, b.mul(first, _i64(UNIT)))
+        self.codes = b.add(panel, b.mul(first, number(UNIT)))
         self.sums = b.add(sums, place)
         self.scales = b.add(b.add(sums, b.mul(units, self.row)), place)
         self.totals = [cgutils.alloca_once_value(b, constant(F32, 0.0)) for _ in range(self.tokens)]
-        with cgutils.for_range(b, b.udiv(units, _i64(BLOCK // UNIT))) as blocks:
+        with cgutils.for_range(b, b.udiv(units, number(BLOCK // UNIT))) as blocks:
             size = self.layout.lines * LINE
-            at = b.add(tile, b.mul(blocks.index, _i64(size)))
+            at = b.add(tile, b.mul(blocks.index, number(size)))
             head = self.kind.head(Lines(b, at))
-            with cgutils.for_range(b, _i64(2)) as halves:
+            with cgutils.for_range(b, number(2)) as halves:
                 half = halves.index
-                place = b.add(b.mul(blocks.index, _i64(2)), half)
+                place = b.add(b.mul(blocks.index, number(2)), half)
                 self._half(at, head, place, half)
         totals = [b.load(slot) for slot in self.totals]
         if not self.group:
-            totals = [b.fmul(t, self._activation_scale(_i64(0), i)) for i, t in enumerate(totals)]
-        out = b.add(out, b.mul(first, _i64(4 * ROWS)))
+            totals = [b.fmul(t, self._activation_scale(number(0), i)) for i, t in enumerate(totals)]
+        out = b.add(out, b.mul(first, number(4 * ROWS)))
         for i, total in enumerate(totals):
-            emit_store(b, total, b.add(out, _i64(4 * ROWS * i)))
+            emit_store(b, total, b.add(out, number(4 * ROWS * i)))
 
     def _half(self, at: Any, head: Head, index: Any, half: Any) -> None:
-        """Emit one half of a block.
-
-        Args:
-            at: address of the block.
-            head: its scales.
-            index: of the half in the row.
-            half: of the half in the block.
-        """
+        """Emit one half of a block."""
         b, kind = self.b, self.kind
         lines = Lines(b, at, half)
         scales = self._of_half(head.scales, half)
@@ -118,8 +106,8 @@ class BlockEmitter:
                     value = emit_fma(b, b.sitofp(low, F32.llvm), less, value)
                 total = b.load(self.totals[t])
                 if self.group:
-                    place = b.udiv(b.mul(index, _i64(_HALF)), _i64(self.group))
-                    scale = self._activation_scale(b.add(place, _i64(start)), t)
+                    place = b.udiv(b.mul(index, number(_HALF)), number(self.group))
+                    scale = self._activation_scale(b.add(place, number(start)), t)
                     total = emit_fma(b, value, scale, total)
                 else:
                     total = b.fadd(total, value)
@@ -127,7 +115,7 @@ class BlockEmitter:
 
     def _of_half(self, dwords: list[list[Any]], half: Any) -> list[Any]:
         b = self.b
-        first = b.icmp_signed("==", half, _i64(0))
+        first = b.icmp_signed("==", half, number(0))
         return [b.select(first, *pair) for pair in zip(*dwords, strict=True)]
 
     def _sums(self, lines: Lines, runs: range, scales: list[Any], index: Any) -> list[Any]:
@@ -176,9 +164,9 @@ class BlockEmitter:
         for unit in units:
             first = unit * per_unit
             words = self._words(dwords, first, first + per_unit - 1)
-            place = b.mul(b.add(b.mul(index, _i64(_UNITS)), _i64(unit)), self.row)
-            at = b.add(self.sums, b.add(place, _i64(4 * t)))
-            sums = b.bitcast(spread(b, I32, emit_load(b, _I32, at)), _SHORTS)
+            place = b.mul(b.add(b.mul(index, number(_UNITS)), number(unit)), self.row)
+            at = b.add(self.sums, b.add(place, number(4 * t)))
+            sums = b.bitcast(spread(b, I32, emit_load(b, INT32, at)), _SHORTS)
             total = b.add(total, pair_dots(b, words, sums))
         return total
 
@@ -199,18 +187,18 @@ class BlockEmitter:
             for index in (first, second):
                 byte = lane + index % 4
                 order += [zero, byte] if self.kind.signed else [byte, zero]
-        mask = ir.Constant(ir.VectorType(_I32, 4 * ROWS), order)
+        mask = ir.Constant(ir.VectorType(INT32, 4 * ROWS), order)
         words = b.bitcast(b.shuffle_vector(value, nothing, mask), _SHORTS)
         return b.ashr(words, ir.Constant(_SHORTS, [8] * 32)) if self.kind.signed else words
 
     def _activations(self, index: Any, column: int, t: int) -> Any:
         """Emit four codes of a token in every lane, from a column of a half."""
         b = self.b
-        unit = b.add(b.mul(index, _i64(_UNITS)), _i64(column // UNIT))
-        at = b.add(self.codes, b.add(b.mul(unit, self.line), _i64(UNIT * t + column % UNIT)))
-        return b.bitcast(spread(b, I32, emit_load(b, _I32, at)), BYTES.llvm)
+        unit = b.add(b.mul(index, number(_UNITS)), number(column // UNIT))
+        at = b.add(self.codes, b.add(b.mul(unit, self.line), number(UNIT * t + column % UNIT)))
+        return b.bitcast(spread(b, I32, emit_load(b, INT32, at)), BYTES.llvm)
 
     def _activation_scale(self, place: Any, t: int) -> Any:
         b = self.b
-        at = b.add(self.scales, b.add(b.mul(place, self.row), _i64(4 * t)))
-        return spread(b, F32, emit_load(b, ir.FloatType(), at))
+        at = b.add(self.scales, b.add(b.mul(place, self.row), number(4 * t)))
+        return spread(b, F32, emit_load(b, FLOAT, at))

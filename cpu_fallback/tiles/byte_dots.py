@@ -18,7 +18,19 @@ from clocher_kernels.formats.ggml_blocks import IQ4_VALUES
 from cpu_fallback.lanes import neon
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.memory import emit_load
-from cpu_fallback.lanes.vector import BYTES, F32, I32, call, constant, spread
+from cpu_fallback.lanes.vector import (
+    BYTES,
+    F32,
+    I32,
+    INT8,
+    INT16,
+    INT32,
+    VOID,
+    call,
+    constant,
+    number,
+    spread,
+)
 from cpu_fallback.tiles.layout import BIAS, LINE, UNIT, Layout
 from cpu_fallback.tiles.multiply import (
     REGISTERS,
@@ -36,9 +48,8 @@ from cpu_fallback.tiles.multiply import (
     same,
 )
 
-_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_SHORTS = ir.VectorType(_I16, 32)
-_HALF = ir.VectorType(_I8, 32)
+_SHORTS = ir.VectorType(INT16, 32)
+_HALF = ir.VectorType(INT8, 32)
 
 _FP4 = [int(2 * value) + BIAS["fp4"] for value in E2M1_VALUES]
 IQ4 = [int(value) + BIAS["iq4"] for value in IQ4_VALUES]
@@ -56,20 +67,14 @@ Sum = list[Any]
 
 @dataclass(frozen=True)
 class Dots:
-    """How the dot products of a unit are emitted.
+    """How the dot products of a unit are emitted."""
 
-    Attributes:
-        code: of the layout.
-        shifts: accumulator i holds 2^shifts[i] times its part of the sum.
-        top: largest unsigned operand.
-        wide: whether bytes are multiplied as int16, and activations have to be (`is_wide`).
-        number: whether sums are kept plus `NUMBER`, which starts are without zero points.
-    """
-
-    code: str
-    shifts: tuple[int, ...]
-    top: int
+    code: str  # of the layout
+    shifts: tuple[int, ...]  # accumulator i holds 2^shifts[i] times its part of the sum
+    top: int  # largest unsigned operand
+    # whether bytes are multiplied as int16, and activations have to be (`is_wide`)
     wide: bool = False
+    # whether sums are kept plus `NUMBER`, which starts are without zero points
     number: bool = False
 
     @property
@@ -117,7 +122,7 @@ class Dots:
             return
         operands: list[tuple[Any, int]] = []
         for i in range(count):
-            at = b.add(lines, ir.Constant(_I64, LINE * i))
+            at = b.add(lines, number(LINE * i))
             _prefetch(b, b.add(at, ahead))
             line = emit_load(b, BYTES.llvm, at)
             operands += self.operands(b, line)
@@ -141,7 +146,7 @@ class Dots:
         and odd bytes are multiplied as int16.
         """
         for i in range(count):
-            _prefetch(b, b.add(b.add(lines, ir.Constant(_I64, LINE * i)), ahead))
+            _prefetch(b, b.add(b.add(lines, number(LINE * i)), ahead))
         places = _operand_places(self.code, count)
         in_words = self.wide or CURRENT.vnni
         run = len(places) if in_words else run_length(self.top)
@@ -151,7 +156,7 @@ class Dots:
                 found = [registers(b, b.load(own[0])) for own in sums]
             for index in range(start, min(start + run, len(places))):
                 line, part = places[index]
-                at = b.add(lines, ir.Constant(_I64, LINE * line))
+                at = b.add(lines, number(LINE * line))
                 weights = self.operands(b, emit_load(b, BYTES.llvm, at))[part][0]
                 for place, operand in self._factors(b, weights, index):
                     for t, own in enumerate(found):
@@ -173,8 +178,8 @@ class Dots:
         self, b: Any, sums: list[Any], operand: Any, codes: Any, token: int, place: int
     ) -> list[Any]:
         """Emit the addition of a token's products with 16 rows, register by register."""
-        at = b.add(codes, ir.Constant(_I64, self.code_bytes * token + 4 * place))
-        x = b.bitcast(spread(b, I32, emit_load(b, _I32, at)), operand.type)
+        at = b.add(codes, number(self.code_bytes * token + 4 * place))
+        x = b.bitcast(spread(b, I32, emit_load(b, INT32, at)), operand.type)
         pairs = list(zip(registers(b, operand), registers(b, x), strict=True))
         if CURRENT.vnni:
             return [register_dot(b, old, *pair) for old, pair in zip(sums, pairs, strict=True)]
@@ -189,8 +194,8 @@ class Dots:
     ) -> tuple[Any, Any, int]:
         """Emit an operand, a token's activations for it, and return them with the accumulator."""
         weights, own = operands[index]
-        at = b.add(codes, ir.Constant(_I64, UNIT * token + 4 * index))
-        x = b.bitcast(spread(b, I32, emit_load(b, _I32, at)), BYTES.llvm)
+        at = b.add(codes, number(UNIT * token + 4 * index))
+        x = b.bitcast(spread(b, I32, emit_load(b, INT32, at)), BYTES.llvm)
         return weights, x, own if any(self.shifts) else index % len(self.shifts)
 
     def end_f32(self, b: Any, total: Sum) -> Any:
@@ -286,9 +291,9 @@ def _in_words(b: Any, shorts: Any) -> Any:
 
 
 def _prefetch(b: Any, address: Any) -> None:
-    reading, near, data = (ir.Constant(_I32, value) for value in (0, 3, 1))
-    pointer = b.inttoptr(address, _I8.as_pointer())
-    call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, reading, near, data)
+    reading, near, data = (ir.Constant(INT32, value) for value in (0, 3, 1))
+    pointer = b.inttoptr(address, INT8.as_pointer())
+    call(b, "llvm.prefetch.p0", VOID, pointer, reading, near, data)
 
 
 def _operand_places(code: str, lines: int) -> list[tuple[int, int]]:
@@ -311,7 +316,7 @@ def bits(b: Any, line: Any, shift: int, mask: int) -> Any:
     if CURRENT.neon:
         return neon.bits(b, line, shift, mask)
     if shift:
-        shorts = b.bitcast(line, ir.VectorType(_I16, line.type.count // 2))
+        shorts = b.bitcast(line, ir.VectorType(INT16, line.type.count // 2))
         count = same(shorts, abs(shift))
         shorts = b.lshr(shorts, count) if shift > 0 else b.shl(shorts, count)
         line = b.bitcast(shorts, line.type)

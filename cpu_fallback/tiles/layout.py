@@ -73,20 +73,14 @@ _ORDERS: dict[str, tuple[tuple[int, int], ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How the tiles of a format are laid out.
+    """How the tiles of a format are laid out."""
 
-    Attributes:
-        code: "int4", "fp4", "iq4", "int8" or "ternary".
-        scale: "f32", "f16", "bf16" or "e8m0" for a scale per block of columns, "row" for one per
-            row, "one" for one for the tensor, which the tile does not hold.
-        block: columns per scale: 32, 64 or 128; 0 if there is one per row or for the tensor.
-        zeros: whether each block has a zero point.
-    """
-
-    code: str
+    code: str  # "int4", "fp4", "iq4", "int8" or "ternary"
+    # "f32", "f16", "bf16" or "e8m0" for a scale per block of columns, "row" for one per row, "one"
+    # for one for the tensor, which the tile does not hold
     scale: str
-    block: int = 0
-    zeros: bool = False
+    block: int = 0  # columns per scale: 32, 64 or 128; 0 if there is one per row or for the tensor
+    zeros: bool = False  # whether each block has a zero point
 
     @property
     def name(self) -> str:
@@ -130,15 +124,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """How the tiles of a type of ggml with blocks of 256 columns are laid out.
+    """How the tiles of a type of ggml with blocks of 256 columns are laid out."""
 
-    Attributes:
-        kind: of `Ggml`.
-        block_bytes: of a stored block.
-    """
-
-    kind: str
-    block_bytes: int
+    kind: str  # of `Ggml`
+    block_bytes: int  # of a stored block
 
     @property
     def name(self) -> str:

@@ -11,10 +11,9 @@ from llvmlite import ir
 
 from cpu_fallback.lanes import neon
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.vector import I32, call, pick
+from cpu_fallback.lanes.vector import I32, INT16, INT32, call, pick
 
-_I16, _I32 = ir.IntType(16), ir.IntType(32)
-_SHORTS = ir.VectorType(_I16, 32)
+_SHORTS = ir.VectorType(INT16, 32)
 
 REGISTERS = 1 if CURRENT.avx512 else 2
 """Of 64 bytes, with AVX2 and better."""
@@ -34,7 +33,7 @@ def joined(b: Any, found: list[Any]) -> Any:
     if len(found) == 1:
         return found[0]
     count = 2 * found[0].type.count
-    return b.shuffle_vector(*found, ir.Constant(ir.VectorType(_I32, count), list(range(count))))
+    return b.shuffle_vector(*found, ir.Constant(ir.VectorType(INT32, count), list(range(count))))
 
 
 def dot(b: Any, total: Any, weights: Any, x: Any) -> Any:
@@ -54,14 +53,14 @@ def register_dot(b: Any, total: Any, weights: Any, x: Any) -> Any:
 def madd_bytes(b: Any, weights: Any, x: Any) -> Any:
     """Emit products of unsigned and signed bytes in a register, added in pairs to int16."""
     name = "512.pmaddubs.w.512" if CURRENT.avx512 else "2.pmadd.ub.sw"
-    result = ir.VectorType(_I16, weights.type.count // 2)
+    result = ir.VectorType(INT16, weights.type.count // 2)
     return call(b, f"llvm.x86.avx{name}", result, weights, x)
 
 
 def madd_shorts(b: Any, left: Any, right: Any) -> Any:
     """Emit products of int16 in a register, added in pairs to int32."""
     name = "512.pmaddw.d.512" if CURRENT.avx512 else "2.pmadd.wd"
-    return call(b, f"llvm.x86.avx{name}", ir.VectorType(_I32, left.type.count // 2), left, right)
+    return call(b, f"llvm.x86.avx{name}", ir.VectorType(INT32, left.type.count // 2), left, right)
 
 
 def run_length(top: int) -> int:

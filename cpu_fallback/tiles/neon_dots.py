@@ -15,12 +15,11 @@ from llvmlite import ir
 from cpu_fallback.lanes import neon
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.memory import emit_load, emit_prefetch
-from cpu_fallback.lanes.vector import pick
+from cpu_fallback.lanes.vector import INT32, INT64, number, pick
 from cpu_fallback.tiles.byte_dots import Dots, Sum, dots_of
 from cpu_fallback.tiles.layout import LINE, UNIT
 
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
-_PAIR = ir.VectorType(_I64, 2)
+_PAIR = ir.VectorType(INT64, 2)
 _QUARTERS = range(4)
 _NBYTES = 16
 _FEWEST = 4
@@ -28,7 +27,7 @@ _FEWEST = 4
 
 
 def _mixed(b: Any, x: Any, y: Any, lanes: Sequence[int]) -> Any:
-    mask = ir.Constant(ir.VectorType(_I32, len(lanes)), list(lanes))
+    mask = ir.Constant(ir.VectorType(INT32, len(lanes)), list(lanes))
     return b.shuffle_vector(x, y, mask)
 
 
@@ -44,13 +43,10 @@ def _unzipped(b: Any, x: Any, y: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class NeonDots(Dots):
-    """How the dot products of a unit are emitted.
+    """How the dot products of a unit are emitted."""
 
-    Attributes:
-        in_pairs: whether tokens are multiplied two by two. The accumulators of two tokens then hold
-            half of the rows of both.
-    """
-
+    # whether tokens are multiplied two by two. The accumulators of two tokens then hold half of the
+    # rows of both.
     in_pairs: bool = False
 
     def arrange(self, b: Any, sums: Sequence[Sum], back: bool = False) -> None:
@@ -71,18 +67,18 @@ class NeonDots(Dots):
 
     def unit(self, b: Any, lines: Any, codes: Any, sums: Sequence[Sum], ahead: Any) -> None:
         """Emit one unit: add 16 rows times 32 columns of each token to its sum."""
-        places = [b.add(lines, ir.Constant(_I64, LINE * i)) for i in range(self.lines)]
+        places = [b.add(lines, number(LINE * i)) for i in range(self.lines)]
         for place in places:
             emit_prefetch(b, b.add(place, ahead), level=1)
         x = [
-            [emit_load(b, neon.SIXTEEN, b.add(codes, ir.Constant(_I64, at))) for at in (i, i + 16)]
+            [emit_load(b, neon.SIXTEEN, b.add(codes, number(at))) for at in (i, i + 16)]
             for i in range(0, UNIT * len(sums), UNIT)
         ]
         if self.in_pairs:
             x = [_two_by_two(b, *pair) for pair in zip(x[::2], x[1::2], strict=True)]
         totals = [_quarters(b, own) for own in sums]
         for q in _QUARTERS:
-            at = ir.Constant(_I64, _NBYTES * q)
+            at = number(_NBYTES * q)
             quarter = [emit_load(b, neon.SIXTEEN, b.add(place, at)) for place in places]
             weights = self._in_order(b, quarter)
             add = self._add_pairs if self.in_pairs else self._add_dots

@@ -11,7 +11,19 @@ from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.late import cgutils, i64, void
 from cpu_fallback.lanes.memory import emit_load, emit_store
 from cpu_fallback.lanes.simd import halve
-from cpu_fallback.lanes.vector import BYTES, I32, call, constant, op, pick, spread
+from cpu_fallback.lanes.vector import (
+    BYTES,
+    I32,
+    INT16,
+    INT32,
+    INT64,
+    call,
+    constant,
+    number,
+    op,
+    pick,
+    spread,
+)
 from cpu_fallback.tiles.byte_dots import bits, dots_of
 from cpu_fallback.tiles.layout import LINE
 from cpu_fallback.tiles.multiply import dot, emit_run, emit_split
@@ -21,22 +33,21 @@ AT_ONCE = 8
 SHIFTED = 2 if CURRENT.vnni else 0
 """Sums of `add_columns` for rows 16 p .. 16 p + 15 of each 64 are 2^(p SHIFTED) times too large."""
 
-_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_SHORTS = ir.VectorType(_I16, 32)
+_SHORTS = ir.VectorType(INT16, 32)
 
 
 def _place(b: Any, address: Any, index: Any, nbytes: int) -> Any:
-    return b.add(address, b.mul(index, ir.Constant(_I64, nbytes)))
+    return b.add(address, b.mul(index, number(nbytes)))
 
 
 def _behind(b: Any, address: Any, nbytes: int) -> Any:
-    return b.add(address, ir.Constant(_I64, nbytes))
+    return b.add(address, number(nbytes))
 
 
 @op(void, i64, i64)
 def arrange(b, source, target):
     """Copy 256 activations to 4 registers, as a line of a row is multiplied by them."""
-    dwords = emit_load(b, ir.VectorType(_I32, 64), source)
+    dwords = emit_load(b, ir.VectorType(INT32, 64), source)
     for p in range(4):
         emit_store(b, pick(b, dwords, list(range(p, 64, 4))), _behind(b, target, LINE * p))
 
@@ -54,7 +65,7 @@ def row_dot(b, row, x, lines):
             for p, (weights, slot) in enumerate(dots.operands(b, line))
         ]
         dots.add(b, pairs, sums)
-    return b.sext(halve(b, dots.end(b, sums), b.add), _I64)
+    return b.sext(halve(b, dots.end(b, sums), b.add), INT64)
 
 
 @op(void, i64, i64, i64, i64)
@@ -67,9 +78,9 @@ def add_columns(b, columns, codes, sums, lines):
         sums: address of i32 [256 lines].
         lines: of a column.
     """
-    starts = [emit_load(b, _I64, _behind(b, columns, 8 * i)) for i in range(AT_ONCE)]
+    starts = [emit_load(b, INT64, _behind(b, columns, 8 * i)) for i in range(AT_ONCE)]
     quads = [
-        b.bitcast(spread(b, I32, emit_load(b, _I32, _behind(b, codes, 4 * g))), BYTES.llvm)
+        b.bitcast(spread(b, I32, emit_load(b, INT32, _behind(b, codes, 4 * g))), BYTES.llvm)
         for g in range(AT_ONCE // 4)
     ]
     with cgutils.for_range(b, lines) as loop:
@@ -119,12 +130,12 @@ def _zipped(b: Any, first: Any, second: Any, half: int) -> Any:
         for i in range(start, start + lane // 2)
         for other in (0, count)
     ]
-    return b.shuffle_vector(first, second, ir.Constant(ir.VectorType(_I32, count), order))
+    return b.shuffle_vector(first, second, ir.Constant(ir.VectorType(INT32, count), order))
 
 
 @op(i64, i64, i64)
 def nonzero(b, first, second):
     """Return how many of 64 places hold a byte other than zero, at one address or the other."""
     both = b.or_(emit_load(b, BYTES.llvm, first), emit_load(b, BYTES.llvm, second))
-    mask = b.bitcast(b.icmp_unsigned("!=", both, constant(BYTES, 0)), _I64)
-    return call(b, "llvm.ctpop.i64", _I64, mask)
+    mask = b.bitcast(b.icmp_unsigned("!=", both, constant(BYTES, 0)), INT64)
+    return call(b, "llvm.ctpop.i64", INT64, mask)

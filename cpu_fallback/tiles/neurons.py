@@ -25,11 +25,12 @@ from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats import Ternary
 from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.quant_tensor import QuantTensor
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel
 from cpu_fallback.lanes.late import i64, void
-from cpu_fallback.lanes.memory import emit_load, emit_store, write_i32
+from cpu_fallback.lanes.memory import emit_load, emit_store
 from cpu_fallback.lanes.record import reader, words
-from cpu_fallback.lanes.vector import BYTES, op
+from cpu_fallback.lanes.vector import BYTES, INT8, INT16, INT32, op
 from cpu_fallback.team.large_pages import allocate
 from cpu_fallback.team.placement import usable_cpus
 from cpu_fallback.tiles.layout import LINE
@@ -40,26 +41,18 @@ DIGITS = 256
 _BLOCK = 64
 _CHUNK = 256
 
-_SHORTS = ir.VectorType(ir.IntType(16), 32)
-_SIXTEEN = ir.VectorType(ir.IntType(8), 16)
+_SHORTS = ir.VectorType(INT16, 32)
+_SIXTEEN = ir.VectorType(INT8, 16)
 
 
 class Source(NamedTuple):
-    """What is packed, and to where.
+    """What is packed, and to where."""
 
-    Attributes:
-        n: rows.
-        k: columns.
-        codes: the stored ones.
-        stride: bytes of a neuron.
-        target: the lines.
-    """
-
-    n: int
-    k: int
-    codes: int
-    stride: int
-    target: int
+    n: int  # rows
+    k: int  # columns
+    codes: int  # the stored ones
+    stride: int  # bytes of a neuron
+    target: int  # the lines
 
 
 _source_at = reader(Source)
@@ -137,7 +130,7 @@ def _rows(form, begin, stop, room):
     for row in range(begin, stop):
         line, shift = f.codes + row % packed * k, 2 * (row // packed)
         for i in range((k + 15) >> 4):
-            write_i32(f.target + row * f.stride + 4 * i, ternary_dword(line, k, i, shift))
+            v.write_i32(f.target + row * f.stride + 4 * i, ternary_dword(line, k, i, shift))
 
 
 def _columns(form, begin, stop, room):
@@ -173,7 +166,7 @@ def _columns(form, begin, stop, room):
 @op(void, i64, i64)
 def copy_byte(b, source, target):
     """Copy a byte."""
-    emit_store(b, emit_load(b, ir.IntType(8), source), target)
+    emit_store(b, emit_load(b, INT8, source), target)
 
 
 @op(void, i64, i64)
@@ -192,7 +185,7 @@ def clear_bytes(b, target):
 def merge_digits(b, source, target, shift, place):
     """Add two bits of each of 64 bytes, from bit `shift` on, to those at a target from `place`."""
     shorts = b.bitcast(emit_load(b, BYTES.llvm, source), _SHORTS)
-    short = ir.IntType(16)
+    short = INT16
     digits = b.and_(
         b.lshr(shorts, _spread(b, b.trunc(shift, short))), ir.Constant(_SHORTS, [0x0303] * 32)
     )
@@ -201,10 +194,8 @@ def merge_digits(b, source, target, shift, place):
 
 
 def _spread(b, value):
-    one = b.insert_element(
-        ir.Constant(_SHORTS, ir.Undefined), value, ir.Constant(ir.IntType(32), 0)
-    )
-    return b.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), 32), None))
+    one = b.insert_element(ir.Constant(_SHORTS, ir.Undefined), value, ir.Constant(INT32, 0))
+    return b.shuffle_vector(one, one, ir.Constant(ir.VectorType(INT32, 32), None))
 
 
 @op(void, i64, i64)
@@ -221,7 +212,7 @@ def transpose(b, source, target):
 
 def _zipped(b, first, second, start):
     order = [lane for i in range(start, start + 8) for lane in (i, 16 + i)]
-    return b.shuffle_vector(first, second, ir.Constant(ir.VectorType(ir.IntType(32), 16), order))
+    return b.shuffle_vector(first, second, ir.Constant(ir.VectorType(INT32, 16), order))
 
 
 _pack_rows = Kernel(_rows)

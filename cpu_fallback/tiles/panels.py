@@ -17,19 +17,13 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.late import i64
-from cpu_fallback.lanes.memory import (
-    emit_load,
-    emit_load_n,
-    emit_store,
-    read_f32,
-    write_f32,
-    write_i32,
-)
+from cpu_fallback.lanes.memory import emit_load, emit_load_n, emit_store
 from cpu_fallback.lanes.record import reader
-from cpu_fallback.lanes.vector import call, op, pick
+from cpu_fallback.lanes.vector import INT1, INT8, INT16, INT32, INT64, call, op, pick
 from cpu_fallback.tiles.byte_dots import NUMBER, is_number, is_wide
 from cpu_fallback.tiles.layout import BIAS, UNIT, BlockLayout, Layout
 
@@ -37,32 +31,20 @@ TOKENS = 16
 BEHIND = 128
 """Bytes behind a panel that must be there to be read: kernels may have no code for its width."""
 
-_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_UNIT = ir.VectorType(ir.IntType(8), UNIT)
+_UNIT = ir.VectorType(INT8, UNIT)
 
 
 class Form(NamedTuple):
-    """How panels are filled for a weight.
+    """How panels are filled for a weight."""
 
-    Attributes:
-        paired: whether even columns of each 8 come before odd ones.
-        wide: whether codes are stored as int16, even ones of each four before odd ones.
-        halves: whether the sums of 16 columns take the place of starts.
-        bias: of the codes, -1 if it is taken off by other means.
-        first: what starts are counted from.
-        units: per block, 0 for all.
-        group: columns per activation scale, 0 for all.
-        factor: the weight's, multiplied into the activation scales.
-    """
-
-    paired: int
-    wide: int
-    halves: int
-    bias: int
-    first: int
-    units: int
-    group: int
-    factor: float
+    paired: int  # whether even columns of each 8 come before odd ones
+    wide: int  # whether codes are stored as int16, even ones of each four before odd ones
+    halves: int  # whether the sums of 16 columns take the place of starts
+    bias: int  # of the codes, -1 if it is taken off by other means
+    first: int  # what starts are counted from
+    units: int  # per block, 0 for all
+    group: int  # columns per activation scale, 0 for all
+    factor: float  # the weight's, multiplied into the activation scales
 
 
 form_at = reader(Form)
@@ -71,15 +53,15 @@ form_at = reader(Form)
 
 def _sum(b: Any, codes: Any) -> Any:
     if CURRENT.avx2:
-        return b.sext(call(b, "llvm.vector.reduce.add.v8i32", _I32, _eighths(b, codes)), _I64)
-    wide = ir.VectorType(_I16, UNIT)
-    total = call(b, "llvm.vector.reduce.add.v32i16", _I16, b.sext(codes, wide))
-    return b.sext(total, _I64)
+        return b.sext(call(b, "llvm.vector.reduce.add.v8i32", INT32, _eighths(b, codes)), INT64)
+    wide = ir.VectorType(INT16, UNIT)
+    total = call(b, "llvm.vector.reduce.add.v32i16", INT16, b.sext(codes, wide))
+    return b.sext(total, INT64)
 
 
 def _eighths(b: Any, codes: Any) -> Any:
     """Emit the sums of each four of 32 codes, for AVX2."""
-    short, eight = ir.VectorType(_I16, 16), ir.VectorType(_I32, 8)
+    short, eight = ir.VectorType(INT16, 16), ir.VectorType(INT32, 8)
     ones = ir.Constant(_UNIT, [1] * UNIT)
     pairs = call(b, "llvm.x86.avx2.pmadd.ub.sw", short, ones, codes)
     one = ir.Constant(short, [1] * 16)
@@ -95,26 +77,26 @@ def move_halves(b, source, target):
     for start in (0, 1):
         if CURRENT.avx2:
             part = pick(b, _eighths(b, codes), list(range(4 * start, 4 * start + 4)))
-            total = call(b, "llvm.vector.reduce.add.v4i32", _I32, part)
+            total = call(b, "llvm.vector.reduce.add.v4i32", INT32, part)
         else:
             part = pick(b, codes, list(range(16 * start, 16 * start + 16)))
-            wide = b.sext(part, ir.VectorType(_I16, 16))
-            total = b.sext(call(b, "llvm.vector.reduce.add.v16i16", _I16, wide), _I32)
+            wide = b.sext(part, ir.VectorType(INT16, 16))
+            total = b.sext(call(b, "llvm.vector.reduce.add.v16i16", INT16, wide), INT32)
         sums.append(total)
-    low = b.and_(sums[0], ir.Constant(_I32, 0xFFFF))
-    return b.zext(b.or_(low, b.shl(sums[1], ir.Constant(_I32, 16))), _I64)
+    low = b.and_(sums[0], ir.Constant(INT32, 0xFFFF))
+    return b.zext(b.or_(low, b.shl(sums[1], ir.Constant(INT32, 16))), INT64)
 
 
 def _move(b: Any, codes: Any, target: Any, paired: Any, wide: Any) -> Any:
     order = [8 * g + 2 * i + odd for g in range(UNIT // 8) for odd in (0, 1) for i in range(4)]
     apart = pick(b, codes, order)
-    with b.if_else(b.trunc(wide, ir.IntType(1))) as (then, otherwise):
+    with b.if_else(b.trunc(wide, INT1)) as (then, otherwise):
         with then:
             order = [4 * g + i for g in range(UNIT // 4) for i in (0, 2, 1, 3)]
-            shorts = b.sext(pick(b, codes, order), ir.VectorType(_I16, UNIT))
+            shorts = b.sext(pick(b, codes, order), ir.VectorType(INT16, UNIT))
             emit_store(b, shorts, target)
         with otherwise:
-            emit_store(b, b.select(b.trunc(paired, ir.IntType(1)), apart, codes), target)
+            emit_store(b, b.select(b.trunc(paired, INT1), apart, codes), target)
     return _sum(b, codes)
 
 
@@ -205,7 +187,7 @@ def fill_token(form, q, scale, k, panel, t, tokens):
         code += nbytes * tokens
         left -= 1
         if left == 0 or u == units - 1:
-            write_i32(start, first - bias * total)
+            v.write_i32(start, first - bias * total)
             start += 4 * tokens
             total = 0
             left = per_block
@@ -213,4 +195,4 @@ def fill_token(form, q, scale, k, panel, t, tokens):
     if group:
         groups = (k + group - 1) // group
     for g in range(groups):
-        write_f32(scales + 4 * tokens * g, read_f32(scale + 4 * g) * f.factor)
+        v.write_f32(scales + 4 * tokens * g, v.read_f32(scale + 4 * g) * f.factor)

@@ -37,25 +37,15 @@ _LOW = 16 * (_BYTE // 4 % 4) + 4 * (_BYTE // 16) + _BYTE % 4
 
 @dataclass(frozen=True)
 class Rows:
-    """A packed matrix.
+    """A packed matrix."""
 
-    Attributes:
-        data: u8, the panels one after the other.
-        scale: element type of the scales.
-        block: columns that share a scale: 32, 64 or 128.
-        blocks: of a row.
-        chunks: of a panel.
-        panels: how many.
-        record: bytes of a block of a panel.
-    """
-
-    data: np.ndarray
-    scale: str
-    block: int
-    blocks: int
-    chunks: int
-    panels: int
-    record: int
+    data: np.ndarray  # u8, the panels one after the other
+    scale: str  # element type of the scales
+    block: int  # columns that share a scale: 32, 64 or 128
+    blocks: int  # of a row
+    chunks: int  # of a panel
+    panels: int  # how many
+    record: int  # bytes of a block of a panel
 
 
 _packed: dict[int, Rows] = {}

@@ -6,10 +6,8 @@ from llvmlite import ir
 
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.memory import emit_load
-from cpu_fallback.lanes.vector import F32, I32, call, constant
+from cpu_fallback.lanes.vector import F32, I32, INT8, INT16, call, constant
 from cpu_fallback.tiles.layout import ROWS
-
-_I8, _I16 = ir.IntType(8), ir.IntType(16)
 
 
 def emit_scales(b: Any, kind: str, at: Any) -> Any:
@@ -17,11 +15,11 @@ def emit_scales(b: Any, kind: str, at: Any) -> Any:
     if kind == "f32":
         return emit_load(b, F32.llvm, at)
     if kind == "e8m0":
-        codes = b.zext(emit_load(b, ir.VectorType(_I8, ROWS), at), I32.llvm)
+        codes = b.zext(emit_load(b, ir.VectorType(INT8, ROWS), at), I32.llvm)
         bits = b.shl(codes, constant(I32, 23))
         least = constant(I32, 1 << 22)
         return b.bitcast(call(b, "llvm.umax.v16i32", I32.llvm, bits, least), F32.llvm)
-    codes = emit_load(b, ir.VectorType(_I16, ROWS), at)
+    codes = emit_load(b, ir.VectorType(INT16, ROWS), at)
     if kind == "f16":
         return emit_f16(b, codes)
     return b.bitcast(b.shl(b.zext(codes, I32.llvm), constant(I32, 16)), F32.llvm)

@@ -18,8 +18,8 @@ from clocher_kernels.dtypes import to_f32
 from clocher_kernels.formats import Ggml, Int4, Int8, Mxfp4, Ternary
 from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.quant_tensor import QuantTensor
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel, device
-from cpu_fallback.lanes.memory import read_i32, read_u8, read_u16, write_i32, write_u8
 from cpu_fallback.lanes.record import reader, words
 from cpu_fallback.team.large_pages import fetched, give_back
 from cpu_fallback.tiles import together
@@ -35,51 +35,28 @@ _CHUNK = 4 << 20
 
 
 class Source(NamedTuple):
-    """What is packed, and to where; addresses and bytes.
+    """What is packed, and to where; addresses and bytes."""
 
-    Attributes:
-        n: rows of an expert.
-        k: columns.
-        tiles: of an expert.
-        tile_bytes: of a tile.
-        codes: the stored codes.
-        stride: from one stored row to the next.
-        unit: from the codes of a unit of columns to the next ones.
-        scales: the stored scales.
-        zeros: the stored zero points, 0 if there are none.
-        size: of a scale.
-        step: from one scale to the next.
-        groups: scales of a row.
-        group: columns per scale.
-        block: columns between records of scales in a tile, 0 for none.
-        per_head: records that stand together.
-        record: bytes of one.
-        lines: of a unit of columns.
-        mask: what four codes are flipped with.
-        by_row: whether the scales of rows come last.
-        target: the tiles.
-    """
-
-    n: int
-    k: int
-    tiles: int
-    tile_bytes: int
-    codes: int
-    stride: int
-    unit: int
-    scales: int
-    zeros: int
-    size: int
-    step: int
-    groups: int
-    group: int
-    block: int
-    per_head: int
-    record: int
-    lines: int
-    mask: int
-    by_row: int
-    target: int
+    n: int  # rows of an expert
+    k: int  # columns
+    tiles: int  # of an expert
+    tile_bytes: int  # of a tile
+    codes: int  # the stored codes
+    stride: int  # from one stored row to the next
+    unit: int  # from the codes of a unit of columns to the next ones
+    scales: int  # the stored scales
+    zeros: int  # the stored zero points, 0 if there are none
+    size: int  # of a scale
+    step: int  # from one scale to the next
+    groups: int  # scales of a row
+    group: int  # columns per scale
+    block: int  # columns between records of scales in a tile, 0 for none
+    per_head: int  # records that stand together
+    record: int  # bytes of one
+    lines: int  # of a unit of columns
+    mask: int  # what four codes are flipped with
+    by_row: int  # whether the scales of rows come last
+    target: int  # the tiles
 
 
 _source_at = reader(Source)
@@ -87,21 +64,13 @@ _source_at = reader(Source)
 
 @dataclass(frozen=True)
 class Tiles:
-    """A packed tensor.
+    """A packed tensor."""
 
-    Attributes:
-        layout: of its tiles.
-        data: u8, the tiles of all experts and rows, one after the other.
-        per_expert: tiles per expert, or in all.
-        tile_bytes: bytes of a tile.
-        factor: what every product is multiplied by.
-    """
-
-    layout: Layout | BlockLayout
-    data: np.ndarray
-    per_expert: int
-    tile_bytes: int
-    factor: float
+    layout: Layout | BlockLayout  # of its tiles
+    data: np.ndarray  # u8, the tiles of all experts and rows, one after the other
+    per_expert: int  # tiles per expert, or in all
+    tile_bytes: int  # bytes of a tile
+    factor: float  # what every product is multiplied by
 
 
 _packed: dict[int, Tiles] = {}
@@ -287,15 +256,15 @@ def _pack_record(form, first, column, at):
     for r in range(min(16, f.n - first % f.n)):
         index += f.groups
         if size == 4:
-            write_i32(at + 4 * r, read_i32(scales + step * index))
+            v.write_i32(at + 4 * r, v.read_i32(scales + step * index))
         elif size == 2:
-            value = read_u16(scales + step * index)
-            write_u8(at + 2 * r, value)
-            write_u8(at + 2 * r + 1, value >> 8)
+            value = v.read_u16(scales + step * index)
+            v.write_u8(at + 2 * r, value)
+            v.write_u8(at + 2 * r + 1, value >> 8)
         else:
-            write_u8(at + r, read_u8(scales + step * index))
+            v.write_u8(at + r, v.read_u8(scales + step * index))
         if zeros:
-            write_u8(at + 16 * size + r, read_u8(zeros + index))
+            v.write_u8(at + 16 * size + r, v.read_u8(zeros + index))
 
 
 def _lanes(form, begin, stop):
@@ -327,11 +296,11 @@ def _lanes(form, begin, stop):
                 for i in range(moved, lines):
                     source = line + unit * f.unit + 4 * i
                     value = read_some(source, line + stride)
-                    write_i32(at + 64 * i + 4 * r, flip(value, f.mask))
+                    v.write_i32(at + 64 * i + 4 * r, flip(value, f.mask))
             at += 64 * lines
         if f.by_row:
             for r in range(rows):
-                write_i32(at + 4 * r, read_i32(f.scales + 4 * (first + r)))
+                v.write_i32(at + 4 * r, v.read_i32(f.scales + 4 * (first + r)))
 
 
 @device
@@ -356,7 +325,7 @@ def _ternary(form, begin, stop):
             line = f.codes + row % packed * k
             shift = 2 * (row // packed)
             for i in range(2 * ((k + 31) >> 5)):
-                write_i32(at + 64 * i + 4 * r, ternary_dword(line, k, i, shift))
+                v.write_i32(at + 64 * i + 4 * r, ternary_dword(line, k, i, shift))
 
 
 _pack_lanes = Kernel(_lanes)

@@ -30,7 +30,18 @@ from cpu_fallback.lanes.jit import Kernel
 from cpu_fallback.lanes.late import cgutils, i64, void
 from cpu_fallback.lanes.memory import emit_load, emit_store
 from cpu_fallback.lanes.simd import emit_fma
-from cpu_fallback.lanes.vector import F32, I32, constant, op, spread
+from cpu_fallback.lanes.vector import (
+    F32,
+    FLOAT,
+    I32,
+    INT8,
+    INT32,
+    caller,
+    constant,
+    number,
+    op,
+    spread,
+)
 from cpu_fallback.tiles.block_product import BlockEmitter
 from cpu_fallback.tiles.byte_dots import Dots, dots_of, is_number
 from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, BlockLayout, Layout
@@ -41,13 +52,6 @@ TOKENS = (1, 2, 3, 4, 6, 8, 16)
 
 _AT_ONCE = 16 if CURRENT.avx512 else 6 if CURRENT.avx2 else 4 if CURRENT.neon else 1
 """Tokens whose sums the registers hold; the rest of a panel takes another pass over the tile."""
-
-_I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
-_FLOAT = ir.FloatType()
-
-
-def _i64(value: int) -> ir.Constant:
-    return ir.Constant(_I64, value)
 
 
 class _Pointer:
@@ -60,7 +64,7 @@ class _Pointer:
     def take(self, nbytes: Any) -> Any:
         """Return the address, and advance it."""
         at = self._b.load(self._slot)
-        step = _i64(nbytes) if isinstance(nbytes, int) else nbytes
+        step = number(nbytes) if isinstance(nbytes, int) else nbytes
         self._b.store(self._b.add(at, step), self._slot)
         return at
 
@@ -80,29 +84,19 @@ class _Emitter:
     def emit(
         self, tile: Any, panel: Any, out: Any, units: Any, width: Any, first: Any, ahead: Any
     ) -> None:
-        """Emit everything.
-
-        Args:
-            tile: address of the tile.
-            panel: address of the panel.
-            out: address of the results of the whole panel.
-            units: of K.
-            width: tokens of the panel.
-            first: the first of them that is multiplied.
-            ahead: bytes to ask ahead.
-        """
+        """Emit everything."""
         b = self.b
         self.ahead = ahead
         self.weights = _Pointer(b, tile)
-        self.row, self.line = b.mul(width, _i64(4)), b.mul(width, _i64(self.dots.code_bytes))
-        place = b.mul(first, _i64(4))
+        self.row, self.line = b.mul(width, number(4)), b.mul(width, number(self.dots.code_bytes))
+        place = b.mul(first, number(4))
         starts = b.add(panel, b.mul(units, self.line))
         scales = b.add(starts, b.mul(self._blocks(units), self.row))
-        self.codes = _Pointer(b, b.add(panel, b.mul(first, _i64(self.dots.code_bytes))))
+        self.codes = _Pointer(b, b.add(panel, b.mul(first, number(self.dots.code_bytes))))
         self.starts = _Pointer(b, b.add(starts, place))
         self.scales = _Pointer(b, b.add(scales, place))
         self.head = cgutils.alloca_once_value(b, tile)
-        self.index = cgutils.alloca_once_value(b, _i64(0))
+        self.index = cgutils.alloca_once_value(b, number(0))
         if not self.block:
             sums = self._sums(units)
         elif not self.group:
@@ -114,14 +108,14 @@ class _Emitter:
         if self.layout.scale == "row":
             rows = emit_load(b, F32.llvm, self.weights.take(LINE))
             sums = [b.fmul(s, rows) for s in sums]
-        out = b.add(out, b.mul(first, _i64(4 * ROWS)))
+        out = b.add(out, b.mul(first, number(4 * ROWS)))
         for i, value in enumerate(sums):
-            emit_store(b, value, b.add(out, _i64(4 * ROWS * i)))
+            emit_store(b, value, b.add(out, number(4 * ROWS * i)))
 
     def _blocks(self, units: Any) -> Any:
         if not self.block:
-            return _i64(1)
-        return self.b.udiv(self.b.add(units, _i64(self.block - 1)), _i64(self.block))
+            return number(1)
+        return self.b.udiv(self.b.add(units, number(self.block - 1)), number(self.block))
 
     @contextmanager
     def _steps(self, units: Any, step: int) -> Iterator[Any]:
@@ -132,11 +126,11 @@ class _Emitter:
         b.branch(head)
         b.position_at_end(head)
         rest = b.load(left)
-        b.cbranch(b.icmp_signed(">", rest, _i64(0)), body, end)
+        b.cbranch(b.icmp_signed(">", rest, number(0)), body, end)
         b.position_at_end(body)
-        more = b.icmp_signed(">", rest, _i64(step))
-        yield b.select(more, _i64(step), rest) if step > 1 else _i64(1)
-        b.store(b.sub(rest, _i64(step)), left)
+        more = b.icmp_signed(">", rest, number(step))
+        yield b.select(more, number(step), rest) if step > 1 else number(1)
+        b.store(b.sub(rest, number(step)), left)
         b.branch(head)
         b.position_at_end(end)
 
@@ -183,7 +177,7 @@ class _Emitter:
         at = self.starts.take(self.row)
         sums = []
         for i in range(t):
-            start = spread(b, I32, emit_load(b, _I32, b.add(at, _i64(4 * i))))
+            start = spread(b, I32, emit_load(b, INT32, b.add(at, number(4 * i))))
             sums.append(self.dots.begin(b, start, zeros))
         self.dots.arrange(b, sums)
         one = isinstance(units, ir.Constant)
@@ -202,8 +196,8 @@ class _Emitter:
     def _activation_scales(self) -> list[Any]:
         b = self.b
         at = self.scales.take(self.row)
-        places = [b.add(at, _i64(4 * i)) for i in range(self.tokens)]
-        return [spread(b, F32, emit_load(b, _FLOAT, place)) for place in places]
+        places = [b.add(at, number(4 * i)) for i in range(self.tokens)]
+        return [spread(b, F32, emit_load(b, FLOAT, place)) for place in places]
 
     def _weight_scales(self) -> tuple[Any, Any]:
         """Emit the scales of a block, fp32, and its zero points, int32 or None."""
@@ -212,15 +206,15 @@ class _Emitter:
             at = self.weights.take(layout.head)
         else:
             index = b.load(self.index)
-            b.store(b.add(index, _i64(1)), self.index)
-            fresh = b.icmp_signed("==", b.and_(index, _i64(layout.per_head - 1)), _i64(0))
-            here = self.weights.take(b.select(fresh, _i64(layout.head), _i64(0)))
-            at = b.select(fresh, here, b.add(b.load(self.head), _i64(layout.record)))
+            b.store(b.add(index, number(1)), self.index)
+            fresh = b.icmp_signed("==", b.and_(index, number(layout.per_head - 1)), number(0))
+            here = self.weights.take(b.select(fresh, number(layout.head), number(0)))
+            at = b.select(fresh, here, b.add(b.load(self.head), number(layout.record)))
             b.store(at, self.head)
         zeros = None
         if layout.zeros:
-            place = b.add(at, _i64(layout.record - ROWS))
-            zeros = b.zext(emit_load(b, ir.VectorType(_I8, ROWS), place), I32.llvm)
+            place = b.add(at, number(layout.record - ROWS))
+            zeros = b.zext(emit_load(b, ir.VectorType(INT8, ROWS), place), I32.llvm)
         return emit_scales(b, layout.scale, at), zeros
 
 
@@ -235,110 +229,56 @@ def _emitter(layout: Layout | BlockLayout, group: int, tokens: int) -> Callable[
     return emit
 
 
-def _wide(layout: Layout | BlockLayout, group: int) -> Callable[..., None]:
-    one, two, three, four, six, eight, sixteen = (_emitter(layout, group, t) for t in TOKENS)
-
-    def product(tile, panel, out, units, tokens, ahead):
-        if tokens == 1:
-            one(tile, panel, out, units, 1, 0, ahead)
-        elif tokens == 2:
-            two(tile, panel, out, units, 2, 0, ahead)
-        elif tokens == 3:
-            three(tile, panel, out, units, 3, 0, ahead)
-        elif tokens == 4:
-            four(tile, panel, out, units, 4, 0, ahead)
-        elif tokens == 6:
-            six(tile, panel, out, units, 6, 0, ahead)
-        elif tokens == 8:
-            eight(tile, panel, out, units, 8, 0, ahead)
-        else:
-            sixteen(tile, panel, out, units, 16, 0, ahead)
-
-    return product
-
-
-def _broad(layout: Layout | BlockLayout, group: int) -> Callable[..., None]:
-    one, two, four, eight = (_emitter(layout, group, t) for t in (1, 2, 4, 8))
-
-    def product(tile, panel, out, units, tokens, ahead):
-        if tokens == 1:
-            one(tile, panel, out, units, 1, 0, ahead)
-        elif tokens == 2:
-            two(tile, panel, out, units, 2, 0, ahead)
-        elif tokens <= 4:
-            four(tile, panel, out, units, tokens, 0, ahead)
-        else:
-            for first in range(0, tokens, 8):
-                eight(tile, panel, out, units, tokens, first, ahead)
-
-    return product
-
-
-def _medium(layout: Layout | BlockLayout, group: int) -> Callable[..., None]:
-    one, two, four, six = (_emitter(layout, group, t) for t in (1, 2, 4, 6))
-
-    def product(tile, panel, out, units, tokens, ahead):
-        if tokens == 1:
-            one(tile, panel, out, units, 1, 0, ahead)
-        elif tokens == 2:
-            two(tile, panel, out, units, 2, 0, ahead)
-        else:
-            first = 0
-            while first + 6 <= tokens != 8:
-                six(tile, panel, out, units, tokens, first, ahead)
-                first += 6
-            while first < tokens:
-                four(tile, panel, out, units, tokens, first, ahead)
-                first += 4
-
-    return product
-
-
-def _fours(layout: Layout | BlockLayout, group: int) -> Callable[..., None]:
-    one, two, four = (_emitter(layout, group, t) for t in (1, 2, 4))
-
-    def product(tile, panel, out, units, tokens, ahead):
-        if tokens == 1:
-            one(tile, panel, out, units, 1, 0, ahead)
-        elif tokens == 2:
-            two(tile, panel, out, units, 2, 0, ahead)
-        else:
-            for first in range(0, tokens, 4):
-                four(tile, panel, out, units, tokens, first, ahead)
-
-    return product
-
-
-def _narrow(layout: Layout | BlockLayout, group: int) -> Callable[..., None]:
-    one = _emitter(layout, group, 1)
-
-    def product(tile, panel, out, units, tokens, ahead):
-        for first in range(tokens):
-            one(tile, panel, out, units, tokens, first, ahead)
-
-    return product
+_BRANCHES = {
+    16: ((1, 2, 3, 4, 6, 8), "emit16(tile, panel, out, units, 16, 0, ahead)"),
+    8: (
+        (1, 2),
+        """if tokens <= 4:
+        emit4(tile, panel, out, units, tokens, 0, ahead)
+    else:
+        for first in range(0, tokens, 8):
+            emit8(tile, panel, out, units, tokens, first, ahead)""",
+    ),
+    6: (
+        (1, 2),
+        """first = 0
+    while first + 6 <= tokens != 8:
+        emit6(tile, panel, out, units, tokens, first, ahead)
+        first += 6
+    while first < tokens:
+        emit4(tile, panel, out, units, tokens, first, ahead)
+        first += 4""",
+    ),
+    4: (
+        (1, 2),
+        """for first in range(0, tokens, 4):
+        emit4(tile, panel, out, units, tokens, first, ahead)""",
+    ),
+    1: (
+        (),
+        """for first in range(tokens):
+        emit1(tile, panel, out, units, tokens, first, ahead)""",
+    ),
+}
+"""Tokens whose sums registers hold -> counts with a branch of their own, and what others take."""
 
 
 @cache
 def product_of(layout: Layout | BlockLayout, group: int) -> Kernel:
-    """Return the kernel for a layout and an activation group.
-
-    Args:
-        layout: of the weight's tiles.
-        group: columns per activation scale: 32, 128, or 0 for one per token.
-    """
+    """Return the kernel for a layout and an activation group: 32, 128 columns, or 0 for all."""
     at_once = _AT_ONCE
     if isinstance(layout, BlockLayout):  # more code, and eight tokens are as fast as sixteen
         at_once = min(at_once, 8)
-    function = {16: _wide, 8: _broad, 6: _medium, 4: _fours, 1: _narrow}[at_once]
-    kernel = Kernel(function(layout, group))
-    kernel.name = f"tile_product.{layout.name}_x{group}"
-    return kernel
+    counts, others = _BRANCHES[at_once]
+    lines = [
+        f"    if tokens == {t}:\n        return emit{t}(tile, panel, out, units, {t}, 0, ahead)"
+        for t in counts
+    ]
+    head = "def product(tile, panel, out, units, tokens, ahead):"
+    emitters = {f"emit{t}": _emitter(layout, group, t) for t in TOKENS if t <= at_once}
+    space: dict[str, Any] = {"__name__": __name__, **emitters}
+    exec("\n".join([head, *lines, f"    {others}"]), space)
+    return Kernel(space["product"], name=f"tile_product.{layout.name}_x{group}")
 
 
-@op(void, i64, i64, i64, i64, i64, i64, i64)
-def call_product(b, kernel, tile, panel, out, units, tokens, ahead):
-    """Call the product kernel at an address."""
-    kind = ir.FunctionType(ir.VoidType(), [_I64] * 6)
-    args = [tile, panel, out, units, tokens, ahead]
-    b.call(b.inttoptr(kernel, kind.as_pointer()), args)
+call_product = caller(6)  # (product, tile, panel, out, units, tokens, ahead)

@@ -17,33 +17,21 @@ Part = Callable[[], None]
 
 @dataclass(frozen=True)
 class _Job:
-    """A tensor that is being packed.
+    """A tensor that is being packed."""
 
-    Attributes:
-        nbytes: of the tensor, as it is stored.
-        parts: its parts, some of them done.
-        failed: called if they never all will be.
-    """
-
-    nbytes: int
-    parts: Sequence[Future[None]]
-    failed: Callable[[], None]
+    nbytes: int  # of the tensor, as it is stored
+    parts: Sequence[Future[None]]  # its parts, some of them done
+    failed: Callable[[], None]  # called if they never all will be
 
 
 @dataclass
 class Together:
-    """The tensors that a thread has queued.
+    """The tensors that a thread has queued."""
 
-    Attributes:
-        pool: what works at them.
-        jobs: in the order in which they were asked for.
-        queued: bytes of their tensors.
-        ended: set when all are packed, or given up.
-    """
-
-    pool: ThreadPoolExecutor
-    jobs: list[_Job] = field(default_factory=list)
-    queued: int = 0
+    pool: ThreadPoolExecutor  # what works at them
+    jobs: list[_Job] = field(default_factory=list)  # in the order in which they were asked for
+    queued: int = 0  # bytes of their tensors
+    # set when all are packed, or given up
     ended: threading.Event = field(default_factory=threading.Event)
 
     def add(

@@ -34,15 +34,10 @@ _COPY_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The bytes of a plane, or their XOR with those of another one.
+    """The bytes of a plane, or their XOR with those of another one."""
 
-    Attributes:
-        data: the plane, u8 [nbytes].
-        base: the other one, or None.
-    """
-
-    data: np.ndarray
-    base: np.ndarray | None = None
+    data: np.ndarray  # the plane, u8 [nbytes]
+    base: np.ndarray | None = None  # the other one, or None
 
     def bytes(self, start: int, stop: int) -> np.ndarray:
         """Return a range of bytes, u8."""
@@ -57,27 +52,19 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How a plane will be stored, and what is needed for it.
-
-    Attributes:
-        plane: the plane.
-        tables: symbols of each stream, the most frequent first, u8; equal counts by value.
-        unique: block number of each different block, in order.
-        index: for each block the position in `unique`, u32.
-    """
+    """How a plane will be stored, and what is needed for it."""
 
     plane: StoredPlane
+    # symbols of each stream, the most frequent first, u8; equal counts by value
     tables: tuple[np.ndarray, ...] = ()
-    unique: np.ndarray | None = None
-    index: np.ndarray | None = None
+    unique: np.ndarray | None = None  # block number of each different block, in order
+    index: np.ndarray | None = None  # for each block the position in `unique`, u32
 
 
 def choose(raw: StoredPlane, source: Source) -> Choice:
     """Return the smallest way to store a plane; the plane as it is unless 5 per cent are saved.
 
-    Args:
-        raw: the plane, with mode "raw".
-        source: its bytes; XOR the base if that is to be tried.
+    `raw`: the plane, with mode "raw".
     """
     xor = source.base is not None
     found = [Choice(raw)]
@@ -136,9 +123,7 @@ def _fold(part: Part, histogram: np.ndarray) -> np.ndarray:
 def choose_stream(counts: np.ndarray, bits: int) -> tuple[Stream, np.ndarray]:
     """Return the smallest way to store a stream, and its table.
 
-    Args:
-        counts: how often each symbol occurs, [2^bits].
-        bits: bits of a symbol.
+    `counts`: how often each symbol occurs, [2^bits]; `bits`: bits of a symbol.
     """
     count = int(counts.sum())
     order = np.lexsort((np.arange(len(counts)), -counts))
@@ -222,11 +207,8 @@ def encode(
 ) -> None:
     """Append the parts of a plane to the files.
 
-    Args:
-        choice: how it is stored.
-        source: its bytes, XOR the base if the choice says so.
-        files: the three files, by kind.
-        regions: where its parts belong: each file is padded up to there.
+    `choice`: how it is stored; `files`: the three files, by kind; `regions`: where its parts
+    belong: each file is padded up to there.
     """
     plane = choice.plane
     for region in regions:

@@ -46,23 +46,14 @@ WORTH_IT = 0.97
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Deduplication:
-    """What deduplicating a model will do and save; nothing has been written.
+    """What deduplicating a model will do and save; nothing has been written."""
 
-    Attributes:
-        directory: where the model is, and where the output goes.
-        index: model.ie.json.
-        base: the model that it will build on.
-        choices: how each plane will be stored.
-        regions: where the parts of each plane will be.
-        nbytes: bytes that the output will take.
-    """
-
-    directory: Path
-    index: IebinIndex
-    base: Artifact | None
-    choices: tuple[Choice, ...]
-    regions: tuple[tuple[Region, ...], ...]
-    nbytes: int
+    directory: Path  # where the model is, and where the output goes
+    index: IebinIndex  # model.ie.json
+    base: Artifact | None  # the model that it will build on
+    choices: tuple[Choice, ...]  # how each plane will be stored
+    regions: tuple[tuple[Region, ...], ...]  # where the parts of each plane will be
+    nbytes: int  # bytes that the output will take
 
     @property
     def worth_it(self) -> bool:
@@ -72,13 +63,8 @@ class Deduplication:
     def run(self, progress: Progress | None = None) -> None:
         """Write the output, whether it is worth it or not.
 
-        Args:
-            progress: called after each plane with the bytes read so far and the tensor's name.
-
-        Raises:
-            FormatError: model.ie.bin is damaged.
-            UsageError: somebody else is writing there.
-            OSError: the output cannot be written; nothing of it is left.
+        Raises FormatError: model.ie.bin is damaged; UsageError: somebody else is writing there;
+        OSError: the output cannot be written; nothing of it is left.
         """
         check_free(self.directory / INDEX_NAME, self.nbytes)
         path = self.directory / INDEX_NAME
@@ -120,14 +106,9 @@ def plan_dedup(
 ) -> Deduplication:
     """Read a model and decide how each plane is stored.
 
-    Args:
-        directory: one with model.ie.json and model.ie.bin.
-        base_dir: a model that this one is a variant of. It will be needed to read the output.
-        progress: called after each plane with the bytes read so far and the tensor's name.
-
-    Raises:
-        ModelError: a model is missing or damaged, or repeats itself too much to be one.
-        UsageError: the base is the model itself.
+    `base_dir`: a model that this one is a variant of. It will be needed to read the output. Raises
+    ModelError: a model is missing or damaged, or repeats itself too much to be one; UsageError: the
+    base is the model itself.
     """
     index = read_index(directory / JSON_NAME)
     if not os.path.isfile(directory / BIN_NAME):
@@ -165,12 +146,8 @@ def remove_dedup(directory: Path) -> None:
 def restore(directory: Path, base_dir: Path | None = None, progress: Progress | None = None) -> int:
     """Write model.ie.bin back from the deduplicated weights, byte for byte as it was.
 
-    Returns:
-        Its size in bytes.
-
-    Raises:
-        ModelError: the deduplicated weights or their base are missing or damaged.
-        OSError: it cannot be written; nothing of it is left.
+    Returns its size in bytes. Raises ModelError: the deduplicated weights or their base are missing
+    or damaged; OSError: it cannot be written; nothing of it is left.
     """
     artifact = open_deduplicated(directory, base_dir)
     index, dedup = artifact.index, artifact.dedup
@@ -236,21 +213,13 @@ def _index_bytes(choices: list[Choice]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """One plane before and after.
+    """One plane before and after."""
 
-    Attributes:
-        name: tensor and plane.
-        dtype: element type of the plane.
-        nbytes: its size.
-        stored: bytes that it takes, without padding.
-        how: how it is stored.
-    """
-
-    name: str
-    dtype: str
-    nbytes: int
-    stored: int
-    how: str
+    name: str  # tensor and plane
+    dtype: str  # element type of the plane
+    nbytes: int  # its size
+    stored: int  # bytes that it takes, without padding
+    how: str  # how it is stored
 
     @property
     def percent(self) -> float:

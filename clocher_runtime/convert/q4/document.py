@@ -59,23 +59,14 @@ _ENTRY_MORE = {"part": str, "fallback": str, "tokens_seen": list}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What became of one tensor.
+    """What became of one tensor."""
 
-    Attributes:
-        shape: logical shape.
-        format: of the result.
-        method: how the codes were chosen.
-        rule: index of the rule that asked for it.
-        sha256: of each plane.
-        part: the file that holds the planes, "" if rounding gives them again.
-    """
-
-    shape: tuple[int, ...]
-    format: Format
-    method: str
-    rule: int
-    sha256: Mapping[str, str]
-    part: str = ""
+    shape: tuple[int, ...]  # logical shape
+    format: Format  # of the result
+    method: str  # how the codes were chosen
+    rule: int  # index of the rule that asked for it
+    sha256: Mapping[str, str]  # of each plane
+    part: str = ""  # the file that holds the planes, "" if rounding gives them again
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +84,10 @@ Sections = tuple[dict[str, Entry] | None, dict[str, str], tuple[PartFile, ...]]
 def read_sections(document: Mapping[str, Any], where: str, rules: int) -> Sections:
     """Check the expanded form of a manifest and return what readers need of it.
 
-    Args:
-        document: the manifest; the types of its fields have been checked.
-        where: the file, for messages.
-        rules: how many rules there are.
-
-    Returns:
-        The entries by name or None, the kept tensors with their reasons, the part files.
-
-    Raises:
-        FormatError: something is missing, unknown, of another type or contradictory.
+    `document`: the manifest; the types of its fields have been checked; `where`: the file, for
+    messages; `rules`: how many rules there are. Returns the entries by name or None, the kept
+    tensors with their reasons, the part files. Raises FormatError: something is missing, unknown,
+    of another type or contradictory.
     """
     if "source" in document:
         _check_source(document["source"], f"{where}: source")

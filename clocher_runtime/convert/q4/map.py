@@ -73,8 +73,7 @@ class NamePattern:
 
     Source: R. Cox, "Regular Expression Matching Can Be Simple And Fast", 2007.
 
-    Attributes:
-        text: the pattern as it was written.
+    `text`: the pattern as it was written.
     """
 
     __slots__ = ("_compiled", "text")
@@ -82,8 +81,7 @@ class NamePattern:
     def __init__(self, text: str) -> None:
         """Compile a pattern.
 
-        Raises:
-            UsageError: it is too long, or no regular expression that RE2 knows.
+        Raises UsageError: it is too long, or no regular expression that RE2 knows.
         """
         if len(text) > MAX_PATTERN_CHARS:
             raise UsageError(f"a pattern has at most {MAX_PATTERN_CHARS} characters")
@@ -114,58 +112,38 @@ def _compile(text: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule.
+    """One rule."""
 
-    Attributes:
-        pattern: for whole tensor names.
-        format: of what it matches; None keeps it.
-        method: how the codes are chosen.
-        clip: how rounding chooses the range of a cell.
-    """
-
-    pattern: NamePattern
-    format: Format | None
-    method: str = "rtn"
-    clip: Clip = NO_CLIP
+    pattern: NamePattern  # for whole tensor names
+    format: Format | None  # of what it matches; None keeps it
+    method: str = "rtn"  # how the codes are chosen
+    clip: Clip = NO_CLIP  # how rounding chooses the range of a cell
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What the rules say about every tensor of a checkpoint.
+    """What the rules say about every tensor of a checkpoint."""
 
-    Attributes:
-        chosen: tensors to be quantised -> index of the rule.
-        kept: the others -> why.
-        notes: for people, about each rule that matched tensors which are kept.
-    """
-
-    chosen: Mapping[str, int]
-    kept: Mapping[str, str]
-    notes: tuple[str, ...]
+    chosen: Mapping[str, int]  # tensors to be quantised -> index of the rule
+    kept: Mapping[str, str]  # the others -> why
+    notes: tuple[str, ...]  # for people, about each rule that matched tensors which are kept
 
 
 @dataclass(frozen=True, slots=True)
 class Q4Map:
-    """A manifest.
+    """A manifest."""
 
-    Attributes:
-        path: where it was read from.
-        rules: in order; the first match decides.
-        document: its JSON, to be recorded with the result: instead of the expanded form with
-            every tensor its SHA-256.
-        requantize: whether tensors that are quantised already are quantised anew.
-        entries: what was done to each quantised tensor, None in a manifest of rules alone.
-        kept: name -> reason of the tensors that stay, beside `entries`.
-        parts: the files with planes that rounding does not give.
-    """
-
-    path: Path
-    rules: tuple[Rule, ...]
+    path: Path  # where it was read from
+    rules: tuple[Rule, ...]  # in order; the first match decides
+    # its JSON, to be recorded with the result: instead of the expanded form with every tensor its
+    # SHA-256
     document: Mapping[str, Any]
-    requantize: bool = False
+    requantize: bool = False  # whether tensors that are quantised already are quantised anew
+    # what was done to each quantised tensor, None in a manifest of rules alone
     entries: Mapping[str, Entry] | None = None
+    # name -> reason of the tensors that stay, beside `entries`
     kept: Mapping[str, str] = field(default_factory=dict)
-    parts: tuple[PartFile, ...] = ()
+    parts: tuple[PartFile, ...] = ()  # the files with planes that rounding does not give
 
     @property
     def parts_dir(self) -> Path:
@@ -175,13 +153,10 @@ class Q4Map:
     def choose(self, tensors: Mapping[str, Stored]) -> tuple[dict[str, Format], list[str]]:
         """Apply the manifest.
 
-        Returns:
-            The new format of each tensor that is to be quantised, and a note for people about each
-            rule that matched tensors which are kept.
-
-        Raises:
-            UsageError: a rule decides about no tensor at all, or asks for a method that needs
-                calibration, or the manifest was made for another model.
+        Returns the new format of each tensor that is to be quantised, and a note for people about
+        each rule that matched tensors which are kept. Raises UsageError: a rule decides about no
+        tensor at all, or asks for a method that needs calibration, or the manifest was made for
+        another model.
         """
         if self.entries is not None:
             _same_model(self, self.entries, tensors)
@@ -205,15 +180,9 @@ class Q4Map:
         Its planes come from the manifest's parts if they are there, else they are rounded, some
         rows at a time. Where the manifest records their hashes, they are checked.
 
-        Args:
-            name: of the tensor.
-            source: as the checkpoint stores it, [N, K] or [E, N, K].
-            threads: how many threads round.
-
-        Raises:
-            FormatError: a value cannot be stored, or the planes are not those that the manifest
-                records: the checkpoint is not the one that it was made from.
-            ModelNotFound: a part is missing.
+        `source`: as the checkpoint stores it, [N, K] or [E, N, K]. Raises FormatError: a value
+        cannot be stored, or the planes are not those that the manifest records: the checkpoint is
+        not the one that it was made from; ModelNotFound: a part is missing.
         """
         if self.entries is None:
             rule = next(rule for rule in self.rules if rule.pattern.matches(name))
@@ -236,8 +205,7 @@ def assign(
 ) -> Assignment:
     """Apply rules to the tensors of a checkpoint.
 
-    Raises:
-        UsageError: a rule decides about no tensor at all.
+    Raises UsageError: a rule decides about no tensor at all.
     """
     chosen: dict[str, int] = {}
     kept: dict[str, str] = {}
@@ -293,8 +261,7 @@ def reason_to_keep(name: str, tensor: Stored, requantize: bool) -> str | None:
 def load_q4_map(path: Path) -> Q4Map:
     """Read a manifest.
 
-    Raises:
-        UsageError: it is missing, or it is not what this module and `document` describe.
+    Raises UsageError: it is missing, or it is not what this module and `document` describe.
     """
     if not os.path.isfile(path):
         raise UsageError(f"--q4-map not found: {path}; pass the path of a quantisation manifest")
@@ -308,9 +275,8 @@ def load_q4_map(path: Path) -> Q4Map:
 def parse_q4_map(document: Mapping[str, Any], path: Path, sha256: str = "") -> Q4Map:
     """Build a manifest from its JSON.
 
-    Raises:
-        UsageError: a rule is not one that is known.
-        FormatError: a field is missing, unknown or of another type.
+    Raises UsageError: a rule is not one that is known; FormatError: a field is missing, unknown or
+    of another type.
     """
     fields(document, str(path), {"version": int, "rules": list}, SECTIONS)
     rules = [

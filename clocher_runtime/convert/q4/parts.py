@@ -44,12 +44,7 @@ class PartsWriter:
     """Writes the parts of one job, and finds those that an earlier run of it has finished."""
 
     def __init__(self, directory: Path, job: str) -> None:
-        """Begin.
-
-        Args:
-            directory: of the parts; it is made when the first one is written.
-            job: stands for everything that decides the bytes; parts of another job are not used.
-        """
+        """Begin."""
         self.directory = directory
         self._job = job
         self._open: dict[str, SafetensorsFile] = {}
@@ -74,14 +69,9 @@ class PartsWriter:
     ) -> None:
         """Write a part.
 
-        Args:
-            part: "layer-00000", ... or "rest".
-            tensors: by name.
-            records: what is known about each tensor, JSON objects.
-
-        Raises:
-            UsageError: another process is writing it.
-            OSError: it cannot be written.
+        `part`: "layer-00000", ... or "rest"; `tensors`: by name; `records`: what is known about
+        each tensor, JSON objects. Raises UsageError: another process is writing it; OSError: it
+        cannot be written.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         arrays, planes = {}, {}
@@ -106,8 +96,7 @@ class PartsWriter:
     def tensor(self, name: str) -> QuantTensor:
         """Return a tensor of a part that is finished: views of its file.
 
-        Raises:
-            ModelError: it is not in any of them.
+        Raises ModelError: it is not in any of them.
         """
         if name not in self._where:
             raise ModelError(f"{self.directory}: no finished part has tensor {name!r}")
@@ -164,9 +153,8 @@ class PartsWriter:
 def read_part(directory: Path, files: Iterable[PartFile], name: str, entry: Entry) -> QuantTensor:
     """Return a tensor of a manifest's parts, checked against its hashes.
 
-    Raises:
-        ModelNotFound: the file of the part is missing.
-        FormatError: the file, or a plane in it, is not the one that the manifest lists.
+    Raises ModelNotFound: the file of the part is missing; FormatError: the file, or a plane in it,
+    is not the one that the manifest lists.
     """
     listed = next(file for file in files if file.file == entry.part)
     path = directory / listed.file

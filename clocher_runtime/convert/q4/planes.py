@@ -49,42 +49,23 @@ _ATTENTION = re.compile(r".*\.self_attn\.[qkvo]_proj\.weight")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Q4Job:
-    """A pair of files that can be written.
+    """A pair of files that can be written."""
 
-    Attributes:
-        source: the input.
-        files: where the plane files will be: "codes" and "scales".
-        manifest: where the expanded manifest will be.
-        names: the matrices, in the order of the files.
-        kept: name -> reason of every other tensor.
-        chunk_rows: rows that are encoded at a time; the bytes do not depend on it.
-        nbytes: bytes that the output will take.
-        free_bytes: bytes that the disk has for it.
-    """
-
-    source: Checkpoint
-    files: Mapping[str, Path]
-    manifest: Path
-    names: tuple[str, ...]
-    kept: Mapping[str, str]
-    chunk_rows: int
-    nbytes: int
-    free_bytes: int
+    source: Checkpoint  # the input
+    files: Mapping[str, Path]  # where the plane files will be: "codes" and "scales"
+    manifest: Path  # where the expanded manifest will be
+    names: tuple[str, ...]  # the matrices, in the order of the files
+    kept: Mapping[str, str]  # name -> reason of every other tensor
+    chunk_rows: int  # rows that are encoded at a time; the bytes do not depend on it
+    nbytes: int  # bytes that the output will take
+    free_bytes: int  # bytes that the disk has for it
 
     def run(self, progress: Progress | None = None) -> int:
         """Write the files, or the rest of them if an earlier run was killed.
 
-        Args:
-            progress: called after each matrix with the bytes written so far and its name.
-
-        Returns:
-            How many matrices an earlier run had finished.
-
-        Raises:
-            FormatError: a matrix cannot be encoded.
-            ModelChanged: the input changed meanwhile.
-            UsageError: another process is writing the same files.
-            OSError: the output cannot be written; nothing of it is left.
+        Returns how many matrices an earlier run had finished. Raises FormatError: a matrix cannot
+        be encoded; ModelChanged: the input changed meanwhile; UsageError: another process is
+        writing the same files; OSError: the output cannot be written; nothing of it is left.
         """
         folder = self.manifest.parent
         for path in (*self.files.values(), self.manifest):
@@ -120,18 +101,11 @@ def plan_q4(
 ) -> Q4Job:
     """Open the input and check everything that can be checked before writing.
 
-    Args:
-        hf_dir: the checkpoint, as `open_source` takes it.
-        codes: path of model.q4.bin.
-        scales: path of model.q4.scales.fp16.bin.
-        manifest: path of the expanded manifest.
-        include_lm_head: whether the output head is encoded too.
-        chunk_rows: rows that are encoded at a time.
-
-    Raises:
-        ModelError: the input is missing, damaged or unknown.
-        UsageError: the paths are not three different files, or nothing can be encoded.
-        OSError: the disk is too small.
+    `hf_dir`: the checkpoint, as `open_source` takes it; `codes`: path of model.q4.bin; `scales`:
+    path of model.q4.scales.fp16.bin; `manifest`: path of the expanded manifest; `include_lm_head`:
+    whether the output head is encoded too; `chunk_rows`: rows that are encoded at a time. Raises
+    ModelError: the input is missing, damaged or unknown; UsageError: the paths are not three
+    different files, or nothing can be encoded; OSError: the disk is too small.
     """
     paths = [os.path.realpath(path) for path in (codes, scales, manifest)]
     if len(set(paths)) != len(paths):
@@ -187,16 +161,10 @@ def encoded(
 def make_index(model_dir: Path, manifest: Path) -> list[str]:
     """Write model.ie.compat.json from model.ie.json and an expanded manifest.
 
-    Args:
-        model_dir: the directory of the pair and of the plane files.
-        manifest: the expanded manifest that describes them.
-
-    Returns:
-        The names of the matrices that it takes from the plane files.
-
-    Raises:
-        UsageError: the manifest describes other files, or another model.
-        ModelError: the pair or a plane file is missing or damaged.
+    `model_dir`: the directory of the pair and of the plane files; `manifest`: the expanded manifest
+    that describes them. Returns the names of the matrices that it takes from the plane files.
+    Raises UsageError: the manifest describes other files, or another model; ModelError: the pair or
+    a plane file is missing or damaged.
     """
     planes = load_q4_planes(manifest)
     for key, name in Q4_NAMES.items():
@@ -220,36 +188,22 @@ def make_index(model_dir: Path, manifest: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AppendJob:
-    """Attention matrices that can be appended.
+    """Attention matrices that can be appended."""
 
-    Attributes:
-        source: the checkpoint that the pair was made of.
-        index: model.ie.compat.json.
-        entries: what the index lists.
-        names: the matrices that it lacks.
-        present: those that it has.
-        nbytes: bytes that the new ones will take.
-        free_bytes: bytes that the disk has for them.
-    """
-
-    source: Checkpoint
-    index: Path
-    entries: tuple[Q4Entry, ...]
-    names: tuple[str, ...]
-    present: tuple[str, ...]
-    nbytes: int
-    free_bytes: int
+    source: Checkpoint  # the checkpoint that the pair was made of
+    index: Path  # model.ie.compat.json
+    entries: tuple[Q4Entry, ...]  # what the index lists
+    names: tuple[str, ...]  # the matrices that it lacks
+    present: tuple[str, ...]  # those that it has
+    nbytes: int  # bytes that the new ones will take
+    free_bytes: int  # bytes that the disk has for them
 
     def run(self, progress: Progress | None = None) -> None:
         """Append the matrices. The index is written anew after each, so a kill loses one at most.
 
-        Args:
-            progress: called after each matrix with the bytes appended so far and its name.
-
-        Raises:
-            UsageError: another process is writing the files.
-            ModelError: a matrix cannot be encoded, or the files are not what the index says.
-            OSError: the files cannot be written; the index is as it was after the last matrix.
+        Raises UsageError: another process is writing the files; ModelError: a matrix cannot be
+        encoded, or the files are not what the index says; OSError: the files cannot be written; the
+        index is as it was after the last matrix.
         """
         paths = {key: self.index.with_name(name) for key, name in Q4_NAMES.items()}
         with PlaneWriter(paths, kind=Q4Entry, in_place=True) as pair:
@@ -273,15 +227,10 @@ class AppendJob:
 def plan_append(hf_dir: Path, index: Path, q4_bin: Path) -> AppendJob:
     """Find the attention matrices that an index does not have yet, and check what can be checked.
 
-    Args:
-        hf_dir: the checkpoint that the pair was made of.
-        index: model.ie.compat.json.
-        q4_bin: model.q4.bin beside it.
-
-    Raises:
-        UsageError: the files do not lie together, or the checkpoint is of another model.
-        ModelError: the model or the index is missing or damaged.
-        OSError: the disk is too small.
+    `hf_dir`: the checkpoint that the pair was made of; `index`: model.ie.compat.json; `q4_bin`:
+    model.q4.bin beside it. Raises UsageError: the files do not lie together, or the checkpoint is
+    of another model; ModelError: the model or the index is missing or damaged; OSError: the disk is
+    too small.
     """
     expected = index.with_name(Q4_NAMES[CODES])
     if os.path.realpath(q4_bin) != os.path.realpath(expected):

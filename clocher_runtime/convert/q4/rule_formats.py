@@ -15,11 +15,8 @@ DTYPES = ("int4", "int8", "fp8", "fp8_e5m2", "mxfp4", "ternary")
 def rule_format(rule: Mapping[str, Any]) -> Format:
     """Return the format that a rule other than "keep" asks for.
 
-    Args:
-        rule: its fields, each with a value that is known.
-
-    Raises:
-        FormatError: fields contradict each other.
+    `rule`: its fields, each with a value that is known. Raises FormatError: fields contradict each
+    other.
     """
     dtype = rule["dtype"].removesuffix("w")
     group = rule.get("group")

@@ -13,7 +13,7 @@ Source: the importance matrix of llama.cpp (`make_qx_quants`), the weighted rang
 llm-compressor's imatrix observer and of auto-round.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -24,7 +24,7 @@ from clocher_kernels.formats import Format, Fp8, Int4, Int8, Mxfp4, scaling
 from clocher_kernels.formats.fp8 import BLOCK, by_blocks
 from clocher_kernels.quant_tensor import QuantTensor, encode
 
-GRID = 21
+GRID = 23
 """Candidate scales per group."""
 STRETCHES = tuple(float(2.0 ** (i / 8)) for i in range(8))
 """Candidate scales of fp8, times that of plain rounding."""
@@ -36,46 +36,36 @@ _UNIT = 1 << 15
 
 
 def search(
-    values: np.ndarray,
-    fmt: Format,
-    importance: np.ndarray | None = None,
-    *,
-    grid: int = GRID,
-    threads: int = 1,
+    values: np.ndarray, fmt: Format, importance: np.ndarray | None = None, *, threads: int = 1
 ) -> QuantTensor:
-    """Quantise a matrix with the scales that an importance-weighted search finds.
+    """Quantise a matrix [N, K] fp32 with the scales that an importance-weighted search finds.
 
-    Args:
-        values: [N, K] fp32.
-        fmt: `Int4`, `Int8`, `Fp8` or `Mxfp4`. A scale for the whole matrix ("tensor") is not
-            searched for.
-        importance: [K], E[x^2] of each column's input; None: all columns alike.
-        grid: candidates per group, besides plain rounding.
-        threads: threads over blocks of rows; the result does not depend on them.
-
-    Raises:
-        UsageError: the format has no scales to search for.
-        ShapeError: the importance is not of K columns.
-        FormatError: a value is NaN or infinite, or a scale is beyond its stored type.
+    `importance`: [K], E[x^2] of each column's input; None: all columns alike. Raises UsageError:
+    the format has no scales to search for; ShapeError: the importance is not of K columns;
+    FormatError: a value is NaN or infinite, or a scale is beyond its stored type.
     """
     rows, columns = values.shape
     if importance is not None and importance.shape != (columns,):
         raise ShapeError(f"importance is {list(importance.shape)}; expected [{columns}]")
+    weights = _normalised(importance, columns)
     if isinstance(fmt, Mxfp4):
-        planes = fmt.encode_weighted(values, _normalised(importance, columns))
-        return QuantTensor(values.shape, fmt, planes)
-    if isinstance(fmt, Fp8) and fmt.scope in ("row", "b128"):
-        return _search_fp8(values, fmt, _normalised(importance, columns), threads)
-    if not isinstance(fmt, Int4 | Int8 | Fp8):
+        return QuantTensor(values.shape, fmt, fmt.encode_weighted(values, weights))
+    if isinstance(fmt, Fp8):
+        whole = fmt.scope == "tensor"
+        return encode(values, fmt) if whole else _search_fp8(values, fmt, weights, threads)
+    if not isinstance(fmt, Int4 | Int8):
         raise UsageError(f"{fmt.name} has no scales to search for; choose int4, int8, fp8 or mxfp4")
-    if isinstance(fmt, Fp8) or fmt.group == "tensor":
-        return encode(values, fmt)
+    if fmt.group == "tensor":
+        row = search(
+            values.reshape(1, -1), Int8("row", fmt.scale_dtype), np.tile(weights, rows)
+        ).planes
+        planes = {"codes": row["codes"].reshape(values.shape), "scales": row["scales"]}
+        return QuantTensor(values.shape, fmt, planes)
     scaling.require_finite(fmt.name, values)
     size = columns if fmt.group == "row" else min(fmt.group, columns)
     groups = -(-columns // size)
-    weights = np.zeros((groups, size), np.float32)
-    weights.reshape(-1)[:columns] = _normalised(importance, columns)
-
+    cells = np.zeros((groups, size), np.float32)
+    cells.reshape(-1)[:columns] = weights
     scales = np.empty((rows, groups), STORAGE[fmt.scale_dtype])
     zeros = np.empty((rows, groups), np.uint8) if _is_affine(fmt) else None
     codes = np.empty((rows, columns), np.uint8 if isinstance(fmt, Int4) else np.int8)
@@ -83,8 +73,7 @@ def search(
 
     def work(start: int) -> None:
         part = slice(start, min(start + step, rows))
-        block = _Block(fmt, values[part], weights)
-        block.search(grid)
+        block = _Block(fmt, values[part], cells)
         scales[part] = block.scales.T
         if zeros is not None:
             zeros[part] = block.zeros.T
@@ -93,10 +82,10 @@ def search(
     _each(work, range(0, rows, step), threads)
     shape = fmt.planes(values.shape)["scales"].shape
     scales = scales.reshape(shape)
-    zeros = None if zeros is None else zeros.reshape(shape)
-    if isinstance(fmt, Int4):
-        return QuantTensor(values.shape, fmt, fmt.pack(codes, scales, zeros))
-    return QuantTensor(values.shape, fmt, {"codes": codes, "scales": scales})
+    if isinstance(fmt, Int8):
+        return QuantTensor(values.shape, fmt, {"codes": codes, "scales": scales})
+    packed = fmt.pack(codes, scales, None if zeros is None else zeros.reshape(shape))
+    return QuantTensor(values.shape, fmt, packed)
 
 
 def _each(work: Callable[[int], None], starts: range, threads: int) -> None:
@@ -136,9 +125,7 @@ def _is_affine(fmt: Int4 | Int8) -> bool:
 
 
 def _normalised(importance: np.ndarray | None, columns: int) -> np.ndarray:
-    if importance is None:
-        return np.ones(columns, np.float32)
-    h = np.asarray(importance, np.float64)
+    h = np.ones(columns) if importance is None else np.asarray(importance, np.float64)
     mean = h.mean()
     if not np.isfinite(mean) or mean <= 0:
         return np.ones(columns, np.float32)
@@ -146,65 +133,52 @@ def _normalised(importance: np.ndarray | None, columns: int) -> np.ndarray:
 
 
 class _Block:
-    """A block of rows, transposed, so that one group of all its rows is contiguous."""
+    """A block of rows, transposed, so that one group of all its rows is contiguous.
+
+    `scales` (as stored), `zeros` and `step` (fp32) are [G, R] and hold the best candidate.
+    """
 
     def __init__(self, fmt: Int4 | Int8, values: np.ndarray, weights: np.ndarray) -> None:
-        self.fmt, self.weights = fmt, weights
+        self._fmt, self._weights = fmt, weights
         rows, columns = values.shape
         groups, size = weights.shape
         whole = np.zeros((groups * size, rows), np.float32)
         whole[:columns] = values.T
-        self.w = whole.reshape(groups, size, rows)
-        self.low, self.high = self.w.min(axis=1), self.w.max(axis=1)  # [G, R]
-        self.scales, self.zeros, self.step = self._candidate(self._ideal())
-        self._t, self._q = np.empty_like(self.w[0]), np.empty_like(self.w[0])
-
-    def _ideal(self) -> np.ndarray:
-        """Return the scales of plain rounding, [G, R]."""
-        if isinstance(self.fmt, Int8):
-            return np.asarray(np.maximum(self.high, -self.low) / np.float32(127))
-        if self.fmt.symmetric:
-            largest = np.where(-self.low > self.high, self.low, self.high)
-            return np.asarray(largest / np.float32(-8))
-        low, high = np.minimum(self.low, 0), np.maximum(self.high, 0)
-        return np.asarray(high / np.float32(15) - low / np.float32(15))
-
-    def _candidate(self, ideal: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the stored scales, the zero points (fp32) and the scales' values."""
-        stored, step = scaling.store(self.fmt.name, ideal, self.fmt.scale_dtype)
-        return stored, self._zero(step), step
-
-    def _zero(self, step: np.ndarray) -> np.ndarray:
-        if isinstance(self.fmt, Int8):
-            return np.zeros_like(step)
-        if self.fmt.symmetric:
-            return np.full_like(step, 8)
-        return np.asarray(np.clip(np.rint(-np.minimum(self.low, 0) / step), 0, 15))
-
-    def search(self, grid: int) -> None:
-        """Choose among the candidates, then refine."""
-        ideal = self._ideal()
-        limit = np.float32(LARGEST[self.fmt.scale_dtype])
-        centred = self.zeros
-        self.error = self._errors(self.step, self.zeros)
-        for stretch in self._stretches(grid):
-            scales, zeros, step = self._candidate(np.clip(ideal * stretch, -limit, limit))
-            self._try(scales, zeros, step)
-            if _is_affine(self.fmt):  # the range shrinks at its upper end, or at both
+        self._w = whole.reshape(groups, size, rows)
+        self._t, self._q = np.empty_like(self._w[0]), np.empty_like(self._w[0])
+        low, high = self._w.min(axis=1), self._w.max(axis=1)
+        span = (1.10, 0.55) if isinstance(fmt, Int4) else (1.0, 0.9)
+        if isinstance(fmt, Int8):
+            ideal = np.maximum(high, -low) / np.float32(127)
+        elif fmt.symmetric:
+            ideal = np.where(-low > high, low, high) / np.float32(-8)
+        else:
+            low = np.minimum(low, 0)
+            ideal = np.maximum(high, 0) / np.float32(15) - low / np.float32(15)
+        limit = np.float32(LARGEST[fmt.scale_dtype])
+        self.scales, self.step = scaling.store(fmt.name, ideal, fmt.scale_dtype)
+        self.zeros = centred = self._zero(self.step, low)
+        self._error = self._errors(self.step, self.zeros)
+        for stretch in np.linspace(*span, GRID, dtype=np.float32):
+            tried = np.clip(ideal * stretch, -limit, limit)
+            scales, step = scaling.store(fmt.name, tried, fmt.scale_dtype)
+            self._try(scales, self._zero(step, low), step)
+            if _is_affine(fmt):  # the range shrinks at its upper end, or at both
                 self._try(scales, centred, step)
         refined = np.clip(self._least_squares(), -limit, limit)
-        stored, step = scaling.store(self.fmt.name, refined, self.fmt.scale_dtype)
-        self._try(stored, self.zeros, step)
+        scales, step = scaling.store(fmt.name, refined, fmt.scale_dtype)
+        self._try(scales, self.zeros, step)
 
-    def _stretches(self, grid: int) -> Iterator[np.float32]:
-        span = (1.10, 0.55) if isinstance(self.fmt, Int4) else (1.0, 0.9)
-        yield from np.linspace(*span, grid, dtype=np.float32)
+    def _zero(self, step: np.ndarray, low: np.ndarray) -> np.ndarray:
+        if _is_affine(self._fmt):
+            return np.asarray(np.clip(np.rint(-low / step), 0, 15))
+        return np.full_like(step, 0 if isinstance(self._fmt, Int8) else 8)
 
     def _try(self, scales: np.ndarray, zeros: np.ndarray, step: np.ndarray) -> None:
         """Take a candidate where its error is lower."""
         error = self._errors(step, zeros)
-        better = error < self.error
-        self.error = np.where(better, error, self.error)
+        better = error < self._error
+        self._error = np.where(better, error, self._error)
         self.step = np.where(better, step, self.step)
         self.scales = np.where(better, scales, self.scales)
         self.zeros = np.where(better, zeros, self.zeros)
@@ -217,7 +191,7 @@ class _Block:
             t, q = self._round(g, inverse[g], zeros[g])
             np.subtract(t, q, out=t)
             np.multiply(t, t, out=t)
-            np.einsum("jr,j->r", t, self.weights[g], out=out[g])
+            np.einsum("jr,j->r", t, self._weights[g], out=out[g])
         out *= step
         out *= step
         return out
@@ -226,12 +200,10 @@ class _Block:
         self, g: int, inverse: np.ndarray, zeros: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return w / step and the codes less the zero points, [size, R] fp32 work arrays."""
-        np.multiply(self.w[g], inverse, out=self._t)
+        np.multiply(self._w[g], inverse, out=self._t)
         np.rint(self._t, out=self._q)
-        if isinstance(self.fmt, Int8):
+        if isinstance(self._fmt, Int8):
             return self._t, np.clip(self._q, -127, 127, out=self._q)
-        if self.fmt.symmetric:
-            return self._t, np.clip(self._q, -8, 7, out=self._q)
         np.maximum(self._q, -zeros, out=self._q)
         return self._t, np.minimum(self._q, np.float32(15) - zeros, out=self._q)
 
@@ -241,18 +213,18 @@ class _Block:
         inverse = np.float32(1) / self.step
         for g in range(len(out)):
             _, q = self._round(g, inverse[g], self.zeros[g])
-            weighted = q * self.weights[g][:, None]
-            above = np.einsum("jr,jr->r", weighted, self.w[g])
+            weighted = q * self._weights[g][:, None]
+            above = np.einsum("jr,jr->r", weighted, self._w[g])
             below = np.einsum("jr,jr->r", weighted, q)
             np.divide(above, below, out=out[g], where=below > 0)
         return np.where(out == 0, self.step, out)
 
     def codes(self) -> np.ndarray:
         """Return the codes of the chosen grid, [G * size, R], as the format stores them."""
-        out = np.empty(self.w.shape, np.int8)
+        out = np.empty(self._w.shape, np.int8)
         inverse = np.float32(1) / self.step
         for g in range(len(out)):
             _, q = self._round(g, inverse[g], self.zeros[g])
-            out[g] = q if isinstance(self.fmt, Int8) else q + self.zeros[g]
+            out[g] = q if isinstance(self._fmt, Int8) else q + self.zeros[g]
         flat = out.reshape(-1, out.shape[-1])
-        return flat if isinstance(self.fmt, Int8) else flat.view(np.uint8)
+        return flat if isinstance(self._fmt, Int8) else flat.view(np.uint8)

@@ -1,6 +1,6 @@
 """Run clocher-run with every step made longer, to see whether the harness finds it.
 
-    python -m bench.planted PERCENT [FLAGS OF clocher-run]
+    python tests/slowed_engine.py PERCENT [FLAGS OF clocher-run]
 
 The time is really spent, inside the strict window, after the work of each step.
 """
