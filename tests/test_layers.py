@@ -75,7 +75,7 @@ LIBRARIES: dict[str, str] = {
     "clocher_runtime": "numpy msgspec tokenizers jinja2 click rich huggingface_hub re2",
     "clocher_runtime.quality.report": "matplotlib",
     "clocher_runtime.quality.transformers_model": "numpy torch transformers",
-    "clocher_runtime.monitoring": "prometheus_client",
+    "clocher_runtime.monitoring": "click prometheus_client",
     "clocher_runtime.ray": "numpy ray starlette",
     "clocher_runtime.serve": """numpy msgspec click starlette uvicorn h11 pydantic llguidance
         prometheus_client""",
