@@ -64,7 +64,14 @@ def option(flag: str, kind: Any, help: str | None = None, **more: Any) -> Wrap:
     names = (flag, more.pop("name")) if "name" in more else (flag,)
     more.setdefault("show_default", more.get("default") is not None)
     more.setdefault("show_envvar", "envvar" in more)
-    return click.option(*names, type=kind, help=help, **more)
+    return click.option(*names, type=kind, help=_phrase(help), **more)
+
+
+def _phrase(help: str | None) -> str | None:
+    """Return a help text as a phrase, as the help of settings is one."""
+    text = (help or "").removesuffix(".")
+    is_word = text[1:2].islower() or text[1:2] == " "
+    return (text[0].lower() + text[1:] if is_word else text) or None
 
 
 def engine_options(
@@ -97,7 +104,7 @@ def needed(flag: str, help: str, **more: Any) -> Wrap:
 
 def switch(flag: str, help: str, *names: str) -> Wrap:
     """Declare an option without a value."""
-    return click.option(flag, *names, is_flag=True, help=help)
+    return click.option(flag, *names, is_flag=True, help=_phrase(help))
 
 
 def place(word: str, flag: str, help: str, *, needed: bool = True, many: bool = False) -> Wrap:

@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -27,7 +26,9 @@ from clocher_runtime.quality.trace import Trace, fingerprint, read_trace
 from clocher_runtime.quality.transformers_model import DTYPES, TOLERANCES, HfModel, hf_tokenizer
 from clocher_runtime.quality.verify import Checks, summary, verify
 
-OPTIONS = (
+
+@script(
+    "verify",
     needed("--trace-jsonl", "What clocher-run --trace-ids wrote."),
     needed(
         "--hf-dir", "Directory of the Hugging Face model. Nothing is downloaded.", envvar="HF_DIR"
@@ -56,11 +57,28 @@ OPTIONS = (
     switch("--tokenizer-only", "Load no model; implies --check-prompt."),
     switch("--check-prompt", "Tokenise the prompts again and compare ids."),
     option("--out", PATH, "Write the report here, as JSON."),
+    examples=(
+        ("A trace", "clocher-run --model-dir DIR --trace-ids trace.jsonl --trace-topk 5"),
+        (
+            "Compare it",
+            "python scripts/verify_hf_generation_ids.py --trace-jsonl trace.jsonl --hf-dir DIR",
+        ),
+        (
+            "Compare the tokens of the prompts alone",
+            "python scripts/verify_hf_generation_ids.py --trace-jsonl trace.jsonl --hf-dir DIR \\\n"
+            "    --tokenizer-only --check-prompt --out verify.json",
+        ),
+    ),
+    exit_codes=(
+        (ExitCode.OK, "no difference (near ties are counted, not differences)"),
+        (ExitCode.USAGE, "a flag or the trace cannot be used, or transformers is not installed"),
+        (ExitCode.MODEL, "the model is missing, or transformers cannot load it"),
+        (ExitCode.DEVICE, "the device is not there, or the report cannot be written"),
+        *EXIT_CODES[4:],
+        (ExitCode.MISMATCH, "a difference was found"),
+    ),
 )
-"""What the script takes."""
-
-
-def check(
+def verify_ids(
     report: Report,
     trace_jsonl: Path,
     hf_dir: Path,
@@ -72,7 +90,11 @@ def check(
     check_prompt: bool,
     out: Path | None,
 ) -> ExitCode:
-    """Compare a trace with transformers, report the differences and return the exit code."""
+    """Compare every generated id of a trace with the next id that transformers chooses.
+
+    The Hugging Face model is fed the traced prompt ids and the engine's own ids, so each step is
+    judged on its own.
+    """
     traces = read_trace(trace_jsonl)
     directory = find_hf(hf_dir)
     if directory is None:
@@ -111,36 +133,3 @@ def same_weights(traces: Sequence[Trace], directory: Path) -> bool | None:
         return None if None in traced else traced == {fingerprint(open_checkpoint(directory))}
     except ModelError:
         return None
-
-
-@script(
-    "verify",
-    *OPTIONS,
-    examples=(
-        ("A trace", "clocher-run --model-dir DIR --trace-ids trace.jsonl --trace-topk 5"),
-        (
-            "Compare it",
-            "python scripts/verify_hf_generation_ids.py --trace-jsonl trace.jsonl --hf-dir DIR",
-        ),
-        (
-            "Compare the tokens of the prompts alone",
-            "python scripts/verify_hf_generation_ids.py --trace-jsonl trace.jsonl --hf-dir DIR \\\n"
-            "    --tokenizer-only --check-prompt --out verify.json",
-        ),
-    ),
-    exit_codes=(
-        (ExitCode.OK, "no difference (near ties are counted, not differences)"),
-        (ExitCode.USAGE, "a flag or the trace cannot be used, or transformers is not installed"),
-        (ExitCode.MODEL, "the model is missing, or transformers cannot load it"),
-        (ExitCode.DEVICE, "the device is not there, or the report cannot be written"),
-        *EXIT_CODES[4:],
-        (ExitCode.MISMATCH, "a difference was found"),
-    ),
-)
-def verify_ids(report: Report, **options: Any) -> int:
-    """Compare every generated id of a trace with the next id that transformers chooses.
-
-    The Hugging Face model is fed the traced prompt ids and the engine's own ids, so each step is
-    judged on its own.
-    """
-    return check(report, **options)

@@ -85,7 +85,7 @@ FLAGS: tuple[Wrap, ...] = (
         "--symmetric/--affine",
         "symmetric",
         default=None,
-        help="Without or with a zero point per group.  [default: affine for 4 bits]",
+        help="without or with a zero point per group  [default: affine for 4 bits]",
     ),
     option("--scale-dtype", click.Choice(["f16", "bf16", "f32"])),
     option("--clamp", float, "Clamp weights to [-CLAMP, CLAMP] first."),
