@@ -1,5 +1,6 @@
 """The job of `clocher run`: prompts in, text out, one measured window, one line of numbers."""
 
+import gc
 import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -100,6 +101,9 @@ def _run(
             completions.fingerprint = fingerprint(engine.checkpoint)
         prepare = Preparation(source, engine.tokenizer, session.check, session.context)
         session.warm()
+        if not gc.isenabled():  # as `cli` starts a process
+            gc.freeze()
+            gc.enable()
         if config.warmup:
             _warm_up(session, config.warmup, map(prepare, source.peek(config.batch)))
         pipelines = partial(pipeline, config, engine, source, prepare, batch)
