@@ -1,15 +1,18 @@
 """What a person meets first: `clocher` and its help, text on a terminal, pipes, completion."""
 
+import importlib.util
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 
 import pytest
 from commands import clean_environment, clocher, only_line
 from terminal import in_terminal
-from weight_files import BITNET
+from weight_files import BITNET, ROOT
 
+from clocher_runtime.command.scripts import SCRIPTS
 from clocher_runtime.subcommands.table import SUBCOMMANDS
 
 DIM, BRIGHT = "\x1b[2m", "\x1b[22m"
@@ -237,3 +240,17 @@ def test_an_unknown_shell_is_told_the_known_ones():
     code, _, err = clocher("completion", "tcsh")
     assert code == 2
     assert err == "clocher completion: error: SHELL: got 'tcsh', expected one of bash, zsh, fish\n"
+
+
+# Scripts
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_is_a_name_for_something(name):
+    file = ROOT / "scripts" / f"{name}.py"
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= 6
+    module, is_module = SCRIPTS[name].removeprefix("-m "), SCRIPTS[name].startswith("-m ")
+    if is_module:
+        assert importlib.util.find_spec(module.split()[0]) is not None
+    else:
+        assert callable(pkgutil.resolve_name(f"clocher_runtime.{module}"))
