@@ -13,8 +13,14 @@ from rich.filesize import decimal
 from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.command.script_run import Report
-from clocher_runtime.convert.q4.map import NamePattern, Q4Map, load_q4_map, parse_q4_map
-from clocher_runtime.convert.q4.rule_formats import best_method, rule_format
+from clocher_runtime.convert.q4.map import (
+    NamePattern,
+    Q4Map,
+    best_method,
+    load_q4_map,
+    parse_q4_map,
+    rule_format,
+)
 from clocher_runtime.convert.rounding import parse_clip
 from clocher_runtime.engine.topology import default_threads
 from clocher_runtime.exit_codes import ExitCode

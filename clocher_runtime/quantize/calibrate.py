@@ -20,8 +20,8 @@ import numpy as np
 from clocher_kernels.errors import UsageError
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.convert.q4.map import check_method
 from clocher_runtime.convert.q4.parts import PartsWriter, part_of
-from clocher_runtime.convert.q4.rule_formats import check_method
 from clocher_runtime.models.inventory import layer_name
 from clocher_runtime.quantize.capture import Walk
 from clocher_runtime.quantize.matrix import (
