@@ -292,6 +292,7 @@ def test_only_declared_libraries() -> None:
             "scripts.train_block_diffusion": ("torch",),
             "clocher_kernels.torch": ("torch",),
             "clocher_runtime.engine.process_group": ("torch",),
+            "clocher_runtime.convert.to_compressed": ("compressed",),
             "clocher_runtime.quality.report": ("bench",),
             "clocher_runtime.quality.transformers_model": ("test",),
             "clocher_runtime.monitoring": ("monitoring",),

@@ -21,16 +21,9 @@ from clocher_runtime.quality.verify import Checks, summary, verify
 OPTIONS = (
     needed("--trace-jsonl", "What clocher-run --trace-ids wrote."),
     needed(
-        "--hf-dir",
-        "Directory of the Hugging Face model. Nothing is downloaded.",
-        envvar="HF_DIR",
+        "--hf-dir", "Directory of the Hugging Face model. Nothing is downloaded.", envvar="HF_DIR"
     ),
-    option(
-        "--device",
-        click.Choice(["cpu", "cuda"]),
-        default="cpu",
-        envvar="HF_DEVICE",
-    ),
+    option("--device", click.Choice(["cpu", "cuda"]), default="cpu", envvar="HF_DEVICE"),
     option(
         "--dtype",
         click.Choice(list(DTYPES)),

@@ -13,14 +13,7 @@ from typing import Any
 
 from clocher_kernels.errors import FormatError, UnsupportedModel, UsageError
 from clocher_runtime.checkpoints.gguf.pre_types import PRE_TYPES
-from clocher_runtime.checkpoints.gguf.vocabulary import (
-    BYTE,
-    CONTROL,
-    NORMAL,
-    UNKNOWN,
-    UNUSED,
-    USER,
-)
+from clocher_runtime.checkpoints.gguf.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER
 
 Field = str | bool | int | float | tuple[str, ...] | tuple[int, ...] | tuple[float, ...]
 

@@ -77,8 +77,9 @@ def _compressed(tensor: QuantTensor) -> dict[str, Any]:
     if isinstance(fmt, Float):
         return {"weight": _torch(planes["data"], fmt.dtype)}
     if isinstance(fmt, Mxfp4):  # the same bytes there
-        names = {"weight_packed": "blocks", "weight_scale": "scales"}
-        return {name: torch.from_numpy(planes[key].copy()) for name, key in names.items()}
+        blocks = planes["blocks"].reshape(tensor.shape[0], -1)
+        both = {"weight_packed": blocks, "weight_scale": planes["scales"]}
+        return {name: torch.from_numpy(array.copy()) for name, array in both.items()}
     assert isinstance(fmt, Int4 | Int8 | Fp8), "scheme_of has no other"
     form, args = scheme_of(fmt)
     scales = _torch(planes["scales"], fmt.scale_dtype)

@@ -54,12 +54,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     return all(_equal(plane, b.planes[key]) for key, plane in a.planes.items())
 
 
-def measure(
-    name: str,
-    reference: Tensor,
-    tensor: Tensor,
-    method: str = "rtn",
-) -> TensorError:
+def measure(name: str, reference: Tensor, tensor: Tensor, method: str = "rtn") -> TensorError:
     """Return the error of a tensor, a few rows at a time.
 
     `reference`: the float tensor; `method`: how its codes were chosen.

@@ -154,7 +154,7 @@ def choose(options: Sequence[Sequence[Option]], budget: int) -> Choice:
             (-_slope(options[u][a], options[u][b]), u, a, b)
             for u, hull in enumerate(hulls)
             for a, b in pairwise(hull)
-        ),
+        )
     )
     price = 0.0
     for number, (slope, u, a, b) in enumerate(steps):

@@ -258,11 +258,7 @@ def _judge(
 
 
 def _quantise(
-    job: Job,
-    plan: QuantPlan,
-    parts: PartsWriter,
-    records: Mapping[str, Calibrated],
-    tell: Progress,
+    job: Job, plan: QuantPlan, parts: PartsWriter, records: Mapping[str, Calibrated], tell: Progress
 ) -> Iterator[Done]:
     """Round what is rounded, take the rest from the parts, and measure all of it."""
     total = sum(tensor.params for tensor in plan.tensors.values())
