@@ -33,8 +33,7 @@ from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.topology import default_threads
-from clocher_runtime.quality.compare import Summary, compare, summarise
-from clocher_runtime.quality.documents import Documents, cut
+from clocher_runtime.quality.compare import Documents, Summary, compare, cut, summarise
 from clocher_runtime.quality.report import Row, table
 from clocher_runtime.quantize.alloc import allocate, allocation_table
 from clocher_runtime.quantize.calibrate import calibrate

@@ -24,7 +24,7 @@ from clocher_runtime.convert.q4.map import (
 from clocher_runtime.convert.rounding import parse_clip
 from clocher_runtime.engine.topology import default_threads
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.quality.documents import cut
+from clocher_runtime.quality.compare import cut
 from clocher_runtime.quality.gate import Limits, verdict_code
 from clocher_runtime.quantize.alloc import allocation_table
 from clocher_runtime.quantize.job import CalibrationText, GateText, Job, Outcome, run_job

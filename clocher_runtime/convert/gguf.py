@@ -24,7 +24,6 @@ from clocher_runtime.checkpoints.gguf.blocks import F32, FLOATS, GgmlType, row_b
 from clocher_runtime.checkpoints.gguf.rotation import ROPE_FACTORS
 from clocher_runtime.checkpoints.gguf.tensors import ACTIVATION, Order, pieces, row_order
 from clocher_runtime.checkpoints.gguf.vocabulary import NORMAL
-from clocher_runtime.convert.gguf_vocabulary import Field
 from clocher_runtime.disk.output_file import PARTIAL, replacing
 from clocher_runtime.disk.plane_index import aligned
 from clocher_runtime.disk.plane_writer import Progress
@@ -32,6 +31,8 @@ from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import Need, inventory
 from clocher_runtime.models.rope import inverse_frequencies
 from clocher_runtime.models.spec import ModelSpec, RopeSpec
+
+Field = str | bool | int | float | tuple[str, ...] | tuple[int, ...] | tuple[float, ...]
 
 SAME = "same"
 TYPES = (SAME, *FLOATS)

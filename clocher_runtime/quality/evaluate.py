@@ -14,8 +14,7 @@ from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.timing import TimedWindow
-from clocher_runtime.quality.compare import Summary, compare, summarise
-from clocher_runtime.quality.documents import Documents
+from clocher_runtime.quality.compare import Documents, Summary, compare, summarise
 from clocher_runtime.quality.gate import (
     GateResult,
     choose_limits,

@@ -24,6 +24,16 @@ from clocher_runtime.convert.q4.map import check_method
 from clocher_runtime.convert.q4.parts import PartsWriter, part_of
 from clocher_runtime.models.inventory import layer_name
 from clocher_runtime.quantize.capture import Walk
+from clocher_runtime.quantize.inputs import (
+    HELD_ROWS,
+    ExpertInputs,
+    Hidden,
+    InputStats,
+    Site,
+    expert_matrix,
+    look_up_rows,
+    make_text,
+)
 from clocher_runtime.quantize.matrix import (
     MIN_HELD,
     MIN_TOKENS,
@@ -33,8 +43,6 @@ from clocher_runtime.quantize.matrix import (
     solve_matrix,
 )
 from clocher_runtime.quantize.plan import PlannedTensor, QuantPlan
-from clocher_runtime.quantize.rows import HELD_ROWS, InputStats, make_text
-from clocher_runtime.quantize.sites import ExpertInputs, Hidden, Site, expert_matrix, look_up_rows
 
 Progress = Callable[[int, int, str], None]
 

@@ -25,11 +25,12 @@ from clocher_runtime.engine.load import head_as_stored
 from clocher_runtime.models.build import build_plan
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import Need, inventory, layer_name
-from clocher_runtime.quantize.rows import RowStore, Text
-from clocher_runtime.quantize.sites import (
+from clocher_runtime.quantize.inputs import (
     ExpertInputs,
     Observer,
+    RowStore,
     Site,
+    Text,
     causal_attention,
     clamped_swiglu,
     expert_matrix,

@@ -19,7 +19,7 @@ from clocher_runtime.convert.q4.map import Q4Map, parse_q4_map, parts_dir
 from clocher_runtime.convert.q4.parts import SUFFIX, PartsWriter, part_of, plane_hashes
 from clocher_runtime.convert.rounding import round_tensor
 from clocher_runtime.engine.load import load_model
-from clocher_runtime.quality.documents import Documents
+from clocher_runtime.quality.compare import Documents
 from clocher_runtime.quality.evaluate import WEIGHTS_ALONE, Evaluation, Record, evaluate
 from clocher_runtime.quality.gate import Verdict, tensor_checks, worst
 from clocher_runtime.quality.tensor_error import measure

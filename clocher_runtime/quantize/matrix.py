@@ -12,7 +12,7 @@ from clocher_kernels.formats import Format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.convert import imx
 from clocher_runtime.quantize import gptq
-from clocher_runtime.quantize.rows import InputStats
+from clocher_runtime.quantize.inputs import InputStats
 
 DO_NO_HARM = 1.02
 MIN_TOKENS = 64

@@ -15,9 +15,17 @@ from clocher_runtime.convert import imx
 from clocher_runtime.convert.rounding import round_tensor
 from clocher_runtime.quantize.calibrate import LayerJob
 from clocher_runtime.quantize.capture import Walk
+from clocher_runtime.quantize.inputs import (
+    ExpertInputs,
+    Hidden,
+    InputStats,
+    RowStore,
+    Site,
+    expert_matrix,
+    look_up_rows,
+    make_text,
+)
 from clocher_runtime.quantize.plan import PlannedTensor
-from clocher_runtime.quantize.rows import InputStats, RowStore, make_text
-from clocher_runtime.quantize.sites import ExpertInputs, Hidden, Site, expert_matrix, look_up_rows
 
 TOKENS = 8192
 """Tokens of the calibration text that are used: half to fit, half to measure on."""
