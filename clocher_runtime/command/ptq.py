@@ -41,8 +41,7 @@ _NOT_RECORDED = {"out", "threads", "calib_text", "gate", "rules"}
 def run_ptq(report: Report, opener: Callable[[], Checkpoint], options: dict[str, Any]) -> int:
     """Quantise, and return the exit code.
 
-    `opener`: opens the input; `options`: what the flags of `subcommands.quantize` have read, and
-    `out`: the manifest's path.
+    `options`: what the flags of `subcommands.quantize` have read, and `out`: the manifest's path.
     """
     job, plan = planned(report, opener, options)
     if options["dry_run"]:
@@ -73,9 +72,8 @@ def quantised(report: Report, job: Job, plan: QuantPlan) -> Outcome:
 def rules_of(options: dict[str, Any], names: Iterable[str]) -> Q4Map:
     """Return the rules that the flags spell, or those of --rules.
 
-    `options`: the flags; `names`: tensors of the checkpoint. What the flags leave out gets a rule
-    if there is any of it, because a rule that matches nothing is an error. Raises UsageError: flags
-    contradict each other.
+    What the flags leave out gets a rule if there is any of it, because a rule that matches nothing
+    is an error. Raises UsageError: flags contradict each other.
     """
     if not options["weights_only"]:
         raise UsageError(

@@ -72,8 +72,8 @@ class Outcome(NamedTuple):
 def prune(values: np.ndarray, block: tuple[int, int], sparsity: float) -> np.ndarray:
     """Return the values [N, K] with the weakest blocks made zero.
 
-    `values`: fp32 [N, K]; `block`: rows and columns of a block; `sparsity`: share of the blocks
-    that is zero afterwards; the number is rounded down. Of equally strong blocks the first ones go.
+    `values`: fp32 [N, K]; `sparsity`: share of the blocks that is zero afterwards; the number is
+    rounded down. Of equally strong blocks the first ones go.
     """
     (n, k), (height, width) = values.shape, block
     rows, columns = np.arange(0, n, height), np.arange(0, k, width)
@@ -102,10 +102,9 @@ class SparseConversion:
     def run(self, progress: Progress | None = None) -> list[Outcome]:
         """Write the output.
 
-        Returns what became of each matrix. Raises ModelChanged: the input changed meanwhile;
-        FormatError: a tensor holds a code that its format forbids, or cannot be stored; UsageError:
-        no matrix would become smaller, or another conversion is at work there; OSError: the output
-        cannot be written; nothing of it is left.
+        Returns what became of each matrix. Raises FormatError: a tensor holds a code that its
+        format forbids, or cannot be stored; UsageError: no matrix would become smaller, or another
+        conversion is at work there; or ModelChanged, OSError.
         """
         vocab = vocabulary(self.source)
         self.out_dir.mkdir(parents=True, exist_ok=True)
@@ -154,10 +153,9 @@ def plan_block_sparse(
 ) -> SparseConversion:
     """Open the input and check everything that can be checked before writing.
 
-    `model_dir`: a Hugging Face checkpoint or an IEBIN model; `how`: what is done; None leaves out
-    zero blocks of 32 x 32. Raises ModelError: the input is missing, damaged or unknown; UsageError:
-    the output directory cannot be used, or no matrix can be converted; OSError: the disk is too
-    small.
+    `how`: what is done; None leaves out zero blocks of 32 x 32. Raises ModelError: the input is
+    missing, damaged or unknown; UsageError: the output directory cannot be used, or no matrix can
+    be converted; or OSError.
     """
     how = how or Sparsifying()
     refuse_hf_folder(out_dir)

@@ -50,8 +50,7 @@ def write_certificate(
 
     The hashes of the IEBIN model in `model_dir` have been checked. Returns how many tensors have
     bit-identical values, and how many there are. Raises FormatError: a tensor of the same format in
-    both has other bytes; ModelChanged: a file changed meanwhile; OSError: the certificate cannot be
-    written; then none is there.
+    both has other bytes; or ModelChanged, OSError.
     """
     model = open_checkpoint(model_dir)
     found, done = [], 0
@@ -103,9 +102,8 @@ def check_certificate(
 ) -> Checked:
     """Compute every hash of a certificate again, from the model and, if it is there, the source.
 
-    `source`: what it was converted from; None: where it was then. Raises ModelNotFound: there is no
-    certificate or no model, or not the source that was given; ModelError: one of them cannot be
-    read at all, or is of an unknown version.
+    `source`: what it was converted from; None: where it was then. Raises ModelError: one of them
+    cannot be read at all, or is of an unknown version; or ModelNotFound.
     """
     document = read_certificate(model_dir)
     origin, index = document["source"], read_index(model_dir / JSON_NAME)
@@ -150,8 +148,7 @@ def check_certificate(
 def read_certificate(model_dir: Path) -> dict[str, Any]:
     """Return the certificate of a model, checked field by field.
 
-    Raises ModelNotFound: there is none; FormatError: it is damaged; UnsupportedModel: it is of
-    another version.
+    Raises FormatError: it is damaged; UnsupportedModel: it is of another version; or ModelNotFound.
     """
     path = model_dir / CERTIFICATE_NAME
     document = read_sealed(read_bytes(path, MAX_JSON_BYTES), str(path), _KIND, _FIELDS)

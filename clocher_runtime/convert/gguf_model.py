@@ -50,7 +50,7 @@ class GgufConversion:
         """Write the file under another name, check it and give it its own.
 
         Raises ModelError: the input changed, or a tensor is damaged; UnsupportedModel: GGUF cannot
-        say all of this model; OSError: the file cannot be written; nothing of it is left.
+        say all of this model; or OSError.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.export.write(self.source, self.path, progress, self._check)
@@ -86,8 +86,7 @@ def plan_gguf_model(
     `others`: float type of the matrices whose numbers ggml cannot hold; None refuses them; `pre`:
     the pre-type of the tokenizer, if it is not to be found. Raises ModelError: the model is
     damaged, or GGUF cannot say it; UsageError: the file is one of the input's, or a flag has no
-    place; FormatError: ggml has no type for the numbers of a matrix; OSError: the disk is too
-    small.
+    place; FormatError: ggml has no type for the numbers of a matrix; or OSError.
     """
     if any(path.exists() and path.samefile(file.path) for file in source.files):
         raise UsageError(f"{path}: is a file of the input; choose another output")
@@ -174,11 +173,9 @@ def vocabulary_fields(
 ) -> dict[str, Field]:
     """Return the metadata of a vocabulary.
 
-    `tokenizer`: content of tokenizer.json; `config`: content of tokenizer_config.json; `ends`: ids
-    that end a turn, the most important first; `size`: rows of the embedding; `begins`: whether a
-    text begins with BOS; `pre`: what to call how text is split, whatever tokenizer.json says;
-    byte-level BPE. Raises UnsupportedModel: GGUF has no such tokenizer; FormatError: the tokenizer
-    contradicts itself or the model; UsageError: the pre-type is not known, or has no place.
+    `pre`: what to call how text is split, whatever tokenizer.json says; byte-level BPE. Raises
+    UnsupportedModel: GGUF has no such tokenizer; FormatError: the tokenizer contradicts itself or
+    the model; UsageError: the pre-type is not known, or has no place.
     """
     try:
         document = json.loads(tokenizer)

@@ -115,8 +115,7 @@ class CompressedConversion:
         """Write the directory.
 
         Raises ModelError: the input changed, or a tensor is damaged; UnsupportedModel: the
-        directory is not read as the model that was written; OSError: it cannot be written; nothing
-        of it is left.
+        directory is not read as the model that was written; or OSError.
         """
         partial = self.out_dir.with_name(self.out_dir.name + PARTIAL)
         shutil.rmtree(partial, ignore_errors=True)
@@ -233,8 +232,8 @@ def plan_compressed(
 
     `others`: float type of the matrices that compressed-tensors cannot hold; None refuses them.
     Raises UnsupportedModel: the family's files have other tensors than Clocher; FormatError: a
-    matrix cannot be held; UsageError: the directory is not empty, or the package is missing;
-    OSError: the disk is too small.
+    matrix cannot be held; UsageError: the directory is not empty, or the package is missing; or
+    OSError.
     """
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise UsageError(f"{out_dir}: is not empty; choose another directory")

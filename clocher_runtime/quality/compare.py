@@ -249,8 +249,8 @@ def perplexity(
 ) -> Perplexity:
     """Score at most `limit` consecutive windows of a text; a last partial window is left out.
 
-    The session is made with all_logits. Raises SessionBusy: a generation is under way; UsageError:
-    the text has less than one window, or an argument cannot be used.
+    The session is made with all_logits. Raises UsageError: the text has less than one window, or an
+    argument cannot be used; or SessionBusy.
     """
     ids, window = token_ids(ids), whole("window", window)
     limit = None if limit is None else whole("limit", limit, 0)

@@ -51,10 +51,7 @@ class Likelihood(NamedTuple):
 
 
 class Scorer:
-    """Scores texts with a session that keeps logits, as many side by side as its batch.
-
-    `tokenizer`: of its model.
-    """
+    """Scores texts with a session that keeps logits, as many side by side as its batch."""
 
     def __init__(self, session: Session, tokenizer: Tokenizer) -> None:
         self._session, self._tokenizer = session, tokenizer
@@ -102,8 +99,8 @@ class Scorer:
         A context that is too long loses its beginning. Continuations that differ in their last
         token only are read once.
 
-        Raises UsageError: a continuation is empty or longer than the context of the session;
-        ClocherError: see `Session.scoring`.
+        Raises UsageError: a continuation is empty or longer than the context of the session; or
+        ClocherError.
         """
         groups: dict[tuple[int, ...], _Reading] = {}
         for number, pair in enumerate(pairs):
@@ -245,8 +242,7 @@ def score_task(
 ) -> dict[str, Any]:
     """Score the items of a task and return its metrics by kind, "questions" and "texts".
 
-    `scorer`: of the model; `items`: from `read_task`. Raises UsageError: an item cannot be scored;
-    the message says which; ClocherError: see `Scorer.scores`.
+    Raises UsageError: an item cannot be scored; the message says which; or ClocherError.
     """
     pairs: list[list[Pair]] = []
     for number, item in enumerate(items, start=1):

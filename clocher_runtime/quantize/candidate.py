@@ -43,8 +43,7 @@ def records_by_model(models: Sequence[Path], manifests: Sequence[Path]) -> dict[
     A model that is a manifest speaks for itself. An IEBIN keeps the SHA-256 of the manifest that
     it was made with, which `clocher quantize` leaves beside it.
 
-    `models`: as `open_candidate` takes them; `manifests`: expanded manifests that models were made
-    with. Raises ModelError: a file cannot be read; UsageError: no model was made with one of the
+    Raises ModelError: a file cannot be read; UsageError: no model was made with one of the
     manifests.
     """
     given = {sha256(data := _read(path)).hexdigest(): (path, data) for path in manifests}

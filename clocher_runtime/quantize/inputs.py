@@ -73,10 +73,7 @@ def make_text(sequences: Sequence[Sequence[int]], seed: int = 0, held_out: int =
 
 
 class RowStore:
-    """An fp32 array [rows, columns] in an unnamed temporary file, so that it need not be resident.
-
-    `rows`: number of rows; `columns`: number of columns.
-    """
+    """An fp32 array [rows, columns] in an unnamed temporary file: it need not be resident."""
 
     def __init__(self, rows: int, columns: int, directory: Path | None = None) -> None:
         self.shape = (rows, columns)
@@ -109,8 +106,8 @@ HELD_ROWS = 512
 class InputStats:
     """Statistics of the inputs x_t of a linear, weighted by p_t (the router's weight, else 1).
 
-    `tokens`: inputs summed, held-out ones excluded; `hessian_sum`: sum of p^2 x x^T, [K, K] fp32,
-    or None. `columns`: K; `hessian`: whether to sum the Hessian, K^2 fp32.
+    `hessian_sum`: sum of p^2 x x^T, [K, K] fp32, or None. `columns`: K; `hessian`: whether to sum
+    the Hessian, K^2 fp32.
     """
 
     def __init__(self, columns: int, *, hessian: bool = False) -> None:
@@ -235,9 +232,9 @@ def causal_attention(
 ) -> np.ndarray:
     """Attend over one whole sequence: the `attention` op for tokens 0 .. T-1 of an empty cache.
 
-    `q`: [T, H D] fp32; `k`: [T, Hkv D] fp32; `v`: [T, Hkv D] fp32; `head_dim`: D; `scale`: factor
-    of the dot product; `window`: visible keys, the query included; 0 for all; `sinks`: [H], one
-    logit per head that enlarges the denominator. Returns [T, H D] fp32.
+    `q`: [T, H D] fp32; `k`: [T, Hkv D] fp32; `v`: [T, Hkv D] fp32; `window`: visible keys, the
+    query included; 0 for all; `sinks`: [H], one logit per head that enlarges the denominator.
+    Returns [T, H D] fp32.
     """
     length = len(q)
     queries = q.reshape(length, -1, head_dim)

@@ -147,9 +147,8 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
     A manifest that was there is removed first: it may share its parts with the new one. The parts
     of a killed run of the same job are used.
 
-    Raises FormatError: a value cannot be quantised; ModelChanged: the model's files changed
-    meanwhile; UsageError: the calibration does not know the model; OSError: a file cannot be
-    written.
+    Raises FormatError: a value cannot be quantised; UsageError: the calibration does not know the
+    model; or ModelChanged, OSError.
     """
     tell = progress or (lambda what, done, total: None)
 

@@ -111,7 +111,7 @@ def _fold(part: Part, histogram: np.ndarray) -> np.ndarray:
 def choose_stream(counts: np.ndarray, bits: int) -> tuple[Stream, np.ndarray]:
     """Return the smallest way to store a stream, and its table.
 
-    `counts`: how often each symbol occurs, [2^bits]; `bits`: bits of a symbol.
+    `counts`: how often each symbol occurs, [2^bits].
     """
     count = int(counts.sum())
     order = np.lexsort((np.arange(len(counts)), -counts))
@@ -195,8 +195,7 @@ def encode(
 ) -> None:
     """Append the parts of a plane to the files.
 
-    `choice`: how it is stored; `files`: the three files, by kind; `regions`: where its parts
-    belong: each file is padded up to there.
+    `regions`: where its parts belong: each file is padded up to there.
     """
     plane = choice.plane
     for region in regions:

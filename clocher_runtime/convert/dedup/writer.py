@@ -64,8 +64,8 @@ class Deduplication:
     def run(self, progress: Progress | None = None) -> None:
         """Write the output, whether it is worth it or not.
 
-        Raises FormatError: model.ie.bin is damaged; UsageError: somebody else is writing there;
-        OSError: the output cannot be written; nothing of it is left.
+        Raises FormatError: model.ie.bin is damaged; UsageError: somebody else is writing there; or
+        OSError.
         """
         check_free(self.directory / INDEX_NAME, self.nbytes)
         path = self.directory / INDEX_NAME
@@ -101,9 +101,8 @@ def plan_dedup(
 ) -> Deduplication:
     """Read a model and decide how each plane is stored.
 
-    `base_dir`: a model that this one is a variant of. It will be needed to read the output. Raises
-    ModelError: a model is missing or damaged, or repeats itself too much to be one; UsageError: the
-    base is the model itself.
+    A base is needed to read the output, too. Raises ModelError: a model is missing or damaged, or
+    repeats itself too much to be one; UsageError: the base is the model itself.
     """
     index = read_index(directory / JSON_NAME)
     if not os.path.isfile(directory / BIN_NAME):
@@ -142,7 +141,7 @@ def restore(directory: Path, base_dir: Path | None = None, progress: Progress | 
     """Write model.ie.bin back from the deduplicated weights, byte for byte as it was.
 
     Returns its size in bytes. Raises ModelError: the deduplicated weights or their base are missing
-    or damaged; OSError: it cannot be written; nothing of it is left.
+    or damaged; or OSError.
     """
     artifact = open_deduplicated(directory, base_dir)
     index, dedup = artifact.index, artifact.dedup

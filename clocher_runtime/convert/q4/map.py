@@ -158,7 +158,7 @@ class Q4Map:
         """Return a tensor that `choose` names as the manifest has it.
 
         Raises FormatError: it cannot be quantised, or is not the one that the manifest was made
-        from; ModelNotFound: a part is missing.
+        from; or ModelNotFound.
         """
         if self.entries is None:
             rule = next(rule for rule in self.rules if rule.pattern.matches(name))
