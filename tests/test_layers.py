@@ -73,6 +73,7 @@ LIBRARIES: dict[str, str] = {
     "clocher_kernels.torch": "numpy torch",
     "cpu_fallback": "numpy numba llvmlite",
     "clocher_runtime": "numpy msgspec tokenizers jinja2 click rich huggingface_hub re2",
+    "clocher_runtime.convert.to_compressed": "numpy torch safetensors compressed_tensors",
     "clocher_runtime.quality.report": "matplotlib",
     "clocher_runtime.quality.transformers_model": "numpy torch transformers",
     "clocher_runtime.monitoring": "prometheus_client",
@@ -97,6 +98,7 @@ PROVIDED_BY = {
     "llama-cpp-python": "llama_cpp",
     "openvino-genai": "openvino_genai",
     "google-re2": "re2",
+    "compressed-tensors": "compressed_tensors",
     "prometheus-client": "prometheus_client",
 }
 BACK_ENDS = ("cpu_fallback", "clocher_kernels.cuda")
@@ -290,6 +292,7 @@ def test_only_declared_libraries() -> None:
             "scripts.train_block_diffusion": ("torch",),
             "clocher_kernels.torch": ("torch",),
             "clocher_runtime.engine.process_group": ("torch",),
+            "clocher_runtime.convert.to_compressed": ("compressed",),
             "clocher_runtime.quality.report": ("bench",),
             "clocher_runtime.quality.transformers_model": ("test",),
             "clocher_runtime.monitoring": ("monitoring",),

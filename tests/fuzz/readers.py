@@ -14,7 +14,7 @@ from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
 from clocher_runtime.checkpoints.iebin import JSON_NAME, open_iebin
 from clocher_runtime.checkpoints.opening import open_checkpoint
 from clocher_runtime.checkpoints.q4 import COMPAT_NAME, load_q4_planes, open_index
-from clocher_runtime.convert.q4.map import load_q4_map
+from clocher_runtime.convert.q4.map import load_q4_map, parts_dir
 from clocher_runtime.convert.q4.parts import read_part
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.safetensors_file import SafetensorsFile
@@ -185,7 +185,7 @@ def _read_q4_manifest(folder: Path) -> None:
     q4_map = load_q4_map(folder / "q4.json")
     for name, entry in (q4_map.entries or {}).items():
         if entry.part:
-            read_part(q4_map.parts_dir, q4_map.parts, name, entry)
+            read_part(parts_dir(q4_map.path), q4_map.parts, name, entry)
 
 
 def _read_q4_planes(folder: Path) -> None:
