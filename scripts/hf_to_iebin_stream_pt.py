@@ -7,8 +7,8 @@ main = converter(
     "hf_to_iebin_stream_pt",
     """Convert a checkpoint with pickled weights to IEBIN, without running what is in the pickle.
 
-    The pickle is followed only to learn where the tensors lie, without torch. Files that ask for
-    more than plain tensors are refused.
+    torch's restricted unpickler reads it (pip install '.[torch]'). Files that hold more than plain
+    tensors are refused.
     """,
     Q4_MAP,
     weights="pytorch_model*.bin weights (or with them in hf/ or hf/original/)",

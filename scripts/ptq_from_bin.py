@@ -1,6 +1,6 @@
 """Quantise a Hugging Face checkpoint of pickled weights (pytorch_model*.bin): write a q4 manifest.
 
-The pickles are followed and not run: only plain tensors are read. torch is not needed.
+Only plain tensors are read, by torch's restricted unpickler.
 """
 
 from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin

@@ -284,7 +284,7 @@ FOREIGN_METHODS = {
         (emptied("model.safetensors"), ["but no config.json"]),
         (emptied("pytorch_model.bin"), ["but no config.json; pickled"]),
         (emptied("config.json"), ["neither model.safetensors nor", "`clocher pull OWNER/NAME"]),
-        (emptied("config.json", "pytorch_model.bin"), ["never unpickles"]),
+        (emptied("config.json", "pytorch_model.bin"), ["only pickled weights", "clocher convert"]),
         (emptied("config.json", "other.safetensors"), ["but other.safetensors, whose names"]),
         (emptied("config.json", "model-00001-of-00003.safetensors"), ["2 of 3 shards are missing"]),
         (emptied("config.json", "tf_model.h5"), ["TensorFlow weights, not read here"]),

@@ -97,9 +97,9 @@ def no_weights(directory: Path) -> ModelError:
     names = listed(directory)
     if any(fnmatch.fnmatch(name, "pytorch_model*.bin") for name in names):
         return UnsupportedModel(
-            f"{directory}: only pickled weights (pytorch_model*.bin), which can run code. Clocher "
-            "never unpickles; `clocher convert` and `clocher quantize` follow them: make a model "
-            "with one of them, or convert to safetensors"
+            f"{directory}: only pickled weights (pytorch_model*.bin), which are not run from; "
+            "`clocher convert` and `clocher quantize` read them with torch's restricted unpickler: "
+            "make a model with one of them, or convert to safetensors"
         )
     weights = [name for name in names if name.endswith(".safetensors")]
     dangling = [name for name in weights if not os.path.exists(directory / name)]
