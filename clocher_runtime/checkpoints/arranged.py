@@ -47,14 +47,7 @@ def arranged(
 
     What the model does not read keeps its name; the loader says so.
 
-    Args:
-        tensors: of the files, by their names.
-        config: config.json.
-        where: what the model is, for messages.
-
-    Raises:
-        UnsupportedModel: rows that cannot be picked out of how they are stored.
-        FormatError: a tensor has another shape than the config says.
+    Raises UnsupportedModel, FormatError.
     """
     named, notes = _of_text(tensors)
     try:

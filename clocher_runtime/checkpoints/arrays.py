@@ -35,9 +35,7 @@ def open_npz(path: Path) -> Checkpoint:
     Arrays are floats of 16, 32 or 64 bits; the latter are rounded to 32. Those that are not
     compressed are mapped. Pickled objects are refused.
 
-    Raises:
-        ModelNotFound: there is no such file.
-        FormatError: it is damaged, or holds something other than arrays of floats.
+    Raises ModelNotFound, FormatError.
     """
     file = MappedFile(path)
     try:
@@ -60,13 +58,8 @@ def open_npz(path: Path) -> Checkpoint:
 def open_arrays(arrays: object, where: str) -> Checkpoint:
     """Return a checkpoint of arrays that a function gave.
 
-    Args:
-        arrays: a mapping, or pairs, of names and arrays [...] of floats, or `QuantTensor`s (which
-            bf16 weights need).
-        where: the function, for messages.
-
-    Raises:
-        UsageError: it is something else.
+    `arrays`: a mapping, or pairs, of names and arrays [...] of floats, or `QuantTensor`s (which
+    bf16 weights need). Raises UsageError.
     """
     if isinstance(arrays, Mapping):
         arrays = arrays.items()

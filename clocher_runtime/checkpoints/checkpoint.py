@@ -21,10 +21,8 @@ _INDICES = ("row_ptr", "col_idx")
 class LazyTensor:
     """A tensor that the file holds in another layout: its planes are computed on demand.
 
-    Attributes:
-        shape: logical shape.
-        format: the format of the planes.
-        make: computes the planes anew at every call, from views of the mapped files.
+    `shape`: logical shape; `format`: the format of the planes; `make`: computes the planes anew at
+    every call, from views of the mapped files.
     """
 
     shape: tuple[int, ...]
@@ -44,20 +42,17 @@ Stored = QuantTensor | LazyTensor
 class Checkpoint:
     """Weights and settings of one model, structurally valid in full, nothing copied yet.
 
-    Attributes:
-        path: directory of the model's files, or its one GGUF file.
-        kind: the container: Hugging Face (safetensors or pickled), IEBIN or GGUF.
-        config: contents of config.json.
-        generation_config: contents of generation_config.json, {} without one.
-        tokenizer_config: contents of tokenizer_config.json, {} without one; its "chat_template" is
-            that of chat_template.jinja where the model has that file.
-        tokenizer_json: the file that the tokenizer loads. It may be absent.
-        tensors: logical tensors by name: views of mapped files, in no promised alignment, and
-            tensors whose planes `tensor` computes. All of them say shape, format and nbytes.
-        files: the mapped weight files.
-        notes: what a person should know about how they were read: arrays that are not used.
-        hashes: SHA-256 of each plane by tensor and plane, of tensors whose container has them.
-        make_tokenizer: makes the content of tokenizer.json where that is no file, as in GGUF.
+    `path`: directory of the model's files, or its one GGUF file; `kind`: the container: Hugging
+    Face (safetensors or pickled), IEBIN or GGUF; `config`: contents of config.json;
+    `generation_config`: contents of generation_config.json, {} without one; `tokenizer_config`:
+    contents of tokenizer_config.json, {} without one; its "chat_template" is that of
+    chat_template.jinja where the model has that file; `tokenizer_json`: the file that the tokenizer
+    loads. It may be absent; `tensors`: logical tensors by name: views of mapped files, in no
+    promised alignment, and tensors whose planes `tensor` computes. All of them say shape, format
+    and nbytes; `files`: the mapped weight files; `notes`: what a person should know about how they
+    were read: arrays that are not used; `hashes`: SHA-256 of each plane by tensor and plane, of
+    tensors whose container has them; `make_tokenizer`: makes the content of tokenizer.json where
+    that is no file, as in GGUF.
     """
 
     path: Path
@@ -81,8 +76,7 @@ class Checkpoint:
     def tokenizer_source(self) -> Path | bytes:
         """What `Tokenizer` loads: the file, or its content where it is made from metadata.
 
-        Raises:
-            ModelError: the metadata cannot be used.
+        Raises ModelError.
         """
         return self.make_tokenizer() if self.make_tokenizer else self.tokenizer_json
 
@@ -113,10 +107,7 @@ class Checkpoint:
         checked, and copied first: nobody can change them in the file afterwards. With `verify` the
         planes must also have the SHA-256 that the container tells, if it tells any.
 
-        Raises:
-            ModelError: there is no such tensor.
-            FormatError: a stored code is one that the format forbids, or a hash does not match.
-            UnsupportedModel: stored values turn out to be such that no format can hold them.
+        Raises ModelError, FormatError, UnsupportedModel.
         """
         stored = self._stored(name)
         try:
@@ -143,9 +134,7 @@ class Checkpoint:
     def verify(self) -> None:
         """Read all weights: look for forbidden codes and check every hash that the container has.
 
-        Raises:
-            FormatError: there is such a code, or a hash does not match.
-            ModelChanged: a file changed meanwhile.
+        Raises FormatError, ModelChanged.
         """
         for name in self.tensors:
             self.tensor(name, verify=True)
@@ -155,8 +144,7 @@ class Checkpoint:
     def check_unchanged(self) -> None:
         """Check that the weight files are still those that were opened; no byte of them is read.
 
-        Raises:
-            ModelChanged: one was written to, replaced or deleted.
+        Raises ModelChanged.
         """
         for file in self.files:
             file.check_unchanged()
@@ -190,11 +178,7 @@ class Checkpoint:
 def stored_tensor(
     shape: tuple[int, ...], fmt: Format, planes: Mapping[str, np.ndarray], where: str
 ) -> QuantTensor:
-    """Return a tensor of planes found in a file.
-
-    Raises:
-        FormatError: the planes are not those that the format stores for this shape.
-    """
+    """Return a tensor of planes found in a file; raises FormatError."""
     try:
         return QuantTensor(shape, fmt, planes)
     except ShapeError as error:
@@ -206,8 +190,7 @@ def lazy_tensor(
 ) -> LazyTensor:
     """Return a tensor that `make` will compute from a file's arrays, which are checked before.
 
-    Raises:
-        FormatError: the format cannot hold this shape.
+    Raises FormatError.
     """
     try:
         fmt.planes(shape)

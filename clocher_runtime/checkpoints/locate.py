@@ -31,15 +31,8 @@ def embedded_model() -> Path:
 def locate(name: str | Path, source: str = "") -> Path:
     """Return the path of a model that is on this machine. Nothing is downloaded.
 
-    Args:
-        name: a directory, a GGUF file, or `owner/name[@revision][/file.gguf]` of a repository in
-            the Hub's cache. What is there under a path comes first.
-        source: what gave the name, as messages begin: "--model-dir"; "": nothing that says so.
-
-    Raises:
-        ModelNotFound, UnsupportedModel: there is no such thing, or it cannot be a model. A
-            directory is only looked into when it is opened.
-        UsageError: the name is empty.
+    `source`: what gave the name, as messages begin: "--model-dir"; "": nothing that says so. Raises
+    ModelNotFound, UnsupportedModel, UsageError.
     """
     text = os.fspath(name)
     where = f"{source}: " if source else ""

@@ -82,12 +82,9 @@ class Q4Entry(Entry):
 class Q4Planes:
     """An expanded manifest with its files.
 
-    Attributes:
-        path: where it was read from.
-        files: the file of each plane.
-        document: its JSON without the places of files, to be recorded with the result.
-        entries: what it describes, by name.
-        tensors: the matrices, as views of the files.
+    `path`: where it was read from; `files`: the file of each plane; `document`: its JSON without
+    the places of files, to be recorded with the result; `entries`: what it describes, by name;
+    `tensors`: the matrices, as views of the files.
     """
 
     path: Path
@@ -99,9 +96,7 @@ class Q4Planes:
     def choose(self, tensors: Mapping[str, Stored]) -> tuple[dict[str, Format], list[str]]:
         """Return the format of each tensor that the files replace, and notes (none).
 
-        Raises:
-            UsageError: the model lacks a tensor of the manifest, or holds it in another shape or
-                not as floats.
+        Raises UsageError.
         """
         for name, entry in self.entries.items():
             if not is_float(found := tensors.get(name), entry.shape):
@@ -114,13 +109,8 @@ class Q4Planes:
     def stored(self, name: str, source: QuantTensor, threads: int = 1) -> QuantTensor:
         """Return a matrix from the files.
 
-        Args:
-            name: of a tensor that `choose` names.
-            source: the model's tensor.
-            threads: not needed; other manifests share out their rounding.
-
-        Raises:
-            FormatError: the bytes in the files are damaged, or were made from other weights.
+        `source`: the model's tensor; `threads`: not needed; other manifests share out their
+        rounding. Raises FormatError.
         """
         if source_hash(source) != self.entries[name].source_sha256:
             raise FormatError(
@@ -131,11 +121,7 @@ class Q4Planes:
         return self.tensors[name]
 
     def check(self, name: str) -> None:
-        """Compare a matrix with its hashes.
-
-        Raises:
-            FormatError: they differ.
-        """
+        """Compare a matrix with its hashes; raises FormatError."""
         _check(self.entries[name], self.tensors[name], self.path)
 
 
@@ -163,12 +149,7 @@ def is_q4_planes(path: Path) -> bool:
 
 
 def load_q4_planes(path: Path) -> Q4Planes:
-    """Read an expanded manifest and map its files.
-
-    Raises:
-        UsageError: the manifest is not what docs/q4-files.md describes.
-        ModelError: a file is missing, or shorter than the manifest says.
-    """
+    """Read an expanded manifest and map its files; raises UsageError, ModelError."""
     where = str(path)
     try:
         document = fields(parse_object(read_bytes(path, MAX_JSON_BYTES), where), where, _MANIFEST)
@@ -197,10 +178,9 @@ def load_q4_planes(path: Path) -> Q4Planes:
 def q4_document(files: Mapping[str, str], entries: Sequence[Entry], kept: Any) -> dict[str, Any]:
     """Return the JSON of an expanded manifest.
 
-    Args:
-        files: place of the file of each plane, seen from the manifest's directory.
-        entries: the matrices, in the order of the files.
-        kept: name -> reason of every tensor that is not in the files.
+    `files`: place of the file of each plane, seen from the manifest's directory; `entries`: the
+    matrices, in the order of the files; `kept`: name -> reason of every tensor that is not in the
+    files.
     """
     return {
         "format": FORMAT,
@@ -216,13 +196,8 @@ def open_index(
 ) -> Checkpoint:
     """Open an IEBIN pair by its index: model.ie.json, or model.ie.compat.json over one.
 
-    Args:
-        json_path: the index.
-        bin_path: model.ie.bin; by default the one beside the index.
-        verify: also read all weights and check every hash and all stored codes.
-
-    Raises:
-        ModelError: as `open_iebin`; a plane file is missing or shorter than the index says.
+    `json_path`: the index; `bin_path`: model.ie.bin; by default the one beside the index; `verify`:
+    also read all weights and check every hash and all stored codes. Raises ModelError.
     """
     json_path = Path(json_path)
     data = read_bytes(json_path, MAX_JSON_BYTES)
@@ -251,8 +226,7 @@ def open_index(
 def read_overlay(path: Path, data: bytes) -> tuple[Q4Entry, ...]:
     """Return the matrices that an index lists, checked as far as that goes without the plane files.
 
-    Raises:
-        ModelError: the index is damaged, or the pair beside it is another one.
+    Raises ModelError.
     """
     where = str(path)
     document = read_sealed(data, where, (OVERLAY, VERSION, AGAIN), _OVERLAY)

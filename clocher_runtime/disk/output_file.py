@@ -39,17 +39,13 @@ class OutputFile:
     Hashing and the disk work beside the caller: `write` returns when the kernel has the bytes and
     the hash of what was written.
 
-    Attributes:
-        path: where it lies.
-        nbytes: bytes written so far.
+    `path`: where it lies; `nbytes`: bytes written so far.
     """
 
     def __init__(self, path: Path) -> None:
         """Open a file, or make it; what it holds stays until the first `write` or `sync`.
 
-        Raises:
-            UsageError: another process is writing it.
-            OSError: it cannot be written.
+        Raises UsageError, OSError.
         """
         self.path = path
         self.nbytes = 0
@@ -74,11 +70,8 @@ class OutputFile:
     def keep(self, ranges: Sequence[tuple[int, int, str]]) -> bool:
         """Go over the next planes if the file already holds them, with zeros between them.
 
-        Args:
-            ranges: offset, size and SHA-256 of each.
-
-        Returns:
-            Whether all of them are there. If not, none is kept.
+        `ranges`: offset, size and SHA-256 of each. Returns Whether all of them are there. If not,
+        none is kept.
         """
         self._before = (self.nbytes, self._hash.copy())
         for offset, nbytes, expected in ranges:
@@ -155,9 +148,8 @@ class Journal:
     A line is written after the bytes that it speaks of. It is not flushed to the disk: whoever
     reads it checks the bytes.
 
-    Attributes:
-        entries: what was read.
-        kept: how many of them, the first ones, are still true; `add` drops the others.
+    `entries`: what was read; `kept`: how many of them, the first ones, are still true; `add` drops
+    the others.
     """
 
     def __init__(self, path: Path, job: str) -> None:
@@ -171,8 +163,7 @@ class Journal:
     def add(self, entry: dict[str, Any]) -> None:
         """Append an entry, the first time to a new journal with what is kept of the old one.
 
-        Raises:
-            OSError: the file cannot be written.
+        Raises OSError.
         """
         new = [entry]
         if self._descriptor is None:
@@ -215,16 +206,7 @@ class JsonlWriter:
     Use it as a context manager. If an exception leaves it, FILE is what it was before, and the
     lines written so far stay in FILE.partial.
 
-    Args:
-        path: the file; one of that name is replaced.
-        source: flag that named it, for messages.
-
-    Attributes:
-        lines: written so far.
-
-    Raises:
-        UsageError: it cannot be written, is something else than a file, or another run, or another
-            flag of this one, is writing it.
+    `lines`: written so far. `source`: flag that named it, for messages. Raises UsageError.
     """
 
     def __init__(self, path: Path, source: str) -> None:
@@ -270,11 +252,7 @@ class JsonlWriter:
                 raise self._refused(failure) from None
 
     def write(self, document: Mapping[str, Any]) -> None:
-        """Append a line.
-
-        Raises:
-            UsageError: the disk is full, or the like.
-        """
+        """Append a line; raises UsageError."""
         try:
             self._file.write(f"{json.dumps(document, allow_nan=False)}\n")
         except OSError as error:
@@ -291,9 +269,7 @@ class JsonlWriter:
 def open_locked(path: Path) -> int:
     """Open a file for reading and writing, made if need be, locked until it is closed.
 
-    Raises:
-        UsageError: another process has it.
-        OSError: it cannot be opened.
+    Raises UsageError, OSError.
     """
     # Without O_NONBLOCK a pipe that somebody put there could hang this.
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -321,20 +297,14 @@ def open_new(path: Path) -> int:
 
     Nothing that somebody put there is followed or waited for: links, pipes, other people's files.
 
-    Raises:
-        OSError: it cannot be made.
+    Raises OSError.
     """
     path.unlink(missing_ok=True)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
 def write_all(descriptor: int, data: memoryview, path: Path) -> None:
-    """Write everything; an OSError names the path.
-
-    Raises:
-        ModelChanged: the data are pages of a model file that are gone.
-        OSError: they cannot be written.
-    """
+    """Write everything; an OSError names the path; raises ModelChanged, OSError."""
     try:
         while data:
             data = data[os.write(descriptor, data) :]
@@ -348,8 +318,7 @@ def write_all(descriptor: int, data: memoryview, path: Path) -> None:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yield a new file that takes a path's place when all went well, so nobody sees half of it.
 
-    Raises:
-        OSError: it cannot be written; nothing of it is left.
+    Raises OSError.
     """
     partial = path.with_name(path.name + PARTIAL)
     with os.fdopen(open_new(partial), "wb") as file:
@@ -373,13 +342,8 @@ def write_file(path: Path, data: bytes) -> None:
 def check_free(path: Path, nbytes: int, reclaimed: int = 0) -> int:
     """Return the bytes that the disk of a file, whose folder need not exist yet, has left.
 
-    Args:
-        path: the file.
-        nbytes: bytes that will be written.
-        reclaimed: bytes on the disk that they will replace.
-
-    Raises:
-        OSError: they are fewer than needed.
+    `nbytes`: bytes that will be written; `reclaimed`: bytes on the disk that they will replace.
+    Raises OSError.
     """
     existing = next(place for place in Path(os.path.abspath(path)).parents if place.is_dir())
     free = shutil.disk_usage(existing).free + reclaimed

@@ -28,15 +28,12 @@ Mode = Literal["const", "code", "trits", "raw"]
 class Stream:
     """How a stream is stored.
 
-    Attributes:
-        mode: "const": one symbol throughout. "code": `width` bits a symbol; the last code is an
-            escape, and the next exception says which of the rarer symbols it is. "trits": one of
-            at most 3 symbols, 5 of them a byte. "raw": the symbols themselves, packed.
-        bits: bits of a symbol.
-        count: symbols.
-        width: bits of a code.
-        table: symbols in the table, the most frequent first; 0 for "raw".
-        escapes: exceptions that are stored; 0 if an escape can mean one symbol only.
+    `mode`: "const": one symbol throughout. "code": `width` bits a symbol; the last code is an
+    escape, and the next exception says which of the rarer symbols it is. "trits": one of at most 3
+    symbols, 5 of them a byte. "raw": the symbols themselves, packed; `bits`: bits of a symbol;
+    `count`: symbols; `width`: bits of a code; `table`: symbols in the table, the most frequent
+    first; 0 for "raw"; `escapes`: exceptions that are stored; 0 if an escape can mean one symbol
+    only.
     """
 
     mode: Mode
@@ -124,15 +121,9 @@ def pack_trits(places: np.ndarray) -> np.ndarray:
 class Decoder:
     """Decodes a stream, any `UNIT` of it.
 
-    Args:
-        stream: how it is stored.
-        values: what each symbol of the table stands for; all different.
-        codes: codes or trits, u8.
-        rank: exceptions before each `RANK_STRIDE` symbols but the first, u32.
-        literals: exceptions, u8.
-
-    Raises:
-        FormatError: the rank index does not rise as it must.
+    `stream`: how it is stored; `values`: what each symbol of the table stands for; all different;
+    `codes`: codes or trits, u8; `rank`: exceptions before each `RANK_STRIDE` symbols but the first,
+    u32; `literals`: exceptions, u8. Raises FormatError.
     """
 
     def __init__(
@@ -156,12 +147,7 @@ class Decoder:
     def decode(self, start: int, stop: int) -> np.ndarray:
         """Return the values of symbols [start, stop).
 
-        Args:
-            start: a multiple of `UNIT`.
-            stop: a multiple of `UNIT`, or the end.
-
-        Raises:
-            FormatError: the codes do not fit the rank index or the table.
+        `start`: a multiple of `UNIT`; `stop`: a multiple of `UNIT`, or the end. Raises FormatError.
         """
         stream, count = self.stream, stop - start
         if stream.mode == "const":
@@ -232,11 +218,8 @@ def _index(codes: np.ndarray, width: int) -> np.ndarray:
 class Part:
     """One stream of a split.
 
-    Attributes:
-        name: for people.
-        bits: bits of a symbol.
-        cut: items -> symbols, u8.
-        place: symbols, u8 -> what they contribute to the items; different for each symbol.
+    `name`: for people; `bits`: bits of a symbol; `cut`: items -> symbols, u8; `place`: symbols, u8
+    -> what they contribute to the items; different for each symbol.
     """
 
     name: str
@@ -249,10 +232,8 @@ class Part:
 class Split:
     """How the items of an array become streams.
 
-    Attributes:
-        item: type of an item.
-        per_item: symbols of an item in each stream.
-        parts: the streams. An item is the OR of what they contribute.
+    `item`: type of an item; `per_item`: symbols of an item in each stream; `parts`: the streams. An
+    item is the OR of what they contribute.
     """
 
     item: np.dtype

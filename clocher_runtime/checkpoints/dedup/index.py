@@ -97,19 +97,13 @@ class Base(FileFacts):
 class StoredPlane:
     """How one plane is stored.
 
-    Attributes:
-        tensor: name of its tensor.
-        key: name of the plane.
-        plane: its element type and shape.
-        sha256: of its bytes, as in model.ie.json.
-        mode: "raw": as it is. "streams": split, stream by stream. "blocks": the different ones of
-            its 4 KiB blocks, and which block is which. "same": equal to an earlier plane. "base":
-            equal to the plane of that name in the base.
-        xor: what is stored is the plane XOR that of the base.
-        split: name of the split of "streams".
-        streams: how each of its streams is stored.
-        unique: different blocks of "blocks".
-        of: number of the earlier plane of "same".
+    `tensor`: name of its tensor; `key`: name of the plane; `plane`: its element type and shape;
+    `sha256`: of its bytes, as in model.ie.json; `mode`: "raw": as it is. "streams": split, stream
+    by stream. "blocks": the different ones of its 4 KiB blocks, and which block is which. "same":
+    equal to an earlier plane. "base": equal to the plane of that name in the base; `xor`: what is
+    stored is the plane XOR that of the base; `split`: name of the split of "streams"; `streams`:
+    how each of its streams is stored; `unique`: different blocks of "blocks"; `of`: number of the
+    earlier plane of "same".
     """
 
     tensor: str
@@ -194,12 +188,9 @@ class Places:
 class DedupIndex:
     """model.dedup.json, checked in full.
 
-    Attributes:
-        source: the model.ie.bin that it stands for.
-        base: the artifact that a variant builds on.
-        files: facts of the three files, by kind.
-        planes: all planes, in the order of model.ie.bin.
-        regions: where the parts of each plane lie.
+    `source`: the model.ie.bin that it stands for; `base`: the artifact that a variant builds on;
+    `files`: facts of the three files, by kind; `planes`: all planes, in the order of model.ie.bin;
+    `regions`: where the parts of each plane lie.
     """
 
     source: FileFacts
@@ -228,12 +219,7 @@ class DedupIndex:
 
 
 def parse_index(data: bytes, where: str) -> DedupIndex:
-    """Parse and check model.dedup.json.
-
-    Raises:
-        FormatError: it breaks a rule of docs/dedup.md.
-        UnsupportedModel: it is of another version.
-    """
+    """Parse and check model.dedup.json; raises FormatError, UnsupportedModel."""
     document = read_sealed(data, where, _KIND, _FIELDS)
     base = _read_base(document["base"], f"{where}: base")
     source = FileFacts.read(document["source"], f"{where}: source")
@@ -262,11 +248,7 @@ def raw_planes(index: IebinIndex) -> Iterator[tuple[StoredPlane, Region]]:
 
 
 def check_expansion(planes: Iterable[StoredPlane], stored: int, where: str) -> None:
-    """Refuse files that stand for far more than they hold.
-
-    Raises:
-        FormatError: they do. What is taken from a base is bounded by its size, and not counted.
-    """
+    """Refuse files that stand for far more than they hold; raises FormatError."""
     own = sum(p.plane.nbytes for p in planes if p.mode != "base" and not p.xor)
     if own > MAX_EXPANSION * stored + FREE_EXPANSION:
         raise FormatError(

@@ -19,10 +19,8 @@ Config = dict[str, Any]
 class Key:
     """An entry that a field of a config.json comes from.
 
-    Attributes:
-        name: of the entry, without the architecture.
-        default: without the entry; None: it must be there.
-        whole: it is an integer.
+    `name`: of the entry, without the architecture; `default`: without the entry; None: it must be
+    there; `whole`: it is an integer.
     """
 
     name: str
@@ -40,11 +38,9 @@ class Key:
 class Architecture:
     """What a model of an architecture is.
 
-    Attributes:
-        name: as a config.json says it.
-        keys: field of the config -> entry.
-        more: what follows from several entries, or is fixed; it gets what is known so far.
-        reads: entries that `more` reads; others that change the arithmetic are refused.
+    `name`: as a config.json says it; `keys`: field of the config -> entry; `more`: what follows
+    from several entries, or is fixed; it gets what is known so far; `reads`: entries that `more`
+    reads; others that change the arithmetic are refused.
     """
 
     name: str

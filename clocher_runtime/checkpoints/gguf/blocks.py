@@ -22,13 +22,9 @@ _QUARTERS = np.arange(4, dtype=np.uint8)[:, None] * 2
 class GgmlType:
     """A ggml element type.
 
-    Attributes:
-        name: lower case, as llama.cpp spells it.
-        code: its number in GGUF files.
-        block: elements of a block.
-        nbytes: bytes of a block.
-        file_type: number of a file that is mostly of this type (`general.file_type`).
-        tail: bytes that follow the rows of a tensor.
+    `name`: lower case, as llama.cpp spells it; `code`: its number in GGUF files; `block`: elements
+    of a block; `nbytes`: bytes of a block; `file_type`: number of a file that is mostly of this
+    type (`general.file_type`); `tail`: bytes that follow the rows of a tensor.
     """
 
     name: str
@@ -39,11 +35,7 @@ class GgmlType:
     tail: int = 0
 
     def row_bytes(self, columns: int) -> int:
-        """Return the bytes of a row.
-
-        Raises:
-            FormatError: the row is not a whole number of blocks.
-        """
+        """Return the bytes of a row; raises FormatError."""
         if columns % self.block:
             raise FormatError(
                 f"{self.name}: rows of {columns} elements; expected a multiple of {self.block}"
@@ -91,11 +83,7 @@ TYPES = {
 
 
 def same_type(fmt: Format) -> GgmlType:
-    """Return the ggml type that holds a format's values exactly.
-
-    Raises:
-        FormatError: there is none.
-    """
+    """Return the ggml type that holds a format's values exactly; raises FormatError."""
     if isinstance(fmt, Float):
         return FLOATS[fmt.dtype]
     if isinstance(fmt, Ggml):
@@ -120,16 +108,9 @@ def same_type(fmt: Format) -> GgmlType:
 def row_blocks(tensor: QuantTensor, rows: np.ndarray, kind: GgmlType) -> np.ndarray:
     """Return rows of a matrix, or of a stack of them, as ggml stores them.
 
-    Args:
-        tensor: [N, K] or [E, N, K].
-        rows: numbers of the rows, those of a stack counted through.
-        kind: `same_type` of its format, or a float type.
-
-    Returns:
-        u8 [rows, bytes of a row].
-
-    Raises:
-        FormatError: a scale is not a number of ggml's scale type, or K is not whole blocks.
+    `tensor`: [N, K] or [E, N, K]; `rows`: numbers of the rows, those of a stack counted through;
+    `kind`: `same_type` of its format, or a float type. Returns u8 [rows, bytes of a row]. Raises
+    FormatError.
     """
     columns = tensor.shape[-1]
     nbytes = kind.row_bytes(columns)

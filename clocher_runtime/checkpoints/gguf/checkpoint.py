@@ -49,12 +49,7 @@ _PARTLY_ROTATED, _LATENT = ("phi3",), ("deepseek2",)
 
 
 def model_config(file: GgufFile) -> dict[str, Any]:
-    """Return the config.json of a file's model.
-
-    Raises:
-        UnsupportedModel: the architecture or one of its settings is not known.
-        FormatError: an entry is missing or of the wrong type.
-    """
+    """Return the config.json of a file's model; raises UnsupportedModel, FormatError."""
     arch = file.text("general.architecture")
     where = str(file.file.path)
     if file.text("general.type", "model") == "adapter":
@@ -140,11 +135,7 @@ def open_gguf(path: Path) -> Checkpoint:
     Headers, metadata, tensor names and shapes are checked here. Of the data only the scales of
     ternary (tq2_0) matrices are read; the rest is repacked tensor by tensor when it is asked for.
 
-    Raises:
-        ModelNotFound: there is no such file, or a part is missing.
-        FormatError: the file is damaged or contradicts itself.
-        UnsupportedModel: it is sound, but of a kind that is not read.
-        WindowError: a timed window is open.
+    Raises ModelNotFound, FormatError, UnsupportedModel, WindowError.
     """
     file = open_file(path)
     config = model_config(file)

@@ -28,9 +28,8 @@ _T = TypeVar("_T", bool, int, float, str, np.ndarray, "Strings")
 class Strings:
     """An array of strings: where they are. They are read when asked for.
 
-    Attributes:
-        key: of the metadata.
-        starts: first byte of each string in the file, int64; its length is in the 8 bytes before.
+    `key`: of the metadata; `starts`: first byte of each string in the file, int64; its length is in
+    the 8 bytes before.
     """
 
     file: MappedFile
@@ -41,11 +40,7 @@ class Strings:
         return len(self.starts)
 
     def text(self, index: int) -> str:
-        """Return one string.
-
-        Raises:
-            FormatError: it is not UTF-8.
-        """
+        """Return one string; raises FormatError."""
         start = int(self.starts[index])
         length = integer(self.file.bytes(start - 8, start))
         return decoded(
@@ -63,22 +58,14 @@ Value = bool | int | float | str | np.ndarray | Strings
 class GgufFile:
     """A validated, read-only, memory-mapped GGUF file, with the parts that are attached to it.
 
-    Attributes:
-        file: the mapping, of the first part.
-        files: the mappings of all parts.
-        version: 2 or 3.
-        keys: of the metadata, in file order.
-        tensors: what the parts hold, by name, in file order.
+    `file`: the mapping, of the first part; `files`: the mappings of all parts; `version`: 2 or 3;
+    `keys`: of the metadata, in file order; `tensors`: what the parts hold, by name, in file order.
     """
 
     def __init__(self, path: Path) -> None:
         """Map and validate a file.
 
-        Raises:
-            FormatError: the file is not sound GGUF.
-            UnsupportedModel: a tensor is of a type that is not read.
-            ModelError: it cannot be read.
-            WindowError: a timed window is open.
+        Raises FormatError, UnsupportedModel, ModelError, WindowError.
         """
         self.file = MappedFile(path)
         header = Header(self.file)
@@ -98,8 +85,7 @@ class GgufFile:
     def attach(self, part: "GgufFile") -> None:
         """Add the tensors of another part of the same model; its metadata are not read.
 
-        Raises:
-            FormatError: a tensor is in two parts.
+        Raises FormatError.
         """
         for name in part.tensors:
             if name in self.tensors:
@@ -141,8 +127,7 @@ class GgufFile:
     def text(self, key: str, default: str | None = None) -> str:
         """Return a string of the metadata; without a default it must be there.
 
-        Raises:
-            FormatError: it is missing or of another type. So for the methods below.
+        Raises FormatError.
         """
         return self._typed(key, str, "a string", default)
 

@@ -57,11 +57,8 @@ _OTHER_TYPES = {
 class GgufTensor:
     """Where a tensor is and what it holds.
 
-    Attributes:
-        kind: its ggml type.
-        shape: logical shape, slowest dimension first.
-        offset: first byte, counted from the start of the file.
-        nbytes: size in bytes.
+    `kind`: its ggml type; `shape`: logical shape, slowest dimension first; `offset`: first byte,
+    counted from the start of the file; `nbytes`: size in bytes.
     """
 
     kind: GgmlType

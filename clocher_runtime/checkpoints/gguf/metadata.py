@@ -12,12 +12,8 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 class Metadata:
     """The entries of one architecture, by the rest of their names.
 
-    Attributes:
-        file: the file.
-        arch: the architecture.
-        where: the file's path, for messages.
-        layers: decoder layers.
-        head_dim: values of a head of queries and keys.
+    `file`: the file; `arch`: the architecture; `where`: the file's path, for messages; `layers`:
+    decoder layers; `head_dim`: values of a head of queries and keys.
     """
 
     def __init__(self, file: GgufFile) -> None:
@@ -56,8 +52,7 @@ class Metadata:
     def layer_types(self, every: int) -> list[str]:
         """Return which layers have a window: all but every n-th, unless a list says it.
 
-        Raises:
-            UnsupportedModel: the entry is neither a number nor a list of the right length.
+        Raises UnsupportedModel.
         """
         value = self.file.value(f"{self.arch}.{_PATTERN}")
         if value is None:

@@ -27,11 +27,9 @@ from clocher_runtime.models.split_patterns import (
 class PreType:
     """A kind of byte-level tokenizer.
 
-    Attributes:
-        splits: expressions that split a text, one after the other.
-        whole: a piece that is a token is one, whatever the merges say.
-        bos: a text begins with BOS where the file does not say.
-        composed: characters are composed (NFC) first, as their tokenizer.json says.
+    `splits`: expressions that split a text, one after the other; `whole`: a piece that is a token
+    is one, whatever the merges say; `bos`: a text begins with BOS where the file does not say;
+    `composed`: characters are composed (NFC) first, as their tokenizer.json says.
     """
 
     splits: tuple[str, ...]

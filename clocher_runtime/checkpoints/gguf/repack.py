@@ -58,10 +58,8 @@ _PACKING = (
 class Rows:
     """Rows as a file stores them, and which rows of the model's tensor they are.
 
-    Attributes:
-        blocks: u8 [rows, bytes of a row].
-        places: row of the model's tensor of each.
-        tail: what follows the rows, u8; [0] for most types.
+    `blocks`: u8 [rows, bytes of a row]; `places`: row of the model's tensor of each; `tail`: what
+    follows the rows, u8; [0] for most types.
     """
 
     blocks: np.ndarray
@@ -80,10 +78,8 @@ def repacked(
 ) -> tuple[Format, Callable[[], dict[str, np.ndarray]]]:
     """Return the format of a tensor and what makes its planes.
 
-    Args:
-        parts: what the file has of it.
-        kind: type of all of them.
-        shape: of the tensor; its vectors have one column a row.
+    `parts`: what the file has of it; `kind`: type of all of them; `shape`: of the tensor; its
+    vectors have one column a row.
     """
     count, whole = sum(len(part.blocks) for part in parts), len(shape) == 2
     if kind == I2_S:

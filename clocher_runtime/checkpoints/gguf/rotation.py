@@ -22,12 +22,7 @@ _GUESSES = 8
 
 
 def rope_parameters(meta: Metadata) -> dict[str, Any]:
-    """Return `rope_parameters` of a config.json.
-
-    Raises:
-        UnsupportedModel: the embedding is of a kind that is not known.
-        FormatError: a table is damaged.
-    """
+    """Return `rope_parameters` of a config.json; raises UnsupportedModel, FormatError."""
     theta = meta.number("rope.freq_base", 10000.0)
     rotated = meta.integer("rope.dimension_count", meta.head_dim)
     part = {"partial_rotary_factor": rotated / meta.head_dim} if rotated != meta.head_dim else {}
@@ -93,11 +88,7 @@ def _longrope(meta: Metadata, rotated: int) -> dict[str, Any]:
 
 
 def _table(meta: Metadata, name: str, pairs: int) -> np.ndarray:
-    """Return a table of factors, one for each pair, f64.
-
-    Raises:
-        FormatError: it is missing, of another shape or type, or has a factor that is no number.
-    """
+    """Return a table of factors, one for each pair, f64."""
     info = meta.file.tensors.get(name)
     if info is None:
         raise FormatError(f"{meta.where}: tensor {name!r} is missing")
@@ -112,12 +103,7 @@ def _table(meta: Metadata, name: str, pairs: int) -> np.ndarray:
 
 
 def _llama3(meta: Metadata, theta: float) -> dict[str, Any]:
-    """Return the Llama 3 scaling whose table of factors the file has.
-
-    A factor is 1 for short wavelengths, the scaling's own for long ones and 1 / ((1 - b) / F +
-    b) between, b = (original / wavelength - low) / (high - low), with low 1 and high 4 in all
-    published models: the number of positions follows from any factor between.
-    """
+    """Return the Llama 3 scaling whose table of factors the file has."""
     factors = _table(meta, ROPE_FACTORS, meta.head_dim // 2)
     largest = float(factors.max())
     if factors.min() < 1 or not 1 <= theta <= 1e12:

@@ -32,12 +32,7 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 def sentencepiece(file: GgufFile, texts: list[str]) -> dict[str, Any]:
     """Return the parts of a tokenizer.json that this kind of vocabulary has.
 
-    Args:
-        file: the file.
-        texts: its tokens, all of them different.
-
-    Raises:
-        FormatError: the scores are damaged, or merges would take much longer than those of models.
+    `texts`: its tokens, all of them different. Raises FormatError.
     """
     scores = file.numbers(_SCORES)
     if len(scores) != len(texts) or not np.isfinite(scores).all():
@@ -75,11 +70,7 @@ def sentencepiece(file: GgufFile, texts: list[str]) -> dict[str, Any]:
 def _merges(
     file: GgufFile, texts: list[str], scores: np.ndarray, types: np.ndarray
 ) -> list[tuple[str, str]]:
-    """Return the pairs of tokens that make a token, that of the best score first.
-
-    As in transformers' generate_merges: of one token's pairs, the one with the longer left part
-    comes first.
-    """
+    """Return the pairs of tokens that make a token, that of the best score first."""
     lengths = np.array([len(text) for text in texts], np.int64)
     for what, size, limit in (
         ("characters in all", int(lengths.sum()), _MAX_SPM_CHARS),

@@ -32,12 +32,7 @@ _PHI_3, _PHI_3_KEEP = ("phi-3", "phi3"), ("<unk>", "<s>", "<|endoftext|>")
 
 
 def tokenizer_json(file: GgufFile) -> bytes:
-    """Return the tokenizer.json of a file's vocabulary.
-
-    Raises:
-        UnsupportedModel: the kind of vocabulary or its pre-type is not known.
-        FormatError: the vocabulary is damaged.
-    """
+    """Return the tokenizer.json of a file's vocabulary; raises UnsupportedModel, FormatError."""
     kind = file.text(MODEL)
     if kind not in _KINDS:
         raise UnsupportedModel(
@@ -56,11 +51,7 @@ def tokenizer_json(file: GgufFile) -> bytes:
 
 
 def tokenizer_config(file: GgufFile) -> dict[str, Any]:
-    """Return the tokenizer_config.json of a file's vocabulary.
-
-    Raises:
-        FormatError: an entry is of the wrong type, or names a token that there is not.
-    """
+    """Return the tokenizer_config.json of a file's vocabulary; raises FormatError."""
     texts = tokens(file)
     config: dict[str, Any] = {}
     for role in ("bos", "eos", "unk", "pad"):

@@ -51,8 +51,7 @@ def token_id(file: GgufFile, role: str) -> int | None:
 def token_types(file: GgufFile, count: int) -> np.ndarray:
     """Return what each token is, `NORMAL` to `BYTE`; without the entry all are normal.
 
-    Raises:
-        FormatError: the entry has another length.
+    Raises FormatError.
     """
     if TYPES not in file.keys:
         return np.full(count, NORMAL)
@@ -63,11 +62,7 @@ def token_types(file: GgufFile, count: int) -> np.ndarray:
 
 
 def tokens(file: GgufFile) -> Strings:
-    """Return the tokens, in the order of their ids.
-
-    Raises:
-        FormatError: there are none.
-    """
+    """Return the tokens, in the order of their ids; raises FormatError."""
     found = file.strings(TOKENS)
     if not len(found):
         raise FormatError(f"{file.file.path}: {TOKENS} is empty")
@@ -77,8 +72,7 @@ def tokens(file: GgufFile) -> Strings:
 def stop_ids(file: GgufFile) -> list[int]:
     """Return the ids that end a turn: those that the file names, and control tokens known for it.
 
-    Raises:
-        FormatError: the vocabulary is damaged.
+    Raises FormatError.
     """
     named = [token_id(file, role) for role in _ENDS]
     ids = [index for index in named if index is not None]

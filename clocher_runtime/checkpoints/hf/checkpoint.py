@@ -77,14 +77,7 @@ def find_hf(path: Path) -> Path | None:
 def open_hf(directory: Path) -> Checkpoint:
     """Open the checkpoint of a Hugging Face directory.
 
-    Args:
-        directory: the folder that holds config.json.
-
-    Raises:
-        ModelNotFound: a file is missing.
-        FormatError: a file is damaged, or the files contradict each other.
-        UnsupportedModel: the files are sound but of a kind that is not read.
-        WindowError: a timed window is open.
+    Raises ModelNotFound, FormatError, UnsupportedModel, WindowError.
     """
     return read_folder(directory, "hf", _open_safetensors)
 
@@ -94,13 +87,8 @@ def read_folder(
 ) -> Checkpoint:
     """Return the checkpoint of a directory whose weights are read in a way of their own.
 
-    Args:
-        directory: the folder that holds config.json.
-        kind: of the checkpoint.
-        read: returns the arrays of the folder's weight files by name, and the mapped files.
-
-    Raises:
-        ModelError: as `open_hf`.
+    `kind`: of the checkpoint; `read`: returns the arrays of the folder's weight files by name, and
+    the mapped files. Raises ModelError.
     """
     folder = HfFolder(directory)
     config = folder.json(CONFIG)
@@ -134,13 +122,7 @@ def read_folder(
 def check_config(config: Mapping[str, Any], where: str) -> None:
     """Refuse a config.json that says that the weights are quantised in a way that is not read.
 
-    Args:
-        config: its contents.
-        where: whose, for messages.
-
-    Raises:
-        UnsupportedModel: it does.
-        FormatError: quantization_config is no object.
+    Raises UnsupportedModel, FormatError.
     """
     foreign = foreign_quantisation(config, where)
     if foreign is not None:
@@ -215,14 +197,9 @@ def read_shards(
 ) -> Weights:
     """Read the one weight file of a folder, or its shards: by its index, else by their names.
 
-    Args:
-        folder: the model's.
-        stem: name of the file without its ending; the index is `<stem><suffix>.index.json`.
-        suffix: ending of the weight files.
-        read: returns the arrays of a file.
-
-    Raises:
-        ModelError: files are missing, or the index and the shards disagree.
+    `folder`: the model's; `stem`: name of the file without its ending; the index is
+    `<stem><suffix>.index.json`; `suffix`: ending of the weight files; `read`: returns the arrays of
+    a file. Raises ModelError.
     """
     single, index = f"{stem}{suffix}", f"{stem}{suffix}.index.json"
     if folder.has(single):
@@ -274,13 +251,8 @@ def logical_tensors(
     is `X.weight`, and so on: `_METHODS` names the readers, which describe their layouts. Everything
     else is a plain float.
 
-    Args:
-        arrays: what the shards hold, by name.
-        settings: `quantization_config`, or None.
-
-    Raises:
-        UnsupportedModel: a quantisation method, one of its settings or a dtype is not known.
-        FormatError: the arrays contradict the settings or each other.
+    `arrays`: what the shards hold, by name; `settings`: `quantization_config`, or None. Raises
+    UnsupportedModel, FormatError.
     """
     source = Source(dict(arrays), settings or {})
     tensors: Tensors = {}
@@ -351,16 +323,7 @@ def _bitnet(source: Source) -> Tensors:
 
 
 def _fp8(source: Source) -> Tensors:
-    """Read DeepSeek's 128 x 128 blocks, and whole tensors or rows.
-
-        X.weight            e4m3 [N, K]
-        X.weight_scale_inv  float [ceil(N/128), ceil(K/128)] with weight_block_size [128, 128]; else
-                            one scale ([] or [1]) or one per row ([N, 1] or [N])
-
-    The scale multiplies, despite its name; files for whole tensors also call it `X.weight_scale`.
-
-    Source: transformers integrations/finegrained_fp8.py.
-    """
+    """Read DeepSeek's 128 x 128 blocks, and whole tensors or rows."""
     block = source.settings.get("weight_block_size")
     if block not in (None, [BLOCK, BLOCK]):
         raise unknown("weight_block_size", block, (f"[{BLOCK}, {BLOCK}]", None), SETTINGS)

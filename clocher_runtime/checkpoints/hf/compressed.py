@@ -79,12 +79,9 @@ class _Settings(Struct):
 class _Scheme:
     """How the linears of a config group are stored.
 
-    Attributes:
-        label: name of the config group.
-        form: one of `_FORMATS`, with naive-quantized resolved.
-        bits: of a code.
-        strategy: "tensor", "channel", "group" or "block".
-        group: columns of a group, or None.
+    `label`: name of the config group; `form`: one of `_FORMATS`, with naive-quantized resolved;
+    `bits`: of a code; `strategy`: "tensor", "channel", "group" or "block"; `group`: columns of a
+    group, or None.
     """
 
     label: str
@@ -106,9 +103,8 @@ class _Scheme:
 class _Linear:
     """The arrays of one linear X.
 
-    Attributes:
-        weight: X.weight_packed or X.weight.
-        scale: X.weight_scale; shape, zero, g_idx: the optional ones, X.weight_shape and so on.
+    `weight`: X.weight_packed or X.weight; `scale`: X.weight_scale; shape, zero, g_idx: the optional
+    ones, X.weight_shape and so on.
     """
 
     weight: StoredArray
@@ -119,12 +115,7 @@ class _Linear:
 
 
 def read_compressed(source: Source) -> Tensors:
-    """Return the tensors of the packed arrays.
-
-    Raises:
-        UnsupportedModel: a config group or the order of the columns is not known here.
-        FormatError: the arrays contradict the settings or each other.
-    """
+    """Return the tensors of the packed arrays; raises UnsupportedModel, FormatError."""
     source.choice("quantization_status", "compressed", ("compressed", "frozen"))
     settings = read_as(given(source.settings), _Settings, SETTINGS)
     way_out = "save it without sparse compression"
@@ -244,14 +235,7 @@ def _unordered(
     zeros: Callable[[], np.ndarray] | None,
     bits: int,
 ) -> Stored:
-    """Return the tensor of a linear whose columns have groups in any order, in f32.
-
-    Args:
-        columns: the group of each column, [K].
-        codes: makes the codes plus 8 or 128, u8 [N, >= K].
-        zeros: makes the zero points plus 8, u8 [N, G]; None: symmetric.
-        bits: of a code.
-    """
+    """Return the tensor of a linear whose columns have groups in any order, in f32."""
     if zeros is None:
         _refuse_zeros(linear)
 
@@ -348,11 +332,7 @@ def _mxfp4(scheme: _Scheme, linear: _Linear) -> Stored:
 def _check_groups(
     scheme: _Scheme, linear: _Linear, n: int, k: int
 ) -> tuple[int, np.ndarray | None]:
-    """Check the scales of integer codes and the order of the columns.
-
-    Returns:
-        The groups of a row, and the group of each column if these are in activation order.
-    """
+    """Check the scales of integer codes and the order of the columns."""
     groups = -(-k // scheme.group) if scheme.group else 1
     tensor = scheme.strategy == "tensor"
     shapes = [(1,), (), (1, 1)] if tensor else [(n, groups)]

@@ -66,8 +66,7 @@ class _Adapter(Struct):
 def listed(directory: Path) -> list[str]:
     """Return the names in a directory, in order; a very large one is cut off.
 
-    Raises:
-        ModelNotFound: it cannot be listed.
+    Raises ModelNotFound.
     """
     try:
         with os.scandir(directory) as entries:
@@ -80,8 +79,7 @@ def listed(directory: Path) -> list[str]:
 def foreign_weights(directory: Path) -> ModelError | None:
     """Return the error for a directory whose weights are another program's, None if none is known.
 
-    Raises:
-        ModelNotFound: it cannot be listed.
+    Raises ModelNotFound.
     """
     names = listed(directory)
     if ADAPTER_CONFIG in names or "adapter_model.safetensors" in names:
@@ -149,12 +147,7 @@ def unfinished(directory: Path) -> str:
 def foreign_quantisation(config: Mapping[str, Any], where: str) -> UnsupportedModel | None:
     """Return the error for a config.json whose weights another program quantised in its own way.
 
-    Args:
-        config: its contents.
-        where: whose, for messages.
-
-    Returns:
-        None: none of those that are known says so.
+    Returns None: none of those that are known says so.
     """
     what = _quantised_by(config)
     if what is None:
@@ -187,9 +180,7 @@ def _quantised_by(config: Mapping[str, Any]) -> str | None:
 def no_model_file(path: Path, head: bytes) -> ModelError:
     """Return the error for a file that is no model by itself.
 
-    Args:
-        path: a regular file.
-        head: its first `HEAD_BYTES`, or all.
+    `head`: its first `HEAD_BYTES`, or all.
     """
     name = path.name.lower()
     if head.startswith(b"GGUF"):

@@ -52,11 +52,8 @@ _SECRET = re.compile(r"hf_[A-Za-z0-9]{8,}|(?<=Bearer )\S+|(?<=://)[^/@\s]+(?=@)"
 class HubFile:
     """One file of a revision.
 
-    Attributes:
-        name: its path in the repository.
-        nbytes: its size.
-        sha256: its SHA-256 if the hub knows it (large files), else "".
-        blob: otherwise the SHA-1 that git knows it by.
+    `name`: its path in the repository; `nbytes`: its size; `sha256`: its SHA-256 if the hub knows
+    it (large files), else ""; `blob`: otherwise the SHA-1 that git knows it by.
     """
 
     name: str
@@ -82,15 +79,10 @@ class HubFile:
 class Download:
     """A revision whose files can be fetched.
 
-    Attributes:
-        repo: "owner/name".
-        revision: branch, tag or commit that was asked for.
-        commit: what it is now.
-        directory: where the files will be; None for the hub's cache.
-        files: what is wanted.
-        missing: those of it that are not there in the right size.
-        nbytes: bytes that are still to come.
-        free_bytes: bytes that the disk has for them.
+    `repo`: "owner/name"; `revision`: branch, tag or commit that was asked for; `commit`: what it is
+    now; `directory`: where the files will be; None for the hub's cache; `files`: what is wanted;
+    `missing`: those of it that are not there in the right size; `nbytes`: bytes that are still to
+    come; `free_bytes`: bytes that the disk has for them.
     """
 
     repo: str
@@ -105,17 +97,8 @@ class Download:
     def run(self, checking: Callable[[str], None] | None = None) -> Path:
         """Fetch what is missing, with the library's progress bars, and check all of it.
 
-        Args:
-            checking: called with the name of each file before it is hashed.
-
-        Returns:
-            The directory of the files.
-
-        Raises:
-            ConnectionError: the hub cannot be reached any more. The files that are whole stay.
-            OSError: the disk is full or cannot be written.
-            FormatError: files are not what the hub lists; they are removed.
-            ModelNotFound: the files are not public, and there is no access to them.
+        `checking`: called with the name of each file before it is hashed. Returns The directory of
+        the files. Raises ConnectionError, OSError, FormatError, ModelNotFound.
         """
         import huggingface_hub
 
@@ -156,18 +139,9 @@ def plan_download(
 ) -> Download:
     """Ask the hub what a revision holds, and check that the disk has room.
 
-    Args:
-        repo: "owner/name".
-        directory: where the files will be; None for the hub's cache.
-        patterns: shell patterns of the wanted files; one without "/" is for the top folder only.
-        revision: branch, tag or commit.
-        subject: how messages begin; "": with the name.
-
-    Raises:
-        UsageError: the name is not one, no file matches, or HF_HUB_OFFLINE forbids the network.
-        ModelNotFound: there is no such repository or revision, or no access to it.
-        OSError: the hub cannot be reached, or the disk is too small.
-        ModelError: the hub's answer makes no sense.
+    `repo`: "owner/name"; `patterns`: shell patterns of the wanted files; one without "/" is for the
+    top folder only; `revision`: branch, tag or commit; `subject`: how messages begin; "": with the
+    name. Raises UsageError, ModelNotFound, OSError, ModelError.
     """
     import huggingface_hub
     from huggingface_hub.constants import HF_HUB_CACHE
@@ -191,11 +165,7 @@ def local_or_fetched(path: Path) -> Path:
 
     What is downloaded lies in the hub's cache. Without a network what lies there already will do.
 
-    Args:
-        path: a directory, or "owner/name" of a repository on the hub.
-
-    Raises:
-        ModelError, UsageError, OSError: as `plan_download` and `Download.run`.
+    Raises ModelError, UsageError, OSError.
     """
     name = path.as_posix()
     if not path.exists() and (repo := published_as(name)):
@@ -220,9 +190,8 @@ def local_or_fetched(path: Path) -> Path:
 def stored_hashes(folder: Path) -> list[HubFile]:
     """Return the files of a download with the hashes that the hub gave them. No network is used.
 
-    Args:
-        folder: a snapshot of the cache, whose links name the hashes, or a directory that was
-            downloaded to, where the library keeps them in `.cache/huggingface/download`.
+    `folder`: a snapshot of the cache, whose links name the hashes, or a directory that was
+    downloaded to, where the library keeps them in `.cache/huggingface/download`.
     """
     kept = folder / ".cache" / "huggingface" / "download"
     tags: dict[str, str] = {}

@@ -91,10 +91,8 @@ class _Config(Struct):
 class _Delta:
     """What is added to a tensor: scale * (B @ A).
 
-    Attributes:
-        a: A [r, K], or [r, V] of an embedding.
-        b: B [N, r], or [H, r].
-        is_embedding: whether the product is added transposed.
+    `a`: A [r, K], or [r, V] of an embedding; `b`: B [N, r], or [H, r]; `is_embedding`: whether the
+    product is added transposed.
     """
 
     a: StoredArray
@@ -130,14 +128,8 @@ class _Delta:
 def with_lora(base: Checkpoint, directory: Path) -> Checkpoint:
     """Return a model with an adapter added to its weights, when each is loaded.
 
-    Args:
-        base: a checkpoint with float weights where the adapter changes them.
-        directory: holds adapter_config.json and adapter_model.safetensors.
-
-    Raises:
-        ModelNotFound: it is no adapter.
-        UnsupportedModel: it asks for other arithmetic, or changes quantised weights.
-        FormatError: a file is damaged, or the adapter is of another model.
+    `base`: a checkpoint with float weights where the adapter changes them. Raises ModelNotFound,
+    UnsupportedModel, FormatError.
     """
     config = _read_config(directory)
     file = SafetensorsFile(HfFolder(directory).member(WEIGHTS))

@@ -18,14 +18,8 @@ _MOST = 10_000
 def numbered_shards(directory: Path, stem: str, suffix: str) -> list[str]:
     """Return the names of the shards of a directory in order, none if there are no such files.
 
-    Args:
-        directory: the model's.
-        stem: what the names begin with, such as "model".
-        suffix: what they end with.
-
-    Raises:
-        ModelNotFound: some are missing.
-        FormatError: they are of two models, or too many.
+    `stem`: what the names begin with, such as "model"; `suffix`: what they end with. Raises
+    ModelNotFound, FormatError.
     """
     pattern = re.compile(rf"{re.escape(stem)}--?([0-9]{{5}})-of-([0-9]{{5}}){re.escape(suffix)}")
     found = {name: match for name in listed(directory) if (match := pattern.fullmatch(name))}
@@ -52,11 +46,7 @@ def numbered_shards(directory: Path, stem: str, suffix: str) -> list[str]:
 def read_numbered(
     names: Iterable[str], read: Callable[[str], tuple[Arrays, MappedFile]]
 ) -> tuple[Arrays, tuple[MappedFile, ...]]:
-    """Return the arrays of shards together, and their files.
-
-    Raises:
-        FormatError: a tensor is in two of them.
-    """
+    """Return the arrays of shards together, and their files; raises FormatError."""
     everything: Arrays = {}
     files = []
     for name in names:

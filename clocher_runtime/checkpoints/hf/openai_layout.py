@@ -89,15 +89,7 @@ def is_openai(config: Mapping[str, Any]) -> bool:
 
 
 def canonical_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return OpenAI's config.json as transformers would spell it.
-
-    Args:
-        config: its contents.
-        where: the file, for messages.
-
-    Raises:
-        FormatError: a key is missing, or out of range.
-    """
+    """Return OpenAI's config.json as transformers would spell it; raises FormatError."""
     own = read_as(config, _Config, where)
     kinds = ("sliding_attention", "full_attention")
     rope: dict[str, Any] = {"rope_theta": own.rope_theta, "rope_type": "default"}
@@ -141,12 +133,7 @@ def canonical_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 def canonical_arrays(arrays: Arrays, config: Mapping[str, Any]) -> Arrays:
     """Return OpenAI's arrays under the names of transformers; a name of neither stays.
 
-    Args:
-        arrays: by name, views of the mapped files.
-        config: what `canonical_config` returned.
-
-    Raises:
-        FormatError: fused rows are not as many as the heads need.
+    `arrays`: by name, views of the mapped files. Raises FormatError.
     """
     found: Arrays = {}
     for name, stored in arrays.items():

@@ -72,12 +72,7 @@ def _linears(source: Source) -> Iterator[_Linear]:
 
 
 def read_gptq(source: Source) -> Tensors:
-    """Return the tensors of a GPTQ checkpoint.
-
-    Raises:
-        UnsupportedModel: the settings or the order of the columns are not known here.
-        FormatError: the arrays contradict the settings or each other.
-    """
+    """Return the tensors of a GPTQ checkpoint; raises UnsupportedModel, FormatError."""
     bits = source.choice("bits", None, (2, 3, 4, 8), f"{REQUANTISE} with 4 or 8 bits")
     group = source.group_size()
     symmetric = source.choice("sym", True, (True, False))
@@ -114,11 +109,8 @@ def read_gptq(source: Source) -> Tensors:
 class _Gptq:
     """A linear X of GPTQ.
 
-    Attributes:
-        version_1: whether zero points are stored less one.
-        group: columns of a group; None: the row.
-        words: X.qweight; zeros: X.qzeros; scales: X.scales.
-        order: X.g_idx, if it has one.
+    `version_1`: whether zero points are stored less one; `group`: columns of a group; None: the
+    row; `words`: X.qweight; zeros: X.qzeros; scales: X.scales; `order`: X.g_idx, if it has one.
     """
 
     bits: int
@@ -208,12 +200,7 @@ def _by_row(fmt: Int4 | Int8, array: np.ndarray) -> np.ndarray:
 
 
 def read_awq(source: Source) -> Tensors:
-    """Return the tensors of an AWQ checkpoint.
-
-    Raises:
-        UnsupportedModel: the settings are not known here.
-        FormatError: the arrays contradict the settings or each other.
-    """
+    """Return the tensors of an AWQ checkpoint; raises UnsupportedModel, FormatError."""
     source.choice("bits", 4, (4,), f"{REQUANTISE} with 4 bits")
     symmetric = not source.choice("zero_point", True, (True, False))
     version = source.settings.get("version") or source.settings.get("format") or "gemm"
