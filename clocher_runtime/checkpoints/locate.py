@@ -52,7 +52,7 @@ def locate(name: str | Path, source: str = "") -> Path:
         raise ModelNotFound(f"{where}{text}: cannot be looked into: {error.strerror}") from None
     if stat.S_ISDIR(mode) or (stat.S_ISREG(mode) and path.suffix.lower() == SUFFIX):
         return path
-    from clocher_runtime.checkpoints.no_model import no_model
+    from clocher_runtime.checkpoints.hf.foreign import no_model
 
     raise no_model(path)
 

@@ -36,7 +36,7 @@ def open_checkpoint(path: Path | str, verify: bool = False) -> Checkpoint:
 
         checkpoint = open_gguf(gguf)
     else:
-        from clocher_runtime.checkpoints.no_model import no_model
+        from clocher_runtime.checkpoints.hf.foreign import no_model
 
         raise no_model(path)
     if verify:

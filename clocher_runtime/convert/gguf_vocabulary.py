@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clocher_kernels.errors import FormatError, UnsupportedModel, UsageError
-from clocher_runtime.checkpoints.gguf.pre_types import PRE_TYPES
 from clocher_runtime.checkpoints.gguf.vocabulary import (
     BYTE,
     CONTROL,
     NORMAL,
+    PRE_TYPES,
     UNKNOWN,
     UNUSED,
     USER,

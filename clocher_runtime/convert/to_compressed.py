@@ -18,7 +18,8 @@ from clocher_kernels.errors import FormatError, UnsupportedModel, UsageError
 from clocher_kernels.formats import Float, Format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.checkpoints.hf.checkpoint import CONFIG, open_hf
+from clocher_runtime.checkpoints.hf.checkpoint import open_hf
+from clocher_runtime.checkpoints.hf.foreign import CONFIG
 from clocher_runtime.convert.compressed_arrays import NAMES, Arrays, Scheme, scheme_of
 from clocher_runtime.convert.to_iebin import natural, vocabulary
 from clocher_runtime.disk.output_file import PARTIAL, check_free, sync_directory, write_file

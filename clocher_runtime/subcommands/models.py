@@ -95,8 +95,8 @@ def _one_model(where: Sequence[str]) -> Path | None:
     Raises:
         ModelNotFound: an argument is neither.
     """
+    from clocher_runtime.checkpoints.hf.foreign import holds_model
     from clocher_runtime.checkpoints.locate import locate
-    from clocher_runtime.checkpoints.no_model import holds_model
 
     paths = [locate(name) for name in where]
     for name, path in zip(where, paths, strict=True):

@@ -182,10 +182,9 @@ class DedupFile:
             self._stream(stream, part, regions[4 * i : 4 * i + 4])
             for i, (stream, part) in enumerate(zip(plane.streams, split.parts, strict=True))
         ]
-        scale = (split.per_item, split.item.itemsize)
 
         def decode(start: int, stop: int) -> np.ndarray:
-            first, last = (at // scale[1] * scale[0] for at in (start, stop))
+            first, last = (at // split.item.itemsize * split.per_item for at in (start, stop))
             return join(split, [one(first, last) for one in decoders]).view(np.uint8)
 
         return decode
@@ -195,8 +194,7 @@ class DedupFile:
     ) -> Callable[[int, int], np.ndarray]:
         table, codes, rank, literals = (self._bytes(region) for region in regions)
         if stream.mode == "raw":
-            bits = part.bits
-            return lambda start, stop: part.place(unpack(literals, bits, start, stop - start))
+            return lambda start, stop: part.place(unpack(literals, part.bits, start, stop - start))
         if table.max(initial=0) >> part.bits or len(np.unique(table)) != len(table):
             raise FormatError("the table repeats a symbol or has one of too many bits")
         return Decoder(stream, part.place(table), codes, rank.view("<u4"), literals).decode
@@ -253,10 +251,7 @@ def has_dedup(directory: Path) -> bool:
 
 
 def open_deduplicated(
-    directory: Path,
-    base: Path | None = None,
-    verify: bool = False,
-    keep: Keep = DedupFile.plane,
+    directory: Path, base: Path | None = None, verify: bool = False, keep: Keep = DedupFile.plane
 ) -> Artifact:
     """Open a model by its deduplicated weights.
 
@@ -270,7 +265,13 @@ def open_deduplicated(
     index = read_index(directory / JSON_NAME)
     planes: list[BasePlane] = []
     dedup = open_dedup(directory, lambda tensor, key: planes[0](tensor, key))
-    _check_same_model(dedup, index)
+    listed = [plane for plane, _ in raw_planes(index)]
+    stated = [StoredPlane(p.tensor, p.key, p.plane, p.sha256) for p in dedup.index.planes]
+    if dedup.index.source != index.bin or stated != listed:
+        raise FormatError(
+            f"{dedup.path}: stands for another {BIN_NAME} than {index.path} describes; "
+            "deduplicate the model again"
+        )
     files = dedup.files
     if dedup.index.base is not None:
         found = _find_base(dedup.index.base, directory, base)
@@ -292,16 +293,6 @@ def open_base(directory: Path) -> Artifact:
             f"its {BIN_NAME} first"
         )
     return open_deduplicated(directory)
-
-
-def _check_same_model(dedup: DedupFile, index: IebinIndex) -> None:
-    listed = [plane for plane, _ in raw_planes(index)]
-    found = [StoredPlane(p.tensor, p.key, p.plane, p.sha256) for p in dedup.index.planes]
-    if dedup.index.source != index.bin or found != listed:
-        raise FormatError(
-            f"{dedup.path}: stands for another {BIN_NAME} than {index.path} describes; "
-            "deduplicate the model again"
-        )
 
 
 def _find_base(wanted: Base, directory: Path, given: Path | None) -> Artifact:

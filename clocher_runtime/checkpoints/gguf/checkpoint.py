@@ -10,15 +10,9 @@ from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf.architectures import ARCHITECTURES, Architecture
 from clocher_runtime.checkpoints.gguf.file import GgufFile
-from clocher_runtime.checkpoints.gguf.metadata import Metadata
+from clocher_runtime.checkpoints.gguf.metadata import TABLES, Metadata, rope_parameters
 from clocher_runtime.checkpoints.gguf.parts import open_file
-from clocher_runtime.checkpoints.gguf.rotation import TABLES, rope_parameters
-from clocher_runtime.checkpoints.gguf.tensors import (
-    ACTIVATION,
-    logical_tensor,
-    pieces,
-    type_notes,
-)
+from clocher_runtime.checkpoints.gguf.tensors import ACTIVATION, logical_tensor, pieces, type_notes
 from clocher_runtime.checkpoints.gguf.tokenizer import tokenizer_config, tokenizer_json
 from clocher_runtime.checkpoints.gguf.vocabulary import has_vocabulary, stop_ids, token_id
 from clocher_runtime.models.families import spec_from_config
@@ -71,14 +65,13 @@ def model_config(file: GgufFile) -> dict[str, Any]:
     _refuse_unread(file, arch, row)
     meta = Metadata(file)
     config = _common(meta, row)
-    config |= {name: key.read(meta) for name, key in row.keys.items()}
+    config |= row.read(meta)
     return config | row.more(meta, config)
 
 
 def _refuse_unread(file: GgufFile, arch: str, row: Architecture) -> None:
-    read = {key.name for key in row.keys.values()} | set(row.reads)
     for key, neutral in _NEUTRAL.items():
-        value = None if key in read else file.value(f"{arch}.{key}")
+        value = None if key in row.entries else file.value(f"{arch}.{key}")
         if value is not None and not (isinstance(value, int | float) and value in neutral):
             raise UnsupportedModel(
                 f"{file.file.path}: {arch}.{key} is {value!r:.60}; Clocher knows {neutral[0]}"

@@ -12,8 +12,7 @@ import re
 from pathlib import Path
 
 from clocher_kernels.errors import FormatError, ModelNotFound
-from clocher_runtime.checkpoints.gguf.file import GgufFile, Value
-from clocher_runtime.checkpoints.gguf.header import MAX_TENSORS
+from clocher_runtime.checkpoints.gguf.file import MAX_TENSORS, GgufFile, Value
 
 SUFFIX = ".gguf"
 MAX_PARTS = 1024

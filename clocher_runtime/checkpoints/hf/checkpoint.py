@@ -29,7 +29,13 @@ from clocher_runtime.checkpoints.hf.arrays import (
     fp8_tensor,
 )
 from clocher_runtime.checkpoints.hf.compressed import read_compressed
-from clocher_runtime.checkpoints.hf.foreign import foreign_quantisation, no_weights, unfinished
+from clocher_runtime.checkpoints.hf.foreign import (
+    CONFIG,
+    SUBFOLDERS,
+    foreign_quantisation,
+    no_weights,
+    unfinished,
+)
 from clocher_runtime.checkpoints.hf.numbered_shards import numbered_shards, read_numbered
 from clocher_runtime.checkpoints.hf.openai_layout import (
     canonical_arrays,
@@ -44,9 +50,7 @@ from clocher_runtime.disk.schema import read_as, unknown
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, parse_object
 from clocher_runtime.models.families import family_of, text_config
 
-CONFIG = "config.json"
 SINGLE = "model.safetensors"
-SUBFOLDERS = ("", "hf", "hf/original", "original")
 
 Weights = tuple[Arrays, tuple[MappedFile, ...]]
 """Arrays of weight files by name, and the files."""

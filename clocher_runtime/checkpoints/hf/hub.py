@@ -16,13 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clocher_kernels.errors import (
-    ClocherError,
-    FormatError,
-    ModelError,
-    ModelNotFound,
-    UsageError,
-)
+from clocher_kernels.errors import ClocherError, FormatError, ModelError, ModelNotFound, UsageError
 from clocher_runtime.checkpoints.hf.cache import REPO, published_as
 from clocher_runtime.disk.output_file import check_free
 

@@ -49,10 +49,7 @@ from clocher_runtime.models.inventory import EMBED, HEAD
 WEIGHTS = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
-_PARTS = {
-    ".lora_A.weight": ".lora_B.weight",
-    ".lora_embedding_A": ".lora_embedding_B",
-}
+_PARTS = {".lora_A.weight": ".lora_B.weight", ".lora_embedding_A": ".lora_embedding_B"}
 _ROWS = 1024
 # Other arithmetic than W + s * (B @ A), by the setting that asks for it.
 _OTHER = {
