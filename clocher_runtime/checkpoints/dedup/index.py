@@ -304,9 +304,9 @@ def _read_plane(value: object, at: str) -> StoredPlane:
         stored["streams"] = _read_streams(found, plane, at)
     if mode == "blocks" and not 0 < found["unique"] <= -(-plane.nbytes // BLOCK_BYTES):
         raise FormatError(f"{at}: {found['unique']} different blocks")
-    names = (checked_name(found[key], at) for key in ("tensor", "plane"))
+    tensor, key = (checked_name(found[name], at) for name in ("tensor", "plane"))
     known: PlaneMode = mode  # type: ignore[assignment]
-    return StoredPlane(*names, plane, checked_hash(found["sha256"], at), known, **stored)
+    return StoredPlane(tensor, key, plane, checked_hash(found["sha256"], at), known, **stored)
 
 
 def _read_streams(found: Mapping[str, Any], plane: Plane, at: str) -> tuple[Stream, ...]:

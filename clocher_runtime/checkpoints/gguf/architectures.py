@@ -33,11 +33,9 @@ class Architecture:
         """Return the fields of `keys`."""
         found: Config = {}
         for name, key in self.keys.items():
-            if isinstance(key, str):
-                found[name] = meta.integer(key)
-            else:
-                read = meta.number if isinstance(key[1], float) else meta.integer
-                found[name] = read(*key)  # type: ignore[operator]
+            entry, default = (key, None) if isinstance(key, str) else key
+            of_float, whole = isinstance(default, float), None if default is None else int(default)
+            found[name] = meta.number(entry, default) if of_float else meta.integer(entry, whole)
         return found
 
     @property

@@ -40,9 +40,9 @@ from clocher_runtime.checkpoints.checkpoint import (
     stored_tensor,
 )
 from clocher_runtime.checkpoints.hf.arrays import FLOATS, StoredArray
-from clocher_runtime.checkpoints.hf.checkpoint import HfFolder
 from clocher_runtime.checkpoints.hf.foreign import ADAPTER_CONFIG
-from clocher_runtime.disk.safetensors_file import DTYPES, SafetensorsFile
+from clocher_runtime.checkpoints.hf.shards import HfFolder, read_safetensors
+from clocher_runtime.disk.safetensors_file import DTYPES
 from clocher_runtime.disk.schema import given, one_of, read_as
 from clocher_runtime.models.inventory import EMBED, HEAD
 
@@ -129,12 +129,7 @@ def with_lora(base: Checkpoint, directory: Path) -> Checkpoint:
     UnsupportedModel, FormatError.
     """
     config = _read_config(directory)
-    file = SafetensorsFile(HfFolder(directory).member(WEIGHTS))
-    where = f"{file.file.path}: tensor"
-    arrays = {
-        name: StoredArray(info.dtype, file.view(name), f"{where} {name!r}")
-        for name, info in file.tensors.items()
-    }
+    arrays, file = read_safetensors(HfFolder(directory).member(WEIGHTS))
     deltas, whole = _recognised(arrays, config)
     tensors = dict(base.tensors)
     _check_tied(base, {*deltas, *whole}, directory)
@@ -147,7 +142,7 @@ def with_lora(base: Checkpoint, directory: Path) -> Checkpoint:
     return replace(
         base,
         tensors=tensors,
-        files=(*base.files, file.file),
+        files=(*base.files, file),
         hashes={name: known for name, known in base.hashes.items() if name not in changed},
         notes=(*base.notes, note + (f"; {len(whole)} are its own" if whole else "")),
     )

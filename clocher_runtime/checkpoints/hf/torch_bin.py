@@ -13,8 +13,9 @@ from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.hf.arrays import Arrays, StoredArray
-from clocher_runtime.checkpoints.hf.checkpoint import find_hf, read_folder, read_shards
+from clocher_runtime.checkpoints.hf.checkpoint import find_hf, read_folder
 from clocher_runtime.checkpoints.hf.foreign import no_directory
+from clocher_runtime.checkpoints.hf.shards import read_shards
 from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.disk.safetensors_file import DTYPES
 from clocher_runtime.disk.strict_json import checked_name, checked_shape
