@@ -58,11 +58,11 @@ class Checkpoint:
     path: Path
     kind: Literal["hf", "bin", "iebin", "gguf", "npz", "callable"]
     config: Mapping[str, Any]
-    generation_config: Mapping[str, Any]
-    tokenizer_config: Mapping[str, Any]
-    tokenizer_json: Path
     tensors: Mapping[str, Stored]
     files: tuple[MappedFile, ...]
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer_json: Path = Path("tokenizer.json")
     notes: tuple[str, ...] = ()
     hashes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     make_tokenizer: Callable[[], bytes] | None = None
@@ -74,10 +74,7 @@ class Checkpoint:
 
     @property
     def tokenizer_source(self) -> Path | bytes:
-        """What `Tokenizer` loads: the file, or its content where it is made from metadata.
-
-        Raises ModelError.
-        """
+        """What `Tokenizer` loads: the file, or its content where it is made from metadata."""
         return self.make_tokenizer() if self.make_tokenizer else self.tokenizer_json
 
     @property
@@ -132,20 +129,14 @@ class Checkpoint:
         return tensor
 
     def verify(self) -> None:
-        """Read all weights: look for forbidden codes and check every hash that the container has.
-
-        Raises FormatError, ModelChanged.
-        """
+        """Read all weights: look for forbidden codes and check every hash that the container has."""
         for name in self.tensors:
             self.tensor(name, verify=True)
             self.release()
         self.check_unchanged()
 
     def check_unchanged(self) -> None:
-        """Check that the weight files are still those that were opened; no byte of them is read.
-
-        Raises ModelChanged.
-        """
+        """Check that the weight files are still those that were opened; no byte of them is read."""
         for file in self.files:
             file.check_unchanged()
 
@@ -188,10 +179,7 @@ def stored_tensor(
 def lazy_tensor(
     shape: tuple[int, ...], fmt: Format, make: Callable[[], Mapping[str, np.ndarray]], where: str
 ) -> LazyTensor:
-    """Return a tensor that `make` will compute from a file's arrays, which are checked before.
-
-    Raises FormatError.
-    """
+    """Return a tensor that `make` will compute from a file's arrays, which are checked before."""
     try:
         fmt.planes(shape)
     except ShapeError as error:

@@ -88,10 +88,7 @@ class IebinIndex:
     bin: FileFacts
 
     def open(self, bin_path: Path | None = None) -> Checkpoint:
-        """Return the model as views of model.ie.bin, by default the one beside the file.
-
-        Raises ModelError.
-        """
+        """Return the model as views of model.ie.bin, by default the one beside the file."""
         files = {"bin": MappedFile(bin_path or self.path.parent / BIN_NAME, self.bin.nbytes)}
         tensors = {}
         for entry in self.entries:
@@ -118,10 +115,7 @@ class IebinIndex:
 
 
 def read_index(json_path: Path) -> IebinIndex:
-    """Read model.ie.json and check all that can be checked without model.ie.bin.
-
-    Raises ModelNotFound, FormatError, UnsupportedModel, WindowError.
-    """
+    """Read model.ie.json and check all that can be checked without model.ie.bin."""
     where = str(json_path)
     data = read_bytes(json_path, MAX_JSON_BYTES)
     document = read_sealed(data, where, _KIND, _FIELDS, {"vocab": dict, "extra": dict})

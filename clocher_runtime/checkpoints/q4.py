@@ -94,10 +94,7 @@ class Q4Planes:
     tensors: Mapping[str, QuantTensor]
 
     def choose(self, tensors: Mapping[str, Stored]) -> tuple[dict[str, Format], list[str]]:
-        """Return the format of each tensor that the files replace, and notes (none).
-
-        Raises UsageError.
-        """
+        """Return the format of each tensor that the files replace, and notes (none)."""
         for name, entry in self.entries.items():
             if not is_float(found := tensors.get(name), entry.shape):
                 raise UsageError(
@@ -224,10 +221,7 @@ def open_index(
 
 
 def read_overlay(path: Path, data: bytes) -> tuple[Q4Entry, ...]:
-    """Return the matrices that an index lists, checked as far as that goes without the plane files.
-
-    Raises ModelError.
-    """
+    """Return the matrices that an index lists, checked as far as that goes without the plane files."""
     where = str(path)
     document = read_sealed(data, where, (OVERLAY, VERSION, AGAIN), _OVERLAY)
     base = fields(document["base"], f"{where}: base", {"file": str, "sha256": str})

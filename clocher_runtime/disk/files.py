@@ -115,10 +115,7 @@ def open_regular(path: Path, follow: bool = True) -> Iterator[int]:
 
 
 def read_bytes(path: Path, limit: int, follow: bool = True) -> bytes:
-    """Return the content of a file of at most `limit` bytes; `follow` is as in `open_regular`.
-
-    Raises ModelError, ModelNotFound, FormatError.
-    """
+    """Return the content of a file of at most `limit` bytes; `follow` is as in `open_regular`."""
     with open_regular(path, follow) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > limit:

@@ -43,10 +43,7 @@ class OutputFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open a file, or make it; what it holds stays until the first `write` or `sync`.
-
-        Raises UsageError, OSError.
-        """
+        """Open a file, or make it; what it holds stays until the first `write` or `sync`."""
         self.path = path
         self.nbytes = 0
         self._descriptor = open_locked(path)
@@ -70,7 +67,7 @@ class OutputFile:
     def keep(self, ranges: Sequence[tuple[int, int, str]]) -> bool:
         """Go over the next planes if the file already holds them, with zeros between them.
 
-        `ranges`: offset, size and SHA-256 of each. Returns Whether all of them are there. If not,
+        `ranges`: offset, size and SHA-256 of each. Returns whether all of them are there. If not,
         none is kept.
         """
         self._before = (self.nbytes, self._hash.copy())
@@ -161,10 +158,7 @@ class Journal:
         self._descriptor: int | None = None
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Append an entry, the first time to a new journal with what is kept of the old one.
-
-        Raises OSError.
-        """
+        """Append an entry, the first time to a new journal with what is kept of the old one."""
         new = [entry]
         if self._descriptor is None:
             self._descriptor = open_new(self.path)
@@ -267,10 +261,7 @@ class JsonlWriter:
 
 
 def open_locked(path: Path) -> int:
-    """Open a file for reading and writing, made if need be, locked until it is closed.
-
-    Raises UsageError, OSError.
-    """
+    """Open a file for reading and writing, made if need be, locked until it is closed."""
     # Without O_NONBLOCK a pipe that somebody put there could hang this.
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o666)
@@ -316,10 +307,7 @@ def write_all(descriptor: int, data: memoryview, path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file that takes a path's place when all went well, so nobody sees half of it.
-
-    Raises OSError.
-    """
+    """Yield a new file that takes a path's place when all went well, so nobody sees half of it."""
     partial = path.with_name(path.name + PARTIAL)
     with os.fdopen(open_new(partial), "wb") as file:
         try:

@@ -145,10 +145,7 @@ class Entry:
 
     @classmethod
     def read(cls, values: Sequence[object], where: str) -> tuple[Self, ...]:
-        """Return what a document lists, checked: names, shapes, and places that follow from them.
-
-        Raises FormatError.
-        """
+        """Return what a document lists, checked: names, shapes, and places that follow from them."""
         found: dict[str, Self] = {}
         ends = dict.fromkeys(cls.FILES, 0)
         for index, value in enumerate(values):
@@ -211,10 +208,7 @@ class FileFacts:
 
     @classmethod
     def read(cls, value: object, where: str, file: str = "") -> Self:
-        """Return what a document says of a file, which it names if it has a name to name.
-
-        Raises FormatError.
-        """
+        """Return what a document says of a file, which it names if it has a name to name."""
         named = {"file": str} if file else {}
         found = fields(value, where, named | {"nbytes": int, "sha256": str})
         if found.get("file", "") != file:
@@ -248,10 +242,7 @@ def check_hashes(
 
 
 def check_padding(regions: Iterable[Region], files: Mapping[str, MappedFile]) -> None:
-    """Check that what lies before each region, which come in the order of the files, is zero.
-
-    Raises FormatError.
-    """
+    """Check that what lies before each region, which come in the order of the files, is zero."""
     ends = dict.fromkeys(files, 0)
     for region in regions:
         file = files[region.file]
@@ -283,10 +274,7 @@ def seal(body: bytes) -> bytes:
 
 
 def unsealed(data: bytes, where: str) -> str:
-    """Return the SHA-256 that a text ends with, which is that of all bytes before it.
-
-    Raises FormatError.
-    """
+    """Return the SHA-256 that a text ends with, which is that of all bytes before it."""
     tail = _SEAL.fullmatch(data[-_SEAL_BYTES:])
     found = hashlib.sha256(data[:-_SEAL_BYTES]).hexdigest()
     if tail is None or tail[1].decode() != found:

@@ -89,7 +89,7 @@ class PlaneWriter:
     def resume(self, tensors: Mapping[str, tuple[Format, Shape]]) -> list[str]:
         """Take over what a killed writer of the same job finished, as far as its hashes hold.
 
-        Returns The names of the first tensors, which need not be added.
+        Returns the names of the first tensors, which need not be added.
         """
         for found, (name, (fmt, shape)) in zip(
             self._journal.entries, tensors.items(), strict=False

@@ -50,10 +50,7 @@ def one_of(
     where: str,
     way_out: str = "",
 ) -> Any:
-    """Return a setting that must be one of the known values; null counts as left out.
-
-    Raises UnsupportedModel.
-    """
+    """Return a setting that must be one of the known values; null counts as left out."""
     value = settings.get(key)
     value = default if value is None else value
     known = tuple(known)

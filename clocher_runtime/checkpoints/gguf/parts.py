@@ -42,10 +42,7 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def open_file(path: Path) -> GgufFile:
-    """Open a file, and if it is a part of a model all the others.
-
-    Raises ModelNotFound, FormatError, UnsupportedModel, WindowError.
-    """
+    """Open a file, and if it is a part of a model all the others."""
     named = GgufFile(path)
     count = named.integer(_COUNT, 1)
     if count <= 1:

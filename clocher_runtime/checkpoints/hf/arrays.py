@@ -152,7 +152,7 @@ def activation_order(g_idx: StoredArray, columns: int, group: int | None) -> np.
     `by_column`.
 
     `g_idx`: the stored groups, i32 or i64 [K]; `columns`: K; `group`: columns of a group; None: the
-    row is one. Returns Integers [K]; None: column k is in group k // group. Raises FormatError.
+    row is one. Returns integers [K]; None: column k is in group k // group. Raises FormatError.
     """
     g_idx.expect(("I32", "I64"), (columns,))
     size = group or columns

@@ -59,10 +59,7 @@ def find_hf(path: Path) -> Path | None:
 
 
 def open_hf(directory: Path) -> Checkpoint:
-    """Open the checkpoint of a Hugging Face directory.
-
-    Raises ModelNotFound, FormatError, UnsupportedModel, WindowError.
-    """
+    """Open the checkpoint of a Hugging Face directory."""
     return read_folder(
         directory,
         "hf",
@@ -108,10 +105,7 @@ def read_folder(
 
 
 def check_config(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a config.json that says that the weights are quantised in a way that is not read.
-
-    Raises UnsupportedModel, FormatError.
-    """
+    """Refuse a config.json that says that the weights are quantised in a way that is not read."""
     foreign = foreign_quantisation(config, where)
     if foreign is not None:
         raise foreign

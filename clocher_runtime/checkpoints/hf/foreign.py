@@ -70,10 +70,7 @@ class _Adapter(Struct):
 
 
 def listed(directory: Path) -> list[str]:
-    """Return the names in a directory, in order; a very large one is cut off.
-
-    Raises ModelNotFound.
-    """
+    """Return the names in a directory, in order; a very large one is cut off."""
     try:
         with os.scandir(directory) as entries:
             found = zip(entries, range(_MOST_NAMES), strict=False)
@@ -83,10 +80,7 @@ def listed(directory: Path) -> list[str]:
 
 
 def foreign_weights(directory: Path) -> ModelError | None:
-    """Return the error for a directory whose weights are another program's, None if none is known.
-
-    Raises ModelNotFound.
-    """
+    """Return the error for a directory whose weights are another program's, None if none is known."""
     names = listed(directory)
     if ADAPTER_CONFIG in names or "adapter_model.safetensors" in names:
         named = base_of(directory)

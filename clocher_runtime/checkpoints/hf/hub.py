@@ -91,7 +91,7 @@ class Download:
     def run(self, checking: Callable[[str], None] | None = None) -> Path:
         """Fetch what is missing, with the library's progress bars, and check all of it.
 
-        `checking`: called with the name of each file before it is hashed. Returns The directory of
+        `checking`: called with the name of each file before it is hashed. Returns the directory of
         the files. Raises ConnectionError, OSError, FormatError, ModelNotFound.
         """
         import huggingface_hub
