@@ -32,8 +32,7 @@ from clocher_kernels.formats.ggml_blocks import KINDS
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
-from clocher_runtime.checkpoints.gguf.file import GgufFile
-from clocher_runtime.checkpoints.gguf.file import MAX_TENSORS
+from clocher_runtime.checkpoints.gguf.file import MAX_TENSORS, GgufFile
 from clocher_runtime.convert.gguf import plan_gguf
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.text.tokenizer import Tokenizer

@@ -311,7 +311,7 @@ FOREIGN_METHODS = {
         (models_below, ["no model, but 2 below it: ", "given/a, ", "given/b; give one"]),
         (cache_itself, ["a cache of the Hub; name a model of it: own/tiny"]),
         (folder_of_a_repository, ["the Hub's folder of own/tiny; give the name own/tiny"]),
-        (unfinished_pull, ["`clocher pull own/tiny` goes on with it"]),
+        (unfinished_pull, ["`clocher pull own/tiny` resumes it"]),
         (fifo, ["not a regular file"]),
     ],
     ids=lambda v: getattr(v, "__qualname__", str(v[0])[:30] if isinstance(v, list) else str(v)),

@@ -176,7 +176,7 @@ def test_an_odd_archive_is_refused(make: Make, tmp_path: Path) -> None:
     with zipfile.ZipFile(BytesIO(torch_archive(ONE))) as archive:
         records = {entry.filename: archive.read(entry) for entry in archive.infolist()}
     folder = folder_of(tmp_path, make(records))
-    with pytest.raises(FormatError, match="(?i)zip archive"):
+    with pytest.raises(FormatError, match=r"(?i)zip archive"):
         open_torch_bin(folder)
 
 

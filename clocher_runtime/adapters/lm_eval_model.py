@@ -35,7 +35,7 @@ class ClocherLM(LM):  # type: ignore[misc]
     `pretrained`: directory or GGUF file of the model, or its owner/name in the Hub's cache;
     `batch_size`: texts scored or generated side by side; "auto": `max_batch_size`, or 8;
     `max_gen_toks`: tokens of an answer, unless the task says otherwise; `device`: "auto", "cpu" or
-    "cuda". The harness says "cuda:0" where nobody said anything; like its own models, this one
+    "cuda". The harness says "cuda:0" where no device was given; like its own models, this one
     takes what there is then; `max_batch_size`: what "auto" means; `**session`: other arguments of
     `load`. Raises UsageError, ClocherError.
     """

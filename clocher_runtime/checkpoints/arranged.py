@@ -30,7 +30,7 @@ _TEXT = (
     ("language_model.lm_head.", "lm_head."),
 )
 """How names begin in models of more than text, and how in models of text."""
-_OTHER_SENSES = (
+_NOT_TEXT = (
     "vision_tower.",
     "vision_model.",
     "visual.",
@@ -54,7 +54,7 @@ def arranged(
         family = family_of(text_config(config))
         spec = family.read(text_config(config))
     except ModelError:
-        return named, notes  # the loader tells
+        return named, notes  # the loader raises this
     found: dict[str, Stored] = {}
     used: set[str] = set()
     for source, need in inventory(spec).items():
@@ -84,12 +84,12 @@ def _of_text(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], tuple[st
     # A model that was saved without its head has no "model." before its names.
     bare = "embed_tokens.weight" in tensors and EMBED not in tensors
     for name, tensor in tensors.items():
-        if name.removeprefix("model.").startswith(_OTHER_SENSES):
+        if name.removeprefix("model.").startswith(_NOT_TEXT):
             left_out += 1
             continue
         own = text_name(name)
         named[f"model.{own}" if bare and own != HEAD else own] = tensor
-    note = f"{left_out} tensors of other senses than text were left out"
+    note = f"{left_out} tensors of vision, audio or other non-text parts were left out"
     return named, (note,) if left_out else ()
 
 

@@ -21,7 +21,7 @@ _INDICES = ("row_ptr", "col_idx")
 class LazyTensor:
     """A tensor that the file holds in another layout: its planes are computed on demand.
 
-    `shape`: logical shape; `format`: the format of the planes; `make`: computes the planes anew at
+    `shape`: logical shape; `format`: the format of the planes; `make`: computes the planes at
     every call, from views of the mapped files.
     """
 
@@ -94,15 +94,13 @@ class Checkpoint:
     def tensor(self, name: str, verify: bool = False) -> QuantTensor:
         """Return a tensor whose planes are aligned to their element type.
 
-        They are read-only views of the mapped file, except where a safetensors file puts a tensor
-        at an odd place or transposes it; then they are copies. Those of a `LazyTensor` are
-        computed anew by every call, and the pages of the file that this read are given back.
+        They are read-only views of the mapped file, or copies where a safetensors file has a tensor
+        unaligned or transposed. Those of a `LazyTensor` are computed by every call.
 
         Codes that the format forbids are looked for in tensors of at most 64 MiB, in the scales of
-        MXFP4 whatever their size, and everywhere with `verify`. Such a code would give a wrong
-        number, never a fault; the index arrays of block-sparse rows, which could, are always
-        checked, and copied first: nobody can change them in the file afterwards. With `verify` the
-        planes must also have the SHA-256 that the container tells, if it tells any.
+        MXFP4, and everywhere with `verify`; they would give wrong numbers, never a fault. The index
+        arrays of block-sparse rows, which could, are always copied and checked. With `verify` the
+        planes must also have the SHA-256 that the container records, if any.
 
         Raises ModelError, FormatError, UnsupportedModel.
         """
@@ -129,7 +127,7 @@ class Checkpoint:
         return tensor
 
     def verify(self) -> None:
-        """Read all weights: look for forbidden codes and check every hash that the container has."""
+        """Read all weights: look for forbidden codes and check the container's hashes."""
         for name in self.tensors:
             self.tensor(name, verify=True)
             self.release()

@@ -138,7 +138,7 @@ def source_hash(tensor: QuantTensor) -> str:
 
 
 def is_q4_planes(path: Path) -> bool:
-    """Return whether a file is an expanded manifest; what is wrong with it is said later."""
+    """Return whether a file is an expanded manifest; errors in it are reported when it is read."""
     try:
         return parse_object(read_bytes(path, MAX_JSON_BYTES), str(path)).get("format") == FORMAT
     except ModelError:
@@ -221,7 +221,7 @@ def open_index(
 
 
 def read_overlay(path: Path, data: bytes) -> tuple[Q4Entry, ...]:
-    """Return the matrices that an index lists, checked as far as that goes without the plane files."""
+    """Return the matrices that an index lists, checked without the plane files."""
     where = str(path)
     document = read_sealed(data, where, (OVERLAY, VERSION, AGAIN), _OVERLAY)
     base = fields(document["base"], f"{where}: base", {"file": str, "sha256": str})

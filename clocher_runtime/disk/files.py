@@ -40,7 +40,7 @@ _LEAVE = "leave the files of a model alone while it is in use, and load it again
 
 @dataclass(slots=True)
 class _Mapped:
-    """What was mapped, where, and what the file's path said of it then."""
+    """What was mapped, where, and the file's state then."""
 
     path: Path
     absolute: str

@@ -1,7 +1,7 @@
 """Writing files: hashed on the way, locked, resumable, line by line, whole or not there.
 
 What a killed writer leaves is a partial file and beside it a journal of what is finished in it.
-Nobody reads them but the next writer, which checks every byte that it keeps against its hash.
+Only the next writer reads them, which checks every byte that it keeps against its hash.
 """
 
 import errno
@@ -142,7 +142,7 @@ class OutputFile:
 class Journal:
     """What is finished in a partial file: a JSON object a line, the first one names the job.
 
-    A line is written after the bytes that it speaks of. It is not flushed to the disk: whoever
+    A line is written after the bytes that it describes. It is not flushed to the disk: whoever
     reads it checks the bytes.
 
     `entries`: what was read; `kept`: how many of them, the first ones, are still true; `add` drops
@@ -233,7 +233,7 @@ class JsonlWriter:
         trace: TracebackType | None,
     ) -> None:
         try:
-            with self._file:  # the lock goes last: nobody else may have the name before
+            with self._file:  # the lock is released last, after the rename
                 self._file.flush()
                 os.fsync(self._file.fileno())
                 if error is None:
@@ -262,7 +262,7 @@ class JsonlWriter:
 
 def open_locked(path: Path) -> int:
     """Open a file for reading and writing, made if need be, locked until it is closed."""
-    # Without O_NONBLOCK a pipe that somebody put there could hang this.
+    # Without O_NONBLOCK a pipe of this name could hang this.
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o666)
     try:
@@ -286,7 +286,7 @@ def open_locked(path: Path) -> int:
 def open_new(path: Path) -> int:
     """Make a new file for writing, instead of whatever has its name.
 
-    Nothing that somebody put there is followed or waited for: links, pipes, other people's files.
+    Nothing of that name is followed or waited for: links, pipes, other users' files.
 
     Raises OSError.
     """
@@ -307,7 +307,7 @@ def write_all(descriptor: int, data: memoryview, path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file that takes a path's place when all went well, so nobody sees half of it."""
+    """Yield a new file that takes a path's place when all went well: no reader sees half of it."""
     partial = path.with_name(path.name + PARTIAL)
     with os.fdopen(open_new(partial), "wb") as file:
         try:

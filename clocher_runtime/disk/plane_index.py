@@ -145,7 +145,7 @@ class Entry:
 
     @classmethod
     def read(cls, values: Sequence[object], where: str) -> tuple[Self, ...]:
-        """Return what a document lists, checked: names, shapes, and places that follow from them."""
+        """Return what a document lists: names, shapes, and the places that follow, all checked."""
         found: dict[str, Self] = {}
         ends = dict.fromkeys(cls.FILES, 0)
         for index, value in enumerate(values):

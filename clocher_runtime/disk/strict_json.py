@@ -1,4 +1,4 @@
-"""JSON from files that nobody vouches for: bounded, without ambiguity, checked field by field."""
+"""JSON from untrusted files: bounded, unambiguous, checked field by field."""
 
 import json
 import math

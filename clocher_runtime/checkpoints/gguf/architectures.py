@@ -174,7 +174,7 @@ def _deepseek2(meta: Metadata, config: Config) -> Config:
     if "blk.0.attn_kv_b.weight" in meta.file.tensors:
         raise UnsupportedModel(
             f"{meta.where}: attn_kv_b is one tensor, as older converters wrote it; convert the "
-            "model anew, or load its Hugging Face directory"
+            "model again, or load its Hugging Face directory"
         )
     gating = meta.integer("expert_gating_func", 0) or _SOFTMAX
     if gating not in (_SOFTMAX, _SIGMOID):

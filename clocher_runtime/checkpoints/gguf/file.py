@@ -216,7 +216,7 @@ class _Header:
         self.version = self._integer(4)
         if self.version not in (2, 3):
             if int.from_bytes(self.version.to_bytes(4, "big"), "little") in (2, 3):
-                raise UnsupportedModel(f"{self._where}: a big-endian GGUF; convert it anew")
+                raise UnsupportedModel(f"{self._where}: a big-endian GGUF; convert it again")
             raise UnsupportedModel(
                 f"{self._where}: GGUF version {self.version}; Clocher reads 2 and 3"
             )
@@ -262,7 +262,7 @@ class _Header:
         held, told = self._file.nbytes, f"{self._where}: "
         described = f"the header describes {start + last} bytes, the file has {held}"
         if entries and held < start + last:
-            raise FormatError(f"{told}truncated: {described}; get it again")
+            raise FormatError(f"{told}truncated: {described}; download it again")
         if entries and held > start + end:
             raise FormatError(f"{told}{described}: trailing data")
         return tensors

@@ -185,7 +185,7 @@ def type_notes(file: GgufFile) -> tuple[str, ...]:
         return ()
     return (
         "i2_s codes are read in the order of bitnet.cpp on x86; a file made on Arm has another, "
-        "which nothing in it tells, and gives senseless text",
+        "which the file does not record; the output is then nonsense",
     )
 
 

@@ -125,7 +125,7 @@ def _byte_level(file: GgufFile, texts: list[str]) -> dict[str, Any]:
     if _PRE not in file.keys:
         raise UnsupportedModel(
             f"{file.file.path}: {_PRE} is missing: the file is older than llama.cpp's knowledge of "
-            "how text is split, and would be split wrongly; convert the model anew"
+            "how text is split, and would be split wrongly; convert the model again"
         )
     name = file.text(_PRE)
     if name not in PRE_TYPES:

@@ -1,4 +1,4 @@
-"""The local cache of the Hugging Face hub: what a name stands for, and where it lies.
+"""The local cache of the Hugging Face hub: what a name means, and where its files are.
 
     CACHE/models--OWNER--NAME/refs/REVISION          holds a commit
     CACHE/models--OWNER--NAME/snapshots/COMMIT/FILE  a link to what was downloaded

@@ -80,7 +80,7 @@ def listed(directory: Path) -> list[str]:
 
 
 def foreign_weights(directory: Path) -> ModelError | None:
-    """Return the error for a directory whose weights are another program's, None if none is known."""
+    """Return the error for a directory whose weights are another program's, None if unknown."""
     names = listed(directory)
     if ADAPTER_CONFIG in names or "adapter_model.safetensors" in names:
         named = base_of(directory)
@@ -145,8 +145,8 @@ def unfinished(directory: Path) -> str:
     """Return what to do about a directory that lacks files."""
     repo = repository_of(directory)
     if repo is None:
-        return "fetch the files that are missing; `clocher pull OWNER/NAME --out-dir DIR` goes on"
-    return f"a download that did not end; `clocher pull {repo}` goes on with it"
+        return "fetch the files that are missing; `clocher pull OWNER/NAME --out-dir DIR` resumes"
+    return f"an unfinished download; `clocher pull {repo}` resumes it"
 
 
 def foreign_quantisation(config: Mapping[str, Any], where: str) -> UnsupportedModel | None:

@@ -1,6 +1,6 @@
 """Getting models from the Hugging Face hub: planned here, fetched by huggingface_hub, checked here.
 
-The library is imported late: it is slow to load, and nobody who has the model needs it. Its own
+The library is imported late: it is slow to load, and only downloads need it. Its own
 variables hold: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE.
 Source: https://huggingface.co/docs/huggingface_hub/guides/download.
 """
@@ -119,7 +119,7 @@ class Download:
         if wrong:
             raise FormatError(
                 f"{folder}: not what the hub lists, and removed: {', '.join(wrong)}; run it again "
-                "to fetch them anew"
+                "to fetch them again"
             )
         return Path(folder)
 
@@ -256,7 +256,7 @@ def _hub_file(item: "RepoSibling", repo: str) -> HubFile:
         and (sha256 or re.fullmatch("[0-9a-f]{40}", str(blob)))
     )
     if not sound:
-        raise ModelError(f"{repo}: the hub describes {name!r:.80} in a way that is not known")
+        raise ModelError(f"{repo}: the hub's description of {name!r:.80} is not understood")
     return HubFile(name, int(nbytes or 0), sha256, blob)
 
 
