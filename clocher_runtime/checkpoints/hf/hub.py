@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from clocher_kernels.errors import ClocherError, FormatError, ModelError, ModelNotFound, UsageError
 from clocher_runtime.checkpoints.hf.cache import REPO, published_as
@@ -24,15 +24,8 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling
 
 PATTERNS = (
-    "*.json",
-    "*.jinja",
-    "*.txt",
-    "*.model",
-    "LICENSE*",
-    "README.md",
-    "USAGE_POLICY",
-    "model*.safetensors",
-    "adapter_model.safetensors",
+    *("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "README.md", "USAGE_POLICY"),
+    *("model*.safetensors", "adapter_model.safetensors"),
 )
 """What is downloaded. Weights in safetensors alone: the hub's pickled files are never needed."""
 
@@ -44,29 +37,22 @@ _SECRET = re.compile(r"hf_[A-Za-z0-9]{8,}|(?<=Bearer )\S+|(?<=://)[^/@\s]+(?=@)"
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """One file of a revision.
-
-    `name`: its path in the repository; `nbytes`: its size; `sha256`: its SHA-256 if the hub knows
-    it (large files), else ""; `blob`: otherwise the SHA-1 that git knows it by.
-    """
+    """One file of a revision: its path there, its size, its SHA-256 or else git's SHA-1."""
 
     name: str
     nbytes: int
-    sha256: str
-    blob: str
+    digest: str
 
     def matches(self, path: Path) -> bool:
         """Return whether a file on the disk is this one, by its size and hash."""
         if not os.path.isfile(path) or path.stat().st_size != self.nbytes:
             return False
+        of_git = len(self.digest) == 40
+        hasher = hashlib.sha1(usedforsecurity=False) if of_git else hashlib.sha256()
+        if of_git:
+            hasher.update(f"blob {self.nbytes}\0".encode())
         with path.open("rb") as stream:
-            digest = hashlib.file_digest(stream, self._hasher).hexdigest()
-        return digest == (self.sha256 or self.blob)
-
-    def _hasher(self) -> Any:
-        if self.sha256:
-            return hashlib.sha256()
-        return hashlib.sha1(f"blob {self.nbytes}\0".encode(), usedforsecurity=False)
+            return hashlib.file_digest(stream, lambda: hasher).hexdigest() == self.digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,25 +178,18 @@ def stored_hashes(folder: Path) -> list[HubFile]:
     if kept.is_dir():
         for path in sorted(kept.rglob("*.metadata")):
             name = path.relative_to(kept).as_posix().removesuffix(".metadata")
-            tags[name] = _second_line(path)
+            with path.open("rb") as file:
+                lines = file.read(_METADATA_BYTES).decode("ascii", "replace").splitlines()
+            tags[name] = lines[1].strip() if len(lines) > 1 else ""
     else:
         for path in sorted(folder.rglob("*")):
             if path.is_symlink():
                 tags[path.relative_to(folder).as_posix()] = os.readlink(path).rpartition("/")[2]
-    files = []
-    for name, tag in tags.items():
-        if _DIGEST.fullmatch(tag):
-            path = folder / name
-            size = os.path.getsize(path) if os.path.isfile(path) else -1
-            sha256, blob = (tag, "") if len(tag) == 64 else ("", tag)
-            files.append(HubFile(name, size, sha256, blob))
-    return files
-
-
-def _second_line(path: Path) -> str:
-    with path.open("rb") as file:
-        lines = file.read(_METADATA_BYTES).decode("ascii", "replace").splitlines()
-    return lines[1].strip() if len(lines) > 1 else ""
+    sizes = {
+        name: os.path.getsize(folder / name) if os.path.isfile(folder / name) else -1
+        for name in tags
+    }
+    return [HubFile(n, sizes[n], tag) for n, tag in tags.items() if _DIGEST.fullmatch(tag)]
 
 
 def _nothing_matches(repo: str, patterns: Sequence[str], siblings: Sequence["RepoSibling"]) -> str:
@@ -244,20 +223,17 @@ def _wanted(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _hub_file(item: "RepoSibling", repo: str) -> HubFile:
-    name, nbytes, blob = item.rfilename, item.size, item.blob_id or ""
-    sha256 = item.lfs.sha256 if item.lfs else ""
-    sound = (
-        name.isprintable()
-        and "\\" not in name
-        and not {"", ".", ".."} & set(name.split("/"))
-        and type(nbytes) is int
-        and nbytes >= 0
-        and re.fullmatch("[0-9a-f]{64}|", str(sha256))
-        and (sha256 or re.fullmatch("[0-9a-f]{40}", str(blob)))
-    )
-    if not sound:
+    name, nbytes = item.rfilename, item.size
+    digest = str(item.lfs.sha256 if item.lfs else item.blob_id)
+    printable = name.isprintable() and "\\" not in name
+    if (
+        not printable
+        or {"", ".", ".."} & set(name.split("/"))
+        or (type(nbytes) is not int or nbytes < 0)
+        or not re.fullmatch("[0-9a-f]{64}" if item.lfs else "[0-9a-f]{40}", digest)
+    ):
         raise ModelError(f"{repo}: the hub's description of {name!r:.80} is not understood")
-    return HubFile(name, int(nbytes or 0), sha256, blob)
+    return HubFile(name, nbytes, digest)
 
 
 @contextmanager
