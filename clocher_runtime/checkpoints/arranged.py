@@ -31,12 +31,8 @@ _TEXT = (
 )
 """How names begin in models of more than text, and how in models of text."""
 _NOT_TEXT = (
-    "vision_tower.",
-    "vision_model.",
-    "visual.",
-    "audio_tower.",
-    "multi_modal_projector.",
-    "embed_vision.",
+    *("vision_tower.", "vision_model.", "visual.", "audio_tower."),
+    *("multi_modal_projector.", "embed_vision."),
 )
 
 

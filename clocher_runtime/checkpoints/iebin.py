@@ -40,15 +40,8 @@ MAX_VOCAB_BYTES = 256_000_000
 _JSON_BYTES_PER_TENSOR = 2048
 
 _FIELDS: dict[str, type] = {
-    "format": str,
-    "version": int,
-    "config": dict,
-    "generation_config": dict,
-    "tokenizer_config": dict,
-    "bin": dict,
-    "source": dict,
-    "tensors": list,
-    "sha256": str,
+    **{"format": str, "version": int, "tensors": list, "sha256": str},
+    **dict.fromkeys(("config", "generation_config", "tokenizer_config", "bin", "source"), dict),
 }
 _KIND = (FORMAT, VERSION, "convert the model again or update Clocher")
 
@@ -58,9 +51,9 @@ def open_iebin(
 ) -> Checkpoint:
     """Open an IEBIN model.
 
-    `json_path`: model.ie.json; vocab.json lies beside it; `bin_path`: model.ie.bin; by default the
-    one beside the JSON; `verify`: also read all weights: check every hash, the padding and all
-    stored codes. Raises ModelNotFound, FormatError, UnsupportedModel, WindowError.
+    `bin_path`: model.ie.bin; by default the one beside the JSON; `verify`: also read all weights:
+    check every hash, the padding and all stored codes. Raises ModelNotFound, FormatError,
+    UnsupportedModel, WindowError.
     """
     index = read_index(Path(json_path))
     checkpoint = index.open(Path(bin_path) if bin_path else None)
@@ -164,9 +157,8 @@ class IebinWriter(PlaneWriter):
     ) -> None:
         """Turn what was added into the directory's model.
 
-        `generation_config`: contents of generation_config.json; `tokenizer_config`: contents of
-        tokenizer_config.json; `vocab`: contents of tokenizer.json, or None; `source`: what the
-        model was made from; for people, no reader looks inside.
+        `vocab`: contents of tokenizer.json, or None; `source`: what the model was made from; for
+        people, no reader looks inside.
         """
         weights = self.sync()["bin"]
         self.publish(stale=[self.directory / name for name in (JSON_NAME, CERTIFICATE_NAME)])

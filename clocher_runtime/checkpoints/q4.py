@@ -44,21 +44,9 @@ COMPAT_NAME = "model.ie.compat.json"
 AGAIN = "run scripts/rebuild_dedup_and_quant.sh again"
 
 _WRITE_AGAIN = "run gen_q4_bytes_stream.py again"
-_MANIFEST: dict[str, type] = {
-    "format": str,
-    "version": int,
-    "files": dict,
-    "tensors": list,
-    "kept": dict,
-}
-_OVERLAY: dict[str, type] = {
-    "format": str,
-    "version": int,
-    "base": dict,
-    "files": dict,
-    "tensors": list,
-    "sha256": str,
-}
+_HEAD: dict[str, type] = {"format": str, "version": int, "files": dict, "tensors": list}
+_MANIFEST: dict[str, type] = {**_HEAD, "kept": dict}
+_OVERLAY: dict[str, type] = {**_HEAD, "base": dict, "sha256": str}
 _PLACES = dict.fromkeys(PLANES, str)
 
 
@@ -106,8 +94,7 @@ class Q4Planes:
     def stored(self, name: str, source: QuantTensor, threads: int = 1) -> QuantTensor:
         """Return a matrix from the files.
 
-        `source`: the model's tensor; `threads`: not needed; other manifests share out their
-        rounding. Raises FormatError.
+        `threads`: not needed; other manifests share out their rounding. Raises FormatError.
         """
         if source_hash(source) != self.entries[name].source_sha256:
             raise FormatError(
@@ -193,8 +180,8 @@ def open_index(
 ) -> Checkpoint:
     """Open an IEBIN pair by its index: model.ie.json, or model.ie.compat.json over one.
 
-    `json_path`: the index; `bin_path`: model.ie.bin; by default the one beside the index; `verify`:
-    also read all weights and check every hash and all stored codes. Raises ModelError.
+    `bin_path`: model.ie.bin; by default the one beside the index; `verify`: also read all weights
+    and check every hash and all stored codes. Raises ModelError.
     """
     json_path = Path(json_path)
     data = read_bytes(json_path, MAX_JSON_BYTES)

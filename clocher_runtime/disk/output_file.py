@@ -330,8 +330,7 @@ def write_file(path: Path, data: bytes) -> None:
 def check_free(path: Path, nbytes: int, reclaimed: int = 0) -> int:
     """Return the bytes that the disk of a file, whose folder need not exist yet, has left.
 
-    `nbytes`: bytes that will be written; `reclaimed`: bytes on the disk that they will replace.
-    Raises OSError.
+    `reclaimed`: bytes on the disk that they will replace. Raises OSError.
     """
     existing = next(place for place in Path(os.path.abspath(path)).parents if place.is_dir())
     free = shutil.disk_usage(existing).free + reclaimed

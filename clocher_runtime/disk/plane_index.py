@@ -50,8 +50,8 @@ def aligned(end: int, alignment: int = ALIGNMENT) -> int:
 def place(fmt: Format, shape: Shape, ends: Mapping[str, int]) -> dict[str, Region]:
     """Return where the planes of the next tensor go.
 
-    `fmt`: its format; `shape`: its logical shape; `ends`: where each file ends now. If there are
-    several, each is named as the plane it holds. Raises FormatError.
+    `ends`: where each file ends now. If there are several, each is named as the plane it holds.
+    Raises FormatError.
     """
     try:
         planes = fmt.planes(shape)
@@ -230,8 +230,8 @@ def check_hashes(
 ) -> None:
     """Compare planes with their hashes.
 
-    `planes`: arrays by name; `hashes`: SHA-256 of those that have one; `again`: what to do about a
-    damaged file. Raises FormatError.
+    `hashes`: SHA-256 of those that have one; `again`: what to do about a damaged file. Raises
+    FormatError.
     """
     for key, expected in hashes.items():
         if sha256_of(planes[key]) != expected:
@@ -257,7 +257,7 @@ def check_padding(regions: Iterable[Region], files: Mapping[str, MappedFile]) ->
 def lines(head: Mapping[str, Any], key: str, items: Iterable[object]) -> str:
     """Return the text of an object that is not closed yet: a line per field and one per item.
 
-    `head`: the first fields; `key`: name of the last field, a list; `items`: of the list.
+    `key`: name of the last field, a list.
     """
     first = "".join(f'"{name}": {dump(value)},\n' for name, value in head.items())
     return f'{{\n{first}"{key}": [\n' + ",\n".join(map(dump, items)) + "\n],\n"
@@ -294,8 +294,8 @@ def read_sealed(
 ) -> dict[str, Any]:
     """Return a sealed document, with its fields of the declared types.
 
-    `data`: the text; `kind`: its format, its version, and what to do about another version;
-    `required`: as in `fields`; `optional`: as in `fields`. Raises FormatError, UnsupportedModel.
+    `kind`: its format, its version, and what to do about another version. Raises FormatError,
+    UnsupportedModel.
     """
     document = parse_object(data, where)
     fmt, version, again = kind

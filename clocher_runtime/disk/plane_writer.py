@@ -42,10 +42,9 @@ class PlaneWriter:
         """Open the files, over what a killed writer left there.
 
         `paths`: what each file will be called; `job`: names the input and the options; the same job
-        always gives the same bytes; `kind`: how the document lists tensors; `in_place`: the files
-        have these names already and lose nothing if this fails: what was added last is cut off by
-        the next writer; `progress`: called after each tensor that is added or kept. Raises
-        UsageError, OSError.
+        always gives the same bytes; `in_place`: the files have these names already and lose nothing
+        if this fails: what was added last is cut off by the next writer; `progress`: called after
+        each tensor that is added or kept. Raises UsageError, OSError.
         """
         self.files: dict[str, OutputFile] = {}
         self.entries: list[Entry] = []

@@ -85,8 +85,8 @@ def safetensors_head(
 
     The library can only write what is in memory as a whole.
 
-    `arrays`: safetensors dtype and shape by name, in the order of the file; `metadata`: what else
-    the header says; `alignment`: the first tensor begins at a multiple of it.
+    `arrays`: safetensors dtype and shape by name, in the order of the file; `alignment`: the first
+    tensor begins at a multiple of it.
     """
     header: dict[str, Any] = {}
     end = 0

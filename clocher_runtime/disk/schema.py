@@ -26,8 +26,8 @@ _WORDS = {
 def read_as(value: object, kind: type[_T], where: str) -> _T:
     """Return a parsed JSON value as what it must be.
 
-    `value`: what was parsed; `kind`: a `msgspec.Struct`, or any type that msgspec knows. A bool is
-    not an integer. Raises FormatError.
+    `kind`: a `msgspec.Struct`, or any type that msgspec knows. A bool is not an integer. Raises
+    FormatError.
     """
     import msgspec  # late: who only writes documents starts without it
 

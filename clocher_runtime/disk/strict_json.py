@@ -30,7 +30,7 @@ def parse_json(data: bytes, where: str, rest: int = 0) -> Any:
     infinities, more than `MAX_JSON_VALUES` values, more than `MAX_JSON_DEPTH` levels, and what
     would take more than `MAX_JSON_MEMORY`. The limits hold before anything is built.
 
-    `data`: the whole text; `rest`: bytes of the file beside the text. Raises FormatError.
+    `rest`: bytes of the file beside the text. Raises FormatError.
     """
     _check_size(data, where, rest)
     try:
@@ -63,9 +63,8 @@ def fields(
 ) -> dict[str, Any]:
     """Return an object whose keys and types are exactly as declared.
 
-    `value`: what was parsed; `required`: key -> type of each key that must be there. A bool is not
-    an int; everything is an object; `optional`: key -> type of each key that may be there. Raises
-    FormatError.
+    `required`: key -> type of each key that must be there. A bool is not an int; everything is an
+    object; `optional`: key -> type of each key that may be there. Raises FormatError.
     """
     if not isinstance(value, dict):
         raise FormatError(f"{where}: expected an object, got {type(value).__name__}")

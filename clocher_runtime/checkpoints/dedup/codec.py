@@ -146,7 +146,7 @@ class Decoder:
     def decode(self, start: int, stop: int) -> np.ndarray:
         """Return the values of symbols [start, stop).
 
-        `start`: a multiple of `UNIT`; `stop`: a multiple of `UNIT`, or the end. Raises FormatError.
+        `stop`: a multiple of `UNIT`, or the end. Raises FormatError.
         """
         stream, count = self.stream, stop - start
         if stream.mode == "const":

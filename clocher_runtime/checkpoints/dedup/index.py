@@ -49,23 +49,13 @@ PlaneMode = Literal["raw", "streams", "blocks", "same", "base"]
 
 _KIND = (FORMAT, VERSION, "make it again from model.ie.bin or update Clocher")
 _FIELDS: dict[str, type] = {
-    "format": str,
-    "version": int,
-    "source": dict,
-    "base": object,
-    "files": dict,
-    "planes": list,
-    "totals": dict,
-    "sha256": str,
+    **{"format": str, "version": int, "planes": list, "base": object, "sha256": str},
+    **dict.fromkeys(("source", "files", "totals"), dict),
 }
 _BASE: dict[str, type] = {"nbytes": int, "sha256": str, "name_hint": str}
 _PLANE: dict[str, type] = {
-    "tensor": str,
-    "plane": str,
-    "dtype": str,
     "shape": list,
-    "sha256": str,
-    "mode": str,
+    **dict.fromkeys(("tensor", "plane", "dtype", "sha256", "mode"), str),
 }
 _EXTRA: dict[str, dict[str, type]] = {
     "raw": {},

@@ -91,8 +91,7 @@ class DedupFile:
         It is a view of a file if it is stored as it is, else an array of its own whose SHA-256
         has been checked.
 
-        `number`: its number in the index; `verify`: check the SHA-256 of a view, too. Raises
-        FormatError.
+        `verify`: check the SHA-256 of a view, too. Raises FormatError.
         """
         plane = self.index.planes[number]
         if plane.mode == "same":
@@ -259,8 +258,8 @@ def open_deduplicated(
     that a tensor is read, and checked against their SHA-256.
 
     `base`: directory of the base; by default it is looked for beside `directory`; `verify`: decode
-    everything and check every SHA-256 now; `keep`: gives the planes. Raises ModelNotFound,
-    FormatError, UnsupportedModel, WindowError.
+    everything and check every SHA-256 now. Raises ModelNotFound, FormatError, UnsupportedModel,
+    WindowError.
     """
     index = read_index(directory / JSON_NAME)
     planes: list[BasePlane] = []

@@ -20,24 +20,14 @@ from clocher_runtime.models.inventory import inventory
 
 # Keys that change the arithmetic, and the values that leave it as Clocher computes it.
 _NEUTRAL: dict[str, tuple[float, ...]] = {
+    **dict.fromkeys(("attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale"), (0,)),
+    **dict.fromkeys(("attention.temperature_scale", "attn_logit_softcapping"), (0,)),
+    **dict.fromkeys(("expert_count", "final_logit_softcapping", "use_parallel_residual"), (0,)),
+    **dict.fromkeys(("rope.scaling.yarn_log_multiplier", "router_logit_softcapping"), (0,)),
+    **dict.fromkeys(("attention.output_scale", "embedding_scale", "logit_scale"), (0, 1)),
+    **dict.fromkeys(("expert_weights_scale", "residual_scale", "rope.scaling.alpha"), (0, 1)),
     "attention.causal": (1,),
-    "attention.clamp_kqv": (0,),
-    "attention.max_alibi_bias": (0,),
-    "attention.output_scale": (0, 1),
-    "attention.scale": (0,),
-    "attention.temperature_scale": (0,),
-    "attn_logit_softcapping": (0,),
-    "embedding_scale": (0, 1),
-    "expert_count": (0,),
-    "expert_weights_scale": (0, 1),
-    "final_logit_softcapping": (0,),
-    "logit_scale": (0, 1),
-    "residual_scale": (0, 1),
-    "rope.scaling.alpha": (0, 1),
     "rope.scaling.yarn_ext_factor": (-1, 1),
-    "rope.scaling.yarn_log_multiplier": (0,),
-    "router_logit_softcapping": (0,),
-    "use_parallel_residual": (0,),
 }
 _PARTLY_ROTATED, _LATENT = ("phi3",), ("deepseek2",)
 

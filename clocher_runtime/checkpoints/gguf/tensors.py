@@ -92,8 +92,7 @@ def pieces(
 ) -> tuple[Piece, ...]:
     """Return what a file has of one of a model's tensors.
 
-    `source`: name in `inventory(spec)`; `need`: its entry there; `names`: tensors of the file, of
-    which some may be joined to one. Raises UnsupportedModel.
+    `names`: tensors of the file, of which some may be joined to one. Raises UnsupportedModel.
     """
     match = _LAYER.fullmatch(source)
     if match is None:
@@ -162,7 +161,7 @@ def row_order(order: Order, count: int, spec: ModelSpec, source: str) -> np.ndar
 
     `order`: "all", every second one ("even", "odd"), those of a head paired, first the even and
     then the odd ones of each expert ("halves"), or those of `family.rows_of`; `count`: rows of the
-    model's tensor, those of a stack counted through; `source`: the model's tensor.
+    model's tensor, those of a stack counted through.
     """
     rows = np.arange(count)
     if order == "paired":
@@ -194,8 +193,8 @@ def logical_tensor(
 ) -> Stored:
     """Return a tensor of the model.
 
-    `parts`: what the file has of the tensor; all of it is there; `source`: the tensor; `need`: its
-    kind and logical shape. Raises FormatError, UnsupportedModel.
+    `parts`: what the file has of the tensor; all of it is there. Raises FormatError,
+    UnsupportedModel.
     """
     infos = [file.tensors[part.name] for part in parts]
     for part, info in zip(parts, infos, strict=True):

@@ -33,14 +33,8 @@ _TILE = 64
 
 # They scale activations and the KV cache, which run as the session's settings say.
 _ACTIVATION_SCALES = (
-    ".input_scale",
-    ".input_zero_point",
-    ".output_scale",
-    ".output_zero_point",
-    ".activation_scale",
-    ".q_scale",
-    ".k_scale",
-    ".v_scale",
+    *(".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point"),
+    *(".activation_scale", ".q_scale", ".k_scale", ".v_scale"),
 )
 
 
@@ -151,8 +145,8 @@ def activation_order(g_idx: StoredArray, columns: int, group: int | None) -> np.
     Neighbours then do not share a scale, which no format can hold: the values become floats; see
     `by_column`.
 
-    `g_idx`: the stored groups, i32 or i64 [K]; `columns`: K; `group`: columns of a group; None: the
-    row is one. Returns integers [K]; None: column k is in group k // group. Raises FormatError.
+    `g_idx`: the stored groups, i32 or i64 [K]; `group`: columns of a group; None: the row is one.
+    Returns integers [K]; None: column k is in group k // group. Raises FormatError.
     """
     g_idx.expect(("I32", "I64"), (columns,))
     size = group or columns

@@ -72,8 +72,8 @@ def read_folder(
 ) -> Checkpoint:
     """Return the checkpoint of a directory whose weights are read in a way of their own.
 
-    `kind`: of the checkpoint; `read`: returns the arrays of the folder's weight files by name, and
-    the mapped files. Raises ModelError.
+    `read`: returns the arrays of the folder's weight files by name, and the mapped files. Raises
+    ModelError.
     """
     folder = HfFolder(directory)
     config = folder.json(CONFIG)

@@ -183,10 +183,7 @@ def _quantised_by(config: Mapping[str, Any]) -> str | None:
 
 
 def no_model_file(path: Path, head: bytes) -> ModelError:
-    """Return the error for a file that is no model by itself.
-
-    `head`: its first `HEAD_BYTES`, or all.
-    """
+    """Return the error for a file that is no model by itself."""
     name = path.name.lower()
     if head.startswith(b"GGUF"):
         return UnsupportedModel(

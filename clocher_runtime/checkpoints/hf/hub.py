@@ -119,9 +119,9 @@ def plan_download(
 ) -> Download:
     """Ask the hub what a revision holds, and check that the disk has room.
 
-    `repo`: "owner/name"; `patterns`: shell patterns of the wanted files; one without "/" is for the
-    top folder only; `revision`: branch, tag or commit; `subject`: how messages begin; "": with the
-    name. Raises UsageError, ModelNotFound, OSError, ModelError.
+    `patterns`: shell patterns of the wanted files; one without "/" is for the top folder only;
+    `subject`: how messages begin; "": with the name. Raises UsageError, ModelNotFound, OSError,
+    ModelError.
     """
     import huggingface_hub
     from huggingface_hub.constants import HF_HUB_CACHE
