@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 import numpy as np
@@ -193,14 +192,11 @@ class Journal:
 
 
 class JsonlWriter:
-    """A JSONL file that grows under the name FILE.partial and becomes FILE when all is done.
+    """A JSONL file that grows under the name FILE.partial, locked, and becomes FILE at the end.
 
-    FILE.partial is locked until then: of two runs that name the same file, the second is refused.
+    A context manager: after an exception FILE is what it was, and the lines stay in FILE.partial.
 
-    Use it as a context manager. If an exception leaves it, FILE is what it was before, and the
-    lines written so far stay in FILE.partial.
-
-    `lines`: written so far. `source`: flag that named it, for messages. Raises UsageError.
+    `lines`: written so far; `source`: flag that named it, for messages. Raises UsageError.
     """
 
     def __init__(self, path: Path, source: str) -> None:
@@ -226,12 +222,7 @@ class JsonlWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             with self._file:  # the lock is released last, after the rename
                 self._file.flush()
@@ -287,8 +278,6 @@ def open_new(path: Path) -> int:
     """Make a new file for writing, instead of whatever has its name.
 
     Nothing of that name is followed or waited for: links, pipes, other users' files.
-
-    Raises OSError.
     """
     path.unlink(missing_ok=True)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

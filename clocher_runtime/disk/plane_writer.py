@@ -7,7 +7,6 @@ nothing, or what is new.
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -63,12 +62,7 @@ class PlaneWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._temporary and not (isinstance(error, KeyboardInterrupt) and self._resumable):
             self._journal.remove()
             for file in self.files.values():
