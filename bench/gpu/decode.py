@@ -71,7 +71,7 @@ PRECISIONS = (
     Precision("bitnet-2b", "bitnet-2b", "ternary"),
     Precision("gpt-oss-20b int8 attn+head", "gpt-oss-20b", _INT8, "mxfp4", _INT8, (1,), (1024,)),
 )
-_NO_FILES = Checkpoint(Path(), "callable", {}, {}, {}, Path(), {}, ())
+_NO_FILES = Checkpoint(Path(), "callable", {}, {}, ())
 """What random weights were opened from: no file that could change during a run."""
 TINY = (Precision("tiny-gpt-oss", "tiny-gpt-oss", "bf16", "mxfp4", "bf16", (1, 2), (70,)),)
 

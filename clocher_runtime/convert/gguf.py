@@ -22,7 +22,7 @@ from clocher_kernels.errors import FormatError, UnsupportedModel, UsageError
 from clocher_kernels.formats import Format
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf.blocks import F32, FLOATS, GgmlType, row_blocks, same_type
-from clocher_runtime.checkpoints.gguf.rotation import ROPE_FACTORS
+from clocher_runtime.checkpoints.gguf.metadata import ROPE_FACTORS
 from clocher_runtime.checkpoints.gguf.tensors import ACTIVATION, Order, pieces, row_order
 from clocher_runtime.checkpoints.gguf.vocabulary import NORMAL
 from clocher_runtime.disk.output_file import PARTIAL, replacing

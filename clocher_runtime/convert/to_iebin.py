@@ -19,8 +19,8 @@ from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import Format
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.checkpoints.hf.checkpoint import CONFIG, find_hf, open_hf
-from clocher_runtime.checkpoints.hf.foreign import no_directory
+from clocher_runtime.checkpoints.hf.checkpoint import find_hf, open_hf
+from clocher_runtime.checkpoints.hf.foreign import CONFIG, no_directory
 from clocher_runtime.checkpoints.hf.torch_bin import only_pickled, open_torch_bin
 from clocher_runtime.checkpoints.iebin import (
     BIN_NAME,

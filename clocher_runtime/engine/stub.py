@@ -57,7 +57,7 @@ def stub_model() -> Model:
     )
     table = encode(np.zeros((1, 1), np.float32), parse_format("f32"))
     weights: Weights = {EMBED: table, NORM: np.zeros(1, np.float32)}
-    nothing = Checkpoint(Path(), "callable", {}, {}, {}, Path(), {}, ())
+    nothing = Checkpoint(Path(), "callable", {}, {}, ())
     return Model(spec, weights, nothing, precision="none", bytes_per_token=0)
 
 

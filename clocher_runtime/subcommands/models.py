@@ -89,8 +89,8 @@ main = models.run
 
 def _one_model(where: Sequence[str]) -> Path | None:
     """Return the path of the only argument if it is a model, None if it is a place to look into."""
+    from clocher_runtime.checkpoints.hf.foreign import holds_model
     from clocher_runtime.checkpoints.locate import locate
-    from clocher_runtime.checkpoints.no_model import holds_model
 
     paths = [locate(name) for name in where]
     for name, path in zip(where, paths, strict=True):
