@@ -62,7 +62,7 @@ def main(
 ) -> Iterator[Row]:
     """Yield the one row; what was generated first has warmed the loop."""
     with closing(Runner(opened(model_dir), threads, steps + 2, speculate=speculate)) as runner:
-        passes = runner.session._scheduler.passes
+        passes = runner.session.scheduler.forwards
         parts = Parts(passes)
         if passes.speculator is not None:
             costs = passes.speculator.costs

@@ -168,7 +168,7 @@ class LanguageModel:
         if not texts:
             raise UsageError("0 prompts; give at least one")
         found: dict[int, Completion] = {}
-        for number, completion in side_by_side(texts, self.session.batch):
+        for number, completion in side_by_side(texts, self.session.config.batch):
             found[number] = completion
             if progress is not None:
                 progress(len(found), len(texts))

@@ -211,7 +211,7 @@ def test_cached_blocks_are_those_of_a_loop_without_a_cache(
         # The pass that writes a block denoises the next one: passes are steps.
         whole = (len(prompt) + NEW) % BLOCK == 0
         assert tokens[-1].passes == passes if whole else tokens[-1].passes <= passes
-        assert not any(token.passes for token in tokens[:-1])
+        assert not any(token.forwards for token in tokens[:-1])
 
 
 def test_logits_are_those_that_a_token_was_written_from(
@@ -412,7 +412,7 @@ def test_blocks_are_guessed_while_that_is_faster(
         step(tokens, rows)
 
     session.executor.step = noted  # type: ignore[method-assign]
-    costs = session.scheduler.passes.costs
+    costs = session.scheduler.forwards.costs
     costs.note(1, 1 << 60 if pays else 1)
     monkeypatch.setattr(costs, "note", lambda tokens, ns: None)
     try:

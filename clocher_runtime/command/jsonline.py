@@ -41,7 +41,7 @@ class SpeculationFields:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionFields:
-    """What attention read of the KV cache: see `engine.reading`."""
+    """What attention read of the KV cache: see `engine.attention_reads`."""
 
     mode: str
     selected: float

@@ -312,7 +312,7 @@ def run_line(
         precision=engine.precision,
         act_prec=engine.act_prec,
         kv_dtype=engine.kv_dtype,
-        act_sparsity=engine.session.act_sparsity,
+        act_sparsity=engine.session.config.act_sparsity,
         threads=engine.threads,
         numa_nodes=numa_nodes(),
         context=engine.session.context,

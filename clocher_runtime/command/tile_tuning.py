@@ -13,7 +13,7 @@ from clocher_runtime.command.settings import RunConfig
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.engine import backends
 from clocher_runtime.engine.load import Model, load_model
-from clocher_runtime.models.build import build_plan
+from clocher_runtime.models.build import Sizes, build_plan
 
 
 def tune(config: RunConfig, console: Console) -> TuneLine:
@@ -61,9 +61,7 @@ def tune(config: RunConfig, console: Console) -> TuneLine:
 
 def products(model: Model) -> Iterator[tuple[str, int, int]]:
     """Yield format, N and K of each weight of a model that GEMV kernels multiply by."""
-    plan = build_plan(
-        model.spec, model.formats, tokens=1, rows=1, slots=1, context=1, kv_dtype="bf16"
-    )
+    plan = build_plan(model.spec, model.formats, Sizes(tokens=1, rows=1, slots=1, context=1))
     for call in plan.calls:
         if call.op == "linear":
             weight = model.weights[call.args["w"]]

@@ -1,7 +1,7 @@
-"""Rules of block diffusion: which positions of a block take the token that a pass chose for them.
+"""Rules of block diffusion: which positions of a block take the token that a forward chose.
 
-A rule is a pure function of what one pass found out about a block. It never sees the mask id among
-the chosen tokens: whoever calls it leaves the mask out before it chooses.
+A rule is a pure function of what one forward found out about a block. It never sees the mask id
+among the chosen tokens: the caller leaves the mask out before it chooses.
 
 | rule | writes |
 | --- | --- |
@@ -11,7 +11,7 @@ the chosen tokens: whoever calls it leaves the mask out before it chooses.
 | `factor:F` | the n best open positions, the largest n with (n + 1)(1 - p_n) < F, at least one |
 | `entropy:E` | open positions in order of entropy while their sum without the largest is <= E |
 | `joint:T,E` | `threshold:T`, and tokens written before where another one has p > E |
-| `canvas:E,N` | everything at the end, which comes when the canvas is calm, or after N passes |
+| `canvas:E,N` | everything at the end, which comes when the canvas is calm, or after N forwards |
 
 Before its end `canvas` shows the model drawn tokens where `entropy:E` takes them, and noise
 elsewhere.
@@ -33,13 +33,13 @@ from clocher_runtime.diffusion.asked import parse
 Array = np.ndarray
 
 MOST_EDITS = 16
-"""Passes that `joint` may spend on a block without a mask."""
+"""Forwards that `joint` may spend on a block without a mask."""
 _HOTTEST, _COOLEST = 0.8, 0.4  # of a canvas
 _CALM = 0.005  # mean entropy of a canvas that has come to its end, in nats
 
 
 class View(NamedTuple):
-    """What a pass found out about a block of B positions.
+    """What a forward found out about a block of B positions.
 
     Attributes:
         is_open: [B] bool, positions that hold the mask.
@@ -96,20 +96,20 @@ def joint(view: View, least: float, least_edit: float) -> Array:
     return fresh | (view.changes & (view.chance > least_edit))
 
 
-def heat(done: int, passes: int) -> float:
-    """Return the temperature of a canvas's next pass, which cools down from the first one on."""
+def temperature_of(done: int, passes: int) -> float:
+    """Return the temperature of a canvas's next forward, which cools down from the first one on."""
     return _COOLEST + (_HOTTEST - _COOLEST) * (passes - done) / passes
 
 
-def is_calm(likeliest: Array, before: Array | None, entropy: Array) -> bool:
+def is_calm(top: Array, before: Array | None, entropy: Array) -> bool:
     """Return whether a canvas has come to its end.
 
     Args:
-        likeliest: [B], the tokens that rank first.
-        before: [B], those of the pass before; None: there was none.
+        top: [B], the top-1 tokens; `before` those of the forward before, None if there was none.
+        before: see there.
         entropy: [B] f64, in nats.
     """
-    stable = before is not None and np.array_equal(likeliest, before)
+    stable = before is not None and np.array_equal(top, before)
     return stable and float(entropy.mean()) < _CALM
 
 

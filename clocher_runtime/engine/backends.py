@@ -15,7 +15,7 @@ from clocher_kernels.plan import Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.config.setting import every
-from clocher_runtime.engine.placement import pinned_cpus, threads_of
+from clocher_runtime.engine.topology import pinned_cpus, threads_of
 
 _DEVICES = dict(every(EngineConfig))["device"].takes
 Progress = Callable[[int, int], None]
@@ -180,26 +180,6 @@ def acted_on(executor: Executor) -> frozenset[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Binding:
-    """What binds a Plan to a back end.
-
-    Attributes:
-        config: of the session.
-        copied: weights to copy from the mapped file into large pages, if they are not packed.
-        progress: called with (done, total) while kernels compile, or weights are copied to the GPU.
-        packing: called with (done, total) while the CPU back end packs weights, if they are many.
-        beside: an executor of the same back end whose threads, or stream, this one uses too. They
-            step in turns, and this one is closed first.
-    """
-
-    config: EngineConfig
-    copied: frozenset[str] = frozenset()
-    progress: Progress | None = None
-    packing: Progress | None = None
-    beside: Executor | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BackEnd:
     """A way to execute Plans.
 
@@ -207,16 +187,16 @@ class BackEnd:
         make: binds a Plan; see `make_executor`.
         activations: precision of activations that a run may ask for -> type; the first is the
             default.
-        kv_dtype: storage of the KV cache unless a run asks for another.
+        cache_dtype: storage of the KV cache unless a run asks for another.
         chunk: tokens of a prefill step unless a run asks for another number.
         on_host: whether the buffers of a Plan are in the memory of the host.
-        rounds: precisions to which what products read is rounded and kept in fp32; in others
+        rounds: precisions to which what matmuls read is rounded and kept in fp32; in others
             activations are stored.
     """
 
-    make: Callable[[Plan, Weights, Binding], Executor]
+    make: Callable[..., Executor]
     activations: Mapping[str, str]
-    kv_dtype: str = "f16"
+    cache_dtype: str = "f16"
     chunk: int = 128
     on_host: bool = True
     rounds: frozenset[str] = frozenset()
@@ -227,49 +207,67 @@ class BackEnd:
         return next(iter(self.activations))
 
 
-def _make_cpu(plan: Plan, weights: Weights, how: Binding) -> Executor:
+def _make_cpu(
+    plan: Plan,
+    weights: Weights,
+    config: EngineConfig,
+    *,
+    copied: frozenset[str] = frozenset(),
+    progress: Progress | None = None,
+    packing: Progress | None = None,
+    beside: Executor | None = None,
+) -> Executor:
     from cpu_fallback.executor import CpuExecutor
     from cpu_fallback.team.hints import Hints
     from cpu_fallback.team.placement import Placement
 
-    config, cpus = how.config, pinned_cpus(how.config)
-    ahead = config.prefetch_distance
+    cpus, ahead = pinned_cpus(config), config.prefetch_distance
     hints = Hints(
         prefetch_distance=ahead if isinstance(ahead, int) else None,
         stream_block_bytes=config.stream_block_bytes,
         placement=Placement(tuple(cpu.id for cpu in cpus), tuple(cpu.socket for cpu in cpus)),
         hot_replicate=config.hot_replicate,
         hot_limit=config.hot_repl_limit_mb << 20,
-        copied=how.copied,
+        copied=copied,
         adaptive=not config.stamped,  # a thread that sits out has no times
         stamped=config.stamped,
     )
-    host = how.beside if isinstance(how.beside, CpuExecutor) else None
+    host = beside if isinstance(beside, CpuExecutor) else None
     executor: Executor = CpuExecutor(
-        plan, weights, threads_of(config), how.progress, hints, how.packing, host
+        plan, weights, threads_of(config), progress, hints, packing, host
     )
     return executor
 
 
-def _make_cuda(plan: Plan, weights: Weights, how: Binding) -> Executor:
+def _make_cuda(
+    plan: Plan,
+    weights: Weights,
+    config: EngineConfig,
+    *,
+    progress: Progress | None = None,
+    beside: Executor | None = None,
+    **others: object,
+) -> Executor:
     from clocher_kernels.cuda.executor import CudaExecutor
 
     cuda = BACK_ENDS["cuda"]
-    activations = cuda.activations[how.config.act_prec or cuda.default_act_prec]
-    host = how.beside if isinstance(how.beside, CudaExecutor) else None
+    activations = cuda.activations[config.act_prec or cuda.default_act_prec]
+    host = beside if isinstance(beside, CudaExecutor) else None
     executor: Executor = CudaExecutor(
-        plan, weights, activations=activations, progress=how.progress, beside=host
+        plan, weights, activations=activations, progress=progress, beside=host
     )
     return executor
 
 
-def _make_reference(plan: Plan, weights: Weights, how: Binding) -> Executor:
+def _make_reference(
+    plan: Plan, weights: Weights, config: EngineConfig, **others: object
+) -> Executor:
     from clocher_kernels.reference import ReferenceExecutor
 
     return ReferenceExecutor(plan, weights)
 
 
-def _make_stub(plan: Plan, weights: Weights, how: Binding) -> Executor:
+def _make_stub(plan: Plan, weights: Weights, config: EngineConfig, **others: object) -> Executor:
     from clocher_runtime.engine.stub import StubExecutor
 
     return StubExecutor(plan)
@@ -292,7 +290,7 @@ BACK_ENDS: Mapping[str, BackEnd] = {
     "cuda": BackEnd(
         make=_make_cuda,
         activations={"fp16": "f16", "bf16": "bf16", "fp32": "f32", "fp8": "f16"},
-        kv_dtype="bf16",
+        cache_dtype="bf16",
         chunk=512,
         on_host=False,
         rounds=frozenset({"fp8"}),
@@ -307,15 +305,22 @@ BACK_ENDS: Mapping[str, BackEnd] = {
 """The back ends by name."""
 
 
-def make_executor(plan: Plan, weights: Weights, how: Binding) -> Executor:
+def make_executor(plan: Plan, weights: Weights, config: EngineConfig, **more: Any) -> Executor:
     """Bind a Plan to the back end of a configuration.
 
     Args:
         plan: what to execute.
         weights: tensors by name.
-        how: configuration, and whom to tell.
+        config: of the session.
+        **more: what back ends may use.
+            copied: weights to copy from the mapped file into large pages, if they are not packed.
+            progress: called with (done, total) while kernels compile, or weights are copied to the
+                GPU.
+            packing: called with (done, total) while the CPU back end packs weights, if many.
+            beside: an executor of the same back end whose threads, or stream, this one uses too.
+                They step in turns, and this one is closed first.
     """
-    return BACK_ENDS[how.config.backend].make(plan, weights, how)
+    return BACK_ENDS[config.backend].make(plan, weights, config, **more)
 
 
 def fetch_ahead(nbytes: int) -> None:

@@ -32,7 +32,7 @@ NO_PAGE = -1
 """Entry of a page table where there is none: what is written there is dropped."""
 
 
-class Census(NamedTuple):
+class PageStats(NamedTuple):
     """The pages of a pool: blank, unused but named, and in use. They add up to all of them."""
 
     blank: int
@@ -70,11 +70,11 @@ class PagePool:
         """Pages that can be found, in use or not."""
         return len(self._names)
 
-    def census(self) -> Census:
+    def stats(self) -> PageStats:
         """Count the pages."""
         cached = sum(page in self._names for page in self._unused)
         used = sum(users > 0 for users in self._users)
-        return Census(self.available - cached, cached, used)
+        return PageStats(self.available - cached, cached, used)
 
     def take(self) -> int:
         """Take an unused page; what it was named for is forgotten. There must be one."""
@@ -221,9 +221,9 @@ class KvPages:
             group.table[...] = NO_PAGE
         self.changed = True
 
-    def census(self) -> list[Census]:
+    def stats(self) -> list[PageStats]:
         """Count the pages of each pool."""
-        return [group.pool.census() for group in self._groups]
+        return [group.pool.stats() for group in self._groups]
 
     def admit(self, sequence: Sequence, slot: int, reuse: bool = True) -> bool:
         """Give a sequence a slot and the pages of its beginning that are there.

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from clocher_runtime.engine.backends import Executor, stager
+from clocher_runtime.engine.diffusing import Denoise
 from clocher_runtime.engine.requests import Request
 
 _TOKENS = ("ids", "slots", "positions", "ends", "ancestors")
@@ -16,11 +17,7 @@ Part = tuple[Request, int]
 
 
 class StepInputs:
-    """The live input buffers of an executor, but for the page tables.
-
-    Args:
-        executor: its Plan has the inputs of every Plan (`plan`).
-    """
+    """The live input buffers of an executor, but for the page tables."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -58,7 +55,7 @@ class StepInputs:
                 0.0 if sampling.on_host else sampling.temperature,
                 sampling.top_p,
             )
-            if masks_behind or request.canvas is not None:
+            if masks_behind or isinstance(request, Denoise):
                 self._show(request, start, count, drafted, row)
             start, row, masks = start + count + drafted, row + rows, masks + written
         self._executor.upload(masks)
@@ -66,14 +63,13 @@ class StepInputs:
 
     def _show(self, request: Request, start: int, count: int, drafted: int, row: int) -> None:
         """Let the masks of a request see each other, and the tokens of a block if they do so."""
-        ends, draws = self._arrays["ends"], self._arrays["draws"]
-        total = count + drafted
-        if request.canvas is not None and request.canvas.whole_blocks:
-            size = request.canvas.size
-            places = request.cells + np.arange(count)
-            ends[start : start + count] = (places // size + 1) * size
+        ends, total = self._arrays["ends"], count + drafted
+        if isinstance(request, Denoise):
+            if request.canvas.whole_blocks:
+                size = request.canvas.size
+                places = request.cells + np.arange(count)
+                ends[start : start + count] = (places // size + 1) * size
+            self._arrays["draws"][row : row + request.rows(count)] = 0  # the host draws
         if drafted:
             behind = len(request.masks)
             ends[start + total - behind : start + total] = request.cells + total
-        if request.canvas is not None:  # the host draws
-            draws[row : row + request.rows(count)] = 0

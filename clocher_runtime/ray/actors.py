@@ -138,7 +138,7 @@ class Generate(Actor):
 
     def compute(self, asked: list[Any]) -> list[dict[str, Any]]:
         """Generate side by side."""
-        made = dict(side_by_side(asked, self.model.session.batch))
+        made = dict(side_by_side(asked, self.model.session.config.batch))
         return [
             {
                 "text": made[at].text,

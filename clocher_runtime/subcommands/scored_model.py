@@ -86,7 +86,7 @@ def scored(model_dir: Path | None, backend: str = "cpu", **settings: Any) -> Ite
         facts = {
             "model": str(model_dir or "embedded"),
             "precision": loaded.model.precision,
-            "kv_dtype": session.kv_dtype,
+            "kv_dtype": session.sizes.cache_dtype,
             "act_prec": session.act_prec,
         }
         facts |= {"act_sparsity": config.act_sparsity} if config.act_sparsity else {}

@@ -1,4 +1,4 @@
-"""Draw a token on the host, where a request wants more than the sampling op of a Plan can do."""
+"""Sampling on the host, where a request wants more than the sampling op of a Plan can do."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from clocher_runtime.config.values import shown
 from clocher_runtime.engine.arguments import Sampling
 
 
-def draw(
+def sample_on_host(
     logits: np.ndarray,
     ids: Sequence[int],
     prompt: int,
@@ -26,10 +26,10 @@ def draw(
 
     Args:
         logits: [V] fp32; not written to.
-        ids: tokens so far, prompt and made ones.
-        prompt: how many of them are the prompt's.
+        ids: tokens so far, the first `prompt` of the prompt.
+        prompt: see there.
         made: how many tokens have been drawn.
-        sampling: what is wanted.
+        sampling: how.
         mask: [W] u32, which tokens are allowed; None: all.
 
     Raises:
@@ -65,8 +65,8 @@ def draw(
         )
     if sampling.temperature == 0:
         return best
-    heat = np.float64(sampling.temperature)
-    least = row[best] + heat * np.log(sampling.min_p) if sampling.min_p else -np.inf
+    temperature = np.float64(sampling.temperature)
+    least = row[best] + temperature * np.log(sampling.min_p) if sampling.min_p else -np.inf
     kept = np.flatnonzero((row >= least) & (row > -np.inf))
     out = np.zeros(1, np.int32)
     sample(

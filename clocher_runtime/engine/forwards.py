@@ -1,0 +1,264 @@
+"""A forward over the tokens of a step: drafts, inputs, and what was drawn."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import numpy as np
+
+from clocher_kernels.ops.sampling import NO_TOKEN
+from clocher_runtime.engine.backends import Executor
+from clocher_runtime.engine.diffusing import LookAhead
+from clocher_runtime.engine.pages import KvPages
+from clocher_runtime.engine.requests import OutputQueue, Request, Score, Token
+from clocher_runtime.engine.step_inputs import Part, StepInputs
+from clocher_runtime.engine.timing import SpanKind, StepSums, StepTimes, Tally
+from clocher_runtime.speculation.draft import NO_DRAFT
+from clocher_runtime.speculation.gate import ForwardCosts, Trial
+from clocher_runtime.speculation.speculator import MAX_DRAFT, Counts, Pending, Speculator
+
+Rows = tuple[Request, slice]
+"""A request, and its output rows of a forward."""
+_BARE_EVERY = 32
+"""Forwards that could draft blocks, of which one does not, for comparison."""
+
+
+class Done(NamedTuple):
+    """What a forward has done.
+
+    Attributes:
+        tokens: that it computed, drafts included.
+        rows: its output rows by request.
+        made: tokens of each request that generates.
+        logits: [R, V] fp32, valid until the next forward; None if they were not wanted.
+        is_faulty: whether a row of it was not finite.
+    """
+
+    tokens: int
+    rows: list[Rows]
+    made: dict[Request, list[Token]]
+    logits: np.ndarray | None
+    is_faulty: bool
+
+
+class Forwards:
+    """What executes the steps of a scheduler.
+
+    Args:
+        executor: its Plan has the inputs of every Plan.
+        pages: the cache of its Plan.
+        speculator: drafts tokens; None: nothing does.
+
+    Attributes:
+        times: how long forwards take.
+        sums: what all of them add up to.
+        decoded: forwards that went on with sequences, once for each sequence in them.
+        costs: what forwards take that could draft blocks and do not.
+        denoising: forwards and tokens of sequences whose blocks are denoised.
+    """
+
+    def __init__(
+        self, executor: Executor, pages: KvPages, speculator: Speculator | None = None
+    ) -> None:
+        self.times, self.sums, self.speculator = StepTimes(), StepSums(), speculator
+        self.decoded, self.denoising = 0, Counts()
+        self.costs, self._trial = ForwardCosts(executor.plan.rows), Trial()
+        self._ahead = 0  # forwards that could draft blocks
+        self._executor, self._pages = executor, pages
+        self._inputs = StepInputs(executor)
+        self._staged: list[Request] = []  # what the device goes on with by itself
+
+    @property
+    def counts(self) -> Counts:
+        """Forwards and their tokens, where nothing is drafted."""
+        return Counts(forwards=self.decoded, tokens=self.sums.decode_tokens)
+
+    def forget(self, request: Request | None = None) -> None:
+        """Write all inputs of the next forward anew, with a request only if it was in the last."""
+        if request is None or request in self._staged:
+            self._staged = []
+
+    def blank(self, tokens: int = 1) -> int:
+        """Execute a step of tokens that belong to no sequence; return its time in nanoseconds."""
+        self._staged = []
+        logits = self._executor.plan.buffers.get("logits")
+        vocabulary = logits.shape[1] if logits else 1
+        # Of many kinds: tokens that are alike would read the same experts.
+        ids = [(7919 * i + 1) % vocabulary for i in range(tokens)]
+        blank = Score(ids=ids, queue=OutputQueue(1), scored=lambda position, logits: None)
+        began = self.times.now()
+        self._executor.step(*self.stage([(blank, tokens)]))
+        self._executor.fetch("sampled", tokens)
+        return self.times.now() - began
+
+    def warm(self) -> None:
+        """Execute steps, so that what they need is there, and learn what drafts cost."""
+        self.blank()
+        if self.speculator is not None:
+            self.speculator.costs.measure(self.blank)
+
+    def stage(self, parts: list[Part]) -> tuple[int, int]:
+        """Write the inputs of a forward; return its tokens and output rows."""
+        self._pages.changed = False
+        return self._inputs.stage(parts)
+
+    def run(self, parts: list[Part]) -> Done:
+        """Execute a forward and put what it made into the output queues."""
+        decodes = sum(request.decodes for request, _ in parts)
+        prompt = sum(count for request, count in parts if not request.decodes)
+        only_decodes, speculator = decodes == len(parts), self.speculator
+        drafts = speculator is not None and speculator.trial.is_on
+        with self._span(parts, prompt, decodes) as tally:
+            began = self.times.now()
+            if only_decodes:
+                if drafts:
+                    self._draft(parts)
+                self._look_ahead(parts)
+            drafted = self.times.now()
+            tokens, rows = self._begin(parts, only_decodes)
+            self._executor.step(tokens, rows)
+            sampled = self._executor.fetch("sampled", rows).tolist() if rows else []
+            wanted, logits = list(_rows(parts)), None
+            if any(request.wants_logits for request, _ in parts):
+                logits = self._executor.fetch("logits", rows)
+            made = self._verify(wanted, sampled, logits, drafts)
+            _notify(made)
+            ended = self.times.now()
+            decoded = sum(len(of) for request, of in made.items() if request.made > len(of))
+            self.sums.add(prompt, decoded, ended - began)
+            if rows:  # otherwise a GPU may still be at it
+                self.times.add(tokens, ended - drafted)
+                if speculator is not None and not prompt:
+                    speculator.costs.note(tokens, ended - drafted)
+                    speculator.judge(decodes, decoded, ended - began)
+                elif not prompt and any(isinstance(request, LookAhead) for request, _ in parts):
+                    self._judge(decodes, decoded, ended - began)
+            if not prompt:
+                tally.tokens, tally.sequences = decoded, decodes
+        return Done(tokens, wanted, made, logits, NO_TOKEN in sampled)
+
+    def _room(self, parts: list[Part]) -> tuple[int, int]:
+        """Return the tokens of a step without drafts, and how many of them it has room for."""
+        plan, base = self._executor.plan, sum(count for _, count in parts)
+        return base, min(plan.rows - len(parts), plan.tokens - base)
+
+    def _draft(self, parts: list[Part]) -> None:
+        """Let the requests of a forward that only decodes have something drafted."""
+        assert self.speculator is not None
+        requests, pending = [], []
+        for request, _ in parts:
+            most = min(MAX_DRAFT, request.budget - request.made - 1)
+            if request.track is not None and most > 0:
+                pending.append(Pending(request.track, request.ids, most))
+                requests.append((request, request.cells + request.waiting_tokens))
+        if not pending:
+            return
+        drafts = self.speculator.draft(pending, *self._room(parts))
+        for (request, cells), draft in zip(requests, drafts, strict=True):
+            # Drafts take no pages from other requests.
+            if draft.tokens and self._pages.reserve(request, cells + len(draft.tokens)):
+                request.draft = draft
+
+    def _look_ahead(self, parts: list[Part]) -> None:
+        """Let block models verify their last block and draft the next."""
+        ahead = [request for request, _ in parts if isinstance(request, LookAhead)]
+        self._ahead += bool(ahead)
+        if not ahead or not self._trial.is_on or self._is_bare:
+            return
+        _, room = self._room(parts)
+        for request in ahead:
+            request.look_ahead(min(room, 2 * request.blocks.block - 1))
+            cells = request.cells + request.waiting_tokens + request.behind
+            if not self._pages.reserve(request, cells):  # drafts take no pages from others
+                request.draft, request.masks = NO_DRAFT, ()
+            room -= request.behind
+
+    @property
+    def _is_bare(self) -> bool:
+        """Whether this forward only tells what one takes that drafts no blocks."""
+        return self._ahead % _BARE_EVERY == 2
+
+    def _judge(self, sequences: int, made: int, ns: int) -> None:
+        """Learn what a forward took that may have drafted blocks; stop doing so where it loses."""
+        if self._is_bare or not self._trial.is_on:
+            self.costs.note(sequences, ns)
+        if not self._is_bare or not self._trial.is_on:
+            known = self.costs.known and sequences < len(self.costs.ns)
+            self._trial.note(ns, made / sequences, self.costs.ns[sequences] if known else 0.0)
+
+    def _begin(self, parts: list[Part], only_decodes: bool) -> tuple[int, int]:
+        """Write the inputs of a step, unless the device goes on by itself; return its size."""
+        requests = [request for request, _ in parts]
+        alone = only_decodes and all(not r.behind and r.waiting_tokens == 1 for r in requests)
+        if alone and self._staged == requests and not self._pages.changed:
+            return len(parts), len(parts)
+        size = self.stage(parts)
+        # After each token a constraint allows others, which only the host knows.
+        goes_on = alone and all(r.constraint is None for r in requests)
+        self._staged = requests if goes_on else []
+        return size
+
+    def _span(self, parts: list[Part], prompt: int, decodes: int) -> AbstractContextManager[Tally]:
+        """Return the span that measures a step, if one of its calls wants that."""
+        for request, _ in parts:
+            if request.queue.window is not None:
+                kind: SpanKind = "prefill" if prompt else "decode"
+                return request.queue.window.span(kind, prompt or decodes)
+        return nullcontext(Tally(0))
+
+    def _verify(
+        self, wanted: list[Rows], sampled: list[int], logits: np.ndarray | None, drafts: bool
+    ) -> dict[Request, list[Token]]:
+        """Return what each request has made, and put it into its output queue."""
+        made: dict[Request, list[Token]] = {}
+        for request, rows in wanted:
+            drawn, queue = sampled[rows], request.queue
+            if isinstance(request, Score) or queue.is_over:
+                request.is_faulty = NO_TOKEN in drawn
+                continue
+            self.decoded += request.forwards > 0
+            request.forwards += 1
+            if request.sampling.on_host:
+                self._staged = []  # the device went on with its own token
+            began = drafts and request.made > 0
+            tokens = request.advance(drawn, None if logits is None else logits[rows])
+            made[request] = tokens
+            queue.tokens.extend(tokens)
+            if (snapshot := request.snapshot) is not None:
+                queue.snapshots[request.index] = snapshot
+                self.denoising.forwards += 1
+                self.denoising.tokens += len(tokens)
+            if began and tokens and self.speculator is not None:
+                if request.track is not None:
+                    request.track.sent = request.draft  # without what had no room, or was forbidden
+                    ids = [token.id for token in tokens]
+                    self.speculator.learn(request.track, ids, len(ids) - 1)
+                else:  # nothing can be drafted for it
+                    self.speculator.counts.forwards += 1
+                    self.speculator.counts.tokens += len(tokens)
+        return made
+
+
+def _rows(parts: list[Part]) -> Iterator[Rows]:
+    """Yield the requests of a step and their output rows."""
+    start = 0
+    for request, count in parts:
+        if rows := request.rows(count):
+            yield request, slice(start, start + rows)
+            start += rows
+
+
+def _notify(made: dict[Request, list[Token]]) -> None:
+    """Tell callers how many tokens the step made for them; their errors end their own call."""
+    if all(request.queue.after_token is None for request in made):
+        return
+    counts: Counter[OutputQueue] = Counter()
+    for request, tokens in made.items():
+        counts[request.queue] += len(tokens)
+    for queue, count in counts.items():
+        if queue.after_token is not None and count:
+            try:
+                queue.after_token(count)
+            except Exception as error:
+                queue.error = error
