@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from clocher_runtime.engine.bandwidth import MOST_BYTES, read_gbps
+from clocher_runtime.engine.probes import MOST_BYTES, read_gbps
 from clocher_runtime.ray.actors import Generate, Score
 from clocher_runtime.ray.job import connected
 

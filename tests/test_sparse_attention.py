@@ -278,7 +278,7 @@ def test_what_is_no_way_to_read_is_refused(attn: str) -> None:
 def test_what_cannot_read_less_is_refused() -> None:
     with pytest.raises(UsageError, match="the stub back end reads all pages"):
         session_of("llama", "topk:256", backend="stub")
-    with pytest.raises(UsageError, match="expected text, such as"):
+    with pytest.raises(UsageError, match="attn: got 256, expected dense, auto, topk:N"):
         session_of("llama", 256)  # type: ignore[arg-type]
 
 

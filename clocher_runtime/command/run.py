@@ -295,7 +295,7 @@ def run_line(
     """Derive the line of a run from what was measured."""
     wall_ns, steps, touch = measured.wall_ns, measured.steps, measured.touch
     latencies = timing.token_latencies_ms(steps.decode.values)
-    passes = steps.passes
+    passes = steps.forwards
     file_bytes = sum(file.size for file in engine.files)
     bytes_touched = engine.bytes_per_token * passes + touch.bytes_touched
     ignored = [*config.hints_ignored, *engine.hints_ignored]

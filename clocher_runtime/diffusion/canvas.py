@@ -19,12 +19,6 @@ class Canvas:
     Blocks begin at multiples of their size. The first ids of the first block are the end of the
     prompt, which no rule changes.
 
-    Args:
-        blocks: how the model denoises.
-        rule: chooses what a forward writes.
-        vocabulary: ids of the model.
-        seed: of noise.
-
     Attributes:
         size: positions of a block.
         ids: of the active block; none: the next forward begins a block.
@@ -54,11 +48,7 @@ class Canvas:
         return self._blocks.context == "block"
 
     def begin(self, known: Sequence[int]) -> None:
-        """Begin a block with the ids that are known of it, if none is active.
-
-        Args:
-            known: ids of the text from the block's first position on.
-        """
+        """Begin a block with the ids that are known of it, if none is active."""
         if not self.ids:
             self.ids = [*known, *[self._blocks.mask] * (self.size - len(known))]
             self.fixed = len(known)
@@ -166,10 +156,7 @@ class Canvas:
         return ids + (ids >= self._blocks.mask)
 
     def sure(self) -> list[int]:
-        """Return the ids that follow the known ones and will not change any more.
-
-        They count as known from now on; when all are, the block is over.
-        """
+        """Return the ids that follow the known ones and will not change any more."""
         open_ = (at for at in range(self.fixed, self.size) if self.ids[at] == self._blocks.mask)
         end = next(open_, self.size)
         if self.rule.edits and not (end == self.size and self.settled):

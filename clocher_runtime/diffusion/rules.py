@@ -102,13 +102,7 @@ def temperature_of(done: int, passes: int) -> float:
 
 
 def is_calm(top: Array, before: Array | None, entropy: Array) -> bool:
-    """Return whether a canvas has come to its end.
-
-    Args:
-        top: [B], the top-1 tokens; `before` those of the forward before, None if there was none.
-        before: see there.
-        entropy: [B] f64, in nats.
-    """
+    """Return whether a canvas has come to its end."""
     stable = before is not None and np.array_equal(top, before)
     return stable and float(entropy.mean()) < _CALM
 
@@ -155,11 +149,7 @@ _WRITES: dict[str, Callable[..., Array]] = {
 
 
 def rule_of(text: str) -> Rule:
-    """Return the rule that a text such as "threshold:0.9" stands for.
-
-    Raises:
-        UsageError: there is no such rule, or its numbers are not in range.
-    """
+    """Return the rule that a text such as "threshold:0.9" stands for. Raises UsageError."""
     name, numbers = parse(text)
     return Rule(
         text,

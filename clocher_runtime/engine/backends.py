@@ -32,11 +32,7 @@ class Executor(Protocol):
         """Return the host array of an input buffer, at capacity."""
 
     def upload(self, masks: int | None = None) -> None:
-        """Hand the inputs that were written over to the device, before the next step.
-
-        Args:
-            masks: how many of the masks of the sampling op, from the first on; None: all.
-        """
+        """Hand the inputs that were written over to the device, before the next step."""
 
     def step(self, tokens: int, rows: int) -> None:
         """Execute the Plan for the first `tokens` tokens and `rows` output rows."""
@@ -65,9 +61,6 @@ class Executor(Protocol):
 
 def choose(device: str) -> tuple[str, str]:
     """Return the back end for a device flag, and the reason for the choice.
-
-    Args:
-        device: "auto", "cpu", "cuda" or "ze".
 
     Raises:
         DeviceError: a device asked for by name is not available.
@@ -124,14 +117,7 @@ def gpu() -> dict[str, str | int]:
 
 
 def require_gpu(purpose: str) -> None:
-    """Fail if the CUDA back end cannot run here.
-
-    Args:
-        purpose: what needs it, as an error names it.
-
-    Raises:
-        DeviceError: there is no GPU that it can use.
-    """
+    """Fail if the CUDA back end cannot run here. Raises DeviceError."""
     from clocher_kernels.cuda.probe import unusable
 
     reason = unusable()
@@ -149,8 +135,7 @@ class Reader(Protocol):
 def reader(backend: str, nbytes: int) -> Reader | None:
     """Return a buffer of about so many bytes; None if nothing reads the memory of a back end.
 
-    Raises:
-        OSError: there is no memory for it.
+    Raises OSError.
     """
     if backend != "cpu":
         return None
@@ -161,12 +146,7 @@ def reader(backend: str, nbytes: int) -> Reader | None:
 
 
 def tune_tiles(weights: Iterable[tuple[str, int, int]], progress: Progress) -> dict[str, Any]:
-    """Return the table of the fastest tiles of the current GPU.
-
-    Args:
-        weights: format name, N and K of each weight that is multiplied by.
-        progress: called with (weights done, weights in all).
-    """
+    """Return the table of the fastest tiles of the current GPU."""
     from clocher_kernels.cuda.tune import tune_model
 
     table: dict[str, Any] = tune_model(weights, progress)
@@ -309,9 +289,6 @@ def make_executor(plan: Plan, weights: Weights, config: EngineConfig, **more: An
     """Bind a Plan to the back end of a configuration.
 
     Args:
-        plan: what to execute.
-        weights: tensors by name.
-        config: of the session.
         **more: what back ends may use.
             copied: weights to copy from the mapped file into large pages, if they are not packed.
             progress: called with (done, total) while kernels compile, or weights are copied to the

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.host_memory import require
@@ -11,7 +10,7 @@ from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.ops.rewrite import round_activations, skip_zeros
 from clocher_kernels.plan import Plan
 from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.engine.act_sparsity import Walker, act_sparsity, calibrate, drop_inputs
+from clocher_runtime.engine.act_sparsity import act_sparsity, calibrate, drop_inputs
 from clocher_runtime.engine.arguments import one_of
 from clocher_runtime.engine.backends import BACK_ENDS, Executor, Progress, make_executor
 from clocher_runtime.engine.footprint import packed_names, with_codes
@@ -53,11 +52,7 @@ def bind(
     """Bind a model to the back end of a configuration.
 
     Args:
-        model: from `load_model`.
-        config: how.
-        sizes: how large its Plan is.
         calibration: token ids that the thresholds of `act_sparsity` are taken from.
-        progress, packing, beside: see `make_executor`.
 
     Raises:
         UsageError: the back end has no such precision of activations.
@@ -94,7 +89,7 @@ def bind(
         beside=beside,
     )
     if dropped is not None and dropped.drop is not None:
-        calibrate(cast(Walker, executor), calibration, dropped.drop, sizes.longest)
+        calibrate(executor, calibration, dropped.drop, sizes.longest)
     stored = _act_prec(plan, act_prec)
     pages = _pages(model, config, sizes, executor, stored)
     is_kept = backend == "cpu" and packed_names(plan) <= scope

@@ -40,11 +40,7 @@ class LookAhead(Request):
         return Snapshot(self.forwards, self.drafted)
 
     def look_ahead(self, room: int) -> None:
-        """Send what the last forward drafted, and masks to draft from in this one.
-
-        Args:
-            room: tokens that may come behind the text.
-        """
+        """Send what the last forward drafted, and masks to draft from in this one."""
         most = min(room, self.budget - self.made - 1)
         drafted = list(self.drafted[: max(0, most)])
         self.draft = Draft(drafted, [0] * len(drafted))
@@ -178,16 +174,7 @@ class Diffusing:
         return "lossless" if self.rule is None else self.rule.text
 
     def request(self, longest: int, fields: dict[str, Any]) -> Request:
-        """Return the request of a prompt.
-
-        Args:
-            longest: tokens of the longest sequence.
-            fields: of a `Request`.
-
-        Raises:
-            UsageError: it has a constraint, which a rule does not follow, or its prompt leaves no
-                room for a block.
-        """
+        """Return the request of a prompt. Raises UsageError."""
         constraint, ids = fields["constraint"], fields["ids"]
         if self.rule is None:
             if constraint is None or hasattr(constraint, "undo"):
@@ -232,12 +219,7 @@ def longest_text(blocks: Diffusing | None, cells: int) -> int:
 def of_call(session: Diffusing | None, asked: str | None) -> Diffusing | None:
     """Return how the blocks of a call are decoded; None: it makes one token after the other.
 
-    Args:
-        session: what its session does otherwise.
-        asked: one of `MODES`; None: the same.
-
-    Raises:
-        UsageError: there is no such mode, or the session or its model does not have it.
+    Raises UsageError.
     """
     if asked is None or (session is None and asked in ("auto", "off")):
         return session
@@ -251,8 +233,7 @@ def of_call(session: Diffusing | None, asked: str | None) -> Diffusing | None:
 def diffusing(spec: ModelSpec, asked: str, speculate: str) -> Diffusing | None:
     """Return how a session decodes blocks; None: it makes one token after the other.
 
-    Raises:
-        UsageError: there is no such mode, or the model does not have it, or drafts are wanted too.
+    Raises UsageError.
     """
     blocks = spec.diffusion
     if blocks is None:
@@ -274,11 +255,7 @@ def diffusing(spec: ModelSpec, asked: str, speculate: str) -> Diffusing | None:
 
 
 def among(blocks: BlockDiffusion, vocabulary: int, asked: str) -> Diffusing | None:
-    """Return how blocks are decoded as one of `MODES` says; None: not at all.
-
-    Raises:
-        UsageError: there is no such mode, or the model does not have it.
-    """
+    """Return how blocks are decoded as one of `MODES` says; None: not at all. Raises UsageError."""
     causal = blocks.context == "causal"
     if asked in ("off", "lossless") and not causal:
         raise UsageError(

@@ -25,7 +25,6 @@ class DraftModel:
 
     Args:
         bound: the model, with a slot for each sequence of a step.
-        vocabulary: ids that the larger model has.
 
     Attributes:
         costs: time of a step by its tokens.

@@ -12,13 +12,7 @@ from clocher_runtime.speculation.speculator import WITH_DRAFT_MODEL, Speculator,
 
 
 def speculator_of(mode: str, rows: int, model: DraftModel | None) -> Speculator:
-    """Return what drafts the tokens of a session.
-
-    Args:
-        mode: a value of --speculate, not "off".
-        rows: output rows of a forward.
-        model: drafts too, with "auto" or "draft".
-    """
+    """Return what drafts the tokens of a session."""
 
     def drafters() -> list[SuffixDrafter]:
         automaton = suffix_automaton()()
@@ -31,8 +25,7 @@ def speculator_of(mode: str, rows: int, model: DraftModel | None) -> Speculator:
 def speculates(config: EngineConfig) -> bool:
     """Return whether the tokens of a session are drafted, unless blocks are denoised instead.
 
-    Raises:
-        UsageError: there is nothing to verify.
+    Raises UsageError.
     """
     mode = config.speculate
     if config.backend == "stub" and mode not in ("auto", "off"):
@@ -43,8 +36,7 @@ def speculates(config: EngineConfig) -> bool:
 def check_draft(draft: Model | None, mode: str) -> None:
     """Refuse a draft model that would not be asked, and its absence where it is asked for.
 
-    Raises:
-        UsageError: it is one of these.
+    Raises UsageError.
     """
     if draft is None:
         if mode == "draft":

@@ -36,17 +36,7 @@ SPARSE_ON = ("cpu", "cuda", "reference")
 def sizes_of(
     spec: ModelSpec, config: EngineConfig, *, speculates: bool = False, width: int = 0
 ) -> Sizes:
-    """Return the sizes of a session.
-
-    Args:
-        spec: the model.
-        config: of the session.
-        speculates: whether tokens are drafted, and forwards have a row for each.
-        width: tokens and rows that a sequence takes in a forward which denoises blocks; 0: none.
-
-    Raises:
-        UsageError: a size is out of range, or the model or the back end has no such attention.
-    """
+    """Return the sizes of a session. Raises UsageError."""
     known, batch, longest = BACK_ENDS[config.backend], config.batch, spec.max_positions
     context = min(longest, DEFAULT_CONTEXT) if config.context is None else config.context
     if context > longest:
@@ -160,13 +150,7 @@ def footprint(
 ) -> Footprint:
     """Return what a run on the CPU takes with its defaults: one sequence, drafted or denoised.
 
-    Args:
-        spec: the model.
-        weights: from `load.destined`.
-        context: in tokens; None: the default.
-
-    Raises:
-        UsageError: the context is longer than the model's.
+    Raises UsageError.
     """
     formats = {name: each.format for name, each in weights.items() if each.format is not None}
     width = usual_width(spec)

@@ -47,7 +47,6 @@ class Forwards:
 
     Args:
         executor: its Plan has the inputs of every Plan.
-        pages: the cache of its Plan.
         speculator: drafts tokens; None: nothing does.
 
     Attributes:

@@ -14,7 +14,6 @@ class Generation(Iterator[Token]):
 
     Args:
         begin: checks the call and submits its requests; returns their output queue.
-        lock: does steps, or waits for them.
         end: called once after the last token; raises if what was made is not to be trusted.
     """
 
@@ -27,12 +26,7 @@ class Generation(Iterator[Token]):
         self._beginning = threading.Lock()
 
     def __next__(self) -> Token:
-        """Return the next token.
-
-        Raises:
-            UsageError: the session was closed before the generation had ended.
-            ClocherError: see `Session.generate`.
-        """
+        """Return the next token. Raises UsageError, ClocherError."""
         if self._is_over:
             raise StopIteration
         queue = self.begin()
@@ -55,10 +49,7 @@ class Generation(Iterator[Token]):
     def poll(self) -> list[Token] | None:
         """Return the tokens that are made and not taken yet; None after the last one.
 
-        It does no step: for one loop that does the steps of a session with `Session.step`.
-
-        Raises:
-            ClocherError: what ended the generation early; see `Session.generate`.
+        Raises ClocherError.
         """
         queue = self.begin()
         tokens = [queue.tokens.popleft() for _ in range(len(queue.tokens))]
@@ -79,8 +70,7 @@ class Generation(Iterator[Token]):
     def begin(self) -> OutputQueue:
         """Join the steps of the session now, and not when the first token is asked for.
 
-        Raises:
-            UsageError: see `Session.generate`.
+        Raises UsageError.
         """
         with self._beginning:
             if self._queue is None:

@@ -256,11 +256,7 @@ class Request(Cached):
         return made
 
     def take(self, token: int, logits: np.ndarray | None) -> Token:
-        """Go on with a token that was drawn.
-
-        Raises:
-            UsageError: it is none, for the constraint allows none.
-        """
+        """Go on with a token that was drawn. Raises UsageError."""
         if token < 0:
             raise UsageError(
                 f"after {self.made} tokens the constraint allows no token of this model; it has to "
@@ -319,10 +315,7 @@ class Score(Request):
         return min(self.waiting_tokens, room, rows) or None
 
     def score(self, logits: np.ndarray) -> bool:
-        """Hand over the logits of the last tokens computed, [T, V]; return whether all are done.
-
-        An error of the function that takes them ends the call.
-        """
+        """Hand over the logits of the last tokens computed, [T, V]; return whether all are done."""
         try:
             for position, row in enumerate(logits, self.cells - len(logits)):
                 self.scored(position, row)

@@ -27,9 +27,6 @@ def sample_on_host(
     Args:
         logits: [V] fp32; not written to.
         ids: tokens so far, the first `prompt` of the prompt.
-        prompt: see there.
-        made: how many tokens have been drawn.
-        sampling: how.
         mask: [W] u32, which tokens are allowed; None: all.
 
     Raises:

@@ -33,8 +33,6 @@ class Scheduler:
 
     Args:
         executor: its Plan has the inputs of every Plan.
-        pages: the cache of its Plan.
-        slots: sequences side by side.
         weights: what the executor is bound to, for the explanation of a fault.
         act_prec: how activations are stored, for that too.
         itl_ms: expected length of a step, above which no more of a prompt is taken while sequences
@@ -98,11 +96,7 @@ class Scheduler:
         return self.pages.stats()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Put the requests of a call at the end of those that wait.
-
-        Raises:
-            SessionBusy: another call is being measured, or runs beside this one that shall be.
-        """
+        """Put the requests of a call at the end of those that wait. Raises SessionBusy."""
         queue = requests[0].queue
         for other in {r.queue for r in (*self._running, *self._waiting)}:
             if (queue.window or other.window) and queue.window is not other.window:
@@ -113,11 +107,7 @@ class Scheduler:
         self._waiting.extend(requests)
 
     def step(self) -> None:
-        """Do the next step, if there is anything to do.
-
-        What goes wrong for one call ends that call; what goes wrong for all ends all of them. The
-        error is in the output queue.
-        """
+        """Do the next step, if there is anything to do."""
         try:
             self.sweep()
             if parts := self._choose():
@@ -212,11 +202,7 @@ class Scheduler:
         return parts
 
     def _reserve(self, request: Request, count: int) -> bool:
-        """Get pages for the next tokens of a request, from the newest if there are none left.
-
-        Returns:
-            Whether it has them; otherwise it waits again.
-        """
+        """Get pages for the next tokens of a request, from the newest if there are none left."""
         while not self.pages.reserve(request, request.cells + request.taken(count)):
             newest = self._running[-1]
             self._retire(newest)

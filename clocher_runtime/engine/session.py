@@ -42,8 +42,6 @@ class Session:
     generation that was dropped leaves before the next step.
 
     Args:
-        model: from `load_model`.
-        config: how it is bound and stepped.
         draft: a small model of the same vocabulary that drafts tokens, with "auto" or "draft".
         calibration: token ids that the thresholds of `act_sparsity` are taken from.
         progress, packing: called with (done, total), the first while kernels compile or weights are
@@ -172,9 +170,7 @@ class Session:
     def warm(self) -> None:
         """Run one step, so that every kernel is compiled and loaded.
 
-        Raises:
-            SessionBusy: it is called from within a step.
-            UsageError: the session is closed.
+        Raises SessionBusy, UsageError.
         """
         with self._lock.taken("warm"), self.executor.running():
             self.executor.warm()
@@ -186,9 +182,7 @@ class Session:
     def work_touch(self, bytes_per_token: int, stride: int) -> Touch | None:
         """Return a work-touch of the weights on the device; None: they are the mapped files.
 
-        Raises:
-            SessionBusy: it is called from within a step.
-            UsageError: the session is closed.
+        Raises SessionBusy, UsageError.
         """
         with self._lock.taken("work_touch"):
             make = getattr(self.executor, "work_touch", None)
@@ -202,8 +196,7 @@ class Session:
     def close(self) -> None:
         """Stop the threads and release the buffers, after the step that runs. Generations end.
 
-        Raises:
-            SessionBusy: it is called from within a step.
+        Raises SessionBusy.
         """
         if self._lock.close():
             if self._draft_model is not None:
@@ -287,11 +280,7 @@ class Session:
         return Generation(begin, self._lock, self._check_files)
 
     def check(self, prompt: Sequence[int]) -> None:
-        """Check that a prompt can be generated from.
-
-        Raises:
-            UsageError: it is empty, longer than the context, or has an id that is no token.
-        """
+        """Check that a prompt can be generated from. Raises UsageError."""
         self._usable_ids(prompt)
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
@@ -336,12 +325,7 @@ class Session:
     def step(self) -> bool:
         """Do the next step for all who generate; return whether there is more to do.
 
-        A thread that waits for a token does this by itself; it is for one loop that serves many,
-        and takes what is made with `Generation.poll`.
-
-        Raises:
-            SessionBusy: it is called from within a step.
-            UsageError: the session is closed.
+        Raises SessionBusy, UsageError.
         """
         with self._lock.taken("step"):
             self.scheduler.step()

@@ -25,11 +25,7 @@ class StepInputs:
         self._write = stager()(self._arrays).write
 
     def stage(self, parts: Sequence[Part]) -> tuple[int, int]:
-        """Write a step; return its tokens and output rows.
-
-        Args:
-            parts: requests, and how many tokens of each come next, before its draft.
-        """
+        """Write a step; return its tokens and output rows."""
         start = row = masks = 0
         for request, count in parts:
             written = 0

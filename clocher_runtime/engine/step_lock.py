@@ -42,12 +42,7 @@ class StepLock:
     def taken(self, purpose: str) -> Iterator[None]:
         """Hold the right while the context is open; wait while another thread has it.
 
-        Args:
-            purpose: what it is for, as the errors name it.
-
-        Raises:
-            SessionBusy: this thread has it: it calls from within a step.
-            UsageError: the session is closed.
+        Raises SessionBusy, UsageError.
         """
         me = threading.get_ident()
         if self._inside == me:
@@ -89,8 +84,7 @@ class StepLock:
     def serve(self, queue: OutputQueue) -> None:
         """Do steps, or wait for those of others, until there is something in an output queue.
 
-        Raises:
-            SessionBusy: called from within a step.
+        Raises SessionBusy.
         """
         me = threading.get_ident()
         if self._inside == me:
@@ -121,11 +115,7 @@ class StepLock:
     def close(self) -> bool:
         """End all generations after the step that runs, and take the right for good.
 
-        Returns:
-            Whether this call did it, and no earlier one.
-
-        Raises:
-            SessionBusy: called from within a step.
+        Raises SessionBusy.
         """
         if self._is_closed:
             return False

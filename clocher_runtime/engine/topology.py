@@ -47,36 +47,19 @@ def usable_cpus() -> frozenset[int]:
 
 
 def cpu_name(root: Path = ROOT) -> str:
-    """Return what the processor calls itself.
-
-    Args:
-        root: root of the file system; tests pass a recorded tree.
-    """
+    """Return what the processor calls itself; tests pass the root of a recorded file system."""
     lines = read(root / "proc/cpuinfo").splitlines()
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, "unknown processor")
 
 
 def physical_cores(cpus: frozenset[int], root: Path = ROOT) -> int:
-    """Return how many physical cores lie behind some CPUs.
-
-    Siblings of one core (SMT, "hyper-threads") count once. A CPU that sysfs does not describe
-    counts as a core of its own.
-
-    Args:
-        cpus: CPU numbers.
-        root: root of the file system; tests pass a recorded tree.
-    """
+    """Return how many physical cores lie behind some CPUs; SMT siblings count once."""
     return len({_siblings(cpu, root) for cpu in cpus})
 
 
 def read_cpus(usable: frozenset[int] | None = None, root: Path = ROOT) -> tuple[Cpu, ...]:
-    """Return the usable CPUs, by number. CPUs that are off line are not among them.
-
-    Args:
-        usable: CPU numbers; None: those that this process may run on.
-        root: root of the file system; tests pass a recorded tree.
-    """
+    """Return the CPUs by number, those that this process may run on unless some are named."""
     usable = usable_cpus() if usable is None else usable
     online = parse_cpu_list(read(root / _CPUS / "online"))
     nodes = {
@@ -96,11 +79,7 @@ def read_cpus(usable: frozenset[int] | None = None, root: Path = ROOT) -> tuple[
 
 
 def numa_nodes(root: Path = ROOT) -> int:
-    """Return how many NUMA nodes are on line; 1 where the system does not say.
-
-    Args:
-        root: root of the file system; tests pass a recorded tree.
-    """
+    """Return how many NUMA nodes are on line; 1 where the system does not say."""
     return max(1, len(parse_cpu_list(read(root / _NODES / "online"))))
 
 
@@ -115,7 +94,6 @@ def in_order(cpus: Sequence[Cpu], affinity: str = "auto", policy: str = "auto") 
     Physical cores come first, their SMT siblings after all of them.
 
     Args:
-        cpus: the CPUs to choose from.
         affinity: "compact" takes neighbouring cores, "scatter" and "auto" one of each last-level
             cache in turn.
         policy: "compact" fills one socket after the other, "scatter" takes one of each socket in
@@ -145,11 +123,7 @@ def in_order(cpus: Sequence[Cpu], affinity: str = "auto", policy: str = "auto") 
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Return the CPUs that control groups grant to this process; None without a limit.
-
-    The tightest limit of the process's group and of its ancestors counts, in version 2
-    (`cpu.max`) and version 1 (`cpu.cfs_quota_us` / `cpu.cfs_period_us`).
-    """
+    """Return the CPUs that control groups grant to this process; None without a limit."""
     limits = [limit for limit in _limits(root) if limit is not None]
     return min(limits, default=None)
 
@@ -232,8 +206,7 @@ def _ratio(quota: str, period: str) -> float | None:
 def threads_of(config: EngineConfig) -> int:
     """Return the threads of a configuration, on the socket that its NUMA policy names if any.
 
-    Raises:
-        UsageError: none of the usable CPUs is on that socket.
+    Raises UsageError.
     """
     if config.threads is not None:
         return config.threads
@@ -244,23 +217,12 @@ def threads_of(config: EngineConfig) -> int:
 
 
 def usable_threads(config: EngineConfig) -> int:
-    """Return the same, at most the usable CPUs.
-
-    More would wait for each other at every barrier and cannot be faster; results do not depend on
-    their number.
-    """
+    """Return the same, at most the usable CPUs."""
     return min(threads_of(config), len(usable_cpus()))
 
 
 def pinned_cpus(config: EngineConfig) -> tuple[Cpu, ...]:
-    """Return the CPU of each thread; empty: wherever the system puts them.
-
-    Threads are pinned if IE_TP_USE_AFFINITY=1, if NUMA_POLICY says where to, or if each socket has
-    weights of its own.
-
-    Raises:
-        UsageError: none of the usable CPUs is on the socket that NUMA_POLICY names.
-    """
+    """Return the CPU of each thread; empty: wherever the system puts them. Raises UsageError."""
     every = read_cpus()
     copies = config.hot_replicate and len({cpu.socket for cpu in every}) > 1
     if not (config.use_affinity or config.numa_policy != "auto" or copies):

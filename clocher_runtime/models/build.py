@@ -25,9 +25,7 @@ def build_plan(
     """Build the forward pass of a model.
 
     Args:
-        spec: the model.
         formats: format of each matrix by tensor name; a ternary one gets int8 activations.
-        sizes: capacities.
         room: raises unless there is memory for the bytes of the buffers and of the rotary tables;
             called before the tables are made.
 

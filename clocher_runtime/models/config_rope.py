@@ -76,11 +76,8 @@ def read_rope(
 
     Args:
         scaling: the object that says how it is stretched; None: it is not.
-        where: what the object is, for messages.
         theta: base frequency, if the object has none.
         part: fraction of a head that is rotated, if the object has none.
-        head_dim: values of a head.
-        positions: `max_position_embeddings`.
         original: `original_max_position_embeddings`, if it stands beside the object.
 
     Raises:

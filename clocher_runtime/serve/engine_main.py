@@ -18,9 +18,9 @@ from clocher_kernels.errors import ClocherError, NonFinite, UsageError
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.loading import Engine, load_engine
 from clocher_runtime.engine.arguments import Sampling
-from clocher_runtime.engine.bandwidth import read_gbps, working_set
 from clocher_runtime.engine.constraint import Constraint
 from clocher_runtime.engine.generation import Generation
+from clocher_runtime.engine.probes import read_gbps, working_set
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.session import Session
 from clocher_runtime.exit_codes import exit_code, told

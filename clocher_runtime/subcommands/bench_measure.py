@@ -20,7 +20,7 @@ from clocher_runtime.config.setting import every, unmet
 from clocher_runtime.config.sources import Sources, settle
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.engine.backends import gpu
-from clocher_runtime.engine.bandwidth import memory_reader, working_set
+from clocher_runtime.engine.probes import memory_reader, working_set
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.topology import (
     cache_bytes,

@@ -156,7 +156,7 @@ def _available() -> int | None:
 
 def _measured(per_token: int) -> dict[str, Any]:
     """Return how fast memory is read, and how many tokens a second that allows at most."""
-    from clocher_runtime.engine.bandwidth import read_gbps
+    from clocher_runtime.engine.probes import read_gbps
     from clocher_runtime.engine.topology import default_threads
 
     gbps = read_gbps(per_token, default_threads())
