@@ -42,10 +42,10 @@ from bench.ops.experiment import (
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.cases import cost
 from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.engine.forwards import Part, StepInputs
 from clocher_runtime.engine.load import PRECISIONS, Model
 from clocher_runtime.engine.requests import OutputQueue, Request, Score
 from clocher_runtime.engine.session import Session
-from clocher_runtime.engine.step_inputs import Part, StepInputs
 from clocher_runtime.speculation.gate import ForwardCosts
 from clocher_runtime.text.tokenizer import Tokenizer
 from cpu_fallback.team.bandwidth import Reader

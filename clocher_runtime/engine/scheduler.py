@@ -16,11 +16,10 @@ from contextlib import ExitStack
 
 from clocher_kernels.errors import DeviceError, NonFinite, OutOfMemory, SessionBusy
 from clocher_runtime.engine.backends import Executor, Weights
-from clocher_runtime.engine.forwards import Done, Forwards
+from clocher_runtime.engine.forwards import Done, Forwards, Part
 from clocher_runtime.engine.nonfinite import explain
 from clocher_runtime.engine.pages import KvPages, PageStats
 from clocher_runtime.engine.requests import Request, Score
-from clocher_runtime.engine.step_inputs import Part
 from clocher_runtime.engine.timing import StepSums, StepTimes
 from clocher_runtime.speculation.speculator import Speculator
 

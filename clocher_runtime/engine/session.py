@@ -21,8 +21,12 @@ from clocher_runtime.engine.backends import Progress, acted_on
 from clocher_runtime.engine.binding import bind
 from clocher_runtime.engine.constraint import Constraint, one_for_each
 from clocher_runtime.engine.diffusing import diffusing, longest_text, of_call, width_of
-from clocher_runtime.engine.draft_model import DraftModel
-from clocher_runtime.engine.drafting import check_draft, speculates, speculator_of
+from clocher_runtime.engine.draft_model import (
+    DraftModel,
+    check_draft,
+    speculates,
+    speculator_of,
+)
 from clocher_runtime.engine.footprint import draft_config, sizes_of
 from clocher_runtime.engine.generation import Generation
 from clocher_runtime.engine.load import Model

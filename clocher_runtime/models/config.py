@@ -21,8 +21,8 @@ from clocher_runtime.models.config_fields import (
     MaskId,
     Size,
     Theta,
+    read_rope,
 )
-from clocher_runtime.models.config_rope import read_rope
 from clocher_runtime.models.spec import Act, BlockDiffusion, ModelSpec, RopeSpec
 
 LAYER_TYPES = ("sliding_attention", "full_attention")

@@ -7,8 +7,15 @@ from msgspec import Meta
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_runtime.disk.schema import given, one_of
 from clocher_runtime.models.config import Decoder, read_config
-from clocher_runtime.models.config_fields import WHERE, Experts, Heads, LayerNumber, Layers, Size
-from clocher_runtime.models.config_rope import magnitude
+from clocher_runtime.models.config_fields import (
+    WHERE,
+    Experts,
+    Heads,
+    LayerNumber,
+    Layers,
+    Size,
+    magnitude,
+)
 from clocher_runtime.models.family import Config, Family, From, each_expert
 from clocher_runtime.models.spec import MlaSpec, ModelSpec, MoeSpec, RopeSpec
 

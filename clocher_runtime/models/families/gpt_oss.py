@@ -5,8 +5,15 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta
 
 from clocher_runtime.models.config import LAYER_TYPES, Decoder, layer_windows, read_config
-from clocher_runtime.models.config_fields import Epsilon, Experts, Heads, Layers, Size, Theta
-from clocher_runtime.models.config_rope import magnitude
+from clocher_runtime.models.config_fields import (
+    Epsilon,
+    Experts,
+    Heads,
+    Layers,
+    Size,
+    Theta,
+    magnitude,
+)
 from clocher_runtime.models.family import Config, Family
 from clocher_runtime.models.spec import ModelSpec, MoeSpec, RopeSpec
 
