@@ -26,14 +26,14 @@ from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.cuda.upload import check_memory
 from clocher_kernels.errors import DeviceError, OutOfMemory, ShapeError, WindowError
 from clocher_kernels.ops import OPS
-from clocher_kernels.plan import Plan
+from clocher_kernels.plan import Executor, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine import binding
 from clocher_runtime.engine.arguments import Sampling
-from clocher_runtime.engine.backends import Executor, make_executor
+from clocher_runtime.engine.backends import make_executor
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.models.builder import DRAWN

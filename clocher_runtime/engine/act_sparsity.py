@@ -16,9 +16,8 @@ from clocher_kernels.formats.base import Format
 from clocher_kernels.ops import written
 from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.ops.skip import skips_columns
-from clocher_kernels.plan import Attr, Buffer, Call, Plan
+from clocher_kernels.plan import Attr, Buffer, Call, Executor, Plan
 from clocher_runtime.config.values import shown
-from clocher_runtime.engine.backends import Executor
 from clocher_runtime.models.build import PAGE_CELLS, page_table
 from clocher_runtime.models.spec import ModelSpec
 

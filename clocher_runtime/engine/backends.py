@@ -2,8 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from clocher_kernels.errors import DeviceError, UsageError
-from clocher_kernels.plan import Call, Plan
+from clocher_kernels.plan import Executor, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.config.setting import every
@@ -20,43 +19,6 @@ from clocher_runtime.engine.topology import pinned_cpus, threads_of
 _DEVICES = dict(every(EngineConfig))["device"].takes
 Progress = Callable[[int, int], None]
 Weights = Mapping[str, np.ndarray | QuantTensor]
-
-
-class Executor(Protocol):
-    """What executes a Plan."""
-
-    plan: Plan
-    isa: str
-
-    def array(self, name: str) -> np.ndarray:
-        """Return the host array of an input buffer, at capacity."""
-
-    def upload(self, masks: int | None = None) -> None:
-        """Hand the inputs that were written over to the device, before the next step."""
-
-    def step(self, tokens: int, rows: int) -> None:
-        """Execute the Plan for the first `tokens` tokens and `rows` output rows."""
-
-    def fetch(self, name: str, count: int) -> np.ndarray:
-        """Return the first rows of an output buffer after the steps so far."""
-
-    def walk(self, tokens: int, rows: int) -> Generator[Call, None, None]:
-        """Execute a step call by call and yield each that was executed, to look for a fault."""
-
-    def peek(self, name: str, count: int) -> np.ndarray:
-        """Return the first rows of any fp32 buffer as they are now."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has done all steps."""
-
-    def warm(self) -> None:
-        """Compile and capture what steps of any size need."""
-
-    def running(self) -> AbstractContextManager[object]:
-        """Keep what executes steps awake between them, while the context is open."""
-
-    def close(self) -> None:
-        """Stop threads and release memory."""
 
 
 def choose(device: str) -> tuple[str, str]:

@@ -8,11 +8,11 @@ from clocher_kernels.errors import UsageError
 from clocher_kernels.host_memory import require
 from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.ops.rewrite import round_activations, skip_zeros
-from clocher_kernels.plan import Plan
+from clocher_kernels.plan import Executor, Plan
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.act_sparsity import act_sparsity, calibrate, drop_inputs
 from clocher_runtime.engine.arguments import one_of
-from clocher_runtime.engine.backends import BACK_ENDS, Executor, Progress, make_executor
+from clocher_runtime.engine.backends import BACK_ENDS, Progress, make_executor
 from clocher_runtime.engine.footprint import packed_names, with_codes
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.pages import KvPages

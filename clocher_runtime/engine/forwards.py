@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from clocher_kernels.ops.sampling import NO_TOKEN
-from clocher_runtime.engine.backends import Executor, stager
+from clocher_kernels.plan import Executor
+from clocher_runtime.engine.backends import stager
 from clocher_runtime.engine.diffusing import Denoise, LookAhead
 from clocher_runtime.engine.pages import KvPages
 from clocher_runtime.engine.requests import OutputQueue, Request, Score, Token

@@ -12,9 +12,9 @@ import numpy as np
 from clocher_kernels.dtypes import LARGEST, to_f32
 from clocher_kernels.errors import NonFinite
 from clocher_kernels.ops import OPS
-from clocher_kernels.plan import Call
+from clocher_kernels.plan import Call, Executor
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.engine.backends import Executor, Weights
+from clocher_runtime.engine.backends import Weights
 
 _PIECE = 1 << 20
 

@@ -15,7 +15,8 @@ from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 
 from clocher_kernels.errors import DeviceError, NonFinite, OutOfMemory, SessionBusy
-from clocher_runtime.engine.backends import Executor, Weights
+from clocher_kernels.plan import Executor
+from clocher_runtime.engine.backends import Weights
 from clocher_runtime.engine.forwards import Done, Forwards, Part
 from clocher_runtime.engine.nonfinite import explain
 from clocher_runtime.engine.pages import KvPages, PageStats
