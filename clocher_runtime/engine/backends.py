@@ -46,14 +46,10 @@ def choose(device: str) -> tuple[str, str]:
 
 
 def hand_on(isa: str | None, tile_table: Path | None) -> None:
-    """Give the back ends what they take from the environment, wherever it was said.
+    """Give the back ends what they take from the environment; None leaves it as it is.
 
     Kernels are compiled for one instruction set per process, so it is read where the CPU back end
     is imported; processes that this one starts have it too.
-
-    Args:
-        isa: name of the instruction set; None leaves it as it is.
-        tile_table: file of tiles of GPU kernels; None leaves it as it is.
 
     Raises:
         UsageError: this process has compiled kernels for another instruction set.
@@ -82,8 +78,7 @@ def require_gpu(purpose: str) -> None:
     """Fail if the CUDA back end cannot run here. Raises DeviceError."""
     from clocher_kernels.cuda.probe import unusable
 
-    reason = unusable()
-    if reason:
+    if reason := unusable():
         raise DeviceError(f"{purpose} needs a GPU: {reason}; run it on a machine that has one")
 
 
@@ -126,7 +121,6 @@ class BackEnd:
     """A way to execute Plans.
 
     Attributes:
-        make: binds a Plan; see `make_executor`.
         activations: precision of activations that a run may ask for -> type; the first is the
             default.
         cache_dtype: storage of the KV cache unless a run asks for another.
@@ -136,7 +130,6 @@ class BackEnd:
             activations are stored.
     """
 
-    make: Callable[..., Executor]
     activations: Mapping[str, str]
     cache_dtype: str = "f16"
     chunk: int = 128
@@ -149,7 +142,26 @@ class BackEnd:
         return next(iter(self.activations))
 
 
-def _make_cpu(
+_ROUNDED = {"bf16": "bf16", "fp16": "f16", "fp8": "e4m3"}
+_ROUNDS = frozenset({"int8", *_ROUNDED})
+
+BACK_ENDS: Mapping[str, BackEnd] = {
+    # Unless it is asked for, int8 is for integer weights; what meets float weights stays fp32.
+    "cpu": BackEnd(activations={"int8": "i8", "fp32": "f32", **_ROUNDED}, rounds=_ROUNDS),
+    "reference": BackEnd(activations={"fp32": "f32", "int8": "i8", **_ROUNDED}, rounds=_ROUNDS),
+    "cuda": BackEnd(
+        activations={"fp16": "f16", "bf16": "bf16", "fp32": "f32", "fp8": "f16"},
+        cache_dtype="bf16",
+        chunk=512,
+        on_host=False,
+        rounds=frozenset({"fp8"}),
+    ),
+    "stub": BackEnd(activations={"none": "f32"}, chunk=4096, on_host=False),
+}
+"""The back ends by name."""
+
+
+def make_executor(
     plan: Plan,
     weights: Weights,
     config: EngineConfig,
@@ -159,12 +171,51 @@ def _make_cpu(
     packing: Progress | None = None,
     beside: Executor | None = None,
 ) -> Executor:
-    from cpu_fallback.executor import CpuExecutor
+    """Bind a Plan to the back end of a configuration.
+
+    Args:
+        copied: weights to copy from the mapped file into large pages, if they are not packed.
+        progress: called with (done, total) while kernels compile, or weights go to the GPU.
+        packing: called with (done, total) while the CPU back end packs weights, if they are many.
+        beside: an executor of the same back end whose threads, or stream, this one uses too. They
+            step in turns, and this one is closed first.
+    """
+    executor: Executor
+    if config.backend == "cpu":
+        from cpu_fallback.executor import CpuExecutor
+
+        hints, host = _hints(config, copied), beside if isinstance(beside, CpuExecutor) else None
+        threads = threads_of(config)
+        executor = CpuExecutor(plan, weights, threads, progress, hints, packing, host)
+    elif config.backend == "cuda":
+        from clocher_kernels.cuda.executor import CudaExecutor
+
+        cuda = BACK_ENDS["cuda"]
+        executor = CudaExecutor(
+            plan,
+            weights,
+            activations=cuda.activations[config.act_prec or cuda.default_act_prec],
+            progress=progress,
+            beside=beside if isinstance(beside, CudaExecutor) else None,
+        )
+    elif config.backend == "stub":
+        from clocher_runtime.engine.stub import StubExecutor
+
+        executor = StubExecutor(plan)
+    else:
+        from clocher_kernels.reference import ReferenceExecutor
+
+        executor = ReferenceExecutor(plan, weights)
+    return executor
+
+
+def _hints(config: EngineConfig, copied: frozenset[str]) -> Any:
+    """Return what a configuration asks of the CPU team."""
     from cpu_fallback.team.hints import Hints
     from cpu_fallback.team.placement import Placement
 
     cpus, ahead = pinned_cpus(config), config.prefetch_distance
-    hints = Hints(
+    return Hints(
         prefetch_distance=ahead if isinstance(ahead, int) else None,
         stream_block_bytes=config.stream_block_bytes,
         placement=Placement(tuple(cpu.id for cpu in cpus), tuple(cpu.socket for cpu in cpus)),
@@ -174,92 +225,6 @@ def _make_cpu(
         adaptive=not config.stamped,  # a thread that sits out has no times
         stamped=config.stamped,
     )
-    host = beside if isinstance(beside, CpuExecutor) else None
-    executor: Executor = CpuExecutor(
-        plan, weights, threads_of(config), progress, hints, packing, host
-    )
-    return executor
-
-
-def _make_cuda(
-    plan: Plan,
-    weights: Weights,
-    config: EngineConfig,
-    *,
-    progress: Progress | None = None,
-    beside: Executor | None = None,
-    **others: object,
-) -> Executor:
-    from clocher_kernels.cuda.executor import CudaExecutor
-
-    cuda = BACK_ENDS["cuda"]
-    activations = cuda.activations[config.act_prec or cuda.default_act_prec]
-    host = beside if isinstance(beside, CudaExecutor) else None
-    executor: Executor = CudaExecutor(
-        plan, weights, activations=activations, progress=progress, beside=host
-    )
-    return executor
-
-
-def _make_reference(
-    plan: Plan, weights: Weights, config: EngineConfig, **others: object
-) -> Executor:
-    from clocher_kernels.reference import ReferenceExecutor
-
-    return ReferenceExecutor(plan, weights)
-
-
-def _make_stub(plan: Plan, weights: Weights, config: EngineConfig, **others: object) -> Executor:
-    from clocher_runtime.engine.stub import StubExecutor
-
-    return StubExecutor(plan)
-
-
-_ROUNDED = {"bf16": "bf16", "fp16": "f16", "fp8": "e4m3"}
-
-BACK_ENDS: Mapping[str, BackEnd] = {
-    # Unless it is asked for, int8 is for integer weights; what meets float weights stays fp32.
-    "cpu": BackEnd(
-        make=_make_cpu,
-        activations={"int8": "i8", "fp32": "f32", **_ROUNDED},
-        rounds=frozenset({"int8", *_ROUNDED}),
-    ),
-    "reference": BackEnd(
-        make=_make_reference,
-        activations={"fp32": "f32", "int8": "i8", **_ROUNDED},
-        rounds=frozenset({"int8", *_ROUNDED}),
-    ),
-    "cuda": BackEnd(
-        make=_make_cuda,
-        activations={"fp16": "f16", "bf16": "bf16", "fp32": "f32", "fp8": "f16"},
-        cache_dtype="bf16",
-        chunk=512,
-        on_host=False,
-        rounds=frozenset({"fp8"}),
-    ),
-    "stub": BackEnd(
-        make=_make_stub,
-        activations={"none": "f32"},
-        chunk=4096,
-        on_host=False,
-    ),
-}
-"""The back ends by name."""
-
-
-def make_executor(plan: Plan, weights: Weights, config: EngineConfig, **more: Any) -> Executor:
-    """Bind a Plan to the back end of a configuration.
-
-    Args:
-        **more: what back ends may use.
-            copied: weights to copy from the mapped file into large pages, if they are not packed.
-            progress: called with (done, total) while kernels compile, or weights are copied to the
-                GPU.
-            packing: called with (done, total) while the CPU back end packs weights, if many.
-            beside: an executor of the same back end whose threads, or stream, this one uses too.
-                They step in turns, and this one is closed first.
-    """
-    return BACK_ENDS[config.backend].make(plan, weights, config, **more)
 
 
 def fetch_ahead(nbytes: int) -> None:
