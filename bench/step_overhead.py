@@ -23,7 +23,7 @@ from bench.ops.experiment import MODEL_DIR, TEAM, Row, experiment, opened
 from clocher_runtime.config.engine import SPECULATE
 
 PARTS = {"draft": "_draft", "stage": "_begin", "verify": "_verify"}
-"""Part of a step that speculates -> method of `engine.passes.Passes` that does it."""
+"""Part of a step that speculates -> method of `engine.forwards.Forwards` that does it."""
 
 
 class Parts:
