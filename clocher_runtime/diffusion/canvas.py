@@ -20,13 +20,10 @@ class Canvas:
     prompt, which no rule changes.
 
     Attributes:
-        size: positions of a block.
         ids: of the active block; none: the next forward begins a block.
         painted: what the model sees of it, under a rule that shows it noise.
         fixed: how many ids are the prompt's, or were given away.
-        begun: blocks that were begun.
-        passes: forwards over the active block.
-        edited: of these, since the block has had no mask.
+        passes: forwards over the active block; `edited` of these since it has had no mask.
         settled: whether the last one changed nothing, or was the last that may.
         top: top-1 tokens of the forward before, under a rule that shows noise.
         logits: [V] fp32 of each position of the block when its token was written, where wanted.

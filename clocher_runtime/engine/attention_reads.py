@@ -31,10 +31,8 @@ class StepBytes(NamedTuple):
     """What a step of one sequence reads at a full context, in bytes.
 
     Attributes:
-        weights: of the token.
-        windows: keys and values of layers that see a window, or a chunk.
-        whole: those of layers that see everything.
-        fewer: the same with `PROPOSED` tokens, and the bounds of all pages.
+        windows, whole: keys and values of layers that see a window or a chunk; of the others.
+        fewer: of the others with `PROPOSED` tokens, and the bounds of all pages.
     """
 
     weights: int

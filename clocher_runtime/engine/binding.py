@@ -49,14 +49,12 @@ def bind(
     packing: Progress | None = None,
     beside: Executor | None = None,
 ) -> Bound:
-    """Bind a model to the back end of a configuration.
+    """Bind a model to the back end of a configuration. Raises UsageError, OutOfMemory.
 
     Args:
+        sizes: how large its Plan is.
         calibration: token ids that the thresholds of `act_sparsity` are taken from.
-
-    Raises:
-        UsageError: the back end has no such precision of activations.
-        OutOfMemory: the KV cache, the buffers or the packed weights do not fit in memory.
+        progress, packing, beside: see `make_executor`.
     """
     backend, scoped = config.backend, config.pretranspose
     known, formats, spec = BACK_ENDS[backend], model.formats, model.spec

@@ -116,15 +116,12 @@ class Denoise(Request):
         self.masks = self.canvas.shown
 
     def advance(self, sampled: Sequence[int], logits: np.ndarray | None) -> list[Token]:
-        """Write into the block what its rule takes; go on with what is final then.
+        """Write into the block what its rule takes; return the tokens that are final then.
 
         Args:
             sampled: what the device drew; only whether the logits were finite counts.
             logits: [B, V] fp32, of each position; [1, V], of the last before it, if the block waits
                 for its first token.
-
-        Returns:
-            The tokens, which may be none. An error of what the caller gave ends the call.
         """
         self.is_faulty = NO_TOKEN in sampled
         canvas, made = self.canvas, list[Token]()

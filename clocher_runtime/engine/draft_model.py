@@ -29,14 +29,7 @@ from clocher_runtime.speculation.speculator import WITH_DRAFT_MODEL, Speculator,
 
 
 class DraftModel:
-    """Drafts for sequences side by side.
-
-    Args:
-        bound: the model, with a slot for each sequence of a step.
-
-    Attributes:
-        costs: time of a step by its tokens.
-    """
+    """Drafts for sequences side by side, of a larger model with `vocabulary` ids."""
 
     def __init__(self, bound: Bound, vocabulary: int) -> None:
         self._executor, self.pages = bound.executor, bound.pages
@@ -144,11 +137,9 @@ class DraftModel:
 
 
 class SequenceReader:
-    """What a draft model has read of a sequence, and drafted.
+    """What a draft model has read of a sequence, the keys of `request`, and drafted after it.
 
-    Attributes:
-        request: the sequence, and its keys; drafted tokens are not in it.
-        drafted: how it goes on after that. All but the last one have keys.
+    All drafted tokens but the last one have keys.
     """
 
     __slots__ = ("_is_lost", "_model", "drafted", "request")

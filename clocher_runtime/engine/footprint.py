@@ -36,7 +36,12 @@ SPARSE_ON = ("cpu", "cuda", "reference")
 def sizes_of(
     spec: ModelSpec, config: EngineConfig, *, speculates: bool = False, width: int = 0
 ) -> Sizes:
-    """Return the sizes of a session. Raises UsageError."""
+    """Return the sizes of a session. Raises UsageError.
+
+    Args:
+        speculates: whether tokens are drafted, and forwards have a row for each.
+        width: tokens and rows that a sequence takes in a forward which denoises blocks; 0: none.
+    """
     known, batch, longest = BACK_ENDS[config.backend], config.batch, spec.max_positions
     context = min(longest, DEFAULT_CONTEXT) if config.context is None else config.context
     if context > longest:
@@ -128,8 +133,7 @@ class Footprint:
         made: weights that are decoded or converted at load.
         packed: weights that are packed before the first step, beside those that were made; those
             of which zeros are skipped are packed twice.
-        kv: the KV cache.
-        buffers: other buffers, and the rotary tables.
+        kv, buffers: the KV cache; other buffers and the rotary tables.
     """
 
     mapped: int

@@ -88,14 +88,9 @@ _BARE_EVERY = 32
 
 
 class Done(NamedTuple):
-    """What a forward has done.
+    """What a forward has done: tokens computed, output rows by request, what each request made.
 
-    Attributes:
-        tokens: that it computed, drafts included.
-        rows: its output rows by request.
-        made: tokens of each request that generates.
-        logits: [R, V] fp32, valid until the next forward; None if they were not wanted.
-        is_faulty: whether a row of it was not finite.
+    `logits` [R, V] fp32 are valid until the next forward; None if they were not wanted.
     """
 
     tokens: int
@@ -106,15 +101,10 @@ class Done(NamedTuple):
 
 
 class Forwards:
-    """What executes the steps of a scheduler.
-
-    Args:
-        executor: its Plan has the inputs of every Plan.
-        speculator: drafts tokens; None: nothing does.
+    """Executes the steps of a scheduler.
 
     Attributes:
-        times: how long forwards take.
-        sums: what all of them add up to.
+        times, sums: how long forwards take, and what all of them add up to.
         decoded: forwards that went on with sequences, once for each sequence in them.
         costs: what forwards take that could draft blocks and do not.
         denoising: forwards and tokens of sequences whose blocks are denoised.

@@ -10,11 +10,8 @@ from clocher_runtime.engine.step_lock import StepLock
 class Generation(Iterator[Token]):
     """The tokens of a call as they are asked for. Threads may share it.
 
-    Dropping it, or `close`, ends the generation.
-
-    Args:
-        begin: checks the call and submits its requests; returns their output queue.
-        end: called once after the last token; raises if what was made is not to be trusted.
+    Dropping it, or `close`, ends the generation. `begin` checks the call and submits its requests;
+    `end` is called once after the last token, and raises if what was made is not to be trusted.
     """
 
     def __init__(

@@ -159,8 +159,7 @@ class KvPages:
     Args:
         table: [S, B] i32, the live page table of layers that see everything, and `pages` of their
             pool; None: the Plan keeps nothing of earlier tokens.
-        window_table: [S, B] i32, that of layers with a window of `window` tokens, and
-            `window_pages` of their pool; None without such layers.
+        window_table: the same of layers with a window of `window` tokens, if there are any.
         salt: what the content of a page depends on besides ids: model, KV type.
         reuse: find pages of earlier sequences.
 

@@ -22,15 +22,14 @@ Finish = Literal["", "stop", "length"]
 
 @dataclass(slots=True)
 class Token:
-    """One generated token.
+    """One generated token of the prompt `sequence` of a call.
 
     Attributes:
-        sequence: index of its prompt in the call.
         finish: why nothing follows: "stop" if the id or a constraint ends the sequence, "length" if
             as many as were asked for are made, or the context is full; "" if something follows.
         logits: what it was drawn from, [V] fp32, if they were asked for.
-        cached: with the first token, tokens of the prompt that were found in the cache; else 0.
-        forwards: with the last token of a sequence, forwards that its tokens took; else 0.
+        cached: with the first token, tokens of the prompt that were found in the cache.
+        forwards: with the last token, forwards that the tokens of the sequence took.
     """
 
     sequence: int
@@ -63,11 +62,8 @@ class OutputQueue:
 
     Attributes:
         open: requests of the call that have not ended.
-        window: measures the steps that work for the call.
-        after_token: called in a step, with the number of tokens that it made for the call.
-        logits: whether tokens carry theirs.
-        tokens: made and not taken yet.
-        snapshots: by their index, sequences of the call whose blocks are denoised.
+        window, after_token, logits: see `Session.generate`.
+        snapshots: by index, of sequences whose blocks are denoised.
         error: what ended the call early.
         left: the caller has gone.
     """
@@ -97,15 +93,11 @@ class Request(Cached):
     """A sequence of a call that makes one token after the other, with drafts or without.
 
     Attributes:
-        queue: of its call.
         index: which prompt of the call it is.
-        budget: tokens to make.
-        sampling: how they are chosen.
+        budget: tokens to make; `made` so far stand at the end of `ids`.
         stop: ids that end it.
-        constraint: which tokens may be made.
         track: what is drafted for it; None: nothing is.
-        made: tokens made so far; they stand at the end of `ids`.
-        forwards: that could have made some.
+        forwards: that could have made tokens.
         found: tokens that were in the cache when it ran for the first time; None before.
         draft: tokens that the step verifies, and `kept`: how many of them were accepted.
         masks: tokens computed behind the text and the draft, which see each other.
@@ -180,16 +172,10 @@ class Request(Cached):
         return count if count > 0 else None
 
     def restrict(self, masks: np.ndarray) -> int:
-        """Write which tokens may come next, and after each token of the draft.
+        """Write which tokens may come next, and after each draft token; return how many masks.
 
-        The draft is cut where a token of it is not allowed, or the text may end. An error of the
-        constraint ends the call.
-
-        Args:
-            masks: [C, W] u32, written from the first on.
-
-        Returns:
-            How many were written; none without a constraint.
+        The draft is cut where a token of it is not allowed, or the sequence may end. An error of
+        the constraint ends the call. `masks` is [C, W] u32, written from the first on.
         """
         constraint = self.constraint
         if constraint is None or self.queue.is_over:
@@ -224,15 +210,13 @@ class Request(Cached):
         return sample_on_host(logits, self.ids, prompt, self.made, self.sampling, mask)
 
     def advance(self, sampled: Sequence[int], logits: np.ndarray | None) -> list[Token]:
-        """Go on with the tokens that were drawn, as far as the draft had them right.
+        """Go on with the tokens that were drawn, as far as the draft had them right; return them.
+
+        An error of what the caller gave ends the call; `is_faulty`: the logits were not finite.
 
         Args:
             sampled: what the device drew after the text, and after each token of the draft.
             logits: what from, [1 + draft, V] fp32, if they are wanted.
-
-        Returns:
-            The tokens. An error of what the caller gave ends the call; `is_faulty` tells that the
-            logits were not finite.
         """
         made: list[Token] = []
         self.kept, drafted = 0, self.draft.tokens

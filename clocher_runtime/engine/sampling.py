@@ -18,19 +18,15 @@ def sample_on_host(
     sampling: Sampling,
     mask: np.ndarray | None = None,
 ) -> int:
-    """Return a token drawn from logits.
+    """Return a token drawn from logits, [V] fp32. Raises UsageError.
 
     In this order: penalties, biases, processors; tokens that are not allowed are dropped; then,
     unless greedy, min_p, and what the sampling op does. The same seed, number of tokens and logits
     give the same token.
 
     Args:
-        logits: [V] fp32; not written to.
-        ids: tokens so far, the first `prompt` of the prompt.
+        ids: tokens so far, the first `prompt` of the prompt; `made` have been drawn.
         mask: [W] u32, which tokens are allowed; None: all.
-
-    Raises:
-        UsageError: a processor returned something else than logits, or none above -inf is left.
 
     Source: repetition penalty, Keskar et al. 2019 (CTRL); presence and frequency penalties, OpenAI
     API reference; min_p, Nguyen et al. 2024.

@@ -32,19 +32,16 @@ class Scheduler:
     """Requests, and the steps that serve them. Callers see to it that one step runs at a time.
 
     Args:
-        executor: its Plan has the inputs of every Plan.
-        weights: what the executor is bound to, for the explanation of a fault.
-        act_prec: how activations are stored, for that too.
+        slots: sequences side by side.
+        weights, act_prec: what the executor is bound to, to explain a fault.
         itl_ms: expected length of a step, above which no more of a prompt is taken while sequences
             decode.
         speculator: drafts tokens; None: nothing does.
 
     Attributes:
-        kv_hits: keys of earlier tokens that were found in the cache, by all tokens.
-        kv_misses: tokens that were computed.
+        kv_hits, kv_misses: keys found in the cache by all tokens; tokens that were computed.
         reused: tokens that were found in the cache instead.
         preempted: how often a sequence had to give its pages back.
-        forwards: what executes steps.
     """
 
     def __init__(

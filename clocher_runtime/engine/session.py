@@ -52,12 +52,8 @@ class Session:
             copied, the second while weights are packed, if they are many.
 
     Attributes:
-        config: see there.
-        sizes: of its Plan.
-        act_prec: what matmuls read.
-        speculate: the mode of speculation in use.
+        act_prec, speculate: what matmuls read, and what drafts tokens, once all is decided.
         changed: what became of a weight file while it was in use, with `keep_mapped`; else "".
-        reading: what attention reads of the cache.
 
     Raises:
         UsageError: a size is out of range, or two settings exclude each other.
@@ -220,11 +216,8 @@ class Session:
         """Generate tokens for some prompts.
 
         It joins the steps of the session when its first token is asked for, and leaves when the
-        last one is made, or it is closed or dropped. While others step, its tokens are made too,
-        and wait for being asked for.
-
+        last one is made, or it is closed or dropped. While others step, its tokens are made too.
         Every step is one span of `window`, "prefill" if it has tokens of a prompt, else "decode".
-        What the caller does between two tokens is outside the window.
 
         Args:
             prompts: token ids of each prompt, at least one each.
@@ -233,22 +226,19 @@ class Session:
             stop_ids: ids that end a sequence; None: the model's; empty: none.
             window: measures the steps; no other generation may run beside a measured one.
             after_token: called inside the span with the number of tokens that the step made.
-            **more: of the call.
-                logits (bool): give each token the logits that it was drawn from.
-                salt (str): find only cached pages of the same salt.
-                constraints: of each prompt, what its text may be, or None; each of one call only.
-                diffusion (str): how blocks are denoised, if not as the session does.
+            **more: logits (bool): give each token the logits that it was drawn from; salt (str):
+                find only cached pages of the same salt; constraints: of each prompt or None, each
+                of one call only; diffusion (str): how blocks are denoised, if not as usual.
 
         Returns:
             Tokens, in the order of their steps. What is wrong shows when the first is asked for.
 
         Raises:
             SessionBusy: a measured generation beside another, or a call from within a step.
-            UsageError: no prompt, an empty or too long one, or an id that is no token; or the
-                session is closed.
+            UsageError: no prompt, an empty or too long one, an id that is no token; closed.
             NonFinite: a step gave logits that are NaN or infinite.
-            ModelChanged: a weight file was written to, replaced or deleted since it was loaded;
-                looked for before the first step and after the last one.
+            ModelChanged: a weight file is another one since it was loaded; looked for before the
+                first step and after the last one.
         """
         call = _Call(**more)
 
@@ -301,19 +291,12 @@ class Session:
     def scoring(self, ids: Sequence[int], take: Take) -> Generation:
         """Hand over the logits after each token of one sequence while steps are done.
 
+        Each token sees those before it, also where blocks see themselves. The generation has no
+        token, and ends when the last position has been handed over; see `generate` for errors.
+
         Args:
-            ids: the sequence; each token sees those before it, also where blocks see themselves.
+            ids: the sequence.
             take: called with each position in order, and logits [V] fp32 that are valid meanwhile.
-
-        Returns:
-            What has no token, and ends when the last position has been handed over.
-
-        Raises:
-            SessionBusy: a measured generation runs, or a call from within a step.
-            UsageError: the session was not made with all_logits, the sequence does not fit the
-                context, or an id is no token.
-            NonFinite: a logit is NaN or infinite.
-            ModelChanged: see `generate`.
         """
         if not (self.config.all_logits or self.config.score_rows):
             raise UsageError("logits: make the session with all_logits=True, or with score_rows")

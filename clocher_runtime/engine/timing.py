@@ -49,17 +49,12 @@ class Tally:
 class TimedWindow:
     """A measurement: the steps of a run, and nothing between them.
 
-    While a span is open, compiling, tuning, loading weights and reading files refuse to run. What
-    the consumer of the tokens does between two spans is outside the window.
+    While a span is open, compiling, tuning, loading weights and reading files refuse to run, with
+    `name` in their messages. A step that raises leaves no span.
 
     Args:
-        name: what is measured, for the messages of those refusals.
         clock: returns nanoseconds that never go back.
         synchronize: waits until the device has finished; called at both ends of a span.
-
-    Attributes:
-        spans: the finished spans, in order. A step that raises leaves none.
-        total_ns: their sum.
     """
 
     def __init__(
@@ -95,13 +90,9 @@ class TimedWindow:
 
 
 class Reservoir(Generic[T]):
-    """An even random sample of values as they come: all of them while they are few.
+    """An even random sample of the `count` values that came: all of them while they are few.
 
     The same values in the same order give the same sample.
-
-    Attributes:
-        values: the sample.
-        count: values that came.
 
     Source: Vitter, Random sampling with a reservoir, 1985, algorithm R.
     """
@@ -122,13 +113,7 @@ class Reservoir(Generic[T]):
 
 
 class StepTotals:
-    """What the spans of a window add up to.
-
-    Attributes:
-        forwards: spans.
-        prefill_tokens: prompt tokens, and `prefill_ns`, time in their spans.
-        decode: sample of the decode spans.
-    """
+    """What the spans of a window add up to; `decode` is a sample of the decode spans."""
 
     def __init__(self) -> None:
         self.forwards = self.prefill_tokens = self.prefill_ns = 0
@@ -212,9 +197,6 @@ class StepTimes:
 
     Sizes are counted in classes, four to a doubling; a class remembers an average that follows what
     came last. Between two known classes the time is taken as a straight line.
-
-    Args:
-        clock: returns nanoseconds that never go back.
     """
 
     _NEW = 0.3  # weight of the newest time

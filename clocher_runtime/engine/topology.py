@@ -21,13 +21,11 @@ class Cpu:
     """A CPU that this process may run on.
 
     Attributes:
-        id: its number.
         core: the lowest number among the CPUs of its physical core.
         rank: its place among the usable CPUs of its core; 0 unless they are siblings (SMT).
-        socket: number of its package.
-        node: its NUMA node.
-        cache: the lowest number among the CPUs that share its last-level cache.
-        cache_bytes: size of that cache; 0 if it is not known.
+        socket, node: number of its package, and its NUMA node.
+        cache: the lowest number among the CPUs that share its last-level cache of `cache_bytes`
+            bytes, 0 if it is not known.
     """
 
     id: int
@@ -89,9 +87,7 @@ def cache_bytes(cpus: Sequence[Cpu]) -> int:
 
 
 def in_order(cpus: Sequence[Cpu], affinity: str = "auto", policy: str = "auto") -> tuple[Cpu, ...]:
-    """Return CPUs in the order in which the threads of a team are given them.
-
-    Physical cores come first, their SMT siblings after all of them.
+    """Return CPUs in the order in which threads are given them: physical cores, then SMT siblings.
 
     Args:
         affinity: "compact" takes neighbouring cores, "scatter" and "auto" one of each last-level
@@ -100,8 +96,7 @@ def in_order(cpus: Sequence[Cpu], affinity: str = "auto", policy: str = "auto") 
             turn, "socket:N" takes that socket only; "auto" does as `affinity` says, and fills
             sockets for "auto".
 
-    Raises:
-        UsageError: none of the CPUs is on the socket.
+    Raises UsageError.
     """
     if policy.startswith("socket:"):
         wanted = int(policy.partition(":")[2])
@@ -131,13 +126,9 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 def default_threads(root: Path = ROOT, cpus: frozenset[int] | None = None) -> int:
     """Return the thread count of a run that does not name one.
 
-    It is the number of physical cores among the usable CPUs, and not more than the CPU quota
-    rounded down; at least 1. A second thread on a core competes for the same vector units and
-    the same memory port, so it does not help.
-
-    Args:
-        root: root of the file system; tests pass a recorded tree.
-        cpus: CPUs to count instead of all usable ones.
+    It is the number of physical cores among the usable CPUs, or those that are named, and not more
+    than the CPU quota rounded down; at least 1. A second thread on a core competes for the same
+    vector units and the same memory port, so it does not help.
     """
     cores = physical_cores(usable_cpus() if cpus is None else cpus, root)
     quota = cpu_quota(root)

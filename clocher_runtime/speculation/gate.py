@@ -96,9 +96,6 @@ class Trial:
     The gate knows what a forward costs and not what drafting itself does, which on a small model is
     more than a token. So the time of a token is compared: with drafts over some forwards in a row,
     and of single forwards without. If drafts lose, they are tried again after ever longer pauses.
-
-    Attributes:
-        is_on: whether the next forward has drafts.
     """
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ class DraftModel(Protocol):
     costs: ForwardCosts
 
     def draft(self, readers: Sequence[Any], depth: int, most: int) -> list[list[int]]:
-        """Read on in some sequences, and draft for those that are read to their end."""
+        """Read up to `most` tokens of some sequences; draft `depth` for those read to their end."""
 
     def reset(self) -> None:
         """Forget all sequences."""

@@ -133,11 +133,8 @@ class Track:
     """What is drafted for one sequence.
 
     Attributes:
-        rates: acceptance rates, beginning with those of the session.
-        offer: the draft that expects most; it is judged whether it is sent or not.
+        offer: the draft that expects most; it is judged, `sent` or not, as `asides` are.
         tried: how many of its tokens are sent whatever they promise, to learn what they are worth.
-        asides: other drafts that are judged too.
-        sent: what of the offer is verified.
         reader: what a draft model knows of the sequence; None without one.
     """
 
@@ -178,12 +175,8 @@ class Speculator:
 
     Args:
         make: returns the drafters of a new sequence.
+        rows: output rows of a forward.
         gate: of a draft model, if there is one.
-
-    Attributes:
-        costs: of a forward.
-        counts: so far.
-        trial: whether speculation wins.
     """
 
     def __init__(
@@ -244,12 +237,7 @@ class Speculator:
             self._gate.model.reset()
 
     def learn(self, track: Track, tokens: Sequence[int], verified: int) -> None:
-        """Compare what was drafted for a sequence with the tokens that came.
-
-        Args:
-            tokens: that came, one at least.
-            verified: how many of them had been sent.
-        """
+        """Compare what was drafted with the tokens that came, of which `verified` were sent."""
         counts, sent = self.counts, track.sent
         counts.forwards += 1
         counts.tokens += len(tokens)
