@@ -36,7 +36,6 @@ class LookAhead(Request):
 
     @property
     def snapshot(self) -> Snapshot:
-        """See `Request`."""
         return Snapshot(self.forwards, self.drafted)
 
     def look_ahead(self, room: int) -> None:
@@ -59,12 +58,10 @@ class LookAhead(Request):
         return made
 
     def committed(self) -> None:
-        """See `Request`."""
         Request.committed(self)
         self.masks = ()
 
     def leave(self) -> None:
-        """See `Request`."""
         Request.leave(self)
         self.drafted = ()
 
@@ -77,7 +74,6 @@ class Denoise(Request):
 
     @property
     def block(self) -> int:
-        """See `Request`."""
         return self.canvas.size
 
     @property
@@ -87,27 +83,22 @@ class Denoise(Request):
 
     @property
     def waiting_tokens(self) -> int:
-        """See `Request`."""
         return self.text_end - self.cells
 
     @property
     def decodes(self) -> bool:
-        """See `Request`."""
         return self.forwards > 0 and self.waiting_tokens <= self.canvas.size
 
     @property
     def wants_logits(self) -> bool:
-        """See `Request`."""
         return True
 
     @property
     def snapshot(self) -> Snapshot:
-        """See `Request`."""
         seen = self.canvas.painted or self.canvas.ids
         return Snapshot(self.forwards, seen[self.canvas.fixed :])
 
     def rows(self, count: int) -> int:
-        """See `Request`."""
         return (len(self.masks) or 1) if count == self.waiting_tokens else 0
 
     def begin_block(self) -> None:

@@ -14,6 +14,7 @@ from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.host_memory import require
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint, LazyTensor
+from clocher_runtime.config.engine import PRECISIONS as PRECISIONS
 from clocher_runtime.disk.schema import given, read_as
 from clocher_runtime.engine.arguments import one_of
 from clocher_runtime.engine.backends import Weights
@@ -33,7 +34,6 @@ WEIGHT_ONLY = {
     "mxfp4w": "mxfp4",
     "ternaryw": "ternary_f16",
 }
-PRECISIONS = (*CASTS, *WEIGHT_ONLY)
 _ROWS = 1024
 
 

@@ -283,19 +283,15 @@ class Score(Request):
 
     @property
     def wants_logits(self) -> bool:
-        """See `Request`."""
         return True
 
     def rows(self, count: int) -> int:
-        """See `Request`."""
         return count
 
     def least_rows(self, count: int) -> int:
-        """See `Request`."""
         return count
 
     def piece(self, room: int, rows: int) -> int | None:
-        """See `Request`."""
         return min(self.waiting_tokens, room, rows) or None
 
     def score(self, logits: np.ndarray) -> bool:
