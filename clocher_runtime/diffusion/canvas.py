@@ -23,7 +23,7 @@ class Canvas:
         ids: of the active block; none: the next forward begins a block.
         painted: what the model sees of it, under a rule that shows it noise.
         fixed: how many ids are the prompt's, or were given away.
-        passes: forwards over the active block; `edited` of these since it has had no mask.
+        forwards: forwards over the active block; `edited` of these since it has had no mask.
         settled: whether the last one changed nothing, or was the last that may.
         top: top-1 tokens of the forward before, under a rule that shows noise.
         logits: [V] fp32 of each position of the block when its token was written, where wanted.
@@ -34,7 +34,7 @@ class Canvas:
         self._blocks, self._vocabulary, self._seed = blocks, vocabulary, seed
         self.ids: list[int] = []
         self.painted: list[int] = []
-        self.fixed = self.begun = self.passes = self.edited = 0
+        self.fixed = self.begun = self.forwards = self.edited = 0
         self.settled = False
         self.top: Array | None = None
         self.logits: dict[int, Array] = {}
@@ -50,9 +50,9 @@ class Canvas:
             self.ids = [*known, *[self._blocks.mask] * (self.size - len(known))]
             self.fixed = len(known)
             self.begun += 1
-            self.passes = self.edited = 0
+            self.forwards = self.edited = 0
             self.top = None
-            if self.rule.passes:
+            if self.rule.forwards:
                 self.painted = np.where(self._own(), self._noise(), self.ids).tolist()
 
     @property
@@ -75,8 +75,8 @@ class Canvas:
         """
         waits, temperature = self.waits, 1.0
         asked = np.arange(self.size) == 0 if waits else self._asked()
-        if self.rule.passes and not waits:
-            temperature = temperature_of(self.passes, self.rule.passes)
+        if self.rule.forwards and not waits:
+            temperature = temperature_of(self.forwards, self.rule.forwards)
         places = np.flatnonzero(asked)
         rows = places - (self._blocks.shift and not waits)  # whose logits are of these positions
         heated = logits[rows] / np.float32(temperature)
@@ -95,8 +95,8 @@ class Canvas:
             if self.painted:
                 self.painted[0] = self.ids[0]
         else:
-            self.passes += 1
-            if self.rule.passes:
+            self.forwards += 1
+            if self.rule.forwards:
                 wrote = self._paint(top, chosen, chance, entropy)
             else:
                 wrote = self._write(chosen, chance, entropy)
@@ -108,7 +108,7 @@ class Canvas:
         """Return the positions whose tokens a rule may write after this forward, [B] bool."""
         own = self._own()
         is_open = own & (np.array(self.ids) == self._blocks.mask)
-        if self.rule.passes or not is_open.any():
+        if self.rule.forwards or not is_open.any():
             return own
         part = np.arange(self.size) // self._blocks.part
         now = is_open & (part == part[is_open.argmax()])
@@ -131,7 +131,7 @@ class Canvas:
         """Paint what the next forward sees, or write the whole block; return where, [B] bool."""
         own = self._own()
         before, self.top = self.top, top[own]
-        if self.passes == self.rule.passes or is_calm(self.top, before, entropy[own]):
+        if self.forwards == self.rule.forwards or is_calm(self.top, before, entropy[own]):
             self.ids = np.where(own, top, self.ids).tolist()
             self.painted = []
             return own
@@ -147,8 +147,8 @@ class Canvas:
         return np.arange(self.size) >= max(self.fixed, self._blocks.shift)
 
     def _noise(self) -> Array:
-        """Return random ids but the mask, [B]; the same ones for a seed, a block and a pass."""
-        rng = np.random.default_rng([self._seed, self.begun, self.passes])
+        """Return random ids but the mask, [B]; the same ones for a seed, a block and a forward."""
+        rng = np.random.default_rng([self._seed, self.begun, self.forwards])
         ids = rng.integers(0, self._vocabulary - 1, self.size)
         return ids + (ids >= self._blocks.mask)
 

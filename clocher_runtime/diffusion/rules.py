@@ -96,9 +96,9 @@ def joint(view: View, least: float, least_edit: float) -> Array:
     return fresh | (view.changes & (view.chance > least_edit))
 
 
-def temperature_of(done: int, passes: int) -> float:
+def temperature_of(done: int, forwards: int) -> float:
     """Return the temperature of a canvas's next forward, which cools down from the first one on."""
-    return _COOLEST + (_HOTTEST - _COOLEST) * (passes - done) / passes
+    return _COOLEST + (_HOTTEST - _COOLEST) * (forwards - done) / forwards
 
 
 def is_calm(top: Array, before: Array | None, entropy: Array) -> bool:
@@ -126,13 +126,13 @@ class Rule:
         text: as it was asked for.
         write: returns the positions to write, [B] bool.
         edits: whether it changes what it has written, so that a block is sure at its end only.
-        passes: that a canvas of noise may take; 0: blocks are of masks.
+        forwards: that a canvas of noise may take; 0: blocks are of masks.
     """
 
     text: str
     write: Callable[[View], Array]
     edits: bool = False
-    passes: int = 0
+    forwards: int = 0
 
 
 _STEPS = 4  # of `dynamic`, a usual block's
@@ -155,5 +155,5 @@ def rule_of(text: str) -> Rule:
         text,
         lambda view: _WRITES[name](view, *numbers),
         edits=name == "joint",
-        passes=int(numbers[1]) if name == "canvas" else 0,
+        forwards=int(numbers[1]) if name == "canvas" else 0,
     )

@@ -74,7 +74,7 @@ def act_sparsity(text: object) -> ActSparsity:
 def drop_inputs(
     plan: Plan, spec: ModelSpec, formats: Mapping[str, Format], wanted: ActSparsity
 ) -> Plan:
-    """Return a Plan that drops small inputs of the products in its layers. Raises UsageError."""
+    """Return a Plan that drops small inputs of the matmuls in its layers. Raises UsageError."""
     if spec.moe is not None:
         raise UsageError(
             "act_sparsity on a model with experts: of these few are read anyway; leave it out"
@@ -82,7 +82,7 @@ def drop_inputs(
     chosen = {name for name in formats if any(f".{p}_proj." in name for p in _PLACES)}
     wrong = sorted(name for name in chosen if not skips_columns(formats[name]))
     if wrong or not chosen:
-        stored = f"{wrong[0]} is {formats[wrong[0]].name}" if wrong else "it has no such products"
+        stored = f"{wrong[0]} is {formats[wrong[0]].name}" if wrong else "it has no such matmuls"
         raise UsageError(
             f"act_sparsity on a model where {stored}; expected ternary weights, or symmetric int4 "
             "of 32, 64 or 128 columns per scale: --precision int4 makes it of float weights"

@@ -134,9 +134,9 @@ class Denoise(Request):
         """Return what draws the tokens of a forward; None: the top-1 tokens are taken."""
         sampling, prompt, canvas = self.sampling, len(self.ids) - self.made, self.canvas
         first = self.text_end - prompt  # a position is drawn with its own number
-        if canvas.rule.passes:  # the rule has temperatures of its own, and draws each time anew
+        if canvas.rule.forwards:  # the rule has temperatures of its own, and draws each time anew
             sampling = replace(sampling, temperature=1.0)
-            first = (canvas.begun * canvas.rule.passes + canvas.passes) * canvas.size
+            first = (canvas.begun * canvas.rule.forwards + canvas.forwards) * canvas.size
         elif not sampling.on_host and not sampling.temperature:
             return None
         return lambda row, at: sample_on_host(row, self.ids, prompt, max(first + at, 0), sampling)

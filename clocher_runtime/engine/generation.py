@@ -20,7 +20,7 @@ class Generation(Iterator[Token]):
         self._begin, self._lock, self._end = begin, lock, end
         self._queue: OutputQueue | None = None
         self._is_over = False
-        self._beginning = threading.Lock()
+        self._joining = threading.Lock()
 
     def __next__(self) -> Token:
         """Return the next token. Raises UsageError, ClocherError."""
@@ -69,7 +69,7 @@ class Generation(Iterator[Token]):
 
         Raises UsageError.
         """
-        with self._beginning:
+        with self._joining:
             if self._queue is None:
                 try:
                     self._queue = self._begin()

@@ -55,7 +55,7 @@ def sampling_defaults(checkpoint: "Checkpoint") -> dict[str, float]:
 
 
 def taken(defaults: Mapping[str, float], said: Mapping[str, Any]) -> dict[str, float]:
-    """Return which of a model's defaults a caller gets, who may say `said`."""
+    """Return those of a model's defaults that a caller does not override with `said`."""
     if said.get("temperature") == 0:
         return {}
     return {name: value for name, value in defaults.items() if said.get(name) is None}

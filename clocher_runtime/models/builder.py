@@ -14,7 +14,7 @@ from clocher_runtime.models.selection import PAGE_CELLS, Selection
 from clocher_runtime.models.spec import MlaSpec, ModelSpec, MoeSpec, QueryGrowth
 
 DRAWN = 8
-"""Tokens that a pass draws for a sequence at most: one, and one after each guess."""
+"""Tokens that a forward draws for a sequence at most: one, and one after each draft token."""
 COUNTS = "selected"
 """Pages that attention has read, and pages that were there, where it does not read all."""
 ONES = "norm.ones"
@@ -103,7 +103,7 @@ class Builder:
         self._buffer("logits", (self.rows, spec.vocab_size), "f32", "R", "output")
         self._buffer("sampled", (self.rows,), "i32", "R", "output")
         self._call("gather_rows", {"x": "h", "rows": "rows", "y": "last"})
-        # A buffer of its own: what only products read may be stored in fewer bits.
+        # A buffer of its own: what only matmuls read may be stored in fewer bits.
         self._buffer("last.normed", (self.rows, hidden), "f32", "R")
         self._norm("last", NORM, "last.normed", self._stream_eps())
         head = ("last.normed", head_name(spec), "logits")
