@@ -10,7 +10,7 @@ from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.ops import OPS, matrices
 from clocher_kernels.ops.contract import Value
-from clocher_kernels.plan import Buffer, Call, Plan
+from clocher_kernels.plan import Buffer, Call, Executor, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.lanes import jit
 from cpu_fallback.lanes.isa import CURRENT
@@ -31,7 +31,7 @@ from cpu_fallback.tiles.prepack import check_memory, in_large_pages, reads_in_pl
 _MANY_BYTES = 512 << 20
 
 
-class CpuExecutor:
+class CpuExecutor(Executor):
     """Execute a Plan with compiled kernels on a team of threads.
 
     A token's result depends neither on the other tokens of the step nor on the number of threads.
@@ -145,23 +145,6 @@ class CpuExecutor:
                 words = tape.encode([self._launches[i] for i in places])
                 self._team.execute(words, tokens, rows, self._work)
                 yield call
-
-    def peek(self, name: str, count: int) -> np.ndarray:
-        """Return the first rows of a buffer as they are now."""
-        return self.array(name)[:count]
-
-    def upload(self, masks: int | None = None) -> None:
-        """Do nothing: steps read the host's arrays."""
-
-    def fetch(self, name: str, count: int) -> np.ndarray:
-        """Return the first rows of a buffer; the next step overwrites them."""
-        return self.array(name)[:count]
-
-    def synchronize(self) -> None:
-        """Do nothing: a step is done when it returns."""
-
-    def warm(self) -> None:
-        """Do nothing: a step of any size runs the same code."""
 
     def running(self) -> AbstractContextManager[None]:
         """Keep the team awake between steps; a context, entered once per generation."""

@@ -23,7 +23,7 @@ from clocher_kernels.formats import parse_format
 from clocher_kernels.formats.base import Format
 from clocher_runtime.checkpoints.opening import Checkpoint
 from clocher_runtime.convert.synthetic import find_preset
-from clocher_runtime.models.build import build_plan, page_table
+from clocher_runtime.models.build import Sizes, build_plan, page_table
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import EMBED, Need, head_name, inventory
 from clocher_runtime.models.spec import ModelSpec
@@ -184,11 +184,13 @@ class Model:
         self.plan = build_plan(
             self.spec,
             self.formats,
-            tokens=max(batch, chunk),
-            rows=batch,
-            slots=batch,
-            context=max(precision.contexts) + 1,
-            kv_dtype=_KV,
+            Sizes(
+                tokens=max(batch, chunk),
+                rows=batch,
+                slots=batch,
+                context=max(precision.contexts) + 1,
+                cache_dtype=_KV,
+            ),
         )
         self.executor = CudaExecutor(self.plan, self.weights, device=setting.device)
         self._fill_cache()

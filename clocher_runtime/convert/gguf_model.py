@@ -18,8 +18,15 @@ from clocher_kernels.formats import Format, Ternary
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf.blocks import same_type
 from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
-from clocher_runtime.checkpoints.gguf.pre_types import PRE_TYPES
-from clocher_runtime.checkpoints.gguf.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER
+from clocher_runtime.checkpoints.gguf.vocabulary import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    PRE_TYPES,
+    UNKNOWN,
+    UNUSED,
+    USER,
+)
 from clocher_runtime.convert.gguf import Field, GgufExport, plan_gguf
 from clocher_runtime.convert.to_iebin import vocabulary
 from clocher_runtime.disk.output_file import check_free

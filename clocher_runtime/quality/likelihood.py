@@ -112,7 +112,7 @@ class Scorer:
         running: deque[tuple[_Reading, Generation]] = deque()
         try:
             while waiting or running:
-                while waiting and len(running) < _WAITING * self._session.batch:
+                while waiting and len(running) < _WAITING * self._session.config.batch:
                     reading = waiting.popleft()
                     generation = self._session.scoring(reading.fed, reading.take)
                     generation.begin()

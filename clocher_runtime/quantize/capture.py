@@ -22,7 +22,7 @@ from clocher_kernels.plan import Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.engine.load import head_as_stored
-from clocher_runtime.models.build import build_plan
+from clocher_runtime.models.build import Sizes, build_plan
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import Need, inventory, layer_name
 from clocher_runtime.quantize.inputs import (
@@ -208,7 +208,7 @@ class Walk:
             if stored is not None:
                 formats[name] = parse_format("ternary_f32") if online else stored.format
         longest = max(self.text.lengths)
-        return build_plan(self.spec, formats, tokens=1, rows=1, slots=1, context=longest)
+        return build_plan(self.spec, formats, Sizes(tokens=1, rows=1, slots=1, context=longest))
 
     def _ternarised(self, name: str, need: Need) -> bool:
         stored = self.checkpoint.tensors.get(name)

@@ -178,7 +178,7 @@ class Generate(Actor):
 
     def compute(self, asked: list[Any]) -> list[dict[str, Any]]:
         """Generate side by side."""
-        made = dict(side_by_side(asked, self.model.session.batch))
+        made = dict(side_by_side(asked, self.model.session.config.batch))
         whole = [{name: getattr(made[at], name) for name in self.columns} for at in sorted(made)]
         return [each | {"ids": list(each["ids"])} for each in whole]
 

@@ -18,9 +18,9 @@ from clocher_kernels.errors import ClocherError, NonFinite, UsageError
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.loading import Engine, load_engine
 from clocher_runtime.engine.arguments import Sampling
-from clocher_runtime.engine.bandwidth import read_gbps, working_set
 from clocher_runtime.engine.constraint import Constraint
 from clocher_runtime.engine.generation import Generation
+from clocher_runtime.engine.probes import read_gbps, working_set
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.session import Session
 from clocher_runtime.exit_codes import exit_code, told
@@ -200,11 +200,16 @@ class EngineLoop:
 
     def _unsure(self, work: _Work, tokens: Sequence[Token]) -> Iterator[Unsure]:
         """Yield what stands behind a text that goes on, if a pass has changed it."""
-        glance, blocks = work.generation.glance(), self.session.model.spec.diffusion
+        snapshot, blocks = work.generation.snapshot(), self.session.model.spec.diffusion
         over = bool(tokens) and tokens[-1].last
-        if glance is not None and blocks is not None and glance.passes > work.shown and not over:
-            work.shown = glance.passes
-            ids = [None if token == blocks.mask else token for token in glance.open]
+        if (
+            snapshot is not None
+            and blocks is not None
+            and snapshot.forwards > work.shown
+            and not over
+        ):
+            work.shown = snapshot.forwards
+            ids = [None if token == blocks.mask else token for token in snapshot.open]
             yield Unsure(work.request.id, ids)
 
     def _go_on(self, work: _Work, step: Step) -> bool:
@@ -221,14 +226,14 @@ class EngineLoop:
 
 def _made(work: _Work, tokens: Sequence[Token]) -> Iterator[Made]:
     """Yield what is told of the tokens of a step."""
-    request, glance = work.request, work.generation.glance()
+    request, snapshot = work.request, work.generation.snapshot()
     for place, token in enumerate(tokens):
         found = None
         if token.logits is not None:
             found = logprob_of(token.logits, token.id, request.logprobs)
         passes = 0
-        if glance is not None:
-            passes, work.passes = glance.passes - work.passes, glance.passes
+        if snapshot is not None:
+            passes, work.passes = snapshot.forwards - work.passes, snapshot.forwards
         yield Made(
             request.id,
             token.id,
@@ -236,7 +241,7 @@ def _made(work: _Work, tokens: Sequence[Token]) -> Iterator[Made]:
             logprob=found and found.logprob,
             top=found.top if found else (),
             cached=0 if request.scores else token.cached,  # scoring put it there, for this request
-            guessed=glance is None and place > 0,
+            guessed=snapshot is None and place > 0,
             passes=passes,
         )
 
@@ -249,7 +254,7 @@ def state_of(session: Session) -> State:
     """Return how it goes."""
     scheduler = session.scheduler
     running, waiting = scheduler.counts
-    sums, denoising = scheduler.sums, scheduler.passes.denoising
+    sums, denoising = scheduler.sums, scheduler.forwards.denoising
     return State(
         running=running,
         waiting=waiting,
@@ -265,7 +270,7 @@ def state_of(session: Session) -> State:
         prompt_ns=sums.prompt_ns,
         denoised_passes=denoising.forwards,
         denoised_tokens=denoising.tokens,
-        guesses=_guesses(scheduler.speculator, scheduler.passes.turns),
+        guesses=_guesses(scheduler.speculator, scheduler.forwards.decoded),
         changed=session.changed,
     )
 
@@ -297,11 +302,11 @@ def ready_of(engine: Engine) -> Ready:
             "isa": engine.isa,
             **engine.numerics,
             "threads": engine.threads,
-            "batch": session.batch,
+            "batch": session.config.batch,
             "speculate": session.speculate,
             "diffusion": session.diffusion,
             "attn": session.reading.mode,
-            "act_sparsity": session.act_sparsity,
+            "act_sparsity": session.config.act_sparsity,
             "read_gbps": read_gbps(working_set(session.model), engine.threads, engine.device),
             "hints_ignored": list(engine.hints_ignored),
         },

@@ -103,7 +103,7 @@ def _one_model(where: Sequence[str]) -> Path | None:
 
 def _speed_limit(per_token: int) -> dict[str, Any]:
     """Return how fast memory is read, and how many tokens a second that allows at most."""
-    from clocher_runtime.engine.bandwidth import read_gbps
+    from clocher_runtime.engine.probes import read_gbps
     from clocher_runtime.engine.topology import default_threads
 
     gbps = read_gbps(per_token, default_threads())

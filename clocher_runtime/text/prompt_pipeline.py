@@ -8,7 +8,6 @@ end, so the order is that of the file whoever was faster. When the ring is full,
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from types import TracebackType
 from typing import Self
 
 from clocher_kernels.guards import refuse_in_window
@@ -76,12 +75,7 @@ class PromptPipeline:
             thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._room:
             self._closed = True
             self._room.notify_all()

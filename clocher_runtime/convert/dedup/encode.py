@@ -3,7 +3,7 @@
 Symbols are counted once and sizes compared; nothing is written for that.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -70,13 +70,12 @@ def choose(raw: StoredPlane, source: Source) -> Choice:
     item = SPLITS[names[0]].item
     histogram = None  # how often each item occurs, where items have few enough values to count
     if item.itemsize <= 2:
-        every = Part("item", 8 * item.itemsize, np.asarray, np.asarray)
-        histogram = _counts(every, item, source)
+        histogram = _tally(1 << 8 * item.itemsize, np.asarray, item, source)
     for name in names:
         streams, tables = [], []
         for part in SPLITS[name].parts:
             if histogram is None:
-                counts = _counts(part, SPLITS[name].item, source)
+                counts = _tally(1 << part.bits, part.cut, SPLITS[name].item, source)
             else:
                 counts = _fold(part, histogram)
             stream, table = choose_stream(counts, part.bits)
@@ -91,11 +90,13 @@ def choose(raw: StoredPlane, source: Source) -> Choice:
     return best if small else Choice(raw)
 
 
-def _counts(part: Part, item: np.dtype, source: Source) -> np.ndarray:
-    """Return how often each symbol of a stream occurs."""
-    total = np.zeros(1 << part.bits, np.int64)
+def _tally(
+    size: int, cut: Callable[[np.ndarray], np.ndarray], item: np.dtype, source: Source
+) -> np.ndarray:
+    """Return how often each of `size` symbols occurs that are cut out of a plane's items."""
+    total = np.zeros(size, np.int64)
     for piece in source.pieces(PIECE_ITEMS * item.itemsize):
-        total += np.bincount(part.cut(piece.view(item)), minlength=len(total))
+        total += np.bincount(cut(piece.view(item)), minlength=len(total))
     return total
 
 

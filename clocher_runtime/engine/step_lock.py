@@ -1,4 +1,4 @@
-"""Who does the next step of a session: whoever needs a token while nobody else does one.
+"""Which thread does the next step of a session: one that needs a token, while no other steps.
 
 There is no thread in the background. A thread that waits for a token does a step for all, or sleeps
 while another one does it.
@@ -12,18 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from clocher_kernels.errors import SessionBusy, UsageError
-from clocher_runtime.engine.requests import Mailbox
+from clocher_runtime.engine.requests import OutputQueue
 from clocher_runtime.engine.scheduler import Scheduler
 
-_all: "weakref.WeakSet[Turns]" = weakref.WeakSet()
+_all: "weakref.WeakSet[StepLock]" = weakref.WeakSet()
 
 
-class Turns:
-    """The right to work with a scheduler and its executor.
-
-    Args:
-        scheduler: does the steps.
-    """
+class StepLock:
+    """The right to work with a scheduler and its executor."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -44,14 +40,9 @@ class Turns:
 
     @contextmanager
     def taken(self, purpose: str) -> Iterator[None]:
-        """Hold the right while the context is open; wait for who has it.
+        """Hold the right while the context is open; wait while another thread has it.
 
-        Args:
-            purpose: what it is for, as the errors name it.
-
-        Raises:
-            SessionBusy: this thread has it: it calls from within a step.
-            UsageError: the session is closed.
+        Raises SessionBusy, UsageError.
         """
         me = threading.get_ident()
         if self._inside == me:
@@ -72,7 +63,7 @@ class Turns:
             yield
 
     def _lead(self, me: int, purpose: str) -> None:
-        """Take the right that nobody else has; the lock is held."""
+        """Take the right that no other thread has; the lock is held."""
         self._leader = None
         if self._is_closed:
             raise _closed(purpose)
@@ -90,31 +81,30 @@ class Turns:
                 self._leader = None
                 self._changed.notify_all()
 
-    def serve(self, box: Mailbox) -> None:
-        """Do steps, or wait for those of others, until there is something in a mailbox.
+    def serve(self, queue: OutputQueue) -> None:
+        """Do steps, or wait for those of others, until there is something in an output queue.
 
-        Raises:
-            SessionBusy: called from within a step.
+        Raises SessionBusy.
         """
         me = threading.get_ident()
         if self._inside == me:
             raise SessionBusy("generate: called from within a step of this session; return first")
-        while not box.has_news:
+        while not queue.has_news:
             with self._lock:
-                # Who joins, leaves or closes comes first: this thread would ask again at once.
-                while (self._asking or self._leader not in (None, me)) and not box.has_news:
+                # Threads that join, leave or close come first: this one would ask again at once.
+                while (self._asking or self._leader not in (None, me)) and not queue.has_news:
                     self._changed.wait()
-                if box.has_news:
+                if queue.has_news:
                     return
                 self._lead(me, "generate")
             with self._led(me):
                 self._scheduler.step()
 
-    def let_go(self, box: Mailbox) -> None:
-        """Note that nobody reads a mailbox; what its requests hold is free now, or after a step."""
-        box.left = True
+    def let_go(self, queue: OutputQueue) -> None:
+        """Note that a queue is not read any more; its requests are freed now, or after a step."""
+        queue.left = True
         if not self._lock.acquire(blocking=False):
-            return  # who has it looks for those who left
+            return  # the thread that has it looks for queues that were left
         try:
             if self._leader is None and not self._is_closed:
                 self._scheduler.sweep()
@@ -125,11 +115,7 @@ class Turns:
     def close(self) -> bool:
         """End all generations after the step that runs, and take the right for good.
 
-        Returns:
-            Whether this call did it, and no earlier one.
-
-        Raises:
-            SessionBusy: called from within a step.
+        Raises SessionBusy.
         """
         if self._is_closed:
             return False
@@ -157,14 +143,14 @@ def _closed(purpose: str) -> UsageError:
 
 def _at_exit() -> None:
     # A daemon thread in a step would go on in memory that the interpreter gives back.
-    for turns in list(_all):
+    for lock in list(_all):
         with suppress(SessionBusy):
-            turns.close()
+            lock.close()
 
 
 def _after_fork() -> None:
-    for turns in list(_all):
-        turns.forked()
+    for lock in list(_all):
+        lock.forked()
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,4 +1,4 @@
-"""Draw a token on the host, where a request wants more than the sampling op of a Plan can do."""
+"""Sampling on the host, where a request wants more than the sampling op of a Plan can do."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from clocher_runtime.config.values import shown
 from clocher_runtime.engine.arguments import Sampling
 
 
-def draw(
+def sample_on_host(
     logits: np.ndarray,
     ids: Sequence[int],
     prompt: int,
@@ -18,22 +18,15 @@ def draw(
     sampling: Sampling,
     mask: np.ndarray | None = None,
 ) -> int:
-    """Return a token drawn from logits.
+    """Return a token drawn from logits, [V] fp32. Raises UsageError.
 
     In this order: penalties, biases, processors; tokens that are not allowed are dropped; then,
     unless greedy, min_p, and what the sampling op does. The same seed, number of tokens and logits
     give the same token.
 
     Args:
-        logits: [V] fp32; not written to.
-        ids: tokens so far, prompt and made ones.
-        prompt: how many of them are the prompt's.
-        made: how many tokens have been drawn.
-        sampling: what is wanted.
+        ids: tokens so far, the first `prompt` of the prompt; `made` have been drawn.
         mask: [W] u32, which tokens are allowed; None: all.
-
-    Raises:
-        UsageError: a processor returned something else than logits, or none above -inf is left.
 
     Source: repetition penalty, Keskar et al. 2019 (CTRL); presence and frequency penalties, OpenAI
     API reference; min_p, Nguyen et al. 2024.
@@ -65,8 +58,8 @@ def draw(
         )
     if sampling.temperature == 0:
         return best
-    heat = np.float64(sampling.temperature)
-    least = row[best] + heat * np.log(sampling.min_p) if sampling.min_p else -np.inf
+    temperature = np.float64(sampling.temperature)
+    least = row[best] + temperature * np.log(sampling.min_p) if sampling.min_p else -np.inf
     kept = np.flatnonzero((row >= least) & (row > -np.inf))
     out = np.zeros(1, np.int32)
     sample(

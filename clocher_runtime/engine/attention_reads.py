@@ -5,7 +5,7 @@ from typing import NamedTuple
 from clocher_kernels.dtypes import STORAGE
 from clocher_runtime.engine.binding import Bound
 from clocher_runtime.engine.footprint import SPARSE_ON, whole_layers
-from clocher_runtime.models.build import COUNTS
+from clocher_runtime.models.build import COUNTS, Sizes
 from clocher_runtime.models.selection import PAGE_CELLS
 from clocher_runtime.models.spec import ModelSpec
 
@@ -31,10 +31,8 @@ class StepBytes(NamedTuple):
     """What a step of one sequence reads at a full context, in bytes.
 
     Attributes:
-        weights: of the token.
-        windows: keys and values of layers that see a window, or a chunk.
-        whole: those of layers that see everything.
-        fewer: the same with `PROPOSED` tokens, and the bounds of all pages.
+        windows, whole: keys and values of layers that see a window or a chunk; of the others.
+        fewer: of the others with `PROPOSED` tokens, and the bounds of all pages.
     """
 
     weights: int
@@ -54,18 +52,11 @@ class StepBytes(NamedTuple):
         return (rest + self.whole) / max(1, rest + self.fewer)
 
 
-def step_bytes(spec: ModelSpec, weights: int, context: int, kv_dtype: str) -> StepBytes:
-    """Return what a step reads.
-
-    Args:
-        spec: the model.
-        weights: bytes of weights that a token reads.
-        context: in tokens.
-        kv_dtype: storage of the KV cache.
-    """
+def step_bytes(spec: ModelSpec, weights: int, context: int, cache_dtype: str) -> StepBytes:
+    """Return what a step reads, of so many bytes of weights and a full context in tokens."""
     line = spec.num_kv_heads * spec.head_dim
-    scales = 8 * spec.num_kv_heads if kv_dtype == "i8" else 0
-    cell = 2 * line * STORAGE[kv_dtype].itemsize + scales
+    scales = 8 * spec.num_kv_heads if cache_dtype == "i8" else 0
+    cell = 2 * line * STORAGE[cache_dtype].itemsize + scales
     chunks = spec.chunks or (0,) * len(spec.windows)
     windows = sum(
         min(context, window or context, chunk or context)
@@ -78,9 +69,9 @@ def step_bytes(spec: ModelSpec, weights: int, context: int, kv_dtype: str) -> St
     return StepBytes(weights, cell * windows, cell * layers * context, layers * fewer)
 
 
-def _proposal(found: StepBytes, context: int, backend: str) -> str:
+def _proposal(found: StepBytes, sizes: Sizes, backend: str) -> str:
     """Return what "auto" says of a session, which reads everything: one sentence."""
-    share = f"keys and values are {found.share:.0%} of what a step reads at {context} tokens"
+    share = f"keys and values are {found.share:.0%} of what a step reads at {sizes.context} tokens"
     if found.share <= WORTH or found.gain <= 1 or backend not in SPARSE_ON:
         return f"attention: {share}; all of them are read"
     return (
@@ -90,27 +81,22 @@ def _proposal(found: StepBytes, context: int, backend: str) -> str:
     )
 
 
-class Reading:
+class AttentionReads:
     """What attention reads of the cache of a session.
-
-    Args:
-        bound: the model, its sizes, and what executes it.
-        backend: name of the back end.
-        attn: as it was asked for.
 
     Attributes:
         mode: "dense", or what selects pages.
         proposal: with "auto": whether reading less would pay, as a sentence; else empty.
     """
 
-    def __init__(self, bound: Bound, backend: str, attn: str) -> None:
-        sizes, self.proposal = bound.sizes, ""
+    def __init__(self, bound: Bound) -> None:
+        sizes, config, model, self.proposal = bound.sizes, bound.config, bound.model, ""
         self.mode = "dense" if sizes.selection is None else sizes.selection.name
         self._executor, self._tokens = bound.executor, sizes.tokens
-        if attn == "auto":
-            weights, spec = bound.model.bytes_per_token, bound.model.spec
-            found = step_bytes(spec, weights, sizes.context, sizes.kv_dtype)
-            self.proposal = _proposal(found, sizes.context, backend)
+        if config.attn == "auto":
+            weights = model.bytes_per_token
+            found = step_bytes(model.spec, weights, sizes.context, sizes.cache_dtype)
+            self.proposal = _proposal(found, sizes, config.backend)
 
     @property
     def pages(self) -> PagesRead:
