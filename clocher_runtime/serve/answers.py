@@ -22,7 +22,7 @@ from clocher_runtime.serve.errors import to_json
 from clocher_runtime.serve.jobs import Job, News
 from clocher_runtime.serve.messages import Made, Scored, Top, Unsure
 from clocher_runtime.text.answers import AnswerReader, Delta
-from clocher_runtime.text.stops import StopStrings
+from clocher_runtime.text.deltas import StopStrings
 from clocher_runtime.text.tokenizer import TextStream, Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -236,10 +236,7 @@ class _Pipeline(ABC):
     chunk_object: ClassVar[str]
 
     async def steps(self) -> AsyncIterator[Iterable[Piece]]:
-        """Yield what each step adds, to be iterated once: a token counts when it is reached.
-
-        ApiError if the engine cannot go on.
-        """
+        """Yield what each step adds, to be iterated once: a token counts when it is reached."""
         try:
             async for piece in self._before():
                 yield [piece]
@@ -279,12 +276,7 @@ class _Pipeline(ABC):
         return {**self._head(self.object), "choices": choices, "usage": self.answer.usage()}
 
     async def chunks(self, include_usage: bool, continuous: bool) -> AsyncIterator[bytes]:
-        """Yield the events of the response that is streamed.
-
-        Args:
-            include_usage: report the usage in a last chunk without choices.
-            continuous: and in every chunk.
-        """
+        """Yield the events of the response that is streamed."""
         head = self._head(self.chunk_object)
 
         def event(*choices: dict[str, Any]) -> bytes:

@@ -57,8 +57,7 @@ from clocher_runtime.serve.requests import (
 from clocher_runtime.serve.responses import ResponsesAnswer, ResponsesRequest, ResponseStream
 from clocher_runtime.serve.schemas import SamplingFields, Schema
 from clocher_runtime.serve.settings import ServeConfig, is_local
-from clocher_runtime.text.stops import StopStrings
-from clocher_runtime.text.thinking import opens_thoughts
+from clocher_runtime.text.deltas import StopStrings, opens_thoughts
 
 _CLOSED = 499  # nginx's: the client was gone before the answer; nobody reads it
 S = TypeVar("S", bound=Schema)
@@ -196,19 +195,7 @@ class Server:
         tail: str = "",
         scores: bool = False,
     ) -> list[Submit]:
-        """Return what the engine is asked for: all choices of each prompt, once they were checked.
-
-        Args:
-            asked: the request.
-            prompts: ids.
-            blocks: how blocks are denoised.
-            param: the field of the prompts.
-            tail: the end of the prompt's text.
-            scores: whether the tokens of the prompts are scored.
-
-        Raises:
-            ApiError, UsageError: it cannot be done.
-        """
+        """Return what the engine is asked for, all choices of each prompt, once it was checked."""
         ready = self.engine.serving()
         longest = longest_text(blocks, ready.longest)
         budgets = [room_for(ids, asked.budget, longest, ready.vocab_size, param) for ids in prompts]

@@ -42,11 +42,7 @@ class Connection(H11Protocol):
             gone.transport.abort()
 
     def look(self, now: float) -> None:
-        """End the connection if what it waits for has not come in time.
-
-        Args:
-            now: time of the loop, in seconds. Looks come about once a second.
-        """
+        """End the connection if what it waits for has not come in time."""
         stage, limit = self._waits_for()
         if stage != self._stage:
             self._stage, self._since = stage, now

@@ -13,10 +13,8 @@ from clocher_runtime.text.grammar import GrammarMaker
 class Grammars:
     """The grammars of a model, made in a thread: only who asked for a difficult one waits for it.
 
-    Args:
-        source: the model's tokenizer.json, read when the first grammar is wanted; or its contents.
-        vocab_size: tokens of the model.
-        eos_ids: tokens that end an answer.
+    `source`: the model's tokenizer.json, read when the first grammar is wanted; or its contents.
+    `vocab_size`: tokens of the model. `eos_ids`: tokens that end an answer.
     """
 
     def __init__(self, source: Path | bytes, vocab_size: int, eos_ids: Sequence[int]) -> None:

@@ -133,8 +133,7 @@ class Bodies:
     async def read(self, request: Request) -> AsyncIterator[bytes]:
         """Read a body, and hold it while the context is open. The connection has a deadline for it.
 
-        Raises:
-            ApiError: 413: it is too large. 503: too much is held already.
+        Raises ApiError: 413: it is too large. 503: too much is held already.
         """
         length = request.headers.get("content-length", "0")
         too_large = failure("request_too_large", most=self._most)
@@ -180,8 +179,7 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     """Await some work for a request whose body was read; cancel it when the client goes.
 
-    Raises:
-        Disconnected: the client went first.
+    Raises Disconnected: the client went first.
     """
 
     async def gone() -> None:

@@ -146,12 +146,7 @@ class Refused(ValueError):
 
 
 def from_validation(error: ValidationError, body: object) -> ApiError:
-    """Return the error of the first wrong field of a request, in one sentence.
-
-    Args:
-        error: what pydantic found.
-        body: what it validated; tells fields from pydantic's names of union members.
-    """
+    """Return the error of the first wrong field of a request, in one sentence."""
     found = error.errors(include_url=False)
     places = [_place(detail, body) for detail in found]
     first = [at for at, place in enumerate(places) if place[:1] == places[0][:1]]

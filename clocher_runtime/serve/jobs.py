@@ -22,9 +22,8 @@ class News(NamedTuple):
 class Job:
     """The sequences of a request.
 
-    Args:
-        numbers: their ids in the engine, in order.
-        cancel: tells the engine that a sequence is not wanted any more.
+    `numbers`: their ids in the engine, in order. `cancel`: tells the engine that a sequence is not
+    wanted any more.
     """
 
     def __init__(self, numbers: Sequence[int], cancel: Callable[[int], None]) -> None:
@@ -42,11 +41,7 @@ class Job:
         return not self._open and not self._news
 
     async def read(self) -> list[News]:
-        """Return what has come, at least one piece; wait for it. [] at the end.
-
-        Raises:
-            ApiError: the request cannot be done, or the engine has died.
-        """
+        """Return what has come, at least one piece; wait for it. [] at the end; raises ApiError."""
         if not self._news and self._error is None and self._open:
             self._waiter = asyncio.get_running_loop().create_future()
             try:

@@ -73,10 +73,8 @@ class _HttpServer(uvicorn.Server):
 class Life:
     """A server from its start to its end.
 
-    Args:
-        config: how it serves, and what.
-        note: writes a line for who runs it.
-        announce: takes the facts of a server that is ready.
+    `config`: how it serves, and what. `note`: writes a line for who runs it. `announce`: takes the
+    facts of a server that is ready.
     """
 
     def __init__(
@@ -89,11 +87,7 @@ class Life:
     async def run(self, sources: Sources) -> int:
         """Serve until a signal comes or the engine fails for good; return the exit code.
 
-        Args:
-            sources: of the engine's configuration.
-
-        Raises:
-            ClocherError: it cannot begin.
+        Raises ClocherError: it cannot begin.
         """
         server = await assemble(self._config, sources, self._note)
         try:
@@ -204,8 +198,7 @@ async def assemble(config: ServeConfig, sources: Sources, note: Note) -> Server:
         sources: of the engine's configuration.
         note: writes a line for who runs the server.
 
-    Raises:
-        ClocherError: the model cannot be served.
+    Raises ClocherError: the model cannot be served.
     """
     choice = choose_model(config)
     checkpoint, _ = choice.open_for(config)

@@ -58,11 +58,7 @@ class PromptRoom:
         variables: Mapping[str, Any],
         context: int,
     ) -> tuple[list[int], str]:
-        """Return the ids of a conversation, and how its text ends.
-
-        Raises:
-            UsageError: the model has no template, or it refuses these messages; too long.
-        """
+        """Return the ids of a conversation, and how its text ends; raises UsageError."""
 
         def work() -> tuple[list[int], str]:
             text = self.tokenizer.apply_chat_template(
@@ -102,8 +98,7 @@ def room_for(
         vocab_size: ids are below it.
         param: the field of the prompt.
 
-    Raises:
-        ApiError: there is no room for it, or an id is no token.
+    Raises ApiError: there is no room for it, or an id is no token.
     """
     if not ids:
         raise invalid(f"{param} has no tokens; give it at least one", param)

@@ -72,12 +72,7 @@ SCORE_ROWS = 64
 def decide(flags: Mapping[str, str], environ: Mapping[str, str]) -> tuple[ServeConfig, Sources]:
     """Return the settings of a server, and the sources of its engine's (`engine_config`).
 
-    Args:
-        flags: name of a setting -> what its flag was given.
-        environ: environment variables.
-
-    Raises:
-        UsageError: a value is not what its setting takes, or a public address has no key.
+    Raises UsageError: a value is not what its setting takes, or a public address has no key.
     """
     sources = with_file(Sources(flags, environ), TABLE)
     config = settle(ServeConfig, sources)
