@@ -40,8 +40,8 @@ from clocher_runtime.text.completion import (
     TextGeneration,
     side_by_side,
 )
+from clocher_runtime.text.deltas import opens_thoughts
 from clocher_runtime.text.grammar import GrammarMaker
-from clocher_runtime.text.thinking import opens_thoughts
 from clocher_runtime.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
