@@ -15,8 +15,7 @@ from clocher_kernels.errors import OutOfMemory
 from cpu_fallback.drafts import states
 from cpu_fallback.lanes.jit import Kernel, warm
 
-MOST_DRAFTED = 64
-"""Tokens that a draft may have."""
+MOST_DRAFTED = 64  # Tokens that a draft may have
 
 _FEW = 16
 _LEAST_ROOM = 64

@@ -31,23 +31,14 @@ _STATE, _EDGE = 4 * STATE_WORDS, 4 * EDGE_WORDS
 _LENGTH, _LINK, _END, _TOKEN, _TARGET, _MORE = range(0, _STATE, 4)
 _FROM, _BY, _TO, _NEXT = range(0, _EDGE, 4)
 
-FRESHENED = 16
-"""States of a token's suffixes, from the longest on, whose last place is noted."""
+FRESHENED = 16  # States of a token's suffixes, from the longest on, whose last place is noted
 
 
-@device
-def _word(head, index):
-    return v.read_i64(head + 8 * index)
+_word = device(lambda head, index: v.read_i64(head + 8 * index))
+_state = device(lambda head, number: _word(head, STATES) + _STATE * number)
 
 
-@device
-def _state(head, number):
-    return _word(head, STATES) + _STATE * number
-
-
-@device
-def _edge(head, number):
-    return _word(head, EDGES) + _EDGE * (number - 1)
+_edge = device(lambda head, number: _word(head, EDGES) + _EDGE * (number - 1))
 
 
 @device

@@ -153,5 +153,4 @@ def choose(wanted: str | None) -> Isa:
     return ISAS[wanted]
 
 
-CURRENT: Isa = choose(os.environ.get(VARIABLE))
-"""The ISA of this process."""
+CURRENT: Isa = choose(os.environ.get(VARIABLE))  # The ISA of this process

@@ -44,11 +44,9 @@ device = late.Device
 
 _one_thread = threading.RLock()
 
-_LINK_BYTES = 4 << 20
-"""Of address space that must be free when a kernel is put into memory."""
+_LINK_BYTES = 4 << 20  # Of address space that must be free when a kernel is put into memory
 
-_RAISED = "an_exception"
-"""What a kernel calls that may raise; there is no such function."""
+_RAISED = "an_exception"  # What a kernel calls that may raise; there is no such function
 
 _EXTERNAL = frozenset({"memcpy", "memset", "memmove", "sched_yield", "nanosleep", "clock_gettime"})
 

@@ -12,10 +12,7 @@ _CUBE = np.float32(0.044715)
 _STEEP = np.float32(2 * (2 / np.pi) ** 0.5)
 
 
-@device
-def or_nan(x):
-    """Return x, NaN where it is infinite."""
-    return v.fma(x, v.zero(), x)
+or_nan = device(lambda x: v.fma(x, v.zero(), x))  # Return x, NaN where it is infinite
 
 
 @device
@@ -27,10 +24,8 @@ def _polynomial(x, coefficients):
     return y
 
 
-@device
-def silu(x):
-    """Return x / (1 + e^-x); below -88.72 that is 0."""
-    return v.div(x, v.add(v.splat(np.float32(1)), v.exp(v.neg(x))))
+# Return x / (1 + e^-x); below -88.72 that is 0.
+silu = device(lambda x: v.div(x, v.add(v.splat(np.float32(1)), v.exp(v.neg(x)))))
 
 
 @device
@@ -86,10 +81,8 @@ def sigmoid(x):
     return v.div(one, v.add(one, v.exp(v.neg(or_nan(x)))))
 
 
-@device
-def capped(x, cap):
-    """Return cap * tanh(x / cap)."""
-    return v.mul(v.tanh(v.div(or_nan(x), cap)), cap)
+# Return cap * tanh(x / cap).
+capped = device(lambda x, cap: v.mul(v.tanh(v.div(or_nan(x), cap)), cap))
 
 
 def _capless(act: Any) -> Any:

@@ -59,14 +59,10 @@ from cpu_fallback.ops.bind import BoundCall, share
 from cpu_fallback.ops.kv import kv_dtype
 from cpu_fallback.team.tape import Launch
 
-ROWS = 256
-"""Rows of a tile at most, if the heads of one token are not more."""
-TILE_BYTES = 512 << 10
-"""Bytes of the rows of a tile at most: they stay in the second cache."""
-LEAST_ROWS = 32
-"""Rows below which tiles are not divided so that every thread has some."""
-FEW = 8
-"""Tokens of a step that are divided by span."""
+ROWS = 256  # Rows of a tile at most, if the heads of one token are not more
+TILE_BYTES = 512 << 10  # Bytes of the rows of a tile at most: they stay in the second cache
+LEAST_ROWS = 32  # Rows below which tiles are not divided so that every thread has some
+FEW = 8  # Tokens of a step that are divided by span
 PANEL_ROWS = 8
 """Rows for which cells are decoded where they lie; for more, they are decoded once into a panel."""
 
@@ -95,10 +91,8 @@ class Tile(NamedTuple):
     kept: int = 0  # memory of the team for the sums of spans
 
 
-@device
-def _kept_bytes(a, tokens):
-    """Return the bytes that a span of a tile needs in shared memory: headers, then sums."""
-    return tokens * a.group * (_HEADER + 4 * padded(a.D))
+# Return the bytes that a span of a tile needs in shared memory: headers, then sums.
+_kept_bytes = device(lambda a, tokens: tokens * a.group * (_HEADER + 4 * padded(a.D)))
 
 
 @executes("attention", Tile)

@@ -11,10 +11,8 @@ from cpu_fallback.ops.attention_tiles import BLOCK, SCORES, STATE, mix, score
 from cpu_fallback.ops.bind import within
 from cpu_fallback.ops.kv import line_of, page_of, read_lines
 
-TURNED_ROWS = 32
-"""Rows from which on keys are turned."""
-_ASKING = 16
-"""Rows that are scored between requests for what will be read."""
+TURNED_ROWS = 32  # Rows from which on keys are turned
+_ASKING = 16  # Rows that are scored between requests for what will be read
 
 
 @device

@@ -28,8 +28,7 @@ from cpu_fallback.ops.attention_tiles import SCORES
 
 TALL, CHAINS = (4, 4) if CURRENT.avx512 else (2, 2) if CURRENT.registers == 8 else (1, 2)
 """Rows and chains whose sums are in registers."""
-LONGEST = 256
-"""Values of a head, of which there is still code."""
+LONGEST = 256  # Values of a head, of which there is still code
 
 _VECTOR = 4 * LANES
 _TREE = [int(f"{leaf:04b}"[::-1], 2) for leaf in range(LANES)]

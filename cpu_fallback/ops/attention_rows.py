@@ -30,10 +30,7 @@ TOP, PAST, WEIGHT = 64, 72, 76
 LOWEST = np.float32(np.finfo(np.float32).min)
 
 
-@device
-def exp1(x):
-    """Return e^x of one x <= 0."""
-    return v.lane(v.exp_falling(v.splat(x)), 0)
+exp1 = device(lambda x: v.lane(v.exp_falling(v.splat(x)), 0))  # Return e^x of one x <= 0
 
 
 @device
@@ -134,10 +131,8 @@ def _rise(scores, state, begin, end, key_scales):
     v.write_f32(state + FACTOR, factor)
 
 
-@device
-def _scaled(x, step, scales):
-    """Return scores times the scales of their keys and the step of their query."""
-    return v.mul(x, v.mul(v.load_f32(scales), step))
+# Return scores times the scales of their keys and the step of their query.
+_scaled = device(lambda x, step, scales: v.mul(x, v.mul(v.load_f32(scales), step)))
 
 
 @device
@@ -186,10 +181,8 @@ def fold(state, past, top, weight, sums, size):
         )
 
 
-@device
-def span_weight(state):
-    """Return the sum of the weights of a span."""
-    return v.hsum(v.load_f32(state))
+# Return the sum of the weights of a span.
+span_weight = device(lambda state: v.hsum(v.load_f32(state)))
 
 
 @device

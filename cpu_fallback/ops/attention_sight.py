@@ -35,20 +35,13 @@ class Seen(NamedTuple):
     end: int  # the cell after the last of those
 
 
-sight_at = reader(Sight)
-"""Read the record at an address."""
-SIGHT = 32
-"""Bytes of a token's sight."""
-_ALL = (1 << SPAN // BLOCK) - 1
-"""The blocks of a span."""
-_SPANS = 64 * BLOCK // SPAN
-"""Spans of a word of a list, which has a bit for each block."""
+sight_at = reader(Sight)  # Read the record at an address
+SIGHT = 32  # Bytes of a token's sight
+_ALL = (1 << SPAN // BLOCK) - 1  # The blocks of a span
+_SPANS = 64 * BLOCK // SPAN  # Spans of a word of a list, which has a bit for each block
 
 
-@device
-def padded(d):
-    """Round up to whole vectors."""
-    return (d + 15) & -16
+padded = device(lambda d: (d + 15) & -16)  # Round up to whole vectors
 
 
 @device
@@ -99,10 +92,8 @@ def look_all(a, t, stop, sights):
     return Seen(min(low, high), high, begin, end)
 
 
-@device
-def clip(value, start):
-    """Return where in the block that begins with cell `start` a cell lies, 0 .. BLOCK."""
-    return min(max(value - start, 0), BLOCK)
+# Return where in the block that begins with cell `start` a cell lies, 0 .. BLOCK.
+clip = device(lambda value, start: min(max(value - start, 0), BLOCK))
 
 
 @device

@@ -33,16 +33,10 @@ from cpu_fallback.team.tape import Launch
 _COUNT = {"M": -1, "R": -2}
 
 
-@device
-def share(total, rank, size):
-    """Return the contiguous range [first, last) of `total` units that is this thread's."""
-    return total * rank // size, total * (rank + 1) // size
-
-
-@device
-def within(index, count):
-    """Return the number in 0 .. count - 1 that is nearest to an index."""
-    return max(min(index, count - 1), 0)
+# Return the contiguous range [first, last) of `total` units that is this thread's.
+share = device(lambda total, rank, size: (total * rank // size, total * (rank + 1) // size))
+# Return the number in 0 .. count - 1 that is nearest to an index.
+within = device(lambda index, count: max(min(index, count - 1), 0))
 
 
 class BoundCall:

@@ -20,10 +20,8 @@ from cpu_fallback.ops.bsr_tiles import ACC, TILES, Tiles, totals
 from cpu_fallback.ops.finish import activation_of, finish
 from cpu_fallback.team.tape import Launch
 
-TALL = 32
-"""Rows of a unit."""
-CHUNK = 32
-"""Tokens for which the blocks are read once."""
+TALL = 32  # Rows of a unit
+CHUNK = 32  # Tokens for which the blocks are read once
 
 # Bytes of blocks that one token's tiles read before the rows below them: near what was asked for.
 _NEAR = 4096

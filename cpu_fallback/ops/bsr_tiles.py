@@ -33,8 +33,7 @@ from cpu_fallback.ops.attention_tiles import emit_totals
 
 AHEAD = 6144
 """Bytes of blocks that are asked for in advance: no multiple of 4096, or lines would collide."""
-ACC = 64
-"""Bytes of an accumulator."""
+ACC = 64  # Bytes of an accumulator
 
 
 # Accumulators that are in registers together: 32, 16 and 16 registers of 16, 8 and 4 lanes.

@@ -38,9 +38,7 @@ _iq4_table = op(F32)(lambda b: constant(F32, [float(value) for value in IQ4_VALU
 _bits = op(I32)(lambda b: constant(I32, [1 << lane for lane in range(16)]))  # 1 << lane
 
 
-@device
-def _half(at):
-    return v.f16_scalar(v.read_u16(at))
+_half = device(lambda at: v.f16_scalar(v.read_u16(at)))
 
 
 @device

@@ -44,8 +44,7 @@ class Weight(NamedTuple):
     block: int = 0  # columns that it decodes at a time
 
 
-weight_at = reader(Weight)
-"""Read the record at an address."""
+weight_at = reader(Weight)  # Read the record at an address
 
 
 @op(i64, i64, i64, i64, i64, i64, i64, i64)

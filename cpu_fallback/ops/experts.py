@@ -67,10 +67,8 @@ def clamped_pairs(sums, limit, alpha):
     return v.div(v.mul(v.add(up, one), gate), v.add(v.exp(v.neg(v.mul(v.splat(alpha), gate))), one))
 
 
-@device
-def silu_pairs(sums, limit, alpha):
-    """Return silu(gate) * up of 8 (gate, up) pairs."""
-    return v.mul(silu(_evens(sums)), _odds(sums))
+# Return silu(gate) * up of 8 (gate, up) pairs.
+silu_pairs = device(lambda sums, limit, alpha: v.mul(silu(_evens(sums)), _odds(sums)))
 
 
 @device

@@ -41,10 +41,7 @@ def _dtype(name: str, write: Callable[..., Any], read: Callable[..., Any]) -> Kv
     return KvDtype(Kernel(write, name=f"kv.write_{name}"), Kernel(read, name=f"kv.read_{name}"))
 
 
-@device
-def padded(d):
-    """Round up to whole vectors."""
-    return (d + 15) & -16
+padded = device(lambda d: (d + 15) & -16)  # Round up to whole vectors
 
 
 write_line = caller(5)  # (writer, source, plane, scales, line, d)
@@ -161,10 +158,8 @@ def page_of(pages, blocks, size, slot, cell):
     return v.read_i32(pages + 4 * (slot * blocks + cell // size))
 
 
-@device
-def line_of(page, heads, size, head, cell):
-    """Return the line of a cell of a page."""
-    return (page * heads + head) * size + cell % size
+# Return the line of a cell of a page.
+line_of = device(lambda page, heads, size, head, cell: (page * heads + head) * size + cell % size)
 
 
 class Writer(NamedTuple):

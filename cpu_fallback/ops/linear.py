@@ -19,10 +19,8 @@ from cpu_fallback.tiles.panels import BEHIND, fill_token, width
 from cpu_fallback.tiles.tile_product import call_product
 
 _SHARES = 8
-_LARGE = 1 << 18
-"""Weights from which a product takes longer than it takes threads to share it."""
-_LARGE_TILES = 1 << 17
-"""The same in bytes of tiles."""
+_LARGE = 1 << 18  # Weights from which a product takes longer than it takes threads to share it
+_LARGE_TILES = 1 << 17  # The same in bytes of tiles
 
 
 @device

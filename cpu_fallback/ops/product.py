@@ -24,31 +24,25 @@ from cpu_fallback.lanes.simd import emit_fma
 from cpu_fallback.lanes.vector import F32, INT32, INT64, LANES, caller, number, op
 from cpu_fallback.ops.decode_record import PANEL_BYTES, PITCH, ROWS, decode, weight_at
 
-TOKENS = 64
-"""The most that are multiplied at a time."""
+TOKENS = 64  # The most that are multiplied at a time
 HEIGHT = 64
 """The most rows: their accumulators and a block of columns of all tokens share a second cache."""
 _VECTOR = 4 * LANES
 _LINE = 64
 
-XS = 0
-"""In the scratch of a product: the address of each token's activations, int64 [TOKENS]."""
+XS = 0  # In the scratch of a product: the address of each token's activations, int64 [TOKENS]
 SUMS = XS + 8 * TOKENS
 """In the scratch of a product: the results, fp32 [HEIGHT / ROWS, TOKENS, ROWS]."""
 ACC = SUMS + 4 * TOKENS * HEIGHT
 """In the scratch of a product: accumulators, fp32 [HEIGHT / ROWS, TOKENS, ROWS, 16]."""
-PANEL = ACC + _VECTOR * TOKENS * HEIGHT
-"""In the scratch of a product: decoded rows."""
-SCRATCH = PANEL + PANEL_BYTES
-"""Bytes of scratch that a product needs."""
+PANEL = ACC + _VECTOR * TOKENS * HEIGHT  # In the scratch of a product: decoded rows
+SCRATCH = PANEL + PANEL_BYTES  # Bytes of scratch that a product needs
 
 
-PARTS = 1 if CURRENT.avx512 else 2 if CURRENT.avx2 else 4
-"""Registers of a vector of 16 lanes."""
+PARTS = 1 if CURRENT.avx512 else 2 if CURRENT.avx2 else 4  # Registers of a vector of 16 lanes
 HIGH, ACROSS = (8, 3) if CURRENT.registers * PARTS == 32 else (4, 3)
 """Tiles for many tokens, rows by tokens: what 32 or 16 registers hold, with what they multiply."""
-TALL = 8 if CURRENT.avx512 else 4 if CURRENT.registers == 8 else 2
-"""Rows of a tile of one token."""
+TALL = 8 if CURRENT.avx512 else 4 if CURRENT.registers == 8 else 2  # Rows of a tile of one token
 
 _LEAVES = [lane % 4 * 4 + lane // 4 for lane in range(LANES)]
 """Order of 16 vectors whose sums, two and two added by `_HALVES`, come out in order."""

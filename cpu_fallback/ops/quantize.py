@@ -82,9 +82,7 @@ def _as_f16(x, inverse, scale):
     return v.fma(x, v.zero(), near)
 
 
-@device
-def _as_e4m3(x, inverse, scale):
-    return v.mul(v.from_e4m3(v.to_e4m3(v.mul(x, inverse))), scale)
+_as_e4m3 = device(lambda x, inverse, scale: v.mul(v.from_e4m3(v.to_e4m3(v.mul(x, inverse))), scale))
 
 
 @device

@@ -34,8 +34,7 @@ class Candidates(NamedTuple):
     weights: int
 
 
-candidates_at = reader(Candidates)
-"""Read the record at an address."""
+candidates_at = reader(Candidates)  # Read the record at an address
 
 
 @device
@@ -113,10 +112,8 @@ def _candidates(row, count, scratch):
         v.store_f64(weights + 8 * i, v.ones64())
 
 
-@device
-def _present(count):
-    """Return a bit for each of the first `count` lanes."""
-    return (1 << min(16, count)) - 1
+# Return a bit for each of the first `count` lanes.
+_present = device(lambda count: (1 << min(16, count)) - 1)
 
 
 @device

@@ -185,10 +185,8 @@ def _score(a, t, head, old, queries, scores):
         v.store_f32(scores + 4 * i, v.select(v.first(old - i), x, v.splat(-_LARGEST)))
 
 
-@device
-def _rows(group):
-    """Return the rows of queries that a group is made up to."""
-    return (group + TILE - 1) // TILE * TILE
+# Return the rows of queries that a group is made up to.
+_rows = device(lambda group: (group + TILE - 1) // TILE * TILE)
 
 
 @device

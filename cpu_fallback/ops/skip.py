@@ -29,13 +29,10 @@ from cpu_fallback.tiles.neurons import lines_of
 from cpu_fallback.tiles.panels import fill_token
 from cpu_fallback.tiles.tile_product import call_product
 
-MOST_TOKENS = 2
-"""Tokens of a step that skips: more have too few dead neurons in common."""
-LIVING = 2
-"""One neuron in so many may live where skipping pays."""
+MOST_TOKENS = 2  # Tokens of a step that skips: more have too few dead neurons in common
+LIVING = 2  # One neuron in so many may live where skipping pays
 
-_PARTS = 256
-"""Columns of a part, at least; each part has sums of its own."""
+_PARTS = 256  # Columns of a part, at least; each part has sums of its own
 _HEADER = 64
 _LOWEST = -(1 << 23) - 1
 """The bits of minus the largest fp32, as an int32: the bits of finite negative numbers are at most
@@ -132,10 +129,8 @@ def gate_and_rows(a, rank, size, scratch):
     _rows(a, living, apart, found, gates, xs, surplus)
 
 
-@device
-def _hidden(gate, up):
-    """Return relu2(gate) * up, zero always positive: skipped or not, the bits are the same."""
-    return v.add(v.mul(relu2(gate), up), v.zero())
+# Return relu2(gate) * up, zero always positive: skipped or not, the bits are the same.
+_hidden = device(lambda gate, up: v.add(v.mul(relu2(gate), up), v.zero()))
 
 
 @device

@@ -25,12 +25,9 @@ _PANELS_BYTES = 384 << 10
 _MOST_TOKENS = 128
 _KEPT_BYTES = 64 << 20
 
-TILE_SUMS = 64
-"""In the scratch of a product, after what `is_filled` keeps: the sums, fp32 [16, 16]."""
-PANELS = TILE_SUMS + 4 * 16 * 16
-"""In the scratch of a product: the panels."""
-SHARES = 4
-"""Shares per thread of a product whose weights are worth it."""
+TILE_SUMS = 64  # In the scratch of a product, after what `is_filled` keeps: the sums, fp32 [16, 16]
+PANELS = TILE_SUMS + 4 * 16 * 16  # In the scratch of a product: the panels
+SHARES = 4  # Shares per thread of a product whose weights are worth it
 _LONGEST = 1 << 17
 
 AHEAD = 8192

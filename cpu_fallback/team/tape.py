@@ -88,8 +88,8 @@ def encode(
 
     Args:
         launches: what to execute.
-        first: the tape of another thread of the team, if its launches differ from these only in
-            addresses. Shares are then counted there.
+        first: the tape of another thread of the team, where shares are counted; its launches differ
+            from these only in addresses.
         stamp: makes the launch that writes a time: the 2i-th when a thread arrives at the i-th
             launch, the next one when it starts there, the last at the end.
     """
@@ -184,15 +184,8 @@ def _lead(ctl, tokens, rows, size):
 def _serve(ctl, rank, seen):
     """Execute each step that this worker takes part in, until told to stop.
 
-    A step that it takes part in cannot end without it, so it never misses one.
-
-    Args:
-        ctl: address of the control block.
-        rank: this worker's number, from 1.
-        seen: the last step that it has seen before.
-
-    Returns:
-        The last step that it has seen by now.
+    A step that it takes part in cannot end without it, so it never misses one. `seen` is the last
+    step that it has seen before; the one that it has seen by now is returned.
     """
     turn = 0
     while True:

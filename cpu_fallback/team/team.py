@@ -47,16 +47,7 @@ def aligned(nbytes: int) -> np.ndarray:
 
 
 class Work:
-    """A tape that a team executes, and the scratch memory of its launches.
-
-    Args:
-        threads: size of the team.
-        words: the tape, or one for each thread.
-        scratch: bytes of scratch memory per thread.
-
-    Attributes:
-        pace: how many threads take part.
-    """
+    """A tape that a team executes, or one for each thread, and `scratch` bytes for each thread."""
 
     def __init__(
         self, threads: int, words: np.ndarray | Sequence[np.ndarray], scratch: int
@@ -84,9 +75,6 @@ class Team:
         placement: where the threads run; None: anywhere.
         adaptive: let threads sit out while others take their cores away (`pace`).
         runtime: whose threads take part; None: workers of the team's own.
-
-    Attributes:
-        work: what it executes unless `step` is given something else.
 
     Raises:
         DeviceError: the system does not start so many threads.
@@ -146,14 +134,7 @@ class Team:
             pace.stepped((tokens, rows), int(self._control[sync.STEP_NS]), self._lost)
 
     def execute(self, words: np.ndarray, tokens: int, rows: int, work: Work | None = None) -> None:
-        """Execute some launches of a tape once. Only inside `running`.
-
-        Args:
-            words: the tape of these launches.
-            tokens: of the step.
-            rows: of the step.
-            work: whose launches they are; None: the team's own.
-        """
+        """Execute a tape of some launches of `work` once. Only inside `running`."""
         work = work or self.work
         self._lay(work)
         own = work.addresses.copy()
@@ -238,11 +219,8 @@ class Team:
 class _Worker:
     """One thread of a team other than the caller's.
 
-    Args:
-        control: the control block. It holds this and not the team, so that a team can be collected;
-            who leads a step holds what is read and written there.
-        rank: its number, from 1.
-        cpu: where it runs; None: anywhere.
+    It holds the control block and not the team, so that a team can be collected; who leads a step
+    holds what is read and written there.
     """
 
     def __init__(self, control: np.ndarray, rank: int, cpu: int | None) -> None:

@@ -17,7 +17,9 @@ from clocher_kernels.dtypes import E2M1_VALUES
 from clocher_kernels.formats.ggml_blocks import IQ4_VALUES
 from cpu_fallback.lanes import neon
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.memory import emit_load
+from cpu_fallback.lanes.late import cgutils
+from cpu_fallback.lanes.memory import emit_load, emit_prefetch
+from cpu_fallback.lanes.neon import join
 from cpu_fallback.lanes.vector import (
     BYTES,
     F32,
@@ -25,19 +27,19 @@ from cpu_fallback.lanes.vector import (
     INT8,
     INT16,
     INT32,
-    VOID,
+    SHORTS,
+    behind,
     call,
     constant,
     number,
     spread,
 )
-from cpu_fallback.tiles.layout import BIAS, LINE, UNIT, Layout
+from cpu_fallback.tiles.layout import BIAS, LINE, UNIT, Layout, lines_of
 from cpu_fallback.tiles.multiply import (
     REGISTERS,
     dot,
     emit_run,
     emit_split,
-    joined,
     keep_order,
     madd_bytes,
     madd_shorts,
@@ -45,10 +47,8 @@ from cpu_fallback.tiles.multiply import (
     register_dot,
     registers,
     run_length,
-    same,
 )
 
-_SHORTS = ir.VectorType(INT16, 32)
 _HALF = ir.VectorType(INT8, 32)
 
 _FP4 = [int(2 * value) + BIAS["fp4"] for value in E2M1_VALUES]
@@ -58,11 +58,9 @@ _TABLES = {"fp4": _FP4, "iq4": IQ4}
 
 NUMBER = 0x4B400000
 """The bits of 1.5 * 2^23 as fp32. An integer below 2^22 added to them is that number plus it."""
-_NUMBERS = 128
-"""Columns whose sum is below 2^22, whatever the code."""
+_NUMBERS = 128  # Columns whose sum is below 2^22, whatever the code
 
-Sum = list[Any]
-"""Slots of int32 accumulators, one for each of `Dots.shifts`."""
+Sum = list[Any]  # Slots of int32 accumulators, one for each of `Dots.shifts`
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class Dots:
     @property
     def lines(self) -> int:
         """Lines of a unit."""
-        return {"int4": 4, "fp4": 4, "iq4": 4, "int8": 8, "ternary": 2}[self.code]
+        return lines_of(self.code)
 
     @property
     def code_bytes(self) -> int:
@@ -100,7 +98,7 @@ class Dots:
             start = b.add(_emit_pairs(b, zeros, start), constant(I32, NUMBER * self.number))
         sums = []
         for i in range(len(self.shifts)):
-            slot = _alloca(b)
+            slot = cgutils.alloca_once(b, I32.llvm)
             b.store(start if i == 0 else constant(I32, 0), slot)
             sums.append(slot)
         return sums
@@ -122,8 +120,8 @@ class Dots:
             return
         operands: list[tuple[Any, int]] = []
         for i in range(count):
-            at = b.add(lines, number(LINE * i))
-            _prefetch(b, b.add(at, ahead))
+            at = behind(b, lines, LINE * i)
+            emit_prefetch(b, b.add(at, ahead), level=1)
             line = emit_load(b, BYTES.llvm, at)
             operands += self.operands(b, line)
         if self.code == "iq4":
@@ -146,7 +144,7 @@ class Dots:
         and odd bytes are multiplied as int16.
         """
         for i in range(count):
-            _prefetch(b, b.add(b.add(lines, number(LINE * i)), ahead))
+            emit_prefetch(b, b.add(behind(b, lines, LINE * i), ahead), level=1)
         places = _operand_places(self.code, count)
         in_words = self.wide or CURRENT.vnni
         run = len(places) if in_words else run_length(self.top)
@@ -156,23 +154,23 @@ class Dots:
                 found = [registers(b, b.load(own[0])) for own in sums]
             for index in range(start, min(start + run, len(places))):
                 line, part = places[index]
-                at = b.add(lines, number(LINE * line))
+                at = behind(b, lines, LINE * line)
                 weights = self.operands(b, emit_load(b, BYTES.llvm, at))[part][0]
                 for place, operand in self._factors(b, weights, index):
                     for t, own in enumerate(found):
                         own[:] = self._add_products(b, own, operand, codes, t, place)
                     keep_order(b, found)
             for total, own in zip(sums, found, strict=True):
-                value = joined(b, own if in_words else [_in_words(b, short) for short in own])
+                value = join(b, own if in_words else [_in_words(b, short) for short in own])
                 b.store(value if in_words else b.add(b.load(total[0]), value), total[0])
 
     def _factors(self, b: Any, weights: Any, index: int) -> list[tuple[int, Any]]:
         """Emit what tokens are multiplied by, and where their own dwords for it are."""
         if not self.wide:
             return [(index, weights)]
-        shorts = b.bitcast(weights, _SHORTS)
-        odd = b.lshr(shorts, same(shorts, 8))
-        return [(2 * index, b.and_(shorts, same(shorts, 255))), (2 * index + 1, odd)]
+        shorts = b.bitcast(weights, SHORTS)
+        odd = b.lshr(shorts, constant(shorts.type, 8))
+        return [(2 * index, b.and_(shorts, constant(shorts.type, 255))), (2 * index + 1, odd)]
 
     def _add_products(
         self, b: Any, sums: list[Any], operand: Any, codes: Any, token: int, place: int
@@ -287,13 +285,7 @@ def dots_of(code: str, tokens: int, number: bool = False) -> Dots:
 
 
 def _in_words(b: Any, shorts: Any) -> Any:
-    return madd_shorts(b, shorts, same(shorts, 1))
-
-
-def _prefetch(b: Any, address: Any) -> None:
-    reading, near, data = (ir.Constant(INT32, value) for value in (0, 3, 1))
-    pointer = b.inttoptr(address, INT8.as_pointer())
-    call(b, "llvm.prefetch.p0", VOID, pointer, reading, near, data)
+    return madd_shorts(b, shorts, constant(shorts.type, 1))
 
 
 def _operand_places(code: str, lines: int) -> list[tuple[int, int]]:
@@ -301,11 +293,6 @@ def _operand_places(code: str, lines: int) -> list[tuple[int, int]]:
     parts = {"int8": 1, "ternary": 4}.get(code, 2)
     places = [(line, part) for line in range(lines) for part in range(parts)]
     return sorted(places, key=lambda place: place[::-1]) if code == "iq4" else places
-
-
-def _alloca(b: Any) -> Any:
-    with b.goto_entry_block():
-        return b.alloca(I32.llvm)
 
 
 def bits(b: Any, line: Any, shift: int, mask: int) -> Any:
@@ -317,10 +304,10 @@ def bits(b: Any, line: Any, shift: int, mask: int) -> Any:
         return neon.bits(b, line, shift, mask)
     if shift:
         shorts = b.bitcast(line, ir.VectorType(INT16, line.type.count // 2))
-        count = same(shorts, abs(shift))
+        count = constant(shorts.type, abs(shift))
         shorts = b.lshr(shorts, count) if shift > 0 else b.shl(shorts, count)
         line = b.bitcast(shorts, line.type)
-    return b.and_(line, same(line, mask))
+    return b.and_(line, constant(line.type, mask))
 
 
 def look_up(b: Any, table: Sequence[int], nibbles: Any) -> Any:
@@ -336,7 +323,7 @@ def look_up(b: Any, table: Sequence[int], nibbles: Any) -> Any:
         if nibbles.type == _HALF:
             return call(b, "llvm.x86.avx2.pshuf.b", _HALF, entries, nibbles)
         halves = registers(b, nibbles)
-        return joined(b, [call(b, "llvm.x86.avx2.pshuf.b", _HALF, entries, h) for h in halves])
+        return join(b, [call(b, "llvm.x86.avx2.pshuf.b", _HALF, entries, h) for h in halves])
     return _arithmetic_fp4(b, nibbles) if table == _FP4 else _steps(b, table, nibbles)
 
 
@@ -364,4 +351,4 @@ def _arithmetic_fp4(b: Any, nibbles: Any) -> Any:
 
 def _emit_pairs(b: Any, zeros: Any, start: Any) -> Any:
     """Emit zero point times negative sum: int16 products, whose high halves are zero."""
-    return pair_dots(b, b.bitcast(zeros, _SHORTS), b.bitcast(start, _SHORTS))
+    return pair_dots(b, b.bitcast(zeros, SHORTS), b.bitcast(start, SHORTS))

@@ -47,8 +47,7 @@ class Form(NamedTuple):
     factor: float  # the weight's, multiplied into the activation scales
 
 
-form_at = reader(Form)
-"""Read the record at an address."""
+form_at = reader(Form)  # Read the record at an address
 
 
 def _sum(b: Any, codes: Any) -> Any:

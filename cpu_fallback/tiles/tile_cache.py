@@ -40,8 +40,7 @@ _DIGEST_BYTES = 32
 _HEADER = 4096  # so that tiles begin on a page: kernels read them where they are mapped
 _CHUNK = 4 << 20
 
-_given_up: set[Path] = set()
-"""Directories that this process does not use any more."""
+_given_up: set[Path] = set()  # Directories that this process does not use any more
 
 
 class TileCache:

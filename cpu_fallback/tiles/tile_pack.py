@@ -28,8 +28,7 @@ from cpu_fallback.tiles.layout import ROWS, SIGNED, UNIT, BlockLayout, Layout, l
 from cpu_fallback.tiles.row_lines import flip, move_lines, read_some
 from cpu_fallback.tiles.tile_cache import TileCache, key_of
 
-VERSION = 1
-"""Changes when the bytes of a tile do."""
+VERSION = 1  # Changes when the bytes of a tile do
 
 _CHUNK = 4 << 20
 

@@ -29,6 +29,7 @@ from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel
 from cpu_fallback.lanes.late import cgutils, i64, void
 from cpu_fallback.lanes.memory import emit_load, emit_store
+from cpu_fallback.lanes.narrow import WIDEN
 from cpu_fallback.lanes.simd import emit_fma
 from cpu_fallback.lanes.vector import (
     F32,
@@ -46,7 +47,6 @@ from cpu_fallback.tiles.block_product import BlockEmitter
 from cpu_fallback.tiles.byte_dots import Dots, dots_of, is_number
 from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, BlockLayout, Layout
 from cpu_fallback.tiles.neon_dots import neon_dots_of
-from cpu_fallback.tiles.scales import emit_scales
 
 TOKENS = (1, 2, 3, 4, 6, 8, 16)
 
@@ -215,7 +215,7 @@ class _Emitter:
         if layout.zeros:
             place = b.add(at, number(layout.record - ROWS))
             zeros = b.zext(emit_load(b, ir.VectorType(INT8, ROWS), place), I32.llvm)
-        return emit_scales(b, layout.scale, at), zeros
+        return WIDEN[layout.scale].emit(b, at), zeros
 
 
 def _emitter(layout: Layout | BlockLayout, group: int, tokens: int) -> Callable[..., Any]:
