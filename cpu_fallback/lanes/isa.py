@@ -100,14 +100,7 @@ ISAS: Mapping[str, Isa] = {
             vnni=True,
         ),
         Isa("avx2", "x86-64-v3", "", _V3, fma=True, f16c=True),
-        Isa(
-            "neon_i8mm",
-            "generic",
-            "+v8.2a,+dotprod,+i8mm",
-            (*_NEON, "i8mm"),
-            fma=True,
-            f16c=True,
-        ),
+        Isa("neon_i8mm", "generic", "+v8.2a,+dotprod,+i8mm", (*_NEON, "i8mm"), fma=True, f16c=True),
         Isa("neon_dotprod", "generic", "+v8.2a,+dotprod", _NEON, fma=True, f16c=True),
         Isa("generic", "", "", (), fma=False, f16c=False),
     )

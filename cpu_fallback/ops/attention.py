@@ -182,7 +182,8 @@ def _cross(a, t, stop, seen, first, last, kept, scratch):
                         then = np.int64(0)
                 at = queries + head * query
                 _copy(states + head * own, state, own)
-                block(a, t, stop, head, seen, start, then, after, scratch, at, sums, state)
+                where, memory = (head, start, then, after), (scratch, at, sums, state)
+                block(a, t, stop, seen, where, memory)
                 _copy(state, states + head * own, own)
         for head in range(low, high):
             sums = kept + (head * (seen.high - seen.low) + span - seen.low) * nbytes
@@ -240,7 +241,8 @@ def _walk(a, t, stop, head, seen, begin, end, few, kept, scratch):
             for start in range(span * SPAN, (span + 1) * SPAN, BLOCK):
                 if blocks >> (start // BLOCK % (SPAN // BLOCK)) & 1:
                     after = block_after(a, t, head, start)
-                    block(a, t, stop, head, seen, start, head, after, scratch, queries, sums, state)
+                    where = head, np.int64(start), head, after
+                    block(a, t, stop, seen, where, (scratch, queries, sums, state))
             for row in range(rows):
                 own, sight = state + STATE * row, scratch + SIGHT * (row // group)
                 if few:

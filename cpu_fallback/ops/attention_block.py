@@ -16,13 +16,21 @@ _ASKING = 16  # Rows that are scored between requests for what will be read
 
 
 @device
-def block(a, t, stop, head, seen, start, then, after, scratch, queries, sums, state):
-    """Attend to the cells start .. start + BLOCK - 1: the tile at once, or token by token.
-
-    The next block is that of head `then` with the cells from `after` on, -1 if there is none.
+def block(a, t, stop, seen, where, memory):
+    """Attend to a block of cells: the tile at once, or token by token.
 
     Cells are the same for all tokens of a slot up to where a token's tree begins.
+
+    Args:
+        a: the arguments of the op.
+        t: the first token of the tile.
+        stop: the token after the last.
+        seen: what they see together.
+        where: the head, the first cell, then head and first cell of the next block; -1 if there is
+            none.
+        memory: the scratch memory, the queries, the sums, the states of the rows.
     """
+    start, scratch = where[1], memory[0]
     low, high, step = np.int64(0), stop - t, stop - t
     whole = seen.begin <= start and start + BLOCK <= seen.end
     if not whole:
@@ -36,23 +44,7 @@ def block(a, t, stop, head, seen, start, then, after, scratch, queries, sums, st
                 step = np.int64(1)
     while low < high:
         end = min(low + step, high)
-        _part(
-            a,
-            t,
-            stop,
-            low,
-            end,
-            whole,
-            seen,
-            head,
-            start,
-            then,
-            after,
-            scratch,
-            queries,
-            sums,
-            state,
-        )
+        _part(a, t, stop, low, end, whole, seen, where, memory)
         low = end
 
 
@@ -63,10 +55,10 @@ def _sees(scratch, i, start):
 
 
 @device
-def _part(
-    a, t, stop, low, high, whole, seen, head, start, then, after, scratch, queries, sums, state
-):
+def _part(a, t, stop, low, high, whole, seen, where, memory):
     """Attend from tokens low .. high - 1 of a tile; `whole`: each sees all cells, all committed."""
+    head, start, then, after = where
+    scratch, queries, sums, state = memory
     group, size = a.group, padded(a.D)
     begin, end, alike, committed = np.int64(0), np.int64(BLOCK), True, seen.end
     if not whole:

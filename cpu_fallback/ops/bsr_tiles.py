@@ -12,23 +12,9 @@ from typing import Any
 
 from llvmlite import ir
 
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.late import cgutils, i64, void
-from cpu_fallback.lanes.memory import emit_load, emit_prefetch, emit_store
-from cpu_fallback.lanes.narrow import WIDEN, Widen
-from cpu_fallback.lanes.simd import emit_fma
-from cpu_fallback.lanes.vector import (
-    F32,
-    FLOAT,
-    INT16,
-    INT32,
-    INT64,
-    LANES,
-    constant,
-    number,
-    op,
-    spread,
-)
 from cpu_fallback.ops.attention_tiles import emit_totals
 
 AHEAD = 6144
@@ -60,92 +46,95 @@ class _Blocks:
 
 
 def _emit_tile(
-    b: Any, kind: Widen, blocks: _Blocks, rows: range, xs: list[Any], places: list[Any]
+    b: Any, kind: v.Widen, blocks: _Blocks, rows: range, xs: list[Any], places: list[Any]
 ) -> None:
     """Emit the product of some rows and tokens, added to the accumulators at some places."""
     tiles = [(r, t) for r in range(len(rows)) for t in range(len(xs))]
-    sums = [cgutils.alloca_once(b, F32.llvm) for _ in tiles]
-    parts = [cgutils.alloca_once(b, F32.llvm) for _ in tiles] if blocks.scales else sums
+    sums = [cgutils.alloca_once(b, v.F32.llvm) for _ in tiles]
+    parts = [cgutils.alloca_once(b, v.F32.llvm) for _ in tiles] if blocks.scales else sums
     for slot, place in zip(sums, places, strict=True):
-        b.store(emit_load(b, F32.llvm, place), slot)
-    with cgutils.for_range_slice(b, number(0), blocks.count, number(1), INT64) as (index, _):
-        place = emit_load(b, INT32, _at(b, blocks.columns, index, number(4)))
-        column = b.mul(b.sext(place, INT64), blocks.width)
+        b.store(v.emit_load(b, v.F32.llvm, place), slot)
+    with cgutils.for_range_slice(b, v.number(0), blocks.count, v.number(1), v.INT64) as (index, _):
+        place = v.emit_load(b, v.INT32, _at(b, blocks.columns, index, v.number(4)))
+        column = b.mul(b.sext(place, v.INT64), blocks.width)
         left = b.sub(blocks.k, column)
         width = b.select(b.icmp_signed("<", left, blocks.width), left, blocks.width)
-        whole = b.and_(width, number(-LANES))
+        whole = b.and_(width, v.number(-v.LANES))
         block = _at(b, blocks.codes, index, blocks.block)
-        lines = [_at(b, block, blocks.row, number(r)) for r in rows]
-        tokens = [_at(b, x, column, number(4)) for x in xs]
+        lines = [_at(b, block, blocks.row, v.number(r)) for r in rows]
+        tokens = [_at(b, x, column, v.number(4)) for x in xs]
         if blocks.scales:
             for slot in parts:
-                b.store(constant(F32, 0.0), slot)
+                b.store(v.constant(v.F32, 0.0), slot)
 
         def step(
             c: Any, vectors: int, count: Any, lines: Any = lines, tokens: Any = tokens
         ) -> None:
             """Emit some vectors of columns, row by row: the order in which they lie."""
-            starts = [b.add(c, number(LANES * v)) for v in range(vectors)]
+            starts = [b.add(c, v.number(v.LANES * part)) for part in range(vectors)]
             load = _emit_load if count is None else partial(_emit_load, count=count)
-            to = [b.mul(start, number(4)) for start in starts]
-            x = [[load(b, WIDEN["f32"], b.add(token, at)) for at in to] for token in tokens]
-            at = b.lshr(b.mul(c, number(kind.bits)), number(3))
+            to = [b.mul(start, v.number(4)) for start in starts]
+            x = [[load(b, v.WIDEN["f32"], b.add(token, at)) for at in to] for token in tokens]
+            at = b.lshr(b.mul(c, v.number(kind.bits)), v.number(3))
             for r, line in enumerate(lines):
-                for v in range(vectors):
-                    place = b.add(line, b.add(at, number(kind.nbytes * v)))
+                for part in range(vectors):
+                    place = b.add(line, b.add(at, v.number(kind.nbytes * part)))
                     if count is None and len(xs) == 1:
-                        emit_prefetch(b, b.add(place, number(AHEAD)), level=1)
+                        v.emit_prefetch(b, b.add(place, v.number(AHEAD)), level=1)
                     w = load(b, kind, place)
                     for t in range(len(xs)):
                         slot = parts[r * len(xs) + t]
-                        b.store(emit_fma(b, w, x[t][v], b.load(slot)), slot)
+                        b.store(v.emit_fma(b, w, x[t][part], b.load(slot)), slot)
 
-        pairs = b.and_(width, number(-2 * LANES))
-        with cgutils.for_range_slice(b, number(0), pairs, number(2 * LANES), INT64) as (c, _):
+        pairs = b.and_(width, v.number(-2 * v.LANES))
+        with cgutils.for_range_slice(b, v.number(0), pairs, v.number(2 * v.LANES), v.INT64) as (
+            c,
+            _,
+        ):
             step(c, 2, None)
         with b.if_then(b.icmp_signed("<", pairs, whole)):
             step(pairs, 1, None)
         tail = b.sub(width, whole)
-        with b.if_then(b.icmp_signed(">", tail, number(0))):
+        with b.if_then(b.icmp_signed(">", tail, v.number(0))):
             step(whole, 1, tail)
         if blocks.scales:
             scales = _at(b, blocks.scales, index, blocks.scale_block)
             for r, row in enumerate(rows):
-                scale = _emit_scale(b, b.add(scales, number(2 * row)))
+                scale = _emit_scale(b, b.add(scales, v.number(2 * row)))
                 for t in range(len(xs)):
                     own = r * len(xs) + t
-                    total = emit_fma(b, b.load(parts[own]), scale, b.load(sums[own]))
+                    total = v.emit_fma(b, b.load(parts[own]), scale, b.load(sums[own]))
                     b.store(total, sums[own])
     for slot, place in zip(sums, places, strict=True):
-        emit_store(b, b.load(slot), place)
+        v.emit_store(b, b.load(slot), place)
 
 
-def _emit_load(b: Any, kind: Widen, address: Any, count: Any = None) -> Any:
+def _emit_load(b: Any, kind: v.Widen, address: Any, count: Any = None) -> Any:
     return kind.emit(b, address) if count is None else kind.emit_n(b, address, count)
 
 
 def _emit_scale(b: Any, address: Any) -> Any:
     """Emit 16 times the bf16 at an address."""
-    code = b.zext(emit_load(b, INT16, address), INT32)
-    return spread(b, F32, b.bitcast(b.shl(code, ir.Constant(INT32, 16)), FLOAT))
+    code = b.zext(v.emit_load(b, v.INT16, address), v.INT32)
+    return v.spread(b, v.F32, b.bitcast(b.shl(code, ir.Constant(v.INT32, 16)), v.FLOAT))
 
 
 def _tile(name: str, scaled: bool, rows: int, tokens: int) -> Any:
     """Make the operation that adds rows times tokens to accumulators [rows, tokens]."""
-    kind = WIDEN[name]
+    kind = v.WIDEN[name]
     wide = min(tokens, 4 if CURRENT.avx512 else 2)
     tall = min(rows, _MOST // wide)
 
-    @op(void, *[i64] * 12)
+    @v.op(void, *[i64] * 12)
     def tile(b, codes, block, row, scales, step, columns, count, width, k, x, pitch, acc):
         blocks = _Blocks(
             codes, block, row, scales if scaled else None, step, columns, count, width, k
         )
-        xs = [_at(b, x, pitch, number(t)) for t in range(tokens)]
+        xs = [_at(b, x, pitch, v.number(t)) for t in range(tokens)]
         for r in range(0, rows, tall):
             for t in range(0, tokens, wide):
                 places = [
-                    b.add(acc, number(ACC * ((r + i) * tokens + t + j)))
+                    b.add(acc, v.number(ACC * ((r + i) * tokens + t + j)))
                     for i in range(tall)
                     for j in range(wide)
                 ]
@@ -154,11 +143,11 @@ def _tile(name: str, scaled: bool, rows: int, tokens: int) -> Any:
     return tile
 
 
-@op(void, i64, i64)
+@v.op(void, i64, i64)
 def totals(b, acc, out):
     """Write the sums of 16 accumulators."""
-    vectors = [emit_load(b, F32.llvm, b.add(acc, number(ACC * i))) for i in range(LANES)]
-    emit_store(b, emit_totals(b, vectors), out)
+    vectors = [v.emit_load(b, v.F32.llvm, b.add(acc, v.number(ACC * i))) for i in range(v.LANES)]
+    v.emit_store(b, emit_totals(b, vectors), out)
 
 
 @dataclass(frozen=True, slots=True)

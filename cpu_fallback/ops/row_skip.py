@@ -20,17 +20,6 @@ from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.late import cgutils, i64, void
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.vector import (
-    BYTES,
-    F32,
-    FLOAT,
-    I32,
-    INT32,
-    INT64,
-    behind,
-    constant,
-    emit_at,
-)
 from cpu_fallback.ops.bind import BoundCall, share
 from cpu_fallback.ops.finish import expect, write_rows
 from cpu_fallback.ops.linear import multiply_tiles, panels_room
@@ -72,7 +61,7 @@ def _operands(b: Any, lines: list[Any]) -> list[Any]:
     mixed = interleaved(b, lines)
     low = [bits(b, each, 0, 15) for each in mixed]
     if _SHIFTED:
-        return low + [b.and_(each, constant(BYTES, 240)) for each in mixed]
+        return low + [b.and_(each, v.constant(v.BYTES, 240)) for each in mixed]
     return low + [bits(b, each, 4, 15) for each in mixed]
 
 
@@ -80,10 +69,10 @@ class _Cursor:
     """What of the list is asked for next: a line of four rows, then their next one."""
 
     def __init__(self, b: Any, state: Any, panel: Any, width: Any, last: Any) -> None:
-        self._b, self._places, self._panel = b, (state, behind(b, state, 8)), panel
+        self._b, self._places, self._panel = b, (state, v.behind(b, state, 8)), panel
         self._width, self._last = width, last
         self._entry, self._line = (
-            cgutils.alloca_once_value(b, v.emit_load(b, INT64, at)) for at in self._places
+            cgutils.alloca_once_value(b, v.emit_load(b, v.INT64, at)) for at in self._places
         )
 
     def ask(self) -> None:
@@ -91,9 +80,9 @@ class _Cursor:
         b, entry, line = self._b, self._b.load(self._entry), self._b.load(self._line)
         at = b.add(self._panel, line)
         for i in range(_QUAD):
-            offset = b.sext(v.emit_load(b, INT32, behind(b, entry, 4 * i)), INT64)
+            offset = b.sext(v.emit_load(b, v.INT32, v.behind(b, entry, 4 * i)), v.INT64)
             v.emit_prefetch(b, b.add(at, offset))
-        line = behind(b, line, LINE)
+        line = v.behind(b, line, LINE)
         ended = b.icmp_signed("==", line, self._width)
         b.store(b.select(ended, v.number(0), line), self._line)
         further = b.add(entry, b.select(ended, v.number(4 * _QUAD), v.number(0)))
@@ -114,45 +103,47 @@ def _chunk_of(scale: str) -> Any:
     def chunk(b, panel, blocks, count, entries, codes, place, width, x_scale, total, state, last):
         """Add to totals [128] the products with `count` blocks of columns, times their scale."""
         cursor = _Cursor(b, state, panel, width, last)
-        parts = [cgutils.alloca_once(b, F32.llvm) for _ in range(8)]
-        sums = [cgutils.alloca_once(b, I32.llvm) for _ in range(8)]
+        parts = [cgutils.alloca_once(b, v.F32.llvm) for _ in range(8)]
+        sums = [cgutils.alloca_once(b, v.I32.llvm) for _ in range(8)]
         for slot in parts:
-            b.store(constant(F32, 0.0), slot)
-        line = emit_at(b, panel, place, LINE)
-        first = emit_at(b, panel, place, CHUNK * _SIZE[scale])
+            b.store(v.constant(v.F32, 0.0), slot)
+        line = v.emit_at(b, panel, place, LINE)
+        first = v.emit_at(b, panel, place, CHUNK * _SIZE[scale])
         with cgutils.for_range(b, count) as outer:
-            here = emit_at(b, blocks, outer.index, _BLOCK)
-            begin, end, start = (v.emit_load(b, INT32, behind(b, here, 4 * i)) for i in range(3))
-            start = v.spread(b, I32, start)
+            here = v.emit_at(b, blocks, outer.index, _BLOCK)
+            begin, end, start = (
+                v.emit_load(b, v.INT32, v.behind(b, here, 4 * i)) for i in range(3)
+            )
+            start = v.spread(b, v.I32, start)
             for i, slot in enumerate(sums):
-                b.store(b.shl(start, constant(I32, _SHIFTED if i >= 4 else 0)), slot)
-            begin, end = b.sext(begin, INT64), b.sext(end, INT64)
+                b.store(b.shl(start, v.constant(v.I32, _SHIFTED if i >= 4 else 0)), slot)
+            begin, end = b.sext(begin, v.INT64), b.sext(end, v.INT64)
             with cgutils.for_range_slice(b, begin, end, v.number(_QUAD), inc=True) as (i, _):
-                at = emit_at(b, entries, i, 4)
+                at = v.emit_at(b, entries, i, 4)
                 lines = []
                 for r in range(_QUAD):
-                    offset = b.sext(v.emit_load(b, INT32, behind(b, at, 4 * r)), INT64)
-                    lines.append(v.emit_load(b, BYTES.llvm, b.add(line, offset)))
-                four = v.emit_load(b, INT32, b.add(codes, i))
-                x = b.bitcast(v.spread(b, I32, four), BYTES.llvm)
+                    offset = b.sext(v.emit_load(b, v.INT32, v.behind(b, at, 4 * r)), v.INT64)
+                    lines.append(v.emit_load(b, v.BYTES.llvm, b.add(line, offset)))
+                four = v.emit_load(b, v.INT32, b.add(codes, i))
+                x = b.bitcast(v.spread(b, v.I32, four), v.BYTES.llvm)
                 for slot, weights in zip(sums, _operands(b, lines), strict=True):
                     b.store(plus(b, b.load(slot), [(weights, x)]), slot)
                 cursor.ask()
-            head = b.sub(emit_at(b, entries, begin, 4), v.number(4 * heads))
-            scales = b.add(first, b.sext(v.emit_load(b, INT32, head), INT64))
+            head = b.sub(v.emit_at(b, entries, begin, 4), v.number(4 * heads))
+            scales = b.add(first, b.sext(v.emit_load(b, v.INT32, head), v.INT64))
             for i, (part, slot) in enumerate(zip(parts, sums, strict=True)):
-                factor = v.WIDEN[scale].emit(b, behind(b, scales, 16 * _SIZE[scale] * i))
+                factor = v.WIDEN[scale].emit(b, v.behind(b, scales, 16 * _SIZE[scale] * i))
                 value = b.load(slot)
                 if i >= 4 and _SHIFTED:
-                    value = b.ashr(value, constant(I32, _SHIFTED))
-                value = b.sitofp(value, F32.llvm)
+                    value = b.ashr(value, v.constant(v.I32, _SHIFTED))
+                value = b.sitofp(value, v.F32.llvm)
                 b.store(v.emit_fma(b, value, factor, b.load(part)), part)
             for _ in range(heads // _QUAD):
                 cursor.ask()
-        factor = v.spread(b, F32, v.emit_load(b, FLOAT, x_scale))
+        factor = v.spread(b, v.F32, v.emit_load(b, v.FLOAT, x_scale))
         for i, part in enumerate(parts):
-            at = behind(b, total, 64 * i)
-            sum_of = v.emit_fma(b, b.load(part), factor, v.emit_load(b, F32.llvm, at))
+            at = v.behind(b, total, 64 * i)
+            sum_of = v.emit_fma(b, b.load(part), factor, v.emit_load(b, v.F32.llvm, at))
             v.emit_store(b, sum_of, at)
         cursor.save()
 

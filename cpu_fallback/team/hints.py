@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from cpu_fallback.team.openmp import OpenMP
 from cpu_fallback.team.placement import Placement
 
 
@@ -18,6 +19,7 @@ class Hints:
     copied: frozenset[str] = frozenset()
     adaptive: bool = True  # let threads sit out while others take their cores away
     stamped: bool = False  # write the time between launches (`stamps`)
+    runtime: OpenMP | None = None  # whose threads take part; None: those of a team of its own
 
 
 class Asked:

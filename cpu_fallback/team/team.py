@@ -30,9 +30,9 @@ import numpy as np
 
 from clocher_kernels.errors import DeviceError, UsageError
 from cpu_fallback.team import openmp, sync, tape
-from cpu_fallback.team.openmp import OpenMP
+from cpu_fallback.team.hints import Hints
 from cpu_fallback.team.pace import Pace
-from cpu_fallback.team.placement import Placement, pin, unpin
+from cpu_fallback.team.placement import pin, unpin
 
 _LINE = 64
 _MOST_THREADS = (1 << 16) - 1
@@ -72,9 +72,7 @@ class Team:
         threads: size of the team, the calling thread included.
         words: the tape, or one for each thread.
         scratch: bytes of scratch memory per thread.
-        placement: where the threads run; None: anywhere.
-        adaptive: let threads sit out while others take their cores away (`pace`).
-        runtime: whose threads take part; None: workers of the team's own.
+        hints: where the threads run, whether some sit out (`pace`), and whose threads take part.
 
     Raises:
         DeviceError: the system does not start so many threads.
@@ -85,17 +83,16 @@ class Team:
         threads: int,
         words: np.ndarray | Sequence[np.ndarray],
         scratch: int,
-        placement: Placement | None = None,
-        adaptive: bool = True,
-        runtime: OpenMP | None = None,
+        hints: Hints | None = None,
     ) -> None:
         if not 1 <= threads <= _MOST_THREADS:
             raise UsageError(f"a team of {threads} threads; expected at least 1, at most 65535")
         self.threads = threads
         self.work = self._laid = Work(threads, words, scratch)
         self._others: weakref.WeakSet[Work] = weakref.WeakSet()
-        self._adaptive = adaptive and threads > 1
-        self._placement = placement or Placement()
+        hints = hints or Hints()
+        self._adaptive = hints.adaptive and threads > 1
+        self._placement, runtime = hints.placement, hints.runtime
         self._control = aligned(8 * (sync.LOST + sync.LINE * threads)).view(np.int64)
         self.work.lay_before(self._control)
         self._control[sync.STOP] = 1

@@ -15,25 +15,11 @@ from llvmlite import ir
 
 from clocher_kernels.dtypes import E2M1_VALUES
 from clocher_kernels.formats.ggml_blocks import IQ4_VALUES
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes import neon
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.late import cgutils
-from cpu_fallback.lanes.memory import emit_load, emit_prefetch
 from cpu_fallback.lanes.neon import join
-from cpu_fallback.lanes.vector import (
-    BYTES,
-    F32,
-    I32,
-    INT8,
-    INT16,
-    INT32,
-    SHORTS,
-    behind,
-    call,
-    constant,
-    number,
-    spread,
-)
 from cpu_fallback.tiles.layout import BIAS, LINE, UNIT, Layout, lines_of
 from cpu_fallback.tiles.multiply import (
     REGISTERS,
@@ -49,7 +35,7 @@ from cpu_fallback.tiles.multiply import (
     run_length,
 )
 
-_HALF = ir.VectorType(INT8, 32)
+_HALF = ir.VectorType(v.INT8, 32)
 
 _FP4 = [int(2 * value) + BIAS["fp4"] for value in E2M1_VALUES]
 IQ4 = [int(value) + BIAS["iq4"] for value in IQ4_VALUES]
@@ -73,7 +59,7 @@ class Dots:
     # whether bytes are multiplied as int16, and activations have to be (`is_wide`)
     wide: bool = False
     # whether sums are kept plus `NUMBER`, which starts are without zero points
-    number: bool = False
+    v.number: bool = False
 
     @property
     def lines(self) -> int:
@@ -95,11 +81,11 @@ class Dots:
             zeros: int32 zero points or None.
         """
         if zeros is not None:
-            start = b.add(_emit_pairs(b, zeros, start), constant(I32, NUMBER * self.number))
+            start = b.add(_emit_pairs(b, zeros, start), v.constant(v.I32, NUMBER * self.number))
         sums = []
         for i in range(len(self.shifts)):
-            slot = cgutils.alloca_once(b, I32.llvm)
-            b.store(start if i == 0 else constant(I32, 0), slot)
+            slot = cgutils.alloca_once(b, v.I32.llvm)
+            b.store(start if i == 0 else v.constant(v.I32, 0), slot)
             sums.append(slot)
         return sums
 
@@ -120,9 +106,9 @@ class Dots:
             return
         operands: list[tuple[Any, int]] = []
         for i in range(count):
-            at = behind(b, lines, LINE * i)
-            emit_prefetch(b, b.add(at, ahead), level=1)
-            line = emit_load(b, BYTES.llvm, at)
+            at = v.behind(b, lines, LINE * i)
+            v.emit_prefetch(b, b.add(at, ahead), level=1)
+            line = v.emit_load(b, v.BYTES.llvm, at)
             operands += self.operands(b, line)
         if self.code == "iq4":
             operands = operands[0::2] + operands[1::2]
@@ -144,7 +130,7 @@ class Dots:
         and odd bytes are multiplied as int16.
         """
         for i in range(count):
-            emit_prefetch(b, b.add(behind(b, lines, LINE * i), ahead), level=1)
+            v.emit_prefetch(b, b.add(v.behind(b, lines, LINE * i), ahead), level=1)
         places = _operand_places(self.code, count)
         in_words = self.wide or CURRENT.vnni
         run = len(places) if in_words else run_length(self.top)
@@ -154,8 +140,8 @@ class Dots:
                 found = [registers(b, b.load(own[0])) for own in sums]
             for index in range(start, min(start + run, len(places))):
                 line, part = places[index]
-                at = behind(b, lines, LINE * line)
-                weights = self.operands(b, emit_load(b, BYTES.llvm, at))[part][0]
+                at = v.behind(b, lines, LINE * line)
+                weights = self.operands(b, v.emit_load(b, v.BYTES.llvm, at))[part][0]
                 for place, operand in self._factors(b, weights, index):
                     for t, own in enumerate(found):
                         own[:] = self._add_products(b, own, operand, codes, t, place)
@@ -168,16 +154,16 @@ class Dots:
         """Emit what tokens are multiplied by, and where their own dwords for it are."""
         if not self.wide:
             return [(index, weights)]
-        shorts = b.bitcast(weights, SHORTS)
-        odd = b.lshr(shorts, constant(shorts.type, 8))
-        return [(2 * index, b.and_(shorts, constant(shorts.type, 255))), (2 * index + 1, odd)]
+        shorts = b.bitcast(weights, v.SHORTS)
+        odd = b.lshr(shorts, v.constant(shorts.type, 8))
+        return [(2 * index, b.and_(shorts, v.constant(shorts.type, 255))), (2 * index + 1, odd)]
 
     def _add_products(
         self, b: Any, sums: list[Any], operand: Any, codes: Any, token: int, place: int
     ) -> list[Any]:
         """Emit the addition of a token's products with 16 rows, register by register."""
-        at = b.add(codes, number(self.code_bytes * token + 4 * place))
-        x = b.bitcast(spread(b, I32, emit_load(b, INT32, at)), operand.type)
+        at = b.add(codes, v.number(self.code_bytes * token + 4 * place))
+        x = b.bitcast(v.spread(b, v.I32, v.emit_load(b, v.INT32, at)), operand.type)
         pairs = list(zip(registers(b, operand), registers(b, x), strict=True))
         if CURRENT.vnni:
             return [register_dot(b, old, *pair) for old, pair in zip(sums, pairs, strict=True)]
@@ -192,17 +178,17 @@ class Dots:
     ) -> tuple[Any, Any, int]:
         """Emit an operand, a token's activations for it, and return them with the accumulator."""
         weights, own = operands[index]
-        at = b.add(codes, number(UNIT * token + 4 * index))
-        x = b.bitcast(spread(b, I32, emit_load(b, INT32, at)), BYTES.llvm)
+        at = b.add(codes, v.number(UNIT * token + 4 * index))
+        x = b.bitcast(v.spread(b, v.I32, v.emit_load(b, v.INT32, at)), v.BYTES.llvm)
         return weights, x, own if any(self.shifts) else index % len(self.shifts)
 
     def end_f32(self, b: Any, total: Sum) -> Any:
         """Emit the sum of a block as fp32, to nearest."""
         value = self.end(b, total)
         if not self.number:
-            return b.sitofp(value, F32.llvm)
+            return b.sitofp(value, v.F32.llvm)
         offset = struct.unpack("f", struct.pack("i", NUMBER))[0]
-        return b.fsub(b.bitcast(value, F32.llvm), constant(F32, offset))
+        return b.fsub(b.bitcast(value, v.F32.llvm), v.constant(v.F32, offset))
 
     def end(self, b: Any, total: Sum) -> Any:
         """Emit the sum of a block, plus `NUMBER` if that is added."""
@@ -210,7 +196,7 @@ class Dots:
         for slot, shift in zip(total[1:], self.shifts[1:], strict=True):
             part = b.load(slot)
             if shift:
-                part = b.ashr(part, constant(I32, shift))
+                part = b.ashr(part, v.constant(v.I32, shift))
             value = b.add(value, part)
         return value
 
@@ -224,10 +210,14 @@ class Dots:
         if self.code == "ternary":
             if len(self.shifts) == 4:
                 masks = [3 << 2 * p for p in range(4)]
-                return [(b.and_(line, constant(BYTES, mask)), p) for p, mask in enumerate(masks)]
+                return [
+                    (b.and_(line, v.constant(v.BYTES, mask)), p) for p, mask in enumerate(masks)
+                ]
             return [(bits(b, line, 2 * p, 3), 0) for p in range(4)]
         if self.code == "int4" and len(self.shifts) == 2:
-            return [(b.and_(line, constant(BYTES, mask)), i) for i, mask in enumerate((15, 240))]
+            return [
+                (b.and_(line, v.constant(v.BYTES, mask)), i) for i, mask in enumerate((15, 240))
+            ]
         nibbles = [bits(b, line, shift, 15) for shift in (0, 4)]
         if table := _TABLES.get(self.code):
             nibbles = [look_up(b, table, nibble) for nibble in nibbles]
@@ -285,7 +275,7 @@ def dots_of(code: str, tokens: int, number: bool = False) -> Dots:
 
 
 def _in_words(b: Any, shorts: Any) -> Any:
-    return madd_shorts(b, shorts, constant(shorts.type, 1))
+    return madd_shorts(b, shorts, v.constant(shorts.type, 1))
 
 
 def _operand_places(code: str, lines: int) -> list[tuple[int, int]]:
@@ -303,11 +293,11 @@ def bits(b: Any, line: Any, shift: int, mask: int) -> Any:
     if CURRENT.neon:
         return neon.bits(b, line, shift, mask)
     if shift:
-        shorts = b.bitcast(line, ir.VectorType(INT16, line.type.count // 2))
-        count = constant(shorts.type, abs(shift))
+        shorts = b.bitcast(line, ir.VectorType(v.INT16, line.type.count // 2))
+        count = v.constant(shorts.type, abs(shift))
         shorts = b.lshr(shorts, count) if shift > 0 else b.shl(shorts, count)
         line = b.bitcast(shorts, line.type)
-    return b.and_(line, constant(line.type, mask))
+    return b.and_(line, v.constant(line.type, mask))
 
 
 def look_up(b: Any, table: Sequence[int], nibbles: Any) -> Any:
@@ -316,39 +306,39 @@ def look_up(b: Any, table: Sequence[int], nibbles: Any) -> Any:
     if CURRENT.neon:
         return neon.look_up(b, table, nibbles)
     if CURRENT.avx512:
-        entries = ir.Constant(BYTES.llvm, table * 4)
-        return call(b, "llvm.x86.avx512.pshuf.b.512", BYTES.llvm, entries, nibbles)
+        entries = ir.Constant(v.BYTES.llvm, table * 4)
+        return v.call(b, "llvm.x86.avx512.pshuf.b.512", v.BYTES.llvm, entries, nibbles)
     if CURRENT.avx2:
         entries = ir.Constant(_HALF, table * 2)
         if nibbles.type == _HALF:
-            return call(b, "llvm.x86.avx2.pshuf.b", _HALF, entries, nibbles)
+            return v.call(b, "llvm.x86.avx2.pshuf.b", _HALF, entries, nibbles)
         halves = registers(b, nibbles)
-        return join(b, [call(b, "llvm.x86.avx2.pshuf.b", _HALF, entries, h) for h in halves])
+        return join(b, [v.call(b, "llvm.x86.avx2.pshuf.b", _HALF, entries, h) for h in halves])
     return _arithmetic_fp4(b, nibbles) if table == _FP4 else _steps(b, table, nibbles)
 
 
 def _steps(b: Any, table: list[int], nibbles: Any) -> Any:
     """Emit table[nibble] without a table: the sum of the steps up to each nibble."""
-    value = constant(BYTES, table[0])
+    value = v.constant(v.BYTES, table[0])
     for i in range(1, 16):
-        above = b.icmp_signed(">=", nibbles, constant(BYTES, i))
-        step = constant(BYTES, table[i] - table[i - 1])
-        value = b.add(value, b.select(above, step, constant(BYTES, 0)))
+        above = b.icmp_signed(">=", nibbles, v.constant(v.BYTES, i))
+        step = v.constant(v.BYTES, table[i] - table[i - 1])
+        value = b.add(value, b.select(above, step, v.constant(v.BYTES, 0)))
     return value
 
 
 def _arithmetic_fp4(b: Any, nibbles: Any) -> Any:
     """Emit 2 * e2m1 + 12 without a table: 0 1 2 3 4 6 8 12, bit 3 the sign."""
-    magnitude = b.and_(nibbles, constant(BYTES, 7))
+    magnitude = b.and_(nibbles, v.constant(v.BYTES, 7))
     value = magnitude
     for at, extra in ((5, 1), (6, 1), (7, 3)):
-        above = b.icmp_unsigned(">=", magnitude, constant(BYTES, at))
-        value = b.add(value, b.select(above, constant(BYTES, extra), constant(BYTES, 0)))
-    negative = b.icmp_unsigned(">=", nibbles, constant(BYTES, 8))
-    value = b.select(negative, b.sub(constant(BYTES, 0), value), value)
-    return b.add(value, constant(BYTES, 12))
+        above = b.icmp_unsigned(">=", magnitude, v.constant(v.BYTES, at))
+        value = b.add(value, b.select(above, v.constant(v.BYTES, extra), v.constant(v.BYTES, 0)))
+    negative = b.icmp_unsigned(">=", nibbles, v.constant(v.BYTES, 8))
+    value = b.select(negative, b.sub(v.constant(v.BYTES, 0), value), value)
+    return b.add(value, v.constant(v.BYTES, 12))
 
 
 def _emit_pairs(b: Any, zeros: Any, start: Any) -> Any:
     """Emit zero point times negative sum: int16 products, whose high halves are zero."""
-    return pair_dots(b, b.bitcast(zeros, SHORTS), b.bitcast(start, SHORTS))
+    return pair_dots(b, b.bitcast(zeros, v.SHORTS), b.bitcast(start, v.SHORTS))
