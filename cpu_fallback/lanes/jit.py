@@ -98,10 +98,7 @@ def kernel(function: Callable[..., Any]) -> Kernel:
 def warm(kernels: Iterable[Kernel], progress: Progress | None = None) -> None:
     """Load kernels from the cache, and compile those that are not there.
 
-    Args:
-        kernels: any number of them.
-        progress: called with (done, total) before the first compilation and after each; never if
-            all are in the cache.
+    `progress` is called with (done, total) before the first compilation and after each.
 
     Raises:
         WindowError: a kernel would have to be compiled inside a timed window.

@@ -24,9 +24,6 @@ class ObjectCache:
 
     Where there is no such directory, kernels are compiled again in every process, and stay in its
     memory; a warning is logged once.
-
-    Args:
-        root: directory of all caches; None if there is none, which `cache_root` has said.
     """
 
     _instance: "ObjectCache | None" = None

@@ -17,18 +17,12 @@ _ASKING = 16  # Rows that are scored between requests for what will be read
 
 @device
 def block(a, t, stop, seen, where, memory):
-    """Attend to a block of cells: the tile at once, or token by token.
+    """Attend to a block of cells: the tile t .. stop - 1 at once, or token by token.
 
     Cells are the same for all tokens of a slot up to where a token's tree begins.
 
-    Args:
-        a: the arguments of the op.
-        t: the first token of the tile.
-        stop: the token after the last.
-        seen: what they see together.
-        where: the head, the first cell, then head and first cell of the next block; -1 if there is
-            none.
-        memory: the scratch memory, the queries, the sums, the states of the rows.
+        where   the head, the first cell, then those of the next block, -1 if there is none
+        memory  the scratch memory, the queries, the sums, the states of the rows
     """
     start, scratch = where[1], memory[0]
     low, high, step = np.int64(0), stop - t, stop - t

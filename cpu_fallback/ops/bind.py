@@ -42,13 +42,6 @@ within = device(lambda index, count: max(min(index, count - 1), 0))
 class BoundCall:
     """An op call with its arrays, checked against the op's contract.
 
-    Args:
-        spec: the op.
-        call: the call in the Plan.
-        values: every array and tensor of the Plan by name.
-        buffers: the Plan's buffers.
-        hints: what the executor was asked for, for kernels that act on it.
-
     Raises:
         ShapeError: an argument is missing, or its dtype, shape or layout is not the contract's.
     """

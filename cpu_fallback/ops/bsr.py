@@ -16,7 +16,7 @@ from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.record import executes
 from cpu_fallback.lanes.vector import LANES
 from cpu_fallback.ops.bind import BoundCall
-from cpu_fallback.ops.bsr_tiles import ACC, TILES, Tiles, totals
+from cpu_fallback.ops.bsr_tiles import ACC, TILES, tile_of, totals
 from cpu_fallback.ops.finish import activation_of, finish
 from cpu_fallback.team.tape import Launch
 
@@ -81,9 +81,10 @@ def _write(a, sums, row, rows, token, tokens):
     finish(a, turned, rows, token, tokens, row, rows)
 
 
-def _kernel(name: str, tiles: Tiles) -> Kernel:
-    tile16x1, tile4x1, tile1x1 = (tiles.tile(rows, 1) for rows in (16, 4, 1))
-    tile4x4, tile4x2, tile1x4 = tiles.tile(4, 4), tiles.tile(4, 2), tiles.tile(1, 4)
+def _kernel(name: str, kind: str, scaled: bool) -> Kernel:
+    tile16x1, tile4x1, tile1x1, tile4x4, tile4x2, tile1x4 = (
+        tile_of(kind, scaled, *size) for size in ((16, 1), (4, 1), (1, 1), (4, 4), (4, 2), (1, 4))
+    )
 
     @device
     def rows_of_unit(a, unit, start, stop, scratch):
@@ -104,11 +105,8 @@ def _kernel(name: str, tiles: Tiles) -> Kernel:
             _clear(scratch, stored + LANES)
             some = max(1, _NEAR // block)
             for first in range(0, count, some):
-                few, own, above = (
-                    min(some, count - first),
-                    columns + 4 * first,
-                    codes + first * block,
-                )
+                few, own = min(some, count - first), columns + 4 * first
+                above = codes + first * block
                 scale, r = scales + first * step, np.int64(0)
                 while r < stored:
                     w, s, acc = above + r * line, scale + 2 * r, scratch + ACC * r
@@ -164,7 +162,7 @@ def _kernel(name: str, tiles: Tiles) -> Kernel:
     return executes("bsr_linear", Blocks)(bsr_linear)
 
 
-_KERNELS = {name: _kernel(name, tiles) for name, tiles in TILES.items()}
+_KERNELS = {name: _kernel(name, *kind) for name, kind in TILES.items()}
 
 
 def _bsr_linear(call: BoundCall) -> list[Launch]:

@@ -26,10 +26,6 @@ ACC = 64  # Bytes of an accumulator
 _MOST = CURRENT.registers // 2
 
 
-def _at(b: Any, base: Any, index: Any, size: Any) -> Any:
-    return b.add(base, b.mul(index, size))
-
-
 @dataclass(frozen=True, slots=True)
 class _Blocks:
     """The stored blocks of a block row, from some row of theirs on; bytes and addresses."""
@@ -55,14 +51,14 @@ def _emit_tile(
     for slot, place in zip(sums, places, strict=True):
         b.store(v.emit_load(b, v.F32.llvm, place), slot)
     with cgutils.for_range_slice(b, v.number(0), blocks.count, v.number(1), v.INT64) as (index, _):
-        place = v.emit_load(b, v.INT32, _at(b, blocks.columns, index, v.number(4)))
+        place = v.emit_load(b, v.INT32, v.emit_at(b, blocks.columns, index, v.number(4)))
         column = b.mul(b.sext(place, v.INT64), blocks.width)
         left = b.sub(blocks.k, column)
         width = b.select(b.icmp_signed("<", left, blocks.width), left, blocks.width)
         whole = b.and_(width, v.number(-v.LANES))
-        block = _at(b, blocks.codes, index, blocks.block)
-        lines = [_at(b, block, blocks.row, v.number(r)) for r in rows]
-        tokens = [_at(b, x, column, v.number(4)) for x in xs]
+        block = v.emit_at(b, blocks.codes, index, blocks.block)
+        lines = [v.emit_at(b, block, blocks.row, v.number(r)) for r in rows]
+        tokens = [v.emit_at(b, x, column, v.number(4)) for x in xs]
         if blocks.scales:
             for slot in parts:
                 b.store(v.constant(v.F32, 0.0), slot)
@@ -98,9 +94,11 @@ def _emit_tile(
         with b.if_then(b.icmp_signed(">", tail, v.number(0))):
             step(whole, 1, tail)
         if blocks.scales:
-            scales = _at(b, blocks.scales, index, blocks.scale_block)
+            scales = v.emit_at(b, blocks.scales, index, blocks.scale_block)
             for r, row in enumerate(rows):
-                scale = _emit_scale(b, b.add(scales, v.number(2 * row)))
+                scale = v.emit_load(b, v.INT16, v.behind(b, scales, 2 * row))
+                bits = b.shl(b.zext(scale, v.INT32), ir.Constant(v.INT32, 16))
+                scale = v.spread(b, v.F32, b.bitcast(bits, v.FLOAT))
                 for t in range(len(xs)):
                     own = r * len(xs) + t
                     total = v.emit_fma(b, b.load(parts[own]), scale, b.load(sums[own]))
@@ -113,13 +111,7 @@ def _emit_load(b: Any, kind: v.Widen, address: Any, count: Any = None) -> Any:
     return kind.emit(b, address) if count is None else kind.emit_n(b, address, count)
 
 
-def _emit_scale(b: Any, address: Any) -> Any:
-    """Emit 16 times the bf16 at an address."""
-    code = b.zext(v.emit_load(b, v.INT16, address), v.INT32)
-    return v.spread(b, v.F32, b.bitcast(b.shl(code, ir.Constant(v.INT32, 16)), v.FLOAT))
-
-
-def _tile(name: str, scaled: bool, rows: int, tokens: int) -> Any:
+def tile_of(name: str, scaled: bool, rows: int, tokens: int) -> Any:
     """Make the operation that adds rows times tokens to accumulators [rows, tokens]."""
     kind = v.WIDEN[name]
     wide = min(tokens, 4 if CURRENT.avx512 else 2)
@@ -130,7 +122,7 @@ def _tile(name: str, scaled: bool, rows: int, tokens: int) -> Any:
         blocks = _Blocks(
             codes, block, row, scales if scaled else None, step, columns, count, width, k
         )
-        xs = [_at(b, x, pitch, v.number(t)) for t in range(tokens)]
+        xs = [v.emit_at(b, x, pitch, v.number(t)) for t in range(tokens)]
         for r in range(0, rows, tall):
             for t in range(0, tokens, wide):
                 places = [
@@ -150,23 +142,11 @@ def totals(b, acc, out):
     v.emit_store(b, emit_totals(b, vectors), out)
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """The tiles of one kind of block: operations by rows and tokens, for kernels to close over."""
-
-    name: str
-    scaled: bool
-
-    def tile(self, rows: int, tokens: int) -> Any:
-        """Return the operation that multiplies so many rows by so many tokens."""
-        return _tile(self.name, self.scaled, rows, tokens)
-
-
 TILES = {
-    "f32": Tiles("f32", False),
-    "bf16": Tiles("bf16", False),
-    "f16": Tiles("f16", False),
-    "int8": Tiles("i8", True),
-    "int4": Tiles("i4", True),
+    "f32": ("f32", False),
+    "bf16": ("bf16", False),
+    "f16": ("f16", False),
+    "int8": ("i8", True),
+    "int4": ("i4", True),
 }
-"""Inner format of the blocks -> tiles."""
+"""Inner format of the blocks -> kind of number, and whether there are scales."""

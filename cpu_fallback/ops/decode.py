@@ -202,14 +202,9 @@ def weight_record(op_name: str, tensor: QuantTensor) -> Weight:
 
 
 def plain(kind: str, codes: np.ndarray, n: int, k: int, multiplier: float = 1.0) -> Weight:
-    """Return the record of a weight without a plane of scales.
+    """Return the record of a weight without a plane of scales: codes [n, k] times a multiplier.
 
-    Args:
-        kind: name of its decoder.
-        codes: the stored array.
-        n: rows.
-        k: columns.
-        multiplier: what every decoded value is multiplied by; f32 ignores it.
+    `kind` is the name of its decoder; f32 ignores the multiplier.
     """
     return Weight(
         decoder=DECODERS[kind],

@@ -63,16 +63,8 @@ def expect(a, token, tokens, row):
 def finish(a, sums, pitch, token, tokens, row, count):
     """Write `count` rows, up to 16, of some tokens.
 
-    Args:
-        a: the arguments of `linear`, or of an op that ends like it; `a.activate` is from
-            `activation_of`.
-        sums: address of fp32 [tokens, pitch], and of as much behind them as a vector needs to be
-            whole; changed.
-        pitch: values from a token to the next.
-        token: the first token.
-        tokens: their number.
-        row: the first row.
-        count: rows.
+    `sums` are fp32 [tokens, pitch], and as much behind them as a vector needs to be whole; changed.
+    `a` are the arguments of `linear`, or of an op that ends like it.
     """
     bias = a.bias
     if a.activate:

@@ -85,13 +85,8 @@ def linear_of_codes(a, rank, size, scratch):
 def multiply_tiles(a, scratch, first, last, ask, write):
     """Multiply a range of tiles by all tokens: one stream of weights for each block of tokens.
 
-    Args:
-        a: the arguments of an op with a weight in tiles (`Tiled`).
-        scratch: of the thread.
-        first: the first tile.
-        last: one behind the last.
-        ask: is told what `write` will be, before the product.
-        write: takes the sums of up to 16 tokens and 16 rows, like `write_rows`.
+    `ask(a, token, tokens, row)` is called before a product, and after it `write(a, sums, token,
+    tokens, row)` with the sums of up to 16 tokens and 16 rows.
     """
     panel = scratch + PANELS
     if first == last:

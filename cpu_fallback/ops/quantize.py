@@ -142,11 +142,7 @@ _FAKE = {"bf16": fake_bf16, "f16": fake_f16, "e4m3": fake_e4m3, "i8": fake_i8}
 
 
 def check_groups(call: BoundCall, columns: str) -> int:
-    """Return the activation group of a call, columns per scale or 0.
-
-    Args:
-        call: the bound call.
-        columns: the letter of a row of activations.
+    """Return the activation group of a call, columns per scale or 0; `columns`: letter of a row.
 
     Raises:
         ShapeError: the scales are not one for each group.

@@ -39,16 +39,10 @@ Products of a `BlockLayout` do not ask.
 
 @device
 def is_filled(rec, ctl, scratch, start):
-    """Return whether this thread has made these panels in this launch; from now on it has.
+    """Return whether this thread has made the panels from token or pair `start` on in this launch.
 
-    A launch may be divided into several shares for a thread. Its scratch memory is its own until
-    the launch ends.
-
-    Args:
-        rec: address of the launch's record.
-        ctl: address of the control block.
-        scratch: address of the thread's scratch memory.
-        start: first token or pair of the panels.
+    From now on it has. A launch may be divided into several shares for a thread, whose scratch
+    memory is its own until the launch ends.
     """
     step = v.read_i64(ctl + 8 * EPOCH)
     same = v.read_i64(scratch) == rec and v.read_i64(scratch + 8) == step
@@ -79,11 +73,7 @@ def panel_sizes(
 ) -> tuple[int, int, int]:
     """Return tokens per block, tokens whose panels are kept, and the bytes of a panel per token.
 
-    Args:
-        layout: of the weight's tiles.
-        group: columns per activation scale.
-        k: columns.
-        most: tokens or pairs of a step, at capacity.
+    `most` is the tokens or pairs of a step, at capacity.
 
     Raises:
         ShapeError: K is so large that a sum might not fit in int32.
@@ -112,13 +102,9 @@ def has_codes(call: BoundCall) -> bool:
 
 
 def tiled(call: BoundCall, columns: str, most: int, weight: str = "w") -> tuple[Tiled, Tiles]:
-    """Return what a kernel needs to multiply int8 activations by tiles, and the tiles.
+    """Return what a kernel needs to multiply int8 activations by a weight in tiles, and the tiles.
 
-    Args:
-        call: the bound call.
-        columns: the letter of a row of activations.
-        most: tokens or pairs of a step, at capacity.
-        weight: the parameter that is in tiles.
+    `columns` is the letter of a row of activations, `most` the tokens or pairs of a step.
     """
     group, k = check_groups(call, columns), call.dim(columns)
     tiles = tiles_of(call.spec.name, call.tensor(weight))

@@ -20,20 +20,8 @@ from cpu_fallback.lanes import neon
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.late import cgutils
 from cpu_fallback.lanes.neon import join
+from cpu_fallback.tiles import multiply as m
 from cpu_fallback.tiles.layout import BIAS, LINE, UNIT, Layout, lines_of
-from cpu_fallback.tiles.multiply import (
-    REGISTERS,
-    dot,
-    emit_run,
-    emit_split,
-    keep_order,
-    madd_bytes,
-    madd_shorts,
-    pair_dots,
-    register_dot,
-    registers,
-    run_length,
-)
 
 _HALF = ir.VectorType(v.INT8, 32)
 
@@ -59,7 +47,7 @@ class Dots:
     # whether bytes are multiplied as int16, and activations have to be (`is_wide`)
     wide: bool = False
     # whether sums are kept plus `NUMBER`, which starts are without zero points
-    v.number: bool = False
+    number: bool = False
 
     @property
     def lines(self) -> int:
@@ -81,7 +69,9 @@ class Dots:
             zeros: int32 zero points or None.
         """
         if zeros is not None:
-            start = b.add(_emit_pairs(b, zeros, start), v.constant(v.I32, NUMBER * self.number))
+            # Zero point times negative sum: int16 products, whose high halves are zero.
+            pairs = m.pair_dots(b, b.bitcast(zeros, v.SHORTS), b.bitcast(start, v.SHORTS))
+            start = b.add(pairs, v.constant(v.I32, NUMBER * self.number))
         sums = []
         for i in range(len(self.shifts)):
             slot = cgutils.alloca_once(b, v.I32.llvm)
@@ -92,15 +82,10 @@ class Dots:
     def unit(self, b: Any, lines: Any, codes: Any, sums: Sequence[Sum], ahead: Any) -> None:
         """Emit one unit: add 16 rows times 32 columns of each token to its sum.
 
-        Args:
-            b: the builder.
-            lines: address of the unit in the tile.
-            codes: address of the tokens' codes.
-            sums: running sum of each token.
-            ahead: bytes ahead of the lines at which to ask for lines.
+        `lines` and `codes` are addresses; lines are asked for so many bytes ahead.
         """
         count = self.lines
-        few_registers = CURRENT.vnni and REGISTERS > 1 and len(self.shifts) == 1
+        few_registers = CURRENT.vnni and m.REGISTERS > 1 and len(self.shifts) == 1
         if CURRENT.in_shorts or few_registers:
             self._unit_in_registers(b, lines, codes, sums, ahead, count)
             return
@@ -133,11 +118,11 @@ class Dots:
             v.emit_prefetch(b, b.add(v.behind(b, lines, LINE * i), ahead), level=1)
         places = _operand_places(self.code, count)
         in_words = self.wide or CURRENT.vnni
-        run = len(places) if in_words else run_length(self.top)
+        run = len(places) if in_words else m.run_length(self.top)
         for start in range(0, len(places), run):
-            found: list[list[Any]] = [[None] * REGISTERS for _ in sums]
+            found: list[list[Any]] = [[None] * m.REGISTERS for _ in sums]
             if in_words:
-                found = [registers(b, b.load(own[0])) for own in sums]
+                found = [m.registers(b, b.load(own[0])) for own in sums]
             for index in range(start, min(start + run, len(places))):
                 line, part = places[index]
                 at = v.behind(b, lines, LINE * line)
@@ -145,9 +130,12 @@ class Dots:
                 for place, operand in self._factors(b, weights, index):
                     for t, own in enumerate(found):
                         own[:] = self._add_products(b, own, operand, codes, t, place)
-                    keep_order(b, found)
+                    m.keep_order(b, found)
             for total, own in zip(sums, found, strict=True):
-                value = join(b, own if in_words else [_in_words(b, short) for short in own])
+                value = join(
+                    b,
+                    own if in_words else [m.madd_shorts(b, x, v.constant(x.type, 1)) for x in own],
+                )
                 b.store(value if in_words else b.add(b.load(total[0]), value), total[0])
 
     def _factors(self, b: Any, weights: Any, index: int) -> list[tuple[int, Any]]:
@@ -164,10 +152,10 @@ class Dots:
         """Emit the addition of a token's products with 16 rows, register by register."""
         at = b.add(codes, v.number(self.code_bytes * token + 4 * place))
         x = b.bitcast(v.spread(b, v.I32, v.emit_load(b, v.INT32, at)), operand.type)
-        pairs = list(zip(registers(b, operand), registers(b, x), strict=True))
+        pairs = list(zip(m.registers(b, operand), m.registers(b, x), strict=True))
         if CURRENT.vnni:
-            return [register_dot(b, old, *pair) for old, pair in zip(sums, pairs, strict=True)]
-        multiply = madd_shorts if self.wide else madd_bytes
+            return [m.register_dot(b, old, *pair) for old, pair in zip(sums, pairs, strict=True)]
+        multiply = m.madd_shorts if self.wide else m.madd_bytes
         found = [multiply(b, *pair) for pair in pairs]
         return [
             new if old is None else b.add(old, new) for old, new in zip(sums, found, strict=True)
@@ -209,15 +197,12 @@ class Dots:
             return [(line, 0)]
         if self.code == "ternary":
             if len(self.shifts) == 4:
-                masks = [3 << 2 * p for p in range(4)]
-                return [
-                    (b.and_(line, v.constant(v.BYTES, mask)), p) for p, mask in enumerate(masks)
-                ]
+                masks = [v.constant(v.BYTES, 3 << 2 * p) for p in range(4)]
+                return [(b.and_(line, mask), p) for p, mask in enumerate(masks)]
             return [(bits(b, line, 2 * p, 3), 0) for p in range(4)]
         if self.code == "int4" and len(self.shifts) == 2:
-            return [
-                (b.and_(line, v.constant(v.BYTES, mask)), i) for i, mask in enumerate((15, 240))
-            ]
+            masks = [v.constant(v.BYTES, mask) for mask in (15, 240)]
+            return [(b.and_(line, mask), i) for i, mask in enumerate(masks)]
         nibbles = [bits(b, line, shift, 15) for shift in (0, 4)]
         if table := _TABLES.get(self.code):
             nibbles = [look_up(b, table, nibble) for nibble in nibbles]
@@ -227,16 +212,16 @@ class Dots:
         """Emit the addition of products to a running sum: operand, activations, accumulator."""
         if CURRENT.vnni:
             for weights, x, slot in pairs:
-                b.store(dot(b, b.load(total[slot]), weights, x), total[slot])
+                b.store(m.dot(b, b.load(total[slot]), weights, x), total[slot])
             return
         value = b.load(total[0])
-        run = run_length(self.top)
+        run = m.run_length(self.top)
         if CURRENT.in_shorts and run >= 2:
             for start in range(0, len(pairs), run):
-                value = b.add(value, emit_run(b, pairs[start : start + run]))
+                value = b.add(value, m.emit_run(b, pairs[start : start + run]))
         else:
             for weights, x, _ in pairs:
-                value = emit_split(b, value, weights, x)
+                value = m.emit_split(b, value, weights, x)
         b.store(value, total[0])
 
 
@@ -254,28 +239,12 @@ def is_number(layout: Layout, group: int) -> bool:
 
 
 def dots_of(code: str, tokens: int, number: bool = False) -> Dots:
-    """Return how the dot products of a code with this many tokens are emitted.
-
-    Args:
-        code: of the layout.
-        tokens: of a pass.
-        number: whether sums are kept plus `NUMBER`.
-    """
+    """Return how the dot products of a code are emitted with so many tokens of a pass."""
     top = {"int4": 15, "fp4": max(_FP4), "iq4": max(IQ4), "int8": 255, "ternary": 2}[code]
-    if is_wide(code):
-        return Dots(code, (0,), top, wide=True, number=number)
-    few = CURRENT.vnni and tokens <= (4 if CURRENT.avx512 else 2)
-    if few and code == "int4":
-        return Dots(code, (0, 4), top, number=number)
-    if few and code == "ternary":
-        return Dots(code, (0, 2, 4, 6), top, number=number)
-    if few and code == "int8":
-        return Dots(code, (0, 0), top, number=number)
-    return Dots(code, (0,), top, number=number)
-
-
-def _in_words(b: Any, shorts: Any) -> Any:
-    return madd_shorts(b, shorts, v.constant(shorts.type, 1))
+    shifts: tuple[int, ...] = (0,)
+    if CURRENT.vnni and tokens <= (4 if CURRENT.avx512 else 2):
+        shifts = {"int4": (0, 4), "ternary": (0, 2, 4, 6), "int8": (0, 0)}.get(code, shifts)
+    return Dots(code, shifts, top, is_wide(code), number)
 
 
 def _operand_places(code: str, lines: int) -> list[tuple[int, int]]:
@@ -312,7 +281,7 @@ def look_up(b: Any, table: Sequence[int], nibbles: Any) -> Any:
         entries = ir.Constant(_HALF, table * 2)
         if nibbles.type == _HALF:
             return v.call(b, "llvm.x86.avx2.pshuf.b", _HALF, entries, nibbles)
-        halves = registers(b, nibbles)
+        halves = m.registers(b, nibbles)
         return join(b, [v.call(b, "llvm.x86.avx2.pshuf.b", _HALF, entries, h) for h in halves])
     return _arithmetic_fp4(b, nibbles) if table == _FP4 else _steps(b, table, nibbles)
 
@@ -337,8 +306,3 @@ def _arithmetic_fp4(b: Any, nibbles: Any) -> Any:
     negative = b.icmp_unsigned(">=", nibbles, v.constant(v.BYTES, 8))
     value = b.select(negative, b.sub(v.constant(v.BYTES, 0), value), value)
     return b.add(value, v.constant(v.BYTES, 12))
-
-
-def _emit_pairs(b: Any, zeros: Any, start: Any) -> Any:
-    """Emit zero point times negative sum: int16 products, whose high halves are zero."""
-    return pair_dots(b, b.bitcast(zeros, v.SHORTS), b.bitcast(start, v.SHORTS))

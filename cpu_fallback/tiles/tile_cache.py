@@ -44,13 +44,9 @@ _given_up: set[Path] = set()  # Directories that this process does not use any m
 
 
 class TileCache:
-    """Packed tensors by the hash of what they were packed from.
+    """Packed tensors by the hash of what they were packed from; `limit` is bytes of all files.
 
     A cache that cannot be read or written, or that others can write, costs time and never a result.
-
-    Args:
-        root: directory of all caches.
-        limit: bytes of all files together. A write in progress is not counted.
     """
 
     def __init__(self, root: Path, limit: int) -> None:
@@ -174,11 +170,6 @@ def key_of(layout: Layout, tensor: QuantTensor, version: int) -> str:
     """Return a name for all that determines the tiles of a tensor: 64 hexadecimal digits.
 
     Of the instruction set tiles depend on no more than whether bytes are signed.
-
-    Args:
-        layout: of the tiles.
-        tensor: what they are packed from.
-        version: of the packing.
     """
     planes = {name: np.ascontiguousarray(array) for name, array in sorted(tensor.planes.items())}
     stored = [(name, array.dtype.str, array.shape) for name, array in planes.items()]

@@ -41,13 +41,9 @@ class Together:
         done: Callable[[], None],
         failed: Callable[[], None],
     ) -> None:
-        """Queue a tensor.
+        """Queue the parts of a tensor of so many stored bytes.
 
-        Args:
-            parts: what packs it.
-            nbytes: of the tensor, as it is stored.
-            done: called by a thread of the pool after the last part.
-            failed: called if that never comes.
+        `done` is called by a thread of the pool after the last part, `failed` if that never comes.
         """
         lock, left = threading.Lock(), len(parts)
 
