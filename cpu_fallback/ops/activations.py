@@ -89,8 +89,12 @@ def _capless(act: Any) -> Any:
     return device(lambda x, cap: act(x))
 
 
-ACTIVATIONS = {
-    **{act.__name__: _capless(act) for act in (silu, gelu, gelu_tanh, relu2, sigmoid)},
-    "tanh": capped,
+_CAPLESS = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu2": relu2,
+    "sigmoid": sigmoid,
 }
+ACTIVATIONS = {**{name: _capless(act) for name, act in _CAPLESS.items()}, "tanh": capped}
 """Name of an activation -> function of a vector, and of a vector of caps."""
