@@ -70,7 +70,6 @@ def _target(head, state, token):
 
 @device
 def _enter(head, number):
-    """Put an edge into the table."""
     edge = _edge(head, number)
     slot = _slot(head, v.read_i32(edge + _FROM), v.read_i32(edge + _BY))
     while v.read_i32(_word(head, TABLE) + 4 * slot):
@@ -218,7 +217,6 @@ def _follow(head, ids, count, most, out):
 
 
 def _index(head):
-    """Put all edges into a table that is empty."""
     for number in range(1, _word(head, EDGE_COUNT) + 1):
         _enter(head, number)
 

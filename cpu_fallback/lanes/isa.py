@@ -40,15 +40,31 @@ class Isa:
     cpu: str  # LLVM's name of the processor model
     features: str  # LLVM features on top of the model
     needs: tuple[str, ...]  # host features, in LLVM's names, without which the code would not run
-    fma: bool  # fused multiply-add is an instruction
-    f16c: bool  # fp16 <-> fp32 conversion is an instruction
-    avx512: bool = False  # AVX-512 (F, BW, VL, DQ): 32 registers of 16 fp32 lanes, else 16 of 8
-    vnni: bool = False  # the dot product of bytes, added in int32, is an instruction
+
+    @property
+    def fma(self) -> bool:
+        """Whether fused multiply-add is an instruction."""
+        return bool(self.needs)
+
+    @property
+    def f16c(self) -> bool:
+        """Whether fp16 <-> fp32 conversion is an instruction."""
+        return bool(self.needs)
+
+    @property
+    def avx512(self) -> bool:
+        """Whether there is AVX-512 (F, BW, VL, DQ): 32 registers of 16 fp32 lanes, else 16 of 8."""
+        return "avx512f" in self.needs
+
+    @property
+    def vnni(self) -> bool:
+        """Whether the dot product of bytes, added in int32, is an instruction."""
+        return self.needs[-1:] in (("avx512vnni",), ("avxvnni",))
 
     @property
     def avx2(self) -> bool:
         """Whether AVX2 instructions may be used."""
-        return self.cpu.startswith("x86-64")
+        return "avx2" in self.needs
 
     @property
     def in_shorts(self) -> bool:
@@ -74,36 +90,20 @@ class Isa:
 _V3 = ("avx2", "fma", "f16c", "bmi2", "lzcnt", "movbe")
 _V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 _NEON = ("lse", "dotprod")
+_WIDE = "-prefer-256-bit"
+_WHOLE = "+fast-dpwssd"  # else LLVM takes some dot products of int16 apart again
 
 ISAS: Mapping[str, Isa] = {
-    isa.name: isa
-    for isa in (
-        Isa(
-            "avx512vnni",
-            "x86-64-v4",
-            # Else LLVM takes some dot products of int16 apart again.
-            "+avx512vnni,+fast-dpwssd,-prefer-256-bit",
-            (*_V4, "avx512vnni"),
-            fma=True,
-            f16c=True,
-            avx512=True,
-            vnni=True,
-        ),
-        Isa("avx512", "x86-64-v4", "-prefer-256-bit", _V4, fma=True, f16c=True, avx512=True),
-        Isa(
-            "avxvnni",
-            "x86-64-v3",
-            "+avxvnni,+fast-dpwssd",
-            (*_V3, "avxvnni"),
-            fma=True,
-            f16c=True,
-            vnni=True,
-        ),
-        Isa("avx2", "x86-64-v3", "", _V3, fma=True, f16c=True),
-        Isa("neon_i8mm", "generic", "+v8.2a,+dotprod,+i8mm", (*_NEON, "i8mm"), fma=True, f16c=True),
-        Isa("neon_dotprod", "generic", "+v8.2a,+dotprod", _NEON, fma=True, f16c=True),
-        Isa("generic", "", "", (), fma=False, f16c=False),
-    )
+    name: Isa(name, *about)
+    for name, about in {
+        "avx512vnni": ("x86-64-v4", f"+avx512vnni,{_WHOLE},{_WIDE}", (*_V4, "avx512vnni")),
+        "avx512": ("x86-64-v4", _WIDE, _V4),
+        "avxvnni": ("x86-64-v3", f"+avxvnni,{_WHOLE}", (*_V3, "avxvnni")),
+        "avx2": ("x86-64-v3", "", _V3),
+        "neon_i8mm": ("generic", "+v8.2a,+dotprod,+i8mm", (*_NEON, "i8mm")),
+        "neon_dotprod": ("generic", "+v8.2a,+dotprod", _NEON),
+        "generic": ("", "", ()),
+    }.items()
 }
 """Name -> ISA, best first."""
 

@@ -182,7 +182,6 @@ done:
 
 
 def _lower(k: Kernel) -> tuple[str, str]:
-    """Return the LLVM of a kernel with its devices, and the name of its function there."""
     return late.lower(k.function, k.params, k.result)
 
 

@@ -200,14 +200,12 @@ def _copy(source, target, nbytes):
 
 @device
 def _keep(header, state):
-    """Note the largest score and the weight of a row's span for `merge`."""
     v.write_f32(header, v.read_f32(state + TOP))
     v.write_f32(header + 4, span_weight(state))
 
 
 @device
 def _ask(a, t, head, rows, queries, states):
-    """Write the queries of a tile for a head as they are multiplied with cells."""
     group, d, size = a.group, a.D, padded(a.D)
     for row in range(rows):
         source = a.q + 4 * (((t + row // group) * a.H + head) * group + row % group) * d

@@ -215,7 +215,6 @@ def _code(x, inverse, most):
 
 @device
 def _inverse(step):
-    """Return what magnitudes are multiplied by to be codes."""
     if step > _LEAST:
         return v.splat(np.float32(1) / step)
     return v.splat(np.float32(0))

@@ -73,7 +73,6 @@ def _emit_done(b: Any, values: list[Any]) -> list[Any]:
 
 
 def _emit_tree(b: Any, vectors: list[Any]) -> Any:
-    """Emit the sum of vectors, neighbours first."""
     while len(vectors) > 1:
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
         vectors = [b.fadd(x, y) for x, y in pairs]

@@ -87,7 +87,6 @@ def _q5_1_unit(at, column, out, table):
 
 @device
 def _iq4(at, out, scale):
-    """Decode 32 columns whose codes are the nibbles of 16 bytes."""
     packed, table = v.load_u8(at), _iq4_table()
     v.store_f32(out, v.mul(v.lookup(table, v.iand(packed, v.isplat(15))), scale))
     v.store_f32(out + 64, v.mul(v.lookup(table, v.shr(packed, 4)), scale))
@@ -109,7 +108,6 @@ def _iq4_xs_unit(at, column, out, table):
 
 @device
 def _six_scale(scales, run):
-    """Return the 6-bit scale of a run of q4_k or q5_k."""
     if run < 4:
         return np.float32(v.read_u8(scales + run) & 63)
     return np.float32(v.read_u8(scales + run + 4) & 15 | v.read_u8(scales + run - 4) >> 6 << 4)

@@ -46,7 +46,6 @@ def _kept(x, k, most, least):
 
 @device
 def _limit(x, k, count):
-    """Return the largest limit that at least `count` magnitudes reach, as bits."""
     limit = 0
     for place in range(30, -1, -1):
         higher = limit + (1 << place)

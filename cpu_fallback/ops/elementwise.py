@@ -56,7 +56,6 @@ def rms_norm(a, rank, size, scratch):
 
 @device
 def _scale(x, factor, weight, y, d):
-    """Write x * factor * weight."""
     for i in range(0, d - 15, 16):
         normal = v.mul(v.load_f32(x + 4 * i), factor)
         v.store_f32(y + 4 * i, v.mul(normal, v.load_f32(weight + 4 * i)))

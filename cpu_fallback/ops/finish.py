@@ -34,7 +34,6 @@ _KERNELS = {name: _kernel(name, function) for name, function in ACTIVATIONS.item
 
 @op(void, i64, i64, i64, f32)
 def _activate(b, kernel, at, count, cap):
-    """Call the kernel of an activation: fp32 at an address, whole vectors, in place."""
     kind = ir.FunctionType(VOID, [INT64] * 3)
     bits = b.zext(b.bitcast(cap, INT32), INT64)
     b.call(b.inttoptr(kernel, kind.as_pointer()), [at, count, bits])
@@ -42,7 +41,6 @@ def _activate(b, kernel, at, count, cap):
 
 @device
 def _load(at, count):
-    """Load up to 16 fp32."""
     if count == 16:
         return v.load_f32(at)
     return v.load_f32_n(at, count)

@@ -36,7 +36,6 @@ def copy_f32(source, target, count):
 
 @device
 def _scale_f32(source, target, count, factor):
-    """Copy fp32 values times a factor."""
     by = v.splat(factor)
     for i in range(0, count, 16):
         n = min(16, count - i)
@@ -122,7 +121,6 @@ def _multiply(a, scratch, start, tokens, first, last, ask, write):
 
 @device
 def _fill(a, first, count, panel):
-    """Write the panel of up to 16 tokens, the last of them repeated up to its width."""
     wide = width(count)
     for t in range(wide):
         token = first + min(t, count - 1)

@@ -17,7 +17,6 @@ from cpu_fallback.tiles.tile_product import call_product
 
 @device
 def _fill(a, k, order, per_row, count, panel):
-    """Write the panel of up to 16 pairs, the last of them repeated up to its width."""
     wide = width(count)
     for t in range(wide):
         row = v.read_i32(order + 4 * min(t, count - 1)) // per_row
@@ -27,7 +26,6 @@ def _fill(a, k, order, per_row, count, panel):
 
 @device
 def _multiply_tile(a, rows, k, expert, tile, panel, count, sums):
-    """Multiply a tile of an expert [rows, k] by a panel of `count` pairs."""
     tiles = (rows + 15) >> 4
     at = a.tiles + (expert * tiles + tile) * a.tile_bytes
     call_product(a.product, at, panel, sums, (k + 31) >> 5, width(count), a.ahead)
@@ -35,7 +33,6 @@ def _multiply_tile(a, rows, k, expert, tile, panel, count, sums):
 
 @device
 def _scale_tile(factors, sums, order, count):
-    """Multiply the sums of each pair by its factor."""
     for t in range(count):
         factor = v.splat(v.read_f32(factors + 4 * v.read_i32(order + 4 * t)))
         v.store_f32(sums + 64 * t, v.mul(v.load_f32(sums + 64 * t), factor))
@@ -43,7 +40,6 @@ def _scale_tile(factors, sums, order, count):
 
 @device
 def _add_bias_tile(a, rows, expert, tile, count, sums):
-    """Add the bias of a tile of an expert of `rows` rows to the sums of each pair."""
     bias = a.bias + 4 * (expert * rows + 16 * tile)
     values = v.load_f32_n(bias, min(16, rows - 16 * tile))
     for t in range(count):

@@ -130,19 +130,16 @@ def emit_tokens(b: Any, xs: Any, k0: Any, tokens: int) -> list[Any]:
 
 @op(void, i64, i64, i64, i64, i64)
 def _high(b, w, xs, k0, k, acc):
-    """Multiply HIGH rows by ACROSS tokens."""
     _emit_tile(b, HIGH, w, emit_tokens(b, xs, k0, ACROSS), k, acc)
 
 
 @op(void, i64, i64, i64, i64, i64)
 def _tall(b, w, xs, k0, k, acc):
-    """Multiply TALL rows by one token."""
     _emit_tile(b, TALL, w, emit_tokens(b, xs, k0, 1), k, acc)
 
 
 @op(void, i64, i64, i64, i64, i64)
 def _one(b, w, xs, k0, k, acc):
-    """Multiply one row by one token."""
     _emit_tile(b, 1, w, emit_tokens(b, xs, k0, 1), k, acc)
 
 

@@ -191,14 +191,12 @@ _rows = device(lambda group: (group + TILE - 1) // TILE * TILE)
 
 @device
 def _bounds_of(a, slot, page, head):
-    """Return where the bounds of a page of a slot are."""
     stored = within(page_of(a.pages, a.B, np.int64(1), slot, page), a.P)
     return a.bounds + 8 * (stored * a.H + head) * a.D
 
 
 @device
 def _widen(bounds, panel, d):
-    """Copy the bounds of a page so that both halves are whole vectors."""
     width = padded(d)
     for i in range(0, d, 16):
         n = min(16, d - i)
@@ -254,7 +252,6 @@ def _rank(x, number):
 
 @device
 def _ranked(rank, number):
-    """Return the fp32 of a rank."""
     v.write_i32(number, rank if rank >= 0 else rank ^ 0x7FFFFFFF)
     return v.read_f32(number)
 
@@ -273,7 +270,6 @@ def _compared(scores, begin, old, cut, word):
 
 @device
 def _above(scores, begin, old, cut):
-    """Return how many pages are above a cut."""
     found = np.int64(0)
     for word in range((old + 63) // 64):
         found += v.popcount(_compared(scores, begin, old, cut, word)[0])

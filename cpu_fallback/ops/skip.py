@@ -54,14 +54,12 @@ Lines = NamedTuple(  # a weight in tiles, and by neuron
 
 @device
 def _ask(address, stride):
-    """Ask for the lines of a neuron."""
     for i in range(0, stride, 64):
         v.prefetch(address + i)
 
 
 @device
 def _code_sum(x, count):
-    """Return the sum of codes."""
     total = v.izero()
     for i in range(0, count, 16):
         total = v.iadd(total, v.load_i8_n(x + i, min(16, count - i)))
@@ -147,7 +145,6 @@ def _nothing(a, token, tokens, row):
 
 @device
 def _write_gate(a, sums, first, tokens, row):
-    """Write 16 rows of up to 16 tokens."""
     for t in range(tokens):
         value = v.load_f32(sums + 64 * t)
         v.store_f32_n(a.y + 4 * ((first + t) * a.I + row), value, min(16, a.I - row))

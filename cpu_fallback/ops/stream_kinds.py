@@ -24,7 +24,6 @@ Decode = Callable[[Any, Load, Any, Any], Any]
 
 
 def _half(b: Any, bits: Any) -> Any:
-    """Emit fp32 of the bits of fp16."""
     n = bits.type.count
     half = b.bitcast(bits, ir.VectorType(ir.HalfType(), n))
     return b.fpext(half, ir.VectorType(FLOAT, n))
@@ -48,7 +47,6 @@ def _e4m3(b: Any, load: Load, address: Any, n: int = LANES) -> Any:
 
 
 def _code(b: Any, load: Load, address: Any) -> Any:
-    """Emit 16 lanes with a 4-bit code each."""
     pair = b.bitcast(load(b, ir.VectorType(INT8, 8), address), ir.VectorType(INT32, 2))
     words = v.pick(b, pair, [lane // 8 for lane in range(LANES)])
     shifted = b.lshr(words, v.constant(I32, [lane % 8 * 4 for lane in range(LANES)]))
@@ -78,7 +76,6 @@ def _int4_table(b: Any, scale: Any, zero: Any) -> Any:
 
 
 def _plain(name: str) -> Decode:
-    """Return how numbers without a scale are decoded."""
     widen = v.WIDEN[name]
     return lambda b, load, address, own: widen.convert(b, load(b, widen.element, address))
 

@@ -141,7 +141,6 @@ def _arrays(value: Value) -> list[np.ndarray]:
 
 
 def _copy(array: np.ndarray) -> np.ndarray:
-    """Return a copy in pages that no one has touched before, huge ones if it is large."""
     made = allocate(array.nbytes).view(array.dtype).reshape(array.shape)
     made[...] = array
     return made

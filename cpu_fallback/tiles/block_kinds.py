@@ -88,12 +88,10 @@ def _f16(b: Any, dwords: Any, high: bool = False) -> Any:
 
 
 def _picked(b: Any, dwords: Any, shift: int, mask: int) -> Any:
-    """Emit bits of each byte of dwords."""
     return b.bitcast(bits(b, b.bitcast(dwords, BYTES.llvm), shift, mask), I32.llvm)
 
 
 def _less(b: Any, dwords: Any, value: int) -> Any:
-    """Emit the bytes of dwords less a value."""
     return b.bitcast(b.sub(b.bitcast(dwords, BYTES.llvm), constant(BYTES, value)), I32.llvm)
 
 

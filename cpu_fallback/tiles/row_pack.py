@@ -69,7 +69,6 @@ def _chunks(n: int) -> int:
 
 
 def _head(chunks: int, tensor: QuantTensor) -> int:
-    """Return the bytes of the scales of a block of a panel."""
     return chunks * CHUNK * tensor.planes["scales"].itemsize
 
 

@@ -178,7 +178,6 @@ def key_of(layout: Layout, tensor: QuantTensor, version: int) -> str:
 
 
 def _header(tiles: np.ndarray) -> bytes:
-    """Return what stands before tiles in a file."""
     return (_MAGIC + hash_of(tiles)).ljust(_HEADER, b"\0")
 
 
