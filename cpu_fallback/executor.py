@@ -22,8 +22,7 @@ from cpu_fallback.team import tape
 from cpu_fallback.team.hints import Asked, Hints
 from cpu_fallback.team.large_pages import HUGE, allocate, stop_ahead
 from cpu_fallback.team.placement import call_on, hot_weights, replicate
-from cpu_fallback.team.stamps import Stamps, stamp
-from cpu_fallback.team.tape import Launch
+from cpu_fallback.team.tape import Launch, Stamps, stamp
 from cpu_fallback.team.team import Team, aligned
 from cpu_fallback.tiles import together
 from cpu_fallback.tiles.prepack import check_memory, in_large_pages, reads_in_place, waiting

@@ -13,7 +13,7 @@ from op_cases import ALL, ONE_EACH, name_of
 
 from clocher_kernels.errors import DeviceError, UsageError
 from clocher_kernels.ops.contract import Case, OpSpec
-from cpu_fallback.lanes import arm, isa
+from cpu_fallback.lanes import isa
 
 _TESTS = Path(__file__).parent
 _NAMES = isa.available()
@@ -172,7 +172,7 @@ def test_arm_processors(
     def getauxval(word: int) -> int:
         return sum(bit for name, (own, bit) in bits.items() if name in features and own == word)
 
-    monkeypatch.setattr(arm.ctypes, "CDLL", lambda _: SimpleNamespace(getauxval=getauxval))
+    monkeypatch.setattr(isa.ctypes, "CDLL", lambda _: SimpleNamespace(getauxval=getauxval))
     monkeypatch.setattr(isa.os, "uname", lambda: SimpleNamespace(machine="aarch64"))
-    monkeypatch.setattr(arm.sys, "platform", "linux")
+    monkeypatch.setattr(isa.sys, "platform", "linux")
     assert isa.available() == names

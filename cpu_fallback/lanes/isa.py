@@ -20,14 +20,15 @@ shared by hosts.
 differ from theirs in the last bits.
 """
 
+import ctypes
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import llvmlite.binding as llvm
 
 from clocher_kernels.errors import DeviceError, UsageError
-from cpu_fallback.lanes import arm
 
 VARIABLE = "CLOCHER_ISA"
 
@@ -108,10 +109,37 @@ ISAS: Mapping[str, Isa] = {
 """Name -> ISA, best first."""
 
 
+_AT_HWCAP, _AT_HWCAP2 = 16, 26
+_LINUX = {"lse": (_AT_HWCAP, 8), "dotprod": (_AT_HWCAP, 20), "i8mm": (_AT_HWCAP2, 13)}
+_DARWIN = {"lse": "FEAT_LSE", "dotprod": "FEAT_DotProd", "i8mm": "FEAT_I8MM"}
+
+
+def arm_features() -> dict[str, bool]:
+    """Return LLVM's names of the features that kernels use, and whether this processor has them.
+
+    Source: arch/arm64/include/uapi/asm/hwcap.h of Linux (the bits of the auxiliary vector), and
+    Apple's "Determining instruction set characteristics" (the names of sysctl).
+    """
+    system = ctypes.CDLL(None)
+    if sys.platform == "darwin":
+        return {name: _darwin_has(system, about) for name, about in _DARWIN.items()}
+    words = system.getauxval
+    words.restype, words.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
+    return {name: bool(words(word) >> bit & 1) for name, (word, bit) in _LINUX.items()}
+
+
+def _darwin_has(system: ctypes.CDLL, feature: str) -> bool:
+    value = ctypes.c_int(0)
+    size = ctypes.c_size_t(ctypes.sizeof(value))
+    name = f"hw.optional.arm.{feature}".encode()
+    failed = system.sysctlbyname(name, ctypes.byref(value), ctypes.byref(size), None, 0)
+    return not failed and bool(value.value)
+
+
 def host_features() -> Mapping[str, bool]:
     """Return LLVM's names of the features of this host, and whether it has them."""
     if os.uname().machine in ("aarch64", "arm64"):
-        return arm.features()
+        return arm_features()
     return dict(llvm.get_host_cpu_features())
 
 

@@ -34,24 +34,22 @@ from cpu_fallback.ops.attention_codes import CHUNK, CODES, code_query
 from cpu_fallback.ops.attention_columns import LONGEST, score_columns
 from cpu_fallback.ops.attention_rows import (
     LOWEST,
+    SIGHT,
     SPAN,
     TOP,
     begin_row,
     begin_span,
+    block_after,
     copy_row,
     end_row,
     fold,
-    span_weight,
-)
-from cpu_fallback.ops.attention_sight import (
-    SIGHT,
-    block_after,
     listed,
     load_of,
     look_all,
     padded,
     sees,
     span_at,
+    span_weight,
     tile_end,
 )
 from cpu_fallback.ops.attention_tiles import BLOCK, FLOATS, SCORES, STATE

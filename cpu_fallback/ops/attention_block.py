@@ -5,8 +5,7 @@ import numpy as np
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.ops.attention_columns import turn
-from cpu_fallback.ops.attention_rows import bend, weigh
-from cpu_fallback.ops.attention_sight import SIGHT, clip, padded, sight_at
+from cpu_fallback.ops.attention_rows import SIGHT, bend, clip, padded, sight_at, weigh
 from cpu_fallback.ops.attention_tiles import BLOCK, SCORES, STATE, mix, score
 from cpu_fallback.ops.bind import within
 from cpu_fallback.ops.kv import line_of, page_of, read_lines

@@ -21,12 +21,11 @@ from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.late import cgutils, i64, void
 from cpu_fallback.lanes.record import executes
 from cpu_fallback.ops.bind import BoundCall, share
-from cpu_fallback.ops.finish import expect, write_rows
-from cpu_fallback.ops.linear import multiply_tiles, panels_room
-from cpu_fallback.ops.tiled import SHARES, Tiled, is_filled, tiled
+from cpu_fallback.ops.epilogue import expect, write_rows
+from cpu_fallback.ops.linear import SHARES, Tiled, is_filled, multiply_tiles, panels_room, tiled
 from cpu_fallback.team.tape import Launch
 from cpu_fallback.tiles.byte_dots import bits
-from cpu_fallback.tiles.neuron_dots import interleaved, plus
+from cpu_fallback.tiles.neurons import interleaved, plus
 from cpu_fallback.tiles.row_pack import CHUNK, LINE, rows_of
 
 _GROUP = 128

@@ -16,16 +16,30 @@ from clocher_kernels.formats import Int4
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.ops.activations import relu2
 from cpu_fallback.ops.bind import BoundCall, share
-from cpu_fallback.ops.finish import expect, write_rows
-from cpu_fallback.ops.linear import multiply_tiles, panels_room
+from cpu_fallback.ops.epilogue import expect, relu2, write_rows
+from cpu_fallback.ops.linear import (
+    AHEAD,
+    PANELS,
+    SHARES,
+    TILE_SUMS,
+    Tiled,
+    multiply_tiles,
+    panels_room,
+    tiled,
+)
 from cpu_fallback.ops.row_skip import by_column
-from cpu_fallback.ops.tiled import AHEAD, PANELS, SHARES, TILE_SUMS, Tiled, tiled
 from cpu_fallback.team.tape import Launch
 from cpu_fallback.tiles.layout import LINE
-from cpu_fallback.tiles.neuron_dots import AT_ONCE, SHIFTED, add_columns, arrange, nonzero, row_dot
-from cpu_fallback.tiles.neurons import lines_of
+from cpu_fallback.tiles.neurons import (
+    AT_ONCE,
+    SHIFTED,
+    add_columns,
+    arrange,
+    lines_of,
+    nonzero,
+    row_dot,
+)
 from cpu_fallback.tiles.panels import fill_token
 from cpu_fallback.tiles.tile_product import call_product
 
