@@ -271,8 +271,7 @@ def _linear(call: BoundCall) -> list[Launch]:
     return [call.launch(linear, Decoded(*stored(call), activation_of(call)), SCRATCH, shares)]
 
 
-def _embed(call: BoundCall) -> list[Launch]:
-    return [call.launch(embed, Table(weight_record("embed", call.tensor("table"))))]
-
-
-LOWER = {"linear": _linear, "embed": _embed}
+LOWER = {
+    "linear": _linear,
+    "embed": lambda call: [call.launch(embed, Table(weight_record("embed", call.tensor("table"))))],
+}
