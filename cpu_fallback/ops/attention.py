@@ -3,7 +3,7 @@
 Tokens that follow each other in a step and belong to one slot make a tile; its rows, the query
 heads of its tokens that share a key/value head, walk the cells together, so a key or value is read
 once for all of them. Where rows are many, cells are decoded into a panel and the keys are turned
-(`attention_columns`), which gives the same bits. Cells are numbered as the token sees them: the
+(`attention_block`), which gives the same bits. Cells are numbered as the token sees them: the
 committed ones, then its ancestors in the tree. Blocks and spans lie at fixed places of that order
 (`attention_rows`), so a result depends neither on the other tokens nor on the threads, and a path
 of a speculative tree gives the bits that decoding token by token gives. Cells that are not visible
@@ -29,9 +29,8 @@ from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.record import executes
 from cpu_fallback.lanes.vector import LANES
-from cpu_fallback.ops.attention_block import TURNED_ROWS, block
+from cpu_fallback.ops.attention_block import LONGEST, TURNED_ROWS, block, score_columns
 from cpu_fallback.ops.attention_codes import CHUNK, CODES, code_query
-from cpu_fallback.ops.attention_columns import LONGEST, score_columns
 from cpu_fallback.ops.attention_rows import (
     LOWEST,
     SIGHT,

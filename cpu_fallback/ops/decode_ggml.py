@@ -1,4 +1,4 @@
-"""ggml's blocks to fp32 panels: one decoder per type, see `decode_record`.
+"""ggml's blocks to fp32 panels: one decoder per type, see `product`.
 
 A row is decoded in units of 16 to 128 columns, whole parts of a block, so that each scale is read
 once and the codes of 16 columns are one load. The arithmetic is that of `Ggml.decode`: scale * code
@@ -19,7 +19,7 @@ from clocher_kernels.formats.ggml_blocks import IQ4_VALUES, SIGNS
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.vector import F32, I32, constant, op
-from cpu_fallback.ops.decode_record import PITCH, weight_at
+from cpu_fallback.ops.product import PITCH, weight_at
 
 _GRIDS = {
     "iq3_s": ggml_grids.IQ3_S,

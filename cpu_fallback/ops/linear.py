@@ -10,9 +10,19 @@ from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.record import executes
 from cpu_fallback.ops.bind import BoundCall, share, within
 from cpu_fallback.ops.decode import weight_record
-from cpu_fallback.ops.decode_record import ROWS, Weight, decode, weight_at
 from cpu_fallback.ops.epilogue import activation_of, expect, finish, write_rows
-from cpu_fallback.ops.product import HEIGHT, SCRATCH, SUMS, TOKENS, XS, multiply
+from cpu_fallback.ops.product import (
+    HEIGHT,
+    ROWS,
+    SCRATCH,
+    SUMS,
+    TOKENS,
+    XS,
+    Weight,
+    decode,
+    multiply,
+    weight_at,
+)
 from cpu_fallback.ops.quantize import check_groups
 from cpu_fallback.ops.stream import FEW, Stored, stored
 from cpu_fallback.team.sync import EPOCH

@@ -23,8 +23,21 @@ from cpu_fallback.lanes.vector import F32, FLOAT, INT64, LANES, number
 from cpu_fallback.ops import product as panels
 from cpu_fallback.ops.bind import BoundCall
 from cpu_fallback.ops.decode import DECODERS, first_scale, weight_record
-from cpu_fallback.ops.decode_record import COLUMNS, PANEL_BYTES, ROWS, Weight, weight_at
-from cpu_fallback.ops.product import ACC, PANEL, SUMS, XS, clear, emit_tokens, finish, multiply
+from cpu_fallback.ops.product import (
+    ACC,
+    COLUMNS,
+    PANEL,
+    PANEL_BYTES,
+    ROWS,
+    SUMS,
+    XS,
+    Weight,
+    clear,
+    emit_tokens,
+    finish,
+    multiply,
+    weight_at,
+)
 from cpu_fallback.ops.stream_kinds import KINDS, Load
 
 FEW = 8  # Tokens up to which weights are decoded in registers
