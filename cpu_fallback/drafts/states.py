@@ -13,7 +13,7 @@ for n tokens never overflow, and only the number of tokens has to be watched.
 A negative token is a mark: it stands in the text and is an edge of no state, so no match and no
 draft goes across it.
 
-The hash has secret factors, so that nobody can write a text whose edges all collide.
+The hash has secret factors, so that no text can be written whose edges all collide.
 """
 
 from cpu_fallback.lanes import language as v

@@ -16,7 +16,7 @@ Numba types the function and lowers it to LLVM; machine code for the chosen ISA 
 that, stored as an object file, and later processes load the file without importing Numba.
 
 The cache is a directory per (sources, versions, ISA) below $CLOCHER_CACHE_DIR,
-$XDG_CACHE_HOME/clocher or ~/.cache/clocher, and is used only where nobody else can write it (see
+$XDG_CACHE_HOME/clocher or ~/.cache/clocher, and is used only where no other user can write it (see
 `private_files`). Compiling happens under a file lock, files appear by rename, and each carries a
 hash of itself against torn writes. Numba's own cache is not used: processes that fill it at once
 crash (numba issue 4807), and it does not see edits in inlined callees.

@@ -10,7 +10,7 @@ of a speculative tree gives the bits that decoding token by token gives. Cells t
 are not read.
 
 Where pages are listed a tile is one token, for each has lists of its own, and a block that is not
-listed is left out as if nobody saw it: the others stay where they were.
+listed is left out as if no token saw it; the others stay where they were.
 
 Steps of a few tokens are divided by span and key/value head: `attend` keeps the sums of each span
 in memory that the team shares, and `merge` folds them. It reads what all heads have of a page

@@ -4,8 +4,8 @@ A row is decoded in registers, 16 columns at a time, and multiplied at once. Mem
 it is read in one stream, so rows come one after the other, or two or four side by side where a
 row's bytes last for too little time: its dot product is a chain of additions, 16 columns in the
 latency of one.
-Every dot product is the same chain of the same operations as in `product`, so the results are the
-same bits, and which of the two computed a token nobody can tell.
+Every dot product is the same chain of the same operations as in `product`, so both give the same
+bits.
 
 For more than FEW tokens decoding once into a panel costs less, and the product kernel that the
 weight names takes over.

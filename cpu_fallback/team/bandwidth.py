@@ -113,7 +113,7 @@ class Reader:
             for other in others:
                 other.start()
         except BaseException as error:
-            gate[0] = threads  # those who wait for the missing ones go on, and end
+            gate[0] = threads  # the threads that wait go on, and end
             if not isinstance(error, RuntimeError):
                 raise
             raise DeviceError(

@@ -78,7 +78,7 @@ class _Ahead:
             return piece
 
     def fetch(self) -> None:
-        """Have the system provide the pages that nobody has taken yet, the last ones first."""
+        """Have the system provide the pages that are not taken yet, the last ones first."""
         while True:
             with self._changed:
                 end = self._fetched
@@ -93,7 +93,7 @@ class _Ahead:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Give back what nobody has taken."""
+        """Give back what is not taken."""
         with self._changed:
             self._is_closed = True
             while self._is_fetching:
@@ -129,12 +129,12 @@ def fetch_ahead(nbytes: int) -> None:
 
 
 def spare() -> int:
-    """Return the bytes that `fetch_ahead` has got and nobody has taken."""
+    """Return the bytes that `fetch_ahead` has got and that are not taken."""
     return 0 if _ahead is None else _ahead.spare
 
 
 def stop_ahead() -> None:
-    """Give back what `fetch_ahead` has got and nobody has taken."""
+    """Give back what `fetch_ahead` has got and that is not taken."""
     global _ahead
     if _ahead is not None:
         _ahead.close()

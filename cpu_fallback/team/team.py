@@ -106,7 +106,7 @@ class Team:
         self._led_by = 0
         self._before: frozenset[int] = frozenset()
         self._workers: list[_Worker] = []
-        # For an owner who forgets to close, and for the end of the interpreter.
+        # For an owner that forgets to close, and for the end of the interpreter.
         self._finalizer = weakref.finalize(self, _end, self._control, self._workers)
         self._start_workers()
         _teams.add(self)
@@ -216,8 +216,8 @@ class Team:
 class _Worker:
     """One thread of a team other than the caller's.
 
-    It holds the control block and not the team, so that a team can be collected; who leads a step
-    holds what is read and written there.
+    It holds the control block and not the team, so that a team can be collected; the thread that
+    leads a step holds what is read and written there.
     """
 
     def __init__(self, control: np.ndarray, rank: int, cpu: int | None) -> None:

@@ -76,7 +76,7 @@ class TileCache:
     def read(self, key: str, nbytes: int) -> np.ndarray | None:
         """Return the tiles of a key, mapped, u8 [nbytes]; None if there are none or damaged ones.
 
-        They can be written by nobody, and lie on a page.
+        They are read-only, and begin on a page.
         """
         if self.directory in _given_up:
             return None
@@ -101,7 +101,7 @@ class TileCache:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other processes from packing meanwhile; who waits too long packs, too."""
+        """Keep other processes from packing meanwhile; one that waits too long packs, too."""
         with ExitStack() as held:
             if self.directory not in _given_up:
                 with suppress(OSError):  # then two pack: it costs time and never a result
