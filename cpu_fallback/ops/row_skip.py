@@ -1,9 +1,9 @@
 """Products of one token that do not read the weights of channels whose codes are zero.
 
 The sums are those of the tiles: int32 over a block of weights, exact and so free of any order, then
-scaled and added by the same fmas in the same order. What a zero adds to them is nothing, so which
-of the two kernels computed a token nobody can tell. Two tokens have too few zeros in common: the
-tiles do it, as they do more.
+scaled and added by the same fmas in the same order. What a zero adds to them is nothing, so both
+kernels give the same bits. Two tokens have too few zeros in common: they take the tiles, as more
+tokens do.
 
 A thread lists the live columns of all blocks once for a product. Random rows are nothing that a
 core's own prefetcher foresees, so with every four rows that are multiplied, four rows of the list

@@ -1,7 +1,7 @@
 """Packing many tensors at once: what binding asks for is packed while binding goes on.
 
-Inside of `packing` a thread queues the parts of each tensor, all CPUs work at them, and nobody
-waits for the last part of one before the first of the next. At the end of `packing` all are done.
+Inside of `packing` a thread queues the parts of each tensor, and all CPUs work at them, without
+waiting between tensors. At the end of `packing` all are done.
 """
 
 import threading
