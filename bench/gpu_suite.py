@@ -1,181 +1,205 @@
-"""Check and measure the CUDA back end on this machine's GPU, in calls of less than nine minutes.
+"""Check and measure the CUDA back end on this machine's GPU, in three calls.
 
     python -m bench.gpu_suite --out call0 --call 0
-    python -m bench.gpu_suite --out all --merge call0 --merge call1 --merge call2 --merge call3
+    python -m bench.gpu_suite --out all --merge call0 --merge call1 --merge call2
 
-Writes suite.json, suite.txt and suite.tar.xz to the output folder, anew after every part and whole
-at every moment, and prints the text. Each part runs in processes of its own under a time limit;
-what crashes or hangs is reported and the rest goes on. Without --call all run, one after another.
---part chooses parts; --dry-run executes every part with tiny shapes in Triton's interpreter,
-without a GPU. Exits 1 if a check failed or a part did not finish. bench/gpu/README.md has more.
+Each part is a process of its own under a time limit and writes PART.jsonl (parity: parity.log) to
+the output folder as it goes; what crashes or hangs is noted and the rest goes on. suite.json and
+suite.md, written after each part, put them together. Without --call all run. --dry-run runs tiny
+shapes in Triton's interpreter, without a GPU. Exits 1 if a check failed or a part did not finish.
 """
 
+import contextlib
+import json
 import os
+import re
 import signal
+import subprocess
 import sys
-import tempfile
 import time
-import zipfile
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
 
-from bench.gpu import precompile, record, report
-from bench.gpu.record import Record
-from bench.gpu.supervise import BUDGET, CALLS, PARTS, Job, jobs_of, parts_of, run_jobs
+from bench.gpu import kernels
+from bench.gpu.__main__ import NO_DEVICE, note, rows_of
 
-_FOLDER = click.Path(path_type=Path, file_okay=False)
+
+class Part(NamedTuple):
+    """The call that a part belongs to, and the time limits of it and of one of its items."""
+
+    call: int
+    seconds: float
+    item_seconds: float
+
+
+CALLS = (0, 1, 2)
+BUDGET = 520.0
+"""Seconds that a call may take; the limits of its parts come to no more."""
+
+PARTS = {
+    "machine": Part(0, 40, 40),  # a machine that has just started has a cold disk
+    "smoke": Part(0, 75, 60),
+    "ceilings": Part(0, 35, 30),
+    "parity": Part(1, 480, 480),
+    "steps": Part(2, 200, 80),
+    "ops": Part(2, 150, 60),
+    "peers": Part(2, 130, 80),
+}
+_PARITY = ("-m", "pytest", "-v", "--color=no", "tests/test_gpu_parity.py")
+_WRONG = re.compile(
+    r"(?:FAILED|ERROR) tests/\S+::(.+?)(?: - (.*))?$|::(\S+) (?:FAILED|ERROR)", re.M
+)
+_FINISHED = re.compile(r"^=* ?\d+ (passed|failed|skipped).* in \d", re.M)
+_BAD = ("failed", "crashed", "timeout", "ended")
+_DRY_SLACK, _MOST_STARTS = 6, 12
+_PATH = click.Path(path_type=Path)
 
 
 @click.command(help=__doc__)
-@click.option("--out", type=_FOLDER, required=True, help="folder for the three files")
-@click.option(
-    "--call",
-    "calls",
-    multiple=True,
-    type=click.Choice([str(c) for c in CALLS]),
-    help="default: all",
-)
+@click.option("--out", type=_PATH, required=True, help="the output folder")
+@click.option("--call", "calls", multiple=True, type=click.Choice([str(c) for c in CALLS]))
 @click.option("--part", "names", multiple=True, type=click.Choice(list(PARTS)), help="default: all")
-@click.option("--dry-run", is_flag=True, help="no GPU: tiny shapes, no speeds")
-@click.option("--only", multiple=True, help="only items whose id contains this")
+@click.option("--dry-run", "dry", is_flag=True, help="no GPU: tiny shapes, no speeds")
+@click.option("--only", multiple=True, help="only items whose name contains this")
 @click.option("--budget", type=float, help=f"seconds for all parts  [default: {BUDGET:g} a call]")
-@click.option(
-    "--jobs", type=click.IntRange(1), help="processes side by side where nothing is timed"
-)
-@click.option(
-    "--merge",
-    multiple=True,
-    type=click.Path(path_type=Path, exists=True),
-    help="results to put together instead of running anything",
-)
-@click.option(
-    "--cache",
-    "caches",
-    multiple=True,
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="archive of kernels compiled ahead; unpacked beside itself",
-)
-@click.option("--wheels", type=_FOLDER, help="folder of wheels that are not installed")
-def main(
-    out: Path,
-    calls: tuple[str, ...],
-    names: tuple[str, ...],
-    dry_run: bool,
-    only: tuple[str, ...],
-    budget: float | None,
-    jobs: int | None,
-    merge: tuple[Path, ...],
-    caches: tuple[Path, ...],
-    wheels: Path | None,
-) -> None:
+@click.option("--merge", "folders", multiple=True, type=_PATH, help="put these calls together")
+@click.option("--cache", "caches", multiple=True, type=_PATH, help="archive of compiled kernels")
+def main(out: Path, calls: Sequence[str], names: Sequence[str], **given: Any) -> None:
     """Run the parts, one after another, and print the report."""
-    if merge:
-        raise SystemExit(_merge(out, merge))
-    wanted = [int(call) for call in calls] or list(CALLS)
-    at_once = jobs or max(1, min(14, (os.cpu_count() or 1) - 2))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with tempfile.TemporaryDirectory(prefix="gpu-suite-") as work:
-        if wheels is not None:
-            _unpack(wheels, Path(work, "site"))
-        records, made = Path(work, "parts"), []
-        for name, part in parts_of(wanted).items():
-            if not names or name in names:
-                made += jobs_of(name, part, records, dry_run, min(part.shards, at_once), only)
-        kernels = _use(caches) if caches else None
-        run = _Run(out, records, made, dry_run, bool(only), kernels)
-        code = run.parts(budget or BUDGET * len(wanted), at_once)
-    raise SystemExit(code)
-
-
-class _Run:
-    """The jobs of a run, and the files that say how far they are."""
-
-    def __init__(
-        self,
-        out: Path,
-        records: Path,
-        jobs: list[Job],
-        dry: bool,
-        chosen: bool,
-        kernels: precompile.Cache | None,
-    ) -> None:
-        self.out, self.records, self.jobs = out, records, jobs
-        self.dry, self.chosen, self.kernels = dry, chosen, kernels
-        self.began = time.monotonic()
-        self.text = ""
-        if kernels is not None:
-            _say(kernels.said)
-
-    def parts(self, budget: float, at_once: int) -> int:
-        """Run the jobs part by part; return the exit code."""
-        self.save(archive=True)
-        try:
-            for name in dict.fromkeys(job.name for job in self.jobs):
-                made = [job for job in self.jobs if job.name == name]
-                left = budget - (time.monotonic() - self.began)
-                for job in made:
-                    job.seconds = min(job.seconds, left)
-                if left > 0:
-                    _say(f"{left:4.0f} s left: {name}")
-                    run_jobs(made, at_once, _say, self.save)
-                self.save(archive=True)
-        finally:
-            good = self.save(archive=True, kernels=True)
-        click.echo(self.text)
-        return 0 if good else 1
-
-    def save(self, archive: bool = False, kernels: bool = False) -> bool:
-        """Write what the processes have found so far; return whether all is well and done."""
-        loaded, ended = [], {}
-        for job in self.jobs:
-            loaded.append(job.record() or Record(job.name, dry=self.dry))
-            if job.ended != "finished":
-                ended[job.path.stem] = job.ended or (
-                    "not at its end yet" if job.starts else "not started"
-                )
-        result = report.combine(loaded, ended, self.dry, time.monotonic() - self.began)
-        result["some_items"] = self.chosen
-        if self.kernels is not None:
-            result["kernels"] = self.kernels.said
-        self.text = report.write(self.out, result)
-        if archive:
-            new = self.kernels.files() if kernels and self.kernels else ()
-            record.archive(self.out, self.records, new)
-        return report.is_good(result)
-
-
-def _use(caches: Sequence[Path]) -> precompile.Cache:
+    out.mkdir(parents=True, exist_ok=True)
     try:
-        return precompile.use(caches)
+        cache = kernels.use(given["caches"]) if given["caches"] else None
+        good = bool(given["folders"]) and report(out, given["folders"], list(PARTS))
     except (OSError, ValueError) as error:
-        raise click.UsageError(f"--cache: {error}") from None
+        raise click.UsageError(str(error)) from None
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    chosen = [n for n, p in PARTS.items() if not calls or n == "machine" or str(p.call) in calls]
+    chosen = [name for name in chosen if not names or name in names]
+    count = max(len(calls), 1 if names else len(CALLS))
+    end = time.monotonic() + (given["budget"] or BUDGET * count)
+    for name in chosen if not given["folders"] else ():
+        left = end - time.monotonic()
+        click.echo(f"{left:4.0f} s left: {name}", err=True)
+        if left > 0:
+            run_part(name, out, left, given["dry"], given["only"])
+        good = report(out, [out], chosen, cache.said if cache else "")
+    if cache and (new := cache.files()):
+        (out / "kernels.tar.xz").write_bytes(kernels.tar(new))
+    click.echo((out / "suite.md").read_text())
+    raise SystemExit(not good)
 
 
-def _merge(out: Path, paths: Sequence[Path]) -> int:
+def run_part(name: str, out: Path, left: float, dry: bool, only: Sequence[str]) -> None:
+    """Run a part, anew after what ends it early, and note what did."""
+    slack, path = _DRY_SLACK if dry else 1, out / f"{name}.jsonl"
+    item_seconds = PARTS[name].item_seconds * slack
+    deadline = time.monotonic() + min(left, PARTS[name].seconds * slack)
+    if name == "parity":
+        jobs = ["-n", str(max(1, min(14, (os.cpu_count() or 1) - 2)))]
+        command = [*_PARITY, *(["-m", "not slow and not gpu"] if dry else ["-m", "gpu", *jobs])]
+        command += ["-k", " or ".join(only)] if only else ["-k", "in_the_interpreter"] * dry
+        run(command, out / "parity.log", path, deadline, item_seconds)
+        return
+    command = ["-m", "bench.gpu", name, str(path), *["--dry-run"] * dry, *only]
+    for start in range(1, _MOST_STARTS + 1):
+        code = run(command, out / "suite.log", path, deadline, item_seconds)
+        rows = rows_of(path)
+        if code == 0:
+            return
+        if rows and rows[-1]["status"] == "begun":
+            tail = " | ".join((out / "suite.log").read_text().splitlines()[-8:])[-500:]
+            status, why = "timeout" if code is None else "crashed", f"exit status {code}: {tail}"
+            note(path, {"item": rows[-1]["item"], "status": status, "reason": why})
+        late = time.monotonic() > deadline
+        if late or code == NO_DEVICE or sum(row["status"] == "begun" for row in rows) < start:
+            break
+    why = "time limit" if late else f"exit status {code}; see suite.log"
+    note(path, {"item": name, "status": "ended", "reason": why})
+
+
+def run(command: Sequence[str], log: Path, path: Path, deadline: float, item: float) -> int | None:
+    """Run Python; return its exit code, None if it or an item of it took too long."""
+    # What computes on the CPU is small, and many processes run side by side.
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "2")
+    given: dict[str, Any] = {"env": {**os.environ, **threads}, "start_new_session": True}
+    with log.open("ab") as output:
+        given |= {"stdout": output, "stderr": subprocess.STDOUT}
+        child = subprocess.Popen([sys.executable, *command], **given)
+    began = time.time()
     try:
-        result = report.merge([record.read(path) for path in paths], PARTS)
-    except ValueError as error:
-        raise click.UsageError(f"--merge: {error}") from None
-    click.echo(report.write(out, result))
-    return 0 if report.is_good(result) else 1
+        while child.poll() is None:
+            written = path.stat().st_mtime if path.exists() else began
+            if time.monotonic() > deadline or time.time() - max(written, began) > item:
+                return None
+            time.sleep(0.1)
+        return child.returncode
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
 
 
-def _unpack(wheels: Path, site: Path) -> None:
-    """Make the modules of wheels importable in the processes of the parts."""
-    found = sorted(wheels.glob("*.whl"))
-    if not found:
-        raise click.UsageError(f"--wheels: {wheels} has no *.whl; bench/gpu/README.md says how")
-    for wheel in found:
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(site)
-    path = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(site), *([path] if path else [])])
+def rows_in(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return what the parts in a folder have found so far."""
+    parts = {path.stem: rows_of(path) for path in sorted(folder.glob("*.jsonl"))}
+    if (log := folder / "parity.log").exists():
+        text, rows = log.read_text(errors="replace"), []
+        wrong = {test or other: why for test, why, other in _WRONG.findall(text)}
+        for test, why in wrong.items():
+            rows.append({"item": test, "status": "failed", "reason": why or "see parity.log"})
+        rows.append({"item": "passed", "status": "ok", "count": text.count(" PASSED")})
+        if not _FINISHED.search(text):
+            rows.append({"item": "parity", "status": "ended", "reason": "cut short"})
+        parts["parity"] = rows
+    return parts
 
 
-def _say(text: str) -> None:
-    click.echo(text, err=True)
+def report(out: Path, folders: Sequence[Path], names: Sequence[str], said: str = "") -> bool:
+    """Write suite.json and suite.md of one or several calls; return whether all is well.
+
+    Raises:
+        ValueError: a folder has no results, or the calls ran on different GPUs.
+    """
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for folder in folders:
+        found = rows_in(folder)
+        if not found and folder != out:
+            raise ValueError(f"--merge: {folder} has no results of this suite")
+        for name, rows in found.items():
+            parts.setdefault(name, []).extend(row for row in rows if row["status"] != "begun")
+    gpus = {row["gpu"] for rows in parts.values() for row in rows if "gpu" in row}
+    if len(gpus) > 1:
+        raise ValueError(f"--merge: calls on {' and '.join(sorted(gpus))}; merge those of one GPU")
+    for name in names:
+        parts.setdefault(name, [{"item": name, "status": "ended", "reason": "not run"}])
+    (out / "suite.json").write_text(json.dumps({"kernels": said, "parts": parts}, indent=1))
+    (out / "suite.md").write_text("\n".join(_page(parts, said)) + "\n")
+    return not any(row["status"] in _BAD for rows in parts.values() for row in rows)
+
+
+def _page(parts: dict[str, list[dict[str, Any]]], said: str) -> Iterator[str]:
+    """Return a table of each part, and what is wrong or was not measured."""
+    yield f"# GPU suite\n\n{said}"
+    for name, rows in parts.items():
+        counts = Counter(row["status"] for row in rows)
+        said = ", ".join(f"{n} {status}" for status, n in sorted(counts.items()))
+        yield f"\n## {name}: {said}\n"
+        for row in sorted(rows, key=lambda row: row["status"] not in _BAD):
+            if row["status"] != "ok":
+                yield f"- {row['status']}: {row['item']} {row.get('who', '')}: {row['reason']}"
+        good = [row for row in rows if row["status"] == "ok"]
+        heads = [head for head in dict.fromkeys(k for row in good for k in row) if head != "status"]
+        if good:
+            yield f"\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}"
+            yield from (f"| {' | '.join(_cell(row.get(head)) for head in heads)} |" for row in good)
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

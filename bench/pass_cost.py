@@ -18,7 +18,6 @@ of interleaved rounds.
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -43,11 +42,10 @@ from bench.ops.experiment import (
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.cases import cost
 from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.engine.arguments import Sampling
+from clocher_runtime.engine.forwards import Part, StepInputs
 from clocher_runtime.engine.load import PRECISIONS, Model
-from clocher_runtime.engine.requests import Mailbox, Request
+from clocher_runtime.engine.requests import OutputQueue, Request, Score
 from clocher_runtime.engine.session import Session
-from clocher_runtime.engine.step_inputs import Part, StepInputs
 from clocher_runtime.speculation.gate import ForwardCosts
 from clocher_runtime.text.tokenizer import Tokenizer
 from cpu_fallback.team.bandwidth import Reader
@@ -93,7 +91,7 @@ class Passes:
 
     def _begun(self, slot: int, ids: list[int], context: int) -> Request:
         """Return a sequence whose first tokens are in the cache, and all of whose pages are."""
-        request = Request(ids=ids, box=Mailbox(1), index=0, budget=1, sampling=Sampling())
+        request = Request(ids=ids, queue=OutputQueue(1))
         pages = self.session.scheduler.pages
         pages.admit(request, slot, reuse=False)
         while request.cells < context:
@@ -102,8 +100,7 @@ class Passes:
             self._pass([(request, count)])
             pages.commit(request, request.cells + count)
         pages.reserve(request, len(ids))
-        request.scored = _nobody  # so that each of its tokens has a row
-        return request
+        return Score(**_held(request), ids=ids, scored=_nobody)  # each of its tokens has a row
 
     def chain(self, tokens: int) -> list[Part]:
         """Return a pass of some tokens of one sequence."""
@@ -116,7 +113,7 @@ class Passes:
     def prompt(self, tokens: int) -> list[Part]:
         """Return a pass of some tokens of one sequence after which more of its text comes."""
         first = self._requests[0]
-        return [(replace(first, ids=[*first.ids, 0], scored=None), tokens)]
+        return [(Request(**_held(first), ids=[*first.ids, 0]), tokens)]
 
     def milliseconds(self, parts: list[Part]) -> float:
         """Return how long a pass takes, the mean of some."""
@@ -152,8 +149,13 @@ class Passes:
         """Return what the gate of a session measures, milliseconds of a pass by its tokens."""
         costs = ForwardCosts(most)
         with self._executor.running():
-            costs.measure(self.session.scheduler.passes.blank)
+            costs.measure(self.session.scheduler.forwards.blank)
         return {tokens: ns / 1e6 for tokens, ns in costs.known.items()}
+
+
+def _held(request: Request) -> dict[str, Any]:
+    """Return the fields that say where a request stands in the cache."""
+    return {name: getattr(request, name) for name in ("queue", "slot", "cells", "held")}
 
 
 def _nobody(position: int, logits: np.ndarray) -> None:

@@ -125,7 +125,7 @@ class Ours:
         passes = 0
         for token in made:
             ids[token.sequence].append(token.id)
-            passes += token.passes
+            passes += token.forwards
         steps = [span for span in window.spans if span.kind == "decode"]
         tokens = sum(span.tokens for span in steps)
         tok_s = tokens / (sum(span.ns for span in steps) / 1e9)

@@ -23,7 +23,7 @@ from bench.ops.experiment import MODEL_DIR, TEAM, Row, experiment, opened
 from clocher_runtime.config.engine import SPECULATE
 
 PARTS = {"draft": "_draft", "stage": "_begin", "verify": "_verify"}
-"""Part of a step that speculates -> method of `engine.passes.Passes` that does it."""
+"""Part of a step that speculates -> method of `engine.forwards.Forwards` that does it."""
 
 
 class Parts:
@@ -62,7 +62,7 @@ def main(
 ) -> Iterator[Row]:
     """Yield the one row; what was generated first has warmed the loop."""
     with closing(Runner(opened(model_dir), threads, steps + 2, speculate=speculate)) as runner:
-        passes = runner.session._scheduler.passes
+        passes = runner.session.scheduler.forwards
         parts = Parts(passes)
         if passes.speculator is not None:
             costs = passes.speculator.costs

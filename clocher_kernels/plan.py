@@ -15,7 +15,8 @@ end of the block. A node of a speculative tree has end = number of committed key
 each ancestor and for itself; its own bit is its highest bit, and that cell is where its key goes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
@@ -95,3 +96,55 @@ class Plan:
     def scratch_bytes(self) -> int:
         """Bytes of all buffers, state (KV cache) included."""
         return sum(prod(b.shape) * STORAGE[b.dtype].itemsize for b in self.buffers.values())
+
+
+class Executor:
+    """What executes a Plan. As it stands, buffers are the host's and a step returns when done.
+
+    Attributes:
+        plan: what is executed.
+        isa: instruction set of the kernels.
+    """
+
+    plan: Plan
+    isa: str
+
+    def array(self, name: str) -> np.ndarray:
+        """Return the live host array of a buffer, at capacity."""
+        raise NotImplementedError
+
+    def step(self, tokens: int, rows: int) -> None:
+        """Execute the Plan for the first `tokens` tokens and `rows` output rows."""
+        raise NotImplementedError
+
+    def walk(self, tokens: int, rows: int) -> Generator[Call, None, None]:
+        """Execute a step call by call and yield each that was executed, to look for a fault."""
+        raise NotImplementedError
+
+    def upload(self, masks: int | None = None) -> None:
+        """Hand the inputs that were written over to the device, before the next step.
+
+        Args:
+            masks: how many of the masks of the sampling op, from the first on; None: all.
+        """
+
+    def fetch(self, name: str, count: int) -> np.ndarray:
+        """Return the first rows of an output buffer; the next step overwrites them."""
+        return self.array(name)[:count]
+
+    def peek(self, name: str, count: int) -> np.ndarray:
+        """Return the first rows of any fp32 buffer as they are now."""
+        return self.array(name)[:count]
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all steps."""
+
+    def warm(self) -> None:
+        """Compile and capture what steps of any size need."""
+
+    def running(self) -> AbstractContextManager[object]:
+        """Keep what executes steps awake between them, while the context is open."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Stop threads and release memory."""

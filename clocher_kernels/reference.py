@@ -1,16 +1,15 @@
 """The reference executor: walk a Plan in NumPy, one op reference after another."""
 
 from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
 from clocher_kernels.ops import OPS
-from clocher_kernels.plan import Call, Plan
+from clocher_kernels.plan import Call, Executor, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 
 
-class ReferenceExecutor:
+class ReferenceExecutor(Executor):
     """Execute a Plan with the NumPy references of the op table. Slow, obvious, always available.
 
     Args:
@@ -53,27 +52,3 @@ class ReferenceExecutor:
                 values[param] = value
             OPS[call.op].reference(**values, **call.attrs)
             yield call
-
-    def peek(self, name: str, count: int) -> np.ndarray:
-        """Return the first rows of a buffer as they are now."""
-        return self.array(name)[:count]
-
-    def upload(self, masks: int | None = None) -> None:
-        """Do nothing: steps read the host's arrays."""
-
-    def fetch(self, name: str, count: int) -> np.ndarray:
-        """Return the first rows of a buffer; the next step overwrites them."""
-        return self.array(name)[:count]
-
-    def synchronize(self) -> None:
-        """Do nothing: a step is done when it returns."""
-
-    def warm(self) -> None:
-        """Do nothing: a step of any size runs the same code."""
-
-    def running(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: no threads are kept."""
-        return nullcontext()
-
-    def close(self) -> None:
-        """Release nothing: NumPy owns it all."""

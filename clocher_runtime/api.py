@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any
 
 from clocher_kernels.errors import UsageError
@@ -40,8 +40,8 @@ from clocher_runtime.text.completion import (
     TextGeneration,
     side_by_side,
 )
+from clocher_runtime.text.deltas import opens_thoughts
 from clocher_runtime.text.grammar import GrammarMaker
-from clocher_runtime.text.thinking import opens_thoughts
 from clocher_runtime.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -144,7 +144,7 @@ class LanguageModel:
         if not texts:
             raise UsageError("0 prompts; give at least one")
         found: dict[int, Completion] = {}
-        for number, completion in side_by_side(texts, self.session.batch):
+        for number, completion in side_by_side(texts, self.session.config.batch):
             found[number] = completion
             if progress is not None:
                 progress(len(found), len(texts))
@@ -211,12 +211,7 @@ class LanguageModel:
     def __enter__(self) -> "LanguageModel":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _begin(

@@ -1,5 +1,6 @@
 """The CPU executor: bind a Plan once, then execute it in one compiled call per step."""
 
+import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -10,7 +11,7 @@ from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.ops import OPS, matrices
 from clocher_kernels.ops.contract import Value
-from clocher_kernels.plan import Buffer, Call, Plan
+from clocher_kernels.plan import Buffer, Call, Executor, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.lanes import jit
 from cpu_fallback.lanes.isa import CURRENT
@@ -20,10 +21,8 @@ from cpu_fallback.ops.lowering import LOWER
 from cpu_fallback.team import tape
 from cpu_fallback.team.hints import Asked, Hints
 from cpu_fallback.team.large_pages import HUGE, allocate, stop_ahead
-from cpu_fallback.team.openmp import OpenMP
 from cpu_fallback.team.placement import call_on, hot_weights, replicate
-from cpu_fallback.team.stamps import Stamps, stamp
-from cpu_fallback.team.tape import Launch
+from cpu_fallback.team.tape import Launch, Stamps, stamp
 from cpu_fallback.team.team import Team, aligned
 from cpu_fallback.tiles import together
 from cpu_fallback.tiles.prepack import check_memory, in_large_pages, reads_in_place, waiting
@@ -31,7 +30,7 @@ from cpu_fallback.tiles.prepack import check_memory, in_large_pages, reads_in_pl
 _MANY_BYTES = 512 << 20
 
 
-class CpuExecutor:
+class CpuExecutor(Executor):
     """Execute a Plan with compiled kernels on a team of threads.
 
     A token's result depends neither on the other tokens of the step nor on the number of threads.
@@ -47,7 +46,6 @@ class CpuExecutor:
         beside: another one whose team does the work, so that no core has two threads of theirs. One
             of them steps at a time, and this one is closed first.
         memory: arrays to use as buffers, by name, at capacity; others are allocated.
-        runtime: whose threads take part; None: those of a team of its own.
 
     Raises:
         OutOfMemory: the packed weights do not fit in memory.
@@ -68,7 +66,6 @@ class CpuExecutor:
         packing: Progress | None = None,
         beside: "CpuExecutor | None" = None,
         memory: Mapping[str, np.ndarray] | None = None,
-        runtime: OpenMP | None = None,
     ) -> None:
         self.plan = plan
         memory = memory or {}
@@ -77,10 +74,7 @@ class CpuExecutor:
         hints = hints or Hints()
         self._copied = hints.copied
         self._values: dict[str, Value] = {
-            **{
-                name: memory[name] if name in memory else _allocate(buffer)
-                for name, buffer in plan.buffers.items()
-            },
+            **{n: memory[n] if n in memory else _allocate(b) for n, b in plan.buffers.items()},
             **plan.consts,
             **{name: weights[name] for name in plan.weights},
         }
@@ -105,7 +99,7 @@ class CpuExecutor:
             self._team = beside._team
             self._work = self._team.take_on(tapes, scratch)
         else:
-            self._team = Team(threads, tapes, scratch, hints.placement, hints.adaptive, runtime)
+            self._team = Team(threads, tapes, scratch, hints)
             self._work = self._team.work
 
     @property
@@ -146,23 +140,6 @@ class CpuExecutor:
                 self._team.execute(words, tokens, rows, self._work)
                 yield call
 
-    def peek(self, name: str, count: int) -> np.ndarray:
-        """Return the first rows of a buffer as they are now."""
-        return self.array(name)[:count]
-
-    def upload(self, masks: int | None = None) -> None:
-        """Do nothing: steps read the host's arrays."""
-
-    def fetch(self, name: str, count: int) -> np.ndarray:
-        """Return the first rows of a buffer; the next step overwrites them."""
-        return self.array(name)[:count]
-
-    def synchronize(self) -> None:
-        """Do nothing: a step is done when it returns."""
-
-    def warm(self) -> None:
-        """Do nothing: a step of any size runs the same code."""
-
     def running(self) -> AbstractContextManager[None]:
         """Keep the team awake between steps; a context, entered once per generation."""
         return self._team.running()
@@ -202,7 +179,10 @@ class CpuExecutor:
 
     def _lower(self, values: Mapping[str, Value]) -> list[Launch]:
         values = dict(values)
-        _require_kernels(self.plan)
+        for op in sorted({call.op for call in self.plan.calls} - set(LOWER)):
+            raise UnsupportedOp(
+                f"the CPU back end has no kernel for {op!r}; it has {', '.join(sorted(LOWER))}"
+            )
         left = waiting(self.plan, values, self._copied)
         self._waiting, self._ready = sum(left.values()), 0
         check_memory(self._waiting, self.plan.scratch_bytes())
@@ -230,13 +210,6 @@ class CpuExecutor:
             self._packing(self._ready >> 20, self._waiting >> 20)
 
 
-def _require_kernels(plan: Plan) -> None:
-    for op in sorted({call.op for call in plan.calls} - set(LOWER)):
-        raise UnsupportedOp(
-            f"the CPU back end has no kernel for {op!r}; it has {', '.join(sorted(LOWER))}"
-        )
-
-
 def _tapes(
     bound: Mapping[int, Sequence[Launch]], threads: int, hints: Hints, stamps: Stamps | None
 ) -> list[np.ndarray]:
@@ -252,19 +225,14 @@ def _tapes(
 
 def _allocate(buffer: Buffer) -> np.ndarray:
     storage = STORAGE[buffer.dtype]
-    count = 1
-    for size in buffer.shape:
-        count *= size
-    nbytes = count * storage.itemsize
+    nbytes = math.prod(buffer.shape) * storage.itemsize
     # A step reads a cache like weights: from end to end. Small pages would cost it a third.
     made = allocate(nbytes) if buffer.role == "state" and nbytes >= HUGE else aligned(nbytes)
     return made.view(storage).reshape(buffer.shape)
 
 
 def _kernels(launches: list[Launch]) -> Iterator[Kernel]:
-    yield tape.lead
-    yield tape.serve
-    yield stamp
+    yield from (tape.lead, tape.serve, stamp)
     for launch in launches:
         yield launch.kernel
         yield from (field for field in launch.fields if isinstance(field, Kernel))

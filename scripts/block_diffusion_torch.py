@@ -214,11 +214,7 @@ def losses(
     other = torch.where(masked, ids, mask_id)
     positions = torch.arange(length).repeat(3)
     hidden = hidden_states(
-        weights,
-        shape,
-        torch.cat([noisy, other, ids], 1),
-        positions,
-        stream_mask(length, block, 2),
+        weights, shape, torch.cat([noisy, other, ids], 1), positions, stream_mask(length, block, 2)
     )
     first, second, clean = (hidden[:, i * length : (i + 1) * length] for i in range(3))
     logits = head(weights, shape, torch.where(masked[..., None], first, second)).float()

@@ -22,14 +22,13 @@ NOTE = "<!-- Written by scripts/render_docs.py. Edit the source that it reads, n
 OPS_INTRO = """# Ops
 
 An op is its contract: a NumPy reference, the cases on which every back end is compared with it,
-and the error that is allowed. `clocher_kernels/ops` holds the contracts; this page lists them.
+and the error that is allowed, relative to the RMS of the reference's output (RMS / largest).
+`clocher_kernels/ops` holds the contracts; the docstring of each reference has the meaning of every
+parameter and setting.
 
-`in`, `out` and `inout` are buffers of the Plan. A `matrix` is a tensor in any
-[format](formats.md), used as stored. A `vector` is an fp32 array that the loader decoded. Sizes
-are capacities: the leading M or R of a buffer is used up to the tokens or output rows of a step.
-
-Errors are relative to the RMS of the reference's output: RMS error / largest error. `exact` asks
-for equality."""
+`in`, `out` and `inout` are buffers of the Plan, `matrix` a tensor in any [format](formats.md),
+`vector` fp32 that the loader decoded; `?` is optional. M and R are the tokens and output rows of a
+step."""
 
 FORMATS_INTRO = """# Formats
 
@@ -48,9 +47,6 @@ _HEIGHTS = {"stat": 5, "table": 5, "timeseries": 8}
 _SCHEMA_VERSION = 39  # of Grafana's dashboards
 
 EXAMPLE_SHAPE = (256, 4096)
-
-# What a table of parameters says in a column of its own.
-STORED_AS = re.compile(r"^\[[\w, *]*\](?: (?:fp32|int8|i32|u64))?[.,;]? *")
 
 
 @click.command(help=__doc__)
@@ -94,25 +90,23 @@ def render_ops() -> str:
 
 
 def render_op(spec: OpSpec) -> str:
-    """Return the section of one op."""
-    text, meanings, source = read_docstring(spec.reference)
-    parts = [f"## {spec.name}", *text]
-    rows = [
-        (f"`{p.name}`{' (optional)' if p.optional else ''}", p.kind, shape(p), meanings[p.name])
-        for p in spec.params
-    ]
-    parts.append(table(("parameter", "kind", "stored as", "meaning"), rows))
-    settings = [name for name in meanings if name not in {p.name for p in spec.params}]
-    if settings:
-        parts.append(table(("setting", "meaning"), [(f"`{n}`", meanings[n]) for n in settings]))
-    tested = f"Error: {error(spec)}. Compared on {len(spec.cases)} cases"
-    formats = dict.fromkeys(
-        f"`{name}`"
+    """Return the section of one op: what it computes, its parameters and settings, its cases."""
+    text, settings, source = read_docstring(spec)
+    stored = ", ".join(
+        f"`{p.name}`{'?' if p.optional else ''} {p.kind} {shape(p)}" for p in spec.params
+    )
+    tested = f"{stored}.{f' Settings: {settings}.' if settings else ''} {len(spec.cases)} cases"
+    formats = {
+        name
         for case in spec.cases
         for param, name in case.formats.items()
         if spec.param(param).kind == "matrix"
-    )
-    parts.append(f"{tested}, {', '.join(formats)}." if formats else f"{tested}.")
+    }
+    parts = [
+        f"## {spec.name}",
+        *text,
+        f"{tested}, {len(formats)} formats." if formats else f"{tested}.",
+    ]
     missing = dict.fromkeys(why for case in spec.cases for why in case.missing.items())
     for backend, why in missing:
         count = sum(case.missing.get(backend) == why for case in spec.cases)
@@ -134,25 +128,14 @@ def error(spec: OpSpec) -> str:
     return " or ".join(spelled)
 
 
-def read_docstring(function: object) -> tuple[list[str], dict[str, str], list[str]]:
-    """Split a Google-style docstring.
-
-    Returns:
-        Its paragraphs, the meaning of each argument, and the paragraph that names the source.
-    """
-    paragraphs = inspect.cleandoc(getattr(function, "__doc__", None) or "").split("\n\n")
-    text: list[str] = []
-    meanings: dict[str, str] = {}
-    source: list[str] = []
-    for paragraph in paragraphs:
-        if paragraph.startswith("Args:"):
-            for name, meaning in re.findall(r"^    (\w+): ((?:.|\n {8})+)", paragraph, re.M):
-                meanings[name] = STORED_AS.sub("", re.sub(r"\s+", " ", meaning))
-        elif paragraph.startswith("Source:"):
-            source.append(paragraph)
-        else:
-            text.append(paragraph)
-    return text, meanings, source
+def read_docstring(spec: OpSpec) -> tuple[list[str], str, list[str]]:
+    """Return what a reference computes, the names of its settings, and its source."""
+    doc = inspect.cleandoc(spec.reference.__doc__ or "").split("\n\n")
+    text = [each for each in doc if not each.startswith(("Args:", "Source:"))]
+    params = {p.name for p in spec.params}
+    names = [n for n in inspect.signature(spec.reference).parameters if n not in params]
+    source = [each for each in doc if each.startswith("Source:")]
+    return text, ", ".join(f"`{name}`" for name in names), source
 
 
 def render_formats() -> str:

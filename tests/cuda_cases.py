@@ -24,7 +24,7 @@ from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.quant_tensor import QuantTensor
 
 if os.environ.get("TRITON_INTERPRET") == "1":  # scripts that compile do without
-    from bench.gpu import interpreter  # noqa: F401  importing it is its effect
+    import interpreter  # noqa: F401  importing it is its effect
 
 
 def run_interpreted(run: OpRun, narrow: Mapping[str, torch.dtype] | None = None) -> Arrays:

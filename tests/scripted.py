@@ -21,8 +21,8 @@ from clocher_runtime.serve.app import Server
 from clocher_runtime.serve.constraints import Grammars
 from clocher_runtime.serve.engine_process import EngineProcess
 from clocher_runtime.serve.errors import ApiError
-from clocher_runtime.serve.jobs import Ask, Job
-from clocher_runtime.serve.messages import Made, Ready, Start, Unsure
+from clocher_runtime.serve.jobs import Job
+from clocher_runtime.serve.messages import Made, Ready, Start, Submit, Unsure
 from clocher_runtime.serve.metrics import ServerMetrics
 from clocher_runtime.serve.prompts import PromptRoom
 from clocher_runtime.serve.settings import ServeConfig
@@ -117,7 +117,7 @@ class ScriptedEngine(EngineProcess):
             raise self.script.refusal
         return super().reserve(count)
 
-    def submit(self, asks: Sequence[Ask]) -> Job:
+    def submit(self, asks: Sequence[Submit]) -> Job:
         """Begin to answer."""
         number = self._next
         self._next += 1

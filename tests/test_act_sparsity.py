@@ -154,4 +154,6 @@ def test_the_commands_take_it_with_ternary_weights(tmp_path: Path) -> None:
     share = ["--act-sparsity", "0.25", "--act-calibration", text[1]]
     assert clocher("perplexity", str(BITNET), *text, *share)[0] == 0
     with clocher_runtime.load(BITNET, act_sparsity="topk:0.7") as model:
-        assert model.session.act_sparsity == "topk:0.7" and model.generate("import", max_new=4)
+        assert model.session.config.act_sparsity == "topk:0.7" and model.generate(
+            "import", max_new=4
+        )

@@ -146,7 +146,7 @@ def test_names_of_models_of_more_than_text() -> None:
         found, notes = arranged(files, config, "x")
         assert set(found) == {"model.embed_tokens.weight"}
         assert found["model.embed_tokens.weight"] is table
-        assert notes == ("1 tensors of other senses than text were left out",)
+        assert notes == ("1 tensors of vision, audio or other non-text parts were left out",)
     bare = {"embed_tokens.weight": table, "layers.0.input_layernorm.weight": table}
     assert set(arranged(bare, {"architectures": ["LlamaModel"], **SIZES}, "x")[0]) == {
         "model.embed_tokens.weight",

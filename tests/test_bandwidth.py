@@ -9,7 +9,7 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.command.loading import load_engine
 from clocher_runtime.command.settings import resolve
-from clocher_runtime.engine import bandwidth
+from clocher_runtime.engine import probes
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.models.inventory import EMBED
 from clocher_runtime.serve.engine_main import ready_of
@@ -28,7 +28,7 @@ def test_a_server_is_told_how_fast_its_weights_can_be_read() -> None:
 
 def test_a_working_set_is_read() -> None:
     for threads in (1, 3):
-        gbps = bandwidth.read_gbps(3 * MIB, threads)
+        gbps = probes.read_gbps(3 * MIB, threads)
         assert gbps is not None
         assert 0.05 < gbps < 5000
 
@@ -37,9 +37,9 @@ def test_the_buffer_is_as_large_as_the_working_set_within_bounds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes = []
-    monkeypatch.setattr(bandwidth, "reader", lambda backend, nbytes: sizes.append(nbytes))
+    monkeypatch.setattr(probes, "reader", lambda backend, nbytes: sizes.append(nbytes))
     for nbytes in (9 * MIB, 900 << 30):
-        bandwidth.memory_reader(nbytes)
+        probes.memory_reader(nbytes)
     assert sizes == [9 * MIB, 256 * MIB]
 
 
@@ -48,13 +48,13 @@ def test_the_working_set_has_every_expert_and_no_table_that_is_looked_up() -> No
     assert model.spec.moe is not None
     most = sum(weight.nbytes for weight in model.weights.values())
     looked_up = 0 if model.spec.tied else model.weights[EMBED].nbytes
-    assert bandwidth.working_set(model) == most - looked_up > model.bytes_per_token
+    assert probes.working_set(model) == most - looked_up > model.bytes_per_token
 
 
 def test_not_measured_where_nothing_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert bandwidth.read_gbps(MIB, 1, "cuda") is None
-    monkeypatch.setattr(bandwidth, "available", lambda: 3 * MIB)
-    assert bandwidth.read_gbps(2 * MIB, 1) is None
+    assert probes.read_gbps(MIB, 1, "cuda") is None
+    monkeypatch.setattr(probes, "available", lambda: 3 * MIB)
+    assert probes.read_gbps(2 * MIB, 1) is None
 
 
 def test_a_refused_thread_leaves_none_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,4 +73,4 @@ def test_a_refused_thread_leaves_none_waiting(monkeypatch: pytest.MonkeyPatch) -
         thread.join(10)
         assert not thread.is_alive()
     asked.clear()
-    assert bandwidth.read_gbps(2 * MIB, 4) is None
+    assert probes.read_gbps(2 * MIB, 4) is None

@@ -18,11 +18,10 @@ from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.quantize.calibrate import Calibrated, calibrate
 from clocher_runtime.quantize.capture import Walk
+from clocher_runtime.quantize.inputs import ExpertInputs, Hidden, RowStore, Site, make_text
 from clocher_runtime.quantize.job import CalibrationText, Job, run_job
 from clocher_runtime.quantize.plan import QuantPlan
-from clocher_runtime.quantize.rows import RowStore, make_text
 from clocher_runtime.quantize.sensitivity import log_softmax
-from clocher_runtime.quantize.sites import ExpertInputs, Hidden, Site
 
 EXPERTS = "model.layers.{}.mlp.experts.{}"
 

@@ -13,7 +13,7 @@ import clocher_runtime
 from clocher_kernels.errors import UsageError
 from clocher_runtime.api import LanguageModel
 from clocher_runtime.engine.arguments import Sampling
-from clocher_runtime.engine.drawing import draw
+from clocher_runtime.engine.sampling import sample_on_host
 from clocher_runtime.text.tokenizer import Tokenizer
 
 PROMPT = "def read_lines(path):"
@@ -64,7 +64,7 @@ def test_a_stop_string_ends_the_text_before_it(model: LanguageModel) -> None:
     pieces = list(model.stream_generate(PROMPT, 40, stop=whole[9:13]))
     assert "".join(pieces) == whole[: whole.index(whole[9:13])]
     assert model.complete(PROMPT, max_new=40, stop=whole + "x").text == whole
-    for pool in model.session.census():
+    for pool in model.session.page_stats():
         assert pool.used == 0
 
 
@@ -116,7 +116,7 @@ def test_the_error_of_one_prompt_ends_its_batch(model: LanguageModel) -> None:
 
     with pytest.raises(ZeroDivisionError):
         model.complete_batch([PROMPT, "import"], max_new=50, processors=[fail])
-    assert model.session.scheduler.is_idle or model.session.census()[0].used == 0
+    assert model.session.scheduler.is_idle or model.session.page_stats()[0].used == 0
 
 
 def test_a_text_that_begins_like_a_template_begins_once() -> None:
@@ -155,7 +155,7 @@ def test_a_cancelled_call_leaves(model: LanguageModel) -> None:
             await task
 
     asyncio.run(cancelled())
-    assert model.session.census()[0].used == 0
+    assert model.session.page_stats()[0].used == 0
 
 
 def test_the_second_turn_computes_what_is_new(model: LanguageModel) -> None:
@@ -193,16 +193,20 @@ def test_settings_of_the_host_are_the_same_alone_and_in_company(
 def test_drawing_follows_the_formulas() -> None:
     logits = np.array([2.0, 1.5, -1.0, 0.0], np.float32)
     seen = [0, 2, 0, 2]
-    assert draw(logits, seen, 2, 2, Sampling(repetition_penalty=2.0)) == 1  # 2/2, 1.5, -2, 0
-    assert draw(logits, seen, 2, 2, Sampling(presence_penalty=0.6)) == 1
-    assert draw(logits, seen, 4, 0, Sampling(presence_penalty=0.6)) == 0  # nothing made yet
-    assert draw(logits, [0, 0, 1], 0, 3, Sampling(frequency_penalty=0.3)) == 0  # 1.4, 1.2
-    assert draw(logits, [0, 0, 0], 0, 3, Sampling(frequency_penalty=0.3)) == 1  # 1.1, 1.5
-    assert draw(logits, [], 0, 0, Sampling(logit_bias={3: 9})) == 3
-    hot = {draw(logits, [], 0, i, Sampling(temperature=1, min_p=0.5)) for i in range(200)}
+    assert (
+        sample_on_host(logits, seen, 2, 2, Sampling(repetition_penalty=2.0)) == 1
+    )  # 2/2, 1.5, -2, 0
+    assert sample_on_host(logits, seen, 2, 2, Sampling(presence_penalty=0.6)) == 1
+    assert (
+        sample_on_host(logits, seen, 4, 0, Sampling(presence_penalty=0.6)) == 0
+    )  # nothing made yet
+    assert sample_on_host(logits, [0, 0, 1], 0, 3, Sampling(frequency_penalty=0.3)) == 0  # 1.4, 1.2
+    assert sample_on_host(logits, [0, 0, 0], 0, 3, Sampling(frequency_penalty=0.3)) == 1  # 1.1, 1.5
+    assert sample_on_host(logits, [], 0, 0, Sampling(logit_bias={3: 9})) == 3
+    hot = {sample_on_host(logits, [], 0, i, Sampling(temperature=1, min_p=0.5)) for i in range(200)}
     assert hot == {0, 1}  # exp(-0.5) = 0.61, exp(-2) = 0.14
     shares = np.bincount(
-        [draw(logits, [], 0, i, Sampling(temperature=1, min_p=1e-9)) for i in range(4000)]
+        [sample_on_host(logits, [], 0, i, Sampling(temperature=1, min_p=1e-9)) for i in range(4000)]
     )
     expected = np.exp(logits) / np.exp(logits).sum()
     assert np.allclose(shares / 4000, expected, atol=0.03)
@@ -211,7 +215,7 @@ def test_drawing_follows_the_formulas() -> None:
         row[: 3 - len(ids)] = -np.inf
         return row
 
-    assert draw(logits, [0], 0, 1, Sampling(processors=[only], temperature=1)) in (2, 3)
+    assert sample_on_host(logits, [0], 0, 1, Sampling(processors=[only], temperature=1)) in (2, 3)
 
 
 @pytest.mark.parametrize(

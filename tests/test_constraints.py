@@ -173,7 +173,7 @@ def test_what_fails_ends_its_own_call_only(make: Make, what: str, sampling: Samp
         made.extend(bad)
     assert [token.id for token in good] == expected[0]
     assert len(made) <= 3
-    assert all(census.used == 0 for census in session.census())
+    assert all(stats.used == 0 for stats in session.page_stats())
 
 
 def test_a_processor_that_forbids_what_is_allowed_is_named(make: Make) -> None:

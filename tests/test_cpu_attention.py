@@ -17,7 +17,7 @@ from clocher_kernels.ops.cases import case_plan
 from clocher_kernels.ops.contract import Case
 from clocher_kernels.plan import Attr
 from cpu_fallback.executor import CpuExecutor
-from cpu_fallback.ops.attention_columns import LONGEST
+from cpu_fallback.ops.attention_block import LONGEST
 
 DRAWN = settings(max_examples=60)
 TALL_TILES = [

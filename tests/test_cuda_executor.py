@@ -26,13 +26,14 @@ from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.cuda.upload import check_memory
 from clocher_kernels.errors import DeviceError, OutOfMemory, ShapeError, WindowError
 from clocher_kernels.ops import OPS
-from clocher_kernels.plan import Plan
+from clocher_kernels.plan import Executor, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
+from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine import binding
 from clocher_runtime.engine.arguments import Sampling
-from clocher_runtime.engine.backends import Binding, Executor, make_executor
+from clocher_runtime.engine.backends import make_executor
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.models.builder import DRAWN
@@ -84,9 +85,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
 
         return lowered
 
-    def make(plan: Plan, weights: Mapping[str, Any], how: Binding) -> Executor:
-        if how.config.backend == "cpu":
-            return make_executor(plan, weights, how)
+    def make(plan: Plan, weights: Mapping[str, Any], config: EngineConfig, **more: Any) -> Executor:
+        if config.backend == "cpu":
+            return make_executor(plan, weights, config, **more)
         return CudaExecutor(plan, weights, activations="f32", device=INTERPRETER)
 
     for table in ("LOWER", "LOWER_GREEDY"):
@@ -173,7 +174,7 @@ def test_generates_what_the_cpu_generates(
 def test_pages_are_cut_to_the_context_bucket(log: list[tuple[str, int]]) -> None:
     seen = []
     session = make_session(model(), backend="cuda", context=128, chunk=32, kv_dtype="bf16")
-    executor = session._executor
+    executor = session.executor
     assert isinstance(executor, CudaExecutor)
     lower = executor.lower
     executor.lower = lambda key, greedy: (seen.append(key), lower(key, greedy))[1]  # type: ignore[method-assign]
@@ -205,7 +206,7 @@ def test_a_warm_session_captures_nothing_in_the_window(log: list[tuple[str, int]
 
 
 def test_greedy_steps_launch_nothing_that_only_draws_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(plan: Plan, weights: Mapping[str, Any], how: Binding) -> CudaExecutor:
+    def make(plan: Plan, weights: Mapping[str, Any], *how: Any, **more: Any) -> CudaExecutor:
         return CudaExecutor(plan, weights, device=INTERPRETER)
 
     monkeypatch.setattr(binding, "make_executor", make)
@@ -397,7 +398,7 @@ def test_the_back_end_chooses_the_chunk(log: list[tuple[str, int]]) -> None:
 
 def test_activations_are_narrow_and_the_residual_stream_is_not() -> None:
     session = make_session(model(), backend="cpu", context=64, act_prec="fp32")
-    types = activation_types(session._executor.plan, "f16")
+    types = activation_types(session.executor.plan, "f16")
     session.close()
     assert types["h"] == types["logits"] == types["router"] == "f32"
     assert types["x"] == types["gated"] == types["last.normed"] == "f16"
@@ -412,7 +413,7 @@ def test_memory_is_checked_before_it_is_taken() -> None:
 def test_a_step_beyond_the_capacity_is_refused(log: list[tuple[str, int]]) -> None:
     session = make_session(model(), backend="cuda", context=64, chunk=8)
     with pytest.raises(ShapeError, match="room for 8 and 1"):
-        session._executor.step(9, 1)
+        session.executor.step(9, 1)
     session.close()
 
 

@@ -56,7 +56,9 @@ def test_a_model_equals_the_reference(
     model = load_model(open_checkpoint(folder))
     expected = logits(model, "reference", act_prec="fp32")
 
-    def executor(plan: Plan, weights: Mapping[str, Any], how: object) -> CudaExecutor:
+    def executor(
+        plan: Plan, weights: Mapping[str, Any], *how: object, **more: object
+    ) -> CudaExecutor:
         return CudaExecutor(plan, weights, activations=activations, device=INTERPRETER)
 
     monkeypatch.setattr(binding, "make_executor", executor)

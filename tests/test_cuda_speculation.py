@@ -39,7 +39,7 @@ def session_of(texts: Sequence[Sequence[int]], **options: Any) -> Iterator[Sessi
         rows = session.executor.plan.rows
         speculator = Speculator(lambda: [Oracle(texts, 3)], rows)
         speculator.costs = Free(rows)
-        session.scheduler.passes.speculator = speculator
+        session.scheduler.forwards.speculator = speculator
     try:
         yield session
     finally:
@@ -57,7 +57,7 @@ def generate(
 
 def poisoned(session: Session) -> None:
     """Make the cells beyond each text NaN before a step is staged, as a rejected guess could be."""
-    inputs, executor = session.scheduler.passes._inputs, session.executor
+    inputs, executor = session.scheduler.forwards._inputs, session.executor
     assert isinstance(executor, CudaExecutor)
     stage, host = inputs.stage, executor._inputs.host
     calls = [call.args for call in executor.plan.calls if call.op == "attention"]
@@ -107,7 +107,7 @@ def test_rejected_guesses_leave_nothing_that_is_read(
 def test_the_kernels_draw_the_same_tokens(
     sampling: str, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def make(plan: Plan, weights: Mapping[str, Any], how: object) -> CudaExecutor:
+    def make(plan: Plan, weights: Mapping[str, Any], *how: object, **more: object) -> CudaExecutor:
         return CudaExecutor(plan, weights, device=INTERPRETER)
 
     monkeypatch.setattr(binding, "make_executor", make)

@@ -209,8 +209,8 @@ def test_cached_blocks_are_those_of_a_loop_without_a_cache(
         assert blocks.mask not in expected
         # The pass that writes a block denoises the next one: passes are steps.
         whole = (len(prompt) + NEW) % BLOCK == 0
-        assert tokens[-1].passes == passes if whole else tokens[-1].passes <= passes
-        assert not any(token.passes for token in tokens[:-1])
+        assert tokens[-1].forwards == passes if whole else tokens[-1].forwards <= passes
+        assert not any(token.forwards for token in tokens[:-1])
 
 
 def test_logits_are_those_that_a_token_was_written_from(
@@ -253,8 +253,8 @@ def test_lossless_gives_the_ids_of_one_token_after_the_other(causal: Model) -> N
     plain = made(causal, PROMPTS, 40, diffusion="off")
     found = made(causal, PROMPTS, 40)
     assert ids_of(found) == ids_of(plain)
-    assert all(tokens[-1].passes == 40 for tokens in plain)
-    assert all(tokens[-1].passes <= 40 for tokens in found)
+    assert all(tokens[-1].forwards == 40 for tokens in plain)
+    assert all(tokens[-1].forwards <= 40 for tokens in found)
     ends = frozenset(ids_of(plain)[0][7:9])
     cut = {"stop_ids": ends}
     assert made(causal, PROMPTS, 40, cut) == made(causal, PROMPTS, 40, cut, diffusion="off")
@@ -366,7 +366,7 @@ def test_who_has_no_blocks(folder: Path, causal: Model, tmp_path: Path) -> None:
         next(session.generate([[1]], 2, diffusion="static:4"))
     session.close()
     plain.checkpoint.close()
-    with pytest.raises(UsageError, match="guessed by the model itself"):
+    with pytest.raises(UsageError, match="drafted by the model itself"):
         make_session(causal, speculate="suffix")
     block = denoising(folder, "block", tmp_path / "block")
     for asked in ("off", "lossless"):
@@ -410,7 +410,7 @@ def test_blocks_are_guessed_while_that_is_faster(
         step(tokens, rows)
 
     session.executor.step = noted  # type: ignore[method-assign]
-    costs = session.scheduler.passes.costs
+    costs = session.scheduler.forwards.costs
     costs.note(1, 1 << 60 if pays else 1)
     monkeypatch.setattr(costs, "note", lambda tokens, ns: None)
     try:

@@ -12,12 +12,16 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 
 from clocher_runtime.diffusion.canvas import Canvas
 from clocher_runtime.diffusion.rules import rule_of
+from clocher_runtime.models.spec import BlockDiffusion
 
 BLOCK, VOCABULARY, MASK = 16, 50, 7
 
 
+BLOCKS = BlockDiffusion(BLOCK, MASK, "block", part=BLOCK)
+
+
 def begun(rule: str, known: list[int], seed: int = 3) -> Canvas:
-    canvas = Canvas(BLOCK, MASK, rule_of(rule), True, False, BLOCK, VOCABULARY, seed)
+    canvas = Canvas(BLOCKS, rule_of(rule), VOCABULARY, seed)
     canvas.begin(known)
     return canvas
 

@@ -58,8 +58,8 @@ def session_of(
 
 
 def draft_of(session: Session) -> DraftModel:
-    assert session._drafting is not None and session._drafting.model is not None
-    return session._drafting.model
+    assert session._draft_model is not None
+    return session._draft_model
 
 
 def speculator_of(session: Session) -> Speculator:
@@ -82,8 +82,8 @@ def test_a_draft_model_changes_no_token(draft: str, sampling: str, batch: int) -
             assert counts.accepted == counts.drafted > 0.7 * counts.tokens
         if draft == "int4" and sampling != "penalties":
             assert counts.accepted > 0.3 * counts.tokens
-        held = draft_of(session).pages.census()
-        assert [census.used for census in held] == [0] * len(held)
+        held = draft_of(session).pages.stats()
+        assert [stats.used for stats in held] == [0] * len(held)
         assert len(draft_of(session).slots) == batch
 
 
@@ -179,7 +179,7 @@ def test_preempted_requests_go_on_the_same() -> None:
         assert session.scheduler.preempted > 0
         assert speculator_of(session).counts.drafted > 0
         assert len(draft_of(session).slots) == 3
-        assert [census.used for census in draft_of(session).pages.census()] == [0]
+        assert [stats.used for stats in draft_of(session).pages.stats()] == [0]
 
 
 def test_requests_that_leave_hold_nothing() -> None:

@@ -26,13 +26,14 @@ from clocher_runtime.quality import compare as compare_module
 from clocher_runtime.quality import gate, report
 from clocher_runtime.quality.compare import (
     Comparison,
+    Documents,
     Summary,
     TokenScores,
     compare,
+    cut,
     score_window,
     summarise,
 )
-from clocher_runtime.quality.documents import Documents, cut
 from clocher_runtime.quality.evaluate import (
     WEIGHTS_ALONE,
     Record,

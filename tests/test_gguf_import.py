@@ -32,8 +32,7 @@ from clocher_kernels.formats.ggml_blocks import KINDS
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
-from clocher_runtime.checkpoints.gguf.file import GgufFile
-from clocher_runtime.checkpoints.gguf.header import MAX_TENSORS
+from clocher_runtime.checkpoints.gguf.file import MAX_TENSORS, GgufFile
 from clocher_runtime.convert.gguf import plan_gguf
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.text.tokenizer import Tokenizer
@@ -391,12 +390,10 @@ def test_which_file_is_opened(tmp_path: Path) -> None:
 
 
 def test_only_what_is_asked_for_is_repacked(tmp_path: Path, monkeypatch) -> None:
-    from clocher_runtime.checkpoints.gguf import repack as module
+    from clocher_runtime.checkpoints.gguf import blocks as module
 
-    asked = []
-    monkeypatch.setitem(
-        module._UNPACK, module.Q8_0, lambda rows, plain=module._q8_0: asked.append(1) or plain(rows)
-    )
+    asked, plain = [], module._unpacked
+    monkeypatch.setattr(module, "_unpacked", lambda *args: asked.append(1) or plain(*args))
     path = write_gguf(tmp_path / "a.gguf", TINY_CONFIG, tiny_tensors(Kind.Q8_0))
     checkpoint = open_gguf(path)
     assert not asked and checkpoint.nbytes > 0

@@ -1,50 +1,40 @@
 """The GPU suite without a GPU: its dry run, what it makes of wrong kernels, crashes and hangs."""
 
 import json
+import os
+import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import tarfile
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import interpreter  # noqa: F401  importing it is its effect
 import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from rich.console import Console
 
-from bench.gpu import (
-    decode,
-    generate,
-    moe,
-    parity,
-    report,
-    shapes,
-    supervise,
-    targets,
-    tools,
-    weights,
-)
-from bench.gpu.record import SCHEMA, STATUSES, Record, Row
-from bench.gpu.setting import DryTimer, Setting, make_setting, run_item
-from bench.gpu.supervise import NAMES, items_of
-from bench.gpu_suite import main
-from clocher_kernels.cuda import prepack, tiles, tune
-from clocher_kernels.cuda.executor import CudaExecutor
+from bench import gpu_suite
+from bench.gpu import __main__ as part_process
+from bench.gpu import kernels, parity, steps
+from bench.gpu.__main__ import note, rows_of
+from bench.gpu.setting import Row, Setting, Timer, make_setting, run_item
+from clocher_kernels.cuda import prepack
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.lowering import LOWER, LOWER_GREEDY
 from clocher_kernels.cuda.tensors import DeviceTensor
-from clocher_kernels.cuda.timer import Call, GpuTimer, Timing
-from clocher_kernels.formats import Bsr, known_formats, parse_format
-from clocher_kernels.formats.ggml import GGML_KINDS
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.contract import EXACT
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.engine.session import Session
 
-SPEEDS = {"us", "us_low", "us_high", "gbs", "share", "tokens_per_s", "tflops"}
+ROOT = Path(__file__).parents[1]
+SPEEDS = {"us", "us_low", "us_high", "gbs", "share", "tokens_per_s", "first_token_ms"}
 
 
 @pytest.fixture
@@ -107,47 +97,40 @@ def references(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepack, "REARRANGE", {})
 
 
-def checked(row: Row) -> Row:
-    assert row["status"] in STATUSES
-    assert row["status"] == "ok" or row["reason"]
-    assert not SPEEDS & set(row), "a dry run has no speeds"
-    return row
-
-
 def suite(out: Path, *flags: str) -> Result:
-    return CliRunner().invoke(main, ["--out", str(out), "--jobs", "1", *flags])
+    return CliRunner().invoke(gpu_suite.main, ["--out", str(out), *flags])
+
+
+def parts_in(out: Path) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = json.loads((out / "suite.json").read_text())["parts"]
+    return found
+
+
+def items_of(part: str, dry: bool = True) -> list[Any]:
+    from pkgutil import resolve_name
+
+    made: list[Any] = resolve_name(f"bench.gpu.{part_process.PARTS[part]}")(dry)
+    return made
 
 
 def test_dry_run_of_the_command(tmp_path: Path) -> None:
-    done = suite(
-        tmp_path, "--dry-run", "--part", "parity", "--only", "rms_norm", "--only", "coverage"
-    )
+    done = suite(tmp_path, "--dry-run", "--part", "ops", "--only", "rms_norm")
     assert done.exit_code == 0, done.output
-    result = json.loads((tmp_path / "suite.json").read_text())
-    assert result["schema"] == SCHEMA and result["dry"] is True
-    assert set(result["parts"]) == {"parity"}
-    part = result["parts"]["parity"]
-    assert part["finished"] and part["items"] == 2
-    for row in part["rows"]:
-        assert row["dry"] is True and row["item"] in ("rms_norm-heads-m2-d20", "coverage")
-        checked(row)
-    assert {r["act"]: r["status"] for r in part["rows"] if r.get("case")} == {
-        "f32": "ok",
-        "f16": "ok",
-        "bf16": "ok",
-    }
-    assert len(result["targets"]) == len(targets.TARGETS)
-    assert all(target["measured"] is None for target in result["targets"])
-    assert "dry run, nothing here is a speed" in done.output
+    (row,) = parts_in(tmp_path)["ops"]
+    assert row["item"] == "rms_norm-m1-d256" and row["status"] == "ok" and not SPEEDS & set(row)
+    assert "| rms_norm-m1-d256 |" in (tmp_path / "suite.md").read_text()
+    assert len(list(tmp_path.iterdir())) <= 8
 
 
-@pytest.mark.parametrize("part", NAMES)
+@pytest.mark.parametrize("part", part_process.PARTS)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.usefixtures("references")
 def test_every_line_of_a_part(part: str, setting: Setting) -> None:
-    rows = [row for item in items_of(part, dry=True) for row in run_item(setting, item)]
-    assert rows
-    assert {row["status"] for row in map(checked, rows)} <= {"ok", "not measured"}, rows
+    rows = [row for item in items_of(part) for row in run_item(setting, item)]
+    assert {row["status"] for row in rows} <= {"ok", "not measured"}, rows
+    assert not any(SPEEDS & set(row) for row in rows), "a dry run has no speeds"
+    own = [row for row in rows if row.get("who", "").startswith("clocher")]
+    assert own or part not in ("ops", "peers")
 
 
 @pytest.mark.slow
@@ -157,12 +140,12 @@ def test_the_whole_dry_run_with_the_kernels(tmp_path: Path) -> None:
 
 
 def test_every_part_has_items_for_a_gpu() -> None:
-    for part in NAMES:
-        ids = [item.id for item in items_of(part, dry=False)]
-        assert ids and len(ids) == len(set(ids)), part
+    for part in part_process.PARTS:
+        names = [name for name, _ in items_of(part, dry=False)]
+        assert names and len(names) == len(set(names)), part
 
 
-def compiled(launches: Iterable[Launch]) -> set[str]:
+def compiled(launches: list[Launch]) -> set[str]:
     """Return what kernels are compiled for: their constants, and the types of their arguments."""
     return {
         repr((k.kernel.fn.__name__, k.constants, k.num_warps, k.pdl))
@@ -172,68 +155,44 @@ def compiled(launches: Iterable[Launch]) -> set[str]:
 
 
 def test_what_a_session_launches_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = decode.TINY[0]
-    meta = Setting(Device("meta", 90, 132), DryTimer(), 1, None)  # type: ignore[arg-type]
-    made = decode.Made.make(meta, model)
-    launched: list[Launch] = []
-
-    def keep(setting: Setting, session: Session, *rest: object) -> list[Row]:
-        executor = session.executor
-        assert isinstance(executor, CudaExecutor)
-        for key in executor.buckets():
-            launched.extend(executor.lower(key, greedy=True) + executor.lower(key, greedy=False))
-        return []
-
-    monkeypatch.setattr(decode.Made, "make", lambda *_: made)
-    monkeypatch.setattr(generate, "_first_token", lambda *_: {})
-    monkeypatch.setattr(generate, "_tokens", keep)
-    items_of("generate", dry=True)[0].run(meta)
-    ahead = generate.launches(meta, model, generate._DRY_CHUNKS[0])
-    assert launched and compiled(launched) == compiled(ahead)
+    """Two layers are lowered ahead; all of a model's may launch nothing else."""
+    meta = Setting(Device("meta", 90, 132), Timer(dry=True), None)  # type: ignore[arg-type]
+    for name, value in (("_RUNS", steps._DRY_RUNS), ("_NEW", 2), ("_CHUNK", 4)):
+        monkeypatch.setattr(steps, name, value)
+    (shape,) = steps._TINY
+    session, _ = steps._session(meta, shape, dry=True)
+    run: Any = session.executor
+    launched = [k for key in run.buckets() for g in (True, False) for k in run.lower(key, g)]
+    assert launched and compiled(launched) <= compiled(steps.launches(meta, shape))
 
 
-def one(setting: Setting, name: str) -> list[Row]:
-    return run_item(setting, next(i for i in items_of("parity", dry=False) if i.id == name))
+def check(setting: Setting, op: str, case_id: str, act: str = "f16") -> Row:
+    case = next(case for case in OPS[op].cases if case.id == case_id)
+    return parity.Trial(setting, OPS[op], case, act).check()
 
 
-def test_a_right_kernel_passes(setting: Setting) -> None:
-    rows = one(setting, "rms_norm-heads-m2-d20")
-    assert [row["act"] for row in rows] == ["f32", "f16", "bf16"]
-    assert all(row["status"] == "ok" and row["rms"] > 0 for row in rows)
-    assert rows[0]["alone"] is True
-
-
-def lower_wrongly(change: Callable[[dict[str, Any]], None]) -> Callable[..., list[Launch]]:
-    right = LOWER["rms_norm"]
-
-    def lower(*, device: Device, **arguments: Any) -> list[Launch]:
-        change(arguments)
-        return right(**arguments, device=device)
-
-    return lower
+@pytest.mark.parametrize("act", parity.ACTIVATIONS)
+def test_a_right_kernel_passes(act: str, setting: Setting) -> None:
+    row = check(setting, "rms_norm", "heads-m2-d20", act)
+    assert row["status"] == "ok" and row["rms"] > 0
+    assert row.get("alone", False) is (act != "bf16")
 
 
 @pytest.mark.parametrize("fault", ["eps", "operands", "nothing"])
 def test_a_wrong_kernel_fails(
     fault: str, setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def other_eps(arguments: dict[str, Any]) -> None:
-        arguments["eps"] = 1.0
+    right = LOWER["rms_norm"]
 
-    def other_operands(arguments: dict[str, Any]) -> None:
-        arguments["weight"] = arguments["weight"].flip(0)
+    def lower(**given: Any) -> list[Launch]:
+        if fault == "nothing":
+            return []
+        wrong = {"eps": 1.0} if fault == "eps" else {"weight": given["weight"].flip(0)}
+        launches: list[Launch] = right(**given | wrong)
+        return launches
 
-    def writes_nothing(*, device: Device, **arguments: Any) -> list[Launch]:
-        return []
-
-    wrong = {
-        "eps": lower_wrongly(other_eps),
-        "operands": lower_wrongly(other_operands),
-        "nothing": writes_nothing,
-    }
-    monkeypatch.setitem(LOWER, "rms_norm", wrong[fault])
-    rows = one(setting, "rms_norm-heads-m2-d20")
-    assert {row["status"] for row in rows} == {"failed"}
+    monkeypatch.setitem(LOWER, "rms_norm", lower)
+    assert check(setting, "rms_norm", "heads-m2-d20")["status"] == "failed"
 
 
 def test_a_kernel_that_does_not_repeat_fails(
@@ -253,124 +212,8 @@ def test_a_kernel_that_does_not_repeat_fails(
         return [Launch(Drifting(), (1,), arguments, {})]
 
     monkeypatch.setitem(LOWER, "gather_rows", lower)
-    row = one(setting, "gather_rows-r5-k37")[0]
+    row = check(setting, "gather_rows", "r5-k37", "f32")
     assert row["status"] == "failed" and "other bits" in row["reason"]
-
-
-def test_a_missing_kernel_is_refused_not_passed(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(LOWER, "rms_norm")
-    assert {row["status"] for row in one(setting, "rms_norm-heads-m2-d20")} == {"refused"}
-    gaps = [row for row in one(setting, "coverage") if row.get("op") == "rms_norm"]
-    assert gaps[0]["status"] == "not measured"
-
-
-CHILD = """
-import os, sys, time
-from pathlib import Path
-from bench.gpu.record import Record
-path, what = Path(sys.argv[1]), sys.argv[2]
-record = Record.load(path) if path.exists() else Record("child", dry=True)
-for item in ("first", "bad", "last"):
-    if item in record.done:
-        continue
-    record.running = item
-    record.save(path)
-    if item == "bad":
-        if what == "crash":
-            os.abort()
-        time.sleep(60)
-    record.add(item, [{"value": 1}])
-    record.save(path)
-record.finished = True
-record.save(path)
-"""
-
-
-@pytest.mark.parametrize(("what", "status"), [("crash", "crashed"), ("hang", "timeout")])
-def test_what_dies_is_reported_and_the_rest_survives(
-    what: str, status: str, tmp_path: Path
-) -> None:
-    def job(name: str, fault: str) -> supervise.Job:
-        path = tmp_path / f"{name}.json"
-        command = [sys.executable, "-c", CHILD, str(path), fault]
-        return supervise.Job(name, command, path, seconds=20, item_seconds=1.5)
-
-    jobs = [job("child", what), job("other", "crash")]
-    said: list[str] = []
-    supervise.run_jobs(jobs, 2, said.append)
-    record = jobs[0].record()
-    assert record is not None and record.finished and jobs[0].ended == "finished"
-    assert [(r["item"], r["status"]) for r in record.rows] == [
-        ("first", "ok"),
-        ("bad", status),
-        ("last", "ok"),
-    ]
-    assert jobs[0].starts == 2 and not said
-    result = report.combine([record], {}, dry=True, seconds=1)
-    assert not report.is_good(result)
-
-
-def test_a_part_that_never_starts_is_reported(tmp_path: Path) -> None:
-    path = tmp_path / "gone.json"
-    command = [sys.executable, "-c", "raise SystemExit('no such thing')"]
-    job = supervise.Job("gone", command, path, seconds=20, item_seconds=5)
-    said: list[str] = []
-    supervise.run_jobs([job], 1, said.append)
-    assert job.starts == 1 and "no such thing" in said[0]
-
-
-def test_without_a_gpu_the_suite_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    done = suite(tmp_path, "--part", "environment")
-    assert done.exit_code == 1
-    assert "no device" in done.output and "Traceback" not in done.output
-
-
-NO_KERNELS = ("bsr", *GGML_KINDS)
-"""Formats that the back end has no dense kernels for."""
-
-
-@pytest.mark.parametrize("name", [n for n in known_formats() if not n.startswith(NO_KERNELS)])
-def test_the_reference_decodes_as_the_format_does(name: str, setting: Setting) -> None:
-    fmt, shape = parse_format(name), (132, 288)
-    planes = weights.random_planes(fmt, shape, setting)
-    stored = {}
-    for plane, expected in fmt.planes(shape).items():
-        tensor = planes[plane]
-        assert tensor.shape == expected.shape, plane
-        wide = tensor.view(torch.int16) if tensor.element_size() == 2 else tensor
-        stored[plane] = wide.numpy().view(expected.storage)
-    fmt.check(stored, shape)
-    np.testing.assert_array_equal(
-        weights.decode(fmt, shape, planes).numpy(), fmt.decode(stored, shape)
-    )
-
-
-def test_random_blocks_are_a_valid_matrix(setting: Setting) -> None:
-    fmt, planes = weights.random_blocks(Bsr((16, 32), "bf16"), (64, 128), 0.5, setting)
-    stored = dict(planes)
-    stored["values"] = stored["values"].view(torch.int16)
-    arrays = {n: t.numpy().view(fmt.planes((64, 128))[n].storage) for n, t in stored.items()}
-    fmt.check(arrays, (64, 128))
-    assert 0 < fmt.nnzb < 16
-    assert prepack.rearrange(fmt, (64, 128), planes).shape == (64, 128)
-
-
-def test_sanitizer_verdicts() -> None:
-    def verdict(log: str, code: int, running: str | None = None) -> Row:
-        record = Record("exercise", dry=True, running=running, done=["a"], rows=[])
-        done: subprocess.CompletedProcess[str] = subprocess.CompletedProcess([], code, "", "")
-        return tools.verdict(done, log, record)
-
-    assert verdict("========= ERROR SUMMARY: 0 errors", 0)["status"] == "ok"
-    hazards = "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"
-    assert verdict(hazards, 0)["status"] == "ok"
-    assert verdict("========= ERROR SUMMARY: 3 errors", 86)["status"] == "failed"
-    assert verdict("========= RACECHECK SUMMARY: 2 hazards", 86)["status"] == "failed"
-    assert verdict("Device not supported", 1)["status"] == "not measured"
-    assert verdict("========= ERROR SUMMARY: 0 errors", 0, "b")["status"] == "not measured"
 
 
 def test_nan_and_large_errors_never_pass() -> None:
@@ -385,203 +228,313 @@ def test_nan_and_large_errors_never_pass() -> None:
             assert parity.judge(EXACT, got, expected)["status"] == "failed"
 
 
-def test_overlapping_kernels_count_once() -> None:
-    assert decode.covered([(0, 4, "a"), (2, 5, "b"), (7, 8, "c"), (7, 7.5, "d")]) == 6
+CHILD = """
+import os, sys, time
+from pathlib import Path
+from bench.gpu.__main__ import note, rows_of
+path, what = Path(sys.argv[1]), sys.argv[2]
+for item in ("first", "bad", "last"):
+    if item in {row["item"] for row in rows_of(path)}:
+        continue
+    note(path, {"item": item, "status": "begun"})
+    if item == "bad":
+        if what == "crash":
+            os.abort()
+        time.sleep(60)
+    note(path, {"item": item, "status": "ok"})
+"""
 
 
-def test_targets_from_rows_of_a_gpu() -> None:
-    row = {"dry": False, "item": "race", "kind": "linear", "model": "llama-8b"}
-    row |= {"n": 4096, "k": 4096, "m": 1}
-    ours = {**row, "who": "clocher int4_sym_g128_f16", "format": "int4_sym_g128_f16", "us": 4.0}
-    ours |= {"nbytes": 8_800_000, "share": 0.8}
-    peer = {**row, "who": "torch tinygemm int4", "format": "", "us": 6.0, "nbytes": 9e6}
-    found = {t["target"]: t for t in targets.verdicts([ours, peer])}
-    assert found["int4 vs tinygemm, llama-8b"]["measured"] == pytest.approx(1.5)
-    assert found["int4 vs tinygemm, llama-8b"]["met"] is True
-    assert found["worst share of copy, 8-30 MB, M = 1"]["measured"] == 0.8
-    assert found["gpt-oss-20b, batch 1, 1k"]["measured"] is None
-    assert all(t["measured"] is None for t in targets.verdicts([{**ours, "dry": True}]))
+@pytest.mark.parametrize(("what", "status"), [("crash", "crashed"), ("hang", "timeout")])
+def test_what_dies_is_reported_and_the_rest_survives(
+    what: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = gpu_suite.run
+
+    def child(command: object, log: Path, path: Path, *limits: float) -> int | None:
+        return run(["-c", CHILD, str(path), what], log, path, *limits)
+
+    monkeypatch.setattr(gpu_suite, "run", child)
+    monkeypatch.setitem(gpu_suite.PARTS, "ops", gpu_suite.Part(2, 30, 2.5))
+    assert suite(tmp_path, "--part", "ops").exit_code == 1
+    found = [(row["item"], row["status"]) for row in parts_in(tmp_path)["ops"]]
+    assert found == [("first", "ok"), ("bad", status), ("last", "ok")]
 
 
-def test_the_report_of_a_gpu_prints_speeds() -> None:
-    record = Record("linear", finished=True)
-    facts: Row = {"who": "clocher bf16", "model": "x", "n": 1, "k": 2, "m": 1}
-    speeds: Row = {"us": 5.0, "us_low": 4.9, "us_high": 5.2, "gbs": 2500.0, "share": 0.83}
-    record.add("item", [{**facts, **speeds}, {**facts, "status": "refused", "reason": "too odd"}])
-    decode = Record("decode", finished=True)
-    step: Row = {"model": "m", "batch": 1, "context": 1024, "us": 2000.0, "outside_us": 100.0}
-    step |= {"tokens_per_s": 500.0, "limit_tokens_per_s": 803.0, "share": 0.62}
-    decode.add("m-b1", [{**step, "top_kernels": [{"name": "_gemv", "count": 3, "us": 9.0}]}])
-    result = report.combine([record, decode], {}, dry=False, seconds=2)
-    assert report.is_good(result)
-    text = StringIO()
-    report.show(result, Console(file=text, width=150))
-    for part in ("2500", "83", "refused: clocher bf16: too odd", "803", "_gemv x3", "not measured"):
-        assert part in text.getvalue()
+def test_a_part_that_never_starts_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = gpu_suite.run
+    broken = ["-c", "raise SystemExit('no such thing')"]
+    monkeypatch.setattr(gpu_suite, "run", lambda command, *rest: run(broken, *rest))
+    done = suite(tmp_path, "--part", "ops")
+    assert done.exit_code == 1 and "exit status 1; see suite.log" in done.output
+    assert "no such thing" in (tmp_path / "suite.log").read_text()
 
 
-def test_gaps_in_the_op_table_are_named(setting: Setting) -> None:
-    rows = one(setting, "coverage")
-    named = {(row["op"], row["reason"]) for row in rows if "op" in row}
-    stated = {(s.name, c.missing.get("cuda")) for s in OPS.values() for c in s.cases}
-    assert named == {(op, why) for op, why in stated if why}
-    assert rows[-1]["without_contract"] == sorted(set(LOWER) - set(OPS))
+def test_without_a_gpu_the_suite_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = suite(tmp_path, "--part", "machine")
+    assert done.exit_code == 1 and "not measured: start" in done.output
 
 
-class FakeCuda:
-    """Stands in for torch.cuda: records captures, and gives every call of a graph 2 us."""
+def test_half_a_line_is_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "ops.jsonl"
+    note(path, {"item": "a", "status": "ok"})
+    whole = path.read_bytes()
+    for size in range(len(whole)):
+        path.write_bytes(whole + whole[:size])
+        assert rows_of(path) == [{"item": "a", "status": "ok"}]
 
-    def __init__(self) -> None:
-        self.captures: list[FakeCuda.Graph] = []
-        self.replays: list[int] = []
-        self.clock = 0.0
-        self.capturing = False
 
-    class Graph:
-        def __init__(self, owner: "FakeCuda") -> None:
-            self.owner, self.calls = owner, 0
+def test_a_run_that_is_asked_to_end_leaves_what_it_has(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.gpu_suite", "--out", str(tmp_path), "--dry-run"]
+    given = {"cwd": ROOT, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([*command, "--part", "smoke"], **given) as run:  # type: ignore[call-overload]
+        while not rows_of(tmp_path / "smoke.jsonl"):
+            time.sleep(0.05)
+            assert run.poll() is None
+        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        run.terminate()
+    assert run.returncode == 128 + 15
+    assert not [child for child in children if Path(f"/proc/{child}").exists()]
+    done = suite(tmp_path / "all", "--merge", str(tmp_path))
+    assert done.exit_code == 1 and "not run" in done.output
 
-        def replay(self) -> None:
-            self.owner.replays.append(self.calls)
-            self.owner.clock += 2e-3 * self.calls
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Stream:
-            def wait_stream(self, other: object) -> None:
-                pass
+LOG = """
+tests/test_gpu_parity.py::test_parity[rope-m1] PASSED [ 33%]
+[gw1] [ 66%] FAILED tests/test_gpu_parity.py::test_parity[linear-int4 m1]
+[gw0] [100%] PASSED tests/test_gpu_parity.py::test_parity[route-m1]
+"""
+END = """=== short test summary info ===
+FAILED tests/test_gpu_parity.py::test_parity[linear-int4 m1] - AssertionError: rms 1
+=== 1 failed, 2 passed in 3.10s ===
+"""
 
-        owner = self
 
-        class Event:
-            def __init__(self, enable_timing: bool) -> None:
-                assert enable_timing
+@pytest.mark.parametrize("end", ["", END])
+def test_parity_is_read_from_what_pytest_says(end: str, tmp_path: Path) -> None:
+    (tmp_path / "parity.log").write_text(LOG + end)
+    rows = gpu_suite.rows_in(tmp_path)["parity"]
+    assert rows[0]["item"].startswith("test_parity[linear-int4") and rows[0]["status"] == "failed"
+    assert rows[0]["reason"] == ("AssertionError: rms 1" if end else "see parity.log")
+    assert rows[1] == {"item": "passed", "status": "ok", "count": 2}
+    assert [row["status"] for row in rows[2:]] == ([] if end else ["ended"])
 
-            def record(self) -> None:
-                self.at = owner.clock
 
-            def elapsed_time(self, end: "Event") -> float:
-                return end.at - self.at
+def call_of(folder: Path, parts: dict[str, list[Row]]) -> Path:
+    folder.mkdir()
+    for name, rows in parts.items():
+        note(folder / f"{name}.jsonl", *({"item": "i", "status": "ok", **row} for row in rows))
+    return folder
 
-        @contextmanager
-        def graph(made: FakeCuda.Graph, stream: object) -> Iterator[None]:
-            owner.captures.append(made)
-            yield
 
-        for name, value in {
-            "Stream": Stream,
-            "Event": Event,
-            "CUDAGraph": lambda: FakeCuda.Graph(owner),
-            "graph": graph,
-            "stream": lambda stream: nullcontext(),
-            "current_stream": Stream,
-            "synchronize": lambda: None,
-            "_sleep": lambda cycles: None,
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, value)
+def merge(out: Path, *folders: Path) -> Result:
+    return suite(out, *(flag for folder in folders for flag in ("--merge", str(folder))))
+
+
+def test_merged_calls_are_one_result(tmp_path: Path) -> None:
+    names = list(gpu_suite.PARTS)
+    first: dict[str, list[Row]] = {name: [{"value": name}] for name in names[:4]}
+    first["machine"] = [{"gpu": "G"}]
+    a = call_of(tmp_path / "a", first)
+    b = call_of(
+        tmp_path / "b", {n: [{"value": n}] for n in names[4:]} | {"machine": [{"gpu": "G"}]}
+    )
+    assert merge(tmp_path / "ab", a, b).exit_code == 0
+    merged = parts_in(tmp_path / "ab")
+    assert set(merged) == set(names) and len(merged["machine"]) == 2
+    assert merge(tmp_path / "only-a", a).output.count("not run") == len(names[4:])
+    c = call_of(tmp_path / "c", {"parity": [{"status": "failed", "reason": "wrong"}]})
+    done = merge(tmp_path / "abc", a, b, c)
+    assert done.exit_code == 1 and "wrong" in done.output, "running again hides no failure"
+    d = call_of(tmp_path / "d", {"machine": [{"gpu": "other"}]})
+    for other, why in ((d, "calls on G and other"), (tmp_path / "none", "has no results")):
+        done = merge(tmp_path / "ad", a, other)
+        assert done.exit_code == 2 and why in " ".join(done.output.split())
+
+
+def test_the_limits_of_a_call_fit_its_budget() -> None:
+    parts = gpu_suite.PARTS.items()
+    limits = {
+        call: sum(part.seconds for name, part in parts if part.call == call or name == "machine")
+        for call in gpu_suite.CALLS
+    }
+    assert max(limits.values()) <= gpu_suite.BUDGET < 9 * 60
+    assert limits[0] <= 150 and sum(limits.values()) <= 27 * 60, "half an hour, less the start"
+
+
+def test_the_commands_of_the_page_exist() -> None:
+    page = (ROOT / "bench/gpu/README.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^python3? -m bench\.gpu_suite (.+)$", page, re.M)
+    words = [shlex.split(line) for line in lines]
+    known = {flag for param in gpu_suite.main.params for flag in param.opts}
+    assert {word for line in words for word in line if word.startswith("--")} <= known
+    calls = [line[line.index("--call") + 1] for line in words if "--call" in line]
+    assert calls == [str(call) for call in gpu_suite.CALLS]
+
+
+@pytest.mark.parametrize(("copy", "read"), [(3000.0, 2000.0), (2500.0, 3000.0)])
+def test_more_than_copies_and_reads_reach_is_a_failure(copy: float, read: float) -> None:
+    setting = make_setting(dry=True)
+    setting.timer, setting.bandwidths = Timer(dry=False), (copy, read)
+    good, bad = (setting.measured([10.0], nbytes) for nbytes in (31_400_000, 31_600_000))
+    assert "status" not in good and good["share"] == pytest.approx(3140 / copy)
+    assert bad["status"] == "failed" and "copies and reads reach 3000" in bad["reason"]
+
+
+def test_who_cannot_race_says_why(setting: Setting) -> None:
+    def missing() -> tuple[int, list[Any]]:
+        raise ImportError("not installed here")
+
+    ran: list[str] = []
+    racing = {"clocher": lambda: (8, [lambda: ran.append("ran")]), "clocher x": missing}
+    rows = {row["who"]: row for row in setting.race(racing | {"peer": missing}, m=1)}  # type: ignore[arg-type]
+    assert ran == ["ran"] and "status" not in rows["clocher"]
+    assert rows["clocher x"]["status"] == "failed", "our own kernels may not be missing"
+    assert rows["peer"]["status"] == "not measured"
+    assert rows["peer"]["reason"] == "ImportError: not installed here" and rows["peer"]["m"] == 1
 
 
 def test_a_race_times_graphs_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda()
-    cuda.install(monkeypatch)
+    """Stand-ins for what is of torch.cuda; a call in a graph takes 2 us."""
+    clock, replays, captured = [0.0], list[int](), list[int]()
 
-    def call() -> None:
-        if cuda.captures:
-            cuda.captures[-1].calls += 1
+    class Graph:
+        calls = 0
+
+        def replay(self) -> None:
+            replays.append(self.calls)
+            clock[0] += 2e-3 * self.calls
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = clock[0]
+
+        def elapsed_time(self, end: "Event") -> float:
+            return end.at - self.at
+
+    @contextmanager
+    def capture(graph: Graph, stream: object) -> Iterator[None]:
+        before = len(captured)
+        yield
+        graph.calls = len(captured) - before
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, value in {
+        "Stream": lambda: stream,
+        "Event": Event,
+        "CUDAGraph": Graph,
+        "graph": capture,
+        "stream": lambda stream: nullcontext(),
+        "current_stream": lambda: stream,
+        "synchronize": lambda: None,
+        "_sleep": lambda cycles: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
 
     def refuse() -> None:
         raise RuntimeError("needs a sync\nand more")
 
-    timer = GpuTimer(rounds=4)
-    results = timer.race({"three copies": [call] * 3, "one copy": [call], "refused": [refuse]})
-    assert results["refused"] == "RuntimeError: needs a sync"
-    counts = [graph.calls for graph in cuda.captures]
-    # The warm-up of the second contender also counts for the first fake graph.
-    assert counts[1] == 20 and counts[0] == 21 + 20
-    assert len(cuda.replays) == 2 * (2 + 4)
-    timing = results["one copy"]
-    assert isinstance(timing, Timing)
-    assert timing.rounds == 4 and timing.us == pytest.approx(2.0)
-    assert timing.low <= timing.us <= timing.high
+    call = lambda: captured.append(1)  # noqa: E731
+    racing = {"three copies": [call] * 3, "one copy": [call], "refused": [refuse]}
+    results = Timer(dry=False).race(racing)
+    assert results.pop("refused") == "RuntimeError: needs a sync"
+    assert sorted(set(replays)) == [20, 21] and len(replays) == 2 * (1 + 15)
+    assert all(us == pytest.approx([2.0] * 15) for us in results.values())
 
 
-class FixedTimer(DryTimer):
-    """Runs each contender once and says that it took 8 us."""
-
-    dry = False
-
-    def race(self, contenders: Mapping[str, Sequence[Call]]) -> dict[str, Timing | str]:
-        done = super().race({name: calls[:1] for name, calls in contenders.items()})
-        return {n: t if isinstance(t, str) else Timing(8, 7, 9, 15) for n, t in done.items()}
-
-
-@pytest.mark.parametrize(
-    "part",
-    ["linear", "moe", "attention", "sparse", "decode", "batches", "generate", "variants"],
-)
-@pytest.mark.usefixtures("references")
-def test_rows_of_a_gpu(part: str, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    items = items_of(part, dry=True)
-    setting.timer, setting.copy_gbs, setting.l2_bytes = FixedTimer(), 3000.0, 1
-    monkeypatch.setattr(shapes, "KV_DTYPES", shapes.TINY_KV_DTYPES)
-    for name, value in (("_STEPS", 1), ("_REPEATS", 1), ("_WARM_STEPS", 1)):
-        monkeypatch.setattr(decode, name, value)
-    monkeypatch.setattr(moe, "_CALLS", 2)
-    for name, value in (("CHUNKS", (4, 8)), ("_PROMPTS", (3, 5)), ("_NEW", 2), ("_REPEATS", 1)):
-        monkeypatch.setattr(generate, name, value)
-    rows = [row for item in items for row in run_item(setting, item)]
-    assert {row["status"] for row in rows} <= {"ok", "not measured"}, rows
-    timed = [row for row in rows if "us" in row]
-    assert all(row["share"] > 0 for row in timed if row["kind"] != "generate")
-    record = Record(part, finished=True)
-    record.add("all", rows)
-    result = report.combine([record], {}, dry=False, seconds=1)
-    report.show(result, Console(file=StringIO(), width=150))
-    assert [row for row in timed if str(row.get("who", "clocher")).startswith("clocher")]
+WITHOUT = """
+import sys
+missing = ("msgspec", "tokenizers", "re2", "safetensors", "huggingface_hub", "numba", "llvmlite")
+sys.modules.update(dict.fromkeys(missing))
+from pathlib import Path
+from bench.gpu.__main__ import PARTS, main, rows_of
+for part in PARTS:
+    path = Path(sys.argv[1], part)
+    main(part, path, dry=True, only=["nothing"])
+    print(part, *[row["reason"] for row in rows_of(path)])
+"""
 
 
-def test_who_cannot_race_says_why(setting: Setting) -> None:
-    setting.timer, setting.copy_gbs = FixedTimer(), 3000.0
-
-    def missing() -> tuple[int, list[Call]]:
-        raise ImportError("not installed here")
-
-    ran: list[str] = []
-    racing = {
-        "clocher fast": lambda: (8_000_000, [lambda: ran.append("fast")]),
-        "clocher broken": missing,
-        "peer": missing,
-    }
-    rows = {row["who"]: row for row in setting.race(racing, kind="made up", m=1)}
-    assert set(ran) == {"fast"} and set(rows) == set(racing)
-    assert rows["clocher fast"]["gbs"] == 1000 and rows["clocher fast"]["share"] == 1000 / 3000
-    assert rows["clocher broken"]["status"] == "failed", "our own kernels may not be missing"
-    assert rows["peer"]["status"] == "not measured"
-    assert rows["peer"]["reason"] == "ImportError: not installed here"
-    assert all(row["kind"] == "made up" and row["m"] == 1 for row in rows.values())
+def test_parts_need_only_what_they_use(tmp_path: Path) -> None:
+    """On a fresh machine with torch and Triton alone parts run, but for those that step a model."""
+    command = [sys.executable, "-c", WITHOUT, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    why = "steps import of msgspec halted; None in sys.modules"
+    assert done.stdout.splitlines() == [p if p != "steps" else why for p in part_process.PARTS]
 
 
-def test_rows_say_what_makes_them_again() -> None:
-    record = Record("linear", dry=True)
-    record.add("a b-m1", [{"kind": "race"}, {}])
-    assert [row["kind"] for row in record.rows] == ["race", "linear"]
-    command = "python -m bench.gpu_suite --part linear --only 'a b-m1'"
-    assert {row["command"] for row in record.rows} == {command}
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", os.environ.get("TRITON_CACHE_DIR", ""))  # put back
 
 
-def test_tuning_tries_tiles_and_puts_the_functions_back(setting: Setting) -> None:
-    kept = tiles.gemv_tile
-    for matrix, name, field in (
-        (shapes.TINY_MATRICES[0], "int4_sym_g64_f16", "vectors"),
-        (shapes.TINY_MATRICES[0], "int8_row_f32", "warps"),
-    ):
-        kind = tune.kind_of(name)
-        assert kind.order == field and len(kind.choices) <= 8
-        found = tune.tune(setting, name, matrix.n, matrix.k)
-        assert not found or tuple(found["tiles"]["1"].values()) in kind.choices
-    assert tiles.gemv_tile is kept
+def compiled_ahead(out: Path) -> str:
+    command = [sys.executable, "-m", "bench.gpu.kernels", str(out), "90", "gather_rows-r5"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-def test_a_tile_enters_the_table_only_if_it_is_clearly_faster() -> None:
-    assert tune.better({None: 10.0, (2, 1): 9.9, (4, 1): 10.5}) is None
-    assert tune.better({None: 10.0, (2, 1): 9.0, (4, 1): 9.5}) == (2, 1)
-    assert tune.better({None: 10.0}) is None
+@pytest.mark.usefixtures("environment")
+@pytest.mark.slow
+def test_kernels_compiled_ahead_are_found_after_they_moved(tmp_path: Path) -> None:
+    """Compiles in processes of their own, without the interpreter and without a GPU."""
+    archive, moved = tmp_path / "here.tar.xz", tmp_path / "there.tar.xz"
+    assert "0 failed; 3 kernels compiled ahead" in compiled_ahead(archive)
+    with tarfile.open(archive) as packed:
+        names = set(packed.getnames())
+    assert {Path(name).suffix for name in names} == {".cubin", ".json"}
+    os.rename(archive, moved)
+    os.rename(tmp_path / "here", tmp_path / "gone")
+    used = kernels.use([moved])
+    compiled_ahead(moved)
+    assert used.files() == [], "nothing was compiled again, so nothing has to be carried back"
+    assert not list(used.path.glob("*/*.ptx")), "nothing was compiled again"
+
+
+@pytest.mark.usefixtures("environment")
+def test_kernels_travel_there_and_new_ones_back(tmp_path: Path) -> None:
+    """A kernel here is a few small files, as Triton leaves them."""
+
+    def compile_one(used: kernels.Cache, name: str) -> None:
+        (used.path / name).mkdir()
+        for suffix in ("cubin", "json", "ptx"):
+            (used.path / name / f"k.{suffix}").write_text(name)
+        children = {f"k.{s}": str(used.path / name / f"k.{s}") for s in ("cubin", "json", "ptx")}
+        group = used.path / name / "__grp__k.json"
+        group.write_text(json.dumps({"child_paths": children}))
+
+    ahead = kernels.use([tmp_path / "ahead.tar.xz"])
+    assert ahead.said.startswith("0 kernels") and ahead.files() == []
+    assert os.environ["TRITON_CACHE_DIR"] == str(ahead.path)
+    compile_one(ahead, "A")
+    carried, back = tmp_path / "carried.tar.xz", tmp_path / "back.tar.xz"
+    carried.write_bytes(kernels.tar(ahead.files()))
+    there = kernels.use([carried])
+    assert there.said.startswith("1 kernels") and there.files() == []
+    (group,) = there.path.glob("A/__grp__*")
+    named = json.loads(group.read_text())["child_paths"]
+    assert set(named) == {"k.cubin", "k.json"}, "what did not travel is not named"
+    assert all(Path(path).parent == there.path / "A" for path in named.values())
+    compile_one(there, "B")
+    assert len(there.files()) == 3 and all("/B/" in name for name, _ in there.files())
+    back.write_bytes(kernels.tar(there.files()))
+    both = kernels.use([tmp_path / "next.tar.xz", carried, back])
+    assert both.said.startswith("2 kernels")
+    (tmp_path / "next" / "abc").mkdir()
+    assert kernels.use([tmp_path / "next.tar.xz"]).said.endswith("for libtriton.so abc")
+
+
+@pytest.mark.parametrize("name", ["kernels", "kernels.tar.xz"])
+@pytest.mark.usefixtures("environment")
+def test_what_is_no_archive_of_kernels_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("no archive")
+    done = suite(tmp_path / "o", "--cache", str(tmp_path / name))
+    assert done.exit_code == 2 and str(name) in done.output

@@ -114,10 +114,7 @@ def test_tables_are_counted(monkeypatch):
     build.build_plan(
         model.spec,
         model.formats,
-        tokens=1,
-        rows=1,
-        slots=1,
-        context=512,
+        build.Sizes(tokens=1, rows=1, slots=1, context=512),
         room=lambda buffers, tables: asked.append((buffers, tables)),
     )
     cos, sin = build.rope_tables(model.spec.rope, model.spec.head_dim, 512)

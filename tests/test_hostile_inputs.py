@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from cuda_cases import run_interpreted
 from hostile_inputs import careless, hostile, selectors
-from op_cases import ALL, ON_CUDA, OpRun, error, name_of
+from op_cases import ALL, ON_CUDA, ONE_EACH, OpRun, error, name_of
 
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.contract import Case, OpSpec
@@ -12,7 +12,12 @@ from clocher_kernels.ops.sampling import NO_TOKEN
 from clocher_kernels.reference import ReferenceExecutor
 from cpu_fallback.executor import CpuExecutor
 
-CASES = [pytest.param(s, c, id=name_of(s, c)) for s, c in ALL if selectors(OpRun(s, c))]
+_EACH = {name_of(*own) for own in ONE_EACH}
+CASES = [
+    pytest.param(s, c, id=name_of(s, c), marks=() if name_of(s, c) in _EACH else pytest.mark.slow)
+    for s, c in ALL
+    if selectors(OpRun(s, c))
+]
 CASES_ON_GPU = [
     pytest.param(s, c, id=name_of(s, c))
     for s, c in ON_CUDA

@@ -4,16 +4,16 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from zlib import crc32
 
 import pytest
-from op_cases import ALL, name_of
+from op_cases import ALL, ONE_EACH, name_of
 
 from clocher_kernels.errors import DeviceError, UsageError
-from cpu_fallback.lanes import arm, isa
+from clocher_kernels.ops.contract import Case, OpSpec
+from cpu_fallback.lanes import isa
 
 _TESTS = Path(__file__).parent
 _NAMES = isa.available()
@@ -21,16 +21,6 @@ _DOTS = ("avx512", "avxvnni")
 """ISAs that differ from another one in the dot products of bytes only; they and `generic`, which
 takes a minute and a half to compile, have all of their cases among the slow tests."""
 _REST = [name for name in _NAMES if name not in (*_DOTS, "generic")]
-_BYTES = (
-    "linear-int4_sym_g32_f16-wide-m37-n48-k384-i8-g32",
-    "linear-int4_asym_g64_bf16-odd-m2-n37-k100-i8-g128",
-    "linear-int8_row_bf16-wide-m37-n48-k384-i8-g0",
-    "linear-int8_g32_f16-ragged-m5-n52-k352-i8-g32",
-    "linear-mxfp4-wide-m37-n48-k384-i8-g32",
-    "linear-ternary-odd-m1-n36-k41-i8-g0",
-    "linear-q6_k-odd-m2-n37-k256-i8-g128",
-)
-"""A case of each way to multiply bytes that is quickly compiled; all cases are slow tests."""
 
 
 def _python(name: str, *args: str) -> str:
@@ -42,21 +32,9 @@ def _python(name: str, *args: str) -> str:
     return done.stdout
 
 
-def _few_products() -> list[str]:
-    """Return the cases of all ops but `linear`, and of that one in four of each format."""
-    seen: Counter[tuple[str, ...]] = Counter()
-    chosen = []
-    for spec, case in ALL:
-        kind = (spec.name, *case.formats.values())
-        if spec.name != "linear" or seen[kind] % 4 == crc32(repr(kind).encode()) % 4:
-            chosen.append(f"test_cpu[cpu-{name_of(spec, case)}]")
-        seen[kind] += 1
-    return chosen
-
-
 @pytest.mark.parametrize("name", [n for n in _REST if n != isa.CURRENT.name])
 def test_parity_on_the_other_isas(name: str) -> None:
-    _parity(name, _few_products())
+    _parity(name, [f"test_cpu[cpu-{name_of(*own)}]" for own in ONE_EACH])
 
 
 @pytest.mark.slow
@@ -73,15 +51,15 @@ def _parity(name: str, tests: list[str]) -> None:
 @pytest.mark.parametrize(
     ("names", "cases"),
     [
-        pytest.param(_REST, (), id="every case"),
-        pytest.param(_NAMES, _BYTES, id="bytes"),
-        pytest.param(_NAMES, (), id="every case on every ISA", marks=pytest.mark.slow),
+        pytest.param(_REST, ONE_EACH, id="a case of each kernel"),
+        pytest.param(_NAMES, ALL, id="every case on every ISA", marks=pytest.mark.slow),
     ],
 )
-def test_guard_pages_and_equal_bits(names: list[str], cases: tuple[str, ...]) -> None:
+def test_guard_pages_and_equal_bits(names: list[str], cases: Sequence[tuple[OpSpec, Case]]) -> None:
+    chosen = () if cases is ALL else [name_of(*own) for own in cases]
     path = str(_TESTS / "guarded_ops.py")
-    results = {name: _python(name, path, *cases).split() for name in names}
-    assert {int(done) for done, _ in results.values()} == {len(cases) or len(ALL)}
+    results = {name: _python(name, path, *chosen).split() for name in names}
+    assert {int(done) for done, _ in results.values()} == {len(cases)}
     with_fma = {digest for name, (_, digest) in results.items() if isa.ISAS[name].fma}
     assert len(with_fma) <= 1, results
 
@@ -118,37 +96,49 @@ def test_code_is_for_the_isa(name: str, wanted: str, forbidden: str) -> None:
 
 
 _COUNTED = ("avx2", "avxvnni", "avx512", "avx512vnni")
+_ONE, _EVERY = ("int4_sym_g32_f16",), ()
+"""Formats whose instructions are counted: each takes seconds to compile."""
 
 
-@pytest.mark.parametrize(
-    "name", ["avx2", *(pytest.param(name, marks=pytest.mark.slow) for name in _COUNTED[1:])]
-)
-def test_products_take_as_many_instructions_as_the_table_says(name: str) -> None:
-    if name not in _NAMES:
-        return
+def _counts(name: str, script: str, row: str, columns: list[int], formats: Sequence[str]) -> None:
+    """Compare the instructions of inner loops with a table of docs/measured-facts.md."""
     page = (_TESTS.parent / "docs" / "measured-facts.md").read_text()
-    table = re.findall(r"^\| `(\w+)` \|" + r" (\d+) / (\d+) \|" * len(_COUNTED), page, re.M)
-    at = 2 * _COUNTED.index(name)
-    said = {row[0]: [int(count) for count in row[1:][at : at + 2]] for row in table}
+    said = {fmt: [int(counts[i]) for i in columns] for fmt, *counts in re.findall(row, page, re.M)}
     assert len(said) == 7
-    for line in _python(name, str(_TESTS / "instruction_counts.py"), *said).splitlines():
-        product, *counts = line.split()
-        assert [int(c) for c in counts] == pytest.approx(said[product], rel=0.03), line
-
-
-@pytest.mark.parametrize(
-    ("name", "columns"), [("neon_dotprod", [0, 1, 2]), ("neon_i8mm", [0, 1, 3])]
-)
-def test_neon_products_are_compiled_on_any_host_as_the_table_says(
-    name: str, columns: list[int]
-) -> None:
-    page = (_TESTS.parent / "docs" / "measured-facts.md").read_text()
-    table = re.findall(r"^\| NEON `(\w+)`" + r" \| (\d+)" * 4 + r" \|$", page, re.M)
-    said = {fmt: [int(counts[i]) for i in columns] for fmt, *counts in table}
-    assert len(said) == 7
-    for line in _python(name, str(_TESTS / "neon_code.py"), *said).splitlines():
+    for line in _python(name, str(_TESTS / script), *(formats or said)).splitlines():
         fmt, *counts = line.split()
         assert [int(c) for c in counts] == pytest.approx(said[fmt], rel=0.03), line
+
+
+@pytest.mark.parametrize(
+    ("name", "formats"),
+    [
+        ("avx2", _ONE),
+        *(pytest.param(name, _EVERY, marks=pytest.mark.slow) for name in _COUNTED),
+    ],
+)
+def test_products_take_as_many_instructions_as_the_table_says(
+    name: str, formats: Sequence[str]
+) -> None:
+    if name in _NAMES:
+        row = r"^\| `(\w+)` \|" + r" (\d+) / (\d+) \|" * len(_COUNTED)
+        at = 2 * _COUNTED.index(name)
+        _counts(name, "instruction_counts.py", row, [at, at + 1], formats)
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "formats"),
+    [
+        ("neon_i8mm", [0, 1, 3], _ONE),
+        pytest.param("neon_dotprod", [0, 1, 2], _EVERY, marks=pytest.mark.slow),
+        pytest.param("neon_i8mm", [0, 1, 3], _EVERY, marks=pytest.mark.slow),
+    ],
+)
+def test_neon_products_are_compiled_on_any_host_as_the_table_says(
+    name: str, columns: list[int], formats: Sequence[str]
+) -> None:
+    row = r"^\| NEON `(\w+)`" + r" \| (\d+)" * 4 + r" \|$"
+    _counts(name, "neon_code.py", row, columns, formats)
 
 
 def test_choice() -> None:
@@ -182,7 +172,7 @@ def test_arm_processors(
     def getauxval(word: int) -> int:
         return sum(bit for name, (own, bit) in bits.items() if name in features and own == word)
 
-    monkeypatch.setattr(arm.ctypes, "CDLL", lambda _: SimpleNamespace(getauxval=getauxval))
+    monkeypatch.setattr(isa.ctypes, "CDLL", lambda _: SimpleNamespace(getauxval=getauxval))
     monkeypatch.setattr(isa.os, "uname", lambda: SimpleNamespace(machine="aarch64"))
-    monkeypatch.setattr(arm.sys, "platform", "linux")
+    monkeypatch.setattr(isa.sys, "platform", "linux")
     assert isa.available() == names

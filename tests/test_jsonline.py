@@ -21,7 +21,7 @@ from clocher_runtime.command.loading import Engine
 from clocher_runtime.command.run import measure
 from clocher_runtime.command.settings import RunConfig
 from clocher_runtime.config.setting import Given
-from clocher_runtime.engine.reading import PagesRead
+from clocher_runtime.engine.attention_reads import PagesRead
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.exit_codes import ExitCode

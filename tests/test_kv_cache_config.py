@@ -32,9 +32,9 @@ def test_a_loaded_model_takes_what_was_foretold(path: Path | None, config: KVCac
     expected = config.memory_usage_mb(path, "cpu")
     with clocher_runtime.load(path, device="cpu", threads=1, kv_cache=config) as model:
         assert model.kv_cache_mb == expected > 0
-        assert model.session.batch == config.batch
+        assert model.session.config.batch == config.batch
         assert config.context in (None, model.session.context)
-        assert config.dtype in (None, model.session.kv_dtype)
+        assert config.dtype in (None, model.session.sizes.cache_dtype)
 
 
 def test_windows_have_room_for_blocks_of_all_sequences(tmp_path: Path) -> None:

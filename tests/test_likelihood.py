@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from clocher_kernels.errors import FormatError, UsageError
 from clocher_runtime.api import LanguageModel, load
-from clocher_runtime.quality.likelihood import Likelihood, Pair, Scorer
-from clocher_runtime.quality.tasks import read_task, score_task
+from clocher_runtime.quality.likelihood import Likelihood, Pair, Scorer, read_task, score_task
 from clocher_runtime.subcommands.bench import main
 
 DATA = Path(__file__).parent / "data"

@@ -60,7 +60,7 @@ def test_scores_and_texts_are_those_of_transformers() -> None:
 
 def test_settings_of_the_harness_are_obeyed_or_refused() -> None:
     with ours("auto", max_batch_size=2).model as model:
-        assert model.session.batch == 2
+        assert model.session.config.batch == 2
     for given, more in ((0, {}), ("some", {}), (1, {"batch": 4})):
         with pytest.raises(UsageError, match="batch_size"):
             ours(given, **more)

@@ -167,7 +167,7 @@ def test_the_command_exits_with_3_and_one_line(
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list]:
-    def executor(plan, weights, how) -> CudaExecutor:
+    def executor(plan, weights, *how, **more) -> CudaExecutor:
         return CudaExecutor(plan, weights, activations="f16", device=INTERPRETER)
 
     monkeypatch.setattr(binding, "make_executor", executor)

@@ -12,11 +12,22 @@ from clocher_kernels.ops.contract import EXACT, Case, OpSpec, Tolerance
 from clocher_kernels.reference import ReferenceExecutor
 from cpu_fallback.executor import CpuExecutor
 
+_ON_CPU = [pytest.param(s, c, id=f"cpu-{name_of(s, c)}") for s, c in ALL]
 
-@pytest.mark.parametrize(
-    ("spec", "case"), [pytest.param(s, c, id=f"cpu-{name_of(s, c)}") for s, c in ALL]
-)
+
+@pytest.mark.parametrize(("spec", "case"), _ON_CPU)
 def test_cpu(spec: OpSpec, case: Case) -> None:
+    _on_cpu(spec, case, threads=(1,), alone=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("spec", "case"), _ON_CPU)
+def test_cpu_with_three_threads_and_each_token_alone(spec: OpSpec, case: Case) -> None:
+    _on_cpu(spec, case, threads=(1, 3), alone=1 << 30)
+
+
+def _on_cpu(spec: OpSpec, case: Case, threads: tuple[int, ...], alone: int) -> None:
+    """Compare two threads with the reference, other numbers of threads, and some tokens alone."""
     op = OpRun(spec, case)
     expected = op.run(ReferenceExecutor)
     executor = CpuExecutor(op.plan, op.weights, threads=2)
@@ -27,14 +38,15 @@ def test_cpu(spec: OpSpec, case: Case) -> None:
         for name in op.written:
             _close(spec.allowed(case), got[name], expected[name])
         lead = op.alone()
-        for index in range({"": 0, "M": op.plan.tokens, "R": op.plan.rows}[lead]):
+        count = {"": 0, "M": op.plan.tokens, "R": op.plan.rows}[lead]
+        for index in range(0, count, max(1, (count - 1) // (alone - 1))):  # the last one, too
             _alone(op, op.run_alone(executor, lead, index), got, index)
     finally:
         executor.close()
-    for threads in (1, 3):
-        other = op.run(lambda plan, weights, n=threads: CpuExecutor(plan, weights, n))
+    for many in threads:
+        other = op.run(lambda plan, weights, n=many: CpuExecutor(plan, weights, n))
         for name in op.written:
-            assert np.array_equal(_bytes(other[name]), _bytes(got[name])), (name, threads)
+            assert np.array_equal(_bytes(other[name]), _bytes(got[name])), (name, many)
 
 
 def _interpreted(spec: OpSpec, case: Case) -> bool:

@@ -7,7 +7,7 @@ from selenium.webdriver.common.keys import Keys
 from serving import Served, serving, settled
 
 from clocher_runtime.engine.sampling_defaults import CHAT_TEMPERATURE
-from clocher_runtime.serve.errors import queue_full
+from clocher_runtime.serve.errors import failure
 from clocher_runtime.text.answers import Delta
 
 pytest_plugins = ("page_fixtures",)
@@ -364,7 +364,7 @@ def test_dark_and_light_can_be_read(browser: Browser, script: Script) -> None:
         *call,
     ]
     browser.ask("Show me.")
-    script.refusal = queue_full(8)
+    script.refusal = failure("rate_limit_exceeded", waiting=8)
     browser.ask("12")
     browser.click(".thought summary")
     paper = "return getComputedStyle(document.body).backgroundColor"

@@ -9,7 +9,7 @@ from scripted import Script, scripted_server, words
 from selenium.webdriver.common.keys import Keys
 from serving import Served
 
-from clocher_runtime.serve.errors import queue_full, unavailable
+from clocher_runtime.serve.errors import failure
 from clocher_runtime.text.answers import Delta
 
 pytest_plugins = ("page_fixtures",)
@@ -52,10 +52,10 @@ def test_a_text_that_is_too_long_is_told_what_to_do(browser: Browser, speaker: S
 
 
 def test_a_busy_server_and_one_that_ends_are_told_of(browser: Browser, script: Script) -> None:
-    script.refusal = queue_full(8, 3)
+    script.refusal = failure("rate_limit_exceeded", waiting=8, retry_after=3)
     browser.ask("One?")
     assert "try again in 3 s" in browser.text(".fault") and browser.text(".again") == "Try again"
-    script.refusal = unavailable("draining")
+    script.refusal = failure("draining")
     browser.click(".again")
     browser.wait("turns.at(-1).fault?.[0].includes('shutting down')")
     script.refusal, script.steps = None, words("Yes.")

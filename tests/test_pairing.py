@@ -117,5 +117,4 @@ def test_load_takes_one_too() -> None:
         expected = model.generate([5, 6, 7], 20)
     with load(LLAMA, device="cpu", threads=2, speculate="draft", draft_model=LLAMA) as model:
         assert model.generate([5, 6, 7], 20) == expected
-        drafting = model.session._drafting
-        assert drafting is not None and drafting.model is not None
+        assert model.session._draft_model is not None

@@ -578,5 +578,5 @@ def test_totals_count_every_span():
     totals = StepTotals()
     for _ in range(3):
         totals.add([Span("prefill", 5, 70), Span("decode", 2, 9), Span("decode", 1, 8)])
-    assert (totals.passes, totals.prefill_tokens, totals.prefill_ns) == (9, 15, 210)
+    assert (totals.forwards, totals.prefill_tokens, totals.prefill_ns) == (9, 15, 210)
     assert [span.ns for span in totals.decode.values] == [9, 8] * 3

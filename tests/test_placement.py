@@ -14,9 +14,8 @@ from clocher_runtime.command.loading import not_acted_on
 from clocher_runtime.command.settings import resolve
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.config.setting import Given
-from clocher_runtime.engine.backends import Binding, make_executor
-from clocher_runtime.engine.placement import pinned_cpus, threads_of, usable_threads
-from clocher_runtime.engine.topology import Cpu
+from clocher_runtime.engine.backends import make_executor
+from clocher_runtime.engine.topology import Cpu, pinned_cpus, threads_of, usable_threads
 from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.team.hints import Asked, Hints
 from cpu_fallback.team.placement import Placement, call_on, hot_weights, pin, replicate, unpin
@@ -213,7 +212,7 @@ def test_block_columns():
 
 def machine(monkeypatch, *sockets):
     cpus = tuple(Cpu(i, i, 0, socket, socket, socket, 0) for i, socket in enumerate(sockets))
-    monkeypatch.setattr("clocher_runtime.engine.placement.read_cpus", lambda: cpus)
+    monkeypatch.setattr("clocher_runtime.engine.topology.read_cpus", lambda: cpus)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +246,7 @@ def test_limits_and_distances_reach_the_team(monkeypatch):
     environ = {"IE_HOT_REPL_LIMIT_MB": "3", "IE_HOT_REPLICATE": "1", "CLOCHER_THREADS": "2"}
     for distance in ("256", "auto"):
         config = resolve({}, environ | {"IE_PREFETCH_DISTANCE": distance})
-        make_executor(None, {}, Binding(config=config))
+        make_executor(None, {}, config)
     hints = [each for _, each in seen]
     assert [threads for threads, _ in seen] == [2, 2]
     assert [each.prefetch_distance for each in hints] == [256, None]
@@ -257,7 +256,7 @@ def test_limits_and_distances_reach_the_team(monkeypatch):
 def test_threads_of_one_socket(monkeypatch):
     machine(monkeypatch, 0, 0, 1)
     assert threads_of(EngineConfig(numa_policy="socket:1")) == 1
-    monkeypatch.setattr("clocher_runtime.engine.placement.usable_cpus", lambda: frozenset(range(3)))
+    monkeypatch.setattr("clocher_runtime.engine.topology.usable_cpus", lambda: frozenset(range(3)))
     on_socket = {"numa_policy": "socket:1"}
     assert usable_threads(EngineConfig(threads=2, **on_socket)) == 2
     assert usable_threads(EngineConfig(threads=4, **on_socket)) == 3

@@ -44,7 +44,7 @@ def session_of(model: Model, **more) -> Session:
 
 
 def integer_weights(session: Session) -> set[str]:
-    calls = session._executor.plan.calls
+    calls = session.executor.plan.calls
     return {call.args["w"] for call in calls if has_codes(call)}
 
 

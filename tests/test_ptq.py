@@ -321,18 +321,13 @@ def test_what_is_not_a_dict_of_tensors_is_refused(content: Any, tmp_path: Path) 
         open_torch_bin(tmp_path)
 
 
-def test_pickled_weights_need_no_torch(tmp_path: Path) -> None:
+def test_pickled_weights_without_torch_say_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = bin_model(tmp_path / "model")
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from pathlib import Path\n"
-        "from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin\n"
-        "print(len(open_torch_bin(Path(sys.argv[1])).names))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(model)], capture_output=True, text=True, check=True
-    )
-    assert int(done.stdout) == len(open_checkpoint(LLAMA).names)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(UnsupportedModel, match=r"needs torch.*pip install '\.\[torch\]'"):
+        open_torch_bin(model)
 
 
 def test_a_truncated_or_flipped_bin_is_refused_or_read(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from clocher_kernels.errors import NonFinite
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.pages import KvPages, PagePool, window_pages
-from clocher_runtime.engine.requests import Mailbox, Request
+from clocher_runtime.engine.requests import OutputQueue, Request
 from clocher_runtime.engine.scheduler import Scheduler
 from clocher_runtime.engine.timing import StepTimes
 from clocher_runtime.models.build import PAGE_CELLS
@@ -123,13 +123,11 @@ def scheduler_of(
 
 def request_of(ids: list[int], budget: int, seed: int, salt: bytes = b"") -> Request:
     sampling = Sampling(seed=seed)
-    return Request(
-        ids=list(ids), box=Mailbox(1), index=0, budget=budget, sampling=sampling, salt=salt
-    )
+    return Request(ids=list(ids), queue=OutputQueue(1), budget=budget, sampling=sampling, salt=salt)
 
 
 def assert_conserved(scheduler: Scheduler, pages: int) -> None:
-    full, few = scheduler.census()
+    full, few = scheduler.page_stats()
     assert sum(full) == pages
     assert full.used == few.used == 0, "idle, and somebody holds pages"
 
@@ -161,16 +159,16 @@ def play(seed: int) -> int:
             scheduler.submit([request])
             live.append((request, ids, budget, sampling))
         if live and rng.random() < 0.01:
-            rng.choice(live)[0].box.left = True
+            rng.choice(live)[0].queue.left = True
         scheduler.step()
         assert len(executor.steps) < 5000, "it does not end"
         now += 1
     scheduler.sweep()
     for request, ids, budget, sampling in live:
-        made = [token.id for token in request.box.tokens]
+        made = [token.id for token in request.queue.tokens]
         expected = alone(ids, budget, sampling)
-        assert request.box.error is None
-        assert made == expected[: len(made)] if request.box.left else made == expected
+        assert request.queue.error is None
+        assert made == expected[: len(made)] if request.queue.left else made == expected
     assert_conserved(scheduler, pages)
     return scheduler.preempted
 
@@ -205,15 +203,15 @@ def test_a_text_seen_before_is_not_computed_again() -> None:
     # The last page is computed, so that there is something to draw from.
     assert sum(tokens for tokens, _ in executor.steps) == 64 + 3
     assert scheduler.reused == 448
-    assert [t.cached for t in again.box.tokens] == [448, 0, 0, 0]
-    assert [t.id for t in again.box.tokens] == [t.id for t in first.box.tokens]
+    assert [t.cached for t in again.queue.tokens] == [448, 0, 0, 0]
+    assert [t.id for t in again.queue.tokens] == [t.id for t in first.queue.tokens]
     executor.steps.clear()
-    turn = [*ids, *(t.id for t in first.box.tokens), 1, 2, 3]
+    turn = [*ids, *(t.id for t in first.queue.tokens), 1, 2, 3]
     more = request_of(turn, 4, 0)
     scheduler.submit([more])
     finish(scheduler)
     assert sum(tokens for tokens, _ in executor.steps) < 4 + 3 + PAGE_CELLS + 3
-    assert [t.id for t in more.box.tokens] == alone(turn, 4, 0)
+    assert [t.id for t in more.queue.tokens] == alone(turn, 4, 0)
     assert_conserved(scheduler, 20)
 
 
@@ -235,7 +233,7 @@ def test_a_long_text_holds_few_window_pages() -> None:
     most = 0
     while not scheduler.is_idle:
         scheduler.step()
-        most = max(most, scheduler.census()[1].used)
+        most = max(most, scheduler.page_stats()[1].used)
     assert most <= -(-(WINDOW + 64) // PAGE_CELLS) + 1
 
 
@@ -255,7 +253,7 @@ def test_where_texts_part_is_found_again_however_long_they_are() -> None:
 def test_decodes_come_first_and_prompts_fit_the_time() -> None:
     scheduler, executor = scheduler_of(2, 64, 640, 20, reuse=False, itl_ms=10)
     clock = iter(range(0, 10**12, 1))
-    scheduler.passes.times = StepTimes(lambda: next(clock))
+    scheduler.forwards.times = StepTimes(lambda: next(clock))
     for tokens in (1, 2, 4, 8, 16, 32, 64):
         scheduler.times.add(tokens, tokens * 500_000)  # half a millisecond a token
     scheduler.submit([request_of([1] * 3, 30, 0)])
@@ -271,7 +269,7 @@ def test_decodes_come_first_and_prompts_fit_the_time() -> None:
 def test_prompts_get_a_share_where_decodes_need_all_the_time() -> None:
     scheduler, executor = scheduler_of(2, 64, 640, 20, reuse=False, itl_ms=10)
     clock = iter(range(0, 10**12, 1))
-    scheduler.passes.times = StepTimes(lambda: next(clock))
+    scheduler.forwards.times = StepTimes(lambda: next(clock))
     for tokens in (1, 2, 4, 8, 16, 32, 64):
         scheduler.times.add(tokens, 20_000_000 + (tokens - 1) * 500_000)
     scheduler.submit([request_of([1] * 3, 30, 0)])
@@ -289,8 +287,8 @@ def test_what_cannot_have_pages_waits_and_nothing_is_lost() -> None:
     finish(scheduler)
     assert scheduler.preempted
     for i, request in enumerate(requests):
-        assert [t.id for t in request.box.tokens] == alone([i] * 60, 100, i)
-        assert not any(t.cached for t in request.box.tokens), "what it finds again is its own"
+        assert [t.id for t in request.queue.tokens] == alone([i] * 60, 100, i)
+        assert not any(t.cached for t in request.queue.tokens), "what it finds again is its own"
     assert_conserved(scheduler, 3)
 
 
@@ -301,12 +299,12 @@ def test_the_error_of_a_caller_is_the_callers() -> None:
         raise ZeroDivisionError
 
     good, bad = request_of([1, 2], 5, 0), request_of([3, 4], 5, 0)
-    bad.box.after_token = fail
+    bad.queue.after_token = fail
     scheduler.submit([good])
     scheduler.submit([bad])
     finish(scheduler)
-    assert isinstance(bad.box.error, ZeroDivisionError)
-    assert [t.id for t in good.box.tokens] == alone([1, 2], 5, 0)
+    assert isinstance(bad.queue.error, ZeroDivisionError)
+    assert [t.id for t in good.queue.tokens] == alone([1, 2], 5, 0)
 
 
 def test_the_error_of_a_step_is_everyones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +319,7 @@ def test_the_error_of_a_step_is_everyones(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(executor, "step", broken)
     scheduler.step()
-    assert all(isinstance(r.box.error, NonFinite) for r in requests)
+    assert all(isinstance(r.queue.error, NonFinite) for r in requests)
     assert scheduler.is_idle
     assert_conserved(scheduler, 6)
 
@@ -333,7 +331,7 @@ def test_a_pool_takes_what_was_used_longest_ago() -> None:
         pool.name(page, key, b"ids")
     for page in (b, a, c):
         pool.release(page)
-    assert pool.census() == (1, 2, 0)
+    assert pool.stats() == (1, 2, 0)
     assert pool.take() == c  # blank
     assert pool.find(b"b", b"other ids") is None
     assert pool.take() == b

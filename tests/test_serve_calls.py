@@ -2,10 +2,10 @@
 
 import pytest
 
-from clocher_runtime.serve.chat import ChatChoice
+from clocher_runtime.serve.answers import ChatChoice
 from clocher_runtime.serve.messages import Made
 from clocher_runtime.text.answers import Delta
-from clocher_runtime.text.stops import StopStrings
+from clocher_runtime.text.deltas import StopStrings
 
 
 class Script:

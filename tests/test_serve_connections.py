@@ -11,7 +11,7 @@ import pytest
 from serving import Served, serving, settled
 from starlette.requests import Request
 
-from clocher_runtime.serve.bodies import HELD_BODIES, Bodies
+from clocher_runtime.serve.edge import HELD_BODIES, Bodies
 from clocher_runtime.serve.errors import ApiError
 
 HASTY = """

@@ -145,7 +145,7 @@ def refused(answer: httpx.Response, param: str, *told: str) -> None:
         ({"diffusion": "x" * 65}, "64"),
         ({"diffusion": 3}, "string"),
         ({"diffusion": "static:4", "guided_regex": "a+"}, "use lossless or off"),
-        ({"diffusion": "joint", "response_format": {"type": "json_object"}}, "in their order"),
+        ({"diffusion": "joint", "response_format": {"type": "json_object"}}, "tokens in order"),
     ],
 )
 def test_what_cannot_be_asked_for(

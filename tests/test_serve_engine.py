@@ -13,11 +13,11 @@ from clocher_runtime.config.sources import Sources
 from clocher_runtime.serve import engine_process, jobs
 from clocher_runtime.serve.engine_process import EngineProcess
 from clocher_runtime.serve.errors import ApiError
-from clocher_runtime.serve.jobs import Ask, Job
-from clocher_runtime.serve.messages import Made, Start
+from clocher_runtime.serve.jobs import Job
+from clocher_runtime.serve.messages import Made, Start, Submit
 from clocher_runtime.serve.metrics import ServerMetrics
 
-ASK = Ask(ids=[5, 6, 7], max_new=2000, sampling={"temperature": 1.0, "seed": 3})
+ASK = Submit(ids=[5, 6, 7], max_new=2000, sampling={"temperature": 1.0, "seed": 3})
 
 
 def with_engine(work: Callable[[EngineProcess], Coroutine[Any, Any, None]]) -> list[str]:
@@ -74,7 +74,7 @@ def test_an_engine_that_says_nothing_is_stuck_and_then_ended(monkeypatch: pytest
         assert engine.pid != stopped and not engine.is_stuck
 
     (note,) = with_engine(stop)
-    assert "started again" in note
+    assert "restarting it" in note
 
 
 def test_a_process_that_is_half_started_is_ended(monkeypatch: pytest.MonkeyPatch):

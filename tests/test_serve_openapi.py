@@ -19,8 +19,8 @@ from clocher_runtime.config.sources import Sources
 from clocher_runtime.serve.app import Server
 from clocher_runtime.serve.constraints import Grammars
 from clocher_runtime.serve.engine_process import EngineProcess
-from clocher_runtime.serve.jobs import Ask, Job
-from clocher_runtime.serve.messages import Made, Ready, Scored, Start
+from clocher_runtime.serve.jobs import Job
+from clocher_runtime.serve.messages import Made, Ready, Scored, Start, Submit
 from clocher_runtime.serve.metrics import ServerMetrics
 from clocher_runtime.serve.openapi import ROUTES, Described, document
 from clocher_runtime.serve.prompts import PromptRoom
@@ -42,7 +42,7 @@ class FakeEngine(EngineProcess):
         """Never."""
         return False
 
-    def submit(self, asks: Sequence[Ask]) -> Job:
+    def submit(self, asks: Sequence[Submit]) -> Job:
         """Answer at once."""
         assert self.ready is not None
         job = Job(range(len(asks)), lambda number: None)

@@ -16,11 +16,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from serving import Served, model_with_template, serving, that_ends
 
 from clocher_runtime.checkpoints.locate import embedded_model
-from clocher_runtime.serve.errors import ApiError, internal, invalid
-from clocher_runtime.serve.json_text import to_json
-from clocher_runtime.serve.response_events import ResponseStream
-from clocher_runtime.serve.schemas_responses import ResponsesRequest
-from clocher_runtime.serve.usage import Answer
+from clocher_runtime.serve.answers import Answer
+from clocher_runtime.serve.errors import ApiError, failure, invalid, to_json
+from clocher_runtime.serve.responses import ResponsesRequest, ResponseStream
 from clocher_runtime.text.answers import Delta
 
 CLASSES = {
@@ -315,7 +313,9 @@ def test_an_answer_without_a_word_has_an_empty_message(tokens: list[list[Delta]]
     assert response.output[-1].type == "message" and response.output_text == ""
 
 
-@pytest.mark.parametrize(("error", "code"), [(internal(), "server_error"), (invalid("x"), None)])
+@pytest.mark.parametrize(
+    ("error", "code"), [(failure("internal_error"), "server_error"), (invalid("x"), None)]
+)
 def test_an_answer_that_fails_says_so(error: ApiError, code: str | None) -> None:
     stream = ResponseStream(asked(), Answer("resp", "m", 5))
     events = stream.start() + stream.push([Delta("content", "x")], {}) + stream.fail(error)

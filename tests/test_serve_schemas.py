@@ -18,14 +18,14 @@ from clocher_kernels.errors import (
 )
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.serve import errors
-from clocher_runtime.serve.errors import ApiError
-from clocher_runtime.serve.schemas import (
+from clocher_runtime.serve.errors import ApiError, failure
+from clocher_runtime.serve.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from clocher_runtime.serve.schemas_base import Schema
+from clocher_runtime.serve.schemas import Schema
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -72,22 +72,22 @@ def test_what_a_bench_of_vllm_sends_is_read() -> None:
         temperature=0,
     )
     assert request.dialogue() == [{"role": "user", "content": "Hi"}]
-    assert request.budget == 32 and request.include_usage and request.ignore_eos
+    assert request.budget == 32 and request.options.include_usage and request.ignore_eos
     request = completion(repetition_penalty=1.0, logprobs=None, best_of=1, max_tokens=7)
-    assert (request.prompt, request.budget, request.likeliest) == (["x"], 7, -1)
+    assert (request.prompt, request.budget, request.top) == (["x"], 7, -1)
 
 
 def test_what_guidellm_sends_is_read() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     request = chat(stop=None, ignore_eos=True, stream=True, stream_options=options)
-    assert request.continuous_usage and request.stop is None
+    assert request.options.continuous_usage_stats and request.stop is None
 
 
 def test_what_lm_eval_sends_is_read() -> None:
     request = completion(
         prompt=[[1, 2, 3], [4]], max_tokens=1, logprobs=1, echo=True, temperature=0, seed=1234
     )
-    assert request.prompt == [[1, 2, 3], [4]] and request.likeliest == 1 and request.echo
+    assert request.prompt == [[1, 2, 3], [4]] and request.top == 1 and request.echo
     assert Sampling(**request.sampling()) == Sampling(seed=1234)
 
 
@@ -102,7 +102,8 @@ def test_fields_that_nobody_knows_are_ignored() -> None:
 def test_how_blocks_are_denoised_is_one_of_the_ways(mode: str) -> None:
     assert chat(diffusion=mode).diffusion == completion(diffusion=mode).diffusion == mode
     options = {"include_canvas": True}
-    assert chat(stream=True, stream_options=options).shows and not chat(stream=True).shows
+    assert chat(stream=True, stream_options=options).options.include_canvas
+    assert not chat(stream=True).options.include_canvas
 
 
 def test_null_is_as_good_as_absent() -> None:
@@ -576,35 +577,34 @@ def test_any_json_is_read_or_refused(schema: type[Schema], data: st.DataObject) 
         assert error.status == 400
     else:
         Sampling(**request.sampling(3))
-        json.dumps([request.constraint, request.budget, request.likeliest])
+        json.dumps([request.constraint, request.budget, request.top])
 
 
 # -- errors --
 
 
 def test_the_body_of_an_error_is_openais() -> None:
-    error = errors.unknown_model("x" * 1000, ["a", "b"])
+    error = failure("model_not_found", param="model", got="x" * 1000, served="a, b")
     assert error.status == 404 and len(error.message) < 200
     assert error.body["error"].keys() == {"message", "type", "param", "code"}
     assert error.body["error"]["code"] == "model_not_found"
-    assert errors.queue_full(64, 3).headers == {"retry-after": "3"}
-    assert errors.wrong_key().status == 401
+    assert failure("rate_limit_exceeded", waiting=64, retry_after=3).headers == {"retry-after": "3"}
+    assert failure("invalid_api_key").status == 401
 
 
 @pytest.mark.parametrize(
     ("made", "status", "code"),
     [
         (errors.invalid("x"), 400, None),
-        (errors.context_too_long(9, None, 8, "prompt"), 400, "context_length_exceeded"),
-        (errors.wrong_key(), 401, "invalid_api_key"),
-        (errors.unknown_route("/" + "x" * 10_000), 404, "unknown_url"),
-        (errors.wrong_method("PUT" * 1000, ["GET"]), 405, "method_not_allowed"),
-        (errors.body_too_large(10), 413, "request_too_large"),
-        (errors.wrong_media_type("text/plain"), 415, "unsupported_media_type"),
-        (errors.queue_full(64), 429, "rate_limit_exceeded"),
-        (errors.internal(), 500, "internal_error"),
-        (errors.unavailable("loading"), 503, "loading"),
-        (errors.unavailable("draining", 30), 503, "draining"),
+        (failure("invalid_api_key"), 401, "invalid_api_key"),
+        (failure("unknown_url", got="/" + "x" * 10_000), 404, "unknown_url"),
+        (failure("method_not_allowed", got="PUT" * 1000, allowed="GET"), 405, "method_not_allowed"),
+        (failure("request_too_large", most=10), 413, "request_too_large"),
+        (failure("unsupported_media_type", got="text/plain"), 415, "unsupported_media_type"),
+        (failure("rate_limit_exceeded", waiting=64), 429, "rate_limit_exceeded"),
+        (failure("internal_error"), 500, "internal_error"),
+        (failure("loading"), 503, "loading"),
+        (failure("draining", retry_after=30), 503, "draining"),
     ],
 )
 def test_each_error_has_its_status(made: ApiError, status: int, code: str | None) -> None:
@@ -624,7 +624,7 @@ def test_each_error_has_its_status(made: ApiError, status: int, code: str | None
         (DeviceError("/secret/path"), 500),
         (RuntimeError("/secret/path"), 500),
         (KeyError("user text"), 500),
-        (errors.queue_full(3), 429),
+        (failure("rate_limit_exceeded", waiting=3), 429),
     ],
 )
 def test_exceptions_become_errors(error: Exception, status: int) -> None:

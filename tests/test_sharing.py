@@ -99,7 +99,7 @@ def test_a_suspended_generation_shares_the_session(
 
 def assert_idle(session: Session) -> None:
     """Fail if a page is lost, or in use though nobody generates."""
-    for pool in session.census():
+    for pool in session.page_stats():
         assert pool.used == 0
 
 
@@ -204,9 +204,9 @@ def test_calls_from_within_a_step_are_refused(
 def test_a_right_that_ctrl_c_kept_from_being_given_back_is_found(
     session: Session, expected: list[int]
 ) -> None:
-    session._turns._leader = threading.get_ident()
+    session._lock._leader = threading.get_ident()
     assert ids_of(session) == expected
-    session._turns._leader = threading.get_ident()
+    session._lock._leader = threading.get_ident()
     session.close()
 
 

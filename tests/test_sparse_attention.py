@@ -21,9 +21,9 @@ from clocher_kernels.ops.attention import KV_DTYPES, bits_of
 from clocher_kernels.ops.selection import LAST_PAGES, page_scores
 from clocher_kernels.plan import Attr
 from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.engine.attention_reads import PagesRead, step_bytes
 from clocher_runtime.engine.kv_cache import KVCacheConfig
 from clocher_runtime.engine.load import load_model
-from clocher_runtime.engine.reading import PagesRead, step_bytes
 from clocher_runtime.engine.session import Session
 from clocher_runtime.models import selection
 from clocher_runtime.models.selection import PAGE_CELLS, parse_selection
@@ -199,7 +199,7 @@ def test_drafts_change_nothing(attn: str) -> None:
         rows = session.executor.plan.rows
         speculator = Speculator(lambda: [Oracle(expected, 1)], rows)
         speculator.costs = Free(rows)
-        session.scheduler.passes.speculator = speculator
+        session.scheduler.forwards.speculator = speculator
         assert texts_of(session) == expected
         assert speculator.counts.drafted > speculator.counts.accepted > 30
 

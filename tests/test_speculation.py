@@ -87,14 +87,14 @@ def test_guesses_change_no_token(name: str, sampling: str, batch: int) -> None:
         rows = session.executor.plan.rows
         speculator = Speculator(lambda: [Oracle(truth, batch)], rows)
         speculator.costs = Free(rows)
-        session.scheduler.passes.speculator = speculator
+        session.scheduler.forwards.speculator = speculator
         assert texts_of(session, SAMPLINGS[sampling]) == truth
         counts = speculator.counts
         assert counts.accepted > 30
         assert counts.drafted > counts.accepted
         assert counts.tokens == len(PROMPTS) * (NEW - 1)
         assert counts.forwards + counts.accepted == counts.tokens
-        assert [census.used for census in session.census()] == [0] * len(session.census())
+        assert [stats.used for stats in session.page_stats()] == [0] * len(session.page_stats())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -141,7 +141,7 @@ def test_guesses_obey_a_constraint(sampling: str) -> None:
         rows = session.executor.plan.rows
         speculator = Speculator(lambda: [Oracle(truth, 7)], rows)
         speculator.costs = Free(rows)
-        session.scheduler.passes.speculator = speculator
+        session.scheduler.forwards.speculator = speculator
         assert texts_of(session, chosen, [Even() for _ in PROMPTS]) == truth
         assert speculator.counts.accepted > 30
 

@@ -15,6 +15,7 @@ from clocher_kernels.errors import DeviceError, UsageError
 from cpu_fallback.lanes.jit import kernel, warm
 from cpu_fallback.lanes.memory import read_i64, write_i64
 from cpu_fallback.team import tape
+from cpu_fallback.team.hints import Hints
 from cpu_fallback.team.sync import fetch_add, sleep_ns
 from cpu_fallback.team.tape import Launch
 from cpu_fallback.team.team import Team
@@ -88,7 +89,7 @@ def test_every_thread_sees_every_write(
     state: tuple[np.ndarray, np.ndarray], threads: int, steps: int
 ) -> None:
     slots, errors = state
-    team = Team(threads, _rounds(slots, errors, 5), 0, adaptive=False)
+    team = Team(threads, _rounds(slots, errors, 5), 0, Hints(adaptive=False))
     with team.running():
         for _ in range(steps):
             team.step(1, 1)
@@ -127,7 +128,7 @@ def test_others_take_over_the_shares_of_a_slow_thread(
     slots, _ = state
     warm([dawdle, tape.lead, tape.serve])
     words = tape.encode([Launch(dawdle, (slots.ctypes.data, 0), SLOTS, SLOTS, shares=8)])
-    team = Team(2, words, 64, adaptive=False)
+    team = Team(2, words, 64, Hints(adaptive=False))
     words[6] = team.work.scratch.ctypes.data
     team.step(1, 1)
     team.close()
@@ -190,7 +191,7 @@ def test_more_threads_than_cores_slow_down_but_finish(
     words = _rounds(slots, errors, 10)
     other_slots = np.zeros(16, np.int64)
     other_words = _rounds(other_slots, errors, 10)
-    teams = [Team(2, tape, 0, adaptive=False) for tape in (words, other_words)]
+    teams = [Team(2, tape, 0, Hints(adaptive=False)) for tape in (words, other_words)]
 
     def work(team: Team) -> None:
         with team.running():
@@ -213,7 +214,7 @@ def test_more_threads_than_cores_slow_down_but_finish(
 
 def test_an_exception_leaves_the_team_usable(state: tuple[np.ndarray, np.ndarray]) -> None:
     slots, errors = state
-    team = Team(2, _rounds(slots, errors, 1), 0, adaptive=False)
+    team = Team(2, _rounds(slots, errors, 1), 0, Hints(adaptive=False))
     for _ in range(20):
         with pytest.raises(KeyboardInterrupt), team.running():
             team.step(1, 1)
@@ -226,7 +227,7 @@ def test_an_exception_leaves_the_team_usable(state: tuple[np.ndarray, np.ndarray
 
 def test_entering_and_leaving_without_a_step(state: tuple[np.ndarray, np.ndarray]) -> None:
     slots, errors = state
-    team = Team(3, _rounds(slots, errors, 1), 0, adaptive=False)
+    team = Team(3, _rounds(slots, errors, 1), 0, Hints(adaptive=False))
     for turn in range(300):
         with team.running():
             if turn % 7 == 0:
@@ -279,7 +280,7 @@ def test_the_child_of_a_fork_steps_with_workers_of_its_own(
     state: tuple[np.ndarray, np.ndarray],
 ) -> None:
     slots, errors = state
-    team = Team(3, _rounds(slots, errors, 4), 0, adaptive=False)
+    team = Team(3, _rounds(slots, errors, 4), 0, Hints(adaptive=False))
     with team.running():
         team.step(1, 1)
         child = os.fork()
@@ -305,7 +306,7 @@ def test_a_fork_in_the_middle_of_a_step(state: tuple[np.ndarray, np.ndarray]) ->
     slots, _ = state
     warm([dawdle, tape.lead, tape.serve])
     words = tape.encode([Launch(dawdle, (slots.ctypes.data, 0), SLOTS, SLOTS, shares=8)])
-    team = Team(2, words, 64, adaptive=False)
+    team = Team(2, words, 64, Hints(adaptive=False))
     words[6] = team.work.scratch.ctypes.data
     leader = threading.Thread(target=team.step, args=(1, 1))
     leader.start()
@@ -348,7 +349,7 @@ def test_a_team_takes_on_other_work_with_scratch_of_its_own(
 ) -> None:
     slots, errors = state
     others, size = np.zeros(16, np.int64), 1 << 20
-    team = Team(3, _rounds(slots, errors, 5), 0, adaptive=False)
+    team = Team(3, _rounds(slots, errors, 5), 0, Hints(adaptive=False))
     running = threading.active_count()
     warm([touch])
     fields = (others.ctypes.data, errors.ctypes.data)

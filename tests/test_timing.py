@@ -139,5 +139,5 @@ def test_each_token_of_a_batched_step_has_the_latency_of_the_step():
 def test_sums_by_kind():
     totals = StepTotals()
     totals.add(SPANS)
-    assert (totals.passes, totals.prefill_tokens, totals.prefill_ns) == (4, 130, 5_000_000)
+    assert (totals.forwards, totals.prefill_tokens, totals.prefill_ns) == (4, 130, 5_000_000)
     assert totals.decode.values == SPANS[2:]

@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clocher_runtime.text.deltas import PlainText, TextReader
-from clocher_runtime.text.json_object import JsonObject
-from clocher_runtime.text.thinking import Thinking
-from clocher_runtime.text.tool_calls import HermesCalls, LlamaCalls
+from clocher_runtime.text.deltas import PlainText, TextReader, Thinking
+from clocher_runtime.text.tool_calls import HermesCalls, JsonObject, LlamaCalls
 from tests.answer_texts import joined, read_pieces
 
 Parts = list[tuple[str, str, int]]

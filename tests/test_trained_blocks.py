@@ -35,7 +35,7 @@ def decoded(model: Model, texts: int, diffusion: str) -> tuple[list[list[int]], 
     try:
         for token in session.generate(prompts, NEW, stop_ids=frozenset()):
             made[token.sequence].append(token.id)
-            passes += token.passes
+            passes += token.forwards
     finally:
         session.close()
     return made, texts * NEW / passes

@@ -1,89 +1,68 @@
-"""Run one part of the GPU suite in this process. `python -m bench.gpu_suite` runs them all."""
+"""Run one part of the GPU suite in this process: PART FILE [--dry-run] [TEXT...].
 
-import contextlib
+`python -m bench.gpu_suite` runs all. The file gets a line of JSON before each item and per row.
+"""
+
 import gc
+import json
 import os
-import time
+import pkgutil
+import sys
 from pathlib import Path
+from typing import Any
 
-import click
+LOST, NO_DEVICE = 3, 4
+"""Exit codes: the GPU stopped answering, so a new process goes on; there is no usable GPU."""
 
-from bench.gpu.supervise import LOST, NAMES, NO_DEVICE, die_with_parent, items_of
+PARTS = {
+    "machine": "smoke:machine_items",
+    "smoke": "smoke:items",
+    "ceilings": "smoke:ceiling_items",
+    "steps": "steps:items",
+    "ops": "ops:items",
+    "peers": "ops:peer_items",
+}
+"""What makes the items of a part: module and function. A part imports nothing else."""
 
 
-@click.command(help=__doc__)
-@click.argument("part", type=click.Choice(NAMES))
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="the part's JSON file")
-@click.option("--dry-run", is_flag=True, help="tiny shapes in Triton's interpreter, no speeds")
-@click.option("--shard", type=int, default=0, help="do every n-th item, from this one on")
-@click.option("--shards", type=int, default=1, help="the n")
-@click.option("--only", multiple=True, help="do only the items whose id contains this")
-@click.option("--stop-after", type=float, help="seconds after which no item is begun")
-def main(
-    part: str,
-    out: Path,
-    dry_run: bool,
-    shard: int,
-    shards: int,
-    only: tuple[str, ...],
-    stop_after: float | None,
-) -> None:
-    """Run the items that the file does not list as done."""
-    die_with_parent()  # what nobody waits for would disturb the next run on the GPU
-    if dry_run:
-        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-    else:
-        os.environ.pop("TRITON_INTERPRET", None)
-    from bench.gpu.record import Record
-    from bench.gpu.setting import is_lost, make_setting, run_item
-    from clocher_kernels.cuda.timer import reason
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a part's file; the last may be half written."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
-    began = time.monotonic()
-    record = Record(part, shard, dry_run)
-    if out.exists():
-        record = Record.load(out)
-    record.save(out)
-    items = [
-        item
-        for index, item in enumerate(items_of(part, dry_run))
-        if index % shards == shard and (not only or any(text in item.id for text in only))
-    ]
+
+def note(path: Path, *rows: dict[str, Any]) -> None:
+    """Add rows to a part's file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def main(part: str, path: Path, dry: bool, only: list[str]) -> int:
+    """Run the items that the file does not list, and return the exit code."""
+    os.environ["TRITON_INTERPRET"] = str(int(dry))  # read when triton is imported
+    done = {row["item"] for row in rows_of(path)}
     try:
-        setting = make_setting(dry_run)
+        from bench.gpu.setting import make_setting, run_item
+
+        items = pkgutil.resolve_name(f"bench.gpu.{PARTS[part]}")(dry)
+        setting = make_setting(dry)
     except Exception as error:
-        record.add("device", [{"status": "not measured", "reason": reason(error)}])
-        record.save(out)
-        raise SystemExit(NO_DEVICE) from None
-    for item in items:
-        if item.id in record.done:
+        status = "failed" if isinstance(error, ImportError) else "not measured"
+        note(path, {"item": "start", "status": status, "reason": str(error)})
+        return NO_DEVICE
+    for name, run in items:
+        if name in done or (only and not any(text in name for text in only)):
             continue
-        if stop_after is not None and time.monotonic() - began > stop_after:
-            return
-        record.running = item.id
-        record.save(out)
-        rows = run_item(setting, item)
-        for row in rows:
-            if row["status"] in ("failed", "refused"):
-                click.echo(f"{item.id}: {row['status']}: {row.get('reason', '')}", err=True)
-        lost = is_lost(setting)
-        record.add(item.id, rows)
-        record.save(out)
-        if lost:
-            os._exit(LOST)  # tearing down a broken context may hang
-        _release(dry_run)
-    record.finished = True
-    record.save(out)
-
-
-def _release(dry: bool) -> None:
-    """Give an item's memory back before the next one asks for its own."""
-    import torch
-
-    gc.collect()
-    if not dry:
-        with contextlib.suppress(RuntimeError):
-            torch.cuda.empty_cache()
+        note(path, {"item": name, "status": "begun"})
+        note(path, *run_item(setting, (name, run)))
+        gc.collect()
+        try:
+            setting.timer.synchronize()
+        except Exception:  # after an illegal access; tearing the context down may hang
+            os._exit(LOST)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    words = [word for word in sys.argv[1:] if word != "--dry-run"]
+    sys.exit(main(words[0], Path(words[1]), "--dry-run" in sys.argv, words[2:]))

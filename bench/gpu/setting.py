@@ -1,246 +1,202 @@
-"""What every item of a part is given: the device, the timer, and the ceilings of this run."""
+"""What every item of a part is given: the device, the timer and the measured bandwidth."""
 
-import itertools
-import time
+import statistics
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
-from bench.gpu.record import Row
-from clocher_kernels.cuda.launch import INTERPRETER, Launch
+from clocher_kernels.cuda.launch import INTERPRETER, Device, Launch, current_device
 from clocher_kernels.cuda.lowering import LOWER
-from clocher_kernels.cuda.timer import Call, Timing, reason
-from clocher_kernels.cuda.workbench import Workbench, gpu_workbench
-from clocher_kernels.errors import UnsupportedOp
 
-# How a reason starts if there is no kernel for what was asked.
-REFUSALS = ("UnsupportedOp", "ShapeError")
-_LARGE, _TINY = 1 << 30, 4096
-_MARGIN = 1.05
-"""A row may reach this much of the highest bandwidth that its process measured."""
-
+Row = dict[str, Any]
+"""A result. Its status is "ok", "failed", "crashed", "timeout" or "not measured"; all but "ok" have
+a reason."""
+Call = Callable[[], object]
 Prepare = Callable[[], tuple[int, Sequence[Call]]]
-"""What a contender of a race does first: the bytes that a call has to move, and calls, each on a
-copy of its own of the weights. What it raises is the reason why it does not take part."""
+"""Makes a contender of a race: the bytes that one call moves, and calls that each use their own
+copy of the weights. Whatever it raises is the reason why it is not measured."""
+Item = tuple[str, Callable[["Setting"], Iterable[Row]]]
+"""Name, and what is done."""
+
+cuda: Any = torch.cuda  # has no types
+
+_LARGE, _TINY = 1 << 30, 4096
+_MARGIN = 1.05  # a row may exceed the measured bandwidth by this much
+_COLD = 5  # copies of the weights come to more than this many L2 caches
+_MOST_COPIES, _CALLS, _ROUNDS = 64, 20, 15
+_HEAD_START_CYCLES = 2_000_000  # the host queues a whole round meanwhile
 
 
-def ready(nbytes: int, calls: Sequence[Call]) -> Prepare:
-    """Return what a contender does whose calls are made already."""
-    return lambda: (nbytes, calls)
+def reason(error: BaseException) -> str:
+    """Return an exception as one line."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:300]
 
 
-@triton.jit
-def _sum(x, y, SIZE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
-    pid = tl.program_id(0)
-    total = tl.zeros((BLOCK,), tl.int32)
-    for turn in range(0, SIZE, PROGRAMS * BLOCK):
-        at = turn + pid * BLOCK + tl.arange(0, BLOCK)
-        # One bit of each word is enough to make the load needed, and cannot overflow.
-        total += tl.load(x + at, at < SIZE, other=0, eviction_policy="evict_first") & 1
-    tl.store(y + pid, tl.sum(total))
+@dataclass(frozen=True)
+class Timer:
+    """Times CUDA graphs; in a dry run, without a GPU, it calls everything once."""
 
+    dry: bool
 
-def launch_sum(x: torch.Tensor, y: torch.Tensor, words: int, block: int, programs: int) -> None:
-    """Count odd words: each program writes how many it saw to its place in y."""
-    _sum[(programs,)](x, y, SIZE=words, BLOCK=block, PROGRAMS=programs, num_warps=8)
-
-
-class DryTimer:
-    """Executes everything once or twice on the CPU. Its numbers mean nothing.
-
-    This is the only place where a dry run and a run on a GPU differ in how they execute things.
-    """
-
-    dry = True
-    calls = 2
-
-    def race(self, contenders: Mapping[str, Sequence[Call]]) -> dict[str, Timing | str]:
-        """Run each contender's calls; return a time, or why there is none, by name."""
-        results: dict[str, Timing | str] = {}
+    def race(self, contenders: Mapping[str, Sequence[Call]]) -> dict[str, list[float] | str]:
+        """Return the microseconds of a call in each round, or why there are none, by name."""
+        results: dict[str, list[float] | str] = {}
+        graphs: dict[str, tuple[Call, int]] = {}
         for name, calls in contenders.items():
+            many = list(calls) * (1 if self.dry else -(-_CALLS // len(calls)))
             try:
-                start = time.perf_counter()
-                for call in itertools.islice(itertools.cycle(calls), self.calls):
-                    call()
-                us = (time.perf_counter() - start) / self.calls * 1e6
-                results[name] = Timing(us, us, us, 1)
+                replay = self.replay(many)
+                replay()
+                graphs[name] = replay, len(many)
             except Exception as error:
                 results[name] = reason(error)
+        marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in graphs}
+        order = list(graphs)
+        for turn in range(0 if self.dry else _ROUNDS):
+            cuda._sleep(_HEAD_START_CYCLES)
+            first = turn % max(len(order), 1)
+            for name in order[first:] + order[:first]:  # neighbours change
+                start, end = (cuda.Event(enable_timing=True) for _ in "se")
+                start.record()
+                graphs[name][0]()
+                end.record()
+                marks[name].append((start, end))
+        self.synchronize()
+        for name, pairs in marks.items():
+            results[name] = [s.elapsed_time(e) * 1e3 / graphs[name][1] for s, e in pairs]
         return results
 
     def replay(self, calls: Sequence[Call]) -> Call:
-        """Return a function that makes the calls again."""
-
-        def again() -> None:
+        """Capture the calls into one CUDA graph, after running each once; return its replay."""
+        if self.dry:
+            return lambda: [call() for call in calls]
+        stream, graph = cuda.Stream(), cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             for call in calls:
                 call()
-
-        return again
+            self.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                for call in calls:
+                    call()
+        self.synchronize()
+        replay: Call = graph.replay
+        return replay
 
     def synchronize(self) -> None:
-        """Wait for nothing."""
+        """Wait for the GPU; raises what has gone wrong on it."""
+        if not self.dry:
+            torch.cuda.synchronize()
 
 
 @dataclass
-class Setting(Workbench):
-    """A workbench whose items seed `random` by their id.
+class Setting:
+    """Where things are checked and timed; `random` is seeded for each item by its name."""
 
-    Attributes:
-        copy_gbs: GB/s (read plus written) of a large copy in this process; 0 until measured.
-        read_gbs: GB/s of reading as much.
-    """
+    device: Device
+    timer: Timer
+    random: torch.Generator
+    l2_bytes: int = 1 << 20
+    bandwidths: tuple[float, float] = (0.0, 0.0)
+    """GB/s of copies and of reads; zeros before `measure_bandwidth`."""
 
-    copy_gbs: float = 0.0
-    read_gbs: float = 0.0
+    @property
+    def dry(self) -> bool:
+        """Whether there is no GPU: tiny shapes, and no number is a speed."""
+        return self.timer.dry
+
+    def randn(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return normal numbers on the device."""
+        place = self.device.torch_device
+        return torch.randn(shape, generator=self.random, device=place).to(dtype)
+
+    def integers(self, shape: Sequence[int], end: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return integers below `end` on the device."""
+        given = {"generator": self.random, "dtype": dtype, "device": self.device.torch_device}
+        return torch.randint(end, tuple(shape), **given)
+
+    def copies(self, nbytes: int) -> int:
+        """Return how many copies of a weight a race rotates through, so that none is cached."""
+        return 1 if self.dry else min(_COLD * self.l2_bytes // max(nbytes, 1) + 1, _MOST_COPIES)
 
     def lower(self, op: str, **arguments: object) -> list[Launch]:
-        """Return the launches of an op.
+        """Return the launches of an op call."""
+        launches: list[Launch] = LOWER[op](**arguments, device=self.device)
+        return launches
 
-        Raises:
-            UnsupportedOp: there is no kernel.
-        """
-        if op not in LOWER:
-            raise UnsupportedOp(f"the CUDA back end has no kernel for {op!r}")
-        return LOWER[op](**arguments, device=self.device)
-
-    def bytes(self, size: int) -> torch.Tensor:
-        """Return random bytes on the device."""
-        draw = partial(torch.randint, 0, 256, (size,), generator=self.random, dtype=torch.uint8)
-        return draw(device=self.place)
-
-    def copy(self, size: int) -> Row:
-        """Time copies of some bytes."""
-        pairs = [(self.bytes(size), self.bytes(size)) for _ in range(self.copies(2 * size))]
-        calls = [partial(target.copy_, source) for target, source in pairs]
-        timing = self.timer.race({"copy": calls})["copy"]
-        return self.measured(timing, 2 * size, kind="copy", size=size)
-
-    def read(self, size: int) -> Row:
-        """Time reads of some bytes."""
-        block = 256 if self.dry else 8192
-        words = size // 4
-        programs = min(words // block, self.device.sms * 8)
-        calls = []
-        for _ in range(self.copies(size)):
-            x = self.bytes(size).view(torch.int32)
-            y = torch.empty(programs, dtype=torch.int32, device=self.place)
-            calls.append(partial(launch_sum, x, y, words, block, programs))
-        timing = self.timer.race({"read": calls})["read"]
-        return self.measured(timing, size, kind="read", size=size)
+    def bandwidth(self, size: int) -> list[Row]:
+        """Time copies and reads of some bytes."""
+        made = [self.integers((2, size // 4), 2, torch.int32) for _ in range(self.copies(size))]
+        copies = [partial(pair[0].copy_, pair[1]) for pair in made]
+        reads = [partial(torch.amax, pair[0]) for pair in made]
+        racing = {"copy": lambda: (2 * size, copies), "read": lambda: (size, reads)}
+        return self.race(racing, size=size)
 
     def measure_bandwidth(self) -> None:
-        """Measure what this process's shares are of, and may not exceed; warms the GPU up, too."""
-        if not self.copy_gbs:
-            size = _TINY if self.dry else _LARGE
-            copied, read = self.copy(size), self.read(size)
-            self.copy_gbs = float(copied.get("gbs", 0.0))
-            self.read_gbs = float(read.get("gbs", 0.0))
+        """Measure what this process's rows are shares of, once; it also warms the GPU up."""
+        if not any(self.bandwidths):
+            copied, read = self.bandwidth(_TINY if self.dry else _LARGE)
+            self.bandwidths = copied.get("gbs", 0.0), read.get("gbs", 0.0)
 
     def race(self, contenders: Mapping[str, Prepare], **facts: object) -> list[Row]:
-        """Time contenders in turns and return a row for each.
-
-        Args:
-            contenders: what each does first, by name.
-            facts: what all rows say besides.
-        """
-        self.measure_bandwidth()
-        sizes, calls, timings = {}, {}, {}
+        """Time contenders in turns and return a row for each, with some facts in all rows."""
+        sizes: dict[str, int] = {}
+        calls: dict[str, Sequence[Call]] = {}
+        times: dict[str, list[float] | str] = {}
         for name, prepare in contenders.items():
             try:
                 sizes[name], calls[name] = prepare()
             except Exception as error:
-                timings[name] = reason(error)
-        timings |= self.timer.race(calls)
-        return [
-            self.measured(timing, sizes.get(name, 0), **facts, who=name)
-            for name, timing in timings.items()
-        ]
+                times[name] = reason(error)
+        times |= self.timer.race(calls)
+        rows = []
+        for who in contenders:
+            us, own = times[who], who.startswith(("clocher", "copy", "read"))
+            if isinstance(us, str):
+                found: Row = {"status": "failed" if own else "not measured", "reason": us}
+            else:
+                found = self.measured(us, sizes[who])
+            rows.append({**facts, "who": who, **found})
+        return rows
 
-    def measured(self, timing: Timing | str, nbytes: int, **facts: object) -> Row:
-        """Return the row of one contender: time, bandwidth and its share of the copy's.
+    def measured(self, us: Sequence[float], nbytes: int) -> Row:
+        """Return time, bandwidth and its share of the copy's bandwidth; nothing in a dry run.
 
-        Args:
-            timing: the time of a call, or why there is none.
-            nbytes: bytes that a call has to move.
-            facts: what the row says besides.
+        What is faster than both copies and reads is no measurement, so it fails.
         """
-        if isinstance(timing, str):
-            return {**facts, "status": _status_of(facts.get("who"), timing), "reason": timing}
-        row: Row = {**facts, "nbytes": nbytes}
         if self.dry:
-            return row
-        gbs = nbytes / timing.us / 1e3
-        row |= {"us": timing.us, "us_low": timing.low, "us_high": timing.high, "gbs": gbs}
-        return self.with_share(row, gbs)
-
-    def with_share(self, row: Row, gbs: float) -> Row:
-        """Note the share of the copy's bandwidth that a row reaches.
-
-        What is faster than copies and reads, by more than they vary, is no measurement.
-
-        Args:
-            row: what was measured.
-            gbs: the bytes that it had to move, over its time.
-        """
-        if self.copy_gbs:
-            row |= {"share": gbs / self.copy_gbs, "copy_gbs": self.copy_gbs}
-            most = max(self.copy_gbs, self.read_gbs)
-            if gbs > _MARGIN * most:
-                why = f"{gbs:.0f} GB/s, where copies and reads reach {most:.0f}: its bytes came "
-                why += "from a cache, or are fewer than counted"
-                row |= {"status": "failed", "reason": why}
+            return {}
+        middle, most = statistics.median(us), max(self.bandwidths)
+        gbs = nbytes / middle / 1e3
+        row: Row = {"us": middle, "us_low": min(us), "us_high": max(us), "gbs": gbs}
+        if most:
+            row["share"] = gbs / self.bandwidths[0]
+        if most and gbs > _MARGIN * most:
+            why = f"{gbs:.0f} GB/s, but copies and reads reach {most:.0f}: its bytes came from a "
+            row |= {"status": "failed", "reason": f"{why}cache, or are fewer than counted"}
         return row
 
 
-def _status_of(who: object, why: str) -> str:
-    """Return why there is no time: a peer may be missing, our own kernels may not."""
-    if not str(who).startswith("clocher"):
-        return "not measured"
-    return "refused" if why.startswith(REFUSALS) else "failed"
-
-
-@dataclass(frozen=True)
-class Item:
-    """One thing that a part does. `run` returns rows; an exception becomes a failed row."""
-
-    id: str
-    run: Callable[[Setting], Sequence[Row]]
-
-
 def run_item(setting: Setting, item: Item) -> list[Row]:
-    """Return the rows of an item; what it raises becomes a row."""
-    setting.random.manual_seed(zlib.crc32(item.id.encode()))
+    """Return the rows of an item; an exception becomes one."""
+    name, run = item
+    setting.random.manual_seed(zlib.crc32(name.encode()))
     try:
         with torch.no_grad():
-            rows = list(item.run(setting))
+            rows = list(run(setting))
         setting.timer.synchronize()
     except Exception as error:
-        why = reason(error)
-        rows = [{"status": "refused" if why.startswith(REFUSALS) else "failed", "reason": why}]
-    for row in rows:
-        row.setdefault("status", "ok")
-    return rows
-
-
-def is_lost(setting: Setting) -> bool:
-    """Return whether the GPU has stopped answering, as it does after an illegal access."""
-    try:
-        setting.timer.synchronize()
-    except Exception:
-        return True
-    return False
+        rows = [{"status": "failed", "reason": reason(error)}]
+    return [{"item": name, "status": "ok", **row} for row in rows]
 
 
 def make_setting(dry: bool) -> Setting:
     """Return the setting of this machine."""
     if dry:
-        from bench.gpu import interpreter  # noqa: F401  changes the interpreter
-
-        return Setting(INTERPRETER, DryTimer(), 1 << 20, torch.Generator("cpu"))
-    made = gpu_workbench()
-    return Setting(made.device, made.timer, made.l2_bytes, made.random)
+        return Setting(INTERPRETER, Timer(dry), torch.Generator("cpu"))
+    size = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    return Setting(current_device(), Timer(dry), torch.Generator("cuda"), size)

@@ -55,8 +55,7 @@ class Host:
             Plan(1, 1, {}, {}, (), ()),
             {},
             threads,
-            hints=Hints(adaptive=runtime is None),
-            runtime=runtime,
+            hints=Hints(adaptive=runtime is None, runtime=runtime),
         )
         self._memory: dict[str, np.ndarray] = {}
 

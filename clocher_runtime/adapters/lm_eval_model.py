@@ -32,18 +32,12 @@ _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_toke
 class ClocherLM(LM):  # type: ignore[misc]
     """A loaded model, scored and sampled token by token like any other of the harness.
 
-    Args:
-        pretrained: directory or GGUF file of the model, or its owner/name in the Hub's cache.
-        batch_size: texts scored or generated side by side; "auto": `max_batch_size`, or 8.
-        max_gen_toks: tokens of an answer, unless the task says otherwise.
-        device: "auto", "cpu" or "cuda". The harness says "cuda:0" where nobody said anything; like
-            its own models, this one takes what there is then.
-        max_batch_size: what "auto" means.
-        **session: other arguments of `load`.
-
-    Raises:
-        UsageError: an argument cannot be used.
-        ClocherError: see `load`.
+    `pretrained`: directory or GGUF file of the model, or its owner/name in the Hub's cache;
+    `batch_size`: texts scored or generated side by side; "auto": `max_batch_size`, or 8;
+    `max_gen_toks`: tokens of an answer, unless the task says otherwise; `device`: "auto", "cpu" or
+    "cuda". The harness says "cuda:0" where no device was given; like its own models, this one
+    takes what there is then; `max_batch_size`: what "auto" means; `**session`: other arguments of
+    `load`. Raises UsageError, ClocherError.
     """
 
     def __init__(
@@ -130,11 +124,7 @@ class ClocherLM(LM):  # type: ignore[misc]
 
 
 def _batch(given: int | str, most: int | None) -> int:
-    """Return the number of texts side by side.
-
-    Raises:
-        UsageError: it is neither a number nor "auto".
-    """
+    """Return the number of texts side by side."""
     if given == "auto":
         return most or _AUTO_BATCH
     if str(given).isdigit() and int(given):

@@ -28,15 +28,10 @@ METHOD = "clocher"
 class ClocherConfig(QuantizationConfigMixin):
     """Which format the linear layers of a model get; written into its config.json.
 
-    Args:
-        fmt: name of the format, short or whole: "int4_g128", "int8", "mxfp4".
-        act_prec: "int8", "fp32" or "": see `clocher_kernels.linear`.
-        modules_to_not_convert: names of layers that stay; None: the head, as transformers has it.
-        **kwargs: what transformers stores beside, its method's name.
-
-    Raises:
-        FormatError: no format has this name.
-        UsageError: a setting cannot be used.
+    `fmt`: name of the format, short or whole: "int4_g128", "int8", "mxfp4"; `act_prec`: "int8",
+    "fp32" or "": see `clocher_kernels.linear`; `modules_to_not_convert`: names of layers that stay;
+    None: the head, as transformers has it; `**kwargs`: what transformers stores beside, its
+    method's name. Raises FormatError, UsageError.
     """
 
     def __init__(

@@ -30,13 +30,9 @@ _TEXT = (
     ("language_model.lm_head.", "lm_head."),
 )
 """How names begin in models of more than text, and how in models of text."""
-_OTHER_SENSES = (
-    "vision_tower.",
-    "vision_model.",
-    "visual.",
-    "audio_tower.",
-    "multi_modal_projector.",
-    "embed_vision.",
+_NOT_TEXT = (
+    *("vision_tower.", "vision_model.", "visual.", "audio_tower."),
+    *("multi_modal_projector.", "embed_vision."),
 )
 
 
@@ -47,21 +43,14 @@ def arranged(
 
     What the model does not read keeps its name; the loader says so.
 
-    Args:
-        tensors: of the files, by their names.
-        config: config.json.
-        where: what the model is, for messages.
-
-    Raises:
-        UnsupportedModel: rows that cannot be picked out of how they are stored.
-        FormatError: a tensor has another shape than the config says.
+    Raises UnsupportedModel, FormatError.
     """
     named, notes = _of_text(tensors)
     try:
         family = family_of(text_config(config))
         spec = family.read(text_config(config))
     except ModelError:
-        return named, notes  # the loader tells
+        return named, notes  # the loader raises this
     found: dict[str, Stored] = {}
     used: set[str] = set()
     for source, need in inventory(spec).items():
@@ -91,12 +80,12 @@ def _of_text(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], tuple[st
     # A model that was saved without its head has no "model." before its names.
     bare = "embed_tokens.weight" in tensors and EMBED not in tensors
     for name, tensor in tensors.items():
-        if name.removeprefix("model.").startswith(_OTHER_SENSES):
+        if name.removeprefix("model.").startswith(_NOT_TEXT):
             left_out += 1
             continue
         own = text_name(name)
         named[f"model.{own}" if bare and own != HEAD else own] = tensor
-    note = f"{left_out} tensors of other senses than text were left out"
+    note = f"{left_out} tensors of vision, audio or other non-text parts were left out"
     return named, (note,) if left_out else ()
 
 

@@ -6,9 +6,7 @@ They have names and shapes, but no config.json and no tokenizer: enough to quant
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -18,14 +16,9 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint, Stored, lazy_tensor, stored_tensor
 from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.disk.strict_json import checked_name, checked_shape
-from clocher_runtime.disk.zip_directory import directory_bytes
-
-MAX_ARRAYS = 100_000
+from clocher_runtime.disk.zip_directory import records_of
 
 _FLOATS = {"<f4": "f32", "<f2": "f16"}
-_LOCAL_HEADER_BYTES = 30
-_DIRECTORY_BYTES = 1 << 24
-_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _MAX_RATIO = 1032
 """What deflate reaches at most; a larger promise is a lie."""
 
@@ -35,46 +28,35 @@ Tensor = np.ndarray | QuantTensor
 def open_npz(path: Path) -> Checkpoint:
     """Open the arrays of an .npz file (np.savez, np.savez_compressed).
 
-    Arrays are floats of 16, 32 or 64 bits; the latter are rounded to 32. Those that are not
-    compressed are mapped. Pickled objects are refused.
+    Arrays are floats of 16, 32 or 64 bits; the latter are rounded to 32. Each is read when it is
+    asked for. Pickled objects are refused.
 
-    Raises:
-        ModelNotFound: there is no such file.
-        FormatError: it is damaged, or holds something other than arrays of floats.
+    Raises ModelNotFound, FormatError.
     """
     file = MappedFile(path)
     try:
-        size = directory_bytes(file)
+        entries = records_of(file)
     except FormatError as error:
         raise FormatError(f"not an .npz file of arrays: {error}") from None
-    if size > _DIRECTORY_BYTES:
-        raise FormatError(f"{path}: a directory of {size} bytes; the limit is {_DIRECTORY_BYTES}")
     tensors: dict[str, Stored] = {}
     try:
         with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-            if not 0 < len(entries) <= MAX_ARRAYS:
-                raise FormatError(f"{path}: {len(entries)} arrays; expected 1 to {MAX_ARRAYS}")
             for entry in entries:
                 name = checked_name(entry.filename.removesuffix(".npy"), str(path))
                 if name in tensors:
                     raise FormatError(f"{path}: array {name!r} is there twice")
-                tensors[name] = _npy(archive, entry, file, f"{path}: array {name!r}")
+                tensors[name] = _npy(archive, entry, path, f"{path}: array {name!r}")
     except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, RuntimeError) as error:
         raise FormatError(f"{path}: not an .npz file of arrays: {error}") from None
-    return _checkpoint(path.parent, "npz", tensors, (file,))
+    tokenizer = path.parent / "tokenizer.json"
+    return Checkpoint(path.parent, "npz", {}, tensors, (file,), tokenizer_json=tokenizer)
 
 
 def open_arrays(arrays: object, where: str) -> Checkpoint:
     """Return a checkpoint of arrays that a function gave.
 
-    Args:
-        arrays: a mapping, or pairs, of names and arrays [...] of floats, or `QuantTensor`s (which
-            bf16 weights need).
-        where: the function, for messages.
-
-    Raises:
-        UsageError: it is something else.
+    `arrays`: a mapping, or pairs, of names and arrays [...] of floats, or `QuantTensor`s (which
+    bf16 weights need). Raises UsageError.
     """
     if isinstance(arrays, Mapping):
         arrays = arrays.items()
@@ -96,25 +78,7 @@ def open_arrays(arrays: object, where: str) -> Checkpoint:
             raise UsageError(str(error)) from None
     if not tensors:
         raise UsageError(f"{where} gave no arrays")
-    return _checkpoint(Path(), "callable", tensors, ())
-
-
-def _checkpoint(
-    path: Path,
-    kind: Literal["npz", "callable"],
-    tensors: Mapping[str, Stored],
-    files: tuple[MappedFile, ...],
-) -> Checkpoint:
-    return Checkpoint(
-        path=path,
-        kind=kind,
-        config={},
-        generation_config={},
-        tokenizer_config={},
-        tokenizer_json=path / "tokenizer.json",
-        tensors=tensors,
-        files=files,
-    )
+    return Checkpoint(Path(), "callable", {}, tensors, ())
 
 
 def _from_value(value: object, where: str) -> Stored:
@@ -130,46 +94,31 @@ def _from_value(value: object, where: str) -> Stored:
     return stored_tensor(value.shape, Float("f32"), {"data": value.astype(np.float32)}, where)
 
 
-def _npy(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, file: MappedFile, where: str) -> Stored:
-    """Return one array: a view if it is stored as it is, else what decompresses it on demand."""
-    if entry.compress_type not in _METHODS:
+def _npy(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path, where: str) -> Stored:
+    """Return one array, which is read when it is asked for."""
+    if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise FormatError(f"{where}: compressed in a way that NumPy does not write")
     with archive.open(entry) as stream:
         version = np.lib.format.read_magic(stream)
-        if version == (1, 0):
-            shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
-        elif version == (2, 0):
-            shape, fortran, dtype = np.lib.format.read_array_header_2_0(stream)
-        else:
+        if version not in ((1, 0), (2, 0)):
             raise FormatError(f"{where}: .npy version {version}; known: 1.0, 2.0")
+        read = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
+        shape, _, dtype = read(stream)
         begin = stream.tell()
     if dtype.str not in (*_FLOATS, "<f8"):
         raise FormatError(f"{where}: dtype {dtype}; expected float16, float32 or float64")
     shape = checked_shape(list(shape), where)
-    count = int(np.prod(shape, dtype=object))
-    nbytes = count * dtype.itemsize
-    if begin + nbytes != entry.file_size:
+    if begin + int(np.prod(shape, dtype=object)) * dtype.itemsize != entry.file_size:
         raise FormatError(f"{where}: {entry.file_size} bytes, its header describes another size")
     if entry.file_size > _MAX_RATIO * max(entry.compress_size, 1):
         raise FormatError(f"{where}: {entry.file_size} bytes cannot come of its compressed ones")
-    fmt = Float(_FLOATS.get(dtype.str, "f32"))
-    if entry.compress_type == zipfile.ZIP_STORED and dtype.str in _FLOATS:
-        header = file.bytes(entry.header_offset, entry.header_offset + _LOCAL_HEADER_BYTES)
-        lengths = header[26:30].tobytes()
-        start = entry.header_offset + _LOCAL_HEADER_BYTES + begin
-        start += int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
-        if start + nbytes > file.nbytes:
-            raise FormatError(f"{where}: reaches beyond the file; it is truncated")
-        data = file.bytes(start, start + nbytes).view(dtype)
-        data = data.reshape(shape, order="F" if fortran else "C")
-        return stored_tensor(shape, fmt, {"data": data}, where)
-    return lazy_tensor(shape, fmt, partial(_unpacked, file.path, entry.filename, where), where)
 
+    def make() -> dict[str, np.ndarray]:
+        try:
+            with zipfile.ZipFile(path) as archive, archive.open(entry.filename) as stream:
+                values = np.lib.format.read_array(stream)
+        except (zipfile.BadZipFile, zlib.error, OSError, KeyError, ValueError) as error:
+            raise FormatError(f"{where}: {error}") from None
+        return {"data": values if values.dtype.str in _FLOATS else values.astype(np.float32)}
 
-def _unpacked(path: Path, member: str, where: str) -> dict[str, np.ndarray]:
-    try:
-        with zipfile.ZipFile(path) as archive, archive.open(member) as stream:
-            values = np.lib.format.read_array(stream)
-    except (zipfile.BadZipFile, zlib.error, OSError, KeyError, ValueError) as error:
-        raise FormatError(f"{where}: {error}") from None
-    return {"data": values if values.dtype.str in _FLOATS else values.astype(np.float32)}
+    return lazy_tensor(shape, Float(_FLOATS.get(dtype.str, "f32")), make, where)

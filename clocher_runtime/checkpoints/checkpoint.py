@@ -21,10 +21,8 @@ _INDICES = ("row_ptr", "col_idx")
 class LazyTensor:
     """A tensor that the file holds in another layout: its planes are computed on demand.
 
-    Attributes:
-        shape: logical shape.
-        format: the format of the planes.
-        make: computes the planes anew at every call, from views of the mapped files.
+    `shape`: logical shape; `format`: the format of the planes; `make`: computes the planes at
+    every call, from views of the mapped files.
     """
 
     shape: tuple[int, ...]
@@ -44,30 +42,27 @@ Stored = QuantTensor | LazyTensor
 class Checkpoint:
     """Weights and settings of one model, structurally valid in full, nothing copied yet.
 
-    Attributes:
-        path: directory of the model's files, or its one GGUF file.
-        kind: the container: Hugging Face (safetensors or pickled), IEBIN or GGUF.
-        config: contents of config.json.
-        generation_config: contents of generation_config.json, {} without one.
-        tokenizer_config: contents of tokenizer_config.json, {} without one; its "chat_template" is
-            that of chat_template.jinja where the model has that file.
-        tokenizer_json: the file that the tokenizer loads. It may be absent.
-        tensors: logical tensors by name: views of mapped files, in no promised alignment, and
-            tensors whose planes `tensor` computes. All of them say shape, format and nbytes.
-        files: the mapped weight files.
-        notes: what a person should know about how they were read: arrays that are not used.
-        hashes: SHA-256 of each plane by tensor and plane, of tensors whose container has them.
-        make_tokenizer: makes the content of tokenizer.json where that is no file, as in GGUF.
+    `path`: directory of the model's files, or its one GGUF file; `kind`: the container: Hugging
+    Face (safetensors or pickled), IEBIN or GGUF; `config`: contents of config.json;
+    `generation_config`: contents of generation_config.json, {} without one; `tokenizer_config`:
+    contents of tokenizer_config.json, {} without one; its "chat_template" is that of
+    chat_template.jinja where the model has that file; `tokenizer_json`: the file that the tokenizer
+    loads. It may be absent; `tensors`: logical tensors by name: views of mapped files, in no
+    promised alignment, and tensors whose planes `tensor` computes. All of them say shape, format
+    and nbytes; `files`: the mapped weight files; `notes`: what a person should know about how they
+    were read: arrays that are not used; `hashes`: SHA-256 of each plane by tensor and plane, of
+    tensors whose container has them; `make_tokenizer`: makes the content of tokenizer.json where
+    that is no file, as in GGUF.
     """
 
     path: Path
     kind: Literal["hf", "bin", "iebin", "gguf", "npz", "callable"]
     config: Mapping[str, Any]
-    generation_config: Mapping[str, Any]
-    tokenizer_config: Mapping[str, Any]
-    tokenizer_json: Path
     tensors: Mapping[str, Stored]
     files: tuple[MappedFile, ...]
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer_json: Path = Path("tokenizer.json")
     notes: tuple[str, ...] = ()
     hashes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     make_tokenizer: Callable[[], bytes] | None = None
@@ -79,11 +74,7 @@ class Checkpoint:
 
     @property
     def tokenizer_source(self) -> Path | bytes:
-        """What `Tokenizer` loads: the file, or its content where it is made from metadata.
-
-        Raises:
-            ModelError: the metadata cannot be used.
-        """
+        """What `Tokenizer` loads: the file, or its content where it is made from metadata."""
         return self.make_tokenizer() if self.make_tokenizer else self.tokenizer_json
 
     @property
@@ -103,20 +94,15 @@ class Checkpoint:
     def tensor(self, name: str, verify: bool = False) -> QuantTensor:
         """Return a tensor whose planes are aligned to their element type.
 
-        They are read-only views of the mapped file, except where a safetensors file puts a tensor
-        at an odd place or transposes it; then they are copies. Those of a `LazyTensor` are
-        computed anew by every call, and the pages of the file that this read are given back.
+        They are read-only views of the mapped file, or copies where a safetensors file has a tensor
+        unaligned or transposed. Those of a `LazyTensor` are computed by every call.
 
         Codes that the format forbids are looked for in tensors of at most 64 MiB, in the scales of
-        MXFP4 whatever their size, and everywhere with `verify`. Such a code would give a wrong
-        number, never a fault; the index arrays of block-sparse rows, which could, are always
-        checked, and copied first: nobody can change them in the file afterwards. With `verify` the
-        planes must also have the SHA-256 that the container tells, if it tells any.
+        MXFP4, and everywhere with `verify`; they would give wrong numbers, never a fault. The index
+        arrays of block-sparse rows, which could, are always copied and checked. With `verify` the
+        planes must also have the SHA-256 that the container records, if any.
 
-        Raises:
-            ModelError: there is no such tensor.
-            FormatError: a stored code is one that the format forbids, or a hash does not match.
-            UnsupportedModel: stored values turn out to be such that no format can hold them.
+        Raises ModelError, FormatError, UnsupportedModel.
         """
         stored = self._stored(name)
         try:
@@ -141,23 +127,14 @@ class Checkpoint:
         return tensor
 
     def verify(self) -> None:
-        """Read all weights: look for forbidden codes and check every hash that the container has.
-
-        Raises:
-            FormatError: there is such a code, or a hash does not match.
-            ModelChanged: a file changed meanwhile.
-        """
+        """Read all weights: look for forbidden codes and check the container's hashes."""
         for name in self.tensors:
             self.tensor(name, verify=True)
             self.release()
         self.check_unchanged()
 
     def check_unchanged(self) -> None:
-        """Check that the weight files are still those that were opened; no byte of them is read.
-
-        Raises:
-            ModelChanged: one was written to, replaced or deleted.
-        """
+        """Check that the weight files are still those that were opened; no byte of them is read."""
         for file in self.files:
             file.check_unchanged()
 
@@ -190,11 +167,7 @@ class Checkpoint:
 def stored_tensor(
     shape: tuple[int, ...], fmt: Format, planes: Mapping[str, np.ndarray], where: str
 ) -> QuantTensor:
-    """Return a tensor of planes found in a file.
-
-    Raises:
-        FormatError: the planes are not those that the format stores for this shape.
-    """
+    """Return a tensor of planes found in a file; raises FormatError."""
     try:
         return QuantTensor(shape, fmt, planes)
     except ShapeError as error:
@@ -204,11 +177,7 @@ def stored_tensor(
 def lazy_tensor(
     shape: tuple[int, ...], fmt: Format, make: Callable[[], Mapping[str, np.ndarray]], where: str
 ) -> LazyTensor:
-    """Return a tensor that `make` will compute from a file's arrays, which are checked before.
-
-    Raises:
-        FormatError: the format cannot hold this shape.
-    """
+    """Return a tensor that `make` will compute from a file's arrays, which are checked before."""
     try:
         fmt.planes(shape)
     except ShapeError as error:

@@ -40,15 +40,8 @@ MAX_VOCAB_BYTES = 256_000_000
 _JSON_BYTES_PER_TENSOR = 2048
 
 _FIELDS: dict[str, type] = {
-    "format": str,
-    "version": int,
-    "config": dict,
-    "generation_config": dict,
-    "tokenizer_config": dict,
-    "bin": dict,
-    "source": dict,
-    "tensors": list,
-    "sha256": str,
+    **{"format": str, "version": int, "tensors": list, "sha256": str},
+    **dict.fromkeys(("config", "generation_config", "tokenizer_config", "bin", "source"), dict),
 }
 _KIND = (FORMAT, VERSION, "convert the model again or update Clocher")
 
@@ -58,16 +51,9 @@ def open_iebin(
 ) -> Checkpoint:
     """Open an IEBIN model.
 
-    Args:
-        json_path: model.ie.json; vocab.json lies beside it.
-        bin_path: model.ie.bin; by default the one beside the JSON.
-        verify: also read all weights: check every hash, the padding and all stored codes.
-
-    Raises:
-        ModelNotFound: a file is missing.
-        FormatError: a file is damaged, or the files do not belong together.
-        UnsupportedModel: it was written for another version of IEBIN.
-        WindowError: a timed window is open.
+    `bin_path`: model.ie.bin; by default the one beside the JSON; `verify`: also read all weights:
+    check every hash, the padding and all stored codes. Raises ModelNotFound, FormatError,
+    UnsupportedModel, WindowError.
     """
     index = read_index(Path(json_path))
     checkpoint = index.open(Path(bin_path) if bin_path else None)
@@ -85,11 +71,8 @@ def open_iebin(
 class IebinIndex:
     """model.ie.json, checked in full, and vocab.json beside it.
 
-    Attributes:
-        path: the file.
-        document: its contents.
-        entries: its tensors, in the order of model.ie.bin.
-        bin: facts of model.ie.bin.
+    `path`: the file; `document`: its contents; `entries`: its tensors, in the order of
+    model.ie.bin; `bin`: facts of model.ie.bin.
     """
 
     path: Path
@@ -98,11 +81,7 @@ class IebinIndex:
     bin: FileFacts
 
     def open(self, bin_path: Path | None = None) -> Checkpoint:
-        """Return the model as views of model.ie.bin, by default the one beside the file.
-
-        Raises:
-            ModelError: model.ie.bin is missing or of another size.
-        """
+        """Return the model as views of model.ie.bin, by default the one beside the file."""
         files = {"bin": MappedFile(bin_path or self.path.parent / BIN_NAME, self.bin.nbytes)}
         tensors = {}
         for entry in self.entries:
@@ -129,14 +108,7 @@ class IebinIndex:
 
 
 def read_index(json_path: Path) -> IebinIndex:
-    """Read model.ie.json and check all that can be checked without model.ie.bin.
-
-    Raises:
-        ModelNotFound: it or vocab.json is missing.
-        FormatError: it is damaged, or vocab.json is another one.
-        UnsupportedModel: it was written for another version of IEBIN.
-        WindowError: a timed window is open.
-    """
+    """Read model.ie.json and check all that can be checked without model.ie.bin."""
     where = str(json_path)
     data = read_bytes(json_path, MAX_JSON_BYTES)
     document = read_sealed(data, where, _KIND, _FIELDS, {"vocab": dict, "extra": dict})
@@ -169,10 +141,8 @@ class IebinWriter(PlaneWriter):
     def __init__(self, directory: Path, job: str = "", progress: Progress | None = None) -> None:
         """Start a model in an existing directory; see `PlaneWriter`.
 
-        Args:
-            directory: where the model will be.
-            job: names the input and the options; the same job always gives the same bytes.
-            progress: called after each tensor with the bytes so far and its name.
+        `job`: names the input and the options; the same job always gives the same bytes;
+        `progress`: called after each tensor with the bytes so far and its name.
         """
         super().__init__({"bin": directory / BIN_NAME}, job, progress=progress)
         self.directory = directory
@@ -187,12 +157,8 @@ class IebinWriter(PlaneWriter):
     ) -> None:
         """Turn what was added into the directory's model.
 
-        Args:
-            config: contents of config.json.
-            generation_config: contents of generation_config.json.
-            tokenizer_config: contents of tokenizer_config.json.
-            vocab: contents of tokenizer.json, or None.
-            source: what the model was made from; for people, no reader looks inside.
+        `vocab`: contents of tokenizer.json, or None; `source`: what the model was made from; for
+        people, no reader looks inside.
         """
         weights = self.sync()["bin"]
         self.publish(stale=[self.directory / name for name in (JSON_NAME, CERTIFICATE_NAME)])

@@ -34,15 +34,8 @@ def embedded_model() -> Path:
 def locate(name: str | Path, source: str = "") -> Path:
     """Return the path of a model that is on this machine. Nothing is downloaded.
 
-    Args:
-        name: a directory, a GGUF file, or `owner/name[@revision][/file.gguf]` of a repository in
-            the Hub's cache. What is there under a path comes first.
-        source: what gave the name, as messages begin: "--model-dir"; "": nothing that says so.
-
-    Raises:
-        ModelNotFound, UnsupportedModel: there is no such thing, or it cannot be a model. A
-            directory is only looked into when it is opened.
-        UsageError: the name is empty.
+    `source`: what gave the name, as messages begin: "--model-dir"; "": nothing that says so. Raises
+    ModelNotFound, UnsupportedModel, UsageError.
     """
     text = os.fspath(name)
     where = f"{source}: " if source else ""
@@ -62,7 +55,7 @@ def locate(name: str | Path, source: str = "") -> Path:
         raise ModelNotFound(f"{where}{text}: cannot be looked into: {error.strerror}") from None
     if stat.S_ISDIR(mode) or (stat.S_ISREG(mode) and path.suffix.lower() == SUFFIX):
         return path
-    from clocher_runtime.checkpoints.no_model import no_model
+    from clocher_runtime.checkpoints.hf.foreign import no_model
 
     raise no_model(path)
 

@@ -12,16 +12,8 @@ __all__ = ["Checkpoint", "open_checkpoint", "open_iebin"]
 def open_checkpoint(path: Path | str, verify: bool = False) -> Checkpoint:
     """Open a model: IEBIN if `model.ie.json` is there, else Hugging Face, else GGUF.
 
-    Args:
-        path: the model's directory, or one with the model in `hf` or `hf/original`; or a GGUF
-            file (of a split one any part), or a directory with exactly one.
-        verify: read everything: check all hashes (IEBIN) and all stored codes.
-
-    Raises:
-        ModelNotFound: no model, or one of its files is missing.
-        ModelError: the model is damaged or not known; see `open_iebin`, `open_hf` and
-            `open_gguf`.
-        WindowError: a timed window is open.
+    `verify`: read everything: check all hashes (IEBIN) and all stored codes. Raises ModelNotFound,
+    ModelError, WindowError.
     """
     # A run starts sooner without the containers that it does not open.
     path = Path(path)
@@ -40,7 +32,7 @@ def open_checkpoint(path: Path | str, verify: bool = False) -> Checkpoint:
     else:
         from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
         from clocher_runtime.checkpoints.gguf.parts import find_gguf
-        from clocher_runtime.checkpoints.no_model import no_model
+        from clocher_runtime.checkpoints.hf.foreign import no_model
 
         gguf = find_gguf(path)
         if gguf is None:

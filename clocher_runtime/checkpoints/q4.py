@@ -44,21 +44,9 @@ COMPAT_NAME = "model.ie.compat.json"
 AGAIN = "run scripts/rebuild_dedup_and_quant.sh again"
 
 _WRITE_AGAIN = "run gen_q4_bytes_stream.py again"
-_MANIFEST: dict[str, type] = {
-    "format": str,
-    "version": int,
-    "files": dict,
-    "tensors": list,
-    "kept": dict,
-}
-_OVERLAY: dict[str, type] = {
-    "format": str,
-    "version": int,
-    "base": dict,
-    "files": dict,
-    "tensors": list,
-    "sha256": str,
-}
+_HEAD: dict[str, type] = {"format": str, "version": int, "files": dict, "tensors": list}
+_MANIFEST: dict[str, type] = {**_HEAD, "kept": dict}
+_OVERLAY: dict[str, type] = {**_HEAD, "base": dict, "sha256": str}
 _PLACES = dict.fromkeys(PLANES, str)
 
 
@@ -82,12 +70,9 @@ class Q4Entry(Entry):
 class Q4Planes:
     """An expanded manifest with its files.
 
-    Attributes:
-        path: where it was read from.
-        files: the file of each plane.
-        document: its JSON without the places of files, to be recorded with the result.
-        entries: what it describes, by name.
-        tensors: the matrices, as views of the files.
+    `path`: where it was read from; `files`: the file of each plane; `document`: its JSON without
+    the places of files, to be recorded with the result; `entries`: what it describes, by name;
+    `tensors`: the matrices, as views of the files.
     """
 
     path: Path
@@ -97,12 +82,7 @@ class Q4Planes:
     tensors: Mapping[str, QuantTensor]
 
     def choose(self, tensors: Mapping[str, Stored]) -> tuple[dict[str, Format], list[str]]:
-        """Return the format of each tensor that the files replace, and notes (none).
-
-        Raises:
-            UsageError: the model lacks a tensor of the manifest, or holds it in another shape or
-                not as floats.
-        """
+        """Return the format of each tensor that the files replace, and notes (none)."""
         for name, entry in self.entries.items():
             if not is_float(found := tensors.get(name), entry.shape):
                 raise UsageError(
@@ -114,13 +94,7 @@ class Q4Planes:
     def stored(self, name: str, source: QuantTensor, threads: int = 1) -> QuantTensor:
         """Return a matrix from the files.
 
-        Args:
-            name: of a tensor that `choose` names.
-            source: the model's tensor.
-            threads: not needed; other manifests share out their rounding.
-
-        Raises:
-            FormatError: the bytes in the files are damaged, or were made from other weights.
+        `threads`: not needed; other manifests share out their rounding. Raises FormatError.
         """
         if source_hash(source) != self.entries[name].source_sha256:
             raise FormatError(
@@ -131,11 +105,7 @@ class Q4Planes:
         return self.tensors[name]
 
     def check(self, name: str) -> None:
-        """Compare a matrix with its hashes.
-
-        Raises:
-            FormatError: they differ.
-        """
+        """Compare a matrix with its hashes; raises FormatError."""
         _check(self.entries[name], self.tensors[name], self.path)
 
 
@@ -155,7 +125,7 @@ def source_hash(tensor: QuantTensor) -> str:
 
 
 def is_q4_planes(path: Path) -> bool:
-    """Return whether a file is an expanded manifest; what is wrong with it is said later."""
+    """Return whether a file is an expanded manifest; errors in it are reported when it is read."""
     try:
         return parse_object(read_bytes(path, MAX_JSON_BYTES), str(path)).get("format") == FORMAT
     except ModelError:
@@ -163,12 +133,7 @@ def is_q4_planes(path: Path) -> bool:
 
 
 def load_q4_planes(path: Path) -> Q4Planes:
-    """Read an expanded manifest and map its files.
-
-    Raises:
-        UsageError: the manifest is not what docs/q4-files.md describes.
-        ModelError: a file is missing, or shorter than the manifest says.
-    """
+    """Read an expanded manifest and map its files; raises UsageError, ModelError."""
     where = str(path)
     try:
         document = fields(parse_object(read_bytes(path, MAX_JSON_BYTES), where), where, _MANIFEST)
@@ -197,10 +162,9 @@ def load_q4_planes(path: Path) -> Q4Planes:
 def q4_document(files: Mapping[str, str], entries: Sequence[Entry], kept: Any) -> dict[str, Any]:
     """Return the JSON of an expanded manifest.
 
-    Args:
-        files: place of the file of each plane, seen from the manifest's directory.
-        entries: the matrices, in the order of the files.
-        kept: name -> reason of every tensor that is not in the files.
+    `files`: place of the file of each plane, seen from the manifest's directory; `entries`: the
+    matrices, in the order of the files; `kept`: name -> reason of every tensor that is not in the
+    files.
     """
     return {
         "format": FORMAT,
@@ -216,13 +180,8 @@ def open_index(
 ) -> Checkpoint:
     """Open an IEBIN pair by its index: model.ie.json, or model.ie.compat.json over one.
 
-    Args:
-        json_path: the index.
-        bin_path: model.ie.bin; by default the one beside the index.
-        verify: also read all weights and check every hash and all stored codes.
-
-    Raises:
-        ModelError: as `open_iebin`; a plane file is missing or shorter than the index says.
+    `bin_path`: model.ie.bin; by default the one beside the index; `verify`: also read all weights
+    and check every hash and all stored codes. Raises ModelError.
     """
     json_path = Path(json_path)
     data = read_bytes(json_path, MAX_JSON_BYTES)
@@ -249,11 +208,7 @@ def open_index(
 
 
 def read_overlay(path: Path, data: bytes) -> tuple[Q4Entry, ...]:
-    """Return the matrices that an index lists, checked as far as that goes without the plane files.
-
-    Raises:
-        ModelError: the index is damaged, or the pair beside it is another one.
-    """
+    """Return the matrices that an index lists, checked without the plane files."""
     where = str(path)
     document = read_sealed(data, where, (OVERLAY, VERSION, AGAIN), _OVERLAY)
     base = fields(document["base"], f"{where}: base", {"file": str, "sha256": str})

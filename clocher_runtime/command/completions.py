@@ -170,7 +170,7 @@ def run_line(
     wall_ns, steps, touch = measured.wall_ns, measured.steps, measured.touch
     latencies = timing.token_latencies_ms(steps.decode.values)
     file_bytes = sum(file.size for file in engine.files)
-    bytes_touched = engine.bytes_per_token * steps.passes + touch.bytes_touched
+    bytes_touched = engine.bytes_per_token * steps.forwards + touch.bytes_touched
     ignored = [*config.hints_ignored, *engine.hints_ignored]
     variables = [str(given) for given in config.given.values() if given.is_variable]
     return {
@@ -183,7 +183,7 @@ def run_line(
         "model_source": engine.model_source,
         "mode": "stub" if config.stub else "strict" if config.require_model else "default",
         **engine.numerics,
-        "act_sparsity": session.act_sparsity,
+        "act_sparsity": session.config.act_sparsity,
         "threads": engine.threads,
         "numa_nodes": numa_nodes(),
         "context": session.context,
@@ -204,7 +204,7 @@ def run_line(
         "kv_hits": measured.kv_hits,
         "kv_misses": measured.kv_misses,
         "bytes_per_token": engine.bytes_per_token,
-        "forward_passes": steps.passes,
+        "forward_passes": steps.forwards,
         "attention": {"mode": session.reading.mode, "selected": measured.pages_read},
         "diffusion": {
             "mode": session.diffusion,

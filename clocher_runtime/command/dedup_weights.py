@@ -41,10 +41,9 @@ def open_weights(
 ) -> tuple[Checkpoint, tuple[str, ...]]:
     """Open the model of a run, by its deduplicated weights if it asks for them.
 
-    `config`: the run; `other`: opens the model without them. Returns the checkpoint, and what the
-    run asked for and did not get, as "NAME=value". Raises UsageError: two settings exclude each
-    other, or a name is not that of a tensor; ModelError: the model is missing or damaged; with
-    IE_DEDUP_STRICT=1 also if its deduplicated weights are.
+    Returns the checkpoint, and what the run asked for and did not get, as "NAME=value". Raises
+    UsageError: two settings exclude each other, or a name is not that of a tensor; ModelError: the
+    model is missing or damaged; with IE_DEDUP_STRICT=1 also if its deduplicated weights are.
     """
     policy = config.dedup_policy
     if config.dedup and config.dedup_strict and policy == "off":

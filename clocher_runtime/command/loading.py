@@ -17,10 +17,9 @@ from clocher_runtime.config.setting import Given, every, unmet
 from clocher_runtime.disk.read_ahead import read_ahead
 from clocher_runtime.engine.backends import BACK_ENDS, Progress, choose, fetch_ahead, gpu, hand_on
 from clocher_runtime.engine.load import Model, load_model
-from clocher_runtime.engine.placement import threads_of, usable_threads
 from clocher_runtime.engine.sampling_defaults import sampling_defaults
 from clocher_runtime.engine.session import Session
-from clocher_runtime.engine.topology import read_cpus
+from clocher_runtime.engine.topology import read_cpus, threads_of, usable_threads
 from clocher_runtime.models.inventory import EMBED, HEAD
 from clocher_runtime.speculation.speculator import WITH_DRAFT_MODEL
 from clocher_runtime.text.tokenizer import TextStream, Tokenizer
@@ -181,7 +180,7 @@ def load_engine(
         draft_model=None if chosen.draft is None else str(config.draft_model),
         precision=model.precision,
         act_prec=bound.act_prec,
-        kv_dtype=bound.kv_dtype if model.spec.windows else "none",  # no layers, no cache
+        kv_dtype=bound.sizes.cache_dtype if model.spec.windows else "none",  # no layers, no cache
         threads=threads_of(config),
         kv_cache_bytes=bound.kv_cache_bytes,
         files=tuple(file.bytes(0, file.nbytes) for file in model.checkpoint.files),
@@ -195,7 +194,9 @@ def load_engine(
 
 def numerics(session: Session) -> dict[str, str]:
     """Return how the weights, the KV cache and the activations of a session are stored."""
-    stored = {"precision": session.model.precision, "kv_dtype": session.kv_dtype}
+    model = session.model
+    cache = session.sizes.cache_dtype if model.spec.windows else "none"  # no layers, no cache
+    stored = {"precision": model.precision, "kv_dtype": cache}
     return {**stored, "act_prec": session.act_prec}
 
 

@@ -13,12 +13,18 @@ from rich.filesize import decimal
 from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.command.script_run import Report
-from clocher_runtime.convert.q4.map import NamePattern, Q4Map, load_q4_map, parse_q4_map
-from clocher_runtime.convert.q4.rule_formats import best_method, rule_format
+from clocher_runtime.convert.q4.map import (
+    NamePattern,
+    Q4Map,
+    best_method,
+    load_q4_map,
+    parse_q4_map,
+    rule_format,
+)
 from clocher_runtime.convert.rounding import parse_clip
 from clocher_runtime.engine.topology import default_threads
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.quality.documents import cut
+from clocher_runtime.quality.compare import cut
 from clocher_runtime.quality.gate import Limits, verdict_code
 from clocher_runtime.quantize.alloc import allocation_table
 from clocher_runtime.quantize.job import CalibrationText, GateText, Job, Outcome, run_job
@@ -35,8 +41,7 @@ _NOT_RECORDED = {"out", "threads", "calib_text", "gate", "rules"}
 def run_ptq(report: Report, opener: Callable[[], Checkpoint], options: dict[str, Any]) -> int:
     """Quantise, and return the exit code.
 
-    `opener`: opens the input; `options`: what the flags of `subcommands.quantize` have read, and
-    `out`: the manifest's path.
+    `options`: what the flags of `subcommands.quantize` have read, and `out`: the manifest's path.
     """
     job, plan = planned(report, opener, options)
     if options["dry_run"]:
@@ -67,9 +72,8 @@ def quantised(report: Report, job: Job, plan: QuantPlan) -> Outcome:
 def rules_of(options: dict[str, Any], names: Iterable[str]) -> Q4Map:
     """Return the rules that the flags spell, or those of --rules.
 
-    `options`: the flags; `names`: tensors of the checkpoint. What the flags leave out gets a rule
-    if there is any of it, because a rule that matches nothing is an error. Raises UsageError: flags
-    contradict each other.
+    What the flags leave out gets a rule if there is any of it, because a rule that matches nothing
+    is an error. Raises UsageError: flags contradict each other.
     """
     if not options["weights_only"]:
         raise UsageError(

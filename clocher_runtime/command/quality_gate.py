@@ -17,7 +17,7 @@ from clocher_runtime.engine.backends import choose
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.topology import default_threads
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.quality.documents import Documents, cut
+from clocher_runtime.quality.compare import Documents, cut
 from clocher_runtime.quality.evaluate import (
     WEIGHTS_ALONE,
     Evaluation,

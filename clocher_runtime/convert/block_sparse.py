@@ -7,6 +7,7 @@ their root mean square, are made zero first. A matrix that would not become smal
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,17 +31,12 @@ _EXTRA_BYTES_PER_TENSOR = 4096
 
 @dataclass(frozen=True, slots=True)
 class Sparsifying:
-    """What is done to the matrices.
-
-    Raises UsageError: a setting has a value that it cannot have.
-    """
+    """What is done to the matrices; UsageError for a value that a setting cannot have."""
 
     block: tuple[int, int] = (32, 32)  # rows and columns of a block
-    inner: str = ""  # format of the blocks, one of `formats.bsr.INNERS`; "" keeps the matrix's own
-    # share of the blocks that is zero at the end, at least; 0 leaves out those that are zero
-    # already
-    sparsity: float = 0.0
-    pattern: str = LINEARS  # regular expression; the names that it matches whole are converted
+    inner: str = ""  # format of the blocks, of `formats.bsr.INNERS`; "" keeps the matrix's own
+    sparsity: float = 0.0  # least share of zero blocks at the end; 0 only drops those that are zero
+    pattern: str = LINEARS  # regular expression for the whole names that are converted
     force: bool = False  # convert matrices that become larger too
 
     def __post_init__(self) -> None:
@@ -55,18 +51,14 @@ class Sparsifying:
             raise UsageError(str(error)) from None
 
     def apply(self, tensor: QuantTensor) -> QuantTensor:
-        """Return a float matrix as block-sparse rows.
-
-        Raises FormatError: a value cannot be stored.
-        """
+        """Return a float matrix as block-sparse rows; FormatError if a value cannot be stored."""
         values = tensor.decode()
         if self.sparsity:
             values = prune(values, self.block, self.sparsity)
         return encode(values, Bsr.for_values(values, self.block, self.inner or tensor.format.name))
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What became of a matrix that the pattern names."""
 
     name: str
@@ -80,8 +72,8 @@ class Outcome:
 def prune(values: np.ndarray, block: tuple[int, int], sparsity: float) -> np.ndarray:
     """Return the values [N, K] with the weakest blocks made zero.
 
-    `values`: fp32 [N, K]; `block`: rows and columns of a block; `sparsity`: share of the blocks
-    that is zero afterwards; the number is rounded down. Of equally strong blocks the first ones go.
+    `values`: fp32 [N, K]; `sparsity`: share of the blocks that is zero afterwards; the number is
+    rounded down. Of equally strong blocks the first ones go.
     """
     (n, k), (height, width) = values.shape, block
     rows, columns = np.arange(0, n, height), np.arange(0, k, width)
@@ -110,10 +102,9 @@ class SparseConversion:
     def run(self, progress: Progress | None = None) -> list[Outcome]:
         """Write the output.
 
-        Returns what became of each matrix. Raises ModelChanged: the input changed meanwhile;
-        FormatError: a tensor holds a code that its format forbids, or cannot be stored; UsageError:
-        no matrix would become smaller, or another conversion is at work there; OSError: the output
-        cannot be written; nothing of it is left.
+        Returns what became of each matrix. Raises FormatError: a tensor holds a code that its
+        format forbids, or cannot be stored; UsageError: no matrix would become smaller, or another
+        conversion is at work there; or ModelChanged, OSError.
         """
         vocab = vocabulary(self.source)
         self.out_dir.mkdir(parents=True, exist_ok=True)
@@ -127,9 +118,11 @@ class SparseConversion:
                 writer.add(name, tensor)
                 self.source.release()
             if all(outcome.note for outcome in outcomes):
+                best = min(outcomes, key=lambda outcome: outcome.after / outcome.before)
                 raise UsageError(
                     f"none of the {len(outcomes)} matrices would become smaller; the sparsest, "
-                    f"{_sparsest(outcomes)}; ask for a sparsity, other blocks, or force it"
+                    f"{best.name}, has {best.density:.0%} of its blocks: {best.before} -> "
+                    f"{best.after} bytes; ask for a sparsity, other blocks, or force it"
                 )
             done = {o.name: self.source.tensors[o.name].format.name for o in outcomes if not o.note}
             how = asdict(self.how) | {"block": list(self.how.block)}
@@ -155,20 +148,14 @@ class SparseConversion:
         return stored, Outcome(name, density, before, after, stored.format.name, note)
 
 
-def _sparsest(outcomes: list[Outcome]) -> str:
-    best = min(outcomes, key=lambda outcome: outcome.after / outcome.before)
-    return f"{best.name}, has {best.density:.0%} of its blocks: {best.before} -> {best.after} bytes"
-
-
 def plan_block_sparse(
     model_dir: Path, out_dir: Path, how: Sparsifying | None = None
 ) -> SparseConversion:
     """Open the input and check everything that can be checked before writing.
 
-    `model_dir`: a Hugging Face checkpoint or an IEBIN model; `how`: what is done; None leaves out
-    zero blocks of 32 x 32. Raises ModelError: the input is missing, damaged or unknown; UsageError:
-    the output directory cannot be used, or no matrix can be converted; OSError: the disk is too
-    small.
+    `how`: what is done; None leaves out zero blocks of 32 x 32. Raises ModelError: the input is
+    missing, damaged or unknown; UsageError: the output directory cannot be used, or no matrix can
+    be converted; or OSError.
     """
     how = how or Sparsifying()
     refuse_hf_folder(out_dir)
@@ -186,13 +173,7 @@ def plan_block_sparse(
             f"{model_dir}: no float matrix has a name that matches {how.pattern!r}; it has "
             f"{', '.join(source.names[:4])}, ..."
         )
-    nbytes = _most_bytes(source, names, how)
-    free = check_free(out_dir / BIN_NAME, nbytes)
-    return SparseConversion(source, out_dir, how, names, nbytes, free)
-
-
-def _most_bytes(source: Checkpoint, names: tuple[str, ...], how: Sparsifying) -> int:
-    total = 0
+    nbytes = len(vocabulary(source) or b"")
     for name, tensor in source.tensors.items():
         most = tensor.nbytes
         if how.force and name in names:
@@ -200,5 +181,6 @@ def _most_bytes(source: Checkpoint, names: tuple[str, ...], how: Sparsifying) ->
             fmt = Bsr(how.block, how.inner or tensor.format.name)
             blocks = -(-n // height) * -(-k // width)
             most = max(most, replace(fmt, nnzb=blocks).nbytes(tensor.shape))
-        total += most + _EXTRA_BYTES_PER_TENSOR
-    return total + len(vocabulary(source) or b"")
+        nbytes += most + _EXTRA_BYTES_PER_TENSOR
+    free = check_free(out_dir / BIN_NAME, nbytes)
+    return SparseConversion(source, out_dir, how, names, nbytes, free)

@@ -6,12 +6,11 @@ source. A new model in the same directory removes it.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,13 +19,7 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
-from clocher_runtime.checkpoints.iebin import (
-    BIN_NAME,
-    CERTIFICATE_NAME,
-    JSON_NAME,
-    IebinIndex,
-    read_index,
-)
+from clocher_runtime.checkpoints.iebin import BIN_NAME, CERTIFICATE_NAME, JSON_NAME, read_index
 from clocher_runtime.convert.to_iebin import open_source
 from clocher_runtime.disk.files import read_bytes, sha256_of
 from clocher_runtime.disk.output_file import write_file
@@ -38,24 +31,13 @@ FORMAT = "iebin.certificate"
 VERSION = 1
 
 _FIELDS: dict[str, type] = {
-    "format": str,
-    "version": int,
-    "clocher": str,
-    "date": str,
-    "identical": int,
-    "model": dict,
-    "source": dict,
+    **dict.fromkeys(("format", "clocher", "date", "sha256"), str),
+    **dict.fromkeys(("version", "identical"), int),
+    **dict.fromkeys(("model", "source"), dict),
     "tensors": list,
-    "sha256": str,
 }
-_TENSOR: dict[str, type] = {
-    "name": str,
-    "shape": list,
-    "source": dict,
-    "stored": dict,
-    "compared": str,
-    "identical": bool,
-}
+_TENSOR: dict[str, type] = {"name": str, "shape": list, "source": dict, "stored": dict}
+_TENSOR |= {"compared": str, "identical": bool}
 _KIND = (FORMAT, VERSION, "convert the model again with --verify, or update Clocher")
 _DECODED_AT_ONCE = 16 << 20
 """Numbers of a tensor that are decoded at a time, where its format allows parts."""
@@ -66,10 +48,9 @@ def write_certificate(
 ) -> tuple[int, int]:
     """Read the source again, compare it with the model made of it, and write what was found.
 
-    `model_dir`: directory of the IEBIN model, whose own hashes have been checked. Returns how many
-    tensors have bit-identical values, and how many there are. Raises FormatError: a tensor of the
-    same format in both has other bytes; ModelChanged: a file changed meanwhile; OSError: the
-    certificate cannot be written; then none is there.
+    The hashes of the IEBIN model in `model_dir` have been checked. Returns how many tensors have
+    bit-identical values, and how many there are. Raises FormatError: a tensor of the same format in
+    both has other bytes; or ModelChanged, OSError.
     """
     model = open_checkpoint(model_dir)
     found, done = [], 0
@@ -83,7 +64,7 @@ def write_certificate(
     source.check_unchanged()
     model.check_unchanged()
     identical = sum(each["identical"] for each in found)
-    index = read_index(model_dir / JSON_NAME)
+    files = [(file, file.path.stat().st_mtime_ns) for file in source.files]
     head = {
         "format": FORMAT,
         "version": VERSION,
@@ -92,18 +73,14 @@ def write_certificate(
         "identical": identical,
         "model": {
             "file": JSON_NAME,
-            "sha256": index.document["sha256"],
+            "sha256": read_index(model_dir / JSON_NAME).document["sha256"],
         },
         "source": {
             "path": str(source.path.absolute()),
             "kind": source.kind,
             "files": [
-                {
-                    "file": file.path.name,
-                    "nbytes": file.nbytes,
-                    "mtime_ns": file.path.stat().st_mtime_ns,
-                }
-                for file in source.files
+                {"file": file.path.name, "nbytes": file.nbytes, "mtime_ns": changed}
+                for file, changed in files
             ],
         },
     }
@@ -111,8 +88,7 @@ def write_certificate(
     return identical, len(found)
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
+class Checked(NamedTuple):
     """What a check of a certificate found."""
 
     tensors: int  # how many it lists
@@ -126,9 +102,8 @@ def check_certificate(
 ) -> Checked:
     """Compute every hash of a certificate again, from the model and, if it is there, the source.
 
-    `model_dir`: directory of the IEBIN model, deduplicated or not. Raises ModelNotFound: there is
-    no certificate or no model, or not the source that was given; ModelError: one of them cannot be
-    read at all, or is of an unknown version.
+    `source`: what it was converted from; None: where it was then. Raises ModelError: one of them
+    cannot be read at all, or is of an unknown version; or ModelNotFound.
     """
     document = read_certificate(model_dir)
     origin, index = document["source"], read_index(model_dir / JSON_NAME)
@@ -140,7 +115,7 @@ def check_certificate(
     was: Checkpoint | None = None
     if source or path.exists():
         try:
-            was = _reopened(path, origin["kind"])
+            was = open_torch_bin(path) if origin["kind"] == "bin" else open_source(path)
         except ModelError as error:
             if source:
                 raise
@@ -149,13 +124,18 @@ def check_certificate(
     problems += [f"{name}: not in the certificate" for name in model.names if name not in listed]
     done = 0
     for name, each in listed.items():
-        problems += _differences(model, name, each["shape"], each["stored"], "stored")
+        problems += _differences(model, each, "stored")
         if was:
-            problems += _differences(was, name, each["shape"], each["source"], "source")
+            problems += _differences(was, each, "source")
         done += model.tensors[name].nbytes if name in model.tensors else 0
         if progress:
             progress(done, name)
-    problems += _padding(index, model)
+    regions = [region for entry in index.entries for region in entry.regions.values()]
+    for file in (file for file in model.files if file.path.name == BIN_NAME):
+        try:
+            check_padding(regions, {"bin": file})
+        except FormatError as error:
+            problems.append(str(error))
     for checkpoint in filter(None, (model, was)):
         try:
             checkpoint.check_unchanged()
@@ -168,8 +148,7 @@ def check_certificate(
 def read_certificate(model_dir: Path) -> dict[str, Any]:
     """Return the certificate of a model, checked field by field.
 
-    Raises ModelNotFound: there is none; FormatError: it is damaged; UnsupportedModel: it is of
-    another version.
+    Raises FormatError: it is damaged; UnsupportedModel: it is of another version; or ModelNotFound.
     """
     path = model_dir / CERTIFICATE_NAME
     document = read_sealed(read_bytes(path, MAX_JSON_BYTES), str(path), _KIND, _FIELDS)
@@ -209,9 +188,8 @@ def _compared(name: str, before: QuantTensor, model: Checkpoint) -> dict[str, An
 def same_values(one: QuantTensor, other: QuantTensor) -> bool:
     """Return whether two tensors of one shape decode to the same fp32 numbers, bit for bit."""
     rows = max(1, _DECODED_AT_ONCE // max(1, prod(one.shape[1:])))
-    both_in_rows = _in_rows(one) and _in_rows(other)
-    spans = range(0, one.shape[0], rows) if both_in_rows else (None,)
-    for start in spans:
+    in_rows = _in_rows(one) and _in_rows(other)
+    for start in range(0, one.shape[0], rows) if in_rows else (None,):
         values = _decoded(one, start, rows), _decoded(other, start, rows)
         if not np.array_equal(values[0].view(np.uint32), values[1].view(np.uint32)):
             return False
@@ -236,14 +214,9 @@ def _decoded(tensor: QuantTensor, start: int | None, rows: int) -> np.ndarray:
     return tensor.format.decode(planes, (count, *tensor.shape[1:]))
 
 
-def _reopened(path: Path, kind: str) -> Checkpoint:
-    return open_torch_bin(path) if kind == "bin" else open_source(path)
-
-
-def _differences(
-    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], listed: Mapping[str, Any], side: str
-) -> Iterator[str]:
+def _differences(checkpoint: Checkpoint, line: Mapping[str, Any], side: str) -> Iterator[str]:
     """Yield how a tensor differs from what a certificate lists."""
+    name, shape, listed = line["name"], line["shape"], line[side]
     try:
         tensor = checkpoint.tensor(name)
     except ModelError as error:
@@ -263,14 +236,3 @@ def _differences(
                 f"{listed['planes'][key]!r:.66}"
             )
     checkpoint.release()
-
-
-def _padding(index: IebinIndex, model: Checkpoint) -> Iterator[str]:
-    """Yield what is wrong with the bytes of model.ie.bin between the planes."""
-    regions = [region for entry in index.entries for region in entry.regions.values()]
-    for file in model.files:
-        if file.path.name == BIN_NAME:
-            try:
-                check_padding(regions, {"bin": file})
-            except FormatError as error:
-                yield str(error)

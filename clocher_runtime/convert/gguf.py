@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,22 +22,18 @@ from clocher_kernels.errors import FormatError, UnsupportedModel, UsageError
 from clocher_kernels.formats import Format
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf.blocks import F32, FLOATS, GgmlType, row_blocks, same_type
-from clocher_runtime.checkpoints.gguf.rotation import ROPE_FACTORS
-from clocher_runtime.checkpoints.gguf.tensors import (
-    ACTIVATION,
-    Order,
-    pieces,
-    row_order,
-)
+from clocher_runtime.checkpoints.gguf.metadata import ROPE_FACTORS
+from clocher_runtime.checkpoints.gguf.tensors import ACTIVATION, Order, pieces, row_order
 from clocher_runtime.checkpoints.gguf.vocabulary import NORMAL
-from clocher_runtime.convert.gguf_vocabulary import Field
 from clocher_runtime.disk.output_file import PARTIAL, replacing
 from clocher_runtime.disk.plane_index import aligned
 from clocher_runtime.disk.plane_writer import Progress
 from clocher_runtime.models.families import spec_from_config
-from clocher_runtime.models.inventory import Need, inventory
+from clocher_runtime.models.inventory import inventory
 from clocher_runtime.models.rope import inverse_frequencies
 from clocher_runtime.models.spec import ModelSpec, RopeSpec
+
+Field = str | bool | int | float | tuple[str, ...] | tuple[int, ...] | tuple[float, ...]
 
 SAME = "same"
 TYPES = (SAME, *FLOATS)
@@ -57,13 +54,12 @@ _ARCHITECTURES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class GgufEntry:
-    """A tensor of the file."""
+class GgufEntry(NamedTuple):
+    """A tensor of the file: its name there, logical shape (slowest dimension first), type."""
 
-    name: str  # as llama.cpp spells it
-    shape: tuple[int, ...]  # logical shape, slowest dimension first
-    kind: GgmlType  # its element type
+    name: str
+    shape: tuple[int, ...]
+    kind: GgmlType
 
     @property
     def nbytes(self) -> int:
@@ -71,9 +67,8 @@ class GgufEntry:
         return prod(self.shape[:-1]) * self.kind.row_bytes(self.shape[-1])
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """A tensor of the file and the rows of a model's tensor that it holds."""
+class _Item(NamedTuple):
+    """A tensor of the file and the rows of a model's tensor ("": rope factors) that it holds."""
 
     entry: GgufEntry
     source: str
@@ -84,16 +79,15 @@ class _Item:
 class GgufExport:
     """A file that can be written."""
 
-    spec: ModelSpec  # the model
+    spec: ModelSpec
     fields: Mapping[str, Field]  # metadata
-    items: tuple[_Item, ...]  # its tensors
+    items: tuple[_Item, ...]
     notes: tuple[str, ...]  # where llama.cpp does not compute what Clocher does
 
     @property
     def nbytes(self) -> int:
         """Bytes of the file."""
-        entries = [item.entry for item in self.items]
-        ends, header = _layout(self.fields, entries)
+        ends, header = _layout(self.fields, [item.entry for item in self.items])
         return len(header) + (ends[-1] if ends else 0) + ALIGNMENT
 
     def write(
@@ -103,23 +97,19 @@ class GgufExport:
         progress: Progress | None = None,
         check: Callable[[Path], None] | None = None,
     ) -> None:
-        """Write the file.
+        """Write the file into its directory, which exists; `check` may refuse it, see `write_gguf`.
 
-        `check`: called with the finished file before it gets its name; may refuse it. Raises
-        ModelChanged: the input changed meanwhile; FormatError: a tensor is damaged, or ggml cannot
-        hold it exactly; OSError: the file cannot be written; nothing of it is left.
+        Raises FormatError: a tensor is damaged, or ggml cannot hold it exactly; or ModelChanged,
+        OSError.
         """
-        done = 0
 
         def tensors() -> Iterator[Iterable[np.ndarray]]:
-            nonlocal done
+            done = 0
             for item in self.items:
                 yield self._pieces(item, checkpoint)
-                if not item.source:
-                    continue
                 checkpoint.release()
-                done += item.entry.nbytes
-                if progress:
+                done += item.entry.nbytes if item.source else 0
+                if progress and item.source:
                     progress(done, item.entry.name)
             checkpoint.check_unchanged()
 
@@ -128,7 +118,9 @@ class GgufExport:
     def _pieces(self, item: _Item, checkpoint: Checkpoint) -> Iterator[np.ndarray]:
         """Yield the bytes of a tensor, some rows at a time."""
         if not item.source:
-            yield _rope_factors(self.spec)
+            plain = inverse_frequencies(RopeSpec(self.spec.rope.theta), self.spec.head_dim)
+            factors = plain / inverse_frequencies(self.spec.rope, self.spec.head_dim)
+            yield np.asarray(factors, np.float32)
             return
         tensor = checkpoint.tensor(item.source, verify=True)
         vector = len(item.entry.shape) == 1 or item.source.endswith(("_bias", ".bias"))
@@ -149,12 +141,11 @@ def write_gguf(
     tensors: Iterable[Iterable[np.ndarray]],
     check: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write a file: a header that says everything, then the tensors.
+    """Write a file: a header that says everything, then the tensors, each in pieces.
 
-    `fields`: metadata; integers are stored as u32 (in a list as i32), floats as f32; `entries`: the
-    tensors, in order; `tensors`: the bytes of each, in pieces; `check`: called with the finished
-    file before it gets its name; may refuse it. Raises FormatError: a tensor has other bytes than
-    its entry says; OSError: the file cannot be written; nothing of it is left.
+    Integers of `fields` are stored as u32 (in a list as i32), floats as f32. `check` gets the
+    finished file before it has its name, and may refuse it. Raises FormatError: a tensor has other
+    bytes than its entry says; or OSError.
     """
     with replacing(path) as file:
         file.write(_layout(fields, entries)[1])
@@ -182,13 +173,12 @@ def plan_gguf(
 ) -> GgufExport:
     """Check that a model can be written as GGUF, and how.
 
-    `config`: contents of its config.json; `formats`: format of each tensor; `kind`: "same" keeps
-    the numbers exactly; "f32", "f16" or "bf16" decodes all matrices, for llama-quantize to encode;
-    `vocab`: metadata of the vocabulary; without any llama-bench takes the file and no server;
-    `floats`: names of the matrices that become floats in any case -> "f32", "f16" or "bf16";
-    `timed`: the text does not matter: BitNet is written as llama.cpp's "bitnet". Raises UsageError:
-    the kind is not known; UnsupportedModel: llama.cpp, and for BitNet bitnet.cpp, has no such
-    model; FormatError: ggml has no type for a format.
+    `kind`: "same" keeps the numbers exactly; "f32", "f16" or "bf16" decodes all matrices, for
+    llama-quantize to encode; `vocab`: metadata of the vocabulary; without any llama-bench takes the
+    file and no server; `floats`: names of the matrices that become floats in any case -> "f32",
+    "f16" or "bf16"; `timed`: the text does not matter: BitNet is written as llama.cpp's "bitnet".
+    Raises UsageError: the kind is not known; UnsupportedModel: llama.cpp, and for BitNet
+    bitnet.cpp, has no such model; FormatError: ggml has no type for a format.
     """
     if kind not in TYPES:
         raise UsageError(f"GGUF type {kind!r}; known: {', '.join(TYPES)}")
@@ -202,11 +192,15 @@ def plan_gguf(
             "a BitNet model with an own head or biases as GGUF; bitnet.cpp computes it without "
             "them; --to iebin keeps them"
         )
-    items = [
-        item
-        for source, need in inventory(spec).items()
-        for item in _items(spec, source, need, formats[source], floats.get(source, kind))
-    ]
+    items = []
+    for source, need in inventory(spec).items():
+        stored = floats.get(source, kind)
+        if need.kind in ("vector", "router"):
+            ggml = F32
+        else:
+            ggml = same_type(formats[source]) if stored == SAME else FLOATS[stored]
+        for piece in pieces(spec, source, need):
+            items.append(_Item(GgufEntry(piece.name, piece.shape, ggml), source, piece.order))
     if spec.rope.kind == "llama3":
         factors = GgufEntry(ROPE_FACTORS, (spec.head_dim // 2,), F32)
         items.insert(0, _Item(factors, "", "all"))
@@ -227,22 +221,6 @@ def _notes(spec: ModelSpec) -> tuple[str, ...]:
             "tokens go on otherwise there",
         )
     return ()
-
-
-def _items(spec: ModelSpec, source: str, need: Need, fmt: Format, kind: str) -> list[_Item]:
-    if need.kind in ("vector", "router"):
-        ggml = F32
-    else:
-        ggml = same_type(fmt) if kind == SAME else FLOATS[kind]
-    return [
-        _Item(GgufEntry(piece.name, piece.shape, ggml), source, piece.order)
-        for piece in pieces(spec, source, need)
-    ]
-
-
-def _rope_factors(spec: ModelSpec) -> np.ndarray:
-    plain = inverse_frequencies(RopeSpec(spec.rope.theta), spec.head_dim)
-    return np.asarray(plain / inverse_frequencies(spec.rope, spec.head_dim), np.float32)
 
 
 def _fields(

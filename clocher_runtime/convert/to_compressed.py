@@ -1,79 +1,122 @@
-"""An opened checkpoint -> a Hugging Face directory with compressed-tensors weights.
+"""An opened checkpoint -> a Hugging Face directory with compressed-tensors weights, for vLLM.
 
-Written beside its place under another name, read back, and then renamed.
+The package compressed-tensors (extra "compressed") packs the codes and says how a group of linears
+is described. The directory is written beside its place under another name, read back, compared
+tensor by tensor, and then renamed.
 """
 
 import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import FormatError, UnsupportedModel, UsageError
-from clocher_kernels.formats import Float, Format
+from clocher_kernels.formats import Float, Format, Fp8, Int4, Int8, Mxfp4
+from clocher_kernels.formats.fp8 import BLOCK
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.checkpoints.hf.checkpoint import CONFIG, open_hf
-from clocher_runtime.convert.compressed_arrays import NAMES, Arrays, Scheme, scheme_of
+from clocher_runtime.checkpoints.hf.checkpoint import open_hf
+from clocher_runtime.checkpoints.hf.foreign import CONFIG
 from clocher_runtime.convert.to_iebin import natural, vocabulary
 from clocher_runtime.disk.output_file import PARTIAL, check_free, sync_directory, write_file
-from clocher_runtime.disk.plane_index import Region
-from clocher_runtime.disk.plane_writer import PlaneWriter, Progress
-from clocher_runtime.disk.safetensors_file import DTYPES, safetensors_head
+from clocher_runtime.disk.plane_writer import Progress
 from clocher_runtime.engine.load import model_spec
 from clocher_runtime.models.families import family_of
 from clocher_runtime.models.inventory import EMBED, HEAD
 
-SHARD_BYTES = 5_000_000_000
-"""A file of weights has at most so many bytes, unless one linear has more."""
+SHARD_BYTES = 1_000_000_000
+"""Bytes of a file of weights, which is in memory as a whole; more if one linear has more."""
 
-_INDEX = "model.safetensors.index.json"
-_HEADER = 1 << 16
+_STRATEGIES = {"tensor": "tensor", "row": "channel", "b128": "block"}
+_TORCH = {"f32": ("int32", "float32"), "f16": ("int16", "float16"), "bf16": ("int16", "bfloat16")}
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A tensor of the output."""
+def scheme_of(fmt: Format) -> tuple[str, dict[str, Any]]:
+    """Return the `format` and the `weights` of the config group that holds a format's linears.
 
-    name: str  # in the checkpoint
-    format: Format  # that it will have
-    scheme: Scheme | None  # how that is stored; None: as plain floats, under its own name
-    arrays: Arrays  # by their names in the file
+    Raises FormatError: compressed-tensors has no form that holds these values exactly.
+    """
+    known: dict[str, Any] = {"symmetric": True, "dynamic": False}
+    if isinstance(fmt, Int4 | Int8):
+        groups = isinstance(fmt.group, int)
+        known |= {"num_bits": 4 if isinstance(fmt, Int4) else 8, "type": "int"}
+        known |= {"symmetric": not isinstance(fmt, Int4) or fmt.symmetric}
+        strategy = {"strategy": "group", "group_size": fmt.group} if groups else {}
+        return "pack-quantized", {"strategy": _STRATEGIES.get(str(fmt.group)), **known, **strategy}
+    if isinstance(fmt, Fp8) and fmt.code_dtype == "e4m3":
+        blocks = {"block_structure": [BLOCK, BLOCK]} if fmt.scope == "b128" else {}
+        known |= {"num_bits": 8, "type": "float", "strategy": _STRATEGIES[fmt.scope]}
+        return "float-quantized", {**known, **blocks}
+    if isinstance(fmt, Mxfp4):
+        known |= {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+        dtypes = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+        return "mxfp4-pack-quantized", {**known, **dtypes}
+    raise FormatError(
+        f"{fmt.name}: compressed-tensors has no form for it; it has int4, int8, fp8 (e4m3), mxfp4"
+    )
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(
-            prod(shape) * STORAGE[DTYPES[dtype]].itemsize for dtype, shape in self.arrays.values()
-        )
+
+def _torch(array: np.ndarray, dtype: str) -> Any:
+    """Return stored floats as a torch tensor."""
+    import torch
+
+    bits, name = _TORCH[dtype]
+    return torch.from_numpy(array.view(bits).copy()).view(getattr(torch, name))
+
+
+def _compressed(tensor: QuantTensor) -> dict[str, Any]:
+    """Return the arrays of a linear by name; the package quantises its values to the same codes."""
+    import torch
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    fmt, planes = tensor.format, tensor.planes
+    if isinstance(fmt, Float):
+        return {"weight": _torch(planes["data"], fmt.dtype)}
+    if isinstance(fmt, Mxfp4):  # the same bytes there
+        blocks = planes["blocks"].reshape(tensor.shape[0], -1)
+        both = {"weight_packed": blocks, "weight_scale": planes["scales"]}
+        return {name: torch.from_numpy(array.copy()) for name, array in both.items()}
+    assert isinstance(fmt, Int4 | Int8 | Fp8), "scheme_of has no other"
+    form, args = scheme_of(fmt)
+    scales = _torch(planes["scales"], fmt.scale_dtype)
+    if args["strategy"] == "channel":
+        scales = scales[:, None]
+    state = {"weight": torch.from_numpy(tensor.decode()), "weight_scale": scales.float()}
+    if "zeros" in planes:
+        zeros = planes["zeros"].astype(np.int8).reshape(len(scales), -1) - np.int8(8)
+        state["weight_zero_point"] = torch.from_numpy(zeros)
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**args), format=form)
+    made: dict[str, Any] = BaseCompressor.get_value_from_registry(form).compress(state, scheme)
+    made["weight_scale"] = scales
+    return {key: value.contiguous() for key, value in made.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompressedConversion:
     """A directory that has been planned."""
 
-    source: Checkpoint  # the model
-    out_dir: Path  # the directory
-    shards: tuple[tuple[_Stored, ...], ...]  # what each file of weights will hold
-    floats: tuple[str, ...]  # names of the matrices that become floats
-    free_bytes: int  # bytes that the disk has for it
+    source: Checkpoint
+    out_dir: Path
+    formats: Mapping[str, Format]  # of every tensor, in the order of the files
+    nbytes: int  # of the weights
+    free_bytes: int
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the files of weights."""
-        return sum(item.nbytes for shard in self.shards for item in shard)
+    def floats(self) -> tuple[str, ...]:
+        """Names of the matrices that become floats."""
+        stored = self.source.tensors
+        return tuple(n for n, fmt in self.formats.items() if fmt.name != stored[n].format.name)
 
     def run(self, progress: Progress | None = None) -> None:
         """Write the directory.
 
         Raises ModelError: the input changed, or a tensor is damaged; UnsupportedModel: the
-        directory is not read as the model that was written; UsageError: something has its name
-        meanwhile; OSError: it cannot be written; nothing of it is left.
+        directory is not read as the model that was written; or OSError.
         """
         partial = self.out_dir.with_name(self.out_dir.name + PARTIAL)
         shutil.rmtree(partial, ignore_errors=True)
@@ -91,85 +134,71 @@ class CompressedConversion:
         sync_directory(self.out_dir.parent)
 
     def _write(self, folder: Path, progress: Progress | None) -> None:
-        names = [
-            "model.safetensors"
-            if len(self.shards) == 1
-            else f"model-{i + 1:05d}-of-{len(self.shards):05d}.safetensors"
-            for i in range(len(self.shards))
-        ]
+        from safetensors.torch import save
+
+        shards: list[list[str]] = [[]]
+        room = SHARD_BYTES
+        for name, fmt in self.formats.items():
+            nbytes = fmt.nbytes(self.source.shape(name))
+            if shards[-1] and nbytes > room:
+                shards.append([])
+                room = SHARD_BYTES
+            shards[-1].append(name)
+            room -= nbytes
+        where: dict[str, str] = {}
         done = 0
-        for file, shard in zip(names, self.shards, strict=True):
-            done = self._write_shard(folder / file, shard, done, progress)
-        if len(names) > 1:
-            where = {
-                key: file
-                for file, shard in zip(names, self.shards, strict=True)
-                for item in shard
-                for key in item.arrays
-            }
-            _write_json(
-                folder / _INDEX, {"metadata": {"total_size": self.nbytes}, "weight_map": where}
-            )
+        for number, names in enumerate(shards, start=1):
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            file = file if len(shards) > 1 else "model.safetensors"
+            arrays = {}
+            for name in names:
+                made = _compressed(self._tensor(name))
+                stem = name if set(made) == {"weight"} else _module(name)
+                for key, array in made.items():
+                    arrays[name if stem == name else f"{stem}.{key}"] = array
+                self.source.release()
+                done += self.formats[name].nbytes(self.source.shape(name))
+                if progress:
+                    progress(done, name)
+            write_file(folder / file, save(arrays, {"format": "pt"}))
+            where |= dict.fromkeys(arrays, file)
+        if len(shards) > 1:
+            index = {"metadata": {"total_size": self.nbytes}, "weight_map": where}
+            _write_json(folder / "model.safetensors.index.json", index)
         _write_json(folder / CONFIG, self._config())
         if self.source.generation_config:
             _write_json(folder / "generation_config.json", self.source.generation_config)
         if tokenizer := vocabulary(self.source):
             write_file(folder / "tokenizer.json", tokenizer)
-            settings = {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                **self.source.tokenizer_config,
-            }
-            _write_json(folder / "tokenizer_config.json", settings)
+            kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+            _write_json(folder / "tokenizer_config.json", kind | dict(self.source.tokenizer_config))
 
-    def _write_shard(
-        self, path: Path, shard: tuple[_Stored, ...], done: int, progress: Progress | None
-    ) -> int:
-        arrays = {key: array for item in shard for key, array in item.arrays.items()}
-        head, places = safetensors_head(arrays, {"format": "pt"})
-        with PlaneWriter({path.name: path}) as output:
-            output.put(Region(path.name, 0, len(head)), np.frombuffer(head, np.uint8))
-            for item in shard:
-                for key, array in zip(item.arrays, self._made(item), strict=True):
-                    place = places[key]
-                    output.put(Region(path.name, place.offset, place.nbytes), array)
-                self.source.release()
-                done += item.nbytes
-                if progress:
-                    progress(done, item.name)
-            output.sync()
-            output.publish()
-        return done
-
-    def _made(self, item: _Stored) -> list[np.ndarray]:
-        tensor = self.source.tensor(item.name, verify=True)
-        if tensor.format.name != item.format.name:
-            tensor = encode(tensor.decode(), item.format)
-        if item.scheme is None:
-            return [tensor.planes["data"]]
-        return item.scheme.make(tensor)
+    def _tensor(self, name: str) -> QuantTensor:
+        tensor, fmt = self.source.tensor(name, verify=True), self.formats[name]
+        return tensor if tensor.format.name == fmt.name else encode(tensor.decode(), fmt)
 
     def _config(self) -> dict[str, Any]:
         config = {k: v for k, v in self.source.config.items() if k != "quantization_config"}
         config.setdefault("model_type", model_spec(self.source).family)
-        stored = [item for shard in self.shards for item in shard]
-        quantised = [item for item in stored if item.scheme is not None]
-        if not quantised:
+        linears: dict[str, list[str]] = {}
+        for name, fmt in self.formats.items():
+            if not isinstance(fmt, Float):
+                linears.setdefault(fmt.name, []).append(name)
+        if not linears:
             return config
-        plain = [i.name for i in stored if i.scheme is None and len(self.source.shape(i.name)) == 2]
-        ignore = [_module(name) for name in plain if name != EMBED]
+        plain = [n for n, fmt in self.formats.items() if isinstance(fmt, Float)]
+        ignore = [_module(n) for n in plain if len(self.source.shape(n)) == 2 and n != EMBED]
         if HEAD not in self.source.tensors:
             ignore.append(_module(HEAD))  # tied: a module that shares the embedding
-        formats = {item.format.name: item for item in quantised}
         groups = {}
-        for number, (name, item) in enumerate(formats.items()):
-            assert item.scheme is not None, "only quantised linears are here"
-            mine = [_module(other.name) for other in quantised if other.format.name == name]
+        for number, names in enumerate(linears.values()):
+            form, args = scheme_of(self.formats[names[0]])
             groups[f"group_{number}"] = {
-                "targets": ["Linear"] if len(formats) == 1 else mine,
-                "weights": dict(item.scheme.weights),
+                "targets": ["Linear"] if len(linears) == 1 else [_module(name) for name in names],
+                "weights": args,
                 "input_activations": None,
                 "output_activations": None,
-                "format": item.scheme.form,
+                "format": form,
             }
         forms = {group["format"] for group in groups.values()}
         settings = {
@@ -186,11 +215,13 @@ class CompressedConversion:
         """Read the directory, and compare every tensor with the one that it was made of."""
         written = open_hf(folder)
         model_spec(written)
-        for item in (item for shard in self.shards for item in shard):
-            own, found = self.source.tensor(item.name), written.tensor(item.name)
-            made = own if own.format.name == item.format.name else None
-            if not _same(made or encode(own.decode(), item.format), found):
-                raise UnsupportedModel(f"{item.name} comes back with other numbers")
+        for name in self.formats:
+            own, found = self._tensor(name), written.tensor(name)
+            same = (own.format.name, own.shape) == (found.format.name, found.shape)
+            if not same or any(
+                not np.array_equal(plane, found.planes[key]) for key, plane in own.planes.items()
+            ):
+                raise UnsupportedModel(f"{name} comes back with other numbers")
             self.source.release()
             written.release()
 
@@ -198,69 +229,52 @@ class CompressedConversion:
 def plan_compressed(
     source: Checkpoint, out_dir: Path, others: str | None = None
 ) -> CompressedConversion:
-    """Check what can be checked before writing.
+    """Check what can be checked before writing into a directory that is not there, or empty.
 
     `others`: float type of the matrices that compressed-tensors cannot hold; None refuses them.
     Raises UnsupportedModel: the family's files have other tensors than Clocher; FormatError: a
-    matrix cannot be held; UsageError: the directory is not empty; OSError: the disk is too small.
+    matrix cannot be held; UsageError: the directory is not empty, or the package is missing; or
+    OSError.
     """
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise UsageError(f"{out_dir}: is not empty; choose another directory")
+    try:
+        import compressed_tensors  # noqa: F401
+    except ImportError:
+        raise UsageError(
+            "--to compressed-tensors needs the package compressed-tensors, which is not installed; "
+            "pip install '.[compressed]' in a clone of Clocher"
+        ) from None
     spec = model_spec(source)
     if family_of(source.config).tensors or any(len(t.shape) > 2 for t in source.tensors.values()):
         raise UnsupportedModel(
             f"a {spec.family} model as compressed-tensors: its files have other tensors than "
             "Clocher, or experts in a stack, which this writer does not take apart"
         )
-    stored, floats = [], []
-    for name in sorted(source.names, key=natural):
-        item = _planned(source, name, others)
-        stored.append(item)
-        if item.format.name != source.tensors[name].format.name:
-            floats.append(name)
-    shards: list[list[_Stored]] = [[]]
-    room = SHARD_BYTES
-    for item in stored:
-        if shards[-1] and item.nbytes > room:
-            shards.append([])
-            room = SHARD_BYTES
-        shards[-1].append(item)
-        room -= item.nbytes
-    nbytes = sum(item.nbytes for item in stored) + _HEADER
-    free = check_free(out_dir, nbytes)
-    return CompressedConversion(source, out_dir, tuple(map(tuple, shards)), tuple(floats), free)
+    formats = {name: _format(source, name, others) for name in sorted(source.names, key=natural)}
+    nbytes = sum(fmt.nbytes(source.shape(name)) for name, fmt in formats.items())
+    return CompressedConversion(source, out_dir, formats, nbytes, check_free(out_dir, nbytes))
 
 
-def _planned(source: Checkpoint, name: str, others: str | None) -> _Stored:
-    tensor = source.tensors[name]
-    fmt, shape = tensor.format, tensor.shape
+def _format(source: Checkpoint, name: str, others: str | None) -> Format:
+    fmt = source.tensors[name].format
+    if isinstance(fmt, Float):
+        return fmt
     try:
-        if not isinstance(fmt, Float) and name == EMBED:
+        if name == EMBED:
             raise FormatError(f"{fmt.name}: compressed-tensors has no quantised embedding")
-        scheme = scheme_of(fmt)
+        scheme_of(fmt)
     except FormatError as error:
         if others is None:
             raise FormatError(
                 f"tensor {name!r}: {error}; --others bf16 (or f16, f32) makes such matrices floats"
             ) from None
-        fmt = Float(others)
-        scheme = scheme_of(fmt)
-    if isinstance(fmt, Float):
-        return _Stored(name, fmt, None, {name: (NAMES[fmt.dtype], shape)})
-    stem = _module(name)
-    arrays = {f"{stem}.{key}": array for key, array in scheme.arrays(shape).items()}
-    return _Stored(name, fmt, scheme, arrays)
+        return Float(others)
+    return fmt
 
 
 def _module(name: str) -> str:
     return name.removesuffix(".weight")
-
-
-def _same(one: QuantTensor, other: QuantTensor) -> bool:
-    """Return whether two tensors have the same bytes; a float one may have come back as it was."""
-    if one.format.name != other.format.name or one.shape != other.shape:
-        return False
-    return all(np.array_equal(plane, other.planes[key]) for key, plane in one.planes.items())
 
 
 def _write_json(path: Path, document: Mapping[str, Any]) -> None:

@@ -19,8 +19,8 @@ from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import Format
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.checkpoints.hf.checkpoint import CONFIG, find_hf, open_hf
-from clocher_runtime.checkpoints.hf.foreign import no_directory
+from clocher_runtime.checkpoints.hf.checkpoint import find_hf, open_hf
+from clocher_runtime.checkpoints.hf.foreign import CONFIG, no_directory
 from clocher_runtime.checkpoints.hf.torch_bin import only_pickled, open_torch_bin
 from clocher_runtime.checkpoints.iebin import (
     BIN_NAME,
@@ -74,10 +74,9 @@ class Conversion:
     def run(self, progress: Progress | None = None) -> int:
         """Write the output, or the rest of it if an earlier run of the same job was killed.
 
-        Returns how many tensors an earlier run had finished. Raises ModelChanged: the input changed
-        meanwhile; FormatError: a tensor holds a code that its format forbids, or cannot be
-        quantised; UsageError: another conversion is writing to the same directory; OSError: the
-        output cannot be written; nothing of it is left.
+        Returns how many tensors an earlier run had finished. Raises FormatError: a tensor holds a
+        code that its format forbids, or cannot be quantised; UsageError: another conversion is
+        writing to the same directory; or ModelChanged, OSError.
         """
         self.out_dir.mkdir(parents=True, exist_ok=True)
         vocab = vocabulary(self.source)
@@ -138,10 +137,7 @@ def job_name(source: Checkpoint, *options: object) -> str:
 def finish(
     writer: IebinWriter, source: Checkpoint, vocab: bytes | None, **provenance: object
 ) -> None:
-    """Commit what was made of a checkpoint, with its settings.
-
-    Raises ModelChanged: it changed meanwhile; OSError: the output cannot be written.
-    """
+    """Commit what was made of a checkpoint, with its settings. Raises ModelChanged, OSError."""
     source.check_unchanged()
     container = _CONTAINERS.get(source.kind, source.kind)
     files = [{"file": f.path.name, "nbytes": f.nbytes} for f in source.files]
@@ -187,9 +183,8 @@ def plan_conversion(
 ) -> Conversion:
     """Open the input and check everything that can be checked before writing.
 
-    `hf_dir`: the input, as `opener` takes it; `q4_map`: path of a quantisation manifest; `opener`:
-    opens the input. Raises ModelError: the input is missing, damaged or unknown; UsageError: the
-    output directory or the manifest cannot be used; OSError: the disk is too small.
+    Raises ModelError: the input is missing, damaged or unknown; UsageError: the output directory or
+    the manifest cannot be used; or OSError.
     """
     refuse_hf_folder(out_dir)
     rules = _load_map(q4_map) if q4_map else None
@@ -242,8 +237,8 @@ def write_tensor_map(model_dir: Path) -> int:
     It says nothing that model.ie.json does not say, and Clocher never reads it. It carries the
     checksum of the model.ie.json that it was made from, so that a stale map can be told.
 
-    Returns the number of tensors in it. Raises ModelError: model.ie.json is missing or damaged;
-    OSError: the map cannot be written.
+    Returns the number of tensors in it. Raises ModelError: model.ie.json is missing or damaged; or
+    OSError.
     """
     document = read_index(model_dir / JSON_NAME).document
     head = {

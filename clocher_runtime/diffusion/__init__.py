@@ -1,1 +1,1 @@
-"""Block diffusion: which masked tokens of a block a pass commits."""
+"""Block diffusion: which masked tokens of a block a forward commits."""

@@ -40,8 +40,7 @@ USUAL = {name: ",".join(f"{number:g}" for number in takes.usual) for name, takes
 def parse(text: str) -> tuple[str, tuple[float, ...]]:
     """Return name and numbers of a text such as "threshold:0.9"; "threshold" has its usual ones.
 
-    Raises:
-        UsageError: there is no such rule, or its numbers are not in range.
+    Raises UsageError.
     """
     name, colon, rest = text.partition(":")
     takes = _RULES.get(name)

@@ -1,11 +1,11 @@
 """The block of a text that is being denoised."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from clocher_runtime.diffusion.rules import MOST_EDITS, Rule, View, heat, is_calm
+from clocher_runtime.diffusion.rules import MOST_EDITS, Rule, View, is_calm, temperature_of
+from clocher_runtime.models.spec import BlockDiffusion
 
 Array = np.ndarray
 
@@ -13,95 +13,77 @@ Draw = Callable[[Array, int], int]
 """Returns the token drawn from logits [V] fp32, in which the mask is -inf, for a position."""
 
 
-@dataclass(slots=True)
 class Canvas:
-    """The active block of one text: what is known of it, and masks.
+    """The active block of one sequence: what is known of it, and masks.
 
     Blocks begin at multiples of their size. The first ids of the first block are the end of the
     prompt, which no rule changes.
 
     Attributes:
-        size: positions of a block.
-        mask: id of the mask.
-        rule: chooses what a pass writes.
-        whole_blocks: tokens of finished blocks see their whole block.
-        shift: logits of a position are of the next one.
-        part: positions that are denoised together.
-        vocabulary: ids of the model.
-        seed: of noise.
-        ids: of the active block; none: the next pass begins a block.
+        ids: of the active block; none: the next forward begins a block.
         painted: what the model sees of it, under a rule that shows it noise.
         fixed: how many ids are the prompt's, or were given away.
-        begun: blocks that were begun.
-        passes: over the active block.
-        edited: passes since the block has had no mask.
-        settled: whether the last pass changed nothing, or was the last that may.
-        likeliest: what ranked first in the pass before, under a rule that shows noise.
+        forwards: forwards over the active block; `edited` of these since it has had no mask.
+        settled: whether the last one changed nothing, or was the last that may.
+        top: top-1 tokens of the forward before, under a rule that shows noise.
         logits: [V] fp32 of each position of the block when its token was written, where wanted.
     """
 
-    size: int
-    mask: int
-    rule: Rule
-    whole_blocks: bool
-    shift: bool
-    part: int
-    vocabulary: int
-    seed: int
-    ids: list[int] = field(default_factory=list)
-    painted: list[int] = field(default_factory=list)
-    fixed: int = 0
-    begun: int = 0
-    passes: int = 0
-    edited: int = 0
-    settled: bool = False
-    likeliest: Array | None = None
-    logits: dict[int, Array] = field(default_factory=dict)
+    def __init__(self, blocks: BlockDiffusion, rule: Rule, vocabulary: int, seed: int) -> None:
+        self.size, self.rule = blocks.block, rule
+        self._blocks, self._vocabulary, self._seed = blocks, vocabulary, seed
+        self.ids: list[int] = []
+        self.painted: list[int] = []
+        self.fixed = self.begun = self.forwards = self.edited = 0
+        self.settled = False
+        self.top: Array | None = None
+        self.logits: dict[int, Array] = {}
+
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether tokens of finished blocks see their whole block."""
+        return self._blocks.context == "block"
 
     def begin(self, known: Sequence[int]) -> None:
-        """Begin a block with the ids that are known of it, if none is active.
-
-        Args:
-            known: ids of the text from the block's first position on.
-        """
+        """Begin a block with the ids that are known of it, if none is active."""
         if not self.ids:
-            self.ids = [*known, *[self.mask] * (self.size - len(known))]
+            self.ids = [*known, *[self._blocks.mask] * (self.size - len(known))]
             self.fixed = len(known)
             self.begun += 1
-            self.passes = self.edited = 0
-            self.likeliest = None
-            if self.rule.passes:
+            self.forwards = self.edited = 0
+            self.top = None
+            if self.rule.forwards:
                 self.painted = np.where(self._own(), self._noise(), self.ids).tolist()
 
     @property
     def waits(self) -> bool:
-        """Whether the next pass makes the block's first token, from the last one before it."""
-        return self.shift and not self.fixed and self.ids[0] == self.mask
+        """Whether the next forward makes the block's first token, from the last one before it."""
+        return self._blocks.shift and not self.fixed and self.ids[0] == self._blocks.mask
 
     @property
     def shown(self) -> list[int]:
-        """Ids that the next pass sees; none if it makes the first token."""
+        """Ids that the next forward sees; none if it makes the first token."""
         return [] if self.waits else self.painted or self.ids
 
     def see(self, logits: Array, draw: Draw | None = None, keep: bool = False) -> None:
-        """Write what the rule takes of a pass.
+        """Write what the rule takes of a forward.
 
         Args:
             logits: [B, V] fp32, of what was shown; of the last token before it, if none was.
-            draw: see there; None: the likeliest tokens.
+            draw: see there; None: the top-1 tokens.
             keep: whether logits are wanted of what is written.
         """
-        waits, warm = self.waits, 1.0
+        waits, temperature = self.waits, 1.0
         asked = np.arange(self.size) == 0 if waits else self._asked()
-        if self.rule.passes and not waits:
-            warm = heat(self.passes, self.rule.passes)
+        if self.rule.forwards and not waits:
+            temperature = temperature_of(self.forwards, self.rule.forwards)
         places = np.flatnonzero(asked)
-        rows = places - (self.shift and not waits)  # whose logits are of these positions
-        heated = logits[rows] / np.float32(warm)
-        heated[:, self.mask] = -np.inf
+        rows = places - (self._blocks.shift and not waits)  # whose logits are of these positions
+        heated = logits[rows] / np.float32(temperature)
+        heated[:, self._blocks.mask] = -np.inf
         chances, entropies = distribution(heated)
-        likeliest, chosen = np.array(self.ids), np.array(self.ids)
-        likeliest[asked] = chosen[asked] = heated.argmax(axis=1)
+        top, chosen = np.array(self.ids), np.array(self.ids)
+        top[asked] = chosen[asked] = heated.argmax(axis=1)
         if draw is not None:
             chosen[asked] = [draw(row, int(at)) for at, row in zip(places, heated, strict=True)]
         chance, entropy = np.zeros(self.size), np.zeros(self.size)
@@ -113,9 +95,9 @@ class Canvas:
             if self.painted:
                 self.painted[0] = self.ids[0]
         else:
-            self.passes += 1
-            if self.rule.passes:
-                wrote = self._paint(likeliest, chosen, chance, entropy)
+            self.forwards += 1
+            if self.rule.forwards:
+                wrote = self._paint(top, chosen, chance, entropy)
             else:
                 wrote = self._write(chosen, chance, entropy)
         for at, row in zip(places, rows, strict=True) if keep else ():
@@ -123,12 +105,12 @@ class Canvas:
                 self.logits[int(at)] = logits[row].copy()
 
     def _asked(self) -> Array:
-        """Return the positions whose tokens a rule may write after this pass, [B] bool."""
+        """Return the positions whose tokens a rule may write after this forward, [B] bool."""
         own = self._own()
-        is_open = own & (np.array(self.ids) == self.mask)
-        if self.rule.passes or not is_open.any():
+        is_open = own & (np.array(self.ids) == self._blocks.mask)
+        if self.rule.forwards or not is_open.any():
             return own
-        part = np.arange(self.size) // self.part
+        part = np.arange(self.size) // self._blocks.part
         now = is_open & (part == part[is_open.argmax()])
         asked: Array = now | (own & ~is_open) if self.rule.edits else now
         return asked
@@ -136,7 +118,7 @@ class Canvas:
     def _write(self, chosen: Array, chance: Array, entropy: Array) -> Array:
         """Write over masks, and over tokens of a rule that edits; return where, [B] bool."""
         ids, own = np.array(self.ids), self._own()
-        is_open = own & (ids == self.mask)
+        is_open = own & (ids == self._blocks.mask)
         changes = own & ~is_open & (ids != chosen)
         self.edited += not is_open.any()
         now = is_open & self._asked()
@@ -145,12 +127,12 @@ class Canvas:
         self.settled = not wrote.any() or self.edited >= MOST_EDITS
         return wrote
 
-    def _paint(self, likeliest: Array, chosen: Array, chance: Array, entropy: Array) -> Array:
-        """Paint what the next pass sees, or write the whole block; return where, [B] bool."""
+    def _paint(self, top: Array, chosen: Array, chance: Array, entropy: Array) -> Array:
+        """Paint what the next forward sees, or write the whole block; return where, [B] bool."""
         own = self._own()
-        before, self.likeliest = self.likeliest, likeliest[own]
-        if self.passes == self.rule.passes or is_calm(self.likeliest, before, entropy[own]):
-            self.ids = np.where(own, likeliest, self.ids).tolist()
+        before, self.top = self.top, top[own]
+        if self.forwards == self.rule.forwards or is_calm(self.top, before, entropy[own]):
+            self.ids = np.where(own, top, self.ids).tolist()
             self.painted = []
             return own
         none = np.zeros_like(own)
@@ -162,20 +144,17 @@ class Canvas:
 
     def _own(self) -> Array:
         """Return which positions a rule may write, [B] bool."""
-        return np.arange(self.size) >= max(self.fixed, self.shift)
+        return np.arange(self.size) >= max(self.fixed, self._blocks.shift)
 
     def _noise(self) -> Array:
-        """Return random ids but the mask, [B]; the same ones for a seed, a block and a pass."""
-        rng = np.random.default_rng([self.seed, self.begun, self.passes])
-        ids = rng.integers(0, self.vocabulary - 1, self.size)
-        return ids + (ids >= self.mask)
+        """Return random ids but the mask, [B]; the same ones for a seed, a block and a forward."""
+        rng = np.random.default_rng([self._seed, self.begun, self.forwards])
+        ids = rng.integers(0, self._vocabulary - 1, self.size)
+        return ids + (ids >= self._blocks.mask)
 
     def sure(self) -> list[int]:
-        """Return the ids that follow the known ones and will not change any more.
-
-        They count as known from now on; when all are, the block is over.
-        """
-        open_ = (at for at in range(self.fixed, self.size) if self.ids[at] == self.mask)
+        """Return the ids that follow the known ones and will not change any more."""
+        open_ = (at for at in range(self.fixed, self.size) if self.ids[at] == self._blocks.mask)
         end = next(open_, self.size)
         if self.rule.edits and not (end == self.size and self.settled):
             return []

@@ -1,7 +1,7 @@
-"""Rules of block diffusion: which positions of a block take the token that a pass chose for them.
+"""Rules of block diffusion: which positions of a block take the token that a forward chose.
 
-A rule is a pure function of what one pass found out about a block. It never sees the mask id among
-the chosen tokens: whoever calls it leaves the mask out before it chooses.
+A rule is a pure function of what one forward found out about a block. It never sees the mask id
+among the chosen tokens: the caller leaves the mask out before it chooses.
 
 | rule | writes |
 | --- | --- |
@@ -11,7 +11,7 @@ the chosen tokens: whoever calls it leaves the mask out before it chooses.
 | `factor:F` | the n best open positions, the largest n with (n + 1)(1 - p_n) < F, at least one |
 | `entropy:E` | open positions in order of entropy while their sum without the largest is <= E |
 | `joint:T,E` | `threshold:T`, and tokens written before where another one has p > E |
-| `canvas:E,N` | everything at the end, which comes when the canvas is calm, or after N passes |
+| `canvas:E,N` | everything at the end, which comes when the canvas is calm, or after N forwards |
 
 Before its end `canvas` shows the model drawn tokens where `entropy:E` takes them, and noise
 elsewhere.
@@ -33,13 +33,13 @@ from clocher_runtime.diffusion.asked import parse
 Array = np.ndarray
 
 MOST_EDITS = 16
-"""Passes that `joint` may spend on a block without a mask."""
+"""Forwards that `joint` may spend on a block without a mask."""
 _HOTTEST, _COOLEST = 0.8, 0.4  # of a canvas
 _CALM = 0.005  # mean entropy of a canvas that has come to its end, in nats
 
 
 class View(NamedTuple):
-    """What a pass found out about a block of B positions.
+    """What a forward found out about a block of B positions.
 
     Attributes:
         is_open: [B] bool, positions that hold the mask.
@@ -96,20 +96,14 @@ def joint(view: View, least: float, least_edit: float) -> Array:
     return fresh | (view.changes & (view.chance > least_edit))
 
 
-def heat(done: int, passes: int) -> float:
-    """Return the temperature of a canvas's next pass, which cools down from the first one on."""
-    return _COOLEST + (_HOTTEST - _COOLEST) * (passes - done) / passes
+def temperature_of(done: int, forwards: int) -> float:
+    """Return the temperature of a canvas's next forward, which cools down from the first one on."""
+    return _COOLEST + (_HOTTEST - _COOLEST) * (forwards - done) / forwards
 
 
-def is_calm(likeliest: Array, before: Array | None, entropy: Array) -> bool:
-    """Return whether a canvas has come to its end.
-
-    Args:
-        likeliest: [B], the tokens that rank first.
-        before: [B], those of the pass before; None: there was none.
-        entropy: [B] f64, in nats.
-    """
-    stable = before is not None and np.array_equal(likeliest, before)
+def is_calm(top: Array, before: Array | None, entropy: Array) -> bool:
+    """Return whether a canvas has come to its end."""
+    stable = before is not None and np.array_equal(top, before)
     return stable and float(entropy.mean()) < _CALM
 
 
@@ -132,13 +126,13 @@ class Rule:
         text: as it was asked for.
         write: returns the positions to write, [B] bool.
         edits: whether it changes what it has written, so that a block is sure at its end only.
-        passes: that a canvas of noise may take; 0: blocks are of masks.
+        forwards: that a canvas of noise may take; 0: blocks are of masks.
     """
 
     text: str
     write: Callable[[View], Array]
     edits: bool = False
-    passes: int = 0
+    forwards: int = 0
 
 
 _STEPS = 4  # of `dynamic`, a usual block's
@@ -155,15 +149,11 @@ _WRITES: dict[str, Callable[..., Array]] = {
 
 
 def rule_of(text: str) -> Rule:
-    """Return the rule that a text such as "threshold:0.9" stands for.
-
-    Raises:
-        UsageError: there is no such rule, or its numbers are not in range.
-    """
+    """Return the rule that a text such as "threshold:0.9" stands for. Raises UsageError."""
     name, numbers = parse(text)
     return Rule(
         text,
         lambda view: _WRITES[name](view, *numbers),
         edits=name == "joint",
-        passes=int(numbers[1]) if name == "canvas" else 0,
+        forwards=int(numbers[1]) if name == "canvas" else 0,
     )

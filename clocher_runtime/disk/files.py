@@ -40,7 +40,7 @@ _LEAVE = "leave the files of a model alone while it is in use, and load it again
 
 @dataclass(slots=True)
 class _Mapped:
-    """What was mapped, where, and what the file's path said of it then."""
+    """What was mapped, where, and the file's state then."""
 
     path: Path
     absolute: str
@@ -95,14 +95,7 @@ def _check_unchanged(files: Iterable[_Mapped]) -> None:
 def open_regular(path: Path, follow: bool = True) -> Iterator[int]:
     """Open a regular file for reading and yield its descriptor.
 
-    Args:
-        path: the file.
-        follow: whether it may be a symbolic link.
-
-    Raises:
-        ModelNotFound: there is no such file.
-        ModelError: it cannot be read, or it is a directory, a pipe or a device.
-        WindowError: a timed window is open.
+    `follow`: whether it may be a symbolic link. Raises ModelNotFound, ModelError, WindowError.
     """
     refuse_in_window("read a model file")
     try:
@@ -122,13 +115,7 @@ def open_regular(path: Path, follow: bool = True) -> Iterator[int]:
 
 
 def read_bytes(path: Path, limit: int, follow: bool = True) -> bytes:
-    """Return the content of a file of at most `limit` bytes; `follow` is as in `open_regular`.
-
-    Raises:
-        ModelError: as `open_regular`.
-        ModelNotFound: it is a git-lfs pointer.
-        FormatError: the file is larger.
-    """
+    """Return the content of a file of at most `limit` bytes; `follow` is as in `open_regular`."""
     with open_regular(path, follow) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > limit:
@@ -150,22 +137,14 @@ def _refuse_pointer(head: bytes, path: Path) -> None:
 class MappedFile:
     """A file mapped read-only. The mapping lives as long as a view of it does.
 
-    Attributes:
-        path: the file.
-        nbytes: its size when it was mapped.
+    `path`: the file; `nbytes`: its size when it was mapped.
     """
 
     def __init__(self, path: Path, nbytes: int | None = None) -> None:
         """Map a file.
 
-        Args:
-            path: the file.
-            nbytes: the size that it must have, where that is known.
-
-        Raises:
-            ModelError: as `open_regular`.
-            ModelNotFound: it is a git-lfs pointer.
-            FormatError: the file is empty or of another size.
+        `nbytes`: the size that it must have, where that is known. Raises ModelError, ModelNotFound,
+        FormatError.
         """
         with open_regular(path) as descriptor:
             found = os.fstat(descriptor)
@@ -213,8 +192,7 @@ class MappedFile:
         remembered, its sampled pages are compared: 1 MiB and both ends of the file. A write between
         them is not noticed then.
 
-        Raises:
-            ModelChanged: it was replaced, deleted or written to.
+        Raises ModelChanged.
         """
         if self._digest and self._mapped.change() == _WRITTEN and self._sample() == self._digest:
             self._mapped.mtime_ns = os.stat(self._mapped.absolute).st_mtime_ns
@@ -294,9 +272,8 @@ def ending_on_lost_pages(report: Callable[[str], None]) -> Iterator[None]:
 
     Only on Linux. A SIGBUS that has to do with no model file goes its way as before.
 
-    Args:
-        report: called with the message, once, in the thread that read the page. Python code can run
-            there: such a read comes from compiled code, never from the interpreter's own.
+    `report`: called with the message, once, in the thread that read the page. Python code can run
+    there: such a read comes from compiled code, never from the interpreter's own.
     """
     if not sys.platform.startswith("linux"):
         yield

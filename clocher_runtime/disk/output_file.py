@@ -1,7 +1,7 @@
 """Writing files: hashed on the way, locked, resumable, line by line, whole or not there.
 
 What a killed writer leaves is a partial file and beside it a journal of what is finished in it.
-Nobody reads them but the next writer, which checks every byte that it keeps against its hash.
+Only the next writer reads them, which checks every byte that it keeps against its hash.
 """
 
 import errno
@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 import numpy as np
@@ -39,18 +38,11 @@ class OutputFile:
     Hashing and the disk work beside the caller: `write` returns when the kernel has the bytes and
     the hash of what was written.
 
-    Attributes:
-        path: where it lies.
-        nbytes: bytes written so far.
+    `path`: where it lies; `nbytes`: bytes written so far.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open a file, or make it; what it holds stays until the first `write` or `sync`.
-
-        Raises:
-            UsageError: another process is writing it.
-            OSError: it cannot be written.
-        """
+        """Open a file, or make it; what it holds stays until the first `write` or `sync`."""
         self.path = path
         self.nbytes = 0
         self._descriptor = open_locked(path)
@@ -74,11 +66,8 @@ class OutputFile:
     def keep(self, ranges: Sequence[tuple[int, int, str]]) -> bool:
         """Go over the next planes if the file already holds them, with zeros between them.
 
-        Args:
-            ranges: offset, size and SHA-256 of each.
-
-        Returns:
-            Whether all of them are there. If not, none is kept.
+        `ranges`: offset, size and SHA-256 of each. Returns whether all of them are there. If not,
+        none is kept.
         """
         self._before = (self.nbytes, self._hash.copy())
         for offset, nbytes, expected in ranges:
@@ -152,12 +141,11 @@ class OutputFile:
 class Journal:
     """What is finished in a partial file: a JSON object a line, the first one names the job.
 
-    A line is written after the bytes that it speaks of. It is not flushed to the disk: whoever
+    A line is written after the bytes that it describes. It is not flushed to the disk: whoever
     reads it checks the bytes.
 
-    Attributes:
-        entries: what was read.
-        kept: how many of them, the first ones, are still true; `add` drops the others.
+    `entries`: what was read; `kept`: how many of them, the first ones, are still true; `add` drops
+    the others.
     """
 
     def __init__(self, path: Path, job: str) -> None:
@@ -169,11 +157,7 @@ class Journal:
         self._descriptor: int | None = None
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Append an entry, the first time to a new journal with what is kept of the old one.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Append an entry, the first time to a new journal with what is kept of the old one."""
         new = [entry]
         if self._descriptor is None:
             self._descriptor = open_new(self.path)
@@ -208,23 +192,11 @@ class Journal:
 
 
 class JsonlWriter:
-    """A JSONL file that grows under the name FILE.partial and becomes FILE when all is done.
+    """A JSONL file that grows under the name FILE.partial, locked, and becomes FILE at the end.
 
-    FILE.partial is locked until then: of two runs that name the same file, the second is refused.
+    A context manager: after an exception FILE is what it was, and the lines stay in FILE.partial.
 
-    Use it as a context manager. If an exception leaves it, FILE is what it was before, and the
-    lines written so far stay in FILE.partial.
-
-    Args:
-        path: the file; one of that name is replaced.
-        source: flag that named it, for messages.
-
-    Attributes:
-        lines: written so far.
-
-    Raises:
-        UsageError: it cannot be written, is something else than a file, or another run, or another
-            flag of this one, is writing it.
+    `lines`: written so far; `source`: flag that named it, for messages. Raises UsageError.
     """
 
     def __init__(self, path: Path, source: str) -> None:
@@ -250,14 +222,9 @@ class JsonlWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            with self._file:  # the lock goes last: nobody else may have the name before
+            with self._file:  # the lock is released last, after the rename
                 self._file.flush()
                 os.fsync(self._file.fileno())
                 if error is None:
@@ -270,11 +237,7 @@ class JsonlWriter:
                 raise self._refused(failure) from None
 
     def write(self, document: Mapping[str, Any]) -> None:
-        """Append a line.
-
-        Raises:
-            UsageError: the disk is full, or the like.
-        """
+        """Append a line; raises UsageError."""
         try:
             self._file.write(f"{json.dumps(document, allow_nan=False)}\n")
         except OSError as error:
@@ -289,13 +252,8 @@ class JsonlWriter:
 
 
 def open_locked(path: Path) -> int:
-    """Open a file for reading and writing, made if need be, locked until it is closed.
-
-    Raises:
-        UsageError: another process has it.
-        OSError: it cannot be opened.
-    """
-    # Without O_NONBLOCK a pipe that somebody put there could hang this.
+    """Open a file for reading and writing, made if need be, locked until it is closed."""
+    # Without O_NONBLOCK a pipe of this name could hang this.
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o666)
     try:
@@ -319,22 +277,14 @@ def open_locked(path: Path) -> int:
 def open_new(path: Path) -> int:
     """Make a new file for writing, instead of whatever has its name.
 
-    Nothing that somebody put there is followed or waited for: links, pipes, other people's files.
-
-    Raises:
-        OSError: it cannot be made.
+    Nothing of that name is followed or waited for: links, pipes, other users' files.
     """
     path.unlink(missing_ok=True)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
 def write_all(descriptor: int, data: memoryview, path: Path) -> None:
-    """Write everything; an OSError names the path.
-
-    Raises:
-        ModelChanged: the data are pages of a model file that are gone.
-        OSError: they cannot be written.
-    """
+    """Write everything; an OSError names the path; raises ModelChanged, OSError."""
     try:
         while data:
             data = data[os.write(descriptor, data) :]
@@ -346,11 +296,7 @@ def write_all(descriptor: int, data: memoryview, path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file that takes a path's place when all went well, so nobody sees half of it.
-
-    Raises:
-        OSError: it cannot be written; nothing of it is left.
-    """
+    """Yield a new file that takes a path's place when all went well: no reader sees half of it."""
     partial = path.with_name(path.name + PARTIAL)
     with os.fdopen(open_new(partial), "wb") as file:
         try:
@@ -373,13 +319,7 @@ def write_file(path: Path, data: bytes) -> None:
 def check_free(path: Path, nbytes: int, reclaimed: int = 0) -> int:
     """Return the bytes that the disk of a file, whose folder need not exist yet, has left.
 
-    Args:
-        path: the file.
-        nbytes: bytes that will be written.
-        reclaimed: bytes on the disk that they will replace.
-
-    Raises:
-        OSError: they are fewer than needed.
+    `reclaimed`: bytes on the disk that they will replace. Raises OSError.
     """
     existing = next(place for place in Path(os.path.abspath(path)).parents if place.is_dir())
     free = shutil.disk_usage(existing).free + reclaimed

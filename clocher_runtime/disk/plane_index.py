@@ -50,13 +50,8 @@ def aligned(end: int, alignment: int = ALIGNMENT) -> int:
 def place(fmt: Format, shape: Shape, ends: Mapping[str, int]) -> dict[str, Region]:
     """Return where the planes of the next tensor go.
 
-    Args:
-        fmt: its format.
-        shape: its logical shape.
-        ends: where each file ends now. If there are several, each is named as the plane it holds.
-
-    Raises:
-        FormatError: the format cannot hold this shape, or would hold a huge one in a small file.
+    `ends`: where each file ends now. If there are several, each is named as the plane it holds.
+    Raises FormatError.
     """
     try:
         planes = fmt.planes(shape)
@@ -89,14 +84,9 @@ def _check_density(fmt: Bsr, shape: Shape) -> None:
 class Entry:
     """A tensor as a document lists it. A kind of document is a subclass: its files and fields.
 
-    Attributes:
-        name: of the tensor.
-        shape: logical shape.
-        format: its format.
-        regions: where each of its planes lies.
-        hashes: SHA-256 of each plane.
-        source_sha256: SHA-256 of the stored bytes that it was made from; "" if the document does
-            not say.
+    `name`: of the tensor; `shape`: logical shape; `format`: its format; `regions`: where each of
+    its planes lies; `hashes`: SHA-256 of each plane; `source_sha256`: SHA-256 of the stored bytes
+    that it was made from; "" if the document does not say.
     """
 
     FILES: ClassVar[tuple[str, ...]] = ("bin",)
@@ -116,11 +106,7 @@ class Entry:
 
     @classmethod
     def parse_format(cls, name: str, shape: Shape, planes: Mapping[str, Any]) -> Format:
-        """Return the format of a listed tensor.
-
-        Raises:
-            FormatError: a document of this kind has no such tensors.
-        """
+        """Return the format of a listed tensor; raises FormatError."""
         fmt = parse_format(name)
         return _counted(fmt, planes) if isinstance(fmt, Bsr) else fmt
 
@@ -159,11 +145,7 @@ class Entry:
 
     @classmethod
     def read(cls, values: Sequence[object], where: str) -> tuple[Self, ...]:
-        """Return what a document lists, checked: names, shapes, and places that follow from them.
-
-        Raises:
-            FormatError: something is not as the specification of the document says.
-        """
+        """Return what a document lists: names, shapes, and the places that follow, all checked."""
         found: dict[str, Self] = {}
         ends = dict.fromkeys(cls.FILES, 0)
         for index, value in enumerate(values):
@@ -226,11 +208,7 @@ class FileFacts:
 
     @classmethod
     def read(cls, value: object, where: str, file: str = "") -> Self:
-        """Return what a document says of a file, which it names if it has a name to name.
-
-        Raises:
-            FormatError: it is not such an object, or of another file.
-        """
+        """Return what a document says of a file, which it names if it has a name to name."""
         named = {"file": str} if file else {}
         found = fields(value, where, named | {"nbytes": int, "sha256": str})
         if found.get("file", "") != file:
@@ -252,14 +230,8 @@ def check_hashes(
 ) -> None:
     """Compare planes with their hashes.
 
-    Args:
-        planes: arrays by name.
-        hashes: SHA-256 of those that have one.
-        where: file and tensor, for messages.
-        again: what to do about a damaged file.
-
-    Raises:
-        FormatError: they differ.
+    `hashes`: SHA-256 of those that have one; `again`: what to do about a damaged file. Raises
+    FormatError.
     """
     for key, expected in hashes.items():
         if sha256_of(planes[key]) != expected:
@@ -270,11 +242,7 @@ def check_hashes(
 
 
 def check_padding(regions: Iterable[Region], files: Mapping[str, MappedFile]) -> None:
-    """Check that what lies before each region, which come in the order of the files, is zero.
-
-    Raises:
-        FormatError: it is not.
-    """
+    """Check that what lies before each region, which come in the order of the files, is zero."""
     ends = dict.fromkeys(files, 0)
     for region in regions:
         file = files[region.file]
@@ -289,10 +257,7 @@ def check_padding(regions: Iterable[Region], files: Mapping[str, MappedFile]) ->
 def lines(head: Mapping[str, Any], key: str, items: Iterable[object]) -> str:
     """Return the text of an object that is not closed yet: a line per field and one per item.
 
-    Args:
-        head: the first fields.
-        key: name of the last field, a list.
-        items: of the list.
+    `key`: name of the last field, a list.
     """
     first = "".join(f'"{name}": {dump(value)},\n' for name, value in head.items())
     return f'{{\n{first}"{key}": [\n' + ",\n".join(map(dump, items)) + "\n],\n"
@@ -309,11 +274,7 @@ def seal(body: bytes) -> bytes:
 
 
 def unsealed(data: bytes, where: str) -> str:
-    """Return the SHA-256 that a text ends with, which is that of all bytes before it.
-
-    Raises:
-        FormatError: the closing field is not there, or not the SHA-256 of what precedes it.
-    """
+    """Return the SHA-256 that a text ends with, which is that of all bytes before it."""
     tail = _SEAL.fullmatch(data[-_SEAL_BYTES:])
     found = hashlib.sha256(data[:-_SEAL_BYTES]).hexdigest()
     if tail is None or tail[1].decode() != found:
@@ -333,16 +294,8 @@ def read_sealed(
 ) -> dict[str, Any]:
     """Return a sealed document, with its fields of the declared types.
 
-    Args:
-        data: the text.
-        where: the file, for messages.
-        kind: its format, its version, and what to do about another version.
-        required: as in `fields`.
-        optional: as in `fields`.
-
-    Raises:
-        FormatError: it is no such document, or damaged.
-        UnsupportedModel: it is of another version.
+    `kind`: its format, its version, and what to do about another version. Raises FormatError,
+    UnsupportedModel.
     """
     document = parse_object(data, where)
     fmt, version, again = kind

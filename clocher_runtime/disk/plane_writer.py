@@ -7,7 +7,6 @@ nothing, or what is new.
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -27,9 +26,8 @@ class PlaneWriter:
     Leaving before that undoes it. With a job, a killed (or interrupted) writer's work is kept
     for the next writer of the same job, which takes it over with `resume`.
 
-    Attributes:
-        files: the files by name, under their temporary names.
-        entries: the tensors that were added or kept.
+    `files`: the files by name, under their temporary names; `entries`: the tensors that were added
+    or kept.
     """
 
     def __init__(
@@ -42,17 +40,10 @@ class PlaneWriter:
     ) -> None:
         """Open the files, over what a killed writer left there.
 
-        Args:
-            paths: what each file will be called.
-            job: names the input and the options; the same job always gives the same bytes.
-            kind: how the document lists tensors.
-            in_place: the files have these names already and lose nothing if this fails: what was
-                added last is cut off by the next writer.
-            progress: called after each tensor that is added or kept.
-
-        Raises:
-            UsageError: another writer is at work there.
-            OSError: a file cannot be written.
+        `paths`: what each file will be called; `job`: names the input and the options; the same job
+        always gives the same bytes; `in_place`: the files have these names already and lose nothing
+        if this fails: what was added last is cut off by the next writer; `progress`: called after
+        each tensor that is added or kept. Raises UsageError, OSError.
         """
         self.files: dict[str, OutputFile] = {}
         self.entries: list[Entry] = []
@@ -71,12 +62,7 @@ class PlaneWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._temporary and not (isinstance(error, KeyboardInterrupt) and self._resumable):
             self._journal.remove()
             for file in self.files.values():
@@ -96,11 +82,7 @@ class PlaneWriter:
     def resume(self, tensors: Mapping[str, tuple[Format, Shape]]) -> list[str]:
         """Take over what a killed writer of the same job finished, as far as its hashes hold.
 
-        Args:
-            tensors: format and shape of the tensors that will be added, in order.
-
-        Returns:
-            The names of the first tensors, which need not be added.
+        Returns the names of the first tensors, which need not be added.
         """
         for found, (name, (fmt, shape)) in zip(
             self._journal.entries, tensors.items(), strict=False
@@ -126,12 +108,7 @@ class PlaneWriter:
         return True
 
     def add(self, name: str, tensor: QuantTensor, source_sha256: str = "") -> None:
-        """Append a tensor.
-
-        Raises:
-            FormatError: the files cannot hold it.
-            OSError: they cannot be written.
-        """
+        """Append a tensor; raises FormatError, OSError."""
         regions = place(tensor.format, tensor.shape, self._ends)
         hashes = {key: self.put(region, tensor.planes[key]) for key, region in regions.items()}
         args = (name, tensor.shape, tensor.format, regions, hashes, source_sha256)
@@ -153,8 +130,7 @@ class PlaneWriter:
     def publish(self, stale: Iterable[Path] = ()) -> None:
         """Give the files, which have been synced, their names.
 
-        Args:
-            stale: documents that describe the files which are replaced; they are removed first.
+        `stale`: documents that describe the files which are replaced; they are removed first.
         """
         for path in stale:
             path.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ _SAMPLES = 16
 
 
 def read_ahead(paths: Sequence[Path]) -> None:
-    """Let a thread read files that somebody will map, unless the system has them in memory.
+    """Let a thread read files that will be mapped, unless the system has them in memory.
 
     Whoever reads a mapped file waits for every page; this reads in large blocks. Nothing happens
     where it cannot be told what is in memory (other than Linux), or where half of the memory that

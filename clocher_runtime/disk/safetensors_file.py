@@ -46,11 +46,8 @@ _LENGTH_BYTES = 8
 class TensorInfo:
     """Where a tensor of a safetensors file is and what it holds.
 
-    Attributes:
-        dtype: safetensors name, a key of `DTYPES`.
-        shape: as stored.
-        offset: first byte, counted from the start of the file.
-        nbytes: size in bytes.
+    `dtype`: safetensors name, a key of `DTYPES`; `shape`: as stored; `offset`: first byte, counted
+    from the start of the file; `nbytes`: size in bytes.
     """
 
     dtype: str
@@ -62,20 +59,12 @@ class TensorInfo:
 class SafetensorsFile:
     """A validated, read-only, memory-mapped safetensors file.
 
-    Attributes:
-        file: the mapping.
-        tensors: what the file holds, by name, in file order.
-        metadata: what else its header says.
+    `file`: the mapping; `tensors`: what the file holds, by name, in file order; `metadata`: what
+    else its header says.
     """
 
     def __init__(self, path: Path) -> None:
-        """Map and validate a file.
-
-        Raises:
-            FormatError: the file is not sound safetensors.
-            ModelError: it cannot be read.
-            WindowError: a timed window is open.
-        """
+        """Map and validate a file; raises FormatError, ModelError, WindowError."""
         self.file = MappedFile(path)
         self.tensors: Mapping[str, TensorInfo]
         self.metadata: Mapping[str, str]
@@ -96,10 +85,8 @@ def safetensors_head(
 
     The library can only write what is in memory as a whole.
 
-    Args:
-        arrays: safetensors dtype and shape by name, in the order of the file.
-        metadata: what else the header says.
-        alignment: the first tensor begins at a multiple of it.
+    `arrays`: safetensors dtype and shape by name, in the order of the file; `alignment`: the first
+    tensor begins at a multiple of it.
     """
     header: dict[str, Any] = {}
     end = 0

@@ -26,14 +26,8 @@ _WORDS = {
 def read_as(value: object, kind: type[_T], where: str) -> _T:
     """Return a parsed JSON value as what it must be.
 
-    Args:
-        value: what was parsed.
-        kind: a `msgspec.Struct`, or any type that msgspec knows. A bool is not an integer.
-        where: what the value is, for messages: usually the file.
-
-    Raises:
-        FormatError: it is something else; the message names the place in the document, what
-            stands there and what was expected.
+    `kind`: a `msgspec.Struct`, or any type that msgspec knows. A bool is not an integer. Raises
+    FormatError.
     """
     import msgspec  # late: who only writes documents starts without it
 
@@ -56,11 +50,7 @@ def one_of(
     where: str,
     way_out: str = "",
 ) -> Any:
-    """Return a setting that must be one of the known values; null counts as left out.
-
-    Raises:
-        UnsupportedModel: it is another one.
-    """
+    """Return a setting that must be one of the known values; null counts as left out."""
     value = settings.get(key)
     value = default if value is None else value
     known = tuple(known)

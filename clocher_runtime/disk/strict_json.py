@@ -1,4 +1,4 @@
-"""JSON from files that nobody vouches for: bounded, without ambiguity, checked field by field."""
+"""JSON from untrusted files: bounded, unambiguous, checked field by field."""
 
 import json
 import math
@@ -30,13 +30,7 @@ def parse_json(data: bytes, where: str, rest: int = 0) -> Any:
     infinities, more than `MAX_JSON_VALUES` values, more than `MAX_JSON_DEPTH` levels, and what
     would take more than `MAX_JSON_MEMORY`. The limits hold before anything is built.
 
-    Args:
-        data: the whole text.
-        where: what it is, for messages: usually the file.
-        rest: bytes of the file beside the text.
-
-    Raises:
-        FormatError: the text is refused.
+    `rest`: bytes of the file beside the text. Raises FormatError.
     """
     _check_size(data, where, rest)
     try:
@@ -69,15 +63,8 @@ def fields(
 ) -> dict[str, Any]:
     """Return an object whose keys and types are exactly as declared.
 
-    Args:
-        value: what was parsed.
-        where: what it describes, for messages.
-        required: key -> type of each key that must be there. A bool is not an int; everything is
-            an object.
-        optional: key -> type of each key that may be there.
-
-    Raises:
-        FormatError: not an object, a key is missing or unknown, or a value has another type.
+    `required`: key -> type of each key that must be there. A bool is not an int; everything is an
+    object; `optional`: key -> type of each key that may be there. Raises FormatError.
     """
     if not isinstance(value, dict):
         raise FormatError(f"{where}: expected an object, got {type(value).__name__}")

@@ -1,22 +1,22 @@
-"""Activation thresholds: which small inputs of products are dropped. A lossy variant of a model.
+"""Activation thresholds: which small inputs of matmuls are dropped. A lossy variant of a model.
 
 Thresholds come from the distribution of each input over a calibration text, in the manner of TEAL
 (arXiv 2408.14690), the same share for every matrix; or from each token itself. What of a token is
-dropped depends on nothing but the token, so prompts, batches and guesses give the same bits.
+dropped depends on nothing but the token, so prompts, batches and drafts give the same bits.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, Protocol
 
 import numpy as np
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats.base import Format
+from clocher_kernels.ops import written
 from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.ops.skip import skips_columns
-from clocher_kernels.plan import Attr, Buffer, Call, Plan
+from clocher_kernels.plan import Attr, Buffer, Call, Executor, Plan
 from clocher_runtime.config.values import shown
 from clocher_runtime.models.build import PAGE_CELLS, page_table
 from clocher_runtime.models.spec import ModelSpec
@@ -51,9 +51,7 @@ class ActSparsity:
 def act_sparsity(text: object) -> ActSparsity:
     """Read "0.25" (share to drop), "topk:0.75" (share to keep), "threshold:0.1" or "adaptive".
 
-    Raises:
-        UsageError: it is something else, a share is not above 0 and below 1, or a threshold is not
-            above 0.
+    Raises UsageError.
     """
     kind, _, number = text.rpartition(":") if isinstance(text, str) else ("?", "", "")
     if text == "adaptive":
@@ -76,11 +74,7 @@ def act_sparsity(text: object) -> ActSparsity:
 def drop_inputs(
     plan: Plan, spec: ModelSpec, formats: Mapping[str, Format], wanted: ActSparsity
 ) -> Plan:
-    """Return a Plan that drops small inputs of the products in its layers.
-
-    Raises:
-        UsageError: there is a product in them that cannot skip what is dropped.
-    """
+    """Return a Plan that drops small inputs of the matmuls in its layers. Raises UsageError."""
     if spec.moe is not None:
         raise UsageError(
             "act_sparsity on a model with experts: of these few are read anyway; leave it out"
@@ -88,7 +82,7 @@ def drop_inputs(
     chosen = {name for name in formats if any(f".{p}_proj." in name for p in _PLACES)}
     wrong = sorted(name for name in chosen if not skips_columns(formats[name]))
     if wrong or not chosen:
-        stored = f"{wrong[0]} is {formats[wrong[0]].name}" if wrong else "it has no such products"
+        stored = f"{wrong[0]} is {formats[wrong[0]].name}" if wrong else "it has no such matmuls"
         raise UsageError(
             f"act_sparsity on a model where {stored}; expected ternary weights, or symmetric int4 "
             "of 32, 64 or 128 columns per scale: --precision int4 makes it of float weights"
@@ -116,7 +110,7 @@ def drop_inputs(
                 current.add(x)
             call = replace(call, args={**call.args, "x": kept})
         calls.append(replace(call, op="skip_linear") if skips else call)
-        current -= {call.args[p] for p in ("y", "x") if p in call.args and _writes(call, p)}
+        current -= written(call)
     return replace(plan, buffers=buffers, consts=consts, calls=tuple(calls))
 
 
@@ -124,34 +118,12 @@ def _is_gate_or_up(call: Call) -> bool:
     return any(f".{place}_proj." in call.args["w"] for place in ("gate", "up"))
 
 
-def _writes(call: Call, param: str) -> bool:
-    from clocher_kernels.ops import OPS
-
-    return OPS[call.op].param(param).kind in ("out", "inout")
-
-
-class Walker(Protocol):
-    """An executor that can be watched."""
-
-    plan: Plan
-
-    def array(self, name: str) -> np.ndarray:
-        """Return a live buffer."""
-
-    def walk(self, tokens: int, rows: int) -> Any:
-        """Execute a step call by call."""
-
-    def peek(self, name: str, count: int) -> np.ndarray:
-        """Return rows of a buffer."""
-
-
-def calibrate(executor: Walker, ids: Sequence[int] | None, drop: float, longest: int) -> None:
+def calibrate(executor: Executor, ids: Sequence[int] | None, drop: float, longest: int) -> None:
     """Set the thresholds of a Plan so that a share of each input over a text is below them.
 
     Args:
         executor: bound to the Plan of `drop_inputs`, before its first step.
         ids: the text's tokens; pieces of it are computed, each from position 0.
-        drop: the share.
         longest: tokens that its KV cache has room for.
 
     Raises:
@@ -181,7 +153,7 @@ def calibrate(executor: Walker, ids: Sequence[int] | None, drop: float, longest:
         executor.plan.consts[name].view(np.uint32)[0] = place << 16
 
 
-def _stage(executor: Walker, first: int, part: np.ndarray, longest: int) -> None:
+def _stage(executor: Executor, first: int, part: np.ndarray, longest: int) -> None:
     """Write the inputs of the tokens of a text from its token `first`."""
     places = np.arange(first, first + len(part), dtype=np.int32)
     executor.array("ids")[: len(part)] = part

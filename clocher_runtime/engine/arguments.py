@@ -1,4 +1,4 @@
-"""What callers of the Python API hand over: numbers, token ids, settings. Nothing is guessed."""
+"""Checks of what callers of the Python API pass: numbers, token ids, settings."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,20 +9,11 @@ import numpy as np
 from clocher_kernels.errors import UsageError
 from clocher_runtime.config.values import as_integer, as_number, shown
 
-_LARGEST_F32 = float(np.finfo(np.float32).max)
-
 
 def whole(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
-    """Return an integer argument; NumPy's integers are integers, True and 1.0 are not.
+    """Return an integer argument from `least` to `most`, as far as these are given.
 
-    Args:
-        name: what the caller calls it.
-        value: what came.
-        least: the smallest that is accepted; None: any.
-        most: the largest; None: any.
-
-    Raises:
-        UsageError: it is not one, or out of range.
+    Raises UsageError.
     """
     number = as_integer(value)
     low = number is None or (least is not None and number < least)
@@ -34,54 +25,36 @@ def whole(name: str, value: object, least: int | None = None, most: int | None =
 
 
 def one_of(name: str, value: object, known: Collection[str]) -> str:
-    """Return an argument that is one of some words.
-
-    Raises:
-        UsageError: it is not.
-    """
+    """Return an argument that is one of some words. Raises UsageError."""
     if not isinstance(value, str) or value not in known:
         raise UsageError(f"{name} is {shown(value)}; known: {', '.join(known)}")
     return value
 
 
 def refuse_unknown(given: Mapping[str, object], known: Collection[str], where: str) -> None:
-    """Fail if an option by keyword is not known.
-
-    Raises:
-        UsageError: it is not.
-    """
-    unknown = sorted(set(given) - set(known))
-    if unknown:
+    """Fail if an option by keyword is not known. Raises UsageError."""
+    if unknown := sorted(set(given) - set(known)):
         raise UsageError(f"{where} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
 
 
 def listed(value: object, expected: str) -> list[Any]:
     """Return the items of a sequence that is neither text nor bytes nor a mapping.
 
-    Args:
-        value: what came.
-        expected: what should have, as a noun phrase.
-
-    Raises:
-        UsageError: it is something else.
+    Raises UsageError.
     """
     sequence = hasattr(value, "__len__") and hasattr(value, "__getitem__")
-    if not sequence or isinstance(value, str | bytes | bytearray | memoryview | Mapping):
-        raise UsageError(f"got {shown(value)}; expected {expected}")
-    try:
-        return list(value)  # type: ignore[call-overload, no-any-return]
-    except TypeError:  # an array of no dimension
-        raise UsageError(f"got {shown(value)}; expected {expected}") from None
+    if sequence and not isinstance(value, str | bytes | bytearray | memoryview | Mapping):
+        try:
+            return list(value)  # type: ignore[call-overload, no-any-return]
+        except TypeError:  # an array of no dimension
+            pass
+    raise UsageError(f"got {shown(value)}; expected {expected}")
 
 
 def token_ids(prompt: object) -> list[int]:
-    """Return the token ids of a prompt as Python integers.
+    """Return the token ids of a prompt, a sequence or array [T] of integers, as Python's.
 
-    Args:
-        prompt: a sequence of integers, or an array [T] of them.
-
-    Raises:
-        UsageError: it is something else.
+    Raises UsageError.
     """
     items = listed(prompt, "a list of token ids")
     if set(map(type, items)) <= {int}:
@@ -98,17 +71,7 @@ def token_ids(prompt: object) -> list[int]:
 
 
 def prompt_ids(prompt: object, vocab_size: int, longest: int, what: str) -> list[int]:
-    """Return the ids of a prompt that can be generated from.
-
-    Args:
-        prompt: a sequence of integers, or an array [T] of them.
-        vocab_size: ids are below it.
-        longest: tokens that there is room for.
-        what: what has no more room.
-
-    Raises:
-        UsageError: it is empty, longer, or has an id that is no token.
-    """
+    """Return the ids of a prompt that can be generated from; see `token_ids`. Raises UsageError."""
     ids = token_ids(prompt)
     if not ids:
         raise UsageError("no tokens; give it at least one")
@@ -124,15 +87,7 @@ def prompt_ids(prompt: object, vocab_size: int, longest: int, what: str) -> list
 
 
 def for_each_prompt(given: object, read: Callable[[Any], list[int]]) -> list[list[int]]:
-    """Return the ids of the prompts of a call, one list for each.
-
-    Args:
-        given: the prompts.
-        read: returns the ids of one.
-
-    Raises:
-        UsageError: there is none, or `read` raised that.
-    """
+    """Return the ids of the prompts of a call, one list for each. Raises UsageError."""
     prompts = listed(given, "a list of prompts, each a list of token ids")
     if not prompts:
         raise UsageError("0 prompts; give at least one")
@@ -147,6 +102,15 @@ def for_each_prompt(given: object, read: Callable[[Any], list[int]]) -> list[lis
 
 Processor = Callable[[list[int], np.ndarray], np.ndarray]
 """Takes the ids so far and logits [V] fp32 that it may write to; returns logits."""
+
+_REAL = (
+    ("temperature", "a number, at least 0", 0.0, float(np.finfo(np.float32).max)),
+    ("top_p", "a number above 0, at most 1", 0.0, 1.0),
+    ("min_p", "a number, 0 to 1", 0.0, 1.0),
+    ("repetition_penalty", "a number from 0.01 to 100", 0.01, 100.0),
+    ("presence_penalty", "a number from -1e9 to 1e9", -1e9, 1e9),
+    ("frequency_penalty", "a number from -1e9 to 1e9", -1e9, 1e9),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,54 +142,37 @@ class Sampling:
     processors: Sequence[Processor] = ()
 
     def __post_init__(self) -> None:
+        checked: dict[str, object] = {}
         for name, expected, low, high in _REAL:
             value = getattr(self, name)
             number = as_number(value)
             above = name == "top_p"  # its bound is none of its values
             if number is None or not low <= number <= high or (above and number == low):
                 raise UsageError(f"{name}: got {shown(value)}, expected {expected}")
-            object.__setattr__(self, name, number)
-        object.__setattr__(self, "top_k", whole("top_k", self.top_k, 0, (1 << 31) - 1))
-        object.__setattr__(self, "seed", whole("seed", self.seed, 0, (1 << 64) - 1))
-        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+            checked[name] = number
+        checked["top_k"] = whole("top_k", self.top_k, 0, (1 << 31) - 1)
+        checked["seed"] = whole("seed", self.seed, 0, (1 << 64) - 1)
+        checked["logit_bias"] = _biases(self.logit_bias)
         processors = tuple(listed(self.processors, "processors as a list of functions"))
         for process in processors:
             if not callable(process):
                 raise UsageError(f"a logits processor is {shown(process)}; expected a function")
-        object.__setattr__(self, "processors", processors)
+        checked["processors"] = processors
+        for name, found in checked.items():
+            object.__setattr__(self, name, found)
 
     @property
     def on_host(self) -> bool:
         """Whether it wants more than the sampling op of a Plan does."""
-        return bool(
-            self.min_p
-            or self.repetition_penalty != 1
-            or self.presence_penalty
-            or self.frequency_penalty
-            or self.logit_bias
-            or self.processors
-        )
+        penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
+        return bool(penalties or self.min_p or self.logit_bias or self.processors)
 
 
 def check_biases(biases: Mapping[int, float], vocab_size: int) -> None:
-    """Refuse biases of what is no token.
-
-    Raises:
-        UsageError: there is one.
-    """
+    """Refuse biases of ids that are no tokens. Raises UsageError."""
     for token in biases:
         if token >= vocab_size:
             raise UsageError(f"logit_bias of token {token}; the last one is {vocab_size - 1}")
-
-
-_REAL = (
-    ("temperature", "a number, at least 0", 0.0, _LARGEST_F32),
-    ("top_p", "a number above 0, at most 1", 0.0, 1.0),
-    ("min_p", "a number, 0 to 1", 0.0, 1.0),
-    ("repetition_penalty", "a number from 0.01 to 100", 0.01, 100.0),
-    ("presence_penalty", "a number from -1e9 to 1e9", -1e9, 1e9),
-    ("frequency_penalty", "a number from -1e9 to 1e9", -1e9, 1e9),
-)
 
 
 def _biases(value: object) -> dict[int, float]:
@@ -242,11 +189,7 @@ def _biases(value: object) -> dict[int, float]:
 
 
 def check_functions(**functions: object) -> None:
-    """Refuse what is neither a function nor None.
-
-    Raises:
-        UsageError: one is.
-    """
+    """Refuse what is neither a function nor None. Raises UsageError."""
     for name, function in functions.items():
         if function is not None and not callable(function):
             raise UsageError(f"{name} is {shown(function)}; expected a function or None")

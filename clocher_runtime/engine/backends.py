@@ -2,8 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,63 +10,19 @@ from typing import Any, Protocol
 import numpy as np
 
 from clocher_kernels.errors import DeviceError, UsageError
-from clocher_kernels.plan import Call, Plan
+from clocher_kernels.plan import Executor, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.config.setting import every
-from clocher_runtime.engine.placement import pinned_cpus, threads_of
+from clocher_runtime.engine.topology import pinned_cpus, threads_of
 
 _DEVICES = dict(every(EngineConfig))["device"].takes
 Progress = Callable[[int, int], None]
 Weights = Mapping[str, np.ndarray | QuantTensor]
 
 
-class Executor(Protocol):
-    """What executes a Plan."""
-
-    plan: Plan
-    isa: str
-
-    def array(self, name: str) -> np.ndarray:
-        """Return the host array of an input buffer, at capacity."""
-
-    def upload(self, masks: int | None = None) -> None:
-        """Hand the inputs that were written over to the device, before the next step.
-
-        Args:
-            masks: how many of the masks of the sampling op, from the first on; None: all.
-        """
-
-    def step(self, tokens: int, rows: int) -> None:
-        """Execute the Plan for the first `tokens` tokens and `rows` output rows."""
-
-    def fetch(self, name: str, count: int) -> np.ndarray:
-        """Return the first rows of an output buffer after the steps so far."""
-
-    def walk(self, tokens: int, rows: int) -> Generator[Call, None, None]:
-        """Execute a step call by call and yield each that was executed, to look for a fault."""
-
-    def peek(self, name: str, count: int) -> np.ndarray:
-        """Return the first rows of any fp32 buffer as they are now."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has done all steps."""
-
-    def warm(self) -> None:
-        """Compile and capture what steps of any size need."""
-
-    def running(self) -> AbstractContextManager[object]:
-        """Keep what executes steps awake between them, while the context is open."""
-
-    def close(self) -> None:
-        """Stop threads and release memory."""
-
-
 def choose(device: str) -> tuple[str, str]:
     """Return the back end for a device flag, and the reason for the choice.
-
-    Args:
-        device: "auto", "cpu", "cuda" or "ze".
 
     Raises:
         DeviceError: a device asked for by name is not available.
@@ -91,14 +46,10 @@ def choose(device: str) -> tuple[str, str]:
 
 
 def hand_on(isa: str | None, tile_table: Path | None) -> None:
-    """Give the back ends what they take from the environment, wherever it was said.
+    """Give the back ends what they take from the environment; None leaves it as it is.
 
     Kernels are compiled for one instruction set per process, so it is read where the CPU back end
     is imported; processes that this one starts have it too.
-
-    Args:
-        isa: name of the instruction set; None leaves it as it is.
-        tile_table: file of tiles of GPU kernels; None leaves it as it is.
 
     Raises:
         UsageError: this process has compiled kernels for another instruction set.
@@ -133,8 +84,7 @@ class Reader(Protocol):
 def reader(backend: str, nbytes: int) -> Reader | None:
     """Return a buffer of about so many bytes; None if nothing reads the memory of a back end.
 
-    Raises:
-        OSError: there is no memory for it.
+    Raises OSError.
     """
     if backend != "cpu":
         return None
@@ -151,43 +101,21 @@ def acted_on(executor: Executor) -> frozenset[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Binding:
-    """What binds a Plan to a back end.
-
-    Attributes:
-        config: of the session.
-        copied: weights to copy from the mapped file into large pages, if they are not packed.
-        progress: called with (done, total) while kernels compile, or weights are copied to the GPU.
-        packing: called with (done, total) while the CPU back end packs weights, if they are many.
-        beside: an executor of the same back end whose threads, or stream, this one uses too. They
-            step in turns, and this one is closed first.
-    """
-
-    config: EngineConfig
-    copied: frozenset[str] = frozenset()
-    progress: Progress | None = None
-    packing: Progress | None = None
-    beside: Executor | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BackEnd:
     """A way to execute Plans.
 
     Attributes:
-        make: binds a Plan; see `make_executor`.
         activations: precision of activations that a run may ask for -> type; the first is the
             default.
-        kv_dtype: storage of the KV cache unless a run asks for another.
+        cache_dtype: storage of the KV cache unless a run asks for another.
         chunk: tokens of a prefill step unless a run asks for another number.
         on_host: whether the buffers of a Plan are in the memory of the host.
-        rounds: precisions to which what products read is rounded and kept in fp32; in others
+        rounds: precisions to which what matmuls read is rounded and kept in fp32; in others
             activations are stored.
     """
 
-    make: Callable[[Plan, Weights, Binding], Executor]
     activations: Mapping[str, str]
-    kv_dtype: str = "f16"
+    cache_dtype: str = "f16"
     chunk: int = 128
     on_host: bool = True
     rounds: frozenset[str] = frozenset()
@@ -198,95 +126,89 @@ class BackEnd:
         return next(iter(self.activations))
 
 
-def _make_cpu(plan: Plan, weights: Weights, how: Binding) -> Executor:
-    from cpu_fallback.executor import CpuExecutor
+_ROUNDED = {"bf16": "bf16", "fp16": "f16", "fp8": "e4m3"}
+_ROUNDS = frozenset({"int8", *_ROUNDED})
+
+BACK_ENDS: Mapping[str, BackEnd] = {
+    # Unless it is asked for, int8 is for integer weights; what meets float weights stays fp32.
+    "cpu": BackEnd(activations={"int8": "i8", "fp32": "f32", **_ROUNDED}, rounds=_ROUNDS),
+    "reference": BackEnd(activations={"fp32": "f32", "int8": "i8", **_ROUNDED}, rounds=_ROUNDS),
+    "cuda": BackEnd(
+        activations={"fp16": "f16", "bf16": "bf16", "fp32": "f32", "fp8": "f16"},
+        cache_dtype="bf16",
+        chunk=512,
+        on_host=False,
+        rounds=frozenset({"fp8"}),
+    ),
+    "stub": BackEnd(activations={"none": "f32"}, chunk=4096, on_host=False),
+}
+"""The back ends by name."""
+
+
+def make_executor(
+    plan: Plan,
+    weights: Weights,
+    config: EngineConfig,
+    *,
+    copied: frozenset[str] = frozenset(),
+    progress: Progress | None = None,
+    packing: Progress | None = None,
+    beside: Executor | None = None,
+) -> Executor:
+    """Bind a Plan to the back end of a configuration.
+
+    Args:
+        copied: weights to copy from the mapped file into large pages, if they are not packed.
+        progress: called with (done, total) while kernels compile, or weights go to the GPU.
+        packing: called with (done, total) while the CPU back end packs weights, if they are many.
+        beside: an executor of the same back end whose threads, or stream, this one uses too. They
+            step in turns, and this one is closed first.
+    """
+    executor: Executor
+    if config.backend == "cpu":
+        from cpu_fallback.executor import CpuExecutor
+
+        hints, host = _hints(config, copied), beside if isinstance(beside, CpuExecutor) else None
+        threads = threads_of(config)
+        executor = CpuExecutor(plan, weights, threads, progress, hints, packing, host)
+    elif config.backend == "cuda":
+        from clocher_kernels.cuda.executor import CudaExecutor
+
+        cuda = BACK_ENDS["cuda"]
+        executor = CudaExecutor(
+            plan,
+            weights,
+            activations=cuda.activations[config.act_prec or cuda.default_act_prec],
+            progress=progress,
+            beside=beside if isinstance(beside, CudaExecutor) else None,
+        )
+    elif config.backend == "stub":
+        from clocher_runtime.engine.stub import StubExecutor
+
+        executor = StubExecutor(plan)
+    else:
+        from clocher_kernels.reference import ReferenceExecutor
+
+        executor = ReferenceExecutor(plan, weights)
+    return executor
+
+
+def _hints(config: EngineConfig, copied: frozenset[str]) -> Any:
+    """Return what a configuration asks of the CPU team."""
     from cpu_fallback.team.hints import Hints
     from cpu_fallback.team.placement import Placement
 
-    config, cpus = how.config, pinned_cpus(how.config)
-    ahead = config.prefetch_distance
-    hints = Hints(
+    cpus, ahead = pinned_cpus(config), config.prefetch_distance
+    return Hints(
         prefetch_distance=ahead if isinstance(ahead, int) else None,
         stream_block_bytes=config.stream_block_bytes,
         placement=Placement(tuple(cpu.id for cpu in cpus), tuple(cpu.socket for cpu in cpus)),
         hot_replicate=config.hot_replicate,
         hot_limit=config.hot_repl_limit_mb << 20,
-        copied=how.copied,
+        copied=copied,
         adaptive=not config.stamped,  # a thread that sits out has no times
         stamped=config.stamped,
     )
-    host = how.beside if isinstance(how.beside, CpuExecutor) else None
-    executor: Executor = CpuExecutor(
-        plan, weights, threads_of(config), how.progress, hints, how.packing, host
-    )
-    return executor
-
-
-def _make_cuda(plan: Plan, weights: Weights, how: Binding) -> Executor:
-    from clocher_kernels.cuda.executor import CudaExecutor
-
-    cuda = BACK_ENDS["cuda"]
-    activations = cuda.activations[how.config.act_prec or cuda.default_act_prec]
-    host = how.beside if isinstance(how.beside, CudaExecutor) else None
-    executor: Executor = CudaExecutor(
-        plan, weights, activations=activations, progress=how.progress, beside=host
-    )
-    return executor
-
-
-def _make_reference(plan: Plan, weights: Weights, how: Binding) -> Executor:
-    from clocher_kernels.reference import ReferenceExecutor
-
-    return ReferenceExecutor(plan, weights)
-
-
-def _make_stub(plan: Plan, weights: Weights, how: Binding) -> Executor:
-    from clocher_runtime.engine.stub import StubExecutor
-
-    return StubExecutor(plan)
-
-
-_ROUNDED = {"bf16": "bf16", "fp16": "f16", "fp8": "e4m3"}
-
-BACK_ENDS: Mapping[str, BackEnd] = {
-    # Unless it is asked for, int8 is for integer weights; what meets float weights stays fp32.
-    "cpu": BackEnd(
-        make=_make_cpu,
-        activations={"int8": "i8", "fp32": "f32", **_ROUNDED},
-        rounds=frozenset({"int8", *_ROUNDED}),
-    ),
-    "reference": BackEnd(
-        make=_make_reference,
-        activations={"fp32": "f32", "int8": "i8", **_ROUNDED},
-        rounds=frozenset({"int8", *_ROUNDED}),
-    ),
-    "cuda": BackEnd(
-        make=_make_cuda,
-        activations={"fp16": "f16", "bf16": "bf16", "fp32": "f32", "fp8": "f16"},
-        kv_dtype="bf16",
-        chunk=512,
-        on_host=False,
-        rounds=frozenset({"fp8"}),
-    ),
-    "stub": BackEnd(
-        make=_make_stub,
-        activations={"none": "f32"},
-        chunk=4096,
-        on_host=False,
-    ),
-}
-"""The back ends by name."""
-
-
-def make_executor(plan: Plan, weights: Weights, how: Binding) -> Executor:
-    """Bind a Plan to the back end of a configuration.
-
-    Args:
-        plan: what to execute.
-        weights: tensors by name.
-        how: configuration, and whom to tell.
-    """
-    return BACK_ENDS[how.config.backend].make(plan, weights, how)
 
 
 def fetch_ahead(nbytes: int) -> None:

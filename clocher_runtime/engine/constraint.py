@@ -1,4 +1,4 @@
-"""What a text may be: which tokens are allowed next, after each token that was made."""
+"""Constraints: which tokens are allowed next, after each token that was made."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,10 +10,10 @@ from clocher_runtime.engine.arguments import listed
 
 
 class Constraint(Protocol):
-    """Follows one text. It belongs to one prompt of one call, from the first made token on.
+    """Follows one sequence. It belongs to one prompt of one call, from the first made token on.
 
-    Whoever does a step of the session calls it, and all others wait meanwhile. What it raises ends
-    its call, and no other.
+    It is called in a step of the session, and all others wait meanwhile. What it raises ends its
+    call, and no other.
     """
 
     def fill(self, mask: np.ndarray) -> None:
@@ -24,25 +24,23 @@ class Constraint(Protocol):
         """
 
     def take(self, token: int) -> None:
-        """Go on with a token that was drawn, be it one that ends the text."""
+        """Go on with a token that was drawn, be it one that ends the sequence."""
 
     def undo(self, count: int) -> None:
         """Take back the last tokens, which were only tried."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing may follow: the text ends without a token that says so."""
+        """Whether nothing may follow: the sequence ends without a token that says so."""
 
 
 def one_for_each(
     given: Sequence[Constraint | None] | None, prompts: int, masks: np.ndarray
 ) -> list[Constraint | None]:
-    """Return the constraint of each prompt of a call.
+    """Return the constraint of each prompt of a call, None for all if none are given.
 
     Args:
-        given: what the caller gave; None: no constraints.
-        prompts: how many prompts there are.
-        masks: [C, W] u32, where they are to write; none: the back end takes no masks.
+        masks: [C, W] u32, where they are to write; empty: the back end takes no masks.
 
     Raises:
         UsageError: there are more or fewer, or the back end takes none.

@@ -1,19 +1,145 @@
-"""How a session decodes a model that denoises blocks of masks."""
+"""How a session decodes a model that denoises blocks of masks, and the requests that do so."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from clocher_kernels.errors import UsageError
+from clocher_kernels.ops.sampling import NO_TOKEN
 from clocher_runtime.diffusion.asked import RULES, WORDS
-from clocher_runtime.diffusion.canvas import Canvas
+from clocher_runtime.diffusion.canvas import Canvas, Draw
 from clocher_runtime.diffusion.rules import Rule, rule_of
-from clocher_runtime.engine.requests import Request
+from clocher_runtime.engine.requests import Request, Snapshot, Token
+from clocher_runtime.engine.sampling import sample_on_host
 from clocher_runtime.models.spec import BlockDiffusion, ModelSpec
+from clocher_runtime.speculation.draft import Draft
 
 MODES = (*WORDS, *RULES)
 """What may be asked for; a rule may have its numbers behind a colon."""
 _USUAL_RULE = "threshold:0.9"
-_WHOLE_BLOCKS = b"\xff"  # no text has such a salt
+_WHOLE_BLOCKS = b"\xff"  # no sequence has such a salt
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class LookAhead(Request):
+    """Decodes a block model losslessly: a forward drafts a block and verifies the one before.
+
+    Attributes:
+        blocks: of the model.
+        drafted: what was chosen for the masks of the last forward, to be verified.
+    """
+
+    blocks: BlockDiffusion
+    drafted: Sequence[int] = ()
+
+    @property
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self.forwards, self.drafted)
+
+    def look_ahead(self, room: int) -> None:
+        """Send what the last forward drafted, and masks to draft from in this one."""
+        most = min(room, self.budget - self.made - 1)
+        drafted = list(self.drafted[: max(0, most)])
+        self.draft = Draft(drafted, [0] * len(drafted))
+        block = min(self.blocks.block, room - len(drafted), most - len(drafted))
+        self.masks = [self.blocks.mask] * block if block > 1 else ()
+
+    def advance(self, sampled: Sequence[int], logits: np.ndarray | None) -> list[Token]:
+        """Verify the draft; keep what was chosen for the masks if all of it was accepted."""
+        made = Request.advance(self, sampled, logits)
+        if made:
+            # The first mask stands where the text itself went on, and has to agree with it.
+            ahead = sampled[len(sampled) - len(self.masks) :]
+            whole = self.kept == len(self.draft.tokens)
+            right = whole and bool(ahead) and ahead[0] == self.ids[-1]
+            self.drafted = [token for token in ahead[1:] if token >= 0] if right else ()
+        return made
+
+    def committed(self) -> None:
+        Request.committed(self)
+        self.masks = ()
+
+    def leave(self) -> None:
+        Request.leave(self)
+        self.drafted = ()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Denoise(Request):
+    """Denoises blocks by a rule; `canvas` is the active block."""
+
+    canvas: Canvas
+
+    @property
+    def block(self) -> int:
+        return self.canvas.size
+
+    @property
+    def text_end(self) -> int:
+        """Tokens of the text before the active block."""
+        return len(self.ids) // self.canvas.size * self.canvas.size
+
+    @property
+    def waiting_tokens(self) -> int:
+        return self.text_end - self.cells
+
+    @property
+    def decodes(self) -> bool:
+        return self.forwards > 0 and self.waiting_tokens <= self.canvas.size
+
+    @property
+    def wants_logits(self) -> bool:
+        return True
+
+    @property
+    def snapshot(self) -> Snapshot:
+        seen = self.canvas.painted or self.canvas.ids
+        return Snapshot(self.forwards, seen[self.canvas.fixed :])
+
+    def rows(self, count: int) -> int:
+        return (len(self.masks) or 1) if count == self.waiting_tokens else 0
+
+    def begin_block(self) -> None:
+        """Lay out the block that the next forwards denoise."""
+        self.canvas.begin(self.ids[self.text_end :])
+        self.masks = self.canvas.shown
+
+    def advance(self, sampled: Sequence[int], logits: np.ndarray | None) -> list[Token]:
+        """Write into the block what its rule takes; return the tokens that are final then.
+
+        Args:
+            sampled: what the device drew; only whether the logits were finite counts.
+            logits: [B, V] fp32, of each position; [1, V], of the last before it, if the block waits
+                for its first token.
+        """
+        self.is_faulty = NO_TOKEN in sampled
+        canvas, made = self.canvas, list[Token]()
+        if self.is_faulty:
+            return made
+        assert logits is not None
+        try:
+            canvas.see(logits, self._draw(), self.queue.logits)
+            for token in canvas.sure():
+                made.append(self.take(token, canvas.logits.pop(len(self.ids) % canvas.size, None)))
+                if made[-1].last:
+                    break
+        except Exception as error:
+            self.queue.error = error
+        self.begin_block()
+        return made
+
+    def _draw(self) -> Draw | None:
+        """Return what draws the tokens of a forward; None: the top-1 tokens are taken."""
+        sampling, prompt, canvas = self.sampling, len(self.ids) - self.made, self.canvas
+        first = self.text_end - prompt  # a position is drawn with its own number
+        if canvas.rule.forwards:  # the rule has temperatures of its own, and draws each time anew
+            sampling = replace(sampling, temperature=1.0)
+            first = (canvas.begun * canvas.rule.forwards + canvas.forwards) * canvas.size
+        elif not sampling.on_host and not sampling.temperature:
+            return None
+        return lambda row, at: sample_on_host(row, self.ids, prompt, max(first + at, 0), sampling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +149,7 @@ class Diffusing:
     Attributes:
         blocks: of the model.
         vocabulary: ids of the model.
-        rule: what a pass commits; None: a pass guesses a block and verifies the one before.
+        rule: what a forward commits; None: it drafts a block and verifies the one before.
     """
 
     blocks: BlockDiffusion
@@ -35,29 +161,39 @@ class Diffusing:
         """What it is called in reports."""
         return "lossless" if self.rule is None else self.rule.text
 
-    def canvas(self, seed: int) -> Canvas:
-        """Return the empty canvas of a new text, with a seed for noise."""
-        assert self.rule is not None
-        blocks = self.blocks
-        return Canvas(
-            blocks.block,
-            blocks.mask,
-            self.rule,
-            whole_blocks=blocks.context == "block",
-            shift=blocks.shift,
-            part=blocks.part,
-            vocabulary=self.vocabulary,
-            seed=seed,
-        )
+    def request(self, longest: int, fields: dict[str, Any]) -> Request:
+        """Return the request of a prompt. Raises UsageError."""
+        constraint, ids = fields["constraint"], fields["ids"]
+        if self.rule is None:
+            if constraint is None or hasattr(constraint, "undo"):
+                return LookAhead(blocks=self.blocks, **fields)
+            return Request(**fields)
+        if constraint is not None:
+            raise UsageError(
+                f"a constraint with diffusion={self.name}: tokens are not made in their order; "
+                "use diffusion=lossless or off"
+            )
+        if (room := longest_text(self, longest) - len(ids)) <= 0:
+            raise UsageError(
+                f"{len(ids)} tokens leave no room for a block in a context of "
+                f"{longest}; shorten the prompt or raise --context"
+            )
+        fields["budget"] = min(fields["budget"], room)
+        if self.blocks.context == "block":  # a sequence that is scored has other keys
+            fields["salt"] = _WHOLE_BLOCKS + fields["salt"]
+        canvas = Canvas(self.blocks, self.rule, self.vocabulary, fields["sampling"].seed)
+        made = Denoise(canvas=canvas, **fields)
+        made.begin_block()
+        return made
 
 
 def width_of(blocks: Diffusing | None) -> int:
-    """Return the tokens and output rows that a sequence may take in a pass: two blocks, or 0."""
+    """Return the tokens and output rows that a sequence may take in a forward: two blocks, or 0."""
     return 0 if blocks is None else 2 * blocks.blocks.block
 
 
 def usual_width(spec: ModelSpec) -> int:
-    """Return the same of a session that is asked for nothing in particular."""
+    """Return the same of a session with default settings."""
     return width_of(diffusing(spec, "auto", "auto"))
 
 
@@ -68,52 +204,10 @@ def longest_text(blocks: Diffusing | None, cells: int) -> int:
     return cells // blocks.blocks.block * blocks.blocks.block
 
 
-def prepare(blocks: Diffusing | None, requests: Sequence[Request], longest: int) -> None:
-    """Let the requests of a call be decoded like this.
-
-    Args:
-        blocks: how; None: one token after the other.
-        requests: of the call.
-        longest: tokens of the longest text.
-
-    Raises:
-        UsageError: one is bound by a constraint, which a rule does not follow, or its prompt
-            leaves no room for a block.
-    """
-    if blocks is None:
-        return
-    for request in requests:
-        constraint = request.constraint
-        if blocks.rule is None:
-            if constraint is None or hasattr(constraint, "undo"):
-                request.ahead = blocks.blocks
-            continue
-        if constraint is not None:
-            raise UsageError(
-                f"a constraint with diffusion={blocks.name}: tokens are not made in their order; "
-                "use diffusion=lossless or off"
-            )
-        if len(request.ids) >= longest_text(blocks, longest):
-            raise UsageError(
-                f"{len(request.ids)} tokens leave no room for a block in a context of "
-                f"{longest}; shorten the prompt or raise --context"
-            )
-        request.budget = min(request.budget, longest_text(blocks, longest) - len(request.ids))
-        if blocks.blocks.context == "block":  # a text that is scored has other keys
-            request.salt = _WHOLE_BLOCKS + request.salt
-        request.canvas = blocks.canvas(request.sampling.seed)
-        request.begin_block()
-
-
 def of_call(session: Diffusing | None, asked: str | None) -> Diffusing | None:
     """Return how the blocks of a call are decoded; None: it makes one token after the other.
 
-    Args:
-        session: what its session does otherwise.
-        asked: one of `MODES`; None: the same.
-
-    Raises:
-        UsageError: there is no such mode, or the session or its model does not have it.
+    Raises UsageError.
     """
     if asked is None or (session is None and asked in ("auto", "off")):
         return session
@@ -127,13 +221,7 @@ def of_call(session: Diffusing | None, asked: str | None) -> Diffusing | None:
 def diffusing(spec: ModelSpec, asked: str, speculate: str) -> Diffusing | None:
     """Return how a session decodes blocks; None: it makes one token after the other.
 
-    Args:
-        spec: of the model.
-        asked: one of `MODES`.
-        speculate: as `Session` takes it.
-
-    Raises:
-        UsageError: there is no such mode, or the model does not have it.
+    Raises UsageError.
     """
     blocks = spec.diffusion
     if blocks is None:
@@ -148,23 +236,14 @@ def diffusing(spec: ModelSpec, asked: str, speculate: str) -> Diffusing | None:
     found = among(blocks, spec.vocab_size, asked)
     if found is not None and speculate not in ("auto", "off"):
         raise UsageError(
-            f"speculate {speculate} with diffusion {asked}: blocks are guessed by the model "
+            f"speculate {speculate} with diffusion {asked}: blocks are drafted by the model "
             "itself; use diffusion=off, or speculate=auto"
         )
     return found
 
 
 def among(blocks: BlockDiffusion, vocabulary: int, asked: str) -> Diffusing | None:
-    """Return how blocks are decoded as one of `MODES` says; None: not at all.
-
-    Args:
-        blocks: of the model.
-        vocabulary: its ids.
-        asked: one of `MODES`.
-
-    Raises:
-        UsageError: there is no such mode, or the model does not have it.
-    """
+    """Return how blocks are decoded as one of `MODES` says; None: not at all. Raises UsageError."""
     causal = blocks.context == "causal"
     if asked in ("off", "lossless") and not causal:
         raise UsageError(

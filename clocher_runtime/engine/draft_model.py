@@ -1,58 +1,55 @@
-"""A small model that guesses what a larger one of the same vocabulary makes next.
+"""A small model that drafts what a larger one of the same vocabulary makes next.
 
 It has a Plan and a KV cache of its own and is stepped by the same threads, or on the same stream,
-between the passes of the larger one. It draws with the seeds, numbers and temperatures of the
-requests, so where the models think alike they draw alike. Only what a text turned out to be keeps
-its keys: after a wrong guess fewer cells count, and the next tokens are written over the rest.
+between the forwards of the larger one. It draws with the seeds, numbers and temperatures of the
+requests, so where the models agree they draw alike. Only the tokens of the sequence keep their
+keys: after a rejected token fewer cells count, and the next tokens are written over the rest.
 
-Speculation asks it (`speculation.model_gate`); its time is inside the steps that it guesses for.
+Speculation asks it (`speculation.model_gate`); its time is inside the steps that it drafts for.
 
 Source: Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023.
 """
 
 from collections.abc import Sequence
 
+from clocher_kernels.errors import UsageError
+from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.config.values import shown
 from clocher_runtime.engine.arguments import Sampling
+from clocher_runtime.engine.backends import suffix_automaton
 from clocher_runtime.engine.binding import Bound
-from clocher_runtime.engine.requests import Mailbox, Request
-from clocher_runtime.engine.step_inputs import Part, StepInputs
+from clocher_runtime.engine.forwards import Part, StepInputs
+from clocher_runtime.engine.load import Model
+from clocher_runtime.engine.requests import OutputQueue, Request
 from clocher_runtime.engine.timing import StepTimes
+from clocher_runtime.speculation.draft import SuffixDrafter
 from clocher_runtime.speculation.gate import ForwardCosts
+from clocher_runtime.speculation.model_gate import DraftModelGate
+from clocher_runtime.speculation.speculator import WITH_DRAFT_MODEL, Speculator, first_class
 
 
 class DraftModel:
-    """Guesses texts side by side.
-
-    Args:
-        bound: the model, with a slot for each sequence of a step.
-        vocabulary: ids that the larger model has.
-
-    Attributes:
-        costs: time of a step by its tokens.
-    """
+    """Drafts for sequences side by side, of a larger model with `vocabulary` ids."""
 
     def __init__(self, bound: Bound, vocabulary: int) -> None:
-        self._executor, self.pages, self.longest = bound.executor, bound.pages, bound.longest
+        self._executor, self.pages = bound.executor, bound.pages
         self._inputs, self._now = StepInputs(bound.executor), StepTimes().now
         self._vocabulary, self.known_ids = vocabulary, bound.model.spec.vocab_size
-        self._count = bound.sizes.slots
+        self._count, self.longest = bound.sizes.slots, bound.sizes.longest
         self.slots = list(range(self._count))[::-1]
         self.costs = ForwardCosts(bound.executor.plan.tokens)
 
-    def reader(self, ids: Sequence[int], sampling: Sampling, salt: bytes) -> "TextReader":
-        """Return what reads a text.
+    def reader(self, ids: Sequence[int], sampling: Sampling, salt: bytes) -> "SequenceReader":
+        """Return what reads the sequence of a prompt; what the host adds to a sampling is left out.
 
-        Args:
-            ids: its prompt.
-            sampling: how its tokens are drawn; what the host adds to that is left out.
-            salt: it finds only cached texts of the same salt.
+        It finds only cached pages of the same salt.
         """
-        return TextReader(self, ids, sampling, salt)
+        return SequenceReader(self, ids, sampling, salt)
 
-    def draft(self, readers: Sequence["TextReader"], depth: int, most: int) -> list[list[int]]:
-        """Read on in some texts and guess how those go on; see `model_gate.DraftModel`."""
+    def draft(self, readers: Sequence["SequenceReader"], depth: int, most: int) -> list[list[int]]:
+        """Read on in some sequences and draft for them; see `model_gate.DraftModel`."""
         parts: list[Part] = []
-        ready: list[TextReader] = []
+        ready: list[SequenceReader] = []
         most = min(most, self._executor.plan.tokens)
         for reader in sorted(readers, key=lambda each: each.request.waiting_tokens):
             request = reader.request
@@ -66,11 +63,11 @@ class DraftModel:
             if is_whole:
                 ready.append(reader)
         if parts:
-            self._guess(parts, ready, depth)
-        return [reader.guesses if reader in ready else [] for reader in readers]
+            self._draft(parts, ready, depth)
+        return [reader.drafted if reader in ready else [] for reader in readers]
 
-    def _guess(self, parts: list[Part], ready: list["TextReader"], depth: int) -> None:
-        """Read, and guess for those that were read to their end, which stand first."""
+    def _draft(self, parts: list[Part], ready: list["SequenceReader"], depth: int) -> None:
+        """Read, and draft for those that were read to their end, which stand first."""
         drawn = [self._step(*self._inputs.stage(parts))]
         for request, count in parts:
             self.pages.commit(request, request.cells + count)
@@ -83,9 +80,9 @@ class DraftModel:
         for place, reader in enumerate(ready):
             reader.take([tokens[place] for tokens in drawn], self._vocabulary)
 
-    def _stage_after(self, requests: list[Request], guesses: list[int]) -> None:
-        """Write a step of the first guess of each text."""
-        for request, token in zip(requests, guesses, strict=True):
+    def _stage_after(self, requests: list[Request], drafted: list[int]) -> None:
+        """Write a step of the first draft token of each sequence."""
+        for request, token in zip(requests, drafted, strict=True):
             request.ids.append(max(token, 0))
             request.made += 1
         self._inputs.stage([(request, 1) for request in requests])
@@ -103,14 +100,14 @@ class DraftModel:
         return drawn
 
     def admit(self, request: Request) -> bool:
-        """Give a text a slot and what the cache has of it; return whether there is room."""
+        """Give a sequence a slot and what the cache has of it; return whether there is room."""
         if not self.slots or not self.pages.admit(request, self.slots[-1]):
             return False
         self.slots.pop()
         return True
 
     def reset(self) -> None:
-        """Forget all texts, when nobody reads any more: what was noted may be half of it."""
+        """Forget all sequences, when none is read any more: what was noted may be half of it."""
         self.slots = list(range(self._count))[::-1]
         self.pages.reset()
 
@@ -121,11 +118,14 @@ class DraftModel:
         self.costs.measure(self._blank)
 
     def _blank(self, tokens: int) -> int:
-        """Execute a step of tokens that belong to no text; return its time in nanoseconds."""
+        """Execute a step of tokens that belong to no sequence; return its time in nanoseconds."""
         rows = min(tokens, self._executor.plan.rows)
         counts = [1] * (rows - 1) + [tokens - rows + 1]
         ids = [(7919 * i + 1) % self.known_ids for i in range(tokens)]
-        parts = [(_request(ids[i : i + count]), count) for i, count in enumerate(counts)]
+        parts: list[Part] = [
+            (Request(ids=ids[i : i + count], queue=OutputQueue(1)), count)
+            for i, count in enumerate(counts)
+        ]
         began = self._now()
         self._executor.step(*self._inputs.stage(parts))
         self._executor.fetch("sampled", rows)
@@ -136,39 +136,38 @@ class DraftModel:
         self._executor.close()
 
 
-class TextReader:
-    """What a draft model has read of a text, and guessed.
+class SequenceReader:
+    """What a draft model has read of a sequence, the keys of `request`, and drafted after it.
 
-    Args:
-        model: guesses.
-        ids: the prompt.
-        sampling: how tokens are drawn.
-        salt: see `DraftModel.reader`.
-
-    Attributes:
-        request: the text, and its keys; guesses are not in it.
-        guesses: how it goes on after that. All but the last one have keys.
+    All drafted tokens but the last one have keys.
     """
 
-    __slots__ = ("_is_lost", "_model", "guesses", "request")
+    __slots__ = ("_is_lost", "_model", "drafted", "request")
 
     def __init__(
         self, model: DraftModel, ids: Sequence[int], sampling: Sampling, salt: bytes
     ) -> None:
         self._model = model
-        self.request = _request([], _on_device(sampling), salt)
-        self.request.made = -len(ids)
-        self.guesses: list[int] = []
+        on_device = Sampling(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            seed=sampling.seed,
+        )
+        self.request = Request(
+            ids=[], salt=salt, queue=OutputQueue(1), sampling=on_device, made=-len(ids)
+        )
+        self.drafted: list[int] = []
         self._is_lost = False
 
     def behind(self, ids: Sequence[int]) -> int:
-        """Take note of the text so far; see `speculation.draft.Reader`."""
+        """Note the sequence so far; see `speculation.draft.Reader`."""
         request, model = self.request, self._model
         new = list(ids[len(request.ids) :])
         right = 0
-        while right < min(len(self.guesses) - 1, len(new)) and self.guesses[right] == new[right]:
+        while right < min(len(self.drafted) - 1, len(new)) and self.drafted[right] == new[right]:
             right += 1
-        self.guesses = []
+        self.drafted = []
         cells = len(request.ids) + right
         request.ids += new
         request.made += len(new)
@@ -184,31 +183,56 @@ class TextReader:
         return request.waiting_tokens
 
     def take(self, drawn: list[int], vocabulary: int) -> None:
-        """Take note of what the model drew after the text, as far as these are tokens."""
+        """Note what the model drew after the sequence, as far as these are tokens."""
         end = next((i for i, t in enumerate(drawn) if not 0 <= t < vocabulary), len(drawn))
-        self.guesses = drawn[:end]
+        self.drafted = drawn[:end]
         # A model that computes NaN would be asked again and again, and nothing learnt.
         self._is_lost = not end
 
     def leave(self) -> None:
-        """Give slot and pages back; if the text goes on, it is read again."""
+        """Give slot and pages back; if the sequence goes on, it is read again."""
         request = self.request
-        self.guesses = []
+        self.drafted = []
         if request.slot >= 0:
             self._model.slots.append(request.slot)
             self._model.pages.release(request)
 
 
-def _on_device(sampling: Sampling) -> Sampling:
-    """Return the part of a sampling that needs no host."""
-    return Sampling(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        seed=sampling.seed,
-    )
+def speculator_of(mode: str, rows: int, model: DraftModel | None) -> Speculator:
+    """Return what drafts the tokens of a session."""
+
+    def drafters() -> list[SuffixDrafter]:
+        automaton = suffix_automaton()()
+        return [SuffixDrafter(automaton, first_class("suffix"))]
+
+    make = drafters if mode in ("auto", "suffix") else list
+    return Speculator(make, rows, None if model is None else DraftModelGate(model))
 
 
-def _request(ids: list[int], sampling: Sampling | None = None, salt: bytes = b"") -> Request:
-    chosen = sampling or Sampling()
-    return Request(ids=ids, salt=salt, box=Mailbox(1), index=0, budget=1, sampling=chosen)
+def speculates(config: EngineConfig) -> bool:
+    """Return whether the tokens of a session are drafted, unless blocks are denoised instead.
+
+    Raises UsageError.
+    """
+    mode = config.speculate
+    if config.backend == "stub" and mode not in ("auto", "off"):
+        raise UsageError(f"speculate={mode}: the stub has nothing to verify; give off")
+    return mode != "off" and config.backend != "stub"
+
+
+def check_draft(draft: Model | None, mode: str) -> None:
+    """Refuse a draft model that would not be asked, and its absence where it is asked for.
+
+    Raises UsageError.
+    """
+    if draft is None:
+        if mode == "draft":
+            raise UsageError(
+                "speculate is 'draft' without a draft model; give draft_model to load, or "
+                "--draft-model, or use 'auto'"
+            )
+        return
+    if not isinstance(draft, Model):
+        raise UsageError(f"draft is {shown(draft)}; expected a Model of engine.load, or None")
+    if mode not in WITH_DRAFT_MODEL:
+        raise UsageError(f"a draft model with speculate {mode!r}; expected 'auto' or 'draft'")

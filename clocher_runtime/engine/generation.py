@@ -3,108 +3,91 @@
 import threading
 from collections.abc import Callable, Iterator
 
-from clocher_runtime.engine.requests import Glance, Mailbox, Token
+from clocher_runtime.engine.requests import OutputQueue, Snapshot, Token
+from clocher_runtime.engine.step_lock import StepLock
 
 
 class Generation(Iterator[Token]):
     """The tokens of a call as they are asked for. Threads may share it.
 
-    Dropping it, or `close`, ends the generation.
-
-    Args:
-        begin: checks the call and puts its requests to the others; returns their mailbox.
-        serve: does steps, or waits for them, until there is something in a mailbox.
-        let_go: takes note that nobody reads a mailbox any more.
-        end: called once after the last token; raises if what was made is not to be trusted.
+    Dropping it, or `close`, ends the generation. `begin` checks the call and submits its requests;
+    `end` is called once after the last token, and raises if what was made is not to be trusted.
     """
 
     def __init__(
-        self,
-        begin: Callable[[], Mailbox],
-        serve: Callable[[Mailbox], None],
-        let_go: Callable[[Mailbox], None],
-        end: Callable[[], None],
+        self, begin: Callable[[], OutputQueue], lock: StepLock, end: Callable[[], None]
     ) -> None:
-        self._begin, self._serve, self._let_go, self._end = begin, serve, let_go, end
-        self._box: Mailbox | None = None
+        self._begin, self._lock, self._end = begin, lock, end
+        self._queue: OutputQueue | None = None
         self._is_over = False
-        self._beginning = threading.Lock()
+        self._joining = threading.Lock()
 
     def __next__(self) -> Token:
-        """Return the next token.
-
-        Raises:
-            UsageError: the session was closed before the generation had ended.
-            ClocherError: see `Session.generate`.
-        """
+        """Return the next token. Raises UsageError, ClocherError."""
         if self._is_over:
             raise StopIteration
-        box = self.begin()
+        queue = self.begin()
         if self._is_over:
             raise StopIteration
         while True:
-            self._serve(box)
+            self._lock.serve(queue)
             try:
-                return box.tokens.popleft()
+                return queue.tokens.popleft()
             except IndexError:  # it ended, or another thread took the token
-                if box.is_over:
+                if queue.is_over:
                     break
-        if box.error is not None and not box.left:
-            raise box.error
+        if queue.error is not None and not queue.left:
+            raise queue.error
         self._is_over = True
-        if not box.left:
+        if not queue.left:
             self._end()
         raise StopIteration
 
     def poll(self) -> list[Token] | None:
         """Return the tokens that are made and not taken yet; None after the last one.
 
-        It does no step: for who does the steps of a session with `Session.step`.
-
-        Raises:
-            ClocherError: what ended the generation early; see `Session.generate`.
+        Raises ClocherError.
         """
-        box = self.begin()
-        tokens = [box.tokens.popleft() for _ in range(len(box.tokens))]
-        if tokens or not box.is_over:
+        queue = self.begin()
+        tokens = [queue.tokens.popleft() for _ in range(len(queue.tokens))]
+        if tokens or not queue.is_over:
             return tokens
         if self._is_over:
             return None
         self._is_over = True
-        if box.error is not None and not box.left:
-            raise box.error
+        if queue.error is not None and not queue.left:
+            raise queue.error
         self._end()
         return None
 
-    def glance(self, sequence: int = 0) -> Glance | None:
-        """Return where a text stands after its last pass; None: no blocks of it are denoised."""
-        return None if self._box is None else self._box.glances.get(sequence)
+    def snapshot(self, sequence: int = 0) -> Snapshot | None:
+        """Return where a sequence stands; None: no blocks of it are denoised."""
+        return None if self._queue is None else self._queue.snapshots.get(sequence)
 
-    def begin(self) -> Mailbox:
+    def begin(self) -> OutputQueue:
         """Join the steps of the session now, and not when the first token is asked for.
 
-        Raises:
-            UsageError: see `Session.generate`.
+        Raises UsageError.
         """
-        with self._beginning:
-            if self._box is None:
+        with self._joining:
+            if self._queue is None:
                 try:
-                    self._box = self._begin()
+                    self._queue = self._begin()
                 except BaseException:
                     self._is_over = True
                     raise
                 if self._is_over:  # closed while it waited to join
-                    self._let_go(self._box)
-            return self._box
+                    self._lock.let_go(self._queue)
+            return self._queue
 
     def close(self) -> None:
         """End the generation."""
         self._is_over = True
-        if self._box is not None:
-            self._box.tokens.clear()
-            self._let_go(self._box)
+        if self._queue is not None:
+            self._queue.tokens.clear()
+            self._lock.let_go(self._queue)
 
     def __del__(self) -> None:
-        """End the generation that nobody holds any more."""
-        if getattr(self, "_box", None) is not None:
+        """End a generation that was dropped."""
+        if getattr(self, "_queue", None) is not None:
             self.close()

@@ -40,12 +40,8 @@ class KVCacheConfig:
         """Return the MiB that `load(path, device=device, kv_cache=self)` allocates for the cache.
 
         No weight is read. It is `kv_cache_mb` of the loaded model, and of the JSON line of a run.
-
-        Args:
-            path: of the model, as `load` takes it; None: the embedded one.
-            device: "auto", "cpu" or "cuda".
-            attn: as `load` takes it; where pages are chosen by their keys, bounds of these are
-                kept.
+        Where `attn` chooses pages by their keys, bounds of these are kept. Without a path it is the
+        embedded model.
 
         Raises:
             ModelError: the model is missing, damaged or not supported.
@@ -56,28 +52,21 @@ class KVCacheConfig:
         checkpoint = open_checkpoint(embedded_model() if path is None else locate(path, "path"))
         try:
             spec, _ = describe(checkpoint)
-            width = usual_width(spec)
             config = EngineConfig(backend=backend, attn=attn, **self.options())
-            sizes = sizes_of(spec, config, width=width)
-            return kv_cache_bytes(spec, sizes) / (1 << 20)
+            return kv_cache_bytes(spec, sizes_of(spec, config, width=usual_width(spec))) / (1 << 20)
         finally:
             checkpoint.close()
 
     def options(self) -> dict[str, Any]:
         """Return the same as fields of `EngineConfig`."""
-        return {
-            "kv_dtype": self.dtype,
-            "context": self.context,
-            "batch": self.batch,
-            "kv_pages": self.pages,
-        }
+        sizes = {"context": self.context, "batch": self.batch, "kv_pages": self.pages}
+        return {"kv_dtype": self.dtype, **sizes}
 
 
 def with_kv_cache(settings: Mapping[str, Any], config: KVCacheConfig | None) -> dict[str, Any]:
     """Return keywords of `load`, with those that a configuration of its KV cache stands for.
 
-    Raises:
-        UsageError: it is no such configuration, or a keyword is given in both ways.
+    Raises UsageError.
     """
     if config is None:
         return dict(settings)

@@ -14,6 +14,7 @@ from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.host_memory import require
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint, LazyTensor
+from clocher_runtime.config.engine import PRECISIONS as PRECISIONS
 from clocher_runtime.disk.schema import given, read_as
 from clocher_runtime.engine.arguments import one_of
 from clocher_runtime.engine.backends import Weights
@@ -33,7 +34,6 @@ WEIGHT_ONLY = {
     "mxfp4w": "mxfp4",
     "ternaryw": "ternary_f16",
 }
-PRECISIONS = (*CASTS, *WEIGHT_ONLY)
 _ROWS = 1024
 
 
@@ -88,11 +88,12 @@ def load_model(checkpoint: Checkpoint, precision: str | None = None) -> Model:
     )
     weights: dict[str, np.ndarray | QuantTensor] = {}
     for name, need in needs.items():
-        tensor = checkpoint.tensor(name)
-        if need.kind == "vector":
+        tensor, target = checkpoint.tensor(name), becomes[name].format
+        if target is None:
             weights[name] = _vector(name, need, tensor)
         else:
-            weights[name] = _matrix(need, tensor, precision, spec.ternarize)
+            same = target.name == tensor.format.name
+            weights[name] = tensor if same else encode(tensor.decode(), target)
     for file in checkpoint.files:
         file.remember()
     matrices = {n: (w.format, w.nbytes) for n, w in weights.items() if isinstance(w, QuantTensor)}
@@ -135,8 +136,7 @@ class Destined:
 def describe(checkpoint: Checkpoint) -> tuple[ModelSpec, dict[str, Need]]:
     """Return the model of a checkpoint and the tensors that it reads. No weights are read.
 
-    Raises:
-        UnsupportedModel, FormatError: the checkpoint is not one that Clocher can run.
+    Raises UnsupportedModel, FormatError.
     """
     spec = head_as_stored(model_spec(checkpoint), checkpoint)
     needs = inventory(spec)
@@ -174,8 +174,7 @@ def destined(
 def model_spec(checkpoint: Checkpoint) -> ModelSpec:
     """Return what a checkpoint is a model of; no tensor is looked at.
 
-    Raises:
-        UnsupportedModel, FormatError: it is none that Clocher can run.
+    Raises UnsupportedModel, FormatError.
     """
     spec = spec_from_config(checkpoint.config)
     # Chat models list there all that end a turn.
@@ -249,11 +248,6 @@ def _vector(name: str, need: Need, tensor: QuantTensor) -> np.ndarray:
     return values
 
 
-def _matrix(need: Need, tensor: QuantTensor, precision: str | None, ternarize: bool) -> QuantTensor:
-    target = _target(need, tensor.format, precision, ternarize)
-    return tensor if target is tensor.format else encode(tensor.decode(), target)
-
-
 def _target(need: Need, stored: Format, precision: str | None, ternarize: bool) -> Format:
     """Return the format that a matrix is used in: the very one that it is stored in, or another."""
     name = stored.name
@@ -268,11 +262,7 @@ def _target(need: Need, stored: Format, precision: str | None, ternarize: bool) 
 
 
 def label(matrices: Mapping[str, tuple[Format, int]]) -> str:
-    """Return the format names of matrices joined by "+", the largest share of bytes first.
-
-    Args:
-        matrices: name -> format and bytes.
-    """
+    """Return the format names of matrices joined by "+", the largest share of bytes first."""
     share: dict[str, int] = {}
     for fmt, nbytes in matrices.values():
         share[fmt.name] = share.get(fmt.name, 0) + nbytes
@@ -280,19 +270,13 @@ def label(matrices: Mapping[str, tuple[Format, int]]) -> str:
 
 
 def bytes_per_token(spec: ModelSpec, sizes: Mapping[str, int]) -> int:
-    """Return the bytes of all weights that one token reads: of the experts the active ones.
-
-    Args:
-        spec: the model.
-        sizes: bytes of each tensor.
-    """
+    """Return the bytes of weights, from those of each tensor, that one token reads."""
     total = 0
     for name in inventory(spec):
         nbytes = sizes[name]
         if name == EMBED:
-            total += nbytes // spec.vocab_size
+            nbytes //= spec.vocab_size
         elif spec.moe is not None and ".mlp.experts." in name:
-            total += nbytes * spec.moe.active // spec.moe.experts
-        else:
-            total += nbytes
+            nbytes = nbytes * spec.moe.active // spec.moe.experts
+        total += nbytes
     return total + (sizes[head_name(spec)] if spec.tied else 0)

@@ -12,9 +12,9 @@ import numpy as np
 from clocher_kernels.dtypes import LARGEST, to_f32
 from clocher_kernels.errors import NonFinite
 from clocher_kernels.ops import OPS
-from clocher_kernels.plan import Call
+from clocher_kernels.plan import Call, Executor
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.engine.backends import Executor, Weights
+from clocher_runtime.engine.backends import Weights
 
 _PIECE = 1 << 20
 
@@ -26,16 +26,13 @@ def explain(
 
     Args:
         executor: what executed them; what the cache holds of earlier tokens must be as it was.
-        weights: what it was bound to.
-        act_prec: how activations are stored, for advice.
+        weights, act_prec: what it was bound to.
         steps: counts of tokens and output rows; the inputs of a step are staged when it is taken.
     """
     for tokens, rows in steps:
-        found = _first(executor, tokens, rows)
-        if found is not None:
+        if (found := _first(executor, tokens, rows)) is not None:
             call, place, token = found
-            sequence = int(executor.array("slots")[token])
-            position = int(executor.array("positions")[token])
+            sequence, position = (int(executor.array(n)[token]) for n in ("slots", "positions"))
             reason = _reason(call, weights, act_prec)
             return NonFinite(
                 f"{place} gave NaN or infinity at token {position} of the sequence; {reason}",
@@ -62,9 +59,9 @@ def _first(executor: Executor, tokens: int, rows: int) -> tuple[Call, str, int] 
                     continue
                 count = counts.get(buffer.rows, 0)  # the cache has none: it shows in attention
                 values = executor.peek(name, count)
-                odd = ~np.isfinite(values).all(axis=tuple(range(1, values.ndim)))
-                if odd.any():
-                    row = int(odd.argmax())
+                bad = ~np.isfinite(values).all(axis=tuple(range(1, values.ndim)))
+                if bad.any():
+                    row = int(bad.argmax())
                     token = int(executor.array("rows")[row]) if buffer.rows == "R" else row
                     return call, f"{call.op} {'of' if read else 'after'} {weight}", token
     return None
@@ -73,8 +70,7 @@ def _first(executor: Executor, tokens: int, rows: int) -> tuple[Call, str, int] 
 def _reason(call: Call, weights: Weights, act_prec: str) -> str:
     """Say whether a weight of the call is to blame, and what to do."""
     for name in call.args.values():
-        count = _odd(weights[name]) if name in weights else 0
-        if count:
+        if count := _non_finite(weights[name]) if name in weights else 0:
             return (
                 f"{count} stored value(s) of {name} are NaN or infinite: the file is damaged or "
                 "was converted wrongly; get it, or convert it, again"
@@ -84,7 +80,7 @@ def _reason(call: Call, weights: Weights, act_prec: str) -> str:
     return "the weights are finite, but too large: a sum overflowed fp32; check the model's scales"
 
 
-def _odd(weight: np.ndarray | QuantTensor) -> int:
+def _non_finite(weight: np.ndarray | QuantTensor) -> int:
     """Return how many stored values are NaN or infinite."""
     if isinstance(weight, np.ndarray):
         return int((~np.isfinite(weight)).sum())

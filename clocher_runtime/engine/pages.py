@@ -1,24 +1,23 @@
-"""Pages of the KV cache: who holds which, and which still hold the keys of a text seen before.
+"""Pages of the KV cache: which sequence holds which, and which still hold a prefix seen before.
 
 The cache of a layer is a pool of pages; a page holds `PAGE_CELLS` cells of one sequence. Layers
 that see everything share one pool and one page table. Layers with a sliding window share another:
 pages behind the window are given back, so a long sequence holds few of them.
 
-A page that is full is named by the 128-bit hash of all ids up to its end. When nobody uses it any
-more it stays where it is, and a sequence that begins with the same ids finds it by that name and
-computes nothing. Pages are taken from those that nobody uses: first what has no name, then what was
-used longest ago. Nothing is ever copied.
+A page that is full is named by the 128-bit hash of all ids up to its end. When no sequence uses it
+any more it stays where it is, and a sequence with the same prefix finds it by that name and
+computes nothing. Pages are taken from the unused: first what has no name, then the least recently
+used. Nothing is ever copied.
 
 A prefix is found only where its last window is there too. Of the pages that fall behind a window
-those are kept longer that lie before a place where texts were seen to part; the others go first, so
-a small pool of windows serves long texts.
+those are kept longer that lie before a place where sequences were seen to part; the others go
+first, so a small pool of windows serves long sequences.
 
 Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with
 PagedAttention, 2023; chained hashes of pages as in vLLM.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
@@ -32,7 +31,7 @@ NO_PAGE = -1
 """Entry of a page table where there is none: what is written there is dropped."""
 
 
-class Census(NamedTuple):
+class PageStats(NamedTuple):
     """The pages of a pool: blank, unused but named, and in use. They add up to all of them."""
 
     blank: int
@@ -41,11 +40,7 @@ class Census(NamedTuple):
 
 
 class PagePool:
-    """The pages of one group of layers.
-
-    Args:
-        count: pages.
-    """
+    """The pages of one group of layers."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -62,7 +57,7 @@ class PagePool:
 
     @property
     def used(self) -> int:
-        """Pages that somebody uses."""
+        """Pages in use."""
         return self._touched - len(self._unused)
 
     @property
@@ -70,11 +65,11 @@ class PagePool:
         """Pages that can be found, in use or not."""
         return len(self._names)
 
-    def census(self) -> Census:
+    def stats(self) -> PageStats:
         """Count the pages."""
         cached = sum(page in self._names for page in self._unused)
         used = sum(users > 0 for users in self._users)
-        return Census(self.available - cached, cached, used)
+        return PageStats(self.available - cached, cached, used)
 
     def take(self) -> int:
         """Take an unused page; what it was named for is forgotten. There must be one."""
@@ -95,7 +90,7 @@ class PagePool:
         return page if page is not None and self._names[page][1] == ids else None
 
     def is_unused(self, page: int) -> bool:
-        """Return whether nobody uses a page."""
+        """Return whether no sequence uses a page."""
         return self._users[page] == 0
 
     def share(self, page: int) -> None:
@@ -117,7 +112,7 @@ class PagePool:
             self._names[page], self._pages[key] = (key, ids), page
 
     def forget(self, page: int) -> None:
-        """Let nobody find a page any more."""
+        """Make a page impossible to find."""
         named = self._names.pop(page, None)
         if named is not None:
             del self._pages[named[0]]
@@ -133,7 +128,7 @@ class Sequence:
         slot: its row of the page tables; -1: it has none, and no pages.
         cells: tokens whose keys are in the cache.
         held: block -> page, for each group of layers.
-        parts: block from which nothing was known: other texts begin with those before.
+        parts: block from which nothing was known: other sequences share those before.
         keys: names of its blocks as far as they were needed, each with its ids.
     """
 
@@ -159,20 +154,17 @@ class _Group(NamedTuple):
 
 
 class KvPages:
-    """The page tables of a Plan, and who owns what they name.
+    """The page tables of a Plan, and the sequences that own what they name.
 
     Args:
-        table: [S, B] i32, the live page table of layers that see everything; None: the Plan keeps
-            nothing of earlier tokens.
-        pages: pages of their pool.
-        window_table: [S, B] i32, that of layers with a window; None without such layers.
-        window_pages: pages of their pool.
-        window: their window in tokens.
+        table: [S, B] i32, the live page table of layers that see everything, and `pages` of their
+            pool; None: the Plan keeps nothing of earlier tokens.
+        window_table: the same of layers with a window of `window` tokens, if there are any.
         salt: what the content of a page depends on besides ids: model, KV type.
         reuse: find pages of earlier sequences.
 
     Attributes:
-        changed: a table was written to; whoever hands tables to a device clears it.
+        changed: a table was written to; cleared when tables are handed to a device.
     """
 
     def __init__(
@@ -189,10 +181,8 @@ class KvPages:
         self._groups = [] if table is None else [_Group(table, PagePool(pages), 0)]
         if window_table is not None:
             self._groups.append(_Group(window_table, PagePool(window_pages), window))
-        for group in self._groups:
-            group.table[...] = NO_PAGE
         self._salt, self._reuse = salt, reuse
-        self.changed = True
+        self.reset()
 
     @property
     def keeps(self) -> bool:
@@ -211,7 +201,7 @@ class KvPages:
 
     @property
     def named(self) -> int:
-        """Pages whose text can be found, in use or not."""
+        """Pages that can be found, in use or not."""
         return sum(group.pool.named for group in self._groups)
 
     def reset(self) -> None:
@@ -221,18 +211,12 @@ class KvPages:
             group.table[...] = NO_PAGE
         self.changed = True
 
-    def census(self) -> list[Census]:
+    def stats(self) -> list[PageStats]:
         """Count the pages of each pool."""
-        return [group.pool.census() for group in self._groups]
+        return [group.pool.stats() for group in self._groups]
 
     def admit(self, sequence: Sequence, slot: int, reuse: bool = True) -> bool:
-        """Give a sequence a slot and the pages of its beginning that are there.
-
-        At least one of its tokens is left to be computed.
-
-        Returns:
-            Whether the rest of it has room too; nothing has happened if not.
-        """
+        """Give a sequence a slot and its cached prefix; return whether the rest has room too."""
         blocks = self._known(sequence) if reuse and self._reuse and self._groups else 0
         found = []
         for group in self._groups:
@@ -251,17 +235,12 @@ class KvPages:
             for block, page in pages.items():
                 group.pool.share(page)
                 group.table[slot, block] = page
-        sequence.slot, sequence.cells = slot, blocks * PAGE_CELLS
-        sequence.held = tuple(found)
+        sequence.slot, sequence.cells, sequence.held = slot, blocks * PAGE_CELLS, tuple(found)
         self.changed = True
         return True
 
     def reserve(self, sequence: Sequence, cells: int) -> bool:
-        """Make sure that a sequence has pages for its first `cells` cells, as far as layers see.
-
-        Returns:
-            Whether it has. If not, it keeps what it had and what it got.
-        """
+        """Give a sequence pages for its first `cells` cells; return whether there were enough."""
         last = (cells - 1) // PAGE_CELLS
         for group, held in zip(self._groups, sequence.held, strict=True):
             if last in held:
@@ -295,14 +274,9 @@ class KvPages:
                 self.changed = True
 
     def release(self, sequence: Sequence, forget: bool = False) -> None:
-        """Take slot and pages from a sequence; its full pages can still be found.
-
-        Args:
-            sequence: who has them.
-            forget: nobody finds them: what they hold is not to be trusted.
-        """
+        """Take slot and pages from a sequence; full pages can still be found unless `forget`."""
         for group, held in zip(self._groups, sequence.held, strict=True):
-            # The end first: a beginning is of use to more sequences, and is kept longer.
+            # The end first: a prefix is of use to more sequences, and is kept longer.
             for block in sorted(held, reverse=True):
                 if forget:
                     group.pool.forget(held[block])
@@ -333,12 +307,12 @@ class KvPages:
         while len(keys) <= block:
             start = len(keys) * PAGE_CELLS
             ids = np.array(sequence.ids[start : start + PAGE_CELLS], np.int32).tobytes()
-            before = keys[-1][0] if keys else _digest([self._salt, sequence.salt])
-            keys.append((_digest([before, ids]), ids))
+            before = keys[-1][0] if keys else _digest(self._salt, sequence.salt)
+            keys.append((_digest(before, ids), ids))
         return keys[block]
 
 
-def _digest(parts: Iterable[bytes]) -> bytes:
+def _digest(*parts: bytes) -> bytes:
     digest = blake2b(digest_size=_KEY_BYTES)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -349,10 +323,8 @@ def window_pages(window: int, chunk: int, slots: int, context: int, others: int)
     """Return the pages that layers with a window need.
 
     Args:
-        window: tokens that they see.
-        chunk: tokens of a step.
-        slots: sequences side by side.
-        context: cells of a sequence.
+        window, chunk: tokens that they see, and tokens of a step.
+        slots, context: sequences side by side, and cells of each.
         others: pages of the layers that see everything. For the ends of prefixes there are a 64th
             of them more, or one window, and at most a quarter.
     """

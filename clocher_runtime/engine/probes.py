@@ -1,14 +1,24 @@
-"""What a run does to memory: peak resident set size, and the work-touch."""
+"""What a run does to memory: peak resident set size, the work-touch, and how fast it can be read.
+
+A token reads every weight once, and the keys and values of the tokens before it. If all of that
+fits in a cache, the cache is the limit, so what is read to learn it is as large as that.
+"""
 
 import resource
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from clocher_kernels.errors import ModelError
+from clocher_kernels.errors import DeviceError, ModelError
+from clocher_kernels.host_memory import available
+from clocher_runtime.engine.backends import Reader, reader
+from clocher_runtime.models.inventory import EMBED
+
+if TYPE_CHECKING:
+    from clocher_runtime.engine.load import Model
 
 LINE_BYTES = 64
 _MIB = 1 << 20
@@ -78,9 +88,6 @@ class WorkTouch:
         files: contents of the mapped files, u8 [size] each. They are read in place.
         bytes_per_token: bytes that a token walks over; 0 switches the touch off.
         stride: distance of the bytes that are read.
-
-    Attributes:
-        tokens: tokens touched so far.
     """
 
     def __init__(self, files: Sequence[np.ndarray], bytes_per_token: int, stride: int) -> None:
@@ -89,18 +96,12 @@ class WorkTouch:
         if bytes_per_token and not self._size:
             raise ModelError("work-touch: the model has no weight files to touch")
         self.bytes_per_token, self.stride = bytes_per_token, stride
-        self.tokens = 0
-        self._checksum = 0
+        self.tokens = self.checksum = 0
 
     @property
     def bytes_touched(self) -> int:
         """Bytes walked over so far."""
         return self.tokens * self.bytes_per_token
-
-    @property
-    def checksum(self) -> int:
-        """Sum of all bytes read, modulo 2^64."""
-        return self._checksum
 
     @property
     def bytes_read(self) -> int:
@@ -112,10 +113,8 @@ class WorkTouch:
 
     def __call__(self, tokens: int) -> None:
         """Touch the weights for some tokens that were just made."""
-        if not self.bytes_per_token:
-            return
-        for _ in range(tokens):
-            self._checksum = (self._checksum + self._walk()) % (1 << 64)
+        for _ in range(tokens if self.bytes_per_token else 0):
+            self.checksum = (self.checksum + self._walk()) % (1 << 64)
             self.tokens += 1
 
     def _walk(self) -> int:
@@ -133,3 +132,35 @@ class WorkTouch:
                 if end >= stop:
                     return total
                 begin = end
+
+
+MOST_BYTES = 256 << 20
+"""Read at most to learn how fast memory is; more than most caches hold."""
+_SECONDS = 0.1
+
+
+def working_set(model: "Model") -> int:
+    """Return the bytes of the weights that tokens read, of the experts all."""
+    total = sum(weight.nbytes for weight in model.weights.values())
+    return total if model.spec.tied else total - model.weights[EMBED].nbytes
+
+
+def memory_reader(nbytes: int, backend: str = "cpu") -> Reader | None:
+    """Return a buffer as large as a working set, or as `MOST_BYTES` if that is less."""
+    nbytes = min(nbytes, MOST_BYTES)
+    left = available()
+    if left is not None and left < 2 * nbytes:
+        return None
+    try:
+        return reader(backend, nbytes)
+    except (OSError, MemoryError):
+        return None
+
+
+def read_gbps(nbytes: int, threads: int, backend: str = "cpu") -> float | None:
+    """Return how fast a working set is read by some threads, in 10^9 bytes a second."""
+    buffer = memory_reader(nbytes, backend)
+    try:
+        return None if buffer is None else buffer.gbps(threads, _SECONDS)
+    except DeviceError:  # no more threads
+        return None

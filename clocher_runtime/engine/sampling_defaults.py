@@ -1,4 +1,4 @@
-"""How a model wants its tokens drawn: what generation_config.json says, in one rule for all.
+"""How a model wants its tokens sampled: generation_config.json, in one rule for all.
 
 With `do_sample` true, its values are the defaults of runs, chats, servers and the Python API; what
 a caller says is stronger, field by field, and a temperature of 0 wants none of them. Without it
@@ -26,7 +26,7 @@ CHAT_TEMPERATURE = 0.7
 _NOTHING: Mapping[str, float] = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
 
 
-class _Drawing(Struct):
+class _Sampling(Struct):
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
     top_k: Annotated[int, Meta(ge=-1, le=1 << 30)] = 0
     top_p: Annotated[float, Meta(ge=1e-6, le=1)] = 1.0
@@ -39,29 +39,23 @@ class _Settings(Struct):
 
 
 def sampling_defaults(checkpoint: "Checkpoint") -> dict[str, float]:
-    """Return what a model's file says of drawing, by name; {} if it wants the likeliest tokens.
+    """Return what a model's file says of sampling, by name; {} if it wants greedy decoding.
 
-    Raises:
-        FormatError: a value is of the wrong type or out of range.
+    Raises FormatError.
     """
     settings = given(checkpoint.generation_config)
     if not read_as(settings, _Settings, FILE).do_sample:
         return {}
-    drawing = read_as(settings, _Drawing, FILE)
-    if drawing.temperature == 0:
+    wanted = read_as(settings, _Sampling, FILE)
+    if wanted.temperature == 0:
         return {}
-    values: dict[str, float] = {name: getattr(drawing, name) for name in NAMES}
-    values["top_k"] = max(drawing.top_k, 0)
+    values: dict[str, float] = {name: getattr(wanted, name) for name in NAMES}
+    values["top_k"] = max(wanted.top_k, 0)
     return {name: value for name, value in values.items() if value != _NOTHING.get(name)}
 
 
 def taken(defaults: Mapping[str, float], said: Mapping[str, Any]) -> dict[str, float]:
-    """Return which of a model's defaults a caller gets.
-
-    Args:
-        defaults: what `sampling_defaults` returned.
-        said: what the caller says; None counts as nothing said.
-    """
+    """Return those of a model's defaults that a caller does not override with `said`."""
     if said.get("temperature") == 0:
         return {}
     return {name: value for name, value in defaults.items() if said.get(name) is None}

@@ -1,7 +1,8 @@
 """A session: one Plan bound to one back end, shared by all who generate. It knows ids, not text."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,41 +16,44 @@ from clocher_runtime.engine.arguments import (
     prompt_ids,
     whole,
 )
-from clocher_runtime.engine.backends import Binding, Executor, Progress, acted_on
+from clocher_runtime.engine.attention_reads import AttentionReads
+from clocher_runtime.engine.backends import Progress, acted_on
 from clocher_runtime.engine.binding import bind
 from clocher_runtime.engine.constraint import Constraint, one_for_each
-from clocher_runtime.engine.diffusing import diffusing, longest_text, of_call, prepare, width_of
-from clocher_runtime.engine.draft_model import DraftModel
-from clocher_runtime.engine.drafting import Drafting, check_draft
-from clocher_runtime.engine.footprint import guesses, sizes_beside, sizes_of
+from clocher_runtime.engine.diffusing import diffusing, longest_text, of_call, width_of
+from clocher_runtime.engine.draft_model import (
+    DraftModel,
+    check_draft,
+    speculates,
+    speculator_of,
+)
+from clocher_runtime.engine.footprint import draft_config, sizes_of
 from clocher_runtime.engine.generation import Generation
 from clocher_runtime.engine.load import Model
-from clocher_runtime.engine.pages import Census
+from clocher_runtime.engine.pages import PageStats
 from clocher_runtime.engine.probes import Touch
-from clocher_runtime.engine.reading import Reading
-from clocher_runtime.engine.requests import Mailbox, Request
+from clocher_runtime.engine.requests import OutputQueue, Request, Score, Take
 from clocher_runtime.engine.scheduler import Scheduler
+from clocher_runtime.engine.step_lock import StepLock
 from clocher_runtime.engine.timing import TimedWindow
-from clocher_runtime.engine.turns import Turns
 from clocher_runtime.speculation.speculator import Account, Counts, Track, account
 
 
 class Session:
     """A model bound to a back end. Any number of threads and generations share its steps.
 
-    Whoever waits for a token does the next step for all, or waits for who is doing it. A generation
-    that nobody holds any more leaves before the next step.
-
-    Attributes:
-        changed: what became of a weight file while it was in use, with `keep_mapped`; else "".
+    A thread that waits for a token does the next step for all, or waits while another does it. A
+    generation that was dropped leaves before the next step.
 
     Args:
-        model: from `load_model`.
-        config: how it is bound and stepped.
         draft: a small model of the same vocabulary that drafts tokens, with "auto" or "draft".
         calibration: token ids that the thresholds of `act_sparsity` are taken from.
         progress, packing: called with (done, total), the first while kernels compile or weights are
             copied, the second while weights are packed, if they are many.
+
+    Attributes:
+        act_prec, speculate: what matmuls read, and what drafts tokens, once all is decided.
+        changed: what became of a weight file while it was in use, with `keep_mapped`; else "".
 
     Raises:
         UsageError: a size is out of range, or two settings exclude each other.
@@ -67,46 +71,47 @@ class Session:
         packing: Progress | None = None,
     ) -> None:
         check_functions(progress=progress, packing=packing)
+        self.model, self.config = model, config
         self._blocks = diffusing(model.spec, config.diffusion, config.speculate)
-        mode = config.speculate if self._blocks is None else "off"
-        drafts = guesses(config) and self._blocks is None
-        check_draft(draft, mode)
-        sizes = sizes_of(
-            model.spec,
-            config,
-            speculates=drafts,
-            width=width_of(self._blocks),
+        drafts = self._blocks is None and speculates(config)
+        check_draft(draft, config.speculate if self._blocks is None else "off")
+        self.speculate = config.speculate if drafts else "off"
+        self.sizes = sizes = sizes_of(
+            model.spec, config, speculates=drafts, width=width_of(self._blocks)
         )
-        self.model, self.batch, self.context = model, sizes.slots, sizes.context
-        self.kv_dtype, self._chunk = sizes.kv_dtype, sizes.tokens
-        how = Binding(config=config, progress=progress, packing=packing)
-        own = bind(model, sizes, how, config.act_sparsity, calibration)
-        self.act_sparsity = config.act_sparsity
-        self.act_prec, self._scope_is_kept = own.act_prec, own.scope_is_kept
-        self._executor, self._longest = own.executor, longest_text(self._blocks, own.longest)
-        self._scores = config.all_logits or config.score_rows > 0
-        self._drafting: Drafting | None = None
+        bound = bind(
+            model, config, sizes, calibration=calibration, progress=progress, packing=packing
+        )
+        self.executor, self.act_prec = bound.executor, bound.act_prec
+        self._scope_is_kept = bound.scope_is_kept
+        self._longest = longest_text(self._blocks, sizes.longest)
+        self._draft_model: DraftModel | None = None
+        if drafts and draft is not None:
+            smaller = draft_config(config, sizes, draft.spec)
+            guest = bind(
+                draft,
+                smaller,
+                sizes_of(draft.spec, smaller),
+                progress=progress,
+                packing=packing,
+                beside=self.executor,
+            )
+            self._draft_model = DraftModel(guest, model.spec.vocab_size)
+        speculator = None
         if drafts:
-            drafting = None
-            if draft is not None:
-                smaller = sizes_beside(sizes, draft.spec, config)
-                guest = bind(draft, smaller, replace(how, beside=self._executor))
-                drafting = DraftModel(guest, model.spec.vocab_size)
-            self._drafting = Drafting(mode, sizes.rows, drafting)
-        speculator = self._drafting.speculator if self._drafting is not None else None
-        self._scheduler = Scheduler(
-            self._executor,
-            own.pages,
-            self.batch,
-            own.weights,
+            speculator = speculator_of(self.speculate, sizes.rows, self._draft_model)
+        self.scheduler = Scheduler(
+            self.executor,
+            bound.pages,
+            sizes.slots,
+            model.weights,
             self.act_prec,
             config.itl_ms,
             speculator,
         )
-        self.speculate = mode if drafts else "off"
-        self.reading = Reading(own, config.backend, config.attn)
-        self._keeps_mapped, self.changed = config.keep_mapped, ""
-        self._turns = Turns(self._scheduler)
+        self.reading = AttentionReads(bound)
+        self.changed = ""
+        self._lock = StepLock(self.scheduler)
 
     @property
     def diffusion(self) -> str:
@@ -116,13 +121,17 @@ class Session:
     @property
     def isa(self) -> str:
         """Instruction set that the kernels were compiled for."""
-        return self._executor.isa
+        return self.executor.isa
 
     @property
     def acted_on(self) -> frozenset[str]:
         """Settings that change what happens; "pretranspose" if it was obeyed."""
-        kept = {"pretranspose"} if self._scope_is_kept else set()
-        return acted_on(self._executor) | kept
+        return acted_on(self.executor) | ({"pretranspose"} if self._scope_is_kept else set())
+
+    @property
+    def context(self) -> int:
+        """Tokens of the context."""
+        return self.sizes.context
 
     @property
     def longest(self) -> int:
@@ -130,84 +139,69 @@ class Session:
         return self._longest
 
     @property
-    def executor(self) -> Executor:
-        """What executes the Plan, for those who measure it."""
-        return self._executor
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """Who computes what, for those who measure it."""
-        return self._scheduler
-
-    @property
     def kv_cache_bytes(self) -> int:
         """Memory of the KV cache, tables and scales included."""
-        buffers = self._executor.plan.buffers.values()
+        buffers = self.executor.plan.buffers.values()
         return sum(buffer.nbytes for buffer in buffers if buffer.role == "state")
 
     @property
     def kv_hits(self) -> int:
         """Keys of earlier tokens that tokens found in the cache."""
-        return self._scheduler.kv_hits
+        return self.scheduler.kv_hits
 
     @property
     def kv_misses(self) -> int:
         """Tokens that were computed."""
-        return self._scheduler.kv_misses
+        return self.scheduler.kv_misses
 
     def speculation(self, before: Counts | None = None) -> Account:
-        """Return what guessing came to, since an earlier state of its counts."""
-        speculator = self._scheduler.speculator
+        """Return what speculation came to, since an earlier state of its counts."""
+        speculator = self.scheduler.speculator
         if speculator is None:
-            return Account(self._scheduler.passes.counts.since(before or Counts()))
+            return Account(self.scheduler.forwards.counts.since(before or Counts()))
         return account(speculator.costs, speculator.counts, before, speculator.draft_ns)
 
-    def census(self) -> list[Census]:
-        """Count the pages of each pool: blank, cached, in use; those of who has left are unused."""
-        with self._turns.taken("census"):
-            self._scheduler.sweep()
-            return self._scheduler.census()
+    def page_stats(self) -> list[PageStats]:
+        """Count the pages of each pool: blank, cached, in use; those of calls that left are not."""
+        with self._lock.taken("page_stats"):
+            self.scheduler.sweep()
+            return self.scheduler.page_stats()
 
     def warm(self) -> None:
         """Run one step, so that every kernel is compiled and loaded.
 
-        Raises:
-            SessionBusy: it is called from within a step.
-            UsageError: the session is closed.
+        Raises SessionBusy, UsageError.
         """
-        with self._turns.taken("warm"), self._executor.running():
-            self._executor.warm()
-            self._scheduler.passes.warm()
-            if self._drafting is not None:
-                self._drafting.warm()
+        with self._lock.taken("warm"), self.executor.running():
+            self.executor.warm()
+            self.scheduler.forwards.warm()
+            if self._draft_model is not None:
+                self._draft_model.warm()
             self.synchronize()
 
     def work_touch(self, bytes_per_token: int, stride: int) -> Touch | None:
         """Return a work-touch of the weights on the device; None: they are the mapped files.
 
-        Raises:
-            SessionBusy: it is called from within a step.
-            UsageError: the session is closed.
+        Raises SessionBusy, UsageError.
         """
-        with self._turns.taken("work_touch"):
-            make = getattr(self._executor, "work_touch", None)
+        with self._lock.taken("work_touch"):
+            make = getattr(self.executor, "work_touch", None)
             touch: Touch | None = make(bytes_per_token, stride) if make else None
             return touch
 
     def synchronize(self) -> None:
         """Wait until the device has done all steps."""
-        self._executor.synchronize()
+        self.executor.synchronize()
 
     def close(self) -> None:
         """Stop the threads and release the buffers, after the step that runs. Generations end.
 
-        Raises:
-            SessionBusy: it is called from within a step.
+        Raises SessionBusy.
         """
-        if self._turns.close():
-            if self._drafting is not None:
-                self._drafting.close()
-            self._executor.close()
+        if self._lock.close():
+            if self._draft_model is not None:
+                self._draft_model.close()
+            self.executor.close()
 
     def generate(
         self,
@@ -217,20 +211,13 @@ class Session:
         stop_ids: frozenset[int] | None = None,
         window: TimedWindow | None = None,
         after_token: Callable[[int], None] | None = None,
-        *,
-        logits: bool = False,
-        salt: str = "",
-        constraints: Sequence[Constraint | None] | None = None,
-        diffusion: str | None = None,
+        **more: Any,
     ) -> Generation:
         """Generate tokens for some prompts.
 
         It joins the steps of the session when its first token is asked for, and leaves when the
-        last one is made, or it is closed or dropped. While others step, its tokens are made too,
-        and wait for being asked for.
-
+        last one is made, or it is closed or dropped. While others step, its tokens are made too.
         Every step is one span of `window`, "prefill" if it has tokens of a prompt, else "decode".
-        What the caller does between two tokens is outside the window.
 
         Args:
             prompts: token ids of each prompt, at least one each.
@@ -239,56 +226,55 @@ class Session:
             stop_ids: ids that end a sequence; None: the model's; empty: none.
             window: measures the steps; no other generation may run beside a measured one.
             after_token: called inside the span with the number of tokens that the step made.
-            logits: give each token the logits that it was drawn from.
-            salt: find only cached texts of the same salt.
-            constraints: of each prompt, what its text may be, or None; each of one call only.
-            diffusion: how blocks are denoised, if not as the session does.
+            **more: logits (bool): give each token the logits that it was drawn from; salt (str):
+                find only cached pages of the same salt; constraints: of each prompt or None, each
+                of one call only; diffusion (str): how blocks are denoised, if not as usual.
 
         Returns:
             Tokens, in the order of their steps. What is wrong shows when the first is asked for.
 
         Raises:
             SessionBusy: a measured generation beside another, or a call from within a step.
-            UsageError: no prompt, an empty or too long one, or an id that is no token; or the
-                session is closed.
+            UsageError: no prompt, an empty or too long one, an id that is no token; closed.
             NonFinite: a step gave logits that are NaN or infinite.
-            ModelChanged: a weight file was written to, replaced or deleted since it was loaded;
-                looked for before the first step and after the last one.
+            ModelChanged: a weight file is another one since it was loaded; looked for before the
+                first step and after the last one.
         """
+        call = _Call(**more)
 
-        def begin() -> Mailbox:
+        def begin() -> OutputQueue:
             usable, most = self._usable(prompts), whole("max_new", max_new, 1)
             stop = frozenset(self.model.spec.eos_ids) if stop_ids is None else stop_ids
-            chosen = sampling or Sampling()
+            chosen, salt = sampling or Sampling(), call.salt.encode()
             check_biases(chosen.logit_bias, self.model.spec.vocab_size)
-            bound = one_for_each(constraints, len(usable), self._executor.array("allowed"))
-            box = Mailbox(len(usable), window, after_token, logits)
-            requests = [
-                Request(
-                    ids=ids,
-                    salt=salt.encode(),
-                    box=box,
-                    index=index,
-                    budget=max(1, min(most, self._longest - len(ids))),
-                    sampling=chosen,
-                    stop=stop,
-                    constraint=limit,
-                    track=self._track(ids, chosen, salt.encode(), limit),
-                )
-                for index, (ids, limit) in enumerate(zip(usable, bound, strict=True))
-            ]
-            prepare(of_call(self._blocks, diffusion), requests, self._longest)
+            allowed = self.executor.array("allowed")
+            bound = one_for_each(call.constraints, len(usable), allowed)
+            queue = OutputQueue(len(usable), window, after_token, call.logits)
+            blocks = of_call(self._blocks, call.diffusion)
+            requests: list[Request] = []
+            for index, (ids, constraint) in enumerate(zip(usable, bound, strict=True)):
+                fields: dict[str, Any] = {
+                    "ids": ids,
+                    "salt": salt,
+                    "queue": queue,
+                    "index": index,
+                    "budget": max(1, min(most, self._longest - len(ids))),
+                    "sampling": chosen,
+                    "stop": stop,
+                    "constraint": constraint,
+                    "track": self._track(ids, chosen, salt, constraint),
+                }
+                if blocks is None:
+                    requests.append(Request(**fields))
+                else:
+                    requests.append(blocks.request(self._longest, fields))
             self._submit("generate", requests)
-            return box
+            return queue
 
-        return self._generation(begin)
+        return Generation(begin, self._lock, self._check_files)
 
     def check(self, prompt: Sequence[int]) -> None:
-        """Check that a prompt can be generated from.
-
-        Raises:
-            UsageError: it is empty, longer than the context, or has an id that is no token.
-        """
+        """Check that a prompt can be generated from. Raises UsageError."""
         self._usable_ids(prompt)
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
@@ -297,81 +283,66 @@ class Session:
         self.score(ids, out.__setitem__)
         return out
 
-    def score(self, ids: Sequence[int], take: Callable[[int, np.ndarray], None]) -> None:
+    def score(self, ids: Sequence[int], take: Take) -> None:
         """Hand over the logits after each token of one sequence; see `scoring`."""
         for _ in self.scoring(ids, take):
             pass
 
-    def scoring(self, ids: Sequence[int], take: Callable[[int, np.ndarray], None]) -> Generation:
+    def scoring(self, ids: Sequence[int], take: Take) -> Generation:
         """Hand over the logits after each token of one sequence while steps are done.
 
+        Each token sees those before it, also where blocks see themselves. The generation has no
+        token, and ends when the last position has been handed over; see `generate` for errors.
+
         Args:
-            ids: the sequence; each token sees those before it, also where blocks see themselves.
+            ids: the sequence.
             take: called with each position in order, and logits [V] fp32 that are valid meanwhile.
-
-        Returns:
-            What has no token, and ends when the last position has been handed over.
-
-        Raises:
-            SessionBusy: a measured generation runs, or a call from within a step.
-            UsageError: the session was not made with all_logits, the sequence does not fit the
-                context, or an id is no token.
-            NonFinite: a logit is NaN or infinite.
-            ModelChanged: see `generate`.
         """
-        if not self._scores:
+        if not (self.config.all_logits or self.config.score_rows):
             raise UsageError("logits: make the session with all_logits=True, or with score_rows")
         (usable,) = self._usable([ids])
 
-        def begin() -> Mailbox:
-            request = Request(
-                ids=usable, box=Mailbox(1), index=0, budget=0, sampling=Sampling(), scored=take
-            )
+        def begin() -> OutputQueue:
+            request = Score(ids=usable, queue=OutputQueue(1), scored=take)
             self._submit("logits", [request])
-            return request.box
+            return request.queue
 
-        return self._generation(begin)
+        return Generation(begin, self._lock, self._check_files)
 
     def step(self) -> bool:
         """Do the next step for all who generate; return whether there is more to do.
 
-        Whoever waits for a token does this by itself; it is for one loop that serves many, and
-        takes what is made with `Generation.poll`.
-
-        Raises:
-            SessionBusy: it is called from within a step.
-            UsageError: the session is closed.
+        Raises SessionBusy, UsageError.
         """
-        with self._turns.taken("step"):
-            self._scheduler.step()
-            return not self._scheduler.is_idle
+        with self._lock.taken("step"):
+            self.scheduler.step()
+            return not self.scheduler.is_idle
 
     def _track(
         self, ids: list[int], sampling: Sampling, salt: bytes, constraint: Constraint | None
     ) -> Track | None:
-        """Return what is to be guessed about a text; None if nothing is."""
-        speculator = self._scheduler.speculator
-        can_undo = constraint is None or hasattr(constraint, "undo")
-        if self._drafting is None or speculator is None or not can_undo:
+        """Return what is to be drafted for a sequence; None if nothing is."""
+        speculator = self.scheduler.speculator
+        if speculator is None or not (constraint is None or hasattr(constraint, "undo")):
             return None
-        return self._drafting.track(speculator, ids, sampling, salt)
-
-    def _generation(self, begin: Callable[[], Mailbox]) -> Generation:
-        return Generation(begin, self._turns.serve, self._turns.let_go, self._check_files)
+        track = speculator.track()
+        if self._draft_model is not None:
+            track.reader = self._draft_model.reader(ids, sampling, salt)
+        return track
 
     def _check_files(self) -> None:
         """Raise ModelChanged if a weight file is another one now, or note it and go on."""
         try:
             self.model.checkpoint.check_unchanged()
         except ModelChanged as error:
-            if not self._keeps_mapped:
+            if not self.config.keep_mapped:
                 raise
             self.changed = self.changed or str(error)
 
     def _submit(self, purpose: str, requests: Sequence[Request]) -> None:
         self._check_files()
-        with self._turns.taken(purpose):
-            self._scheduler.submit(requests)
+        with self._lock.taken(purpose):
+            self.scheduler.submit(requests)
 
     def _usable(self, given: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the ids of the prompts of a call, one list for each."""
@@ -380,3 +351,13 @@ class Session:
     def _usable_ids(self, prompt: Sequence[int]) -> list[int]:
         what = "context" if self._longest == self.context else "KV cache (kv_pages)"
         return prompt_ids(prompt, self.model.spec.vocab_size, self._longest, what)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """Options of a call; see `Session.generate`."""
+
+    logits: bool = False
+    salt: str = ""
+    constraints: Sequence[Constraint | None] | None = None
+    diffusion: str | None = None

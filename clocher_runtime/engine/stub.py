@@ -57,15 +57,14 @@ def stub_model() -> Model:
     )
     table = encode(np.zeros((1, 1), np.float32), parse_format("f32"))
     weights: Weights = {EMBED: table, NORM: np.zeros(1, np.float32)}
-    nothing = Checkpoint(Path(), "callable", {}, {}, {}, Path(), {}, ())
+    nothing = Checkpoint(Path(), "callable", {}, {}, ())
     return Model(spec, weights, nothing, precision="none", bytes_per_token=0)
 
 
 class StubExecutor(ReferenceExecutor):
     """Draws the tokens of `stub_id`, and steps the inputs on as a Plan's `advance` does.
 
-    Args:
-        plan: of any model; only its inputs are allocated.
+    Only the inputs of its Plan, which may be any model's, are allocated.
     """
 
     name = "stub"
@@ -96,11 +95,7 @@ class StubExecutor(ReferenceExecutor):
         draws += 1
 
     def fetch(self, name: str, count: int) -> np.ndarray:
-        """Return the tokens of the last step.
-
-        Raises:
-            UsageError: something else is wanted; there is nothing else.
-        """
+        """Return the tokens of the last step. Raises UsageError."""
         if name != "sampled":
             raise UsageError("the stub has no logits; leave out --trace-topk")
         return self._sampled[:count]

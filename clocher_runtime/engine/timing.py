@@ -49,17 +49,12 @@ class Tally:
 class TimedWindow:
     """A measurement: the steps of a run, and nothing between them.
 
-    While a span is open, compiling, tuning, loading weights and reading files refuse to run. What
-    the consumer of the tokens does between two spans is outside the window.
+    While a span is open, compiling, tuning, loading weights and reading files refuse to run, with
+    `name` in their messages. A step that raises leaves no span.
 
     Args:
-        name: what is measured, for the messages of those refusals.
         clock: returns nanoseconds that never go back.
         synchronize: waits until the device has finished; called at both ends of a span.
-
-    Attributes:
-        spans: the finished spans, in order. A step that raises leaves none.
-        total_ns: their sum.
     """
 
     def __init__(
@@ -72,48 +67,32 @@ class TimedWindow:
         self.spans: list[Span] = []
         self.total_ns = 0
         self._clock = clock
-        self._synchronize = synchronize
+        self._synchronize = synchronize or (lambda: None)
 
     @contextmanager
     def span(self, kind: SpanKind, tokens: int) -> Iterator[Tally]:
-        """Measure one step.
+        """Measure one step; the tally that the context yields may be given another number.
 
-        Args:
-            kind: "prefill" or "decode".
-            tokens: see `Span`; the tally that the context yields may be given another number.
-
-        Raises:
-            WindowError: another window or span is open.
+        Raises WindowError.
         """
         open_window(self.name)
         tally = Tally(tokens)
         try:
-            self._wait()
+            self._synchronize()
             start = self._clock()
             yield tally
-            self._wait()
+            self._synchronize()
             ns = self._clock() - start
         finally:
             close_window()
         self.spans.append(Span(kind, tally.tokens, ns, tally.sequences))
         self.total_ns += ns
 
-    def _wait(self) -> None:
-        if self._synchronize is not None:
-            self._synchronize()
-
 
 class Reservoir(Generic[T]):
-    """An even random sample of values as they come: all of them while they are few.
+    """An even random sample of the `count` values that came: all of them while they are few.
 
     The same values in the same order give the same sample.
-
-    Args:
-        size: values to keep.
-
-    Attributes:
-        values: the sample.
-        count: values that came.
 
     Source: Vitter, Random sampling with a reservoir, 1985, algorithm R.
     """
@@ -134,23 +113,16 @@ class Reservoir(Generic[T]):
 
 
 class StepTotals:
-    """What the spans of a window add up to.
-
-    Attributes:
-        passes: spans.
-        prefill_tokens: prompt tokens.
-        prefill_ns: time in prefill spans.
-        decode: sample of the decode spans.
-    """
+    """What the spans of a window add up to; `decode` is a sample of the decode spans."""
 
     def __init__(self) -> None:
-        self.passes = self.prefill_tokens = self.prefill_ns = 0
+        self.forwards = self.prefill_tokens = self.prefill_ns = 0
         self.decode: Reservoir[Span] = Reservoir()
 
     def add(self, spans: Iterable[Span]) -> None:
         """Count some spans."""
         for span in spans:
-            self.passes += 1
+            self.forwards += 1
             if span.kind == "decode":
                 self.decode.add(span)
             else:
@@ -170,7 +142,6 @@ def percentile(values: Sequence[float], percent: float) -> float:
     a value that was measured, never an interpolation.
 
     Args:
-        values: in any order.
         percent: above 0, at most 100.
     """
     if not values:
@@ -197,13 +168,9 @@ def token_latencies_ms(spans: Sequence[Span]) -> list[float]:
 
 @dataclass(slots=True)
 class StepSums:
-    """What the steps of a session add up to, those that nobody measures too.
+    """What the steps of a session add up to, those that are not measured too; times in ns.
 
     A step with tokens of a prompt counts as one of them, also if others decode in it.
-
-    Attributes:
-        decode_ns: time in steps that only decode.
-        prompt_ns: time in the others.
     """
 
     decode_steps: int = 0
@@ -214,13 +181,7 @@ class StepSums:
     prompt_ns: int = 0
 
     def add(self, prompt: int, decodes: int, ns: int) -> None:
-        """Count a step.
-
-        Args:
-            prompt: tokens of prompts.
-            decodes: tokens of sequences that are decoded.
-            ns: how long it took.
-        """
+        """Count a step of so many tokens of prompts and of sequences that are decoded."""
         self.decode_tokens += decodes
         if prompt:
             self.prompt_steps += 1
@@ -236,9 +197,6 @@ class StepTimes:
 
     Sizes are counted in classes, four to a doubling; a class remembers an average that follows what
     came last. Between two known classes the time is taken as a straight line.
-
-    Args:
-        clock: returns nanoseconds that never go back.
     """
 
     _NEW = 0.3  # weight of the newest time
@@ -263,13 +221,10 @@ class StepTimes:
         return known[-1][1] / NS_PER_MS
 
     def most(self, limit_ms: float) -> int:
-        """Return the most tokens that a step is expected to compute within a time.
-
-        At most twice what the largest step so far had, since beyond it nothing is known.
-        """
+        """Return the most tokens that a step is expected to compute within a time."""
         known = [(0.0, 0.0), *sorted(self._known.values())]
         largest, longest = known[-1]
-        limit = limit_ms * 1e6
+        limit = limit_ms * NS_PER_MS
         if longest <= limit:
             return int(largest * min(2.0, limit / longest)) if longest else 1
         most = 0.0

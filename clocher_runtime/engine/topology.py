@@ -10,6 +10,7 @@ from pathlib import Path
 
 from clocher_kernels.cgroups import ROOT, groups, read
 from clocher_kernels.errors import UsageError
+from clocher_runtime.config.engine import EngineConfig
 
 _CPUS = "sys/devices/system/cpu"
 _NODES = "sys/devices/system/node"
@@ -20,13 +21,11 @@ class Cpu:
     """A CPU that this process may run on.
 
     Attributes:
-        id: its number.
         core: the lowest number among the CPUs of its physical core.
         rank: its place among the usable CPUs of its core; 0 unless they are siblings (SMT).
-        socket: number of its package.
-        node: its NUMA node.
-        cache: the lowest number among the CPUs that share its last-level cache.
-        cache_bytes: size of that cache; 0 if it is not known.
+        socket, node: number of its package, and its NUMA node.
+        cache: the lowest number among the CPUs that share its last-level cache of `cache_bytes`
+            bytes, 0 if it is not known.
     """
 
     id: int
@@ -46,36 +45,19 @@ def usable_cpus() -> frozenset[int]:
 
 
 def cpu_name(root: Path = ROOT) -> str:
-    """Return what the processor calls itself.
-
-    Args:
-        root: root of the file system; tests pass a recorded tree.
-    """
+    """Return what the processor calls itself; tests pass the root of a recorded file system."""
     lines = read(root / "proc/cpuinfo").splitlines()
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, "unknown processor")
 
 
 def physical_cores(cpus: frozenset[int], root: Path = ROOT) -> int:
-    """Return how many physical cores lie behind some CPUs.
-
-    Siblings of one core (SMT, "hyper-threads") count once. A CPU that sysfs does not describe
-    counts as a core of its own.
-
-    Args:
-        cpus: CPU numbers.
-        root: root of the file system; tests pass a recorded tree.
-    """
+    """Return how many physical cores lie behind some CPUs; SMT siblings count once."""
     return len({_siblings(cpu, root) for cpu in cpus})
 
 
 def read_cpus(usable: frozenset[int] | None = None, root: Path = ROOT) -> tuple[Cpu, ...]:
-    """Return the usable CPUs, by number. CPUs that are off line are not among them.
-
-    Args:
-        usable: CPU numbers; None: those that this process may run on.
-        root: root of the file system; tests pass a recorded tree.
-    """
+    """Return the CPUs by number, those that this process may run on unless some are named."""
     usable = usable_cpus() if usable is None else usable
     online = parse_cpu_list(read(root / _CPUS / "online"))
     nodes = {
@@ -95,11 +77,7 @@ def read_cpus(usable: frozenset[int] | None = None, root: Path = ROOT) -> tuple[
 
 
 def numa_nodes(root: Path = ROOT) -> int:
-    """Return how many NUMA nodes are on line; 1 where the system does not say.
-
-    Args:
-        root: root of the file system; tests pass a recorded tree.
-    """
+    """Return how many NUMA nodes are on line; 1 where the system does not say."""
     return max(1, len(parse_cpu_list(read(root / _NODES / "online"))))
 
 
@@ -109,20 +87,16 @@ def cache_bytes(cpus: Sequence[Cpu]) -> int:
 
 
 def in_order(cpus: Sequence[Cpu], affinity: str = "auto", policy: str = "auto") -> tuple[Cpu, ...]:
-    """Return CPUs in the order in which the threads of a team are given them.
-
-    Physical cores come first, their SMT siblings after all of them.
+    """Return CPUs in the order in which threads are given them: physical cores, then SMT siblings.
 
     Args:
-        cpus: the CPUs to choose from.
         affinity: "compact" takes neighbouring cores, "scatter" and "auto" one of each last-level
             cache in turn.
         policy: "compact" fills one socket after the other, "scatter" takes one of each socket in
             turn, "socket:N" takes that socket only; "auto" does as `affinity` says, and fills
             sockets for "auto".
 
-    Raises:
-        UsageError: none of the CPUs is on the socket.
+    Raises UsageError.
     """
     if policy.startswith("socket:"):
         wanted = int(policy.partition(":")[2])
@@ -144,11 +118,7 @@ def in_order(cpus: Sequence[Cpu], affinity: str = "auto", policy: str = "auto") 
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Return the CPUs that control groups grant to this process; None without a limit.
-
-    The tightest limit of the process's group and of its ancestors counts, in version 2
-    (`cpu.max`) and version 1 (`cpu.cfs_quota_us` / `cpu.cfs_period_us`).
-    """
+    """Return the CPUs that control groups grant to this process; None without a limit."""
     limits = [limit for limit in _limits(root) if limit is not None]
     return min(limits, default=None)
 
@@ -156,13 +126,9 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 def default_threads(root: Path = ROOT, cpus: frozenset[int] | None = None) -> int:
     """Return the thread count of a run that does not name one.
 
-    It is the number of physical cores among the usable CPUs, and not more than the CPU quota
-    rounded down; at least 1. A second thread on a core competes for the same vector units and
-    the same memory port, so it does not help.
-
-    Args:
-        root: root of the file system; tests pass a recorded tree.
-        cpus: CPUs to count instead of all usable ones.
+    It is the number of physical cores among the usable CPUs, or those that are named, and not more
+    than the CPU quota rounded down; at least 1. A second thread on a core competes for the same
+    vector units and the same memory port, so it does not help.
     """
     cores = physical_cores(usable_cpus() if cpus is None else cpus, root)
     quota = cpu_quota(root)
@@ -226,3 +192,30 @@ def _ratio(quota: str, period: str) -> float | None:
     except ValueError:
         return None
     return granted / length if granted > 0 and length > 0 else None
+
+
+def threads_of(config: EngineConfig) -> int:
+    """Return the threads of a configuration, on the socket that its NUMA policy names if any.
+
+    Raises UsageError.
+    """
+    if config.threads is not None:
+        return config.threads
+    if config.numa_policy.startswith("socket:"):
+        cpus = in_order(read_cpus(), policy=config.numa_policy)
+        return default_threads(cpus=frozenset(cpu.id for cpu in cpus))
+    return default_threads()
+
+
+def usable_threads(config: EngineConfig) -> int:
+    """Return the same, at most the usable CPUs."""
+    return min(threads_of(config), len(usable_cpus()))
+
+
+def pinned_cpus(config: EngineConfig) -> tuple[Cpu, ...]:
+    """Return the CPU of each thread; empty: wherever the system puts them. Raises UsageError."""
+    every = read_cpus()
+    copies = config.hot_replicate and len({cpu.socket for cpu in every}) > 1
+    if not (config.use_affinity or config.numa_policy != "auto" or copies):
+        return ()
+    return in_order(every, config.affinity, config.numa_policy)[: threads_of(config)]

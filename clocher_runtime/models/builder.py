@@ -1,6 +1,7 @@
 """The calls and buffers of a forward pass, layer by layer, of whatever family a ModelSpec is."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.bsr import Bsr
@@ -13,7 +14,7 @@ from clocher_runtime.models.selection import PAGE_CELLS, Selection
 from clocher_runtime.models.spec import MlaSpec, ModelSpec, MoeSpec, QueryGrowth
 
 DRAWN = 8
-"""Tokens that a pass draws for a sequence at most: one, and one after each guess."""
+"""Tokens that a forward draws for a sequence at most: one, and one after each draft token."""
 COUNTS = "selected"
 """Pages that attention has read, and pages that were there, where it does not read all."""
 ONES = "norm.ones"
@@ -38,25 +39,51 @@ def tables_of(spec: ModelSpec, layer: int) -> dict[str, tuple[str, QueryGrowth |
     return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Capacities of a Plan.
+
+    Attributes:
+        tokens: M, of a step.
+        rows: R, tokens of a step whose logits are wanted.
+        slots: sequences side by side.
+        context: longest sequence.
+        cache_dtype: storage of the KV cache: f32, bf16, f16, e4m3, e5m2 or i8.
+        pages: of the KV cache of each layer; 0: `slots` whole contexts.
+        window_pages: pages of layers with a sliding window, which have a page table of their own;
+            0: they have the others' table and number of pages.
+        selection: the pages that layers without a window read; None: all.
+    """
+
+    tokens: int
+    rows: int
+    slots: int
+    context: int
+    cache_dtype: str = "f32"
+    pages: int = 0
+    window_pages: int = 0
+    selection: Selection | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pages", self.pages or self.slots * self.blocks)
+
+    @property
+    def blocks(self) -> int:
+        """Pages of a whole context."""
+        return -(-self.context // PAGE_CELLS)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence: the context, unless the KV cache holds less."""
+        return min(self.context, self.pages * PAGE_CELLS)
+
+
 class Builder:
     """Collects them; `build` returns the Plan, all fp32 and without the rotary tables."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        formats: Mapping[str, Format],
-        tokens: int,
-        rows: int,
-        slots: int,
-        context: int,
-        kv_dtype: str,
-    ) -> None:
-        self.spec, self.formats = spec, formats
-        self.tokens, self.rows, self.slots, self.context = tokens, rows, slots, context
-        self.kv_dtype = kv_dtype
-        self.blocks = -(-context // PAGE_CELLS)
-        self.pages, self.window_pages = slots * self.blocks, 0
-        self.selection: Selection | None = None
+    def __init__(self, spec: ModelSpec, formats: Mapping[str, Format], sizes: Sizes) -> None:
+        self.spec, self.formats, self.sizes = spec, formats, sizes
+        self.tokens, self.rows = sizes.tokens, sizes.rows
         self.buffers: dict[str, Buffer] = {}
         self.weights: dict[str, None] = {}
         self.calls: list[Call] = []
@@ -76,7 +103,7 @@ class Builder:
         self._buffer("logits", (self.rows, spec.vocab_size), "f32", "R", "output")
         self._buffer("sampled", (self.rows,), "i32", "R", "output")
         self._call("gather_rows", {"x": "h", "rows": "rows", "y": "last"})
-        # A buffer of its own: what only products read may be stored in fewer bits.
+        # A buffer of its own: what only matmuls read may be stored in fewer bits.
         self._buffer("last.normed", (self.rows, hidden), "f32", "R")
         self._norm("last", NORM, "last.normed", self._stream_eps())
         head = ("last.normed", head_name(spec), "logits")
@@ -96,9 +123,9 @@ class Builder:
         for name in ("ids", "slots", "positions", "ends"):
             self._buffer(name, (self.tokens,), "i32", "M", "input")
         self._buffer("ancestors", (self.tokens,), "u64", "M", "input")
-        self._buffer("pages", (self.slots, self.blocks), "i32", "", "input")
-        if self.window_pages:
-            self._buffer("window_pages", (self.slots, self.blocks), "i32", "", "input")
+        self._buffer("pages", (self.sizes.slots, self.sizes.blocks), "i32", "", "input")
+        if self.sizes.window_pages:
+            self._buffer("window_pages", (self.sizes.slots, self.sizes.blocks), "i32", "", "input")
         for name, dtype in (
             ("rows", "i32"),
             ("masked", "i32"),
@@ -110,7 +137,7 @@ class Builder:
         ):
             self._buffer(name, (self.rows,), dtype, "R", "input")
         # The last of the inputs: what of it is new is sent with them. Rows that score need none.
-        masks = min(self.rows, DRAWN * self.slots)
+        masks = min(self.rows, DRAWN * self.sizes.slots)
         self._buffer("allowed", (masks, words_for(self.spec.vocab_size)), "u32", "", "input")
 
     def _attention(self, layer: int, window: int) -> None:
@@ -128,7 +155,7 @@ class Builder:
         else:
             self._latent(x, layer, prefix, spec.mla)
         cache = self._cache(layer, window)
-        kv: dict[str, Attr] = {"kv_dtype": self.kv_dtype}
+        kv: dict[str, Attr] = {"kv_dtype": self.sizes.cache_dtype}
         self._call("kv_append", {"k": "k", "v": "v", **cache}, **kv)
         args = {"q": "q", **cache, "y": "attended"}
         if spec.sinks:
@@ -136,8 +163,8 @@ class Builder:
         chunk = spec.chunks[layer] if spec.chunks else 0
         seen: dict[str, Attr] = {"window": window, "chunk": chunk}
         scale = spec.attention_scale or dim**-0.5
-        if self.selection is not None and not window and not chunk:
-            args["listed"] = self._selected(layer, cache, kv, scale, self.selection)
+        if self.sizes.selection is not None and not window and not chunk:
+            args["listed"] = self._selected(layer, cache, kv, scale, self.sizes.selection)
         self._call("attention", args, **kv, scale=scale, **seen, softcap=spec.attention_softcap)
         if spec.sub_norms:
             self._norm("attended", f"{prefix}attn_sub_norm.weight", "attended")
@@ -215,14 +242,14 @@ class Builder:
 
     def _cache(self, layer: int, window: int) -> dict[str, str]:
         """Declare the KV cache of a layer; return its arguments by parameter."""
-        has_own = window and self.window_pages
-        pages = self.window_pages if has_own else self.pages
+        has_own = window and self.sizes.window_pages
+        pages = self.sizes.window_pages if has_own else self.sizes.pages
         shape = (pages, self.spec.num_kv_heads, PAGE_CELLS, self.spec.head_dim)
         args = {**_TOKEN_ARGS, "pages": "window_pages" if has_own else "pages"}
         for name in "kv":
             args[f"{name}_cache"] = f"kv.{layer}.{name}"
-            self._buffer(f"kv.{layer}.{name}", shape, self.kv_dtype, "", "state")
-            if self.kv_dtype == "i8":
+            self._buffer(f"kv.{layer}.{name}", shape, self.sizes.cache_dtype, "", "state")
+            if self.sizes.cache_dtype == "i8":
                 args[f"{name}_scale"] = f"kv.{layer}.{name}_scale"
                 self._buffer(f"kv.{layer}.{name}_scale", shape[:3], "f32", "", "state")
         return args
@@ -237,12 +264,12 @@ class Builder:
     ) -> str:
         """List the pages that each token of a layer reads; return the buffer of the lists."""
         heads, dim = self.spec.num_kv_heads, self.spec.head_dim
-        self._buffer("listed", (self.tokens, heads, -(-self.blocks // WORD)), "u64", "M")
+        self._buffer("listed", (self.tokens, heads, -(-self.sizes.blocks // WORD)), "u64", "M")
         self._buffer(COUNTS, (self.tokens, heads, 2), "i64", "M", "state")
         args = {**_TOKEN_ARGS, "pages": cache["pages"]}
         if selection.is_scored:
             bounds = f"kv.{layer}.bounds"
-            self._buffer(bounds, (self.pages, heads, 2, dim), "f32", "", "state")
+            self._buffer(bounds, (self.sizes.pages, heads, 2, dim), "f32", "", "state")
             keys = {name: cache[name] for name in ("k_cache", "k_scale") if name in cache}
             self._call("page_bounds", {**args, **keys, "bounds": bounds}, **kv)
             args["bounds"] = bounds

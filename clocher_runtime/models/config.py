@@ -21,8 +21,8 @@ from clocher_runtime.models.config_fields import (
     MaskId,
     Size,
     Theta,
+    read_rope,
 )
-from clocher_runtime.models.config_rope import read_rope
 from clocher_runtime.models.spec import Act, BlockDiffusion, ModelSpec, RopeSpec
 
 LAYER_TYPES = ("sliding_attention", "full_attention")
@@ -103,13 +103,7 @@ class Decoder(Ends, kw_only=True):
     block_diffusion: BlockDiffusionFields | None = None
 
     def spec(self, family: str, windows: tuple[int, ...] = (), **more: Any) -> ModelSpec:
-        """Return the model: these fields, and what the family adds.
-
-        Args:
-            family: its name.
-            windows: of each layer; (): all keys are visible.
-            **more: fields of `ModelSpec`.
-        """
+        """Return the model: these fields, and what the family adds."""
         heads, rope = self.num_attention_heads, self.rope()
         positions = self.max_position_embeddings
         if rope.kind == "dynamic":  # a longer context only changes its base
@@ -129,15 +123,15 @@ class Decoder(Ends, kw_only=True):
             "tied": self.tie_word_embeddings,
             "eos_ids": self.eos_ids(self.vocab_size),
             "diffusion": self.diffusion(),
+            "qkv_bias": self.attention_bias,
+            "o_bias": self.attention_bias,
         }
         return ModelSpec(family=family, **{**fields, **more})
 
     def diffusion(self) -> BlockDiffusion | None:
         """Return how the model denoises blocks; None: it does not.
 
-        Raises:
-            FormatError: the mask is no token, or sizes do not divide each other.
-            UnsupportedModel: it is causal, and its logits are shifted.
+        Raises FormatError, UnsupportedModel.
         """
         stated = self.block_diffusion
         if stated is None:
@@ -172,11 +166,7 @@ class Decoder(Ends, kw_only=True):
         return int(self.head_dim or max(self.hidden_size // self.num_attention_heads, 1))
 
     def rope(self, layer_type: str = LAYER_TYPES[1]) -> RopeSpec:
-        """Return the rotary embedding of a type of layer.
-
-        Args:
-            layer_type: in `LAYER_TYPES`; where all layers have the same it does not matter.
-        """
+        """Return the rotary embedding of a type of layer."""
         name = "rope_scaling" if self.rope_parameters is None else "rope_parameters"
         stated = getattr(self, name)
         if stated is None and self.ROPE is not None:
@@ -202,11 +192,7 @@ _D = TypeVar("_D", bound=Decoder)
 def read_config(config: Mapping[str, Any], kind: type[_D]) -> _D:
     """Return the fields of a config as a family declares them.
 
-    `sliding_window` alone may be null, or 0: nothing slides then.
-
-    Raises:
-        FormatError: a field is of the wrong type or out of range.
-        UnsupportedModel: the activation is another one.
+    Raises FormatError, UnsupportedModel.
     """
     for name in ("hidden_act", "hidden_activation"):
         one_of(config, name, kind.ACTIVATION, ACTIVATIONS, WHERE)
@@ -223,7 +209,6 @@ def layer_windows(
 
     Args:
         types: `layer_types`; None: the config has none.
-        layers: number of layers.
         window: visible keys of a sliding layer, the query included; None: nothing slides.
         default: layer type of each layer without `layer_types`.
 

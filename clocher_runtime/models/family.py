@@ -69,28 +69,13 @@ class Piece:
 
 
 def names_of(family: Family, source: str, need: Need) -> Iterator[tuple[str, bool]]:
-    """Yield the names that a tensor of the model has in the files of a family.
-
-    With each: whether its rows are not simply all of them, as they stand.
-
-    Args:
-        family: the family.
-        source: name in `inventory(spec)`.
-        need: its entry there.
-    """
+    """Yield the names that a tensor of the model has in the files of a family."""
     for name, rows, _, _ in _named(family, source, need):
         yield name, rows != "all"
 
 
 def pieces(family: Family, spec: ModelSpec, source: str, need: Need) -> Iterator[Piece]:
-    """Yield what a tensor of the model is made of, in the files of a family.
-
-    Args:
-        family: the family.
-        spec: the model.
-        source: name in `inventory(spec)`.
-        need: its entry there.
-    """
+    """Yield what a tensor of the model is made of, in the files of a family."""
     for name, rows, expert, places in _named(family, source, need):
         yield Piece(name, rows_of(spec, rows, source, need), expert, places)
 
@@ -122,11 +107,8 @@ def rows_of(spec: ModelSpec, kind: str, source: str, need: Need) -> Rows:
     """Return rows of a tensor that a family's files have in one piece, or in another order.
 
     Args:
-        spec: the model.
         kind: "all"; "q", "k", "v" of a fused projection; "first", "second" half; "paired", for the
             halves of heads whose rotated pairs are neighbours; "mla_..." of latent attention.
-        source: the tensor that is wanted.
-        need: its entry in the inventory.
     """
     count = need.shape[-2] if need.kind != "vector" else need.shape[-1]
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -167,11 +149,7 @@ def _latent_rows(spec: ModelSpec, kind: str) -> Rows:
 
 
 def each_expert(gate: str, up: str, down: str) -> dict[str, tuple[From, ...]]:
-    """Return where experts come from whose three matrices are tensors of their own.
-
-    Args:
-        gate: name with "{e}" for the number of the expert; `up` and `down` too.
-    """
+    """Return where experts come from whose three matrices are tensors of their own."""
     return {
         "mlp.experts.gate_up_proj": (From(gate), From(up)),
         "mlp.experts.down_proj": (From(down),),

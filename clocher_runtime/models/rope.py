@@ -14,8 +14,6 @@ def inverse_frequencies(spec: RopeSpec, head_dim: int, context: int = 0) -> np.n
     one counts from its first token on, so a token's key does not depend on when it was computed.
 
     Args:
-        spec: the embedding.
-        head_dim: values of a head.
         context: longest text; 0: not longer than in training.
 
     Source: Su et al. 2021 (arXiv 2104.09864); the others as transformers' rope functions.
@@ -49,8 +47,6 @@ def rope_tables(
 
     Args:
         spec: the embedding; None: nothing is rotated.
-        head_dim: values of a head.
-        positions: of the longest text.
         growth: with it the tables are those of queries that grow with their position, too.
     """
     if spec is None:

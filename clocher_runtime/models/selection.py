@@ -47,8 +47,7 @@ class Selection(NamedTuple):
 def parse_selection(text: str) -> Selection | None:
     """Return what an `--attn` selects; None for "dense" and "auto", which read everything.
 
-    Raises:
-        UsageError: it is none of `TAKES`.
+    Raises UsageError.
     """
     if text in _WORDS:
         return None

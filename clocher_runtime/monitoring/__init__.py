@@ -4,11 +4,7 @@ from clocher_kernels.errors import UsageError
 
 
 def require_prometheus_client() -> None:
-    """Fail, before anything is read, where `exporter` could not be imported.
-
-    Raises:
-        UsageError: prometheus-client is not installed.
-    """
+    """Fail, before anything is read, where `exporter` could not be imported; raises UsageError."""
     try:
         import prometheus_client  # noqa: F401
     except ImportError:

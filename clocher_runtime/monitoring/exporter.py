@@ -2,9 +2,9 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field, fields
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 from prometheus_client.core import (
@@ -31,21 +31,18 @@ from clocher_runtime.monitoring.sources import MAX_LINE_BYTES
 MAX_CONFIGURATIONS = 200
 MAX_BUILDS = 50
 MAX_ERROR_TYPES = 32
-
 _OTHER = "other"
 _MIB = 1 << 20
 _RSS = "ie_rss_peak_bytes"
-_LABELS = [f.name for f in fields(Configuration)]
-_BUILD_LABELS = [f.name for f in fields(Build)]
+_LABELS = Configuration._fields
 
 
-@dataclass(slots=True)
-class _Series:
-    """Numbers of one configuration."""
+class _Series(NamedTuple):
+    """Numbers of one configuration: sums, those of the last run, the largest."""
 
-    totals: Counter[str] = field(default_factory=Counter)
-    last: dict[str, float] = field(default_factory=dict)
-    rss_max: float | None = None
+    totals: Counter[str]
+    last: dict[str, float]
+    most: dict[str, float]
 
 
 class RunMetrics(Collector):
@@ -64,11 +61,7 @@ class RunMetrics(Collector):
         self._series: dict[Configuration, _Series] = {}
 
     def take(self, line: bytes | None) -> Rejected | None:
-        """Count a line; None stands for one that was too long to read.
-
-        Returns:
-            Why it does not count; None if it does.
-        """
+        """Count a line, None being one that was too long to read; return why it does not count."""
         why = None
         try:
             if line is None:
@@ -87,7 +80,7 @@ class RunMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield every metric."""
         with self._lock:
-            metrics = [*self._of_exporter(), *self._of_runs(), *self._of_configurations()]
+            metrics = list(self._metrics())
         yield from metrics
 
     def text(self) -> str:
@@ -96,18 +89,7 @@ class RunMetrics(Collector):
 
     @contextmanager
     def served(self, address: str, port: int) -> Iterator[int]:
-        """Serve the metrics over HTTP while the context is open.
-
-        Args:
-            address: to listen on.
-            port: 0 takes a free one.
-
-        Yields:
-            The port.
-
-        Raises:
-            OSError: the address cannot be listened on.
-        """
+        """Serve the metrics over HTTP while the context is open; yield the port."""
         try:
             server, thread = start_http_server(port, address, self._registry())
         except OSError as error:
@@ -133,14 +115,14 @@ class RunMetrics(Collector):
             if series is None:
                 if len(self._series) >= MAX_CONFIGURATIONS:
                     raise Rejected("too_many", f"more than {MAX_CONFIGURATIONS} configurations")
-                series = self._series[run.configuration] = _Series()
+                series = self._series[run.configuration] = _Series(Counter(), {}, {})
             for counter in COUNTERS:
                 series.totals[counter.metric] += run.values[counter.metric] or 0  # type: ignore[assignment]
             found = {gauge.metric: run.values[gauge.metric] for gauge in GAUGES}
-            series.last = {name: value for name, value in found.items() if value is not None}
-            rss = series.last.get(_RSS)
-            if rss is not None:
-                series.rss_max = max(rss, series.rss_max or 0.0)
+            series.last.clear()
+            series.last.update({name: v for name, v in found.items() if v is not None})
+            if (rss := series.last.get(_RSS)) is not None:
+                series.most[_RSS] = max(rss, series.most.get(_RSS, 0.0))
             if run.build in self._builds or len(self._builds) < MAX_BUILDS:
                 self._builds[run.build] = None
         if run.error:
@@ -148,50 +130,43 @@ class RunMetrics(Collector):
             self._errors[run.error if known else _OTHER] += 1
         self._runs[run.status] += 1
 
-    def _of_exporter(self) -> Iterator[Metric]:
+    def _metrics(self) -> Iterator[Metric]:
         yield CounterMetricFamily("ie_exporter_lines", "Lines read.", self._lines)
-        rejected = CounterMetricFamily(
-            "ie_exporter_lines_rejected", "Lines that do not count.", labels=["reason"]
-        )
-        for reason, count in self._rejected.items():
-            rejected.add_metric([reason], count)
-        yield rejected
-
-    def _of_runs(self) -> Iterator[Metric]:
-        info = InfoMetricFamily("ie_build", "What ran, and on what.", labels=_BUILD_LABELS)
+        about = "Lines that do not count."
+        yield _counted("ie_exporter_lines_rejected", about, "reason", self._rejected)
+        info = InfoMetricFamily("ie_build", "What ran, and on what.", labels=Build._fields)
         for build in self._builds:
-            info.add_metric(list(astuple(build)), {})
+            info.add_metric(build, {})
         yield info
-        runs = CounterMetricFamily("ie_runs", "Runs by how they ended.", labels=["status"])
-        for status, count in self._runs.items():
-            runs.add_metric([status], count)
-        yield runs
-        errors = CounterMetricFamily("ie_run_errors", "Failed runs by error.", labels=["type"])
-        for name, count in self._errors.items():
-            errors.add_metric([name], count)
-        yield errors
+        yield _counted("ie_runs", "Runs by how they ended.", "status", self._runs)
+        yield _counted("ie_run_errors", "Failed runs by error.", "type", self._errors)
+        for field in COUNTERS:
+            series = self._series.items()
+            rows = [(each, float(one.totals[field.metric])) for each, one in series]
+            yield _labelled(CounterMetricFamily, field.metric, field.about, rows)
+        for field in GAUGES:
+            yield self._gauge(field.metric, field.about, field.metric)
+        yield self._gauge("ie_rss_peak_mb_last", "ie_rss_peak_bytes / 2^20.", _RSS, _MIB)
+        rows = [(each, one.most[_RSS] / _MIB) for each, one in self._series.items() if one.most]
+        yield _labelled(GaugeMetricFamily, "ie_rss_peak_mb_max", "Largest of all runs.", rows)
 
-    def _of_configurations(self) -> Iterator[Metric]:
-        for counter in COUNTERS:
-            total = CounterMetricFamily(counter.metric, counter.about, labels=_LABELS)
-            for configuration, series in self._series.items():
-                total.add_metric(list(astuple(configuration)), series.totals[counter.metric])
-            yield total
-        for gauge in GAUGES:
-            last = GaugeMetricFamily(gauge.metric, gauge.about, labels=_LABELS)
-            for configuration, series in self._series.items():
-                if gauge.metric in series.last:
-                    last.add_metric(list(astuple(configuration)), series.last[gauge.metric])
-            yield last
-        latest = GaugeMetricFamily(
-            "ie_rss_peak_mb_last", "ie_rss_peak_bytes / 2^20.", labels=_LABELS
-        )
-        most = GaugeMetricFamily("ie_rss_peak_mb_max", "Largest of all runs.", labels=_LABELS)
-        for configuration, series in self._series.items():
-            names = list(astuple(configuration))
-            if _RSS in series.last:
-                latest.add_metric(names, series.last[_RSS] / _MIB)
-            if series.rss_max is not None:
-                most.add_metric(names, series.rss_max / _MIB)
-        yield latest
-        yield most
+    def _gauge(self, name: str, about: str, metric: str, unit: float = 1) -> Metric:
+        series = self._series.items()
+        rows = [(each, one.last[metric] / unit) for each, one in series if metric in one.last]
+        return _labelled(GaugeMetricFamily, name, about, rows)
+
+
+def _labelled(
+    family: type[Any], name: str, about: str, rows: Sequence[tuple[Configuration, float]]
+) -> Metric:
+    made: Metric = family(name, about, labels=_LABELS)
+    for configuration, value in rows:
+        made.add_metric(configuration, value)  # type: ignore[attr-defined]
+    return made
+
+
+def _counted(name: str, about: str, label: str, counts: dict[str, int]) -> Metric:
+    family = CounterMetricFamily(name, about, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
+    return family

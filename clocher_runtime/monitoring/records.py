@@ -3,8 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from clocher_kernels.errors import FormatError
 from clocher_runtime.command.jsonline import SCHEMA
@@ -13,43 +12,27 @@ from clocher_runtime.disk.strict_json import parse_object
 HARNESS_SCHEMA = "clocher.bench/1"
 STATUSES = ("ok", "error", "void", "warmup")
 """How a run can end. Void and warm-up are words of the harness; only "ok" measures."""
-
 REASONS = ("bad_field", "not_json", "too_long", "too_many", "unknown_schema")
 """Why a line is not counted. "too_many": more configurations than are kept apart."""
-
 MAX_LABEL_CHARS = 120
-
 _LARGEST = 2.0**63
 _ERROR_TYPE = re.compile(r"[A-Za-z][A-Za-z0-9]{0,39}")
 
 
 class Rejected(Exception):
-    """A line that does not count.
-
-    Args:
-        reason: one of `REASONS`.
-        detail: what is wrong with it.
-    """
+    """A line that does not count; the reason is one of `REASONS`."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
         self.reason = reason
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
-    """A number of the JSON line and the metric that it feeds.
+class Field(NamedTuple):
+    """A number of the JSON line and the metric that it feeds."""
 
-    Attributes:
-        key: in the line; "a.b" is key b of the object a.
-        metric: name, without the "_total" of a counter.
-        scale: what the number is multiplied by to be in base units.
-        about: help text.
-    """
-
-    key: str
-    metric: str
-    scale: float
+    key: str  # "a.b" is key b of the object a
+    metric: str  # without the "_total" of a counter
+    scale: float  # from its unit to base units
     about: str
 
 
@@ -57,23 +40,17 @@ COUNTERS = (
     Field("tokens_generated", "ie_tokens_generated", 1, "Tokens generated."),
     Field("prefill_tokens", "ie_prefill_tokens", 1, "Prompt tokens processed."),
     Field("forward_passes", "ie_forward_passes", 1, "Steps of the strict windows."),
-    Field("speculation.drafted", "ie_spec_drafted_tokens", 1, "Guesses that were verified."),
-    Field("speculation.accepted", "ie_spec_accepted_tokens", 1, "Guesses that came true."),
-    Field("speculation.passes", "ie_spec_passes", 1, "Passes that only decode, of sequences."),
+    Field("speculation.drafted", "ie_spec_drafted_tokens", 1, "Draft tokens that were verified."),
+    Field("speculation.accepted", "ie_spec_accepted_tokens", 1, "Draft tokens accepted."),
+    Field("speculation.passes", "ie_spec_passes", 1, "Forwards that only decode, of sequences."),
     Field("wall_time_s", "ie_window_seconds", 1, "Length of the strict windows."),
     Field("prefill_s", "ie_prefill_seconds", 1, "Part of the strict windows spent on prompts."),
     Field("bytes_touched", "ie_touched_bytes", 1, "Bytes touched in the strict windows."),
-    Field(
-        "work_touch.bytes_touched",
-        "ie_work_touch_bytes",
-        1,
-        "Bytes walked over by the work-touch; part of ie_touched_bytes_total.",
-    ),
+    Field("work_touch.bytes_touched", "ie_work_touch_bytes", 1, "Of them, by the work-touch."),
     Field("kv_hits", "ie_kv_hits", 1, "Keys and values of earlier tokens found in the cache."),
     Field("kv_misses", "ie_kv_misses", 1, "Tokens whose keys and values were computed."),
 )
 """Summed over runs."""
-
 GAUGES = (
     Field("tps_true", "ie_tokens_per_second", 1, "Tokens per second of strict window, last run."),
     Field("latency_p50_ms", "ie_token_latency_p50_seconds", 1e-3, "Median latency, last run."),
@@ -90,20 +67,14 @@ GAUGES = (
         "Bytes touched per second of strict window, last run.",
     ),
     Field("bytes_per_token", "ie_bytes_per_token", 1, "Weight bytes read for a token, last run."),
-    Field(
-        "speculation.tokens_per_pass",
-        "ie_tokens_per_pass",
-        1,
-        "Tokens that a sequence got from a pass, last run.",
-    ),
+    Field("speculation.tokens_per_pass", "ie_tokens_per_pass", 1, "Of a forward, last run."),
     Field("coverage", "ie_coverage_ratio", 1, "Bytes touched / size of the weights, last run."),
 )
 """Of the last run; absent where that run could not know it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Configuration:
-    """What makes the numbers of two runs not comparable. Each is the labels of its series."""
+class Configuration(NamedTuple):
+    """What makes the numbers of two runs not comparable: the labels of series."""
 
     label: str
     model: str
@@ -115,8 +86,7 @@ class Configuration:
     batch: str
 
 
-@dataclass(frozen=True, slots=True)
-class Build:
+class Build(NamedTuple):
     """What ran, and on what: the labels of ie_build_info."""
 
     version: str
@@ -127,31 +97,18 @@ class Build:
     cpu: str
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One line.
+class Run(NamedTuple):
+    """One line; without a measurement the last three are None."""
 
-    Attributes:
-        status: one of `STATUSES`.
-        error: kind of error; "" unless the status is "error".
-        build: None if the line has no measurement.
-        configuration: None if the line has no measurement.
-        values: metric -> number in base units, or None.
-    """
-
-    status: str
-    error: str = ""
+    status: str  # one of `STATUSES`
+    error: str = ""  # its kind, if the status is "error"
     build: Build | None = None
     configuration: Configuration | None = None
-    values: Mapping[str, float | None] | None = None
+    values: Mapping[str, float | None] | None = None  # metric -> number in base units
 
 
 def read_line(data: bytes) -> Run:
-    """Return what a line of `clocher-run` or of the harness says.
-
-    Raises:
-        Rejected: it is neither.
-    """
+    """Return what a line of `clocher-run` or of the harness says; raises Rejected."""
     try:
         line = parse_object(data, "line")
     except FormatError as error:
@@ -159,48 +116,33 @@ def read_line(data: bytes) -> Run:
     schema = line.get("schema")
     if schema == SCHEMA:
         return _read_run(line, {})
-    if schema == HARNESS_SCHEMA:
-        return _read_harness(line)
-    known = f"{SCHEMA}, {HARNESS_SCHEMA}"
-    raise Rejected("unknown_schema", f"schema is {schema!r:.60}; known: {known}")
-
-
-def _read_harness(row: Mapping[str, Any]) -> Run:
-    status, line = _status(row), row.get("line")
-    if line is not None and not isinstance(line, dict):
-        raise Rejected("bad_field", f"line is {type(line).__name__}, expected an object or null")
+    if schema != HARNESS_SCHEMA:
+        known = f"{SCHEMA}, {HARNESS_SCHEMA}"
+        raise Rejected("unknown_schema", f"schema is {schema!r:.60}; known: {known}")
+    status, run = _status(line), line.get("line")
+    if run is not None and not isinstance(run, dict):
+        raise Rejected("bad_field", f"line is {type(run).__name__}, expected an object or null")
     if status == "ok":
-        if line is None or line.get("schema") != SCHEMA or line.get("status") != "ok":
+        if run is None or run.get("schema") != SCHEMA or run.get("status") != "ok":
             raise Rejected("bad_field", "line of a run that is ok: expected one that is ok")
-        return _read_run(line, row)
-    if status == "error":
-        return Run(status, _error_type(line or {}))
-    return Run(status)
+        return _read_run(run, line)
+    return Run(status, _error_type(run or {}) if status == "error" else "")
 
 
 def _read_run(line: Mapping[str, Any], row: Mapping[str, Any]) -> Run:
     status = _status(line)
     if status != "ok":
         return Run(status, _error_type(line) if status == "error" else "")
-    device = _text(line, "device")
     build = Build(
         version=_text(line, "version"),
         commit=_text(_object(row, "build"), "commit"),
-        device=device,
+        device=_text(line, "device"),
         isa=_text(line, "isa"),
         gpu=_text(_object(line, "gpu"), "name"),
         cpu=_text(_object(row, "machine"), "cpu"),
     )
-    configuration = Configuration(
-        label=_text(row, "label"),
-        model=_text(line, "model"),
-        device=device,
-        precision=_text(line, "precision"),
-        act_prec=_text(line, "act_prec"),
-        kv_dtype=_text(line, "kv_dtype"),
-        threads=_text(line, "threads"),
-        batch=_text(line, "batch"),
-    )
+    names = Configuration._fields[1:]
+    configuration = Configuration(_text(row, "label"), *(_text(line, name) for name in names))
     values = {field.metric: _number(line, field) for field in (*COUNTERS, *GAUGES)}
     return Run(status, "", build, configuration, values)
 
@@ -214,18 +156,14 @@ def _status(line: Mapping[str, Any]) -> str:
 
 def _error_type(line: Mapping[str, Any]) -> str:
     found = line.get("type")
-    if isinstance(found, str) and _ERROR_TYPE.fullmatch(found):
-        return found
-    return "unknown"
+    return found if isinstance(found, str) and _ERROR_TYPE.fullmatch(found) else "unknown"
 
 
 def _object(line: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = line.get(key)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
+    if value is not None and not isinstance(value, dict):
         raise Rejected("bad_field", f"{key} is {type(value).__name__}, expected an object")
-    return value
+    return value or {}
 
 
 def _text(line: Mapping[str, Any], key: str) -> str:

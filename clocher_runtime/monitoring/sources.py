@@ -48,8 +48,7 @@ class LineSplitter:
 class FollowedFile:
     """A file that is read as it grows, and from its start when it was replaced or cut.
 
-    Args:
-        path: of the file; it may not exist yet.
+    `path`: of the file; it may not exist yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,14 +58,7 @@ class FollowedFile:
         self._offset = 0
 
     def lines(self, last: bool = False) -> Iterator[bytes | None]:
-        """Yield the lines that were added.
-
-        Args:
-            last: take what follows the last line break for a line too.
-
-        Raises:
-            OSError: the file is there, but cannot be read.
-        """
+        """Yield the lines that were added; raises OSError."""
         try:
             found = self.path.stat()
         except FileNotFoundError:
@@ -90,8 +82,7 @@ class FollowedFile:
 class FollowedDirectory:
     """All files of a directory whose names end in `SUFFIXES`; new ones are found.
 
-    Args:
-        path: of the directory. What lies in directories inside it is not read.
+    `path`: of the directory. What lies in directories inside it is not read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -101,8 +92,7 @@ class FollowedDirectory:
     def lines(self, last: bool = False) -> Iterator[bytes | None]:
         """Yield the lines that were added to the files, the first `MAX_FILES` that were found.
 
-        Raises:
-            OSError: the directory cannot be read.
+        Raises OSError: the directory cannot be read.
         """
         for name in sorted(os.listdir(self.path)):
             known = name in self._files or len(self._files) >= MAX_FILES

@@ -14,8 +14,7 @@ from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.timing import TimedWindow
-from clocher_runtime.quality.compare import Summary, compare, summarise
-from clocher_runtime.quality.documents import Documents
+from clocher_runtime.quality.compare import Documents, Summary, compare, summarise
 from clocher_runtime.quality.gate import (
     GateResult,
     choose_limits,
@@ -39,8 +38,7 @@ _ROUNDS = 3
 def scoring(model: Model, window: int, config: EngineConfig) -> Session:
     """Return a session that gives logits of every token.
 
-    Raises UsageError: the model has fewer positions than a window; OutOfMemory: two windows of
-    logits do not fit.
+    Raises UsageError: the model has fewer positions than a window; or OutOfMemory.
     """
     nbytes = 2 * 4 * window * model.spec.vocab_size
     require(nbytes, "two windows of logits need", "lower --window")
@@ -110,7 +108,7 @@ def evaluate(
     a key of `gate.LIMITS`; None: by the formats that differ; `given`: fields of `Limits` that
     replace those of the class; `records`: what a manifest says of tensors, by name. Raises
     ModelError: the two are not the same architecture, or a model gives no finite logits;
-    UsageError: a limit or a setting is out of range; OutOfMemory: a window's logits do not fit.
+    UsageError: a limit or a setting is out of range; or OutOfMemory.
     """
     check_alike(reference, model)
     tell = progress or (lambda what, done, total: None)

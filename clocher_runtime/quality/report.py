@@ -66,7 +66,7 @@ def table(rows: Sequence[Row]) -> str:
 def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     """Draw KL divergence over bits per parameter as a PNG, a point for each model that has one.
 
-    Raises UsageError: matplotlib is not installed; OSError: the file cannot be written.
+    Raises UsageError: matplotlib is not installed; or OSError.
     """
     require_matplotlib()
     from matplotlib.figure import Figure

@@ -74,10 +74,9 @@ class Case:
 def session_for(model: Model, cases: Sequence[Case], config: EngineConfig, **more: Any) -> Session:
     """Return a warm session with room for each of some cases, and for one more sequence.
 
-    `cases`: at least one; `config`: of the session, but for what the cases decide: batch, chunk,
-    context and pages; `**more`: further arguments of `Session`. Raises UsageError: a case is longer
-    than the context of the model, or its prompt does not begin where a step does; OutOfMemory: the
-    model or its cache does not fit.
+    `config`: of the session, but for what the cases decide: batch, chunk, context and pages. Raises
+    UsageError: a case is longer than the context of the model, or its prompt does not begin where a
+    step does; or OutOfMemory.
     """
     most = model.spec.max_positions
     batch = max(case.batch for case in cases) + 1

@@ -139,9 +139,8 @@ def agree(a: Estimate, b: Estimate) -> bool:
 def block_means(values: np.ndarray, owner: np.ndarray, resamples: int, seed: int) -> np.ndarray:
     """Return means over tokens of resampled documents.
 
-    `values`: [S, N], statistics by token; `owner`: [N], document of each token; `resamples`: number
-    of resamples. Returns [S, resamples]: each the sum over the drawn documents, divided by their
-    tokens.
+    `values`: [S, N], statistics by token; `owner`: [N], document of each token. Returns [S,
+    resamples]: each the sum over the drawn documents, divided by their tokens.
     """
     names, index = np.unique(owner, return_inverse=True)
     count = len(names)

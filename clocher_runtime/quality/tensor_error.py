@@ -54,16 +54,8 @@ def same(a: Tensor, b: Tensor) -> bool:
     return all(_equal(plane, b.planes[key]) for key, plane in a.planes.items())
 
 
-def measure(
-    name: str,
-    reference: Tensor,
-    tensor: Tensor,
-    method: str = "rtn",
-) -> TensorError:
-    """Return the error of a tensor, a few rows at a time.
-
-    `reference`: the float tensor; `method`: how its codes were chosen.
-    """
+def measure(name: str, reference: Tensor, tensor: Tensor, method: str = "rtn") -> TensorError:
+    """Return the error of a tensor, a few rows at a time."""
     dot = own = other = wrong = largest = 0.0
     clipped = 0
     finite = True

@@ -77,7 +77,7 @@ class Trace(
 def top_logits(logits: np.ndarray, count: int) -> TopLogits:
     """Return the largest logits; of equal ones those with the lower ids come first.
 
-    `logits`: fp32 [V]; `count`: how many, at most V.
+    `logits`: fp32 [V].
     """
     scores = np.where(np.isnan(logits), -np.inf, logits)
     count = min(count, scores.size)

@@ -17,9 +17,8 @@ def in_turns(
 ) -> dict[Key, list[float]]:
     """Run every contestant once a round.
 
-    `runs`: what to call, by name; it returns its measurement; `rounds`: how often; one more round
-    comes first and is thrown away; `before`: called before each with (calls done, name). Returns
-    the measurements of each contestant, by round.
+    `rounds`: how often; one more round comes first and is thrown away. Returns the measurements of
+    each contestant, by round.
     """
     names = list(runs)
     found: dict[Key, list[float]] = {name: [] for name in names}

@@ -137,9 +137,8 @@ def verify(
 ) -> Report:
     """Compare traces with a reference.
 
-    `traces`: see `read_trace`; `checks`: what is compared; `reference`: None compares no steps;
-    `encode`: the reference's tokenizer: text to ids; needed by `check_prompt`. Raises UsageError:
-    steps of a run that was not greedy cannot be compared.
+    `reference`: None compares no steps. Raises UsageError: steps of a run that was not greedy
+    cannot be compared.
     """
     if reference is not None:
         for number, trace in enumerate(traces):

@@ -74,11 +74,10 @@ def allocate(
 
     Embedding, head, and whatever else the plan names keep the formats of their rules.
 
-    `text_ids`: token sequences; the first `sensitivity.TOKENS` tokens are used; `target_bpw`: bits
-    per weight of all tensors of the plan together, scales included. Returns the plan with the
-    chosen formats, and a record: the target, the size, the price, and for each unit its measured
-    harm and every candidate's estimate. Raises UsageError: the target cannot be met, or nothing is
-    left to choose.
+    `target_bpw`: bits per weight of all tensors of the plan together, scales included. Returns the
+    plan with the chosen formats, and a record: the target, the size, the price, and for each unit
+    its measured harm and every candidate's estimate. Raises UsageError: the target cannot be met,
+    or nothing is left to choose.
     """
     units, pinned = _units(plan)
     if not units:
@@ -143,8 +142,7 @@ def allocate(
 def choose(options: Sequence[Sequence[Option]], budget: int) -> Choice:
     """Choose an option per unit: at most `budget` bytes, least harm along the convex hulls.
 
-    `options`: of each unit; the smallest of all units must fit the budget together; `budget`:
-    bytes.
+    `options`: of each unit; the smallest of all units must fit the budget together.
     """
     hulls = [_hull(row) for row in options]
     taken = [hull[0] for hull in hulls]
@@ -154,7 +152,7 @@ def choose(options: Sequence[Sequence[Option]], budget: int) -> Choice:
             (-_slope(options[u][a], options[u][b]), u, a, b)
             for u, hull in enumerate(hulls)
             for a, b in pairwise(hull)
-        ),
+        )
     )
     price = 0.0
     for number, (slope, u, a, b) in enumerate(steps):

@@ -1,13 +1,13 @@
 """Calibration: quantise the linears of a model, layer by layer, with what they see of a text.
 
 One pass of the float model over the text. The inputs of a layer's linears are summed (`rows`),
-then its matrices are quantised (`matrix`), one expert at a time, and the layer is written before
-the next one begins. Layers do not depend on each other's results: GPTQ with the inputs that the
-quantised layers before would give was measured and gained nothing at four bits. Equal inputs, seed
-and thread count of the BLAS give equal bytes.
+then its matrices are quantised (`matrix`), and the layer is written before the next one begins.
+Layers do not depend on each other's results: GPTQ with the inputs that the quantised layers before
+would give was measured and gained nothing at four bits. Equal inputs, seed and thread count of the
+BLAS give equal bytes.
 
 Dense linears wait for the end of their layer. Experts are quantised one by one, each as soon as it
-has seen its tokens, so that one Hessian per product is in memory, not one per expert.
+has seen its tokens, so that one Hessian per matmul is in memory, not one per expert.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +20,20 @@ import numpy as np
 from clocher_kernels.errors import UsageError
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.convert.q4.map import check_method
 from clocher_runtime.convert.q4.parts import PartsWriter, part_of
-from clocher_runtime.convert.q4.rule_formats import check_method
 from clocher_runtime.models.inventory import layer_name
 from clocher_runtime.quantize.capture import Walk
+from clocher_runtime.quantize.inputs import (
+    HELD_ROWS,
+    ExpertInputs,
+    Hidden,
+    InputStats,
+    Site,
+    expert_matrix,
+    look_up_rows,
+    make_text,
+)
 from clocher_runtime.quantize.matrix import (
     MIN_HELD,
     MIN_TOKENS,
@@ -33,9 +43,10 @@ from clocher_runtime.quantize.matrix import (
     solve_matrix,
 )
 from clocher_runtime.quantize.plan import PlannedTensor, QuantPlan
-from clocher_runtime.quantize.rows import HELD_ROWS, InputStats, make_text
-from clocher_runtime.quantize.sites import ExpertInputs, Hidden, Site, expert_matrix, look_up_rows
 
+Progress = Callable[[int, int, str], None]
+
+METHODS = ("imx", "gptq")
 POOL_ROWS = 2048
 """Tokens of a layer that every expert with few tokens of its own is shown."""
 
@@ -43,11 +54,7 @@ _BLOCK_ELEMENTS = 1 << 25
 
 
 class LayerJob:
-    """Observes a layer and quantises its matrices.
-
-    `records`: what is known of each tensor that is done; see `calibrate.Calibrated`. `walk`: what
-    shows the layer, and has its weights; `wanted`: the tensors to quantise, by name.
-    """
+    """Observes a layer and quantises its wanted tensors; `records` is what is known of each."""
 
     def __init__(
         self, walk: Walk, wanted: Mapping[str, PlannedTensor], threads: int, seed: int
@@ -63,14 +70,9 @@ class LayerJob:
         self._router = 0.0
         held = walk.text.held
         rng = np.random.default_rng([seed, 1])
-        self._pool = np.sort(
-            np.concatenate(
-                [
-                    rng.permutation(np.flatnonzero(~held))[:POOL_ROWS],
-                    rng.permutation(np.flatnonzero(held))[:HELD_ROWS],
-                ]
-            )
-        )
+        fit = rng.permutation(np.flatnonzero(~held))[:POOL_ROWS]
+        judge = rng.permutation(np.flatnonzero(held))[:HELD_ROWS]
+        self._pool = np.sort(np.concatenate([fit, judge]))
 
     def linear(self, site: Site, x: np.ndarray, rows: slice) -> None:
         """Sum the inputs of linears that share them."""
@@ -86,12 +88,14 @@ class LayerJob:
     def expert(
         self, weights: tuple[str, str], expert: int, inputs: ExpertInputs, rows: np.ndarray
     ) -> None:
-        """Sum the inputs of an expert's products."""
+        """Sum the inputs of an expert's matmuls."""
         held = self._walk.text.held[rows]
-        for name, x, router in self._products(weights, inputs):
-            if name not in self._own:
-                self._own[name] = self._new_stats(x.shape[1], name)
-            self._own[name].add(x, held, router)
+        both = ((inputs.x, None), (inputs.gated, inputs.router))
+        for name, (x, router) in zip(weights, both, strict=True):
+            if name in self._wanted:
+                if name not in self._own:
+                    self._own[name] = self._new_stats(x.shape[1], name)
+                self._own[name].add(x, held, router)
         self._router += float(np.square(inputs.router).sum())
 
     def expert_done(self, weights: tuple[str, str], expert: int, hidden: Hidden) -> None:
@@ -112,17 +116,15 @@ class LayerJob:
     def finish(self) -> dict[str, QuantTensor]:
         """Quantise what is left and return every wanted tensor of the layer, in their order."""
         for stats, names in self._dense:
-            if not names:
-                continue
-            inputs = make_inputs(stats, None, hessian=self._needs_hessian(*names))
-            for name in names:
-                self._quantise(name, inputs, stats.tokens)
+            if names:
+                inputs = make_inputs(stats, None, hessian=self._needs_hessian(*names))
+                for name in names:
+                    self._quantise(name, inputs, stats.tokens)
         for name, tensor in self._wanted.items():
             if name not in self._planes:  # an embedding: every row is read as it is
-                inputs = Inputs(
-                    np.ones(tensor.shape[-1]), np.zeros((0, tensor.shape[-1]), np.float32)
-                )
-                self._quantise(name, inputs, 0)
+                columns = tensor.shape[-1]
+                alike = Inputs(np.ones(columns), np.zeros((0, columns), np.float32))
+                self._quantise(name, alike, 0)
         self.records = {name: self._record(name) for name in self._wanted}
         return {
             name: QuantTensor(tensor.shape, tensor.format, self._planes[name])
@@ -143,9 +145,11 @@ class LayerJob:
         """Quantise an expert, or a block of rows."""
         tensor = self._wanted[name]
         outcome = solve_matrix(values, tensor.format, tensor.method, inputs, threads=self._threads)
-        planes = self._planes.setdefault(name, _empty(tensor))
+        if name not in self._planes:
+            planes = tensor.format.planes(tensor.shape)
+            self._planes[name] = {k: np.empty(p.shape, p.storage) for k, p in planes.items()}
         for key, plane in outcome.tensor.planes.items():
-            planes[key][place] = plane
+            self._planes[name][key][place] = plane
         self._outcomes.setdefault(name, []).append(outcome)
 
     def _record(self, name: str) -> dict[str, Any]:
@@ -171,13 +175,6 @@ class LayerJob:
             "err": err,
         }
 
-    def _products(
-        self, weights: tuple[str, str], inputs: ExpertInputs
-    ) -> list[tuple[str, np.ndarray, np.ndarray | None]]:
-        up, down = weights
-        products = [(up, inputs.x, None), (down, inputs.gated, inputs.router)]
-        return [product for product in products if product[0] in self._wanted]
-
     def _pooled(self, name: str, own: InputStats, hidden: Hidden) -> InputStats | None:
         """Return the statistics of the layer's tokens sent through an expert that has few."""
         columns = self._wanted[name].shape[2]
@@ -189,9 +186,8 @@ class LayerJob:
         weight = np.float32((self._router / count) ** 0.5 or 1.0)
         for start in range(0, len(self._pool), POOL_ROWS):
             rows = self._pool[start : start + POOL_ROWS]
-            gated = hidden(rows).gated
-            held = self._walk.text.held[rows]
-            pooled.add(gated, held, np.full(len(rows), weight, np.float32))
+            alike = np.full(len(rows), weight, np.float32)
+            pooled.add(hidden(rows).gated, self._walk.text.held[rows], alike)
         return pooled
 
     def _new_stats(self, columns: int, *names: str) -> InputStats:
@@ -201,28 +197,18 @@ class LayerJob:
         return any(self._wanted[name].method == "gptq" for name in names)
 
 
-def _empty(tensor: PlannedTensor) -> dict[str, np.ndarray]:
-    planes = tensor.format.planes(tensor.shape)
-    return {key: np.empty(plane.shape, plane.storage) for key, plane in planes.items()}
-
-
-Progress = Callable[[int, int, str], None]
-
-METHODS = ("imx", "gptq")
-
-
 @dataclass(frozen=True, slots=True)
 class Calibrated:
     """What is known of a calibrated tensor."""
 
     method: str  # the method that was asked for
     fallback: str | None  # None, or what was taken instead and why; for experts how many of them
-    # tokens that the statistics hold; for experts the smallest number, the 5th percentile, the
-    # median and the largest, the held-out ones excluded
+    # Tokens that the statistics hold, without held-out ones; for experts the smallest number, the
+    # 5th percentile, the median and the largest.
     tokens_seen: int | list[int]
     damp: float  # relative damping of the Hessian; 0 without GPTQ, for experts the largest
     # "out_nmse" and "out_nmse_rtn": squared error of the outputs on held-out text relative to the
-    # outputs, of the result and of plain rounding; for experts their mean, and "out_nmse_worst"
+    # outputs, of the result and of plain rounding; for experts their mean, and "out_nmse_worst".
     err: dict[str, float]
 
 
@@ -239,14 +225,19 @@ def calibrate(
 ) -> dict[str, Calibrated]:
     """Quantise the tensors of a plan whose method is "imx" or "gptq".
 
-    `text_ids`: token sequences; one in sixteen, chosen by the seed, is held out; `parts`: gets each
-    layer when it is done, and knows those done before. Raises UsageError: a tensor of the plan
-    cannot be calibrated, or the text does not fit the model.
+    Of the token sequences one in sixteen, chosen by the seed, is held out. `parts` gets each layer
+    when it is done, and knows those done before. Raises UsageError: a tensor of the plan cannot be
+    calibrated, or the text does not fit the model.
     """
     wanted = {name: t for name, t in plan.tensors.items() if t.method != "rtn"}
-    _check(wanted)
     by_part: dict[str, dict[str, PlannedTensor]] = {}
     for name, tensor in wanted.items():
+        if tensor.method not in METHODS:
+            raise UsageError(f"tensor {name!r}: method {tensor.method!r}; known: rtn, imx, gptq")
+        try:
+            check_method(tensor.format, tensor.method)
+        except UsageError as error:
+            raise UsageError(f"tensor {name!r}: {error}") from None
         by_part.setdefault(part_of(name), {})[name] = tensor
     done = {part: records for part in by_part if (records := parts.finished(part)) is not None}
     walk = Walk(checkpoint, make_text(text_ids, seed), directory)
@@ -257,36 +248,26 @@ def calibrate(
             f"tensor {strange[0]!r} cannot be calibrated: the {walk.spec.family} model does not "
             "multiply by it; give it the method rtn"
         )
+
+    def quantise(part: str, show: Callable[[LayerJob], None]) -> None:
+        job = LayerJob(walk, by_part[part], threads, seed)
+        show(job)
+        parts.write(part, job.finish(), job.records)
+        done[part] = job.records
+
+    tell = progress or (lambda done, total, part: None)
     total = walk.num_layers + ("rest" in by_part)
     for index in range(walk.num_layers):
         if len(done) == len(by_part):
             break
         part = part_of(layer_name(index, ""))
         if part in by_part and part not in done:
-            job = LayerJob(walk, by_part[part], threads, seed)
-            walk.layer(index, job)
-            parts.write(part, job.finish(), job.records)
-            done[part] = job.records
+            quantise(part, lambda job, index=index: walk.layer(index, job))  # type: ignore[misc]
         else:
             walk.layer(index)
         walk.advance()
-        if progress is not None:
-            progress(index + 1, total, part)
+        tell(index + 1, total, part)
     if "rest" in by_part and "rest" not in done:
-        job = LayerJob(walk, by_part["rest"], threads, seed)
-        walk.head_inputs(job)
-        parts.write("rest", job.finish(), job.records)
-        done["rest"] = job.records
-        if progress is not None:
-            progress(total, total, "rest")
+        quantise("rest", walk.head_inputs)
+        tell(total, total, "rest")
     return {name: Calibrated(**record) for part in done.values() for name, record in part.items()}
-
-
-def _check(wanted: Mapping[str, PlannedTensor]) -> None:
-    for name, tensor in wanted.items():
-        if tensor.method not in METHODS:
-            raise UsageError(f"tensor {name!r}: method {tensor.method!r}; known: rtn, imx, gptq")
-        try:
-            check_method(tensor.format, tensor.method)
-        except UsageError as error:
-            raise UsageError(f"tensor {name!r}: {error}") from None

@@ -25,12 +25,10 @@ Records = Mapping[str, Record]
 def open_candidate(
     path: Path, reference: Checkpoint, precision: str | None = None, threads: int = 1
 ) -> Model:
-    """Open a model that is to be judged.
+    """Open a model that is to be judged: a directory, whose hashes are checked, or a manifest.
 
-    `path`: directory of a model, whose hashes are checked, or a quantisation manifest, which is
-    applied to the reference; `reference`: the checkpoint of the float model; `precision`: as
-    `load_model` takes it. Raises ModelError: the model is missing, damaged or unknown; UsageError:
-    the manifest, or the precision, cannot be used.
+    A manifest is applied to the checkpoint of the float model. Raises ModelError: the model is
+    missing, damaged or unknown; UsageError: the manifest, or the precision, cannot be used.
     """
     if path.is_file():
         checkpoint = quantised_checkpoint(reference, load_q4_map(path), threads)
@@ -45,8 +43,7 @@ def records_by_model(models: Sequence[Path], manifests: Sequence[Path]) -> dict[
     A model that is a manifest speaks for itself. An IEBIN keeps the SHA-256 of the manifest that
     it was made with, which `clocher quantize` leaves beside it.
 
-    `models`: as `open_candidate` takes them; `manifests`: expanded manifests that models were made
-    with. Raises ModelError: a file cannot be read; UsageError: no model was made with one of the
+    Raises ModelError: a file cannot be read; UsageError: no model was made with one of the
     manifests.
     """
     given = {sha256(data := _read(path)).hexdigest(): (path, data) for path in manifests}

@@ -22,14 +22,15 @@ from clocher_kernels.plan import Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.engine.load import head_as_stored
-from clocher_runtime.models.build import build_plan
+from clocher_runtime.models.build import Sizes, build_plan
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import Need, inventory, layer_name
-from clocher_runtime.quantize.rows import RowStore, Text
-from clocher_runtime.quantize.sites import (
+from clocher_runtime.quantize.inputs import (
     ExpertInputs,
     Observer,
+    RowStore,
     Site,
+    Text,
     causal_attention,
     clamped_swiglu,
     expert_matrix,
@@ -56,10 +57,7 @@ class _Chunk:
 
 
 class Walk:
-    """A float forward pass over sequences, advanced layer by layer.
-
-    `text`: the sequences.
-    """
+    """A float forward pass over sequences, advanced layer by layer."""
 
     def __init__(self, checkpoint: Checkpoint, text: Text, directory: Path | None = None) -> None:
         self.checkpoint, self.text = checkpoint, text
@@ -76,7 +74,10 @@ class Walk:
             )
         self._needs = inventory(self.spec)
         self.plan = self._plan()
-        starts = self._layer_starts()
+        norms = [layer_name(i, "input_layernorm.weight") for i in range(self.spec.num_layers)]
+        read = [call.args.get("weight") for call in self.plan.calls]
+        last = next(i for i, c in enumerate(self.plan.calls) if c.op == "gather_rows")
+        starts = [*(read.index(name) for name in norms), last]
         self._layers = [self.plan.calls[a:b] for a, b in pairwise(starts)]
         self._first, self._tail = self.plan.calls[: starts[0]], self.plan.calls[starts[-1] :]
         self._chunks = [_Chunk(rows, lengths) for rows, lengths in text.chunks(CHUNK_TOKENS)]
@@ -99,8 +100,7 @@ class Walk:
 
     def matrices(self, layer: int) -> list[str]:
         """Return the names of all matrices that a layer multiplies by."""
-        calls = self._layers[layer]
-        return [call.args["w"] for call in calls if multiplies(call)]
+        return [call.args["w"] for call in self._layers[layer] if multiplies(call)]
 
     def restart(self) -> None:
         """Embed the text: the state before layer 0."""
@@ -119,8 +119,7 @@ class Walk:
     ) -> None:
         """Compute a layer from the state; `advance` makes the result the state.
 
-        `index`: the layer; `observer`: is shown the inputs of the linears; `weights`: tensors to
-        compute with instead of the checkpoint's.
+        The observer is shown the inputs of the linears; `weights` replace the checkpoint's.
         """
         self._overlay = weights or {}
         calls = self._layers[index]
@@ -163,32 +162,32 @@ class Walk:
 
     def logits(self) -> Iterator[tuple[slice, np.ndarray]]:
         """Yield (rows, logits [m, V]) from the state after the last layer, a few rows at a time."""
-        norm, head = (c for c in self._tail if c.op == "rms_norm" or multiplies(c))
-        table = self.tensor(head.args["w"])
-        vocab = table.shape[0]
-        step = max(1, _LOGITS // vocab)
-        for chunk in self._chunks:
-            chunk.buffers = {norm.args["x"]: self.state[chunk.rows]}
-            self._run(chunk, (norm,))
-            x, chunk.buffers = chunk.buffers[norm.args["y"]], {}
+        for rows, x, name in self._head():
+            table = self.tensor(name)
+            vocab = table.shape[0]
+            step = max(1, _LOGITS // vocab)
             for start in range(0, len(x), step):
                 piece = x[start : start + step]
                 y = np.empty((len(piece), vocab), np.float32)
                 for first in range(0, vocab, _HEAD_ROWS):
                     part = slice(first, first + _HEAD_ROWS)
                     y[:, part] = piece @ look_up_rows(table, part).T
-                first = chunk.rows.start + start
+                first = rows.start + start
                 yield slice(first, first + len(piece)), y
 
     def head_inputs(self, observer: Observer) -> None:
         """Show the inputs of the output head, from the state after the last layer."""
+        for rows, x, name in self._head():
+            observer.linear(Site(-1, (name,)), x, rows)
+
+    def _head(self) -> Iterator[tuple[slice, np.ndarray, str]]:
+        """Yield (rows, the head's inputs, its tensor's name) of each chunk."""
         norm, head = (c for c in self._tail if c.op == "rms_norm" or multiplies(c))
         for chunk in self._chunks:
             chunk.buffers = {norm.args["x"]: self.state[chunk.rows]}
             self._run(chunk, (norm,))
-            site = Site(-1, (head.args["w"],))
-            observer.linear(site, chunk.buffers[norm.args["y"]], chunk.rows)
-            chunk.buffers = {}
+            x, chunk.buffers = chunk.buffers[norm.args["y"]], {}
+            yield chunk.rows, x, head.args["w"]
 
     def tensor(self, name: str) -> QuantTensor:
         """Return a matrix as the walk uses it."""
@@ -209,19 +208,12 @@ class Walk:
             if stored is not None:
                 formats[name] = parse_format("ternary_f32") if online else stored.format
         longest = max(self.text.lengths)
-        return build_plan(self.spec, formats, tokens=1, rows=1, slots=1, context=longest)
+        return build_plan(self.spec, formats, Sizes(tokens=1, rows=1, slots=1, context=longest))
 
     def _ternarised(self, name: str, need: Need) -> bool:
         stored = self.checkpoint.tensors.get(name)
         floating = stored is not None and isinstance(stored.format, Float)
         return self.spec.ternarize and need.kind == "linear" and floating
-
-    def _layer_starts(self) -> list[int]:
-        """Return the index of the first call of each layer, and that after the last layer."""
-        norms = [layer_name(i, "input_layernorm.weight") for i in range(self.spec.num_layers)]
-        weights = [call.args.get("weight") for call in self.plan.calls]
-        last = next(i for i, c in enumerate(self.plan.calls) if c.op == "gather_rows")
-        return [*(weights.index(name) for name in norms), last]
 
     def _run(
         self,
@@ -261,17 +253,17 @@ class Walk:
                     chunk.buffers[name] = made
                 values[param] = chunk.buffers[name]
             elif OPS[call.op].param(param).kind == "vector":
-                values[param] = self._vector(name)
+                values[param] = self.checkpoint.tensor(name).decode()
             else:
                 values[param] = self.tensor(name)
         return values
 
-    def _vector(self, name: str) -> np.ndarray:
-        return self.checkpoint.tensor(name).decode()
+    def _vector(self, call: Call, param: str) -> np.ndarray | None:
+        name = call.args.get(param)
+        return None if name is None else self.checkpoint.tensor(name).decode()
 
     def _linear(self, chunk: _Chunk, call: Call) -> None:
         total = chunk.buffers[call.args["x"]] @ self.tensor(call.args["w"]).decode().T
-        bias = self._vector(call.args["bias"]) if "bias" in call.args else None
         times, residual = (
             chunk.buffers[call.args[name]] if name in call.args else None
             for name in ("times", "residual")
@@ -279,23 +271,18 @@ class Walk:
         y = np.empty_like(total)
         activation = str(call.attrs.get("activation", "none"))
         cap = float(call.attrs.get("cap", 1.0))
-        finish(total, y, bias, times, residual, activation, cap)
+        finish(total, y, self._vector(call, "bias"), times, residual, activation, cap)
         chunk.buffers[call.args["y"]] = y
 
     def _attention(self, chunk: _Chunk, call: Call) -> None:
-        sinks = self._vector(call.args["sinks"]) if "sinks" in call.args else None
+        sinks = self._vector(call, "sinks")
+        scale, window = float(call.attrs["scale"]), int(call.attrs["window"])
         q, k, v = (chunk.buffers[name] for name in ("q", "k", "v"))
         y, start = np.empty_like(q), 0
         for length in chunk.lengths:
             part = slice(start, start + length)
             y[part] = causal_attention(
-                q[part],
-                k[part],
-                v[part],
-                self.spec.head_dim,
-                float(call.attrs["scale"]),
-                int(call.attrs["window"]),
-                sinks,
+                q[part], k[part], v[part], self.spec.head_dim, scale, window, sinks
             )
             start += length
         chunk.buffers[call.args["y"]] = y
@@ -310,9 +297,7 @@ class Walk:
     ) -> None:
         """Add the experts' outputs to the next state, one expert at a time."""
         names = gate_up.args["w"], down.args["w"]
-        biases = [
-            self._vector(c.args["bias"]) if "bias" in c.args else None for c in (gate_up, down)
-        ]
+        biases = [self._vector(call, "bias") for call in (gate_up, down)]
         limit, alpha = float(gate_up.attrs["limit"]), float(gate_up.attrs["alpha"])
         x_rows = self._kept["x"]
         for expert in range(self.tensor(names[0]).shape[0]):

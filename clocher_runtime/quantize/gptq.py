@@ -46,8 +46,7 @@ class Solution:
 def shrink(hessian: np.ndarray, tokens: int, pooled: np.ndarray) -> np.ndarray:
     """Pull the Hessian of few tokens towards one of many: (n H + t P) / (n + t), t = K / 4.
 
-    `hessian`: [K, K], of `tokens` tokens; `tokens`: n; `pooled`: [K, K], of all tokens of the
-    layer.
+    `hessian`: [K, K], of `tokens` tokens; `pooled`: [K, K], of all tokens of the layer.
     """
     weight = len(pooled) / 4
     mixed = hessian * np.float32(tokens / (tokens + weight))
@@ -60,9 +59,8 @@ def factorise(
 ) -> Factor | None:
     """Factorise a Hessian in float64; damp it more, up to 20 times, until that succeeds.
 
-    `hessian`: [K, K], symmetric; columns that were never active have zeros; `damp`: added to the
-    diagonal, relative to its mean; `dtype`: type of the result. Returns the factor, or None if the
-    Hessian is zero, not finite, or cannot be factorised.
+    `hessian`: [K, K], symmetric; columns that were never active have zeros. Returns the factor, or
+    None if the Hessian is zero, not finite, or cannot be factorised.
     """
     diagonal = np.diagonal(hessian).astype(np.float64)
     mean = float(diagonal.mean())
@@ -104,8 +102,8 @@ def solve(values: np.ndarray, grid: QuantTensor, factor: Factor) -> Solution:
     """Quantise a matrix on given grids so that its outputs, not its weights, stay close.
 
     `values`: [N, K], fp32 or, to check the arithmetic, fp64; `grid`: a quantised form of the same
-    matrix, for its scales and zero points; `factor`: of the Hessian of its input. Raises
-    UsageError: the grid's format is neither `Int4` nor `Int8`; ShapeError: the sizes differ.
+    matrix, for its scales and zero points. Raises UsageError: the grid's format is neither `Int4`
+    nor `Int8`; ShapeError: the sizes differ.
     """
     rows, columns = values.shape
     fmt = grid.format

@@ -3,22 +3,23 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from clocher_kernels.errors import FormatError, UsageError
-from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint, LazyTensor, Stored
 from clocher_runtime.convert.q4.map import Q4Map, parse_q4_map, parts_dir
 from clocher_runtime.convert.q4.parts import SUFFIX, PartsWriter, part_of, plane_hashes
 from clocher_runtime.convert.rounding import round_tensor
 from clocher_runtime.engine.load import load_model
-from clocher_runtime.quality.documents import Documents
+from clocher_runtime.quality.compare import Documents
 from clocher_runtime.quality.evaluate import WEIGHTS_ALONE, Evaluation, Record, evaluate
 from clocher_runtime.quality.gate import Verdict, tensor_checks, worst
 from clocher_runtime.quality.tensor_error import measure
@@ -26,7 +27,6 @@ from clocher_runtime.quantize.alloc import allocate
 from clocher_runtime.quantize.calibrate import Calibrated, calibrate
 from clocher_runtime.quantize.plan import (
     Done,
-    PlannedTensor,
     QuantPlan,
     build_plan,
     describe_source,
@@ -39,22 +39,19 @@ Progress = Callable[[str, int, int], None]
 """Called with what is done, and (done, total)."""
 
 
-@dataclass(frozen=True, slots=True)
-class CalibrationText:
+class CalibrationText(NamedTuple):
     """Text that importance is measured on."""
 
     sequences: tuple[tuple[int, ...], ...]  # token ids of each sequence
     record: Mapping[str, Any]  # what the manifest says of it
 
 
-@dataclass(frozen=True, slots=True)
-class GateText:
-    """Text that the result is judged on."""
+class GateText(NamedTuple):
+    """Held-out text that the result is judged on."""
 
-    documents: Documents  # held-out text in the model's tokens
+    documents: Documents
     limits_class: str | None  # a key of `gate.LIMITS`; None: by the formats
-    # fields of `gate.Limits` that replace those of the class
-    given: Mapping[str, float | int | None]
+    given: Mapping[str, float | int | None]  # fields of `gate.Limits` that replace those of it
     record: Mapping[str, Any]  # what the manifest says of it
 
 
@@ -62,16 +59,16 @@ class GateText:
 class Job:
     """One quantisation."""
 
-    checkpoint: Checkpoint  # the input
-    out: Path  # path of the manifest
-    rules: Q4Map  # what to do, version 1 without the expanded form
+    checkpoint: Checkpoint
+    out: Path  # of the manifest
+    rules: Q4Map  # what to do, without the expanded form
     options: Mapping[str, Any] = field(default_factory=dict)  # of the script, to be recorded
-    seed: int = 0  # of everything that is drawn by chance
-    threads: int = 1  # how many threads work
+    seed: int = 0
+    threads: int = 1
     whole_hash: bool = True  # hash the whole weight files, not their headers alone
-    calibration: CalibrationText | None = None  # text for imx, gptq and a target size
+    calibration: CalibrationText | None = None
     target_bpw: float | None = None  # bits per weight of the quantised tensors together
-    gate: GateText | None = None  # text to judge the result on
+    gate: GateText | None = None
     min_cosine: float | None = None  # least cosine of every quantised tensor with the float one
 
     def plan(self) -> QuantPlan:
@@ -86,8 +83,7 @@ class Job:
         return plan
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How a job ended."""
 
     verdict: Verdict  # of the gate; "pass" without one
@@ -96,6 +92,48 @@ class Outcome:
     done: tuple[Done, ...]  # tensor by tensor
     evaluation: Evaluation | None  # what the gate found on text
     allocation: Mapping[str, Any]  # the record of a target size; empty without one
+
+
+class Needs(NamedTuple):
+    """Bytes that a job and the conversion after it will take."""
+
+    memory: int  # resident, about; files that are mapped and can be dropped do not count
+    parts: int  # of planes that the manifest keeps until the model is written
+    temporary: int  # of files without a name, in the system's directory for them
+
+
+_PROGRAM = 250 << 20  # the interpreter, its libraries and compiled kernels
+_HESSIAN = 4 + 8 + 8  # for each pair of columns: fp32, and fp64 as it is and factorised
+_STATE = 12  # of hidden states, for each token and column
+
+
+def needs_of(job: Job, plan: QuantPlan) -> Needs:
+    """Return what a job will take, known before a weight is read.
+
+    Two tensors are in memory at a time, each as stored and as it will be. Calibration has the
+    results of one layer, a decoded matrix and, for GPTQ, its Hessian and the factor of that. The
+    gate runs the float model, whose weights stay in the file, and the quantised one.
+    """
+    stored = job.checkpoint.tensors
+    results = {name: tensor.nbytes for name, tensor in plan.tensors.items()}
+    memory = _PROGRAM + 2 * max(stored[name].nbytes + results.get(name, 0) for name in stored)
+    calibrated = plan.tensors if job.target_bpw is not None else plan.calibrated
+    layers: Counter[str] = Counter()
+    for name in calibrated:
+        layers[part_of(name)] += results[name]
+    temporary = 0
+    if job.calibration:
+        shapes = [plan.tensors[name].shape for name in calibrated]
+        columns = max((shape[-1] for shape in shapes), default=0)
+        memory += max(layers.values(), default=0)
+        memory += max((4 * prod(shape[-2:]) for shape in shapes), default=0)
+        if any(tensor.method == "gptq" for tensor in plan.tensors.values()):
+            memory += _HESSIAN * columns**2
+        tokens = sum(map(len, job.calibration.sequences))
+        temporary = _STATE * tokens * int(job.checkpoint.config.get("hidden_size", 0))
+    if job.gate:
+        memory += 2 * sum(results.values())
+    return Needs(memory, layers.total(), temporary)
 
 
 def rejected_path(out: Path) -> Path:
@@ -109,40 +147,39 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
     A manifest that was there is removed first: it may share its parts with the new one. The parts
     of a killed run of the same job are used.
 
-    Raises FormatError: a value cannot be quantised; ModelChanged: the model's files changed
-    meanwhile; UsageError: the calibration does not know the model; OSError: a file cannot be
-    written.
+    Raises FormatError: a value cannot be quantised; UsageError: the calibration does not know the
+    model; or ModelChanged, OSError.
     """
     tell = progress or (lambda what, done, total: None)
-    checkpoint = job.checkpoint
+
+    def under(what: str) -> Callable[[int, int, str], None]:
+        return lambda done, total, where: tell(f"{what}: {where}", done, total)
+
+    checkpoint, threads, seed = job.checkpoint, job.threads, job.seed
     job.out.parent.mkdir(parents=True, exist_ok=True)
     for path in (job.out, rejected_path(job.out)):
         path.unlink(missing_ok=True)
+    nbytes = sum(f.nbytes for f in checkpoint.files)
     source = describe_source(
-        checkpoint,
-        job.whole_hash,
-        lambda nbytes, _: tell("hashing", nbytes, sum(f.nbytes for f in checkpoint.files)),
+        checkpoint, job.whole_hash, lambda done, _: tell("hashing", done, nbytes)
     )
-    sections: dict[str, Any] = {
-        "tool": tool(),
-        "source": source,
-    }
+    sections: dict[str, Any] = {"tool": tool(), "source": source}
     if job.rules.requantize:
         sections["requantize"] = True
     sections["options"] = dict(job.options)
     if job.calibration:
         sections["calibration"] = dict(job.calibration.record)
-    sequences = job.calibration.sequences if job.calibration else ()
+    text = job.calibration.sequences if job.calibration else ()
     allocation: Mapping[str, Any] = {}
     if job.target_bpw is not None:
         plan, allocation = allocate(
             checkpoint,
             plan,
-            sequences,
+            text,
             target_bpw=job.target_bpw,
-            threads=job.threads,
-            seed=job.seed,
-            progress=lambda done, total, what: tell(f"allocating: {what}", done, total),
+            threads=threads,
+            seed=seed,
+            progress=under("allocating"),
         )
         sections["allocation"] = allocation
     parts = PartsWriter(parts_dir(job.out), _fingerprint(job, plan, source))
@@ -151,11 +188,11 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
         records = calibrate(
             checkpoint,
             plan,
-            sequences,
+            text,
             parts=parts,
-            threads=job.threads,
-            seed=job.seed,
-            progress=lambda done, total, what: tell(f"calibrating: {what}", done, total),
+            threads=threads,
+            seed=seed,
+            progress=under("calibrating"),
         )
     done = tuple(_quantise(job, plan, parts, records, tell))
     verdicts: list[Verdict] = []
@@ -198,16 +235,12 @@ def quantised_checkpoint(checkpoint: Checkpoint, q4_map: Q4Map, threads: int = 1
 def _judge(
     job: Job, gate: GateText, document: Mapping[str, Any], done: Sequence[Done], tell: Progress
 ) -> Evaluation:
-    q4_map = dataclasses.replace(parse_q4_map(document, job.out), path=job.out)
+    q4_map = parse_q4_map(document, job.out)
     quantised = quantised_checkpoint(job.checkpoint, q4_map, job.threads)
-    records = {
-        entry.planned.name: Record(
-            entry.method,
-            entry.more_errors.get("out_nmse"),
-            entry.more_errors.get("out_nmse_rtn"),
-        )
-        for entry in done
-    }
+    records = {}
+    for entry in done:
+        errors = (entry.more_errors.get(key) for key in ("out_nmse", "out_nmse_rtn"))
+        records[entry.planned.name] = Record(entry.method, *errors)
     given = dict(gate.given)
     if job.min_cosine is not None:
         given["min_cosine"] = job.min_cosine
@@ -224,56 +257,40 @@ def _judge(
 
 
 def _quantise(
-    job: Job,
-    plan: QuantPlan,
-    parts: PartsWriter,
-    records: Mapping[str, Calibrated],
-    tell: Progress,
-) -> list[Done]:
+    job: Job, plan: QuantPlan, parts: PartsWriter, records: Mapping[str, Calibrated], tell: Progress
+) -> Iterator[Done]:
     """Round what is rounded, take the rest from the parts, and measure all of it."""
-    done = []
     total = sum(tensor.params for tensor in plan.tensors.values())
     finished = 0
     for name, planned in plan.tensors.items():
-        source = job.checkpoint.tensor(name, verify=True)
-        done.append(_quantise_one(job, planned, source, parts, records.get(name)))
+        source, record = job.checkpoint.tensor(name, verify=True), records.get(name)
+        if record is None:
+            try:
+                tensor = round_tensor(source, planned.format, planned.clip, job.threads)
+            except FormatError as error:
+                raise FormatError(f"tensor {name!r}: {error}") from None
+            yield Done(planned, plane_hashes(tensor), measure(name, source, tensor), "rtn")
+        else:
+            tensor = parts.tensor(name)
+            if tensor.format.name != planned.format.name or tensor.shape != planned.shape:
+                raise FormatError(
+                    f"tensor {name!r}: calibration gave {tensor.format.name}{list(tensor.shape)}, "
+                    f"the plan says {planned.format.name}{list(planned.shape)}"
+                )
+            yield Done(
+                planned,
+                plane_hashes(tensor),
+                measure(name, source, tensor, record.method),
+                record.method,
+                record.fallback or "",
+                tuple(np.atleast_1d(record.tokens_seen).tolist()),
+                part_of(name) + SUFFIX,
+                record.err,
+            )
         job.checkpoint.release()
         parts.release()
         finished += planned.params
         tell("quantising and measuring", finished, total)
-    return done
-
-
-def _quantise_one(
-    job: Job,
-    planned: PlannedTensor,
-    source: QuantTensor,
-    parts: PartsWriter,
-    record: Calibrated | None,
-) -> Done:
-    name = planned.name
-    if record is None:
-        try:
-            tensor = round_tensor(source, planned.format, planned.clip, job.threads)
-        except FormatError as error:
-            raise FormatError(f"tensor {name!r}: {error}") from None
-        return Done(planned, plane_hashes(tensor), measure(name, source, tensor), "rtn")
-    tensor = parts.tensor(name)
-    if tensor.format.name != planned.format.name or tensor.shape != planned.shape:
-        raise FormatError(
-            f"tensor {name!r}: calibration gave {tensor.format.name}{list(tensor.shape)}, the "
-            f"plan says {planned.format.name}{list(planned.shape)}"
-        )
-    return Done(
-        planned,
-        plane_hashes(tensor),
-        measure(name, source, tensor, record.method),
-        record.method,
-        record.fallback or "",
-        tuple(np.atleast_1d(record.tokens_seen).tolist()),
-        part_of(name) + SUFFIX,
-        record.err,
-    )
 
 
 def _fingerprint(job: Job, plan: QuantPlan, source: Mapping[str, Any]) -> str:

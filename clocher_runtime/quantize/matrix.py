@@ -12,7 +12,7 @@ from clocher_kernels.formats import Format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.convert import imx
 from clocher_runtime.quantize import gptq
-from clocher_runtime.quantize.rows import InputStats
+from clocher_runtime.quantize.inputs import InputStats
 
 DO_NO_HARM = 1.02
 MIN_TOKENS = 64
@@ -46,8 +46,7 @@ class Outcome:
 def make_inputs(stats: InputStats, pooled: InputStats | None, *, hessian: bool) -> Inputs:
     """Combine the statistics of a linear, or of an expert, with those of its whole layer.
 
-    `stats`: of the matrix's own inputs; `pooled`: of all inputs of the layer; None for dense
-    linears and well-fed experts; `hessian`: whether GPTQ is asked for.
+    `pooled`: of all inputs of the layer; None for dense linears and well-fed experts.
     """
     own = pooled is None or stats.tokens >= MIN_TOKENS
     source = stats if own or pooled is None else pooled
@@ -66,10 +65,7 @@ def make_inputs(stats: InputStats, pooled: InputStats | None, *, hessian: bool) 
 def solve_matrix(
     values: np.ndarray, fmt: Format, method: str, inputs: Inputs, *, threads: int = 1
 ) -> Outcome:
-    """Quantise a matrix.
-
-    `values`: [N, K] fp32; `method`: "imx" or "gptq"; `inputs`: what is known of its input.
-    """
+    """Quantise a matrix. `values`: [N, K] fp32; `method`: "imx" or "gptq"."""
     rounded = encode(values, fmt)
     judge = _Judge(values, inputs)
     best, taken, fallback, damp = (

@@ -7,7 +7,7 @@ or where it was made, so equal input gives equal bytes.
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from math import prod
 from pathlib import Path
@@ -20,19 +20,24 @@ from clocher_runtime.convert.q4.document import PartFile
 from clocher_runtime.convert.q4.map import ALREADY, VERSION, Q4Map, assign, parse_q4_map
 from clocher_runtime.convert.rounding import Clip
 from clocher_runtime.convert.to_iebin import natural
-from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.quality.tensor_error import TensorError
+
+HEADER_BYTES = 1 << 20
+"""What is hashed of a file without --hash: its first MiB, where the names and shapes are."""
+
+_STEP = 1 << 22
+_DIGITS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """One tensor that is to be quantised."""
+    """One tensor [N, K] or [E, N, K] that is to be quantised."""
 
     name: str
-    shape: tuple[int, ...]  # [N, K] or [E, N, K]
-    source: Format  # format in the checkpoint
-    format: Format  # format of the result
+    shape: tuple[int, ...]
+    source: Format  # in the checkpoint
+    format: Format  # of the result
     method: str  # "rtn", "imx" or "gptq"
     clip: Clip  # how rounding chooses the range of a cell
     rule: int  # index of the rule that asks for it
@@ -52,12 +57,12 @@ class PlannedTensor:
 class QuantPlan:
     """What becomes of every tensor of a checkpoint."""
 
-    tensors: Mapping[str, PlannedTensor]  # to be quantised, by name, layer by layer
+    tensors: Mapping[str, PlannedTensor]  # to be quantised, layer by layer
     kept: Mapping[str, str]  # the others -> why they stay
     notes: tuple[str, ...]  # for people, about rules that matched tensors which are kept
-    kept_params: int  # elements of the tensors that stay
-    kept_nbytes: int  # bytes of the tensors that stay
-    source_nbytes: int  # bytes of all tensors in the checkpoint
+    kept_params: int
+    kept_nbytes: int
+    source_nbytes: int  # of all tensors in the checkpoint
 
     @property
     def params(self) -> int:
@@ -115,9 +120,23 @@ def build_plan(checkpoint: Checkpoint, rules: Q4Map) -> QuantPlan:
             name, stored.shape, stored.format, rule.format, rule.method, rule.clip, index
         )
     if not tensors:
-        raise UsageError(_nothing_left(assigned.kept))
-    grown = [t for t in tensors.values() if not isinstance(t.source, Float) and _grows(t)]
+        already = sorted({why for why in assigned.kept.values() if why.startswith(ALREADY)})
+        formats = ", ".join(why.removeprefix(ALREADY) for why in already)
+        if already:
+            raise UsageError(
+                f"the model is quantised: got matrices in {formats}, expected floats; take the "
+                "model that it was made from, or give --requantize, which loses more"
+            )
+        reasons = ", ".join(sorted(set(assigned.kept.values())))
+        raise UsageError(
+            f"nothing to quantise: all {len(assigned.kept)} tensors are kept ({reasons})"
+        )
     notes = assigned.notes
+    grown = [
+        t
+        for t in tensors.values()
+        if not isinstance(t.source, Float) and t.nbytes > t.source.nbytes(t.shape)
+    ]
     if grown:
         notes += (
             f"--requantize gives {len(grown)} quantised tensors more bits, such as {grown[0].name} "
@@ -126,49 +145,20 @@ def build_plan(checkpoint: Checkpoint, rules: Q4Map) -> QuantPlan:
         )
     kept = {name: assigned.kept[name] for name in sorted(assigned.kept, key=natural)}
     stay = [checkpoint.tensors[name] for name in kept]
-    return QuantPlan(
-        tensors,
-        kept,
-        notes,
-        sum(prod(tensor.shape) for tensor in stay),
-        sum(tensor.nbytes for tensor in stay),
-        checkpoint.nbytes,
-    )
-
-
-def _grows(tensor: PlannedTensor) -> bool:
-    return tensor.nbytes > tensor.source.nbytes(tensor.shape)
-
-
-def _nothing_left(kept: Mapping[str, str]) -> str:
-    """Return the error for a checkpoint of which no tensor is to be quantised."""
-    already = sorted({why for why in kept.values() if why.startswith(ALREADY)})
-    if not already:
-        reasons = ", ".join(sorted(set(kept.values())))
-        return f"nothing to quantise: all {len(kept)} tensors are kept ({reasons})"
-    formats = ", ".join(why.removeprefix(ALREADY) for why in already)
-    return (
-        f"the model is quantised: got matrices in {formats}, expected floats; take the model that "
-        "it was made from, or give --requantize, which loses more"
-    )
-
-
-HEADER_BYTES = 1 << 20
-"""What is hashed of a file without --hash: its first MiB, where the names and shapes are."""
-
-_STEP = 1 << 22
-_DIGITS = 8
+    params = sum(prod(tensor.shape) for tensor in stay)
+    nbytes = sum(tensor.nbytes for tensor in stay)
+    return QuantPlan(tensors, kept, notes, params, nbytes, checkpoint.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
     """What became of one tensor."""
 
-    planned: PlannedTensor  # what was to be done
+    planned: PlannedTensor
     sha256: Mapping[str, str]  # of each plane
     error: TensorError  # distance from the float tensor
     method: str  # how the codes were chosen in the end
-    fallback: str = ""  # why it is not the method that was asked for, or ""
+    fallback: str = ""  # why it is not the method that was asked for
     tokens_seen: Sequence[int] = ()  # calibration tokens: one number, or one per expert
     part: str = ""  # the file with the planes, "" if rounding gives them again
     more_errors: Mapping[str, Any] = field(default_factory=dict)  # what calibration measured
@@ -176,13 +166,8 @@ class Done:
     def to_json(self) -> dict[str, Any]:
         """Return the entry of a manifest's `tensors`."""
         planned = self.planned
-        errors: dict[str, Any] = {
-            "rms_rel": _short(self.error.rms_rel),
-            "max_abs": _short(self.error.max_abs),
-            "cosine": _short(self.error.cosine),
-            "clipped_frac": _short(self.error.clipped_frac),
-        }
-        errors |= {key: _short(value) for key, value in self.more_errors.items()}
+        kinds = ("rms_rel", "max_abs", "cosine", "clipped_frac")
+        errors = {key: getattr(self.error, key) for key in kinds} | dict(self.more_errors)
         entry: dict[str, Any] = {
             "name": planned.name,
             "shape": list(planned.shape),
@@ -192,7 +177,7 @@ class Done:
             "bpw": float(8 * planned.nbytes / planned.params),
             "nbytes": planned.nbytes,
             "sha256": dict(self.sha256),
-            "err": {key: value for key, value in errors.items() if value is not None},
+            "err": {key: _short(value) for key, value in errors.items() if value is not None},
         }
         if self.part:
             entry["part"] = self.part
@@ -216,14 +201,21 @@ def describe_source(
 ) -> dict[str, Any]:
     """Return the `source` of a manifest: names, sizes and hashes of the weight files.
 
-    `whole`: hash whole files; otherwise the first MiB of each.
+    Without `whole` only the first MiB of each is hashed. `progress` is called with the bytes so far
+    and the file's name.
     """
     files = []
     before = 0
     for file in checkpoint.files:
-        digest = _hash_file(file, whole, before, progress)
+        digest = hashlib.sha256()
+        end = file.nbytes if whole else min(file.nbytes, HEADER_BYTES)
+        for start in range(0, end, _STEP):
+            digest.update(file.bytes(start, min(start + _STEP, end)).data)
+            file.release()
+            if progress:
+                progress(before + start, file.path.name)
         key = "sha256" if whole else "header_sha256"
-        files.append({"name": file.path.name, "nbytes": file.nbytes, key: digest})
+        files.append({"name": file.path.name, "nbytes": file.nbytes, key: digest.hexdigest()})
         before += file.nbytes
     return {"kind": checkpoint.kind, "files": files}
 
@@ -237,9 +229,8 @@ def document_of(
 ) -> dict[str, Any]:
     """Return a manifest, checked by its reader.
 
-    `rules`: as they were given; `done`: what was done, in the order of the plan; `parts`: files
-    beside the manifest; `sections`: further sections: tool, source, options, calibration, . Raises
-    FormatError: a tensor is not accounted for, or two sections contradict each other.
+    `done` is in the order of the plan; `sections` are further ones: tool, source, options, ...
+    Raises FormatError: a tensor is not accounted for, or two sections contradict each other.
     """
     if [entry.planned.name for entry in done] != list(plan.tensors):
         raise FormatError("the manifest would not say what became of every tensor of the plan")
@@ -258,9 +249,7 @@ def document_of(
         "by_format": by_format,
     }
     if parts:
-        document["parts"] = [
-            {"file": part.file, "nbytes": part.nbytes, "sha256": part.sha256} for part in parts
-        ]
+        document["parts"] = [asdict(part) for part in parts]
     document["tensors"] = [entry.to_json() for entry in done]
     document["kept"] = [{"name": name, "reason": reason} for name, reason in plan.kept.items()]
     parse_q4_map(document, Path("the new manifest"))
@@ -277,19 +266,6 @@ def write_manifest(path: Path, document: Mapping[str, Any]) -> None:
             text = f"[\n{items}\n]"
         lines.append(f"{_dump(key)}: {text}")
     write_file(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
-
-
-def _hash_file(
-    file: MappedFile, whole: bool, before: int, progress: Callable[[int, str], None] | None
-) -> str:
-    digest = hashlib.sha256()
-    end = file.nbytes if whole else min(file.nbytes, HEADER_BYTES)
-    for start in range(0, end, _STEP):
-        digest.update(file.bytes(start, min(start + _STEP, end)).data)
-        file.release()
-        if progress:
-            progress(before + start, file.path.name)
-    return digest.hexdigest()
 
 
 def _short(value: Any) -> Any:

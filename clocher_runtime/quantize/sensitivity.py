@@ -15,9 +15,17 @@ from clocher_runtime.convert import imx
 from clocher_runtime.convert.rounding import round_tensor
 from clocher_runtime.quantize.calibrate import LayerJob
 from clocher_runtime.quantize.capture import Walk
+from clocher_runtime.quantize.inputs import (
+    ExpertInputs,
+    Hidden,
+    InputStats,
+    RowStore,
+    Site,
+    expert_matrix,
+    look_up_rows,
+    make_text,
+)
 from clocher_runtime.quantize.plan import PlannedTensor
-from clocher_runtime.quantize.rows import InputStats, RowStore, make_text
-from clocher_runtime.quantize.sites import ExpertInputs, Hidden, Site, expert_matrix, look_up_rows
 
 TOKENS = 8192
 """Tokens of the calibration text that are used: half to fit, half to measure on."""
@@ -71,8 +79,6 @@ def measure_units(
 
     Half of the sequences fit, the others measure. The float states before each layer are computed
     once; a unit costs the layers from its own on.
-
-    `units`: layer by layer; `text_ids`: token sequences.
     """
     text = make_text(_first(text_ids), seed, held_out=2)
     walk = Walk(checkpoint, text, directory)
@@ -137,11 +143,7 @@ def candidate_errors(
     seed: int = 0,
     threads: int = 1,
 ) -> list[float]:
-    """Return the weighted squared error of a unit in each format, on sampled rows.
-
-    `unit`: what is quantised; `candidates`: the formats; `importance`: of the columns of each
-    matrix.
-    """
+    """Return the weighted squared error of a unit in each format, on sampled rows."""
     totals = np.zeros(len(candidates))
     for tensor in unit.tensors:
         rng = np.random.default_rng([seed, crc32(tensor.name.encode())])

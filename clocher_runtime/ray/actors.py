@@ -146,13 +146,11 @@ class Generate(Actor):
     """Generates text from rows.
 
     A row has `prompt` (text or token ids) or `messages`, and any argument that `LanguageModel`
-    takes: max_new, temperature, top_p, seed, stop, ... Other fields are ignored. `sampling` has
-    the defaults; the seed of a row without one is that of `sampling` plus `row`, its number.
+    takes: max_new, temperature, top_p, seed, stop, ... Other fields are ignored. `sampling` has the
+    defaults; the seed of a row without one is that of `sampling` plus `row`, its number.
 
-    Args:
-        model: as `load` takes it.
-        sampling: arguments of `LanguageModel.generate` for rows that do not name them.
-        **actor: see `Actor`.
+    `model`: as `load` takes it. `sampling`: arguments of `LanguageModel.generate` for rows that do
+    not name them. `**actor`: see `Actor`.
     """
 
     columns = ("text", "ids", "finish_reason", "prompt_tokens")
@@ -178,7 +176,7 @@ class Generate(Actor):
 
     def compute(self, asked: list[Any]) -> list[dict[str, Any]]:
         """Generate side by side."""
-        made = dict(side_by_side(asked, self.model.session.batch))
+        made = dict(side_by_side(asked, self.model.session.config.batch))
         whole = [{name: getattr(made[at], name) for name in self.columns} for at in sorted(made)]
         return [each | {"ids": list(each["ids"])} for each in whole]
 

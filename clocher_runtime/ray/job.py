@@ -186,10 +186,8 @@ def run_job(job: Job, address: str | None = None, progress: Progress | None = No
         address: of a Ray cluster; default: RAY_ADDRESS, else one is started on this machine.
         progress: called with (done, total) rows.
 
-    Raises:
-        UsageError: the directory holds another job, or there are no rows.
-        ModelError: the model or the input cannot be read.
-        DeviceError: Ray is not installed, or gave up.
+    Raises UsageError: the directory holds another job, or there are no rows. ModelError: the model
+    or the input cannot be read. DeviceError: Ray is not installed, or gave up.
     """
     rows = read_rows(job.source)
     checkpoint = open_checkpoint(
@@ -262,8 +260,7 @@ def _compute(
 def connected(address: str | None = None) -> Iterator[Any]:
     """Yield the module `ray`, connected to a cluster; one that was started for this is ended.
 
-    Raises:
-        DeviceError: Ray is not installed, or the cluster does not answer.
+    Raises DeviceError: Ray is not installed, or the cluster does not answer.
     """
     try:
         import ray

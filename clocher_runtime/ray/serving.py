@@ -59,12 +59,7 @@ class Replica:
 
 
 def app(args: dict[str, str]) -> serve.Application:
-    """Return the application for `serve run` and `serve build`.
-
-    Args:
-        args: settings of `clocher serve` by name (model_dir, context, precision, api_key, ...), and
-            `replicas`, `cpus` of each. Host and port are those of Ray Serve.
-    """
+    """Return the application for `serve run` and `serve build`."""
     flags = {name.replace("-", "_"): str(value) for name, value in args.items()}
     counts = {name: flags.pop(name, "1") for name in ("replicas", "cpus")}
     for name, given in counts.items():

@@ -1,4 +1,4 @@
-"""The routes of the server. What is behind them is in the modules that they name."""
+"""The routes of the server."""
 
 import asyncio
 import os
@@ -18,74 +18,65 @@ from starlette.types import ASGIApp
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.jsonline import clocher_version
 from clocher_runtime.engine.arguments import check_biases
-from clocher_runtime.engine.diffusing import Diffusing, longest_text
+from clocher_runtime.engine.diffusing import Diffusing, among, longest_text, of_call
 from clocher_runtime.engine.sampling_defaults import CHAT_TEMPERATURE
-from clocher_runtime.serve.bodies import SMALL_BODY_BYTES, Bodies
-from clocher_runtime.serve.chat import ChatAnswer, ChatChoice
-from clocher_runtime.serve.completions import CompletionAnswer, TextChoice
-from clocher_runtime.serve.constraints import Grammars, Spec, spec_of
-from clocher_runtime.serve.denoised import check_order, check_scores, denoised
+from clocher_runtime.serve.answers import (
+    Answer,
+    ChatAnswer,
+    ChatChoice,
+    CompletionAnswer,
+    TextChoice,
+    TokenTexts,
+)
+from clocher_runtime.serve.constraints import Grammars
 from clocher_runtime.serve.edge import (
     PUBLIC,
-    KeyCheck,
+    SMALL_BODY_BYTES,
+    Bodies,
+    Disconnected,
+    EventStream,
+    Gate,
     Named,
-    OriginCheck,
     error_response,
-    http_error,
     json_response,
+    unless_gone,
 )
 from clocher_runtime.serve.engine_process import EngineProcess
-from clocher_runtime.serve.errors import (
-    invalid,
-    unknown_model,
-    wrong_media_type,
-)
-from clocher_runtime.serve.jobs import Ask
-from clocher_runtime.serve.messages import Ready
+from clocher_runtime.serve.errors import failure, invalid
+from clocher_runtime.serve.messages import Ready, Submit
 from clocher_runtime.serve.metrics import ServerMetrics
-from clocher_runtime.serve.openapi import document
+from clocher_runtime.serve.openapi import ROUTES, document
 from clocher_runtime.serve.page import read_page
 from clocher_runtime.serve.prompts import PromptRoom, room_for
-from clocher_runtime.serve.response_events import ResponseStream
-from clocher_runtime.serve.responses import ResponsesAnswer
-from clocher_runtime.serve.schemas import (
+from clocher_runtime.serve.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from clocher_runtime.serve.schemas_base import Schema
-from clocher_runtime.serve.schemas_responses import ResponsesRequest
-from clocher_runtime.serve.schemas_sampling import SamplingFields
+from clocher_runtime.serve.responses import ResponsesAnswer, ResponsesRequest, ResponseStream
+from clocher_runtime.serve.schemas import SamplingFields, Schema
 from clocher_runtime.serve.settings import ServeConfig, is_local
-from clocher_runtime.serve.sse import Disconnected, EventStream, unless_gone
-from clocher_runtime.serve.usage import Answer, TokenTexts
-from clocher_runtime.text.stops import StopStrings
+from clocher_runtime.text.deltas import StopStrings, opens_thoughts
 
 _CLOSED = 499  # nginx's: the client was gone before the answer; nobody reads it
 S = TypeVar("S", bound=Schema)
+Streamed = ChatAnswer | CompletionAnswer
 
 
 @dataclass(slots=True)
 class Server:
-    """What the routes have in common.
-
-    Attributes:
-        name: what clients call the model.
-        created: when the server was started, in seconds since 1970.
-        chats: whether the model was made for conversations.
-        sampling: how it wants its tokens drawn, where a request does not say.
-    """
+    """What the routes have in common."""
 
     config: ServeConfig
     engine: EngineProcess
     prompts: PromptRoom
     grammars: Grammars
     metrics: ServerMetrics
-    name: str
-    created: int
-    chats: bool = False
-    sampling: Mapping[str, float] = field(default_factory=dict)
+    name: str  # of the model, as clients call it
+    created: int  # in seconds since 1970
+    chats: bool = False  # whether the model was made for conversations
+    sampling: Mapping[str, float] = field(default_factory=dict)  # the model's defaults
     _bodies: Bodies = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,26 +87,19 @@ class Server:
         self.prompts.close()
         self.grammars.close()
 
-    # What is asked for.
-
     async def parse(self, request: Request, schema: type[S]) -> S:
-        """Return the checked body of a request.
-
-        Raises:
-            ApiError: it is too large, now or ever, does not say that it is JSON, or is wrong.
-        """
+        """Return the validated body of a request; ApiError if it is too large, no JSON or wrong."""
         async with self._bodies.read(request) as data:
             # Any web page may send a body of another type here, without being asked whether it may.
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
-                raise wrong_media_type(kind)
+                raise failure("unsupported_media_type", got=kind)
             if len(data) <= SMALL_BODY_BYTES:
                 asked = schema.parse(data)
             else:
                 asked = await self.prompts.apart(lambda: schema.parse(data))
-        model = getattr(asked, "model", None)
-        if model not in (None, "", self.name):
-            raise unknown_model(model, [self.name])
+        if (model := getattr(asked, "model", None)) and model != self.name:
+            raise failure("model_not_found", param="model", got=model, served=self.name)
         return asked.on_top_of(self.sampling) if isinstance(asked, SamplingFields) else asked
 
     # Routes.
@@ -123,17 +107,10 @@ class Server:
     async def chat(self, request: Request) -> ASGIApp:
         """POST /v1/chat/completions."""
         asked = await self.parse(request, ChatRequest)
-        answer = await self.begin_chat(asked, "chatcmpl")
-        if asked.stream:
-            return EventStream(answer.chunks(asked.include_usage, asked.continuous_usage))
-        return json_response(await unless_gone(request.receive, answer.whole()))
+        return await self._answered(request, asked, await self.begin_chat(asked, "chatcmpl"))
 
     async def begin_chat(self, asked: ChatRequest, kind: str) -> ChatAnswer:
-        """Hand a conversation to the engine.
-
-        Raises:
-            ApiError: it cannot be answered, or not now.
-        """
+        """Hand a conversation to the engine; ApiError if it cannot be answered, or not now."""
         with self.engine.reserve(asked.choices):
             ready = self.engine.serving()
             blocks = denoised(ready, asked.diffusion)
@@ -141,25 +118,19 @@ class Server:
             ids, tail = await self.prompts.chat(
                 asked.dialogue(), asked.functions, asked.template_variables, longest
             )
-            budget = room_for(ids, asked.budget, longest, ready.vocab_size, "messages")
-            ends = () if asked.ignore_eos else self.prompts.stop_ids
-            constraint = await self._constraint(asked, blocks, tail)
-            asks = [
-                self._ask(asked, choice, ids, budget, ends, constraint, ready)
-                for choice in range(asked.choices)
-            ]
+            asks = await self._asks(asked, [ids], blocks, "messages", tail)
             job = self.engine.submit(asks)
         job.expire(self.config.timeout)
-        names = TokenTexts(self.prompts.tokenizer)
         choices = [
             ChatChoice(
-                self.prompts.reader(bool(asked.functions), tail, ends),
+                self.prompts.reader(bool(asked.functions), tail, ask.stop_ids),
                 StopStrings(asked.stop or ()),
                 asked.parallel_tool_calls is False,
             )
-            for _ in asks
+            for ask in asks
         ]
-        return ChatAnswer(Answer(kind, self.name, len(ids)), job, choices, asked.likeliest, names)
+        names = TokenTexts(self.prompts.tokenizer)
+        return ChatAnswer(Answer(kind, self.name, len(ids)), job, choices, names, asked.top)
 
     async def respond(self, request: Request) -> ASGIApp:
         """POST /v1/responses."""
@@ -178,88 +149,92 @@ class Server:
             blocks = denoised(ready, asked.diffusion)
             longest = longest_text(blocks, ready.longest)
             prompts = [await self.prompts.ids(p, True, longest) for p in asked.prompt]
-            budgets = [
-                room_for(ids, asked.budget, longest, ready.vocab_size, "prompt") for ids in prompts
-            ]
-            ends = () if asked.ignore_eos else self.prompts.stop_ids
-            constraint = await self._constraint(asked, blocks)
-            scores = bool(asked.echo) and (asked.likeliest >= 0 or not asked.budget)
-            if scores and asked.likeliest >= 0:
-                check_scores(blocks)
-            asks = [
-                self._ask(asked, choice, ids, budget, ends, constraint, ready, scores)
-                for ids, budget in zip(prompts, budgets, strict=True)
-                for choice in range(asked.choices)
-            ]
+            scores = bool(asked.echo) and (asked.top >= 0 or not asked.budget)
+            if scores and asked.top >= 0 and blocks and blocks.blocks.context == "block":
+                raise invalid(
+                    "echo with logprobs: the tokens of this model's blocks attend to each other, "
+                    "so a prompt has no likelihood token by token; leave one of them out",
+                    "echo",
+                )
+            asks = await self._asks(asked, prompts, blocks, "prompt", scores=scores)
             job = self.engine.submit(asks)
         job.expire(self.config.timeout)
-        names = TokenTexts(self.prompts.tokenizer) if asked.likeliest >= 0 else None
+        tokenizer = self.prompts.tokenizer
+        names = TokenTexts(tokenizer)
         choices = [
             TextChoice(
                 ask.ids if asked.echo else [],
-                self.prompts.tokenizer.stream(),
+                tokenizer.stream(),
                 StopStrings(asked.stop or ()),
-                frozenset(ends),
-                names,
+                frozenset(ask.stop_ids),
+                names if asked.top >= 0 else None,
                 only_scored=not ask.max_new,
             )
             for ask in asks
         ]
         taken = Answer("cmpl", self.name, sum(map(len, prompts)))
-        answer = CompletionAnswer(
-            taken, job, choices, asked.choices, scores, self.prompts.tokenizer, self.prompts.apart
-        )
+        more = asked.choices, scores, tokenizer, self.prompts.apart
+        answer = CompletionAnswer(taken, job, choices, names, *more)
+        return await self._answered(request, asked, answer)
+
+    async def _answered(
+        self, request: Request, asked: ChatRequest | CompletionRequest, answer: Streamed
+    ) -> ASGIApp:
         if asked.stream:
-            return EventStream(answer.chunks(asked.include_usage, asked.continuous_usage))
+            options = asked.options
+            usage = bool(options.include_usage), bool(options.continuous_usage_stats)
+            return EventStream(answer.chunks(*usage))
         return json_response(await unless_gone(request.receive, answer.whole()))
 
-    async def _constraint(
-        self, asked: ChatRequest | CompletionRequest, blocks: Diffusing | None, tail: str = ""
-    ) -> Spec | None:
-        """Return what an answer has to follow, once it was tried.
-
-        Raises:
-            UsageError: it cannot be had.
-            ApiError: its blocks are denoised by a rule.
-        """
-        if isinstance(asked, ChatRequest):
-            style, tools, must_call = self.prompts.style, asked.functions, asked.must_call
-            spec = spec_of(asked.constraint, style, tools, must_call, tail)
-        else:
-            spec = spec_of(asked.constraint, "plain")
-        if spec is not None:
-            check_order(blocks)
-            await asyncio.wrap_future(self.grammars.checked(spec))
-        return spec
-
-    def _ask(
+    async def _asks(
         self,
         asked: ChatRequest | CompletionRequest,
-        choice: int,
-        ids: list[int],
-        budget: int,
-        ends: tuple[int, ...],
-        constraint: Spec | None,
-        ready: Ready,
+        prompts: list[list[int]],
+        blocks: Diffusing | None,
+        param: str,
+        tail: str = "",
         scores: bool = False,
-    ) -> Ask:
-        sampling = asked.sampling(choice)
+    ) -> list[Submit]:
+        """Return what the engine is asked for, all choices of each prompt, once it was checked."""
+        ready = self.engine.serving()
+        longest = longest_text(blocks, ready.longest)
+        budgets = [room_for(ids, asked.budget, longest, ready.vocab_size, param) for ids in prompts]
+        spec = None
+        if asked.must_call or asked.constraint is not None:
+            ((kind, value),) = (asked.constraint or {"tools": None}).items()
+            if asked.must_call:
+                kind, value = "tools", [each["function"] for each in asked.functions]
+            style = self.prompts.style if isinstance(asked, ChatRequest) else "plain"
+            spec = {"kind": kind, "value": value, "style": style, "opened": opens_thoughts(tail)}
+            if blocks is not None and blocks.rule is not None:
+                raise invalid(
+                    f"diffusion is {blocks.name}, which does not generate tokens in order, so the "
+                    "answer cannot be constrained; use lossless or off where the model has them, "
+                    "or leave response_format, guided_... and tool_choice out",
+                    "diffusion",
+                )
+            await asyncio.wrap_future(self.grammars.checked(spec))
+        sampling = [asked.sampling(choice) for choice in range(asked.choices)]
         try:
-            check_biases(sampling["logit_bias"], ready.vocab_size)
+            check_biases(sampling[0]["logit_bias"], ready.vocab_size)
         except UsageError as error:
             raise invalid(str(error), "logit_bias") from None
-        return Ask(
-            ids=ids,
-            max_new=budget,
-            sampling=sampling,
-            stop_ids=ends,
-            logprobs=asked.likeliest,
-            scores=scores,
-            salt=asked.cache_salt or "",
-            constraint=constraint,
-            diffusion=asked.diffusion,
-            shows=asked.shows,
-        )
+        return [
+            Submit(
+                ids=ids,
+                max_new=budget,
+                sampling=drawn,
+                stop_ids=() if asked.ignore_eos else self.prompts.stop_ids,
+                logprobs=asked.top,
+                scores=scores,
+                salt=asked.cache_salt or "",
+                constraint=spec,
+                diffusion=asked.diffusion,
+                shows=bool(asked.options.include_canvas),
+            )
+            for ids, budget in zip(prompts, budgets, strict=True)
+            for drawn in sampling
+        ]
 
     async def models(self, request: Request) -> ASGIApp:
         """GET /v1/models."""
@@ -267,17 +242,13 @@ class Server:
 
     async def model(self, request: Request) -> ASGIApp:
         """GET /v1/models/{model}."""
-        if request.path_params["model"] != self.name:
-            raise unknown_model(request.path_params["model"], [self.name])
+        wanted = request.path_params["model"]
+        if wanted != self.name:
+            raise failure("model_not_found", param="model", got=wanted, served=self.name)
         return json_response(self._model())
 
     def _model(self) -> dict[str, Any]:
-        found = {
-            "id": self.name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "clocher",
-        }
+        found = {"id": self.name, "object": "model", "created": self.created, "owned_by": "clocher"}
         ready = self.engine.ready
         if ready is None:
             return found
@@ -294,22 +265,23 @@ class Server:
     async def tokenize(self, request: Request) -> ASGIApp:
         """POST /tokenize."""
         asked = await self.parse(request, TokenizeRequest)
-        ready = self.engine.serving()
+        longest = self.engine.serving().longest
         if asked.messages is not None:
             ids, _ = await self.prompts.chat(
-                asked.dialogue(), asked.functions, asked.template_variables, ready.longest
+                asked.dialogue(), asked.functions, asked.template_variables, longest
             )
         else:
             special = asked.add_special_tokens is not False
-            ids = await self.prompts.ids(asked.prompt or "", special, ready.longest)
-        return json_response({"count": len(ids), "max_model_len": ready.longest, "tokens": ids})
+            ids = await self.prompts.ids(asked.prompt or "", special, longest)
+        return json_response({"count": len(ids), "max_model_len": longest, "tokens": ids})
 
     async def detokenize(self, request: Request) -> ASGIApp:
         """POST /detokenize."""
         asked = await self.parse(request, DetokenizeRequest)
-        size = self.engine.serving().vocab_size
-        if asked.tokens and max(asked.tokens) >= size:
-            raise invalid(f"tokens has {max(asked.tokens)}; the last one is {size - 1}", "tokens")
+        size, largest = self.engine.serving().vocab_size, max(asked.tokens, default=0)
+        if largest >= size:
+            message = f"tokens: token id {largest} out of range (vocabulary size {size})"
+            raise invalid(message, "tokens")
         text = await self.prompts.apart(lambda: self.prompts.tokenizer.decode(asked.tokens))
         return json_response({"prompt": text})
 
@@ -340,59 +312,52 @@ class Server:
         return json_response(document(clocher_version()))
 
     async def root(self, request: Request) -> ASGIApp:
-        """GET /: what this is."""
-        return json_response(
-            {
-                "name": "clocher-serve",
-                "version": clocher_version(),
-                "model": self.name,
-                "routes": sorted(route.path for route in request.app.routes),
-            }
-        )
+        """GET /: what this is, where there is no page."""
+        about = {"name": "clocher-serve", "version": clocher_version(), "model": self.name}
+        return json_response(about | {"routes": sorted(r.path for r in request.app.routes)})
 
     def app(self) -> Starlette:
         """Return the ASGI application."""
         page = None if self.config.no_page else read_page()
-        # The page holds no secret: it asks for the key.
-        public = PUBLIC if page is None else PUBLIC | {"/"}
-        table = [
-            ("POST", "/v1/chat/completions", self.chat),
-            ("POST", "/v1/completions", self.complete),
-            ("POST", "/v1/responses", self.respond),
-            ("GET", "/v1/models", self.models),
-            ("GET", "/v1/models/{model:path}", self.model),
-            ("POST", "/tokenize", self.tokenize),
-            ("POST", "/detokenize", self.detokenize),
-            ("GET", "/health", self.health),
-            ("GET", "/metrics", self.show_metrics),
-            ("GET", "/openapi.json", self.describe),
-            ("GET", "/", self.root if page is None else page.show),
-        ]
+        handlers: Mapping[str, Callable[[Request], Awaitable[ASGIApp]]] = {
+            "/v1/chat/completions": self.chat,
+            "/v1/completions": self.complete,
+            "/v1/responses": self.respond,
+            "/v1/models": self.models,
+            "/v1/models/{model}": self.model,
+            "/tokenize": self.tokenize,
+            "/detokenize": self.detokenize,
+            "/health": self.health,
+            "/metrics": self.show_metrics,
+            "/openapi.json": self.describe,
+            "/": self.root if page is None else page.show,
+        }
         origins = [each.strip() for each in (self.config.cors_origins or "").split(",")]
         origins = list(filter(None, origins))
-        local = is_local(self.config.host) and self.config.api_key is None
-        middleware = [
-            Middleware(Named),
-            Middleware(OriginCheck, origins=origins, only_local=local),
-            Middleware(KeyCheck, key=self.config.api_key, public=public),
-        ]
-        if origins:
-            # Before the key: a browser asks whether it may, without one.
-            cors = Middleware(
-                CORSMiddleware,
-                allow_origins=origins,
-                allow_methods=["GET", "POST"],
-                allow_headers=["*"],
-                expose_headers=["x-request-id", "retry-after"],
-            )
-            middleware.insert(1, cors)
+        gate = Middleware(
+            Gate,
+            key=self.config.api_key,
+            public=PUBLIC if page is None else PUBLIC | {"/"},  # the page asks for the key
+            origins=origins,
+            only_local=is_local(self.config.host) and self.config.api_key is None,
+        )
+        # Before the key: a browser asks whether it may, without one.
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+        routes = []
+        for each in ROUTES:
+            path = each.path.replace("{model}", "{model:path}")
+            endpoint = self._guarded(path, handlers[each.path])
+            routes.append(Route(path, endpoint, methods=[each.method.upper()]))
         return Starlette(
-            routes=[
-                Route(path, self._guarded(path, endpoint), methods=[method])
-                for method, path, endpoint in table
-            ],
-            middleware=middleware,
-            exception_handlers={HTTPException: http_error},
+            routes=routes,
+            middleware=[Middleware(Named), *([cors] if origins else []), gate],
+            exception_handlers={HTTPException: _unrouted},
         )
 
     def _guarded(
@@ -412,3 +377,29 @@ class Server:
             return response
 
         return guarded
+
+
+async def _unrouted(request: Request, error: Exception) -> Response:
+    """Answer what is wrong before any route is reached."""
+    assert isinstance(error, HTTPException)
+    if error.status_code != 405:
+        return error_response(failure("unknown_url", got=request.url.path))
+    allowed = (error.headers or {}).get("Allow", "GET").split(", ")
+    wrong = failure("method_not_allowed", got=request.method, allowed=" or ".join(allowed))
+    response = error_response(wrong)
+    response.headers["allow"] = ", ".join(allowed)
+    return response
+
+
+def denoised(ready: Ready, asked: str | None) -> Diffusing | None:
+    """Return how the blocks of a request are denoised, None: tokens are generated one by one.
+
+    Raises ApiError if the model, or the session, cannot do what the request's `diffusion` asks.
+    """
+    own = None
+    try:
+        if ready.blocks is not None:
+            own = among(ready.blocks, ready.vocab_size, ready.about["diffusion"])
+        return of_call(own, asked)
+    except UsageError as error:
+        raise invalid(str(error), "diffusion") from None

@@ -64,12 +64,7 @@ COMMAND = Command(
 
 
 def main(argv: Sequence[str] | None = None, name: str = NAME) -> int:
-    """Run the command and return its exit code.
-
-    Args:
-        argv: arguments after the name of the command; None: those of the process.
-        name: that it was called by.
-    """
+    """Run the command and return its exit code."""
     with Console(name=name) as console:
         try:
             shown: list[str] = []

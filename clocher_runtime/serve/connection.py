@@ -33,7 +33,7 @@ class Connection(H11Protocol):
     _half_closed = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for its first request; if there are too many, one that idles has to go."""
+        """Begin to wait for its first request; one too many ends one that idles."""
         super().connection_made(transport)
         if len(self.connections) > self.most:
             ours = (each for each in self.connections if isinstance(each, Connection))
@@ -42,11 +42,7 @@ class Connection(H11Protocol):
             gone.transport.abort()
 
     def look(self, now: float) -> None:
-        """End the connection if what it waits for has not come in time.
-
-        Args:
-            now: time of the loop, in seconds. Looks come about once a second.
-        """
+        """End the connection if what it waits for has not come in time."""
         stage, limit = self._waits_for()
         if stage != self._stage:
             self._stage, self._since = stage, now

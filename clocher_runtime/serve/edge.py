@@ -1,46 +1,54 @@
-"""The edge of the server: who may come in, and what those are told who came in vain."""
+"""The edge of the server: who may come in, bodies, errors, server-sent events.
 
+Sources: RFC 9112, section 6.1; HTML standard, section 9.2 (event stream); OpenAI API reference.
+"""
+
+import asyncio
 import hmac
 import logging
 import os
 import re
 import secrets
 import traceback
-from collections.abc import Collection
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Collection
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
 
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from clocher_runtime.serve.errors import (
-    ApiError,
-    foreign,
-    from_exception,
-    two_lengths,
-    unknown_route,
-    wrong_key,
-    wrong_method,
-)
-from clocher_runtime.serve.json_text import to_json
+from clocher_runtime.serve.answers import DONE
+from clocher_runtime.serve.errors import ApiError, failure, from_exception, invalid, to_json
 from clocher_runtime.serve.settings import is_local
 
 PUBLIC = frozenset({"/health"})
 """Paths that never need a key."""
-
+SMALL_BODY_BYTES = 1 << 16
+"""Larger bodies are validated in the thread for text, and count as held."""
+HELD_BODIES = 8
+"""So many of the largest bodies may be held at a time."""
+KEEP_ALIVE_S = 15.0
+"""A comment is sent after so many seconds of silence: proxies give up on silent streams."""
 _NAME, _IS_NAME = b"x-request-id", re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-_NAME_OF_HOST = re.compile(r":[0-9]*$")
+_COMMENT = {"type": "http.response.body", "body": b": keepalive\n\n", "more_body": True}
+_EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect them
+]
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Disconnected(Exception):
+    """The client is gone."""
 
 
 class Named:
-    """Gives each answer the name of its request: the client's, or a random one.
+    """Middleware: gives each answer the id of its request, the client's or a random one.
 
-    A body of two lengths is refused: a proxy may have believed the other one (RFC 9112, 6.1).
-
-    Args:
-        app: what is behind it.
+    A body with two lengths is refused: a proxy may have believed the other one.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -48,10 +56,7 @@ class Named:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
+        headers = dict(scope["headers"]) if scope["type"] == "http" else {}
         given = headers.get(_NAME, b"")
         name = given if _IS_NAME.fullmatch(given) else secrets.token_hex(12).encode()
 
@@ -62,101 +67,187 @@ class Named:
 
         app = self._app
         if headers.keys() >= {b"content-length", b"transfer-encoding"}:
-            app = error_response(two_lengths())
+            app = error_response(
+                invalid("The headers Content-Length and Transfer-Encoding came together; send one")
+            )
             app.headers["connection"] = "close"
         await app(scope, receive, named)
 
 
-class KeyCheck:
-    """Refuses requests without the key of the server, on every path that is not public.
+class Gate:
+    """Middleware: refuses requests of foreign pages, and those without the key.
+
+    To a browser's user the server is a neighbour: any page may send simple requests to it, or have
+    its own name lead here. Browsers say where a page is from, and which host they asked for.
 
     Args:
         app: what is behind it.
         key: None lets everybody in.
-        public: paths that need none.
-    """
-
-    def __init__(self, app: ASGIApp, key: str | None, public: Collection[str] = PUBLIC) -> None:
-        self._app, self._public = app, public
-        self._expected = None if key is None else key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or answer it."""
-        if scope["type"] == "http" and not self._may(scope):
-            await error_response(wrong_key())(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _may(self, scope: Scope) -> bool:
-        if self._expected is None or scope["path"] in self._public:
-            return True
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, key = given.partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key, self._expected)
-
-
-class OriginCheck:
-    """Refuses what pages of others send: to a browser's user the server is a neighbour.
-
-    A page may send simple requests to any address, and have its own name lead there. Browsers tell
-    where a page is from, and which name they asked for.
-
-    Args:
-        app: what is behind it.
+        public: paths that need no key.
         origins: pages that may call.
         only_local: requests must be for a name of this machine.
     """
 
-    def __init__(self, app: ASGIApp, origins: Collection[str], only_local: bool) -> None:
-        self._app, self._origins, self._only_local = app, frozenset(origins), only_local
+    def __init__(
+        self,
+        app: ASGIApp,
+        key: str | None,
+        public: Collection[str],
+        origins: Collection[str],
+        only_local: bool,
+    ) -> None:
+        self._app, self._public, self._only_local = app, public, only_local
+        self._key, self._origins = None if key is None else key.encode(), frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or answer it."""
+        """Pass a request on, or refuse it."""
+        app = self._app
         if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
-            await error_response(refusal)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+            app = error_response(refusal)
+        await app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host, origin = headers.get(b"host", ""), headers.get(b"origin", "")
-        if self._only_local and not is_local(_NAME_OF_HOST.sub("", host).strip("[]")):
-            return foreign("Host", host)
+        if self._only_local and not is_local(re.sub(r":[0-9]*$", "", host).strip("[]")):
+            return failure("forbidden", header="Host", got=host)
         # A page cannot send this header without being asked whether it may; a proxy with TLS does.
         own = f"{headers.get(b'x-forwarded-proto', scope['scheme'])}://{host}"
         if origin and not {origin, "*"} & {own, *self._origins}:
-            return foreign("Origin", origin)
-        return None
+            return failure("forbidden", header="Origin", got=origin)
+        if self._key is None or scope["path"] in self._public:
+            return None
+        scheme, _, key = headers.get(b"authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and hmac.compare_digest(key.encode("latin-1"), self._key):
+            return None
+        return failure("invalid_api_key")
 
 
-async def http_error(request: Request, error: Exception) -> Response:
-    """Answer what is wrong before any route is reached."""
-    assert isinstance(error, HTTPException)
-    if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "GET").split(", ")
-        response = error_response(wrong_method(request.method, allowed))
-        response.headers["allow"] = ", ".join(allowed)
-        return response
-    return error_response(unknown_route(request.url.path))
+class Bodies:
+    """The bodies that are being read or validated; `most` is bytes of the largest."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._held = most, 0
+
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytes]:
+        """Read a body, and hold it while the context is open. The connection has a deadline for it.
+
+        Raises ApiError: 413: it is too large. 503: too much is held already.
+        """
+        length = request.headers.get("content-length", "0")
+        too_large = failure("request_too_large", most=self._most)
+        if not (length.isascii() and length.isdigit()) or int(length) > self._most:
+            raise too_large
+        data, held = bytearray(), 0
+        try:
+            async for piece in request.stream():
+                data += piece
+                if len(data) > self._most:
+                    raise too_large
+                if len(data) > SMALL_BODY_BYTES:
+                    self._held += len(data) - held
+                    held = len(data)
+                if held and self._held > HELD_BODIES * self._most:
+                    raise failure("overloaded")
+            body = bytes(data)
+            data.clear()
+            yield body
+        finally:
+            self._held -= held
 
 
 def error_response(error: BaseException) -> Response:
-    """Return the answer that tells of an error; what is unexpected goes to the log as well."""
+    """Return the answer of an error; an unexpected one is logged, without what a request said."""
     told = from_exception(error)
     if told.status >= 500 and not isinstance(error, ApiError):
-        log_defect(error)
+        _log_defect(error)
     return json_response(told.body, told.status, told.headers)
 
 
-def log_defect(error: BaseException) -> None:
-    """Write where an unexpected error came from, and nothing of what a request said."""
-    frames = traceback.extract_tb(error.__traceback__)
-    places = " < ".join(
-        f"{os.path.basename(frame.filename)}:{frame.lineno}" for frame in reversed(frames[-4:])
-    )
+def _log_defect(error: BaseException) -> None:
+    frames = reversed(traceback.extract_tb(error.__traceback__)[-4:])
+    places = " < ".join(f"{os.path.basename(f.filename)}:{f.lineno}" for f in frames)
     _log.error("%s at %s", type(error).__name__, places)
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Return a response with a JSON body."""
     return Response(to_json(body), status, headers, "application/json")
+
+
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """Await some work for a request whose body was read; cancel it when the client goes.
+
+    Raises Disconnected: the client went first.
+    """
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    worker, watcher = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if worker.done():
+            return worker.result()
+        raise Disconnected
+    finally:
+        watcher.cancel()
+        if not worker.done():
+            worker.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await worker
+
+
+class EventStream:
+    """An ASGI response of events, each complete with its empty line.
+
+    An error that ends the events becomes the last of them: the status has been sent already. The
+    iterator is closed when the client goes.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes]) -> None:
+        self._events, self._sent = events, 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+        self._sent = asyncio.get_running_loop().time()
+        keeper = asyncio.ensure_future(self._keep_alive(send))
+
+        async def hear() -> Message:
+            message = await receive()
+            if message["type"] == "http.request":  # nothing more comes: is the client there?
+                await send(_COMMENT)
+            return message
+
+        try:
+            await unless_gone(hear, self._send_all(send))
+        except (Disconnected, OSError):
+            pass
+        finally:
+            keeper.cancel()
+            await self._events.aclose()  # type: ignore[attr-defined]
+
+    async def _send_all(self, send: Send) -> None:
+        def part(data: bytes, more: bool = True) -> Message:
+            return {"type": "http.response.body", "body": data, "more_body": more}
+
+        try:
+            async for event in self._events:
+                self._sent = asyncio.get_running_loop().time()
+                await send(part(event))
+        except Exception as error:
+            if not isinstance(error, ApiError | OSError):
+                _log_defect(error)
+            await send(part(b"data: " + to_json(from_exception(error).body) + b"\n\n" + DONE))
+        await send(part(b"", more=False))
+
+    async def _keep_alive(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(max(self._sent + KEEP_ALIVE_S - clock(), 1.0))
+            if clock() - self._sent >= KEEP_ALIVE_S:
+                await send(_COMMENT)
+                self._sent = clock()

@@ -1,7 +1,7 @@
-"""The engine of a server, from inside: a process that loads a model and steps for all requests.
+"""The engine's process from inside: loads a model, and steps for all requests of a server.
 
-`engine_process` starts it. It knows token ids, and of text only what a grammar needs to know. What
-goes wrong for one request ends that request; anything else ends the process, which is started anew.
+It knows token ids, and of text only what grammars need. An error of one request ends that request;
+any other ends the process, which the server starts again.
 """
 
 import select
@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,9 +18,9 @@ from clocher_kernels.errors import ClocherError, NonFinite, UsageError
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.loading import Engine, load_engine
 from clocher_runtime.engine.arguments import Sampling
-from clocher_runtime.engine.bandwidth import read_gbps, working_set
 from clocher_runtime.engine.constraint import Constraint
 from clocher_runtime.engine.generation import Generation
+from clocher_runtime.engine.probes import read_gbps, working_set
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.session import Session
 from clocher_runtime.exit_codes import exit_code, told
@@ -44,69 +44,47 @@ from clocher_runtime.serve.messages import (
     ToServer,
     Unsure,
     encode,
-    receive,
 )
 from clocher_runtime.serve.settings import engine_config
-from clocher_runtime.speculation.speculator import Speculator
 from clocher_runtime.text.completion import logprob_of
 
 BEAT_S = 1.0
 """A message is sent at least so often, in seconds, unless a step takes longer."""
 _COMPILING_S = 0.002
-_OWN = (UsageError, NonFinite)
+_OF_REQUEST = (UsageError, NonFinite)
 """Errors of one request."""
 
 
 @dataclass(slots=True)
 class _Work:
-    """A request that is worked on.
-
-    Attributes:
-        constraint: of its tokens.
-        generation: makes its tokens, or scores its text.
-        scores: of each token of the text but the first; None once that is done, or not asked for.
-        passes: of its denoised text that its tokens have told of.
-        shown: of its denoised text when what is not sure was told.
-    """
+    """A request, and the generation of its tokens or the scoring of its prompt."""
 
     request: Submit
     constraint: Constraint | None
     generation: Generation
-    scores: list[tuple[float, Top]] | None
-    passes: int = 0
-    shown: int = 0
+    scores: list[tuple[float, Top]] | None  # of the prompt; None once reported, or not wanted
+    passes: int = 0  # forwards of its denoised text that its tokens have reported
+    shown: int = 0  # the same, when its uncommitted tokens were reported
 
 
-@dataclass(slots=True)
 class EngineLoop:
-    """Does steps for the requests of a server.
+    """Does steps for the requests of a server, at the other end of `sock`."""
 
-    Args:
-        session: made with `score_rows`.
-        grammars: of its model.
-        sock: the other end is the server's.
-    """
-
-    session: Session
-    grammars: Grammars
-    sock: socket.socket
-    _reader: Reader = field(default_factory=lambda: Reader(ToEngine))
-    _work: dict[int, _Work] = field(default_factory=dict)
-    _compiling: dict[int, tuple[Submit, Future[Constraint]]] = field(default_factory=dict)
-    _failed: list[Failed] = field(default_factory=list)
+    def __init__(self, session: Session, grammars: Grammars, sock: socket.socket) -> None:
+        self._session, self._grammars, self._sock = session, grammars, sock
+        self._reader = Reader(ToEngine)
+        self._work: dict[int, _Work] = {}
+        self._compiling: dict[int, tuple[Submit, Future[Constraint]]] = {}
+        self._failed: list[Failed] = []
 
     def run(self) -> None:
-        """Serve until the server is gone.
-
-        Raises:
-            ClocherError: what makes this process useless.
-        """
+        """Serve until the server is gone; raises what makes this process useless."""
         while True:
             patience = 0.0 if self._work else _COMPILING_S if self._compiling else BEAT_S
-            ready, _, _ = select.select([self.sock], [], [], patience)
+            ready, _, _ = select.select([self._sock], [], [], patience)
             cancelled = False
             if ready:
-                messages = receive(self.sock, self._reader)
+                messages = self._reader.receive(self._sock)
                 if messages is None:
                     return
                 for message in messages:
@@ -114,60 +92,62 @@ class EngineLoop:
                 cancelled = any(isinstance(message, Cancel) for message in messages)
             self._take_compiled()
             if self._work:
-                self.session.step()
+                self._session.step()
             if self._work or self._failed or cancelled or not ready:
                 self.send(self._collect())
 
     def send(self, message: ToServer) -> None:
-        """Tell the server something."""
-        self.sock.sendall(encode(message))
+        """Send a message to the server."""
+        self._sock.sendall(encode(message))
 
     def _take(self, message: Submit | Cancel) -> None:
         if isinstance(message, Cancel):
             self._compiling.pop(message.id, None)
-            work = self._work.pop(message.id, None)
-            if work is not None:
+            if work := self._work.pop(message.id, None):
                 work.generation.close()
         elif message.constraint is not None:
-            self._compiling[message.id] = message, self.grammars.compiled(message.constraint)
+            self._compiling[message.id] = message, self._grammars.compiled(message.constraint)
         else:
             self._join(message, None)
 
     def _take_compiled(self) -> None:
-        """Let requests join whose constraints are there."""
         for number, (request, made) in list(self._compiling.items()):
             if made.done():
                 del self._compiling[number]
                 try:
                     self._join(request, made.result())
-                except Exception as error:  # of the library, with a text that somebody sent
-                    self._failed.append(_failed(number, UsageError(f"{error!s:.200}")))
+                except Exception as error:  # of the library, about a text from a client
+                    self._fail(number, UsageError(f"{error!s:.200}"))
+
+    def _fail(self, number: int, error: BaseException) -> None:
+        self._failed.append(Failed(number, type(error).__name__, str(error)))
 
     def _join(self, request: Submit, constraint: Constraint | None) -> None:
+        """Let a request join the steps: to score its prompt first, if that is wanted."""
+        scores: list[tuple[float, Top]] | None = [] if request.scores else None
         try:
-            self._work[request.id] = self._begin(request, constraint)
-        except _OWN as error:
-            self._failed.append(_failed(request.id, error))
-
-    def _begin(self, request: Submit, constraint: Constraint | None) -> _Work:
-        """Join the steps with a request: to score its text first, if that is asked for."""
-        if request.scores:
-            scores: list[tuple[float, Top]] = []
-            ids, count = request.ids, max(request.logprobs, 0)
-
-            def take(position: int, logits: np.ndarray) -> None:
-                if position + 1 < len(ids):
-                    found = logprob_of(logits, ids[position + 1], count)
-                    scores.append((found.logprob, found.top))
-
-            work = _Work(request, constraint, self.session.scoring(ids, take), scores)
+            if scores is not None:
+                generation = self._scoring(request, scores)
+            else:
+                generation = self._generate(request, constraint)
+            generation.begin()
+        except _OF_REQUEST as error:
+            self._fail(request.id, error)
         else:
-            work = _Work(request, constraint, self._generate(request, constraint), None)
-        work.generation.begin()
-        return work
+            self._work[request.id] = _Work(request, constraint, generation, scores)
+
+    def _scoring(self, request: Submit, scores: list[tuple[float, Top]]) -> Generation:
+        ids, count = request.ids, max(request.logprobs, 0)
+
+        def take(position: int, logits: np.ndarray) -> None:
+            if position + 1 < len(ids):
+                found = logprob_of(logits, ids[position + 1], count)
+                scores.append((found.logprob, found.top))
+
+        return self._session.scoring(ids, take)
 
     def _generate(self, request: Submit, constraint: Constraint | None) -> Generation:
-        return self.session.generate(
+        return self._session.generate(
             [request.ids],
             request.max_new,
             Sampling(**request.sampling),
@@ -180,35 +160,38 @@ class EngineLoop:
 
     def _collect(self) -> Step:
         """Return what the last step made."""
-        failed, self._failed = self._failed, []
-        step = Step(state_of(self.session), failed=failed)
-        for work in list(self._work.values()):
-            number = work.request.id
+        step = Step(state_of(self._session))
+        for number, work in list(self._work.items()):
             try:
                 tokens = work.generation.poll()
                 step.made.extend(_made(work, tokens or ()))
                 if work.request.shows and tokens is not None:
                     step.unsure.extend(self._unsure(work, tokens))
-                if tokens is None and self._go_on(work, step):
-                    work.generation.begin()
-                elif tokens is None:
+                if tokens is None and not self._goes_on(work, step):
                     del self._work[number]
-            except _OWN as error:
+            except _OF_REQUEST as error:
                 del self._work[number]
-                failed.append(_failed(number, error))
+                self._fail(number, error)
+        step.failed.extend(self._failed)
+        self._failed.clear()
         return step
 
     def _unsure(self, work: _Work, tokens: Sequence[Token]) -> Iterator[Unsure]:
-        """Yield what stands behind a text that goes on, if a pass has changed it."""
-        glance, blocks = work.generation.glance(), self.session.model.spec.diffusion
+        """Yield the uncommitted tokens of a text that goes on, if a forward has changed them."""
+        snapshot, blocks = work.generation.snapshot(), self._session.model.spec.diffusion
         over = bool(tokens) and tokens[-1].last
-        if glance is not None and blocks is not None and glance.passes > work.shown and not over:
-            work.shown = glance.passes
-            ids = [None if token == blocks.mask else token for token in glance.open]
+        if (
+            snapshot is not None
+            and blocks is not None
+            and snapshot.forwards > work.shown
+            and not over
+        ):
+            work.shown = snapshot.forwards
+            ids = [None if token == blocks.mask else token for token in snapshot.open]
             yield Unsure(work.request.id, ids)
 
-    def _go_on(self, work: _Work, step: Step) -> bool:
-        """Tell the scores of a text; return whether it is to be gone on with now."""
+    def _goes_on(self, work: _Work, step: Step) -> bool:
+        """Report the scores of a prompt; return whether it is continued now."""
         if work.scores is None:
             return False
         step.scored.append(Scored(work.request.id, work.scores))
@@ -216,19 +199,19 @@ class EngineLoop:
         if not work.request.max_new:
             return False
         work.generation = self._generate(work.request, work.constraint)
+        work.generation.begin()
         return True
 
 
 def _made(work: _Work, tokens: Sequence[Token]) -> Iterator[Made]:
-    """Yield what is told of the tokens of a step."""
-    request, glance = work.request, work.generation.glance()
+    request, snapshot = work.request, work.generation.snapshot()
     for place, token in enumerate(tokens):
         found = None
         if token.logits is not None:
             found = logprob_of(token.logits, token.id, request.logprobs)
         passes = 0
-        if glance is not None:
-            passes, work.passes = glance.passes - work.passes, glance.passes
+        if snapshot is not None:
+            passes, work.passes = snapshot.forwards - work.passes, snapshot.forwards
         yield Made(
             request.id,
             token.id,
@@ -236,20 +219,22 @@ def _made(work: _Work, tokens: Sequence[Token]) -> Iterator[Made]:
             logprob=found and found.logprob,
             top=found.top if found else (),
             cached=0 if request.scores else token.cached,  # scoring put it there, for this request
-            guessed=glance is None and place > 0,
+            guessed=snapshot is None and place > 0,
             passes=passes,
         )
 
 
-def _failed(number: int, error: BaseException) -> Failed:
-    return Failed(number, type(error).__name__, str(error))
-
-
 def state_of(session: Session) -> State:
-    """Return how it goes."""
+    """Return the gauges and counters of a session."""
     scheduler = session.scheduler
     running, waiting = scheduler.counts
-    sums, denoising = scheduler.sums, scheduler.passes.denoising
+    sums, denoising = scheduler.sums, scheduler.forwards.denoising
+    guesses = Guesses(scheduler.forwards.decoded)
+    if scheduler.speculator is not None:
+        counts = scheduler.speculator.counts
+        by_source = {source: (of[0], of[1]) for source, of in counts.by_source.items()}
+        drafts = counts.sent, counts.without_draft, counts.not_worth
+        guesses = Guesses(counts.forwards, *drafts, by_source)
     return State(
         running=running,
         waiting=waiting,
@@ -265,24 +250,28 @@ def state_of(session: Session) -> State:
         prompt_ns=sums.prompt_ns,
         denoised_passes=denoising.forwards,
         denoised_tokens=denoising.tokens,
-        guesses=_guesses(scheduler.speculator, scheduler.passes.turns),
+        guesses=guesses,
         changed=session.changed,
     )
-
-
-def _guesses(speculator: Speculator | None, turns: int) -> Guesses:
-    """Return what guessing came to; without it there are only passes."""
-    if speculator is None:
-        return Guesses(turns)
-    counts = speculator.counts
-    by_source = {source: (of[0], of[1]) for source, of in counts.by_source.items()}
-    return Guesses(counts.forwards, counts.sent, counts.without_draft, counts.not_worth, by_source)
 
 
 def ready_of(engine: Engine) -> Ready:
     """Return what the server has to know of a loaded engine."""
     session = engine.session
     spec = session.model.spec
+    loaded = ("device", "backend_reason", "isa", "threads")
+    about = {
+        "family": spec.family,
+        **{name: getattr(engine, name) for name in loaded},
+        **engine.numerics,
+        "batch": session.config.batch,
+        "speculate": session.speculate,
+        "diffusion": session.diffusion,
+        "act_sparsity": session.config.act_sparsity,
+        "attn": session.reading.mode,
+        "read_gbps": read_gbps(working_set(session.model), engine.threads, engine.device),
+        "hints_ignored": list(engine.hints_ignored),
+    }
     return Ready(
         vocab_size=spec.vocab_size,
         longest=session.longest,
@@ -290,38 +279,19 @@ def ready_of(engine: Engine) -> Ready:
         page_cells=PAGE_CELLS,
         kv_bytes=session.kv_cache_bytes,
         weight_bytes=engine.bytes_per_token,
-        about={
-            "family": spec.family,
-            "device": engine.device,
-            "backend_reason": engine.backend_reason,
-            "isa": engine.isa,
-            **engine.numerics,
-            "threads": engine.threads,
-            "batch": session.batch,
-            "speculate": session.speculate,
-            "diffusion": session.diffusion,
-            "attn": session.reading.mode,
-            "act_sparsity": session.act_sparsity,
-            "read_gbps": read_gbps(working_set(session.model), engine.threads, engine.device),
-            "hints_ignored": list(engine.hints_ignored),
-        },
+        about=about,
         blocks=None if session.diffusion == "off" else spec.diffusion,
     )
 
 
 def main(descriptor: int) -> int:
-    """Load what the server wants, serve it, and return the exit code.
-
-    Args:
-        descriptor: of the socket that leads to the server.
-    """
+    """Load what the server wants, serve it over a socket, and return the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when it is over
     sock = socket.socket(fileno=descriptor)
     with Console(name="engine") as console:
         try:
             start = _first(sock)
-            config = engine_config(start.sources)
-            engine = load_engine(config, console.compiling, console.packing)
+            engine = load_engine(engine_config(start.sources), console.compiling, console.packing)
             if engine.session.reading.proposal:
                 console.note(engine.session.reading.proposal)
             engine.session.warm()
@@ -347,7 +317,7 @@ def main(descriptor: int) -> int:
 def _first(sock: socket.socket) -> Start:
     reader = Reader(ToEngine)
     while True:
-        messages = receive(sock, reader)
+        messages = reader.receive(sock)
         if messages is None:
             raise BrokenPipeError
         if messages:

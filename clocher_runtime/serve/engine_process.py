@@ -1,4 +1,4 @@
-"""The engine of a server, from outside: its process, started anew when it dies, and its answers.
+"""The engine's process from outside: started, restarted when it dies, and its answers.
 
 Everything here runs in the server's event loop.
 """
@@ -8,14 +8,16 @@ import os
 import socket
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import msgspec
+
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.serve.errors import ApiError, from_failure, queue_full, too_many, unavailable
-from clocher_runtime.serve.jobs import Ask, Job
+from clocher_runtime.serve.errors import ApiError, failure, from_failure, invalid
+from clocher_runtime.serve.jobs import Job
 from clocher_runtime.serve.messages import (
     Broken,
     Cancel,
@@ -32,58 +34,40 @@ from clocher_runtime.serve.messages import (
 
 MAX_FAILURES, FAILURE_S = 3, 600.0
 """So many ends of the engine in so many seconds end the server."""
-
 QUIET_S = 10.0
-"""Without a message for so long, the engine counts as stuck; longer if its steps take longer."""
-
+"""Seconds without a message, or 5 steps if that is longer: the engine counts as stuck."""
 WEDGED_S = 120.0
-"""Without a message for so long, or 20 steps if that is longer, the process is ended."""
-
+"""Seconds without a message, or 20 steps if that is longer: the process is killed."""
 RETRY_S = 2.0
 _FADING = 0.98
 _SOCKET_BYTES = 4 << 20
 
-Status = Literal["loading", "ready", "draining", "failed"]
-
 
 @dataclass(slots=True)
-class _Clocked:
-    """A sequence that is not finished.
-
-    Attributes:
-        began: when it was handed to the engine.
-        last: when its last token came; 0 before the first.
-    """
+class _Running:
+    """A sequence that is not finished, with times of the event loop."""
 
     job: Job
     prompt: int
     began: float
-    last: float = 0.0
+    only_scored: bool
+    last: float = 0.0  # when its last token came; 0 before the first
     made: int = 0
-    only_scored: bool = False
 
 
 class _Line(asyncio.Protocol):
-    """What comes from the engine. There is no task that would have to wake up for each message.
-
-    Args:
-        hear: takes messages.
-
-    Attributes:
-        last: the last word of an engine that ends.
-        ended: done when nothing comes any more.
-    """
+    """What comes from the engine, handed to `hear` without waking a task for each message."""
 
     def __init__(self, hear: Callable[[Ready | Step], None]) -> None:
         self._hear, self._reader = hear, Reader(ToServer)
-        self.last: Broken | None = None
+        self.broken: Broken | None = None  # the last message of an engine that ends
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def data_received(self, data: bytes) -> None:
         """Take some bytes."""
         for message in self._reader.feed(data):
             if isinstance(message, Broken):
-                self.last = message
+                self.broken = message
             else:
                 self._hear(message)
 
@@ -94,13 +78,13 @@ class _Line(asyncio.Protocol):
 
 
 class Watcher(Protocol):
-    """Takes times, in seconds, for those who look at a server."""
+    """Takes the times of sequences, in seconds."""
 
     def first(self, seconds: float) -> None:
-        """Note how long a request waited for its first token."""
+        """Note the time to the first token."""
 
     def next(self, seconds: float) -> None:
-        """Note the time from one token to the next."""
+        """Note the time between two tokens."""
 
     def ended(self, how: str, seconds: float, prompt: int, made: int) -> None:
         """Note the end of a sequence: how, after how long, its tokens."""
@@ -114,30 +98,20 @@ class EngineProcess:
         most: sequences that may run and wait.
         note: writes a line for who runs the server.
         watcher: takes times.
-
-    Attributes:
-        status: "failed" once it has died too often.
-        ready: of the process that serves; None while it loads.
-        state: how it went after the last step.
-        pid: of the process; 0 without one.
-        restarts: how often it was started again.
-        exit_code: what the server ends with if the status is "failed".
-        step_s: longest time between two messages while there is work; older ones count less.
     """
 
     def __init__(
         self, start: Start, most: int, note: Callable[[str], None], watcher: Watcher
     ) -> None:
-        self._watcher = watcher
-        self._start, self._most, self._note = start, most, note
-        self.status: Status = "loading"
-        self.ready: Ready | None = None
-        self.state = State()
+        self._start, self._most, self._note, self._watcher = start, most, note, watcher
+        self.status: Literal["loading", "ready", "draining", "failed"] = "loading"
+        self.ready: Ready | None = None  # None while it loads
+        self.state = State()  # after the last step
         self.pid = self.restarts = 0
-        self.exit_code = int(ExitCode.OK)
-        self.step_s = 0.0
+        self.exit_code = int(ExitCode.OK)  # of the server, if the status is "failed"
+        self.step_s = 0.0  # longest time between messages while there is work; old ones fade
         self.changed = asyncio.Event()
-        self._open: dict[int, _Clocked] = {}
+        self._open: dict[int, _Running] = {}
         self._next, self._reserved = 0, 0
         self._writer: asyncio.Transport | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -160,43 +134,42 @@ class EngineProcess:
         return self.status == "ready" and self.age_s > max(QUIET_S, 5 * self.step_s)
 
     def serving(self) -> Ready:
-        """Return what the process that serves said of itself.
-
-        Raises:
-            ApiError: 503: there is none that answers.
-        """
+        """Return what the running process said of itself; ApiError 503 if there is none."""
         if self.status != "ready" or self.ready is None:
             raise self._unavailable()
         if self.is_stuck:
-            raise unavailable("stuck")
+            raise failure("stuck")
         return self.ready
 
-    def reserve(self, count: int) -> "Reservation":
-        """Make sure of room for some sequences before work is done for them.
+    def _unavailable(self) -> ApiError:
+        return failure("draining" if self.status == "draining" else "loading")
+
+    @contextmanager
+    def reserve(self, count: int) -> Iterator[None]:
+        """Hold room for some sequences until they are submitted.
 
         Raises:
             ApiError: 503 unless the engine answers, 429 if the queue is full, 400 if it always is.
         """
         self.serving()
         if count > self._most:
-            raise too_many(count, self._most)
+            raise invalid(
+                f"{count} answers are asked for; this server takes at most {self._most} at a time: "
+                "send fewer prompts, or lower n",
+                "n",
+            )
         taken = len(self._open) + self._reserved
         if taken and taken + count > self._most:
-            raise queue_full(taken, self._retry_after())
-        return Reservation(self, count)
+            retry_after = max(1, min(60, round(self.step_s * 10)))
+            raise failure("rate_limit_exceeded", waiting=taken, retry_after=retry_after)
+        self._reserved += count
+        try:
+            yield
+        finally:
+            self._reserved -= count
 
-    def _unavailable(self) -> ApiError:
-        return unavailable("draining" if self.status == "draining" else "loading")
-
-    def _retry_after(self) -> int:
-        return max(1, min(60, round(self.step_s * 10)))
-
-    def submit(self, asks: Sequence[Ask]) -> Job:
-        """Hand sequences to the engine.
-
-        Raises:
-            ApiError: it is not there any more.
-        """
+    def submit(self, asks: Sequence[Submit]) -> Job:
+        """Hand sequences to the engine; ApiError if it is not there any more."""
         if self._writer is None or self.status not in ("ready", "draining"):
             raise self._unavailable()
         numbers = range(self._next, self._next + len(asks))
@@ -204,24 +177,8 @@ class EngineProcess:
         job = Job(numbers, self._cancel)
         now = asyncio.get_running_loop().time()
         for number, ask in zip(numbers, asks, strict=True):
-            self._open[number] = _Clocked(job, len(ask.ids), now, only_scored=not ask.max_new)
-            self._writer.write(
-                encode(
-                    Submit(
-                        number,
-                        ask.ids,
-                        ask.max_new,
-                        ask.sampling,
-                        ask.stop_ids,
-                        ask.logprobs,
-                        ask.scores,
-                        ask.salt,
-                        ask.constraint,
-                        ask.diffusion,
-                        ask.shows,
-                    )
-                )
-            )
+            self._open[number] = _Running(job, len(ask.ids), now, not ask.max_new)
+            self._writer.write(encode(msgspec.structs.replace(ask, id=number)))
         return job
 
     def _cancel(self, number: int) -> None:
@@ -255,7 +212,7 @@ class EngineProcess:
                 await self._process.wait()  # the loop hears of its end while there is a loop
 
     async def _live(self) -> Broken | None:
-        """Start a process and hear what it says until its end; return its last word."""
+        """Start a process and hear it until its end; return its last message if it failed."""
         ours, theirs = socket.socketpair()
         with theirs, ExitStack() as unless_started:
             unless_started.enter_context(ours)
@@ -287,7 +244,7 @@ class EngineProcess:
             self._writer.close()
             self._writer = None
         await self._process.wait()
-        return line.last
+        return line.broken
 
     def _hear(self, message: Ready | Step) -> None:
         now = asyncio.get_running_loop().time()
@@ -319,13 +276,7 @@ class EngineProcess:
                 job.fail(from_failure(failed.kind, failed.message))
 
     def _take(self, made: Made, now: float, left: int) -> None:
-        """Hand a token to whom it belongs.
-
-        Args:
-            made: the token.
-            now: when it came.
-            left: how many came together that are not taken yet: they share the time.
-        """
+        """Hand a token to its job; `left` tokens of the sequence that came together share a gap."""
         found = self._open.get(made.request)
         if found is None:
             return  # it was cancelled meanwhile
@@ -342,29 +293,27 @@ class EngineProcess:
         found.job.put(made.request, made, bool(made.finish))
 
     def _died(self, last: Broken | None) -> None:
-        """Fail all jobs, and decide whether there is another life."""
+        """Fail all jobs, and decide whether the engine is started again."""
         assert self._process is not None
-        code = self._process.returncode
-        why = f"{last.kind}: {last.message}" if last else f"ended with code {code}"
-        never_ready = self.ready is None
+        why = f"{last.kind}: {last.message}" if last else f"exit code {self._process.returncode}"
+        # What keeps the first one from loading, as a missing model, keeps the next one too.
+        hopeless = last is not None and self.ready is None and not self.restarts
         self.pid, self.ready, self.state = 0, None, State()
-        self.end_all(_died)
+        self.end_all("engine_failed")
         if self.status == "draining":
             return
         now = asyncio.get_running_loop().time()
         self._failures.append(now)
         while self._failures[0] < now - FAILURE_S:
             self._failures.popleft()
-        # What keeps the first one from loading, as a missing model, keeps the next one too.
-        hopeless = last is not None and never_ready and not self.restarts
         if hopeless or len(self._failures) >= MAX_FAILURES:
             self.status = "failed"
             self.exit_code = last.exit_code if last and last.exit_code else int(ExitCode.DEVICE)
-            self._note(f"error: {last.message}" if hopeless and last else f"error: engine {why}")
+            self._note(f"error: {last.message}" if hopeless and last else f"error: engine: {why}")
         else:
             self.status = "loading"
             self.restarts += 1
-            self._note(f"the engine ended ({why}); it is started again")
+            self._note(f"the engine crashed ({why}); restarting it")
         self.changed.set()
 
     def drain(self) -> None:
@@ -372,36 +321,14 @@ class EngineProcess:
         if self.status != "failed":
             self.status = "draining"
 
-    def end_all(self, error: Callable[[], ApiError]) -> None:
-        """End every job with an error of its own: what was raised holds the frames it went by."""
+    def end_all(self, code: str) -> None:
+        """End every job with an error of its own: one that was raised holds its frames."""
         jobs = {found.job for found in self._open.values()}
         for number in list(self._open):
             self._end(number, "error")
         for job in jobs:
-            job.fail(error())
+            job.fail(failure(code))
 
     def _kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
-
-
-def _died() -> ApiError:
-    return ApiError(
-        500,
-        "The engine ended before the answer was complete; send the request again",
-        type="server_error",
-        code="engine_failed",
-    )
-
-
-class Reservation:
-    """Room for sequences, until they are submitted: a context."""
-
-    def __init__(self, engine: EngineProcess, count: int) -> None:
-        self._engine, self._count = engine, count
-
-    def __enter__(self) -> None:
-        self._engine._reserved += self._count
-
-    def __exit__(self, *exception: object) -> None:
-        self._engine._reserved -= self._count

@@ -1,50 +1,92 @@
-"""What a client is told when its request fails: a status, and OpenAI's error object.
+"""Errors as clients get them: a status and OpenAI's error object.
 
-Messages name what was wrong, what came and what is expected. They quote at most a few characters of
-a request, never a path of this machine, and nothing that is unexpected inside the server.
+Messages quote at most a few characters of a request, never a path of this machine, and nothing
+that is unexpected inside the server.
 """
 
 import re
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
 
 from clocher_kernels.errors import ClocherError, OutOfMemory, SessionBusy, UsageError
 from clocher_runtime.config.values import shown
 
-ErrorType = Literal[
-    "invalid_request_error", "authentication_error", "rate_limit_error", "server_error"
-]
+_INVALID, _SERVER = "invalid_request_error", "server_error"
+_TABLE: Mapping[str, tuple[int, str, str]] = {
+    "invalid_api_key": (
+        401,
+        "authentication_error",
+        "No valid API key; expected the header `Authorization: Bearer KEY` with the server's key",
+    ),
+    "forbidden": (
+        403,
+        _INVALID,
+        "The header {header} is {got}, which may not call this server; who runs it can allow "
+        "origins, and with a key any host",
+    ),
+    "model_not_found": (
+        404,
+        _INVALID,
+        "The model {got} does not exist; this server has {served}",
+    ),
+    "unknown_url": (404, _INVALID, "Unknown path {got}; /openapi.json lists the known ones"),
+    "method_not_allowed": (405, _INVALID, "Method {got} is not allowed here; expected {allowed}"),
+    "slow_reader": (408, _INVALID, "The answer was not read as fast as it was made; read faster"),
+    "request_too_large": (413, _INVALID, "The body has more than {most} bytes; send less"),
+    "unsupported_media_type": (
+        415,
+        _INVALID,
+        "The body is {got}; expected the header `Content-Type: application/json`",
+    ),
+    "rate_limit_exceeded": (
+        429,
+        "rate_limit_error",
+        "{waiting} requests wait already; try again in {retry_after} s",
+    ),
+    "internal_error": (500, _SERVER, "The server failed at this request; its log has the reason"),
+    "engine_failed": (
+        500,
+        _SERVER,
+        "The engine ended before the answer was complete; send the request again",
+    ),
+    "loading": (503, _SERVER, "The model is being loaded; try again when /health says 200"),
+    "draining": (503, _SERVER, "The server is shutting down; send the request to another one"),
+    "overloaded": (
+        503,
+        _SERVER,
+        "The memory for this request is not there now; try again, or ask for less",
+    ),
+    "stuck": (503, _SERVER, "The engine does not answer now; try again when /health says 200"),
+    "timeout": (504, _SERVER, "The answer was not complete after {seconds:g} s; ask for less"),
+}
+"""Code -> status, OpenAI's class of errors, message."""
 _SHOWN_CHARS = 80
-_RETRY_S = 1
-# What only those who start a server can do: advice with a flag in it is not for its clients.
+_RETRY_STATUS = (429, 503)
+# Advice with a flag in it is for who starts a server, not for its clients.
 _FLAG = re.compile(r"(?<!\S)--\w")
 
 
 class ApiError(ClocherError):
-    """A request that is answered with an error.
-
-    Args:
-        status: of HTTP.
-        message: what, got, expected, next step.
-        type: OpenAI's class of errors.
-        param: the field of the request that is wrong.
-        code: a word for programs.
-        retry_after: seconds after which the same request may do better.
-    """
+    """A request that is answered with an error; `retry_after` is in seconds."""
 
     def __init__(
         self,
         status: int,
         message: str,
-        *,
-        type: ErrorType,
+        type: str,
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.type = status, message, type
-        self.param, self.code, self.retry_after = param, code, retry_after
+        self.param, self.code = param, code
+        self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
+        if status == 401:
+            self.headers["www-authenticate"] = "Bearer"
 
     @property
     def body(self) -> dict[str, Any]:
@@ -52,196 +94,41 @@ class ApiError(ClocherError):
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error}
 
-    @property
-    def headers(self) -> dict[str, str]:
-        """What the answer says besides its body."""
-        headers = {}
-        if self.retry_after is not None:
-            headers["retry-after"] = str(self.retry_after)
-        if self.status == 401:
-            headers["www-authenticate"] = "Bearer"
-        return headers
+
+def failure(code: str, *, param: str | None = None, retry_after: int = 1, **facts: Any) -> ApiError:
+    """Return the error of a code; `facts` stand in its message, `got` in short."""
+    status, kind, text = _TABLE[code]
+    if "got" in facts:
+        facts["got"] = short(facts["got"])
+    message = text.format(retry_after=retry_after, **facts)
+    wait = retry_after if status in _RETRY_STATUS else None
+    return ApiError(status, message, kind, param, code, wait)
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return the error of a request that nobody could serve."""
-    return ApiError(400, message, type="invalid_request_error", param=param, code=code)
-
-
-def context_too_long(prompt: int, wanted: int | None, context: int, param: str) -> ApiError:
-    """Return the error of a prompt that the model cannot read, or not go on with.
-
-    Args:
-        prompt: tokens of the prompt.
-        wanted: tokens asked for in the answer; None: as many as there is room for.
-        context: tokens that the server has room for.
-        param: where the prompt came from.
-    """
-    asked = f"{prompt} tokens in the {param}"
-    asked += f" and {wanted} in the answer" if wanted is not None else ""
-    return invalid(
-        f"This model's maximum context length is {context} tokens, but the request has {asked}; "
-        "shorten one of them",
-        param,
-        "context_length_exceeded",
-    )
-
-
-def too_many(count: int, most: int) -> ApiError:
-    """Return the error of a request for more sequences than are ever taken."""
-    return invalid(
-        f"{count} answers are asked for; this server takes at most {most} at a time: send fewer "
-        "prompts, or lower n",
-        "n",
-    )
-
-
-def foreign(what: str, got: str) -> ApiError:
-    """Return the error of a request that a page of somebody else's may have sent.
-
-    Args:
-        what: the header that says so.
-        got: its text.
-    """
-    return ApiError(
-        403,
-        f"The header {what} is {short(got)}, which may not call this server; who runs it can allow "
-        "origins, and with a key any host",
-        type="invalid_request_error",
-        code="forbidden",
-    )
-
-
-def wrong_key() -> ApiError:
-    """Return the error of a request without the key of the server."""
-    return ApiError(
-        401,
-        "No valid API key; expected the header `Authorization: Bearer KEY` with the server's key",
-        type="authentication_error",
-        code="invalid_api_key",
-    )
-
-
-def unknown_model(name: str, served: Sequence[str]) -> ApiError:
-    """Return the error of a request for a model that is not here."""
-    return ApiError(
-        404,
-        f"The model {short(name)} does not exist; this server has {', '.join(served)}",
-        type="invalid_request_error",
-        param="model",
-        code="model_not_found",
-    )
-
-
-def unknown_route(path: str) -> ApiError:
-    """Return the error of a path that leads nowhere."""
-    return ApiError(
-        404,
-        f"Unknown path {short(path)}; /openapi.json lists the known ones",
-        type="invalid_request_error",
-        code="unknown_url",
-    )
-
-
-def wrong_method(method: str, allowed: Sequence[str]) -> ApiError:
-    """Return the error of a known path with another method."""
-    return ApiError(
-        405,
-        f"Method {short(method)} is not allowed here; expected {' or '.join(allowed)}",
-        type="invalid_request_error",
-        code="method_not_allowed",
-    )
-
-
-def body_too_large(most: int) -> ApiError:
-    """Return the error of a body that is not read to its end."""
-    return ApiError(
-        413,
-        f"The body has more than {most} bytes; send less",
-        type="invalid_request_error",
-        code="request_too_large",
-    )
-
-
-def two_lengths() -> ApiError:
-    """Return the error of a request whose body may end in two places."""
-    return invalid("The headers Content-Length and Transfer-Encoding came together; send one")
-
-
-def wrong_media_type(got: str) -> ApiError:
-    """Return the error of a body that does not say that it is JSON."""
-    return ApiError(
-        415,
-        f"The body is {short(got)}; expected the header `Content-Type: application/json`",
-        type="invalid_request_error",
-        code="unsupported_media_type",
-    )
-
-
-def queue_full(waiting: int, retry_after: int = _RETRY_S) -> ApiError:
-    """Return the error of a request that comes when too many wait already."""
-    return ApiError(
-        429,
-        f"{waiting} requests wait already; try again in {retry_after} s",
-        type="rate_limit_error",
-        code="rate_limit_exceeded",
-        retry_after=retry_after,
-    )
-
-
-def internal() -> ApiError:
-    """Return the error of a request that the server failed at; it says nothing more."""
-    return ApiError(
-        500,
-        "The server failed at this request; its log has the reason",
-        type="server_error",
-        code="internal_error",
-    )
-
-
-def unavailable(
-    why: Literal["loading", "draining", "overloaded", "stuck"], retry_after: int | None = None
-) -> ApiError:
-    """Return the error of a request that comes at a time when none is served.
-
-    Args:
-        why: "loading": the model is not ready yet. "draining": the server ends. "overloaded": the
-            memory for it is not there now. "stuck": the engine does not answer.
-        retry_after: seconds.
-    """
-    text = {
-        "loading": "The model is being loaded; try again when /health says 200",
-        "draining": "The server is shutting down; send the request to another one",
-        "overloaded": "The memory for this request is not there now; try again, or ask for less",
-        "stuck": "The engine does not answer now; try again when /health says 200",
-    }[why]
-    return ApiError(503, text, type="server_error", code=why, retry_after=retry_after or _RETRY_S)
+    """Return the error of a request that is wrong: 400."""
+    return ApiError(400, message, _INVALID, param, code)
 
 
 def from_exception(error: BaseException) -> ApiError:
-    """Return what a client is told about an exception that reached the edge of the server."""
+    """Return what a client gets of an exception that reached the edge of the server."""
     match error:
         case ApiError():
             return error
-        case SessionBusy():
-            return unavailable("overloaded")
-        case UsageError():
-            return invalid(_for_clients(str(error)))
-        case OutOfMemory() | MemoryError():
-            return unavailable("overloaded")
+        case UsageError() if not isinstance(error, SessionBusy):
+            parts = [part for part in str(error).split("; ") if not _FLAG.search(part)]
+            nothing = "The request cannot be served with the settings of this server"
+            return invalid("; ".join(parts) or nothing)
+        case SessionBusy() | OutOfMemory() | MemoryError():
+            return failure("overloaded")
         case _:
-            return internal()
+            return failure("internal_error")
 
 
 def from_failure(kind: str, message: str) -> ApiError:
-    """Return what a client is told about an error of the engine, which has sent its class's name.
-
-    Args:
-        kind: name of a class of `clocher_kernels.errors`.
-        message: of the error.
-    """
+    """Return what a client gets of an error of the engine: the name of its class, its message."""
     known = {known.__name__: known for known in (UsageError, SessionBusy, OutOfMemory)}
-    return from_exception(known[kind](message)) if kind in known else internal()
+    return from_exception(known[kind](message)) if kind in known else failure("internal_error")
 
 
 def short(value: object) -> str:
@@ -250,7 +137,100 @@ def short(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
 
 
-def _for_clients(message: str) -> str:
-    """Return a message without the advice that is for those who start servers."""
-    parts = [part for part in message.split("; ") if not _FLAG.search(part)]
-    return "; ".join(parts) or "The request cannot be served with the settings of this server"
+class Refused(ValueError):
+    """What validators of requests raise; `param`: the wrong field, None: the one being checked."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def from_validation(error: ValidationError, body: object) -> ApiError:
+    """Return the error of the first wrong field of a request, in one sentence."""
+    found = error.errors(include_url=False)
+    places = [_place(detail, body) for detail in found]
+    first = [at for at, place in enumerate(places) if place[:1] == places[0][:1]]
+    # Of the members of a union, the one that got deepest is meant; a wrong type says why other
+    # fields are missing.
+    deepest = places[max(first, key=lambda at: (len(places[at]), found[at]["type"] != "missing"))]
+    details = [found[at] for at in first if places[at] == deepest]
+    for detail in details:
+        own = detail.get("ctx", {}).get("error")
+        if isinstance(own, Refused):
+            place = deepest if own.param is None else (*deepest, own.param)
+            return invalid(str(own), _path(place) or None)
+    if details[0]["type"].startswith("union_tag"):
+        context = details[0]["ctx"]
+        tag = context["discriminator"].strip("'")  # a function reads the field `type`
+        param = _path((*deepest, "type" if tag.endswith("()") else tag))
+        if "tag" not in context:
+            return invalid(f"{param} is missing", param)
+        expected = f"expected {context['expected_tags']}"
+        return invalid(f"{param} is {short(context['tag'])}; {expected}", param)
+    where = _path(deepest)
+    return invalid(f"{where or 'the body'} {_complaint(details)}", where or None)
+
+
+def _complaint(details: Sequence[Mapping[str, Any]]) -> str:
+    """Return what is wrong with a field, from one complaint for each member of its union."""
+    if details[0]["type"] == "missing":
+        return "is missing"
+    texts = list(dict.fromkeys(detail["msg"][:200] for detail in details))
+    prefix = "Input should be "
+    expected = [text.removeprefix(prefix) for text in texts if text.startswith(prefix)]
+    match details[0]["input"]:
+        case list() as items:
+            got = f"a list of {len(items)}"
+        case dict():
+            got = "an object"
+        case None:
+            got = "null"
+        case bool() as switch:
+            got = str(switch).lower()
+        case value:
+            got = short(value)
+    if details[0]["loc"][-1] == "[key]":
+        return f"has the key {got}; {texts[0]}"
+    if expected:
+        return f"is {got}; expected {' or '.join(expected)}"
+    return f"is {got}; {texts[0][:1].lower()}{texts[0][1:]}"
+
+
+def _place(detail: Mapping[str, Any], body: Any) -> tuple[int | str, ...]:
+    """Return the keys and indices of a wrong field, without pydantic's names of union members."""
+    place: list[int | str] = []
+    loc = detail["loc"]
+    for step in loc[:-2] if loc[-1:] == ("[key]",) else loc:
+        if isinstance(body, list):
+            inside = isinstance(step, int) and step < len(body)
+        else:
+            inside = isinstance(body, Mapping) and step in body
+        if inside:
+            body = body[step]
+            place.append(step)
+    return (*place, loc[-1]) if detail["type"] == "missing" else tuple(place)
+
+
+def _path(place: Sequence[int | str]) -> str:
+    """Return a place as people write it: messages[3].content."""
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step:.64}" for step in place)
+    return "".join(steps).removeprefix(".")
+
+
+_encoder = msgspec.json.Encoder()
+
+
+def to_json(value: Any) -> bytes:
+    """Return the JSON text of a value; a lone surrogate, which is no character, becomes U+FFFD."""
+    try:
+        return _encoder.encode(value)
+    except UnicodeEncodeError:
+        return _encoder.encode(_mended(value))
+
+
+def _mended(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {_mended(key): _mended(item) for key, item in value.items()}
+    return [_mended(item) for item in value] if isinstance(value, list | tuple) else value

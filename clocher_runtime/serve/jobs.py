@@ -1,56 +1,35 @@
 """The sequences of one HTTP request, from the engine's answers to who reads them."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from clocher_runtime.serve.errors import ApiError
+from clocher_runtime.serve.errors import ApiError, failure
 from clocher_runtime.serve.messages import Made, Scored, Unsure
 
 MAX_UNREAD, UNREAD_S = 256, 5.0
-"""Tokens of a sequence that nobody took for so many seconds; then the request is cancelled."""
-
-_FAR_BEHIND = 1 << 16
-"""Tokens that nobody took, however fast they were made."""
+"""Unread tokens of a sequence, for so many seconds: then the request is cancelled."""
+_FAR_BEHIND = 1 << 16  # unread tokens of a sequence, however fast they were made
 
 
 class News(NamedTuple):
-    """Something that a request gets of one of its sequences: a token, or what is told of it."""
+    """A token of a sequence, or what is reported of it."""
 
     sequence: int
     what: Made | Unsure | Scored
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """A sequence to be made; see `messages.Submit`."""
-
-    ids: list[int]
-    max_new: int
-    sampling: Mapping[str, Any]
-    stop_ids: tuple[int, ...] = ()
-    logprobs: int = -1
-    scores: bool = False
-    salt: str = ""
-    constraint: Mapping[str, Any] | None = None
-    diffusion: str | None = None
-    shows: bool = False
-
-
 class Job:
-    """The sequences of one HTTP request, and what the engine has made for them.
+    """The sequences of a request.
 
-    Args:
-        numbers: what the engine calls them, in order.
-        cancel: tells the engine that nobody wants a sequence any more.
+    `numbers`: their ids in the engine, in order. `cancel`: tells the engine that a sequence is not
+    wanted any more.
     """
 
     def __init__(self, numbers: Sequence[int], cancel: Callable[[int], None]) -> None:
-        self._limit: asyncio.TimerHandle | None = None
         self._open = {number: index for index, number in enumerate(numbers)}
-        self._numbers = list(numbers)
-        self._cancel = cancel
+        self._numbers, self._cancel = list(numbers), cancel
+        self._limit: asyncio.TimerHandle | None = None
         self._news: list[News] = []
         self._unread_since = 0.0
         self._error: ApiError | None = None
@@ -58,15 +37,11 @@ class Job:
 
     @property
     def is_over(self) -> bool:
-        """Whether every sequence has ended and been taken."""
+        """Whether every sequence has ended and been read."""
         return not self._open and not self._news
 
     async def read(self) -> list[News]:
-        """Return what has come since, at least one piece; wait for it. [] at the end.
-
-        Raises:
-            ApiError: the request cannot be done, or the engine has died.
-        """
+        """Return what has come, at least one piece; wait for it. [] at the end; raises ApiError."""
         if not self._news and self._error is None and self._open:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -81,14 +56,14 @@ class Job:
         return news
 
     def end(self, sequence: int) -> None:
-        """Want no more of a sequence."""
+        """Cancel the rest of a sequence."""
         number = self._numbers[sequence]
         if self._open.pop(number, None) is not None:
             self._cancel(number)
         self._wake()
 
     def close(self) -> None:
-        """Want no more of any."""
+        """Cancel all sequences, and drop what was not read."""
         for number in list(self._open):
             self._open.pop(number)
             self._cancel(number)
@@ -98,27 +73,28 @@ class Job:
 
     def expire(self, seconds: float) -> None:
         """Fail after some time, unless it is over by then."""
-        loop = asyncio.get_running_loop()
-        self._limit = loop.call_later(seconds, self.fail, _late(seconds))
+        late = failure("timeout", seconds=seconds)
+        self._limit = asyncio.get_running_loop().call_later(seconds, self.fail, late)
 
     def put(self, number: int, what: Made | Unsure | Scored, last: bool) -> None:
-        """Note something for a sequence."""
+        """Add something to a sequence."""
         index = self._open.get(number)
         if index is None:
             return
         if last:
             del self._open[number]
+        now = asyncio.get_running_loop().time()
         if not self._news:
-            self._unread_since = asyncio.get_running_loop().time()
+            self._unread_since = now
         self._news.append(News(index, what))
-        if len(self._news) > MAX_UNREAD * len(self._numbers):
-            waited = asyncio.get_running_loop().time() - self._unread_since
-            if waited > UNREAD_S or len(self._news) > _FAR_BEHIND * len(self._numbers):
-                self.fail(_slow())
+        unread = len(self._news) / len(self._numbers)
+        late = now - self._unread_since > UNREAD_S
+        if unread > MAX_UNREAD and (late or unread > _FAR_BEHIND):
+            self.fail(failure("slow_reader"))
         self._wake()
 
     def fail(self, error: ApiError) -> None:
-        """End all sequences."""
+        """End all sequences with an error."""
         self.close()
         self._error = error
         self._wake()
@@ -126,21 +102,3 @@ class Job:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-def _slow() -> ApiError:
-    return ApiError(
-        408,
-        "The answer was not read as fast as it was made; read faster",
-        type="invalid_request_error",
-        code="slow_reader",
-    )
-
-
-def _late(seconds: float) -> ApiError:
-    return ApiError(
-        504,
-        f"The answer was not complete after {seconds:g} s; ask for less",
-        type="server_error",
-        code="timeout",
-    )

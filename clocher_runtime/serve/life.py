@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from clocher_kernels.errors import DeviceError
 from clocher_runtime.checkpoints.hf.cache import repository_of
@@ -22,26 +21,25 @@ from clocher_runtime.command.model_choice import ModelChoice, choose_model, conv
 from clocher_runtime.config.sources import Sources
 from clocher_runtime.engine.sampling_defaults import told
 from clocher_runtime.exit_codes import ExitCode
+from clocher_runtime.serve.answers import now_s
 from clocher_runtime.serve.app import Server
 from clocher_runtime.serve.connection import Connection
 from clocher_runtime.serve.constraints import Grammars
 from clocher_runtime.serve.engine_process import EngineProcess
-from clocher_runtime.serve.errors import unavailable
 from clocher_runtime.serve.messages import Ready, Start
 from clocher_runtime.serve.metrics import ServerMetrics
 from clocher_runtime.serve.prompts import PromptRoom
 from clocher_runtime.serve.settings import ServeConfig, is_local
-from clocher_runtime.serve.usage import now_s
 
 MAX_HEADER_BYTES = 32 << 10
 KEEP_ALIVE_S = 75
-FLUSH_S = 2.0
+FLUSH_S = 2
 """Seconds for the last events of streams that are cut off at the end."""
-
 MAX_DESCRIPTORS, _OWN_DESCRIPTORS = 8192, 40
 _BACKLOG = 128
 _MIB = 1 << 20
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+Note = Callable[[str], None]
 
 
 def _descriptors() -> int:
@@ -75,56 +73,36 @@ class _HttpServer(uvicorn.Server):
 class Life:
     """A server from its start to its end.
 
-    Args:
-        config: how it serves, and what.
-        sources: of the engine's configuration.
-        note: writes a line for who runs it.
-        announce: takes the facts of a server that is ready.
+    `config`: how it serves, and what. `note`: writes a line for who runs it. `announce`: takes the
+    facts of a server that is ready.
     """
 
     def __init__(
-        self,
-        config: ServeConfig,
-        sources: Sources,
-        note: Callable[[str], None],
-        announce: Callable[[dict[str, Any]], None],
+        self, config: ServeConfig, note: Note, announce: Callable[[dict[str, Any]], None]
     ) -> None:
-        self._config, self._sources, self._note, self._announce = config, sources, note, announce
+        self._config, self._note, self._announce = config, note, announce
         self._asked_to_end = asyncio.Event()
-        self._code = int(ExitCode.OK)
         self._told: set[str] = set()
 
-    async def run(self) -> int:
+    async def run(self, sources: Sources) -> int:
         """Serve until a signal comes or the engine fails for good; return the exit code.
 
-        Raises:
-            ClocherError: it cannot begin.
+        Raises ClocherError: it cannot begin.
         """
-        config = self._config
-        server = await assemble(config, self._sources, self._note)
+        server = await assemble(self._config, sources, self._note)
         try:
-            sock = _listen(config.host, config.port)
-            await self._serve(config, server.engine, server.app(), sock, server.name)
+            return await self._serve(server, _listen(self._config.host, self._config.port))
         finally:
-            server.prompts.close()
-            server.grammars.close()
-        return self._code
+            server.close()
 
-    async def _serve(
-        self,
-        config: ServeConfig,
-        engine: EngineProcess,
-        app: ASGIApp,
-        sock: socket.socket,
-        name: str,
-    ) -> None:
+    async def _serve(self, server: Server, sock: socket.socket) -> int:
         room = _descriptors() - _OWN_DESCRIPTORS
         # asyncio accepts so many in one go before any of them can be turned away.
         backlog = max(4, min(_BACKLOG, room // 2))
         Connection.most = max(4, room - backlog)
         http = _HttpServer(
             uvicorn.Config(
-                app,
+                server.app(),
                 http=Connection,
                 ws="none",
                 lifespan="off",
@@ -134,17 +112,17 @@ class Life:
                 proxy_headers=False,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=int(FLUSH_S),
+                timeout_graceful_shutdown=FLUSH_S,
                 backlog=backlog,
             )
         )
-        loop = asyncio.get_running_loop()
+        engine, loop = server.engine, asyncio.get_running_loop()
         loop.set_exception_handler(self._unexpected)
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._signalled)
         keeping = asyncio.create_task(engine.run())
-        telling = asyncio.ensure_future(self._tell(engine, sock, name))
-        draining = asyncio.ensure_future(self._drain(config, engine, http, keeping))
+        telling = asyncio.create_task(self._tell(engine, sock, server.name))
+        draining = asyncio.create_task(self._drain(engine, http, keeping))
         try:
             await http.serve([sock])
             if keeping.done():
@@ -154,9 +132,10 @@ class Life:
             for task in (telling, draining, keeping):
                 task.cancel()
             await asyncio.gather(telling, draining, keeping, return_exceptions=True)
+        return engine.exit_code
 
     def _unexpected(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Say once what asyncio met outside of any request, and nothing of what came."""
+        """Note once what asyncio met outside of any request, and nothing of what came."""
         told = f"{context['message']} ({type(context.get('exception')).__name__})"
         if told not in self._told:
             self._told.add(told)
@@ -168,11 +147,7 @@ class Life:
         self._asked_to_end.set()
 
     async def _drain(
-        self,
-        config: ServeConfig,
-        engine: EngineProcess,
-        http: uvicorn.Server,
-        keeping: asyncio.Task[None],
+        self, engine: EngineProcess, http: uvicorn.Server, keeping: asyncio.Task[None]
     ) -> None:
         """Wait for a signal or the last death of the engine; then let the server end."""
         loop = asyncio.get_running_loop()
@@ -183,20 +158,19 @@ class Life:
             asked.cancel()
             changed.cancel()
             engine.changed.clear()
-        if engine.status == "failed":
-            self._code = engine.exit_code
-        else:
+        if engine.status != "failed":
             engine.drain()
-            end = loop.time() + config.drain
+            end = loop.time() + self._config.drain
             while engine.sequences and loop.time() < end:
                 await asyncio.sleep(0.02)
             if engine.sequences:
-                self._note(f"{engine.sequences} sequences did not end in {config.drain:g} s")
-            engine.end_all(lambda: unavailable("draining"))
+                left = engine.sequences
+                self._note(f"{left} sequences did not end in {self._config.drain:g} s")
+            engine.end_all("draining")
         http.should_exit = True
 
     async def _tell(self, engine: EngineProcess, sock: socket.socket, name: str) -> None:
-        """Say when the server is ready for the first time."""
+        """Announce the server when it is ready for the first time."""
         while engine.ready is None:
             await asyncio.sleep(0.02)
         host, port = sock.getsockname()[:2]
@@ -216,16 +190,15 @@ def _end_at_next_signal(loop: asyncio.AbstractEventLoop) -> None:
         signal.signal(number, lambda *_: os._exit(ExitCode.TERMINATED))
 
 
-async def assemble(config: ServeConfig, sources: Sources, note: Callable[[str], None]) -> Server:
-    """Return a server, whose engine is started by who runs `engine.run()`.
+async def assemble(config: ServeConfig, sources: Sources, note: Note) -> Server:
+    """Return a server, whose engine is started by `engine.run()`.
 
     Args:
-        config: how, and what.
+        config: how it serves, and what.
         sources: of the engine's configuration.
         note: writes a line for who runs the server.
 
-    Raises:
-        ClocherError: the model cannot be served.
+    Raises ClocherError: the model cannot be served.
     """
     choice = choose_model(config)
     checkpoint, _ = choice.open_for(config)
@@ -237,15 +210,15 @@ async def assemble(config: ServeConfig, sources: Sources, note: Callable[[str], 
     metrics.watch(engine)
     grammars = Grammars(checkpoint.tokenizer_source, prompts.vocab_size, prompts.stop_ids)
     chats = converses(choice.path, prompts.tokenizer.chat_template)
-    drawing = defaults_of(config, checkpoint)
-    if said := told(drawing):
+    sampling = defaults_of(config, checkpoint)
+    if said := told(sampling):
         note(said)
     note(f"loading {choice.name}; /health says when it is ready")
-    return Server(config, engine, prompts, grammars, metrics, name, now_s(), chats, drawing)
+    return Server(config, engine, prompts, grammars, metrics, name, now_s(), chats, sampling)
 
 
 def facts(ready: Ready, config: ServeConfig) -> list[str]:
-    """Return what who runs a server should know of it."""
+    """Return what who runs a server should know of it, a line each."""
     about = ready.about
     cache = (
         f"KV cache: {ready.pages} pages of {ready.page_cells} tokens, {ready.kv_bytes / _MIB:.0f} "
@@ -288,21 +261,11 @@ def _listen(host: str, port: int) -> socket.socket:
 def serve(
     config: ServeConfig,
     sources: Sources,
-    note: Callable[[str], None],
+    note: Note,
     announce: Callable[[dict[str, Any]], None],
 ) -> int:
-    """Serve, and return the exit code.
-
-    Args:
-        config: how, and what.
-        sources: of the engine's configuration.
-        note: writes a line for who runs the server.
-        announce: takes the facts of a server that is ready.
-
-    Raises:
-        ClocherError: it cannot begin.
-    """
+    """Serve, and return the exit code; see `Life`."""
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # its warnings quote requests
     # At its end the interpreter puts the default back: a late Ctrl-C would change the exit code.
     atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in _SIGNALS])
-    return asyncio.run(Life(config, sources, note, announce).run())
+    return asyncio.run(Life(config, note, announce).run(sources))

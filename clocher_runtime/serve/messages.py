@@ -1,4 +1,4 @@
-"""What the server and its engine say to each other: msgpack behind a length, over a socket pair."""
+"""Messages between the server and its engine: msgpack behind a length, over a socket pair."""
 
 import socket
 from collections.abc import Mapping
@@ -11,114 +11,69 @@ from clocher_runtime.models.spec import BlockDiffusion
 
 HEADER_BYTES = 4
 MAX_MESSAGE_BYTES = 256 << 20
-_READ_BYTES = 1 << 20
 
 Top = tuple[tuple[int, float], ...]
-"""Likeliest tokens and the logarithms of their probabilities, likeliest first."""
+"""Most likely tokens and their log probabilities, most likely first."""
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """The first message: what to load.
+    """The first message: what to load, and the tokens that end an answer (for grammars)."""
 
-    Attributes:
-        sources: what `settings.engine_config` takes; messages name who set what.
-        stop_ids: tokens that end an answer, as grammars know them.
-    """
-
-    sources: Sources
+    sources: Sources  # of `settings.engine_config`; error messages name who set what
     stop_ids: tuple[int, ...] = ()
 
 
-class Submit(msgspec.Struct, tag=True, frozen=True):
-    """Go on with a text.
+class Submit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Generate from a prompt."""
 
-    Attributes:
-        id: what the answers to it are called.
-        ids: the text.
-        max_new: tokens to make; 0 only scores.
-        sampling: arguments of `Sampling`.
-        stop_ids: tokens that end it.
-        logprobs: how many of the likeliest tokens to tell with each token; -1: none, and not its
-            probability either.
-        scores: whether to tell the same of the tokens of the text.
-        salt: find only cached texts of the same salt.
-        constraint: what the tokens have to follow, as `GrammarMaker.compile` takes it.
-        diffusion: how its blocks are denoised; None: as the session does.
-        shows: whether to tell of each pass what stands behind the text and is not sure.
-    """
-
-    id: int
-    ids: list[int]
-    max_new: int
-    sampling: Mapping[str, Any]
-    stop_ids: tuple[int, ...]
-    logprobs: int = -1
-    scores: bool = False
-    salt: str = ""
-    constraint: Mapping[str, Any] | None = None
-    diffusion: str | None = None
-    shows: bool = False
+    id: int = 0  # what the answers to it are called
+    ids: list[int]  # the prompt
+    max_new: int  # tokens to generate; 0 only scores the prompt
+    sampling: Mapping[str, Any]  # arguments of `Sampling`
+    stop_ids: tuple[int, ...] = ()
+    logprobs: int = -1  # how many top tokens to report with each token; -1: no log probabilities
+    scores: bool = False  # whether to report the same of the tokens of the prompt
+    salt: str = ""  # cached prefixes are shared within the same salt only
+    constraint: Mapping[str, Any] | None = None  # as `GrammarMaker.compile` takes it
+    diffusion: str | None = None  # how blocks are denoised; None: as the session does
+    shows: bool = False  # whether to report the uncommitted tokens of a block after each forward
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
-    """Nobody wants the rest of a text."""
+    """The rest of a sequence is not wanted."""
 
     id: int
 
 
 class Made(msgspec.Struct, array_like=True, frozen=True):
-    """A token.
-
-    Attributes:
-        request: whose.
-        finish: "stop", "length", or "" if more follow.
-        logprob: of it at temperature 1; None unless asked for.
-        cached: see `Token`.
-        guessed: whether the pass that made it made the one before it too; not of denoised texts.
-        passes: of a text whose blocks are denoised, since the token before; 0 for others.
-    """
+    """A token of a request."""
 
     request: int
     token: int
-    finish: str = ""
-    logprob: float | None = None
+    finish: str = ""  # "stop", "length", or "" if more follow
+    logprob: float | None = None  # at temperature 1
     top: Top = ()
-    cached: int = 0
-    guessed: bool = False
-    passes: int = 0
+    cached: int = 0  # tokens of the prompt that were in the cache
+    guessed: bool = False  # made by the forward that made the token before it
+    passes: int = 0  # forwards since the token before, where blocks are denoised
 
 
 class Unsure(msgspec.Struct, array_like=True, frozen=True):
-    """What stands behind a text whose blocks are denoised, after a pass.
-
-    Attributes:
-        request: whose.
-        ids: tokens that may still change, in their order; None for a mask.
-    """
+    """The tokens of a block that may still change, after a forward; None is a mask."""
 
     request: int
     ids: list[int | None]
 
 
 class Scored(msgspec.Struct, array_like=True, frozen=True):
-    """How likely the tokens of a text are.
-
-    Attributes:
-        request: whose.
-        tokens: for each token but the first: its logprob, and the likeliest tokens in its place.
-    """
+    """The log probability of each token of a prompt but the first, and the top tokens there."""
 
     request: int
     tokens: list[tuple[float, Top]]
 
 
 class Failed(msgspec.Struct, array_like=True, frozen=True):
-    """A request that could not be done.
-
-    Attributes:
-        request: which.
-        kind: name of the class of the error.
-    """
+    """A request that could not be done; `kind` is the class of the error."""
 
     request: int
     kind: str
@@ -126,7 +81,7 @@ class Failed(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Guesses(msgspec.Struct, array_like=True, frozen=True):
-    """What guessing came to since the start: see `speculation.speculator.Counts`."""
+    """Counts of speculative decoding since the start: see `speculation.speculator.Counts`."""
 
     passes: int = 0
     sent: int = 0
@@ -136,26 +91,13 @@ class Guesses(msgspec.Struct, array_like=True, frozen=True):
 
 
 class State(msgspec.Struct, array_like=True, frozen=True):
-    """How it goes in the engine.
+    """Gauges and counters of the engine; those of steps are from `StepSums`."""
 
-    Attributes:
-        running: sequences that are worked on.
-        waiting: sequences that wait for that.
-        pages_used: pages of the KV cache that somebody uses.
-        pages_cached: those that nobody uses and that still hold a text.
-        reused: tokens of prompts that were found in the cache, since the start.
-        preempted: how often a sequence had to give its pages back.
-        decode_steps: and the following: see `StepSums`.
-        denoised_passes, denoised_tokens: of texts whose blocks are denoised.
-        guesses: see there.
-        changed: what became of a file of the model while it was in use; "": nothing.
-    """
-
-    running: int = 0
+    running: int = 0  # sequences
     waiting: int = 0
-    pages_used: int = 0
-    pages_cached: int = 0
-    reused: int = 0
+    pages_used: int = 0  # of the KV cache
+    pages_cached: int = 0  # free pages that hold a prefix
+    reused: int = 0  # prompt tokens found in the cache
     preempted: int = 0
     decode_steps: int = 0
     decode_tokens: int = 0
@@ -166,34 +108,24 @@ class State(msgspec.Struct, array_like=True, frozen=True):
     denoised_passes: int = 0
     denoised_tokens: int = 0
     guesses: Guesses = Guesses()
-    changed: str = ""
+    changed: str = ""  # what became of a file of the model while it was in use
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The model is loaded.
-
-    Attributes:
-        longest: sequence, prompt and output: the context, or what the KV cache holds if less.
-        pages: of the KV cache.
-        page_cells: tokens of a page.
-        kv_bytes: of the KV cache.
-        weight_bytes: that one token reads.
-        about: what it runs on, for those who look.
-        blocks: what the session denoises; None: it does not.
-    """
+    """The model is loaded."""
 
     vocab_size: int
-    longest: int
-    pages: int
-    page_cells: int
+    longest: int  # prompt and output: the context, or what the KV cache holds if less
+    pages: int  # of the KV cache
+    page_cells: int  # tokens of a page
     kv_bytes: int
-    weight_bytes: int
-    about: Mapping[str, Any]
-    blocks: BlockDiffusion | None = None
+    weight_bytes: int  # read for a token
+    about: Mapping[str, Any]  # what it runs on
+    blocks: BlockDiffusion | None = None  # what the session denoises
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """What a step made. It is sent after every step, and each second without any: a heartbeat."""
+    """What a step made. Sent after every step, and each second without any: a heartbeat."""
 
     state: State
     made: list[Made] = []
@@ -203,12 +135,7 @@ class Step(msgspec.Struct, tag=True, frozen=True):
 
 
 class Broken(msgspec.Struct, tag=True, frozen=True):
-    """The engine ends.
-
-    Attributes:
-        kind: name of the class of the error.
-        exit_code: what the error means to who started the server.
-    """
+    """The engine ends; `exit_code` is for who started the server."""
 
     kind: str
     message: str
@@ -217,7 +144,6 @@ class Broken(msgspec.Struct, tag=True, frozen=True):
 
 ToEngine = Start | Submit | Cancel
 ToServer = Ready | Step | Broken
-
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -228,22 +154,14 @@ def encode(message: ToEngine | ToServer) -> bytes:
 
 
 class Reader:
-    """Puts messages together from what arrives.
-
-    Args:
-        kind: `ToEngine` or `ToServer`.
-    """
+    """Puts messages together from what arrives; `kind` is `ToEngine` or `ToServer`."""
 
     def __init__(self, kind: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:
-        """Return the messages that some bytes complete.
-
-        Raises:
-            ValueError: they are none.
-        """
+        """Return the messages that some bytes complete; ValueError if they are none."""
         self._bytes += data
         found = []
         start = 0
@@ -259,13 +177,7 @@ class Reader:
         del self._bytes[:start]
         return found
 
-
-def receive(sock: socket.socket, reader: Reader) -> list[Any] | None:
-    """Return the messages that have arrived on a socket that has something; None at its end.
-
-    Raises:
-        OSError: the socket failed.
-        ValueError: what arrived are no messages.
-    """
-    data = sock.recv(_READ_BYTES)
-    return reader.feed(data) if data else None
+    def receive(self, sock: socket.socket) -> list[Any] | None:
+        """Return the messages that have arrived on a readable socket; None at its end."""
+        data = sock.recv(1 << 20)
+        return self.feed(data) if data else None

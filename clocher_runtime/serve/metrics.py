@@ -1,9 +1,10 @@
-"""What /metrics tells: vLLM's names with our prefix, and the times of all steps.
+"""GET /metrics: vLLM's names with our prefix, and the times of all steps.
 
 No label and no value comes from the text of a request.
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -17,7 +18,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from clocher_runtime.serve.engine_process import EngineProcess
-from clocher_runtime.serve.messages import Guesses
 from clocher_runtime.speculation.speculator import PRIORS
 
 _FIRST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
@@ -28,62 +28,49 @@ _MOST_NOTED = 4096
 
 
 class ServerMetrics(Collector):
-    """Counts what the server does; a watcher of its engine.
-
-    Args:
-        model: what clients call the model.
-    """
+    """Counts what the server does; a watcher of its engine. `model` is the name for clients."""
 
     def __init__(self, model: str) -> None:
-        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry = registry = CollectorRegistry(auto_describe=False)
         self._model = model
         self._engine: EngineProcess | None = None
-        ProcessCollector(registry=self._registry)
-        PlatformCollector(registry=self._registry)
-        self._registry.register(self)
+        ProcessCollector(registry=registry)
+        PlatformCollector(registry=registry)
+        registry.register(self)
 
         def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(
-                f"clocher:{name}", about, ["model_name"], buckets=buckets, registry=self._registry
-            )
+            labels = ["model_name"]
+            made = Histogram(f"clocher:{name}", about, labels, buckets=buckets, registry=registry)
             return made.labels(model)
+
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(f"clocher:{name}", about, labels, registry=registry)
 
         self._first = histogram("time_to_first_token_seconds", "Time to first token.", _FIRST_S)
         self._next = histogram("inter_token_latency_seconds", "Between two tokens.", _NEXT_S)
         self._whole = histogram("e2e_request_latency_seconds", "Of whole sequences.", _FIRST_S)
         self._prompt = histogram("request_prompt_tokens", "Tokens of prompts.", _TOKENS)
-        self._made = histogram("request_generation_tokens", "Tokens made.", _TOKENS)
-        self._tokens = Counter(
-            "clocher:generation_tokens",
-            "Tokens made.",
-            ["model_name"],
-            registry=self._registry,
-        ).labels(model)
-        self._ended = Counter(
-            "clocher:request_success",
-            "Sequences by how they ended.",
-            ["model_name", "finished_reason"],
-            registry=self._registry,
+        self._made = histogram("request_generation_tokens", "Generated tokens.", _TOKENS)
+        self._tokens = counter("generation_tokens", "Generated tokens.", "model_name")
+        self._ended = counter(
+            "request_success", "Sequences by how they ended.", "model_name", "finished_reason"
         )
-        self._responses = Counter(
-            "clocher:http_responses",
-            "Responses by route and status.",
-            ["route", "status"],
-            registry=self._registry,
+        self._responses = counter(
+            "http_responses", "Responses by route and status.", "route", "status"
         )
         self._firsts: list[float] = []
         self._nexts: list[float] = []
 
     def watch(self, engine: EngineProcess) -> None:
-        """Tell of an engine."""
+        """Report on an engine."""
         self._engine = engine
 
     def first(self, seconds: float) -> None:
-        """Note how long a request waited for its first token."""
+        """Note the time to the first token of a sequence."""
         self._firsts.append(seconds)
 
     def next(self, seconds: float) -> None:
-        """Note the time from one token to the next."""
+        """Note the time between two tokens."""
         self._nexts.append(seconds)
         if len(self._nexts) >= _MOST_NOTED:
             self._count()
@@ -96,12 +83,7 @@ class ServerMetrics(Collector):
         self._made.observe(made)
 
     def response(self, route: str, status: int) -> None:
-        """Count a response.
-
-        Args:
-            route: as the table of routes has it, never as a request does.
-            status: of HTTP.
-        """
+        """Count a response; the route is as the table of routes has it, never as a request does."""
         self._responses.labels(route, str(status)).inc()
 
     def text(self) -> bytes:
@@ -110,102 +92,77 @@ class ServerMetrics(Collector):
         return generate_latest(self._registry)
 
     def _count(self) -> None:
-        """Count the times that were noted: not token by token, since that is in everybody's way."""
+        """Count the times that were noted: not token by token, which would delay tokens."""
         for histogram, noted in ((self._first, self._firsts), (self._next, self._nexts)):
-            self._tokens.inc(len(noted))
+            self._tokens.labels(self._model).inc(len(noted))
             for seconds in noted:
                 histogram.observe(seconds)
             noted.clear()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what the engine tells of itself."""
+        """Yield what the engine reports."""
         engine = self._engine
         if engine is None:
             return
-        state, ready = engine.state, engine.ready
+        state, ready, guesses = engine.state, engine.ready, engine.state.guesses
         pages = ready.pages if ready else 0
-        answers = engine.status == "ready" and not engine.is_stuck
-        gauges = (
-            ("num_requests_running", "Sequences that are worked on.", state.running),
-            (
-                "num_requests_waiting",
-                "Sequences that wait for that.",
-                max(engine.sequences - state.running, 0),
-            ),
-            (
-                "kv_cache_usage_perc",
+        yield from self._all(
+            GaugeMetricFamily,
+            num_requests_running=("Running sequences.", state.running),
+            num_requests_waiting=("Waiting sequences.", max(engine.sequences - state.running, 0)),
+            kv_cache_usage_perc=(
                 "Used share of the pages of the KV cache; 1 is all.",
                 state.pages_used / pages if pages else 0.0,
             ),
-            ("kv_cache_bytes", "Memory of the KV cache.", ready.kv_bytes if ready else 0),
-            ("kv_cache_pages", "Pages of the KV cache.", pages),
-            ("kv_cache_pages_used", "Those that a sequence holds.", state.pages_used),
-            ("kv_cache_pages_findable", "Those whose text can be found.", state.pages_cached),
-            (
-                "engine_up",
+            kv_cache_bytes=("Memory of the KV cache.", ready.kv_bytes if ready else 0),
+            kv_cache_pages=("Pages of the KV cache.", pages),
+            kv_cache_pages_used=("Pages that a sequence holds.", state.pages_used),
+            kv_cache_pages_findable=("Pages that hold a prefix.", state.pages_cached),
+            engine_up=(
                 "1 while the engine answers.",
-                float(answers),
+                float(engine.status == "ready" and not engine.is_stuck),
             ),
-            ("engine_heartbeat_age_seconds", "Since it was last heard of.", engine.age_s),
+            engine_heartbeat_age_seconds=("Since it was last heard of.", engine.age_s),
         )
-        for name, about, value in gauges:
-            yield self._gauge(name, about, value)
-        counters = (
-            ("prompt_tokens", "Tokens of prompts that were computed.", state.prompt_tokens),
-            ("decode_tokens", "Tokens made but for the first of each text.", state.decode_tokens),
-            ("prefix_cache_hits", "Tokens of prompts that were found.", state.reused),
-            (
-                "prefix_cache_queries",
-                "Tokens of prompts that were looked for.",
-                state.reused + state.prompt_tokens,
-            ),
-            ("num_preemptions", "Sequences that gave their pages back.", state.preempted),
-            ("engine_restarts", "Times that the engine was started again.", engine.restarts),
-            ("decode_steps", "Steps that only decode.", state.decode_steps),
-            (
-                "decode_step_seconds",
+        looked_up = state.reused + state.prompt_tokens
+        yield from self._all(
+            CounterMetricFamily,
+            prompt_tokens=("Tokens of prompts that were computed.", state.prompt_tokens),
+            decode_tokens=("Generated tokens but the first of each text.", state.decode_tokens),
+            prefix_cache_hits=("Tokens of prompts that were found.", state.reused),
+            prefix_cache_queries=("Tokens of prompts that were looked up.", looked_up),
+            num_preemptions=("Preempted sequences.", state.preempted),
+            engine_restarts=("Restarts of the engine.", engine.restarts),
+            decode_steps=("Steps that only decode.", state.decode_steps),
+            decode_step_seconds=(
                 "Strict time in them: kernels, not the server.",
                 state.decode_ns / _NS_PER_S,
             ),
-            ("prompt_steps", "Steps with tokens of prompts.", state.prompt_steps),
-            ("prompt_step_seconds", "Strict time in them.", state.prompt_ns / _NS_PER_S),
+            prompt_steps=("Steps with tokens of prompts.", state.prompt_steps),
+            prompt_step_seconds=("Strict time in them.", state.prompt_ns / _NS_PER_S),
+            diffusion_passes=("Forwards that denoise, of each text.", state.denoised_passes),
+            diffusion_tokens=("Tokens that they made.", state.denoised_tokens),
+            spec_passes=("Forwards of sequences that only decode.", guesses.passes),
         )
-        for name, about, value in counters:
-            yield self._counter(name, about, value)
-        yield self._counter(
-            "diffusion_passes",
-            "Passes over texts whose blocks are denoised, once for each text.",
-            state.denoised_passes,
-        )
-        yield self._counter("diffusion_tokens", "Tokens that they made.", state.denoised_tokens)
-        yield from self._guesses(state.guesses)
-
-    def _guesses(self, guesses: Guesses) -> Iterator[Metric]:
-        """Yield what guessing came to, by who guessed and by what was decided."""
-        yield self._counter("spec_passes", "Passes of sequences that only decode.", guesses.passes)
         tokens = (
-            ("num_draft_tokens", "Guesses that passes verified."),
-            ("num_accepted_tokens", "Guesses that came true."),
+            ("num_draft_tokens", "Draft tokens that were verified."),
+            ("num_accepted_tokens", "Draft tokens that were accepted."),
         )
         for place, (name, about) in enumerate(tokens):
             found = {source: guesses.by_source.get(source, (0, 0))[place] for source in PRIORS}
             yield self._by("source", f"spec_decode_{name}", about, found)
-        about = "Passes that could guess, by what was decided; not where a text was all but over."
         decided = {name: getattr(guesses, name) for name in ("sent", "unguessed", "unworthy")}
+        about = "Forwards that could verify a draft, by what was decided."
         yield self._by("reason", "spec_decisions", about, decided)
+
+    def _all(self, family: type[Any], **values: tuple[str, float]) -> Iterator[Metric]:
+        for name, (about, value) in values.items():
+            found = family(f"clocher:{name}", about, labels=["model_name"])
+            found.add_metric([self._model], value)
+            yield found
 
     def _by(self, label: str, name: str, about: str, values: Mapping[str, float]) -> Metric:
         family = CounterMetricFamily(f"clocher:{name}", about, labels=["model_name", label])
         for value in values:
             family.add_metric([self._model, value], values[value])
-        return family
-
-    def _gauge(self, name: str, about: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"clocher:{name}", about, labels=["model_name"])
-        family.add_metric([self._model], value)
-        return family
-
-    def _counter(self, name: str, about: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"clocher:{name}", about, labels=["model_name"])
-        family.add_metric([self._model], value)
         return family

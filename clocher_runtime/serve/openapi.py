@@ -1,43 +1,29 @@
-"""The OpenAPI document of the server: its routes, and what their requests may hold.
+"""The routes of the server, and its OpenAPI document.
 
 Source: OpenAPI Specification 3.1.
 """
 
-from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
 from pydantic.json_schema import models_json_schema
 
-from clocher_runtime.serve.schemas import (
+from clocher_runtime.serve.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from clocher_runtime.serve.schemas_base import Schema
-from clocher_runtime.serve.schemas_responses import ResponsesRequest
+from clocher_runtime.serve.responses import ResponsesRequest
+from clocher_runtime.serve.schemas import Schema
 
-_JSON = "application/json"
-_EVENTS = "text/event-stream"
-_TEXT = "text/plain"
-_HTML = "text/html"
-_CONTENT: Mapping[str, Any] = {
-    _JSON: {"schema": {"type": "object"}},
-    _TEXT: {"schema": {"type": "string"}},
-    _HTML: {"schema": {"type": "string"}},
-    _EVENTS: {},
-}
+_JSON, _EVENTS = "application/json", "text/event-stream"
+_TEXT, _HTML = "text/plain", "text/html"
 _REF = "#/components/schemas/{model}"
 
 
 class Described(NamedTuple):
-    """What a route is for.
-
-    Attributes:
-        asks: what its body holds; None: it has none.
-        answers: media types of its answer.
-    """
+    """A route: what its body holds, if it has one, and the media types of its answer."""
 
     method: str
     path: str
@@ -46,17 +32,12 @@ class Described(NamedTuple):
     answers: tuple[str, ...] = (_JSON,)
 
 
+_STREAMED = (_JSON, _EVENTS)
 ROUTES = (
+    Described("post", "/v1/chat/completions", "Answer a conversation", ChatRequest, _STREAMED),
+    Described("post", "/v1/completions", "Continue texts", CompletionRequest, _STREAMED),
     Described(
-        "post", "/v1/chat/completions", "Answer a conversation", ChatRequest, (_JSON, _EVENTS)
-    ),
-    Described("post", "/v1/completions", "Go on with texts", CompletionRequest, (_JSON, _EVENTS)),
-    Described(
-        "post",
-        "/v1/responses",
-        "Answer a conversation in items",
-        ResponsesRequest,
-        (_JSON, _EVENTS),
+        "post", "/v1/responses", "Answer a conversation in items", ResponsesRequest, _STREAMED
     ),
     Described("get", "/v1/models", "The model that is served"),
     Described("get", "/v1/models/{model}", "The model that is served, by its name"),
@@ -67,7 +48,6 @@ ROUTES = (
     Described("get", "/openapi.json", "This document"),
     Described("get", "/", "The chat page, or what this server is", answers=(_HTML, _JSON)),
 )
-
 _ERRORS = {
     "400": "The request is wrong, or longer than the context",
     "401": "The key of the server is missing",
@@ -81,6 +61,7 @@ _ERRORS = {
     "503": "The model is being loaded, or the server ends",
     "504": "The answer took too long",
 }
+_NULLABLE = {"type": ["string", "null"]}
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -91,8 +72,8 @@ _ERROR = {
             "properties": {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
+                "param": _NULLABLE,
+                "code": _NULLABLE,
             },
         }
     },
@@ -101,11 +82,7 @@ _ERROR = {
 
 @cache
 def document(version: str) -> dict[str, Any]:
-    """Return the OpenAPI document.
-
-    Args:
-        version: of the server.
-    """
+    """Return the OpenAPI document of a server of some version."""
     asked = [route.asks for route in ROUTES if route.asks is not None]
     _, defined = models_json_schema([(each, "validation") for each in asked], ref_template=_REF)
     paths: dict[str, Any] = {}
@@ -124,29 +101,26 @@ def document(version: str) -> dict[str, Any]:
 
 
 def _operation(route: Described) -> dict[str, Any]:
-    """Return a route as the document has it."""
-    content: dict[str, Any] = {kind: _CONTENT[kind] for kind in route.answers}
-    operation: dict[str, Any] = {
-        "summary": route.summary,
-        "responses": {
-            "200": {"description": "The answer", "content": content},
-            **{
-                status: {"description": text, "content": {_JSON: {"schema": _reference("Error")}}}
-                for status, text in _ERRORS.items()
-            },
-        },
+    def content(kind: str, schema: dict[str, Any]) -> dict[str, Any]:
+        return {kind: {"schema": schema}}
+
+    def model(name: str) -> dict[str, Any]:
+        return content(_JSON, {"$ref": _REF.format(model=name)})
+
+    kinds: dict[str, Any] = {_JSON: {"type": "object"}, _EVENTS: {}}
+    answer: dict[str, Any] = {}
+    for kind in route.answers:
+        answer |= content(kind, kinds.get(kind, {"type": "string"}))
+    responses = {
+        status: {"description": text, "content": model("Error")} for status, text in _ERRORS.items()
     }
+    responses["200"] = {"description": "The answer", "content": answer}
     if route.path == "/health":
-        operation["responses"]["503"] = {"description": "Not now", "content": content}
+        responses["503"] = {"description": "Not now", "content": answer}
+    operation: dict[str, Any] = {"summary": route.summary, "responses": responses}
     if "{model}" in route.path:
-        operation["parameters"] = [
-            {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-        ]
+        place = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+        operation["parameters"] = [place]
     if route.asks is not None:
-        schema = _reference(route.asks.__name__)
-        operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
+        operation["requestBody"] = {"required": True, "content": model(route.asks.__name__)}
     return operation
-
-
-def _reference(name: str) -> dict[str, str]:
-    return {"$ref": _REF.format(model=name)}

@@ -1,4 +1,4 @@
-"""Text work of a server: templates, tokens and back. None of it keeps the event loop waiting.
+"""Text work of a server, off the event loop: templates, tokens and back, grammars.
 
 Long texts, unusual tokenizers and templates have a process of their own with bounds on time and
 memory (`text.text_process`); a thread waits for it. Short texts take a millisecond in that thread.
@@ -13,33 +13,22 @@ from typing import Any, TypeVar
 from clocher_kernels.errors import ClocherError
 from clocher_runtime.checkpoints import Checkpoint
 from clocher_runtime.engine.load import model_spec
-from clocher_runtime.serve.errors import context_too_long, invalid
+from clocher_runtime.serve.errors import invalid
 from clocher_runtime.text.answers import AnswerReader, AnswerStyle, answer_style, make_reader
 from clocher_runtime.text.conversation import conversation_of
 from clocher_runtime.text.harmony import harmony_stop_ids
 from clocher_runtime.text.tokenizer import Tokenizer
 
 HERE_CHARS = 1 << 14
-"""Longer texts are tokenised elsewhere: the library lets no other Python thread run meanwhile."""
-
+"""Longer texts are tokenised in another process: the library blocks all Python threads."""
 _TAIL_CHARS = 64
 T = TypeVar("T")
 
 
 class PromptRoom:
-    """What the server knows of text.
+    """The tokenizer and the template of a model, in a thread.
 
-    Args:
-        checkpoint: of the model; its tokenizer and its template are read.
-
-    Attributes:
-        tokenizer: text to ids and back.
-        style: how the model marks reasoning and calls.
-        vocab_size: tokens of the model; the tokenizer may have fewer.
-        stop_ids: tokens that end an answer.
-
-    Raises:
-        ModelError: the tokenizer, or the model's configuration, cannot be used.
+    Raises ModelError if the tokenizer, or the model's configuration, cannot be used.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -48,7 +37,7 @@ class PromptRoom:
         self.style: AnswerStyle = answer_style(self.tokenizer, self.tokenizer.chat_template)
         spec = model_spec(checkpoint)
         more = harmony_stop_ids(self.tokenizer) if self.style == "harmony" else ()
-        self.vocab_size = spec.vocab_size
+        self.vocab_size = spec.vocab_size  # the tokenizer may have fewer
         self.stop_ids = tuple(dict.fromkeys((*spec.eos_ids, *more)))
         self._thread = ThreadPoolExecutor(1, "text")
         self._thread.submit(self._warm)
@@ -69,51 +58,27 @@ class PromptRoom:
         variables: Mapping[str, Any],
         context: int,
     ) -> tuple[list[int], str]:
-        """Return the ids of a conversation, and how its text ends.
-
-        Raises:
-            UsageError: the model has no template, or it refuses these messages.
-            ApiError: the conversation is longer than the context.
-        """
+        """Return the ids of a conversation, and how its text ends; raises UsageError."""
 
         def work() -> tuple[list[int], str]:
             text = self.tokenizer.apply_chat_template(
                 conversation_of(messages, self.style), tools=tools or None, variables=variables
             )
-            ids = self._encode(text, False, context)
+            ids = self.tokenizer.encode(text, special=False, room=context)
             return ids, text[-_TAIL_CHARS:]
 
         return await self.apart(work)
 
     async def ids(self, prompt: str | list[int], special: bool, context: int) -> list[int]:
-        """Return the ids of a prompt.
-
-        Args:
-            prompt: text, or the ids.
-            special: add what the model expects around a text.
-            context: tokens that there is room for.
-
-        Raises:
-            UsageError: the text cannot be tokenised.
-            ApiError: the text is longer than the context. Ids are looked at by `room_for`.
-        """
-        if isinstance(prompt, str):
-            return await self.apart(lambda: self._encode(prompt, special, context))
-        return prompt
-
-    def _encode(self, text: str, special: bool, context: int) -> list[int]:
-        if special:
-            return self.tokenizer.encode_prompt(text, room=context)
-        return self.tokenizer.encode(text, special=False, room=context)
+        """Return the ids of a prompt; `special` adds what the model expects around a text."""
+        if not isinstance(prompt, str):
+            return prompt
+        encode = self.tokenizer.encode_prompt if special else self.tokenizer.encode
+        more = {} if special else {"special": False}
+        return await self.apart(lambda: encode(prompt, room=context, **more))
 
     def reader(self, tools: bool, tail: str, ends: Collection[int]) -> AnswerReader:
-        """Return what reads an answer.
-
-        Args:
-            tools: whether the model may call functions.
-            tail: how the prompt ends.
-            ends: tokens that end it.
-        """
+        """Return what reads an answer to a prompt that ends with `tail`."""
         return make_reader(self.tokenizer, self.style, tools=tools, prompt_tail=tail, ends=ends)
 
     async def apart(self, work: Callable[[], T]) -> T:
@@ -131,15 +96,23 @@ def room_for(
         wanted: tokens asked for; None: as many as there is room for.
         longest: tokens of a sequence.
         vocab_size: ids are below it.
-        param: where the prompt came from.
+        param: the field of the prompt.
 
-    Raises:
-        ApiError: there is no room for it, or an id is no token.
+    Raises ApiError: there is no room for it, or an id is no token.
     """
     if not ids:
         raise invalid(f"{param} has no tokens; give it at least one", param)
     if max(ids) >= vocab_size:
-        raise invalid(f"{param} has the token {max(ids)}; the last one is {vocab_size - 1}", param)
+        raise invalid(
+            f"{param}: token id {max(ids)} out of range (vocabulary size {vocab_size})", param
+        )
     if len(ids) + (wanted or 0) > longest or (wanted is None and len(ids) >= longest):
-        raise context_too_long(len(ids), wanted, longest, param)
+        asked = f"{len(ids)} tokens in the {param}"
+        asked += f" and {wanted} in the answer" if wanted is not None else ""
+        raise invalid(
+            f"This model's maximum context length is {longest} tokens, but the request has {asked};"
+            " shorten one of them",
+            param,
+            "context_length_exceeded",
+        )
     return longest - len(ids) if wanted is None else wanted

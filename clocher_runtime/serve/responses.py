@@ -1,44 +1,444 @@
-"""POST /v1/responses: a chat under another name, told in items instead of deltas."""
+"""POST /v1/responses: a chat under another name, reported in items instead of deltas.
 
-from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+Nothing is stored: a client sends its whole conversation each time, and `store` is ignored. An
+answer is a list of items: reasoning, messages, calls. One is open at a time; it is announced, grows
+by deltas, and is sent again as a whole when another begins or the answer ends.
 
-from clocher_runtime.serve.chat import ChatAnswer
-from clocher_runtime.serve.errors import ApiError
-from clocher_runtime.serve.json_text import to_json
-from clocher_runtime.serve.response_events import Event, ResponseStream
+Source: OpenAI API reference, responses and their streaming events.
+"""
+
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, StringConstraints, Tag
+
+from clocher_runtime.serve.answers import Answer, ChatAnswer
+from clocher_runtime.serve.errors import ApiError, Refused, to_json
+from clocher_runtime.serve.requests import ChatRequest
+from clocher_runtime.serve.schemas import (
+    MAX_MESSAGES,
+    MAX_TOKENS,
+    MAX_TOOLS,
+    Function,
+    FunctionName,
+    JsonSchema,
+    PlainFormat,
+    ReasoningEffort,
+    SamplingFields,
+    Schema,
+    ShortText,
+    checked,
+)
 from clocher_runtime.text.answers import Delta
+
+
+class InputPart(Schema):
+    """A piece of text in a message. Images, audio and files are refused."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+Content = str | list[InputPart]
+
+
+class InputMessage(Schema):
+    """A message; `type` may be left out."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+
+class ReasoningPart(Schema):
+    """A piece of the reasoning, or of a summary of it."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(Schema):
+    """What the model thought in an earlier turn."""
+
+    unsupported: ClassVar = {
+        "encrypted_content": ((), "reasoning is never encrypted here; send content")
+    }
+
+    type: Literal["reasoning"]
+    summary: list[ReasoningPart] | None = None
+    content: list[ReasoningPart] | None = None
+
+
+class FunctionCallItem(Schema):
+    """A call that the model made in an earlier turn."""
+
+    type: Literal["function_call"]
+    call_id: ShortText
+    name: FunctionName
+    arguments: str
+
+
+class FunctionCallOutput(Schema):
+    """What a call gave."""
+
+    type: Literal["function_call_output"]
+    call_id: ShortText
+    output: Content
+
+
+def _kind(item: Any) -> str:
+    """Return the type of an item of the input: where none is given, it is a message."""
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    return kind if isinstance(kind, str) else "of no type"
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")],
+    Discriminator(_kind),
+]
+Metadata = Annotated[
+    dict[
+        Annotated[str, StringConstraints(max_length=64)],
+        Annotated[str, StringConstraints(max_length=512)],
+    ],
+    Field(max_length=16),
+]
+
+
+class FunctionTool(Function):
+    """A function that the model may call; other types of tools are refused."""
+
+    type: Literal["function"]
+
+
+class NamedFunction(Schema):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    name: FunctionName
+
+
+class FlatSchemaFormat(Schema):
+    """JSON that a schema describes."""
+
+    type: Literal["json_schema"]
+    name: FunctionName
+    description: str | None = None
+    schema_: JsonSchema = Field(alias="schema")
+    strict: bool | None = None
+
+
+class TextSettings(Schema):
+    """The format of the text of the answer."""
+
+    unsupported: ClassVar = {"verbosity": (("medium",), "say it in the instructions")}
+
+    format: Annotated[PlainFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
+
+
+class ReasoningSettings(Schema):
+    """How much the model thinks."""
+
+    effort: ReasoningEffort | None = None
+
+
+class ResponsesRequest(SamplingFields):
+    """POST /v1/responses."""
+
+    unsupported: ClassVar = {
+        **SamplingFields.unsupported,
+        "previous_response_id": ((), "nothing is stored: send the whole conversation"),
+        "conversation": ((), "nothing is stored: send the whole conversation"),
+        "background": ((False,), "nothing is stored: use stream"),
+        "prompt": ((), "nothing is stored: use input"),
+        "context_management": (([],), "shorten the input"),
+        "truncation": (("disabled",), "shorten the input"),
+        "top_logprobs": ((0,), "use /v1/chat/completions"),
+        "moderation": ((), "leave it out"),
+        "stop": (([],), "use /v1/chat/completions"),
+        "n": ((1,), "use /v1/chat/completions"),
+        "chat_template": ((), "the model's own template is used"),
+    }
+
+    input: str | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextSettings | None = None
+    reasoning: ReasoningSettings | None = None
+    include: list[ShortText] | None = Field(None, max_length=16)
+    metadata: Metadata | None = None
+
+    def model_post_init(self, _: Any) -> None:
+        """Check what only a list of words says."""
+        if "message.output_text.logprobs" in (self.include or ()):
+            raise Refused("include asks for logprobs; use /v1/chat/completions for them", "include")
+
+    def chat(self) -> ChatRequest:
+        """Return the chat request for the same answer; ApiError if it cannot be obeyed."""
+        same = (*SamplingFields.model_fields, "parallel_tool_calls")
+        fields = {name: getattr(self, name) for name in same}
+        fields["messages"] = self._messages()
+        fields["max_completion_tokens"] = self.max_output_tokens
+        fields["tools"] = [
+            {"type": "function", "function": tool.model_dump()} for tool in self.tools or ()
+        ]
+        choice = self.tool_choice
+        if isinstance(choice, NamedFunction):
+            choice = {"type": "function", "function": {"name": choice.name}}  # type: ignore[assignment]
+        fields["tool_choice"] = choice
+        fields["reasoning_effort"] = self.reasoning and self.reasoning.effort
+        wanted = self.text and self.text.format
+        if isinstance(wanted, FlatSchemaFormat):
+            described = wanted.model_dump(by_alias=True, exclude={"type"})
+            fields["response_format"] = {"type": "json_schema", "json_schema": described}
+        elif wanted:
+            fields["response_format"] = wanted.model_dump()
+        return checked(ChatRequest, fields)
+
+    def _messages(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+
+        def assistant(*before: str) -> dict[str, Any]:
+            """Return the last message, unless it is another's or has something of `before`."""
+            last = messages[-1] if messages else {}
+            if last.get("role") != "assistant" or any(name in last for name in before):
+                messages.append({"role": "assistant"})
+            return messages[-1]
+
+        for item in self.input:
+            match item:
+                case InputMessage(role="assistant"):
+                    assistant("content", "tool_calls")["content"] = _text(item.content)
+                case InputMessage():
+                    messages.append({"role": item.role, "content": _text(item.content)})
+                case ReasoningItem():
+                    turn = assistant("reasoning_content", "content", "tool_calls")
+                    turn["reasoning_content"] = _text(item.content or item.summary or ())
+                case FunctionCallItem():
+                    function = {"name": item.name, "arguments": item.arguments}
+                    call = {"id": item.call_id, "type": "function", "function": function}
+                    assistant().setdefault("tool_calls", []).append(call)
+                case FunctionCallOutput():
+                    message = {"role": "tool", "tool_call_id": item.call_id}
+                    messages.append(message | {"content": _text(item.output)})
+        return messages
+
+
+def _text(content: str | Sequence[InputPart | ReasoningPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+Event = dict[str, Any]
+Kind = Literal["message", "reasoning", "function_call"]
+_KINDS: Mapping[str, tuple[Kind, str, str]] = {
+    "content": ("message", "msg", "response.output_text"),
+    "reasoning": ("reasoning", "rs", "response.reasoning_text"),
+    "tool_call": ("function_call", "fc", "response.function_call_arguments"),
+    "arguments": ("function_call", "fc", "response.function_call_arguments"),
+}
+"""Kind of a delta -> type of its item, prefix of the item's id, name of the events by which it
+grows."""
+
+
+@dataclass(slots=True)
+class OutputItem:
+    """A part of the output, at an index; a call has an id and a name."""
+
+    kind: Kind
+    id: str
+    grows: str
+    index: int
+    call_id: str = ""
+    name: str = ""
+    text: str = ""
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """How events name what they are about."""
+        place = {"item_id": self.id, "output_index": self.index}
+        return place if self.kind == "function_call" else place | {"content_index": 0}
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """The one part of the content of a message or of reasoning."""
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
+
+    def plain(self, status: str, parts: bool = True) -> dict[str, Any]:
+        """Return the item as the output has it; `parts`: its content has begun."""
+        plain: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
+        content = [self.part] if parts else []
+        if self.kind == "message":
+            return plain | {"role": "assistant", "content": content}
+        if self.kind == "reasoning":
+            return plain | {"summary": [], "content": content}
+        return plain | {"call_id": self.call_id, "name": self.name, "arguments": self.text}
+
+
+@dataclass(slots=True)
+class ResponseStream:
+    """The events of an answer, and the object that they add up to."""
+
+    request: ResponsesRequest
+    answer: Answer
+    output: list[dict[str, Any]] = field(default_factory=list)  # items that are finished
+    open: OutputItem | None = None
+    status: str = "in_progress"
+    reason: str = ""  # why it is incomplete
+    error: dict[str, Any] | None = None
+    reasoning_tokens: int = 0
+    sequence: int = 0  # of the next event
+
+    def start(self) -> list[Event]:
+        """Return the first events."""
+        kinds = ("response.created", "response.in_progress")
+        return [self._event(kind, response=self.response()) for kind in kinds]
+
+    def push(self, deltas: Iterable[Delta], calls: Mapping[int, str]) -> list[Event]:
+        """Return the events of the deltas of a token; `calls`: ids of the calls so far."""
+        events: list[Event] = []
+        for delta in deltas:
+            kind = _KINDS[delta.kind][0]
+            if self.open is None or self.open.kind != kind or delta.kind == "tool_call":
+                events += self._close("completed") + self._begin(delta, calls)
+            if delta.kind != "tool_call" and delta.text and (item := self.open):
+                item.text += delta.text
+                more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+                grown = {**item.place, "delta": delta.text, **more}
+                events.append(self._event(f"{item.grows}.delta", **grown))
+        self.reasoning_tokens += self.open is not None and self.open.kind == "reasoning"
+        return events
+
+    def finish(self, finish: str) -> list[Event]:
+        """Return the last events; `finish` is "stop", "length" or "tool_calls"."""
+        if finish == "length":
+            events = self._close("incomplete")
+            self.status, self.reason = "incomplete", "max_output_tokens"
+        else:
+            events = self._close("completed")
+            if all(item["type"] == "reasoning" for item in self.output):
+                # Clients that wait for a message get an empty one.
+                events += self._begin(Delta("content", ""), {}) + self._close("completed")
+            self.status = "completed"
+        return [*events, self._event(f"response.{self.status}", response=self.response())]
+
+    def fail(self, error: ApiError) -> list[Event]:
+        """Return the last events of an answer that cannot be completed."""
+        events = self._close("incomplete")
+        code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
+        self.status, self.error = "failed", {"code": code, "message": error.message}
+        return [*events, self._event("response.failed", response=self.response())]
+
+    def response(self) -> dict[str, Any]:
+        """Return the answer as it is now."""
+        asked, answer = self.request, self.answer
+        choice, wanted = asked.tool_choice or "auto", asked.text and asked.text.format
+        effort = asked.reasoning and asked.reasoning.effort
+        usage = {
+            "input_tokens": answer.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": answer.cached, "cache_write_tokens": 0},
+            "output_tokens": answer.made,
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "total_tokens": answer.prompt_tokens + answer.made,
+            **answer.denoised(),
+        }
+        return {
+            "id": self._id("resp"),
+            "object": "response",
+            "created_at": answer.created,
+            "status": self.status,
+            "error": self.error,
+            "incomplete_details": {"reason": self.reason} if self.reason else None,
+            "model": answer.model,
+            "output": list(self.output),
+            "usage": None if self.status == "in_progress" else usage,
+            "background": False,
+            "store": False,
+            "previous_response_id": None,
+            "truncation": "disabled",
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata or {},
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "reasoning": {"effort": effort, "summary": None},
+            "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "text": {"format": wanted.model_dump(by_alias=True) if wanted else {"type": "text"}},
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [tool.model_dump() for tool in asked.tools or ()],
+            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+        }
+
+    def _id(self, prefix: str) -> str:
+        return f"{prefix}_{self.answer.id.partition('-')[2]}"
+
+    def _begin(self, delta: Delta, calls: Mapping[int, str]) -> list[Event]:
+        kind, prefix, grows = _KINDS[delta.kind]
+        index = len(self.output)
+        item = self.open = OutputItem(kind, f"{self._id(prefix)}_{index}", grows, index)
+        added = {"output_index": index}
+        if kind == "function_call":
+            item.call_id, item.name = calls[delta.index], delta.text
+        plain = item.plain("in_progress", parts=False)
+        events = [self._event("response.output_item.added", **added, item=plain)]
+        if kind != "function_call":
+            events.append(self._event("response.content_part.added", **item.place, part=item.part))
+        return events
+
+    def _close(self, status: str) -> list[Event]:
+        """Return the events that end the open item, if there is one."""
+        item, self.open = self.open, None
+        if item is None:
+            return []
+        done = item.plain(status)
+        self.output.append(done)
+        whole: dict[str, Any] = {"text": item.text}
+        if item.kind == "message":
+            whole |= {"logprobs": []}
+        elif item.kind == "function_call":
+            whole = {"arguments": item.text, "name": item.name}
+        events = [self._event(f"{item.grows}.done", **item.place, **whole)]
+        if item.kind != "function_call":
+            events.append(self._event("response.content_part.done", **item.place, part=item.part))
+        last = self._event("response.output_item.done", output_index=item.index, item=done)
+        return [*events, last]
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        event = {"type": kind, "sequence_number": self.sequence, **fields}
+        self.sequence += 1
+        return event
 
 
 @dataclass(slots=True)
 class ResponsesAnswer:
-    """The answer to one request.
-
-    Attributes:
-        chat: makes it; it has one choice.
-        stream: tells it.
-    """
+    """The answer to one request: a chat with one choice, and what its events are made by."""
 
     chat: ChatAnswer
     stream: ResponseStream
 
     async def whole(self) -> dict[str, Any]:
-        """Return the response that is not streamed.
-
-        Raises:
-            ApiError: the engine cannot go on.
-        """
-        async for step in self.chat.deltas():
+        """Return the response that is not streamed; ApiError if the engine cannot go on."""
+        async for step in self.chat.steps():
             self._push(step)
         self.stream.finish(self.chat.choices[0].finish)
         return self.stream.response()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield the events of the response that is streamed; the last one tells how it ended."""
+        """Yield the events of the response that is streamed; the last one says how it ended."""
         yield _sent(self.stream.start())
         try:
-            async for step in self.chat.deltas():
+            async for step in self.chat.steps():
                 if events := self._push(step):
                     yield _sent(events)
         except ApiError as error:
@@ -52,7 +452,6 @@ class ResponsesAnswer:
 
 
 def _sent(events: Sequence[Event]) -> bytes:
-    """Return events as they are sent."""
     return b"".join(
         b"event: %s\ndata: %s\n\n" % (event["type"].encode(), to_json(event)) for event in events
     )

@@ -1,258 +1,449 @@
-"""The requests that the server takes, as their clients write them and as the server reads them.
+"""The requests of the API: strict, bounded; unknown fields are ignored, null is as good as absent.
 
-What cannot be obeyed is refused, not dropped. What is not known is ignored: clients send fields of
-other servers. No template, path or URL is taken from a request.
+What cannot be obeyed is refused, not dropped. Types are literal: "3", 3.0 and true are no integers.
+Ranges are OpenAI's where OpenAI has the field. No template, path or URL is taken from a request.
 """
 
-from typing import Annotated, Any, ClassVar
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, PlainValidator, WithJsonSchema
-
-from clocher_runtime.serve.refusals import Refused
-from clocher_runtime.serve.schemas_base import (
-    MAX_TOKENS,
-    Schema,
-    ShortText,
-    TokenId,
-    Unsupported,
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
 )
-from clocher_runtime.serve.schemas_messages import (
-    Message,
-    NamedChoice,
-    ReasoningEffort,
-    TemplateVariables,
-    Tool,
-    ToolChoice,
-    plain_messages,
-)
-from clocher_runtime.serve.schemas_sampling import GenerationFields
 
-MAX_MESSAGES, MAX_TOOLS = 4096, 128
-MAX_PROMPTS, MAX_ANSWERS = 64, 128
-MAX_PROMPT_TOKENS = 1 << 20
-MAX_LOGPROBS = 20
-DEFAULT_COMPLETION_TOKENS = 16
-"""Of /v1/completions, where a request does not say; OpenAI's."""
+from clocher_kernels.errors import FormatError, UsageError
+from clocher_runtime.diffusion.asked import RULES, WORDS, parse
+from clocher_runtime.disk.strict_json import parse_object
+from clocher_runtime.engine.sampling_defaults import taken
+from clocher_runtime.serve.errors import Refused, from_validation, invalid
 
-_EXPECTED = "expected text, a list of texts, a list of token ids, or a list of such lists"
+MAX_TOKENS = (1 << 31) - 1
+MAX_SCHEMA_CHARS = 64 << 10
+MAX_MESSAGES, MAX_TOOLS, MAX_CHOICES = 4096, 128, 16
+MAX_STOPS, MAX_STOP_CHARS = 16, 256
+_SEEDS = 1 << 64
+# Odd, so that no two choices of a request share a seed: Knuth's 2^64 divided by the golden ratio.
+_SEED_STEP = 0x9E3779B97F4A7C15
+S = TypeVar("S", bound="Schema")
+Unsupported = Mapping[str, tuple[tuple[object, ...], str]]
+"""Field of other servers -> values that ask for nothing, and what to do instead."""
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+class Schema(BaseModel):
+    """A JSON object in a request."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+    unsupported: ClassVar[Unsupported] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: object) -> object:
+        for name, (harmless, instead) in cls.unsupported.items():
+            given = data.get(name) if isinstance(data, Mapping) else None
+            if given is not None and given not in harmless:
+                raise Refused(f"{name} is not supported; {instead}", name)
+        return data
+
+    @classmethod
+    def parse(cls, data: bytes) -> Self:
+        """Return what a body says; ApiError if it is not JSON, too deep, too much or wrong."""
+        try:
+            body = parse_object(data, "the body")
+        except FormatError as error:
+            # What follows a semicolon is advice to Python programs.
+            raise invalid(str(error).split("; use sys.")[0]) from None
+        return checked(cls, body)
 
 
-class ChatFields(Schema):
-    """How a conversation is made into a prompt."""
-
-    unsupported: ClassVar = {
-        "chat_template": Unsupported((), "the model's own template is used"),
-        "continue_final_message": Unsupported((False,), "use /v1/completions"),
-        "documents": Unsupported(([],), "put their text into a message"),
-        "functions": Unsupported(([],), "use tools"),
-        "function_call": Unsupported(("none",), "use tool_choice"),
-    }
-
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: TemplateVariables | None = None
-
-    @property
-    def functions(self) -> list[dict[str, Any]]:
-        """The tools that the model is told of, as chat templates read them."""
-        return [tool.function.plain() for tool in self.tools or ()]
-
-    @property
-    def template_variables(self) -> dict[str, Any]:
-        """The variables of the chat template that the request sets."""
-        given = self.chat_template_kwargs or TemplateVariables()
-        variables = given.model_dump(exclude_none=True)
-        if self.add_generation_prompt is not None:
-            variables["add_generation_prompt"] = self.add_generation_prompt
-        return variables
+def checked(schema: type[S], body: object) -> S:
+    """Return parsed JSON as a schema; ApiError if a field is wrong."""
+    try:
+        return schema.model_validate(body)
+    except ValidationError as error:
+        raise from_validation(error, body) from None
 
 
-class ChatRequest(ChatFields, GenerationFields):
-    """POST /v1/chat/completions."""
-
-    unsupported: ClassVar = {
-        **GenerationFields.unsupported,
-        **ChatFields.unsupported,
-        "modalities": Unsupported((["text"], []), "models here write text only"),
-        "audio": Unsupported((), "models here write text only"),
-        "web_search_options": Unsupported((), "give a tool that searches"),
-        "echo": Unsupported((False,), "use /v1/completions"),
-        "best_of": Unsupported((1,), "use n"),
-        "suffix": Unsupported(("",), "put it into a message"),
-    }
-
-    messages: Messages
-    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
-    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: ReasoningEffort | None = None
-
-    def model_post_init(self, context: Any) -> None:
-        """Check what fields say together."""
-        super().model_post_init(context)
-        if self.top_logprobs and not self.logprobs:
-            raise Refused("top_logprobs is given without logprobs; set logprobs", "top_logprobs")
-        names = [tool.function.name for tool in self.tools or ()]
-        if len(set(names)) < len(names):
-            raise Refused("two tools have the same name; expected different ones", "tools")
-        if self.must_call and not self.functions:
-            raise Refused("tool_choice asks for a tool that is not among tools", "tool_choice")
-        effort = self.chat_template_kwargs and self.chat_template_kwargs.reasoning_effort
-        if effort and self.reasoning_effort not in (None, effort):
-            raise Refused("reasoning_effort is given twice, with two values", "reasoning_effort")
-
-    def dialogue(self) -> list[dict[str, Any]]:
-        """Return the messages as chat templates read them."""
-        return plain_messages(self.messages)
-
-    @property
-    def budget(self) -> int | None:
-        """Tokens of each answer; None: as many as the context has room for."""
-        limits = [n for n in (self.max_tokens, self.max_completion_tokens) if n is not None]
-        return min(limits, default=None)
-
-    @property
-    def likeliest(self) -> int:
-        """How many of the likeliest tokens to tell with each token; -1: no probability at all."""
-        return (self.top_logprobs or 0) if self.logprobs else -1
-
-    @property
-    def functions(self) -> list[dict[str, Any]]:
-        """The tools that the model may call: none or one of them if `tool_choice` says so."""
-        if self.tool_choice == "none":
-            return []
-        tools = super().functions
-        if isinstance(self.tool_choice, NamedChoice):
-            wanted = self.tool_choice.function.name
-            return [tool for tool in tools if tool["function"]["name"] == wanted]
-        return tools
-
-    @property
-    def must_call(self) -> bool:
-        """Whether the answer has to be a call."""
-        return self.tool_choice not in (None, "none", "auto")
-
-    @property
-    def template_variables(self) -> dict[str, Any]:
-        """The variables of the chat template that the request sets."""
-        effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
-        return super().template_variables | effort
-
-
-def _prompts(value: object) -> list[str | list[int]]:
-    """Return the prompts of a request, whichever way they are written."""
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list) or not value:
-        raise Refused(f"prompt is {_kind(value)}; {_EXPECTED}")
-    if type(value[0]) is int:
-        return [_token_ids(value)]
-    if len(value) > MAX_PROMPTS:
-        raise Refused(f"{len(value)} prompts; expected at most {MAX_PROMPTS}: send fewer at a time")
-    if all(isinstance(prompt, str) for prompt in value):
-        return value
-    return [_token_ids(prompt) for prompt in value]
-
-
-def _token_ids(value: object) -> list[int]:
-    if not isinstance(value, list) or not value or set(map(type, value)) != {int}:
-        raise Refused(f"a prompt is {_kind(value)}; {_EXPECTED}")
-    if len(value) > MAX_PROMPT_TOKENS:
-        raise Refused(f"a prompt of {len(value)} tokens; expected at most {MAX_PROMPT_TOKENS}")
-    if min(value) < 0 or max(value) > MAX_TOKENS:
-        raise Refused(f"a token id is out of range; expected 0 to {MAX_TOKENS}")
+def _bounded(value: dict[str, Any]) -> dict[str, Any]:
+    if (size := len(json.dumps(value))) > MAX_SCHEMA_CHARS:
+        raise Refused(
+            f"a JSON schema has {size} characters; expected at most {MAX_SCHEMA_CHARS}: shorten it"
+        )
     return value
 
 
-def _kind(value: object) -> str:
-    if isinstance(value, list):
-        return "a list of various things" if value else "an empty list"
-    return "null" if value is None else f"of type {type(value).__name__}"
+def _parsed(value: object) -> object:
+    """Return a JSON schema; one that came as text is parsed."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_object(value.encode("utf-8"), "a JSON schema")
+    except (FormatError, UnicodeEncodeError) as error:
+        raise Refused(str(error)) from None
 
 
-_TOKEN_IDS = {
-    "type": "array",
-    "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKENS},
-    "minItems": 1,
-    "maxItems": MAX_PROMPT_TOKENS,
-}
-_MANY = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
-Prompts = Annotated[
-    list[str | list[int]],
-    PlainValidator(_prompts),
+def _biases(value: dict[str, float]) -> dict[str, float]:
+    if value and max(map(int, value)) > MAX_TOKENS:
+        raise Refused(f"logit_bias has a key above {MAX_TOKENS}; expected token ids")
+    return value
+
+
+def _diffusion(value: str) -> str:
+    try:
+        if value not in WORDS:
+            parse(value)
+    except UsageError as error:
+        raise Refused(str(error)) from None
+    return value
+
+
+def _text(least: int, most: int) -> StringConstraints:
+    return StringConstraints(min_length=least, max_length=most)
+
+
+JsonSchema = Annotated[dict[str, Any], AfterValidator(_bounded)]
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+ShortText = Annotated[str, _text(0, 256)]
+ReasoningEffort = Literal["low", "medium", "high"]
+_STOP_TEXT = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+Stops = Annotated[
+    list[Annotated[str, _text(1, MAX_STOP_CHARS)]],
+    Field(max_length=MAX_STOPS),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {**_MANY, "items": {"type": "string"}},
-                _TOKEN_IDS,
-                {**_MANY, "items": _TOKEN_IDS},
-            ]
-        }
+        {"anyOf": [_STOP_TEXT, {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_STOPS}]}
     ),
 ]
+Biases = Annotated[
+    dict[
+        Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,9})$")],
+        Annotated[float, Field(ge=-100, le=100)],
+    ],
+    Field(max_length=1024),
+    AfterValidator(_biases),
+]
+_RULE = rf"^({'|'.join(WORDS)}|({'|'.join(RULES)})(:[0-9.]+(,[0-9.]+)?)?)$"
+Diffusion = Annotated[
+    str,
+    _text(0, 64),
+    AfterValidator(_diffusion),
+    WithJsonSchema({"type": "string", "maxLength": 64, "pattern": _RULE}),
+]
+GuidedSchema = Annotated[
+    JsonSchema,
+    BeforeValidator(_parsed),
+    WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}]}),
+]
+GuidedRegex = Annotated[str, _text(1, 8 << 10)]
+GuidedGrammar = Annotated[str, _text(1, MAX_SCHEMA_CHARS)]
+GuidedChoice = Annotated[list[Annotated[str, _text(1, 1024)]], Field(min_length=1, max_length=256)]
 
 
-class CompletionRequest(GenerationFields):
-    """POST /v1/completions. After validation `prompt` is a list of prompts."""
+class TextPart(Schema):
+    """A piece of a message. Images, audio and files are refused: models here read text."""
 
-    prompt: Prompts
-    max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    echo: bool | None = None
-    best_of: int | None = None
-    suffix: str | None = None
-
-    def model_post_init(self, context: Any) -> None:
-        """Check what fields say together."""
-        super().model_post_init(context)
-        if self.best_of not in (None, self.choices):
-            raise Refused(f"best_of is not n, which is {self.choices}; leave it out", "best_of")
-        if self.suffix:
-            raise Refused("suffix is not supported; models here go on from a prompt", "suffix")
-        if self.max_tokens == 0 and not self.echo:
-            raise Refused("max_tokens is 0 without echo; expected at least 1", "max_tokens")
-        if (answers := len(self.prompt) * self.choices) > MAX_ANSWERS:
-            raise Refused(f"{answers} answers; expected at most {MAX_ANSWERS}: lower n", "n")
-
-    @property
-    def budget(self) -> int:
-        """Tokens of each answer; 0: only the prompt is scored."""
-        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-
-    @property
-    def likeliest(self) -> int:
-        """How many of the likeliest tokens to tell with each token; -1: no probability at all."""
-        return -1 if self.logprobs is None else self.logprobs
+    type: Literal["text"]
+    text: str
 
 
-class TokenizeRequest(ChatFields):
-    """POST /tokenize: a prompt, or messages; `add_special_tokens` is about prompts."""
+class CalledFunction(Schema):
+    """What a call calls; the arguments are JSON text, as the model wrote it."""
+
+    name: FunctionName
+    arguments: str
+
+
+class ToolCall(Schema):
+    """A call that the model made in an earlier turn."""
+
+    id: ShortText
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class _Message(Schema):
+    content: str | list[TextPart] | None = None
+    name: ShortText | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return the message as chat templates read it: content is text, nothing is None."""
+        content = self.content or ""
+        if isinstance(content, list):
+            content = "\n".join(part.text for part in content)
+        message = self.model_dump(exclude_none=True) | {"content": content}
+        if reasoning := message.pop("reasoning", ""):
+            message.setdefault("reasoning_content", reasoning)
+        return {key: value for key, value in message.items() if value or key == "content"}
+
+
+class GivenMessage(_Message):
+    """What the model is told."""
+
+    unsupported: ClassVar = {"tool_calls": (([],), "only assistants call")}
+
+    role: Literal["system", "developer", "user"]
+    content: str | list[TextPart]
+
+
+class ToolMessage(_Message):
+    """What a call gave; `tool_call_id` says which one."""
+
+    unsupported: ClassVar = GivenMessage.unsupported
+
+    role: Literal["tool"]
+    content: str | list[TextPart]
+    tool_call_id: ShortText | None = None
+
+
+class AssistantMessage(_Message):
+    """What the model said; `reasoning` is another name of `reasoning_content`."""
+
+    role: Literal["assistant"]
+    tool_calls: list[ToolCall] | None = Field(None, max_length=128, fail_fast=True)
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+Message = Annotated[GivenMessage | ToolMessage | AssistantMessage, Field(discriminator="role")]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages as chat templates read them; that of a tool has the name of its function."""
+    called: dict[str, str] = {}
+    plain = []
+    for message in messages:
+        turn = message.plain()
+        if isinstance(message, AssistantMessage):
+            called |= {call.id: call.function.name for call in message.tool_calls or ()}
+        elif isinstance(message, ToolMessage) and message.tool_call_id in called:
+            turn.setdefault("name", called[message.tool_call_id])
+        plain.append(turn)
+    return plain
+
+
+class Function(Schema):
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: JsonSchema | None = None
+    strict: bool | None = None
+
+
+class Tool(Schema):
+    """A tool; of the types of tools, functions are supported."""
+
+    type: Literal["function"]
+    function: Function
+
+    def plain(self) -> dict[str, Any]:
+        """Return the tool as chat templates read it."""
+        parameters = self.function.parameters
+        function = {
+            "name": self.function.name,
+            "description": self.function.description or "",
+            "parameters": {"type": "object", "properties": {}}
+            if parameters is None
+            else parameters,
+        }
+        return {"type": "function", "function": function}
+
+
+class FunctionNamed(Schema):
+    """The name of a function."""
+
+    name: FunctionName
+
+
+class NamedChoice(Schema):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    function: FunctionNamed
+
+
+class PlainFormat(Schema):
+    """Any text, or a JSON object."""
+
+    type: Literal["text", "json_object"]
+
+
+class NamedSchema(Schema):
+    """A JSON schema; it is kept to whether `strict` or not."""
+
+    name: FunctionName
+    description: str | None = None
+    schema_: JsonSchema | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class SchemaFormat(Schema):
+    """JSON that a schema describes."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class TemplateVariables(Schema, extra="forbid"):
+    """Variables of the chat template that a request may set."""
+
+    enable_thinking: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+
+
+class StreamOptions(Schema):
+    """What streams report besides the answer.
+
+    The usage in a last chunk, or with each chunk; uncommitted tokens after each forward that
+    denoises a block.
+    """
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_canvas: bool | None = None
+
+
+class StructuredOutputs(Schema, extra="forbid"):
+    """What the answer has to follow, as vLLM names it; one of them."""
+
+    json_: GuidedSchema | None = Field(default=None, alias="json")
+    json_object: Literal[True] | None = None
+    regex: GuidedRegex | None = None
+    grammar: GuidedGrammar | None = None
+    choice: GuidedChoice | None = None
+
+
+class SamplingFields(Schema):
+    """How tokens are sampled."""
+
+    unsupported: ClassVar = {
+        "use_beam_search": ((False,), "use n"),
+        "min_tokens": ((0,), "use ignore_eos with max_tokens"),
+        "stop_token_ids": (([],), "use stop"),
+        "include_stop_str_in_output": ((False,), "add the stop text to the answer"),
+        "bad_words": (([],), "use logit_bias"),
+        "allowed_token_ids": (([],), "use guided_choice or guided_grammar"),
+        "length_penalty": ((1,), "it belongs to beam search"),
+        "prompt_logprobs": ((), "use /v1/completions with echo and logprobs"),
+        "truncate_prompt_tokens": ((), "shorten the prompt"),
+        "skip_special_tokens": ((True,), "answers never have special tokens"),
+        "logits_processors": (([],), "use logit_bias"),
+    }
 
     model: ShortText | None = None
-    prompt: str | None = None
-    messages: Messages | None = None
-    add_special_tokens: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="-1 and 0: all tokens")
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    logit_bias: Biases | None = Field(None, description="token id -> added to its logit")
+    seed: int | None = Field(None, ge=-_SEEDS // 2, le=_SEEDS - 1)
+    ignore_eos: bool | None = None
+    diffusion: Diffusion | None = Field(
+        None, description="how blocks are denoised: lossless, a rule"
+    )
+    stream: bool | None = None
+    cache_salt: Annotated[str, _text(1, 128)] | None = None
+    request_id: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")] | None = None
+
+    def on_top_of(self, defaults: Mapping[str, float]) -> Self:
+        """Return the request with a model's defaults where it says nothing."""
+        said = {name: getattr(self, name) for name in defaults}
+        return self.model_copy(update=taken(defaults, said | {"temperature": self.temperature}))
+
+    def sampling(self, choice: int = 0) -> dict[str, Any]:
+        """Return the arguments of the engine's `Sampling` for one of the answers to a prompt.
+
+        Choice 0 has the seed of the request, further ones have seeds that follow from it, alike
+        for all prompts. Without a seed each has a random one.
+        """
+        seed = secrets.randbits(64) if self.seed is None else self.seed + choice * _SEED_STEP
+        given = {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_k": None if self.top_k is None else max(self.top_k, 0),
+            "top_p": None if self.top_p is None else max(self.top_p, 1e-9),  # 0: the top token
+            "min_p": self.min_p,
+            "seed": seed % _SEEDS,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            # A bias of 0 would only cost: sampling with biases is slower.
+            "logit_bias": {int(t): bias for t, bias in (self.logit_bias or {}).items() if bias},
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class GenerationFields(SamplingFields):
+    """What is common to requests of chats and completions."""
+
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stop: Stops | None = None
+    stream_options: StreamOptions | None = None
+    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = (
+        None
+    )
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: GuidedSchema | None = None
+    guided_regex: GuidedRegex | None = None
+    guided_grammar: GuidedGrammar | None = None
+    guided_choice: GuidedChoice | None = None
+    functions: ClassVar[Sequence[dict[str, Any]]] = ()
+    must_call: ClassVar[bool] = False
 
     def model_post_init(self, _: Any) -> None:
         """Check what fields say together."""
-        if (self.prompt is None) == (self.messages is None):
-            both = "neither" if self.prompt is None else "both"
-            raise Refused(f"{both} of prompt and messages are given; expected one", "prompt")
+        if self.stream_options is not None and not self.stream:
+            raise Refused("stream_options is given without stream; set stream", "stream_options")
+        if len(asked := self._constraints()) > 1:
+            raise Refused(
+                f"{len(asked)} output constraints are set; expected one of response_format, "
+                "structured_outputs and guided_...",
+                "response_format" if self.response_format else None,
+            )
 
-    def dialogue(self) -> list[dict[str, Any]]:
-        """Return the messages as chat templates read them; none if there is a prompt."""
-        return plain_messages(self.messages or [])
+    @property
+    def choices(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
 
+    @property
+    def options(self) -> StreamOptions:
+        """What a stream reports besides the answer."""
+        return self.stream_options or StreamOptions()
 
-class DetokenizeRequest(Schema):
-    """POST /detokenize."""
+    @property
+    def constraint(self) -> dict[str, Any] | None:
+        """What the answer has to follow: one of `grammar_rules.KINDS` -> its value, or None."""
+        return next(iter(self._constraints()), None)
 
-    model: ShortText | None = None
-    tokens: list[TokenId] = Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)
+    def _constraints(self) -> list[dict[str, Any]]:
+        outputs = self.structured_outputs or StructuredOutputs()
+        named: list[tuple[str, Any]] = [
+            ("json_schema", self.guided_json),
+            ("json_schema", outputs.json_),
+            ("json_object", outputs.json_object),
+            ("regex", self.guided_regex),
+            ("regex", outputs.regex),
+            ("grammar", self.guided_grammar),
+            ("grammar", outputs.grammar),
+            ("choice", self.guided_choice),
+            ("choice", outputs.choice),
+        ]
+        match self.response_format:
+            case PlainFormat(type="json_object"):
+                named.append(("json_object", True))
+            case SchemaFormat(json_schema=described):
+                named.append(("json_schema", described.schema_ or {}))
+        return [{kind: value} for kind, value in named if value is not None]

@@ -11,12 +11,10 @@ from clocher_runtime.config.setting import Setting, declared, defaults, every, f
 from clocher_runtime.config.sources import Sources, settle, with_file
 from clocher_runtime.config.values import integer, number, switch, text
 
-_TEXT = text()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig(EngineConfig):
-    """A server, fully decided: its engine, and how it serves. A None stands for what help says."""
+    """The engine of a server, and how it serves."""
 
     command: ClassVar[str] = "serve"
 
@@ -31,15 +29,15 @@ class ServeConfig(EngineConfig):
     port: int = flag("Server", integer(0, 65535), "port to listen on; 0: a free one", default=8000)
     api_key: str | None = flag(
         "Server",
-        _TEXT,
+        text(),
         "what clients have to know; better given by its variable",
         "CLOCHER_API_KEY",
     )
     served_model_name: str | None = flag(
-        "Server", _TEXT, "what clients call the model (unset: the last part of its path)"
+        "Server", text(), "what clients call the model (unset: the last part of its path)"
     )
     cors_origins: str | None = flag(
-        "Server", _TEXT, "origins whose pages may call, commas between them (unset: none)"
+        "Server", text(), "origins whose pages may call, commas between them (unset: none)"
     )
     no_page: bool = flag("Server", switch(), "serve no chat page at /")
     queue: int = flag(
@@ -72,47 +70,12 @@ SCORE_ROWS = 64
 
 
 def decide(flags: Mapping[str, str], environ: Mapping[str, str]) -> tuple[ServeConfig, Sources]:
-    """Return the settings of a server: flag, variable, file, default.
+    """Return the settings of a server, and the sources of its engine's (`engine_config`).
 
-    Args:
-        flags: name of a setting -> what its flag was given.
-        environ: environment variables.
-
-    Returns:
-        Them, and what the process of the engine makes its own of (`engine_config`).
-
-    Raises:
-        UsageError: a value is not what its setting takes, or an address of others has no key.
+    Raises UsageError: a value is not what its setting takes, or a public address has no key.
     """
     sources = with_file(Sources(flags, environ), TABLE)
     config = settle(ServeConfig, sources)
-    _check(config)
-    return config, sources.only({n: s for n, s in TABLE.items() if n in _ENGINE})
-
-
-def engine_config(sources: Sources) -> EngineConfig:
-    """Return the configuration of a server's engine.
-
-    Args:
-        sources: from `decide`.
-    """
-    config = settle(ServeConfig, sources)
-    return replace(
-        config, prefix_cache=not config.no_prefix_cache, score_rows=SCORE_ROWS, keep_mapped=True
-    )
-
-
-def is_local(host: str) -> bool:
-    """Return whether only this machine can reach an address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _check(config: ServeConfig) -> None:
     if config.api_key is not None and not (config.api_key.isascii() and config.api_key.strip()):
         raise UsageError("--api-key: expected ASCII characters that are not all spaces")
     if config.served_model_name == "":
@@ -122,3 +85,20 @@ def _check(config: ServeConfig) -> None:
             f"--host {config.host}: others could reach the server and there is no key; set "
             "CLOCHER_API_KEY, or listen on 127.0.0.1"
         )
+    return config, sources.only({n: s for n, s in TABLE.items() if n in _ENGINE})
+
+
+def engine_config(sources: Sources) -> EngineConfig:
+    """Return the configuration of a server's engine, from the sources of `decide`."""
+    config = settle(ServeConfig, sources)
+    return replace(
+        config, prefix_cache=not config.no_prefix_cache, score_rows=SCORE_ROWS, keep_mapped=True
+    )
+
+
+def is_local(host: str) -> bool:
+    """Return whether only this machine can reach an address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -39,10 +39,7 @@ class Reader(Protocol):
     """What a draft model knows of one sequence."""
 
     def behind(self, ids: Sequence[int]) -> int:
-        """Note the sequence so far; return how many tokens are to be read before a draft, or 0.
-
-        0 says that the model cannot draft for this sequence.
-        """
+        """Note the sequence so far; return how many tokens are to be read before a draft, or 0."""
 
     def leave(self) -> None:
         """Hold nothing for the sequence any more; it may go on later."""
@@ -103,7 +100,6 @@ class SuffixDrafter:
 
     Args:
         automaton: of an empty sequence.
-        kind: the first of its `LEVELS` classes.
 
     Source: suffix automata as drafters, Hu et al., SAM Decoding, 2024.
     """

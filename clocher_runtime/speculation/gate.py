@@ -28,9 +28,6 @@ _ASSUMED = 0.03  # of a token's time, what a further one costs until it is measu
 class ForwardCosts:
     """The time of a forward by its tokens: measured at warm-up, then followed.
 
-    Args:
-        most: tokens of the largest forward.
-
     Attributes:
         ns: of each number of tokens from 0 to `most`; the unknown ones on a line between the known.
         known: tokens -> time, of those that were measured.
@@ -41,10 +38,7 @@ class ForwardCosts:
         self.ns = [0.0] * (most + 1)
 
     def measure(self, work: Callable[[int], int]) -> None:
-        """Measure forwards of some sizes in rounds; `work` does one and returns nanoseconds.
-
-        The fastest of each size counts.
-        """
+        """Measure forwards of some sizes in rounds; `work` does one and returns nanoseconds."""
         sizes = [size for size in _SIZES if size < len(self.ns)]
         rounds = [[work(size) for size in sizes]]
         while len(rounds) < _ROUNDS and sum(map(sum, rounds)) < _LONGEST_NS:
@@ -68,10 +62,7 @@ class ForwardCosts:
             self._interpolate()
 
     def doubt(self, base: int) -> None:
-        """Take forwards of more than `base` tokens for a little cheaper, since none was done.
-
-        A time that was measured in a bad moment would keep the gate closed for good.
-        """
+        """Take forwards of more than `base` tokens for a little cheaper, since none was done."""
         least = self.ns[base]
         for tokens, ns in self.known.items():
             if tokens > base:
@@ -105,9 +96,6 @@ class Trial:
     The gate knows what a forward costs and not what drafting itself does, which on a small model is
     more than a token. So the time of a token is compared: with drafts over some forwards in a row,
     and of single forwards without. If drafts lose, they are tried again after ever longer pauses.
-
-    Attributes:
-        is_on: whether the next forward has drafts.
     """
 
     def __init__(self) -> None:
@@ -119,7 +107,6 @@ class Trial:
         """Learn what a forward took.
 
         Args:
-            ns: with all that drafting took.
             made: tokens for each of its sequences, on average.
             bare_ns: time of a forward without drafts; 0: not known.
         """
@@ -144,7 +131,6 @@ def rate_of(chances: Sequence[float], ns: Sequence[float]) -> float:
     """Return the most tokens per time that the draft of one sequence is expected to make.
 
     Args:
-        chances: of its tokens, descending.
         ns: time of a forward by how many of them it has.
     """
     made, best = 1.0, 0.0
@@ -160,7 +146,6 @@ def choose(offers: Sequence[Sequence[float]], base: int, ns: Sequence[float]) ->
 
     Args:
         offers: of each sequence the chances of its draft, descending.
-        base: tokens of the forward without drafts.
         ns: time of a forward by its tokens.
     """
     counts = [0] * len(offers)
@@ -193,7 +178,6 @@ def draft_depth(
     Args:
         mine: of each sequence the chances of these tokens; none where they cannot be had.
         others: the chances of what is sent of it otherwise.
-        base: tokens of the forward without drafts.
         ns: time of a forward by its tokens.
         entries: of each sequence, what is paid once, as far as this forward has to bear it.
         steps: what a further token for each of so many sequences takes.

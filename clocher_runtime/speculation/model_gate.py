@@ -32,16 +32,7 @@ class DraftModel(Protocol):
     costs: ForwardCosts
 
     def draft(self, readers: Sequence[Any], depth: int, most: int) -> list[list[int]]:
-        """Read on in some sequences, and draft for those that are read to their end.
-
-        Args:
-            readers: of the sequences, made by this model; `behind` was asked.
-            depth: tokens to draft.
-            most: tokens to read.
-
-        Returns:
-            Of each up to `depth` tokens; none of one that has to be read on.
-        """
+        """Read up to `most` tokens of some sequences; draft `depth` for those read to their end."""
 
     def reset(self) -> None:
         """Forget all sequences."""
@@ -75,7 +66,6 @@ class DraftModelGate:
         Args:
             pending: the sequences; their tracks have what others offer.
             taken: the chances of what is sent of that.
-            base: tokens of the forward without drafts.
             ns: time of a forward by its tokens.
         """
         if base >= len(ns):

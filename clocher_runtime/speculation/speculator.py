@@ -122,13 +122,7 @@ class Account:
 def account(
     costs: ForwardCosts, now: Counts, before: Counts | None = None, draft_ns: float = 0.0
 ) -> Account:
-    """Return the figures of what was counted after an earlier state.
-
-    Args:
-        costs: of forwards.
-        now, before: the counts.
-        draft_ns: time of a token of the draft model; 0 without one.
-    """
+    """Return the figures of what was counted after an earlier state."""
     ns, since = costs.ns, now.since(before or Counts())
     if len(ns) <= DRAWN or ns[1] <= 0:
         return Account(since)
@@ -139,11 +133,8 @@ class Track:
     """What is drafted for one sequence.
 
     Attributes:
-        rates: acceptance rates, beginning with those of the session.
-        offer: the draft that expects most; it is judged whether it is sent or not.
+        offer: the draft that expects most; it is judged, `sent` or not, as `asides` are.
         tried: how many of its tokens are sent whatever they promise, to learn what they are worth.
-        asides: other drafts that are judged too.
-        sent: what of the offer is verified.
         reader: what a draft model knows of the sequence; None without one.
     """
 
@@ -157,13 +148,7 @@ class Track:
         self.reader: Reader | None = None
 
     def draft(self, ids: Sequence[int], most: int, ns: Sequence[float]) -> list[float]:
-        """Offer the draft that pays most; return the chance of each of its tokens.
-
-        Args:
-            ids: the sequence so far.
-            most: draft tokens.
-            ns: time of a forward by how many it has.
-        """
+        """Offer the draft that pays most; return the chance of each of its tokens."""
         self.offer, self.asides = NO_DRAFT, []
         best, highest = list[float](), 0.0
         for drafter in self.drafters:
@@ -192,11 +177,6 @@ class Speculator:
         make: returns the drafters of a new sequence.
         rows: output rows of a forward.
         gate: of a draft model, if there is one.
-
-    Attributes:
-        costs: of a forward.
-        counts: so far.
-        trial: whether speculation wins.
     """
 
     def __init__(
@@ -219,13 +199,7 @@ class Speculator:
         return Track(self._make(), AcceptanceRates(self._rates.mean))
 
     def draft(self, pending: Sequence[Pending], base: int, rows: int) -> list[Draft]:
-        """Return what to send of each sequence of a step.
-
-        Args:
-            pending: the sequences.
-            base: tokens of the step without drafts.
-            rows: draft tokens that it has room for.
-        """
+        """Return what to send of each sequence of a step."""
         ns = self.costs.ns[: base + rows + 1]
         offers = [track.draft(ids, most, ns[base:]) for track, ids, most in pending]
         counts = choose(offers, base, ns)
@@ -249,13 +223,7 @@ class Speculator:
         return [each.track.sent for each in pending]
 
     def judge(self, sequences: int, tokens: int, ns: int) -> None:
-        """Learn what a forward took that only decoded.
-
-        Args:
-            sequences: that it had.
-            tokens: that they made.
-            ns: with all that drafting took.
-        """
+        """Learn what a forward took that only decoded."""
         if not self.trial.is_on:
             self.counts.forwards += sequences
             self.counts.tokens += tokens
@@ -269,13 +237,7 @@ class Speculator:
             self._gate.model.reset()
 
     def learn(self, track: Track, tokens: Sequence[int], verified: int) -> None:
-        """Compare what was drafted for a sequence with the tokens that came.
-
-        Args:
-            track: of the sequence.
-            tokens: that came, one at least.
-            verified: how many of them had been sent.
-        """
+        """Compare what was drafted with the tokens that came, of which `verified` were sent."""
         counts, sent = self.counts, track.sent
         counts.forwards += 1
         counts.tokens += len(tokens)

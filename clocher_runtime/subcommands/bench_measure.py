@@ -20,10 +20,15 @@ from clocher_runtime.config.setting import every, unmet
 from clocher_runtime.config.sources import Sources, settle
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.engine.backends import gpu
-from clocher_runtime.engine.bandwidth import memory_reader, working_set
-from clocher_runtime.engine.placement import threads_of
+from clocher_runtime.engine.probes import memory_reader, working_set
 from clocher_runtime.engine.session import Session
-from clocher_runtime.engine.topology import cache_bytes, cpu_name, read_cpus, usable_cpus
+from clocher_runtime.engine.topology import (
+    cache_bytes,
+    cpu_name,
+    read_cpus,
+    threads_of,
+    usable_cpus,
+)
 from clocher_runtime.quality.speed import Case, Runner, session_for
 from clocher_runtime.quality.turns import in_turns
 from clocher_runtime.subcommands.bench_rows import Row, above_limit, beside_reads, speed
@@ -190,7 +195,7 @@ def _rows(
             "in_cache": in_cache,
             "speculate": bound.config.speculate,
             "attn": runner.session.reading.mode,
-            "act_sparsity": runner.session.act_sparsity,
+            "act_sparsity": runner.session.config.act_sparsity,
             "tokens_per_pass": runner.tokens_per_pass(case) if case.tokens else None,
         }
         row = {**facts, **_about(runner, bound), **row, **said}
@@ -217,8 +222,8 @@ def _about(runner: Runner, bound: Loaded) -> Row:
         "hints_ignored": list(ignored),
         "isa": session.isa,
         "act_prec": session.act_prec,
-        "type_k": session.kv_dtype,
-        "type_v": session.kv_dtype,
+        "type_k": session.sizes.cache_dtype,
+        "type_v": session.sizes.cache_dtype,
         "n_ubatch": session.executor.plan.tokens,
     }
 

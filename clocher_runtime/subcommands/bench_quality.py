@@ -57,8 +57,7 @@ def quality(
 ) -> None:
     """Score the items of a file and print the line."""
     from clocher_runtime.disk.schema import finite
-    from clocher_runtime.quality.likelihood import Scorer
-    from clocher_runtime.quality.tasks import read_task, score_task
+    from clocher_runtime.quality.likelihood import Scorer, read_task, score_task
 
     items = read_task(task)[:limit]
     with report.counting() as tell, scored(**model, batch=batch, context=context) as ready:

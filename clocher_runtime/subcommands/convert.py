@@ -48,7 +48,7 @@ Q4_MAP = option(
         "--model-dir",
         "The model: a directory with safetensors or pytorch_model*.bin (or with them in hf/ or "
         "hf/original/), a GGUF file, or owner/name of what `clocher pull` has fetched. It is only "
-        "read; pickles are followed, never run.",
+        "read; pytorch_model*.bin needs torch.",
         needed=False,
     ),
     place(

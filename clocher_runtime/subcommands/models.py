@@ -89,8 +89,8 @@ main = models.run
 
 def _one_model(where: Sequence[str]) -> Path | None:
     """Return the path of the only argument if it is a model, None if it is a place to look into."""
+    from clocher_runtime.checkpoints.hf.foreign import holds_model
     from clocher_runtime.checkpoints.locate import locate
-    from clocher_runtime.checkpoints.no_model import holds_model
 
     paths = [locate(name) for name in where]
     for name, path in zip(where, paths, strict=True):
@@ -103,7 +103,7 @@ def _one_model(where: Sequence[str]) -> Path | None:
 
 def _speed_limit(per_token: int) -> dict[str, Any]:
     """Return how fast memory is read, and how many tokens a second that allows at most."""
-    from clocher_runtime.engine.bandwidth import read_gbps
+    from clocher_runtime.engine.probes import read_gbps
     from clocher_runtime.engine.topology import default_threads
 
     gbps = read_gbps(per_token, default_threads())

@@ -10,9 +10,8 @@ from clocher_kernels.host_memory import available
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.gguf.parts import SUFFIX
 from clocher_runtime.checkpoints.hf.cache import HubName, repositories, revisions
-from clocher_runtime.checkpoints.hf.foreign import listed
+from clocher_runtime.checkpoints.hf.foreign import holds_model, listed
 from clocher_runtime.checkpoints.locate import EMBEDDED, embedded_model
-from clocher_runtime.checkpoints.no_model import holds_model
 from clocher_runtime.command.model_choice import converses
 from clocher_runtime.engine.footprint import footprint, kv_bytes_per_token
 from clocher_runtime.engine.load import bytes_per_token, describe, destined, label

@@ -341,7 +341,7 @@ def _say_needs(report: Report, job: "Job", plan: "QuantPlan", out_dir: Path) -> 
     """Say what it takes of disk and memory."""
     from clocher_kernels.host_memory import available
     from clocher_runtime.disk.output_file import check_free
-    from clocher_runtime.quantize.needs import needs_of
+    from clocher_runtime.quantize.job import needs_of
 
     needs = needs_of(job, plan)
     nbytes = plan.nbytes + needs.parts

@@ -3,9 +3,16 @@
 from collections.abc import Collection
 from typing import Literal
 
-from clocher_runtime.text.deltas import AnswerReader, Delta, DeltaKind, PlainText, TextReader
+from clocher_runtime.text.deltas import (
+    AnswerReader,
+    Delta,
+    DeltaKind,
+    PlainText,
+    TextReader,
+    Thinking,
+    opens_thoughts,
+)
 from clocher_runtime.text.harmony import HarmonyReader, Tokens
-from clocher_runtime.text.thinking import Thinking, opens_thoughts
 from clocher_runtime.text.tool_calls import HermesCalls, LlamaCalls
 
 __all__ = ["AnswerReader", "AnswerStyle", "Delta", "DeltaKind", "answer_style", "make_reader"]
@@ -16,12 +23,7 @@ _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 
 
 def answer_style(tokenizer: Tokens, template: str) -> AnswerStyle:
-    """Return how a model spells its answers.
-
-    Args:
-        tokenizer: of the model.
-        template: its chat template, "" where it has none.
-    """
+    """Return how a model marks up its answers, by its tokens and its chat template."""
     if all(tokenizer.token_id(name) is not None for name in _HARMONY):
         return "harmony"
     # Qwen3-Coder writes <function=NAME> between the same marks, which is no JSON.
@@ -44,11 +46,10 @@ def make_reader(
 
     Args:
         tokenizer: of the model.
-        style: how the model spells its answers.
+        style: how the model marks up its answers.
         tools: whether there are functions to call. If not, what looks like a call is text.
-        prompt_tail: the end of the prompt, at least from where the answer's message begins: it may
-            have begun a thought, or a call.
-        ends: ids that end the generation. They have no text, and may be pushed or not.
+        prompt_tail: the end of the prompt, at least from where the answer's message begins.
+        ends: ids that end the generation and have no text; they may be pushed or not.
     """
     if style == "harmony":
         return HarmonyReader(tokenizer, tools=tools, prompt_tail=prompt_tail, ends=ends)

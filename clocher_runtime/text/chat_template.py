@@ -17,11 +17,8 @@ MAX_MEMORY_BYTES = 256 << 20
 class ChatTemplate:
     """A template, with the settings and functions that transformers gives to its templates.
 
-    Args:
-        source: the template, or a list of `{"name", "template"}` with one called "default".
-
-    Raises:
-        FormatError: it is too large or not valid Jinja.
+    `source` is the template, or a list of `{"name", "template"}` with one called "default". Raises
+    FormatError: it is too large or not valid Jinja.
     """
 
     def __init__(self, source: object) -> None:
@@ -41,9 +38,8 @@ class ChatTemplate:
     def render(self, **variables: Any) -> str:
         """Return the text that the template makes of its variables, which are JSON values.
 
-        Raises:
-            UsageError: the template refuses its variables, or needs ones that are not there.
-            FormatError: it does what the sandbox forbids, or takes too much time or memory.
+        Raises UsageError: the template refuses its variables, or needs ones that are not there.
+        FormatError: it does what the sandbox forbids, or takes too much time or memory.
         """
         try:
             text: str = self._ask("render", variables=variables)
@@ -54,13 +50,8 @@ class ChatTemplate:
         return text
 
     def refuse_unread(self, variables: Iterable[str]) -> None:
-        """Fail if there are variables that the template does not read.
-
-        Raises:
-            UsageError: there are.
-        """
-        unread = sorted(set(variables) - self._reads)
-        if unread:
+        """Raise UsageError if there are variables that the template does not read."""
+        if unread := sorted(set(variables) - self._reads):
             raise UsageError(
                 f"{unread[0]!r} is neither an option nor a variable of the chat template, which "
                 f"reads {', '.join(sorted(self._reads))}"
@@ -71,17 +62,10 @@ class ChatTemplate:
 
 
 def template_text(source: object) -> str:
-    """Return the text of a template, or of the one called "default" in a list of them.
-
-    Raises:
-        FormatError: there is none.
-    """
+    """Return the text of a template, or of the "default" in a list; raises FormatError."""
     if isinstance(source, list):
-        named = {
-            entry.get("name"): entry.get("template")
-            for entry in source
-            if isinstance(entry, Mapping)
-        }
+        entries = [entry for entry in source if isinstance(entry, Mapping)]
+        named = {entry.get("name"): entry.get("template") for entry in entries}
         source = named.get("default")
     if not isinstance(source, str):
         raise FormatError("chat template: expected text, or a list with one named 'default'")

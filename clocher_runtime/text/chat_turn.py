@@ -1,8 +1,8 @@
 """A turn of a conversation: messages in, the answer in parts as it is made, and what it took."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.engine.arguments import Sampling
@@ -20,36 +20,26 @@ class NoRoom(UsageError):
     """A conversation is too long for the context."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnNumbers:
-    """What an answer took.
+class TurnNumbers(NamedTuple):
+    """What an answer took; times in nanoseconds."""
 
-    Attributes:
-        prompt_tokens: tokens of the conversation before the answer.
-        computed: of them, those that were not found in the cache.
-        tokens: made, the one that ended the answer included.
-        first_ns: from the question to the first token, in nanoseconds; 0 if there was none.
-        decode_tokens, decode_ns: tokens after the first one, and the time of their steps.
-        per_pass: tokens that a pass made on average; NaN if nobody guessed.
-    """
-
-    prompt_tokens: int
-    computed: int
-    tokens: int
-    first_ns: int
-    decode_tokens: int
-    decode_ns: int
-    per_pass: float
+    prompt_tokens: int  # of the conversation before the answer
+    computed: int  # of them, not found in the cache
+    tokens: int  # generated, the one that ended the answer included
+    first_ns: int  # from the question to the first token; 0 if there was none
+    decode_tokens: int  # after the first one
+    decode_ns: int  # of their steps
+    per_pass: float  # tokens of a forward on average; NaN without drafts
 
 
 class ChatModel:
-    """A model that answers messages: by its chat template, or by going on with the last one.
+    """A model that answers messages: by its chat template, or by continuing the last one.
 
     Args:
-        session: makes the tokens, for nobody else meanwhile.
+        session: generates the tokens, for this only meanwhile.
         tokenizer: of its model.
         by_template: whether messages are put together by the template. If not, the text of the last
-            message is gone on with, and nothing else is sent.
+            message is continued, and nothing else is sent.
         variables: of the template.
     """
 
@@ -72,9 +62,7 @@ class ChatModel:
     def check_template(self) -> None:
         """Compile the template, in the process that later runs it.
 
-        Raises:
-            FormatError: it is not one that can be used.
-            UsageError: it does not read the variables.
+        Raises FormatError: it cannot be used. UsageError: it does not read the variables.
         """
         if self.by_template:
             # Late: a model without a template does not pay for it.
@@ -95,13 +83,11 @@ class ChatModel:
 
         Args:
             messages: what was said; the last one is to be answered.
-            sampling: how tokens are chosen.
-            max_new: tokens to make at most; None: as many as there is room for.
+            sampling: how tokens are sampled.
+            max_new: tokens to generate at most; None: as many as there is room for.
 
-        Raises:
-            NoRoom: they and a token of the answer do not fit the context.
-            UsageError: the template refuses the messages.
-            FormatError: the template cannot be used.
+        Raises NoRoom: they and a token of the answer do not fit the context. UsageError: the
+        template refuses the messages. FormatError: the template cannot be used.
         """
         began = self.session.scheduler.times.now()
         ids, tail = self._prompt(messages)
@@ -113,15 +99,12 @@ class ChatModel:
             )
         # A harmony call has its function in the header, which is lost unless it is read as one.
         # Others write their calls as text, which is what is shown and kept: no tools are offered.
+        tools = self.style == "harmony"
         reader = make_reader(
-            self._tokenizer,
-            self.style,
-            tools=self.style == "harmony",
-            prompt_tail=tail,
-            ends=self._ends,
+            self._tokenizer, self.style, tools=tools, prompt_tail=tail, ends=self._ends
         )
         most = room if max_new is None else min(max_new, room)
-        return Answer(self.session, reader, ids, sampling, most, self._ends, began)
+        return Answer(self.session, reader, ids, (sampling, most, self._ends), began)
 
     def _prompt(self, messages: Sequence[Message]) -> tuple[list[int], str]:
         """Return the ids of a conversation, and how its text ends."""
@@ -137,11 +120,9 @@ class ChatModel:
 class Answer:
     """An answer as it is made; `ChatModel.answer` begins one.
 
-    Attributes:
-        prompt: ids of the conversation before it.
-        ids: tokens made so far, the one that ends it included.
-        ending: why nothing follows: "stop": the model ended it; "length": it has as many tokens as
-            were asked for; "full": so has the context; "stopped": somebody did. "" before that.
+    `prompt` and `ids` are token ids, the one that ends the answer included. `ending` is why nothing
+    follows: "stop": the model ended it; "length": max_new; "full": the context; "stopped": the
+    caller; "" before that.
     """
 
     def __init__(
@@ -149,29 +130,20 @@ class Answer:
         session: Session,
         reader: AnswerReader,
         prompt: list[int],
-        sampling: Sampling,
-        most: int,
-        ends: frozenset[int],
+        wanted: tuple[Sampling, int, frozenset[int]],
         began: int,
     ) -> None:
         self.prompt, self.ids = prompt, list[int]()
         self.ending: Ending = ""
-        self._session, self._reader, self._sampling = session, reader, sampling
-        self._most, self._ends, self._began = most, ends, began
+        self._session, self._reader, self._began = session, reader, began
+        self._sampling, self._most, self._ends = wanted
         self._first_ns = 0
         self._before = replace(session.scheduler.sums)
         self._guessed = session.speculation().counts
         self._said: list[Delta] = []
 
     def parts(self, stopped: Callable[[], bool] = lambda: False) -> Iterator[Delta]:
-        """Yield what each token makes certain; only once.
-
-        Args:
-            stopped: asked before each step; the answer ends where it says yes.
-
-        Raises:
-            ClocherError: see `Session.generate`.
-        """
+        """Yield what each token makes certain, once; it ends where `stopped` is true at a step."""
         for deltas in self._steps(stopped):
             self._said += deltas
             yield from deltas
@@ -186,7 +158,9 @@ class Answer:
                         self._first_ns = session.scheduler.times.now() - self._began
                     self.ids.append(token.id)
                     if token.finish:
-                        self.ending = self._why(token.finish)
+                        is_full = len(self.prompt) + len(self.ids) >= session.longest
+                        full = token.finish == "length" and is_full
+                        self.ending = "full" if full else token.finish
                     yield self._reader.push(token.id)
                 if not tokens:
                     if stopped():
@@ -197,15 +171,16 @@ class Answer:
             generation.close()
         yield self._reader.finish()
 
-    def _why(self, finish: Literal["stop", "length"]) -> Ending:
-        is_full = len(self.prompt) + len(self.ids) >= self._session.longest
-        return "full" if finish == "length" and is_full else finish
-
     @property
     def message(self) -> Message:
         """What was said so far, as a message of the conversation."""
-        found: Message = {"role": "assistant", "content": self._text("content")}
-        if thoughts := self._text("reasoning"):
+
+        def text(kind: str, index: int | None = None) -> str:
+            said = (delta for delta in self._said if delta.kind == kind)
+            return "".join(delta.text for delta in said if index in (None, delta.index))
+
+        found: Message = {"role": "assistant", "content": text("content")}
+        if thoughts := text("reasoning"):
             found["reasoning_content"] = thoughts
         names = [delta for delta in self._said if delta.kind == "tool_call"]
         if names:
@@ -213,18 +188,11 @@ class Answer:
                 {
                     "id": f"call_{name.index}",
                     "type": "function",
-                    "function": {"name": name.text, "arguments": self._arguments(name.index)},
+                    "function": {"name": name.text, "arguments": text("arguments", name.index)},
                 }
                 for name in names
             ]
         return found
-
-    def _text(self, kind: str) -> str:
-        return "".join(delta.text for delta in self._said if delta.kind == kind)
-
-    def _arguments(self, index: int) -> str:
-        of_call = (d for d in self._said if d.kind == "arguments" and d.index == index)
-        return "".join(delta.text for delta in of_call)
 
     @property
     def numbers(self) -> TurnNumbers:

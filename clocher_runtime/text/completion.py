@@ -1,4 +1,4 @@
-"""From tokens to what a caller reads: text, stop strings, why it ended, log probabilities."""
+"""From tokens to what a caller reads: text, stop strings, finish reason, log probabilities."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +14,8 @@ from clocher_runtime.engine.constraint import Constraint
 from clocher_runtime.engine.generation import Generation
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.session import Session
+from clocher_runtime.text.deltas import StopStrings
 from clocher_runtime.text.grammar_rules import KINDS
-from clocher_runtime.text.stops import StopStrings
 from clocher_runtime.text.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length"]
@@ -25,40 +25,30 @@ _BLOCK = 64
 _LENGTHS = ("max_new", "max_tokens", "max_new_tokens")
 _SAMPLING = tuple(field.name for field in fields(Sampling))
 OPTIONS = frozenset((*_LENGTHS, "stop", "logprobs", *KINDS, *_SAMPLING))
-"""Keyword arguments that say how a text is gone on with."""
+"""Keyword arguments of a generation."""
 
 
 class TokenLogprob(NamedTuple):
-    """How likely a token was.
-
-    Attributes:
-        logprob: natural logarithm of its probability at temperature 1, before any sampling setting.
-        top: the likeliest tokens and theirs, likeliest first; as many as were asked for.
-    """
+    """The log probability of a token at temperature 1, before any sampling setting."""
 
     id: int
     logprob: float
-    top: tuple[tuple[int, float], ...]
+    top: tuple[tuple[int, float], ...]  # most likely tokens and theirs, most likely first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """How a text goes on.
+    """A generated text.
 
-    Attributes:
-        text: without the token or the stop string that ended it.
-        ids: tokens made, the one that ended it included.
-        finish_reason: "stop" if a token, a stop string or its structure ended it, "length" if as
-            many tokens as were asked for are made or the context is full.
-        prompt_tokens: tokens of the prompt.
-        logprobs: of each token made; None unless asked for.
+    `finish_reason` is "stop" if a token, a stop string or its structure ended it, "length" if it
+    has max_new tokens or the context is full.
     """
 
-    text: str
-    ids: tuple[int, ...]
+    text: str  # without the token or the stop string that ended it
+    ids: tuple[int, ...]  # the one that ended it included
     finish_reason: FinishReason
     prompt_tokens: int
-    logprobs: tuple[TokenLogprob, ...] | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None  # of each token; None unless asked for
 
     @property
     def completion_tokens(self) -> int:
@@ -72,33 +62,17 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a text is gone on with.
+    """The options of a generation."""
 
-    Attributes:
-        max_new: tokens to make at most.
-        stop: strings that end it.
-        logprobs: how many of the likeliest tokens to tell with each; None: no log probabilities.
-        sampling: how tokens are chosen.
-        structure: what the text has to be, as `grammar.GrammarMaker` takes it.
-    """
-
-    max_new: int
-    stop: tuple[str, ...]
-    logprobs: int | None
+    max_new: int  # tokens to generate at most
+    stop: tuple[str, ...]  # strings that end it
+    logprobs: int | None  # how many top tokens to report with each; None: no log probabilities
     sampling: Sampling
-    structure: Mapping[str, Any] | None = None
+    structure: Mapping[str, Any] | None = None  # as `grammar.GrammarMaker` takes it
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Read keyword arguments.
-
-        Args:
-            given: `max_new` (or `max_tokens`, or `max_new_tokens`), `stop`, `logprobs`, one of
-                `grammar_rules.KINDS`, and fields of `Sampling`.
-
-        Raises:
-            UsageError: one is not known or cannot be used.
-        """
+        """Read keyword arguments; raises UsageError."""
         refuse_unknown(given, OPTIONS, "generate")
         lengths = [name for name in _LENGTHS if name in given]
         if len(lengths) > 1:
@@ -153,11 +127,7 @@ class TextGeneration(Iterator[str]):
         self._finish: FinishReason | None = None
 
     def __next__(self) -> str:
-        """Return the next piece; it may be empty.
-
-        Raises:
-            ClocherError: see `Session.generate`.
-        """
+        """Return the next piece; it may be empty; raises ClocherError."""
         if self._finish is not None:
             raise StopIteration
         piece = self._take(next(self._tokens))
@@ -206,12 +176,7 @@ class TextGeneration(Iterator[str]):
 
 
 def side_by_side(texts: Sequence[TextGeneration], batch: int) -> Iterator[tuple[int, Completion]]:
-    """Yield how texts go on, with their numbers, in the order of their ends.
-
-    Args:
-        texts: of one session, none of them begun.
-        batch: how many are made at a time.
-    """
+    """Yield how texts go on, with their numbers, in the order of their ends."""
     waiting = deque(enumerate(texts))
     running: list[tuple[int, TextGeneration]] = []
     try:
@@ -233,11 +198,7 @@ def side_by_side(texts: Sequence[TextGeneration], batch: int) -> Iterator[tuple[
 
 
 def _low(logits: np.ndarray, count: int) -> np.floating[Any]:
-    """Return a number that at least `count` logits reach, and not many more.
-
-    Of the largest ones of some groups the count-th is one; a partition of all takes ten times as
-    long.
-    """
+    """Return a number that at least `count` logits reach, and not many more."""
     whole = logits[: logits.size // _BLOCK * _BLOCK]
     largest = whole.reshape(_BLOCK, -1).max(axis=0)
     source = largest if largest.size >= count else logits

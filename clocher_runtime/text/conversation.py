@@ -18,21 +18,19 @@ Message = dict[str, Any]
 
 
 def conversation_of(messages: object, style: AnswerStyle = "plain") -> list[Message]:
-    """Return the messages of a conversation, in the shape that chat templates read.
+    """Return the messages of a conversation as chat templates read them.
 
-    Contents become text, "developer" becomes "system", which templates know, and the arguments of
-    calls become objects where they are JSON objects. The templates of gpt-oss and Llama 3 take one
-    call in a message, so for them several calls at once become one after the other, each with its
-    result. That of gpt-oss reads a system message at the beginning only, and of a message with a
-    call either text or thoughts.
+    Contents become text, "developer" becomes "system", and arguments of calls become objects where
+    they are JSON objects. The templates of gpt-oss and Llama 3 take one call in a message, so
+    several calls at once become one after the other, each with its result. That of gpt-oss reads a
+    system message at the beginning only, and of a message with a call either text or thoughts.
 
     Args:
-        messages: as the client gave them: mappings with `role`, `content`, `tool_calls`,
-            `tool_call_id`, `name` and `reasoning_content`. Anything else is left out.
-        style: how the model spells its answers.
+        messages: mappings with `role`, `content`, `tool_calls`, `tool_call_id`, `name` and
+            `reasoning_content`; anything else is left out.
+        style: how the model marks up its answers.
 
-    Raises:
-        UsageError: they are not messages of text.
+    Raises UsageError: they are not messages of text.
     """
     given = listed(messages, "a list of messages, each with a role and its content")
     if not given:
@@ -58,10 +56,8 @@ def _message(message: object, where: str) -> Message:
         return found
     if message.get("function_call") is not None:
         raise UsageError(f"{where}.function_call is of an older API; give it in tool_calls")
-    for name in _REASONING:
-        if message.get(name):
-            found["reasoning_content"] = _text(message[name], f"{where}.{name}")
-            break
+    if thoughts := [name for name in _REASONING if message.get(name)]:
+        found["reasoning_content"] = _text(message[thoughts[0]], f"{where}.{thoughts[0]}")
     if calls := message.get("tool_calls"):
         where = f"{where}.tool_calls"
         calls = listed(calls, f"a list of calls as {where}")
@@ -124,7 +120,7 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
         if len(calls) < 2:
             found.append(message)
             continue
-        results: dict[str | None, Message] = {}
+        results: dict[str, Message] = {}
         others = []
         while pending and pending[-1]["role"] == "tool":
             result = pending.pop()
@@ -144,15 +140,14 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
 
 def _for_harmony(messages: Sequence[Message]) -> list[Message]:
     """Return messages of which the template of gpt-oss loses nothing and refuses none."""
-    first = 0
-    while first < len(messages) and messages[first]["role"] == "system":
-        first += 1
-    found = list(messages[first:])
-    if any(message["role"] == "system" for message in found):
+    systems = [message["role"] == "system" for message in messages]
+    first = systems.index(False) if False in systems else len(systems)
+    if any(systems[first:]):
         raise UsageError(
             "a system or developer message comes after others, where this model does not read it; "
             "put it at the beginning"
         )
+    found = list(messages[first:])
     for at, message in enumerate(found):
         if "tool_calls" in message and message["content"] and "reasoning_content" in message:
             both = f"{message['reasoning_content']}\n\n{message['content']}"

@@ -20,10 +20,8 @@ from clocher_runtime.text.tokenizer_limits import MAX_FILE_BYTES, inspect
 if TYPE_CHECKING:
     from clocher_runtime.text.grammar_library import LibraryGrammars
 
-CHECK_SECONDS = 2.0
-CHECK_BYTES = 512 << 20
+CHECK_SECONDS, CHECK_BYTES = 2.0, 512 << 20
 """What trying rules may take, CPU time and memory."""
-
 _PROCESS = TextProcess()
 """Not the one for prompts: hostile rules take their time, and prompts do not wait for them."""
 _turn = threading.Lock()
@@ -40,9 +38,8 @@ class GrammarMaker:
         vocab_size: tokens of the model; those that the tokenizer does not have are never allowed.
         eos_ids: tokens that end a text.
 
-    Raises:
-        FormatError: the tokenizer is none.
-        UsageError: llguidance is not installed, or the model has no structured output.
+    Raises FormatError: the tokenizer is none. UsageError: llguidance is not installed, or the model
+    has no structured output.
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int]) -> None:
@@ -63,19 +60,14 @@ class GrammarMaker:
 
     @classmethod
     def read(cls, source: Path | bytes, vocab_size: int, eos_ids: Sequence[int]) -> Self:
-        """Return one for a model, of its tokenizer.json or the contents of it; see the class.
-
-        Raises:
-            ModelError: the file cannot be read.
-        """
+        """Return one for a model, of its tokenizer.json or the contents of it; see the class."""
         data = read_bytes(source, MAX_FILE_BYTES) if isinstance(source, Path) else source
         return cls(data.decode("utf-8"), vocab_size, eos_ids)
 
     def check(self, spec: Mapping[str, Any]) -> None:
         """Try what is wanted, in a process that is ended if it takes too long or too much memory.
 
-        Raises:
-            UsageError: it makes no sense, is too complex, or no text obeys it.
+        Raises UsageError: it makes no sense, is too complex, or no text obeys it.
         """
         rules = rules_of(spec, self._special)
         if rules == self._checked:
@@ -90,20 +82,14 @@ class GrammarMaker:
         except Refused as error:
             if error.kind == "refused":
                 raise UsageError(str(error)) from None
-            raise UsageError(
-                f"this structure is too complex to be had: {error}; make it smaller"
-            ) from None
+            raise UsageError(f"this structure is too complex: {error}; make it smaller") from None
         self._checked = rules
 
     def compile(self, spec: Mapping[str, Any]) -> Constraint:
-        """Return the constraint of one text. It takes milliseconds, mostly without the GIL.
+        """Return the constraint of one text, of what `check` has let pass; raises UsageError.
 
-        Args:
-            spec: what `check` has let pass; anything else may end this process. Threads need 8 MiB
-                of stack for it, as they have by default.
-
-        Raises:
-            UsageError: see `check`.
+        Anything else may end this process. It takes milliseconds, mostly without the GIL; threads
+        need 8 MiB of stack for it, as they have by default.
         """
         return self._library.follow(rules_of(spec, self._special))
 

@@ -1,7 +1,7 @@
 """The llguidance library: rules made into something that follows a text, within limits.
 
-Its work on rules is not all bounded: a deep schema overflows its stack, some patterns take it for
-ever. So rules are first tried in a process that can be ended (`grammar`), with less of everything.
+Its work on rules is not all bounded: a deep schema overflows its stack, some patterns never end. So
+rules are first tried in a process that can be ended (`grammar`), with less of everything.
 """
 
 from collections.abc import Sequence
@@ -26,15 +26,14 @@ _MESSAGE_CHARS = 200
 
 
 class LibraryGrammars:
-    """What rules are made with: a tokenizer as the library knows it.
+    """Makes constraints with a plain tokenizer.json, as the library knows it.
 
     Args:
-        text: a tokenizer.json of a plain tokenizer.
+        text: the tokenizer.json.
         vocab_size: tokens of the model; at least those of the tokenizer.
         eos_ids: tokens that end a text; at least one.
 
-    Raises:
-        UsageError: the library cannot load it.
+    Raises UsageError: the library cannot load it.
     """
 
     def __init__(self, text: str, vocab_size: int, eos_ids: Sequence[int]) -> None:
@@ -53,10 +52,9 @@ class LibraryGrammars:
         self._known = np.packbits(bits, bitorder="little").view("<u4")
 
     def follow(self, rules: str) -> "GrammarConstraint":
-        """Return what follows one text by some rules.
+        """Return the constraint of one text.
 
-        Raises:
-            UsageError: they make no sense, are too complex, or no text obeys them.
+        Raises UsageError: the rules are wrong, too complex, or no text obeys them.
         """
         matcher = LLMatcher(self._tokenizer, rules, log_level=0, limits=_LIMITS)
         matcher.compute_bitmask()
@@ -64,38 +62,29 @@ class LibraryGrammars:
             reason = _short(matcher.get_error())
             if not reason or reason.startswith("NoExtension"):
                 reason = "no text obeys it"
-            raise UsageError(f"this structure cannot be had: {reason}")
+            raise UsageError(f"this structure is not possible: {reason}")
         return GrammarConstraint(matcher, self._known)
 
 
 class GrammarConstraint:
     """Allows the tokens that rules allow, and those that end a text where it may end.
 
-    Args:
-        matcher: at the beginning of a text.
-        known: [W] u32, tokens that the tokenizer has.
+    `known`, [W] u32, has the tokens of the tokenizer. Methods raise UsageError where the rules are
+    too complex, or a token is not allowed.
     """
 
     def __init__(self, matcher: LLMatcher, known: np.ndarray) -> None:
         self._matcher, self._known = matcher, known
 
     def fill(self, mask: np.ndarray) -> None:
-        """Write which tokens may come next, [W] u32.
-
-        Raises:
-            UsageError: the rules are too complex here.
-        """
+        """Write which tokens may come next, [W] u32."""
         bits = self._matcher.compute_bitmask()
         self._check()
         # The library may have a word more.
         np.bitwise_and(np.frombuffer(bits, "<u4", mask.size), self._known, out=mask)
 
     def take(self, token: int) -> None:
-        """Go on with a token.
-
-        Raises:
-            UsageError: it is not allowed, or the rules are too complex here.
-        """
+        """Advance by a token."""
         self._matcher.consume_token(token)
         self._check()
 
@@ -117,11 +106,7 @@ class GrammarConstraint:
 
 
 def lark_of(gbnf: str) -> str:
-    """Return a grammar of GBNF in Lark's notation.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """Return a GBNF grammar in Lark's notation; raises UsageError."""
     try:
         text: str = gbnf_to_lark(gbnf)
     except Exception as error:  # the library's own, and what hostile text makes of it
@@ -130,6 +115,5 @@ def lark_of(gbnf: str) -> str:
 
 
 def _short(message: str) -> str:
-    """Return the first line of a message, shortened."""
     line = message.strip().splitlines()[0] if message.strip() else ""
     return line if len(line) <= _MESSAGE_CHARS else f"{line[:_MESSAGE_CHARS]}..."

@@ -1,4 +1,4 @@
-"""What a text may be, as rules that llguidance reads: schemas, expressions, answers, tool calls.
+"""Output constraints as rules that llguidance reads: schemas, expressions, answers, tool calls.
 
 Rules are one string, so they go from process to process. What is written here is bounded and
 spelled correctly; whether a schema or an expression makes sense, `grammar` finds out.
@@ -12,19 +12,19 @@ from typing import Any
 from clocher_kernels.errors import UsageError
 from clocher_runtime.config.values import shown
 from clocher_runtime.engine.arguments import listed, one_of
-from clocher_runtime.text.schema_bounds import without_open_integers
 
 STYLES = ("plain", "harmony", "hermes", "llama3")
 """How a model's answers are marked up: gpt-oss; Hermes and Qwen; Llama 3."""
-
-MAX_SCHEMA_CHARS = 1 << 17
-MAX_GRAMMAR_CHARS = 1 << 16
-MAX_REGEX_CHARS = 1 << 14
+MAX_SCHEMA_CHARS, MAX_GRAMMAR_CHARS, MAX_REGEX_CHARS = 1 << 17, 1 << 16, 1 << 14
 MAX_TOOLS = 128
-
+MAX_DEPTH = 128
+"""Levels of a JSON schema that llguidance reads."""
 _SPACE = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
 """Between the pieces of JSON: no model shall go on with blanks for ever."""
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_LEAST, _LARGEST = 1e-6, 1 << 31  # doubles tell such a difference up to there
+_LITERAL = frozenset({"const", "enum", "default", "examples", "required"})
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 
 Part = Mapping[str, Any]
 Mark = Callable[[str], str]
@@ -38,44 +38,44 @@ def rules_of(spec: Mapping[str, Any], special: Collection[str]) -> str:
             "json_object", True: any object. "regex": an expression that the whole answer matches.
             "grammar": a grammar in Lark's notation as llguidance knows it, or in GBNF. "choice": a
             list of texts. "tools": a list of functions, `{"name": ..., "parameters": a schema}`
-            each, one of which is to be called.
-            "style" is how the model marks its answers; "plain" if there is none. The whole text is
-            the answer. But of "harmony" the last message is, behind an analysis, and of "hermes"
-            what follows a block of thoughts; "opened" says that the prompt ends in such a block.
+            each, one of which is to be called. "style" is one of `STYLES`: of "harmony" the last
+            message is the answer, of "hermes" what follows a block of thoughts; "opened": the
+            prompt ends in such a block.
         special: the tokenizer's special tokens.
 
-    Raises:
-        UsageError: it is something else, or too long, or the tokenizer lacks what the style needs.
+    Raises UsageError: it is something else, or too long, or the tokenizer lacks what the style
+    needs.
     """
     kind = one_of("structured output", spec.get("kind"), (*_PARTS, "tools"))
     style = one_of("style", spec.get("style", "plain"), STYLES)
-    value, mark = spec.get("value"), _marker(special, style)
+    value = spec.get("value")
+
+    def mark(name: str) -> str:
+        """Return what spells a mark: the special token of this name, or else text."""
+        if name not in special and style == "harmony":
+            raise UsageError(f"the tokenizer has no special token {name}, which harmony needs")
+        return name if name in special else json.dumps(name)
+
     if kind == "tools":
-        return _calls(value, style, mark, spec.get("opened") is True)
-    parts = {"answer": _PARTS[kind](value)}
+        if style == "plain":
+            raise UsageError("this model has no known form of tool calls; leave tool_choice out")
+        functions = _functions(value)
+        parts = {f"tool{number}": each for number, each in enumerate(functions.values())}
+        calls = (_call(style, name, f"@tool{n}", mark) for n, name in enumerate(functions))
+        answer = f"({' | '.join(calls)})"
+        harmony = f'"commentary to=functions." {answer}'
+    else:
+        parts, answer, constrain = {"answer": _PARTS[kind](value)}, "@answer", ""
+        if style == "harmony" and kind in ("json_schema", "json_object"):
+            constrain = f'(" "? {mark("<|constrain|>")} "json")?'
+        harmony = f'"final" {constrain} {mark("<|message|>")} @answer' if style == "harmony" else ""
+    start = f"start: {answer}"
     if style == "harmony":
-        is_json = kind in ("json_schema", "json_object")
-        constrain = f'(" "? {mark("<|constrain|>")} "json")?' if is_json else ""
-        return _joined(_harmony(f'"final" {constrain} {mark("<|message|>")} @answer', mark), parts)
-    if style == "hermes":
-        return _joined(_hermes("@answer", mark, spec.get("opened") is True), parts)
-    return _joined("start: @answer", parts)
-
-
-def _calls(value: object, style: str, mark: Mark, opened: bool) -> str:
-    """Return the rules of one call of one of some functions."""
-    if style == "plain":
-        raise UsageError("this model has no known form of tool calls; leave tool_choice out")
-    calls, parts = [], {}
-    for number, (name, parameters) in enumerate(_functions(value).items()):
-        parts[f"tool{number}"] = parameters
-        calls.append(_CALLS[style](name, f"@tool{number}", mark))
-    either = f"({' | '.join(calls)})"
-    if style == "harmony":
-        return _joined(_harmony(f'"commentary to=functions." {either}', mark), parts)
-    if style == "hermes":
-        return _joined(_hermes(either, mark, opened), parts)
-    return _joined(f"start: {either}", parts)
+        start = _harmony(harmony, mark)
+    elif style == "hermes":
+        start = _hermes(answer, mark, spec.get("opened") is True)
+    named = [{"name": name, **part} for name, part in parts.items()]
+    return json.dumps({"grammars": [{"lark_grammar": start}, *named]})
 
 
 def _harmony(start: str, mark: Mark) -> str:
@@ -91,56 +91,24 @@ def _harmony(start: str, mark: Mark) -> str:
 def _hermes(start: str, mark: Mark, opened: bool) -> str:
     """Return the rules of something that a block of thoughts may come before, or one goes on."""
     end = mark("</think>")
-    is_special = end.startswith("<")
-    before = "rest blank" if opened else "(think blank)?"
-    rules = [f"start: {before} {start}", f"think: {mark('<think>')} rest", "blank: /\\s*/"]
-    if opened:
-        del rules[1]
+    rules = [f"start: rest blank {start}"] if opened else [f"start: (think blank)? {start}"]
+    rules += [] if opened else [f"think: {mark('<think>')} rest"]
     # Without an end of its own the expression would take in everything that follows.
-    rules.append(f"rest: /(.|\\n)*/ {end}" if is_special else f"rest[suffix={end}]: /(.|\\n)*/")
-    return "\n".join(rules)
+    special = end.startswith("<")
+    rest = f"rest: /(.|\\n)*/ {end}" if special else f"rest[suffix={end}]: /(.|\\n)*/"
+    return "\n".join([*rules, "blank: /\\s*/", rest])
 
 
-def _harmony_call(name: str, arguments: str, mark: Mark) -> str:
-    return (
-        f'{json.dumps(name)} " " {mark("<|constrain|>")} "json" {mark("<|message|>")} {arguments}'
-    )
-
-
-def _hermes_call(name: str, arguments: str, mark: Mark) -> str:
-    begin, end = mark("<tool_call>"), mark("</tool_call>")
+def _call(style: str, name: str, arguments: str, mark: Mark) -> str:
+    """Return the rules of a call of a function."""
+    if style == "harmony":
+        constrain = f'{mark("<|constrain|>")} "json" {mark("<|message|>")}'
+        return f'{json.dumps(name)} " " {constrain} {arguments}'
+    if style == "llama3":
+        opened = json.dumps(f'{{"name": "{name}", "parameters": ')
+        return f'{opened} {arguments} "}}"'
     opened = json.dumps(f'\n{{"name": "{name}", "arguments": ')
-    return f'{begin} {opened} {arguments} "}}\\n" {end}'
-
-
-def _llama3_call(name: str, arguments: str, mark: Mark) -> str:
-    opened = json.dumps(f'{{"name": "{name}", "parameters": ')
-    return f'{opened} {arguments} "}}"'
-
-
-_CALLS: Mapping[str, Callable[[str, str, Mark], str]] = {
-    "harmony": _harmony_call,
-    "hermes": _hermes_call,
-    "llama3": _llama3_call,
-}
-
-
-def _marker(special: Collection[str], style: str) -> Mark:
-    """Return what spells a mark: as the special token of this name, or else as text."""
-
-    def mark(name: str) -> str:
-        if name in special:
-            return name
-        if style == "harmony":
-            raise UsageError(f"the tokenizer has no special token {name}, which harmony needs")
-        return json.dumps(name)
-
-    return mark
-
-
-def _joined(start: str, parts: Mapping[str, Part]) -> str:
-    named = [{"name": name, **part} for name, part in parts.items()]
-    return json.dumps({"grammars": [{"lark_grammar": start}, *named]})
+    return f'{mark("<tool_call>")} {opened} {arguments} "}}\\n" {mark("</tool_call>")}'
 
 
 def _schema(source: object) -> Part:
@@ -155,6 +123,47 @@ def _schema(source: object) -> Part:
     return {"json_schema": {**without_open_integers(json.loads(text)), "x-guidance": _SPACE}}
 
 
+def without_open_integers(schema: Any, depth: int = 0) -> Any:
+    """Return a schema whose bounds that are excluded integers are moved inwards by 10^-6.
+
+    Of numbers between two bounds less than 1 apart, llguidance 1.9 allows an exclusive bound itself
+    if that is an integer: 20 where numbers above 20 and below 20.5 are asked for.
+
+    Raises UsageError: it is nested too deeply.
+    """
+    if depth > MAX_DEPTH:
+        raise UsageError(f"the JSON schema has more than {MAX_DEPTH} levels; make it flatter")
+    if isinstance(schema, list):
+        return [without_open_integers(each, depth + 1) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {}
+    for key, value in schema.items():
+        if key in _LITERAL:
+            made[key] = value
+        elif key in _NAMED and isinstance(value, dict):
+            made[key] = {n: without_open_integers(each, depth + 2) for n, each in value.items()}
+        else:
+            made[key] = without_open_integers(value, depth + 1)
+    for open_, closed, inwards in (
+        ("exclusiveMinimum", "minimum", 1),
+        ("exclusiveMaximum", "maximum", -1),
+    ):
+        bound: Any = made.get(open_)
+        other = made.get(closed)
+        if not _is_number(bound) or abs(bound) > _LARGEST or bound != int(bound):
+            continue
+        if other is None or _is_number(other):  # else an error that llguidance names
+            moved = made.pop(open_) + inwards * _LEAST
+            both = [moved] if other is None else [moved, other]
+            made[closed] = inwards * max(inwards * each for each in both)
+    return made
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _object(source: object) -> Part:
     if source is not True:
         raise UsageError(f"json_object is {shown(source)}; expected True")
@@ -166,11 +175,9 @@ def _regex(source: object) -> Part:
     if not text:
         return {"lark_grammar": 'start: ""'}
     # What is escaped stays so; what would end the expression, or its line, is escaped.
+    escaped = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
     spelled = re.sub(
-        r"\\(.)|/|\n|\r",
-        lambda found: {"/": r"\/", "\n": r"\n", "\r": r"\r"}.get(found[0], found[0]),
-        text,
-        flags=re.DOTALL,
+        r"\\(.)|/|\n|\r", lambda found: escaped.get(found[0], found[0]), text, flags=re.DOTALL
     )
     return {"lark_grammar": f"start: /{spelled}/"}
 

@@ -36,15 +36,10 @@ _NAME = r"[\w./-]{0,128}"
 
 
 class _Part(NamedTuple):
-    """A part of a header, which begins at a mark.
+    """A part of a header, which begins at a mark."""
 
-    Attributes:
-        whole: matches a text that is such a part, or may become one.
-        known: matches what is surely not yet the body, at the start of a text that is no such part.
-    """
-
-    whole: re.Pattern[str]
-    known: re.Pattern[str]
+    whole: re.Pattern[str]  # a text that is such a part, or may become one
+    known: re.Pattern[str]  # what is surely not yet the body, at the start of one that is not
 
 
 _ROLE = _Part(
@@ -95,11 +90,8 @@ class HarmonyReader:
     with `<|message|>` are in no part. Of one that does not, only the parts that the format knows
     are left out; the rest is the body.
 
-    Args:
-        tokenizer: with the special tokens of the format.
-        tools: there are functions to call; without them a call is `reasoning`.
-        prompt_tail: the end of the prompt, at least from its last `<|start|>` on.
-        ends: further ids that end a message.
+    Without `tools` a call is `reasoning`. `prompt_tail` is the end of the prompt, at least from its
+    last `<|start|>` on; `ends` are further ids that end a message.
     """
 
     def __init__(
@@ -196,11 +188,7 @@ class HarmonyReader:
 
 
 class _Header:
-    """A header as it comes, in parts.
-
-    Attributes:
-        role, channel, recipient: of the parts that are closed; "" where there is none.
-    """
+    """A header as it comes, in parts."""
 
     def __init__(self, part: _Part) -> None:
         self._part, self._piece = part, ""

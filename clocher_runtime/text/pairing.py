@@ -18,16 +18,7 @@ _NEXT = "give a model of the same family, or leave the draft model out"
 
 
 def load_draft(path: Path, model: Model) -> Model:
-    """Load a draft model as it is stored.
-
-    Args:
-        path: from `checkpoints.locate`.
-        model: what it will guess for.
-
-    Raises:
-        UnsupportedModel: an id stands for something else in it.
-        ModelError: it is damaged or not supported.
-    """
+    """Load a draft model as it is stored; raises UnsupportedModel, ModelError."""
     with _named_as_draft():
         checkpoint = open_checkpoint(path)
         sizes = model.spec.vocab_size, model_spec(checkpoint).vocab_size
@@ -46,20 +37,7 @@ def _named_as_draft() -> Iterator[None]:
 
 
 def _check_same_vocabulary(model: Checkpoint, sizes: tuple[int, int], draft: Checkpoint) -> None:
-    """Refuse a draft model whose ids are not those of the model.
-
-    What makes text ids may differ: only the model's own does. So may the rows that fill up an
-    embedding beyond the last id.
-
-    Args:
-        model: what is guessed.
-        sizes: rows of the embeddings of the model and the draft model.
-        draft: what guesses.
-
-    Raises:
-        UnsupportedModel: an id stands for something else.
-        ModelError: a tokenizer cannot be read.
-    """
+    """Refuse a draft model whose ids are not those of the model."""
     data, other = _content(model), _content(draft)
     if data is None or other is None:
         if data is not other or sizes[0] != sizes[1]:

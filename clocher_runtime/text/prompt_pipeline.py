@@ -8,7 +8,6 @@ end, so the order is that of the file whoever was faster. When the ring is full,
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from types import TracebackType
 from typing import Self
 
 from clocher_kernels.guards import refuse_in_window
@@ -27,8 +26,8 @@ class PromptPipeline:
     """The micro-batches of a round. Use it as a context manager: leaving it ends the threads.
 
     Without `overlap` prompts are made ready only while the consumer waits for the next micro-batch:
-    when the ring is empty the threads fill it, and they rest before the consumer goes on. A span of
-    a timed window then never shares the machine with them.
+    when the ring is empty the threads fill it, and they rest before the consumer goes on. So a span
+    of a timed window never shares the machine with them.
 
     Args:
         lines: prompts as they were given.
@@ -76,12 +75,7 @@ class PromptPipeline:
             thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._room:
             self._closed = True
             self._room.notify_all()
@@ -92,11 +86,7 @@ class PromptPipeline:
                 patience = 0
 
     def __iter__(self) -> Iterator[list[Prompt]]:
-        """Yield the micro-batches.
-
-        Raises:
-            UsageError: the prompts cannot be read any more.
-        """
+        """Yield the micro-batches; raises UsageError."""
         while group := self._take() if self._capacity else self._make():
             yield group
 
@@ -108,11 +98,11 @@ class PromptPipeline:
         """Wait for the next micro-batch and free its slots."""
         with self._filled:
             if self._overlap:
-                self._filled.wait_for(lambda: self._has_batch() or self._failed())
+                self._filled.wait_for(lambda: self._has_batch() or self._error)
             elif not self._has_batch():
                 self._filling = True
                 self._room.notify()
-                self._filled.wait_for(lambda: self._is_at_rest() or self._failed())
+                self._filled.wait_for(lambda: self._is_at_rest() or self._error)
                 self._filling = False
             if self._error is not None:
                 raise self._error
@@ -196,9 +186,6 @@ class PromptPipeline:
 
     def _is_over(self) -> bool:
         return self._closed or self._ended
-
-    def _failed(self) -> bool:
-        return self._error is not None
 
 
 def prefetch_depth(prefetch: int | str, batch: int) -> tuple[int, bool]:

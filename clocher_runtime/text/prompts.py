@@ -28,32 +28,24 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A prompt as it was given.
+    """A prompt as it was given."""
 
-    Attributes:
-        number: of the line in its file, from 1.
-        content: a line of a file without its end, text, or token ids.
-    """
-
-    number: int
-    content: bytes | str | tuple[int, ...]
+    number: int  # of the line in its file, from 1
+    content: bytes | str | tuple[int, ...]  # a line of a file without its end, text, or token ids
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A prompt that can be generated from, or the reason why it cannot.
 
-    Attributes:
-        ids: token ids; empty if there is an error.
-        text: what they stand for; None where the prompt was given as ids, or cannot be read.
-        error: where the prompt stands and what is wrong with it; None if nothing is.
-        where: where the prompt stands.
+    `text`: what they stand for; None where the prompt was given as ids, or cannot be read. `error`:
+    where the prompt stands and what is wrong with it; None if nothing is.
     """
 
-    ids: Sequence[int]
+    ids: Sequence[int]  # token ids; empty if there is an error
     text: str | None = None
     error: str | None = None
-    where: str = ""
+    where: str = ""  # where the prompt stands
 
 
 class Encodes(Protocol):
@@ -70,17 +62,13 @@ class PromptSource:
     object with text under `prompt` or token ids under `ids`; else a line is a prompt. Blank lines
     do not count.
 
-    Args:
-        file: of prompts; None for a single one.
-        single: the prompt where there is no file, text or token ids.
-        rounds: how often all prompts are read.
+    `file`: of prompts; None for a single one. `single`: the prompt where there is no file, text or
+    token ids. `rounds`: how often all prompts are read.
 
-    Attributes:
-        jsonl: whether the lines are JSON objects.
+    `jsonl`: whether the lines are JSON objects.
 
-    Raises:
-        UsageError: the file or standard input cannot be read, or has no prompt, or is to be read
-            for several rounds and can be read once only.
+    Raises UsageError: the file or standard input cannot be read, or has no prompt, or is to be read
+    for several rounds and can be read once only.
     """
 
     def __init__(
@@ -104,11 +92,7 @@ class PromptSource:
         self._head = self._read()
 
     def peek(self, count: int) -> list[Line]:
-        """Return the first prompts, at most `count`, without using them up.
-
-        Raises:
-            UsageError: there is none.
-        """
+        """Return the first prompts, at most `count`, without using them up; raises UsageError."""
         first = list(islice(self._head, count))
         if not first:
             raise UsageError(f"{self._name}: no prompts; put one on each line")
@@ -211,8 +195,7 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
     Only a line feed ends a line: a prompt may contain form feeds and Unicode line separators. Of a
     line that is longer than `MAX_LINE_BYTES` only the beginning is kept, and that is longer too.
 
-    Raises:
-        UsageError: a line goes on for more than `MAX_SKIPPED_BYTES`.
+    Raises UsageError: a line goes on for more than `MAX_SKIPPED_BYTES`.
     """
     held, skipped = b"", 0
     for chunk in chunks:
@@ -232,11 +215,7 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def parse_json_prompt(text: str) -> str | tuple[int, ...]:
-    """Return the text or the token ids of a prompt that is a JSON object.
-
-    Raises:
-        UsageError: it is not such an object.
-    """
+    """Return the text or the token ids of a prompt that is a JSON object; raises UsageError."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:  # of a text that is one line
@@ -260,13 +239,7 @@ def parse_json_prompt(text: str) -> str | tuple[int, ...]:
 def piped_text(wait_s: float) -> str | None:
     """Return what is piped into standard input; None where that is no pipe and no file, or empty.
 
-    Args:
-        wait_s: seconds for the first byte to come. Some programs hand on a pipe that nobody writes
-            to, and a run that waits for it would never begin.
-
-    Raises:
-        UsageError: it cannot be read, or is too much.
-        TimeoutError: nothing came.
+    Raises UsageError: it cannot be read, or is too much. TimeoutError: nothing came.
     """
     try:
         number = sys.stdin.fileno()

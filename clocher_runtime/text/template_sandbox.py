@@ -20,16 +20,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from clocher_runtime.text.text_process import Refused
 
 MAX_OUTPUT_CHARS = 16 << 20
-_KEPT = 8
 
 
-@lru_cache(maxsize=_KEPT)
+@lru_cache(maxsize=8)
 def compiled(source: str) -> jinja2.Template:
-    """Return the template of a text; the last few are kept.
-
-    Raises:
-        Refused: it is not valid Jinja.
-    """
+    """Return the template of a text; raises Refused if it is not valid Jinja."""
     try:
         return _environment().from_string(source)
     except MemoryError:
@@ -39,11 +34,7 @@ def compiled(source: str) -> jinja2.Template:
 
 
 def variables_of(source: str) -> list[str]:
-    """Return the names that a template reads and does not set.
-
-    Raises:
-        Refused: it is not valid Jinja.
-    """
+    """Return the names that a template reads and does not set; raises Refused."""
     compiled(source)
     return sorted(meta.find_undeclared_variables(_environment().parse(source)))
 
@@ -51,9 +42,8 @@ def variables_of(source: str) -> list[str]:
 def render(source: str, variables: Mapping[str, Any]) -> str:
     """Return the text that a template makes of its variables.
 
-    Raises:
-        Refused: the template refuses its variables, needs ones that are not there, does what the
-            sandbox forbids, or makes more than `MAX_OUTPUT_CHARS`.
+    Raises Refused: the template refuses its variables, needs ones that are not there, does what the
+    sandbox forbids, or makes more than `MAX_OUTPUT_CHARS`.
     """
     template = compiled(source)
     pieces: list[str] = []
@@ -68,7 +58,7 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
         raise Refused("forbidden", str(error)) from None
     except MemoryError:
         raise
-    except Exception as error:  # whatever a program of somebody else runs into
+    except Exception as error:  # whatever somebody else's program runs into
         raise Refused("refused", str(error)) from None
     return "".join(pieces)
 
@@ -106,13 +96,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+    more: dict[str, Any] = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **more)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -1,12 +1,13 @@
 """A process for work on text that may take any time or memory: it is ended, and nothing else is.
 
 It is started when it is first needed and serves one request after the other: unusual tokenizers,
-long texts, chat templates. What it may take is set for each request.
+long texts, chat templates, grammars. Limits are set for each request.
 """
 
 import atexit
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,24 +19,20 @@ from typing import Any
 from clocher_kernels.errors import ClocherError
 
 HEADER_BYTES = 8
-MAX_REQUEST_BYTES = 128 << 20
-MAX_REPLY_BYTES = 256 << 20
+MAX_REQUEST_BYTES, MAX_REPLY_BYTES = 128 << 20, 256 << 20
 MAX_IDLE_BYTES = 512 << 20
 """A process that is larger once it has replied is ended, unless it has just loaded a tokenizer."""
-
 BASE_PATIENCE, PATIENCE = 60.0, 20.0
 """Seconds to wait for an answer, and more for each second of CPU time that it may take: a process
 that computes is ended by the system, one that waits for itself is not."""
-
 _MODULE = "clocher_runtime.text.text_process_main"
 
 
 class Refused(ClocherError):
     """The work failed; every caller turns this into the error that fits.
 
-    Attributes:
-        kind: "refused": by the library or the template, "forbidden": by the sandbox, "unicode",
-            "memory", "time", "crash".
+    `kind`: "refused" by the library or the template, "forbidden" by the sandbox, "unicode",
+    "memory", "time", "crash".
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -66,12 +63,11 @@ class TextProcess:
             operation: name of a function of `text_process_main`.
             seconds: of CPU time that it may take.
             memory: bytes that the process may grow by.
-            tokenizer: with which: its name and its tokenizer.json, then seconds and memory for
-                loading it. It is sent unless the last request was for the same name.
+            tokenizer: its name and tokenizer.json, then seconds and memory for loading it. It is
+                sent unless the last request was for the same name.
             **arguments: of the function; JSON values.
 
-        Raises:
-            Refused: it was not done.
+        Raises Refused: it was not done.
         """
         with self._turn:
             if tokenizer is not None:
@@ -88,8 +84,8 @@ class TextProcess:
         if process is None:
             return
         for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with suppress(OSError):  # what it was not sent any more, if it is dead
+            with suppress(OSError):  # what it was not sent any more, if it is dead
+                if pipe is not None:
                     pipe.close()
         if self._owner == os.getpid():
             process.kill()
@@ -114,7 +110,6 @@ class TextProcess:
             # An answer that nobody waited for, as after Ctrl-C, must not become that of the next.
             if reply is None or (reply["size"] > MAX_IDLE_BYTES and operation != "load"):
                 self.close()
-        assert reply is not None
         if "error" in reply:
             raise Refused(*reply["error"])
         if "defect" in reply:
@@ -123,18 +118,15 @@ class TextProcess:
 
     def _start(self) -> None:
         self.close()  # that of the process that this one was forked from
+        # With little memory left the library could wait for itself over a backtrace.
+        paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RUST_BACKTRACE": "0"}
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", _MODULE],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,  # a library that panics writes there
-                env=os.environ
-                | {
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                    # With little memory left the library could wait for itself over a backtrace.
-                    "RUST_BACKTRACE": "0",
-                },
+                env=os.environ | paths,
                 start_new_session=True,  # Ctrl-C is for this process, which ends that one
             )
         except OSError as error:
@@ -147,8 +139,7 @@ class TextProcess:
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         try:
-            process.stdin.write(len(request).to_bytes(HEADER_BYTES, "little"))
-            process.stdin.write(request)
+            process.stdin.write(len(request).to_bytes(HEADER_BYTES, "little") + request)
             process.stdin.flush()
             waiting = poll()
             waiting.register(process.stdout, POLLIN)
@@ -161,10 +152,17 @@ class TextProcess:
             data = process.stdout.read(size)
         except BrokenPipeError:
             header = data = b""
-        if len(header) < HEADER_BYTES or len(data) < size:
-            raise _death(process.wait())
-        reply: dict[str, Any] = from_bytes(data)
-        return reply
+        if len(header) == HEADER_BYTES and len(data) == size:
+            reply: dict[str, Any] = from_bytes(data)
+            return reply
+        code = process.wait()
+        if code in (-signal.SIGXCPU, -signal.SIGKILL):
+            raise Refused("time", "it takes too long")
+        if code == -signal.SIGABRT:  # how the library takes it that there is no more memory
+            raise Refused("memory", "it needs too much memory")
+        if code > 0:
+            raise RuntimeError(f"the process for text ended with exit code {code}")
+        raise Refused("crash", f"its process ended with signal {-code}")
 
 
 def to_bytes(value: object) -> bytes:
@@ -181,19 +179,6 @@ def _plain(value: object) -> dict[Any, Any]:
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"{type(value).__name__} is none")
-
-
-def _death(code: int) -> Refused:
-    """Return what the end of the process means."""
-    import signal
-
-    if code in (-signal.SIGXCPU, -signal.SIGKILL):
-        return Refused("time", "it takes too long")
-    if code == -signal.SIGABRT:  # how the library takes it that there is no more memory
-        return Refused("memory", "it needs too much memory")
-    if code > 0:
-        raise RuntimeError(f"the process for text ended with exit code {code}")
-    return Refused("crash", f"its process ended with signal {-code}")
 
 
 PROCESS = TextProcess()

@@ -1,4 +1,4 @@
-"""The process for work on text, from inside; `text_process` starts it and says what it can do.
+"""The process for work on text, from inside; `text_process` starts it.
 
 A request is a list of an operation, CPU seconds, bytes of memory and arguments; a reply is an
 object with `value`, or `error` as kind and message. Both are JSON behind their length.
@@ -21,10 +21,8 @@ from clocher_runtime.text.tokenizer_library import LibraryTokenizer
 if TYPE_CHECKING:
     from clocher_runtime.text.grammar_library import LibraryGrammars
 
-_tokenizers: list[LibraryTokenizer] = []
-"""The one that was loaded last."""
-_grammars: list["LibraryGrammars"] = []
-"""Made with it, if they were asked for."""
+_tokenizers: list[LibraryTokenizer] = []  # the one that was loaded last
+_grammars: list["LibraryGrammars"] = []  # made with it, if they were asked for
 _STACK_BYTES = 1 << 20
 """Of work that is done again where a stack is eight times that."""
 
@@ -35,8 +33,7 @@ class _OutOfTime(BaseException):
 
 def main() -> None:
     """Serve requests until the other end is closed."""
-    requests = os.fdopen(os.dup(0), "rb")
-    replies = os.fdopen(os.dup(1), "wb")
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)  # only replies go there
@@ -45,8 +42,7 @@ def main() -> None:
     while header := requests.read(HEADER_BYTES):
         data = requests.read(int.from_bytes(header, "little"))
         reply = to_bytes(_reply(from_bytes(data)))
-        replies.write(len(reply).to_bytes(HEADER_BYTES, "little"))
-        replies.write(reply)
+        replies.write(len(reply).to_bytes(HEADER_BYTES, "little") + reply)
         replies.flush()
 
 
@@ -55,11 +51,11 @@ def _reply(request: list[Any]) -> dict[str, Any]:
     try:
         _bound(seconds, memory)
         try:
-            reply = {"value": _OPERATIONS[operation](**arguments)}
+            reply = {"value": _operation(operation)(**arguments)}
         finally:
             _unbound()
-    except Refused as error:
-        reply = {"error": [error.kind, str(error)[:1000]]}
+    except (Refused, UsageError) as error:
+        reply = {"error": [getattr(error, "kind", "refused"), str(error)[:1000]]}
     except _OutOfTime:
         reply = {"error": ["time", f"more than {seconds:g} s of CPU time"]}
     except MemoryError:
@@ -100,52 +96,26 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     raise _OutOfTime
 
 
+def _operation(name: str) -> Callable[..., Any]:
+    if name in ("compile_template", "render"):
+        from clocher_runtime.text import template_sandbox  # only templates pay for Jinja
+
+        return template_sandbox.variables_of if name != "render" else template_sandbox.render
+    own = _OWN.get(name)
+    return own or getattr(_tokenizers[0], name)
+
+
 def _load(text: str) -> None:
     _tokenizers.clear()
     _grammars.clear()
     _tokenizers.append(LibraryTokenizer(text))
 
 
-def _vocab_size() -> int:
-    return _tokenizers[0].vocab_size
-
-
-def _encode(text: str, special: bool) -> list[int]:
-    return _tokenizers[0].encode(text, special)
-
-
-def _decode(ids: list[int], skip_special: bool) -> str:
-    return _tokenizers[0].decode(ids, skip_special)
-
-
-def _token_to_id(text: str) -> int | None:
-    return _tokenizers[0].token_to_id(text)
-
-
-def _id_to_token(token: int) -> str | None:
-    return _tokenizers[0].id_to_token(token)
-
-
-def _compile_template(source: str) -> list[str]:
-    from clocher_runtime.text.template_sandbox import variables_of
-
-    return variables_of(source)
-
-
-def _render(source: str, variables: Mapping[str, Any]) -> str:
-    from clocher_runtime.text.template_sandbox import render
-
-    return render(source, variables)
-
-
 def _load_grammars(vocab_size: int, eos_ids: list[int]) -> None:
     from clocher_runtime.text.grammar_library import LibraryGrammars
 
     if not _grammars:
-        try:
-            _grammars.append(LibraryGrammars(_tokenizers[0].to_text(), vocab_size, eos_ids))
-        except UsageError as error:
-            raise Refused("refused", str(error)) from None
+        _grammars.append(LibraryGrammars(_tokenizers[0].to_text(), vocab_size, eos_ids))
 
 
 def _check_rules(rules: str) -> None:
@@ -153,21 +123,13 @@ def _check_rules(rules: str) -> None:
     _limit(resource.RLIMIT_STACK, _STACK_BYTES)
     try:
         _grammars[0].follow(rules)
-    except UsageError as error:
-        raise Refused("refused", str(error)) from None
     finally:
         _limit(resource.RLIMIT_STACK, kept)
 
 
-_OPERATIONS: Mapping[str, Callable[..., Any]] = {
+_OWN: Mapping[str, Callable[..., Any]] = {
     "load": _load,
-    "vocab_size": _vocab_size,
-    "encode": _encode,
-    "decode": _decode,
-    "token_to_id": _token_to_id,
-    "id_to_token": _id_to_token,
-    "compile_template": _compile_template,
-    "render": _render,
+    "vocab_size": lambda: _tokenizers[0].vocab_size,
     "load_grammars": _load_grammars,
     "check_rules": _check_rules,
 }

@@ -38,16 +38,12 @@ class Tokenizer:
 
     What a file may hold and what work on a text may take is bounded: docs/limits.md.
 
-    Args:
-        tokenizer_json: the file of the `tokenizers` library, or its content.
-        config: contents of tokenizer_config.json.
-        here: characters of the longest text that is tokenised in this process. The library keeps
-            other Python threads waiting meanwhile.
+    `tokenizer_json`: the file of the `tokenizers` library, or its content. `config`: contents of
+    tokenizer_config.json. `here`: characters of the longest text that is tokenised in this process.
+    The library keeps other Python threads waiting meanwhile.
 
-    Raises:
-        ModelNotFound: there is no such file.
-        FormatError: the file, or a setting, is not one that can be used.
-        OutOfMemory: loading it takes more memory than it may.
+    Raises ModelNotFound: there is no such file. FormatError: the file, or a setting, is not one
+    that can be used. OutOfMemory: loading it takes more memory than it may.
     """
 
     def __init__(
@@ -91,8 +87,7 @@ class Tokenizer:
     def chat_template(self) -> str:
         """The text of the chat template, "" where the model has none.
 
-        Raises:
-            FormatError: it is not one that can be used.
+        Raises FormatError: it is not one that can be used.
         """
         from clocher_runtime.text.chat_template import template_text
 
@@ -103,15 +98,14 @@ class Tokenizer:
 
         Args:
             text: any text; special tokens spelled out in it become their ids.
-            special: add what the model expects around a text, usually a token that begins it. As
-                in transformers, `add_bos_token` and `add_eos_token` of the configuration decide,
-                and without them the post-processor of tokenizer.json.
-            room: tokens that the model has room for. A text of more characters than so many of its
-                longest token have is refused before work is done on it.
+            special: add what the model expects around a text, usually a token that begins it.
+                As in transformers, `add_bos_token` and `add_eos_token` of the configuration
+                decide, and without them the post-processor of tokenizer.json.
+            room: tokens that the model has room for. A text of more characters than so many of
+                its longest token have is refused before work is done on it.
 
-        Raises:
-            UsageError: the text is not valid Unicode, too long, or the tokenizer has no ids for it.
-            OutOfMemory: it takes more memory than it may.
+        Raises UsageError: the text is not valid Unicode, too long, or the tokenizer has no ids for
+        it. OutOfMemory: it takes more memory than it may.
         """
         self._check_length(text, room)
         try:
@@ -128,8 +122,7 @@ class Tokenizer:
 
         A text that a chat template made begins with that already.
 
-        Raises:
-            UsageError: see `encode`.
+        Raises UsageError: see `encode`.
         """
         ids = self.encode(text, room=room)
         begins = self._special.get("bos_token")
@@ -138,11 +131,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
-        """Return the text of ids; bytes that are not UTF-8 become U+FFFD.
-
-        Raises:
-            UsageError: an id is no token id, or the tokenizer has no text for them.
-        """
+        """Return the text of ids; bytes that are not UTF-8 become U+FFFD; raises UsageError."""
         try:
             return self._inner.decode(ids, skip_special)
         except Refused as error:
@@ -195,12 +184,11 @@ class Tokenizer:
             messages: `{"role": ..., "content": ...}` each.
             tools: functions that the model may call, as JSON schemas.
             add_generation_prompt: end it where the model's answer begins.
-            variables: further ones. What the template does not read of them is refused, and tools,
-                unless this is None.
+            variables: further ones. What the template does not read of them is refused, and
+                tools, unless this is None.
 
-        Raises:
-            UsageError: the model has no chat template, or the template refuses these messages.
-            FormatError: the template is not one that can be used.
+        Raises UsageError: the model has no chat template, or the template refuses these messages.
+        FormatError: the template is not one that can be used.
         """
         if self._template is None:
             raise UsageError("this model has no chat template; give it plain text")
@@ -254,8 +242,7 @@ class TextStream:
     one. So if 4 ids leave a character open, some of them are bytes that nothing can complete any
     more. They are given out as U+FFFD, and each id costs the same however many came before.
 
-    Args:
-        decode: returns the text of ids.
+    `decode`: returns the text of ids.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:

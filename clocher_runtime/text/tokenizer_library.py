@@ -4,7 +4,8 @@ The library raises `Exception` itself for every reason, and panics where its aut
 Unusual files and long texts, with which it may do anything, have a process of their own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -13,56 +14,50 @@ import tokenizers
 from clocher_runtime.text.text_process import PROCESS, Refused
 from clocher_runtime.text.tokenizer_limits import MAX_TOKEN_CHARS
 
+BASE_SECONDS, BASE_BYTES = 5.0, 512 << 20
+LOADED_BYTES_PER_SECOND, BYTES_PER_LOADED_BYTE = 1 << 20, 24
+CHARS_PER_SECOND, BYTES_PER_CHAR = 1 << 16, 256
 _MESSAGE_CHARS = 200
 
 
+def _tried(work: Callable[[], Any]) -> Any:
+    """Return what a call of the library returns; raises Refused for its own errors."""
+    try:
+        return work()
+    except BaseException as error:
+        # A panic of Rust is no Exception, and its class cannot be imported.
+        ours = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if isinstance(error, MemoryError) or not ours:
+            raise
+        text = str(error)
+        short = text if len(text) <= _MESSAGE_CHARS else f"{text[:_MESSAGE_CHARS]}..."
+        raise Refused("refused", short) from None
+
+
 class LibraryTokenizer:
-    """A tokenizer of the library.
-
-    Args:
-        text: a tokenizer.json.
-
-    Attributes:
-        vocab_size: number of ids, added tokens included.
-
-    Raises:
-        Refused: the library cannot load it.
-    """
+    """A tokenizer of the library, of a tokenizer.json; raises Refused if it cannot be loaded."""
 
     def __init__(self, text: str) -> None:
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(text)
-            # The file may ask for both, for training; a prompt is neither cut nor filled up.
-            self._tokenizer.no_truncation()
-            self._tokenizer.no_padding()
-            self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        except BaseException as error:
-            raise _typed(error) from None
+        self._tokenizer = _tried(partial(tokenizers.Tokenizer.from_str, text))
+        # The file may ask for both, for training; a prompt is neither cut nor filled up.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, special: bool) -> list[int]:
-        """Return the ids of a text, with those that the file puts around it if `special`.
-
-        Raises:
-            Refused: there are none, or the text is not valid Unicode.
-        """
+        """Return the ids of a text, with those that the file puts around it if `special`."""
         try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
-        except (TypeError, UnicodeError):
+            text.encode()
+        except UnicodeError:
             raise Refused("unicode", "not valid Unicode text") from None
-        except BaseException as error:
-            raise _typed(error) from None
+        encode = self._tokenizer.encode
+        ids: list[int] = _tried(lambda: encode(text, add_special_tokens=special).ids)
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
-        """Return the text of ids.
-
-        Raises:
-            Refused: there is none, or it is longer than tokens can be.
-        """
-        try:
-            text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
-        except BaseException as error:
-            raise _typed(error) from None
+        """Return the text of ids; raises Refused if it is longer than tokens can be."""
+        decode = self._tokenizer.decode
+        text: str = _tried(lambda: decode(list(ids), skip_special_tokens=skip_special))
         if len(text) > MAX_TOKEN_CHARS * len(ids):
             raise Refused("refused", f"{len(ids)} tokens with a text of {len(text)} characters")
         return text
@@ -86,26 +81,6 @@ class LibraryTokenizer:
         return text
 
 
-def _typed(error: BaseException) -> BaseException:
-    """Return what is to be raised in place of an error of the library."""
-    # A panic of Rust is no Exception, and its class cannot be imported.
-    ours = isinstance(error, Exception) or type(error).__name__ == "PanicException"
-    if isinstance(error, MemoryError) or not ours:
-        return error
-    text = str(error)
-    return Refused(
-        "refused", text if len(text) <= _MESSAGE_CHARS else f"{text[:_MESSAGE_CHARS]}..."
-    )
-
-
-BASE_SECONDS = 5.0
-LOADED_BYTES_PER_SECOND = 1 << 20
-CHARS_PER_SECOND = 1 << 16
-BASE_BYTES = 512 << 20
-BYTES_PER_LOADED_BYTE = 24
-BYTES_PER_CHAR = 256
-
-
 def loading_limits(text: str) -> tuple[float, int]:
     """Return the seconds and bytes that loading a tokenizer.json in a process apart may take."""
     seconds = BASE_SECONDS + len(text) / LOADED_BYTES_PER_SECOND
@@ -113,16 +88,9 @@ def loading_limits(text: str) -> tuple[float, int]:
 
 
 class TokenizerApart:
-    """A tokenizer that nobody vouches for, with the methods of `LibraryTokenizer`.
+    """A tokenizer in a process of its own, with the methods of `LibraryTokenizer`.
 
-    Args:
-        text: a tokenizer.json.
-
-    Attributes:
-        vocab_size: number of ids, added tokens included.
-
-    Raises:
-        Refused: it cannot be loaded in the time and memory that its size deserves.
+    Raises Refused if it takes more time or memory than its size and that of a text deserve.
     """
 
     def __init__(self, text: str) -> None:
@@ -131,12 +99,12 @@ class TokenizerApart:
         self.vocab_size: int = self._ask("vocab_size", 0)
 
     def encode(self, text: str, special: bool) -> list[int]:
-        """Return the ids of a text; see `LibraryTokenizer.encode`."""
+        """Return the ids of a text."""
         ids: list[int] = self._ask("encode", len(text), text=text, special=special)
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
-        """Return the text of ids; see `LibraryTokenizer.decode`."""
+        """Return the text of ids."""
         text: str = self._ask("decode", len(ids), ids=list(ids), skip_special=skip_special)
         return text
 
@@ -146,7 +114,7 @@ class TokenizerApart:
         return found
 
     def id_to_token(self, token: int) -> str | None:
-        """Return a token as the vocabulary spells it; see `LibraryTokenizer.id_to_token`."""
+        """Return a token as the vocabulary spells it, None if there is no such id."""
         found: str | None = self._ask("id_to_token", 0, token=token)
         return found
 

@@ -7,8 +7,7 @@ be ended (see `text_process`).
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from clocher_kernels.errors import FormatError
 from clocher_runtime.disk.strict_json import parse_json
@@ -25,16 +24,13 @@ _SMALL_FILE = 1 << 20
 _JSON_GROWTH = 8
 
 Spec = Mapping[str, Any]
+Check = Callable[[Spec], bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Inspection:
-    """What was found in a tokenizer.json.
+class Inspection(NamedTuple):
+    """What was found in a tokenizer.json: its text, and the characters of its longest token.
 
-    Attributes:
-        text: the file.
-        plain: nothing in it can take long or much memory for a short text.
-        longest: characters of its longest token; no token stands for more of a text.
+    `plain`: nothing in it can take long or much memory for a short text.
     """
 
     text: str
@@ -43,30 +39,25 @@ class Inspection:
 
 
 def inspect(data: bytes, where: str) -> Inspection:
-    """Check a tokenizer.json.
-
-    Args:
-        data: its content.
-        where: its name, for messages.
-
-    Raises:
-        FormatError: it is no JSON object, or holds more than the limits.
-    """
+    """Check a tokenizer.json; FormatError if it is no JSON object, or above the limits."""
     if len(data) > MAX_FILE_BYTES:
         raise FormatError(
             f"{where}: {len(data)} bytes; the limit for this file is {MAX_FILE_BYTES}"
         )
     document = _parse(data, where)
-    model, added = document.get("model"), document.get("added_tokens")
+    model, added = document.get("model"), _list(document.get("added_tokens"))
     model = model if isinstance(model, dict) else {}
-    tokens = _tokens(model.get("vocab"))
-    extra = [t.get("content") for t in _list(added) if isinstance(t, dict)]
+    vocab = model.get("vocab")
+    if not isinstance(vocab, dict):  # pairs of text and score
+        firsts = [entry[0] for entry in _list(vocab) if isinstance(entry, list) and entry]
+        vocab = [text for text in firsts if isinstance(text, str)]
+    extra = [t.get("content") for t in added if isinstance(t, dict)]
     texts = [text for text in extra if isinstance(text, str)]
-    longest = max(max(map(len, tokens), default=1), max(map(len, texts), default=1))
+    longest = max(map(len, (*vocab, *texts)), default=1) or 1
     for what, found, limit in (
-        ("tokens", len(tokens), MAX_VOCABULARY),
+        ("tokens", len(vocab), MAX_VOCABULARY),
         ("merges", len(_list(model.get("merges"))), MAX_MERGES),
-        ("added tokens", len(_list(added)), MAX_ADDED),
+        ("added tokens", len(added), MAX_ADDED),
         ("characters of added tokens", sum(map(len, texts)), MAX_ADDED_CHARS),
         ("characters in a token", longest, MAX_TOKEN_CHARS),
     ):
@@ -101,38 +92,27 @@ def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _tokens(vocab: object) -> list[str]:
-    """Return the texts of a vocabulary: an object, or pairs of text and score."""
-    if isinstance(vocab, dict):
-        return list(vocab)
-    firsts = [entry[0] for entry in _list(vocab) if isinstance(entry, list) and entry]
-    return [text for text in firsts if isinstance(text, str)]
-
-
 def _is_plain(document: Spec, model: Spec) -> bool:
+    added = _list(document.get("added_tokens"))
     return (
         _is_plain_model(model)
-        and all(_is_text(entry, "content") for entry in _list(document.get("added_tokens")))
-        and _are_plain(document.get("normalizer"), "normalizers", _NORMALIZERS)
-        and _are_plain(document.get("pre_tokenizer"), "pretokenizers", _PRE_TOKENIZERS)
-        and _are_plain(document.get("post_processor"), "processors", _POST_PROCESSORS)
-        and _are_plain(document.get("decoder"), "decoders", _DECODERS)
+        and all(isinstance(each, dict) and _is_text(each.get("content")) for each in added)
+        and all(_are_plain(document.get(step), *kinds) for step, kinds in _STEPS.items())
         and document.get("truncation") is None
         and document.get("padding") is None
     )
 
 
 def _is_plain_model(model: Spec) -> bool:
-    if model.get("type") not in ("BPE", "WordLevel") or not isinstance(model.get("vocab"), dict):
-        return False
+    vocab, unknown = model.get("vocab"), model.get("unk_token")
     affixes = (model.get("continuing_subword_prefix"), model.get("end_of_word_suffix"))
-    unknown = model.get("unk_token")
-    known = unknown is None or (isinstance(unknown, str) and len(unknown) <= MAX_TOKEN_CHARS)
     return (
-        known
+        model.get("type") in ("BPE", "WordLevel")
+        and isinstance(vocab, dict)
+        and (unknown is None or (isinstance(unknown, str) and len(unknown) <= MAX_TOKEN_CHARS))
         and all(affix in (None, "") for affix in affixes)
         and not model.get("dropout")
-        and _are_in(model["vocab"], _list(model.get("merges")))
+        and _are_in(vocab, _list(model.get("merges")))
     )
 
 
@@ -146,28 +126,24 @@ def _are_in(vocab: Spec, merges: list[Any]) -> bool:
         return False
 
 
-def _are_plain(step: object, within: str, kinds: Mapping[str, Callable[[Spec], bool]]) -> bool:
+def _are_plain(step: object, within: str, kinds: Mapping[str, Check]) -> bool:
     """Whether a step, or all steps of a sequence of them, are of a kind and pass its check."""
-    if step is None:
-        return True
     steps: list[Spec] = []
-    pending = [step]
+    pending = [] if step is None else [step]
     while pending:
         if len(steps) + len(pending) > _MAX_STEPS:
             return False
         one = pending.pop()
         if not isinstance(one, dict):
             return False
+        steps.append(one)
         if one.get("type") == "Sequence":
             pending += _list(one.get(within))
-            steps.append({"type": "Sequence"})
-        else:
-            steps.append(one)
     # Two of them would spell bytes of spelled bytes, four times as many.
     if sum(one.get("type") == "ByteLevel" for one in steps) > 1:
         return False
-    checks = {"Sequence": _always, **kinds}
-    return all(checks.get(str(one.get("type")), _never)(one) for one in steps)
+    known = {"Sequence": _always, **kinds}
+    return all(known.get(str(one.get("type")), _never)(one) for one in steps)
 
 
 def _always(step: Spec) -> bool:
@@ -178,35 +154,29 @@ def _never(step: Spec) -> bool:
     return False
 
 
-def _is_text(step: Any, key: str) -> bool:
-    text = step.get(key) if isinstance(step, dict) else None
-    return isinstance(text, str) and bool(text)
+def _is_text(text: object, most: int | None = None) -> bool:
+    return isinstance(text, str) and 0 < len(text) <= (most or len(text))
 
 
-def _literal(step: Spec, key: str) -> str:
-    """Return a short text, "" where it is no such text."""
-    text = step.get(key)
-    return text if isinstance(text, str) and len(text) <= _MAX_LITERAL else ""
-
-
-def _pattern(step: Spec) -> Spec:
+def _pattern(step: Spec, kind: str) -> Any:
     pattern = step.get("pattern")
-    return pattern if isinstance(pattern, dict) and len(pattern) == 1 else {}
+    return pattern.get(kind) if isinstance(pattern, dict) and len(pattern) == 1 else None
 
 
 def _prepends(step: Spec) -> bool:
-    return bool(_literal(step, "prepend"))
+    return _is_text(step.get("prepend"), _MAX_LITERAL)
 
 
 def _replaces(step: Spec) -> bool:
     """Whether one text is replaced by another that is not longer."""
-    found, content = _literal(_pattern(step), "String"), step.get("content")
-    return bool(found) and isinstance(content, str) and len(content) <= len(found)
+    found, content = _pattern(step, "String"), step.get("content")
+    short = _is_text(found, _MAX_LITERAL)
+    return short and isinstance(content, str) and len(content) <= len(found)
 
 
 def _splits(step: Spec) -> bool:
-    pattern = _pattern(step)
-    return bool(_literal(pattern, "String")) or str(pattern.get("Regex")) in KNOWN
+    literal = _is_text(_pattern(step, "String"), _MAX_LITERAL)
+    return literal or str(_pattern(step, "Regex")) in KNOWN
 
 
 def _strips(step: Spec) -> bool:
@@ -221,16 +191,15 @@ def _surrounds(step: Spec) -> bool:
     if not isinstance(special, dict) or len(special) > _MAX_PIECES:
         return False
     for token in special.values():
-        ids = token.get("ids") if isinstance(token, dict) else None
-        spelled = token.get("tokens") if isinstance(token, dict) else None
-        if not isinstance(ids, list) or not 0 < len(ids) <= _MAX_PIECE_IDS:
-            return False
-        if not isinstance(spelled, list) or len(spelled) != len(ids):
+        ids, spelled = (
+            _list(token.get(name)) if isinstance(token, dict) else [] for name in ("ids", "tokens")
+        )
+        if not 0 < len(ids) <= _MAX_PIECE_IDS or len(spelled) != len(ids):
             return False
     # A single text is "A"; the library looks for "B" in vain and panics.
     for name, texts in (("single", "A"), ("pair", "AB")):
-        pieces = step.get(name)
-        if not isinstance(pieces, list) or not 0 < len(pieces) <= _MAX_PIECES:
+        pieces = _list(step.get(name))
+        if not 0 < len(pieces) <= _MAX_PIECES:
             return False
         if not all(_is_piece(piece, special, texts) for piece in pieces):
             return False
@@ -247,22 +216,38 @@ def _is_piece(piece: object, special: Spec, texts: str) -> bool:
     return (kind == "Sequence" and name in texts) or (kind == "SpecialToken" and name in special)
 
 
-_NORMALIZERS: dict[str, Callable[[Spec], bool]] = {
-    **dict.fromkeys(("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents"), _always),
-    "Prepend": _prepends,
-    "Replace": _replaces,
+def _any_of(names: str) -> dict[str, Check]:
+    return dict.fromkeys(names.split(), _always)
+
+
+_STEPS: Mapping[str, tuple[str, Mapping[str, Check]]] = {
+    "normalizer": (
+        "normalizers",
+        {
+            **_any_of("NFC NFD NFKC NFKD Lowercase Strip StripAccents"),
+            "Prepend": _prepends,
+            "Replace": _replaces,
+        },
+    ),
+    "pre_tokenizer": (
+        "pretokenizers",
+        {
+            **_any_of("ByteLevel Digits Metaspace Punctuation Whitespace"),
+            **_any_of("BertPreTokenizer WhitespaceSplit UnicodeScripts"),
+            "Split": _splits,
+        },
+    ),
+    "post_processor": (
+        "processors",
+        {"ByteLevel": _always, "TemplateProcessing": _surrounds},
+    ),
+    "decoder": (
+        "decoders",
+        {
+            **_any_of("ByteLevel ByteFallback Fuse Metaspace"),
+            "Replace": _replaces,
+            "Strip": _strips,
+        },
+    ),
 }
-_PRE_TOKENIZERS: dict[str, Callable[[Spec], bool]] = {
-    **dict.fromkeys(("ByteLevel", "Digits", "Metaspace", "Punctuation", "Whitespace"), _always),
-    **dict.fromkeys(("BertPreTokenizer", "WhitespaceSplit", "UnicodeScripts"), _always),
-    "Split": _splits,
-}
-_POST_PROCESSORS: dict[str, Callable[[Spec], bool]] = {
-    "ByteLevel": _always,
-    "TemplateProcessing": _surrounds,
-}
-_DECODERS: dict[str, Callable[[Spec], bool]] = {
-    **dict.fromkeys(("ByteLevel", "ByteFallback", "Fuse", "Metaspace"), _always),
-    "Replace": _replaces,
-    "Strip": _strips,
-}
+"""Step of a tokenizer -> where a sequence has its steps, and the check of each known kind."""

@@ -1,7 +1,7 @@
-"""Calls of functions in answers that are plain text, in the shapes of Hermes and of Llama 3.
+"""Calls of functions in answers that are plain text, in the formats of Hermes and of Llama 3.
 
-A call goes out while it is made: its name once its arguments begin, then they as they come. So text
-that turns out to be no call is content as long as nothing of it went out, and after that only what
+A call is reported while it is made: its name once its arguments begin, then they as they come. Text
+that turns out to be no call is content as long as nothing of it was reported; after that only what
 comes behind the error is.
 """
 
@@ -9,9 +9,152 @@ import json
 import re
 from typing import Literal
 
-from clocher_runtime.text.deltas import Delta
-from clocher_runtime.text.json_object import JsonObject
-from clocher_runtime.text.stops import open_length
+from clocher_runtime.text.deltas import Delta, open_length
+
+Event = Literal["more", "begins", "ends", "closed", "broken"]
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+_PLAIN = re.compile(r'[^"\\]*')
+_HEX = frozenset("0123456789abcdefABCDEF")
+_LITERAL = re.compile(r"[-+.0-9A-Za-z]*")
+_VALUE = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
+_MAX_LITERAL = 400
+_MAX_KEY = 200
+_MAX_DEPTH = 200
+
+Expected = Literal["object", "key or }", "key", ":", "value", "value or ]", ", or end"]
+
+
+class JsonObject:
+    """Follows one JSON object as its text comes: where the values of its own keys begin and end.
+
+    Control characters in strings are taken as they are, as models write them. `key` is that of the
+    value it is at.
+    """
+
+    def __init__(self) -> None:
+        self.key = ""
+        self._open: list[str] = []  # "{" and "["
+        self._expected: Expected = "object"
+        self._within: Literal["", "string", "escape", "literal"] = ""
+        self._hex = 0  # digits that a \u still needs
+        self._is_key, self._told = False, False
+        self._piece = ""  # of a literal, or of a key of the object itself
+
+    def follow(self, text: str, at: int) -> tuple[Event, int]:
+        """Go on in a piece of text to the next event; return it, and where.
+
+        "more": the piece is used up; "begins", "ends": a value of `key`; "closed": the object ended
+        here; "broken": this character is not JSON. After the last two there is nothing to follow.
+        """
+        while at < len(text):
+            if self._within == "string":
+                at = self._string(text, at)
+            elif self._within == "escape":
+                if not self._escape(text[at]):
+                    return "broken", at
+                at += 1
+                continue
+            elif self._within == "literal":
+                end = _match_end(_LITERAL, text, at)
+                self._piece += text[at:end]
+                at = end
+                if len(self._piece) > _MAX_LITERAL:
+                    return "broken", at
+                if at == len(text):
+                    break
+                if not _VALUE.fullmatch(self._piece):
+                    return "broken", at
+                self._within = ""
+            else:
+                event, at = self._structure(text, at)
+                if event != "more":
+                    return event, at
+                continue
+            if not self._within and not self._is_key and len(self._open) == 1:
+                return "ends", at
+        return "more", at
+
+    def _string(self, text: str, at: int) -> int:
+        """Go on to the end of a string, or of the piece."""
+        end = _match_end(_PLAIN, text, at)
+        if self._is_key and len(self._open) == 1 and len(self._piece) <= _MAX_KEY:
+            self._piece += text[at:end]
+        if end == len(text):
+            return end
+        self._within = "escape" if text[end] == "\\" else ""
+        if not self._within and self._is_key and len(self._open) == 1:
+            self.key = self._piece
+        return end + 1
+
+    def _escape(self, character: str) -> bool:
+        if self._hex:
+            self._hex -= 1
+            valid = character in _HEX
+        else:
+            self._hex = 4 if character == "u" else 0
+            valid = character in '"\\/bfnrtu'
+        if not self._hex:
+            self._within = "string"
+        return valid
+
+    def _structure(self, text: str, at: int) -> tuple[Event, int]:
+        """Take one character that is in no string and no literal, or the spaces before it."""
+        end = _match_end(_SPACE, text, at)
+        if end > at:
+            return "more", end
+        character, expected = text[at], self._expected
+        if expected == "object":
+            if character != "{":
+                return "broken", at
+            self._open.append("{")
+            self._expected = "key or }"
+        elif expected == ":":
+            if character != ":":
+                return "broken", at
+            self._expected = "value"
+        elif character == '"' and expected in ("key", "key or }"):
+            self._within, self._is_key, self._piece = "string", True, ""
+            self._expected = ":"
+        elif expected in ("value", "value or ]") and character != "]":
+            return self._value(character, at)
+        elif character == "," and expected == ", or end":
+            self._expected = "key" if self._open[-1] == "{" else "value"
+        elif character == ("}" if self._open[-1] == "{" else "]") and "or" in expected:
+            self._open.pop()
+            self._expected = ", or end"
+            if not self._open:
+                return "closed", at + 1
+            if len(self._open) == 1:
+                return "ends", at + 1
+        else:
+            return "broken", at
+        return "more", at + 1
+
+    def _value(self, character: str, at: int) -> tuple[Event, int]:
+        if len(self._open) == 1 and not self._told:
+            self._told = True
+            return "begins", at
+        self._told, self._is_key = False, False
+        self._expected = ", or end"
+        if character in "-0123456789tfn":
+            self._within, self._piece = "literal", ""
+            return "more", at
+        if character == '"':
+            self._within = "string"
+        elif character in "{[" and len(self._open) < _MAX_DEPTH:
+            self._open.append(character)
+            self._expected = "key or }" if character == "{" else "value or ]"
+        else:
+            return "broken", at
+        return "more", at + 1
+
+
+def _match_end(pattern: re.Pattern[str], text: str, at: int) -> int:
+    found = pattern.match(text, at)
+    assert found is not None  # all of them match the empty text
+    return found.end()
+
 
 _NAME = re.compile(r'"([A-Za-z0-9_.-]{1,256})"')
 _ARGUMENTS = ("arguments", "parameters")
@@ -21,13 +164,8 @@ _KEYS = ("name", "type", "id", *_ARGUMENTS)
 class _Call:
     """A call as a JSON object with a name and arguments, in either order.
 
-    Args:
-        index: which call of the answer it is.
-        bare: nothing but its keys says that it is a call, so it needs both.
-
-    Attributes:
-        is_out: whether a part of it was given out.
-        is_closed: whether it has come to its end.
+    `bare`: nothing but its keys says that it is a call, so it needs both. `is_out`: a part of it
+    was reported.
     """
 
     def __init__(self, index: int, *, bare: bool) -> None:
@@ -46,12 +184,7 @@ class _Call:
         return "".join(self._raw)
 
     def push(self, text: str) -> tuple[list[Delta], str | None]:
-        """Go on in a piece of text.
-
-        Returns:
-            What is certain, and the text that is not of this call once it ended: what comes after
-            it, or if nothing is out, all of it. None: it has not ended.
-        """
+        """Return what a piece makes certain, and once it ended the text that is not of it."""
         if not self.is_out:
             self._raw.append(text)
         found: list[Delta] = []
@@ -123,7 +256,24 @@ def _spelled_out(text: str) -> str:
         return ""
 
 
-class HermesCalls:
+class _Calls:
+    """What readers of calls have in common: text that may be one, the call, how many there were."""
+
+    def __init__(self) -> None:
+        self._held, self._calls = "", 0
+        self._call = _Call(0, bare=False)
+
+    def _go_on(self, text: str, found: list[Delta]) -> str | None:
+        """Read more of the call; return the text that is not of it, None if it goes on."""
+        deltas, rest = self._call.push(text)
+        if deltas and deltas[0].kind == "tool_call":
+            self._held = ""
+            self._calls += 1
+        found += deltas
+        return rest
+
+
+class HermesCalls(_Calls):
     """Calls between `<tool_call>` and `</tool_call>`, as Hermes and Qwen make them.
 
     Line breaks before and after belong to the marks.
@@ -134,10 +284,8 @@ class HermesCalls:
     _TAIL = re.compile(r"[\s}]{0,64}")
 
     def __init__(self) -> None:
+        super().__init__()
         self._state: Literal["text", "call", "tail", "gap"] = "text"
-        self._held = ""
-        self._calls = 0
-        self._call = _Call(0, bare=False)
 
     def push(self, text: str) -> list[Delta]:
         """Return what a piece makes certain."""
@@ -173,11 +321,7 @@ class HermesCalls:
         return rest
 
     def _in_call(self, text: str, found: list[Delta]) -> str:
-        deltas, rest = self._call.push(text)
-        if deltas and deltas[0].kind == "tool_call":
-            self._held = ""
-            self._calls += 1
-        found += deltas
+        rest = self._go_on(text, found)
         if rest is None:
             return ""
         self._state = "tail" if self._call.is_out else "text"
@@ -208,7 +352,7 @@ class HermesCalls:
         return text
 
 
-class LlamaCalls:
+class LlamaCalls(_Calls):
     """Calls as Llama 3 makes them: an answer that is a JSON object, or several after another.
 
     `<|python_tag|>` may come first, and ";" between them.
@@ -219,10 +363,8 @@ class LlamaCalls:
     _NEXT = re.compile(r"[\s;]{0,32}(<\|python_tag\|>\s{0,32})?")
 
     def __init__(self) -> None:
+        super().__init__()
         self._state: Literal["begin", "call", "text"] = "begin"
-        self._held = ""
-        self._calls = 0
-        self._call = _Call(0, bare=True)
 
     def push(self, text: str) -> list[Delta]:
         """Return what a piece makes certain."""
@@ -263,11 +405,7 @@ class LlamaCalls:
         return text
 
     def _in_call(self, text: str, found: list[Delta]) -> str:
-        deltas, rest = self._call.push(text)
-        if deltas and deltas[0].kind == "tool_call":
-            self._held = ""
-            self._calls += 1
-        found += deltas
+        rest = self._go_on(text, found)
         if rest is None:
             return ""
         rest, self._held = self._held + rest, ""

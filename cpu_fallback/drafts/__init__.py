@@ -1,1 +1,1 @@
-"""Compiled host code of speculation: what guesses tokens, and what writes a step's inputs."""
+"""Compiled host code of speculation: the suffix drafter, and what writes a step's inputs."""

@@ -15,8 +15,7 @@ from clocher_kernels.errors import OutOfMemory
 from cpu_fallback.drafts import states
 from cpu_fallback.lanes.jit import Kernel, warm
 
-MOST_DRAFTED = 64
-"""Tokens that a draft may have."""
+MOST_DRAFTED = 64  # Tokens that a draft may have
 
 _FEW = 16
 _LEAST_ROOM = 64
@@ -45,9 +44,6 @@ class SuffixAutomaton:
     It takes 76 bytes for each token that it has room for, and doubles when it is full; what a text
     does not need of that is not touched. Python text needs about 60.
 
-    Args:
-        room: tokens to have room for at first.
-
     Raises:
         OutOfMemory: there is no memory for it.
     """
@@ -75,10 +71,7 @@ class SuffixAutomaton:
         return sum(array.nbytes for array in (self._text, self._states, self._edges, self._table))
 
     def extend(self, ids: Sequence[int] | np.ndarray) -> None:
-        """Add tokens to the text.
-
-        Args:
-            ids: of 32 bits. A negative one is a mark, which matches nothing.
+        """Add tokens to the text, ids of 32 bits; a negative one is a mark, which matches nothing.
 
         Raises:
             OutOfMemory: there is no memory for more.

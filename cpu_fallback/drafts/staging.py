@@ -94,13 +94,10 @@ write = Kernel(_write)
 
 
 class Stager:
-    """Writes the inputs of a step.
-
-    Args:
-        arrays: those of `TOKENS` and of `ROWS`, by name, contiguous.
+    """Writes the inputs of a step to arrays of `TOKENS` and `ROWS`.
 
     Raises:
-        ShapeError: an array is of another type or size.
+        ShapeError: an array is of another type or size, or not contiguous.
     """
 
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:

@@ -13,7 +13,7 @@ for n tokens never overflow, and only the number of tokens has to be watched.
 A negative token is a mark: it stands in the text and is an edge of no state, so no match and no
 draft goes across it.
 
-The hash has secret factors, so that nobody can write a text whose edges all collide.
+The hash has secret factors, so that no text can be written whose edges all collide.
 """
 
 from cpu_fallback.lanes import language as v
@@ -31,23 +31,14 @@ _STATE, _EDGE = 4 * STATE_WORDS, 4 * EDGE_WORDS
 _LENGTH, _LINK, _END, _TOKEN, _TARGET, _MORE = range(0, _STATE, 4)
 _FROM, _BY, _TO, _NEXT = range(0, _EDGE, 4)
 
-FRESHENED = 16
-"""States of a token's suffixes, from the longest on, whose last place is noted."""
+FRESHENED = 16  # States of a token's suffixes, from the longest on, whose last place is noted
 
 
-@device
-def _word(head, index):
-    return v.read_i64(head + 8 * index)
+_word = device(lambda head, index: v.read_i64(head + 8 * index))
+_state = device(lambda head, number: _word(head, STATES) + _STATE * number)
 
 
-@device
-def _state(head, number):
-    return _word(head, STATES) + _STATE * number
-
-
-@device
-def _edge(head, number):
-    return _word(head, EDGES) + _EDGE * (number - 1)
+_edge = device(lambda head, number: _word(head, EDGES) + _EDGE * (number - 1))
 
 
 @device
@@ -79,7 +70,6 @@ def _target(head, state, token):
 
 @device
 def _enter(head, number):
-    """Put an edge into the table."""
     edge = _edge(head, number)
     slot = _slot(head, v.read_i32(edge + _FROM), v.read_i32(edge + _BY))
     while v.read_i32(_word(head, TABLE) + 4 * slot):
@@ -227,7 +217,6 @@ def _follow(head, ids, count, most, out):
 
 
 def _index(head):
-    """Put all edges into a table that is empty."""
     for number in range(1, _word(head, EDGE_COUNT) + 1):
         _enter(head, number)
 

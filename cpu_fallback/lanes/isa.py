@@ -20,14 +20,15 @@ shared by hosts.
 differ from theirs in the last bits.
 """
 
+import ctypes
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import llvmlite.binding as llvm
 
 from clocher_kernels.errors import DeviceError, UsageError
-from cpu_fallback.lanes import arm
 
 VARIABLE = "CLOCHER_ISA"
 
@@ -40,15 +41,31 @@ class Isa:
     cpu: str  # LLVM's name of the processor model
     features: str  # LLVM features on top of the model
     needs: tuple[str, ...]  # host features, in LLVM's names, without which the code would not run
-    fma: bool  # fused multiply-add is an instruction
-    f16c: bool  # fp16 <-> fp32 conversion is an instruction
-    avx512: bool = False  # AVX-512 (F, BW, VL, DQ): 32 registers of 16 fp32 lanes, else 16 of 8
-    vnni: bool = False  # the dot product of bytes, added in int32, is an instruction
+
+    @property
+    def fma(self) -> bool:
+        """Whether fused multiply-add is an instruction."""
+        return bool(self.needs)
+
+    @property
+    def f16c(self) -> bool:
+        """Whether fp16 <-> fp32 conversion is an instruction."""
+        return bool(self.needs)
+
+    @property
+    def avx512(self) -> bool:
+        """Whether there is AVX-512 (F, BW, VL, DQ): 32 registers of 16 fp32 lanes, else 16 of 8."""
+        return "avx512f" in self.needs
+
+    @property
+    def vnni(self) -> bool:
+        """Whether the dot product of bytes, added in int32, is an instruction."""
+        return self.needs[-1:] in (("avx512vnni",), ("avxvnni",))
 
     @property
     def avx2(self) -> bool:
         """Whether AVX2 instructions may be used."""
-        return self.cpu.startswith("x86-64")
+        return "avx2" in self.needs
 
     @property
     def in_shorts(self) -> bool:
@@ -74,51 +91,55 @@ class Isa:
 _V3 = ("avx2", "fma", "f16c", "bmi2", "lzcnt", "movbe")
 _V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 _NEON = ("lse", "dotprod")
+_WIDE = "-prefer-256-bit"
+_WHOLE = "+fast-dpwssd"  # else LLVM takes some dot products of int16 apart again
 
 ISAS: Mapping[str, Isa] = {
-    isa.name: isa
-    for isa in (
-        Isa(
-            "avx512vnni",
-            "x86-64-v4",
-            # Else LLVM takes some dot products of int16 apart again.
-            "+avx512vnni,+fast-dpwssd,-prefer-256-bit",
-            (*_V4, "avx512vnni"),
-            fma=True,
-            f16c=True,
-            avx512=True,
-            vnni=True,
-        ),
-        Isa("avx512", "x86-64-v4", "-prefer-256-bit", _V4, fma=True, f16c=True, avx512=True),
-        Isa(
-            "avxvnni",
-            "x86-64-v3",
-            "+avxvnni,+fast-dpwssd",
-            (*_V3, "avxvnni"),
-            fma=True,
-            f16c=True,
-            vnni=True,
-        ),
-        Isa("avx2", "x86-64-v3", "", _V3, fma=True, f16c=True),
-        Isa(
-            "neon_i8mm",
-            "generic",
-            "+v8.2a,+dotprod,+i8mm",
-            (*_NEON, "i8mm"),
-            fma=True,
-            f16c=True,
-        ),
-        Isa("neon_dotprod", "generic", "+v8.2a,+dotprod", _NEON, fma=True, f16c=True),
-        Isa("generic", "", "", (), fma=False, f16c=False),
-    )
+    name: Isa(name, *about)
+    for name, about in {
+        "avx512vnni": ("x86-64-v4", f"+avx512vnni,{_WHOLE},{_WIDE}", (*_V4, "avx512vnni")),
+        "avx512": ("x86-64-v4", _WIDE, _V4),
+        "avxvnni": ("x86-64-v3", f"+avxvnni,{_WHOLE}", (*_V3, "avxvnni")),
+        "avx2": ("x86-64-v3", "", _V3),
+        "neon_i8mm": ("generic", "+v8.2a,+dotprod,+i8mm", (*_NEON, "i8mm")),
+        "neon_dotprod": ("generic", "+v8.2a,+dotprod", _NEON),
+        "generic": ("", "", ()),
+    }.items()
 }
 """Name -> ISA, best first."""
+
+
+_AT_HWCAP, _AT_HWCAP2 = 16, 26
+_LINUX = {"lse": (_AT_HWCAP, 8), "dotprod": (_AT_HWCAP, 20), "i8mm": (_AT_HWCAP2, 13)}
+_DARWIN = {"lse": "FEAT_LSE", "dotprod": "FEAT_DotProd", "i8mm": "FEAT_I8MM"}
+
+
+def arm_features() -> dict[str, bool]:
+    """Return LLVM's names of the features that kernels use, and whether this processor has them.
+
+    Source: arch/arm64/include/uapi/asm/hwcap.h of Linux (the bits of the auxiliary vector), and
+    Apple's "Determining instruction set characteristics" (the names of sysctl).
+    """
+    system = ctypes.CDLL(None)
+    if sys.platform == "darwin":
+        return {name: _darwin_has(system, about) for name, about in _DARWIN.items()}
+    words = system.getauxval
+    words.restype, words.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
+    return {name: bool(words(word) >> bit & 1) for name, (word, bit) in _LINUX.items()}
+
+
+def _darwin_has(system: ctypes.CDLL, feature: str) -> bool:
+    value = ctypes.c_int(0)
+    size = ctypes.c_size_t(ctypes.sizeof(value))
+    name = f"hw.optional.arm.{feature}".encode()
+    failed = system.sysctlbyname(name, ctypes.byref(value), ctypes.byref(size), None, 0)
+    return not failed and bool(value.value)
 
 
 def host_features() -> Mapping[str, bool]:
     """Return LLVM's names of the features of this host, and whether it has them."""
     if os.uname().machine in ("aarch64", "arm64"):
-        return arm.features()
+        return arm_features()
     return dict(llvm.get_host_cpu_features())
 
 
@@ -153,5 +174,4 @@ def choose(wanted: str | None) -> Isa:
     return ISAS[wanted]
 
 
-CURRENT: Isa = choose(os.environ.get(VARIABLE))
-"""The ISA of this process."""
+CURRENT: Isa = choose(os.environ.get(VARIABLE))  # The ISA of this process

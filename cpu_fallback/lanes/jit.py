@@ -16,7 +16,7 @@ Numba types the function and lowers it to LLVM; machine code for the chosen ISA 
 that, stored as an object file, and later processes load the file without importing Numba.
 
 The cache is a directory per (sources, versions, ISA) below $CLOCHER_CACHE_DIR,
-$XDG_CACHE_HOME/clocher or ~/.cache/clocher, and is used only where nobody else can write it (see
+$XDG_CACHE_HOME/clocher or ~/.cache/clocher, and is used only where no other user can write it (see
 `private_files`). Compiling happens under a file lock, files appear by rename, and each carries a
 hash of itself against torn writes. Numba's own cache is not used: processes that fill it at once
 crash (numba issue 4807), and it does not see edits in inlined callees.
@@ -44,11 +44,9 @@ device = late.Device
 
 _one_thread = threading.RLock()
 
-_LINK_BYTES = 4 << 20
-"""Of address space that must be free when a kernel is put into memory."""
+_LINK_BYTES = 4 << 20  # Of address space that must be free when a kernel is put into memory
 
-_RAISED = "an_exception"
-"""What a kernel calls that may raise; there is no such function."""
+_RAISED = "an_exception"  # What a kernel calls that may raise; there is no such function
 
 _EXTERNAL = frozenset({"memcpy", "memset", "memmove", "sched_yield", "nanosleep", "clock_gettime"})
 
@@ -100,10 +98,7 @@ def kernel(function: Callable[..., Any]) -> Kernel:
 def warm(kernels: Iterable[Kernel], progress: Progress | None = None) -> None:
     """Load kernels from the cache, and compile those that are not there.
 
-    Args:
-        kernels: any number of them.
-        progress: called with (done, total) before the first compilation and after each; never if
-            all are in the cache.
+    `progress` is called with (done, total) before the first compilation and after each.
 
     Raises:
         WindowError: a kernel would have to be compiled inside a timed window.
@@ -187,7 +182,6 @@ done:
 
 
 def _lower(k: Kernel) -> tuple[str, str]:
-    """Return the LLVM of a kernel with its devices, and the name of its function there."""
     return late.lower(k.function, k.params, k.result)
 
 

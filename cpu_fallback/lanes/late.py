@@ -114,7 +114,7 @@ def _linked() -> Any:
         """What Numba made of a function, linked with what it calls, not optimised as a whole."""
 
         def _optimize_final_module(self) -> None:
-            """Leave it to who lowers a kernel: it does so once, not once a device too."""
+            """Leave it to `jit`, which optimises a kernel once, not its devices too."""
 
     return Linked
 

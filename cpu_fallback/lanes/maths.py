@@ -88,8 +88,7 @@ def exp_falling(b, x):
     return b.select(under, constant(F32, 0.0), b.fmul(y, b.bitcast(power, F32.llvm)))
 
 
-_ONE = 8.0177335739 if CURRENT.fma else 7.9073896408
-"""Where the quotient of `tanh` becomes 1."""
+_ONE = 8.0177335739 if CURRENT.fma else 7.9073896408  # Where the quotient of `tanh` becomes 1
 
 
 @op(F32, F32)

@@ -163,8 +163,7 @@ def to_f16_bits(x):
     return v.ior(value, sign)
 
 
-to_f16 = _f32_to_half if CURRENT.f16c else to_f16_bits
-"""Convert fp32 to fp16 codes."""
+to_f16 = _f32_to_half if CURRENT.f16c else to_f16_bits  # Convert fp32 to fp16 codes
 
 
 @device
@@ -182,28 +181,14 @@ def _to_fp8(x, shift, rebias, smallest_normal, magic, largest):
     return v.ior(code, v.shl(v.shr(v.bits_i32(x), 31), 7))
 
 
-@device
-def to_e4m3(x):
-    """Convert fp32 to fp8 e4m3 (fn) codes."""
-    return _to_fp8(x, 20, 120 << 3, 121 << 23, 141 << 23, 0x43E00000)
-
-
-@device
-def to_e5m2(x):
-    """Convert fp32 to fp8 e5m2 codes."""
-    return _to_fp8(x, 21, 112 << 2, 113 << 23, 134 << 23, 0x47600000)
-
-
-@device
-def bf16_scalar(code):
-    """Convert one bf16 code to fp32."""
-    return v.lane(from_bf16(v.isplat(code)), 0)
-
-
-@device
-def f16_scalar(code):
-    """Convert one fp16 code to fp32."""
-    return v.lane(from_f16(v.isplat(code)), 0)
+# Convert fp32 to fp8 e4m3 (fn) codes.
+to_e4m3 = device(lambda x: _to_fp8(x, 20, 120 << 3, 121 << 23, 141 << 23, 0x43E00000))
+# Convert fp32 to fp8 e5m2 codes.
+to_e5m2 = device(lambda x: _to_fp8(x, 21, 112 << 2, 113 << 23, 134 << 23, 0x47600000))
+# Convert one bf16 code to fp32.
+bf16_scalar = device(lambda code: v.lane(from_bf16(v.isplat(code)), 0))
+# Convert one fp16 code to fp32.
+f16_scalar = device(lambda code: v.lane(from_f16(v.isplat(code)), 0))
 
 
 @device

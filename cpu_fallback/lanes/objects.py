@@ -20,13 +20,10 @@ _DIGEST = hashlib.sha256().digest_size
 
 
 class ObjectCache:
-    """Object files by kernel name, in a directory that nobody else can write.
+    """Object files by kernel name, in a directory that no other user can write.
 
     Where there is no such directory, kernels are compiled again in every process, and stay in its
     memory; a warning is logged once.
-
-    Args:
-        root: directory of all caches; None if there is none, which `cache_root` has said.
     """
 
     _instance: "ObjectCache | None" = None

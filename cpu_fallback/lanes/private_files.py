@@ -1,9 +1,9 @@
-"""Files that nobody else can have written: what the caches of the CPU back end are made of.
+"""Files that no other user can have written: what the caches of the CPU back end are made of.
 
-Machine code of a cache is run as it is, and a hash in a file proves nothing to whom somebody else
-may have written: only who can write it does. So every directory on the way to a cache, the cache
-itself and each of its files must belong to this user, to root or to the owner of `/`, and nobody
-else may be able to write them; in a directory on the way the sticky bit is enough. Nothing here
+Machine code from a cache is run as it is, and a hash in a file does not show who wrote it. So every
+directory on the way to a cache, the cache itself and each of its files must belong to this user, to
+root or to the owner of `/`, and no other user may be able to write them; in a directory on the way
+the sticky bit is enough. Nothing here
 waits without end: a pipe is no file, and a lock is given up.
 """
 
@@ -26,7 +26,7 @@ _BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def private_directory(root: Path, *names: str, create: bool = False) -> Path:
-    """Return the real path of root/names, once it is sure that nobody else can change it.
+    """Return the real path of root/names, once it is sure that no other user can change it.
 
     Symbolic links on the way to `root` are followed, as each of them lies in a directory that was
     checked before; the names below it must be none.
@@ -37,7 +37,7 @@ def private_directory(root: Path, *names: str, create: bool = False) -> Path:
         create: make what is missing, for this user only.
 
     Raises:
-        OSError: it is not there, cannot be made or searched, or somebody else could write it;
+        OSError: it is not there, cannot be made or searched, or another user could write it;
             `strerror` says which, `filename` where.
     """
     here = Path("/") if root.is_absolute() else Path(os.getcwd())
@@ -66,12 +66,12 @@ def private_directory(root: Path, *names: str, create: bool = False) -> Path:
 
 
 def open_private(path: Path, flags: int) -> int:
-    """Open a regular file that nobody else can write, and return its descriptor.
+    """Open a regular file that no other user can write, and return its descriptor.
 
     A file that is made is for this user only. Its directory is a private one.
 
     Raises:
-        OSError: it cannot be opened, or it is a link, a pipe or somebody else's to write.
+        OSError: it cannot be opened, or it is a link or a pipe, or another user can write it.
     """
     safe = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # without the second a pipe would hang here
     descriptor = os.open(path, flags | safe, 0o600)
@@ -125,7 +125,7 @@ def _lstat(path: Path, create: bool) -> os.stat_result:
 
 
 def _check(path: Path, status: os.stat_result) -> None:
-    """Raise unless a directory on the way lets nobody else replace what lies in it."""
+    """Raise unless no other user can replace what lies in a directory on the way."""
     if stat.S_ISLNK(status.st_mode):
         raise _refusal("a symbolic link inside the cache, which is not followed", path)
     if not stat.S_ISDIR(status.st_mode):
@@ -136,7 +136,7 @@ def _check(path: Path, status: os.stat_result) -> None:
 
 
 def _check_owner(path: Path, status: os.stat_result) -> None:
-    # Root, and who owns `/` where root is another user's number, can do anything anyway.
+    # Root, and the owner of `/` where root is another user's number, can do anything anyway.
     if status.st_uid not in (os.geteuid(), 0, os.lstat("/").st_uid):
         raise _refusal(f"it belongs to user {status.st_uid}", path)
 

@@ -43,8 +43,7 @@ from cpu_fallback.lanes.vector import FLOAT, INT64, number
 
 Value = int | float | Kernel | tuple[Any, ...]
 
-COUNT = "count"
-"""Kind of a field: the step's M or R."""
+COUNT = "count"  # Kind of a field: the step's M or R
 _NUMBERS: Mapping[Any, Any] = {int: i64, float: f32, Kernel: i64, COUNT: i64}
 
 

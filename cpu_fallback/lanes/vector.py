@@ -17,10 +17,8 @@ INT1, INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 6
 FLOAT, DOUBLE, VOID = ir.FloatType(), ir.DoubleType(), ir.VoidType()
 
 F32, I32, MASK = VecT(FLOAT, LANES), VecT(INT32, LANES), VecT(INT1, LANES)
-BYTES = VecT(INT8, 64)
-"""64 bytes, signed or unsigned as the operation says."""
-SHORTS = ir.VectorType(INT16, 32)
-"""The LLVM type of 64 bytes as int16."""
+BYTES = VecT(INT8, 64)  # 64 bytes, signed or unsigned as the operation says
+SHORTS = ir.VectorType(INT16, 32)  # The LLVM type of 64 bytes as int16
 
 
 def op(result: Kind, *params: Kind) -> Callable[[Callable[..., Any]], Any]:

@@ -3,14 +3,14 @@
 Tokens that follow each other in a step and belong to one slot make a tile; its rows, the query
 heads of its tokens that share a key/value head, walk the cells together, so a key or value is read
 once for all of them. Where rows are many, cells are decoded into a panel and the keys are turned
-(`attention_columns`), which gives the same bits. Cells are numbered as the token sees them: the
+(`attention_block`), which gives the same bits. Cells are numbered as the token sees them: the
 committed ones, then its ancestors in the tree. Blocks and spans lie at fixed places of that order
 (`attention_rows`), so a result depends neither on the other tokens nor on the threads, and a path
 of a speculative tree gives the bits that decoding token by token gives. Cells that are not visible
 are not read.
 
 Where pages are listed a tile is one token, for each has lists of its own, and a block that is not
-listed is left out as if nobody saw it: the others stay where they were.
+listed is left out as if no token saw it; the others stay where they were.
 
 Steps of a few tokens are divided by span and key/value head: `attend` keeps the sums of each span
 in memory that the team shares, and `merge` folds them. It reads what all heads have of a page
@@ -29,29 +29,26 @@ from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.record import executes
 from cpu_fallback.lanes.vector import LANES
-from cpu_fallback.ops.attention_block import TURNED_ROWS, block
+from cpu_fallback.ops.attention_block import LONGEST, TURNED_ROWS, block, score_columns
 from cpu_fallback.ops.attention_codes import CHUNK, CODES, code_query
-from cpu_fallback.ops.attention_columns import LONGEST, score_columns
 from cpu_fallback.ops.attention_rows import (
     LOWEST,
+    SIGHT,
     SPAN,
     TOP,
     begin_row,
     begin_span,
+    block_after,
     copy_row,
     end_row,
     fold,
-    span_weight,
-)
-from cpu_fallback.ops.attention_sight import (
-    SIGHT,
-    block_after,
     listed,
     load_of,
     look_all,
     padded,
     sees,
     span_at,
+    span_weight,
     tile_end,
 )
 from cpu_fallback.ops.attention_tiles import BLOCK, FLOATS, SCORES, STATE
@@ -59,14 +56,10 @@ from cpu_fallback.ops.bind import BoundCall, share
 from cpu_fallback.ops.kv import kv_dtype
 from cpu_fallback.team.tape import Launch
 
-ROWS = 256
-"""Rows of a tile at most, if the heads of one token are not more."""
-TILE_BYTES = 512 << 10
-"""Bytes of the rows of a tile at most: they stay in the second cache."""
-LEAST_ROWS = 32
-"""Rows below which tiles are not divided so that every thread has some."""
-FEW = 8
-"""Tokens of a step that are divided by span."""
+ROWS = 256  # Rows of a tile at most, if the heads of one token are not more
+TILE_BYTES = 512 << 10  # Bytes of the rows of a tile at most: they stay in the second cache
+LEAST_ROWS = 32  # Rows below which tiles are not divided so that every thread has some
+FEW = 8  # Tokens of a step that are divided by span
 PANEL_ROWS = 8
 """Rows for which cells are decoded where they lie; for more, they are decoded once into a panel."""
 
@@ -95,10 +88,8 @@ class Tile(NamedTuple):
     kept: int = 0  # memory of the team for the sums of spans
 
 
-@device
-def _kept_bytes(a, tokens):
-    """Return the bytes that a span of a tile needs in shared memory: headers, then sums."""
-    return tokens * a.group * (_HEADER + 4 * padded(a.D))
+# Return the bytes that a span of a tile needs in shared memory: headers, then sums.
+_kept_bytes = device(lambda a, tokens: tokens * a.group * (_HEADER + 4 * padded(a.D)))
 
 
 @executes("attention", Tile)
@@ -188,7 +179,8 @@ def _cross(a, t, stop, seen, first, last, kept, scratch):
                         then = np.int64(0)
                 at = queries + head * query
                 _copy(states + head * own, state, own)
-                block(a, t, stop, head, seen, start, then, after, scratch, at, sums, state)
+                where, memory = (head, start, then, after), (scratch, at, sums, state)
+                block(a, t, stop, seen, where, memory)
                 _copy(state, states + head * own, own)
         for head in range(low, high):
             sums = kept + (head * (seen.high - seen.low) + span - seen.low) * nbytes
@@ -205,14 +197,12 @@ def _copy(source, target, nbytes):
 
 @device
 def _keep(header, state):
-    """Note the largest score and the weight of a row's span for `merge`."""
     v.write_f32(header, v.read_f32(state + TOP))
     v.write_f32(header + 4, span_weight(state))
 
 
 @device
 def _ask(a, t, head, rows, queries, states):
-    """Write the queries of a tile for a head as they are multiplied with cells."""
     group, d, size = a.group, a.D, padded(a.D)
     for row in range(rows):
         source = a.q + 4 * (((t + row // group) * a.H + head) * group + row % group) * d
@@ -246,7 +236,8 @@ def _walk(a, t, stop, head, seen, begin, end, few, kept, scratch):
             for start in range(span * SPAN, (span + 1) * SPAN, BLOCK):
                 if blocks >> (start // BLOCK % (SPAN // BLOCK)) & 1:
                     after = block_after(a, t, head, start)
-                    block(a, t, stop, head, seen, start, head, after, scratch, queries, sums, state)
+                    where = head, np.int64(start), head, after
+                    block(a, t, stop, seen, where, (scratch, queries, sums, state))
             for row in range(rows):
                 own, sight = state + STATE * row, scratch + SIGHT * (row // group)
                 if few:

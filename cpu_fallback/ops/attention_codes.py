@@ -23,73 +23,34 @@ from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.late import cgutils, i64, void
-from cpu_fallback.lanes.memory import emit_load, emit_prefetch, emit_store
-from cpu_fallback.lanes.simd import emit_fma
-from cpu_fallback.lanes.vector import (
-    BYTES,
-    F32,
-    FLOAT,
-    I32,
-    INT8,
-    INT32,
-    INT64,
-    LANES,
-    constant,
-    op,
-    pick,
-    spread,
-)
-from cpu_fallback.ops.attention_tiles import (
-    BLOCK,
-    FACTOR,
-    QUERY_STEP,
-    SCORES,
-    STEP,
-    Arithmetic,
-    Cells,
-    emit_ahead,
-    emit_at,
-    number,
-    products,
-)
+from cpu_fallback.lanes.vector import BYTES, F32, FLOAT, I32, INT8, INT32, INT64, LANES, SHORTS
+from cpu_fallback.ops import attention_tiles as tiles
+from cpu_fallback.ops.attention_tiles import BLOCK, QUERY_STEP, SCORES, STEP, Cells, emit_sums
 from cpu_fallback.tiles.multiply import dot, pair_dots
 
-CHUNK = 32
-"""Values of a line that are multiplied at once."""
+behind, constant, emit_at, number, spread = v.behind, v.constant, v.emit_at, v.number, v.spread
 
-_BYTES, _SHORTS = (ir.VectorType(ir.IntType(bits), CHUNK) for bits in (8, 16))
+CHUNK = 32  # Values of a line that are multiplied at once
+
+_BYTES = ir.VectorType(INT8, CHUNK)
 _BYTEWISE = CURRENT.vnni
 """Whether a query is kept as the high bytes of its codes, the low ones, and what the bias adds."""
 _BIASES = 0x80808080 - (1 << 32)
-_LARGEST = 127 * 257
-"""The largest code: two signed bytes."""
-_MOST = ((1 << 31) - 1) // 127
-"""What the magnitudes of the codes of a query may add up to."""
-_LEAST = np.float32(1e-30)
-"""Smaller steps have codes of zero."""
+_LARGEST = 127 * 257  # The largest code: two signed bytes
+_MOST = ((1 << 31) - 1) // 127  # What the magnitudes of the codes of a query may add up to
+_LEAST = np.float32(1e-30)  # Smaller steps have codes of zero
 
 
 def _emit_dots(b: Any, qs: list[Any], ks: list[Any], size: Any) -> list[Any]:
     """Emit the 16-lane partial dot products of every q with every k, whole chunks of values."""
     pairs = [(q, k) for q in range(len(qs)) for k in range(len(ks))]
-    entry = b.block
-    loop, done = b.append_basic_block("dots"), b.append_basic_block("dots.end")
-    b.branch(loop)
-    b.position_at_end(loop)
-    at = b.phi(INT64)
-    at.add_incoming(number(0), entry)
-    sums = [b.phi(I32.llvm) for _ in pairs]
-    x = [emit_load(b, _SHORTS, emit_at(b, q, at, number(2))) for q in qs]
-    y = [b.sext(emit_load(b, _BYTES, b.add(k, at)), _SHORTS) for k in ks]
-    after = [b.add(t, pair_dots(b, x[q], y[k])) for (q, k), t in zip(pairs, sums, strict=True)]
-    further = b.add(at, number(CHUNK))
-    at.add_incoming(further, loop)
-    for total, value in zip(sums, after, strict=True):
-        total.add_incoming(constant(I32, 0), entry)
-        total.add_incoming(value, loop)
-    b.cbranch(b.icmp_signed("<", further, size), loop, done)
-    b.position_at_end(done)
-    return after
+
+    def add(at: Any, sums: list[Any]) -> list[Any]:
+        x = [v.emit_load(b, SHORTS, emit_at(b, q, at, 2)) for q in qs]
+        y = [b.sext(v.emit_load(b, _BYTES, b.add(k, at)), SHORTS) for k in ks]
+        return [b.add(t, pair_dots(b, x[q], y[k])) for (q, k), t in zip(pairs, sums, strict=True)]
+
+    return emit_sums(b, [constant(I32, 0)] * len(pairs), (number(0), size, CHUNK), add)
 
 
 def _emit_turned(b: Any, lines: list[Any]) -> list[Any]:
@@ -104,8 +65,8 @@ def _emit_turned(b: Any, lines: list[Any]) -> list[Any]:
     for piece in range(0, count, 4):
         for quarter in zip(*fours, strict=True):
             lanes = [side + piece + i for side in (0, count) for i in range(4)]
-            left, right = (_shuffled(b, *quarter[i : i + 2], lanes) for i in (0, 2))
-            turned.append(_shuffled(b, left, right, list(range(LANES))))
+            left, right = (v.shuffle(b, *quarter[i : i + 2], lanes) for i in (0, 2))
+            turned.append(v.shuffle(b, left, right, list(range(LANES))))
     return [b.xor(dwords, constant(I32, _BIASES)) for dwords in turned]
 
 
@@ -113,11 +74,7 @@ def _unpacked(b: Any, x: Any, y: Any, half: int) -> Any:
     """Emit the lower or upper dwords of every four of two vectors, taking turns."""
     count = x.type.count
     lanes = [at + half + i for at in range(0, count, 4) for i in range(2)]
-    return _shuffled(b, x, y, [each for lane in lanes for each in (lane, count + lane)])
-
-
-def _shuffled(b: Any, x: Any, y: Any, lanes: list[int]) -> Any:
-    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(INT32, len(lanes)), lanes))
+    return v.shuffle(b, x, y, [each for lane in lanes for each in (lane, count + lane)])
 
 
 def _emit_sixteen(b: Any, qs: list[Any], ks: list[Any], size: Any) -> list[Any]:
@@ -129,19 +86,19 @@ def _emit_sixteen(b: Any, qs: list[Any], ks: list[Any], size: Any) -> list[Any]:
     highs = [cgutils.alloca_once(b, I32.llvm) for _ in qs]
     lows = [cgutils.alloca_once(b, I32.llvm) for _ in qs]
     for r, q in enumerate(qs):
-        offset = emit_load(b, INT32, emit_at(b, q, size, number(2)))
+        offset = v.emit_load(b, INT32, emit_at(b, q, size, number(2)))
         b.store(constant(I32, 0), highs[r])
         b.store(spread(b, I32, offset), lows[r])
     whole = b.and_(size, number(-64))
     for start, stop, dwords in ((number(0), whole, 16), (whole, size, 4)):
         kind = ir.VectorType(INT32, dwords)
         with cgutils.for_range_slice(b, start, stop, number(4 * dwords), INT64) as (at, _):
-            turned = _emit_turned(b, [emit_load(b, kind, b.add(k, at)) for k in ks])
+            turned = _emit_turned(b, [v.emit_load(b, kind, b.add(k, at)) for k in ks])
             for i, cells in enumerate(turned):
                 for r, q in enumerate(qs):
                     place = b.add(b.add(q, at), number(4 * i))
                     for slot, codes in ((highs[r], place), (lows[r], b.add(place, size))):
-                        x = b.bitcast(spread(b, I32, emit_load(b, INT32, codes)), BYTES.llvm)
+                        x = b.bitcast(spread(b, I32, v.emit_load(b, INT32, codes)), BYTES.llvm)
                         total = dot(b, b.load(slot), b.bitcast(cells, BYTES.llvm), x)
                         b.store(total, slot)
     eight = constant(I32, 8)
@@ -154,13 +111,13 @@ def _emit_sixteen(b: Any, qs: list[Any], ks: list[Any], size: Any) -> list[Any]:
 def _scores(rows: int) -> Any:
     """Make the operation that scores `rows` rows and 16 cells."""
 
-    @op(void, i64, i64, i64, i64, i64, i64)
+    @v.op(void, i64, i64, i64, i64, i64, i64)
     def scores(b, queries, keys, stride, size, out, ahead):
         qs = [emit_at(b, queries, b.mul(size, number(4)), number(r)) for r in range(rows)]
         ks = [emit_at(b, keys, stride, number(c)) for c in range(LANES)]
-        emit_ahead(b, ks, stride, ahead)
+        tiles.emit_ahead(b, ks, stride, ahead)
         for r, totals in enumerate(_emit_sixteen(b, qs, ks, size)):
-            emit_store(b, b.sitofp(totals, F32.llvm), b.add(out, number(SCORES * r)))
+            v.emit_store(b, b.sitofp(totals, F32.llvm), b.add(out, number(SCORES * r)))
 
     return scores
 
@@ -176,13 +133,11 @@ def _emit_interleaved(b: Any, one: Any, other: Any) -> list[Any]:
     for half in (0, 8):
         low = [lane + half + i for lane in range(0, count, 16) for i in range(8)]
         lanes = [each for i in low for each in (i, count + i)]
-        mask = ir.Constant(ir.VectorType(INT32, count), lanes)
-        halves.append(b.shuffle_vector(one, other, mask))
+        halves.append(v.shuffle(b, one, other, lanes))
     if count == 16:
-        whole = ir.Constant(ir.VectorType(INT32, CHUNK), list(range(CHUNK)))
-        return [b.sext(b.shuffle_vector(*halves, whole), _SHORTS)]
+        return [b.sext(v.shuffle(b, *halves, range(CHUNK)), SHORTS)]
     parts = [(h, list(range(i, i + CHUNK))) for h in halves for i in range(0, count, CHUNK)]
-    return [b.sext(pick(b, half, lanes), _SHORTS) for half, lanes in parts]
+    return [b.sext(v.pick(b, half, lanes), SHORTS) for half, lanes in parts]
 
 
 def _emit_in_order(b: Any, sums: list[Any]) -> list[Any]:
@@ -193,8 +148,7 @@ def _emit_in_order(b: Any, sums: list[Any]) -> list[Any]:
     for low, high in zip(sums[:half], sums[half:], strict=True):
         for start in (0, 8):
             lanes = [*range(start, start + 8), *range(LANES + start, LANES + start + 8)]
-            mask = ir.Constant(ir.VectorType(INT32, LANES), lanes)
-            found.append(b.shuffle_vector(low, high, mask))
+            found.append(v.shuffle(b, low, high, lanes))
     return found
 
 
@@ -205,44 +159,38 @@ def _emit_mix(b: Any, places: list[list[Any]], state: list[Any], cells: Cells) -
     """
     rows, vectors = range(len(places)), range(len(places[0]))
     kind = ir.VectorType(INT8, LANES * len(vectors))
+
+    def add(cell: Any, totals: list[Any]) -> list[Any]:
+        line = emit_at(b, cells.values, cell, cells.stride)
+        other = b.add(line, cells.stride)
+        for at in (line, other):
+            v.emit_prefetch(b, b.add(at, cells.ahead))
+        x = _emit_interleaved(b, v.emit_load(b, kind, line), v.emit_load(b, kind, other))
+        after, sums = [], iter(totals)
+        for r in rows:
+            pair = v.emit_load(b, INT32, emit_at(b, cells.weights[r], cell, 2))
+            w = b.bitcast(spread(b, I32, pair), SHORTS)
+            after += [b.add(next(sums), pair_dots(b, x[c], w)) for c in vectors]
+        return after
+
     start = b.and_(cells.begin, number(-2))
-    entry = b.block
-    loop, done = b.append_basic_block("mix"), b.append_basic_block("mix.end")
-    b.branch(loop)
-    b.position_at_end(loop)
-    cell = b.phi(INT64)
-    cell.add_incoming(start, entry)
-    totals = [[b.phi(I32.llvm) for _ in vectors] for _ in rows]
-    line = emit_at(b, cells.values, cell, cells.stride)
-    other = b.add(line, cells.stride)
-    for at in (line, other):
-        emit_prefetch(b, b.add(at, cells.ahead))
-    x = _emit_interleaved(b, emit_load(b, kind, line), emit_load(b, kind, other))
-    after = []
-    for r in rows:
-        pair = spread(b, I32, emit_load(b, INT32, emit_at(b, cells.weights[r], cell, number(2))))
-        w = b.bitcast(pair, _SHORTS)
-        after.append([b.add(totals[r][c], pair_dots(b, x[c], w)) for c in vectors])
-    further = b.add(cell, number(2))
-    cell.add_incoming(further, loop)
-    for r in rows:
-        for c in vectors:
-            totals[r][c].add_incoming(constant(I32, 0), entry)
-            totals[r][c].add_incoming(after[r][c], loop)
-    b.cbranch(b.icmp_signed("<", further, cells.end), loop, done)
-    b.position_at_end(done)
+    starts = [constant(I32, 0)] * (len(rows) * len(vectors))
+    after = emit_sums(b, starts, (start, cells.end, 2), add)
     for r in rows:
         factor, step = (
-            spread(b, F32, emit_load(b, FLOAT, b.add(state[r], number(at))))
-            for at in (FACTOR, STEP)
+            spread(b, F32, v.emit_load(b, FLOAT, behind(b, state[r], at)))
+            for at in (tiles.FACTOR, STEP)
         )
-        for c, total in enumerate(_emit_in_order(b, after[r])):
-            before = b.fmul(emit_load(b, F32.llvm, places[r][c]), factor)
-            value = emit_fma(b, b.sitofp(total, F32.llvm), step, before)
-            emit_store(b, value, places[r][c])
+        own = after[r * len(vectors) : (r + 1) * len(vectors)]
+        for c, total in enumerate(_emit_in_order(b, own)):
+            before = b.fmul(v.emit_load(b, F32.llvm, places[r][c]), factor)
+            value = v.emit_fma(b, b.sitofp(total, F32.llvm), step, before)
+            v.emit_store(b, value, places[r][c])
 
 
-CODES = products("i8", Arithmetic(1, _emit_dots, _emit_mix, _scores if _BYTEWISE else None))
+CODES = tiles.products(
+    "i8", tiles.Arithmetic(1, _emit_dots, _emit_mix, _scores if _BYTEWISE else None)
+)
 """The kernels of int8."""
 
 
@@ -267,7 +215,6 @@ def _code(x, inverse, most):
 
 @device
 def _inverse(step):
-    """Return what magnitudes are multiplied by to be codes."""
     if step > _LEAST:
         return v.splat(np.float32(1) / step)
     return v.splat(np.float32(0))

@@ -18,34 +18,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from llvmlite import ir
-
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel
 from cpu_fallback.lanes.late import cgutils, i64, void
-from cpu_fallback.lanes.memory import emit_load, emit_prefetch, emit_store
-from cpu_fallback.lanes.narrow import WIDEN, Widen
-from cpu_fallback.lanes.simd import emit_fma
-from cpu_fallback.lanes.vector import (
-    F32,
-    FLOAT,
-    I32,
-    INT32,
-    INT64,
-    LANES,
-    caller,
-    constant,
-    emit_at,
-    number,
-    op,
-    pick,
-    spread,
-)
+from cpu_fallback.lanes.vector import F32, FLOAT, I32, INT64, LANES, behind, emit_at, number, spread
 
-BLOCK = 64
-"""Cells of a block."""
-SCORES = 4 * BLOCK
-"""Bytes between the scores of one row and of the next."""
+constant, pick = v.constant, v.pick
+
+BLOCK = 64  # Cells of a block
+SCORES = 4 * BLOCK  # Bytes between the scores of one row and of the next
 STATE, FACTOR = 128, 68
 """Bytes of the state of a row, and where in it `mix` finds what to multiply the sums by."""
 STEP, QUERY_STEP = 80, 84
@@ -56,31 +38,48 @@ _LINE = 64  # bytes of a cache line
 
 SCORE_TILE = (4, 4) if CURRENT.avx512 else (2, 2) if CURRENT.registers == 8 else (1, 2)
 """Rows x cells whose sums are in registers: 32, 16 and 16 that hold 16, 8 and 4 lanes."""
-MIX_TILE = SCORE_TILE
-"""Rows x vectors whose sums are in registers."""
+MIX_TILE = SCORE_TILE  # Rows x vectors whose sums are in registers
 
 
-def _emit_dots(kind: Widen, b: Any, qs: list[Any], ks: list[Any], size: Any) -> list[Any]:
-    """Emit the 16-lane partial dot products of every q with every k, `size` values long."""
-    pairs = [(q, k) for q in range(len(qs)) for k in range(len(ks))]
-    entry = b.block
-    loop, done = b.append_basic_block("dots"), b.append_basic_block("dots.end")
+def emit_sums(
+    b: Any, starts: list[Any], places: tuple[Any, Any, int], body: Callable[[Any, list[Any]], Any]
+) -> list[Any]:
+    """Emit a loop, of one turn at least, that keeps sums in registers.
+
+    Args:
+        b: the builder.
+        starts: of the sums.
+        places: begin, end and step of the loop.
+        body: emits the next sums, given a place and the sums.
+    """
+    (begin, end, step), entry = places, b.block
+    loop, done = b.append_basic_block("sums"), b.append_basic_block("sums.end")
     b.branch(loop)
     b.position_at_end(loop)
     at = b.phi(INT64)
-    at.add_incoming(number(0), entry)
-    sums = [b.phi(F32.llvm) for _ in pairs]
-    x = [emit_load(b, F32.llvm, emit_at(b, q, at, number(4))) for q in qs]
-    y = [kind.emit(b, emit_at(b, k, at, number(kind.bits // 8))) for k in ks]
-    after = [emit_fma(b, y[k], x[q], total) for (q, k), total in zip(pairs, sums, strict=True)]
-    further = b.add(at, number(LANES))
+    at.add_incoming(begin, entry)
+    sums = [b.phi(start.type) for start in starts]
+    after = body(at, sums)
+    further = b.add(at, number(step))
     at.add_incoming(further, loop)
-    for total, value in zip(sums, after, strict=True):
-        total.add_incoming(constant(F32, 0.0), entry)
+    for total, start, value in zip(sums, starts, after, strict=True):
+        total.add_incoming(start, entry)
         total.add_incoming(value, loop)
-    b.cbranch(b.icmp_signed("<", further, size), loop, done)
+    b.cbranch(b.icmp_signed("<", further, end), loop, done)
     b.position_at_end(done)
     return after
+
+
+def _emit_dots(kind: v.Widen, b: Any, qs: list[Any], ks: list[Any], size: Any) -> list[Any]:
+    """Emit the 16-lane partial dot products of every q with every k, `size` values long."""
+    pairs = [(q, k) for q in range(len(qs)) for k in range(len(ks))]
+
+    def add(at: Any, sums: list[Any]) -> list[Any]:
+        x = [v.emit_load(b, F32.llvm, emit_at(b, q, at, 4)) for q in qs]
+        y = [kind.emit(b, emit_at(b, k, at, kind.bits // 8)) for k in ks]
+        return [v.emit_fma(b, y[k], x[q], s) for (q, k), s in zip(pairs, sums, strict=True)]
+
+    return emit_sums(b, [constant(F32, 0.0)] * len(pairs), (number(0), size, LANES), add)
 
 
 def emit_totals(b: Any, vectors: list[Any]) -> Any:
@@ -101,12 +100,11 @@ def emit_totals(b: Any, vectors: list[Any]) -> Any:
             lanes = range(half)
             stay = [lane if not lane & step else half + lane for lane in lanes]
             cross = [lane ^ step if not lane & step else half + (lane ^ step) for lane in lanes]
-            masks = [ir.Constant(ir.VectorType(INT32, half), each) for each in (stay, cross)]
             pairs = zip(group[:step], group[step:], strict=True)
-            group = [add(*(b.shuffle_vector(x, y, mask) for mask in masks)) for x, y in pairs]
+            group = [add(*(v.shuffle(b, x, y, each) for each in (stay, cross))) for x, y in pairs]
             step //= 2
         some += group
-    return b.shuffle_vector(*some, ir.Constant(ir.VectorType(INT32, LANES), low + high))
+    return v.shuffle(b, *some, low + high)
 
 
 def emit_ahead(b: Any, cells: list[Any], stride: Any, ahead: Any) -> None:
@@ -115,7 +113,7 @@ def emit_ahead(b: Any, cells: list[Any], stride: Any, ahead: Any) -> None:
         line = number(_LINE)
         with cgutils.for_range_slice(b, ahead, b.add(ahead, stride), line, INT64) as (at, _):
             for cell in cells:
-                emit_prefetch(b, b.add(cell, at))
+                v.emit_prefetch(b, b.add(cell, at))
 
 
 def _scores(own: "Arithmetic", rows: int) -> Any:
@@ -126,7 +124,7 @@ def _scores(own: "Arithmetic", rows: int) -> Any:
         min(SCORE_TILE[1] * SCORE_TILE[0] // min(SCORE_TILE[0], rows), cells),
     )
 
-    @op(void, i64, i64, i64, i64, i64, i64)
+    @v.op(void, i64, i64, i64, i64, i64, i64)
     def scores(b, queries, keys, stride, size, out, ahead):
         pitch = b.mul(size, number(4))
         qs = [emit_at(b, queries, pitch, number(r)) for r in range(rows)]
@@ -143,45 +141,34 @@ def _scores(own: "Arithmetic", rows: int) -> Any:
             totals = b.sitofp(totals, F32.llvm)
         for r in range(rows):
             lanes = list(range(r * cells, (r + 1) * cells))
-            emit_store(b, pick(b, totals, lanes), b.add(out, number(SCORES * r)))
+            v.emit_store(b, pick(b, totals, lanes), b.add(out, number(SCORES * r)))
 
     return scores
 
 
 def _emit_mix(
-    kind: Widen, b: Any, places: list[list[Any]], state: list[Any], cells: "Cells"
+    kind: v.Widen, b: Any, places: list[list[Any]], state: list[Any], cells: "Cells"
 ) -> None:
-    """Emit sums[r][v] = sums[r][v] * factor[r] + the weighted cells; places are those of sums."""
+    """Emit sums[r][c] = sums[r][c] * factor[r] + the weighted cells; places are those of sums."""
     rows, vectors = range(len(places)), range(len(places[0]))
-    factors = [spread(b, F32, emit_load(b, FLOAT, b.add(at, number(FACTOR)))) for at in state]
+    factors = [spread(b, F32, v.emit_load(b, FLOAT, behind(b, at, FACTOR))) for at in state]
     before = [
-        b.fmul(emit_load(b, F32.llvm, places[r][v]), factors[r]) for r in rows for v in vectors
+        b.fmul(v.emit_load(b, F32.llvm, places[r][c]), factors[r]) for r in rows for c in vectors
     ]
-    entry = b.block
-    loop, done = b.append_basic_block("mix"), b.append_basic_block("mix.end")
-    b.branch(loop)
-    b.position_at_end(loop)
-    cell = b.phi(INT64)
-    cell.add_incoming(cells.begin, entry)
-    totals = [b.phi(F32.llvm) for _ in before]
-    line = emit_at(b, cells.values, cell, cells.stride)
-    x = [kind.emit(b, b.add(line, number(kind.nbytes * v))) for v in vectors]
-    for v in range(0, len(vectors), max(1, _LINE // kind.nbytes)):
-        emit_prefetch(b, b.add(line, b.add(cells.ahead, number(kind.nbytes * v))))
-    weights = [emit_at(b, at, cell, number(4)) for at in cells.weights]
-    w = [spread(b, F32, emit_load(b, FLOAT, at)) for at in weights]
-    sums = iter(totals)
-    after = [emit_fma(b, w[r], x[v], next(sums)) for r in rows for v in vectors]
-    further = b.add(cell, number(1))
-    cell.add_incoming(further, loop)
-    for total, start, value in zip(totals, before, after, strict=True):
-        total.add_incoming(start, entry)
-        total.add_incoming(value, loop)
-    b.cbranch(b.icmp_signed("<", further, cells.end), loop, done)
-    b.position_at_end(done)
-    for r in rows:
-        for v in vectors:
-            emit_store(b, after[r * len(vectors) + v], places[r][v])
+
+    def add(cell: Any, totals: list[Any]) -> list[Any]:
+        line = emit_at(b, cells.values, cell, cells.stride)
+        x = [kind.emit(b, behind(b, line, kind.nbytes * c)) for c in vectors]
+        for c in range(0, len(vectors), max(1, _LINE // kind.nbytes)):
+            v.emit_prefetch(b, b.add(line, behind(b, cells.ahead, kind.nbytes * c)))
+        weights = [emit_at(b, at, cell, 4) for at in cells.weights]
+        w = [spread(b, F32, v.emit_load(b, FLOAT, at)) for at in weights]
+        sums = iter(totals)
+        return [v.emit_fma(b, w[r], x[c], next(sums)) for r in rows for c in vectors]
+
+    after = emit_sums(b, before, (cells.begin, cells.end, 1), add)
+    for place, value in zip((at for row in places for at in row), after, strict=True):
+        v.emit_store(b, value, place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +188,7 @@ def _sums(own: "Arithmetic", rows: int) -> Any:
     tall = min(MIX_TILE[0], rows)
     wide = MIX_TILE[1]
 
-    @op(void, *[i64] * 9)
+    @v.op(void, *[i64] * 9)
     def sums(b, sums, size, state, weights, values, stride, begin, end, ahead):
         pitch = b.mul(size, number(4))
         whole = b.and_(size, number(-LANES * wide))
@@ -296,7 +283,7 @@ def products(name: str, own: Arithmetic) -> Products:
 
 
 def _floats(name: str) -> Products:
-    kind = WIDEN[name]
+    kind = v.WIDEN[name]
     own = Arithmetic(kind.bits // 8, partial(_emit_dots, kind), partial(_emit_mix, kind))
     return products(name, own)
 
@@ -305,5 +292,5 @@ FLOATS = {name: _floats(name) for name in ("f32", "bf16", "f16", "e4m3", "e5m2")
 """KV dtype -> kernels that multiply in fp32."""
 
 
-score = caller(9)  # (kernel, queries, rows, keys, stride, size, begin, end, scores, ahead)
-mix = caller(10)  # (kernel, sums, rows, size, state, weights, values, stride, begin, end, ahead)
+score = v.caller(9)  # (kernel, queries, rows, keys, stride, size, begin, end, scores, ahead)
+mix = v.caller(10)  # (kernel, sums, rows, size, state, weights, values, stride, begin, end, ahead)

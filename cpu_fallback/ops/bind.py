@@ -33,27 +33,14 @@ from cpu_fallback.team.tape import Launch
 _COUNT = {"M": -1, "R": -2}
 
 
-@device
-def share(total, rank, size):
-    """Return the contiguous range [first, last) of `total` units that is this thread's."""
-    return total * rank // size, total * (rank + 1) // size
-
-
-@device
-def within(index, count):
-    """Return the number in 0 .. count - 1 that is nearest to an index."""
-    return max(min(index, count - 1), 0)
+# Return the contiguous range [first, last) of `total` units that is this thread's.
+share = device(lambda total, rank, size: (total * rank // size, total * (rank + 1) // size))
+# Return the number in 0 .. count - 1 that is nearest to an index.
+within = device(lambda index, count: max(min(index, count - 1), 0))
 
 
 class BoundCall:
     """An op call with its arrays, checked against the op's contract.
-
-    Args:
-        spec: the op.
-        call: the call in the Plan.
-        values: every array and tensor of the Plan by name.
-        buffers: the Plan's buffers.
-        hints: what the executor was asked for, for kernels that act on it.
 
     Raises:
         ShapeError: an argument is missing, or its dtype, shape or layout is not the contract's.

@@ -1,6 +1,6 @@
 """Stored weights to fp32 panels: one decoder per format, shared by every op that reads a matrix.
 
-A decoder (`decode_record`) gives exactly what the format's own `decode` does. f32 needs no panel
+A decoder (`product`) gives exactly what the format's own `decode` does. f32 needs no panel
 and returns the stored rows, K * 4 bytes apart. ggml's blocks have theirs in `decode_ggml`.
 """
 
@@ -17,7 +17,7 @@ from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.late import i64
 from cpu_fallback.lanes.narrow import WIDEN, loads_of
 from cpu_fallback.ops.decode_ggml import GGML_DECODERS, table_of
-from cpu_fallback.ops.decode_record import PITCH, Weight, weight_at
+from cpu_fallback.ops.product import PITCH, Weight, weight_at
 
 _SCALES = {"one": 0, "f32": 1, "f16": 2, "bf16": 3, "e8m0": 4}
 
@@ -202,14 +202,9 @@ def weight_record(op_name: str, tensor: QuantTensor) -> Weight:
 
 
 def plain(kind: str, codes: np.ndarray, n: int, k: int, multiplier: float = 1.0) -> Weight:
-    """Return the record of a weight without a plane of scales.
+    """Return the record of a weight without a plane of scales: codes [n, k] times a multiplier.
 
-    Args:
-        kind: name of its decoder.
-        codes: the stored array.
-        n: rows.
-        k: columns.
-        multiplier: what every decoded value is multiplied by; f32 ignores it.
+    `kind` is the name of its decoder; f32 ignores the multiplier.
     """
     return Weight(
         decoder=DECODERS[kind],

@@ -1,4 +1,4 @@
-"""ggml's blocks to fp32 panels: one decoder per type, see `decode_record`.
+"""ggml's blocks to fp32 panels: one decoder per type, see `product`.
 
 A row is decoded in units of 16 to 128 columns, whole parts of a block, so that each scale is read
 once and the codes of 16 columns are one load. The arithmetic is that of `Ggml.decode`: scale * code
@@ -19,7 +19,7 @@ from clocher_kernels.formats.ggml_blocks import IQ4_VALUES, SIGNS
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.vector import F32, I32, constant, op
-from cpu_fallback.ops.decode_record import PITCH, weight_at
+from cpu_fallback.ops.product import PITCH, weight_at
 
 _GRIDS = {
     "iq3_s": ggml_grids.IQ3_S,
@@ -38,9 +38,7 @@ _iq4_table = op(F32)(lambda b: constant(F32, [float(value) for value in IQ4_VALU
 _bits = op(I32)(lambda b: constant(I32, [1 << lane for lane in range(16)]))  # 1 << lane
 
 
-@device
-def _half(at):
-    return v.f16_scalar(v.read_u16(at))
+_half = device(lambda at: v.f16_scalar(v.read_u16(at)))
 
 
 @device
@@ -89,7 +87,6 @@ def _q5_1_unit(at, column, out, table):
 
 @device
 def _iq4(at, out, scale):
-    """Decode 32 columns whose codes are the nibbles of 16 bytes."""
     packed, table = v.load_u8(at), _iq4_table()
     v.store_f32(out, v.mul(v.lookup(table, v.iand(packed, v.isplat(15))), scale))
     v.store_f32(out + 64, v.mul(v.lookup(table, v.shr(packed, 4)), scale))
@@ -111,7 +108,6 @@ def _iq4_xs_unit(at, column, out, table):
 
 @device
 def _six_scale(scales, run):
-    """Return the 6-bit scale of a run of q4_k or q5_k."""
     if run < 4:
         return np.float32(v.read_u8(scales + run) & 63)
     return np.float32(v.read_u8(scales + run + 4) & 15 | v.read_u8(scales + run - 4) >> 6 << 4)

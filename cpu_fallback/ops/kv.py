@@ -26,6 +26,7 @@ from cpu_fallback.lanes.narrow import WIDEN, loads_of
 from cpu_fallback.lanes.record import executes
 from cpu_fallback.lanes.vector import caller
 from cpu_fallback.ops.bind import BoundCall, share
+from cpu_fallback.ops.quantize import largest_of
 from cpu_fallback.team.tape import Launch
 
 
@@ -41,10 +42,7 @@ def _dtype(name: str, write: Callable[..., Any], read: Callable[..., Any]) -> Kv
     return KvDtype(Kernel(write, name=f"kv.write_{name}"), Kernel(read, name=f"kv.read_{name}"))
 
 
-@device
-def padded(d):
-    """Round up to whole vectors."""
-    return (d + 15) & -16
+padded = device(lambda d: (d + 15) & -16)  # Round up to whole vectors
 
 
 write_line = caller(5)  # (writer, source, plane, scales, line, d)
@@ -113,24 +111,17 @@ def _code(x, step):
 
 
 def _write_i8(source, plane, scales, line, d):
-    largest, odd, tail = v.zero(), v.zero(), d & -16
-    for i in range(0, tail, 16):
-        x = v.load_f32(source + 4 * i)
-        largest, odd = v.maximum(v.absolute(x), largest), v.fma(x, v.zero(), odd)
-    if tail < d:
-        x = v.load_f32_n(source + 4 * tail, d - tail)
-        largest, odd = v.maximum(v.absolute(x), largest), v.fma(x, v.zero(), odd)
-    scale = np.float32(1)
-    if v.hmax(largest) > np.float32(0):
-        scale = v.hmax(largest) / np.float32(127)
-    v.write_f32(scales + 4 * line, scale + v.hsum(odd))
+    top, odd = largest_of(source, d, np.float32(0))
+    scale, tail = np.float32(1), d & -16
+    if top > np.float32(0):
+        scale = top / np.float32(127)
+    v.write_f32(scales + 4 * line, scale + odd)
     step, target = v.splat(scale), plane + line * d
     for i in range(0, tail, 16):
         v.store_u8(target + i, _code(v.load_f32(source + 4 * i), step))
     if tail < d:
-        v.store_u8_n(
-            target + tail, _code(v.load_f32_n(source + 4 * tail, d - tail), step), d - tail
-        )
+        code = _code(v.load_f32_n(source + 4 * tail, d - tail), step)
+        v.store_u8_n(target + tail, code, d - tail)
 
 
 def _read_i8(plane, lines, count, d, panel):
@@ -161,10 +152,8 @@ def page_of(pages, blocks, size, slot, cell):
     return v.read_i32(pages + 4 * (slot * blocks + cell // size))
 
 
-@device
-def line_of(page, heads, size, head, cell):
-    """Return the line of a cell of a page."""
-    return (page * heads + head) * size + cell % size
+# Return the line of a cell of a page.
+line_of = device(lambda page, heads, size, head, cell: (page * heads + head) * size + cell % size)
 
 
 class Writer(NamedTuple):

@@ -7,9 +7,7 @@ from cpu_fallback.lanes.jit import Kernel
 from cpu_fallback.ops import (
     attention,
     bsr,
-    drop_small,
     elementwise,
-    heads,
     kv,
     linear,
     moe,
@@ -25,9 +23,7 @@ from cpu_fallback.team.tape import Launch
 _MODULES = (
     attention,
     bsr,
-    drop_small,
     elementwise,
-    heads,
     kv,
     linear,
     moe,

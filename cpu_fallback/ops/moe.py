@@ -11,17 +11,20 @@ from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.record import executes
 from cpu_fallback.ops.bind import BoundCall, share
-from cpu_fallback.ops.decode_record import ROWS
-from cpu_fallback.ops.experts import begin_of, clamped_pairs, silu_pairs, sort_by_expert, weight_of
+from cpu_fallback.ops.linear import has_codes
 from cpu_fallback.ops.moe_tiles import (
+    begin_of,
     clamped_gate_up_of_codes,
+    clamped_pairs,
     down_of_codes,
     of_codes,
     silu_gate_up_of_codes,
+    silu_pairs,
+    sort_by_expert,
+    weight_of,
 )
-from cpu_fallback.ops.product import SCRATCH, SUMS, TOKENS, XS, multiply
+from cpu_fallback.ops.product import ROWS, SCRATCH, SUMS, TOKENS, XS, multiply
 from cpu_fallback.ops.stream import Stored, stored
-from cpu_fallback.ops.tiled import has_codes
 from cpu_fallback.team.tape import Launch
 
 

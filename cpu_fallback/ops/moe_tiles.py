@@ -4,20 +4,90 @@ Each thread has the same range of tiles of every expert. Up to 16 pairs of an ex
 whatever tokens they come from.
 """
 
+from typing import Any
+
+import numpy as np
+
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.ops.bind import BoundCall, share
-from cpu_fallback.ops.experts import begin_of, clamped_pairs, silu_pairs, sort_by_expert, weight_of
-from cpu_fallback.ops.tiled import PANELS, SHARES, TILE_SUMS, Tiled, is_filled, tiled
+from cpu_fallback.lanes.vector import F32, op, pick
+from cpu_fallback.ops.bind import BoundCall, share, within
+from cpu_fallback.ops.epilogue import silu
+from cpu_fallback.ops.linear import PANELS, SHARES, TILE_SUMS, Tiled, is_filled, tiled
 from cpu_fallback.team.tape import Launch
 from cpu_fallback.tiles.panels import BEHIND, fill_token, width
 from cpu_fallback.tiles.tile_product import call_product
 
 
 @device
+def sort_by_expert(ids, pairs, experts, ends, order):
+    """Sort pairs by expert, stably: expert e has order[ends[e-1]] .. order[ends[e] - 1], int32."""
+    for e in range(experts):
+        v.write_i32(ends + 4 * e, 0)
+    for p in range(pairs):
+        e = within(v.read_i32(ids + 4 * p), experts)
+        v.write_i32(ends + 4 * e, v.read_i32(ends + 4 * e) + 1)
+    start = 0
+    for e in range(experts):
+        count = v.read_i32(ends + 4 * e)
+        v.write_i32(ends + 4 * e, start)
+        start += count
+    for p in range(pairs):
+        e = within(v.read_i32(ids + 4 * p), experts)
+        at = v.read_i32(ends + 4 * e)
+        v.write_i32(order + 4 * at, p)
+        v.write_i32(ends + 4 * e, at + 1)
+
+
+@device
+def begin_of(ends, e):
+    """Return where the pairs of an expert begin."""
+    if e == 0:
+        return 0
+    return v.read_i32(ends + 4 * (e - 1))
+
+
+@op(F32, F32)
+def _evens(b, x):
+    """Return lanes 0, 2, .., 14, twice."""
+    return pick(b, x, list(range(0, 16, 2)) * 2)
+
+
+@op(F32, F32)
+def _odds(b, x):
+    """Return lanes 1, 3, .., 15, twice."""
+    return pick(b, x, list(range(1, 16, 2)) * 2)
+
+
+@device
+def clamped_pairs(sums, limit, alpha):
+    """Return (clamp(up) + 1) * g * sigmoid(alpha g) of 8 (gate, up) pairs, g = min(gate, limit).
+
+    A pair with NaN or infinity gives NaN, which clamping alone would hide.
+    """
+    top, odd = v.splat(limit), v.mul(sums, v.zero())
+    gate = v.minimum(_evens(sums), top)
+    up = v.minimum(v.maximum(_odds(sums), v.neg(top)), top)
+    up = v.add(up, v.add(_evens(odd), _odds(odd)))
+    one = v.splat(np.float32(1))
+    return v.div(v.mul(v.add(up, one), gate), v.add(v.exp(v.neg(v.mul(v.splat(alpha), gate))), one))
+
+
+# Return silu(gate) * up of 8 (gate, up) pairs.
+silu_pairs = device(lambda sums, limit, alpha: v.mul(silu(_evens(sums)), _odds(sums)))
+
+
+@device
+def weight_of(a, pair):
+    """Return the weight of a pair's result, 1 if there are none."""
+    if a.weights:
+        return v.read_f32(a.weights + 4 * pair)
+    return np.float32(1)
+
+
+@device
 def _fill(a, k, order, per_row, count, panel):
-    """Write the panel of up to 16 pairs, the last of them repeated up to its width."""
     wide = width(count)
     for t in range(wide):
         row = v.read_i32(order + 4 * min(t, count - 1)) // per_row
@@ -27,7 +97,6 @@ def _fill(a, k, order, per_row, count, panel):
 
 @device
 def _multiply_tile(a, rows, k, expert, tile, panel, count, sums):
-    """Multiply a tile of an expert [rows, k] by a panel of `count` pairs."""
     tiles = (rows + 15) >> 4
     at = a.tiles + (expert * tiles + tile) * a.tile_bytes
     call_product(a.product, at, panel, sums, (k + 31) >> 5, width(count), a.ahead)
@@ -35,7 +104,6 @@ def _multiply_tile(a, rows, k, expert, tile, panel, count, sums):
 
 @device
 def _scale_tile(factors, sums, order, count):
-    """Multiply the sums of each pair by its factor."""
     for t in range(count):
         factor = v.splat(v.read_f32(factors + 4 * v.read_i32(order + 4 * t)))
         v.store_f32(sums + 64 * t, v.mul(v.load_f32(sums + 64 * t), factor))
@@ -43,7 +111,6 @@ def _scale_tile(factors, sums, order, count):
 
 @device
 def _add_bias_tile(a, rows, expert, tile, count, sums):
-    """Add the bias of a tile of an expert of `rows` rows to the sums of each pair."""
     bias = a.bias + 4 * (expert * rows + 16 * tile)
     values = v.load_f32_n(bias, min(16, rows - 16 * tile))
     for t in range(count):
@@ -74,24 +141,10 @@ def _group_and_fill(a, scratch, pairs, k, per_row):
     return panel
 
 
-@executes("moe_gate_up", Tiled)
-def clamped_gate_up_of_codes(a, rank, size, scratch):
-    """Compute the gated hidden layer of the chosen experts, clamped."""
-    _gate_up_of_codes(a, rank, size, scratch, clamped_pairs)
-
-
-@executes("moe_gate_up", Tiled)
-def silu_gate_up_of_codes(a, rank, size, scratch):
-    """Compute the gated hidden layer of the chosen experts, of silu gates."""
-    _gate_up_of_codes(a, rank, size, scratch, silu_pairs)
-
-
 @device
-def _gate_up_of_codes(a, rank, size, scratch, act):
-    first, last = share((a.J + 15) >> 4, rank, size)
-    if first == last:
-        return
-    panel = _group_and_fill(a, scratch, a.M * a.A, a.K, a.A)
+def _each_tile(a, scratch, first, last, rows, k, per_row, write):
+    """Multiply a range of tiles of every expert [rows, k]; `write` takes the sums of some pairs."""
+    panel = _group_and_fill(a, scratch, a.M * a.A, k, per_row)
     ends, sums = scratch + PANELS, scratch + TILE_SUMS
     order = ends + 4 * a.E
     for e in range(a.E):
@@ -102,33 +155,53 @@ def _gate_up_of_codes(a, rank, size, scratch, act):
                 at = panel
                 for p in range(start, stop, 16):
                     count = min(16, stop - p)
-                    _multiply_tile(a, a.J, a.K, e, tile, at, count, sums)
-                    if a.factors:
-                        _scale_tile(a.factors, sums, order + 4 * p, count)
-                    if a.bias:
-                        _add_bias_tile(a, a.J, e, tile, count, sums)
-                    _activate_tile(a, sums, order + 4 * p, tile, count, act)
+                    _multiply_tile(a, rows, k, e, tile, at, count, sums)
+                    write(a, sums, order + 4 * p, e, tile, count)
                     at += width(count) * a.per_token
-            panel += _panels_of(stop - start) * a.per_token
+            pairs = stop - start
+            panel += ((pairs & -16) + width(pairs & 15)) * a.per_token
             start = stop
 
 
-@device
-def _panels_of(pairs):
-    """Return the width of the panels of a block of pairs of one expert."""
-    whole = pairs & -16
-    return whole + width(pairs - whole)
+def _gate_up(name: str, act: Any) -> Kernel:
+    """Return the kernel of the gated hidden layer of the chosen experts."""
+
+    @device
+    def write(a, sums, order, e, tile, count):
+        if a.factors:
+            _scale_tile(a.factors, sums, order, count)
+        if a.bias:
+            _add_bias_tile(a, a.J, e, tile, count, sums)
+        values = min(8, a.I - 8 * tile)
+        for t in range(count):
+            y = a.y + 4 * (v.read_i32(order + 4 * t) * a.I + 8 * tile)
+            v.store_f32_n(y, act(v.load_f32(sums + 64 * t), a.limit, a.alpha), values)
+
+    def gate_up(a, rank, size, scratch):
+        first, last = share((a.J + 15) >> 4, rank, size)
+        if first < last:
+            _each_tile(a, scratch, first, last, a.J, a.K, a.A, write)
+
+    gate_up.__name__ = f"{name}_gate_up_of_codes"
+    return executes("moe_gate_up", Tiled)(gate_up)
+
+
+clamped_gate_up_of_codes = _gate_up("clamped", clamped_pairs)
+silu_gate_up_of_codes = _gate_up("silu", silu_pairs)
 
 
 @device
-def _activate_tile(a, sums, order, tile, count, act):
-    """Write 8 hidden values of up to 16 pairs."""
-    values = min(8, a.I - 8 * tile)
+def _add_rows(a, sums, order, e, tile, count):
+    """Add 16 weighted rows of up to 16 pairs to their tokens' results."""
+    if a.bias:
+        _add_bias_tile(a, a.N, e, tile, count, sums)
+    rows = min(16, a.N - 16 * tile)
     for t in range(count):
         pair = v.read_i32(order + 4 * t)
-        y = a.y + 4 * (pair * a.I + 8 * tile)
-        result = act(v.load_f32(sums + 64 * t), a.limit, a.alpha)
-        v.store_f32_n(y, result, values)
+        weight = v.splat(weight_of(a, pair))
+        y = a.y + 4 * (pair // a.A * a.N + 16 * tile)
+        total = v.fma(weight, v.load_f32(sums + 64 * t), v.load_f32_n(y, rows))
+        v.store_f32_n(y, total, rows)
 
 
 @executes("moe_down", Tiled)
@@ -140,26 +213,9 @@ def down_of_codes(a, rank, size, scratch):
     first, last = share((a.N + 15) >> 4, rank, size)
     if first == last:
         return
-    panel = _group_and_fill(a, scratch, a.M * a.A, a.I, 1)
-    ends, sums = scratch + PANELS, scratch + TILE_SUMS
-    order = ends + 4 * a.E
     for t in range(a.M):
         _begin_rows(a, t, 16 * first, min(16 * last, a.N))
-    for e in range(a.E):
-        start, end = begin_of(ends, e), v.read_i32(ends + 4 * e)
-        while start < end:
-            stop = min(start + a.per_block, end)
-            for tile in range(first, last):
-                at = panel
-                for p in range(start, stop, 16):
-                    count = min(16, stop - p)
-                    _multiply_tile(a, a.N, a.I, e, tile, at, count, sums)
-                    if a.bias:
-                        _add_bias_tile(a, a.N, e, tile, count, sums)
-                    _accumulate(a, sums, order + 4 * p, tile, count)
-                    at += width(count) * a.per_token
-            panel += _panels_of(stop - start) * a.per_token
-            start = stop
+    _each_tile(a, scratch, first, last, a.N, a.I, 1, _add_rows)
 
 
 @device
@@ -173,18 +229,6 @@ def _begin_rows(a, t, row, end):
             value = v.load_f32_n(a.residual + at, count)
         v.store_f32_n(a.y + at, value, count)
         row += 16
-
-
-@device
-def _accumulate(a, sums, order, tile, count):
-    """Add 16 weighted rows of up to 16 pairs to their tokens' results."""
-    rows = min(16, a.N - 16 * tile)
-    for t in range(count):
-        pair = v.read_i32(order + 4 * t)
-        weight = v.splat(weight_of(a, pair))
-        y = a.y + 4 * (pair // a.A * a.N + 16 * tile)
-        total = v.fma(weight, v.load_f32(sums + 64 * t), v.load_f32_n(y, rows))
-        v.store_f32_n(y, total, rows)
 
 
 def of_codes(call: BoundCall, kernel: Kernel, columns: str) -> list[Launch]:

@@ -9,9 +9,14 @@ the thread.
 two stages, block of columns by block of columns and 8 rows by 8: decode the rows into a panel that
 stays in cache, then multiply the panel with every token. Formats with a fused kernel of their own
 would put another kernel of the same signature in its place.
+
+A decoder turns columns k0 .. k1-1 of up to ROWS rows into fp32, PITCH bytes apart in the panel that
+it writes; k0 is a multiple of 128, and so is k1 but for the end of the row:
+
+    decoder(weight, expert, row, count, k0, k1, panel) -> address of the first row
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 
@@ -20,35 +25,68 @@ from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.late import cgutils, i64, void
 from cpu_fallback.lanes.memory import emit_load, emit_load_n, emit_store
+from cpu_fallback.lanes.record import reader
 from cpu_fallback.lanes.simd import emit_fma
 from cpu_fallback.lanes.vector import F32, INT32, INT64, LANES, caller, number, op
-from cpu_fallback.ops.decode_record import PANEL_BYTES, PITCH, ROWS, decode, weight_at
 
-TOKENS = 64
-"""The most that are multiplied at a time."""
+ROWS = 8
+COLUMNS = 512
+PITCH = 4 * COLUMNS
+PANEL_BYTES = ROWS * PITCH
+
+
+class Weight(NamedTuple):
+    """What kernels know of a stored weight; addresses and bytes."""
+
+    decoder: int  # kernel that decodes it; called by address, so it comes first
+    pitch: int  # from one decoded row to the next
+    n: int  # rows
+    k: int  # columns
+    codes: int  # the stored codes
+    scales: int  # the scales, 0 if there are none
+    zeros: int  # the zero points, 0 if there are none
+    stride: int  # from one stored row to the next
+    scale_kind: int  # entry of `decode._SCALES`
+    group: int  # columns per scale
+    tall: int  # rows per scale
+    wide: int  # scales per row of scales
+    high: int  # rows of scales per expert
+    factor: float  # the one scale of the tensor, where `scale_kind` says so
+    many: int = 0  # kernel of the product with many tokens (`stream`)
+    block: int = 0  # columns that it decodes at a time
+
+
+weight_at = reader(Weight)  # Read the record at an address
+
+
+@op(i64, i64, i64, i64, i64, i64, i64, i64)
+def decode(b, weight, expert, row, count, k0, k1, panel):
+    """Call the decoder of a weight and return the address of the decoded rows."""
+    kind = ir.FunctionType(INT64, [INT64] * 7)
+    decoder = b.load(b.inttoptr(weight, INT64.as_pointer()))
+    args = [weight, expert, row, count, k0, k1, panel]
+    return b.call(b.inttoptr(decoder, kind.as_pointer()), args)
+
+
+TOKENS = 64  # The most that are multiplied at a time
 HEIGHT = 64
 """The most rows: their accumulators and a block of columns of all tokens share a second cache."""
 _VECTOR = 4 * LANES
 _LINE = 64
 
-XS = 0
-"""In the scratch of a product: the address of each token's activations, int64 [TOKENS]."""
+XS = 0  # In the scratch of a product: the address of each token's activations, int64 [TOKENS]
 SUMS = XS + 8 * TOKENS
 """In the scratch of a product: the results, fp32 [HEIGHT / ROWS, TOKENS, ROWS]."""
 ACC = SUMS + 4 * TOKENS * HEIGHT
 """In the scratch of a product: accumulators, fp32 [HEIGHT / ROWS, TOKENS, ROWS, 16]."""
-PANEL = ACC + _VECTOR * TOKENS * HEIGHT
-"""In the scratch of a product: decoded rows."""
-SCRATCH = PANEL + PANEL_BYTES
-"""Bytes of scratch that a product needs."""
+PANEL = ACC + _VECTOR * TOKENS * HEIGHT  # In the scratch of a product: decoded rows
+SCRATCH = PANEL + PANEL_BYTES  # Bytes of scratch that a product needs
 
 
-PARTS = 1 if CURRENT.avx512 else 2 if CURRENT.avx2 else 4
-"""Registers of a vector of 16 lanes."""
+PARTS = 1 if CURRENT.avx512 else 2 if CURRENT.avx2 else 4  # Registers of a vector of 16 lanes
 HIGH, ACROSS = (8, 3) if CURRENT.registers * PARTS == 32 else (4, 3)
 """Tiles for many tokens, rows by tokens: what 32 or 16 registers hold, with what they multiply."""
-TALL = 8 if CURRENT.avx512 else 4 if CURRENT.registers == 8 else 2
-"""Rows of a tile of one token."""
+TALL = 8 if CURRENT.avx512 else 4 if CURRENT.registers == 8 else 2  # Rows of a tile of one token
 
 _LEAVES = [lane % 4 * 4 + lane // 4 for lane in range(LANES)]
 """Order of 16 vectors whose sums, two and two added by `_HALVES`, come out in order."""
@@ -136,19 +174,16 @@ def emit_tokens(b: Any, xs: Any, k0: Any, tokens: int) -> list[Any]:
 
 @op(void, i64, i64, i64, i64, i64)
 def _high(b, w, xs, k0, k, acc):
-    """Multiply HIGH rows by ACROSS tokens."""
     _emit_tile(b, HIGH, w, emit_tokens(b, xs, k0, ACROSS), k, acc)
 
 
 @op(void, i64, i64, i64, i64, i64)
 def _tall(b, w, xs, k0, k, acc):
-    """Multiply TALL rows by one token."""
     _emit_tile(b, TALL, w, emit_tokens(b, xs, k0, 1), k, acc)
 
 
 @op(void, i64, i64, i64, i64, i64)
 def _one(b, w, xs, k0, k, acc):
-    """Multiply one row by one token."""
     _emit_tile(b, 1, w, emit_tokens(b, xs, k0, 1), k, acc)
 
 

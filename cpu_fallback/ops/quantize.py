@@ -1,11 +1,13 @@
 """Quantise activations, a group of columns at a time: to codes, or to rounded fp32 values."""
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from clocher_kernels.dtypes import LARGEST
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from cpu_fallback.lanes import language as v
-from cpu_fallback.lanes.jit import device
+from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.record import executes
 from cpu_fallback.ops.bind import BoundCall, share
 from cpu_fallback.team.tape import Launch
@@ -32,7 +34,7 @@ def quantize(a, rank, size, scratch):
 @device
 def _quantize(x, q, count, floor, lowest):
     """Quantise a group and return its scale, NaN if a value is NaN or infinite."""
-    absmax, odd = _largest(x, count, floor)
+    absmax, odd = largest_of(x, count, floor)
     whole = count & -16
     inverse = v.splat(np.float32(127) / absmax)
     for i in range(0, whole, 16):
@@ -44,7 +46,7 @@ def _quantize(x, q, count, floor, lowest):
 
 
 @device
-def _largest(x, count, floor):
+def largest_of(x, count, floor):
     """Return the largest magnitude, at least `floor`, and 0, or NaN if a value is not finite."""
     largest, odd = v.zero(), v.zero()
     whole = count & -16
@@ -63,23 +65,17 @@ def _code(x, inverse, lowest):
     return v.to_i32(v.rint(v.minimum(v.maximum(v.mul(x, inverse), lowest), high)))
 
 
-_MOST_F16 = np.float32(LARGEST["f16"])
-_MOST_BF16 = np.float32(LARGEST["bf16"])
-_MOST_E4M3 = np.float32(LARGEST["e4m3"])
+def _near(encode: Any, decode: Any, largest: float) -> Any:
+    """Return how values are rounded to a type without a scale."""
+    most = np.float32(largest)
 
+    @device
+    def near(x, inverse, scale):
+        bound = v.splat(most)
+        rounded = decode(encode(v.minimum(v.maximum(x, v.neg(bound)), bound)))
+        return v.fma(x, v.zero(), rounded)
 
-@device
-def _as_bf16(x, inverse, scale):
-    bound = v.splat(_MOST_BF16)
-    near = v.from_bf16(v.to_bf16(v.minimum(v.maximum(x, v.neg(bound)), bound)))
-    return v.fma(x, v.zero(), near)
-
-
-@device
-def _as_f16(x, inverse, scale):
-    bound = v.splat(_MOST_F16)
-    near = v.from_f16(v.to_f16(v.minimum(v.maximum(x, v.neg(bound)), bound)))
-    return v.fma(x, v.zero(), near)
+    return near
 
 
 @device
@@ -105,7 +101,7 @@ def _fake(a, rank, size, convert, most):
             x, y = a.x + 4 * (row * k + start), a.y + 4 * (row * k + start)
             count = min(group, k - start)
             if most > np.float32(0):
-                absmax, odd = _largest(x, count, a.floor)
+                absmax, odd = largest_of(x, count, a.floor)
                 inverse, scale = v.splat(most / absmax), v.splat(absmax / most + odd)
             whole = count & -16
             for i in range(0, whole, 16):
@@ -116,39 +112,27 @@ def _fake(a, rank, size, convert, most):
             start += group
 
 
-@executes("fake_quantize")
-def fake_bf16(a, rank, size, scratch):
-    """Round to bf16; each thread has a range of tokens."""
-    _fake(a, rank, size, _as_bf16, np.float32(0))
+def _kernel(name: str, convert: Any, largest: float) -> Kernel:
+    """Return the kernel that rounds to a type; each thread has a range of tokens."""
+    most = np.float32(largest)
+
+    def fake(a, rank, size, scratch):
+        _fake(a, rank, size, convert, most)
+
+    fake.__name__ = f"fake_{name}"
+    return executes("fake_quantize")(fake)
 
 
-@executes("fake_quantize")
-def fake_f16(a, rank, size, scratch):
-    """Round to fp16."""
-    _fake(a, rank, size, _as_f16, np.float32(0))
-
-
-@executes("fake_quantize")
-def fake_e4m3(a, rank, size, scratch):
-    """Round to fp8 times a scale."""
-    _fake(a, rank, size, _as_e4m3, _MOST_E4M3)
-
-
-@executes("fake_quantize")
-def fake_i8(a, rank, size, scratch):
-    """Round to int8 times a scale."""
-    _fake(a, rank, size, _as_i8, np.float32(127))
-
-
-_FAKE = {"bf16": fake_bf16, "f16": fake_f16, "e4m3": fake_e4m3, "i8": fake_i8}
+_FAKE = {
+    "bf16": _kernel("bf16", _near(v.to_bf16, v.from_bf16, LARGEST["bf16"]), 0),
+    "f16": _kernel("f16", _near(v.to_f16, v.from_f16, LARGEST["f16"]), 0),
+    "e4m3": _kernel("e4m3", _as_e4m3, LARGEST["e4m3"]),
+    "i8": _kernel("i8", _as_i8, 127),
+}
 
 
 def check_groups(call: BoundCall, columns: str) -> int:
-    """Return the activation group of a call, columns per scale or 0.
-
-    Args:
-        call: the bound call.
-        columns: the letter of a row of activations.
+    """Return the activation group of a call, columns per scale or 0; `columns`: letter of a row.
 
     Raises:
         ShapeError: the scales are not one for each group.
@@ -177,3 +161,82 @@ def _lower_fake(call: BoundCall) -> list[Launch]:
 
 
 LOWER = {"quantize": _lower, "fake_quantize": _lower_fake}
+
+
+@device
+def _below(x, k, limit):
+    """Return how many magnitudes have bits below a limit."""
+    found, bound, one = v.izero(), v.isplat(limit), v.isplat(1)
+    for i in range(0, k, 16):
+        n = min(16, k - i)
+        bits = v.bits_i32(v.absolute(v.load_f32_n(x + 4 * i, n)))
+        found = v.iadd(found, v.iselect(v.ilt(bits, bound), one, v.izero()))
+    return v.ihsum(found) - (-(-k // 16) * 16 - k) * (limit > 0)
+
+
+@device
+def _kept(x, k, most, least):
+    """Return how many channels of a token are kept."""
+    total, squares = v.zero(), v.zero()
+    for i in range(0, k, 16):
+        size = v.absolute(v.load_f32_n(x + 4 * i, min(16, k - i)))
+        total, squares = v.add(total, size), v.add(squares, v.mul(size, size))
+    sum_of = v.hsum(total)
+    width = np.float32(k)
+    bottom = width * v.hsum(squares)
+    even = np.float32(1)
+    if bottom > np.float32(0):
+        even = sum_of * sum_of / bottom
+    if not even <= np.float32(1):
+        even = np.float32(1)
+    wanted = (least + (most - least) * even) * width
+    count = int(wanted)
+    if np.float32(count) < wanted:
+        count += 1
+    return max(1, min(count, k))
+
+
+@device
+def _limit(x, k, count):
+    limit = 0
+    for place in range(30, -1, -1):
+        higher = limit + (1 << place)
+        if k - _below(x, k, higher) >= count:
+            limit = higher
+    return limit
+
+
+class Drop(NamedTuple):
+    """Nothing besides the contract."""
+
+    given: int
+
+
+@executes("drop_small", Drop)
+def drop_small(a, rank, size, scratch):
+    """Copy a token but for what is small; each thread has a range of tokens."""
+    first, last = share(a.M, rank, size)
+    k = a.K
+    for t in range(first, last):
+        x, y = a.x + 4 * t * k, a.y + 4 * t * k
+        if a.given:
+            bound = v.splat(v.read_f32(a.threshold))
+            for i in range(0, k, 16):
+                n = min(16, k - i)
+                values = v.load_f32_n(x + 4 * i, n)
+                kept = v.select(v.lt(v.absolute(values), bound), v.zero(), values)
+                v.store_f32_n(y + 4 * i, kept, n)
+        else:
+            low = v.isplat(_limit(x, k, _kept(x, k, a.most, a.least)))
+            for i in range(0, k, 16):
+                n = min(16, k - i)
+                values = v.load_f32_n(x + 4 * i, n)
+                small = v.ilt(v.bits_i32(v.absolute(values)), low)
+                v.store_f32_n(y + 4 * i, v.select(small, v.zero(), values), n)
+
+
+def _drop_small(call: BoundCall) -> list[Launch]:
+    return [call.launch(drop_small, Drop(int(call.has("threshold"))))]
+
+
+LOWER |= {"drop_small": _drop_small}

@@ -1,9 +1,9 @@
 """Products of one token that do not read the weights of channels whose codes are zero.
 
 The sums are those of the tiles: int32 over a block of weights, exact and so free of any order, then
-scaled and added by the same fmas in the same order. What a zero adds to them is nothing, so which
-of the two kernels computed a token nobody can tell. Two tokens have too few zeros in common: the
-tiles do it, as they do more.
+scaled and added by the same fmas in the same order. What a zero adds to them is nothing, so both
+kernels give the same bits. Two tokens have too few zeros in common: they take the tiles, as more
+tokens do.
 
 A thread lists the live columns of all blocks once for a product. Random rows are nothing that a
 core's own prefetcher foresees, so with every four rows that are multiplied, four rows of the list
@@ -13,204 +13,143 @@ are asked for, one line of each, a group of columns further on.
 from functools import cache
 from typing import Any, NamedTuple
 
-from llvmlite import ir
-
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.ops.skip import skips_columns
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.late import cgutils, i64, void
-from cpu_fallback.lanes.memory import emit_load, emit_prefetch, emit_store
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.simd import emit_fma
-from cpu_fallback.lanes.vector import (
-    BYTES,
-    F32,
-    FLOAT,
-    I32,
-    INT32,
-    INT64,
-    caller,
-    constant,
-    number,
-    op,
-    spread,
-)
 from cpu_fallback.ops.bind import BoundCall, share
-from cpu_fallback.ops.finish import expect, write_rows
-from cpu_fallback.ops.linear import multiply_tiles, panels_room
-from cpu_fallback.ops.tiled import SHARES, Tiled, is_filled, tiled
+from cpu_fallback.ops.epilogue import expect, write_rows
+from cpu_fallback.ops.linear import SHARES, Tiled, is_filled, multiply_tiles, panels_room, tiled
 from cpu_fallback.team.tape import Launch
 from cpu_fallback.tiles.byte_dots import bits
-from cpu_fallback.tiles.multiply import dot, emit_run, emit_split
+from cpu_fallback.tiles.neurons import interleaved, plus
 from cpu_fallback.tiles.row_pack import CHUNK, LINE, rows_of
-from cpu_fallback.tiles.scales import emit_scales
 
 _GROUP = 128
 _QUAD = 4
-_STATE = 64
-"""In the scratch, after what `is_filled` keeps: the cursor, and how long the list is."""
+_STATE = 64  # In the scratch, after what `is_filled` keeps: the cursor, and how long the list is
 _BLOCK = 16
 """Bytes of what the scratch knows of a block: its first quad, its last one, -8 times its codes."""
-_ENTRY = 5
-"""Bytes of a live column in the scratch: i32 place of its row in a panel, i8 code."""
+_ENTRY = 5  # Bytes of a live column in the scratch: i32 place of its row in a panel, i8 code
 _SIZE = {"f32": 4, "f16": 2, "bf16": 2}
 
-Skipped = NamedTuple(
-    "Skipped",
-    [
-        *Tiled.__annotations__.items(),
-        ("skip", int),
-        ("rows", int),
-        ("record", int),
-        ("block", int),
-        ("blocks", int),
-        ("chunks", int),
-        ("panels", int),
-        ("heads", int),
-        ("lead", int),
-        ("longest", int),
-    ],
+_OWN = {
+    "skip": "address of the kernel that multiplies a panel",
+    "rows": "address of the panels",
+    "record": "bytes of a block of a panel",
+    "block": "columns of one",
+    "blocks": "of a panel",
+    "chunks": "of a panel",
+    "panels": "how many",
+    "heads": "how many times as long as a row the scales of a block are",
+    "lead": "entries of the list that are asked for ahead of use",
+    "longest": "entries there are room for",
+}
+Skipped = NamedTuple(  # a weight in tiles, and by input channel (`tiles.row_pack`)
+    "Skipped", [*Tiled.__annotations__.items(), *((name, int) for name in _OWN)]
 )
-"""A weight in tiles, and by input channel (`tiles.row_pack`).
-
-Attributes:
-    skip: address of the kernel that multiplies a panel.
-    rows: address of the panels.
-    record: bytes of a block of a panel.
-    block: columns of one.
-    blocks: of a panel.
-    chunks: of a panel.
-    panels: how many.
-    heads: how many times as long as a row the scales of a block are.
-    lead: entries of the list that are asked for ahead of use.
-    longest: entries there are room for.
-"""
-
-
-def _interleave(b: Any, left: Any, right: Any, width: int, high: int) -> Any:
-    """Emit elements of `width` bytes of two vectors in turn, of one half of each quarter."""
-    count = LINE // width
-    kind = ir.VectorType(ir.IntType(8 * width), count)
-    quarter = count // 4
-    lanes = []
-    for q in range(4):
-        for i in range(quarter // 2):
-            at = q * quarter + high * quarter // 2 + i
-            lanes += [at, count + at]
-    mask = ir.Constant(ir.VectorType(INT32, count), lanes)
-    mixed = b.shuffle_vector(b.bitcast(left, kind), b.bitcast(right, kind), mask)
-    return b.bitcast(mixed, BYTES.llvm)
-
-
 _SHIFTED = 4 if CURRENT.vnni else 0
 """The sums of the second 64 channels of a chunk are 2^_SHIFTED times too large."""
 
 
 def _operands(b: Any, lines: list[Any]) -> list[Any]:
     """Emit the eight operands of four rows of a chunk: 16 channels times 4 rows each."""
-    pairs = [
-        (_interleave(b, lines[0], lines[1], 1, h), _interleave(b, lines[2], lines[3], 1, h))
-        for h in (0, 1)
-    ]
-    mixed = [_interleave(b, one, two, 2, h) for one, two in pairs for h in (0, 1)]
+    mixed = interleaved(b, lines)
     low = [bits(b, each, 0, 15) for each in mixed]
     if _SHIFTED:
-        return low + [b.and_(each, constant(BYTES, 240)) for each in mixed]
+        return low + [b.and_(each, v.constant(v.BYTES, 240)) for each in mixed]
     return low + [bits(b, each, 4, 15) for each in mixed]
-
-
-def _emit_dot(b: Any, total: Any, weights: Any, x: Any) -> Any:
-    if CURRENT.vnni:
-        return dot(b, total, weights, x)
-    if CURRENT.avx2:
-        return b.add(total, emit_run(b, [(weights, x)]))
-    return emit_split(b, total, weights, x)
 
 
 class _Cursor:
     """What of the list is asked for next: a line of four rows, then their next one."""
 
     def __init__(self, b: Any, state: Any, panel: Any, width: Any, last: Any) -> None:
-        self._b, self._state, self._panel, self._width, self._last = b, state, panel, width, last
-        self._entry = cgutils.alloca_once_value(b, emit_load(b, INT64, state))
-        self._line = cgutils.alloca_once_value(b, emit_load(b, INT64, b.add(state, number(8))))
+        self._b, self._places, self._panel = b, (state, v.behind(b, state, 8)), panel
+        self._width, self._last = width, last
+        self._entry, self._line = (
+            cgutils.alloca_once_value(b, v.emit_load(b, v.INT64, at)) for at in self._places
+        )
 
     def ask(self) -> None:
         """Emit a request for four lines, and go on."""
         b, entry, line = self._b, self._b.load(self._entry), self._b.load(self._line)
         at = b.add(self._panel, line)
         for i in range(_QUAD):
-            offset = b.sext(emit_load(b, INT32, b.add(entry, number(4 * i))), INT64)
-            emit_prefetch(b, b.add(at, offset))
-        line = b.add(line, number(LINE))
+            offset = b.sext(v.emit_load(b, v.INT32, v.behind(b, entry, 4 * i)), v.INT64)
+            v.emit_prefetch(b, b.add(at, offset))
+        line = v.behind(b, line, LINE)
         ended = b.icmp_signed("==", line, self._width)
-        b.store(b.select(ended, number(0), line), self._line)
-        further = b.add(entry, b.select(ended, number(4 * _QUAD), number(0)))
+        b.store(b.select(ended, v.number(0), line), self._line)
+        further = b.add(entry, b.select(ended, v.number(4 * _QUAD), v.number(0)))
         past = b.icmp_signed(">", further, self._last)
         b.store(b.select(past, self._last, further), self._entry)
 
     def save(self) -> None:
         """Emit what keeps it for the next chunk."""
-        emit_store(self._b, self._b.load(self._entry), self._state)
-        emit_store(self._b, self._b.load(self._line), self._b.add(self._state, number(8)))
+        for slot, place in zip((self._entry, self._line), self._places, strict=True):
+            v.emit_store(self._b, self._b.load(slot), place)
 
 
 def _chunk_of(scale: str) -> Any:
     """Return the intrinsic that multiplies a chunk by one group of columns of a token."""
     heads = 2 * _SIZE[scale]
 
-    @op(void, i64, i64, i64, i64, i64, i64, i64, i64, i64, i64, i64)
+    @v.op(void, *[i64] * 11)
     def chunk(b, panel, blocks, count, entries, codes, place, width, x_scale, total, state, last):
         """Add to totals [128] the products with `count` blocks of columns, times their scale."""
         cursor = _Cursor(b, state, panel, width, last)
-        parts = [cgutils.alloca_once(b, F32.llvm) for _ in range(8)]
-        sums = [cgutils.alloca_once(b, I32.llvm) for _ in range(8)]
+        parts = [cgutils.alloca_once(b, v.F32.llvm) for _ in range(8)]
+        sums = [cgutils.alloca_once(b, v.I32.llvm) for _ in range(8)]
         for slot in parts:
-            b.store(constant(F32, 0.0), slot)
-        line = b.add(panel, b.mul(place, number(LINE)))
-        first = b.add(panel, b.mul(place, number(CHUNK * _SIZE[scale])))
+            b.store(v.constant(v.F32, 0.0), slot)
+        line = v.emit_at(b, panel, place, LINE)
+        first = v.emit_at(b, panel, place, CHUNK * _SIZE[scale])
         with cgutils.for_range(b, count) as outer:
-            here = b.add(blocks, b.mul(outer.index, number(_BLOCK)))
-            begin, end, start = (emit_load(b, INT32, b.add(here, number(4 * i))) for i in range(3))
-            start = spread(b, I32, start)
+            here = v.emit_at(b, blocks, outer.index, _BLOCK)
+            begin, end, start = (
+                v.emit_load(b, v.INT32, v.behind(b, here, 4 * i)) for i in range(3)
+            )
+            start = v.spread(b, v.I32, start)
             for i, slot in enumerate(sums):
-                by = constant(I32, _SHIFTED if i >= 4 else 0)
-                b.store(b.shl(start, by), slot)
-            begin, end = b.sext(begin, INT64), b.sext(end, INT64)
-            with cgutils.for_range_slice(b, begin, end, number(_QUAD), inc=True) as (i, _):
-                at = b.add(entries, b.mul(i, number(4)))
+                b.store(b.shl(start, v.constant(v.I32, _SHIFTED if i >= 4 else 0)), slot)
+            begin, end = b.sext(begin, v.INT64), b.sext(end, v.INT64)
+            with cgutils.for_range_slice(b, begin, end, v.number(_QUAD), inc=True) as (i, _):
+                at = v.emit_at(b, entries, i, 4)
                 lines = []
                 for r in range(_QUAD):
-                    offset = b.sext(emit_load(b, INT32, b.add(at, number(4 * r))), INT64)
-                    lines.append(emit_load(b, BYTES.llvm, b.add(line, offset)))
-                four = emit_load(b, INT32, b.add(codes, i))
-                x = b.bitcast(spread(b, I32, four), BYTES.llvm)
+                    offset = b.sext(v.emit_load(b, v.INT32, v.behind(b, at, 4 * r)), v.INT64)
+                    lines.append(v.emit_load(b, v.BYTES.llvm, b.add(line, offset)))
+                four = v.emit_load(b, v.INT32, b.add(codes, i))
+                x = b.bitcast(v.spread(b, v.I32, four), v.BYTES.llvm)
                 for slot, weights in zip(sums, _operands(b, lines), strict=True):
-                    b.store(_emit_dot(b, b.load(slot), weights, x), slot)
+                    b.store(plus(b, b.load(slot), [(weights, x)]), slot)
                 cursor.ask()
-            head = b.sub(b.add(entries, b.mul(begin, number(4))), number(4 * heads))
-            scales = b.add(first, b.sext(emit_load(b, INT32, head), INT64))
+            head = b.sub(v.emit_at(b, entries, begin, 4), v.number(4 * heads))
+            scales = b.add(first, b.sext(v.emit_load(b, v.INT32, head), v.INT64))
             for i, (part, slot) in enumerate(zip(parts, sums, strict=True)):
-                factor = emit_scales(b, scale, b.add(scales, number(16 * _SIZE[scale] * i)))
+                factor = v.WIDEN[scale].emit(b, v.behind(b, scales, 16 * _SIZE[scale] * i))
                 value = b.load(slot)
                 if i >= 4 and _SHIFTED:
-                    value = b.ashr(value, constant(I32, _SHIFTED))
-                value = b.sitofp(value, F32.llvm)
-                b.store(emit_fma(b, value, factor, b.load(part)), part)
+                    value = b.ashr(value, v.constant(v.I32, _SHIFTED))
+                value = b.sitofp(value, v.F32.llvm)
+                b.store(v.emit_fma(b, value, factor, b.load(part)), part)
             for _ in range(heads // _QUAD):
                 cursor.ask()
-        factor = spread(b, F32, emit_load(b, FLOAT, x_scale))
+        factor = v.spread(b, v.F32, v.emit_load(b, v.FLOAT, x_scale))
         for i, part in enumerate(parts):
-            at = b.add(total, number(64 * i))
-            emit_store(b, emit_fma(b, b.load(part), factor, emit_load(b, F32.llvm, at)), at)
+            at = v.behind(b, total, 64 * i)
+            sum_of = v.emit_fma(b, b.load(part), factor, v.emit_load(b, v.F32.llvm, at))
+            v.emit_store(b, sum_of, at)
         cursor.save()
 
     return chunk
 
 
-_call_skip = caller(10)
+_call_skip = v.caller(10)
 
 
 @cache
@@ -224,19 +163,13 @@ def skip_of(scale: str) -> Kernel:
         while block < count:  # a range of variable steps might raise
             few = min(per_group, count - block)
             for place in range(chunks):
-                chunk(
-                    panel,
+                here, out, width = (
                     blocks + _BLOCK * block,
-                    few,
-                    entries,
-                    codes,
-                    place,
-                    LINE * chunks,
-                    x_scale,
                     totals + 4 * CHUNK * place,
-                    state,
-                    last,
+                    LINE * chunks,
                 )
+                args = panel, here, few, entries, codes, place, width, x_scale, out, state, last
+                chunk(*args)
             x_scale += 4
             block += few
 
@@ -306,19 +239,9 @@ def skip_columns(a, rank, size, scratch):
         v.write_i64(state, entries + 4 * min(lead, end - 4))
         v.write_i64(state + 8, 0)
         v.write_i64(state + 24, entries + 4 * (end - 4))
-        _call_skip(
-            a.skip,
-            a.rows + panel * panel_bytes,
-            blocks,
-            a.blocks,
-            _GROUP // a.block,
-            entries,
-            codes,
-            a.chunks,
-            a.x_scale,
-            totals,
-            state,
-        )
+        at, per_group = a.rows + panel * panel_bytes, _GROUP // a.block
+        args = at, blocks, a.blocks, per_group, entries, codes, a.chunks, a.x_scale, totals, state
+        _call_skip(a.skip, *args)
         row = panel * wide
         for i in range(0, min(wide, a.N - row), 16):
             write_rows(a, totals + 4 * i, 0, 1, row + i)

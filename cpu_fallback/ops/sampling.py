@@ -14,8 +14,7 @@ from clocher_kernels.ops.sampling import NO_TOKEN, NONE_ALLOWED
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.record import executes, reader
-from cpu_fallback.ops.bind import BoundCall, share, within
-from cpu_fallback.team.tape import Launch
+from cpu_fallback.ops.bind import share, within
 
 _LOWEST = np.float32(-np.inf)
 _SIGN = 1 << 31
@@ -34,8 +33,7 @@ class Candidates(NamedTuple):
     weights: int
 
 
-candidates_at = reader(Candidates)
-"""Read the record at an address."""
+candidates_at = reader(Candidates)  # Read the record at an address
 
 
 @device
@@ -103,29 +101,21 @@ def _arrays(count, scratch):
     return candidates_at(scratch)
 
 
-@device
-def _candidates(row, count, scratch):
-    """Make every token a candidate of weight 1."""
-    x, ids, weights = _arrays(count, scratch)
-    for i in range(0, count, 16):
-        v.store_f32(x + 4 * i, v.load_f32_n(row + 4 * i, min(16, count - i)))
-        v.store_i32(ids + 4 * i, v.iadd(v.iota(), v.isplat(i)))
-        v.store_f64(weights + 8 * i, v.ones64())
+_present = device(lambda count: (1 << min(16, count)) - 1)  # a bit for each of the first lanes
 
 
 @device
-def _present(count):
-    """Return a bit for each of the first `count` lanes."""
-    return (1 << min(16, count)) - 1
+def _candidates(row, count, mask, scratch):
+    """Make the tokens that a mask allows, if there is one, candidates; return how many these are.
 
-
-@device
-def _allowed_candidates(row, count, mask, scratch):
-    """Make the tokens that a mask allows candidates of weight 1; return how many these are."""
+    Each weighs 1.
+    """
     x, ids, weights = _arrays(count, scratch)
     n = np.int64(0)
     for i in range(0, count, 16):
-        lanes = v.read_u16(mask + (i >> 3)) & _present(count - i)
+        lanes = _present(count - i)
+        if mask:
+            lanes &= v.read_u16(mask + (i >> 3))
         if lanes == 0xFFFF:
             v.store_f32(x + 4 * n, v.load_f32(row + 4 * i))
             v.store_i32(ids + 4 * n, v.iadd(v.iota(), v.isplat(i)))
@@ -157,9 +147,8 @@ def _gather(scratch, n, target):
         for i in range(0, n, 16):
             keys = v.iadd(_keys(v.load_f32(x + 4 * i)), v.isplat(_SIGN))
             # Two shifts, for one by 32 is undefined.
-            lanes = v.mask_bits(v.ieq(v.shr(v.shr(keys, shift), 8), v.isplat(prefix))) & _present(
-                n - i
-            )
+            same = v.ieq(v.shr(v.shr(keys, shift), 8), v.isplat(prefix))
+            lanes = v.mask_bits(same) & _present(n - i)
             while lanes:
                 j = i + v.lowest_bit(lanes)
                 lanes &= lanes - 1
@@ -239,7 +228,7 @@ def _drawn(a, r, n, top, temperature, scratch):
 def _allowed(a, r, mask, temperature, scratch):
     """Return the token chosen for row r, of those that a mask allows."""
     row, mask = a.logits + 4 * r * a.V, a.allowed + 4 * a.W * within(mask - 1, a.C)
-    n = _allowed_candidates(row, a.V, mask, scratch)
+    n = _candidates(row, a.V, mask, scratch)
     if n == 0:
         return np.int64(NONE_ALLOWED)
     x, ids, _ = candidates_at(scratch)
@@ -263,7 +252,7 @@ def sample(a, rank, size, scratch):
         elif temperature == np.float32(0):
             chosen = _greedy(row, a.V, top)
         else:
-            _candidates(row, a.V, scratch)
+            _candidates(row, a.V, np.int64(0), scratch)
             chosen = _drawn(a, r, a.V, top, temperature, scratch)
         v.write_i32(a.ids + 4 * r, chosen)
 
@@ -286,8 +275,9 @@ def _increment(address):
     v.write_i32(address, v.read_i32(address) + 1)
 
 
-def _sample(call: BoundCall) -> list[Launch]:
-    return [call.launch(sample, scratch=_ARRAYS + 16 * (-(-call.dim("V") // 16) * 16))]
-
-
-LOWER = {"sample": _sample, "advance": advance}
+LOWER = {
+    "sample": lambda call: [
+        call.launch(sample, scratch=_ARRAYS + 16 * (-(-call.dim("V") // 16) * 16))
+    ],
+    "advance": advance,
+}

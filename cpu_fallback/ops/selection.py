@@ -5,19 +5,67 @@ the pages that it scores. What the best pages are is found without sorting: scor
 the lowest one that is still listed, 32 passes over a few hundred numbers.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from clocher_kernels.errors import ShapeError
 from clocher_kernels.ops.selection import WORD
 from cpu_fallback.lanes import language as v
+from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import device
+from cpu_fallback.lanes.late import i64, void
 from cpu_fallback.lanes.record import executes
+from cpu_fallback.lanes.vector import F32, INT64, LANES, behind, constant, emit_at, number
+from cpu_fallback.ops.attention_tiles import emit_sums, emit_totals
 from cpu_fallback.ops.bind import BoundCall, share, within
 from cpu_fallback.ops.kv import kv_dtype, own_line, padded, page_of, read_lines
-from cpu_fallback.ops.page_scores import TILE, score_tile
 from cpu_fallback.team.tape import Launch
+
+TILE = 4  # Pages, and rows of queries, of a tile
+_SIDE = TILE if CURRENT.avx512 else 2  # Of what is in registers together
+
+
+def _emit_dots(b: Any, queries: list[Any], pages: list[Any], size: Any) -> list[Any]:
+    """Emit the 16-lane partial products of every query with every page."""
+
+    def add(at: Any, sums: list[Any]) -> list[Any]:
+        q, p = ([v.emit_load(b, F32.llvm, b.add(x, at)) for x in some] for some in (queries, pages))
+        pairs = [(x, y) for x in q for y in p]
+        return [v.emit_fma(b, y, x, total) for (x, y), total in zip(pairs, sums, strict=True)]
+
+    starts = [constant(F32, 0.0)] * (len(queries) * len(pages))
+    return emit_sums(b, starts, (number(0), size, 4 * LANES), add)
+
+
+@v.op(void, i64, i64, i64, i64)
+def score_tile(b, queries, places, size, out):
+    """Write the scores of four pages; NaN where a bound is not finite.
+
+    Args:
+        b: the builder.
+        queries: address of four rows.
+        places: address of the addresses of the bounds of the pages.
+        size: bytes of a row, and of the bounds of a page, whole vectors.
+        out: address of four fp32.
+    """
+    rows = [emit_at(b, queries, number(r), size) for r in range(TILE)]
+    pages = [v.emit_load(b, INT64, behind(b, places, 8 * page)) for page in range(TILE)]
+    parts: dict[tuple[int, int], Any] = {}
+    for r in range(0, TILE, _SIDE):
+        for page in range(0, TILE, _SIDE):
+            some = _emit_dots(b, rows[r : r + _SIDE], pages[page : page + _SIDE], size)
+            at = [(r + i, page + j) for i in range(_SIDE) for j in range(_SIDE)]
+            parts.update(zip(at, some, strict=True))
+    totals = emit_totals(b, [parts[r, page] for r in range(TILE) for page in range(TILE)])
+    by_row = [v.pick(b, totals, range(TILE * r, TILE * r + TILE)) for r in range(TILE)]
+    zero = constant(by_row[0].type, 0.0)
+    best, odd = by_row[0], b.fmul(by_row[0], zero)
+    for row in by_row[1:]:
+        best = b.select(b.fcmp_ordered(">", row, best), row, best)
+        odd = b.fadd(odd, b.fmul(row, zero))
+    v.emit_store(b, b.fadd(best, odd), out)
+
 
 _LARGEST = np.float32(np.finfo(np.float32).max)
 _AHEAD = 8
@@ -185,22 +233,18 @@ def _score(a, t, head, old, queries, scores):
         v.store_f32(scores + 4 * i, v.select(v.first(old - i), x, v.splat(-_LARGEST)))
 
 
-@device
-def _rows(group):
-    """Return the rows of queries that a group is made up to."""
-    return (group + TILE - 1) // TILE * TILE
+# Return the rows of queries that a group is made up to.
+_rows = device(lambda group: (group + TILE - 1) // TILE * TILE)
 
 
 @device
 def _bounds_of(a, slot, page, head):
-    """Return where the bounds of a page of a slot are."""
     stored = within(page_of(a.pages, a.B, np.int64(1), slot, page), a.P)
     return a.bounds + 8 * (stored * a.H + head) * a.D
 
 
 @device
 def _widen(bounds, panel, d):
-    """Copy the bounds of a page so that both halves are whole vectors."""
     width = padded(d)
     for i in range(0, d, 16):
         n = min(16, d - i)
@@ -256,7 +300,6 @@ def _rank(x, number):
 
 @device
 def _ranked(rank, number):
-    """Return the fp32 of a rank."""
     v.write_i32(number, rank if rank >= 0 else rank ^ 0x7FFFFFFF)
     return v.read_f32(number)
 
@@ -275,7 +318,6 @@ def _compared(scores, begin, old, cut, word):
 
 @device
 def _above(scores, begin, old, cut):
-    """Return how many pages are above a cut."""
     found = np.int64(0)
     for word in range((old + 63) // 64):
         found += v.popcount(_compared(scores, begin, old, cut, word)[0])

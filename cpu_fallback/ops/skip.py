@@ -16,81 +16,68 @@ from clocher_kernels.formats import Int4
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.ops.activations import relu2
 from cpu_fallback.ops.bind import BoundCall, share
-from cpu_fallback.ops.finish import expect, write_rows
-from cpu_fallback.ops.linear import multiply_tiles, panels_room
+from cpu_fallback.ops.epilogue import expect, relu2, write_rows
+from cpu_fallback.ops.linear import (
+    AHEAD,
+    PANELS,
+    SHARES,
+    TILE_SUMS,
+    Tiled,
+    multiply_tiles,
+    panels_room,
+    tiled,
+)
 from cpu_fallback.ops.row_skip import by_column
-from cpu_fallback.ops.tiled import AHEAD, PANELS, SHARES, TILE_SUMS, Tiled, tiled
 from cpu_fallback.team.tape import Launch
 from cpu_fallback.tiles.layout import LINE
-from cpu_fallback.tiles.neuron_dots import AT_ONCE, SHIFTED, add_columns, arrange, nonzero, row_dot
-from cpu_fallback.tiles.neurons import lines_of
+from cpu_fallback.tiles.neurons import (
+    AT_ONCE,
+    SHIFTED,
+    add_columns,
+    arrange,
+    lines_of,
+    nonzero,
+    row_dot,
+)
 from cpu_fallback.tiles.panels import fill_token
 from cpu_fallback.tiles.tile_product import call_product
 
-MOST_TOKENS = 2
-"""Tokens of a step that skips: more have too few dead neurons in common."""
-LIVING = 2
-"""One neuron in so many may live where skipping pays."""
+MOST_TOKENS = 2  # Tokens of a step that skips: more have too few dead neurons in common
+LIVING = 2  # One neuron in so many may live where skipping pays
 
-_PARTS = 256
-"""Columns of a part, at least; each part has sums of its own."""
+_PARTS = 256  # Columns of a part, at least; each part has sums of its own
 _HEADER = 64
 _LOWEST = -(1 << 23) - 1
 """The bits of minus the largest fp32, as an int32: the bits of finite negative numbers are at most
 that."""
 
-Lines = NamedTuple(
+_OWN = {
+    "neurons": "address of the lines of neurons (`tiles.neurons`)",
+    "stride": "bytes of one",
+    "apart": "how many neurons ahead to ask for memory; 0 for not at all",
+    "room": "where in the scratch memory that of skipping begins",
+    "parts": "of the columns, at most",
+    "kept_sums": "memory of the team for the sums of parts",
+}
+Lines = NamedTuple(  # a weight in tiles, and by neuron
     "Lines",
-    [
-        *Tiled.__annotations__.items(),
-        ("neurons", int),
-        ("stride", int),
-        ("apart", int),
-        ("factor", float),
-        ("room", int),
-        ("parts", int),
-        ("kept_sums", int),
-    ],
+    [*Tiled.__annotations__.items(), ("factor", float), *((name, int) for name in _OWN)],
 )
-"""A weight in tiles, and by neuron.
-
-Attributes:
-    neurons: address of the lines of neurons (`tiles.neurons`).
-    stride: bytes of one.
-    apart: how many neurons ahead to ask for memory; 0 for not at all.
-    factor: the weight's.
-    room: where in the scratch memory that of skipping begins.
-    parts: of the columns, at most.
-    kept_sums: memory of the team for the sums of parts.
-"""
 
 
 @device
 def _ask(address, stride):
-    """Ask for the lines of a neuron."""
     for i in range(0, stride, 64):
         v.prefetch(address + i)
 
 
 @device
 def _code_sum(x, count):
-    """Return the sum of codes."""
     total = v.izero()
     for i in range(0, count, 16):
         total = v.iadd(total, v.load_i8_n(x + i, min(16, count - i)))
     return v.ihsum(total)
-
-
-@device
-def _is_bounded(a):
-    """Return whether no product can overflow, which would have to be seen."""
-    largest = np.float32(0)
-    for t in range(a.M):
-        scale = v.read_f32(a.x_scale + 4 * t) * a.factor
-        largest += abs(scale * np.float32(128 * a.K))
-    return largest - largest == np.float32(0)
 
 
 @executes("relu2_gate_up", Lines)
@@ -112,7 +99,10 @@ def gate_and_rows(a, rank, size, scratch):
         _arrange(a.x + t * a.K, a.K, xs + 4 * a.stride * t, a.stride >> 6)
         total = _code_sum(a.x + t * a.K, a.K)
         surplus = (surplus[0], total) if t else (total, surplus[1])
-    bounded = _is_bounded(a)
+    largest = np.float32(0)
+    for t in range(a.M):
+        largest += abs(v.read_f32(a.x_scale + 4 * t) * a.factor * np.float32(128 * a.K))
+    bounded = largest - largest == np.float32(0)  # no product can overflow, which would be seen
     living = np.int64(0)
     for tile in range(first, last):
         at, sums = a.tiles + tile * a.tile_bytes, scratch + TILE_SUMS
@@ -132,10 +122,8 @@ def gate_and_rows(a, rank, size, scratch):
     _rows(a, living, apart, found, gates, xs, surplus)
 
 
-@device
-def _hidden(gate, up):
-    """Return relu2(gate) * up, zero always positive: skipped or not, the bits are the same."""
-    return v.add(v.mul(relu2(gate), up), v.zero())
+# Return relu2(gate) * up, zero always positive: skipped or not, the bits are the same.
+_hidden = device(lambda gate, up: v.add(v.mul(relu2(gate), up), v.zero()))
 
 
 @device
@@ -171,7 +159,6 @@ def _nothing(a, token, tokens, row):
 
 @device
 def _write_gate(a, sums, first, tokens, row):
-    """Write 16 rows of up to 16 tokens."""
     for t in range(tokens):
         value = v.load_f32(sums + 64 * t)
         v.store_f32_n(a.y + 4 * ((first + t) * a.I + row), value, min(16, a.I - row))
@@ -312,12 +299,11 @@ def _relu2_gate_up(call: BoundCall) -> list[Launch]:
 def _skip_linear(call: BoundCall) -> list[Launch]:
     if isinstance(call.tensor("w").format, Int4):
         return by_column(call)
-    data = lines_of(
-        call.spec.name, call.tensor("w"), columns=True
-    )  # stored pages go with the tiles
-    all_columns, _ = tiled(call, "K", call.array("x").shape[0])
-    own = _lines(call, all_columns, columns=True)
-    scratch = own.room + (8 + MOST_TOKENS) * (len(data) + AT_ONCE)
+    # Stored pages go with the tiles: columns are packed first.
+    columns = len(lines_of(call.spec.name, call.tensor("w"), columns=True))
+    dense, _ = tiled(call, "K", call.array("x").shape[0])
+    own = _lines(call, dense, columns=True)
+    scratch = own.room + (8 + MOST_TOKENS) * (columns + AT_ONCE)
     kept = own.parts * MOST_TOKENS * (_HEADER + 16 * own.stride)
     both = [call.launch(kernel, own, scratch, SHARES) for kernel in (add_parts, write_parts)]
     return [replace(launch, shared=kept) for launch in both]

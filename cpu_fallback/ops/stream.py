@@ -4,8 +4,8 @@ A row is decoded in registers, 16 columns at a time, and multiplied at once. Mem
 it is read in one stream, so rows come one after the other, or two or four side by side where a
 row's bytes last for too little time: its dot product is a chain of additions, 16 columns in the
 latency of one.
-Every dot product is the same chain of the same operations as in `product`, so the results are the
-same bits, and which of the two computed a token nobody can tell.
+Every dot product is the same chain of the same operations as in `product`, so both give the same
+bits.
 
 For more than FEW tokens decoding once into a panel costs less, and the product kernel that the
 weight names takes over.
@@ -14,35 +14,34 @@ weight names takes over.
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
 
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.late import cgutils, i64, void
-from cpu_fallback.lanes.memory import emit_load, emit_load_n, emit_prefetch, emit_store
-from cpu_fallback.lanes.simd import emit_fma
-from cpu_fallback.lanes.vector import F32, FLOAT, INT64, LANES, number, op, pick, spread
+from cpu_fallback.lanes.vector import F32, FLOAT, INT64, LANES, number
+from cpu_fallback.ops import product as panels
 from cpu_fallback.ops.bind import BoundCall
 from cpu_fallback.ops.decode import DECODERS, first_scale, weight_record
-from cpu_fallback.ops.decode_record import COLUMNS, PANEL_BYTES, ROWS, Weight, weight_at
 from cpu_fallback.ops.product import (
     ACC,
+    COLUMNS,
     PANEL,
+    PANEL_BYTES,
+    ROWS,
     SUMS,
     XS,
+    Weight,
     clear,
     emit_tokens,
     finish,
     multiply,
-    product,
+    weight_at,
 )
 from cpu_fallback.ops.stream_kinds import KINDS, Load
 
-FEW = 8
-"""Tokens up to which weights are decoded in registers."""
-LEAST_GROUP = 32
-"""Columns that must share a scale, or a multiple of it: fewer do not pay."""
+FEW = 8  # Tokens up to which weights are decoded in registers
+LEAST_GROUP = 32  # Columns that must share a scale, or a multiple of it: fewer do not pay
 
 _VECTOR = 4 * LANES
 WIDE = 4 if CURRENT.avx512 else 2 if CURRENT.registers == 8 else 1
@@ -57,52 +56,51 @@ _ROW = 4 * _RUNS  # bytes from the scales of a row to those of the next
 _ZEROS = PANEL_BYTES // 2  # from a scale to its zero point
 
 
-def _emit_tile(
-    b: Any,
-    kind: str,
-    rows: int,
-    w: Any,
-    stride: Any,
-    scales: Any,
-    run: Any,
-    xs: list[Any],
-    k: Any,
-    left: Any,
-    acc: Any,
-) -> None:
-    """Emit acc[t, r] += decode(w[r]) * xs[t] over k columns; acc is [.., ROWS] vectors.
+class _Tile(NamedTuple):
+    """What a tile multiplies: values of LLVM, but for the kind and the rows."""
 
-    Each row has a scale for each run of columns, fp32, `_ROW` bytes behind that of the row before.
-    The row has `left` columns from here on; what follows it are the rows of the next tile.
-    """
-    code = KINDS[kind]
+    kind: str
+    rows: int
+    w: Any  # address of the first row
+    stride: Any  # bytes from one row to the next
+    scales: Any  # of each row a scale for each run, fp32, `_ROW` bytes behind those before
+    run: Any  # columns that share a scale
+    xs: list[Any]  # address of the columns of each token
+    k: Any  # columns
+    left: Any  # columns of the row from here on; what follows are the rows of the next tile
+    acc: Any  # address of the accumulators, [.., ROWS] vectors
+
+
+def _emit_tile(b: Any, tile: _Tile) -> None:
+    """Emit acc[t, r] += decode(w[r]) * xs[t] over k columns."""
+    code, rows, xs = KINDS[tile.kind], tile.rows, tile.xs
     tiles = [(t, r) for t in range(len(xs)) for r in range(rows)]
-    lines = [b.add(w, b.mul(stride, number(r))) for r in range(rows)]
-    places = [b.add(acc, number(_VECTOR * (t * ROWS + r))) for t, r in tiles]
+    lines = [v.emit_at(b, tile.w, number(r), tile.stride) for r in range(rows)]
+    places = [v.behind(b, tile.acc, _VECTOR * (t * ROWS + r)) for t, r in tiles]
     slots = [cgutils.alloca_once(b, F32.llvm) for _ in tiles]
     for slot, place in zip(slots, places, strict=True):
-        b.store(code.arranged(b, emit_load(b, F32.llvm, place)), slot)
-    scale_at = cgutils.alloca_once_value(b, scales)
+        b.store(code.arranged(b, v.emit_load(b, F32.llvm, place)), slot)
+    scale_at = cgutils.alloca_once_value(b, tile.scales)
     lines_each = 1 if code.twice else max(1, _LINES // rows)
     in_lines = code.bits > 8 or code.twice
     wide = lines_each * _LINE * 8 // code.bits if in_lines else LEAST_GROUP
-    end = code.nbytes(b, left)
-    skip = b.mul(stride, number(rows - 1))
+    end = code.nbytes(b, tile.left)
+    skip = b.mul(tile.stride, number(rows - 1))
 
     def loop(start: Any, stop: Any, step: Any) -> Any:
         return cgutils.for_range_slice(b, start, stop, step, INT64)
 
-    with loop(number(0), k, run) as (first, _):
+    with loop(number(0), tile.k, tile.run) as (first, _):
         own: list[Any] = [None] * rows
         if code.factor:
             at = b.load(scale_at)
             for r in range(rows):
                 scale, zero = (
-                    spread(b, F32, emit_load(b, FLOAT, b.add(at, number(r * _ROW + part))))
+                    v.spread(b, F32, v.emit_load(b, FLOAT, v.behind(b, at, r * _ROW + part)))
                     for part in (0, _ZEROS)
                 )
                 own[r] = code.run(b, scale, zero)
-            b.store(b.add(at, number(4)), scale_at)
+            b.store(v.behind(b, at, 4), scale_at)
 
         def step(r: int, offset: Any, load: Load) -> None:
             address = b.add(lines[r], code.nbytes(b, offset))
@@ -111,20 +109,20 @@ def _emit_tile(
         def two_steps(r: int, offset: Any) -> None:
             assert code.twice is not None
             address = b.add(lines[r], code.nbytes(b, offset))
-            weights = code.twice(b, emit_load, address, 2 * LANES)
+            weights = code.twice(b, v.emit_load, address, 2 * LANES)
             for part in (0, LANES):
-                here = pick(b, weights, list(range(part, part + LANES)))
-                add(r, b.add(offset, number(part)), emit_load, b.fmul(here, own[r][0]))
+                here = v.pick(b, weights, range(part, part + LANES))
+                add(r, v.behind(b, offset, part), v.emit_load, b.fmul(here, own[r][0]))
 
         def add(r: int, offset: Any, load: Load, weight: Any) -> None:
             for t, x in enumerate(xs):
-                there = load(b, F32.llvm, b.add(x, b.mul(offset, number(4))))
+                there = load(b, F32.llvm, v.emit_at(b, x, offset, 4))
                 activations = code.arranged(b, there)
                 slot = slots[t * rows + r]
-                b.store(emit_fma(b, weight, activations, b.load(slot)), slot)
+                b.store(v.emit_fma(b, weight, activations, b.load(slot)), slot)
 
-        beyond = b.add(first, run)
-        last = b.select(b.icmp_signed("<", beyond, k), beyond, k)
+        beyond = b.add(first, tile.run)
+        last = b.select(b.icmp_signed("<", beyond, tile.k), beyond, tile.k)
         count = b.sub(last, first)
         turns, whole = (b.add(first, b.and_(count, number(-n))) for n in (wide, LANES))
         # The processor's own prefetcher stops at the end of every page, and at that of every row.
@@ -134,26 +132,26 @@ def _emit_tile(
             ahead = b.add(ahead, b.select(past, skip, number(0)))
             for r, line in enumerate(lines):
                 for part in range(0, lines_each * _LINE, _LINE):
-                    emit_prefetch(b, b.add(line, b.add(ahead, number(part))), level=1)
+                    v.emit_prefetch(b, b.add(line, v.behind(b, ahead, part)), level=1)
                 for part in range(0, wide, LANES if code.twice is None else 2 * LANES):
                     if code.twice is None:
-                        step(r, b.add(offset, number(part)), emit_load)
+                        step(r, v.behind(b, offset, part), v.emit_load)
                     else:
-                        two_steps(r, b.add(offset, number(part)))
+                        two_steps(r, v.behind(b, offset, part))
         with loop(turns, whole, number(LANES)) as (offset, _):
             for r in range(rows):
-                step(r, offset, emit_load)
+                step(r, offset, v.emit_load)
         tail = b.sub(last, whole)
         with b.if_then(b.icmp_signed(">", tail, number(0))):
             size = b.lshr(b.add(tail, number(1)), number(1)) if code.bits == 4 else tail
 
-            def part(b: Any, shape: ir.VectorType, address: Any) -> Any:
-                return emit_load_n(b, shape, address, tail if shape == F32.llvm else size)
+            def part(b: Any, shape: Any, address: Any) -> Any:
+                return v.emit_load_n(b, shape, address, tail if shape == F32.llvm else size)
 
             for r in range(rows):
                 step(r, whole, part)
     for slot, place in zip(slots, places, strict=True):
-        emit_store(b, code.restored(b, b.load(slot)), place)
+        v.emit_store(b, code.restored(b, b.load(slot)), place)
 
 
 def _tile(kind: str, rows: int, tokens: int) -> Any:
@@ -162,9 +160,9 @@ def _tile(kind: str, rows: int, tokens: int) -> Any:
     def tile(b, w, stride, scales, run, xs, k0, k, left, acc):
         start = b.add(w, KINDS[kind].nbytes(b, k0))
         x = emit_tokens(b, xs, k0, tokens)
-        _emit_tile(b, kind, rows, start, stride, scales, run, x, k, left, acc)
+        _emit_tile(b, _Tile(kind, rows, start, stride, scales, run, x, k, left, acc))
 
-    return op(void, i64, i64, i64, i64, i64, i64, i64, i64, i64)(tile)
+    return v.op(void, *[i64] * 9)(tile)
 
 
 @device
@@ -191,7 +189,8 @@ def _fill_runs(weight, index, count, factor, out):
             scales = _numbers(w.scale_kind, w.scales, index + i, n)
             v.store_f32_n(at, v.mul(scales, v.splat(factor)), n)
         if w.zeros:
-            v.store_f32_n(at + _ZEROS, v.to_f32(v.load_u8_n(w.zeros + index + i, n)), n)
+            zeros = v.to_f32(v.load_u8_n(w.zeros + index + i, n))
+            v.store_f32_n(at + _ZEROS, zeros, n)
         else:
             v.store_f32_n(at + _ZEROS, v.splat(np.float32(8)), n)
 
@@ -259,15 +258,14 @@ def _stream(kind: str) -> Kernel:
     return Kernel(stream, name=f"stream.{kind}")
 
 
-STREAMS = {kind: _stream(kind) for kind in KINDS}
-"""Kind of code -> product kernel that streams it."""
+STREAMS = {kind: _stream(kind) for kind in KINDS}  # Kind of code -> product kernel that streams it
 
 
 class Stored(NamedTuple):
     """A weight that is multiplied as it is stored."""
 
     product: int  # address of its product kernel
-    weight: Weight  # its record
+    weight: Weight
 
 
 def stored(call: BoundCall) -> Stored:
@@ -281,4 +279,5 @@ def stored(call: BoundCall) -> Stored:
     block = call.hints.block_columns(COLUMNS, w.stride, w.k, ROWS)
     # A run begins where 16 columns do, and with a whole dword of 4-bit codes.
     streams = kind in STREAMS and (w.group >= w.k or w.group % LEAST_GROUP == 0)
-    return Stored(STREAMS[kind] if streams else product, w._replace(many=product, block=block))
+    kernel = STREAMS[kind] if streams else panels.product
+    return Stored(kernel, w._replace(many=panels.product, block=block))

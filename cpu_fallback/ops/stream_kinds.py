@@ -10,59 +10,30 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 
 from clocher_kernels.dtypes import E2M1_VALUES
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.late import VecT
-from cpu_fallback.lanes.simd import emit_lookup
-from cpu_fallback.lanes.vector import (
-    F32,
-    FLOAT,
-    I32,
-    INT8,
-    INT16,
-    INT32,
-    INT64,
-    LANES,
-    constant,
-    number,
-    pick,
-    spread,
-)
+from cpu_fallback.lanes.vector import F32, FLOAT, I32, INT8, INT16, INT32, INT64, LANES
 
-_HALF = ir.VectorType(ir.HalfType(), LANES)
-_SHORT = ir.VectorType(INT16, LANES)
 _WORDS = VecT(INT64, LANES // 2)
 _BY_TWO = [lane // 2 + lane % 2 * 8 for lane in range(LANES)]  # two dwords, nibble by nibble
+_E2M1 = v.constant(F32, [float(value) for value in E2M1_VALUES])
 
 Load = Callable[[Any, ir.VectorType, Any], Any]
+Decode = Callable[[Any, Load, Any, Any], Any]
 
 
-def _f32(b: Any, load: Load, address: Any) -> Any:
-    return load(b, F32.llvm, address)
-
-
-def _bf16(b: Any, load: Load, address: Any) -> Any:
-    codes = b.zext(load(b, _SHORT, address), I32.llvm)
-    return b.bitcast(b.shl(codes, constant(I32, 16)), F32.llvm)
-
-
-def _f16(b: Any, load: Load, address: Any) -> Any:
-    return b.fpext(b.bitcast(load(b, _SHORT, address), _HALF), F32.llvm)
-
-
-def _words(n: int, value: int) -> ir.Constant:
-    return ir.Constant(ir.VectorType(INT16, n), [value] * n)
-
-
-def _widened(b: Any, half: Any) -> Any:
-    """Emit fp32 of the bits of fp16."""
-    halves = ir.VectorType(ir.HalfType(), half.type.count)
-    return b.fpext(b.bitcast(half, halves), ir.VectorType(FLOAT, half.type.count))
+def _half(b: Any, bits: Any) -> Any:
+    n = bits.type.count
+    half = b.bitcast(bits, ir.VectorType(ir.HalfType(), n))
+    return b.fpext(half, ir.VectorType(FLOAT, n))
 
 
 def _e5m2(b: Any, load: Load, address: Any, n: int = LANES) -> Any:
     """An e5m2 code is the upper byte of an fp16."""
-    codes = b.zext(load(b, ir.VectorType(INT8, n), address), ir.VectorType(INT16, n))
-    return _widened(b, b.shl(codes, _words(n, 8)))
+    shorts = ir.VectorType(INT16, n)
+    codes = b.zext(load(b, ir.VectorType(INT8, n), address), shorts)
+    return _half(b, b.shl(codes, v.constant(shorts, 8)))
 
 
 def _e4m3(b: Any, load: Load, address: Any, n: int = LANES) -> Any:
@@ -70,26 +41,16 @@ def _e4m3(b: Any, load: Load, address: Any, n: int = LANES) -> Any:
 
     The scale makes up for it: powers of two move from one factor to the other without rounding.
     """
-    codes = b.sext(load(b, ir.VectorType(INT8, n), address), ir.VectorType(INT16, n))
-    return _widened(b, b.and_(b.shl(codes, _words(n, 7)), _words(n, 0xBFFF)))
-
-
-def _int8(b: Any, load: Load, address: Any) -> Any:
-    codes = b.sext(load(b, ir.VectorType(INT8, LANES), address), I32.llvm)
-    return b.sitofp(codes, F32.llvm)
+    shorts = ir.VectorType(INT16, n)
+    codes = b.sext(load(b, ir.VectorType(INT8, n), address), shorts)
+    return _half(b, b.and_(b.shl(codes, v.constant(shorts, 7)), v.constant(shorts, 0xBFFF)))
 
 
 def _code(b: Any, load: Load, address: Any) -> Any:
-    """Emit 16 lanes with a 4-bit code each."""
     pair = b.bitcast(load(b, ir.VectorType(INT8, 8), address), ir.VectorType(INT32, 2))
-    words = pick(b, pair, [lane // 8 for lane in range(LANES)])
-    shifted = b.lshr(words, constant(I32, [lane % 8 * 4 for lane in range(LANES)]))
-    return b.and_(shifted, constant(I32, 15))
-
-
-def _scaled(decode: Load) -> "Decode":
-    """Return how a code is decoded that a scale of its run multiplies."""
-    return lambda b, load, address, own: b.fmul(decode(b, load, address), own[0])
+    words = v.pick(b, pair, [lane // 8 for lane in range(LANES)])
+    shifted = b.lshr(words, v.constant(I32, [lane % 8 * 4 for lane in range(LANES)]))
+    return b.and_(shifted, v.constant(I32, 15))
 
 
 def _int4(b: Any, load: Load, address: Any, own: tuple[Any, Any]) -> Any:
@@ -98,31 +59,30 @@ def _int4(b: Any, load: Load, address: Any, own: tuple[Any, Any]) -> Any:
 
 
 def _mxfp4(b: Any, load: Load, address: Any, own: tuple[Any, Any]) -> Any:
-    return b.fmul(emit_lookup(b, _E2M1, _code(b, load, address)), own[0])
+    return b.fmul(v.emit_lookup(b, _E2M1, _code(b, load, address)), own[0])
 
 
 def _looked_up(b: Any, load: Load, address: Any, table: Any) -> Any:
     """Emit entries of a run's table of 16, in `_BY_TWO`; of an index its low 4 bits count."""
     word = b.bitcast(load(b, ir.VectorType(INT8, 8), address), INT64)
-    words = b.bitcast(spread(b, _WORDS, word), I32.llvm)
-    shifted = b.lshr(words, constant(I32, [lane // 2 * 4 for lane in range(LANES)]))
-    return emit_lookup(b, table, shifted)
+    words = b.bitcast(v.spread(b, _WORDS, word), I32.llvm)
+    shifted = b.lshr(words, v.constant(I32, [lane // 2 * 4 for lane in range(LANES)]))
+    return v.emit_lookup(b, table, shifted)
 
 
 def _int4_table(b: Any, scale: Any, zero: Any) -> Any:
-    return b.fmul(b.fsub(constant(F32, [float(i) for i in range(LANES)]), zero), scale)
+    codes = v.constant(F32, [float(i) for i in range(LANES)])
+    return b.fmul(b.fsub(codes, zero), scale)
 
 
-def _mxfp4_table(b: Any, scale: Any, zero: Any) -> Any:
-    return b.fmul(_E2M1, scale)
+def _plain(name: str) -> Decode:
+    widen = v.WIDEN[name]
+    return lambda b, load, address, own: widen.convert(b, load(b, widen.element, address))
 
 
-def _plain(b: Any, scale: Any, zero: Any) -> tuple[Any, Any]:
-    return scale, zero
-
-
-Decode = Callable[[Any, Load, Any, Any], Any]
-_E2M1 = constant(F32, [float(value) for value in E2M1_VALUES])
+def _scaled(decode: Load) -> Decode:
+    """Return how a code is decoded that a scale of its run multiplies."""
+    return lambda b, load, address, own: b.fmul(decode(b, load, address), own[0])
 
 
 class Kind(NamedTuple):
@@ -132,51 +92,44 @@ class Kind(NamedTuple):
     bits: int  # of a code
     factor: float = 0.0  # of the scales; 0 if there are none
     # emits what all columns of a run need of its scale and zero point
-    run: Callable[[Any, Any, Any], Any] = _plain
+    run: Callable[[Any, Any, Any], Any] = lambda b, scale, zero: (scale, zero)
     order: list[int] | None = None  # which of its 16 columns a lane has; None: its own
     # emits 32 columns at a time, where that takes fewer instructions
     twice: Callable[[Any, Load, Any, int], Any] | None = None
 
     def arranged(self, b: Any, vector: Any) -> Any:
         """Emit a vector in the order that decoded columns have."""
-        return vector if self.order is None else pick(b, vector, self.order)
+        return vector if self.order is None else v.pick(b, vector, self.order)
 
     def restored(self, b: Any, vector: Any) -> Any:
         """Emit a vector that was in that order."""
-        return (
-            vector
-            if self.order is None
-            else pick(b, vector, [*map(self.order.index, range(LANES))])
-        )
+        if self.order is None:
+            return vector
+        return v.pick(b, vector, [*map(self.order.index, range(LANES))])
 
     def nbytes(self, b: Any, columns: Any) -> Any:
         """Emit the bytes of so many columns, an even number if they have 4 bits."""
         if self.bits == 4:
-            return b.lshr(columns, number(1))
-        return b.mul(columns, number(self.bits // 8))
-
-
-def _float(decode: Load) -> Decode:
-    """Return how a code is decoded that has no scale."""
-    return lambda b, load, address, own: decode(b, load, address)
+            return b.lshr(columns, v.number(1))
+        return b.mul(columns, v.number(self.bits // 8))
 
 
 KINDS = {
-    "f32": Kind(_float(_f32), 32),
-    "bf16": Kind(_float(_bf16), 16),
-    "int8": Kind(_scaled(_int8), 8, 1.0),
+    "f32": Kind(_plain("f32"), 32),
+    "bf16": Kind(_plain("bf16"), 16),
+    "int8": Kind(lambda b, load, at, own: b.fmul(_plain("i8")(b, load, at, own), own[0]), 8, 1.0),
     "int4": Kind(_int4, 4, 1.0),
     "mxfp4": Kind(_mxfp4, 4, 1.0),
 }
 if CURRENT.f16c:
     KINDS |= {
-        "f16": Kind(_float(_f16), 16),
+        "f16": Kind(_plain("f16"), 16),
         "e4m3": Kind(_scaled(_e4m3), 8, 256.0, twice=_e4m3),
         "e5m2": Kind(_scaled(_e5m2), 8, 1.0, twice=_e5m2),
     }
 if CURRENT.avx512:
     KINDS |= {
         "int4": Kind(_looked_up, 4, 1.0, _int4_table, _BY_TWO),
-        "mxfp4": Kind(_looked_up, 4, 1.0, _mxfp4_table, _BY_TWO),
+        "mxfp4": Kind(_looked_up, 4, 1.0, lambda b, scale, zero: b.fmul(_E2M1, scale), _BY_TWO),
     }
 """Kind of code -> how it is read."""

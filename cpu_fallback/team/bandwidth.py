@@ -66,9 +66,6 @@ class Reader:
         pages: "4k" or "2m": 2 MiB pages where the system gives them, or refused.
         nbytes: its size, rounded down to 2 MiB; at least that.
 
-    Attributes:
-        nbytes: its size.
-
     Raises:
         OSError: there is no memory for it.
     """
@@ -88,10 +85,7 @@ class Reader:
     def gbps(self, threads: int, at_least: float = 0.2) -> float:
         """Read the buffer with some threads and return 10^9 bytes a second.
 
-        Args:
-            threads: they share the buffer.
-            at_least: seconds to go on for; the rate of a shared machine's memory changes within
-                less than what it is compared with takes.
+        It goes on for `at_least` seconds, for the rate of a shared machine's memory changes.
 
         Raises:
             DeviceError: the system does not start so many threads.
@@ -119,7 +113,7 @@ class Reader:
             for other in others:
                 other.start()
         except BaseException as error:
-            gate[0] = threads  # those who wait for the missing ones go on, and end
+            gate[0] = threads  # the threads that wait go on, and end
             if not isinstance(error, RuntimeError):
                 raise
             raise DeviceError(

@@ -2,20 +2,16 @@
 
 from dataclasses import dataclass, field
 
+from cpu_fallback.team.openmp import OpenMP
 from cpu_fallback.team.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """Settings of the CPU back end that change speed and never results.
+    """Settings of the CPU back end that change speed and never results; None: the kernel's own."""
 
-    None stands for the kernel's own choice.
-    """
-
-    # bytes of weights to ask for ahead of use; 0 asks for none
-    prefetch_distance: int | None = None
-    # stored bytes of weights that are decoded at a time for many tokens
-    stream_block_bytes: int | None = None
+    prefetch_distance: int | None = None  # bytes of weights to ask for ahead of use; 0: none
+    stream_block_bytes: int | None = None  # stored bytes that are decoded at a time, of many tokens
     placement: Placement = field(default_factory=Placement)  # where threads run
     hot_replicate: bool = False  # keep weights that every step reads once per socket
     hot_limit: int = 0  # bytes of the copies of one socket, 0 for no limit
@@ -23,17 +19,11 @@ class Hints:
     copied: frozenset[str] = frozenset()
     adaptive: bool = True  # let threads sit out while others take their cores away
     stamped: bool = False  # write the time between launches (`stamps`)
+    runtime: OpenMP | None = None  # whose threads take part; None: those of a team of its own
 
 
 class Asked:
-    """Hints as kernels ask for them when they are bound. It remembers which ones were asked for.
-
-    Args:
-        hints: the hints of the executor.
-
-    Attributes:
-        names: fields of `Hints` that change what the bound kernels do.
-    """
+    """Hints as kernels ask for them when they are bound; `names` are the fields that matter."""
 
     def __init__(self, hints: Hints | None = None) -> None:
         self._hints = hints or Hints()
@@ -48,14 +38,7 @@ class Asked:
     def block_columns(self, default: int, row_bytes: int, columns: int, rows: int) -> int:
         """Return how many columns of a block of rows to decode at a time.
 
-        Args:
-            default: unless there is a hint; also the most.
-            row_bytes: stored bytes of a row.
-            columns: columns of a row.
-            rows: rows of a block.
-
-        Returns:
-            A multiple of 128, at least that.
+        It is a multiple of 128, at least that; `default` without a hint, and at most.
         """
         self.names.add("stream_block_bytes")
         wanted = self._hints.stream_block_bytes

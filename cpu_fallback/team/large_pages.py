@@ -21,11 +21,7 @@ _BATCH = 16 * HUGE
 def allocate(nbytes: int, large: bool = True) -> np.ndarray:
     """Return zeroed bytes [nbytes] in 2 MiB pages if the system gives them, else on a cache line.
 
-    One thread draws about a fifth more from memory in large pages.
-
-    Args:
-        nbytes: how many.
-        large: False refuses large pages, to measure what they give.
+    One thread draws about a fifth more from memory in large pages; not `large` refuses them.
     """
     spare = HUGE if nbytes >= HUGE else _LINE
     # Shared memory, which is the default, would get large pages only if the administrator said so.
@@ -50,11 +46,7 @@ def _advise(memory: mmap.mmap, advice: str) -> None:
 
 
 class _Ahead:
-    """Zeroed memory that is handed out from its beginning and fetched from its end.
-
-    Args:
-        nbytes: how many.
-    """
+    """Zeroed memory that is handed out from its beginning and fetched from its end."""
 
     def __init__(self, nbytes: int) -> None:
         size = -(-nbytes // HUGE) * HUGE
@@ -86,7 +78,7 @@ class _Ahead:
             return piece
 
     def fetch(self) -> None:
-        """Have the system provide the pages that nobody has taken yet, the last ones first."""
+        """Have the system provide the pages that are not taken yet, the last ones first."""
         while True:
             with self._changed:
                 end = self._fetched
@@ -101,7 +93,7 @@ class _Ahead:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Give back what nobody has taken."""
+        """Give back what is not taken."""
         with self._changed:
             self._is_closed = True
             while self._is_fetching:
@@ -119,11 +111,9 @@ _ahead: _Ahead | None = None
 def fetch_ahead(nbytes: int) -> None:
     """Let a thread ask the system for memory that `fetched` will hand out.
 
-    Pieces of it stay in memory until the last of them is not used any more. Nothing happens where
-    the system is no Linux, has one CPU for this process, or less than four times as much memory.
-
-    Args:
-        nbytes: how many; what is not handed out when `stop_ahead` is called is given back.
+    Pieces of it stay in memory until the last of them is not used any more; `stop_ahead` gives back
+    what is not handed out. Nothing happens where the system is no Linux, has one CPU for this
+    process, or less than four times as much memory.
     """
     global _ahead
     left = host_memory.available()
@@ -139,12 +129,12 @@ def fetch_ahead(nbytes: int) -> None:
 
 
 def spare() -> int:
-    """Return the bytes that `fetch_ahead` has got and nobody has taken."""
+    """Return the bytes that `fetch_ahead` has got and that are not taken."""
     return 0 if _ahead is None else _ahead.spare
 
 
 def stop_ahead() -> None:
-    """Give back what `fetch_ahead` has got and nobody has taken."""
+    """Give back what `fetch_ahead` has got and that is not taken."""
     global _ahead
     if _ahead is not None:
         _ahead.close()
@@ -155,10 +145,7 @@ def give_back(array: np.ndarray) -> int:
     """Let the system take back the resident pages that lie within a view of a read-only mapping.
 
     The view stays valid; reading it loads the pages from the file again. Other arrays are left
-    alone, for their pages hold the only copy.
-
-    Returns:
-        The bytes given back.
+    alone, for their pages hold the only copy. Returns the bytes given back.
     """
     memory = _mapping(array)
     if memory is None:

@@ -58,7 +58,6 @@ _number = op(i64, i64)(lambda b, address: b.sext(call_at(b, address, INT32), INT
 
 
 def _take_part(ctl):
-    """Execute the step as one of the threads of a region."""
     walk(ctl, _number(v.read_i64(ctl + 8 * _RANK)), _number(v.read_i64(ctl + 8 * _SIZE)))
 
 

@@ -15,8 +15,7 @@ WINDOW_NS: Final = 100_000_000
 
 _GLIMPSE_NS: Final = 10_000_000
 _HOPELESS: Final = 1.5
-_GAIN: Final = 1.1
-"""How much faster steps must become for more threads to be worth it."""
+_GAIN: Final = 1.1  # How much faster steps must become for more threads to be worth it
 _LOSS: Final = 1.05
 """How much slower steps may become with fewer: the CPU time that is left over serves others."""
 _LOST: Final = 0.1
@@ -24,14 +23,7 @@ _MOST_PATIENCE: Final = 64
 
 
 class Pace:
-    """The number of threads that take part.
-
-    Args:
-        threads: size of the team.
-
-    Attributes:
-        active: threads for the next step, 1 .. threads.
-    """
+    """The number of threads that take part: `active`, 1 .. the size of the team."""
 
     def __init__(self, threads: int) -> None:
         self.active = threads
@@ -45,13 +37,12 @@ class Pace:
         self._begin()
 
     def stepped(self, size: tuple[int, int], ns: int, lost: Callable[[], int]) -> None:
-        """Take note of a step.
+        """Take note of a step; only steps of one size are compared.
 
         Args:
-            size: its tokens and rows. Only steps of one size are compared.
+            size: its tokens and rows.
             ns: what it took.
-            lost: returns nanoseconds that the thread that lost most has lost at barriers since the
-                last call. Called now and then only.
+            lost: returns what the thread that lost most has lost at barriers since the last call.
         """
         if size != self._size:
             self._abandon(size, lost)

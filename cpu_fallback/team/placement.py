@@ -48,11 +48,7 @@ class Placement:
 
 
 def pin(cpu: int | None, thread: int = 0) -> frozenset[int]:
-    """Move a thread to a CPU.
-
-    Args:
-        cpu: where to; None leaves it alone.
-        thread: its native id; 0 is the calling thread.
+    """Move a thread, by its native id, to a CPU; 0 is the calling thread, None leaves it alone.
 
     Returns:
         The CPUs that it might run on before; empty if it was left alone.
@@ -85,12 +81,8 @@ def usable_cpus() -> int:
 def hot_weights(plan: Plan, weights: Mapping[str, Value], limit: int) -> list[str]:
     """Return the names of the weights that every step reads whole, in the order of the Plan.
 
-    Embedding tables and experts are read in parts, so they are not among them.
-
-    Args:
-        plan: what is executed.
-        weights: every parameter by name.
-        limit: bytes of all together, 0 for no limit. One that does not fit is passed over.
+    Embedding tables and experts are read in parts, so they are not among them. `limit` is bytes of
+    all together, 0 for none; one that does not fit is passed over.
     """
     names: list[str] = []
     total = 0
@@ -109,12 +101,7 @@ def hot_weights(plan: Plan, weights: Mapping[str, Value], limit: int) -> list[st
 
 
 def replicate(weights: Mapping[str, Value], names: Iterable[str]) -> dict[str, Value]:
-    """Return copies of weights whose memory the calling thread touched first.
-
-    Args:
-        weights: every parameter by name.
-        names: those to copy.
-    """
+    """Return copies of some weights whose memory the calling thread touched first."""
     copies: dict[str, Value] = {}
     for name in names:
         value = weights[name]
@@ -154,7 +141,6 @@ def _arrays(value: Value) -> list[np.ndarray]:
 
 
 def _copy(array: np.ndarray) -> np.ndarray:
-    """Return a copy in pages that no one has touched before, huge ones if it is large."""
     made = allocate(array.nbytes).view(array.dtype).reshape(array.shape)
     made[...] = array
     return made

@@ -29,8 +29,7 @@ from cpu_fallback.lanes.vector import INT32, INT64, VOID, call, number, op
 
 M, R, TAPES, SCRATCH, SCRATCH_BYTES, STEP_NS = range(6)
 EPOCH, STOP, ARRIVED, PASSED, LOST = 8, 16, 24, 32, 40
-LINE = 8
-"""Words of a line; rank r has word LOST + LINE * r."""
+LINE = 8  # Words of a line; rank r has word LOST + LINE * r
 
 _SPINS = 600
 _YIELDS = 200

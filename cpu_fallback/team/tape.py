@@ -17,12 +17,14 @@ leaves work to the others. Results do not depend on rank or size, so neither do 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from cpu_fallback.lanes import language as v
-from cpu_fallback.lanes.jit import Kernel, device
+from cpu_fallback.lanes.jit import Kernel, device, kernel
 from cpu_fallback.lanes.late import i64
+from cpu_fallback.lanes.record import reader, words
 from cpu_fallback.lanes.vector import caller
 from cpu_fallback.team import sync
 from cpu_fallback.team.sync import (
@@ -88,8 +90,8 @@ def encode(
 
     Args:
         launches: what to execute.
-        first: the tape of another thread of the team, if its launches differ from these only in
-            addresses. Shares are then counted there.
+        first: the tape of another thread of the team, where shares are counted; its launches differ
+            from these only in addresses.
         stamp: makes the launch that writes a time: the 2i-th when a thread arrives at the i-th
             launch, the next one when it starts there, the last at the end.
     """
@@ -184,15 +186,8 @@ def _lead(ctl, tokens, rows, size):
 def _serve(ctl, rank, seen):
     """Execute each step that this worker takes part in, until told to stop.
 
-    A step that it takes part in cannot end without it, so it never misses one.
-
-    Args:
-        ctl: address of the control block.
-        rank: this worker's number, from 1.
-        seen: the last step that it has seen before.
-
-    Returns:
-        The last step that it has seen by now.
+    A step that it takes part in cannot end without it, so it never misses one. `seen` is the last
+    step that it has seen before; the one that it has seen by now is returned.
     """
     turn = 0
     while True:
@@ -211,3 +206,46 @@ def _serve(ctl, rank, seen):
 
 lead = Kernel(_lead)
 serve = Kernel(_serve, i64)
+
+
+_NOTHING: frozenset[str] = frozenset()
+
+
+class Column(NamedTuple):
+    """Where a time goes: address of the first thread's, bytes from one thread to the next."""
+
+    address: int
+    stride: int
+
+
+_column_at = reader(Column)
+
+
+@kernel
+def stamp(rec, ctl, rank, size, scratch):
+    """Write the time of this thread."""
+    column = _column_at(rec)
+    v.write_i64(column.address + rank * column.stride, now_ns())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stamps:
+    """The times of a step: where its time goes, thread by thread.
+
+    A stamp is a launch that writes the clock into a table. Two come before every launch: one when
+    the thread arrives, one when the team has met. They cost a fraction of a microsecond each.
+    """
+
+    calls: tuple[int, ...]  # for each launch, the index of its call in the Plan
+    # int64 ns [threads, 2 * launches + 1]: arrival and start of each launch, then the end
+    times: np.ndarray
+
+    @classmethod
+    def table(cls, calls: Sequence[int], threads: int) -> "Stamps":
+        """Return an empty table for these launches."""
+        return cls(tuple(calls), np.zeros((threads, 2 * len(calls) + 1), np.int64))
+
+    def at(self, column: int) -> Launch:
+        """Return the launch that stamps a column."""
+        place = Column(self.times.ctypes.data + 8 * column, self.times.strides[0])
+        return Launch(stamp, tuple(words(place)), _NOTHING, _NOTHING)

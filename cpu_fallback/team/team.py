@@ -30,9 +30,9 @@ import numpy as np
 
 from clocher_kernels.errors import DeviceError, UsageError
 from cpu_fallback.team import openmp, sync, tape
-from cpu_fallback.team.openmp import OpenMP
+from cpu_fallback.team.hints import Hints
 from cpu_fallback.team.pace import Pace
-from cpu_fallback.team.placement import Placement, pin, unpin
+from cpu_fallback.team.placement import pin, unpin
 
 _LINE = 64
 _MOST_THREADS = (1 << 16) - 1
@@ -47,16 +47,7 @@ def aligned(nbytes: int) -> np.ndarray:
 
 
 class Work:
-    """A tape that a team executes, and the scratch memory of its launches.
-
-    Args:
-        threads: size of the team.
-        words: the tape, or one for each thread.
-        scratch: bytes of scratch memory per thread.
-
-    Attributes:
-        pace: how many threads take part.
-    """
+    """A tape that a team executes, or one for each thread, and `scratch` bytes for each thread."""
 
     def __init__(
         self, threads: int, words: np.ndarray | Sequence[np.ndarray], scratch: int
@@ -81,12 +72,7 @@ class Team:
         threads: size of the team, the calling thread included.
         words: the tape, or one for each thread.
         scratch: bytes of scratch memory per thread.
-        placement: where the threads run; None: anywhere.
-        adaptive: let threads sit out while others take their cores away (`pace`).
-        runtime: whose threads take part; None: workers of the team's own.
-
-    Attributes:
-        work: what it executes unless `step` is given something else.
+        hints: where the threads run, whether some sit out (`pace`), and whose threads take part.
 
     Raises:
         DeviceError: the system does not start so many threads.
@@ -97,17 +83,16 @@ class Team:
         threads: int,
         words: np.ndarray | Sequence[np.ndarray],
         scratch: int,
-        placement: Placement | None = None,
-        adaptive: bool = True,
-        runtime: OpenMP | None = None,
+        hints: Hints | None = None,
     ) -> None:
         if not 1 <= threads <= _MOST_THREADS:
             raise UsageError(f"a team of {threads} threads; expected at least 1, at most 65535")
         self.threads = threads
         self.work = self._laid = Work(threads, words, scratch)
         self._others: weakref.WeakSet[Work] = weakref.WeakSet()
-        self._adaptive = adaptive and threads > 1
-        self._placement = placement or Placement()
+        hints = hints or Hints()
+        self._adaptive = hints.adaptive and threads > 1
+        self._placement, runtime = hints.placement, hints.runtime
         self._control = aligned(8 * (sync.LOST + sync.LINE * threads)).view(np.int64)
         self.work.lay_before(self._control)
         self._control[sync.STOP] = 1
@@ -121,7 +106,7 @@ class Team:
         self._led_by = 0
         self._before: frozenset[int] = frozenset()
         self._workers: list[_Worker] = []
-        # For an owner who forgets to close, and for the end of the interpreter.
+        # For an owner that forgets to close, and for the end of the interpreter.
         self._finalizer = weakref.finalize(self, _end, self._control, self._workers)
         self._start_workers()
         _teams.add(self)
@@ -146,14 +131,7 @@ class Team:
             pace.stepped((tokens, rows), int(self._control[sync.STEP_NS]), self._lost)
 
     def execute(self, words: np.ndarray, tokens: int, rows: int, work: Work | None = None) -> None:
-        """Execute some launches of a tape once. Only inside `running`.
-
-        Args:
-            words: the tape of these launches.
-            tokens: of the step.
-            rows: of the step.
-            work: whose launches they are; None: the team's own.
-        """
+        """Execute a tape of some launches of `work` once. Only inside `running`."""
         work = work or self.work
         self._lay(work)
         own = work.addresses.copy()
@@ -238,11 +216,8 @@ class Team:
 class _Worker:
     """One thread of a team other than the caller's.
 
-    Args:
-        control: the control block. It holds this and not the team, so that a team can be collected;
-            who leads a step holds what is read and written there.
-        rank: its number, from 1.
-        cpu: where it runs; None: anywhere.
+    It holds the control block and not the team, so that a team can be collected; the thread that
+    leads a step holds what is read and written there.
     """
 
     def __init__(self, control: np.ndarray, rank: int, cpu: int | None) -> None:

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 
 from cpu_fallback.lanes.memory import emit_load
+from cpu_fallback.lanes.narrow import emit_half
 from cpu_fallback.lanes.vector import BYTES, I32, INT16, INT32, constant, number, spread
 from cpu_fallback.tiles.byte_dots import IQ4, bits, look_up
 from cpu_fallback.tiles.layout import BIAS, LINE, ROWS
-from cpu_fallback.tiles.scales import emit_f16
 
 
 class Lines:
@@ -84,16 +84,14 @@ class Kind:
 def _f16(b: Any, dwords: Any, high: bool = False) -> Any:
     if high:
         dwords = b.lshr(dwords, constant(I32, 16))
-    return emit_f16(b, b.trunc(dwords, ir.VectorType(INT16, ROWS)))
+    return emit_half(b, b.trunc(dwords, ir.VectorType(INT16, ROWS)))
 
 
 def _picked(b: Any, dwords: Any, shift: int, mask: int) -> Any:
-    """Emit bits of each byte of dwords."""
     return b.bitcast(bits(b, b.bitcast(dwords, BYTES.llvm), shift, mask), I32.llvm)
 
 
 def _less(b: Any, dwords: Any, value: int) -> Any:
-    """Emit the bytes of dwords less a value."""
     return b.bitcast(b.sub(b.bitcast(dwords, BYTES.llvm), constant(BYTES, value)), I32.llvm)
 
 

@@ -35,11 +35,7 @@ _FEW = 4
 class BlockEmitter:
     """Emits the product of one tile with a fixed number of the tokens of a panel.
 
-    Args:
-        b: the builder.
-        layout: of the tile.
-        group: columns per activation scale: 32, 128, or 0 for one per token.
-        tokens: how many.
+    `group` is columns per activation scale: 32, 128, or 0 for one per token.
     """
 
     def __init__(self, b: Any, layout: BlockLayout, group: int, tokens: int) -> None:
@@ -51,16 +47,7 @@ class BlockEmitter:
         self.run = min(run, self.kind.run // 4)
 
     def emit(self, tile: Any, panel: Any, out: Any, units: Any, width: Any, first: Any) -> None:
-        """Emit everything.
-
-        Args:
-            tile: address of the tile.
-            panel: address of the panel.
-            out: address of the results of the whole panel.
-            units: of K.
-            width: tokens of the panel.
-            first: the first of them that is multiplied.
-        """
+        """Emit everything, for the tokens of a panel from `first` on; `units` are those of K."""
         b = self.b
         self.row, self.line = b.mul(width, number(4)), b.mul(width, number(UNIT))
         place = b.mul(first, number(4))

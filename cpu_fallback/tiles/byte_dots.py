@@ -15,41 +15,15 @@ from llvmlite import ir
 
 from clocher_kernels.dtypes import E2M1_VALUES
 from clocher_kernels.formats.ggml_blocks import IQ4_VALUES
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes import neon
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.memory import emit_load
-from cpu_fallback.lanes.vector import (
-    BYTES,
-    F32,
-    I32,
-    INT8,
-    INT16,
-    INT32,
-    VOID,
-    call,
-    constant,
-    number,
-    spread,
-)
-from cpu_fallback.tiles.layout import BIAS, LINE, UNIT, Layout
-from cpu_fallback.tiles.multiply import (
-    REGISTERS,
-    dot,
-    emit_run,
-    emit_split,
-    joined,
-    keep_order,
-    madd_bytes,
-    madd_shorts,
-    pair_dots,
-    register_dot,
-    registers,
-    run_length,
-    same,
-)
+from cpu_fallback.lanes.late import cgutils
+from cpu_fallback.lanes.neon import join
+from cpu_fallback.tiles import multiply as m
+from cpu_fallback.tiles.layout import BIAS, LINE, UNIT, Layout, lines_of
 
-_SHORTS = ir.VectorType(INT16, 32)
-_HALF = ir.VectorType(INT8, 32)
+_HALF = ir.VectorType(v.INT8, 32)
 
 _FP4 = [int(2 * value) + BIAS["fp4"] for value in E2M1_VALUES]
 IQ4 = [int(value) + BIAS["iq4"] for value in IQ4_VALUES]
@@ -58,11 +32,9 @@ _TABLES = {"fp4": _FP4, "iq4": IQ4}
 
 NUMBER = 0x4B400000
 """The bits of 1.5 * 2^23 as fp32. An integer below 2^22 added to them is that number plus it."""
-_NUMBERS = 128
-"""Columns whose sum is below 2^22, whatever the code."""
+_NUMBERS = 128  # Columns whose sum is below 2^22, whatever the code
 
-Sum = list[Any]
-"""Slots of int32 accumulators, one for each of `Dots.shifts`."""
+Sum = list[Any]  # Slots of int32 accumulators, one for each of `Dots.shifts`
 
 
 @dataclass(frozen=True)
@@ -80,7 +52,7 @@ class Dots:
     @property
     def lines(self) -> int:
         """Lines of a unit."""
-        return {"int4": 4, "fp4": 4, "iq4": 4, "int8": 8, "ternary": 2}[self.code]
+        return lines_of(self.code)
 
     @property
     def code_bytes(self) -> int:
@@ -97,34 +69,31 @@ class Dots:
             zeros: int32 zero points or None.
         """
         if zeros is not None:
-            start = b.add(_emit_pairs(b, zeros, start), constant(I32, NUMBER * self.number))
+            # Zero point times negative sum: int16 products, whose high halves are zero.
+            pairs = m.pair_dots(b, b.bitcast(zeros, v.SHORTS), b.bitcast(start, v.SHORTS))
+            start = b.add(pairs, v.constant(v.I32, NUMBER * self.number))
         sums = []
         for i in range(len(self.shifts)):
-            slot = _alloca(b)
-            b.store(start if i == 0 else constant(I32, 0), slot)
+            slot = cgutils.alloca_once(b, v.I32.llvm)
+            b.store(start if i == 0 else v.constant(v.I32, 0), slot)
             sums.append(slot)
         return sums
 
     def unit(self, b: Any, lines: Any, codes: Any, sums: Sequence[Sum], ahead: Any) -> None:
         """Emit one unit: add 16 rows times 32 columns of each token to its sum.
 
-        Args:
-            b: the builder.
-            lines: address of the unit in the tile.
-            codes: address of the tokens' codes.
-            sums: running sum of each token.
-            ahead: bytes ahead of the lines at which to ask for lines.
+        `lines` and `codes` are addresses; lines are asked for so many bytes ahead.
         """
         count = self.lines
-        few_registers = CURRENT.vnni and REGISTERS > 1 and len(self.shifts) == 1
+        few_registers = CURRENT.vnni and m.REGISTERS > 1 and len(self.shifts) == 1
         if CURRENT.in_shorts or few_registers:
             self._unit_in_registers(b, lines, codes, sums, ahead, count)
             return
         operands: list[tuple[Any, int]] = []
         for i in range(count):
-            at = b.add(lines, number(LINE * i))
-            _prefetch(b, b.add(at, ahead))
-            line = emit_load(b, BYTES.llvm, at)
+            at = v.behind(b, lines, LINE * i)
+            v.emit_prefetch(b, b.add(at, ahead), level=1)
+            line = v.emit_load(b, v.BYTES.llvm, at)
             operands += self.operands(b, line)
         if self.code == "iq4":
             operands = operands[0::2] + operands[1::2]
@@ -146,44 +115,47 @@ class Dots:
         and odd bytes are multiplied as int16.
         """
         for i in range(count):
-            _prefetch(b, b.add(b.add(lines, number(LINE * i)), ahead))
+            v.emit_prefetch(b, b.add(v.behind(b, lines, LINE * i), ahead), level=1)
         places = _operand_places(self.code, count)
         in_words = self.wide or CURRENT.vnni
-        run = len(places) if in_words else run_length(self.top)
+        run = len(places) if in_words else m.run_length(self.top)
         for start in range(0, len(places), run):
-            found: list[list[Any]] = [[None] * REGISTERS for _ in sums]
+            found: list[list[Any]] = [[None] * m.REGISTERS for _ in sums]
             if in_words:
-                found = [registers(b, b.load(own[0])) for own in sums]
+                found = [m.registers(b, b.load(own[0])) for own in sums]
             for index in range(start, min(start + run, len(places))):
                 line, part = places[index]
-                at = b.add(lines, number(LINE * line))
-                weights = self.operands(b, emit_load(b, BYTES.llvm, at))[part][0]
+                at = v.behind(b, lines, LINE * line)
+                weights = self.operands(b, v.emit_load(b, v.BYTES.llvm, at))[part][0]
                 for place, operand in self._factors(b, weights, index):
                     for t, own in enumerate(found):
                         own[:] = self._add_products(b, own, operand, codes, t, place)
-                    keep_order(b, found)
+                    m.keep_order(b, found)
             for total, own in zip(sums, found, strict=True):
-                value = joined(b, own if in_words else [_in_words(b, short) for short in own])
+                value = join(
+                    b,
+                    own if in_words else [m.madd_shorts(b, x, v.constant(x.type, 1)) for x in own],
+                )
                 b.store(value if in_words else b.add(b.load(total[0]), value), total[0])
 
     def _factors(self, b: Any, weights: Any, index: int) -> list[tuple[int, Any]]:
         """Emit what tokens are multiplied by, and where their own dwords for it are."""
         if not self.wide:
             return [(index, weights)]
-        shorts = b.bitcast(weights, _SHORTS)
-        odd = b.lshr(shorts, same(shorts, 8))
-        return [(2 * index, b.and_(shorts, same(shorts, 255))), (2 * index + 1, odd)]
+        shorts = b.bitcast(weights, v.SHORTS)
+        odd = b.lshr(shorts, v.constant(shorts.type, 8))
+        return [(2 * index, b.and_(shorts, v.constant(shorts.type, 255))), (2 * index + 1, odd)]
 
     def _add_products(
         self, b: Any, sums: list[Any], operand: Any, codes: Any, token: int, place: int
     ) -> list[Any]:
         """Emit the addition of a token's products with 16 rows, register by register."""
-        at = b.add(codes, number(self.code_bytes * token + 4 * place))
-        x = b.bitcast(spread(b, I32, emit_load(b, INT32, at)), operand.type)
-        pairs = list(zip(registers(b, operand), registers(b, x), strict=True))
+        at = b.add(codes, v.number(self.code_bytes * token + 4 * place))
+        x = b.bitcast(v.spread(b, v.I32, v.emit_load(b, v.INT32, at)), operand.type)
+        pairs = list(zip(m.registers(b, operand), m.registers(b, x), strict=True))
         if CURRENT.vnni:
-            return [register_dot(b, old, *pair) for old, pair in zip(sums, pairs, strict=True)]
-        multiply = madd_shorts if self.wide else madd_bytes
+            return [m.register_dot(b, old, *pair) for old, pair in zip(sums, pairs, strict=True)]
+        multiply = m.madd_shorts if self.wide else m.madd_bytes
         found = [multiply(b, *pair) for pair in pairs]
         return [
             new if old is None else b.add(old, new) for old, new in zip(sums, found, strict=True)
@@ -194,17 +166,17 @@ class Dots:
     ) -> tuple[Any, Any, int]:
         """Emit an operand, a token's activations for it, and return them with the accumulator."""
         weights, own = operands[index]
-        at = b.add(codes, number(UNIT * token + 4 * index))
-        x = b.bitcast(spread(b, I32, emit_load(b, INT32, at)), BYTES.llvm)
+        at = b.add(codes, v.number(UNIT * token + 4 * index))
+        x = b.bitcast(v.spread(b, v.I32, v.emit_load(b, v.INT32, at)), v.BYTES.llvm)
         return weights, x, own if any(self.shifts) else index % len(self.shifts)
 
     def end_f32(self, b: Any, total: Sum) -> Any:
         """Emit the sum of a block as fp32, to nearest."""
         value = self.end(b, total)
         if not self.number:
-            return b.sitofp(value, F32.llvm)
+            return b.sitofp(value, v.F32.llvm)
         offset = struct.unpack("f", struct.pack("i", NUMBER))[0]
-        return b.fsub(b.bitcast(value, F32.llvm), constant(F32, offset))
+        return b.fsub(b.bitcast(value, v.F32.llvm), v.constant(v.F32, offset))
 
     def end(self, b: Any, total: Sum) -> Any:
         """Emit the sum of a block, plus `NUMBER` if that is added."""
@@ -212,7 +184,7 @@ class Dots:
         for slot, shift in zip(total[1:], self.shifts[1:], strict=True):
             part = b.load(slot)
             if shift:
-                part = b.ashr(part, constant(I32, shift))
+                part = b.ashr(part, v.constant(v.I32, shift))
             value = b.add(value, part)
         return value
 
@@ -225,11 +197,12 @@ class Dots:
             return [(line, 0)]
         if self.code == "ternary":
             if len(self.shifts) == 4:
-                masks = [3 << 2 * p for p in range(4)]
-                return [(b.and_(line, constant(BYTES, mask)), p) for p, mask in enumerate(masks)]
+                masks = [v.constant(v.BYTES, 3 << 2 * p) for p in range(4)]
+                return [(b.and_(line, mask), p) for p, mask in enumerate(masks)]
             return [(bits(b, line, 2 * p, 3), 0) for p in range(4)]
         if self.code == "int4" and len(self.shifts) == 2:
-            return [(b.and_(line, constant(BYTES, mask)), i) for i, mask in enumerate((15, 240))]
+            masks = [v.constant(v.BYTES, mask) for mask in (15, 240)]
+            return [(b.and_(line, mask), i) for i, mask in enumerate(masks)]
         nibbles = [bits(b, line, shift, 15) for shift in (0, 4)]
         if table := _TABLES.get(self.code):
             nibbles = [look_up(b, table, nibble) for nibble in nibbles]
@@ -239,16 +212,16 @@ class Dots:
         """Emit the addition of products to a running sum: operand, activations, accumulator."""
         if CURRENT.vnni:
             for weights, x, slot in pairs:
-                b.store(dot(b, b.load(total[slot]), weights, x), total[slot])
+                b.store(m.dot(b, b.load(total[slot]), weights, x), total[slot])
             return
         value = b.load(total[0])
-        run = run_length(self.top)
+        run = m.run_length(self.top)
         if CURRENT.in_shorts and run >= 2:
             for start in range(0, len(pairs), run):
-                value = b.add(value, emit_run(b, pairs[start : start + run]))
+                value = b.add(value, m.emit_run(b, pairs[start : start + run]))
         else:
             for weights, x, _ in pairs:
-                value = emit_split(b, value, weights, x)
+                value = m.emit_split(b, value, weights, x)
         b.store(value, total[0])
 
 
@@ -266,34 +239,12 @@ def is_number(layout: Layout, group: int) -> bool:
 
 
 def dots_of(code: str, tokens: int, number: bool = False) -> Dots:
-    """Return how the dot products of a code with this many tokens are emitted.
-
-    Args:
-        code: of the layout.
-        tokens: of a pass.
-        number: whether sums are kept plus `NUMBER`.
-    """
+    """Return how the dot products of a code are emitted with so many tokens of a pass."""
     top = {"int4": 15, "fp4": max(_FP4), "iq4": max(IQ4), "int8": 255, "ternary": 2}[code]
-    if is_wide(code):
-        return Dots(code, (0,), top, wide=True, number=number)
-    few = CURRENT.vnni and tokens <= (4 if CURRENT.avx512 else 2)
-    if few and code == "int4":
-        return Dots(code, (0, 4), top, number=number)
-    if few and code == "ternary":
-        return Dots(code, (0, 2, 4, 6), top, number=number)
-    if few and code == "int8":
-        return Dots(code, (0, 0), top, number=number)
-    return Dots(code, (0,), top, number=number)
-
-
-def _in_words(b: Any, shorts: Any) -> Any:
-    return madd_shorts(b, shorts, same(shorts, 1))
-
-
-def _prefetch(b: Any, address: Any) -> None:
-    reading, near, data = (ir.Constant(INT32, value) for value in (0, 3, 1))
-    pointer = b.inttoptr(address, INT8.as_pointer())
-    call(b, "llvm.prefetch.p0", VOID, pointer, reading, near, data)
+    shifts: tuple[int, ...] = (0,)
+    if CURRENT.vnni and tokens <= (4 if CURRENT.avx512 else 2):
+        shifts = {"int4": (0, 4), "ternary": (0, 2, 4, 6), "int8": (0, 0)}.get(code, shifts)
+    return Dots(code, shifts, top, is_wide(code), number)
 
 
 def _operand_places(code: str, lines: int) -> list[tuple[int, int]]:
@@ -301,11 +252,6 @@ def _operand_places(code: str, lines: int) -> list[tuple[int, int]]:
     parts = {"int8": 1, "ternary": 4}.get(code, 2)
     places = [(line, part) for line in range(lines) for part in range(parts)]
     return sorted(places, key=lambda place: place[::-1]) if code == "iq4" else places
-
-
-def _alloca(b: Any) -> Any:
-    with b.goto_entry_block():
-        return b.alloca(I32.llvm)
 
 
 def bits(b: Any, line: Any, shift: int, mask: int) -> Any:
@@ -316,11 +262,11 @@ def bits(b: Any, line: Any, shift: int, mask: int) -> Any:
     if CURRENT.neon:
         return neon.bits(b, line, shift, mask)
     if shift:
-        shorts = b.bitcast(line, ir.VectorType(INT16, line.type.count // 2))
-        count = same(shorts, abs(shift))
+        shorts = b.bitcast(line, ir.VectorType(v.INT16, line.type.count // 2))
+        count = v.constant(shorts.type, abs(shift))
         shorts = b.lshr(shorts, count) if shift > 0 else b.shl(shorts, count)
         line = b.bitcast(shorts, line.type)
-    return b.and_(line, same(line, mask))
+    return b.and_(line, v.constant(line.type, mask))
 
 
 def look_up(b: Any, table: Sequence[int], nibbles: Any) -> Any:
@@ -329,39 +275,34 @@ def look_up(b: Any, table: Sequence[int], nibbles: Any) -> Any:
     if CURRENT.neon:
         return neon.look_up(b, table, nibbles)
     if CURRENT.avx512:
-        entries = ir.Constant(BYTES.llvm, table * 4)
-        return call(b, "llvm.x86.avx512.pshuf.b.512", BYTES.llvm, entries, nibbles)
+        entries = ir.Constant(v.BYTES.llvm, table * 4)
+        return v.call(b, "llvm.x86.avx512.pshuf.b.512", v.BYTES.llvm, entries, nibbles)
     if CURRENT.avx2:
         entries = ir.Constant(_HALF, table * 2)
         if nibbles.type == _HALF:
-            return call(b, "llvm.x86.avx2.pshuf.b", _HALF, entries, nibbles)
-        halves = registers(b, nibbles)
-        return joined(b, [call(b, "llvm.x86.avx2.pshuf.b", _HALF, entries, h) for h in halves])
+            return v.call(b, "llvm.x86.avx2.pshuf.b", _HALF, entries, nibbles)
+        halves = m.registers(b, nibbles)
+        return join(b, [v.call(b, "llvm.x86.avx2.pshuf.b", _HALF, entries, h) for h in halves])
     return _arithmetic_fp4(b, nibbles) if table == _FP4 else _steps(b, table, nibbles)
 
 
 def _steps(b: Any, table: list[int], nibbles: Any) -> Any:
     """Emit table[nibble] without a table: the sum of the steps up to each nibble."""
-    value = constant(BYTES, table[0])
+    value = v.constant(v.BYTES, table[0])
     for i in range(1, 16):
-        above = b.icmp_signed(">=", nibbles, constant(BYTES, i))
-        step = constant(BYTES, table[i] - table[i - 1])
-        value = b.add(value, b.select(above, step, constant(BYTES, 0)))
+        above = b.icmp_signed(">=", nibbles, v.constant(v.BYTES, i))
+        step = v.constant(v.BYTES, table[i] - table[i - 1])
+        value = b.add(value, b.select(above, step, v.constant(v.BYTES, 0)))
     return value
 
 
 def _arithmetic_fp4(b: Any, nibbles: Any) -> Any:
     """Emit 2 * e2m1 + 12 without a table: 0 1 2 3 4 6 8 12, bit 3 the sign."""
-    magnitude = b.and_(nibbles, constant(BYTES, 7))
+    magnitude = b.and_(nibbles, v.constant(v.BYTES, 7))
     value = magnitude
     for at, extra in ((5, 1), (6, 1), (7, 3)):
-        above = b.icmp_unsigned(">=", magnitude, constant(BYTES, at))
-        value = b.add(value, b.select(above, constant(BYTES, extra), constant(BYTES, 0)))
-    negative = b.icmp_unsigned(">=", nibbles, constant(BYTES, 8))
-    value = b.select(negative, b.sub(constant(BYTES, 0), value), value)
-    return b.add(value, constant(BYTES, 12))
-
-
-def _emit_pairs(b: Any, zeros: Any, start: Any) -> Any:
-    """Emit zero point times negative sum: int16 products, whose high halves are zero."""
-    return pair_dots(b, b.bitcast(zeros, _SHORTS), b.bitcast(start, _SHORTS))
+        above = b.icmp_unsigned(">=", magnitude, v.constant(v.BYTES, at))
+        value = b.add(value, b.select(above, v.constant(v.BYTES, extra), v.constant(v.BYTES, 0)))
+    negative = b.icmp_unsigned(">=", nibbles, v.constant(v.BYTES, 8))
+    value = b.select(negative, b.sub(v.constant(v.BYTES, 0), value), value)
+    return b.add(value, v.constant(v.BYTES, 12))

@@ -54,8 +54,7 @@ BIAS = {"int4": 8, "fp4": 12, "iq4": 128, "int8": 128, "ternary": 1}
 if SIGNED:
     BIAS |= {"iq4": 0, "int8": 0}
 
-BLOCK = 256
-"""Columns of a block of `BlockLayout`."""
+BLOCK = 256  # Columns of a block of `BlockLayout`
 _ORDERS: dict[str, tuple[tuple[int, int], ...]] = {
     "q4_k": ((0, 36),),
     "q5_k": ((0, 4), (12, 8), (4, 8), (20, 24)),
@@ -69,6 +68,11 @@ _ORDERS: dict[str, tuple[tuple[int, int], ...]] = {
     "iq4_xs": ((0, 34),),
 }
 """Kind -> runs of dwords of a stored block, first and count, in the order of the lines."""
+
+
+def lines_of(code: str) -> int:
+    """Return the lines that hold 32 columns."""
+    return UNIT // _COLUMNS[code]
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ class Layout:
     @property
     def lines(self) -> int:
         """Lines per unit of 32 columns."""
-        return UNIT // _COLUMNS[self.code]
+        return lines_of(self.code)
 
     @property
     def record(self) -> int:

@@ -11,39 +11,26 @@ from llvmlite import ir
 
 from cpu_fallback.lanes import neon
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.vector import I32, INT16, INT32, call, pick
+from cpu_fallback.lanes.neon import join
+from cpu_fallback.lanes.vector import I32, INT16, INT32, SHORTS, call, constant, pick
 
-_SHORTS = ir.VectorType(INT16, 32)
-
-REGISTERS = 1 if CURRENT.avx512 else 2
-"""Of 64 bytes, with AVX2 and better."""
+REGISTERS = 1 if CURRENT.avx512 else 2  # Of 64 bytes, with AVX2 and better
 
 
 def registers(b: Any, vector: Any) -> list[Any]:
     """Emit the registers of a vector of 64 bytes, for AVX2 and better."""
     size = vector.type.count // REGISTERS
-    return [
-        pick(b, vector, list(range(start, start + size)))
-        for start in range(0, size * REGISTERS, size)
-    ]
-
-
-def joined(b: Any, found: list[Any]) -> Any:
-    """Emit the vector of some registers."""
-    if len(found) == 1:
-        return found[0]
-    count = 2 * found[0].type.count
-    return b.shuffle_vector(*found, ir.Constant(ir.VectorType(INT32, count), list(range(count))))
+    return [pick(b, vector, range(at, at + size)) for at in range(0, size * REGISTERS, size)]
 
 
 def dot(b: Any, total: Any, weights: Any, x: Any) -> Any:
     """Emit int32 [16] plus four products of unsigned and signed bytes each, for VNNI."""
     parts = zip(*(registers(b, value) for value in (total, weights, x)), strict=True)
-    return joined(b, [register_dot(b, *part) for part in parts])
+    return join(b, [register_dot(b, *part) for part in parts])
 
 
 def register_dot(b: Any, total: Any, weights: Any, x: Any) -> Any:
-    """Emit a register of int32 plus four products of unsigned and signed bytes each, for VNNI."""
+    """Emit `dot` of a register."""
     name = f"llvm.x86.avx512.vpdpbusd.{512 // REGISTERS}"
     if llvm.llvm_version_info[0] < 21:
         weights, x = b.bitcast(weights, total.type), b.bitcast(x, total.type)
@@ -64,25 +51,27 @@ def madd_shorts(b: Any, left: Any, right: Any) -> Any:
 
 
 def run_length(top: int) -> int:
-    """Return how many products of operands up to `top` fit in int16 together, for `emit_run`."""
+    """Return how many products of operands up to `top` fit in int16 together, for `emit_runs`."""
     return 32767 // (top * 256)
 
 
 def emit_run(b: Any, pairs: Sequence[tuple[Any, ...]]) -> Any:
-    """Emit the sum of products whose partial sums fit in int16, for AVX2 and better."""
+    """Emit one sum of `emit_runs`."""
     return emit_runs(b, [pairs])[0]
 
 
 def emit_runs(b: Any, runs: Sequence[Sequence[tuple[Any, ...]]], factors: Any = None) -> list[Any]:
     """Emit sums of products whose partial sums fit in int16, for AVX2 and better.
 
+    One register of rows is done for all sums before the other, so that unsigned operands that they
+    share stay in registers.
+
     Args:
         b: the builder.
-        runs: unsigned and signed operands of each sum. One register of rows is done for all sums
-            before the other, so that unsigned operands that they share stay in registers.
+        runs: unsigned and signed operands of each sum.
         factors: int16 [32] that the partial sums are multiplied by, 1 if there are none.
     """
-    by = registers(b, ir.Constant(_SHORTS, [1] * 32) if factors is None else factors)
+    by = registers(b, constant(SHORTS, 1) if factors is None else factors)
     found: list[list[Any]] = []
     for half, factor in enumerate(by):
         found.append([])
@@ -92,7 +81,7 @@ def emit_runs(b: Any, runs: Sequence[Sequence[tuple[Any, ...]]], factors: Any = 
                 products = madd_bytes(b, registers(b, weights)[half], registers(b, x)[half])
                 total = products if total is None else b.add(total, products)
             found[-1].append(madd_shorts(b, total, factor))
-    return [joined(b, list(halves)) for halves in zip(*found, strict=True)]
+    return [join(b, list(halves)) for halves in zip(*found, strict=True)]
 
 
 def emit_split(b: Any, total: Any, weights: Any, x: Any) -> Any:
@@ -102,9 +91,9 @@ def emit_split(b: Any, total: Any, weights: Any, x: Any) -> Any:
     """
     if CURRENT.neon:
         return neon.dot(b, total, weights, x)
-    eight = ir.Constant(_SHORTS, [8] * 32)
-    w, x = b.bitcast(weights, _SHORTS), b.bitcast(x, _SHORTS)
-    even = (b.and_(w, ir.Constant(_SHORTS, [255] * 32)), b.ashr(b.shl(x, eight), eight))
+    eight = constant(SHORTS, 8)
+    w, x = b.bitcast(weights, SHORTS), b.bitcast(x, SHORTS)
+    even = (b.and_(w, constant(SHORTS, 255)), b.ashr(b.shl(x, eight), eight))
     odd = (b.lshr(w, eight), b.ashr(x, eight))
     for left, right in (even, odd):
         total = b.add(total, pair_dots(b, left, right))
@@ -115,13 +104,12 @@ def pair_dots(b: Any, left: Any, right: Any) -> Any:
     """Emit products of int16 [32], added in pairs to int32 [16]."""
     if CURRENT.avx2:
         pairs = zip(registers(b, left), registers(b, right), strict=True)
-        return joined(b, [madd_shorts(b, *pair) for pair in pairs])
+        return join(b, [madd_shorts(b, *pair) for pair in pairs])
     if CURRENT.neon:
         return neon.pair_dots(b, left, right)
     products = []
     for first in (0, 1):
-        lanes = list(range(first, 32, 2))
-        a, c = (b.sext(pick(b, v, lanes), I32.llvm) for v in (left, right))
+        a, c = (b.sext(pick(b, x, range(first, 32, 2)), I32.llvm) for x in (left, right))
         products.append(b.mul(a, c))
     return b.add(*products)
 
@@ -133,17 +121,11 @@ def keep_order(b: Any, rows: list[list[Any]]) -> None:
     """
     flat = [value for row in rows for value in row]
     kinds = [value.type for value in flat]
-    places = ",".join(
-        ["=v" if CURRENT.avx512 else "=x"] * len(flat) + [str(i) for i in range(len(flat))]
-    )
+    register = "=v" if CURRENT.avx512 else "=x"
+    places = ",".join([register] * len(flat) + [str(i) for i in range(len(flat))])
     result = kinds[0] if len(flat) == 1 else ir.LiteralStructType(kinds)
     nothing = ir.InlineAsm(ir.FunctionType(result, kinds), "", places, side_effect=True)
     found = b.call(nothing, flat)
     kept = [found] if len(flat) == 1 else [b.extract_value(found, i) for i in range(len(flat))]
     for row in rows:
         row[:] = [kept.pop(0) for _ in row]
-
-
-def same(vector: Any, value: int) -> ir.Constant:
-    """Return a vector like another one of the same number everywhere."""
-    return ir.Constant(vector.type, [value] * vector.type.count)

@@ -37,7 +37,6 @@ def _zipped(b: Any, x: Any, y: Any) -> list[Any]:
 
 
 def _unzipped(b: Any, x: Any, y: Any) -> list[Any]:
-    """Undo `_zipped`."""
     return [_mixed(b, x, y, lanes) for lanes in ((0, 2, 4, 6), (1, 3, 5, 7))]
 
 

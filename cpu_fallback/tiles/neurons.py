@@ -13,10 +13,9 @@ four neurons of one row each, in an order in which sums are stored as they are. 
 last column or row is zero.
 """
 
-import ctypes
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -26,36 +25,19 @@ from clocher_kernels.formats import Ternary
 from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.lanes import language as v
-from cpu_fallback.lanes.jit import Kernel
-from cpu_fallback.lanes.late import i64, void
-from cpu_fallback.lanes.memory import emit_load, emit_store
-from cpu_fallback.lanes.record import reader, words
-from cpu_fallback.lanes.vector import BYTES, INT8, INT16, INT32, op
+from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.lanes.late import cgutils, i64, void
+from cpu_fallback.lanes.vector import BYTES, I32, INT32, INT64, SHORTS, behind, constant, emit_at
 from cpu_fallback.team.large_pages import allocate
 from cpu_fallback.team.placement import usable_cpus
+from cpu_fallback.tiles.byte_dots import bits, dots_of
 from cpu_fallback.tiles.layout import LINE
-from cpu_fallback.tiles.tile_pack import ternary_dword
+from cpu_fallback.tiles.multiply import dot, emit_run, emit_split
 
-DIGITS = 256
-"""Digits of a line."""
-_BLOCK = 64
-_CHUNK = 256
+DIGITS = 256  # of a line
+_CHUNK = 128
 
-_SHORTS = ir.VectorType(INT16, 32)
-_SIXTEEN = ir.VectorType(INT8, 16)
-
-
-class Source(NamedTuple):
-    """What is packed, and to where."""
-
-    n: int  # rows
-    k: int  # columns
-    codes: int  # the stored ones
-    stride: int  # bytes of a neuron
-    target: int  # the lines
-
-
-_source_at = reader(Source)
+_packed: dict[tuple[int, bool], np.ndarray] = {}
 
 
 def stride_of(digits: int) -> int:
@@ -69,18 +51,10 @@ def nbytes_of(shape: tuple[int, ...], columns: bool) -> int:
     return k * stride_of(n) if columns else n * stride_of(k)
 
 
-_packed: dict[tuple[int, bool], np.ndarray] = {}
-
-
 def lines_of(op_name: str, tensor: QuantTensor, columns: bool) -> np.ndarray:
-    """Return the lines of a matrix, u8 [neurons, stride], packed when they are first asked for.
+    """Return the lines of a ternary matrix, by its columns or its rows: u8 [neurons, stride].
 
-    They are kept as long as the tensor's codes live.
-
-    Args:
-        op_name: for errors.
-        tensor: ternary.
-        columns: whether a neuron is a column.
+    They are packed when they are first asked for, and kept as long as the tensor's codes live.
 
     Raises:
         UnsupportedOp: it is not ternary.
@@ -107,113 +81,128 @@ def pack(tensor: QuantTensor, columns: bool) -> np.ndarray:
     """Pack a ternary matrix."""
     n, k = tensor.shape
     neurons, stride = (k, stride_of(n)) if columns else (n, stride_of(k))
-    lines = allocate(neurons * stride)
+    lines = allocate(neurons * stride).reshape(neurons, stride)
     codes = tensor.planes["codes"]
-    source = Source(n, k, codes.ctypes.data, stride, lines.ctypes.data)
-    form = np.array(list(words(source)), np.int64)
-    kernel = _pack_columns if columns else _pack_rows
-    call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(kernel.address)
+    packed, each = len(codes), stride // LINE
 
-    def part(first: int) -> None:
-        room = np.empty(2 * _BLOCK * _BLOCK, np.uint8)
-        call(form.ctypes.data, first, min(first + _CHUNK, neurons), room.ctypes.data)
+    def pack_rows(first: int) -> None:
+        rows = np.arange(first, min(first + _CHUNK, n))
+        shifts = (2 * (rows // packed)).astype(np.uint8)[:, None]
+        digits = np.zeros((len(rows), DIGITS * each), np.uint8)
+        digits[:, :k] = codes[rows % packed] >> shifts & 3
+        places = np.moveaxis(digits.reshape(len(rows), each, 16, 4, 4), 3, 0)
+        lines[rows] = _merged(places).reshape(len(rows), stride)
+
+    def pack_columns(first: int) -> None:
+        some = codes[:, first : first + _CHUNK]
+        count = some.shape[1]
+        digits = np.zeros((DIGITS * each, count), np.uint8)
+        digits[:n] = np.concatenate([some >> 2 * part & 3 for part in range(4)])
+        places = np.moveaxis(digits.reshape(each, 4, 4, 4, 4, count), 2, 0)
+        ordered = _merged(places).transpose(4, 0, 2, 1, 3)
+        lines[first : first + count] = ordered.reshape(count, stride)
 
     with ThreadPoolExecutor(usable_cpus()) as pool:
-        list(pool.map(part, range(0, neurons, _CHUNK)))
-    return lines.reshape(neurons, stride)
+        list(pool.map(pack_columns if columns else pack_rows, range(0, neurons, _CHUNK)))
+    return lines
 
 
-def _rows(form, begin, stop, room):
-    """Pack rows begin .. stop-1."""
-    f = _source_at(form)
-    k, packed = f.k, f.n >> 2
-    for row in range(begin, stop):
-        line, shift = f.codes + row % packed * k, 2 * (row // packed)
-        for i in range((k + 15) >> 4):
-            v.write_i32(f.target + row * f.stride + 4 * i, ternary_dword(line, k, i, shift))
+def _merged(places: np.ndarray) -> np.ndarray:
+    """Return bytes of four digits each; the first axis is their place in a byte."""
+    return places[0] | places[1] << 2 | places[2] << 4 | places[3] << 6
 
 
-def _columns(form, begin, stop, room):
-    """Pack columns begin .. stop-1, 64 at a time: `room` has their bytes [64, 64], then lines."""
-    f = _source_at(form)
-    n, k, packed = f.n, f.k, f.n >> 2
-    for first in range(begin, stop, 64):
-        # The last columns are packed with some before them, if there are, for whole loads.
-        start = max(min(first, k - 64), 0)
-        count = min(64, k - start)
-        for c in range(f.stride >> 6):
-            for place in range(64):
-                row = 256 * c + (place >> 2 & 3) * 64 + (place >> 4) * 4 + (place & 3)
-                clear_bytes(room + 64 * place)
-                for p in range(4):
-                    if row < n:
-                        at = f.codes + row % packed * k + start
-                        source = at
-                        if count < 64:
-                            source = room + 4096
-                            for i in range(count):
-                                copy_byte(at + i, source + i)
-                        merge_digits(source, room + 64 * place, 2 * (row // packed), 2 * p)
-                    row += 16
-            for left in range(0, 64, 16):
-                for top in range(0, 64, 16):
-                    transpose(room + 64 * top + left, room + 4096 + 64 * left + top)
-            for i in range(count):
-                target = f.target + (start + i) * f.stride + 64 * c
-                copy_line(room + 4096 + 64 * i, target)
+AT_ONCE = 8  # columns that `add_columns` takes
+SHIFTED = 2 if CURRENT.vnni else 0
+"""Sums of `add_columns` for rows 16 p .. 16 p + 15 of each 64 are 2^(p SHIFTED) times too large."""
 
 
-@op(void, i64, i64)
-def copy_byte(b, source, target):
-    """Copy a byte."""
-    emit_store(b, emit_load(b, INT8, source), target)
+@v.op(void, i64, i64)
+def arrange(b, source, target):
+    """Copy 256 activations to 4 registers, as a line of a row is multiplied by them."""
+    dwords = v.emit_load(b, ir.VectorType(INT32, 64), source)
+    for p in range(4):
+        v.emit_store(b, v.pick(b, dwords, range(p, 64, 4)), behind(b, target, LINE * p))
 
 
-@op(void, i64, i64)
-def copy_line(b, source, target):
-    """Copy 64 bytes."""
-    emit_store(b, emit_load(b, BYTES.llvm, source), target)
+@v.op(i64, i64, i64, i64)
+def row_dot(b, row, x, lines):
+    """Return the dot product of a row of so many lines and arranged activations."""
+    dots = dots_of("ternary", 1)
+    sums = dots.begin(b, constant(I32, 0), None)
+    with cgutils.for_range(b, lines) as loop:
+        line = v.emit_load(b, BYTES.llvm, emit_at(b, row, loop.index, LINE))
+        own = emit_at(b, x, loop.index, 4 * LINE)
+        pairs = [
+            (weights, v.emit_load(b, BYTES.llvm, behind(b, own, LINE * p)), slot)
+            for p, (weights, slot) in enumerate(dots.operands(b, line))
+        ]
+        dots.add(b, pairs, sums)
+    return b.sext(v.halve(b, dots.end(b, sums), b.add), INT64)
 
 
-@op(void, i64)
-def clear_bytes(b, target):
-    """Write 64 zeros."""
-    emit_store(b, ir.Constant(BYTES.llvm, None), target)
+@v.op(void, i64, i64, i64, i64)
+def add_columns(b, columns, codes, sums, lines):
+    """Add the products of 8 columns to sums.
+
+    Args:
+        b: the builder.
+        columns: address of their 8 addresses.
+        codes: address of 8 activations, i8.
+        sums: address of i32 [256 lines].
+        lines: of a column.
+    """
+    starts = [v.emit_load(b, INT64, behind(b, columns, 8 * i)) for i in range(AT_ONCE)]
+    fours = [v.emit_load(b, INT32, behind(b, codes, 4 * g)) for g in range(AT_ONCE // 4)]
+    quads = [b.bitcast(v.spread(b, I32, four), BYTES.llvm) for four in fours]
+    with cgutils.for_range(b, lines) as loop:
+        stored = [v.emit_load(b, BYTES.llvm, emit_at(b, at, loop.index, LINE)) for at in starts]
+        dwords = [interleaved(b, stored[4 * g : 4 * g + 4]) for g in range(len(quads))]
+        own = emit_at(b, sums, loop.index, 16 * LINE)
+        for part in range(4):
+            for p in range(4):
+                at = behind(b, own, LINE * (4 * part + p))
+                pairs = [
+                    (_digits(b, four[part], p), x) for four, x in zip(dwords, quads, strict=True)
+                ]
+                v.emit_store(b, plus(b, v.emit_load(b, I32.llvm, at), pairs), at)
 
 
-@op(void, i64, i64, i64, i64)
-def merge_digits(b, source, target, shift, place):
-    """Add two bits of each of 64 bytes, from bit `shift` on, to those at a target from `place`."""
-    shorts = b.bitcast(emit_load(b, BYTES.llvm, source), _SHORTS)
-    short = INT16
-    digits = b.and_(
-        b.lshr(shorts, _spread(b, b.trunc(shift, short))), ir.Constant(_SHORTS, [0x0303] * 32)
-    )
-    digits = b.bitcast(b.shl(digits, _spread(b, b.trunc(place, short))), BYTES.llvm)
-    emit_store(b, b.or_(emit_load(b, BYTES.llvm, target), digits), target)
+def _digits(b: Any, dwords: Any, place: int) -> Any:
+    if SHIFTED:
+        return b.and_(dwords, constant(BYTES, 3 << 2 * place))
+    return bits(b, dwords, 2 * place, 3)
 
 
-def _spread(b, value):
-    one = b.insert_element(ir.Constant(_SHORTS, ir.Undefined), value, ir.Constant(INT32, 0))
-    return b.shuffle_vector(one, one, ir.Constant(ir.VectorType(INT32, 32), None))
+def plus(b: Any, total: Any, pairs: list[tuple[Any, Any]]) -> Any:
+    """Emit a sum plus the products of unsigned and signed bytes that fit in int16 together."""
+    if CURRENT.in_shorts:
+        return b.add(total, emit_run(b, pairs))
+    for weights, x in pairs:
+        total = (dot if CURRENT.vnni else emit_split)(b, total, weights, x)
+    return total
 
 
-@op(void, i64, i64)
-def transpose(b, source, target):
-    """Transpose 16 x 16 bytes, in rows of 64."""
-    rows = [
-        emit_load(b, _SIXTEEN, b.add(source, ir.Constant(source.type, 64 * i))) for i in range(16)
-    ]
-    for _ in range(4):
-        rows = [_zipped(b, rows[i], rows[i + 8], half) for i in range(8) for half in (0, 8)]
-    for i, row in enumerate(rows):
-        emit_store(b, row, b.add(target, ir.Constant(target.type, 64 * i)))
+def interleaved(b: Any, lines: list[Any]) -> list[Any]:
+    """Emit dwords of a byte of each of four lines: the v-th are of bytes 16 l + 4 v + d."""
+    pairs = [_zipped(b, *lines[i : i + 2], half) for half in (0, 8) for i in (0, 2)]
+    shorts = [b.bitcast(pair, SHORTS) for pair in pairs]
+    mixed = [_zipped(b, *shorts[i : i + 2], half) for i in (0, 2) for half in (0, 4)]
+    return [b.bitcast(four, BYTES.llvm) for four in mixed]
 
 
-def _zipped(b, first, second, start):
-    order = [lane for i in range(start, start + 8) for lane in (i, 16 + i)]
-    return b.shuffle_vector(first, second, ir.Constant(ir.VectorType(INT32, 16), order))
+def _zipped(b: Any, first: Any, second: Any, half: int) -> Any:
+    """Emit the elements of two vectors in turn, of the first or second half of each 16 bytes."""
+    count = first.type.count
+    lane = count // 4
+    starts = range(half, count, lane)
+    places = [i for start in starts for i in range(start, start + lane // 2)]
+    return v.shuffle(b, first, second, [i + other for i in places for other in (0, count)])
 
 
-_pack_rows = Kernel(_rows)
-_pack_columns = Kernel(_columns)
+@v.op(i64, i64, i64)
+def nonzero(b, first, second):
+    """Return how many of 64 places hold a byte other than zero, at one address or the other."""
+    both = b.or_(v.emit_load(b, BYTES.llvm, first), v.emit_load(b, BYTES.llvm, second))
+    mask = b.bitcast(b.icmp_unsigned("!=", both, constant(BYTES, 0)), INT64)
+    return v.call(b, "llvm.ctpop.i64", INT64, mask)

@@ -47,8 +47,7 @@ class Form(NamedTuple):
     factor: float  # the weight's, multiplied into the activation scales
 
 
-form_at = reader(Form)
-"""Read the record at an address."""
+form_at = reader(Form)  # Read the record at an address
 
 
 def _sum(b: Any, codes: Any) -> Any:
@@ -153,17 +152,7 @@ def width(tokens):
 
 @device
 def fill_token(form, q, scale, k, panel, t, tokens):
-    """Write token t of a panel of `tokens`.
-
-    Args:
-        form: address of the record.
-        q: address of its codes, i8 [K].
-        scale: address of its scales, fp32.
-        k: columns.
-        panel: address of the panel.
-        t: place in the panel.
-        tokens: width of the panel.
-    """
+    """Write token t of a panel of `tokens`: codes i8 [K] at `q`, scales fp32 at `scale`."""
     f = form_at(form)
     paired, wide, halves, bias = f.paired, f.wide, f.halves, f.bias
     first, per_block, group = f.first, f.units, f.group

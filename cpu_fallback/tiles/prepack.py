@@ -68,11 +68,7 @@ def reads_in_place(call: Call, tensor: Value) -> bool:
 
 
 def check_memory(packed: int, beside: int) -> None:
-    """Refuse to pack what does not fit in memory.
-
-    Args:
-        packed: bytes of all that will be packed.
-        beside: bytes of the buffers, which are allocated but not touched yet.
+    """Refuse to pack so many bytes beside buffers, which are allocated but not touched yet.
 
     Raises:
         OutOfMemory: it does not fit.

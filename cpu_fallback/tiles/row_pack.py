@@ -23,11 +23,9 @@ from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.team.large_pages import allocate, give_back
 from cpu_fallback.team.placement import usable_cpus
 
-CHUNK = 128
-"""Output channels of a chunk."""
+CHUNK = 128  # Output channels of a chunk
 LINE = CHUNK // 2
-MOST_BLOCK = 128
-"""Most columns of a block."""
+MOST_BLOCK = 128  # Most columns of a block
 _MOST_CHUNKS = 16
 _PART = 2048
 
@@ -71,7 +69,6 @@ def _chunks(n: int) -> int:
 
 
 def _head(chunks: int, tensor: QuantTensor) -> int:
-    """Return the bytes of the scales of a block of a panel."""
     return chunks * CHUNK * tensor.planes["scales"].itemsize
 
 

@@ -40,18 +40,13 @@ _DIGEST_BYTES = 32
 _HEADER = 4096  # so that tiles begin on a page: kernels read them where they are mapped
 _CHUNK = 4 << 20
 
-_given_up: set[Path] = set()
-"""Directories that this process does not use any more."""
+_given_up: set[Path] = set()  # Directories that this process does not use any more
 
 
 class TileCache:
-    """Packed tensors by the hash of what they were packed from.
+    """Packed tensors by the hash of what they were packed from; `limit` is bytes of all files.
 
     A cache that cannot be read or written, or that others can write, costs time and never a result.
-
-    Args:
-        root: directory of all caches.
-        limit: bytes of all files together. A write in progress is not counted.
     """
 
     def __init__(self, root: Path, limit: int) -> None:
@@ -81,7 +76,7 @@ class TileCache:
     def read(self, key: str, nbytes: int) -> np.ndarray | None:
         """Return the tiles of a key, mapped, u8 [nbytes]; None if there are none or damaged ones.
 
-        They can be written by nobody, and lie on a page.
+        They are read-only, and begin on a page.
         """
         if self.directory in _given_up:
             return None
@@ -106,7 +101,7 @@ class TileCache:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other processes from packing meanwhile; who waits too long packs, too."""
+        """Keep other processes from packing meanwhile; one that waits too long packs, too."""
         with ExitStack() as held:
             if self.directory not in _given_up:
                 with suppress(OSError):  # then two pack: it costs time and never a result
@@ -175,11 +170,6 @@ def key_of(layout: Layout, tensor: QuantTensor, version: int) -> str:
     """Return a name for all that determines the tiles of a tensor: 64 hexadecimal digits.
 
     Of the instruction set tiles depend on no more than whether bytes are signed.
-
-    Args:
-        layout: of the tiles.
-        tensor: what they are packed from.
-        version: of the packing.
     """
     planes = {name: np.ascontiguousarray(array) for name, array in sorted(tensor.planes.items())}
     stored = [(name, array.dtype.str, array.shape) for name, array in planes.items()]
@@ -188,7 +178,6 @@ def key_of(layout: Layout, tensor: QuantTensor, version: int) -> str:
 
 
 def _header(tiles: np.ndarray) -> bytes:
-    """Return what stands before tiles in a file."""
     return (_MAGIC + hash_of(tiles)).ljust(_HEADER, b"\0")
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+from llvmlite import ir
 
 from clocher_kernels.dtypes import to_f32
 from clocher_kernels.formats import Ggml, Int4, Int8, Mxfp4, Ternary
@@ -20,16 +21,16 @@ from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel, device
+from cpu_fallback.lanes.late import i64, void
+from cpu_fallback.lanes.neon import join
 from cpu_fallback.lanes.record import reader, words
 from cpu_fallback.team.large_pages import fetched, give_back
+from cpu_fallback.tiles import layout as layouts
 from cpu_fallback.tiles import together
-from cpu_fallback.tiles.block_pack import block_source, pack_blocks
-from cpu_fallback.tiles.layout import ROWS, SIGNED, UNIT, BlockLayout, Layout, layout_of, tiles_in
-from cpu_fallback.tiles.row_lines import flip, move_lines, read_some
+from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, BlockLayout, Layout, tiles_in
 from cpu_fallback.tiles.tile_cache import TileCache, key_of
 
-VERSION = 1
-"""Changes when the bytes of a tile do."""
+VERSION = 1  # Changes when the bytes of a tile do
 
 _CHUNK = 4 << 20
 
@@ -43,14 +44,18 @@ class Source(NamedTuple):
     tile_bytes: int  # of a tile
     codes: int  # the stored codes
     stride: int  # from one stored row to the next
-    unit: int  # from the codes of a unit of columns to the next ones
+    row_end: int  # where a row ends, from its codes on
+    units: int  # of columns of a row
+    unit: int  # from the codes of a unit to those of the next
+    unit_bytes: int  # of the codes of a unit
+    order: int  # bytes of a unit that each of its lines holds: see `_order`
     scales: int  # the stored scales
     zeros: int  # the stored zero points, 0 if there are none
     size: int  # of a scale
     step: int  # from one scale to the next
     groups: int  # scales of a row
     group: int  # columns per scale
-    block: int  # columns between records of scales in a tile, 0 for none
+    block: int  # units between records of scales in a tile, 0 for none
     per_head: int  # records that stand together
     record: int  # bytes of one
     lines: int  # of a unit of columns
@@ -86,7 +91,7 @@ def tiles_of(op_name: str, tensor: QuantTensor) -> Tiles:
     Raises:
         UnsupportedOp: its format has no tiles.
     """
-    layout = layout_of(op_name, tensor.format)
+    layout = layouts.layout_of(op_name, tensor.format)
     codes = tensor.planes["codes" if "codes" in tensor.planes else "blocks"]
     key = id(codes)
     others = _unfinished.get(key)
@@ -161,14 +166,10 @@ def pack(layout: Layout | BlockLayout, tensor: QuantTensor) -> Tiles:
 
 def _parts(layout: Layout | BlockLayout, tensor: QuantTensor) -> tuple[Tiles, list[together.Part]]:
     """Return the tiles of a tensor before they are filled, and what fills them."""
-    packed = _room(layout, tensor)
-    if isinstance(layout, BlockLayout):
-        beside = np.array(layout.order, np.int64)
-        source: NamedTuple = block_source(layout, tensor, beside, packed.data)
-        kernel = pack_blocks
-    else:
-        source, beside = _source(layout, tensor, packed)
-        kernel = _pack_ternary if layout.code == "ternary" else _pack_lanes
+    packed = _around(layout, tensor, fetched(layout.nbytes(tensor.shape)))
+    source, beside = _source(layout, tensor, packed)
+    is_ternary = isinstance(tensor.format, Ternary)
+    kernel = _pack_ternary if is_ternary else _pack_lines
     form = np.array(list(words(source)), np.int64)
     call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(kernel.address)
     tiles = tiles_in(tensor.shape)
@@ -181,16 +182,29 @@ def _parts(layout: Layout | BlockLayout, tensor: QuantTensor) -> tuple[Tiles, li
     return packed, [partial(part, start) for start in range(0, tiles, step)]
 
 
-def _source(layout: Layout, tensor: QuantTensor, packed: Tiles) -> tuple[Source, np.ndarray]:
-    """Return what is packed, and the scales, which may be an array that nothing else holds."""
+def _order(dwords: tuple[int, ...]) -> np.ndarray:
+    """Return, of each line of a unit, 8 * its dword, + 1 if the next three lines go on from it."""
+    runs = [dwords[i : i + 4] == tuple(range(d, d + 4)) for i, d in enumerate(dwords)]
+    return np.array([8 * d + run for d, run in zip(dwords, runs, strict=True)], np.int64)
+
+
+def _source(
+    layout: Layout | BlockLayout, tensor: QuantTensor, packed: Tiles
+) -> tuple[Source, tuple[np.ndarray, ...]]:
+    """Return what is packed, and arrays that nothing else may hold."""
     fmt, planes = tensor.format, tensor.planes
     *lead, n, k = tensor.shape
     experts = lead[0] if lead else 1
-    zeros = at = 0
+    zeros = at = block = 0
     scales = np.ones(1, np.float32)
-    group, step = k, scales.itemsize
-    unit = 4 * layout.lines
-    if isinstance(fmt, Ternary):
+    group, step, columns, unit = k, scales.itemsize, UNIT, 4 * layout.lines
+    unit_bytes = unit
+    dwords = tuple(range(layout.lines))
+    if isinstance(layout, BlockLayout):
+        codes, columns, dwords = planes["blocks"], layouts.BLOCK, layout.order
+        unit = unit_bytes = layout.block_bytes
+        stride = k // columns * unit
+    elif isinstance(fmt, Ternary):
         codes, stride = planes["codes"], k
     elif isinstance(fmt, Int4 | Int8):
         codes, scales = planes["codes"], planes["scales"]
@@ -209,6 +223,10 @@ def _source(layout: Layout, tensor: QuantTensor, packed: Tiles) -> tuple[Source,
     else:
         codes, scales, group = planes["blocks"], planes["scales"], UNIT
         stride, step = k // 2, scales.itemsize
+    in_blocks = isinstance(layout, Layout) and layout.block
+    block = layout.block // UNIT if in_blocks else 0
+    order = _order(dwords)
+    flipped = isinstance(layout, Layout) and layout.code == "int8" and not layouts.SIGNED
     return Source(  # its addresses live as long as the arrays
         n=n,
         k=k,
@@ -216,26 +234,25 @@ def _source(layout: Layout, tensor: QuantTensor, packed: Tiles) -> tuple[Source,
         tile_bytes=packed.tile_bytes,
         codes=codes.ctypes.data + at,
         stride=stride,
+        row_end=stride - at,
+        units=-(-k // columns),
         unit=unit,
+        unit_bytes=unit_bytes,
+        order=order.ctypes.data,
         scales=scales.ctypes.data,
         zeros=zeros,
         size=scales.itemsize,
         step=step,
         groups=-(-k // group),
         group=group,
-        block=layout.block,
-        per_head=layout.per_head if layout.block else 1,
-        record=layout.record if layout.block else 0,
+        block=block,
+        per_head=layout.per_head if in_blocks else 1,
+        record=layout.record if in_blocks else 0,
         lines=layout.lines,
-        mask=0x80808080 if layout.code == "int8" and not SIGNED else 0,
-        by_row=int(layout.scale == "row"),
+        mask=0x80808080 if flipped else 0,
+        by_row=int(isinstance(layout, Layout) and layout.scale == "row"),
         target=packed.data.ctypes.data,
-    ), scales
-
-
-def _room(layout: Layout | BlockLayout, tensor: QuantTensor) -> Tiles:
-    """Return the tiles of a tensor before they are filled: zeros."""
-    return _around(layout, tensor, fetched(layout.nbytes(tensor.shape)))
+    ), (scales, order)
 
 
 def _around(layout: Layout | BlockLayout, tensor: QuantTensor, data: np.ndarray) -> Tiles:
@@ -267,51 +284,67 @@ def _pack_record(form, first, column, at):
             v.write_u8(at + 16 * size + r, v.read_u8(zeros + index))
 
 
-def _lanes(form, begin, stop):
+@v.op(void, i64, i64, i64, i64)
+def _move_lines(b, source, stride, target, mask):
+    """Write 4 lines: word i of each of 16 rows, `stride` bytes apart, flipped, to line i."""
+    four = ir.VectorType(v.INT32, 4)
+    rows = [v.emit_load(b, four, v.emit_at(b, source, v.number(r), stride)) for r in range(ROWS)]
+    flips = v.spread(b, v.I32, b.trunc(mask, v.INT32))
+    while len(rows) > 4:
+        rows = [join(b, rows[i : i + 2]) for i in range(0, len(rows), 2)]
+    for i in range(4):
+        halves = [v.shuffle(b, rows[j], rows[j + 1], range(i, 32, 4)) for j in (0, 2)]
+        v.emit_store(b, b.xor(join(b, halves), flips), v.behind(b, target, LINE * i))
+
+
+_flip = v.op(i64, i64, i64)(lambda b, value, mask: b.xor(value, mask))
+
+
+@device
+def _read_some(address, end):
+    """Return the four bytes at an address, those from `end` on as zeros."""
+    if address + 4 <= end:
+        return v.read_i32(address)
+    value = 0
+    for i in range(end - address):
+        value += v.read_u8(address + i) << 8 * i
+    return value
+
+
+def _lines(form, begin, stop):
     """Pack tiles begin .. stop-1 of a format whose rows are stored one after the other."""
     f = _source_at(form)
-    n, k, codes, stride = f.n, f.k, f.codes, f.stride
-    block, per_head, record, lines = f.block, f.per_head, f.record, f.lines
+    n, stride, lines = f.n, f.stride, f.lines
     for tile in range(begin, stop):
         row = tile % f.tiles * 16
         first = tile // f.tiles * n + row
         rows = min(16, n - row)
         at = f.target + tile * f.tile_bytes
         head = at
-        for unit in range((k + 31) >> 5):
-            if block and unit * 32 % block == 0:
-                index = unit * 32 // block
-                if index % per_head == 0:
+        for unit in range(f.units):
+            if f.block and unit % f.block == 0:
+                index = unit // f.block
+                if index % f.per_head == 0:
                     head = at
-                    at += per_head * record
-                _pack_record(form, first, unit * 32, head + index % per_head * record)
-            moved = 0
-            if rows == 16 and 32 * unit + 32 <= k:
-                while moved < lines:
-                    source = codes + first * stride + unit * f.unit + 4 * moved
-                    move_lines(source, stride, at + 64 * moved, f.mask)
-                    moved += 4
-            for r in range(rows):
-                line = codes + (first + r) * stride
-                for i in range(moved, lines):
-                    source = line + unit * f.unit + 4 * i
-                    value = read_some(source, line + stride)
-                    v.write_i32(at + 64 * i + 4 * r, flip(value, f.mask))
+                    at += f.per_head * f.record
+                _pack_record(form, first, unit * 32, head + index % f.per_head * f.record)
+            codes, i = f.codes + first * stride, 0
+            end = codes + min(f.row_end, unit * f.unit + f.unit_bytes)
+            while i < lines:
+                entry = v.read_i64(f.order + 8 * i)
+                source = codes + unit * f.unit + (entry >> 1)
+                if rows == 16 and entry & 1 and source + 16 <= end:
+                    _move_lines(source, stride, at + 64 * i, f.mask)
+                    i += 4
+                    continue
+                for r in range(rows):
+                    value = _read_some(source + r * stride, end + r * stride)
+                    v.write_i32(at + 64 * i + 4 * r, _flip(value, f.mask))
+                i += 1
             at += 64 * lines
         if f.by_row:
             for r in range(rows):
                 v.write_i32(at + 4 * r, v.read_i32(f.scales + 4 * (first + r)))
-
-
-@device
-def ternary_dword(line, k, index, shift):
-    """Return the digits of columns 16 index .. 16 index + 15 of a stored row of K codes."""
-    value = 0
-    for plane in range(4):
-        source = line + 16 * index + 4 * plane
-        digits = (read_some(source, line + k) >> shift) & 0x03030303
-        value += digits << 2 * plane
-    return value
 
 
 def _ternary(form, begin, stop):
@@ -322,11 +355,14 @@ def _ternary(form, begin, stop):
         at = f.target + tile * f.tile_bytes
         for r in range(min(16, f.n - 16 * tile)):
             row = 16 * tile + r
-            line = f.codes + row % packed * k
-            shift = 2 * (row // packed)
-            for i in range(2 * ((k + 31) >> 5)):
-                v.write_i32(at + 64 * i + 4 * r, ternary_dword(line, k, i, shift))
+            line, shift = f.codes + row % packed * k, 2 * (row // packed)
+            for i in range(2 * f.units):
+                value = 0  # the digits of 16 columns
+                for plane in range(4):
+                    four = _read_some(line + 16 * i + 4 * plane, line + k)
+                    value += (four >> shift & 0x03030303) << 2 * plane
+                v.write_i32(at + 64 * i + 4 * r, value)
 
 
-_pack_lanes = Kernel(_lanes)
+_pack_lines = Kernel(_lines)
 _pack_ternary = Kernel(_ternary)

@@ -25,28 +25,14 @@ from typing import Any
 
 from llvmlite import ir
 
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel
 from cpu_fallback.lanes.late import cgutils, i64, void
-from cpu_fallback.lanes.memory import emit_load, emit_store
-from cpu_fallback.lanes.simd import emit_fma
-from cpu_fallback.lanes.vector import (
-    F32,
-    FLOAT,
-    I32,
-    INT8,
-    INT32,
-    caller,
-    constant,
-    number,
-    op,
-    spread,
-)
 from cpu_fallback.tiles.block_product import BlockEmitter
 from cpu_fallback.tiles.byte_dots import Dots, dots_of, is_number
 from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, BlockLayout, Layout
 from cpu_fallback.tiles.neon_dots import neon_dots_of
-from cpu_fallback.tiles.scales import emit_scales
 
 TOKENS = (1, 2, 3, 4, 6, 8, 16)
 
@@ -64,7 +50,7 @@ class _Pointer:
     def take(self, nbytes: Any) -> Any:
         """Return the address, and advance it."""
         at = self._b.load(self._slot)
-        step = number(nbytes) if isinstance(nbytes, int) else nbytes
+        step = v.number(nbytes) if isinstance(nbytes, int) else nbytes
         self._b.store(self._b.add(at, step), self._slot)
         return at
 
@@ -88,15 +74,18 @@ class _Emitter:
         b = self.b
         self.ahead = ahead
         self.weights = _Pointer(b, tile)
-        self.row, self.line = b.mul(width, number(4)), b.mul(width, number(self.dots.code_bytes))
-        place = b.mul(first, number(4))
+        self.row, self.line = (
+            b.mul(width, v.number(4)),
+            b.mul(width, v.number(self.dots.code_bytes)),
+        )
+        place = b.mul(first, v.number(4))
         starts = b.add(panel, b.mul(units, self.line))
         scales = b.add(starts, b.mul(self._blocks(units), self.row))
-        self.codes = _Pointer(b, b.add(panel, b.mul(first, number(self.dots.code_bytes))))
+        self.codes = _Pointer(b, b.add(panel, b.mul(first, v.number(self.dots.code_bytes))))
         self.starts = _Pointer(b, b.add(starts, place))
         self.scales = _Pointer(b, b.add(scales, place))
         self.head = cgutils.alloca_once_value(b, tile)
-        self.index = cgutils.alloca_once_value(b, number(0))
+        self.index = cgutils.alloca_once_value(b, v.number(0))
         if not self.block:
             sums = self._sums(units)
         elif not self.group:
@@ -106,16 +95,16 @@ class _Emitter:
         if not self.narrow:
             sums = [b.fmul(s, x) for s, x in zip(sums, self._activation_scales(), strict=True)]
         if self.layout.scale == "row":
-            rows = emit_load(b, F32.llvm, self.weights.take(LINE))
+            rows = v.emit_load(b, v.F32.llvm, self.weights.take(LINE))
             sums = [b.fmul(s, rows) for s in sums]
-        out = b.add(out, b.mul(first, number(4 * ROWS)))
+        out = b.add(out, b.mul(first, v.number(4 * ROWS)))
         for i, value in enumerate(sums):
-            emit_store(b, value, b.add(out, number(4 * ROWS * i)))
+            v.emit_store(b, value, b.add(out, v.number(4 * ROWS * i)))
 
     def _blocks(self, units: Any) -> Any:
         if not self.block:
-            return number(1)
-        return self.b.udiv(self.b.add(units, number(self.block - 1)), number(self.block))
+            return v.number(1)
+        return self.b.udiv(self.b.add(units, v.number(self.block - 1)), v.number(self.block))
 
     @contextmanager
     def _steps(self, units: Any, step: int) -> Iterator[Any]:
@@ -126,23 +115,23 @@ class _Emitter:
         b.branch(head)
         b.position_at_end(head)
         rest = b.load(left)
-        b.cbranch(b.icmp_signed(">", rest, number(0)), body, end)
+        b.cbranch(b.icmp_signed(">", rest, v.number(0)), body, end)
         b.position_at_end(body)
-        more = b.icmp_signed(">", rest, number(step))
-        yield b.select(more, number(step), rest) if step > 1 else number(1)
-        b.store(b.sub(rest, number(step)), left)
+        more = b.icmp_signed(">", rest, v.number(step))
+        yield b.select(more, v.number(step), rest) if step > 1 else v.number(1)
+        b.store(b.sub(rest, v.number(step)), left)
         b.branch(head)
         b.position_at_end(end)
 
     def _zeros(self) -> list[Any]:
-        slots = [cgutils.alloca_once(self.b, F32.llvm) for _ in range(self.tokens)]
+        slots = [cgutils.alloca_once(self.b, v.F32.llvm) for _ in range(self.tokens)]
         for slot in slots:
-            self.b.store(constant(F32, 0.0), slot)
+            self.b.store(v.constant(v.F32, 0.0), slot)
         return slots
 
     def _add(self, slots: list[Any], values: list[Any], scales: list[Any]) -> None:
         for slot, value, scale in zip(slots, values, scales, strict=True):
-            self.b.store(emit_fma(self.b, value, scale, self.b.load(slot)), slot)
+            self.b.store(v.emit_fma(self.b, value, scale, self.b.load(slot)), slot)
 
     def _groups(self, units: Any) -> list[Any]:
         """Emit the sum over groups of blocks, or of blocks that have both scales."""
@@ -177,7 +166,7 @@ class _Emitter:
         at = self.starts.take(self.row)
         sums = []
         for i in range(t):
-            start = spread(b, I32, emit_load(b, INT32, b.add(at, number(4 * i))))
+            start = v.spread(b, v.I32, v.emit_load(b, v.INT32, b.add(at, v.number(4 * i))))
             sums.append(self.dots.begin(b, start, zeros))
         self.dots.arrange(b, sums)
         one = isinstance(units, ir.Constant)
@@ -196,8 +185,8 @@ class _Emitter:
     def _activation_scales(self) -> list[Any]:
         b = self.b
         at = self.scales.take(self.row)
-        places = [b.add(at, number(4 * i)) for i in range(self.tokens)]
-        return [spread(b, F32, emit_load(b, FLOAT, place)) for place in places]
+        places = [b.add(at, v.number(4 * i)) for i in range(self.tokens)]
+        return [v.spread(b, v.F32, v.emit_load(b, v.FLOAT, place)) for place in places]
 
     def _weight_scales(self) -> tuple[Any, Any]:
         """Emit the scales of a block, fp32, and its zero points, int32 or None."""
@@ -206,20 +195,20 @@ class _Emitter:
             at = self.weights.take(layout.head)
         else:
             index = b.load(self.index)
-            b.store(b.add(index, number(1)), self.index)
-            fresh = b.icmp_signed("==", b.and_(index, number(layout.per_head - 1)), number(0))
-            here = self.weights.take(b.select(fresh, number(layout.head), number(0)))
-            at = b.select(fresh, here, b.add(b.load(self.head), number(layout.record)))
+            b.store(b.add(index, v.number(1)), self.index)
+            fresh = b.icmp_signed("==", b.and_(index, v.number(layout.per_head - 1)), v.number(0))
+            here = self.weights.take(b.select(fresh, v.number(layout.head), v.number(0)))
+            at = b.select(fresh, here, b.add(b.load(self.head), v.number(layout.record)))
             b.store(at, self.head)
         zeros = None
         if layout.zeros:
-            place = b.add(at, number(layout.record - ROWS))
-            zeros = b.zext(emit_load(b, ir.VectorType(INT8, ROWS), place), I32.llvm)
-        return emit_scales(b, layout.scale, at), zeros
+            place = b.add(at, v.number(layout.record - ROWS))
+            zeros = b.zext(v.emit_load(b, ir.VectorType(v.INT8, ROWS), place), v.I32.llvm)
+        return v.WIDEN[layout.scale].emit(b, at), zeros
 
 
 def _emitter(layout: Layout | BlockLayout, group: int, tokens: int) -> Callable[..., Any]:
-    @op(void, i64, i64, i64, i64, i64, i64, i64)
+    @v.op(void, i64, i64, i64, i64, i64, i64, i64)
     def emit(b, tile, panel, out, units, width, first, ahead):
         if isinstance(layout, BlockLayout):
             BlockEmitter(b, layout, group, tokens).emit(tile, panel, out, units, width, first)
@@ -281,4 +270,4 @@ def product_of(layout: Layout | BlockLayout, group: int) -> Kernel:
     return Kernel(space["product"], name=f"tile_product.{layout.name}_x{group}")
 
 
-call_product = caller(6)  # (product, tile, panel, out, units, tokens, ahead)
+call_product = v.caller(6)  # (product, tile, panel, out, units, tokens, ahead)

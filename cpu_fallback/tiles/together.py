@@ -1,7 +1,7 @@
 """Packing many tensors at once: what binding asks for is packed while binding goes on.
 
-Inside of `packing` a thread queues the parts of each tensor, all CPUs work at them, and nobody
-waits for the last part of one before the first of the next. At the end of `packing` all are done.
+Inside of `packing` a thread queues the parts of each tensor, and all CPUs work at them, without
+waiting between tensors. At the end of `packing` all are done.
 """
 
 import threading
@@ -41,13 +41,9 @@ class Together:
         done: Callable[[], None],
         failed: Callable[[], None],
     ) -> None:
-        """Queue a tensor.
+        """Queue the parts of a tensor of so many stored bytes.
 
-        Args:
-            parts: what packs it.
-            nbytes: of the tensor, as it is stored.
-            done: called by a thread of the pool after the last part.
-            failed: called if that never comes.
+        `done` is called by a thread of the pool after the last part, `failed` if that never comes.
         """
         lock, left = threading.Lock(), len(parts)
 

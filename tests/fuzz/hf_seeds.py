@@ -155,20 +155,6 @@ def configs() -> list[Seed]:
     ]
 
 
-def torch_bin() -> list[Seed]:
-    """Return directories of pickled weights: one file of all dtypes, and two shards."""
-    every = {"a": "float32", "b": "float16", "c": "bfloat16"}
-    shards = {f"pytorch_model-{n}.bin": {name: "float32"} for n, name in enumerate("ab")}
-    config = {"config.json": json_bytes({"model_type": "llama"})}
-    weight_map = {name: shard for shard, held in shards.items() for name in held}
-    return [
-        config | {"pytorch_model.bin": torch_archive(every)},
-        config
-        | {shard: torch_archive(held) for shard, held in shards.items()}
-        | {"pytorch_model.bin.index.json": json_bytes({"weight_map": weight_map})},
-    ]
-
-
 def torch_archive(dtypes: dict[str, str]) -> bytes:
     """Return what torch.save writes for tensors [2, 3] of these dtypes, as of a module's state."""
     import torch  # takes seconds, and only one reader needs it

@@ -10,11 +10,10 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.dedup.reader import open_deduplicated
 from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
-from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
 from clocher_runtime.checkpoints.iebin import JSON_NAME, open_iebin
 from clocher_runtime.checkpoints.opening import open_checkpoint
 from clocher_runtime.checkpoints.q4 import COMPAT_NAME, load_q4_planes, open_index
-from clocher_runtime.convert.q4.map import load_q4_map
+from clocher_runtime.convert.q4.map import load_q4_map, parts_dir
 from clocher_runtime.convert.q4.parts import read_part
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.safetensors_file import SafetensorsFile
@@ -40,7 +39,6 @@ from fuzz.mutations import (
     words_of,
 )
 from fuzz.oracle import Files
-from fuzz.pickle_mutations import mutate_torch_bin
 from fuzz.text_mutations import mutate_template, mutate_text, mutate_tokenizer
 from fuzz.text_seeds import Seed
 
@@ -147,10 +145,6 @@ def _read_tensors(folder: Path) -> None:
     _use(open_checkpoint(folder))
 
 
-def _read_torch_bin(folder: Path) -> None:
-    _use(open_torch_bin(folder))
-
-
 def _read_config(folder: Path) -> None:
     config = parse_object(read_bytes(folder / "config.json", 1 << 24), "config.json")
     spec = spec_from_config(config)
@@ -185,7 +179,7 @@ def _read_q4_manifest(folder: Path) -> None:
     q4_map = load_q4_map(folder / "q4.json")
     for name, entry in (q4_map.entries or {}).items():
         if entry.part:
-            read_part(q4_map.parts_dir, q4_map.parts, name, entry)
+            read_part(parts_dir(q4_map.path), q4_map.parts, name, entry)
 
 
 def _read_q4_planes(folder: Path) -> None:
@@ -236,12 +230,6 @@ _ALL = (
         hf_seeds.hf_sharded,
         {".index.json": (mutate_json, 4), "config.json": (mutate_json, 1), **_WEIGHTS},
         _read_model,
-    ),
-    Reader(
-        "torch-bin",
-        hf_seeds.torch_bin,
-        {".bin": (mutate_torch_bin, 6), ".index.json": (mutate_json, 1)},
-        _read_torch_bin,
     ),
     Reader(
         "config",

@@ -5,7 +5,6 @@ symbols, u8 here, of `bits` bits each. What is decoded need not be the symbols: 
 the value that each symbol of the table stands for, of any type.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,15 +27,12 @@ Mode = Literal["const", "code", "trits", "raw"]
 class Stream:
     """How a stream is stored.
 
-    Attributes:
-        mode: "const": one symbol throughout. "code": `width` bits a symbol; the last code is an
-            escape, and the next exception says which of the rarer symbols it is. "trits": one of
-            at most 3 symbols, 5 of them a byte. "raw": the symbols themselves, packed.
-        bits: bits of a symbol.
-        count: symbols.
-        width: bits of a code.
-        table: symbols in the table, the most frequent first; 0 for "raw".
-        escapes: exceptions that are stored; 0 if an escape can mean one symbol only.
+    `mode`: "const": one symbol throughout. "code": `width` bits a symbol; the last code is an
+    escape, and the next exception says which of the rarer symbols it is. "trits": one of at most 3
+    symbols, 5 of them a byte. "raw": the symbols themselves, packed; `bits`: bits of a symbol;
+    `count`: symbols; `width`: bits of a code; `table`: symbols in the table, the most frequent
+    first; 0 for "raw"; `escapes`: exceptions that are stored; 0 if an escape can mean one symbol
+    only.
     """
 
     mode: Mode
@@ -124,15 +120,9 @@ def pack_trits(places: np.ndarray) -> np.ndarray:
 class Decoder:
     """Decodes a stream, any `UNIT` of it.
 
-    Args:
-        stream: how it is stored.
-        values: what each symbol of the table stands for; all different.
-        codes: codes or trits, u8.
-        rank: exceptions before each `RANK_STRIDE` symbols but the first, u32.
-        literals: exceptions, u8.
-
-    Raises:
-        FormatError: the rank index does not rise as it must.
+    `stream`: how it is stored; `values`: what each symbol of the table stands for; all different;
+    `codes`: codes or trits, u8; `rank`: exceptions before each `RANK_STRIDE` symbols but the first,
+    u32; `literals`: exceptions, u8. Raises FormatError.
     """
 
     def __init__(
@@ -156,12 +146,7 @@ class Decoder:
     def decode(self, start: int, stop: int) -> np.ndarray:
         """Return the values of symbols [start, stop).
 
-        Args:
-            start: a multiple of `UNIT`.
-            stop: a multiple of `UNIT`, or the end.
-
-        Raises:
-            FormatError: the codes do not fit the rank index or the table.
+        `stop`: a multiple of `UNIT`, or the end. Raises FormatError.
         """
         stream, count = self.stream, stop - start
         if stream.mode == "const":
@@ -230,29 +215,46 @@ def _index(codes: np.ndarray, width: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One stream of a split.
+    """One stream of a split: its bits are runs of the bits of an item.
 
-    Attributes:
-        name: for people.
-        bits: bits of a symbol.
-        cut: items -> symbols, u8.
-        place: symbols, u8 -> what they contribute to the items; different for each symbol.
+    `bits`: of a symbol; `runs`: (lowest bit in the item, bits, lowest bit in the symbol) of each.
     """
 
     name: str
     bits: int
-    cut: Callable[[Array], Array]
-    place: Callable[[Array], Array]
+    runs: tuple[tuple[int, int, int], ...]
+    item: np.dtype
+
+    def cut(self, items: Array) -> Array:
+        """Return the symbols of items, u8."""
+        if self.item == np.uint8:
+            return _spread(items, self.bits)
+        out = np.zeros(len(items), np.uint8)
+        for source, bits, target in self.runs:
+            out |= (items >> source).astype(np.uint8) << target & ((1 << bits) - 1 << target)
+        return out
+
+    def place(self, symbols: Array) -> Array:
+        """Return what symbols, u8, contribute to the items; different for each symbol."""
+        if self.item == np.uint8:
+            return symbols
+        wide = symbols.astype(self.item)
+        out: Array | None = None
+        for target, bits, source in self.runs:
+            one = wide if len(self.runs) == 1 else wide & self.item.type((1 << bits) - 1 << source)
+            by = self.item.type(abs(target - source))
+            one = one << by if target > source else one >> by
+            out = one if out is None else out | one
+        assert out is not None
+        return out
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
     """How the items of an array become streams.
 
-    Attributes:
-        item: type of an item.
-        per_item: symbols of an item in each stream.
-        parts: the streams. An item is the OR of what they contribute.
+    `item`: type of an item; `per_item`: symbols of an item in each stream; `parts`: the streams. An
+    item is the OR of what they contribute.
     """
 
     item: np.dtype
@@ -260,111 +262,59 @@ class Split:
     parts: tuple[Part, ...]
 
 
-def _bytes_of(items: Array, shift: int) -> Array:
-    return (items >> shift).astype(np.uint8)
+def _spread(items: Array, bits: int) -> Array:
+    """Return bytes as symbols of 8, 4 or 2 bits, the lowest first."""
+    if bits == 8:
+        return items
+    if bits == 4:
+        words = items.astype(np.uint16)
+        return ((words | words << np.uint16(4)) & np.uint16(0x0F0F)).view(np.uint8)
+    words = items.astype(np.uint32)
+    words = (words | words << np.uint32(12)) & np.uint32(0x000F000F)
+    return ((words | words << np.uint32(6)) & np.uint32(0x03030303)).view(np.uint8)
 
 
-def _sign_and_mantissa(symbols: Array) -> Array:
-    placed = symbols.astype(np.uint16)
-    placed *= 257
-    placed &= 0x807F
-    return placed
+def _gathered(symbols: Array, bits: int) -> Array:
+    """Return symbols of 8, 4 or 2 bits as bytes."""
+    if bits == 8:
+        return symbols
+    if bits == 4:
+        words = symbols.view(np.uint16)
+        return (words | words >> np.uint16(4)).astype(np.uint8)
+    words = symbols.view(np.uint32)
+    words = words | words >> np.uint32(6)
+    return (words | words >> np.uint32(12)).astype(np.uint8)
 
 
-def _low_byte(name: str, item: type[np.unsignedinteger], shift: int = 0) -> Part:
-    return Part(
-        name,
-        8,
-        lambda items: _bytes_of(items, shift),
-        lambda symbols: symbols.astype(item) << item(shift),
-    )
-
-
-_BF16 = (
-    Part("exponent", 8, lambda v: _bytes_of(v, 7), lambda s: s.astype(np.uint16) << np.uint16(7)),
-    Part(
-        "sign+mantissa",
-        8,
-        lambda v: _bytes_of(v, 8) & 0x80 | v.astype(np.uint8) & 0x7F,
-        _sign_and_mantissa,
-    ),
-)
-_F16 = (
-    Part(
-        "exponent",
-        5,
-        lambda v: _bytes_of(v, 10) & 31,
-        lambda s: s.astype(np.uint16) << np.uint16(10),
-    ),
-    Part(
-        "sign+mantissa",
-        3,
-        lambda v: _bytes_of(v, 13) & 4 | _bytes_of(v, 8) & 3,
-        lambda s: (
-            (s & 4).astype(np.uint16) << np.uint16(13) | (s & 3).astype(np.uint16) << np.uint16(8)
-        ),
-    ),
-    _low_byte("mantissa", np.uint16),
-)
-_F32 = (
-    Part("exponent", 8, lambda v: _bytes_of(v, 23), lambda s: s.astype(np.uint32) << np.uint32(23)),
-    Part(
-        "sign+mantissa",
-        8,
-        lambda v: _bytes_of(v, 24) & 0x80 | _bytes_of(v, 16) & 0x7F,
-        lambda s: _sign_and_mantissa(s).astype(np.uint32) << np.uint32(16),
-    ),
-    _low_byte("mantissa 8..15", np.uint32, 8),
-    _low_byte("mantissa 0..7", np.uint32),
-)
-
-
-def _crumbs(items: Array) -> Array:
-    spread = items.astype(np.uint32)
-    spread |= spread << np.uint32(12)
-    spread &= 0x000F000F
-    spread |= spread << np.uint32(6)
-    spread &= 0x03030303
-    return spread.view(np.uint8)
-
-
-def _from_crumbs(symbols: Array) -> Array:
-    words = symbols.view(np.uint32).copy()
-    words |= words >> np.uint32(6)
-    words |= words >> np.uint32(12)
-    return words.astype(np.uint8)
-
-
-def _nibbles(items: Array) -> Array:
-    spread = items.astype(np.uint16)
-    spread |= spread << np.uint16(4)
-    spread &= 0x0F0F
-    return spread.view(np.uint8)
-
-
-def _from_nibbles(symbols: Array) -> Array:
-    words = symbols.view(np.uint16)
-    return (words | words >> np.uint16(4)).astype(np.uint8)
-
-
-def _same(items: Array) -> Array:
-    return items
+def _split(item: str, *parts: tuple[str, int, tuple[tuple[int, int, int], ...]]) -> Split:
+    kind = np.dtype(item)
+    per_item = 8 // parts[0][1] if kind.itemsize == 1 else 1
+    return Split(kind, per_item, tuple(Part(*part, kind) for part in parts))
 
 
 SPLITS: dict[str, Split] = {
-    "byte": Split(np.dtype(np.uint8), 1, (Part("byte", 8, _same, _same),)),
-    "nibble": Split(np.dtype(np.uint8), 2, (Part("nibble", 4, _nibbles, _same),)),
-    "crumb": Split(np.dtype(np.uint8), 4, (Part("crumb", 2, _crumbs, _same),)),
-    "bf16": Split(np.dtype("<u2"), 1, _BF16),
-    "f16": Split(np.dtype("<u2"), 1, _F16),
-    "f32": Split(np.dtype("<u4"), 1, _F32),
-    "i32": Split(
-        np.dtype("<u4"), 1, tuple(_low_byte(f"byte {i}", np.uint32, 8 * i) for i in range(4))
+    "byte": _split("u1", ("byte", 8, ())),
+    "nibble": _split("u1", ("nibble", 4, ())),
+    "crumb": _split("u1", ("crumb", 2, ())),
+    "bf16": _split(
+        "<u2", ("exponent", 8, ((7, 8, 0),)), ("sign+mantissa", 8, ((15, 1, 7), (0, 7, 0)))
     ),
+    "f16": _split(
+        "<u2",
+        ("exponent", 5, ((10, 5, 0),)),
+        ("sign+mantissa", 3, ((15, 1, 2), (8, 2, 0))),
+        ("mantissa", 8, ((0, 8, 0),)),
+    ),
+    "f32": _split(
+        "<u4",
+        ("exponent", 8, ((23, 8, 0),)),
+        ("sign+mantissa", 8, ((31, 1, 7), (16, 7, 0))),
+        ("mantissa 8..15", 8, ((8, 8, 0),)),
+        ("mantissa 0..7", 8, ((0, 8, 0),)),
+    ),
+    "i32": _split("<u4", *((f"byte {i}", 8, ((8 * i, 8, 0),)) for i in range(4))),
 }
 """Name -> split. Little-endian: the low bits come first."""
-
-_PACK: dict[int, Callable[[Array], Array]] = {1: _same, 2: _from_nibbles, 4: _from_crumbs}
 
 
 def splits_of(dtype: str) -> tuple[str, ...]:
@@ -375,7 +325,7 @@ def splits_of(dtype: str) -> tuple[str, ...]:
 def join(split: Split, placed: list[Array]) -> Array:
     """Return the items that placed streams make up; the first one may be written over."""
     if split.per_item > 1:
-        return _PACK[split.per_item](placed[0])
+        return _gathered(placed[0], 8 // split.per_item)
     out = placed[0]
     for other in placed[1:]:
         np.bitwise_or(out, other, out=out)

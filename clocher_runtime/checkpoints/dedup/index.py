@@ -6,7 +6,7 @@ can neither overlap nor leave a hole, and the sizes of the files follow from the
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import FormatError
@@ -49,23 +49,13 @@ PlaneMode = Literal["raw", "streams", "blocks", "same", "base"]
 
 _KIND = (FORMAT, VERSION, "make it again from model.ie.bin or update Clocher")
 _FIELDS: dict[str, type] = {
-    "format": str,
-    "version": int,
-    "source": dict,
-    "base": object,
-    "files": dict,
-    "planes": list,
-    "totals": dict,
-    "sha256": str,
+    **{"format": str, "version": int, "planes": list, "base": object, "sha256": str},
+    **dict.fromkeys(("source", "files", "totals"), dict),
 }
 _BASE: dict[str, type] = {"nbytes": int, "sha256": str, "name_hint": str}
 _PLANE: dict[str, type] = {
-    "tensor": str,
-    "plane": str,
-    "dtype": str,
     "shape": list,
-    "sha256": str,
-    "mode": str,
+    **dict.fromkeys(("tensor", "plane", "dtype", "sha256", "mode"), str),
 }
 _EXTRA: dict[str, dict[str, type]] = {
     "raw": {},
@@ -97,19 +87,13 @@ class Base(FileFacts):
 class StoredPlane:
     """How one plane is stored.
 
-    Attributes:
-        tensor: name of its tensor.
-        key: name of the plane.
-        plane: its element type and shape.
-        sha256: of its bytes, as in model.ie.json.
-        mode: "raw": as it is. "streams": split, stream by stream. "blocks": the different ones of
-            its 4 KiB blocks, and which block is which. "same": equal to an earlier plane. "base":
-            equal to the plane of that name in the base.
-        xor: what is stored is the plane XOR that of the base.
-        split: name of the split of "streams".
-        streams: how each of its streams is stored.
-        unique: different blocks of "blocks".
-        of: number of the earlier plane of "same".
+    `tensor`: name of its tensor; `key`: name of the plane; `plane`: its element type and shape;
+    `sha256`: of its bytes, as in model.ie.json; `mode`: "raw": as it is. "streams": split, stream
+    by stream. "blocks": the different ones of its 4 KiB blocks, and which block is which. "same":
+    equal to an earlier plane. "base": equal to the plane of that name in the base; `xor`: what is
+    stored is the plane XOR that of the base; `split`: name of the split of "streams"; `streams`:
+    how each of its streams is stored; `unique`: different blocks of "blocks"; `of`: number of the
+    earlier plane of "same".
     """
 
     tensor: str
@@ -152,25 +136,20 @@ class StoredPlane:
 
     def document(self) -> dict[str, Any]:
         """Return the JSON object of the plane."""
-        found: dict[str, Any] = {
+        streams = [
+            {"mode": s.mode, **{key: getattr(s, key) for key in _STREAM[s.mode]}}
+            for s in self.streams
+        ]
+        extra = {"xor": self.xor, "split": self.split, "streams": streams, "unique": self.unique}
+        return {
             "tensor": self.tensor,
             "plane": self.key,
             "dtype": self.plane.dtype,
             "shape": list(self.plane.shape),
             "sha256": self.sha256,
             "mode": self.mode,
+            **{key: (extra | {"of": self.of})[key] for key in _EXTRA[self.mode]},
         }
-        if self.mode == "streams":
-            streams = [
-                {"mode": s.mode, **{key: getattr(s, key) for key in _STREAM[s.mode]}}
-                for s in self.streams
-            ]
-            found |= {"xor": self.xor, "split": self.split, "streams": streams}
-        elif self.mode == "blocks":
-            found |= {"xor": self.xor, "unique": self.unique}
-        elif self.mode == "same":
-            found |= {"of": self.of}
-        return found
 
 
 @dataclass(slots=True)
@@ -194,12 +173,9 @@ class Places:
 class DedupIndex:
     """model.dedup.json, checked in full.
 
-    Attributes:
-        source: the model.ie.bin that it stands for.
-        base: the artifact that a variant builds on.
-        files: facts of the three files, by kind.
-        planes: all planes, in the order of model.ie.bin.
-        regions: where the parts of each plane lie.
+    `source`: the model.ie.bin that it stands for; `base`: the artifact that a variant builds on;
+    `files`: facts of the three files, by kind; `planes`: all planes, in the order of model.ie.bin;
+    `regions`: where the parts of each plane lie.
     """
 
     source: FileFacts
@@ -228,14 +204,15 @@ class DedupIndex:
 
 
 def parse_index(data: bytes, where: str) -> DedupIndex:
-    """Parse and check model.dedup.json.
-
-    Raises:
-        FormatError: it breaks a rule of docs/dedup.md.
-        UnsupportedModel: it is of another version.
-    """
+    """Parse and check model.dedup.json; raises FormatError, UnsupportedModel."""
     document = read_sealed(data, where, _KIND, _FIELDS)
-    base = _read_base(document["base"], f"{where}: base")
+    base = None
+    if document["base"] is not None:
+        found = fields(document["base"], f"{where}: base", _BASE)
+        hint = found["name_hint"]
+        if len(hint) > 255 or "/" in hint or "\0" in hint or hint in ("", ".", ".."):
+            raise FormatError(f"{where}: base: name_hint is not the name of a directory")
+        base = Base(found["nbytes"], checked_hash(found["sha256"], f"{where}: base"), hint)
     source = FileFacts.read(document["source"], f"{where}: source")
     kinds = fields(document["files"], f"{where}: files", dict.fromkeys(KINDS, dict))
     files = {kind: FileFacts.read(kinds[kind], f"{where}: files: {kind}") for kind in KINDS}
@@ -248,10 +225,11 @@ def parse_index(data: bytes, where: str) -> DedupIndex:
                 f"{where}: files.{kind}.nbytes is {files[kind].nbytes}, its parts end at {end}"
             )
     check_expansion(planes, sum(places.ends.values()), where)
-    totals = {"in": source.nbytes, "out": sum(facts.nbytes for facts in files.values())}
+    index = DedupIndex(source, base, files, planes, regions)
+    totals = {"in": source.nbytes, "out": index.nbytes}
     if document["totals"] != totals:
         raise FormatError(f"{where}: totals are {document['totals']!r:.80}, expected {totals}")
-    return DedupIndex(source, base, files, planes, regions)
+    return index
 
 
 def raw_planes(index: IebinIndex) -> Iterator[tuple[StoredPlane, Region]]:
@@ -262,27 +240,13 @@ def raw_planes(index: IebinIndex) -> Iterator[tuple[StoredPlane, Region]]:
 
 
 def check_expansion(planes: Iterable[StoredPlane], stored: int, where: str) -> None:
-    """Refuse files that stand for far more than they hold.
-
-    Raises:
-        FormatError: they do. What is taken from a base is bounded by its size, and not counted.
-    """
+    """Refuse files that stand for far more than they hold; raises FormatError."""
     own = sum(p.plane.nbytes for p in planes if p.mode != "base" and not p.xor)
     if own > MAX_EXPANSION * stored + FREE_EXPANSION:
         raise FormatError(
             f"{where}: {own} bytes of weights in {stored}; expected at most {MAX_EXPANSION} times "
             f"as many and {FREE_EXPANSION}"
         )
-
-
-def _read_base(value: object, where: str) -> Base | None:
-    if value is None:
-        return None
-    found = fields(value, where, _BASE)
-    hint = found["name_hint"]
-    if len(hint) > 255 or "/" in hint or "\0" in hint or hint in ("", ".", ".."):
-        raise FormatError(f"{where}: name_hint is not the name of a directory")
-    return Base(found["nbytes"], checked_hash(found["sha256"], where), hint)
 
 
 def _read_planes(values: list[object], where: str, has_base: bool) -> tuple[StoredPlane, ...]:
@@ -297,45 +261,42 @@ def _read_planes(values: list[object], where: str, has_base: bool) -> tuple[Stor
         if (plane.xor or plane.mode == "base") and not has_base:
             raise FormatError(f"{at}: builds on a base, but there is none")
         if plane.mode == "same":
-            _check_same(plane, planes, at)
+            if not 0 <= plane.of < number:
+                raise FormatError(
+                    f"{at}: the same as plane {plane.of}, which is not an earlier one"
+                )
+            other = planes[plane.of]
+            if other.mode == "same" or (other.plane, other.sha256) != (plane.plane, plane.sha256):
+                raise FormatError(f"{at}: not the same as plane {plane.of}")
         planes.append(plane)
     if not planes:
         raise FormatError(f"{where}: no planes; expected at least 1")
     return tuple(planes)
 
 
-def _check_same(plane: StoredPlane, earlier: list[StoredPlane], at: str) -> None:
-    if not 0 <= plane.of < len(earlier):
-        raise FormatError(f"{at}: the same as plane {plane.of}, which is not an earlier one")
-    other = earlier[plane.of]
-    if other.mode == "same" or (other.plane, other.sha256) != (plane.plane, plane.sha256):
-        raise FormatError(f"{at}: not the same as plane {plane.of}")
+def _mode(value: object, known: Mapping[str, Any], at: str) -> str:
+    mode = value.get("mode") if isinstance(value, dict) else None
+    if not isinstance(mode, str) or mode not in known:
+        raise FormatError(f"{at}: mode is {mode!r:.40}; known: {', '.join(known)}")
+    return mode
 
 
 def _read_plane(value: object, at: str) -> StoredPlane:
-    mode = value.get("mode") if isinstance(value, dict) else None
-    if not isinstance(mode, str) or mode not in _EXTRA:
-        raise FormatError(f"{at}: mode is {mode!r:.40}; known: {', '.join(_EXTRA)}")
+    mode = _mode(value, _EXTRA, at)
     found = fields(value, at, _PLANE | _EXTRA[mode])
     if found["dtype"] not in STORAGE:
         raise FormatError(f"{at}: dtype is {found['dtype']!r:.40}; known: {', '.join(STORAGE)}")
     plane = Plane(found["dtype"], checked_shape(found["shape"], at))
     if not plane.nbytes:
         raise FormatError(f"{at}: a plane without elements")
-    stored: dict[str, Any] = {key: found[key] for key in ("xor", "unique", "of") if key in found}
+    stored: dict[str, Any] = {key: found[key] for key in _EXTRA[mode]}
     if mode == "streams":
-        stored["split"] = found["split"]
         stored["streams"] = _read_streams(found, plane, at)
     if mode == "blocks" and not 0 < found["unique"] <= -(-plane.nbytes // BLOCK_BYTES):
         raise FormatError(f"{at}: {found['unique']} different blocks")
-    return StoredPlane(
-        tensor=checked_name(found["tensor"], at),
-        key=checked_name(found["plane"], at),
-        plane=plane,
-        sha256=checked_hash(found["sha256"], at),
-        mode=mode,  # type: ignore[arg-type]
-        **stored,
-    )
+    tensor, key = (checked_name(found[name], at) for name in ("tensor", "plane"))
+    known: PlaneMode = mode  # type: ignore[assignment]
+    return StoredPlane(tensor, key, plane, checked_hash(found["sha256"], at), known, **stored)
 
 
 def _read_streams(found: Mapping[str, Any], plane: Plane, at: str) -> tuple[Stream, ...]:
@@ -346,27 +307,22 @@ def _read_streams(found: Mapping[str, Any], plane: Plane, at: str) -> tuple[Stre
         raise FormatError(f"{at}: {len(found['streams'])} streams, expected {len(split.parts)}")
     count = plane.nbytes // split.item.itemsize * split.per_item
     pairs = zip(found["streams"], split.parts, strict=True)
-    return tuple(_read_stream(value, part.bits, count, at) for value, part in pairs)
+    return tuple(_read_stream(value, part.bits, count, f"{at}: stream") for value, part in pairs)
 
 
 def _read_stream(value: object, bits: int, count: int, at: str) -> Stream:
-    mode = value.get("mode") if isinstance(value, dict) else None
-    if not isinstance(mode, str) or mode not in get_args(Mode):
-        raise FormatError(f"{at}: a stream has mode {mode!r:.40}; known: {', '.join(_STREAM)}")
-    found = fields(value, f"{at}: stream", {"mode": str} | _STREAM[mode])
-    if mode == "const":
-        return Stream("const", bits, count, table=1)
-    if mode == "raw":
-        return Stream("raw", bits, count)
-    table = found["table"]
-    if mode == "trits":
-        if not 2 <= table <= 3:
-            raise FormatError(f"{at}: trits of {table} symbols, expected 2 or 3")
-        return Stream("trits", bits, count, table=table)
-    width, escapes = found["width"], found["escapes"]
-    if width not in WIDTHS or not 2 <= table <= 1 << bits:
-        raise FormatError(f"{at}: a code of {width} bits for {table} symbols of {bits} bits")
-    most = min(count, MAX_ESCAPES) if exception_bits(table, width) else 0
-    if not 0 <= escapes <= most or (most and not escapes):
-        raise FormatError(f"{at}: {escapes} escapes of {count} symbols, at most {most} can be")
-    return Stream("code", bits, count, width, table, escapes)
+    mode = _mode(value, _STREAM, at)
+    found = fields(value, at, {"mode": str} | _STREAM[mode])
+    stated = {key: found[key] for key in _STREAM[mode]}
+    known: Mode = mode  # type: ignore[assignment]
+    stream = Stream(known, bits, count, **{"table": int(mode == "const")} | stated)
+    if mode == "trits" and not 2 <= stream.table <= 3:
+        raise FormatError(f"{at}: trits of {stream.table} symbols, expected 2 or 3")
+    if mode == "code":
+        width, table, escapes = stream.width, stream.table, stream.escapes
+        if width not in WIDTHS or not 2 <= table <= 1 << bits:
+            raise FormatError(f"{at}: a code of {width} bits for {table} symbols of {bits} bits")
+        most = min(count, MAX_ESCAPES) if exception_bits(table, width) else 0
+        if not 0 <= escapes <= most or (most and not escapes):
+            raise FormatError(f"{at}: {escapes} escapes of {count} symbols, at most {most} can be")
+    return stream

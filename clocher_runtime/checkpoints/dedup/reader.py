@@ -46,15 +46,8 @@ BasePlane = Callable[[str, str], np.ndarray]
 def open_dedup(directory: Path, base: BasePlane | None = None) -> "DedupFile":
     """Open the deduplicated weights of a directory.
 
-    Args:
-        directory: where model.dedup.json and its three files are.
-        base: where planes of the base come from; needed for planes that build on it.
-
-    Raises:
-        ModelNotFound: a file is missing.
-        FormatError: a file is damaged or breaks a rule of docs/dedup.md.
-        UnsupportedModel: it is of another version.
-        WindowError: a timed window is open.
+    `base`: where planes of the base come from; needed for planes that build on it. Raises
+    ModelNotFound, FormatError, UnsupportedModel, WindowError.
     """
     path = directory / INDEX_NAME
     index = parse_index(read_bytes(path, MAX_JSON_BYTES), str(path))
@@ -65,10 +58,7 @@ def open_dedup(directory: Path, base: BasePlane | None = None) -> "DedupFile":
 class DedupFile:
     """The three files, and the planes in them.
 
-    Attributes:
-        path: model.dedup.json.
-        index: what it says.
-        files: the files that are not empty, mapped.
+    `path`: model.dedup.json; `index`: what it says; `files`: the files that are not empty, mapped.
     """
 
     def __init__(
@@ -101,12 +91,7 @@ class DedupFile:
         It is a view of a file if it is stored as it is, else an array of its own whose SHA-256
         has been checked.
 
-        Args:
-            number: its number in the index.
-            verify: check the SHA-256 of a view, too.
-
-        Raises:
-            FormatError: the bytes do not match their SHA-256, or cannot be decoded.
+        `verify`: check the SHA-256 of a view, too. Raises FormatError.
         """
         plane = self.index.planes[number]
         if plane.mode == "same":
@@ -128,13 +113,9 @@ class DedupFile:
     def pieces(self, number: int, start: int, stop: int) -> Iterator[np.ndarray]:
         """Yield decoded bytes of a plane that is not in place, u8, without checking a hash.
 
-        Args:
-            number: number of the plane in the index.
-            start: first byte; a multiple of the size of all pieces but the last.
-            stop: the byte after the last one, at most the end.
-
-        Raises:
-            FormatError: it cannot be decoded.
+        `number`: number of the plane in the index; `start`: first byte; a multiple of the size of
+        all pieces but the last; `stop`: the byte after the last one, at most the end. Raises
+        FormatError.
         """
         plane = self.index.planes[number]
         base = self._base_bytes(plane) if plane.xor else None
@@ -156,11 +137,7 @@ class DedupFile:
         return decoded()
 
     def verify(self) -> None:
-        """Decode everything; check the SHA-256 of each plane and each file.
-
-        Raises:
-            FormatError: one does not match.
-        """
+        """Decode everything; check the SHA-256 of each plane and each file; raises FormatError."""
         for number, plane in enumerate(self.index.planes):
             if plane.mode == "same":
                 continue
@@ -204,10 +181,9 @@ class DedupFile:
             self._stream(stream, part, regions[4 * i : 4 * i + 4])
             for i, (stream, part) in enumerate(zip(plane.streams, split.parts, strict=True))
         ]
-        scale = (split.per_item, split.item.itemsize)
 
         def decode(start: int, stop: int) -> np.ndarray:
-            first, last = (at // scale[1] * scale[0] for at in (start, stop))
+            first, last = (at // split.item.itemsize * split.per_item for at in (start, stop))
             return join(split, [one(first, last) for one in decoders]).view(np.uint8)
 
         return decode
@@ -217,8 +193,7 @@ class DedupFile:
     ) -> Callable[[int, int], np.ndarray]:
         table, codes, rank, literals = (self._bytes(region) for region in regions)
         if stream.mode == "raw":
-            bits = part.bits
-            return lambda start, stop: part.place(unpack(literals, bits, start, stop - start))
+            return lambda start, stop: part.place(unpack(literals, part.bits, start, stop - start))
         if table.max(initial=0) >> part.bits or len(np.unique(table)) != len(table):
             raise FormatError("the table repeats a symbol or has one of too many bits")
         return Decoder(stream, part.place(table), codes, rank.view("<u4"), literals).decode
@@ -260,10 +235,8 @@ Keep = Callable[[DedupFile, int], np.ndarray]
 class Artifact:
     """The weights of a directory: model.ie.json, and model.ie.bin or its deduplicated form.
 
-    Attributes:
-        index: model.ie.json.
-        dedup: the deduplicated form; None if model.ie.bin is read.
-        checkpoint: the model.
+    `index`: model.ie.json; `dedup`: the deduplicated form; None if model.ie.bin is read;
+    `checkpoint`: the model.
     """
 
     index: IebinIndex
@@ -277,32 +250,27 @@ def has_dedup(directory: Path) -> bool:
 
 
 def open_deduplicated(
-    directory: Path,
-    base: Path | None = None,
-    verify: bool = False,
-    keep: Keep = DedupFile.plane,
+    directory: Path, base: Path | None = None, verify: bool = False, keep: Keep = DedupFile.plane
 ) -> Artifact:
     """Open a model by its deduplicated weights.
 
     Planes that are stored as they are stay views of the files; the others are decoded each time
     that a tensor is read, and checked against their SHA-256.
 
-    Args:
-        directory: where model.ie.json, model.dedup.json and its three files are.
-        base: directory of the base; by default it is looked for beside `directory`.
-        verify: decode everything and check every SHA-256 now.
-        keep: gives the planes.
-
-    Raises:
-        ModelNotFound: a file or the base is missing.
-        FormatError: a file is damaged, or the files do not belong together.
-        UnsupportedModel: one is of another version.
-        WindowError: a timed window is open.
+    `base`: directory of the base; by default it is looked for beside `directory`; `verify`: decode
+    everything and check every SHA-256 now. Raises ModelNotFound, FormatError, UnsupportedModel,
+    WindowError.
     """
     index = read_index(directory / JSON_NAME)
     planes: list[BasePlane] = []
     dedup = open_dedup(directory, lambda tensor, key: planes[0](tensor, key))
-    _check_same_model(dedup, index)
+    listed = [plane for plane, _ in raw_planes(index)]
+    stated = [StoredPlane(p.tensor, p.key, p.plane, p.sha256) for p in dedup.index.planes]
+    if dedup.index.source != index.bin or stated != listed:
+        raise FormatError(
+            f"{dedup.path}: stands for another {BIN_NAME} than {index.path} describes; "
+            "deduplicate the model again"
+        )
     files = dedup.files
     if dedup.index.base is not None:
         found = _find_base(dedup.index.base, directory, base)
@@ -314,11 +282,7 @@ def open_deduplicated(
 
 
 def open_base(directory: Path) -> Artifact:
-    """Open a model that others may build on.
-
-    Raises:
-        ModelError: it is missing, damaged, or builds on another one itself.
-    """
+    """Open a model that others may build on; raises ModelError."""
     if os.path.isfile(directory / BIN_NAME) or not has_dedup(directory):
         index = read_index(directory / JSON_NAME)
         return Artifact(index, None, index.open())
@@ -328,16 +292,6 @@ def open_base(directory: Path) -> Artifact:
             f"its {BIN_NAME} first"
         )
     return open_deduplicated(directory)
-
-
-def _check_same_model(dedup: DedupFile, index: IebinIndex) -> None:
-    listed = [plane for plane, _ in raw_planes(index)]
-    found = [StoredPlane(p.tensor, p.key, p.plane, p.sha256) for p in dedup.index.planes]
-    if dedup.index.source != index.bin or found != listed:
-        raise FormatError(
-            f"{dedup.path}: stands for another {BIN_NAME} than {index.path} describes; "
-            "deduplicate the model again"
-        )
 
 
 def _find_base(wanted: Base, directory: Path, given: Path | None) -> Artifact:

@@ -9,48 +9,40 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clocher_kernels.errors import UnsupportedModel
-from clocher_runtime.checkpoints.gguf.metadata import FULL, SLIDING, Metadata
-from clocher_runtime.checkpoints.gguf.rotation import rope_parameters
+from clocher_runtime.checkpoints.gguf.metadata import FULL, SLIDING, Metadata, rope_parameters
 
 Config = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """An entry that a field of a config.json comes from.
-
-    Attributes:
-        name: of the entry, without the architecture.
-        default: without the entry; None: it must be there.
-        whole: it is an integer.
-    """
-
-    name: str
-    default: float | None = None
-    whole: bool = True
-
-    def read(self, meta: Metadata) -> float:
-        """Return the value."""
-        if self.whole:
-            return meta.integer(self.name, None if self.default is None else int(self.default))
-        return meta.number(self.name, self.default)
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """What a model of an architecture is.
 
-    Attributes:
-        name: as a config.json says it.
-        keys: field of the config -> entry.
-        more: what follows from several entries, or is fixed; it gets what is known so far.
-        reads: entries that `more` reads; others that change the arithmetic are refused.
+    `name`: as a config.json says it; `keys`: field of the config -> entry, an integer that must be
+    there, or entry and default, whose type is that of the entry; `more`: what follows from several
+    entries, or is fixed; it gets what is known so far; `reads`: entries that `more` reads; others
+    that change the arithmetic are refused.
     """
 
     name: str
-    keys: Mapping[str, Key] = field(default_factory=dict)
+    keys: Mapping[str, str | tuple[str, int | float]] = field(default_factory=dict)
     more: Callable[[Metadata, Config], Config] = lambda meta, config: {}
     reads: tuple[str, ...] = ()
+
+    def read(self, meta: Metadata) -> Config:
+        """Return the fields of `keys`."""
+        found: Config = {}
+        for name, key in self.keys.items():
+            entry, default = (key, None) if isinstance(key, str) else key
+            of_float, whole = isinstance(default, float), None if default is None else int(default)
+            found[name] = meta.number(entry, default) if of_float else meta.integer(entry, whole)
+        return found
+
+    @property
+    def entries(self) -> set[str]:
+        """Entries that are read."""
+        keys = {key if isinstance(key, str) else key[0] for key in self.keys.values()}
+        return keys | set(self.reads)
 
 
 def _llama(meta: Metadata, config: Config) -> Config:
@@ -124,10 +116,7 @@ def _scores(meta: Metadata, config: Config, largest: int) -> Config:
 
 def _two_ropes(meta: Metadata, theta: float) -> Config:
     """Return the rotations: where a window is, it is not stretched."""
-    return {
-        FULL: rope_parameters(meta),
-        SLIDING: {"rope_type": "default", "rope_theta": theta},
-    }
+    return {FULL: rope_parameters(meta), SLIDING: {"rope_type": "default", "rope_theta": theta}}
 
 
 def _olmo(meta: Metadata, config: Config) -> Config:
@@ -185,7 +174,7 @@ def _deepseek2(meta: Metadata, config: Config) -> Config:
     if "blk.0.attn_kv_b.weight" in meta.file.tensors:
         raise UnsupportedModel(
             f"{meta.where}: attn_kv_b is one tensor, as older converters wrote it; convert the "
-            "model anew, or load its Hugging Face directory"
+            "model again, or load its Hugging Face directory"
         )
     gating = meta.integer("expert_gating_func", 0) or _SOFTMAX
     if gating not in (_SOFTMAX, _SIGMOID):
@@ -213,8 +202,8 @@ def _deepseek2(meta: Metadata, config: Config) -> Config:
     }
 
 
-_ROUTED = {"num_experts": Key("expert_count"), "num_experts_per_tok": Key("expert_used_count")}
-_LOCAL = {"num_local_experts": Key("expert_count"), "num_experts_per_tok": Key("expert_used_count")}
+_ROUTED = {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+_LOCAL = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
 _GRANITE = Architecture(
     "GraniteForCausalLM",
     more=_granite,
@@ -227,8 +216,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "Llama4ForCausalLM",
         {
             **_LOCAL,
-            "intermediate_size_mlp": Key("feed_forward_length"),
-            "interleave_moe_layer_step": Key("interleave_moe_layer_step"),
+            "intermediate_size_mlp": "feed_forward_length",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
         },
         _llama4,
     ),
@@ -240,9 +229,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma2": Architecture(
         "Gemma2ForCausalLM",
         {
-            "attn_logit_softcapping": Key("attn_logit_softcapping", 50.0, whole=False),
-            "final_logit_softcapping": Key("final_logit_softcapping", 30.0, whole=False),
-            "sliding_window": Key("attention.sliding_window", 4096),
+            "attn_logit_softcapping": ("attn_logit_softcapping", 50.0),
+            "final_logit_softcapping": ("final_logit_softcapping", 30.0),
+            "sliding_window": ("attention.sliding_window", 4096),
         },
         _gemma2,
     ),
@@ -255,21 +244,21 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "deepseek2": Architecture(
         "DeepseekV2ForCausalLM",
         {
-            "kv_lora_rank": Key("attention.kv_lora_rank"),
-            "v_head_dim": Key("attention.value_length_mla"),
-            "n_routed_experts": Key("expert_count"),
-            "num_experts_per_tok": Key("expert_used_count"),
-            "n_shared_experts": Key("expert_shared_count", 0),
-            "moe_intermediate_size": Key("expert_feed_forward_length"),
-            "first_k_dense_replace": Key("leading_dense_block_count", 0),
-            "routed_scaling_factor": Key("expert_weights_scale", 1.0, whole=False),
+            "kv_lora_rank": "attention.kv_lora_rank",
+            "v_head_dim": "attention.value_length_mla",
+            "n_routed_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "n_shared_experts": ("expert_shared_count", 0),
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "first_k_dense_replace": ("leading_dense_block_count", 0),
+            "routed_scaling_factor": ("expert_weights_scale", 1.0),
         },
         _deepseek2,
         reads=("rope.scaling.yarn_log_multiplier",),
     ),
     "gpt-oss": Architecture(
         "GptOssForCausalLM",
-        {"num_experts_per_tok": Key("expert_used_count")},
+        {"num_experts_per_tok": "expert_used_count"},
         _gpt_oss,
         reads=("expert_count",),
     ),

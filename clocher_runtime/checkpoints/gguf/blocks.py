@@ -1,49 +1,60 @@
-"""Rows of a tensor as ggml stores them: the same numbers, in other bytes.
+"""ggml's element types, described once: blocks, the format that holds them, both ways between.
 
-Nothing is rounded except by the types that are asked for as floats. ggml's 4-bit blocks hold the
-elements 0..15 in the low nibbles and 16..31 in the high ones; Clocher's hold neighbours in a byte.
+| ggml | format |
+|---|---|
+| f32, f16, bf16, K-quants, q4_1, q5_0, q5_1, iq4, iq3 | the same; a view if rows are in order |
+| q8_0, q4_0, mxfp4 | int8_g32_f16, int4_sym_g32_f16, mxfp4 |
+| tq2_0 | ternary_f16 if all scales of the matrix agree, else int4_sym_g256_f16 |
+| tq1_0 | ternary_f16 if all scales of the matrix agree, else tq1_0 |
+| i2_s | ternary_f32 |
+
+Reading changes no number, and repacks on demand, a few rows at a time. Writing rounds only to types
+that are asked for as floats. ggml's 4-bit blocks hold the elements 0..15 in the low nibbles and
+16..31 in the high ones; Clocher's hold neighbours in a byte.
 
 Source: ggml-common.h (block_q4_0, block_q8_0, block_mxfp4, block_tq2_0).
 """
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from clocher_kernels.dtypes import from_f32
+from clocher_kernels.dtypes import STORAGE, from_f32
 from clocher_kernels.errors import FormatError
 from clocher_kernels.formats import Float, Format, Ggml, Int4, Int8, Mxfp4, Ternary
+from clocher_kernels.formats.ggml_blocks import KINDS
 from clocher_kernels.quant_tensor import QuantTensor
 
+_PIECE_BYTES = 1 << 19
 _QUARTERS = np.arange(4, dtype=np.uint8)[:, None] * 2
+_LOW_NIBBLES = np.uint64(0x0F0F0F0F0F0F0F0F)
+_PACKING = (
+    (np.uint64(4), np.uint64(0x00FF00FF00FF00FF)),
+    (np.uint64(8), np.uint64(0x0000FFFF0000FFFF)),
+    (np.uint64(16), np.uint64(0x00000000FFFFFFFF)),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class GgmlType:
     """A ggml element type.
 
-    Attributes:
-        name: lower case, as llama.cpp spells it.
-        code: its number in GGUF files.
-        block: elements of a block.
-        nbytes: bytes of a block.
-        file_type: number of a file that is mostly of this type (`general.file_type`).
-        tail: bytes that follow the rows of a tensor.
+    `name`: as llama.cpp spells it; `code`: its number in GGUF files; `file_type`: that of a file
+    that is mostly of it (`general.file_type`); `block`, `nbytes`: elements and bytes of a block;
+    `format`: what holds its values; `tail`: bytes that follow the rows of a tensor.
     """
 
     name: str
     code: int
+    file_type: int
     block: int
     nbytes: int
-    file_type: int
+    format: Format
     tail: int = 0
 
     def row_bytes(self, columns: int) -> int:
-        """Return the bytes of a row.
-
-        Raises:
-            FormatError: the row is not a whole number of blocks.
-        """
+        """Return the bytes of a row; raises FormatError if it is not whole blocks."""
         if columns % self.block:
             raise FormatError(
                 f"{self.name}: rows of {columns} elements; expected a multiple of {self.block}"
@@ -51,39 +62,27 @@ class GgmlType:
         return columns // self.block * self.nbytes
 
 
-F32 = GgmlType("f32", 0, 1, 4, 0)
-F16 = GgmlType("f16", 1, 1, 2, 1)
-BF16 = GgmlType("bf16", 30, 1, 2, 32)
-Q4_0 = GgmlType("q4_0", 2, 32, 18, 2)
-Q8_0 = GgmlType("q8_0", 8, 32, 34, 7)
-TQ2_0 = GgmlType("tq2_0", 35, 256, 66, 37)
-MXFP4 = GgmlType("mxfp4", 39, 32, 17, 38)
-I2_S = GgmlType("i2_s", 36, 128, 32, 40, tail=32)
+F32 = GgmlType("f32", 0, 0, 1, 4, Float("f32"))
+F16 = GgmlType("f16", 1, 1, 1, 2, Float("f16"))
+BF16 = GgmlType("bf16", 30, 32, 1, 2, Float("bf16"))
+Q4_0 = GgmlType("q4_0", 2, 2, 32, 18, Int4(True, 32, "f16"))
+Q8_0 = GgmlType("q8_0", 8, 7, 32, 34, Int8(32, "f16"))
+TQ2_0 = GgmlType("tq2_0", 35, 37, 256, 66, Int4(True, 256, "f16"))
+MXFP4 = GgmlType("mxfp4", 39, 38, 32, 17, Mxfp4())
+I2_S = GgmlType("i2_s", 36, 40, 128, 32, Ternary(scale_dtype="f32"), tail=32)
 """Of bitnet.cpp: 2-bit codes; the tail begins with the scale of the matrix, fp32."""
-
-# Type -> its number, and that of a file that is mostly of it.
-_CODES = {
-    "q4_1": (3, 3),
-    "q5_0": (6, 8),
-    "q5_1": (7, 9),
-    "q2_k": (10, 10),
-    "q3_k": (11, 12),
-    "q4_k": (12, 15),
-    "q5_k": (13, 17),
-    "q6_k": (14, 18),
-    "iq3_xxs": (18, 23),
-    "iq4_nl": (20, 25),
-    "iq3_s": (21, 26),
-    "iq4_xs": (23, 30),
-    "tq1_0": (34, 36),
+_SAME = {  # name -> its number, and that of a file that is mostly of it
+    **{"q4_1": (3, 3), "q5_0": (6, 8), "q5_1": (7, 9), "q2_k": (10, 10), "q3_k": (11, 12)},
+    **{"q4_k": (12, 15), "q5_k": (13, 17), "q6_k": (14, 18), "iq3_xxs": (18, 23)},
+    **{"iq4_nl": (20, 25), "iq3_s": (21, 26), "iq4_xs": (23, 30), "tq1_0": (34, 36)},
 }
-
 FLOATS = {kind.name: kind for kind in (F32, F16, BF16)}
 BLOCKS = {
-    name: GgmlType(name, code, Ggml(name).block, Ggml(name).block_bytes, file_type)
-    for name, (code, file_type) in _CODES.items()
+    name: GgmlType(name, *numbers, Ggml(name).block, Ggml(name).block_bytes, Ggml(name))
+    for name, numbers in _SAME.items()
 }
 """The types of `Ggml`, by name."""
+_TQ1_0 = BLOCKS["tq1_0"]
 TYPES = {
     kind.code: kind for kind in (F32, F16, BF16, Q4_0, Q8_0, TQ2_0, MXFP4, *BLOCKS.values(), I2_S)
 }
@@ -91,11 +90,7 @@ TYPES = {
 
 
 def same_type(fmt: Format) -> GgmlType:
-    """Return the ggml type that holds a format's values exactly.
-
-    Raises:
-        FormatError: there is none.
-    """
+    """Return the ggml type that holds a format's values exactly; raises FormatError without one."""
     if isinstance(fmt, Float):
         return FLOATS[fmt.dtype]
     if isinstance(fmt, Ggml):
@@ -104,11 +99,10 @@ def same_type(fmt: Format) -> GgmlType:
         return MXFP4
     if isinstance(fmt, Ternary):
         return TQ2_0
-    if isinstance(fmt, Int4 | Int8) and fmt.scale_dtype == "f16":
-        whole = isinstance(fmt.group, int) and fmt.group % 32 == 0
-        if whole and isinstance(fmt, Int8):
+    if isinstance(fmt, Int4 | Int8) and fmt.scale_dtype == "f16" and isinstance(fmt.group, int):
+        if isinstance(fmt, Int8) and fmt.group % 32 == 0:
             return Q8_0
-        if whole and isinstance(fmt, Int4) and fmt.symmetric:
+        if isinstance(fmt, Int4) and fmt.symmetric and fmt.group % 32 == 0:
             return Q4_0
     raise FormatError(
         f"{fmt.name}: no type of ggml holds these values exactly; it has f32, f16, bf16, "
@@ -118,23 +112,16 @@ def same_type(fmt: Format) -> GgmlType:
 
 
 def row_blocks(tensor: QuantTensor, rows: np.ndarray, kind: GgmlType) -> np.ndarray:
-    """Return rows of a matrix, or of a stack of them, as ggml stores them.
+    """Return rows of a matrix [N, K], or of a stack [E, N, K], as ggml stores them.
 
-    Args:
-        tensor: [N, K] or [E, N, K].
-        rows: numbers of the rows, those of a stack counted through.
-        kind: `same_type` of its format, or a float type.
-
-    Returns:
-        u8 [rows, bytes of a row].
-
-    Raises:
-        FormatError: a scale is not a number of ggml's scale type, or K is not whole blocks.
+    `rows`: their numbers, those of a stack counted through; `kind`: `same_type` of the format, or a
+    float type. Returns u8 [rows, bytes of a row]. Raises FormatError if a scale is not a number of
+    ggml's scale type, or K is not whole blocks.
     """
     columns = tensor.shape[-1]
     nbytes = kind.row_bytes(columns)
     if isinstance(tensor.format, Ternary):
-        blocks = _ternary(tensor, tensor.format, rows, kind)
+        blocks = _ternary_blocks(tensor, tensor.format, rows, kind)
     else:
         picked = {
             key: plane.reshape(-1, *plane.shape[len(tensor.shape) - 1 :])[rows]
@@ -149,23 +136,114 @@ def _blocks(part: QuantTensor, kind: GgmlType) -> np.ndarray:
         return part.planes["blocks"]
     if kind in (Q4_0, Q8_0):
         rows, columns = part.shape
-        scales = part.planes["scales"]
         group = part.format.group  # type: ignore[attr-defined]
-        scales = np.repeat(scales, group // 32, axis=1)[:, : columns // 32]
+        scales = np.repeat(part.planes["scales"], group // 32, axis=1)[:, : columns // 32]
         codes = part.planes["codes"].reshape(rows, columns // 32, -1)
         codes = _halves(codes) if kind == Q4_0 else codes.view(np.uint8)
         return np.concatenate([scales[..., None].view(np.uint8), codes], axis=-1)
     if kind == MXFP4:
         scales = part.planes["scales"][..., None]
         return np.concatenate([scales, _halves(part.planes["blocks"])], axis=-1)
-    return _float(part.decode(), part.format.name, kind)
+    return _float_blocks(part.decode(), part.format.name, kind)
 
 
-def _float(values: np.ndarray, source: str, kind: GgmlType) -> np.ndarray:
+def _float_blocks(values: np.ndarray, source: str, kind: GgmlType) -> np.ndarray:
     stored = from_f32(values, kind.name)
     if kind == F16 and np.isinf(stored).any():
         raise FormatError(f"{source}: a value beyond f16; ask for bf16 or f32")
     return stored
+
+
+def _ternary_blocks(
+    tensor: QuantTensor, fmt: Ternary, rows: np.ndarray, kind: GgmlType
+) -> np.ndarray:
+    codes = tensor.planes["codes"]
+    step = len(codes)
+    digits = codes[rows % step] >> (2 * (rows // step)).astype(np.uint8)[:, None] & 3
+    multiplier = fmt.multiplier(tensor.planes)
+    if kind != TQ2_0:
+        return _float_blocks((digits.astype(np.float32) - 1) * multiplier, fmt.name, kind)
+    scale = fmt.f16_multiplier(tensor.planes)
+    quarters = digits.reshape(len(rows), -1, 2, 4, 32) << _QUARTERS
+    packed = np.bitwise_or.reduce(quarters, axis=3).reshape(len(rows), -1, 64)
+    scales = np.broadcast_to(np.array([scale]).view(np.uint8), (*packed.shape[:2], 2))
+    return np.concatenate([packed, scales], axis=-1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Rows as a file stores them, and which rows of the model's tensor they are.
+
+    `blocks`: u8 [rows, bytes of a row]; `places`: row of the model's tensor of each; `tail`: what
+    follows the rows, u8, [0] for most types.
+    """
+
+    blocks: np.ndarray
+    places: np.ndarray
+    tail: np.ndarray
+
+
+def same_format(kind: GgmlType) -> Format | None:
+    """Return the format whose planes are the bytes of the file, if there is one."""
+    same = kind.name in FLOATS or (kind.name in BLOCKS and kind != _TQ1_0)
+    return kind.format if same else None
+
+
+def repacked(
+    parts: list[Rows], kind: GgmlType, shape: tuple[int, ...]
+) -> tuple[Format, Callable[[], dict[str, np.ndarray]]]:
+    """Return the format of a tensor, and what makes its planes of all rows that the file has."""
+    count, first = sum(len(part.blocks) for part in parts), parts[0]
+    if kind == I2_S:
+        return kind.format, lambda: _ternary_planes(first, kind)
+    matrix = kind in _DIGITS and len(shape) == 2 and count % 4 == 0
+    if matrix and _scales_agree(first.blocks, kind):
+        return Ternary(scale_dtype="f16"), lambda: _ternary_planes(first, kind)
+    return kind.format, lambda: _planes(parts, kind, shape)
+
+
+def _planes(parts: list[Rows], kind: GgmlType, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Return the planes of a tensor in a format that stores row after row."""
+    planes = {key: np.empty(p.shape, p.storage) for key, p in kind.format.planes(shape).items()}
+    count = sum(len(part.blocks) for part in parts)
+    rows_of = {key: plane.reshape(count, -1) for key, plane in planes.items()}
+    for part in parts:
+        for piece in _pieces(part.blocks):
+            for key, values in _unpacked(kind, part.blocks[piece]).items():
+                rows_of[key][part.places[piece]] = values.reshape(len(values), -1)
+    return planes
+
+
+def _pieces(rows: np.ndarray) -> Iterator[slice]:
+    step = max(1, _PIECE_BYTES // rows.shape[1])
+    return (slice(start, start + step) for start in range(0, len(rows), step))
+
+
+def _unpacked(kind: GgmlType, rows: np.ndarray) -> dict[str, np.ndarray]:
+    """Return rows u8 [rows, bytes] as planes of `kind.format`."""
+    if kind.name in FLOATS:
+        return {"data": rows.view(STORAGE[kind.name])}
+    if kind.name in BLOCKS:
+        return {"blocks": rows}
+    if kind == TQ2_0:  # a digit of ggml is stored plus one, a symmetric int4 plus eight
+        codes = _tq2_0_digits(rows) + np.uint8(7)
+        return {"codes": codes[:, 0::2] | codes[:, 1::2] << 4, "scales": _last_f16(rows, kind)}
+    blocks = rows.reshape(len(rows), -1, kind.nbytes)
+    if kind == MXFP4:
+        return {"blocks": _neighbours(blocks[..., 1:]), "scales": blocks[..., 0]}
+    codes = blocks[..., 2:]
+    codes = _neighbours(codes) if kind == Q4_0 else codes.view(np.int8)
+    return {"codes": codes, "scales": _f16(blocks[..., :2])}
+
+
+def _f16(pairs: np.ndarray) -> np.ndarray:
+    """Return bytes [..., 2] as f16 [...]."""
+    return np.ascontiguousarray(pairs.view(np.float16)[..., 0])
+
+
+def _last_f16(rows: np.ndarray, kind: GgmlType) -> np.ndarray:
+    """Return the scales at the end of ternary blocks, f16 [rows, blocks]."""
+    return _f16(rows.reshape(len(rows), -1, kind.nbytes)[..., -2:])
 
 
 def _halves(codes: np.ndarray) -> np.ndarray:
@@ -176,15 +254,83 @@ def _halves(codes: np.ndarray) -> np.ndarray:
     return out
 
 
-def _ternary(tensor: QuantTensor, fmt: Ternary, rows: np.ndarray, kind: GgmlType) -> np.ndarray:
-    codes = tensor.planes["codes"]
-    step = len(codes)
-    digits = codes[rows % step] >> (2 * (rows // step)).astype(np.uint8)[:, None] & 3
-    multiplier = fmt.multiplier(tensor.planes)
-    if kind != TQ2_0:
-        return _float((digits.astype(np.float32) - 1) * multiplier, fmt.name, kind)
-    scale = fmt.f16_multiplier(tensor.planes)
-    quarters = digits.reshape(len(rows), -1, 2, 4, 32) << _QUARTERS
-    packed = np.bitwise_or.reduce(quarters, axis=3).reshape(len(rows), -1, 64)
-    scales = np.broadcast_to(np.array([scale]).view(np.uint8), (*packed.shape[:2], 2))
-    return np.concatenate([packed, scales], axis=-1)
+def _neighbours(halves: np.ndarray) -> np.ndarray:
+    """Turn nibbles of elements i and i + 16 into those of 2i and 2i + 1, u8 [..., 16]."""
+    words = np.ascontiguousarray(halves.view("V16")).view(np.uint64)
+    out = np.empty_like(words)
+    low, high = (_packed_nibbles(words >> np.uint64(shift)) for shift in (0, 4))
+    for half, nibbles in ((0, low), (1, high)):
+        np.bitwise_or(nibbles[..., 0], nibbles[..., 1] << np.uint64(32), out=out[..., half])
+    return out.view(np.uint8)
+
+
+def _packed_nibbles(words: np.ndarray) -> np.ndarray:
+    """Return the low nibbles of the eight bytes of each word, packed into four bytes."""
+    found = words & _LOW_NIBBLES
+    for shift, mask in _PACKING:
+        found |= found >> shift
+        found &= mask
+    return found
+
+
+def _tq2_0_digits(rows: np.ndarray) -> np.ndarray:
+    packed = np.ascontiguousarray(rows.reshape(-1, TQ2_0.nbytes)[:, :64].view("V64")).view(np.uint8)
+    out = np.empty((packed.size // 32, 4, 32), np.uint8)
+    for quarter in range(4):
+        digits = packed >> np.uint8(2 * quarter)
+        digits &= 3
+        out[:, quarter] = digits.reshape(-1, 32)
+    return out.reshape(len(rows), -1)
+
+
+def _tq1_0_digits(rows: np.ndarray) -> np.ndarray:
+    blocks = rows.reshape(-1, _TQ1_0.nbytes).view(KINDS["tq1_0"].fields)[:, 0]
+    digits = KINDS["tq1_0"].unpack(blocks).codes + np.int8(1)
+    return digits.view(np.uint8).reshape(len(rows), -1)
+
+
+def _i2_s_digits(rows: np.ndarray) -> np.ndarray:
+    """The four codes of a byte are 32 columns apart, the first in the high bits."""
+    shifts = np.array([6, 4, 2, 0], np.uint8)[:, None]
+    digits = rows.reshape(len(rows), -1, 1, I2_S.nbytes) >> shifts & np.uint8(3)
+    return np.asarray(digits.reshape(len(rows), -1))
+
+
+_DIGITS: Mapping[GgmlType, Callable[[np.ndarray], np.ndarray]] = {
+    TQ2_0: _tq2_0_digits,
+    _TQ1_0: _tq1_0_digits,
+    I2_S: _i2_s_digits,
+}
+"""Ternary type -> digits plus one of its rows, u8 [rows, columns]."""
+
+
+def _scales_agree(rows: np.ndarray, kind: GgmlType) -> bool:
+    """Return whether all blocks but those of scale zero have the same scale."""
+    scales = rows.reshape(-1, kind.nbytes)[:, -2:]
+    found: set[int] = set()
+    for start in range(0, len(scales), _PIECE_BYTES):
+        bits = np.ascontiguousarray(scales[start : start + _PIECE_BYTES]).view(np.uint16)
+        found |= set(np.unique(bits[bits & 0x7FFF != 0]).tolist())
+        if len(found) > 1:
+            return False
+    return True
+
+
+def _ternary_planes(part: Rows, kind: GgmlType) -> dict[str, np.ndarray]:
+    """Return the planes of a ternary matrix; a block of scale zero becomes digits of zero."""
+    step, source = len(part.blocks) // 4, np.argsort(part.places)
+    codes = np.zeros((step, part.blocks.shape[1] // kind.nbytes * kind.block), np.uint8)
+    # Blocks without a scale of their own share the one that follows them.
+    scale = part.tail[:4].view(np.float32).copy() if kind.tail else np.zeros(1, np.float16)
+    for piece in _pieces(part.blocks[:step]):
+        for quarter in range(4):
+            rows = part.blocks[source[quarter * step : (quarter + 1) * step][piece]]
+            digits = _DIGITS[kind](rows)
+            if not kind.tail:
+                scales = _last_f16(rows, kind)
+                zero = scales == 0
+                digits.reshape(*scales.shape, -1)[zero] = 1
+                if not zero.all():
+                    scale[0] = scales[~zero][0]
+            codes[piece] |= digits << np.uint8(2 * quarter)
+    return {"codes": codes, "scale": scale}

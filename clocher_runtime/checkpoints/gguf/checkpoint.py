@@ -10,15 +10,9 @@ from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf.architectures import ARCHITECTURES, Architecture
 from clocher_runtime.checkpoints.gguf.file import GgufFile
-from clocher_runtime.checkpoints.gguf.metadata import Metadata
+from clocher_runtime.checkpoints.gguf.metadata import TABLES, Metadata, rope_parameters
 from clocher_runtime.checkpoints.gguf.parts import open_file
-from clocher_runtime.checkpoints.gguf.rotation import TABLES, rope_parameters
-from clocher_runtime.checkpoints.gguf.tensors import (
-    ACTIVATION,
-    logical_tensor,
-    pieces,
-    type_notes,
-)
+from clocher_runtime.checkpoints.gguf.tensors import ACTIVATION, logical_tensor, pieces, type_notes
 from clocher_runtime.checkpoints.gguf.tokenizer import tokenizer_config, tokenizer_json
 from clocher_runtime.checkpoints.gguf.vocabulary import has_vocabulary, stop_ids, token_id
 from clocher_runtime.models.families import spec_from_config
@@ -26,35 +20,20 @@ from clocher_runtime.models.inventory import inventory
 
 # Keys that change the arithmetic, and the values that leave it as Clocher computes it.
 _NEUTRAL: dict[str, tuple[float, ...]] = {
+    **dict.fromkeys(("attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale"), (0,)),
+    **dict.fromkeys(("attention.temperature_scale", "attn_logit_softcapping"), (0,)),
+    **dict.fromkeys(("expert_count", "final_logit_softcapping", "use_parallel_residual"), (0,)),
+    **dict.fromkeys(("rope.scaling.yarn_log_multiplier", "router_logit_softcapping"), (0,)),
+    **dict.fromkeys(("attention.output_scale", "embedding_scale", "logit_scale"), (0, 1)),
+    **dict.fromkeys(("expert_weights_scale", "residual_scale", "rope.scaling.alpha"), (0, 1)),
     "attention.causal": (1,),
-    "attention.clamp_kqv": (0,),
-    "attention.max_alibi_bias": (0,),
-    "attention.output_scale": (0, 1),
-    "attention.scale": (0,),
-    "attention.temperature_scale": (0,),
-    "attn_logit_softcapping": (0,),
-    "embedding_scale": (0, 1),
-    "expert_count": (0,),
-    "expert_weights_scale": (0, 1),
-    "final_logit_softcapping": (0,),
-    "logit_scale": (0, 1),
-    "residual_scale": (0, 1),
-    "rope.scaling.alpha": (0, 1),
     "rope.scaling.yarn_ext_factor": (-1, 1),
-    "rope.scaling.yarn_log_multiplier": (0,),
-    "router_logit_softcapping": (0,),
-    "use_parallel_residual": (0,),
 }
 _PARTLY_ROTATED, _LATENT = ("phi3",), ("deepseek2",)
 
 
 def model_config(file: GgufFile) -> dict[str, Any]:
-    """Return the config.json of a file's model.
-
-    Raises:
-        UnsupportedModel: the architecture or one of its settings is not known.
-        FormatError: an entry is missing or of the wrong type.
-    """
+    """Return the config.json of a file's model; raises UnsupportedModel, FormatError."""
     arch = file.text("general.architecture")
     where = str(file.file.path)
     if file.text("general.type", "model") == "adapter":
@@ -76,14 +55,13 @@ def model_config(file: GgufFile) -> dict[str, Any]:
     _refuse_unread(file, arch, row)
     meta = Metadata(file)
     config = _common(meta, row)
-    config |= {name: key.read(meta) for name, key in row.keys.items()}
+    config |= row.read(meta)
     return config | row.more(meta, config)
 
 
 def _refuse_unread(file: GgufFile, arch: str, row: Architecture) -> None:
-    read = {key.name for key in row.keys.values()} | set(row.reads)
     for key, neutral in _NEUTRAL.items():
-        value = None if key in read else file.value(f"{arch}.{key}")
+        value = None if key in row.entries else file.value(f"{arch}.{key}")
         if value is not None and not (isinstance(value, int | float) and value in neutral):
             raise UnsupportedModel(
                 f"{file.file.path}: {arch}.{key} is {value!r:.60}; Clocher knows {neutral[0]}"
@@ -140,11 +118,7 @@ def open_gguf(path: Path) -> Checkpoint:
     Headers, metadata, tensor names and shapes are checked here. Of the data only the scales of
     ternary (tq2_0) matrices are read; the rest is repacked tensor by tensor when it is asked for.
 
-    Raises:
-        ModelNotFound: there is no such file, or a part is missing.
-        FormatError: the file is damaged or contradicts itself.
-        UnsupportedModel: it is sound, but of a kind that is not read.
-        WindowError: a timed window is open.
+    Raises ModelNotFound, FormatError, UnsupportedModel, WindowError.
     """
     file = open_file(path)
     config = model_config(file)

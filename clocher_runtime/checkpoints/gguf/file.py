@@ -1,36 +1,80 @@
-"""A GGUF file, validated in full before a byte of its data is used; see `header`."""
+"""A GGUF file, validated in full before a byte of its data is used.
 
+Layout, little-endian: "GGUF", u32 version, u64 count of tensors, u64 count of metadata entries; the
+entries (key, type, value); for each tensor its name, dimensions (fastest first), type and offset;
+padding; the data. Strings are a u64 length and UTF-8.
+Source: ggml's docs/gguf.md, versions 2 and 3. Stricter than that text: no arrays of arrays, tensors
+in the order of their entries without holes, nothing after the last, at most `MAX_TENSORS` tensors,
+`MAX_FIELDS` entries and `MAX_STRINGS` strings in arrays.
+"""
+
+import struct
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from clocher_kernels.errors import FormatError
-from clocher_runtime.checkpoints.gguf.header import (
-    BOOL,
-    NUMBERS,
-    STRING,
-    Field,
-    GgufTensor,
-    Header,
-    decoded,
-    integer,
-)
+from clocher_kernels.errors import FormatError, UnsupportedModel
+from clocher_runtime.checkpoints.gguf.blocks import TYPES, GgmlType
 from clocher_runtime.disk.files import MappedFile
+from clocher_runtime.disk.strict_json import checked_name, checked_shape
 
+MAX_TENSORS = 1 << 16
+MAX_FIELDS = 1 << 12
+MAX_STRINGS = 1 << 20
+MAX_TEXT_BYTES = 1 << 24
 MAX_ALIGNMENT = 1 << 16
-_T = TypeVar("_T", bool, int, float, str, np.ndarray, "Strings")
+MAX_RANK = 4
+
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+_NUMBERS: Mapping[int, np.dtype[Any]] = {
+    code: np.dtype(name)
+    for code, name in (
+        *((0, "u1"), (1, "i1"), (2, "<u2"), (3, "<i2"), (4, "<u4"), (5, "<i4"), (6, "<f4")),
+        *((_BOOL, "u1"), (10, "<u8"), (11, "<i8"), (12, "<f8")),
+    )
+}
+_FIELD_BYTES = 8 + 1 + 4 + 1
+_ENTRY_BYTES = 8 + 1 + 4 + 8 + 4 + 8
+_OTHER_TYPES = {
+    **{9: "q8_1", 15: "q8_k", 16: "iq2_xxs", 17: "iq2_xs", 19: "iq1_s", 22: "iq2_s", 24: "i8"},
+    **{25: "i16", 26: "i32", 27: "i64", 28: "f64", 29: "iq1_m", 40: "nvfp4", 41: "q1_0"},
+    **{37: "i8_s of bitnet.cpp", 38: "tl1 of bitnet.cpp"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor: its type, logical shape (slowest dimension first), first byte in the file, size."""
+
+    kind: GgmlType
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """A metadata entry: type of a value or of an array's elements, where it is; count of elements.
+
+    A single value has the count None; an array of strings has their starts.
+    """
+
+    kind: int
+    offset: int
+    nbytes: int
+    count: int | None = None
+    starts: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Strings:
-    """An array of strings: where they are. They are read when asked for.
+    """An array of strings, each read when asked for.
 
-    Attributes:
-        key: of the metadata.
-        starts: first byte of each string in the file, int64; its length is in the 8 bytes before.
+    `starts`: first byte of each string in the file, int64; its length is in the 8 bytes before.
     """
 
     file: MappedFile
@@ -41,16 +85,11 @@ class Strings:
         return len(self.starts)
 
     def text(self, index: int) -> str:
-        """Return one string.
-
-        Raises:
-            FormatError: it is not UTF-8.
-        """
+        """Return one string; raises FormatError if it is not UTF-8."""
         start = int(self.starts[index])
-        length = integer(self.file.bytes(start - 8, start))
-        return decoded(
-            self.file.bytes(start, start + length), f"{self.file.path}: {self.key}[{index}]"
-        )
+        length = int.from_bytes(self.file.bytes(start - 8, start).tobytes(), "little")
+        data = self.file.bytes(start, start + length)
+        return _decoded(data, f"{self.file.path}: {self.key}[{index}]")
 
     def texts(self) -> list[str]:
         """Return all strings."""
@@ -58,32 +97,25 @@ class Strings:
 
 
 Value = bool | int | float | str | np.ndarray | Strings
+_T = TypeVar("_T", bool, int, float, str, np.ndarray, Strings)
 
 
 class GgufFile:
     """A validated, read-only, memory-mapped GGUF file, with the parts that are attached to it.
 
-    Attributes:
-        file: the mapping, of the first part.
-        files: the mappings of all parts.
-        version: 2 or 3.
-        keys: of the metadata, in file order.
-        tensors: what the parts hold, by name, in file order.
+    `file`: the mapping of the first part; `files`: those of all; `version`: 2 or 3; `keys`: of the
+    metadata, in file order; `tensors`: what the parts hold, by name, in file order.
     """
 
     def __init__(self, path: Path) -> None:
         """Map and validate a file.
 
-        Raises:
-            FormatError: the file is not sound GGUF.
-            UnsupportedModel: a tensor is of a type that is not read.
-            ModelError: it cannot be read.
-            WindowError: a timed window is open.
+        Raises FormatError, UnsupportedModel for the type of a tensor, ModelError, WindowError.
         """
         self.file = MappedFile(path)
-        header = Header(self.file)
+        header = _Header(self.file)
         self.version = header.version
-        self._fields: Mapping[str, Field] = header.fields()
+        self._fields = header.fields()
         self.keys = tuple(self._fields)
         alignment = self.integer("general.alignment", 32)
         if not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
@@ -91,16 +123,12 @@ class GgufFile:
                 f"{path}: general.alignment is {alignment}; expected a power of two from 8 to "
                 f"{MAX_ALIGNMENT}"
             )
-        self.tensors: dict[str, GgufTensor] = header.tensors(alignment)
+        self.tensors = header.tensors(alignment)
         self.files: tuple[MappedFile, ...] = (self.file,)
         self._homes = dict.fromkeys(self.tensors, self.file)
 
     def attach(self, part: "GgufFile") -> None:
-        """Add the tensors of another part of the same model; its metadata are not read.
-
-        Raises:
-            FormatError: a tensor is in two parts.
-        """
+        """Add the tensors of another part of the model; raises FormatError for one in both."""
         for name in part.tensors:
             if name in self.tensors:
                 raise FormatError(
@@ -121,28 +149,28 @@ class GgufFile:
             file.release()
 
     def value(self, key: str) -> Value | None:
-        """Return the value of a metadata entry, None without one.
-
-        Arrays of numbers are views of the file, of bools as u8.
-        """
+        """Return a metadata entry, None without one; arrays of numbers are views (bools as u8)."""
         if key not in self._fields:
             return None
         field = self._fields[key]
         if field.starts is not None:
             return Strings(self.file, key, field.starts)
         data = self.file.bytes(field.offset, field.offset + field.nbytes)
-        if field.kind == STRING:
-            return decoded(data, f"{self.file.path}: {key}")
-        numbers = data.view(NUMBERS[field.kind])
+        if field.kind == _STRING:
+            return _decoded(data, f"{self.file.path}: {key}")
+        numbers = data.view(_NUMBERS[field.kind])
         if field.count is not None:
             return numbers
-        return bool(numbers[0]) if field.kind == BOOL else _plain(numbers[0])
+        if field.kind == _BOOL:
+            return bool(numbers[0])
+        # 0.00001 in fp32 gives 1e-05, as a config.json would say it.
+        return float(str(numbers[0])) if numbers.dtype.kind == "f" else int(numbers[0])
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Return a string of the metadata; without a default it must be there.
+        """Return a string of the metadata.
 
-        Raises:
-            FormatError: it is missing or of another type. So for the methods below.
+        Raises FormatError if it has another type, or is missing without a default. So do those
+        below.
         """
         return self._typed(key, str, "a string", default)
 
@@ -153,9 +181,7 @@ class GgufFile:
     def number(self, key: str, default: float | None = None) -> float:
         """Return a number of the metadata: for an f32 the shortest decimal that rounds to it."""
         value = self.value(key)
-        if type(value) is int:
-            return float(value)
-        return self._typed(key, float, "a number", default)
+        return float(value) if type(value) is int else self._typed(key, float, "a number", default)
 
     def flag(self, key: str, default: bool) -> bool:
         """Return a bool of the metadata."""
@@ -179,8 +205,169 @@ class GgufFile:
         return value
 
 
-def _plain(value: np.generic) -> int | float:
-    """Return a Python number; 0.00001 in fp32 gives 1e-05, as a config.json would say it."""
-    if value.dtype.kind != "f":
-        return int(value.item())
-    return float(str(value))
+class _Header:
+    """A cursor over the part before the data; every read is bounded by `_take`."""
+
+    def __init__(self, file: MappedFile) -> None:
+        self._file, self._where, self._at = file, str(file.path), 0
+        magic = self._take(4, "the magic").tobytes()
+        if magic != b"GGUF":
+            raise FormatError(f"{self._where}: begins with {magic!r}, expected b'GGUF': no GGUF")
+        self.version = self._integer(4)
+        if self.version not in (2, 3):
+            if int.from_bytes(self.version.to_bytes(4, "big"), "little") in (2, 3):
+                raise UnsupportedModel(f"{self._where}: a big-endian GGUF; convert it again")
+            raise UnsupportedModel(
+                f"{self._where}: GGUF version {self.version}; Clocher reads 2 and 3"
+            )
+        self._tensor_count = self._count("tensors", MAX_TENSORS, _ENTRY_BYTES)
+        self._field_count = self._count("metadata entries", MAX_FIELDS, _FIELD_BYTES)
+        self._strings_left = MAX_STRINGS
+
+    def fields(self) -> dict[str, _Field]:
+        """Read the metadata entries; call it once, before `tensors`."""
+        fields: dict[str, _Field] = {}
+        for _ in range(self._field_count):
+            key = self._name("a metadata key")
+            if key in fields:
+                raise FormatError(f"{self._where}: metadata key {key!r} appears twice")
+            fields[key] = self._field(f"{self._where}: metadata {key!r}")
+        return fields
+
+    def tensors(self, alignment: int) -> dict[str, GgufTensor]:
+        """Read the entries of the tensors and check that their data lie as they should."""
+        entries = [self._entry() for _ in range(self._tensor_count)]
+        start = -(-self._at // alignment) * alignment
+        tensors: dict[str, GgufTensor] = {}
+        end = last = 0
+        for name, kind, shape, offset in entries:
+            where = f"{self._where}: tensor {name!r}"
+            if name in tensors:
+                raise FormatError(f"{where} appears twice")
+            if offset != end:
+                raise FormatError(
+                    f"{where} starts at byte {offset} of the data, expected {end}: tensors follow "
+                    f"each other in order, aligned to {alignment}, without overlaps or holes"
+                )
+            try:
+                nbytes = kind.row_bytes(shape[-1])
+            except FormatError as error:
+                raise FormatError(f"{where}: {error}") from None
+            for dim in shape[:-1]:
+                nbytes *= dim
+            nbytes += kind.tail
+            last = offset + nbytes
+            end = -(-last // alignment) * alignment
+            tensors[name] = GgufTensor(kind, shape, start + offset, nbytes)
+        held, told = self._file.nbytes, f"{self._where}: "
+        described = f"the header describes {start + last} bytes, the file has {held}"
+        if entries and held < start + last:
+            raise FormatError(f"{told}truncated: {described}; download it again")
+        if entries and held > start + end:
+            raise FormatError(f"{told}{described}: trailing data")
+        return tensors
+
+    def _field(self, where: str) -> _Field:
+        kind, count = self._integer(4), None
+        if kind == _ARRAY:
+            kind, count = self._integer(4), self._integer(8)
+        if kind == _ARRAY:
+            raise FormatError(f"{where} is an array of arrays, which GGUF readers do not read")
+        if kind == _STRING and count is not None:
+            return self._string_array(where, count)
+        if kind == _STRING:
+            data = self._string(where)
+            _decoded(data, where)
+            return _Field(kind, self._at - len(data), len(data))
+        if kind not in _NUMBERS:
+            raise FormatError(f"{where} has the value type {kind}; known: 0 to 12")
+        data = self._take((1 if count is None else count) * _NUMBERS[kind].itemsize, where)
+        if kind == _BOOL and data.max(initial=0) > 1:
+            raise FormatError(f"{where} has a bool of {data.max()}; expected 0 or 1")
+        return _Field(kind, self._at - len(data), len(data), count)
+
+    def _string_array(self, where: str, count: int) -> _Field:
+        if count > self._strings_left or 8 * count > self._file.nbytes - self._at:
+            raise FormatError(
+                f"{where} has {count} strings in the {self._file.nbytes - self._at} bytes that are "
+                f"left; the limit is {MAX_STRINGS} in a file"
+            )
+        self._strings_left -= count
+        starts = array("q", bytes(8 * count))
+        limit, at, unpack = self._file.nbytes, self._at, struct.Struct("<Q").unpack_from
+        head = self._file.bytes(0, limit).data
+        for index in range(count):
+            if at + 8 > limit:
+                at = limit + 1
+                break
+            starts[index] = at + 8
+            at += 8 + unpack(head, at)[0]
+        if at > limit:
+            raise FormatError(
+                f"{where} has a string that goes beyond the end of the file ({limit})"
+            )
+        offset, self._at = self._at, at
+        found = np.frombuffer(starts, np.int64) if count else np.empty(0, np.int64)
+        return _Field(_STRING, offset, at - offset, count, found)
+
+    def _entry(self) -> tuple[str, GgmlType, tuple[int, ...], int]:
+        name = self._name("a tensor name")
+        where = f"{self._where}: tensor {name!r}"
+        rank = self._integer(4)
+        if not 1 <= rank <= MAX_RANK:
+            raise FormatError(f"{where} has {rank} dimensions; expected 1 to {MAX_RANK}")
+        dims = [self._integer(8) for _ in range(rank)]
+        if 0 in dims:
+            raise FormatError(f"{where} has the dimensions {dims}; expected at least 1 each")
+        shape = checked_shape(dims[::-1], where)
+        code, offset = self._integer(4), self._integer(8)
+        if code in TYPES:
+            return name, TYPES[code], shape, offset
+        known = ", ".join(kind.name for kind in TYPES.values())
+        if code in _OTHER_TYPES:
+            raise UnsupportedModel(
+                f"{where} is {_OTHER_TYPES[code]}; Clocher reads {known}; llama-quantize makes a "
+                "file of one of these from the original"
+            )
+        raise FormatError(f"{where} has the ggml type {code}, which is not known; known: {known}")
+
+    def _count(self, what: str, limit: int, least: int) -> int:
+        count, left = self._integer(8), self._file.nbytes - self._at
+        if count > limit or count * least > left:
+            raise FormatError(
+                f"{self._where}: {count} {what} in the {left} bytes that are left; each needs "
+                f"{least} or more, and the limit is {limit}"
+            )
+        return count
+
+    def _name(self, what: str) -> str:
+        return checked_name(_decoded(self._string(what), f"{self._where}: {what}"), self._where)
+
+    def _string(self, what: str) -> np.ndarray:
+        length = self._integer(8)
+        if length > MAX_TEXT_BYTES:
+            raise FormatError(
+                f"{self._where}: {what} has {length} bytes of text; the limit is {MAX_TEXT_BYTES}"
+            )
+        return self._take(length, what)
+
+    def _integer(self, nbytes: int) -> int:
+        return int.from_bytes(self._take(nbytes, "a number").tobytes(), "little")
+
+    def _take(self, nbytes: int, what: str) -> np.ndarray:
+        left = self._file.nbytes - self._at
+        if nbytes > left:
+            raise FormatError(
+                f"{self._where}: {what} at byte {self._at} has {nbytes} bytes, {left} are left; "
+                "the file is truncated or damaged"
+            )
+        self._at += nbytes
+        return self._file.bytes(self._at - nbytes, self._at)
+
+
+def _decoded(data: np.ndarray, where: str) -> str:
+    """Return bytes as text; FormatError if they are not UTF-8."""
+    try:
+        return data.tobytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{where}: not UTF-8: {error.reason} at byte {error.start}") from None

@@ -12,8 +12,7 @@ import re
 from pathlib import Path
 
 from clocher_kernels.errors import FormatError, ModelNotFound
-from clocher_runtime.checkpoints.gguf.file import GgufFile, Value
-from clocher_runtime.checkpoints.gguf.header import MAX_TENSORS
+from clocher_runtime.checkpoints.gguf.file import MAX_TENSORS, GgufFile, Value
 
 SUFFIX = ".gguf"
 MAX_PARTS = 1024
@@ -27,8 +26,7 @@ def find_gguf(path: Path) -> Path | None:
 
     Of a model in several parts it is the first.
 
-    Raises:
-        ModelNotFound: the directory has several models, or may not be listed.
+    Raises ModelNotFound.
     """
     if not os.path.isdir(path):
         return path if path.suffix.lower() == SUFFIX else None
@@ -44,14 +42,7 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def open_file(path: Path) -> GgufFile:
-    """Open a file, and if it is a part of a model all the others.
-
-    Raises:
-        ModelNotFound: it is not there, or other parts of it are not.
-        FormatError: a part is damaged, or the parts contradict each other.
-        UnsupportedModel: a tensor is of a type that is not read.
-        WindowError: a timed window is open.
-    """
+    """Open a file, and if it is a part of a model all the others."""
     named = GgufFile(path)
     count = named.integer(_COUNT, 1)
     if count <= 1:

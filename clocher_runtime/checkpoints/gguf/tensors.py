@@ -20,9 +20,8 @@ from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats import Float
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Stored, lazy_tensor, stored_tensor
-from clocher_runtime.checkpoints.gguf.blocks import FLOATS, I2_S
+from clocher_runtime.checkpoints.gguf.blocks import FLOATS, I2_S, Rows, repacked, same_format
 from clocher_runtime.checkpoints.gguf.file import GgufFile
-from clocher_runtime.checkpoints.gguf.repack import Rows, repacked, same_format
 from clocher_runtime.models.family import rows_of
 from clocher_runtime.models.inventory import EMBED, HEAD, NORM, Need
 from clocher_runtime.models.spec import MlaSpec, ModelSpec
@@ -77,11 +76,9 @@ _PAIRED_FAMILIES = ("llama", "mistral", "mixtral", "smollm3", "llama4", "granite
 class Piece:
     """Rows of a tensor of the file, or all.
 
-    Attributes:
-        name: as llama.cpp spells it.
-        shape: logical shape of the tensor, slowest dimension first.
-        order: which rows of the model's tensor they are, see `row_order`.
-        rows: which they are of the file's tensor; None: all.
+    `name`: as llama.cpp spells it; `shape`: logical shape of the tensor, slowest dimension first;
+    `order`: which rows of the model's tensor they are, see `row_order`; `rows`: which they are of
+    the file's tensor; None: all.
     """
 
     name: str
@@ -95,14 +92,7 @@ def pieces(
 ) -> tuple[Piece, ...]:
     """Return what a file has of one of a model's tensors.
 
-    Args:
-        spec: the model.
-        source: name in `inventory(spec)`.
-        need: its entry there.
-        names: tensors of the file, of which some may be joined to one.
-
-    Raises:
-        UnsupportedModel: llama.cpp has no such tensor.
+    `names`: tensors of the file, of which some may be joined to one. Raises UnsupportedModel.
     """
     match = _LAYER.fullmatch(source)
     if match is None:
@@ -169,12 +159,9 @@ def _latent(spec: ModelSpec, mla: MlaSpec, name: str, stem: str, need: Need) -> 
 def row_order(order: Order, count: int, spec: ModelSpec, source: str) -> np.ndarray:
     """Return which of `count` rows of the model's tensor a tensor of the file has, in its order.
 
-    Args:
-        order: "all", every second one ("even", "odd"), those of a head paired, first the even and
-            then the odd ones of each expert ("halves"), or those of `family.rows_of`.
-        count: rows of the model's tensor, those of a stack counted through.
-        spec: the model.
-        source: the model's tensor.
+    `order`: "all", every second one ("even", "odd"), those of a head paired, first the even and
+    then the odd ones of each expert ("halves"), or those of `family.rows_of`; `count`: rows of the
+    model's tensor, those of a stack counted through.
     """
     rows = np.arange(count)
     if order == "paired":
@@ -197,7 +184,7 @@ def type_notes(file: GgufFile) -> tuple[str, ...]:
         return ()
     return (
         "i2_s codes are read in the order of bitnet.cpp on x86; a file made on Arm has another, "
-        "which nothing in it tells, and gives senseless text",
+        "which the file does not record; the output is then nonsense",
     )
 
 
@@ -206,17 +193,8 @@ def logical_tensor(
 ) -> Stored:
     """Return a tensor of the model.
 
-    Args:
-        file: the file.
-        spec: the model.
-        parts: what the file has of the tensor; all of it is there.
-        source: the tensor.
-        need: its kind and logical shape.
-        where: what it is, for messages.
-
-    Raises:
-        FormatError: a tensor of the file has another shape.
-        UnsupportedModel: a vector is not of floats, or the parts are of different types.
+    `parts`: what the file has of the tensor; all of it is there. Raises FormatError,
+    UnsupportedModel.
     """
     infos = [file.tensors[part.name] for part in parts]
     for part, info in zip(parts, infos, strict=True):
@@ -267,10 +245,7 @@ def logical_tensor(
 
 
 def _turned(file: GgufFile, part: Piece, need: Need, where: str) -> Stored:
-    """Return a stack of matrices as rows, each matrix with rows and columns exchanged.
-
-    Only numbers can be exchanged: what is quantised becomes f32 of the same values.
-    """
+    """Return a stack of matrices as rows, each matrix with rows and columns exchanged."""
     kind, width = file.tensors[part.name].kind, part.shape[-1]
     flat = (math.prod(part.shape[:-1]), width)
 

@@ -1,21 +1,23 @@
 """From the vocabulary of a GGUF file to the JSON of the `tokenizers` library.
 
 Two kinds are known: byte-level BPE ("gpt2"), whose text is split as `tokenizer.ggml.pre` says, and
-SentencePiece ("llama").
+SentencePiece ("llama"), whose merges follow from the scores of the tokens.
 
-Source: llama.cpp's llama-vocab.cpp.
+Source: llama.cpp's llama-vocab.cpp (llm_tokenizer_spm); transformers' generate_merges.
 """
 
 import json
+from array import array
 from typing import Any
+
+import numpy as np
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_runtime.checkpoints.gguf.file import GgufFile
-from clocher_runtime.checkpoints.gguf.pre_types import PRE_TYPES
-from clocher_runtime.checkpoints.gguf.sentencepiece import bpe_model, sentencepiece
 from clocher_runtime.checkpoints.gguf.vocabulary import (
     CONTROL,
     MODEL,
+    PRE_TYPES,
     UNKNOWN,
     USER,
     token_id,
@@ -25,19 +27,19 @@ from clocher_runtime.checkpoints.gguf.vocabulary import (
 
 _PRE, _MERGES = "tokenizer.ggml.pre", "tokenizer.ggml.merges"
 _TEMPLATE, _TEMPLATES = "tokenizer.chat_template", "tokenizer.chat_templates"
-
-
+_SCORES = "tokenizer.ggml.scores"
+_MAX_SPM_CHARS = 1 << 22
+_MAX_TOKEN_CHARS = 512
+_MAX_SPM_WORK = 1 << 28
+_MERGES_PER_TOKEN = 8
+_STRIDE = 1024
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 # The spaces after a token of Phi-3 belong to it. llama.cpp knows the model by its name.
 _PHI_3, _PHI_3_KEEP = ("phi-3", "phi3"), ("<unk>", "<s>", "<|endoftext|>")
 
 
 def tokenizer_json(file: GgufFile) -> bytes:
-    """Return the tokenizer.json of a file's vocabulary.
-
-    Raises:
-        UnsupportedModel: the kind of vocabulary or its pre-type is not known.
-        FormatError: the vocabulary is damaged.
-    """
+    """Return the tokenizer.json of a file's vocabulary; raises UnsupportedModel, FormatError."""
     kind = file.text(MODEL)
     if kind not in _KINDS:
         raise UnsupportedModel(
@@ -56,11 +58,7 @@ def tokenizer_json(file: GgufFile) -> bytes:
 
 
 def tokenizer_config(file: GgufFile) -> dict[str, Any]:
-    """Return the tokenizer_config.json of a file's vocabulary.
-
-    Raises:
-        FormatError: an entry is of the wrong type, or names a token that there is not.
-    """
+    """Return the tokenizer_config.json of a file's vocabulary; raises FormatError."""
     texts = tokens(file)
     config: dict[str, Any] = {}
     for role in ("bos", "eos", "unk", "pad"):
@@ -127,7 +125,7 @@ def _byte_level(file: GgufFile, texts: list[str]) -> dict[str, Any]:
     if _PRE not in file.keys:
         raise UnsupportedModel(
             f"{file.file.path}: {_PRE} is missing: the file is older than llama.cpp's knowledge of "
-            "how text is split, and would be split wrongly; convert the model anew"
+            "how text is split, and would be split wrongly; convert the model again"
         )
     name = file.text(_PRE)
     if name not in PRE_TYPES:
@@ -158,8 +156,98 @@ def _byte_level(file: GgufFile, texts: list[str]) -> dict[str, Any]:
             "pretokenizers": [*splits, {**level, "use_regex": False}],
         },
         "decoder": {**level, "add_prefix_space": True, "use_regex": True},
-        "model": bpe_model(vocab, merges, ignore_merges=pre.whole),
+        "model": _bpe_model(vocab, merges, ignore_merges=pre.whole),
     }
 
 
-_KINDS = {"gpt2": _byte_level, "llama": sentencepiece}
+def _sentencepiece(file: GgufFile, texts: list[str]) -> dict[str, Any]:
+    """Return the parts of a tokenizer.json; `texts` are the tokens, all of them different."""
+    scores = file.numbers(_SCORES)
+    if len(scores) != len(texts) or not np.isfinite(scores).all():
+        raise FormatError(
+            f"{file.file.path}: {_SCORES} has {len(scores)} numbers for {len(texts)} tokens; "
+            "expected a finite one for each"
+        )
+    types = token_types(file, len(texts))
+    unknown = token_id(file, "unk")
+    if unknown is None and (marked := np.flatnonzero(types == UNKNOWN)).size:
+        unknown = int(marked[0])
+    prefix = file.flag("tokenizer.ggml.add_space_prefix", True)
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    before = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+    back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+    model = _bpe_model(
+        {text: index for index, text in enumerate(texts)},
+        _merges(file, texts, scores.astype(np.float64), types),
+        unk_token=texts[unknown] if unknown is not None and 0 <= unknown < len(texts) else None,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*before, replace]},
+        "pre_tokenizer": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
+        },
+        "model": model,
+    }
+
+
+def _merges(
+    file: GgufFile, texts: list[str], scores: np.ndarray, types: np.ndarray
+) -> list[tuple[str, str]]:
+    """Return the pairs of tokens that make a token, that of the best score first."""
+    lengths = np.array([len(text) for text in texts], np.int64)
+    for what, size, limit in (
+        ("characters in all", int(lengths.sum()), _MAX_SPM_CHARS),
+        ("characters in the longest", int(lengths.max()), _MAX_TOKEN_CHARS),
+        ("squares of their lengths", int((lengths**2).sum()), _MAX_SPM_WORK),
+    ):
+        if size > limit:
+            raise FormatError(
+                f"{file.file.path}: {len(texts)} tokens with {size} {what}; the limit is {limit}"
+            )
+    mergeable = (types != CONTROL) & (types != UNKNOWN) & (types != USER)
+    # Text -> the same text, so that the parts of all merges are no more strings than there are.
+    parts = {text: text for text, use in zip(texts, mergeable.tolist(), strict=True) if use}
+    splits = array("q")
+    for index, text in enumerate(texts):
+        if text in parts:
+            splits.extend(
+                index * _STRIDE + at
+                for at in range(1, len(text))
+                if text[:at] in parts and text[at:] in parts
+            )
+        if len(splits) > _MERGES_PER_TOKEN * len(texts):
+            raise FormatError(
+                f"{file.file.path}: its {len(texts)} tokens are made of each other in more than "
+                f"{_MERGES_PER_TOKEN} ways each; those of models are in 2 or 3"
+            )
+    whole, cuts = np.divmod(np.array(splits, np.int64), _STRIDE)
+    order = np.lexsort((cuts - lengths[whole], -cuts, -scores[whole]))
+    return [
+        (parts[texts[one][:cut]], parts[texts[one][cut:]])
+        for one, cut in zip(whole[order].tolist(), cuts[order].tolist(), strict=True)
+    ]
+
+
+def _bpe_model(vocab: dict[str, int], merges: list[Any], **settings: Any) -> dict[str, Any]:
+    """Return the model of a tokenizer.json that merges pairs."""
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        **settings,
+        "vocab": vocab,
+        "merges": merges,
+    }
+
+
+_KINDS = {"gpt2": _byte_level, "llama": _sentencepiece}

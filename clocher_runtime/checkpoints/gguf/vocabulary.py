@@ -1,38 +1,70 @@
-"""The vocabulary of a GGUF file: its tokens, what each is, and which have a role.
+"""The vocabulary of a GGUF file: its tokens, what each is, which have a role, how text is split.
 
-Source: llama.cpp's llama-vocab.cpp.
+Source: llama.cpp's llama-vocab.cpp. Where it only approximates what a model's tokenizer.json says,
+`PRE_TYPES` has that instead: accents beside letters (`GPT4O`, `TEKKEN`), composed characters.
 """
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from clocher_kernels.errors import FormatError
 from clocher_runtime.checkpoints.gguf.file import GgufFile, Strings
+from clocher_runtime.models import split_patterns as split
 
 MODEL, TOKENS, TYPES = "tokenizer.ggml.model", "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-_ENDS = ("eos", "eot", "eom")
 
 # What ends a turn, by name, as in llama.cpp: a file has one id for it, chat models several.
 _END_TEXTS = {
-    "<eos>",
-    "<end_of_turn>",
-    "<end_of_utterance>",
-    "<|call|>",
-    "<|calls|>",
-    "<|end|>",
-    "<|end_of_text|>",
-    "<|endoftext|>",
-    "<|eom_id|>",
-    "<|eot_id|>",
-    "<|flush|>",
-    "<|im_end|>",
-    "<|return|>",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek
-    "</s>",
+    *("<eos>", "<end_of_turn>", "<end_of_utterance>", "<|call|>", "<|calls|>", "<|end|>"),
+    *("<|end_of_text|>", "<|endoftext|>", "<|eom_id|>", "<|eot_id|>", "<|flush|>", "<|im_end|>"),
+    *("<|return|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>"),  # the odd one: DeepSeek
 }
 # Where a message ends with "<|end|>" and a turn does not: Harmony, and Solar Open.
 _MESSAGES_END = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
+
+
+@dataclass(frozen=True, slots=True)
+class PreType:
+    """A kind of byte-level tokenizer.
+
+    `splits`: expressions that split a text, one after the other; `whole`: a piece that is a token
+    is one, whatever the merges say; `bos`: a text begins with BOS where the file does not say;
+    `composed`: characters are composed (NFC) first, as their tokenizer.json says.
+    """
+
+    splits: tuple[str, ...]
+    whole: bool = False
+    bos: bool = False
+    composed: bool = False
+
+
+_ROWS = {
+    "default": PreType(split.DEFAULT),
+    "gpt-2 phi-2 olmo mpt exaone4 granite-docling": PreType((split.GPT2,)),
+    "llama-bpe llama-v3 llama3 falcon3 falcon-h1 pixtral lfm2 midm-2.0": PreType(
+        (split.LLAMA3,), whole=True, bos=True
+    ),
+    "dbrx smaug-bpe chatglm-bpe": PreType((split.LLAMA3,)),
+    "glm4": PreType((split.LLAMA3,), whole=True),
+    "qwen2 deepseek-r1-qwen": PreType((split.QWEN2,), composed=True),
+    "qwen35": PreType((split.QWEN35,)),
+    "stablelm2 hunyuan megrez solar-open": PreType((split.QWEN2,)),
+    "gpt-4o llama4 kanana2": PreType((split.GPT4O,)),
+    "tekken": PreType((split.TEKKEN,), whole=True, bos=True),
+    "starcoder refact command-r smollm codeshell exaone minerva-7b": PreType(split.DIGITS),
+    "falcon": PreType(split.FALCON),
+    "deepseek-llm": PreType(split.DEEPSEEK_LLM),
+    "deepseek-coder": PreType(split.DEEPSEEK_CODER),
+    "deepseek-v3 hunyuan-dense joyai-llm": PreType(split.DEEPSEEK_V3),
+}
+PRE_TYPES: Mapping[str, PreType] = {
+    name: kind for names, kind in _ROWS.items() for name in names.split()
+}
+"""What `tokenizer.ggml.pre` says of a byte-level vocabulary."""
 
 
 def has_vocabulary(file: GgufFile) -> bool:
@@ -43,16 +75,13 @@ def has_vocabulary(file: GgufFile) -> bool:
 def token_id(file: GgufFile, role: str) -> int | None:
     """Return the id of a special token, None where the file does not say it."""
     key = f"tokenizer.ggml.{ROLES.get(role, role)}_token_id"
-    if file.value(key) is None:
-        return None
-    return file.integer(key)
+    return file.integer(key) if key in file.keys else None
 
 
 def token_types(file: GgufFile, count: int) -> np.ndarray:
     """Return what each token is, `NORMAL` to `BYTE`; without the entry all are normal.
 
-    Raises:
-        FormatError: the entry has another length.
+    Raises FormatError if the entry has another length.
     """
     if TYPES not in file.keys:
         return np.full(count, NORMAL)
@@ -63,11 +92,7 @@ def token_types(file: GgufFile, count: int) -> np.ndarray:
 
 
 def tokens(file: GgufFile) -> Strings:
-    """Return the tokens, in the order of their ids.
-
-    Raises:
-        FormatError: there are none.
-    """
+    """Return the tokens, in the order of their ids; raises FormatError if there are none."""
     found = file.strings(TOKENS)
     if not len(found):
         raise FormatError(f"{file.file.path}: {TOKENS} is empty")
@@ -77,20 +102,14 @@ def tokens(file: GgufFile) -> Strings:
 def stop_ids(file: GgufFile) -> list[int]:
     """Return the ids that end a turn: those that the file names, and control tokens known for it.
 
-    Raises:
-        FormatError: the vocabulary is damaged.
+    Raises FormatError if the vocabulary is damaged.
     """
-    named = [token_id(file, role) for role in _ENDS]
-    ids = [index for index in named if index is not None]
+    ids = [index for role in ("eos", "eot", "eom") if (index := token_id(file, role)) is not None]
     if has_vocabulary(file):
-        ids += _known_ends(file)
+        texts = tokens(file)
+        control = np.flatnonzero(token_types(file, len(texts)) == CONTROL).tolist()
+        ends = {text: index for index in control if (text := texts.text(index)) in _END_TEXTS}
+        if any(marks <= ends.keys() for marks in _MESSAGES_END):
+            ends.pop("<|end|>", None)
+        ids += ends.values()
     return list(dict.fromkeys(ids))
-
-
-def _known_ends(file: GgufFile) -> list[int]:
-    texts = tokens(file)
-    control = np.flatnonzero(token_types(file, len(texts)) == CONTROL).tolist()
-    found = {text: index for index in control if (text := texts.text(index)) in _END_TEXTS}
-    if any(ends <= found.keys() for ends in _MESSAGES_END):
-        found.pop("<|end|>", None)
-    return list(found.values())

@@ -33,14 +33,8 @@ _TILE = 64
 
 # They scale activations and the KV cache, which run as the session's settings say.
 _ACTIVATION_SCALES = (
-    ".input_scale",
-    ".input_zero_point",
-    ".output_scale",
-    ".output_zero_point",
-    ".activation_scale",
-    ".q_scale",
-    ".k_scale",
-    ".v_scale",
+    *(".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point"),
+    *(".activation_scale", ".q_scale", ".k_scale", ".v_scale"),
 )
 
 
@@ -48,10 +42,8 @@ _ACTIVATION_SCALES = (
 class StoredArray:
     """An array as a shard holds it.
 
-    Attributes:
-        dtype: safetensors name.
-        array: view of the mapped file.
-        where: file and tensor, for messages.
+    `dtype`: safetensors name; `array`: view of the mapped file; `where`: file and tensor, for
+    messages.
     """
 
     dtype: str
@@ -83,10 +75,8 @@ Tensors = dict[str, Stored]
 class Source:
     """A checkpoint while its quantised tensors are being recognised.
 
-    Attributes:
-        rest: arrays that no tensor has claimed yet.
-        settings: `quantization_config`.
-        notes: what a person should know about how it was read.
+    `rest`: arrays that no tensor has claimed yet; `settings`: `quantization_config`; `notes`: what
+    a person should know about how it was read.
     """
 
     rest: Arrays
@@ -98,11 +88,7 @@ class Source:
         return [name for name in self.rest if name.endswith(suffix)]
 
     def claim(self, name: str, owner: StoredArray) -> StoredArray:
-        """Take an array that belongs to another one.
-
-        Raises:
-            FormatError: there is no such array.
-        """
+        """Take an array that belongs to another one; raises FormatError."""
         if name not in self.rest:
             raise FormatError(f"{owner.where}: packed, but {name!r} is missing")
         return self.rest.pop(name)
@@ -145,11 +131,7 @@ def note_floats(source: Source, tensors: Tensors) -> None:
 
 
 def columns_per_group(value: object) -> int | None:
-    """Return a setting `group_size`, None for -1: a scale per row.
-
-    Raises:
-        FormatError: it is neither -1 nor a number that a format's name can spell.
-    """
+    """Return a setting `group_size`, None for -1: a scale per row; raises FormatError."""
     if type(value) is not int or not (value == -1 or 1 <= value <= _MAX_GROUP):
         raise FormatError(
             f"{SETTINGS}: group_size is {shown(value)}; expected -1 or 1 to {_MAX_GROUP}"
@@ -163,16 +145,8 @@ def activation_order(g_idx: StoredArray, columns: int, group: int | None) -> np.
     Neighbours then do not share a scale, which no format can hold: the values become floats; see
     `by_column`.
 
-    Args:
-        g_idx: the stored groups, i32 or i64 [K].
-        columns: K.
-        group: columns of a group; None: the row is one.
-
-    Returns:
-        Integers [K]; None: column k is in group k // group.
-
-    Raises:
-        FormatError: it is no integer [K], or names a group that is not there.
+    `g_idx`: the stored groups, i32 or i64 [K]; `group`: columns of a group; None: the row is one.
+    Returns integers [K]; None: column k is in group k // group. Raises FormatError.
     """
     g_idx.expect(("I32", "I64"), (columns,))
     size = group or columns
@@ -191,17 +165,8 @@ def by_column(
 
     They are exact, as scales of f16 and bf16 have at most 11 bits, and codes less zero points 9.
 
-    Args:
-        codes: u8 [N, K].
-        zeros: u8 [N, G].
-        scales: fp32 [N, G].
-        groups: integers [K].
-
-    Returns:
-        fp32 [N, K].
-
-    Raises:
-        FormatError: a scale is not finite.
+    `codes`: u8 [N, K]; `zeros`: u8 [N, G]; `scales`: fp32 [N, G]; `groups`: integers [K]. Returns
+    fp32 [N, K]. Raises FormatError.
     """
     check_scales("f32", scales, "f32")
     values = codes.astype(np.float32)
@@ -227,9 +192,7 @@ def transposed_bytes(words: np.ndarray) -> np.ndarray:
 def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
     """Return the codes of words [A, B] packed along B, low bits first, u8 [A, 32B / bits].
 
-    Args:
-        words: i32; of 3-bit codes, B is a multiple of 3.
-        bits: of a code: 2, 3, 4 or 8.
+    `words`: i32; of 3-bit codes, B is a multiple of 3; `bits`: of a code: 2, 3, 4 or 8.
     """
     packed = np.ascontiguousarray(words).view(np.uint8).reshape(len(words), -1, bits)
     out = np.empty((*packed.shape[:2], 8), np.uint8)  # any `bits` bytes hold 8 codes
@@ -253,8 +216,7 @@ def awq_nibbles(words: np.ndarray) -> np.ndarray:
 def awq_codes(words: np.ndarray) -> np.ndarray:
     """Return the codes of an AWQ "gemm" matrix, words [K, N/8], as `Int4` packs them.
 
-    Returns:
-        u8 [N, K/2]; K is even.
+    Returns u8 [N, K/2]; K is even.
     """
     rows, columns = words.shape
     out = np.empty((columns, 8, rows // 2), np.uint8)
@@ -276,11 +238,8 @@ def signed(codes: np.ndarray) -> np.ndarray:
 def fp8_tensor(codes: StoredArray, scales: StoredArray, scopes: tuple[Scope, ...]) -> QuantTensor:
     """Return a tensor of e4m3 codes and their scales, as they lie in the file.
 
-    Args:
-        scopes: what the scales may be for; the first that their shape fits is taken.
-
-    Raises:
-        FormatError: a dtype or a shape is another one.
+    `scopes`: what the scales may be for; the first that their shape fits is taken. Raises
+    FormatError.
     """
     codes.expect(("F8_E4M3",))
     n, k = codes.matrix()

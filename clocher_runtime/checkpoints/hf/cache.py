@@ -1,4 +1,4 @@
-"""The local cache of the Hugging Face hub: what a name stands for, and where it lies.
+"""The local cache of the Hugging Face hub: what a name means, and where its files are.
 
     CACHE/models--OWNER--NAME/refs/REVISION          holds a commit
     CACHE/models--OWNER--NAME/snapshots/COMMIT/FILE  a link to what was downloaded
@@ -34,10 +34,8 @@ _REF_BYTES = 64
 class HubName:
     """What `owner/name[@revision][/file.gguf]` says.
 
-    Attributes:
-        repo: "owner/name".
-        revision: branch, tag or commit.
-        file: one GGUF file of the repository; "": the whole.
+    `repo`: "owner/name"; `revision`: branch, tag or commit; `file`: one GGUF file of the
+    repository; "": the whole.
     """
 
     repo: str
@@ -82,8 +80,7 @@ def cache_directory() -> Path:
 def repositories(cache: Path | None = None) -> dict[str, Path]:
     """Return the models of the cache: "owner/name" -> its folder, in the order of their names.
 
-    Args:
-        cache: where; None: `cache_directory`. One that cannot be read has none.
+    `cache`: where; None: `cache_directory`. One that cannot be read has none.
     """
     cache = cache_directory() if cache is None else cache
     try:
@@ -106,9 +103,7 @@ def repository_of(path: Path) -> str | None:
 def snapshot(name: HubName, folder: Path | None = None) -> Path | None:
     """Return the directory of a revision in the cache, None if it is not there.
 
-    Args:
-        name: which.
-        folder: that of the repository; None: in `cache_directory`.
+    `folder`: that of the repository; None: in `cache_directory`.
     """
     if folder is None:
         folder = cache_directory() / (_FOLDER + name.repo.replace("/", "--"))

@@ -1,20 +1,16 @@
-"""A Hugging Face directory: which files belong to it, and what they hold.
+"""A Hugging Face directory as a checkpoint: its config, tokenizer and logical tensors.
 
-Nothing in it is trusted: shard names must be plain, links may not leave the model's directory (or,
-in a hub cache, the `models--x` directory that holds the blobs, and the store of blobs beside it),
-and the index and the shards must agree on every tensor. Pickled weights (`pytorch_model*.bin`) are
-not opened; see `torch_bin`.
+Pickled weights (`pytorch_model*.bin`) are not opened here; see `torch_bin`.
 """
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
-from clocher_kernels.errors import FormatError, ModelNotFound, UnsupportedModel
+from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats import Float, Mxfp4, Ternary
 from clocher_kernels.formats.fp8 import BLOCK, Scope
 from clocher_runtime.checkpoints.arranged import arranged
@@ -22,15 +18,17 @@ from clocher_runtime.checkpoints.checkpoint import Checkpoint, stored_tensor
 from clocher_runtime.checkpoints.hf.arrays import (
     FLOATS,
     SETTINGS,
-    Arrays,
     Source,
     StoredArray,
     Tensors,
     fp8_tensor,
 )
 from clocher_runtime.checkpoints.hf.compressed import read_compressed
-from clocher_runtime.checkpoints.hf.foreign import foreign_quantisation, no_weights, unfinished
-from clocher_runtime.checkpoints.hf.numbered_shards import numbered_shards, read_numbered
+from clocher_runtime.checkpoints.hf.foreign import (
+    CONFIG,
+    SUBFOLDERS,
+    foreign_quantisation,
+)
 from clocher_runtime.checkpoints.hf.openai_layout import (
     canonical_arrays,
     canonical_config,
@@ -38,23 +36,13 @@ from clocher_runtime.checkpoints.hf.openai_layout import (
     tokenizer_above,
 )
 from clocher_runtime.checkpoints.hf.packed_words import read_awq, read_gptq
-from clocher_runtime.disk.files import MappedFile, read_bytes
-from clocher_runtime.disk.safetensors_file import DTYPES, SafetensorsFile
+from clocher_runtime.checkpoints.hf.shards import HfFolder, Weights, read_safetensors, read_shards
+from clocher_runtime.disk.files import read_bytes
+from clocher_runtime.disk.safetensors_file import DTYPES
 from clocher_runtime.disk.schema import read_as, unknown
-from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, parse_object
 from clocher_runtime.models.families import family_of, text_config
 
-CONFIG = "config.json"
-SINGLE = "model.safetensors"
-SUBFOLDERS = ("", "hf", "hf/original", "original")
-
-Weights = tuple[Arrays, tuple[MappedFile, ...]]
-"""Arrays of weight files by name, and the files."""
-
-_MAX_CONFIG_BYTES = 16_000_000
 _MAX_TEMPLATE_BYTES = 1_000_000
-# Of the store that repositories of a hub cache share: blobs/01/0123...
-_BLOB = re.compile("[0-9a-f]{64}")
 # transformers multiplies float experts from the right and stores them [E, K, N]; here, and in MXFP4
 # checkpoints, they are [E, N, K].
 _TRANSPOSED = (".experts.gate_up_proj", ".experts.down_proj")
@@ -64,10 +52,6 @@ class _Quantised(Struct):
     quantization_config: dict[str, Any] | None = None
 
 
-class _Index(Struct):
-    weight_map: Annotated[dict[str, Any], Meta(min_length=1)]
-
-
 def find_hf(path: Path) -> Path | None:
     """Return the directory with config.json: the path itself or one of `SUBFOLDERS` in it."""
     folders = (path / folder for folder in SUBFOLDERS)
@@ -75,18 +59,12 @@ def find_hf(path: Path) -> Path | None:
 
 
 def open_hf(directory: Path) -> Checkpoint:
-    """Open the checkpoint of a Hugging Face directory.
-
-    Args:
-        directory: the folder that holds config.json.
-
-    Raises:
-        ModelNotFound: a file is missing.
-        FormatError: a file is damaged, or the files contradict each other.
-        UnsupportedModel: the files are sound but of a kind that is not read.
-        WindowError: a timed window is open.
-    """
-    return read_folder(directory, "hf", _open_safetensors)
+    """Open the checkpoint of a Hugging Face directory."""
+    return read_folder(
+        directory,
+        "hf",
+        lambda folder: read_shards(folder, "model", ".safetensors", read_safetensors),
+    )
 
 
 def read_folder(
@@ -94,13 +72,8 @@ def read_folder(
 ) -> Checkpoint:
     """Return the checkpoint of a directory whose weights are read in a way of their own.
 
-    Args:
-        directory: the folder that holds config.json.
-        kind: of the checkpoint.
-        read: returns the arrays of the folder's weight files by name, and the mapped files.
-
-    Raises:
-        ModelError: as `open_hf`.
+    `read`: returns the arrays of the folder's weight files by name, and the mapped files. Raises
+    ModelError.
     """
     folder = HfFolder(directory)
     config = folder.json(CONFIG)
@@ -132,16 +105,7 @@ def read_folder(
 
 
 def check_config(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a config.json that says that the weights are quantised in a way that is not read.
-
-    Args:
-        config: its contents.
-        where: whose, for messages.
-
-    Raises:
-        UnsupportedModel: it does.
-        FormatError: quantization_config is no object.
-    """
+    """Refuse a config.json that says that the weights are quantised in a way that is not read."""
     foreign = foreign_quantisation(config, where)
     if foreign is not None:
         raise foreign
@@ -150,53 +114,6 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
         method = settings.get("quant_method")
         if not isinstance(method, str) or method not in _METHODS:
             raise unknown("quant_method", method, _METHODS, f"{where}: {SETTINGS}")
-
-
-def _open_safetensors(folder: "HfFolder") -> Weights:
-    return read_shards(folder, "model", ".safetensors", _read_safetensors)
-
-
-def _read_safetensors(path: Path) -> tuple[Arrays, MappedFile]:
-    shard = SafetensorsFile(path)
-    where = f"{shard.file.path}: tensor"
-    arrays = {
-        name: StoredArray(info.dtype, shard.view(name), f"{where} {name!r}")
-        for name, info in shard.tensors.items()
-    }
-    return arrays, shard.file
-
-
-class HfFolder:
-    """A directory whose files must really lie in it."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        real = Path(os.path.realpath(directory))
-        cached = real.parent.name == "snapshots" and real.parents[1].name.startswith("models--")
-        self.boundary = real.parents[1] if cached else real
-        self._shared = real.parents[2] / "blobs" if cached else None
-
-    def member(self, name: str) -> Path:
-        """Return the path of a file of the directory, which need not exist."""
-        path = self.directory / name
-        target = Path(os.path.realpath(path))
-        shared = self._shared is not None and target.parent.parent == self._shared
-        if not (target.is_relative_to(self.boundary) or (shared and _BLOB.fullmatch(target.name))):
-            raise FormatError(f"{path}: a link to {target}, which is outside {self.boundary}")
-        return path
-
-    def has(self, name: str) -> bool:
-        """Return whether the directory has a file of this name."""
-        return os.path.isfile(self.member(name))
-
-    def json(self, name: str, limit: int = _MAX_CONFIG_BYTES) -> dict[str, Any]:
-        """Return the object in a JSON file."""
-        path = self.member(name)
-        return parse_object(read_bytes(path, limit), str(path))
-
-    def optional_json(self, name: str) -> dict[str, Any]:
-        """Return the object in a JSON file, {} without the file."""
-        return self.json(name) if self.has(name) else {}
 
 
 def _tokenizer_config(folder: HfFolder) -> dict[str, Any]:
@@ -210,61 +127,6 @@ def _tokenizer_config(folder: HfFolder) -> dict[str, Any]:
     return config
 
 
-def read_shards(
-    folder: HfFolder, stem: str, suffix: str, read: Callable[[Path], tuple[Arrays, MappedFile]]
-) -> Weights:
-    """Read the one weight file of a folder, or its shards: by its index, else by their names.
-
-    Args:
-        folder: the model's.
-        stem: name of the file without its ending; the index is `<stem><suffix>.index.json`.
-        suffix: ending of the weight files.
-        read: returns the arrays of a file.
-
-    Raises:
-        ModelError: files are missing, or the index and the shards disagree.
-    """
-    single, index = f"{stem}{suffix}", f"{stem}{suffix}.index.json"
-    if folder.has(single):
-        arrays, file = read(folder.member(single))
-        return arrays, (file,)
-    if not folder.has(index):
-        if names := numbered_shards(folder.directory, stem, suffix):
-            return read_numbered(names, lambda name: read(folder.member(name)))
-        if single == SINGLE:
-            raise no_weights(folder.directory)
-        raise ModelNotFound(f"{folder.directory}: neither {single} nor {index} is there")
-    where = str(folder.directory / index)
-    weight_map = read_as(folder.json(index, MAX_JSON_BYTES), _Index, where).weight_map
-    plain = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,240}}{re.escape(suffix)}")
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not plain.fullmatch(shard):
-            raise FormatError(
-                f"{where}: tensor {name!r:.80} is in {shard!r:.80}; a shard is a plain "
-                f"file name of letters, digits, '.', '_', '-' that ends in {suffix}"
-            )
-    shards = sorted(set(weight_map.values()))
-    if missing := [shard for shard in shards if not folder.has(shard)]:
-        raise ModelNotFound(
-            f"{folder.directory}: {len(missing)} of {len(shards)} weight files are missing, the "
-            f"first is {missing[0]}; {unfinished(folder.directory)}"
-        )
-    everything: Arrays = {}
-    files = []
-    for shard in shards:
-        arrays, file = read(folder.member(shard))
-        listed = {name for name, place in weight_map.items() if place == shard}
-        if differing := sorted(listed ^ set(arrays)):
-            state = "is not in it" if differing[0] in listed else "is not listed for it"
-            raise FormatError(
-                f"{folder.directory / shard}: {index} and the shard disagree: tensor "
-                f"{differing[0]!r} {state} ({len(differing)} in all); download the model again"
-            )
-        everything |= arrays
-        files.append(file)
-    return everything, tuple(files)
-
-
 def logical_tensors(
     arrays: Mapping[str, StoredArray], settings: Mapping[str, Any] | None
 ) -> tuple[Tensors, tuple[str, ...]]:
@@ -274,20 +136,13 @@ def logical_tensors(
     is `X.weight`, and so on: `_METHODS` names the readers, which describe their layouts. Everything
     else is a plain float.
 
-    Args:
-        arrays: what the shards hold, by name.
-        settings: `quantization_config`, or None.
-
-    Raises:
-        UnsupportedModel: a quantisation method, one of its settings or a dtype is not known.
-        FormatError: the arrays contradict the settings or each other.
+    `arrays`: what the shards hold, by name; `settings`: `quantization_config`, or None. Raises
+    UnsupportedModel, FormatError.
     """
     source = Source(dict(arrays), settings or {})
     tensors: Tensors = {}
     if settings is not None:
-        method = settings.get("quant_method")
-        if not isinstance(method, str) or method not in _METHODS:
-            raise unknown("quant_method", method, _METHODS, SETTINGS)
+        method = settings["quant_method"]
         source.drop_activation_scales()
         tensors = _METHODS[method](source)
         if not tensors and (method, settings.get("quantization_mode")) != ("bitnet", "online"):
@@ -351,16 +206,7 @@ def _bitnet(source: Source) -> Tensors:
 
 
 def _fp8(source: Source) -> Tensors:
-    """Read DeepSeek's 128 x 128 blocks, and whole tensors or rows.
-
-        X.weight            e4m3 [N, K]
-        X.weight_scale_inv  float [ceil(N/128), ceil(K/128)] with weight_block_size [128, 128]; else
-                            one scale ([] or [1]) or one per row ([N, 1] or [N])
-
-    The scale multiplies, despite its name; files for whole tensors also call it `X.weight_scale`.
-
-    Source: transformers integrations/finegrained_fp8.py.
-    """
+    """Read DeepSeek's 128 x 128 blocks, and whole tensors or rows."""
     block = source.settings.get("weight_block_size")
     if block not in (None, [BLOCK, BLOCK]):
         raise unknown("weight_block_size", block, (f"[{BLOCK}, {BLOCK}]", None), SETTINGS)

@@ -79,12 +79,9 @@ class _Settings(Struct):
 class _Scheme:
     """How the linears of a config group are stored.
 
-    Attributes:
-        label: name of the config group.
-        form: one of `_FORMATS`, with naive-quantized resolved.
-        bits: of a code.
-        strategy: "tensor", "channel", "group" or "block".
-        group: columns of a group, or None.
+    `label`: name of the config group; `form`: one of `_FORMATS`, with naive-quantized resolved;
+    `bits`: of a code; `strategy`: "tensor", "channel", "group" or "block"; `group`: columns of a
+    group, or None.
     """
 
     label: str
@@ -97,18 +94,15 @@ class _Scheme:
     @property
     def scope(self) -> Group:
         """What shares a scale, as `Int8` spells it."""
-        if self.group is not None:
-            return self.group
-        return "tensor" if self.strategy == "tensor" else "row"
+        return self.group or ("tensor" if self.strategy == "tensor" else "row")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Linear:
     """The arrays of one linear X.
 
-    Attributes:
-        weight: X.weight_packed or X.weight.
-        scale: X.weight_scale; shape, zero, g_idx: the optional ones, X.weight_shape and so on.
+    `weight`: X.weight_packed or X.weight; `scale`: X.weight_scale; shape, zero, g_idx: the optional
+    ones, X.weight_shape and so on.
     """
 
     weight: StoredArray
@@ -117,14 +111,14 @@ class _Linear:
     zero: StoredArray | None
     g_idx: StoredArray | None
 
+    def refuse_zeros(self) -> None:
+        """Old writers store the zero points of symmetric codes as well; they must be zero."""
+        if self.zero is not None and self.zero.array.any():
+            raise FormatError(f"{self.zero.where}: not zero, but its config group is symmetric")
+
 
 def read_compressed(source: Source) -> Tensors:
-    """Return the tensors of the packed arrays.
-
-    Raises:
-        UnsupportedModel: a config group or the order of the columns is not known here.
-        FormatError: the arrays contradict the settings or each other.
-    """
+    """Return the tensors of the packed arrays; raises UnsupportedModel, FormatError."""
     source.choice("quantization_status", "compressed", ("compressed", "frozen"))
     settings = read_as(given(source.settings), _Settings, SETTINGS)
     way_out = "save it without sparse compression"
@@ -134,33 +128,32 @@ def read_compressed(source: Source) -> Tensors:
             f"{SETTINGS}: transform_config asks for rotations at run time, which are not known "
             f"here; {REQUANTISE} without them"
         )
-    schemes = _schemes(settings)
-    ignored = frozenset(settings.ignore)
+    schemes = []
+    for label, group in settings.config_groups.items():
+        if group.weights is not None:
+            form = group.format or settings.format
+            if form not in _FORMATS:
+                raise unknown("format", form, _FORMATS, SETTINGS, "save it in one of these")
+            schemes.append(_scheme(label, str(form), group.weights))
+    if not schemes:
+        raise FormatError(f"{SETTINGS}: no config group quantises weights")
     tensors: Tensors = {}
     packed = source.ending(".weight_packed")
     plain = [n for n, a in source.rest.items() if a.dtype in ("I8", "F8_E4M3")]
     for name in (*packed, *(name for name in plain if name.endswith(".weight"))):
         stem = name.removesuffix("_packed").removesuffix(".weight")
-        if stem in ignored:
+        if stem in settings.ignore:
             raise FormatError(f"{source.rest[name].where}: packed, but ignore lists {stem!r}")
-        tensors[f"{stem}.weight"] = _tensor(schemes, _linear(source, name, stem))
+        weight = source.rest.pop(name)
+        optional = (
+            source.rest.pop(f"{stem}.weight_{part}", None)
+            for part in ("shape", "zero_point", "g_idx")
+        )
+        linear = _Linear(weight, source.claim(f"{stem}.weight_scale", weight), *optional)
+        tensors[f"{stem}.weight"] = _tensor(schemes, linear)
     source.refuse_orphans(".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx")
     note_floats(source, tensors)
     return tensors
-
-
-def _schemes(settings: _Settings) -> list[_Scheme]:
-    schemes = []
-    for label, group in settings.config_groups.items():
-        if group.weights is None:
-            continue
-        form = group.format or settings.format
-        if form not in _FORMATS:
-            raise unknown("format", form, _FORMATS, SETTINGS, "save it in one of these")
-        schemes.append(_scheme(label, str(form), group.weights))
-    if not schemes:
-        raise FormatError(f"{SETTINGS}: no config group quantises weights")
-    return schemes
 
 
 def _scheme(label: str, form: str, weights: Mapping[str, Any]) -> _Scheme:
@@ -194,20 +187,15 @@ def _scheme(label: str, form: str, weights: Mapping[str, Any]) -> _Scheme:
     return _Scheme(label, form, bits, symmetric, strategy, group)
 
 
-def _linear(source: Source, name: str, stem: str) -> _Linear:
-    weight = source.rest.pop(name)
-    optional = [
-        source.rest.pop(f"{stem}.weight_{part}", None) for part in ("shape", "zero_point", "g_idx")
-    ]
-    return _Linear(weight, source.claim(f"{stem}.weight_scale", weight), *optional)
-
-
 def _tensor(schemes: list[_Scheme], linear: _Linear) -> Stored:
     """Return the tensor of a linear, read by the first scheme that describes its arrays."""
     misfits = []
     for scheme in schemes:
         try:
-            return _READERS[scheme.form](scheme, linear)
+            if scheme.form == _FLOAT:
+                linear.refuse_zeros()
+                return fp8_tensor(linear.weight, linear.scale, (_SCOPES[scheme.strategy],))
+            return {_PACKED: _packed, _INT: _integers, _MXFP4: _mxfp4}[scheme.form](scheme, linear)
         except FormatError as error:
             misfits.append(f"{scheme.label}: {error}")
     if len(misfits) == 1:
@@ -216,24 +204,46 @@ def _tensor(schemes: list[_Scheme], linear: _Linear) -> Stored:
 
 
 def _packed(scheme: _Scheme, linear: _Linear) -> Stored:
-    words = linear.weight
+    words, bits = linear.weight, scheme.bits
     words.expect(("I32",))
     n, width = words.matrix()
     if linear.shape is None:
         raise FormatError(f"{words.where}: packed, but its weight_shape is missing")
     linear.shape.expect(("I64", "I32"), (2,))
     rows, k = (int(dim) for dim in linear.shape.array)
-    if rows != n or k < 1 or -(-k * scheme.bits // 32) != width:
+    if rows != n or k < 1 or -(-k * bits // 32) != width:
         raise FormatError(
-            f"{linear.shape.where}: says [{rows}, {k}], which is no shape of {scheme.bits}-bit "
+            f"{linear.shape.where}: says [{rows}, {k}], which is no shape of {bits}-bit "
             f"codes packed as [{n}, {width}]"
         )
     groups, columns = _check_groups(scheme, linear, n, k)
-    if columns is not None:
+    zeros = None
+    if columns is not None or bits == 4:
         zeros = None if scheme.symmetric else _packed_zeros(scheme, linear, n, groups)
-        codes = partial(unpacked, words.array, scheme.bits)
-        return _unordered(linear, (n, k), columns, codes, zeros, scheme.bits)
-    return (_packed_int4 if scheme.bits == 4 else _packed_int8)(scheme, linear, n, k, groups)
+    if zeros is None:
+        linear.refuse_zeros()
+    if columns is not None:
+        return _unordered(
+            linear, (n, k), columns, partial(unpacked, words.array, bits), zeros, bits
+        )
+    if bits == 4 and k % 2:
+        raise UnsupportedModel(f"{words.where}: {k} columns, expected an even number")
+    dtype = DTYPES[linear.scale.dtype]
+    fmt: Int4 | Int8 = Int8(scheme.scope, dtype)
+    if bits == 4:  # which has no scale for a whole matrix: every row repeats it
+        fmt = Int4(scheme.symmetric, scheme.group or "row", dtype)
+    shape = fmt.planes((n, k))["scales"].shape
+
+    def make() -> Mapping[str, np.ndarray]:
+        codes = np.ascontiguousarray(words.array).view(np.uint8)[:, : k * bits // 8]
+        scales = linear.scale.array
+        if isinstance(fmt, Int8):
+            return {"codes": signed(codes), "scales": scales.reshape(shape)}
+        scales = np.broadcast_to(scales.reshape(-1, groups), (n, groups)).reshape(shape)
+        planes = {"codes": codes, "scales": scales}
+        return planes if zeros is None else {**planes, "zeros": zeros().reshape(shape)}
+
+    return lazy_tensor((n, k), fmt, make, words.where)
 
 
 def _unordered(
@@ -246,14 +256,9 @@ def _unordered(
 ) -> Stored:
     """Return the tensor of a linear whose columns have groups in any order, in f32.
 
-    Args:
-        columns: the group of each column, [K].
-        codes: makes the codes plus 8 or 128, u8 [N, >= K].
-        zeros: makes the zero points plus 8, u8 [N, G]; None: symmetric.
-        bits: of a code.
+    `columns`: the group of each, [K]; `codes`: makes them plus 8 or 128, u8 [N, >= K]; `zeros`:
+    makes the zero points plus 8, u8 [N, G]; None: symmetric.
     """
-    if zeros is None:
-        _refuse_zeros(linear)
 
     def make() -> Mapping[str, np.ndarray]:
         scales = to_f32(linear.scale.array, DTYPES[linear.scale.dtype])
@@ -262,39 +267,6 @@ def _unordered(
         return {"data": by_column(found, middle if zeros is None else zeros(), scales, columns)}
 
     return lazy_tensor(shape, Float("f32"), make, linear.weight.where)
-
-
-def _packed_int8(scheme: _Scheme, linear: _Linear, n: int, k: int, groups: int) -> Stored:
-    _refuse_zeros(linear)
-    fmt = Int8(scheme.scope, DTYPES[linear.scale.dtype])
-    shape = fmt.planes((n, k))["scales"].shape
-
-    def make() -> Mapping[str, np.ndarray]:
-        codes = np.ascontiguousarray(linear.weight.array).view(np.uint8)[:, :k]
-        return {"codes": signed(codes), "scales": linear.scale.array.reshape(shape)}
-
-    return lazy_tensor((n, k), fmt, make, linear.weight.where)
-
-
-def _packed_int4(scheme: _Scheme, linear: _Linear, n: int, k: int, groups: int) -> Stored:
-    if k % 2:
-        raise UnsupportedModel(f"{linear.weight.where}: {k} columns, expected an even number")
-    zeros = None
-    if scheme.symmetric:
-        _refuse_zeros(linear)
-    else:
-        zeros = _packed_zeros(scheme, linear, n, groups)
-    fmt = Int4(scheme.symmetric, scheme.group or "row", DTYPES[linear.scale.dtype])
-    shape = (n, groups) if scheme.group else (n,)
-
-    def make() -> Mapping[str, np.ndarray]:
-        codes = np.ascontiguousarray(linear.weight.array).view(np.uint8)[:, : k // 2]
-        # Int4 has no scale for a whole matrix: every row repeats it.
-        scales = np.broadcast_to(linear.scale.array.reshape(-1, groups), (n, groups))
-        planes = {"codes": codes, "scales": scales.reshape(shape)}
-        return planes if zeros is None else {**planes, "zeros": zeros().reshape(shape)}
-
-    return lazy_tensor((n, k), fmt, make, linear.weight.where)
 
 
 def _packed_zeros(
@@ -306,9 +278,8 @@ def _packed_zeros(
         raise FormatError(f"{linear.weight.where}: not symmetric, but weight_zero_point is missing")
     if scheme.strategy == "tensor":
         zero.expect(("I8",), (1,), (), (1, 1))
-        return lambda: np.broadcast_to(
-            zero.array.reshape(1, 1).view(np.uint8) + np.uint8(8), (n, 1)
-        )
+        one = zero.array.reshape(1, 1).view(np.uint8)
+        return lambda: np.broadcast_to(one + np.uint8(8), (n, 1))
     zero.expect(("I32",), (-(-n // 8), groups))
     return lambda: unpacked(transposed_bytes(zero.array).view(np.int32), 4).T[:n]
 
@@ -317,19 +288,15 @@ def _integers(scheme: _Scheme, linear: _Linear) -> Stored:
     linear.weight.expect(("I8",))
     n, k = linear.weight.matrix()
     _, columns = _check_groups(scheme, linear, n, k)
+    linear.refuse_zeros()
+    codes = linear.weight.array
     if columns is not None:
-        codes = linear.weight.array.view(np.uint8)
-        return _unordered(linear, (n, k), columns, lambda: codes ^ np.uint8(0x80), None, 8)
-    _refuse_zeros(linear)
+        middle = np.uint8(0x80)
+        return _unordered(linear, (n, k), columns, lambda: codes.view(np.uint8) ^ middle, None, 8)
     fmt = Int8(scheme.scope, DTYPES[linear.scale.dtype])
     shape = fmt.planes((n, k))["scales"].shape
-    planes = {"codes": linear.weight.array, "scales": linear.scale.array.reshape(shape)}
+    planes = {"codes": codes, "scales": linear.scale.array.reshape(shape)}
     return stored_tensor((n, k), fmt, planes, linear.weight.where)
-
-
-def _floats(scheme: _Scheme, linear: _Linear) -> Stored:
-    _refuse_zeros(linear)
-    return fp8_tensor(linear.weight, linear.scale, (_SCOPES[scheme.strategy],))
 
 
 def _mxfp4(scheme: _Scheme, linear: _Linear) -> Stored:
@@ -350,8 +317,7 @@ def _check_groups(
 ) -> tuple[int, np.ndarray | None]:
     """Check the scales of integer codes and the order of the columns.
 
-    Returns:
-        The groups of a row, and the group of each column if these are in activation order.
+    Returns the groups of a row, and the group of each column if these are in activation order.
     """
     groups = -(-k // scheme.group) if scheme.group else 1
     tensor = scheme.strategy == "tensor"
@@ -361,12 +327,3 @@ def _check_groups(
     if linear.g_idx is None or (linear.g_idx.array == -1).all():
         return groups, None
     return groups, activation_order(linear.g_idx, k, scheme.group)
-
-
-def _refuse_zeros(linear: _Linear) -> None:
-    """Old writers store the zero points of symmetric codes as well; they must be zero."""
-    if linear.zero is not None and linear.zero.array.any():
-        raise FormatError(f"{linear.zero.where}: not zero, but its config group is symmetric")
-
-
-_READERS = {_PACKED: _packed, _INT: _integers, _FLOAT: _floats, _MXFP4: _mxfp4}

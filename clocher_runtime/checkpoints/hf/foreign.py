@@ -1,4 +1,4 @@
-"""What a directory holds in place of weights that are read, and the way out of it."""
+"""Why a path is no model that can be opened, what it is instead, and what to give."""
 
 import fnmatch
 import os
@@ -12,29 +12,35 @@ from typing import Any
 from msgspec import Struct
 
 from clocher_kernels.errors import ModelError, ModelNotFound, UnsupportedModel
-from clocher_runtime.checkpoints.hf.cache import published_as, repository_of
+from clocher_runtime.checkpoints.gguf.parts import SUFFIX
+from clocher_runtime.checkpoints.hf.cache import published_as, repositories, repository_of
+from clocher_runtime.checkpoints.iebin import JSON_NAME
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.schema import given, read_as
 from clocher_runtime.disk.strict_json import parse_object
 
 ADAPTER_CONFIG = "adapter_config.json"
+CONFIG = "config.json"
+SUBFOLDERS = ("", "hf", "hf/original", "original")
+_SHOWN = 5
+_MOST_MODELS = 1000
 _MOST_NAMES = 10_000
 _MAX_ADAPTER_BYTES = 1_000_000
 _FETCH = "fetch the model's safetensors (`clocher pull OWNER/NAME`), or a GGUF file"
-_OTHERS = (
-    ("model_index.json", "a diffusers pipeline, which makes pictures", "give a language model"),
-    ("*.onnx", "an ONNX model", _FETCH),
-    ("onnx", "an ONNX model", _FETCH),
-    ("openvino_model.xml", "an OpenVINO model", _FETCH),
-    ("tf_model*.h5", "TensorFlow weights", _FETCH),
-    ("saved_model.pb", "TensorFlow weights", _FETCH),
-    ("flax_model*.msgpack", "Flax weights", _FETCH),
-    ("weights*.npz", "weights of an old MLX", _FETCH),
-    ("qmodel.pt", "an HQQ model", _FETCH),
-    ("quanto_qmap.json", "a model that quanto quantised", _FETCH),
-    ("*.nemo", "a NeMo archive", _FETCH),
-    ("*.mlpackage", "a Core ML model", _FETCH),
-)
+_OTHERS = {
+    "model_index.json": "a diffusers pipeline, which makes pictures",
+    "*.onnx": "an ONNX model",
+    "onnx": "an ONNX model",
+    "openvino_model.xml": "an OpenVINO model",
+    "tf_model*.h5": "TensorFlow weights",
+    "saved_model.pb": "TensorFlow weights",
+    "flax_model*.msgpack": "Flax weights",
+    "weights*.npz": "weights of an old MLX",
+    "qmodel.pt": "an HQQ model",
+    "quanto_qmap.json": "a model that quanto quantised",
+    "*.nemo": "a NeMo archive",
+    "*.mlpackage": "a Core ML model",
+}
 _METHODS = {
     "torchao": "torchao weights",
     "hqq": "HQQ weights",
@@ -64,11 +70,7 @@ class _Adapter(Struct):
 
 
 def listed(directory: Path) -> list[str]:
-    """Return the names in a directory, in order; a very large one is cut off.
-
-    Raises:
-        ModelNotFound: it cannot be listed.
-    """
+    """Return the names in a directory, in order; a very large one is cut off."""
     try:
         with os.scandir(directory) as entries:
             found = zip(entries, range(_MOST_NAMES), strict=False)
@@ -78,16 +80,18 @@ def listed(directory: Path) -> list[str]:
 
 
 def foreign_weights(directory: Path) -> ModelError | None:
-    """Return the error for a directory whose weights are another program's, None if none is known.
-
-    Raises:
-        ModelNotFound: it cannot be listed.
-    """
+    """Return the error for a directory whose weights are another program's, None if unknown."""
     names = listed(directory)
     if ADAPTER_CONFIG in names or "adapter_model.safetensors" in names:
-        return _adapter(directory)
-    for pattern, what, way_out in _OTHERS:
+        named = base_of(directory)
+        base = repr(named) if named else "its base"
+        return UnsupportedModel(
+            f"{directory}: a LoRA adapter of {base}, not a model; give that, and the adapter with "
+            f"it: clocher chat {shlex.quote(named or 'BASE')} --lora {shlex.quote(str(directory))}"
+        )
+    for pattern, what in _OTHERS.items():
         if found := fnmatch.filter(names, pattern):
+            way_out = "give a language model" if "pictures" in what else _FETCH
             return UnsupportedModel(f"{directory}: {found[0]} is {what}, not read here; {way_out}")
     return None
 
@@ -97,9 +101,9 @@ def no_weights(directory: Path) -> ModelError:
     names = listed(directory)
     if any(fnmatch.fnmatch(name, "pytorch_model*.bin") for name in names):
         return UnsupportedModel(
-            f"{directory}: only pickled weights (pytorch_model*.bin), which can run code. Clocher "
-            "never unpickles; `clocher convert` and `clocher quantize` follow them: make a model "
-            "with one of them, or convert to safetensors"
+            f"{directory}: only pickled weights (pytorch_model*.bin), which are not run from; "
+            "`clocher convert` and `clocher quantize` read them with torch's restricted unpickler: "
+            "make a model with one of them, or convert to safetensors"
         )
     weights = [name for name in names if name.endswith(".safetensors")]
     dangling = [name for name in weights if not os.path.exists(directory / name)]
@@ -117,11 +121,10 @@ def no_weights(directory: Path) -> ModelError:
             f"{directory}: {looked}, though {len(shards)} of {int(shards[0][2])} weight files are; "
             f"{unfinished(directory)}"
         )
-    other = [name for name in names if name.endswith(".safetensors")]
-    if other:
+    if weights:
         return UnsupportedModel(
-            f"{directory}: {looked}, but {other[0]}, whose names are of another program; give the "
-            "directory of the model as transformers saves it"
+            f"{directory}: {looked}, but {weights[0]}, whose names are of another program; give "
+            "the directory of the model as transformers saves it"
         )
     return ModelNotFound(f"{directory}: {looked}; {unfinished(directory)}")
 
@@ -142,19 +145,14 @@ def unfinished(directory: Path) -> str:
     """Return what to do about a directory that lacks files."""
     repo = repository_of(directory)
     if repo is None:
-        return "fetch the files that are missing; `clocher pull OWNER/NAME --out-dir DIR` goes on"
-    return f"a download that did not end; `clocher pull {repo}` goes on with it"
+        return "fetch the files that are missing; `clocher pull OWNER/NAME --out-dir DIR` resumes"
+    return f"an unfinished download; `clocher pull {repo}` resumes it"
 
 
 def foreign_quantisation(config: Mapping[str, Any], where: str) -> UnsupportedModel | None:
     """Return the error for a config.json whose weights another program quantised in its own way.
 
-    Args:
-        config: its contents.
-        where: whose, for messages.
-
-    Returns:
-        None: none of those that are known says so.
+    Returns None: none of those that are known says so.
     """
     what = _quantised_by(config)
     if what is None:
@@ -185,12 +183,7 @@ def _quantised_by(config: Mapping[str, Any]) -> str | None:
 
 
 def no_model_file(path: Path, head: bytes) -> ModelError:
-    """Return the error for a file that is no model by itself.
-
-    Args:
-        path: a regular file.
-        head: its first `HEAD_BYTES`, or all.
-    """
+    """Return the error for a file that is no model by itself."""
     name = path.name.lower()
     if head.startswith(b"GGUF"):
         return UnsupportedModel(
@@ -240,10 +233,69 @@ def base_of(directory: Path) -> str:
     return config.base_model_name_or_path[:100]
 
 
-def _adapter(directory: Path) -> ModelError:
-    named = base_of(directory)
-    base = repr(named) if named else "its base"
-    return UnsupportedModel(
-        f"{directory}: a LoRA adapter of {base}, not a model; give that, and the adapter with it: "
-        f"clocher chat {shlex.quote(named or 'BASE')} --lora {shlex.quote(str(directory))}"
-    )
+def holds_model(directory: Path) -> bool:
+    """Return whether a directory has what every model has; no file is opened."""
+    markers = [JSON_NAME, *(str(Path(folder, CONFIG)) for folder in SUBFOLDERS)]
+    if any(os.path.isfile(directory / marker) for marker in markers):
+        return True
+    try:
+        return any(name.lower().endswith(SUFFIX) for name in listed(directory))
+    except ModelNotFound:
+        return False
+
+
+def no_model(path: Path) -> ModelError:
+    """Return the error for a path that holds no model."""
+    if os.path.isfile(path):
+        return no_model_file(path, _head(path))
+    if os.path.exists(path) and not os.path.isdir(path):
+        return ModelNotFound(f"{path}: not a regular file; give the directory of a model")
+    if not os.path.isdir(path):
+        return ModelNotFound(_looked(path))
+    names = listed(path)
+    again = f"; {unfinished(path)}" if repository_of(path) else ""
+    if foreign := foreign_weights(path):
+        return foreign
+    if inner := repositories(path):
+        return ModelNotFound(f"{path}: a cache of the Hub; name a model of it: {_some([*inner])}")
+    if (repo := repository_of(path / "snapshots" / "x")) and "snapshots" in names:
+        return ModelNotFound(f"{path}: the Hub's folder of {repo}; give the name {repo}")
+    weights = [name for name in names if name.endswith(".safetensors")]
+    if weights:
+        return ModelNotFound(
+            f"{path}: {weights[0]}, but no {CONFIG}; put that of the model there, or give the "
+            f"directory that has both{again}"
+        )
+    pickled = [n for n in names if fnmatch.fnmatch(n, "*.bin") or n.endswith((".pt", ".pth"))]
+    if raw := next((path / n for n in pickled if is_llama2c(_head(path / n))), None):
+        return no_model_file(raw, _head(raw))
+    if pickled:
+        return ModelNotFound(
+            f"{path}: {pickled[0]}, but no {CONFIG}; pickled weights are not opened: give the "
+            "directory of the model in safetensors, or a GGUF file"
+        )
+    models = [str(path / name) for name in names[:_MOST_MODELS] if holds_model(path / name)]
+    if models:
+        return ModelNotFound(
+            f"{path}: no model, but {len(models)} below it: {_some(models)}; give one of them"
+        )
+    if not names:
+        return ModelNotFound(f"{_looked(path)}; the directory is empty{again}")
+    return ModelNotFound(_looked(path) + again)
+
+
+def _head(path: Path) -> bytes:
+    if not os.path.isfile(path):
+        return b""
+    with path.open("rb") as file:
+        return file.read(HEAD_BYTES)
+
+
+def _looked(path: Path) -> str:
+    looked = ", ".join([JSON_NAME, *(str(Path(folder, CONFIG)) for folder in SUBFOLDERS)])
+    return f"{path}: no model there; looked for {looked}, *{SUFFIX}"
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

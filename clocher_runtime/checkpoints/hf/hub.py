@@ -1,6 +1,6 @@
 """Getting models from the Hugging Face hub: planned here, fetched by huggingface_hub, checked here.
 
-The library is imported late: it is slow to load, and nobody who has the model needs it. Its own
+The library is imported late: it is slow to load, and only downloads need it. Its own
 variables hold: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE.
 Source: https://huggingface.co/docs/huggingface_hub/guides/download.
 """
@@ -14,15 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from clocher_kernels.errors import (
-    ClocherError,
-    FormatError,
-    ModelError,
-    ModelNotFound,
-    UsageError,
-)
+from clocher_kernels.errors import ClocherError, FormatError, ModelError, ModelNotFound, UsageError
 from clocher_runtime.checkpoints.hf.cache import REPO, published_as
 from clocher_runtime.disk.output_file import check_free
 
@@ -30,15 +24,8 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling
 
 PATTERNS = (
-    "*.json",
-    "*.jinja",
-    "*.txt",
-    "*.model",
-    "LICENSE*",
-    "README.md",
-    "USAGE_POLICY",
-    "model*.safetensors",
-    "adapter_model.safetensors",
+    *("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "README.md", "USAGE_POLICY"),
+    *("model*.safetensors", "adapter_model.safetensors"),
 )
 """What is downloaded. Weights in safetensors alone: the hub's pickled files are never needed."""
 
@@ -50,47 +37,32 @@ _SECRET = re.compile(r"hf_[A-Za-z0-9]{8,}|(?<=Bearer )\S+|(?<=://)[^/@\s]+(?=@)"
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """One file of a revision.
-
-    Attributes:
-        name: its path in the repository.
-        nbytes: its size.
-        sha256: its SHA-256 if the hub knows it (large files), else "".
-        blob: otherwise the SHA-1 that git knows it by.
-    """
+    """One file of a revision: its path there, its size, its SHA-256 or else git's SHA-1."""
 
     name: str
     nbytes: int
-    sha256: str
-    blob: str
+    digest: str
 
     def matches(self, path: Path) -> bool:
         """Return whether a file on the disk is this one, by its size and hash."""
         if not os.path.isfile(path) or path.stat().st_size != self.nbytes:
             return False
+        of_git = len(self.digest) == 40
+        hasher = hashlib.sha1(usedforsecurity=False) if of_git else hashlib.sha256()
+        if of_git:
+            hasher.update(f"blob {self.nbytes}\0".encode())
         with path.open("rb") as stream:
-            digest = hashlib.file_digest(stream, self._hasher).hexdigest()
-        return digest == (self.sha256 or self.blob)
-
-    def _hasher(self) -> Any:
-        if self.sha256:
-            return hashlib.sha256()
-        return hashlib.sha1(f"blob {self.nbytes}\0".encode(), usedforsecurity=False)
+            return hashlib.file_digest(stream, lambda: hasher).hexdigest() == self.digest
 
 
 @dataclass(frozen=True, slots=True)
 class Download:
     """A revision whose files can be fetched.
 
-    Attributes:
-        repo: "owner/name".
-        revision: branch, tag or commit that was asked for.
-        commit: what it is now.
-        directory: where the files will be; None for the hub's cache.
-        files: what is wanted.
-        missing: those of it that are not there in the right size.
-        nbytes: bytes that are still to come.
-        free_bytes: bytes that the disk has for them.
+    `repo`: "owner/name"; `revision`: branch, tag or commit that was asked for; `commit`: what it is
+    now; `directory`: where the files will be; None for the hub's cache; `files`: what is wanted;
+    `missing`: those of it that are not there in the right size; `nbytes`: bytes that are still to
+    come; `free_bytes`: bytes that the disk has for them.
     """
 
     repo: str
@@ -105,17 +77,8 @@ class Download:
     def run(self, checking: Callable[[str], None] | None = None) -> Path:
         """Fetch what is missing, with the library's progress bars, and check all of it.
 
-        Args:
-            checking: called with the name of each file before it is hashed.
-
-        Returns:
-            The directory of the files.
-
-        Raises:
-            ConnectionError: the hub cannot be reached any more. The files that are whole stay.
-            OSError: the disk is full or cannot be written.
-            FormatError: files are not what the hub lists; they are removed.
-            ModelNotFound: the files are not public, and there is no access to them.
+        `checking`: called with the name of each file before it is hashed. Returns the directory of
+        the files. Raises ConnectionError, OSError, FormatError, ModelNotFound.
         """
         import huggingface_hub
 
@@ -142,7 +105,7 @@ class Download:
         if wrong:
             raise FormatError(
                 f"{folder}: not what the hub lists, and removed: {', '.join(wrong)}; run it again "
-                "to fetch them anew"
+                "to fetch them again"
             )
         return Path(folder)
 
@@ -156,18 +119,9 @@ def plan_download(
 ) -> Download:
     """Ask the hub what a revision holds, and check that the disk has room.
 
-    Args:
-        repo: "owner/name".
-        directory: where the files will be; None for the hub's cache.
-        patterns: shell patterns of the wanted files; one without "/" is for the top folder only.
-        revision: branch, tag or commit.
-        subject: how messages begin; "": with the name.
-
-    Raises:
-        UsageError: the name is not one, no file matches, or HF_HUB_OFFLINE forbids the network.
-        ModelNotFound: there is no such repository or revision, or no access to it.
-        OSError: the hub cannot be reached, or the disk is too small.
-        ModelError: the hub's answer makes no sense.
+    `patterns`: shell patterns of the wanted files; one without "/" is for the top folder only;
+    `subject`: how messages begin; "": with the name. Raises UsageError, ModelNotFound, OSError,
+    ModelError.
     """
     import huggingface_hub
     from huggingface_hub.constants import HF_HUB_CACHE
@@ -191,11 +145,7 @@ def local_or_fetched(path: Path) -> Path:
 
     What is downloaded lies in the hub's cache. Without a network what lies there already will do.
 
-    Args:
-        path: a directory, or "owner/name" of a repository on the hub.
-
-    Raises:
-        ModelError, UsageError, OSError: as `plan_download` and `Download.run`.
+    Raises ModelError, UsageError, OSError.
     """
     name = path.as_posix()
     if not path.exists() and (repo := published_as(name)):
@@ -220,34 +170,26 @@ def local_or_fetched(path: Path) -> Path:
 def stored_hashes(folder: Path) -> list[HubFile]:
     """Return the files of a download with the hashes that the hub gave them. No network is used.
 
-    Args:
-        folder: a snapshot of the cache, whose links name the hashes, or a directory that was
-            downloaded to, where the library keeps them in `.cache/huggingface/download`.
+    `folder`: a snapshot of the cache, whose links name the hashes, or a directory that was
+    downloaded to, where the library keeps them in `.cache/huggingface/download`.
     """
     kept = folder / ".cache" / "huggingface" / "download"
     tags: dict[str, str] = {}
     if kept.is_dir():
         for path in sorted(kept.rglob("*.metadata")):
             name = path.relative_to(kept).as_posix().removesuffix(".metadata")
-            tags[name] = _second_line(path)
+            with path.open("rb") as file:
+                lines = file.read(_METADATA_BYTES).decode("ascii", "replace").splitlines()
+            tags[name] = lines[1].strip() if len(lines) > 1 else ""
     else:
         for path in sorted(folder.rglob("*")):
             if path.is_symlink():
                 tags[path.relative_to(folder).as_posix()] = os.readlink(path).rpartition("/")[2]
-    files = []
-    for name, tag in tags.items():
-        if _DIGEST.fullmatch(tag):
-            path = folder / name
-            size = os.path.getsize(path) if os.path.isfile(path) else -1
-            sha256, blob = (tag, "") if len(tag) == 64 else ("", tag)
-            files.append(HubFile(name, size, sha256, blob))
-    return files
-
-
-def _second_line(path: Path) -> str:
-    with path.open("rb") as file:
-        lines = file.read(_METADATA_BYTES).decode("ascii", "replace").splitlines()
-    return lines[1].strip() if len(lines) > 1 else ""
+    sizes = {
+        name: os.path.getsize(folder / name) if os.path.isfile(folder / name) else -1
+        for name in tags
+    }
+    return [HubFile(n, sizes[n], tag) for n, tag in tags.items() if _DIGEST.fullmatch(tag)]
 
 
 def _nothing_matches(repo: str, patterns: Sequence[str], siblings: Sequence["RepoSibling"]) -> str:
@@ -281,20 +223,17 @@ def _wanted(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _hub_file(item: "RepoSibling", repo: str) -> HubFile:
-    name, nbytes, blob = item.rfilename, item.size, item.blob_id or ""
-    sha256 = item.lfs.sha256 if item.lfs else ""
-    sound = (
-        name.isprintable()
-        and "\\" not in name
-        and not {"", ".", ".."} & set(name.split("/"))
-        and type(nbytes) is int
-        and nbytes >= 0
-        and re.fullmatch("[0-9a-f]{64}|", str(sha256))
-        and (sha256 or re.fullmatch("[0-9a-f]{40}", str(blob)))
-    )
-    if not sound:
-        raise ModelError(f"{repo}: the hub describes {name!r:.80} in a way that is not known")
-    return HubFile(name, int(nbytes or 0), sha256, blob)
+    name, nbytes = item.rfilename, item.size
+    digest = str(item.lfs.sha256 if item.lfs else item.blob_id)
+    printable = name.isprintable() and "\\" not in name
+    if (
+        not printable
+        or {"", ".", ".."} & set(name.split("/"))
+        or (type(nbytes) is not int or nbytes < 0)
+        or not re.fullmatch("[0-9a-f]{64}" if item.lfs else "[0-9a-f]{40}", digest)
+    ):
+        raise ModelError(f"{repo}: the hub's description of {name!r:.80} is not understood")
+    return HubFile(name, nbytes, digest)
 
 
 @contextmanager

@@ -40,19 +40,16 @@ from clocher_runtime.checkpoints.checkpoint import (
     stored_tensor,
 )
 from clocher_runtime.checkpoints.hf.arrays import FLOATS, StoredArray
-from clocher_runtime.checkpoints.hf.checkpoint import HfFolder
 from clocher_runtime.checkpoints.hf.foreign import ADAPTER_CONFIG
-from clocher_runtime.disk.safetensors_file import DTYPES, SafetensorsFile
+from clocher_runtime.checkpoints.hf.shards import HfFolder, read_safetensors
+from clocher_runtime.disk.safetensors_file import DTYPES
 from clocher_runtime.disk.schema import given, one_of, read_as
 from clocher_runtime.models.inventory import EMBED, HEAD
 
 WEIGHTS = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
-_PARTS = {
-    ".lora_A.weight": ".lora_B.weight",
-    ".lora_embedding_A": ".lora_embedding_B",
-}
+_PARTS = {".lora_A.weight": ".lora_B.weight", ".lora_embedding_A": ".lora_embedding_B"}
 _ROWS = 1024
 # Other arithmetic than W + s * (B @ A), by the setting that asks for it.
 _OTHER = {
@@ -91,10 +88,8 @@ class _Config(Struct):
 class _Delta:
     """What is added to a tensor: scale * (B @ A).
 
-    Attributes:
-        a: A [r, K], or [r, V] of an embedding.
-        b: B [N, r], or [H, r].
-        is_embedding: whether the product is added transposed.
+    `a`: A [r, K], or [r, V] of an embedding; `b`: B [N, r], or [H, r]; `is_embedding`: whether the
+    product is added transposed.
     """
 
     a: StoredArray
@@ -130,35 +125,32 @@ class _Delta:
 def with_lora(base: Checkpoint, directory: Path) -> Checkpoint:
     """Return a model with an adapter added to its weights, when each is loaded.
 
-    Args:
-        base: a checkpoint with float weights where the adapter changes them.
-        directory: holds adapter_config.json and adapter_model.safetensors.
-
-    Raises:
-        ModelNotFound: it is no adapter.
-        UnsupportedModel: it asks for other arithmetic, or changes quantised weights.
-        FormatError: a file is damaged, or the adapter is of another model.
+    `base`: a checkpoint with float weights where the adapter changes them. Raises ModelNotFound,
+    UnsupportedModel, FormatError.
     """
     config = _read_config(directory)
-    file = SafetensorsFile(HfFolder(directory).member(WEIGHTS))
-    where = f"{file.file.path}: tensor"
-    arrays = {
-        name: StoredArray(info.dtype, file.view(name), f"{where} {name!r}")
-        for name, info in file.tensors.items()
-    }
+    arrays, file = read_safetensors(HfFolder(directory).member(WEIGHTS))
     deltas, whole = _recognised(arrays, config)
     tensors = dict(base.tensors)
-    _check_tied(base, {*deltas, *whole}, directory)
-    for name, array in whole.items():
-        tensors[name] = _replacement(base, name, array)
-    for name, delta in deltas.items():
-        tensors[name] = _merged(base, name, tensors.get(name), delta)
     changed = deltas.keys() | whole.keys()
+    tied = base.config.get("tie_word_embeddings") is True and HEAD not in base.tensors
+    if tied and EMBED in changed and HEAD not in changed:  # no file says what the head becomes
+        raise UnsupportedModel(
+            f"{directory}: changes {EMBED}, which is the head of its base as well "
+            f"(tie_word_embeddings); {_MERGE}"
+        )
+    for name, array in whole.items():  # modules_to_save
+        known = _of_base(base, name, array)
+        array.expect(FLOATS, known.shape)
+        fmt = Float(DTYPES[array.dtype])
+        tensors[name] = stored_tensor(known.shape, fmt, {"data": array.array}, array.where)
+    for name, delta in deltas.items():
+        tensors[name] = _merged(base, name, delta)
     note = f"{directory}: LoRA, added to {len(deltas)} tensors as they are loaded"
     return replace(
         base,
         tensors=tensors,
-        files=(*base.files, file.file),
+        files=(*base.files, file),
         hashes={name: known for name, known in base.hashes.items() if name not in changed},
         notes=(*base.notes, note + (f"; {len(whole)} are its own" if whole else "")),
     )
@@ -231,31 +223,9 @@ def _base_name(name: str, stored: StoredArray) -> str:
     return text_name(name.removeprefix(_PREFIX))
 
 
-def _check_tied(base: Checkpoint, changed: set[str], directory: Path) -> None:
-    """Refuse a changed embedding where it is the head too: what becomes of that, no file says."""
-    tied = base.config.get("tie_word_embeddings") is True and HEAD not in base.tensors
-    if tied and EMBED in changed and HEAD not in changed:
-        raise UnsupportedModel(
-            f"{directory}: changes {EMBED}, which is the head of its base as well "
-            f"(tie_word_embeddings); {_MERGE}"
-        )
-
-
-def _replacement(base: Checkpoint, name: str, array: StoredArray) -> Stored:
-    """Return a tensor that the adapter has whole (modules_to_save)."""
-    known = base.tensors.get(name) or (base.tensors.get(EMBED) if name == HEAD else None)
-    if known is None:
-        raise _no_place(base, name, array)
-    array.expect(FLOATS, known.shape)
-    planes = {"data": array.array}
-    return stored_tensor(known.shape, Float(DTYPES[array.dtype]), planes, array.where)
-
-
-def _merged(base: Checkpoint, name: str, stored: Stored | None, delta: _Delta) -> LazyTensor:
-    """Return a tensor with something added; a head that is the embedding becomes one of its own."""
-    found = stored or (base.tensors.get(EMBED) if name == HEAD else None)
-    if found is None:
-        raise _no_place(base, name, delta.a)
+def _merged(base: Checkpoint, name: str, delta: _Delta) -> LazyTensor:
+    """Return a tensor with something added."""
+    found = _of_base(base, name, delta.a)
     if not isinstance(found.format, Float):
         raise UnsupportedModel(
             f"{base.path}: {name} is {found.format.name}; a LoRA adapter is added to floats: give "
@@ -269,9 +239,13 @@ def _merged(base: Checkpoint, name: str, stored: Stored | None, delta: _Delta) -
     return lazy_tensor(found.shape, found.format, partial(delta.planes_of, found), delta.a.where)
 
 
-def _no_place(base: Checkpoint, name: str, stored: StoredArray) -> FormatError:
-    return FormatError(
-        f"{stored.where}: {base.path} has no tensor {name}: either the adapter is of another "
-        "model, or it changes what Clocher keeps in another form (fused projections, single "
-        f"experts), and then {_MERGE}"
-    )
+def _of_base(base: Checkpoint, name: str, stored: StoredArray) -> Stored:
+    """Return a tensor of the base; a head that is the embedding becomes one of its own."""
+    found = base.tensors.get(name) or (base.tensors.get(EMBED) if name == HEAD else None)
+    if found is None:
+        raise FormatError(
+            f"{stored.where}: {base.path} has no tensor {name}: either the adapter is of another "
+            "model, or it changes what Clocher keeps in another form (fused projections, single "
+            f"experts), and then {_MERGE}"
+        )
+    return found

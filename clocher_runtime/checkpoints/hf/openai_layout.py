@@ -1,18 +1,7 @@
 """gpt-oss as OpenAI publishes it in `original/`: other keys of config.json, other names of tensors.
 
-    embedding.weight                        model.embed_tokens.weight
-    unembedding.weight, norm.scale          lm_head.weight, model.norm.weight
-    block.N.attn.norm.scale                 model.layers.N.input_layernorm.weight
-    block.N.attn.qkv.weight, .bias          rows of q_proj, then k_proj, then v_proj
-    block.N.attn.out.weight, .bias          self_attn.o_proj
-    block.N.attn.sinks                      self_attn.sinks
-    block.N.mlp.norm.scale                  post_attention_layernorm.weight
-    block.N.mlp.gate.weight, .bias          mlp.router
-    block.N.mlp.mlp1_weight.blocks, .scales mlp.experts.gate_up_proj, gate and up rows alternating
-    block.N.mlp.mlp2_weight.blocks, .scales mlp.experts.down_proj
-    block.N.mlp.mlp1_bias, mlp2_bias        the biases of these two
-
-The numbers are the same ones, so no byte is changed. Source: github.com/openai/gpt-oss,
+The rows of q, k and v are one tensor, and gate and up rows of experts alternate, as in Hugging
+Face's. The numbers are the same ones, so no byte is changed. Source: github.com/openai/gpt-oss,
 gpt_oss/torch/model.py (ModelConfig, AttentionBlock) and weights.py.
 """
 
@@ -26,7 +15,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from clocher_kernels.errors import FormatError
-from clocher_runtime.checkpoints.hf.arrays import Arrays, StoredArray
+from clocher_runtime.checkpoints.hf.arrays import Arrays
 from clocher_runtime.disk.schema import read_as
 
 _Size = Annotated[int, Meta(ge=1, le=1 << 30)]
@@ -60,6 +49,10 @@ _OF_LAYER = {
     "mlp.mlp2_weight.scales": "mlp.experts.down_proj_scales",
     "mlp.mlp2_bias": "mlp.experts.down_proj_bias",
 }
+_SAME = (
+    *("num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "sliding_window", "swiglu_limit"),
+)
 _BLOCK = re.compile(r"block\.([0-9]{1,4})\.(.+)", re.ASCII)
 _QKV = re.compile(r"attn\.qkv\.(weight|bias)", re.ASCII)
 
@@ -89,15 +82,7 @@ def is_openai(config: Mapping[str, Any]) -> bool:
 
 
 def canonical_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return OpenAI's config.json as transformers would spell it.
-
-    Args:
-        config: its contents.
-        where: the file, for messages.
-
-    Raises:
-        FormatError: a key is missing, or out of range.
-    """
+    """Return OpenAI's config.json as transformers would spell it; raises FormatError."""
     own = read_as(config, _Config, where)
     kinds = ("sliding_attention", "full_attention")
     rope: dict[str, Any] = {"rope_theta": own.rope_theta, "rope_type": "default"}
@@ -113,18 +98,10 @@ def canonical_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     found = {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
-        "num_hidden_layers": own.num_hidden_layers,
         "layer_types": [kinds[layer % 2] for layer in range(own.num_hidden_layers)],
         "num_local_experts": own.num_experts,
         "num_experts_per_tok": own.experts_per_token,
-        "vocab_size": own.vocab_size,
-        "hidden_size": own.hidden_size,
-        "intermediate_size": own.intermediate_size,
-        "head_dim": own.head_dim,
-        "num_attention_heads": own.num_attention_heads,
-        "num_key_value_heads": own.num_key_value_heads,
-        "sliding_window": own.sliding_window,
-        "swiglu_limit": own.swiglu_limit,
+        **{name: getattr(own, name) for name in _SAME},
         "hidden_act": "silu",
         "attention_bias": True,
         "rms_norm_eps": _EPS,
@@ -141,19 +118,23 @@ def canonical_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 def canonical_arrays(arrays: Arrays, config: Mapping[str, Any]) -> Arrays:
     """Return OpenAI's arrays under the names of transformers; a name of neither stays.
 
-    Args:
-        arrays: by name, views of the mapped files.
-        config: what `canonical_config` returned.
-
-    Raises:
-        FormatError: fused rows are not as many as the heads need.
+    `arrays`: by name, views of the mapped files. Raises FormatError.
     """
     found: Arrays = {}
+    q, kv = (
+        config[f"num_{heads}_heads"] * config["head_dim"] for heads in ("attention", "key_value")
+    )
     for name, stored in arrays.items():
         block = _BLOCK.fullmatch(name)
         layer, inner = block.groups() if block else ("", "")
         if fused := _QKV.fullmatch(inner):
-            for part, rows in _split(stored, config).items():
+            if stored.array.ndim < 1 or stored.array.shape[0] != q + 2 * kv:
+                raise FormatError(
+                    f"{stored.where}: shape {list(stored.array.shape)}, expected {q} + {kv} + {kv} "
+                    "rows"
+                )
+            for part, start, count in (("q", 0, q), ("k", q, kv), ("v", q + kv, kv)):
+                rows = replace(stored, array=stored.array[start : start + count])
                 found[f"model.layers.{layer}.self_attn.{part}_proj.{fused[1]}"] = rows
         elif inner in _OF_LAYER:
             found[f"model.layers.{layer}.{_OF_LAYER[inner]}"] = stored
@@ -167,15 +148,3 @@ def tokenizer_above(directory: Path, of_openai: bool) -> Path | None:
     above = directory.parent / "tokenizer.json"
     own = os.path.lexists(directory / "tokenizer.json")
     return above if of_openai and not own and os.path.isfile(above) else None
-
-
-def _split(fused: StoredArray, config: Mapping[str, Any]) -> dict[str, StoredArray]:
-    """Return the rows of q, k and v, views of the fused ones."""
-    dim = config["head_dim"]
-    q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
-    if fused.array.ndim < 1 or fused.array.shape[0] != q + 2 * kv:
-        raise FormatError(
-            f"{fused.where}: shape {list(fused.array.shape)}, expected {q} + {kv} + {kv} rows"
-        )
-    rows = {"q": slice(0, q), "k": slice(q, q + kv), "v": slice(q + kv, q + 2 * kv)}
-    return {part: replace(fused, array=fused.array[cut]) for part, cut in rows.items()}

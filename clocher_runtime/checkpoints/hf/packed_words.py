@@ -27,8 +27,6 @@ awq/modules/linear/gemm.py and gemv.py, awq/utils/packing_utils.py.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -72,12 +70,7 @@ def _linears(source: Source) -> Iterator[_Linear]:
 
 
 def read_gptq(source: Source) -> Tensors:
-    """Return the tensors of a GPTQ checkpoint.
-
-    Raises:
-        UnsupportedModel: the settings or the order of the columns are not known here.
-        FormatError: the arrays contradict the settings or each other.
-    """
+    """Return the tensors of a GPTQ checkpoint; raises UnsupportedModel, FormatError."""
     bits = source.choice("bits", None, (2, 3, 4, 8), f"{REQUANTISE} with 4 or 8 bits")
     group = source.group_size()
     symmetric = source.choice("sym", True, (True, False))
@@ -102,94 +95,82 @@ def read_gptq(source: Source) -> Tensors:
         order = source.rest.get(f"{stem}.g_idx")
         if order is not None or act_order:
             order = source.claim(f"{stem}.g_idx", words)
-        linear = _Gptq(bits, symmetric, version == "gptq", group, words, zeros, scales, order)
-        tensors[f"{stem}.weight"] = linear.tensor()
+        arrays = (words, zeros, scales)
+        tensor = _gptq(bits, symmetric, version == "gptq", group, arrays, order)
+        tensors[f"{stem}.weight"] = tensor
     note_floats(source, tensors)
     if bits < 4:
         source.notes.append(f"codes of {bits} bits are held in 4, exactly; no format is narrower")
     return tensors
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Gptq:
-    """A linear X of GPTQ.
+def _gptq(
+    bits: int,
+    symmetric: bool,
+    version_1: bool,
+    group: int | None,
+    arrays: tuple[StoredArray, StoredArray, StoredArray],
+    order: StoredArray | None,
+) -> LazyTensor:
+    """Return the tensor of a linear X of GPTQ.
 
-    Attributes:
-        version_1: whether zero points are stored less one.
-        group: columns of a group; None: the row.
-        words: X.qweight; zeros: X.qzeros; scales: X.scales.
-        order: X.g_idx, if it has one.
+    `version_1`: whether zero points are stored less one; `group`: columns of a group; None: the
+    row; `arrays`: X.qweight, X.qzeros, X.scales; `order`: X.g_idx, if it has one.
     """
+    words, zeros, scales = arrays
+    rows, n = words.matrix()
+    k, left = divmod(rows * 32, bits)
+    if left or (bits == 3 and n % 32):
+        raise FormatError(f"{words.where}: shape {[rows, n]}; {bits}-bit codes fill 3 words of 32")
+    groups = -(-k // group) if group else 1
+    scales.expect(FLOATS, (groups, n))
+    zeros.expect(("I32",), (groups, -(-n * bits // 32)))
+    dtype, middle, largest = DTYPES[scales.dtype], 1 << (bits - 1), (1 << bits) - 1
 
-    bits: int
-    symmetric: bool
-    version_1: bool
-    group: int | None
-    words: StoredArray
-    zeros: StoredArray
-    scales: StoredArray
-    order: StoredArray | None
-
-    def tensor(self) -> LazyTensor:
-        """Check the arrays and return their tensor."""
-        rows, n = self.words.matrix()
-        k, left = divmod(rows * 32, self.bits)
-        if left or (self.bits == 3 and n % 32):
-            raise FormatError(
-                f"{self.words.where}: shape {[rows, n]}; {self.bits}-bit codes fill 3 words of 32"
-            )
-        groups = -(-k // self.group) if self.group else 1
-        self.scales.expect(FLOATS, (groups, n))
-        self.zeros.expect(("I32",), (groups, -(-n * self.bits // 32)))
-        columns = None
-        if self.order is not None:
-            columns = activation_order(self.order, k, self.group)
-        if columns is not None:
-            make = partial(self._floats, columns)
-            return lazy_tensor((n, k), Float("f32"), make, self.words.where)
-        scale = DTYPES[self.scales.dtype]
-        fmt: Int4 | Int8 = Int8(self.group or "row", scale)
-        if self.bits < 8:
-            fmt = Int4(self.symmetric, self.group or "row", scale)
-        return lazy_tensor((n, k), fmt, partial(self._planes, fmt), self.words.where)
-
-    def _planes(self, fmt: Int4 | Int8) -> Mapping[str, np.ndarray]:
-        """Repack; the planes of `Int4` or symmetric `Int8`."""
-        codes, zeros = transposed_bytes(self.words.array), self._zeros()
-        scales = _by_row(fmt, self.scales.array)
-        if isinstance(fmt, Int8):
-            return {"scales": scales, "codes": signed(codes)}
-        planes = {"scales": scales} | ({} if fmt.symmetric else {"zeros": _by_row(fmt, zeros)})
-        if self.bits < 4:
-            steps = unpacked(codes.view(np.int32), self.bits)
-            if fmt.symmetric:  # whose middle is 8
-                steps += np.uint8(8 - self._middle)
-            codes = fmt.pack(steps, scales)["codes"]
-        return {**planes, "codes": codes}
-
-    def _floats(self, columns: np.ndarray) -> Mapping[str, np.ndarray]:
-        steps = unpacked(transposed_bytes(self.words.array).view(np.int32), self.bits)
-        scales = to_f32(self.scales.array, DTYPES[self.scales.dtype])
-        return {"data": by_column(steps, self._zeros().T, scales.T, columns)}
-
-    @property
-    def _middle(self) -> int:
-        return 1 << (self.bits - 1)
-
-    def _zeros(self) -> np.ndarray:
-        """Return the zero points, u8 [G, N]."""
-        zeros = unpacked(self.zeros.array, self.bits)[:, : self.words.array.shape[1]]
-        largest = (1 << self.bits) - 1
-        if self.version_1:
-            if not self.symmetric and zeros.max() == largest:
+    def zero_points() -> np.ndarray:
+        """Return them, u8 [G, N]."""
+        found = unpacked(zeros.array, bits)[:, :n]
+        if version_1:
+            if not symmetric and found.max() == largest:
                 raise UnsupportedModel(
                     f"a zero point stored as {largest} in format gptq, where one reader takes "
                     f"{largest + 1} and another 0; save it as gptq_v2"
                 )
-            zeros = zeros + np.uint8(1)
-        if self.symmetric:
-            _check_middle(zeros, self._middle, "sym true; correct sym or checkpoint_format")
-        return zeros
+            found = found + np.uint8(1)
+        if symmetric:
+            _check_middle(found, middle, "sym true; correct sym or checkpoint_format")
+        return found
+
+    columns = None if order is None else activation_order(order, k, group)
+    if columns is not None:
+
+        def floats() -> Mapping[str, np.ndarray]:
+            steps = unpacked(transposed_bytes(words.array).view(np.int32), bits)
+            factors = to_f32(scales.array, dtype).T
+            return {"data": by_column(steps, zero_points().T, factors, columns)}
+
+        return lazy_tensor((n, k), Float("f32"), floats, words.where)
+    fmt: Int4 | Int8 = Int8(group or "row", dtype)
+    if bits < 8:
+        fmt = Int4(symmetric, group or "row", dtype)
+
+    def by_row(array: np.ndarray) -> np.ndarray:
+        """Return an array [G, N] as [N, G], or [N] if there is one group, the row."""
+        return array.reshape(-1) if fmt.group == "row" else np.ascontiguousarray(array.T)
+
+    def planes() -> Mapping[str, np.ndarray]:
+        codes, zero, factors = transposed_bytes(words.array), zero_points(), by_row(scales.array)
+        if isinstance(fmt, Int8):
+            return {"scales": factors, "codes": signed(codes)}
+        if bits < 4:
+            steps = unpacked(codes.view(np.int32), bits)
+            if symmetric:  # whose middle is 8
+                steps += np.uint8(8 - middle)
+            codes = fmt.pack(steps, factors)["codes"]
+        found = {"scales": factors, "codes": codes}
+        return found if symmetric else {**found, "zeros": by_row(zero)}
+
+    return lazy_tensor((n, k), fmt, planes, words.where)
 
 
 def _check_middle(zeros: np.ndarray, middle: int, says: str) -> None:
@@ -202,18 +183,8 @@ def _check_middle(zeros: np.ndarray, middle: int, says: str) -> None:
         )
 
 
-def _by_row(fmt: Int4 | Int8, array: np.ndarray) -> np.ndarray:
-    """Return an array [G, N] as [N, G], or [N] if there is one group, the row."""
-    return array.reshape(-1) if fmt.group == "row" else np.ascontiguousarray(array.T)
-
-
 def read_awq(source: Source) -> Tensors:
-    """Return the tensors of an AWQ checkpoint.
-
-    Raises:
-        UnsupportedModel: the settings are not known here.
-        FormatError: the arrays contradict the settings or each other.
-    """
+    """Return the tensors of an AWQ checkpoint; raises UnsupportedModel, FormatError."""
     source.choice("bits", 4, (4,), f"{REQUANTISE} with 4 bits")
     symmetric = not source.choice("zero_point", True, (True, False))
     version = source.settings.get("version") or source.settings.get("format") or "gemm"

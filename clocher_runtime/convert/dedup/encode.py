@@ -3,9 +3,9 @@
 Symbols are counted once and sizes compared; nothing is written for that.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -32,12 +32,11 @@ PIECE_ITEMS = UNIT * 16
 _COPY_BYTES = 1 << 24
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The bytes of a plane, or their XOR with those of another one."""
+class Source(NamedTuple):
+    """The bytes of a plane, u8 [nbytes], or their XOR with those of another one."""
 
-    data: np.ndarray  # the plane, u8 [nbytes]
-    base: np.ndarray | None = None  # the other one, or None
+    data: np.ndarray
+    base: np.ndarray | None = None
 
     def bytes(self, start: int, stop: int) -> np.ndarray:
         """Return a range of bytes, u8."""
@@ -55,8 +54,7 @@ class Choice:
     """How a plane will be stored, and what is needed for it."""
 
     plane: StoredPlane
-    # symbols of each stream, the most frequent first, u8; equal counts by value
-    tables: tuple[np.ndarray, ...] = ()
+    tables: tuple[np.ndarray, ...] = ()  # symbols of each stream, the most frequent first, u8
     unique: np.ndarray | None = None  # block number of each different block, in order
     index: np.ndarray | None = None  # for each block the position in `unique`, u32
 
@@ -69,10 +67,22 @@ def choose(raw: StoredPlane, source: Source) -> Choice:
     xor = source.base is not None
     found = [Choice(raw)]
     names = splits_of(raw.plane.dtype)
-    histogram = _histogram(SPLITS[names[0]].item, source)
+    item = SPLITS[names[0]].item
+    histogram = None  # how often each item occurs, where items have few enough values to count
+    if item.itemsize <= 2:
+        histogram = _tally(1 << 8 * item.itemsize, np.asarray, item, source)
     for name in names:
-        plane = replace(raw, mode="streams", xor=xor, split=name)
-        found.append(_split(plane, source, histogram))
+        streams, tables = [], []
+        for part in SPLITS[name].parts:
+            if histogram is None:
+                counts = _tally(1 << part.bits, part.cut, SPLITS[name].item, source)
+            else:
+                counts = _fold(part, histogram)
+            stream, table = choose_stream(counts, part.bits)
+            streams.append(stream)
+            tables.append(table)
+        plane = replace(raw, mode="streams", xor=xor, split=name, streams=tuple(streams))
+        found.append(Choice(plane, tuple(tables)))
     if (blocks := _blocks(replace(raw, mode="blocks", xor=xor), source)) is not None:
         found.append(blocks)
     best = min(found, key=lambda choice: choice.plane.stored_bytes)
@@ -80,34 +90,13 @@ def choose(raw: StoredPlane, source: Source) -> Choice:
     return best if small else Choice(raw)
 
 
-def _histogram(item: np.dtype, source: Source) -> np.ndarray | None:
-    """Return how often each item occurs, None if items have too many values to count."""
-    if item.itemsize > 2:
-        return None
-    total = np.zeros(1 << 8 * item.itemsize, np.int64)
+def _tally(
+    size: int, cut: Callable[[np.ndarray], np.ndarray], item: np.dtype, source: Source
+) -> np.ndarray:
+    """Return how often each of `size` symbols occurs that are cut out of a plane's items."""
+    total = np.zeros(size, np.int64)
     for piece in source.pieces(PIECE_ITEMS * item.itemsize):
-        total += np.bincount(piece.view(item), minlength=len(total))
-    return total
-
-
-def _split(plane: StoredPlane, source: Source, histogram: np.ndarray | None) -> Choice:
-    streams, tables = [], []
-    for part in SPLITS[plane.split].parts:
-        if histogram is None:
-            counts = _counts(part, SPLITS[plane.split].item, source)
-        else:
-            counts = _fold(part, histogram)
-        stream, table = choose_stream(counts, part.bits)
-        streams.append(stream)
-        tables.append(table)
-    return Choice(replace(plane, streams=tuple(streams)), tuple(tables))
-
-
-def _counts(part: Part, item: np.dtype, source: Source) -> np.ndarray:
-    """Return how often each symbol of a stream occurs."""
-    total = np.zeros(1 << part.bits, np.int64)
-    for piece in source.pieces(PIECE_ITEMS * item.itemsize):
-        total += np.bincount(part.cut(piece.view(item)), minlength=len(total))
+        total += np.bincount(cut(piece.view(item)), minlength=len(total))
     return total
 
 
@@ -123,7 +112,7 @@ def _fold(part: Part, histogram: np.ndarray) -> np.ndarray:
 def choose_stream(counts: np.ndarray, bits: int) -> tuple[Stream, np.ndarray]:
     """Return the smallest way to store a stream, and its table.
 
-    `counts`: how often each symbol occurs, [2^bits]; `bits`: bits of a symbol.
+    `counts`: how often each symbol occurs, [2^bits].
     """
     count = int(counts.sum())
     order = np.lexsort((np.arange(len(counts)), -counts))
@@ -207,8 +196,7 @@ def encode(
 ) -> None:
     """Append the parts of a plane to the files.
 
-    `choice`: how it is stored; `files`: the three files, by kind; `regions`: where its parts
-    belong: each file is padded up to there.
+    `regions`: where its parts belong: each file is padded up to there.
     """
     plane = choice.plane
     for region in regions:

@@ -7,9 +7,10 @@ valid: it is removed first and written last. `gains` says to people what came of
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,7 +37,7 @@ from clocher_runtime.checkpoints.dedup.reader import (
 from clocher_runtime.checkpoints.iebin import BIN_NAME, JSON_NAME, IebinIndex, read_index
 from clocher_runtime.convert.dedup.encode import Choice, Source, choose, encode
 from clocher_runtime.disk.files import MappedFile
-from clocher_runtime.disk.output_file import OutputFile, check_free, sync_directory, write_file
+from clocher_runtime.disk.output_file import check_free, sync_directory, write_file
 from clocher_runtime.disk.plane_index import Region, check_hashes
 from clocher_runtime.disk.plane_writer import PlaneWriter, Progress
 
@@ -49,11 +50,11 @@ class Deduplication:
     """What deduplicating a model will do and save; nothing has been written."""
 
     directory: Path  # where the model is, and where the output goes
-    index: IebinIndex  # model.ie.json
+    index: IebinIndex
     base: Artifact | None  # the model that it will build on
     choices: tuple[Choice, ...]  # how each plane will be stored
     regions: tuple[tuple[Region, ...], ...]  # where the parts of each plane will be
-    nbytes: int  # bytes that the output will take
+    nbytes: int  # of the output
 
     @property
     def worth_it(self) -> bool:
@@ -63,18 +64,30 @@ class Deduplication:
     def run(self, progress: Progress | None = None) -> None:
         """Write the output, whether it is worth it or not.
 
-        Raises FormatError: model.ie.bin is damaged; UsageError: somebody else is writing there;
-        OSError: the output cannot be written; nothing of it is left.
+        Raises FormatError: model.ie.bin is damaged; UsageError: somebody else is writing there; or
+        OSError.
         """
         check_free(self.directory / INDEX_NAME, self.nbytes)
         path = self.directory / INDEX_NAME
         paths = {kind: self.directory / FILE_NAMES[kind] for kind in KINDS}
+        source = None
+        if self.base is not None:
+            facts, name = self.base.index.bin, self.base.index.path.parent.resolve().name
+            source = Base(facts.nbytes, facts.sha256, name)
+        base, done = _Base(self.base), 0
         with PlaneWriter(paths) as writer:
-            self._write(writer.files, progress)
-            planes = tuple(choice.plane for choice in self.choices)
-            index = DedupIndex(self.index.bin, self._base(), writer.sync(), planes, self.regions)
+            stored = zip(self.choices, self.regions, strict=True)
+            planes = _planes(self.directory, self.index)
+            for (choice, regions), (plane, data) in zip(stored, planes, strict=True):
+                based = base.bytes(plane) if choice.plane.xor else None
+                encode(choice, Source(data, based), writer.files, regions)
+                done += plane.plane.nbytes
+                if progress:
+                    progress(done, plane.tensor)
+            chosen = tuple(choice.plane for choice in self.choices)
+            index = DedupIndex(self.index.bin, source, writer.sync(), chosen, self.regions)
             written = {kind: file.path for kind, file in writer.files.items()}
-            DedupFile(path, index, written, _Base(self.base).plane).verify()
+            DedupFile(path, index, written, base.plane).verify()
             try:
                 writer.publish(stale=[path])
                 write_file(path, index.text())
@@ -82,33 +95,14 @@ class Deduplication:
                 remove_dedup(self.directory)
                 raise
 
-    def _write(self, files: Mapping[str, OutputFile], progress: Progress | None) -> None:
-        done = 0
-        base = _Base(self.base)
-        stored = zip(self.choices, self.regions, strict=True)
-        planes = _planes(self.directory, self.index)
-        for (choice, regions), (plane, data) in zip(stored, planes, strict=True):
-            based = base.bytes(plane) if choice.plane.xor else None
-            encode(choice, Source(data, based), files, regions)
-            done += plane.plane.nbytes
-            if progress:
-                progress(done, plane.tensor)
-
-    def _base(self) -> Base | None:
-        if self.base is None:
-            return None
-        index = self.base.index
-        return Base(index.bin.nbytes, index.bin.sha256, index.path.parent.resolve().name)
-
 
 def plan_dedup(
     directory: Path, base_dir: Path | None = None, progress: Progress | None = None
 ) -> Deduplication:
     """Read a model and decide how each plane is stored.
 
-    `base_dir`: a model that this one is a variant of. It will be needed to read the output. Raises
-    ModelError: a model is missing or damaged, or repeats itself too much to be one; UsageError: the
-    base is the model itself.
+    A base is needed to read the output, too. Raises ModelError: a model is missing or damaged, or
+    repeats itself too much to be one; UsageError: the base is the model itself.
     """
     index = read_index(directory / JSON_NAME)
     if not os.path.isfile(directory / BIN_NAME):
@@ -131,7 +125,7 @@ def plan_dedup(
     stored = sum(places.ends.values())
     check_expansion([choice.plane for choice in choices], stored, str(directory))
     used = any(c.plane.xor or c.plane.mode == "base" for c in choices)
-    nbytes = stored + _index_bytes(choices)
+    nbytes = stored + sum(len(json.dumps(choice.plane.document())) + 2 for choice in choices)
     return Deduplication(directory, index, base if used else None, tuple(choices), regions, nbytes)
 
 
@@ -147,7 +141,7 @@ def restore(directory: Path, base_dir: Path | None = None, progress: Progress | 
     """Write model.ie.bin back from the deduplicated weights, byte for byte as it was.
 
     Returns its size in bytes. Raises ModelError: the deduplicated weights or their base are missing
-    or damaged; OSError: it cannot be written; nothing of it is left.
+    or damaged; or OSError.
     """
     artifact = open_deduplicated(directory, base_dir)
     index, dedup = artifact.index, artifact.dedup
@@ -207,17 +201,12 @@ def _planes(directory: Path, index: IebinIndex) -> Iterator[tuple[StoredPlane, n
         file.release()
 
 
-def _index_bytes(choices: list[Choice]) -> int:
-    return sum(len(json.dumps(choice.plane.document())) + 2 for choice in choices)
-
-
-@dataclass(frozen=True, slots=True)
-class Gain:
+class Gain(NamedTuple):
     """One plane before and after."""
 
     name: str  # tensor and plane
-    dtype: str  # element type of the plane
-    nbytes: int  # its size
+    dtype: str
+    nbytes: int
     stored: int  # bytes that it takes, without padding
     how: str  # how it is stored
 

@@ -84,10 +84,9 @@ Sections = tuple[dict[str, Entry] | None, dict[str, str], tuple[PartFile, ...]]
 def read_sections(document: Mapping[str, Any], where: str, rules: int) -> Sections:
     """Check the expanded form of a manifest and return what readers need of it.
 
-    `document`: the manifest; the types of its fields have been checked; `where`: the file, for
-    messages; `rules`: how many rules there are. Returns the entries by name or None, the kept
-    tensors with their reasons, the part files. Raises FormatError: something is missing, unknown,
-    of another type or contradictory.
+    `document`: the manifest; the types of its fields have been checked. Returns the entries by name
+    or None, the kept tensors with their reasons, the part files. Raises FormatError: something is
+    missing, unknown, of another type or contradictory.
     """
     if "source" in document:
         _check_source(document["source"], f"{where}: source")

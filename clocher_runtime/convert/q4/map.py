@@ -29,15 +29,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from clocher_kernels.errors import FormatError, ModelError, UsageError
-from clocher_kernels.formats import Bsr, Float, Format, Int4, Int8
+from clocher_kernels.formats import Bsr, Float, Format, Fp8, Int4, Int8, Mxfp4, Ternary
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Stored
 from clocher_runtime.convert.q4.document import METHODS, SECTIONS, Entry, PartFile, read_sections
 from clocher_runtime.convert.q4.parts import check_hashes, read_part
-from clocher_runtime.convert.q4.rule_formats import DTYPES, check_method, rule_format
 from clocher_runtime.convert.rounding import NO_CLIP, Clip, parse_clip, round_tensor
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, fields, parse_object
@@ -45,21 +44,27 @@ from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, fields, parse_objec
 VERSION = 1
 MAX_RULES = 1000
 MAX_PATTERN_CHARS = 500
+ALREADY = "already "
+"""How the reason begins why a tensor stays that is quantised."""
 
-_MAX_BYTES = MAX_JSON_BYTES
+_DTYPES = ("int4", "int8", "fp8", "fp8_e5m2", "mxfp4", "ternary")
 _CHOICES: dict[str, tuple[object, ...]] = {
-    "dtype": (*(name + w for name in DTYPES for w in ("w", "")), "keep"),
+    "dtype": (
+        *(
+            n + w
+            for n in ("int4", "int8", "fp8", "fp8_e5m2", "mxfp4", "ternary")
+            for w in ("w", "")
+        ),
+        "keep",
+    ),
     "group": (None, 32, 64, 128, 256),
     "zero": ("per-tensor", "per-group"),
     "scale": ("per-channel", "per-tensor", "per-block"),
     "scale_dtype": ("f16", "f32", "bf16"),
     "method": METHODS,
 }
-_OPTIONAL = {"group": int, "zero": str, "scale": str} | {
-    "scale_dtype": str,
-    "clip": str,
-    "method": str,
-}
+_TEXTS = ("zero", "scale", "scale_dtype", "clip", "method")
+_OPTIONAL = {"group": int, **dict.fromkeys(_TEXTS, str)}
 _ROUTER = re.compile(r"(.*\.)?(router|gate|shared_expert_gate)\.weight")
 _NORM = re.compile(r"(.*[._])?(layer)?norm\w*\.weight")
 
@@ -67,47 +72,36 @@ _NORM = re.compile(r"(.*[._])?(layer)?norm\w*\.weight")
 class NamePattern:
     """A regular expression that a whole name has to match, from a file that nobody has checked.
 
-    It is matched by RE2, in time linear in the name, where Python's own `re` would try for years
-    what a hostile pattern such as `(a+)+b` asks of it. The syntax is that of `re` without what
-    cannot be matched so: look-around (`(?=`, `(?!`) and back-references.
+    RE2 matches it in time linear in the name; Python's `re` would try for years what a hostile
+    pattern such as `(a+)+b` asks of it. Look-around and back-references are not supported.
 
     Source: R. Cox, "Regular Expression Matching Can Be Simple And Fast", 2007.
-
-    `text`: the pattern as it was written.
     """
 
     __slots__ = ("_compiled", "text")
 
     def __init__(self, text: str) -> None:
-        """Compile a pattern.
+        """Compile a pattern; UsageError if it is too long, or no expression that RE2 knows."""
+        import re2  # late: a model whose manifest has been applied runs without it
 
-        Raises UsageError: it is too long, or no regular expression that RE2 knows.
-        """
         if len(text) > MAX_PATTERN_CHARS:
             raise UsageError(f"a pattern has at most {MAX_PATTERN_CHARS} characters")
         self.text = text
-        self._compiled = _compile(text)
+        options = re2.Options()
+        options.log_errors = False
+        try:
+            self._compiled = re2.compile(text, options)
+        except (re2.error, UnicodeError) as error:
+            said = error.args[0] if error.args else ""
+            reason = said.decode(errors="replace") if isinstance(said, bytes) else str(error)
+            raise UsageError(
+                f"pattern {text!r:.80}: {reason}; expected a regular expression for tensor names, "
+                "without look-around or back-references"
+            ) from None
 
     def matches(self, name: str) -> bool:
         """Return whether the pattern matches the whole name."""
         return self._compiled.fullmatch(name) is not None
-
-
-def _compile(text: str) -> Any:
-    # Imported here, because a model whose manifest has been applied runs without it.
-    import re2
-
-    options = re2.Options()
-    options.log_errors = False
-    try:
-        return re2.compile(text, options)
-    except (re2.error, UnicodeError) as error:
-        said = error.args[0] if error.args else ""
-        reason = said.decode(errors="replace") if isinstance(said, bytes) else str(error)
-        raise UsageError(
-            f"pattern {text!r:.80}: {reason}; expected a regular expression for tensor names, "
-            "without look-around or back-references"
-        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +114,7 @@ class Rule:
     clip: Clip = NO_CLIP  # how rounding chooses the range of a cell
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
+class Assignment(NamedTuple):
     """What the rules say about every tensor of a checkpoint."""
 
     chosen: Mapping[str, int]  # tensors to be quantised -> index of the rule
@@ -133,66 +126,68 @@ class Assignment:
 class Q4Map:
     """A manifest."""
 
-    path: Path  # where it was read from
+    path: Path
     rules: tuple[Rule, ...]  # in order; the first match decides
-    # its JSON, to be recorded with the result: instead of the expanded form with every tensor its
-    # SHA-256
-    document: Mapping[str, Any]
+    document: Mapping[str, Any]  # its JSON for the record, its hash instead of `tensors`, `kept`
     requantize: bool = False  # whether tensors that are quantised already are quantised anew
-    # what was done to each quantised tensor, None in a manifest of rules alone
-    entries: Mapping[str, Entry] | None = None
-    # name -> reason of the tensors that stay, beside `entries`
-    kept: Mapping[str, str] = field(default_factory=dict)
+    entries: Mapping[str, Entry] | None = None  # what was done; None in a manifest of rules alone
+    kept: Mapping[str, str] = field(default_factory=dict)  # the other tensors, with the reason
     parts: tuple[PartFile, ...] = ()  # the files with planes that rounding does not give
 
-    @property
-    def parts_dir(self) -> Path:
-        """Folder of the parts, beside the manifest."""
-        return parts_dir(self.path)
-
     def choose(self, tensors: Mapping[str, Stored]) -> tuple[dict[str, Format], list[str]]:
-        """Apply the manifest.
+        """Return the new format of each tensor that is to be quantised, and notes for people.
 
-        Returns the new format of each tensor that is to be quantised, and a note for people about
-        each rule that matched tensors which are kept. Raises UsageError: a rule decides about no
-        tensor at all, or asks for a method that needs calibration, or the manifest was made for
-        another model.
+        Raises UsageError: a rule decides about no tensor at all, or asks for a method that needs
+        calibration, or the manifest was made for another model.
         """
         if self.entries is not None:
-            _same_model(self, self.entries, tensors)
+            self._check_model(self.entries, tensors)
             return {name: entry.format for name, entry in self.entries.items()}, []
         assigned = assign(self.rules, tensors, self.requantize, str(self.path))
-        formats = {}
-        for name, index in assigned.chosen.items():
-            rule = self.rules[index]
-            if rule.method != "rtn":
+        for index in sorted(set(assigned.chosen.values())):
+            if (method := self.rules[index].method) != "rtn":
                 raise UsageError(
-                    f"{self.path}: rules[{index}] asks for {rule.method}, which needs calibration; "
+                    f"{self.path}: rules[{index}] asks for {method}, which needs calibration; "
                     "give these rules to scripts/ptq_from_hf.py --rules and convert with the "
                     "manifest that it writes"
                 )
-            formats[name] = _format_of(rule)
-        return formats, list(assigned.notes)
+        formats = {name: self.rules[index].format for name, index in assigned.chosen.items()}
+        return {name: fmt for name, fmt in formats.items() if fmt}, list(assigned.notes)
 
     def stored(self, name: str, source: QuantTensor, threads: int = 1) -> QuantTensor:
-        """Return a tensor that `choose` has chosen, quantised.
+        """Return a tensor that `choose` names as the manifest has it.
 
-        Its planes come from the manifest's parts if they are there, else they are rounded, some
-        rows at a time. Where the manifest records their hashes, they are checked.
-
-        `source`: as the checkpoint stores it, [N, K] or [E, N, K]. Raises FormatError: a value
-        cannot be stored, or the planes are not those that the manifest records: the checkpoint is
-        not the one that it was made from; ModelNotFound: a part is missing.
+        Raises FormatError: it cannot be quantised, or is not the one that the manifest was made
+        from; or ModelNotFound.
         """
         if self.entries is None:
             rule = next(rule for rule in self.rules if rule.pattern.matches(name))
-            return round_tensor(source, _format_of(rule), rule.clip, threads)
+            assert rule.format is not None, "choose names no tensor for a rule that keeps"
+            return round_tensor(source, rule.format, rule.clip, threads)
         entry = self.entries[name]
         if entry.part:
-            return read_part(self.parts_dir, self.parts, name, entry)
+            return read_part(parts_dir(self.path), self.parts, name, entry)
         encoded = round_tensor(source, entry.format, self.rules[entry.rule].clip, threads)
         check_hashes(encoded, entry, str(self.path))
         return encoded
+
+    def _check_model(self, entries: Mapping[str, Entry], tensors: Mapping[str, Stored]) -> None:
+        """Raise UsageError unless the manifest's tensors are those of the checkpoint."""
+        made_for = "; the manifest was made for another model: run the PTQ script on this one"
+        known = set(entries) | set(self.kept)
+        if missing := sorted(known - set(tensors)):
+            raise UsageError(f"{self.path}: the model has no tensor {missing[0]!r}{made_for}")
+        if extra := sorted(set(tensors) - known):
+            raise UsageError(f"{self.path}: says nothing about tensor {extra[0]!r}{made_for}")
+        for name, entry in entries.items():
+            tensor = tensors[name]
+            if tensor.shape != entry.shape:
+                raise UsageError(
+                    f"{self.path}: tensor {name!r} is {list(entry.shape)}, in the model "
+                    f"{list(tensor.shape)}{made_for}"
+                )
+            if reason := reason_to_keep(name, tensor, self.requantize):
+                raise UsageError(f"{self.path}: tensor {name!r} is kept ({reason}){made_for}")
 
 
 def parts_dir(manifest: Path) -> Path:
@@ -203,17 +198,13 @@ def parts_dir(manifest: Path) -> Path:
 def assign(
     rules: tuple[Rule, ...], tensors: Mapping[str, Stored], requantize: bool, where: str
 ) -> Assignment:
-    """Apply rules to the tensors of a checkpoint.
-
-    Raises UsageError: a rule decides about no tensor at all.
-    """
+    """Apply rules to the tensors of a checkpoint; UsageError if a rule decides about none."""
     chosen: dict[str, int] = {}
     kept: dict[str, str] = {}
     notes = []
     left = dict(tensors)
     for index, rule in enumerate(rules):
-        matched = {name: t for name, t in left.items() if rule.pattern.matches(name)}
-        left = {name: t for name, t in left.items() if name not in matched}
+        matched = {name: left.pop(name) for name in list(left) if rule.pattern.matches(name)}
         if not matched:
             raise UsageError(
                 f"{where}: pattern {rule.pattern.text!r} matches no tensor that an "
@@ -225,7 +216,7 @@ def assign(
             continue
         stay = {name: reason for name, reason in reasons.items() if reason}
         same = [n for n, t in matched.items() if t.format.name == rule.format.name]
-        stay |= dict.fromkeys(same, f"already {rule.format.name}")
+        stay |= dict.fromkeys(same, f"{ALREADY}{rule.format.name}")
         kept |= stay
         chosen |= {name: index for name in matched if name not in stay}
         if stay:
@@ -239,16 +230,11 @@ def assign(
     return Assignment(chosen, kept, tuple(notes))
 
 
-ALREADY = "already "
-"""How the reason begins why a tensor stays that is quantised."""
-
-
 def reason_to_keep(name: str, tensor: Stored, requantize: bool) -> str | None:
     """Return why a tensor is never quantised, None if a rule may quantise it."""
-    if name.endswith("sinks"):
-        return "sinks"
-    if name.endswith("bias"):
-        return "bias"
+    for end in ("sinks", "bias"):
+        if name.endswith(end):
+            return end
     if len(tensor.shape) < 2:
         return "norm" if _NORM.fullmatch(name) else "vector"
     if _ROUTER.fullmatch(name):
@@ -259,14 +245,11 @@ def reason_to_keep(name: str, tensor: Stored, requantize: bool) -> str | None:
 
 
 def load_q4_map(path: Path) -> Q4Map:
-    """Read a manifest.
-
-    Raises UsageError: it is missing, or it is not what this module and `document` describe.
-    """
+    """Read a manifest; UsageError if it is missing, or not what this module describes."""
     if not os.path.isfile(path):
         raise UsageError(f"--q4-map not found: {path}; pass the path of a quantisation manifest")
     try:
-        data = read_bytes(path, _MAX_BYTES)
+        data = read_bytes(path, MAX_JSON_BYTES)
         return parse_q4_map(parse_object(data, str(path)), path, hashlib.sha256(data).hexdigest())
     except ModelError as error:
         raise UsageError(str(error)) from None
@@ -318,25 +301,65 @@ def _rule(rule: Mapping[str, Any], where: str) -> Rule:
         raise UsageError(f"{where}: {error}") from None
 
 
-def _format_of(rule: Rule) -> Format:
-    assert rule.format is not None, "assign chooses no tensor for a rule that keeps"
-    return rule.format
+def rule_format(rule: Mapping[str, Any]) -> Format:
+    """Return the format that the known fields of a rule other than "keep" ask for.
+
+    Raises FormatError: fields contradict each other.
+    """
+    dtype = rule["dtype"].removesuffix("w")
+    group, scale = rule.get("group"), rule.get("scale", "per-channel")
+    affine = rule.get("zero") == "per-group"
+    if affine and dtype != "int4":
+        raise FormatError(f"{dtype} is symmetric: zero must be per-tensor")
+    if group and dtype not in ("int4", "int8"):
+        raise FormatError(f"{dtype} has no groups to choose: leave group out")
+    scales = {"int8": "per-tensor", "fp8": "per-block", "fp8_e5m2": "per-block"}
+    if scale not in ("per-channel", scales.get(dtype)):
+        raise FormatError(
+            "scale per-tensor is for int8, per-block for fp8; "
+            f"{dtype} needs per-channel, which is the default"
+        )
+    whole, stored = scale == "per-tensor", rule.get("scale_dtype")
+    if whole and group:
+        raise FormatError("scale per-tensor leaves no place for a group")
+    if dtype == "int8":
+        shared: Any = group or ("tensor" if whole else "row")
+        return Int8(shared, stored or ("f16" if group else "f32"))
+    if dtype == "int4":
+        return Int4(not affine, group or "row", stored or "f16")
+    if dtype == "ternary":
+        return Ternary(scale_dtype=stored or "f16")
+    if dtype == "mxfp4":
+        if stored:
+            raise FormatError("the scales of mxfp4 are powers of two: leave scale_dtype out")
+        return Mxfp4()
+    return Fp8(
+        "e5m2" if dtype == "fp8_e5m2" else "e4m3",
+        "b128" if scale == "per-block" else "row",
+        stored or "f32",
+    )
 
 
-def _same_model(q4_map: Q4Map, entries: Mapping[str, Entry], tensors: Mapping[str, Stored]) -> None:
-    """Refuse a manifest whose tensors are not those of the checkpoint."""
-    made_for = "; the manifest was made for another model: run the PTQ script on this one"
-    known = set(entries) | set(q4_map.kept)
-    if missing := sorted(known - set(tensors)):
-        raise UsageError(f"{q4_map.path}: the model has no tensor {missing[0]!r}{made_for}")
-    if extra := sorted(set(tensors) - known):
-        raise UsageError(f"{q4_map.path}: says nothing about tensor {extra[0]!r}{made_for}")
-    for name, entry in entries.items():
-        tensor = tensors[name]
-        if tensor.shape != entry.shape:
-            raise UsageError(
-                f"{q4_map.path}: tensor {name!r} is {list(entry.shape)}, in the model "
-                f"{list(tensor.shape)}{made_for}"
-            )
-        if reason := reason_to_keep(name, tensor, q4_map.requantize):
-            raise UsageError(f"{q4_map.path}: tensor {name!r} is kept ({reason}){made_for}")
+def check_method(fmt: Format, method: str) -> None:
+    """Raise UsageError if a method has no way to choose the codes of a format."""
+    ints = isinstance(fmt, Int4 | Int8) and fmt.group != "tensor"
+    searched = isinstance(fmt, Mxfp4) or (isinstance(fmt, Fp8) and fmt.scope != "tensor")
+    if method == "gptq" and not ints:
+        way_out = "imx or rtn" if searched else "rtn"
+        raise UsageError(
+            f"gptq needs an int4 or int8 format with scales per row or group, got {fmt.name}; "
+            f"give it the method {way_out}"
+        )
+    if method == "imx" and not (ints or searched):
+        raise UsageError(f"imx has no scales to search in {fmt.name}; give it the method rtn")
+
+
+def best_method(fmt: Format, wanted: str) -> str:
+    """Return the method that comes nearest to the one that is wanted and that a format has."""
+    for method in METHODS[METHODS.index(wanted) :: -1]:
+        try:
+            check_method(fmt, method)
+        except UsageError:
+            continue
+        return method
+    return "rtn"

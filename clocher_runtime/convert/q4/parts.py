@@ -67,11 +67,9 @@ class PartsWriter:
     def write(
         self, part: str, tensors: Mapping[str, QuantTensor], records: Mapping[str, dict[str, Any]]
     ) -> None:
-        """Write a part.
+        """Write a part, "layer-00000" or "rest"; `records` says what is known of each tensor.
 
-        `part`: "layer-00000", ... or "rest"; `tensors`: by name; `records`: what is known about
-        each tensor, JSON objects. Raises UsageError: another process is writing it; OSError: it
-        cannot be written.
+        Raises UsageError: another process is writing it; or OSError.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         arrays, planes = {}, {}
@@ -153,8 +151,8 @@ class PartsWriter:
 def read_part(directory: Path, files: Iterable[PartFile], name: str, entry: Entry) -> QuantTensor:
     """Return a tensor of a manifest's parts, checked against its hashes.
 
-    Raises ModelNotFound: the file of the part is missing; FormatError: the file, or a plane in it,
-    is not the one that the manifest lists.
+    Raises FormatError: the file, or a plane in it, is not the one that the manifest lists; or
+    ModelNotFound.
     """
     listed = next(file for file in files if file.file == entry.part)
     path = directory / listed.file

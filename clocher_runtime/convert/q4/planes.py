@@ -64,8 +64,7 @@ class Q4Job:
         """Write the files, or the rest of them if an earlier run was killed.
 
         Returns how many matrices an earlier run had finished. Raises FormatError: a matrix cannot
-        be encoded; ModelChanged: the input changed meanwhile; UsageError: another process is
-        writing the same files; OSError: the output cannot be written; nothing of it is left.
+        be encoded; UsageError: another process is writing the same files; or ModelChanged, OSError.
         """
         folder = self.manifest.parent
         for path in (*self.files.values(), self.manifest):
@@ -101,11 +100,8 @@ def plan_q4(
 ) -> Q4Job:
     """Open the input and check everything that can be checked before writing.
 
-    `hf_dir`: the checkpoint, as `open_source` takes it; `codes`: path of model.q4.bin; `scales`:
-    path of model.q4.scales.fp16.bin; `manifest`: path of the expanded manifest; `include_lm_head`:
-    whether the output head is encoded too; `chunk_rows`: rows that are encoded at a time. Raises
-    ModelError: the input is missing, damaged or unknown; UsageError: the paths are not three
-    different files, or nothing can be encoded; OSError: the disk is too small.
+    Raises ModelError: the input is missing, damaged or unknown; UsageError: the paths are not three
+    different files, or nothing can be encoded; or OSError.
     """
     paths = [os.path.realpath(path) for path in (codes, scales, manifest)]
     if len(set(paths)) != len(paths):
@@ -161,10 +157,9 @@ def encoded(
 def make_index(model_dir: Path, manifest: Path) -> list[str]:
     """Write model.ie.compat.json from model.ie.json and an expanded manifest.
 
-    `model_dir`: the directory of the pair and of the plane files; `manifest`: the expanded manifest
-    that describes them. Returns the names of the matrices that it takes from the plane files.
-    Raises UsageError: the manifest describes other files, or another model; ModelError: the pair or
-    a plane file is missing or damaged.
+    `model_dir`: the directory of the pair and of the plane files. Returns the names of the matrices
+    that it takes from the plane files. Raises UsageError: the manifest describes other files, or
+    another model; ModelError: the pair or a plane file is missing or damaged.
     """
     planes = load_q4_planes(manifest)
     for key, name in Q4_NAMES.items():
@@ -202,8 +197,7 @@ class AppendJob:
         """Append the matrices. The index is written anew after each, so a kill loses one at most.
 
         Raises UsageError: another process is writing the files; ModelError: a matrix cannot be
-        encoded, or the files are not what the index says; OSError: the files cannot be written; the
-        index is as it was after the last matrix.
+        encoded, or the files are not what the index says; or OSError.
         """
         paths = {key: self.index.with_name(name) for key, name in Q4_NAMES.items()}
         with PlaneWriter(paths, kind=Q4Entry, in_place=True) as pair:
@@ -227,10 +221,8 @@ class AppendJob:
 def plan_append(hf_dir: Path, index: Path, q4_bin: Path) -> AppendJob:
     """Find the attention matrices that an index does not have yet, and check what can be checked.
 
-    `hf_dir`: the checkpoint that the pair was made of; `index`: model.ie.compat.json; `q4_bin`:
-    model.q4.bin beside it. Raises UsageError: the files do not lie together, or the checkpoint is
-    of another model; ModelError: the model or the index is missing or damaged; OSError: the disk is
-    too small.
+    Raises UsageError: the files do not lie together, or the checkpoint is of another model;
+    ModelError: the model or the index is missing or damaged; or OSError.
     """
     expected = index.with_name(Q4_NAMES[CODES])
     if os.path.realpath(q4_bin) != os.path.realpath(expected):

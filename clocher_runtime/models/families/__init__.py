@@ -10,17 +10,22 @@ from typing import Any
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_runtime.disk.schema import shown
 from clocher_runtime.models.config_fields import WHERE
-from clocher_runtime.models.families.bitnet import BITNET
 from clocher_runtime.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from clocher_runtime.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from clocher_runtime.models.families.gpt_oss import GPT_OSS
-from clocher_runtime.models.families.granite import GRANITE, GRANITE_HYBRID
 from clocher_runtime.models.families.llada import LLADA2_MOE
-from clocher_runtime.models.families.llama import LLAMA, SMOLLM3
+from clocher_runtime.models.families.llama import (
+    BITNET,
+    GRANITE,
+    GRANITE_HYBRID,
+    LLAMA,
+    OLMO2,
+    OLMO3,
+    PHI3,
+    SMOLLM3,
+)
 from clocher_runtime.models.families.llama4 import LLAMA4
 from clocher_runtime.models.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
-from clocher_runtime.models.families.olmo import OLMO2, OLMO3
-from clocher_runtime.models.families.phi import PHI3
 from clocher_runtime.models.families.qwen import (
     FAST_DLLM,
     QWEN2,
@@ -84,8 +89,7 @@ _SHARED = (
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of the text model, which models of more than text keep in `text_config`.
 
-    Raises:
-        FormatError: that is no object.
+    Raises FormatError.
     """
     inner = config.get("text_config")
     if inner is None and _named(config) in _WRAPPERS:
@@ -108,12 +112,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
-    """Turn a config.json into a ModelSpec.
-
-    Raises:
-        UnsupportedModel: the architecture or one of its settings is not known.
-        FormatError: a field is missing, of the wrong type or out of range.
-    """
+    """Turn a config.json into a ModelSpec. Raises UnsupportedModel, FormatError."""
     config = text_config(config)
     spec = family_of(config).read(config)
     if spec.num_heads % spec.num_kv_heads:
@@ -127,12 +126,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Return the family that a config.json names.
-
-    Raises:
-        UnsupportedModel: it is not known; the message names the nearest that is.
-        FormatError: several are named.
-    """
+    """Return the family that a config.json names. Raises UnsupportedModel, FormatError."""
     name = _architectures(config)[0]
     if name not in FAMILIES:
         raise UnsupportedModel(

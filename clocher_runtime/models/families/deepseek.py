@@ -7,8 +7,15 @@ from msgspec import Meta
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_runtime.disk.schema import given, one_of
 from clocher_runtime.models.config import Decoder, read_config
-from clocher_runtime.models.config_fields import WHERE, Experts, Heads, LayerNumber, Layers, Size
-from clocher_runtime.models.config_rope import magnitude
+from clocher_runtime.models.config_fields import (
+    WHERE,
+    Experts,
+    Heads,
+    LayerNumber,
+    Layers,
+    Size,
+    magnitude,
+)
 from clocher_runtime.models.family import Config, Family, From, each_expert
 from clocher_runtime.models.spec import MlaSpec, ModelSpec, MoeSpec, RopeSpec
 
@@ -51,7 +58,6 @@ class _DeepSeek(Decoder, kw_only=True):
         if active is None:
             raise FormatError(f"{WHERE}: field 'num_experts_per_tok' is missing")
         inner = self.moe_intermediate_size
-        bias = self.attention_bias
         rope = self.rope()
         return self.spec(
             family,
@@ -59,8 +65,6 @@ class _DeepSeek(Decoder, kw_only=True):
             num_kv_heads=self.num_attention_heads,
             rope=RopeSpec(**{**_fields(rope), "rotated": self.qk_rope_head_dim}),
             attention_scale=size**-0.5 * self._stretched() ** 2,
-            qkv_bias=bias,
-            o_bias=bias,
             mla=MlaSpec(
                 self.q_lora_rank or 0,
                 self.kv_lora_rank,
@@ -81,11 +85,7 @@ class _DeepSeek(Decoder, kw_only=True):
         )
 
     def groups(self, best: int) -> dict[str, int]:
-        """Return from how many groups of experts a token chooses.
-
-        Args:
-            best: experts that speak for a group.
-        """
+        """Return from how many groups of experts a token chooses."""
         experts, active = self.n_routed_experts, self.num_experts_per_tok or 0
         return expert_groups(experts, active, self.n_group, self.topk_group, best)
 
@@ -104,13 +104,7 @@ def expert_groups(
 ) -> dict[str, Any]:
     """Return the fields of MoeSpec that say from how many groups of experts a token chooses.
 
-    Args:
-        experts: their number; `active` those that a token has.
-        count: groups (n_group), of which it chooses from `top` (topk_group).
-        best: experts that speak for a group.
-
-    Raises:
-        FormatError: the groups do not fit the experts.
+    Raises FormatError.
     """
     count, top = count or 1, top or 1
     if count <= 1:

@@ -35,14 +35,11 @@ class _Gemma(Decoder, kw_only=True):
                 f"{WHERE}: use_bidirectional_attention is true; Clocher's attention is causal, and "
                 "a model of embeddings makes no text"
             )
-        bias = self.attention_bias
         return self.spec(
             family,
             windows,
             norm_offset=self.norm_offset,
             embedding_scale=float(self.hidden_size) ** 0.5,
-            qkv_bias=bias,
-            o_bias=bias,
             **more,
         )
 
@@ -95,8 +92,6 @@ class _Gemma2(_Gemma, kw_only=True):
 
 def gemma2(config: Config) -> ModelSpec:
     """Gemma 2: norms on both sides, capped logits, every second layer with a window.
-
-    The caps of 50 and 30 are there unless the config says null.
 
     Source: Gemma 2 (arXiv 2408.00118), section 2.
     """

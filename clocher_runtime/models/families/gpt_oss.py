@@ -5,8 +5,15 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta
 
 from clocher_runtime.models.config import LAYER_TYPES, Decoder, layer_windows, read_config
-from clocher_runtime.models.config_fields import Epsilon, Experts, Heads, Layers, Size, Theta
-from clocher_runtime.models.config_rope import magnitude
+from clocher_runtime.models.config_fields import (
+    Epsilon,
+    Experts,
+    Heads,
+    Layers,
+    Size,
+    Theta,
+    magnitude,
+)
 from clocher_runtime.models.family import Config, Family
 from clocher_runtime.models.spec import ModelSpec, MoeSpec, RopeSpec
 
@@ -38,14 +45,9 @@ class _GptOss(Decoder, kw_only=True):
 
 
 def gpt_oss(config: Config) -> ModelSpec:
-    """gpt-oss: MXFP4 experts, attention sinks, alternating window, YaRN, clamped SwiGLU.
-
-    Defaults are those of the published 120b. The count of experts is spelled `num_local_experts`
-    (Hugging Face) or `num_experts` (OpenAI), that of active ones `num_experts_per_tok` or
-    `experts_per_token`.
-    """
+    """gpt-oss: MXFP4 experts, attention sinks, alternating window, YaRN, clamped SwiGLU."""
     read = read_config(config, _GptOss)
-    layers, bias = read.num_hidden_layers, read.attention_bias
+    layers = read.num_hidden_layers
     pattern = tuple(LAYER_TYPES[i % 2] for i in range(layers))
     experts = read.num_local_experts or read.num_experts
     active = read.num_experts_per_tok or read.experts_per_token
@@ -62,8 +64,6 @@ def gpt_oss(config: Config) -> ModelSpec:
             router_bias=True,
             expert_bias=True,
         ),
-        qkv_bias=bias,
-        o_bias=bias,
         sinks=True,
     )
 

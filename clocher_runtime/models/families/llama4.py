@@ -59,7 +59,6 @@ def llama4(config: Config) -> ModelSpec:
     layers, step = read.num_hidden_layers, read.interleave_moe_layer_step
     plain = unrotated(read.no_rope_layers or None, read.no_rope_layer_interval, layers)
     moe = range(step - 1, layers, step) if read.moe_layers is None else read.moe_layers
-    bias = read.attention_bias
     return read.spec(
         "llama4",
         chunks=_chunks(read, plain),
@@ -69,8 +68,6 @@ def llama4(config: Config) -> ModelSpec:
         else None,
         intermediate_size=read.intermediate_size_mlp,
         qk_norm="after" if read.use_qk_norm else "",
-        qkv_bias=bias,
-        o_bias=bias,
         moe=MoeSpec(
             experts=read.num_local_experts,
             active=min(read.num_experts_per_tok, read.num_local_experts),

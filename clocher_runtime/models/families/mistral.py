@@ -12,16 +12,22 @@ from clocher_runtime.models.spec import ModelSpec, MoeSpec, QueryGrowth
 
 
 class _Mistral(Decoder, kw_only=True):
+    """No linear of attention has a bias, whatever `attention_bias` says."""
+
     intermediate_size: Size = 14336
     num_key_value_heads: Heads | None = 8
     max_position_embeddings: Size = 131072
     sliding_window: Size | None = 4096
 
+    def mistral(self, family: str, **more: Any) -> ModelSpec:
+        """Return the model: what all Mistrals have, and what the family adds."""
+        windows = (self.sliding_window or 0,) * self.num_hidden_layers
+        return self.spec(family, windows, qkv_bias=False, o_bias=False, **more)
+
 
 def mistral(config: Config) -> ModelSpec:
     """Mistral: Llama with a sliding window on every layer; a `sliding_window` of null is none."""
-    read = read_config(config, _Mistral)
-    return read.spec("mistral", (read.sliding_window or 0,) * read.num_hidden_layers)
+    return read_config(config, _Mistral).mistral("mistral")
 
 
 class _Mixtral(_Mistral, kw_only=True):
@@ -39,9 +45,8 @@ def mixtral(config: Config) -> ModelSpec:
     """
     read = read_config(config, _Mixtral)
     experts = read.num_local_experts
-    return read.spec(
+    return read.mistral(
         "mixtral",
-        (read.sliding_window or 0,) * read.num_hidden_layers,
         moe=MoeSpec(
             experts=experts,
             active=min(read.num_experts_per_tok, experts),
@@ -84,11 +89,7 @@ def ministral3(config: Config) -> ModelSpec:
     rope: dict[str, Any] = read.rope_parameters or read.rope_scaling or {}
     growth = read_as(given(rope), _Growth, f"{WHERE}: rope_parameters")
     beta, every = growth.llama_4_scaling_beta, growth.original_max_position_embeddings
-    return read.spec(
-        "ministral3",
-        (read.sliding_window or 0,) * read.num_hidden_layers,
-        query_growth=QueryGrowth(beta, every) if beta else None,
-    )
+    return read.mistral("ministral3", query_growth=QueryGrowth(beta, every) if beta else None)
 
 
 MISTRAL = Family(mistral)

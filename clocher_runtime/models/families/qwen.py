@@ -50,14 +50,13 @@ class _Qwen3(_Qwen2, kw_only=True):
 def qwen2(config: Config) -> ModelSpec:
     """Qwen2: biases on q, k, v."""
     read = read_config(config, _Qwen2)
-    return read.spec("qwen2", read.windows(), qkv_bias=True)
+    return read.spec("qwen2", read.windows(), qkv_bias=True, o_bias=False)
 
 
 def qwen3(config: Config) -> ModelSpec:
     """Qwen3: norms on query and key heads."""
     read = read_config(config, _Qwen3)
-    bias = read.attention_bias
-    return read.spec("qwen3", read.windows(), qk_norm="heads", qkv_bias=bias, o_bias=bias)
+    return read.spec("qwen3", read.windows(), qk_norm="heads")
 
 
 class _Sdar(_Qwen3, kw_only=True):
@@ -74,8 +73,7 @@ class _Sdar(_Qwen3, kw_only=True):
 def sdar(config: Config) -> ModelSpec:
     """SDAR: Qwen3 that denoises blocks, whose tokens see each other (Cheng et al. 2025)."""
     read = read_config(config, _Sdar)
-    bias = read.attention_bias
-    return read.spec("sdar", read.windows(), qk_norm="heads", qkv_bias=bias, o_bias=bias)
+    return read.spec("sdar", read.windows(), qk_norm="heads")
 
 
 class _FastDllm(_Qwen2, kw_only=True):
@@ -98,7 +96,7 @@ class _FastDllm(_Qwen2, kw_only=True):
 def fast_dllm(config: Config) -> ModelSpec:
     """Fast-dLLM v2: Qwen2 that denoises blocks in parts, with shifted logits (Wu et al. 2025)."""
     read = read_config(config, _FastDllm)
-    return read.spec("fast_dllm", read.windows(), qkv_bias=True)
+    return read.spec("fast_dllm", read.windows(), qkv_bias=True, o_bias=False)
 
 
 class _Experts(_Qwen2, kw_only=True):
@@ -149,7 +147,8 @@ def qwen2_moe(config: Config) -> ModelSpec:
     read = read_config(config, _Qwen2Moe)
     shared = read.shared_expert_intermediate_size
     moe = read.experts(shared=shared, shared_gate=True)
-    return read.spec("qwen2_moe", read.windows(), moe=moe, qkv_bias=read.qkv_bias)
+    bias = {"qkv_bias": read.qkv_bias, "o_bias": False}
+    return read.spec("qwen2_moe", read.windows(), moe=moe, **bias)
 
 
 class _Qwen3Moe(_Experts, kw_only=True):
@@ -167,15 +166,12 @@ def qwen3_moe(config: Config) -> ModelSpec:
     Source: Qwen3 Technical Report (arXiv 2505.09388), section 2.
     """
     read = read_config(config, _Qwen3Moe)
-    bias, layers = read.attention_bias, read.num_hidden_layers
     window = read.sliding_window if read.use_sliding_window else None
     return read.spec(
         "qwen3_moe",
-        (window or 0,) * layers,
+        (window or 0,) * read.num_hidden_layers,
         moe=read.experts(),
         qk_norm="heads",
-        qkv_bias=bias,
-        o_bias=bias,
     )
 
 

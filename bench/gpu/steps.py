@@ -1,0 +1,166 @@
+"""Whole models at published shapes with random weights, stepped by a session: what a user gets."""
+
+import statistics
+import time
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from bench.gpu.setting import Item, Row, Setting
+from clocher_kernels.cuda import executor
+from clocher_kernels.cuda.launch import Launch
+from clocher_kernels.cuda.prepack import rearrange
+from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
+from clocher_kernels.dtypes import STORAGE
+from clocher_kernels.formats import parse_format
+from clocher_kernels.formats.base import Format
+from clocher_runtime.checkpoints.opening import Checkpoint
+from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.convert.synthetic import find_preset
+from clocher_runtime.engine.session import Session
+from clocher_runtime.models.families import spec_from_config
+from clocher_runtime.models.inventory import EMBED, head_name, inventory
+from clocher_runtime.models.spec import ModelSpec
+
+_KV, _INT8, _REPEATS = "bf16", "int8_row_f32", 3
+_NO_FILES = Checkpoint(Path(), "callable", {}, {}, {}, Path(), {}, ())
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A preset and the formats of its linears, experts and head; the rest is bf16."""
+
+    preset: str
+    linear: str
+    experts: str = ""
+    head: str = "bf16"
+
+    @property
+    def label(self) -> str:
+        """Its name in the tables."""
+        return " ".join(filter(None, (self.preset, self.linear, self.experts)))
+
+
+SHAPES = (
+    Shape("gpt-oss-20b", "bf16", "mxfp4"),
+    Shape("llama-8b", "int4_sym_g128_f16"),
+    Shape("bitnet-2b", "ternary"),
+    Shape("gpt-oss-20b", _INT8, "mxfp4", _INT8),
+)
+_TINY = (Shape("tiny-gpt-oss", "bf16", "mxfp4"),)
+# (sequences, tokens of each prompt), tokens that follow, tokens of a prompt's step.
+_RUNS, _NEW, _CHUNK = ((1, 128), (1, 1024), (1, 8128), (8, 1024)), 64, 512
+_DRY_RUNS, _DRY_NEW, _DRY_CHUNK = ((1, 3),), 2, 4
+
+
+def items(dry: bool) -> list[Item]:
+    """Return one item for each model."""
+    return [(s.label, partial(_measure, shape=s)) for s in (_TINY if dry else SHAPES)]
+
+
+def launches(setting: Setting, shape: Shape) -> list[Launch]:
+    """Return the launches of a model's steps, cut to two layers, in every size."""
+    run: Any = _session(setting, shape, dry=False, layers=2)[0].executor
+    return [k for key in run.buckets() for greedy in (False, True) for k in run.lower(key, greedy)]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A model with random weights on the device, as a `Session` takes it."""
+
+    spec: ModelSpec
+    formats: dict[str, Format]
+    weights: dict[str, Any]
+    checkpoint: Checkpoint = _NO_FILES
+
+    def nbytes(self, batch: int, context: int) -> int:
+        """Return what a decode step has to read: weights of the batch's experts, keys, values."""
+        moe, total = self.spec.moe, 0.0
+        for name, weight in self.weights.items():
+            share = 1.0
+            if name == EMBED and name != head_name(self.spec):
+                share = batch / self.spec.vocab_size
+            elif moe is not None and ".mlp.experts." in name:
+                share = 1 - (1 - moe.active / moe.experts) ** batch
+            total += weight.nbytes * share
+        cell = 2 * self.spec.num_kv_heads * self.spec.head_dim * STORAGE[_KV].itemsize
+        keys = sum(min(context, window) if window else context for window in self.spec.windows)
+        return int(total) + batch * keys * cell
+
+
+def _session(
+    setting: Setting, shape: Shape, dry: bool, layers: int | None = None
+) -> tuple[Session, Made]:
+    spec = spec_from_config(find_preset(shape.preset).config(layers))
+    formats: dict[str, Format] = {}
+    weights: dict[str, Any] = {}
+    for name, need in inventory(spec).items():
+        if need.kind == "vector":
+            weights[name] = setting.randn(*need.shape) * 0.1 + ("norm" in name)
+            continue
+        linear = shape.experts if len(need.shape) == 3 else shape.linear
+        kind = {"linear": linear, "head": shape.head}.get(need.kind, "bf16")
+        formats[name] = parse_format(kind)
+        weights[name] = _random(setting, formats[name], need.shape)
+    setting.timer.synchronize()  # a session's stream does not wait for the default one
+    runs, new, chunk = (_DRY_RUNS, _DRY_NEW, _DRY_CHUNK) if dry else (_RUNS, _NEW, _CHUNK)
+    batch, context = max(run[0] for run in runs), max(run[1] for run in runs) + new
+    config = EngineConfig(
+        backend="cuda", kv_dtype=_KV, speculate="off", chunk=chunk, batch=batch, context=context
+    )
+    made = Made(spec, formats, weights)
+    with patch.object(executor, "current_device", lambda: setting.device):
+        return Session(made, config), made  # type: ignore[arg-type]
+
+
+def _random(setting: Setting, fmt: Format, shape: tuple[int, ...]) -> DeviceTensor:
+    """Return a weight of finite values in the kernels' layout."""
+    planes = {}
+    for name, plane in fmt.planes(shape).items():
+        dtype = TORCH_DTYPES[plane.dtype]
+        if dtype.is_floating_point:
+            planes[name] = (setting.randn(*plane.shape) * shape[-1] ** -0.5).to(dtype)
+        else:  # below 120 no code of fp8 is NaN
+            planes[name] = setting.integers(plane.shape, 120, dtype)
+    return rearrange(fmt, shape, planes)
+
+
+def _measure(setting: Setting, shape: Shape) -> list[Row]:
+    """Time prompts, and the steps that follow them."""
+    setting.measure_bandwidth()
+    session, made = _session(setting, shape, setting.dry)
+    rows, salt = list[Row](), count(1)
+    try:
+        for batch, length in _DRY_RUNS if setting.dry else _RUNS:
+            new = _DRY_NEW if setting.dry else _NEW
+            times = [
+                _generate(session, batch, length, new, next(salt))
+                for _ in range(1 + (0 if setting.dry else _REPEATS))  # the first captures graphs
+            ]
+            facts: Row = {"model": shape.label, "batch": batch, "context": length}
+            prompt = statistics.median(first for first, _ in times[-_REPEATS:])
+            us = statistics.median(step for _, step in times[-_REPEATS:])
+            row = facts | setting.measured([us], made.nbytes(batch, length))
+            if not setting.dry:
+                row |= {"tokens_per_s": batch / us * 1e6, "first_token_ms": prompt / 1e3}
+                row["prompt_tokens_per_s"] = batch * length / prompt * 1e6
+            rows.append(row)
+    finally:
+        session.close()
+    return rows
+
+
+def _generate(
+    session: Session, batch: int, length: int, new: int, salt: int
+) -> tuple[float, float]:
+    """Return the microseconds until every prompt has a token, and of a step after that."""
+    size = session.model.spec.vocab_size
+    prompts = [[(7919 * i + 31 * salt + 7 * b) % size for i in range(length)] for b in range(batch)]
+    began, first = time.perf_counter(), 0.0
+    for index, _ in enumerate(session.generate(prompts, new, stop_ids=frozenset())):
+        if index + 1 == batch:
+            first = time.perf_counter()
+    return (first - began) * 1e6, (time.perf_counter() - first) * 1e6 / (new - 1)

@@ -1,0 +1,316 @@
+"""A forward over the tokens of a step: drafts, inputs, and what was drawn."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import numpy as np
+
+from clocher_kernels.ops.sampling import NO_TOKEN
+from clocher_kernels.plan import Executor
+from clocher_runtime.engine.backends import stager
+from clocher_runtime.engine.diffusing import Denoise, LookAhead
+from clocher_runtime.engine.pages import KvPages
+from clocher_runtime.engine.requests import OutputQueue, Request, Score, Token
+from clocher_runtime.engine.timing import SpanKind, StepSums, StepTimes, Tally
+from clocher_runtime.speculation.draft import NO_DRAFT
+from clocher_runtime.speculation.gate import ForwardCosts, Trial
+from clocher_runtime.speculation.speculator import MAX_DRAFT, Counts, Pending, Speculator
+
+_TOKENS = ("ids", "slots", "positions", "ends", "ancestors")
+_ROWS = ("rows", "masked", "temperature", "top_k", "top_p", "seeds", "draws")
+
+
+Part = tuple[Request, int]
+"""A request, and how many of its tokens a step computes."""
+
+
+class StepInputs:
+    """The live input buffers of an executor, but for the page tables."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._arrays = {name: executor.array(name) for name in (*_TOKENS, *_ROWS, "allowed")}
+        self._write = stager()(self._arrays).write
+
+    def stage(self, parts: Sequence[Part]) -> tuple[int, int]:
+        """Write a step; return its tokens and output rows."""
+        start = row = masks = 0
+        for request, count in parts:
+            written = 0
+            if request.constraint is not None and request.rows(count):
+                written = request.restrict(self._arrays["allowed"][masks:])
+            cells, draft, sampling = request.cells, request.draft, request.sampling
+            masks_behind = request.masks if count == request.waiting_tokens else ()
+            drafted, rows = len(draft.tokens) + len(masks_behind), request.rows(count)
+            self._write(
+                (*request.ids[cells : cells + count], *draft.tokens, *masks_behind),
+                range(-1, drafted - 1),
+                start,
+                count,
+                drafted,
+                row,
+                rows,
+                request.slot,
+                cells,
+                request.made,
+                masks + 1 if written else 0,
+                sampling.top_k,
+                sampling.seed,
+                0.0 if sampling.on_host else sampling.temperature,
+                sampling.top_p,
+            )
+            if masks_behind or isinstance(request, Denoise):
+                self._show(request, start, count, drafted, row)
+            start, row, masks = start + count + drafted, row + rows, masks + written
+        self._executor.upload(masks)
+        return start, row
+
+    def _show(self, request: Request, start: int, count: int, drafted: int, row: int) -> None:
+        """Let the masks of a request see each other, and the tokens of a block if they do so."""
+        ends, total = self._arrays["ends"], count + drafted
+        if isinstance(request, Denoise):
+            if request.canvas.whole_blocks:
+                size = request.canvas.size
+                places = request.cells + np.arange(count)
+                ends[start : start + count] = (places // size + 1) * size
+            self._arrays["draws"][row : row + request.rows(count)] = 0  # the host draws
+        if drafted:
+            behind = len(request.masks)
+            ends[start + total - behind : start + total] = request.cells + total
+
+
+Rows = tuple[Request, slice]
+"""A request, and its output rows of a forward."""
+_BARE_EVERY = 32
+"""Forwards that could draft blocks, of which one does not, for comparison."""
+
+
+class Done(NamedTuple):
+    """What a forward has done: tokens computed, output rows by request, what each request made.
+
+    `logits` [R, V] fp32 are valid until the next forward; None if they were not wanted.
+    """
+
+    tokens: int
+    rows: list[Rows]
+    made: dict[Request, list[Token]]
+    logits: np.ndarray | None
+    is_faulty: bool
+
+
+class Forwards:
+    """Executes the steps of a scheduler.
+
+    Attributes:
+        times, sums: how long forwards take, and what all of them add up to.
+        decoded: forwards that went on with sequences, once for each sequence in them.
+        costs: what forwards take that could draft blocks and do not.
+        denoising: forwards and tokens of sequences whose blocks are denoised.
+    """
+
+    def __init__(
+        self, executor: Executor, pages: KvPages, speculator: Speculator | None = None
+    ) -> None:
+        self.times, self.sums, self.speculator = StepTimes(), StepSums(), speculator
+        self.decoded, self.denoising = 0, Counts()
+        self.costs, self._trial = ForwardCosts(executor.plan.rows), Trial()
+        self._ahead = 0  # forwards that could draft blocks
+        self._executor, self._pages = executor, pages
+        self._inputs = StepInputs(executor)
+        self._staged: list[Request] = []  # what the device goes on with by itself
+
+    @property
+    def counts(self) -> Counts:
+        """Forwards and their tokens, where nothing is drafted."""
+        return Counts(forwards=self.decoded, tokens=self.sums.decode_tokens)
+
+    def forget(self, request: Request | None = None) -> None:
+        """Write all inputs of the next forward anew, with a request only if it was in the last."""
+        if request is None or request in self._staged:
+            self._staged = []
+
+    def blank(self, tokens: int = 1) -> int:
+        """Execute a step of tokens that belong to no sequence; return its time in nanoseconds."""
+        self._staged = []
+        logits = self._executor.plan.buffers.get("logits")
+        vocabulary = logits.shape[1] if logits else 1
+        # Of many kinds: tokens that are alike would read the same experts.
+        ids = [(7919 * i + 1) % vocabulary for i in range(tokens)]
+        blank = Score(ids=ids, queue=OutputQueue(1), scored=lambda position, logits: None)
+        began = self.times.now()
+        self._executor.step(*self.stage([(blank, tokens)]))
+        self._executor.fetch("sampled", tokens)
+        return self.times.now() - began
+
+    def warm(self) -> None:
+        """Execute steps, so that what they need is there, and learn what drafts cost."""
+        self.blank()
+        if self.speculator is not None:
+            self.speculator.costs.measure(self.blank)
+
+    def stage(self, parts: list[Part]) -> tuple[int, int]:
+        """Write the inputs of a forward; return its tokens and output rows."""
+        self._pages.changed = False
+        return self._inputs.stage(parts)
+
+    def run(self, parts: list[Part]) -> Done:
+        """Execute a forward and put what it made into the output queues."""
+        decodes = sum(request.decodes for request, _ in parts)
+        prompt = sum(count for request, count in parts if not request.decodes)
+        only_decodes, speculator = decodes == len(parts), self.speculator
+        drafts = speculator is not None and speculator.trial.is_on
+        with self._span(parts, prompt, decodes) as tally:
+            began = self.times.now()
+            if only_decodes:
+                if drafts:
+                    self._draft(parts)
+                self._look_ahead(parts)
+            drafted = self.times.now()
+            tokens, rows = self._begin(parts, only_decodes)
+            self._executor.step(tokens, rows)
+            sampled = self._executor.fetch("sampled", rows).tolist() if rows else []
+            wanted, logits = list(_rows(parts)), None
+            if any(request.wants_logits for request, _ in parts):
+                logits = self._executor.fetch("logits", rows)
+            made = self._verify(wanted, sampled, logits, drafts)
+            _notify(made)
+            ended = self.times.now()
+            decoded = sum(len(of) for request, of in made.items() if request.made > len(of))
+            self.sums.add(prompt, decoded, ended - began)
+            if rows:  # otherwise a GPU may still be at it
+                self.times.add(tokens, ended - drafted)
+                if speculator is not None and not prompt:
+                    speculator.costs.note(tokens, ended - drafted)
+                    speculator.judge(decodes, decoded, ended - began)
+                elif not prompt and any(isinstance(request, LookAhead) for request, _ in parts):
+                    self._judge(decodes, decoded, ended - began)
+            if not prompt:
+                tally.tokens, tally.sequences = decoded, decodes
+        return Done(tokens, wanted, made, logits, NO_TOKEN in sampled)
+
+    def _room(self, parts: list[Part]) -> tuple[int, int]:
+        """Return the tokens of a step without drafts, and how many of them it has room for."""
+        plan, base = self._executor.plan, sum(count for _, count in parts)
+        return base, min(plan.rows - len(parts), plan.tokens - base)
+
+    def _draft(self, parts: list[Part]) -> None:
+        """Let the requests of a forward that only decodes have something drafted."""
+        assert self.speculator is not None
+        requests, pending = [], []
+        for request, _ in parts:
+            most = min(MAX_DRAFT, request.budget - request.made - 1)
+            if request.track is not None and most > 0:
+                pending.append(Pending(request.track, request.ids, most))
+                requests.append((request, request.cells + request.waiting_tokens))
+        if not pending:
+            return
+        drafts = self.speculator.draft(pending, *self._room(parts))
+        for (request, cells), draft in zip(requests, drafts, strict=True):
+            # Drafts take no pages from other requests.
+            if draft.tokens and self._pages.reserve(request, cells + len(draft.tokens)):
+                request.draft = draft
+
+    def _look_ahead(self, parts: list[Part]) -> None:
+        """Let block models verify their last block and draft the next."""
+        ahead = [request for request, _ in parts if isinstance(request, LookAhead)]
+        self._ahead += bool(ahead)
+        if not ahead or not self._trial.is_on or self._is_bare:
+            return
+        _, room = self._room(parts)
+        for request in ahead:
+            request.look_ahead(min(room, 2 * request.blocks.block - 1))
+            cells = request.cells + request.waiting_tokens + request.behind
+            if not self._pages.reserve(request, cells):  # drafts take no pages from others
+                request.draft, request.masks = NO_DRAFT, ()
+            room -= request.behind
+
+    @property
+    def _is_bare(self) -> bool:
+        """Whether this forward only tells what one takes that drafts no blocks."""
+        return self._ahead % _BARE_EVERY == 2
+
+    def _judge(self, sequences: int, made: int, ns: int) -> None:
+        """Learn what a forward took that may have drafted blocks; stop doing so where it loses."""
+        if self._is_bare or not self._trial.is_on:
+            self.costs.note(sequences, ns)
+        if not self._is_bare or not self._trial.is_on:
+            known = self.costs.known and sequences < len(self.costs.ns)
+            self._trial.note(ns, made / sequences, self.costs.ns[sequences] if known else 0.0)
+
+    def _begin(self, parts: list[Part], only_decodes: bool) -> tuple[int, int]:
+        """Write the inputs of a step, unless the device goes on by itself; return its size."""
+        requests = [request for request, _ in parts]
+        alone = only_decodes and all(not r.behind and r.waiting_tokens == 1 for r in requests)
+        if alone and self._staged == requests and not self._pages.changed:
+            return len(parts), len(parts)
+        size = self.stage(parts)
+        # After each token a constraint allows others, which only the host knows.
+        goes_on = alone and all(r.constraint is None for r in requests)
+        self._staged = requests if goes_on else []
+        return size
+
+    def _span(self, parts: list[Part], prompt: int, decodes: int) -> AbstractContextManager[Tally]:
+        """Return the span that measures a step, if one of its calls wants that."""
+        for request, _ in parts:
+            if request.queue.window is not None:
+                kind: SpanKind = "prefill" if prompt else "decode"
+                return request.queue.window.span(kind, prompt or decodes)
+        return nullcontext(Tally(0))
+
+    def _verify(
+        self, wanted: list[Rows], sampled: list[int], logits: np.ndarray | None, drafts: bool
+    ) -> dict[Request, list[Token]]:
+        """Return what each request has made, and put it into its output queue."""
+        made: dict[Request, list[Token]] = {}
+        for request, rows in wanted:
+            drawn, queue = sampled[rows], request.queue
+            if isinstance(request, Score) or queue.is_over:
+                request.is_faulty = NO_TOKEN in drawn
+                continue
+            self.decoded += request.forwards > 0
+            request.forwards += 1
+            if request.sampling.on_host:
+                self._staged = []  # the device went on with its own token
+            began = drafts and request.made > 0
+            tokens = request.advance(drawn, None if logits is None else logits[rows])
+            made[request] = tokens
+            queue.tokens.extend(tokens)
+            if (snapshot := request.snapshot) is not None:
+                queue.snapshots[request.index] = snapshot
+                self.denoising.forwards += 1
+                self.denoising.tokens += len(tokens)
+            if began and tokens and self.speculator is not None:
+                if request.track is not None:
+                    request.track.sent = request.draft  # without what had no room, or was forbidden
+                    ids = [token.id for token in tokens]
+                    self.speculator.learn(request.track, ids, len(ids) - 1)
+                else:  # nothing can be drafted for it
+                    self.speculator.counts.forwards += 1
+                    self.speculator.counts.tokens += len(tokens)
+        return made
+
+
+def _rows(parts: list[Part]) -> Iterator[Rows]:
+    """Yield the requests of a step and their output rows."""
+    start = 0
+    for request, count in parts:
+        if rows := request.rows(count):
+            yield request, slice(start, start + rows)
+            start += rows
+
+
+def _notify(made: dict[Request, list[Token]]) -> None:
+    """Tell callers how many tokens the step made for them; their errors end their own call."""
+    if all(request.queue.after_token is None for request in made):
+        return
+    counts: Counter[OutputQueue] = Counter()
+    for request, tokens in made.items():
+        counts[request.queue] += len(tokens)
+    for queue, count in counts.items():
+        if queue.after_token is not None and count:
+            try:
+                queue.after_token(count)
+            except Exception as error:
+                queue.error = error

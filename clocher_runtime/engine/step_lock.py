@@ -1,0 +1,157 @@
+"""Which thread does the next step of a session: one that needs a token, while no other steps.
+
+There is no thread in the background. A thread that waits for a token does a step for all, or sleeps
+while another one does it.
+"""
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from clocher_kernels.errors import SessionBusy, UsageError
+from clocher_runtime.engine.requests import OutputQueue
+from clocher_runtime.engine.scheduler import Scheduler
+
+_all: "weakref.WeakSet[StepLock]" = weakref.WeakSet()
+
+
+class StepLock:
+    """The right to work with a scheduler and its executor."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._renew()
+        self._is_closed = False
+        _all.add(self)
+        # What is registered last runs first: before memory that the executor has is given back.
+        atexit.unregister(_at_exit)
+        atexit.register(_at_exit)
+
+    def _renew(self) -> None:
+        # `with` on the lock itself: Ctrl-C cannot come between taking it and being in the block.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._leader: int | None = None  # the thread that has the right
+        self._inside: int | None = None  # the same, between entering and leaving the context
+        self._asking = 0  # threads that wait for the right, and come before the next step
+
+    @contextmanager
+    def taken(self, purpose: str) -> Iterator[None]:
+        """Hold the right while the context is open; wait while another thread has it.
+
+        Raises SessionBusy, UsageError.
+        """
+        me = threading.get_ident()
+        if self._inside == me:
+            raise SessionBusy(
+                f"{purpose}: called from within a step of this session; return from there first"
+            )
+        with self._lock:
+            self._asking += 1
+            try:
+                # What this thread has without being inside, Ctrl-C kept it from giving back.
+                while self._leader not in (None, me):
+                    self._changed.wait()
+            finally:
+                self._asking -= 1
+                self._changed.notify_all()
+            self._lead(me, purpose)
+        with self._led(me):
+            yield
+
+    def _lead(self, me: int, purpose: str) -> None:
+        """Take the right that no other thread has; the lock is held."""
+        self._leader = None
+        if self._is_closed:
+            raise _closed(purpose)
+        self._leader = me
+
+    @contextmanager
+    def _led(self, me: int) -> Iterator[None]:
+        """Be inside, and give the right back."""
+        try:
+            self._inside = me
+            yield
+        finally:
+            self._inside = None
+            with self._lock:
+                self._leader = None
+                self._changed.notify_all()
+
+    def serve(self, queue: OutputQueue) -> None:
+        """Do steps, or wait for those of others, until there is something in an output queue.
+
+        Raises SessionBusy.
+        """
+        me = threading.get_ident()
+        if self._inside == me:
+            raise SessionBusy("generate: called from within a step of this session; return first")
+        while not queue.has_news:
+            with self._lock:
+                # Threads that join, leave or close come first: this one would ask again at once.
+                while (self._asking or self._leader not in (None, me)) and not queue.has_news:
+                    self._changed.wait()
+                if queue.has_news:
+                    return
+                self._lead(me, "generate")
+            with self._led(me):
+                self._scheduler.step()
+
+    def let_go(self, queue: OutputQueue) -> None:
+        """Note that a queue is not read any more; its requests are freed now, or after a step."""
+        queue.left = True
+        if not self._lock.acquire(blocking=False):
+            return  # the thread that has it looks for queues that were left
+        try:
+            if self._leader is None and not self._is_closed:
+                self._scheduler.sweep()
+                self._scheduler.rest()
+        finally:
+            self._lock.release()
+
+    def close(self) -> bool:
+        """End all generations after the step that runs, and take the right for good.
+
+        Raises SessionBusy.
+        """
+        if self._is_closed:
+            return False
+        try:
+            with self.taken("close"):
+                self._is_closed = True
+                self._scheduler.end_all(_closed("this generation cannot go on"))
+        except SessionBusy:
+            raise
+        except UsageError:  # another thread was faster
+            return False
+        return True
+
+    def forked(self) -> None:
+        """Go on in the child of a fork, without the threads that stayed behind."""
+        alone = self._leader in (None, threading.get_ident())
+        self._renew()
+        if not alone and not self._is_closed:
+            self._scheduler.end_all(UsageError("this process was forked during a step; ask again"))
+
+
+def _closed(purpose: str) -> UsageError:
+    return UsageError(f"{purpose}: the session is closed; load the model again")
+
+
+def _at_exit() -> None:
+    # A daemon thread in a step would go on in memory that the interpreter gives back.
+    for lock in list(_all):
+        with suppress(SessionBusy):
+            lock.close()
+
+
+def _after_fork() -> None:
+    for lock in list(_all):
+        lock.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,208 @@
+"""What follows the sums of a product: y = activation(sum + bias) * times + residual.
+
+Kernels of products differ in how they come to sums; all of them hand a tile of sums over to
+`finish`, the only place that knows what is done with them.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from clocher_kernels.errors import ShapeError
+from clocher_kernels.ops.activations import check_activation
+from cpu_fallback.lanes import language as v
+from cpu_fallback.lanes.jit import Kernel, device
+from cpu_fallback.lanes.late import f32, i64, void
+from cpu_fallback.lanes.vector import INT32, INT64, VOID, op
+from cpu_fallback.ops.bind import BoundCall
+
+_ROOT_HALF = np.float32(0.5**0.5)
+_CUBE = np.float32(0.044715)
+_STEEP = np.float32(2 * (2 / np.pi) ** 0.5)
+
+
+or_nan = device(lambda x: v.fma(x, v.zero(), x))  # Return x, NaN where it is infinite
+
+
+@device
+def _polynomial(x, coefficients):
+    """Return the value of a polynomial, its highest coefficient first."""
+    y = v.splat(coefficients[0])
+    for i in range(1, len(coefficients)):
+        y = v.fma(y, x, v.splat(coefficients[i]))
+    return y
+
+
+# Return x / (1 + e^-x); below -88.72 that is 0.
+silu = device(lambda x: v.div(x, v.add(v.splat(np.float32(1)), v.exp(v.neg(x)))))
+
+
+@device
+def relu2(x):
+    """Return max(x, 0)^2."""
+    positive = v.maximum(v.zero(), or_nan(x))  # of minus infinity it would be zero
+    return v.mul(positive, positive)
+
+
+# erfc(z) e^(z^2) / t as a polynomial in t = 1 / (1 + z / 2), z in 0 .. 9.3: least relative error.
+_ERFC = tuple(
+    np.float32(float.fromhex(c))
+    for c in (
+        "-0x1.e1aebap-5",
+        "0x1.220cfap-2",
+        "-0x1.f01314p-2",
+        "0x1.197f56p-2",
+        "-0x1.903c7ap-6",
+        "0x1.9d2ee2p-3",
+        "0x1.f25dcap-3",
+        "0x1.211e46p-2",
+        "0x1.20dbc4p-2",
+    )
+)
+
+
+@device
+def gelu(x):
+    """Return x Phi(x) within 1e-6 of itself above x = -5, and 1e-5 of itself below.
+
+    Phi is erfc / 2 of the distance on the side where that is small, so nothing cancels.
+    """
+    x = or_nan(x)
+    one, z = v.splat(np.float32(1)), v.mul(v.absolute(x), v.splat(_ROOT_HALF))
+    t = v.div(one, v.fma(v.splat(np.float32(0.5)), z, one))
+    erfc = v.mul(v.mul(_polynomial(t, _ERFC), t), v.exp_falling(v.neg(v.mul(z, z))))
+    erfc = v.select(v.lt(x, v.zero()), erfc, v.sub(v.splat(np.float32(2)), erfc))
+    return v.mul(v.mul(x, v.splat(np.float32(0.5))), erfc)
+
+
+@device
+def gelu_tanh(x):
+    """Return x (1 + tanh u) / 2, which is x / (1 + e^-2u); u = sqrt(2 / pi) (x + 0.044715 x^3)."""
+    x = or_nan(x)
+    cubic = v.mul(x, v.fma(v.mul(x, x), v.splat(_CUBE), v.splat(np.float32(1))))
+    return v.div(x, v.add(v.splat(np.float32(1)), v.exp(v.neg(v.mul(cubic, v.splat(_STEEP))))))
+
+
+@device
+def sigmoid(x):
+    """Return 1 / (1 + e^-x)."""
+    one = v.splat(np.float32(1))
+    return v.div(one, v.add(one, v.exp(v.neg(or_nan(x)))))
+
+
+# Return cap * tanh(x / cap).
+capped = device(lambda x, cap: v.mul(v.tanh(v.div(or_nan(x), cap)), cap))
+
+
+def _capless(act: Any) -> Any:
+    return device(lambda x, cap: act(x))
+
+
+_CAPLESS = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu2": relu2,
+    "sigmoid": sigmoid,
+}
+ACTIVATIONS = {**{name: _capless(act) for name, act in _CAPLESS.items()}, "tanh": capped}
+"""Name of an activation -> function of a vector, and of a vector of caps."""
+
+
+def _kernel(name: str, function: Any) -> Kernel:
+    """Return the kernel of an activation: (address of fp32, how many of them, bits of the cap)."""
+
+    def activate(at, count, cap):
+        limit = v.bits_f32(v.isplat(cap))
+        for i in range(0, 4 * count, 64):
+            v.store_f32(at + i, function(v.load_f32(at + i), limit))
+
+    return Kernel(activate, name=f"activation.{name}")
+
+
+_KERNELS = {name: _kernel(name, function) for name, function in ACTIVATIONS.items()}
+
+
+@op(void, i64, i64, i64, f32)
+def _activate(b, kernel, at, count, cap):
+    kind = ir.FunctionType(VOID, [INT64] * 3)
+    bits = b.zext(b.bitcast(cap, INT32), INT64)
+    b.call(b.inttoptr(kernel, kind.as_pointer()), [at, count, bits])
+
+
+@device
+def _load(at, count):
+    if count == 16:
+        return v.load_f32(at)
+    return v.load_f32_n(at, count)
+
+
+@device
+def expect(a, token, tokens, row):
+    """Ask for what `finish` will read; it lies rows apart, where no core looks ahead by itself."""
+    for t in range(token, token + tokens):
+        at = 4 * (t * a.N + row)
+        if a.times and a.F == a.N:
+            v.prefetch(a.times + at)
+        if a.residual:
+            v.prefetch(a.residual + at)
+
+
+@device
+def finish(a, sums, pitch, token, tokens, row, count):
+    """Write `count` rows, up to 16, of some tokens.
+
+    `sums` are fp32 [tokens, pitch], and as much behind them as a vector needs to be whole; changed.
+    `a` are the arguments of `linear`, or of an op that ends like it.
+    """
+    bias = a.bias
+    if a.activate:
+        if bias:
+            for t in range(tokens):
+                at = sums + 4 * pitch * t
+                value = v.add(_load(at, count), _load(bias + 4 * row, count))
+                v.store_f32_n(at, value, count)
+            bias = bias - bias
+        _activate(a.activate, sums, pitch * tokens, a.cap)
+    for t in range(tokens):
+        value = _load(sums + 4 * pitch * t, count)
+        at = 4 * ((token + t) * a.N + row)
+        if bias:
+            value = v.add(value, _load(bias + 4 * row, count))
+        if a.times:
+            if a.F == a.N:
+                value = v.mul(value, _load(a.times + at, count))
+            else:
+                value = v.mul(value, v.splat(v.read_f32(a.times + 4 * (token + t))))
+        if a.residual:
+            value = v.add(value, _load(a.residual + at, count))
+        if count == 16:
+            v.store_f32(a.y + at, value)
+        else:
+            v.store_f32_n(a.y + at, value, count)
+
+
+@device
+def write_rows(a, sums, token, tokens, row):
+    """Write up to 16 rows of some tokens, whose sums are [tokens, 16]."""
+    finish(a, sums, 16, token, tokens, row, min(16, a.N - row))
+
+
+def activation_of(call: BoundCall) -> int | Kernel:
+    """Return the kernel of a call's activation, 0 for none.
+
+    Raises:
+        UnsupportedOp: there is no such activation.
+        ShapeError: `times` is as wide as nothing.
+    """
+    if call.has("times") and call.dim("F") not in (1, call.dim("N")):
+        raise ShapeError(
+            f"{call.spec.name}: 'times' has {call.dim('F')} values for a token; expected "
+            f"{call.dim('N')}, one for each row of the weight, or 1"
+        )
+    name = str(call.attr("activation"))
+    if name == "none":
+        return 0
+    check_activation(call.spec.name, name)
+    return _KERNELS[name]
