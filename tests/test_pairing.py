@@ -100,7 +100,7 @@ def test_the_command_wants_a_draft_model_that_it_is_to_ask(
 
 
 def test_load_names_its_own_argument() -> None:
-    with pytest.raises(UsageError, match="needs a draft model; give draft_model"):
+    with pytest.raises(UsageError, match="without a draft model; give draft_model to load"):
         load(LLAMA, device="cpu", speculate="draft")
 
 

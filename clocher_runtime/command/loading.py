@@ -245,9 +245,6 @@ def defaults_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, float
 
 def _draft(config: EngineConfig, model: Model) -> Model | None:
     """Load the draft model; None without one, and where no drafter would use it."""
-    if config.draft_model is None and config.speculate == "draft":
-        name = "--draft-model" if "speculate" in config.given else "draft_model"
-        raise UsageError(f"speculate: draft needs a draft model; give {name}, or auto")
     if config.draft_model is None or config.speculate not in WITH_DRAFT_MODEL:
         return None
     from clocher_runtime.text.pairing import load_draft

@@ -12,9 +12,9 @@ from typing import Any
 from msgspec import Struct
 
 from clocher_kernels.errors import ModelError, ModelNotFound, UnsupportedModel
-from clocher_runtime.checkpoints.gguf.parts import SUFFIX
 from clocher_runtime.checkpoints.hf.cache import published_as, repositories, repository_of
 from clocher_runtime.checkpoints.iebin import JSON_NAME
+from clocher_runtime.checkpoints.locate import SUFFIX
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.schema import given, read_as
 from clocher_runtime.disk.strict_json import parse_object
