@@ -18,7 +18,7 @@ from clocher_runtime.command.script_run import (
 from clocher_runtime.config.engine import EXACT, NUMERICS
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.subcommands.perplexity import READ_CODES
-from clocher_runtime.subcommands.quantize import LIMITS
+from clocher_runtime.subcommands.quantize import LIMIT_FLAGS, LIMITS
 
 
 @script(
@@ -52,13 +52,8 @@ from clocher_runtime.subcommands.quantize import LIMITS
     option("--backend", click.Choice(["cpu", "cuda", "reference"]), default="cpu"),
     option("--threads", COUNT, "default: all usable cores"),
     option("--limits", click.Choice(list(LIMITS)), "default: by what differs"),
-    option("--max-ppl-ratio", float, "perplexity over that of the reference"),
-    option("--max-kld", float, "mean KL divergence, nats"),
-    option("--min-same-top", float, "share of tokens, 0 to 1"),
-    option("--max-rms-dp", float, "RMS change of the true token's probability"),
+    *LIMIT_FLAGS,
     option("--min-cosine", float, "of each tensor; default: by its format"),
-    option("--min-tokens", int, "fewer never pass; default: 32768"),
-    option("--min-documents", int, "fewer never pass; default: 64"),
     option("--speed/--no-speed", None, "measure decoding", default=True),
     option("--json", PATH, "write all numbers", name="json_path"),
     option("--report", PATH, "directory for table and picture", name="directory"),

@@ -56,6 +56,15 @@ PTQ_CODES = (
     (ExitCode.INTERRUPTED, "interrupted; run it again to go on after the last finished layer"),
 )
 
+LIMIT_FLAGS: tuple[Wrap, ...] = (
+    option("--max-ppl-ratio", float, "perplexity over that of the reference"),
+    option("--max-kld", float, "mean KL divergence, nats"),
+    option("--min-same-top", float, "share of tokens, 0 to 1"),
+    option("--max-rms-dp", float, "RMS change of the true token's probability"),
+    option("--min-tokens", COUNT, "fewer never pass; default: 32768"),
+    option("--min-documents", COUNT, "fewer never pass; default: 64"),
+)
+"""Limits of the gate."""
 FLAGS: tuple[Wrap, ...] = (
     option(
         "--format",
@@ -112,12 +121,7 @@ FLAGS: tuple[Wrap, ...] = (
     option("--gate", FILE, "UTF-8 held-out text to judge the result on."),
     option("--gate-window", click.IntRange(2), default=256),
     option("--gate-limits", click.Choice(LIMITS), "Default: by format."),
-    option("--max-ppl-ratio", float),
-    option("--max-kld", float),
-    option("--min-same-top", float),
-    option("--max-rms-dp", float),
-    option("--min-tokens", COUNT),
-    option("--min-documents", COUNT),
+    *LIMIT_FLAGS,
     option(
         "--cosine-threshold",
         click.FloatRange(-1, 1),
