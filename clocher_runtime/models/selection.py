@@ -45,10 +45,7 @@ class Selection(NamedTuple):
 
 
 def parse_selection(text: str) -> Selection | None:
-    """Return what an `--attn` selects; None for "dense" and "auto", which read everything.
-
-    Raises UsageError.
-    """
+    """Return what `--attn` selects; None: everything is read. Raises UsageError."""
     if text in _WORDS:
         return None
     kind, _, rest = text.partition(":")
