@@ -100,15 +100,7 @@ class Session:
         speculator = None
         if drafts:
             speculator = speculator_of(self.speculate, sizes.rows, self._draft_model)
-        self.scheduler = Scheduler(
-            self.executor,
-            bound.pages,
-            sizes.slots,
-            model.weights,
-            self.act_prec,
-            config.itl_ms,
-            speculator,
-        )
+        self.scheduler = Scheduler(bound, speculator)
         self.reading = AttentionReads(bound)
         self.changed = ""
         self._lock = StepLock(self.scheduler)
