@@ -221,8 +221,6 @@ def diffusing(spec: ModelSpec, asked: str, speculate: str) -> Diffusing | None:
     if blocks is None:
         if asked in ("auto", "off"):
             return None
-        if asked != "lossless":
-            rule_of(asked)
         raise UsageError(
             f"diffusion {asked}: this model does not denoise blocks (its config.json has no "
             "block_diffusion); use auto"
