@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from clocher_kernels.errors import NonFinite
+from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.arguments import Sampling
+from clocher_runtime.engine.binding import Bound
 from clocher_runtime.engine.pages import KvPages, PagePool, window_pages
 from clocher_runtime.engine.requests import OutputQueue, Request
 from clocher_runtime.engine.scheduler import Scheduler
 from clocher_runtime.engine.timing import StepTimes
-from clocher_runtime.models.build import PAGE_CELLS
+from clocher_runtime.models.build import PAGE_CELLS, Sizes
 
 WINDOW = 100
 VOCABULARY = 50
@@ -118,7 +120,10 @@ def scheduler_of(
         window=WINDOW,
         reuse=reuse,
     )
-    return Scheduler(executor, held, slots, {}, "fp32", itl_ms), executor
+    sizes = Sizes(tokens=chunk, rows=slots, slots=slots, context=context, pages=pages)
+    config = EngineConfig(itl_ms=itl_ms)
+    bound = Bound(SimpleNamespace(weights={}), config, sizes, executor, held, "fp32", True)
+    return Scheduler(bound), executor
 
 
 def request_of(ids: list[int], budget: int, seed: int, salt: bytes = b"") -> Request:

@@ -38,10 +38,7 @@ USUAL = {name: ",".join(f"{number:g}" for number in takes.usual) for name, takes
 
 
 def parse(text: str) -> tuple[str, tuple[float, ...]]:
-    """Return name and numbers of a text such as "threshold:0.9"; "threshold" has its usual ones.
-
-    Raises UsageError.
-    """
+    """Return name and numbers of "threshold:0.9", or its usual numbers. Raises UsageError."""
     name, colon, rest = text.partition(":")
     takes = _RULES.get(name)
     if takes is None:

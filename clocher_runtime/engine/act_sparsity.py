@@ -49,10 +49,7 @@ class ActSparsity:
 
 
 def act_sparsity(text: object) -> ActSparsity:
-    """Read "0.25" (share to drop), "topk:0.75" (share to keep), "threshold:0.1" or "adaptive".
-
-    Raises UsageError.
-    """
+    """Read "0.25", "topk:0.75", "threshold:0.1" or "adaptive". Raises UsageError."""
     kind, _, number = text.rpartition(":") if isinstance(text, str) else ("?", "", "")
     if text == "adaptive":
         return ActSparsity(attrs=_ADAPTIVE)

@@ -11,10 +11,7 @@ from clocher_runtime.config.values import as_integer, as_number, shown
 
 
 def whole(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
-    """Return an integer argument from `least` to `most`, as far as these are given.
-
-    Raises UsageError.
-    """
+    """Return an integer argument in a range; True and 1.0 are none. Raises UsageError."""
     number = as_integer(value)
     low = number is None or (least is not None and number < least)
     if number is None or low or (most is not None and number > most):
@@ -38,10 +35,7 @@ def refuse_unknown(given: Mapping[str, object], known: Collection[str], where: s
 
 
 def listed(value: object, expected: str) -> list[Any]:
-    """Return the items of a sequence that is neither text nor bytes nor a mapping.
-
-    Raises UsageError.
-    """
+    """Return the items of a sequence; text, bytes, mappings are none. Raises UsageError."""
     sequence = hasattr(value, "__len__") and hasattr(value, "__getitem__")
     if sequence and not isinstance(value, str | bytes | bytearray | memoryview | Mapping):
         try:
@@ -52,10 +46,7 @@ def listed(value: object, expected: str) -> list[Any]:
 
 
 def token_ids(prompt: object) -> list[int]:
-    """Return the token ids of a prompt, a sequence or array [T] of integers, as Python's.
-
-    Raises UsageError.
-    """
+    """Return a sequence or array [T] of token ids as Python integers. Raises UsageError."""
     items = listed(prompt, "a list of token ids")
     if set(map(type, items)) <= {int}:
         return items

@@ -82,10 +82,7 @@ class Reader(Protocol):
 
 
 def reader(backend: str, nbytes: int) -> Reader | None:
-    """Return a buffer of about so many bytes; None if nothing reads the memory of a back end.
-
-    Raises OSError.
-    """
+    """Return a buffer of so many bytes; None for back ends without a reader. Raises OSError."""
     if backend != "cpu":
         return None
     from cpu_fallback.team.bandwidth import Reader as CpuReader

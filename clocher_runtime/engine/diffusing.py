@@ -205,10 +205,7 @@ def longest_text(blocks: Diffusing | None, cells: int) -> int:
 
 
 def of_call(session: Diffusing | None, asked: str | None) -> Diffusing | None:
-    """Return how the blocks of a call are decoded; None: it makes one token after the other.
-
-    Raises UsageError.
-    """
+    """Return how a call decodes blocks, if not as its session; None: not. Raises UsageError."""
     if asked is None or (session is None and asked in ("auto", "off")):
         return session
     if session is None:
@@ -219,16 +216,11 @@ def of_call(session: Diffusing | None, asked: str | None) -> Diffusing | None:
 
 
 def diffusing(spec: ModelSpec, asked: str, speculate: str) -> Diffusing | None:
-    """Return how a session decodes blocks; None: it makes one token after the other.
-
-    Raises UsageError.
-    """
+    """Return how a session decodes blocks; None: token after token. Raises UsageError."""
     blocks = spec.diffusion
     if blocks is None:
         if asked in ("auto", "off"):
             return None
-        if asked != "lossless":
-            rule_of(asked)
         raise UsageError(
             f"diffusion {asked}: this model does not denoise blocks (its config.json has no "
             "block_diffusion); use auto"

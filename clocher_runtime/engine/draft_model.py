@@ -210,10 +210,7 @@ def speculator_of(mode: str, rows: int, model: DraftModel | None) -> Speculator:
 
 
 def speculates(config: EngineConfig) -> bool:
-    """Return whether the tokens of a session are drafted, unless blocks are denoised instead.
-
-    Raises UsageError.
-    """
+    """Return whether tokens are drafted, unless blocks are denoised. Raises UsageError."""
     mode = config.speculate
     if config.backend == "stub" and mode not in ("auto", "off"):
         raise UsageError(f"speculate={mode}: the stub has nothing to verify; give off")
@@ -221,10 +218,7 @@ def speculates(config: EngineConfig) -> bool:
 
 
 def check_draft(draft: Model | None, mode: str) -> None:
-    """Refuse a draft model that would not be asked, and its absence where it is asked for.
-
-    Raises UsageError.
-    """
+    """Refuse a draft model that is not asked, or its absence. Raises UsageError."""
     if draft is None:
         if mode == "draft":
             raise UsageError(

@@ -152,10 +152,7 @@ class Footprint:
 def footprint(
     spec: ModelSpec, weights: Mapping[str, Destined], context: int | None = None
 ) -> Footprint:
-    """Return what a run on the CPU takes with its defaults: one sequence, drafted or denoised.
-
-    Raises UsageError.
-    """
+    """Return what a run of one sequence takes on the CPU with its defaults. Raises UsageError."""
     formats = {name: each.format for name, each in weights.items() if each.format is not None}
     width = usual_width(spec)
     sizes = sizes_of(spec, EngineConfig(context=context), speculates=not width, width=width)

@@ -44,10 +44,7 @@ class Generation(Iterator[Token]):
         raise StopIteration
 
     def poll(self) -> list[Token] | None:
-        """Return the tokens that are made and not taken yet; None after the last one.
-
-        Raises ClocherError.
-        """
+        """Return tokens that are made, without a step; None after the last. Raises ClocherError."""
         queue = self.begin()
         tokens = [queue.tokens.popleft() for _ in range(len(queue.tokens))]
         if tokens or not queue.is_over:
@@ -65,10 +62,7 @@ class Generation(Iterator[Token]):
         return None if self._queue is None else self._queue.snapshots.get(sequence)
 
     def begin(self) -> OutputQueue:
-        """Join the steps of the session now, and not when the first token is asked for.
-
-        Raises UsageError.
-        """
+        """Join the steps now, not when the first token is asked for. Raises UsageError."""
         with self._joining:
             if self._queue is None:
                 try:

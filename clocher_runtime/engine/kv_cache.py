@@ -64,10 +64,7 @@ class KVCacheConfig:
 
 
 def with_kv_cache(settings: Mapping[str, Any], config: KVCacheConfig | None) -> dict[str, Any]:
-    """Return keywords of `load`, with those that a configuration of its KV cache stands for.
-
-    Raises UsageError.
-    """
+    """Return keywords of `load`, with those of a cache's configuration. Raises UsageError."""
     if config is None:
         return dict(settings)
     if not isinstance(config, KVCacheConfig):

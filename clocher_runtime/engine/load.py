@@ -134,10 +134,7 @@ class Destined:
 
 
 def describe(checkpoint: Checkpoint) -> tuple[ModelSpec, dict[str, Need]]:
-    """Return the model of a checkpoint and the tensors that it reads. No weights are read.
-
-    Raises UnsupportedModel, FormatError.
-    """
+    """Return a checkpoint's model and what it reads. Raises UnsupportedModel, FormatError."""
     spec = head_as_stored(model_spec(checkpoint), checkpoint)
     needs = inventory(spec)
     _account(spec, needs, checkpoint)
@@ -172,10 +169,7 @@ def destined(
 
 
 def model_spec(checkpoint: Checkpoint) -> ModelSpec:
-    """Return what a checkpoint is a model of; no tensor is looked at.
-
-    Raises UnsupportedModel, FormatError.
-    """
+    """Return a checkpoint's model, by its configs alone. Raises UnsupportedModel, FormatError."""
     spec = spec_from_config(checkpoint.config)
     # Chat models list there all that end a turn.
     ends = read_as(given(checkpoint.generation_config), Ends, "generation_config.json")

@@ -39,10 +39,7 @@ class _Settings(Struct):
 
 
 def sampling_defaults(checkpoint: "Checkpoint") -> dict[str, float]:
-    """Return what a model's file says of sampling, by name; {} if it wants greedy decoding.
-
-    Raises FormatError.
-    """
+    """Return how a model wants to be sampled, by name; {}: greedily. Raises FormatError."""
     settings = given(checkpoint.generation_config)
     if not read_as(settings, _Settings, FILE).do_sample:
         return {}

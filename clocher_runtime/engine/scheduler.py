@@ -15,11 +15,10 @@ from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 
 from clocher_kernels.errors import DeviceError, NonFinite, OutOfMemory, SessionBusy
-from clocher_kernels.plan import Executor
-from clocher_runtime.engine.backends import Weights
+from clocher_runtime.engine.binding import Bound
 from clocher_runtime.engine.forwards import Done, Forwards, Part
 from clocher_runtime.engine.nonfinite import explain
-from clocher_runtime.engine.pages import KvPages, PageStats
+from clocher_runtime.engine.pages import PageStats
 from clocher_runtime.engine.requests import Request, Score
 from clocher_runtime.engine.timing import StepSums, StepTimes
 from clocher_runtime.speculation.speculator import Speculator
@@ -31,34 +30,18 @@ _LEAST_PIECE = 4  # tokens of a prompt that a step takes however long it lasts
 class Scheduler:
     """Requests, and the steps that serve them. Callers see to it that one step runs at a time.
 
-    Args:
-        slots: sequences side by side.
-        weights, act_prec: what the executor is bound to, to explain a fault.
-        itl_ms: expected length of a step, above which no more of a prompt is taken while sequences
-            decode.
-        speculator: drafts tokens; None: nothing does.
-
     Attributes:
         kv_hits, kv_misses: keys found in the cache by all tokens; tokens that were computed.
         reused: tokens that were found in the cache instead.
         preempted: how often a sequence had to give its pages back.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        pages: KvPages,
-        slots: int,
-        weights: Weights,
-        act_prec: str,
-        itl_ms: float,
-        speculator: Speculator | None = None,
-    ) -> None:
-        self.forwards = Forwards(executor, pages, speculator)
-        self.itl_ms, self.pages = itl_ms, pages
+    def __init__(self, bound: Bound, speculator: Speculator | None = None) -> None:
+        self.forwards = Forwards(bound.executor, bound.pages, speculator)
+        self.itl_ms, self.pages = bound.config.itl_ms, bound.pages
         self.kv_hits = self.kv_misses = self.reused = self.preempted = 0
-        self._executor, self._weights, self._act_prec = executor, weights, act_prec
-        self._count, self._slots = slots, list(range(slots))[::-1]
+        self._bound, self._executor = bound, bound.executor
+        self._slots = list(range(bound.sizes.slots))[::-1]
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # oldest first
         self._awake, self._is_awake = ExitStack(), False
@@ -152,7 +135,7 @@ class Scheduler:
             request.queue.error = error
         self._running, self._waiting = [], deque()
         self.forwards.forget()
-        self._slots = list(range(self._count))[::-1]
+        self._slots = list(range(self._bound.sizes.slots))[::-1]
         self.pages.reset()
         if self.speculator is not None:
             self.speculator.reset()
@@ -253,7 +236,8 @@ class Scheduler:
             request.is_faulty = False
             if request.queue.is_over:
                 continue
-            found = explain(self._executor, self._weights, self._act_prec, self._again(request))
+            weights, act_prec = self._bound.model.weights, self._bound.act_prec
+            found = explain(self._executor, weights, act_prec, self._again(request))
             request.queue.error = NonFinite(str(found), request.index)
             self._retire(request, forget=True)
         self.forwards.forget()

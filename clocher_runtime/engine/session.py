@@ -100,15 +100,7 @@ class Session:
         speculator = None
         if drafts:
             speculator = speculator_of(self.speculate, sizes.rows, self._draft_model)
-        self.scheduler = Scheduler(
-            self.executor,
-            bound.pages,
-            sizes.slots,
-            model.weights,
-            self.act_prec,
-            config.itl_ms,
-            speculator,
-        )
+        self.scheduler = Scheduler(bound, speculator)
         self.reading = AttentionReads(bound)
         self.changed = ""
         self._lock = StepLock(self.scheduler)
@@ -168,10 +160,7 @@ class Session:
             return self.scheduler.page_stats()
 
     def warm(self) -> None:
-        """Run one step, so that every kernel is compiled and loaded.
-
-        Raises SessionBusy, UsageError.
-        """
+        """Run one step, so that every kernel is compiled. Raises SessionBusy, UsageError."""
         with self._lock.taken("warm"), self.executor.running():
             self.executor.warm()
             self.scheduler.forwards.warm()
@@ -180,10 +169,7 @@ class Session:
             self.synchronize()
 
     def work_touch(self, bytes_per_token: int, stride: int) -> Touch | None:
-        """Return a work-touch of the weights on the device; None: they are the mapped files.
-
-        Raises SessionBusy, UsageError.
-        """
+        """Return a work-touch of weights on a device, else None. Raises SessionBusy, UsageError."""
         with self._lock.taken("work_touch"):
             make = getattr(self.executor, "work_touch", None)
             touch: Touch | None = make(bytes_per_token, stride) if make else None
@@ -194,10 +180,7 @@ class Session:
         self.executor.synchronize()
 
     def close(self) -> None:
-        """Stop the threads and release the buffers, after the step that runs. Generations end.
-
-        Raises SessionBusy.
-        """
+        """End all generations after the step that runs; release all. Raises SessionBusy."""
         if self._lock.close():
             if self._draft_model is not None:
                 self._draft_model.close()
@@ -312,7 +295,7 @@ class Session:
     def step(self) -> bool:
         """Do the next step for all who generate; return whether there is more to do.
 
-        Raises SessionBusy, UsageError.
+        For one loop that serves many, with `Generation.poll`. Raises SessionBusy, UsageError.
         """
         with self._lock.taken("step"):
             self.scheduler.step()

@@ -42,7 +42,8 @@ class StepLock:
     def taken(self, purpose: str) -> Iterator[None]:
         """Hold the right while the context is open; wait while another thread has it.
 
-        Raises SessionBusy, UsageError.
+        Raises SessionBusy if this thread has it, UsageError if the session is closed; both name the
+        purpose.
         """
         me = threading.get_ident()
         if self._inside == me:
@@ -82,10 +83,7 @@ class StepLock:
                 self._changed.notify_all()
 
     def serve(self, queue: OutputQueue) -> None:
-        """Do steps, or wait for those of others, until there is something in an output queue.
-
-        Raises SessionBusy.
-        """
+        """Do steps, or wait for those of others, until a queue has news. Raises SessionBusy."""
         me = threading.get_ident()
         if self._inside == me:
             raise SessionBusy("generate: called from within a step of this session; return first")
@@ -113,10 +111,7 @@ class StepLock:
             self._lock.release()
 
     def close(self) -> bool:
-        """End all generations after the step that runs, and take the right for good.
-
-        Raises SessionBusy.
-        """
+        """End all generations, keep the right; return whether anew. Raises SessionBusy."""
         if self._is_closed:
             return False
         try:

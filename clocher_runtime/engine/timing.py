@@ -71,10 +71,7 @@ class TimedWindow:
 
     @contextmanager
     def span(self, kind: SpanKind, tokens: int) -> Iterator[Tally]:
-        """Measure one step; the tally that the context yields may be given another number.
-
-        Raises WindowError.
-        """
+        """Measure one step; its tally may be given another number. Raises WindowError."""
         open_window(self.name)
         tally = Tally(tokens)
         try:

@@ -4,7 +4,7 @@ Without sysfs every usable CPU is a core of its own on one socket.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,8 +118,20 @@ def in_order(cpus: Sequence[Cpu], affinity: str = "auto", policy: str = "auto") 
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Return the CPUs that control groups grant to this process; None without a limit."""
-    limits = [limit for limit in _limits(root) if limit is not None]
+    """Return the CPUs that control groups grant to this process; None without a limit.
+
+    The tightest limit of the process's group and of its ancestors counts, in version 2
+    (`cpu.max`) and version 1 (`cpu.cfs_quota_us` / `cpu.cfs_period_us`).
+    """
+    limits = []
+    for version, group in groups("cpu", root):
+        if version == 2:
+            quota, _, period = read(group / "cpu.max").partition(" ")
+        else:
+            quota, period = (read(group / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        granted, length = (int(each) if each.isdigit() else 0 for each in (quota, period))
+        if granted and length:  # else "max", -1 or a missing file
+            limits.append(granted / length)
     return min(limits, default=None)
 
 
@@ -175,30 +187,8 @@ def _last_cache(cpu: int, root: Path) -> tuple[int, int]:
     return found[1], found[2]
 
 
-def _limits(root: Path) -> Iterator[float | None]:
-    for version, group in groups("cpu", root):
-        if version == 2:
-            quota, _, period = read(group / "cpu.max").partition(" ")
-        else:
-            quota = read(group / "cpu.cfs_quota_us")
-            period = read(group / "cpu.cfs_period_us")
-        yield _ratio(quota, period)
-
-
-def _ratio(quota: str, period: str) -> float | None:
-    """Return quota / period; None for "max", -1 or a missing file."""
-    try:
-        granted, length = int(quota), int(period)
-    except ValueError:
-        return None
-    return granted / length if granted > 0 and length > 0 else None
-
-
 def threads_of(config: EngineConfig) -> int:
-    """Return the threads of a configuration, on the socket that its NUMA policy names if any.
-
-    Raises UsageError.
-    """
+    """Return the threads of a configuration, on the socket it names. Raises UsageError."""
     if config.threads is not None:
         return config.threads
     if config.numa_policy.startswith("socket:"):

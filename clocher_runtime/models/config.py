@@ -129,10 +129,7 @@ class Decoder(Ends, kw_only=True):
         return ModelSpec(family=family, **{**fields, **more})
 
     def diffusion(self) -> BlockDiffusion | None:
-        """Return how the model denoises blocks; None: it does not.
-
-        Raises FormatError, UnsupportedModel.
-        """
+        """Return how it denoises blocks, if it does. Raises FormatError, UnsupportedModel."""
         stated = self.block_diffusion
         if stated is None:
             return None
@@ -190,10 +187,7 @@ _D = TypeVar("_D", bound=Decoder)
 
 
 def read_config(config: Mapping[str, Any], kind: type[_D]) -> _D:
-    """Return the fields of a config as a family declares them.
-
-    Raises FormatError, UnsupportedModel.
-    """
+    """Return a config as a family declares it. Raises FormatError, UnsupportedModel."""
     for name in ("hidden_act", "hidden_activation"):
         one_of(config, name, kind.ACTIVATION, ACTIVATIONS, WHERE)
     fields = given(config)

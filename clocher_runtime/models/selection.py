@@ -1,7 +1,6 @@
 """What `--attn` says: which pages of the cache attention reads, as arguments of `select_pages`."""
 
 import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from clocher_kernels.errors import UsageError
@@ -45,43 +44,23 @@ class Selection(NamedTuple):
 
 
 def parse_selection(text: str) -> Selection | None:
-    """Return what an `--attn` selects; None for "dense" and "auto", which read everything.
-
-    Raises UsageError.
-    """
+    """Return what `--attn` selects; None: everything is read. Raises UsageError."""
     if text in _WORDS:
         return None
     kind, _, rest = text.partition(":")
-    made = _KINDS[kind](text, rest) if kind in _KINDS else None
-    if made is None:
-        shown = text if len(text) <= 60 else f"{text[:60]}..."
-        raise UsageError(f"attn is {shown!r}; expected {TAKES}")
-    return made
-
-
-def _topk(name: str, rest: str) -> Selection | None:
-    tokens = _whole(rest)
-    if tokens is None or tokens < LEAST_BUDGET:
-        return None
-    return Selection(name, budget=-(-tokens // PAGE_CELLS))
-
-
-def _threshold(name: str, rest: str) -> Selection | None:
-    margin = _number(rest)
-    return Selection(name, margin=margin) if margin is not None and 0 < margin <= 1e6 else None
-
-
-def _window(name: str, rest: str) -> Selection | None:
-    sinks, window = map(_whole, (rest.partition("+")[0], rest.partition("+")[2]))
-    if sinks is None or not window:
-        return None
-    first = max(1, -(-sinks // PAGE_CELLS))
-    return Selection(name, first=first, last=max(LAST_PAGES, -(-window // PAGE_CELLS) + 1))
-
-
-def _dynamic(name: str, rest: str) -> Selection | None:
-    mass = _number(rest)
-    return Selection(name, mass=mass) if mass is not None and 0 < mass < 1 else None
+    sinks, _, window = rest.partition("+")
+    tokens, number, first, last = _whole(rest), _number(rest), _whole(sinks), _whole(window)
+    if kind == "topk" and tokens is not None and tokens >= LEAST_BUDGET:
+        return Selection(text, budget=-(-tokens // PAGE_CELLS))
+    if kind == "threshold" and 0 < number <= 1e6:
+        return Selection(text, margin=number)
+    if kind == "dynamic" and 0 < number < 1:
+        return Selection(text, mass=number)
+    if kind == "window" and first is not None and last:
+        pages = max(LAST_PAGES, -(-last // PAGE_CELLS) + 1)
+        return Selection(text, first=max(1, -(-first // PAGE_CELLS)), last=pages)
+    shown = text if len(text) <= 60 else f"{text[:60]}..."
+    raise UsageError(f"attn is {shown!r}; expected {TAKES}")
 
 
 def _whole(text: str) -> int | None:
@@ -89,13 +68,5 @@ def _whole(text: str) -> int | None:
     return found if found is not None and found <= _MOST else None
 
 
-def _number(text: str) -> float | None:
-    return float(text) if re.fullmatch(r"[0-9]{1,7}(\.[0-9]{1,7})?|\.[0-9]{1,7}", text) else None
-
-
-_KINDS: dict[str, Callable[[str, str], Selection | None]] = {
-    "topk": _topk,
-    "threshold": _threshold,
-    "window": _window,
-    "dynamic": _dynamic,
-}
+def _number(text: str) -> float:
+    return float(text) if re.fullmatch(r"[0-9]{1,7}(\.[0-9]{1,7})?|\.[0-9]{1,7}", text) else 0.0

@@ -87,10 +87,7 @@ _SHARED = (
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of the text model, which models of more than text keep in `text_config`.
-
-    Raises FormatError.
-    """
+    """Return the config of the text model, maybe in `text_config`. Raises FormatError."""
     inner = config.get("text_config")
     if inner is None and _named(config) in _WRAPPERS:
         raise FormatError(

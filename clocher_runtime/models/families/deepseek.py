@@ -102,10 +102,7 @@ class _DeepSeek(Decoder, kw_only=True):
 def expert_groups(
     experts: int, active: int, count: int | None, top: int | None, best: int
 ) -> dict[str, Any]:
-    """Return the fields of MoeSpec that say from how many groups of experts a token chooses.
-
-    Raises FormatError.
-    """
+    """Return the fields of MoeSpec on groups of experts. Raises FormatError."""
     count, top = count or 1, top or 1
     if count <= 1:
         return {}

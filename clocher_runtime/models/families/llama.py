@@ -69,10 +69,7 @@ def smollm3(config: Config) -> ModelSpec:
 
 
 def unrotated(listed: list[bool | int] | None, interval: int, layers: int) -> tuple[int, ...]:
-    """Return the layers without a rotation: those with a 0 in a list, or every `interval`-th.
-
-    Raises FormatError.
-    """
+    """Return layers with a 0 in a list, or every `interval`-th. Raises FormatError."""
     rotated = listed or [int((i + 1) % interval != 0) for i in range(layers)]
     if len(rotated) < layers:
         raise FormatError(f"{WHERE}: no_rope_layers is {shown(listed)}; expected {layers} numbers")
@@ -214,10 +211,7 @@ class _Hybrid(_Granite, kw_only=True):
 
 
 def granite_hybrid(config: Config) -> ModelSpec:
-    """Granite 4 without Mamba layers and experts: Granite 3 in other tensors.
-
-    Raises UnsupportedModel.
-    """
+    """Granite 4 without Mamba layers and experts: Granite 3 in other tensors."""
     read = read_config(config, _Hybrid)
     kinds = {"attention", "full_attention"}
     if read.layer_types is None or not kinds.issuperset(map(str, read.layer_types)):
