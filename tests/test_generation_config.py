@@ -13,7 +13,7 @@ from clocher_kernels.errors import FormatError, UsageError
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.engine.sampling_defaults import sampling_defaults, taken, told
 from clocher_runtime.serve.requests import ChatRequest, CompletionRequest
-from clocher_runtime.serve.responses import ResponsesRequest
+from clocher_runtime.serve.response_request import ResponsesRequest
 from clocher_runtime.subcommands.chat_settings import decide
 
 DRAWN = {"do_sample": True, "temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.05}
