@@ -30,7 +30,6 @@ from clocher_runtime.serve.messages import (
     Broken,
     Cancel,
     Failed,
-    Guesses,
     Made,
     Reader,
     Ready,
@@ -51,6 +50,7 @@ from clocher_runtime.text.completion import logprob_of
 BEAT_S = 1.0
 """A message is sent at least so often, in seconds, unless a step takes longer."""
 _COMPILING_S = 0.002
+_NS_PER_S = 1e9
 _OF_REQUEST = (UsageError, NonFinite)
 """Errors of one request."""
 
@@ -222,30 +222,29 @@ def _made(work: _Work, tokens: Sequence[Token]) -> Iterator[Made]:
 def state_of(session: Session) -> State:
     """Return the gauges and counters of a session."""
     scheduler = session.scheduler
-    running, waiting = scheduler.counts
-    sums, denoising = scheduler.sums, scheduler.passes.denoising
-    guesses = Guesses(scheduler.passes.turns)
-    if scheduler.speculator is not None:
-        counts = scheduler.speculator.counts
-        by_source = {source: (of[0], of[1]) for source, of in counts.by_source.items()}
-        drafts = counts.sent, counts.unguessed, counts.unworthy
-        guesses = Guesses(counts.passes, *drafts, by_source)
+    sums, denoising, speculator = scheduler.sums, scheduler.passes.denoising, scheduler.speculator
+    counts = speculator.counts if speculator else None
+    decided = ("sent", "unguessed", "unworthy")
     return State(
-        running=running,
-        waiting=waiting,
+        running=scheduler.counts[0],
         pages_used=scheduler.pages.used,
         pages_cached=scheduler.pages.named,
-        reused=scheduler.reused,
-        preempted=scheduler.preempted,
-        decode_steps=sums.decode_steps,
-        decode_tokens=sums.decode_tokens,
-        decode_ns=sums.decode_ns,
-        prompt_steps=sums.prompt_steps,
-        prompt_tokens=sums.prompt_tokens,
-        prompt_ns=sums.prompt_ns,
-        denoised_passes=denoising.passes,
-        denoised_tokens=denoising.tokens,
-        guesses=guesses,
+        counters={
+            "prompt_tokens": sums.prompt_tokens,
+            "decode_tokens": sums.decode_tokens,
+            "prefix_cache_hits": scheduler.reused,
+            "prefix_cache_queries": scheduler.reused + sums.prompt_tokens,
+            "num_preemptions": scheduler.preempted,
+            "decode_steps": sums.decode_steps,
+            "decode_step_seconds": sums.decode_ns / _NS_PER_S,
+            "prompt_steps": sums.prompt_steps,
+            "prompt_step_seconds": sums.prompt_ns / _NS_PER_S,
+            "diffusion_passes": denoising.passes,
+            "diffusion_tokens": denoising.tokens,
+            "spec_passes": counts.passes if counts else scheduler.passes.turns,
+        },
+        drafted={name: (n[0], n[1]) for name, n in counts.by_source.items()} if counts else {},
+        decisions={name: getattr(counts, name) for name in decided} if counts else {},
         changed=session.changed,
     )
 
