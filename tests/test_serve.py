@@ -9,13 +9,16 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from commands import python
+from scripted import scripted_app
 from serving import Served, serving, settled
+from starlette.testclient import TestClient
 from weight_files import ROOT
 
 import clocher_runtime
@@ -301,27 +304,33 @@ def test_the_queue_is_bounded_and_says_when_to_come_back(server):
     settled(server)
 
 
-def test_bodies_and_headers_are_bounded():
-    with serving("--max-body-mb", 1) as small:
-        response = small.client.post("/v1/completions", content=b"x" * (1 << 20) + b"xx")
-        assert response.status_code == 413
-        raw = socket.create_connection(("127.0.0.1", int(small.url.rsplit(":", 1)[1])))
-        raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"y" * 100_000)
-        raw.settimeout(10)
-        assert raw.recv(100).split(b" ")[1] in (b"400", b"431")
-        assert small.client.get("/health").status_code == 200
+@contextmanager
+def edge(**config: Any) -> Iterator[TestClient]:
+    """Yield a client of a server without an engine."""
+    with scripted_app(**config) as (app, _):
+        yield TestClient(app, base_url="http://127.0.0.1")
+
+
+def test_bodies_and_headers_are_bounded(server):
+    with edge(max_body_mb=1) as client:
+        assert client.post("/v1/completions", content=b"x" * ((1 << 20) + 2)).status_code == 413
+    raw = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+    raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"y" * 100_000)
+    raw.settimeout(10)
+    assert raw.recv(100).split(b" ")[1] in (b"400", b"431")
+    assert server.client.get("/health").status_code == 200
 
 
 def test_a_key_guards_every_path_but_health_and_the_page():
-    with serving(env={"CLOCHER_API_KEY": "secret"}) as guarded:
+    with edge(api_key="secret") as client:
         for path in ("/v1/models", "/metrics", "/nowhere", "/index.html"):
-            assert guarded.client.get(path).status_code == 401
-        assert guarded.ask("/tokenize", prompt="x").status_code == 401
-        wrong = guarded.client.get("/v1/models", headers={"authorization": "Bearer secre"})
+            assert client.get(path).status_code == 401
+        assert client.post("/tokenize", json={"prompt": "x"}).status_code == 401
+        wrong = client.get("/v1/models", headers={"authorization": "Bearer secre"})
         assert wrong.status_code == 401
-        right = guarded.client.get("/v1/models", headers={"authorization": "Bearer secret"})
-        assert right.status_code == 200
-        assert guarded.client.get("/health").status_code == 200
+        right = client.get("/v1/models", headers={"authorization": "Bearer secret"})
+        assert right.status_code == client.get("/health").status_code == 200
+        assert client.get("/").status_code == 200
         assert "access-control-allow-origin" not in right.headers
 
 
@@ -341,21 +350,21 @@ def test_pages_of_others_may_not_call(server):
 
 
 def test_pages_that_are_named_may_call():
-    with serving("--cors-origins", "http://good.example", env={"CLOCHER_API_KEY": "k"}) as open_one:
+    with edge(cors_origins="http://good.example", api_key="k") as client:
         asking = {
             "origin": "http://good.example",
             "access-control-request-method": "POST",
             "access-control-request-headers": "authorization,content-type,x-stainless-os",
         }
-        asked = open_one.client.options("/v1/models", headers=asking)
+        asked = client.options("/v1/models", headers=asking)
         assert asked.status_code == 200
         assert asked.headers["access-control-allow-origin"] == "http://good.example"
         headers = {"origin": "http://good.example", "authorization": "bearer k"}
-        got = open_one.client.get("/v1/models", headers=headers | {"host": "any.example"})
+        got = client.get("/v1/models", headers=headers | {"host": "any.example"})
         assert got.status_code == 200
         assert got.headers["access-control-allow-origin"] == "http://good.example"
         headers["origin"] = "http://evil.example"
-        assert open_one.client.get("/v1/models", headers=headers).status_code == 403
+        assert client.get("/v1/models", headers=headers).status_code == 403
 
 
 def test_more_answers_than_there_is_ever_room_for(server):

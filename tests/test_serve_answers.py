@@ -228,14 +228,8 @@ def test_what_cannot_be_followed_is_refused_and_harms_nobody(server, body):
     assert chat(server, max_tokens=3)["finish_reason"] == "length"
 
 
-def test_a_template_that_knows_no_tools_says_so():
-    with serving() as plain:
-        response = plain.ask("/v1/chat/completions", messages=MESSAGES, tools=TOOLS)
-        assert response.status_code == 400
-        assert "tools" in response.json()["error"]["message"]
-
-
-def test_what_ends_a_text_does_not_depend_on_who_asked_first():
+def test_a_fresh_server():
+    """What ends a text does not depend on who asked first; a template without tools says so."""
     with serving() as fresh:
         body = {"prompt": "x", "max_tokens": 9, "structured_outputs": {"regex": "a*"}}
         assert fresh.ask("/v1/completions", ignore_eos=True, **body).status_code == 200
@@ -244,6 +238,9 @@ def test_what_ends_a_text_does_not_depend_on_who_asked_first():
         (choice,) = answer["choices"]
         assert choice["logprobs"]["tokens"] == ["<|return|>"]
         assert choice["text"] == "" and choice["finish_reason"] == "stop"
+        response = fresh.ask("/v1/chat/completions", messages=MESSAGES, tools=TOOLS)
+        assert response.status_code == 400
+        assert "tools" in response.json()["error"]["message"]
 
 
 def test_the_models_of_others_have_their_own_marks(tmp_path: Path):

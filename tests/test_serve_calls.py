@@ -2,7 +2,7 @@
 
 import pytest
 
-from clocher_runtime.serve.answers import ChatChoice
+from clocher_runtime.serve.choices import ChatChoice
 from clocher_runtime.serve.messages import Made
 from clocher_runtime.text.answers import Delta
 from clocher_runtime.text.deltas import StopStrings

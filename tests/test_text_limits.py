@@ -115,7 +115,7 @@ def test_time_of_a_known_expression_grows_with_the_text(pattern):
 
     seconds(100)
     # The other work of this machine is in some of the figures; least is nearest to the truth.
-    short, long = (min(seconds(size) for _ in range(3)) for size in (2_000, 20_000))
+    short, long = (min(seconds(size) for _ in range(2)) for size in (1_000, 10_000))
     assert long < 30 * max(short, 1e-3)
 
 
@@ -171,13 +171,15 @@ def test_spaces_that_the_library_panics_at_are_a_usage_error(capfd):
     assert "panicked" not in capfd.readouterr().err
     # The shipped expression does, too, at 12 MB of spaces, which are refused; so many are not.
     made = Tokenizer(LLAMA / "tokenizer.json", {})
-    assert made.decode(made.encode(" " * (MAX_TEXT_CHARS // 4))) == " " * (MAX_TEXT_CHARS // 4)
+    assert made.decode(made.encode(" " * (MAX_TEXT_CHARS // 16))) == " " * (MAX_TEXT_CHARS // 16)
 
 
-def test_a_panic_in_this_process_is_typed_too():
+def test_a_panic_in_this_process_is_typed_too(capfd):
     panicking = LibraryTokenizer(json.dumps(changed(pre_tokenizer=FIXED)))
     with pytest.raises(Refused, match="chunk size must be non-zero"):
         panicking.encode("ab", True)
+    assert "panicked" in capfd.readouterr().err  # so no such file is loaded in this process
+    assert not is_plain(changed(pre_tokenizer=FIXED))
 
 
 def test_a_run_with_far_too_much_on_standard_input_ends_with_a_line():

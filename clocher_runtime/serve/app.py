@@ -20,14 +20,8 @@ from clocher_runtime.command.jsonline import clocher_version
 from clocher_runtime.engine.arguments import check_biases
 from clocher_runtime.engine.diffusing import Diffusing, among, longest_text, of_call
 from clocher_runtime.engine.sampling_defaults import CHAT_TEMPERATURE
-from clocher_runtime.serve.answers import (
-    Answer,
-    ChatAnswer,
-    ChatChoice,
-    CompletionAnswer,
-    TextChoice,
-    TokenTexts,
-)
+from clocher_runtime.serve.answers import Answer, ChatAnswer, CompletionAnswer
+from clocher_runtime.serve.choices import ChatChoice, TextChoice, TokenTexts
 from clocher_runtime.serve.constraints import Grammars
 from clocher_runtime.serve.edge import (
     PUBLIC,
@@ -54,7 +48,8 @@ from clocher_runtime.serve.requests import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from clocher_runtime.serve.responses import ResponsesAnswer, ResponsesRequest, ResponseStream
+from clocher_runtime.serve.response_request import ResponsesRequest
+from clocher_runtime.serve.responses import ResponsesAnswer, ResponseStream
 from clocher_runtime.serve.schemas import SamplingFields, Schema
 from clocher_runtime.serve.settings import ServeConfig, is_local
 from clocher_runtime.text.deltas import StopStrings, opens_thoughts
@@ -319,19 +314,6 @@ class Server:
     def app(self) -> Starlette:
         """Return the ASGI application."""
         page = None if self.config.no_page else read_page()
-        handlers: Mapping[str, Callable[[Request], Awaitable[ASGIApp]]] = {
-            "/v1/chat/completions": self.chat,
-            "/v1/completions": self.complete,
-            "/v1/responses": self.respond,
-            "/v1/models": self.models,
-            "/v1/models/{model}": self.model,
-            "/tokenize": self.tokenize,
-            "/detokenize": self.detokenize,
-            "/health": self.health,
-            "/metrics": self.show_metrics,
-            "/openapi.json": self.describe,
-            "/": self.root if page is None else page.show,
-        }
         origins = [each.strip() for each in (self.config.cors_origins or "").split(",")]
         origins = list(filter(None, origins))
         gate = Middleware(
@@ -352,7 +334,8 @@ class Server:
         routes = []
         for each in ROUTES:
             path = each.path.replace("{model}", "{model:path}")
-            endpoint = self._guarded(path, handlers[each.path])
+            handler = page.show if page and path == "/" else getattr(self, each.handler)
+            endpoint = self._guarded(path, handler)
             routes.append(Route(path, endpoint, methods=[each.method.upper()]))
         return Starlette(
             routes=routes,

@@ -30,7 +30,6 @@ from clocher_runtime.serve.messages import (
     Broken,
     Cancel,
     Failed,
-    Guesses,
     Made,
     Reader,
     Ready,
@@ -51,6 +50,7 @@ from clocher_runtime.text.completion import logprob_of
 BEAT_S = 1.0
 """A message is sent at least so often, in seconds, unless a step takes longer."""
 _COMPILING_S = 0.002
+_NS_PER_S = 1e9
 _OF_REQUEST = (UsageError, NonFinite)
 """Errors of one request."""
 
@@ -227,30 +227,34 @@ def _made(work: _Work, tokens: Sequence[Token]) -> Iterator[Made]:
 def state_of(session: Session) -> State:
     """Return the gauges and counters of a session."""
     scheduler = session.scheduler
-    running, waiting = scheduler.counts
-    sums, denoising = scheduler.sums, scheduler.forwards.denoising
-    guesses = Guesses(scheduler.forwards.decoded)
-    if scheduler.speculator is not None:
-        counts = scheduler.speculator.counts
-        by_source = {source: (of[0], of[1]) for source, of in counts.by_source.items()}
-        drafts = counts.sent, counts.without_draft, counts.not_worth
-        guesses = Guesses(counts.forwards, *drafts, by_source)
+    sums, forwards, speculator = scheduler.sums, scheduler.forwards, scheduler.speculator
+    denoising, counts = forwards.denoising, speculator.counts if speculator else None
     return State(
-        running=running,
-        waiting=waiting,
+        running=scheduler.counts[0],
         pages_used=scheduler.pages.used,
         pages_cached=scheduler.pages.named,
-        reused=scheduler.reused,
-        preempted=scheduler.preempted,
-        decode_steps=sums.decode_steps,
-        decode_tokens=sums.decode_tokens,
-        decode_ns=sums.decode_ns,
-        prompt_steps=sums.prompt_steps,
-        prompt_tokens=sums.prompt_tokens,
-        prompt_ns=sums.prompt_ns,
-        denoised_passes=denoising.forwards,
-        denoised_tokens=denoising.tokens,
-        guesses=guesses,
+        counters={
+            "prompt_tokens": sums.prompt_tokens,
+            "decode_tokens": sums.decode_tokens,
+            "prefix_cache_hits": scheduler.reused,
+            "prefix_cache_queries": scheduler.reused + sums.prompt_tokens,
+            "num_preemptions": scheduler.preempted,
+            "decode_steps": sums.decode_steps,
+            "decode_step_seconds": sums.decode_ns / _NS_PER_S,
+            "prompt_steps": sums.prompt_steps,
+            "prompt_step_seconds": sums.prompt_ns / _NS_PER_S,
+            "diffusion_passes": denoising.forwards,
+            "diffusion_tokens": denoising.tokens,
+            "spec_passes": counts.forwards if counts else forwards.decoded,
+        },
+        drafted={name: (n[0], n[1]) for name, n in counts.by_source.items()} if counts else {},
+        decisions={
+            "sent": counts.sent,
+            "unguessed": counts.without_draft,
+            "unworthy": counts.not_worth,
+        }
+        if counts
+        else {},
         changed=session.changed,
     )
 

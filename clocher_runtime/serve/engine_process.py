@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -31,6 +31,9 @@ from clocher_runtime.serve.messages import (
     ToServer,
     encode,
 )
+
+if TYPE_CHECKING:
+    from clocher_runtime.serve.metrics import ServerMetrics
 
 MAX_FAILURES, FAILURE_S = 3, 600.0
 """So many ends of the engine in so many seconds end the server."""
@@ -77,19 +80,6 @@ class _Line(asyncio.Protocol):
             self.ended.set_result(None)
 
 
-class Watcher(Protocol):
-    """Takes the times of sequences, in seconds."""
-
-    def first(self, seconds: float) -> None:
-        """Note the time to the first token."""
-
-    def next(self, seconds: float) -> None:
-        """Note the time between two tokens."""
-
-    def ended(self, how: str, seconds: float, prompt: int, made: int) -> None:
-        """Note the end of a sequence: how, after how long, its tokens."""
-
-
 class EngineProcess:
     """The process of the engine, and all jobs.
 
@@ -97,13 +87,13 @@ class EngineProcess:
         start: what it is to load.
         most: sequences that may run and wait.
         note: writes a line for who runs the server.
-        watcher: takes times.
+        metrics: takes times.
     """
 
     def __init__(
-        self, start: Start, most: int, note: Callable[[str], None], watcher: Watcher
+        self, start: Start, most: int, note: Callable[[str], None], metrics: "ServerMetrics"
     ) -> None:
-        self._start, self._most, self._note, self._watcher = start, most, note, watcher
+        self._start, self._most, self._note, self._metrics = start, most, note, metrics
         self.status: Literal["loading", "ready", "draining", "failed"] = "loading"
         self.ready: Ready | None = None  # None while it loads
         self.state = State()  # after the last step
@@ -191,7 +181,7 @@ class EngineProcess:
         if found is None:
             return None
         took = asyncio.get_running_loop().time() - found.began
-        self._watcher.ended(how, took, found.prompt, found.made)
+        self._metrics.ended(how, took, found.prompt, found.made)
         return found.job
 
     async def run(self) -> None:
@@ -282,10 +272,10 @@ class EngineProcess:
             return  # it was cancelled meanwhile
         if found.last:
             gap = (now - found.last) / left
-            self._watcher.next(gap)
+            self._metrics.next(gap)
             found.last += gap
         else:
-            self._watcher.first(now - found.began)
+            self._metrics.first(now - found.began)
             found.last = now
         found.made += 1
         if made.finish:

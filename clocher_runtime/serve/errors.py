@@ -27,11 +27,7 @@ _TABLE: Mapping[str, tuple[int, str, str]] = {
         "The header {header} is {got}, which may not call this server; who runs it can allow "
         "origins, and with a key any host",
     ),
-    "model_not_found": (
-        404,
-        _INVALID,
-        "The model {got} does not exist; this server has {served}",
-    ),
+    "model_not_found": (404, _INVALID, "The model {got} does not exist; this server has {served}"),
     "unknown_url": (404, _INVALID, "Unknown path {got}; /openapi.json lists the known ones"),
     "method_not_allowed": (405, _INVALID, "Method {got} is not allowed here; expected {allowed}"),
     "slow_reader": (408, _INVALID, "The answer was not read as fast as it was made; read faster"),
@@ -103,6 +99,14 @@ def failure(code: str, *, param: str | None = None, retry_after: int = 1, **fact
     message = text.format(retry_after=retry_after, **facts)
     wait = retry_after if status in _RETRY_STATUS else None
     return ApiError(status, message, kind, param, code, wait)
+
+
+def codes_by_status() -> dict[str, str]:
+    """Return the codes of each status, for the OpenAPI document."""
+    found = {"400": "invalid request, context_length_exceeded"}
+    for code, (status, _, _) in _TABLE.items():
+        found[str(status)] = f"{found[str(status)]}, {code}" if str(status) in found else code
+    return found
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:

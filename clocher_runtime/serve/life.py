@@ -259,10 +259,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def serve(
-    config: ServeConfig,
-    sources: Sources,
-    note: Note,
-    announce: Callable[[dict[str, Any]], None],
+    config: ServeConfig, sources: Sources, note: Note, announce: Callable[[dict[str, Any]], None]
 ) -> int:
     """Serve, and return the exit code; see `Life`."""
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # its warnings quote requests

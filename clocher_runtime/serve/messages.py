@@ -80,34 +80,15 @@ class Failed(msgspec.Struct, array_like=True, frozen=True):
     message: str
 
 
-class Guesses(msgspec.Struct, array_like=True, frozen=True):
-    """Counts of speculative decoding since the start: see `speculation.speculator.Counts`."""
-
-    passes: int = 0
-    sent: int = 0
-    unguessed: int = 0
-    unworthy: int = 0
-    by_source: Mapping[str, tuple[int, int]] = {}
-
-
 class State(msgspec.Struct, array_like=True, frozen=True):
-    """Gauges and counters of the engine; those of steps are from `StepSums`."""
+    """How the engine is doing: gauges, and counters since the start by their names in /metrics."""
 
     running: int = 0  # sequences
-    waiting: int = 0
     pages_used: int = 0  # of the KV cache
     pages_cached: int = 0  # free pages that hold a prefix
-    reused: int = 0  # prompt tokens found in the cache
-    preempted: int = 0
-    decode_steps: int = 0
-    decode_tokens: int = 0
-    decode_ns: int = 0
-    prompt_steps: int = 0
-    prompt_tokens: int = 0
-    prompt_ns: int = 0
-    denoised_passes: int = 0
-    denoised_tokens: int = 0
-    guesses: Guesses = Guesses()
+    counters: Mapping[str, float] = {}
+    drafted: Mapping[str, tuple[int, int]] = {}  # drafter -> draft tokens verified, accepted
+    decisions: Mapping[str, int] = {}  # what was decided -> forwards that could verify a draft
     changed: str = ""  # what became of a file of the model while it was in use
 
 

@@ -23,8 +23,22 @@ from clocher_runtime.speculation.speculator import PRIORS
 _FIRST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 _NEXT_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
-_NS_PER_S = 1e9
 _MOST_NOTED = 4096
+_COUNTERS = {
+    "prompt_tokens": "Tokens of prompts that were computed.",
+    "decode_tokens": "Generated tokens but the first of each text.",
+    "prefix_cache_hits": "Tokens of prompts that were found.",
+    "prefix_cache_queries": "Tokens of prompts that were looked up.",
+    "num_preemptions": "Preempted sequences.",
+    "decode_steps": "Steps that only decode.",
+    "decode_step_seconds": "Strict time in them: kernels, not the server.",
+    "prompt_steps": "Steps with tokens of prompts.",
+    "prompt_step_seconds": "Strict time in them.",
+    "diffusion_passes": "Forwards that denoise, of each text.",
+    "diffusion_tokens": "Tokens that they made.",
+    "spec_passes": "Forwards of sequences that only decode.",
+}
+"""Counters of the engine's `State`, and what they count."""
 
 
 class ServerMetrics(Collector):
@@ -104,7 +118,7 @@ class ServerMetrics(Collector):
         engine = self._engine
         if engine is None:
             return
-        state, ready, guesses = engine.state, engine.ready, engine.state.guesses
+        state, ready = engine.state, engine.ready
         pages = ready.pages if ready else 0
         yield from self._all(
             GaugeMetricFamily,
@@ -124,34 +138,17 @@ class ServerMetrics(Collector):
             ),
             engine_heartbeat_age_seconds=("Since it was last heard of.", engine.age_s),
         )
-        looked_up = state.reused + state.prompt_tokens
-        yield from self._all(
-            CounterMetricFamily,
-            prompt_tokens=("Tokens of prompts that were computed.", state.prompt_tokens),
-            decode_tokens=("Generated tokens but the first of each text.", state.decode_tokens),
-            prefix_cache_hits=("Tokens of prompts that were found.", state.reused),
-            prefix_cache_queries=("Tokens of prompts that were looked up.", looked_up),
-            num_preemptions=("Preempted sequences.", state.preempted),
-            engine_restarts=("Restarts of the engine.", engine.restarts),
-            decode_steps=("Steps that only decode.", state.decode_steps),
-            decode_step_seconds=(
-                "Strict time in them: kernels, not the server.",
-                state.decode_ns / _NS_PER_S,
-            ),
-            prompt_steps=("Steps with tokens of prompts.", state.prompt_steps),
-            prompt_step_seconds=("Strict time in them.", state.prompt_ns / _NS_PER_S),
-            diffusion_passes=("Forwards that denoise, of each text.", state.denoised_passes),
-            diffusion_tokens=("Tokens that they made.", state.denoised_tokens),
-            spec_passes=("Forwards of sequences that only decode.", guesses.passes),
-        )
+        found = {name: (about, state.counters.get(name, 0)) for name, about in _COUNTERS.items()}
+        found["engine_restarts"] = ("Restarts of the engine.", engine.restarts)
+        yield from self._all(CounterMetricFamily, **found)
         tokens = (
             ("num_draft_tokens", "Draft tokens that were verified."),
             ("num_accepted_tokens", "Draft tokens that were accepted."),
         )
         for place, (name, about) in enumerate(tokens):
-            found = {source: guesses.by_source.get(source, (0, 0))[place] for source in PRIORS}
-            yield self._by("source", f"spec_decode_{name}", about, found)
-        decided = {name: getattr(guesses, name) for name in ("sent", "unguessed", "unworthy")}
+            by_source = {source: state.drafted.get(source, (0, 0))[place] for source in PRIORS}
+            yield self._by("source", f"spec_decode_{name}", about, by_source)
+        decided = {name: state.decisions.get(name, 0) for name in ("sent", "unguessed", "unworthy")}
         about = "Forwards that could verify a draft, by what was decided."
         yield self._by("reason", "spec_decisions", about, decided)
 

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 from pydantic.json_schema import models_json_schema
 
+from clocher_runtime.serve.errors import codes_by_status
 from clocher_runtime.serve.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from clocher_runtime.serve.responses import ResponsesRequest
+from clocher_runtime.serve.response_request import ResponsesRequest
 from clocher_runtime.serve.schemas import Schema
 
 _JSON, _EVENTS = "application/json", "text/event-stream"
@@ -23,8 +24,9 @@ _REF = "#/components/schemas/{model}"
 
 
 class Described(NamedTuple):
-    """A route: what its body holds, if it has one, and the media types of its answer."""
+    """A route: the method of `Server` behind it, the body if it has one, media types of answers."""
 
+    handler: str
     method: str
     path: str
     summary: str
@@ -32,35 +34,27 @@ class Described(NamedTuple):
     answers: tuple[str, ...] = (_JSON,)
 
 
-_STREAMED = (_JSON, _EVENTS)
+_BOTH = (_JSON, _EVENTS)
 ROUTES = (
-    Described("post", "/v1/chat/completions", "Answer a conversation", ChatRequest, _STREAMED),
-    Described("post", "/v1/completions", "Continue texts", CompletionRequest, _STREAMED),
+    Described("chat", "post", "/v1/chat/completions", "Answer a conversation", ChatRequest, _BOTH),
+    Described("complete", "post", "/v1/completions", "Continue texts", CompletionRequest, _BOTH),
     Described(
-        "post", "/v1/responses", "Answer a conversation in items", ResponsesRequest, _STREAMED
+        "respond",
+        "post",
+        "/v1/responses",
+        "Answer a conversation in items",
+        ResponsesRequest,
+        _BOTH,
     ),
-    Described("get", "/v1/models", "The model that is served"),
-    Described("get", "/v1/models/{model}", "The model that is served, by its name"),
-    Described("post", "/tokenize", "The tokens of a prompt or a conversation", TokenizeRequest),
-    Described("post", "/detokenize", "The text of tokens", DetokenizeRequest),
-    Described("get", "/health", "Whether requests are served now"),
-    Described("get", "/metrics", "Counters for Prometheus", answers=(_TEXT,)),
-    Described("get", "/openapi.json", "This document"),
-    Described("get", "/", "The chat page, or what this server is", answers=(_HTML, _JSON)),
+    Described("models", "get", "/v1/models", "The model that is served"),
+    Described("model", "get", "/v1/models/{model}", "The model that is served, by its name"),
+    Described("tokenize", "post", "/tokenize", "The tokens of a prompt", TokenizeRequest),
+    Described("detokenize", "post", "/detokenize", "The text of tokens", DetokenizeRequest),
+    Described("health", "get", "/health", "Whether requests are served now"),
+    Described("show_metrics", "get", "/metrics", "Counters for Prometheus", answers=(_TEXT,)),
+    Described("describe", "get", "/openapi.json", "This document"),
+    Described("root", "get", "/", "The chat page, or what this server is", answers=(_HTML, _JSON)),
 )
-_ERRORS = {
-    "400": "The request is wrong, or longer than the context",
-    "401": "The key of the server is missing",
-    "404": "No such model or path",
-    "405": "Another method is expected",
-    "408": "The answer was not read, or the body not sent, in time",
-    "413": "The body is too large",
-    "415": "The body is not JSON",
-    "429": "Too many requests wait; the header Retry-After says when to try again",
-    "500": "The server failed",
-    "503": "The model is being loaded, or the server ends",
-    "504": "The answer took too long",
-}
 _NULLABLE = {"type": ["string", "null"]}
 _ERROR = {
     "type": "object",
@@ -111,8 +105,9 @@ def _operation(route: Described) -> dict[str, Any]:
     answer: dict[str, Any] = {}
     for kind in route.answers:
         answer |= content(kind, kinds.get(kind, {"type": "string"}))
-    responses = {
-        status: {"description": text, "content": model("Error")} for status, text in _ERRORS.items()
+    responses: dict[str, Any] = {
+        status: {"description": f"Error: {codes}", "content": model("Error")}
+        for status, codes in codes_by_status().items()
     }
     responses["200"] = {"description": "The answer", "content": answer}
     if route.path == "/health":

@@ -301,28 +301,6 @@ class TemplateVariables(Schema, extra="forbid"):
     reasoning_effort: ReasoningEffort | None = None
 
 
-class StreamOptions(Schema):
-    """What streams report besides the answer.
-
-    The usage in a last chunk, or with each chunk; uncommitted tokens after each forward that
-    denoises a block.
-    """
-
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_canvas: bool | None = None
-
-
-class StructuredOutputs(Schema, extra="forbid"):
-    """What the answer has to follow, as vLLM names it; one of them."""
-
-    json_: GuidedSchema | None = Field(default=None, alias="json")
-    json_object: Literal[True] | None = None
-    regex: GuidedRegex | None = None
-    grammar: GuidedGrammar | None = None
-    choice: GuidedChoice | None = None
-
-
 class SamplingFields(Schema):
     """How tokens are sampled."""
 
@@ -383,67 +361,3 @@ class SamplingFields(Schema):
             "logit_bias": {int(t): bias for t, bias in (self.logit_bias or {}).items() if bias},
         }
         return {name: value for name, value in given.items() if value is not None}
-
-
-class GenerationFields(SamplingFields):
-    """What is common to requests of chats and completions."""
-
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    stop: Stops | None = None
-    stream_options: StreamOptions | None = None
-    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = (
-        None
-    )
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: GuidedSchema | None = None
-    guided_regex: GuidedRegex | None = None
-    guided_grammar: GuidedGrammar | None = None
-    guided_choice: GuidedChoice | None = None
-    functions: ClassVar[Sequence[dict[str, Any]]] = ()
-    must_call: ClassVar[bool] = False
-
-    def model_post_init(self, _: Any) -> None:
-        """Check what fields say together."""
-        if self.stream_options is not None and not self.stream:
-            raise Refused("stream_options is given without stream; set stream", "stream_options")
-        if len(asked := self._constraints()) > 1:
-            raise Refused(
-                f"{len(asked)} output constraints are set; expected one of response_format, "
-                "structured_outputs and guided_...",
-                "response_format" if self.response_format else None,
-            )
-
-    @property
-    def choices(self) -> int:
-        """Answers to each prompt."""
-        return self.n or 1
-
-    @property
-    def options(self) -> StreamOptions:
-        """What a stream reports besides the answer."""
-        return self.stream_options or StreamOptions()
-
-    @property
-    def constraint(self) -> dict[str, Any] | None:
-        """What the answer has to follow: one of `grammar_rules.KINDS` -> its value, or None."""
-        return next(iter(self._constraints()), None)
-
-    def _constraints(self) -> list[dict[str, Any]]:
-        outputs = self.structured_outputs or StructuredOutputs()
-        named: list[tuple[str, Any]] = [
-            ("json_schema", self.guided_json),
-            ("json_schema", outputs.json_),
-            ("json_object", outputs.json_object),
-            ("regex", self.guided_regex),
-            ("regex", outputs.regex),
-            ("grammar", self.guided_grammar),
-            ("grammar", outputs.grammar),
-            ("choice", self.guided_choice),
-            ("choice", outputs.choice),
-        ]
-        match self.response_format:
-            case PlainFormat(type="json_object"):
-                named.append(("json_object", True))
-            case SchemaFormat(json_schema=described):
-                named.append(("json_schema", described.schema_ or {}))
-        return [{kind: value} for kind, value in named if value is not None]

@@ -87,8 +87,7 @@ class StopStrings:
             return text
         text = self._held + text
         at, found = min(
-            ((at, stop) for stop in self._stops if (at := text.find(stop)) >= 0),
-            default=(-1, None),
+            ((at, stop) for stop in self._stops if (at := text.find(stop)) >= 0), default=(-1, None)
         )
         if found is not None:
             self.found, self._held = found, ""

@@ -47,8 +47,7 @@ _ROLE = _Part(
     re.compile(rf"\s?(?:{'|'.join(_ROLES)})(?![\w./-])(?:\s?{_TO})?\s?"),
 )
 _AFTER_ROLE = _Part(
-    re.compile(rf"(?P<word>)\s?(?:{_TO}\s?|to?)?"),
-    re.compile(rf"(?:\s?{_TO}\s?)?"),
+    re.compile(rf"(?P<word>)\s?(?:{_TO}\s?|to?)?"), re.compile(rf"(?:\s?{_TO}\s?)?")
 )
 _CHANNEL = _Part(
     re.compile(rf"\s?(?P<word>{_NAME}?)(?:\s?{_TO})?(?:\s{_NAME})?\s?"),

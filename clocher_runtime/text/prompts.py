@@ -20,7 +20,6 @@ MAX_STDIN_CHARS = 64 << 20
 MAX_LINE_BYTES = 4 << 20
 MAX_SKIPPED_BYTES = 1 << 30
 """Of a line that is too long: what goes on like that is no text, and may have no end."""
-
 _CHUNK_BYTES = 1 << 16
 _EXPECTED = 'expected an object with text under "prompt" or token ids under "ids"'
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -28,23 +27,19 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A prompt as it was given."""
+    """A prompt as it was given: a line of a file without its end, text, or token ids."""
 
     number: int  # of the line in its file, from 1
-    content: bytes | str | tuple[int, ...]  # a line of a file without its end, text, or token ids
+    content: bytes | str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt that can be generated from, or the reason why it cannot.
+    """A prompt that can be generated from, or the reason why it cannot."""
 
-    `text`: what they stand for; None where the prompt was given as ids, or cannot be read. `error`:
-    where the prompt stands and what is wrong with it; None if nothing is.
-    """
-
-    ids: Sequence[int]  # token ids; empty if there is an error
-    text: str | None = None
-    error: str | None = None
+    ids: Sequence[int]  # empty if there is an error
+    text: str | None = None  # None where the prompt was given as ids, or cannot be read
+    error: str | None = None  # where the prompt stands and what is wrong with it
     where: str = ""  # where the prompt stands
 
 
@@ -56,16 +51,16 @@ class Encodes(Protocol):
 
 
 class PromptSource:
-    """The prompts of a run, in their order. They can be gone through once for each round.
+    """The prompts of a run, in their order. They can be iterated once for each round.
 
     A file is read as it is needed, never as a whole. Where its name ends in `.jsonl`, a line is an
     object with text under `prompt` or token ids under `ids`; else a line is a prompt. Blank lines
     do not count.
 
-    `file`: of prompts; None for a single one. `single`: the prompt where there is no file, text or
-    token ids. `rounds`: how often all prompts are read.
-
-    `jsonl`: whether the lines are JSON objects.
+    Args:
+        file: of prompts; None for a single one.
+        single: the prompt where there is no file, text or token ids.
+        rounds: how often all prompts are read.
 
     Raises UsageError: the file or standard input cannot be read, or has no prompt, or is to be read
     for several rounds and can be read once only.
@@ -78,8 +73,7 @@ class PromptSource:
         self._name = "" if file is None else f"prompts file {file}"
         self.jsonl = file is not None and file.suffix == ".jsonl"
         if file is None:
-            content = single if isinstance(single, tuple) else _text(single)
-            self._single = Line(1, content)
+            self._single = Line(1, single if isinstance(single, tuple) else _text(single))
             self._head: Iterator[Line] = iter([self._single])
             return
         try:
@@ -114,7 +108,6 @@ class PromptSource:
             self._file.close()
 
     def _again(self) -> Iterator[Line]:
-        """Yield all prompts of another round."""
         if self._file is None:
             yield self._single
         else:
@@ -137,39 +130,29 @@ class PromptSource:
             raise UsageError(f"{self._name}: {error.strerror}") from None
 
 
+@dataclass(frozen=True, slots=True)
 class Preparation:
-    """Turns what was given into what can be generated from. Threads may share one.
+    """Turns what was given into what can be generated from. Threads may share one."""
 
-    Args:
-        source: where the lines come from.
-        tokenizer: None where the model has none: then only token ids will do.
-        check: raises UsageError for ids that the model cannot continue.
-        room: tokens that a prompt may have; None: any number.
-    """
-
-    def __init__(
-        self,
-        source: PromptSource,
-        tokenizer: Encodes | None,
-        check: Callable[[Sequence[int]], None],
-        room: int | None = None,
-    ) -> None:
-        self._source, self._tokenizer, self._check = source, tokenizer, check
-        self._room = room
+    source: PromptSource
+    tokenizer: Encodes | None  # None where the model has none: then only token ids will do
+    check: Callable[[Sequence[int]], None]  # raises UsageError for ids that the model cannot use
+    room: int | None = None  # tokens that a prompt may have
 
     def __call__(self, line: Line) -> Prompt:
         """Decode, parse, tokenise and check a prompt; what is wrong becomes its `error`."""
-        text, where = None, self._source.where(line)
+        text, where = None, self.source.where(line)
         try:
             content = line.content
             if isinstance(content, bytes):
                 content = self._parse(content)
+            ids: Sequence[int] = content if isinstance(content, tuple) else ()
             if isinstance(content, str):
                 text = content
-                ids: Sequence[int] = self._encode(content)
-            else:
-                ids = content
-            self._check(ids)
+                if self.tokenizer is None:
+                    raise UsageError("text, but the model has no tokenizer; give token ids")
+                ids = self.tokenizer.encode(text, room=self.room)
+            self.check(ids)
         except (UsageError, OutOfMemory) as error:
             return Prompt((), text, f"{where}: {error}", where)
         return Prompt(ids, text, None, where)
@@ -181,12 +164,7 @@ class Preparation:
             text = line.removesuffix(b"\r").decode("utf-8")
         except UnicodeDecodeError as error:
             raise UsageError(f"not UTF-8: {error}") from None
-        return parse_json_prompt(text) if self._source.jsonl else text
-
-    def _encode(self, text: str) -> list[int]:
-        if self._tokenizer is None:
-            raise UsageError("text, but the model has no tokenizer; give token ids")
-        return self._tokenizer.encode(text, room=self._room)
+        return parse_json_prompt(text) if self.source.jsonl else text
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -239,6 +217,7 @@ def parse_json_prompt(text: str) -> str | tuple[int, ...]:
 def piped_text(wait_s: float) -> str | None:
     """Return what is piped into standard input; None where that is no pipe and no file, or empty.
 
+    Waits `wait_s` seconds for the first byte: some programs hand on a pipe that nobody writes to.
     Raises UsageError: it cannot be read, or is too much. TimeoutError: nothing came.
     """
     try:

@@ -101,8 +101,9 @@ def _operation(name: str) -> Callable[..., Any]:
         from clocher_runtime.text import template_sandbox  # only templates pay for Jinja
 
         return template_sandbox.variables_of if name != "render" else template_sandbox.render
-    own = _OWN.get(name)
-    return own or getattr(_tokenizers[0], name)
+    if name in ("encode", "decode", "token_to_id", "id_to_token"):
+        return getattr(_tokenizers[0], name)  # type: ignore[no-any-return]
+    return _OWN[name]
 
 
 def _load(text: str) -> None:

@@ -47,10 +47,7 @@ class Tokenizer:
     """
 
     def __init__(
-        self,
-        tokenizer_json: Path | bytes,
-        config: Mapping[str, Any],
-        here: int = LONG_TEXT_CHARS,
+        self, tokenizer_json: Path | bytes, config: Mapping[str, Any], here: int = LONG_TEXT_CHARS
     ) -> None:
         self._here = here
         if isinstance(tokenizer_json, Path):

@@ -237,10 +237,7 @@ _STEPS: Mapping[str, tuple[str, Mapping[str, Check]]] = {
             "Split": _splits,
         },
     ),
-    "post_processor": (
-        "processors",
-        {"ByteLevel": _always, "TemplateProcessing": _surrounds},
-    ),
+    "post_processor": ("processors", {"ByteLevel": _always, "TemplateProcessing": _surrounds}),
     "decoder": (
         "decoders",
         {
