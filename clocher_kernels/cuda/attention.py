@@ -18,6 +18,7 @@ from clocher_kernels.cuda.attention_block import work_type
 from clocher_kernels.cuda.attention_decode import DECODE_TOKENS, few_tokens
 from clocher_kernels.cuda.attention_prefill import many_tokens
 from clocher_kernels.cuda.codes import unit
+from clocher_kernels.cuda.kv import cache_sizes
 from clocher_kernels.cuda.launch import Device, Launch
 
 _LOG2_E = 1.4426950408889634
@@ -26,13 +27,6 @@ _LOG2_E = 1.4426950408889634
 def attention(
     *,
     q: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    ends: torch.Tensor,
-    ancestors: torch.Tensor,
-    pages: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
     y: torch.Tensor,
     kv_dtype: str,
     scale: float,
@@ -40,10 +34,7 @@ def attention(
     device: Device,
     chunk: int = 0,
     softcap: float = 0.0,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    listed: torch.Tensor | None = None,
+    **tensors: torch.Tensor,
 ) -> list[Launch]:
     """Lower `ops.attention.attention`.
 
@@ -52,37 +43,17 @@ def attention(
     Raises:
         UnsupportedOp: pages are listed that are not whole blocks.
     """
-    _, heads, page, dim = k_cache.shape
-    group = q.shape[1] // dim // heads
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    sizes = cache_sizes(tensors["pages"], tensors["k_cache"])
+    group = q.shape[1] // sizes["DIM"] // sizes["HEADS"]
     parts = unit(kv_dtype, "pairs") if kv_dtype in ("e4m3", "e5m2") else 1.0
-    args = {
-        "q": q,
-        "slots": slots,
-        "positions": positions,
-        "ends": ends,
-        "ancestors": ancestors,
-        "pages": pages,
-        "k_cache": k_cache,
-        "v_cache": v_cache,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "sinks": sinks,
-        "listed": listed,
-        "y": y,
-    }
     constants: dict[str, Any] = {
+        **sizes,
         "Q_ROW": q.stride(0),
         "Y_ROW": y.stride(0),
-        "PAGES_ROW": pages.stride(0),
-        "SLOTS": pages.shape[0],
-        "CELLS": pages.shape[1] * page,
-        "POOL": k_cache.shape[0],
-        "HEADS": heads,
         "GROUP": group,
-        "PAGE": page,
-        "DIM": dim,
         "LANES": triton.next_power_of_2(group),
-        "WIDTH": max(triton.next_power_of_2(dim), 16),
+        "WIDTH": max(triton.next_power_of_2(sizes["DIM"]), 16),
         "WINDOW": window,
         "CHUNK": chunk,
         "SCALE": scale * _LOG2_E * parts,
@@ -90,13 +61,12 @@ def attention(
         "UNIT": parts,
         "KV": kv_dtype,
         "WORK": work_type(kv_dtype, device),
-        "ASM": device.asm,
-        "PDL": device.pdl,
     }
+    tensors |= {"q": q, "y": y}
     # Neighbours list different pages; an fp32 cache needs more registers than a tile leaves.
-    if listed is not None or len(q) <= DECODE_TOKENS or kv_dtype == "f32":
-        return few_tokens(args, constants, kv_dtype, device)
-    return many_tokens(args, constants, device)
+    if "listed" in tensors or len(q) <= DECODE_TOKENS or kv_dtype == "f32":
+        return few_tokens(tensors, constants, device)
+    return many_tokens(tensors, constants, device)
 
 
 LOWER = {"attention": attention}

@@ -15,51 +15,21 @@ from clocher_kernels.cuda.attention_block import (
     load_query,
     visible_cells,
 )
-from clocher_kernels.cuda.bounds import within
 from clocher_kernels.cuda.kv import tree_length
-from clocher_kernels.cuda.launch import Device, Launch
-from clocher_kernels.cuda.pdl import start
+from clocher_kernels.cuda.launch import Device, Launch, launch
+from clocher_kernels.cuda.scalar import start, within
 
 
 @triton.jit
 def _prefill(
-    q,
-    slots,
-    positions,
-    ends,
-    ancestors,
-    pages,
-    k_cache,
-    v_cache,
-    k_scale,
-    v_scale,
-    sinks,
-    y,
-    TOKENS: tl.constexpr,
-    Q_ROW: tl.constexpr,
-    Y_ROW: tl.constexpr,
-    PAGES_ROW: tl.constexpr,
-    SLOTS: tl.constexpr,
-    CELLS: tl.constexpr,
-    POOL: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    LANES: tl.constexpr,
-    PAGE: tl.constexpr,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    UNIT: tl.constexpr,
-    KV: tl.constexpr,
-    WORK: tl.constexpr,
-    ASM: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q, slots, positions, ends, ancestors, pages, k_cache, v_cache, k_scale, v_scale, sinks, y,
+    TOKENS: tl.constexpr, Q_ROW: tl.constexpr, Y_ROW: tl.constexpr, PAGES_ROW: tl.constexpr,
+    SLOTS: tl.constexpr, CELLS: tl.constexpr, POOL: tl.constexpr, HEADS: tl.constexpr,
+    GROUP: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, UNIT: tl.constexpr,
+    KV: tl.constexpr, WORK: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Attend from a tile of tokens, slot by slot; blocks that a token does not see add nothing."""
     start(PDL)
     ONE_PAGE: tl.constexpr = PAGE % BLOCK == 0
@@ -120,16 +90,15 @@ def _prefill(
 
 
 def many_tokens(
-    args: Mapping[str, Any], constants: Mapping[str, Any], device: Device
+    tensors: Mapping[str, Any], constants: Mapping[str, Any], device: Device
 ) -> list[Launch]:
-    """Return the launch for a chunk; arguments and constants are those of both kernels."""
-    given = {name: value for name, value in args.items() if name != "listed"}
-    tokens, lanes = len(args["q"]), constants["LANES"]
+    """Return the launch for a chunk; tensors and constants are those of both kernels."""
+    tokens, lanes = len(tensors["q"]), constants["LANES"]
     rows, block, warps = _tile(constants["WIDTH"])
     rows = max(rows, lanes)
     own = {**constants, "TOKENS": tokens, "ROWS": rows, "BLOCK": block}
     grid = (triton.cdiv(tokens, rows // lanes), constants["HEADS"])
-    return [Launch(_prefill, grid, given, own, num_warps=warps, pdl=device.pdl)]
+    return [launch(_prefill, grid, device, warps, **tensors, **own)]
 
 
 def _tile(width: int) -> tuple[int, int, int]:

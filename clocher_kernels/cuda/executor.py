@@ -169,7 +169,8 @@ class CudaExecutor:
         if self._fresh:
             self._fill_up(tokens, wide, rows, high)
             self._longest = _longest(self._inputs.host, tokens)
-            self._greedy = self._is_greedy(high)
+            temperature = self._inputs.host.get("temperature")
+            self._greedy = temperature is not None and not temperature[:high].any()
             with self._on_stream():
                 self._inputs.upload(self._masks)
             self._fresh = False
@@ -209,14 +210,14 @@ class CudaExecutor:
             for cells in self._context_buckets
         ]
 
-    def work_touch(self, bytes_per_token: int, stride: int) -> "StreamTouch":
+    def work_touch(self, bytes_per_token: int, stride: int) -> DeviceWorkTouch:
         """Return a work-touch of the weights in device memory, on the steps' stream."""
         planes: list[torch.Tensor] = []
         for name in self.plan.weights:
             value = self._values[name]
             planes += value.planes.values() if isinstance(value, DeviceTensor) else [value]
         with self._on_stream():
-            return StreamTouch(planes, bytes_per_token, stride, self._stream)
+            return DeviceWorkTouch(planes, bytes_per_token, stride, self._stream)
 
     def running(self) -> AbstractContextManager[None]:
         """Return a context that does nothing: a GPU needs no thread kept awake.
@@ -237,19 +238,15 @@ class CudaExecutor:
         self._pinned.clear()
 
     def lower(self, key: Key, greedy: bool = False) -> list[Launch]:
-        """Return the launches of a step.
-
-        Args:
-            key: tokens, output rows, cache cells.
-            greedy: all rows have temperature 0; what others need is left out.
-        """
+        """Return the launches of a step; if all rows have temperature 0, only what they need."""
         return [launch for _, launches in self._lowered(key, greedy) for launch in launches]
 
     def _lowered(self, key: Key, greedy: bool) -> Generator[tuple[Call, list[Launch]], None, None]:
         tokens, rows, cells = key
-        table = LOWER_GREEDY if greedy else LOWER
+        table, buffers = LOWER_GREEDY if greedy else LOWER, self.plan.buffers
         for call in self.plan.calls:
-            if rows == 0 and self._follows_rows(call):
+            given = [buffers[name].rows for name in call.args.values() if name in buffers]
+            if rows == 0 and "R" in given:
                 continue
             if call.op not in LOWER:
                 raise UnsupportedOp(
@@ -259,17 +256,13 @@ class CudaExecutor:
             arguments = {}
             for param, name in call.args.items():
                 value = self._values[name]
-                follows = self.plan.buffers[name].rows if name in self.plan.buffers else ""
+                follows = buffers[name].rows if name in buffers else ""
                 if follows:
                     value = value[: tokens if follows == "M" else rows]
                 elif param == "pages":
                     value = value[:, : -(-cells // self._page_cells)]
                 arguments[param] = value
             yield call, table[call.op](**arguments, **call.attrs, device=self.device)
-
-    def _is_greedy(self, rows: int) -> bool:
-        temperature = self._inputs.host.get("temperature")
-        return temperature is not None and not temperature[:rows].any()
 
     def forsake(self) -> None:
         """Make the child of a fork leave the device alone, to which it has no connection.
@@ -301,17 +294,13 @@ class CudaExecutor:
             for name, tensor in kept.items():
                 self._values[name].copy_(tensor)
 
-    def _follows_rows(self, call: Call) -> bool:
-        names = (n for n in call.args.values() if n in self.plan.buffers)
-        return any(self.plan.buffers[n].rows == "R" for n in names)
-
     def _fill_up(self, tokens: int, wide: int, rows: int, high: int) -> None:
         """Fill the step up to its bucket with copies of its last token and its last row.
 
         A copied token stores what its original does in the same cell, also as a node of a tree. A
         copied row belongs to a copied token as long as there is one: in a step that goes on by
-        itself each then steps its own token on. Others, prefill and verify steps, may have fewer
-        left than rows; the host writes all inputs again after them.
+        itself each then steps its own token on. Prefill and verify steps may have fewer left than
+        rows; the host writes all inputs again after them.
         """
         host = self._inputs.host
         for name, array in host.items():
@@ -324,7 +313,7 @@ class CudaExecutor:
             host["rows"][rows:high] = np.minimum(tokens + np.arange(high - rows), wide - 1)
 
     def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        return torch.cuda.stream(self._stream)  # of None it does nothing
 
     @contextmanager
     def _out_of_memory(self) -> Iterator[None]:
@@ -349,25 +338,6 @@ def _forked() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
-
-
-class StreamTouch(DeviceWorkTouch):
-    """The work-touch of a run: its kernels run in order with the steps."""
-
-    def __init__(
-        self,
-        planes: list[torch.Tensor],
-        bytes_per_token: int,
-        stride: int,
-        stream: torch.cuda.Stream,
-    ) -> None:
-        super().__init__(planes, bytes_per_token, stride)
-        self._stream = stream
-
-    def __call__(self, tokens: int) -> None:
-        """Put the touch for some tokens that were just made on the stream."""
-        with torch.cuda.stream(self._stream):
-            super().__call__(tokens)
 
 
 def compile_side_by_side(launches: Sequence[Launch]) -> None:

@@ -10,8 +10,8 @@ import triton.language as tl
 
 from clocher_kernels.cuda.dots import split4, to_scale, vector_dot
 from clocher_kernels.cuda.finish import PLAIN, Tail, finish
-from clocher_kernels.cuda.launch import Device, Launch
-from clocher_kernels.cuda.pdl import start
+from clocher_kernels.cuda.launch import Device, Launch, launch
+from clocher_kernels.cuda.scalar import start
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.cuda.tiles import gemv_tile
 from clocher_kernels.cuda.vectors import vectors_of
@@ -19,14 +19,9 @@ from clocher_kernels.cuda.vectors import vectors_of
 
 @triton.jit
 def load_vectors(w, v, V: tl.constexpr):
-    """Load vectors of rows, once: i32 [L, 1, R, 4]. Beyond a row's V vectors the last one repeats.
+    """Load vectors v of rows that w points to, once: i32 [L, 1, R, 4]; beyond V the last repeats.
 
     That is harmless, as activations are 0 there, and cheaper than registers cleared for a mask.
-
-    Args:
-        w: pointers to the first words of rows [L, 1, R].
-        v: vectors of the rows [L, 1, 1].
-        V: vectors of a row.
     """
     at = tl.minimum(v, V - 1)[:, :, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
     to = tl.max_contiguous(w[:, :, :, None] + at, (2, 1, 1, 4))
@@ -123,39 +118,10 @@ def gemv_bits(
 ) -> list[Launch]:
     """Lower `ops.linear.linear` for up to 8 tokens and int4, mxfp4 or ternary weights."""
     (m, k), n = x.shape, w.shape[0]
-    held = vectors_of(w)
-    tile = gemv_tile(
-        rows=n,
-        vectors=-(-k // held.weights),
-        tokens=m,
-        copies=1,
-        device=device,
-        key=f"{w.format.name}/{n}x{k}",
-    )
-    constants = {
-        "M": m,
-        "N": n,
-        "K": k,
-        "L": 32 * tile.warps,
-        "BV": tile.vectors,
-        "BM": tile.tokens,
-        "R": tile.rows_of_lane,
-        "FORMAT": held.kind,
-        "WEIGHTS": held.weights,
-        "GROUP": held.group,
-        "SCALE_ROWS": held.scale_rows,
-        "PAIRS": held.pairs(x, device),
-        "ASM": device.asm,
-        "PDL": device.pdl,
-        **tail.constants("linear", n),
-    }
-    args = {
-        "x": x,
-        "w": held.words,
-        "scales": held.scales,
-        "zeros": held.zeros,
-        **tail.args(y),
-    }
-    weights = tile.rows_of_lane * held.weights
-    grid = (triton.cdiv(n, tile.rows),)
-    return [Launch(_gemv_bits, grid, args, constants, tile.warps, device.pdl, weights)]
+    held, key = vectors_of(w), f"{w.format.name}/{n}x{k}"
+    vectors = -(-k // held.weights)
+    tile = gemv_tile(rows=n, vectors=vectors, tokens=m, copies=1, device=device, key=key)
+    sizes = {"M": m, "N": n, "K": k, "BM": tile.tokens, **tile.constants}
+    given = {"x": x, **held.given(x, device), **tail.given("linear", y, n)}
+    grid, weights = (triton.cdiv(n, tile.rows),), tile.rows_of_lane * held.weights
+    return [launch(_gemv_bits, grid, device, tile.warps, weights, **sizes, **given)]

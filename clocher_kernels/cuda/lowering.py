@@ -4,11 +4,9 @@ from collections.abc import Callable
 from typing import Any, Never
 
 from clocher_kernels.cuda import (
-    advance,
     attention,
     bsr,
     elementwise,
-    heads,
     kv,
     linear,
     moe,
@@ -16,7 +14,6 @@ from clocher_kernels.cuda import (
     route,
     sampling,
     selection,
-    skip,
     top_tokens,
 )
 from clocher_kernels.cuda.launch import Launch
@@ -29,10 +26,8 @@ def _drop_small(**arguments: Any) -> Never:
 
 LOWER: dict[str, Callable[..., list[Launch]]] = {
     **elementwise.LOWER,
-    **heads.LOWER,
     **linear.LOWER,
     **quantize.LOWER,
-    **skip.LOWER,
     **route.LOWER,
     **moe.LOWER,
     **bsr.LOWER,
@@ -41,7 +36,6 @@ LOWER: dict[str, Callable[..., list[Launch]]] = {
     **attention.LOWER,
     **sampling.LOWER,
     **top_tokens.LOWER,
-    **advance.LOWER,
     "drop_small": _drop_small,
 }
 LOWER_GREEDY = {**LOWER, **sampling.LOWER_GREEDY}

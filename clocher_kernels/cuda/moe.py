@@ -5,22 +5,19 @@ sorted or reduced afterwards, and a token's result does not depend on the other 
 are the router's own, which names none that does not exist, so they are not checked again.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from clocher_kernels.cuda.activations import activate
 from clocher_kernels.cuda.dots import to_scale
-from clocher_kernels.cuda.finite import as_activation, or_nan
 from clocher_kernels.cuda.gemv_bits import add_lanes, rows_of, stream_rows
-from clocher_kernels.cuda.launch import Arg, Device, Launch
+from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.linear import no_codes
-from clocher_kernels.cuda.pdl import start
+from clocher_kernels.cuda.scalar import activate, as_activation, or_nan, start
 from clocher_kernels.cuda.tensors import DeviceTensor
-from clocher_kernels.cuda.tiles import GemvTile, gemv_tile
+from clocher_kernels.cuda.tiles import gemv_tile
 from clocher_kernels.cuda.vectors import vectors_of
 from clocher_kernels.errors import UnsupportedOp
 
@@ -131,37 +128,22 @@ def _down(
     tl.store(y + at, total.to(y.dtype.element_ty), inside)
 
 
-@dataclass(frozen=True, slots=True)
-class _Experts:
-    """How the experts' rows are streamed: the tile, and what both kernels are given."""
+def _launch(
+    kernel: Any, x: torch.Tensor, ids: torch.Tensor, w: DeviceTensor, device: Device, **given: Any
+) -> list[Launch]:
+    """Return the launch of a kernel that streams the chosen experts' rows.
 
-    tile: GemvTile
-    constants: dict[str, Any]
-    args: dict[str, Arg]
-    weights: int
-
-
-def _experts(x: torch.Tensor, ids: torch.Tensor, w: DeviceTensor, device: Device) -> _Experts:
+    Tokens come first: those that share an expert read its rows at about the same time.
+    """
     held = vectors_of(w)
     (n, k), chosen = w.shape[1:], ids.shape[1]
     tile = gemv_tile(rows=n, vectors=-(-k // held.weights), tokens=1, copies=chosen, device=device)
-    constants = {
-        "A": chosen,
-        "N": n,
-        "K": k,
-        "L": 32 * tile.warps,
-        "BV": tile.vectors,
-        "R": tile.rows_of_lane,
-        "FORMAT": held.kind,
-        "WEIGHTS": held.weights,
-        "GROUP": held.group,
-        "SCALE_ROWS": held.scale_rows,
-        "PAIRS": held.pairs(x, device, alone=True),
-        "ASM": device.asm,
-        "PDL": device.pdl,
-    }
-    args: dict[str, Arg] = {"w": held.words, "scales": held.scales, "zeros": held.zeros}
-    return _Experts(tile, constants, args, tile.rows_of_lane * held.weights)
+    sizes = {"A": chosen, "N": n, "K": k, **tile.constants}
+    together = given.get("BA")  # experts that a program multiplies side by side
+    grid = (ids.shape[0] if together else ids.numel(), triton.cdiv(n, tile.rows))
+    given |= {"x": x, "ids": ids, **sizes, **held.given(x, device, alone=True)}
+    weights = tile.rows_of_lane * held.weights
+    return [launch(kernel, grid, device, tile.warps * (together or 1), weights, **given)]
 
 
 def moe_gate_up(
@@ -169,15 +151,13 @@ def moe_gate_up(
     x: torch.Tensor,
     ids: torch.Tensor,
     w: DeviceTensor,
-    y: torch.Tensor,
+    device: Device,
     act: str = "clamped",
     limit: float = 0.0,
     alpha: float = 0.0,
     x_scale: torch.Tensor | None = None,
-    factors: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
     group: int = 0,
-    device: Device,
+    **given: torch.Tensor,
 ) -> list[Launch]:
     """Lower `ops.moe.moe_gate_up`.
 
@@ -188,13 +168,8 @@ def moe_gate_up(
         raise no_codes("moe_gate_up", w)
     if act not in ("clamped", "silu"):
         raise UnsupportedOp(f"moe_gate_up: no act={act!r}; there are clamped, silu")
-    experts = _experts(x, ids, w, device)
-    args = {"x": x, "ids": ids, "factors": factors, **experts.args, "bias": bias, "y": y}
-    constants = {**experts.constants, "ACT": act, "LIMIT": float(limit), "ALPHA": float(alpha)}
-    # Tokens come first: those that share an expert read its rows at about the same time.
-    grid = (ids.numel(), triton.cdiv(w.shape[1], experts.tile.rows))
-    warps = experts.tile.warps
-    return [Launch(_gate_up, grid, args, constants, warps, device.pdl, experts.weights)]
+    settings = {"ACT": act, "LIMIT": float(limit), "ALPHA": float(alpha)}
+    return _launch(_gate_up, x, ids, w, device, **given, **settings)
 
 
 def moe_down(
@@ -202,13 +177,10 @@ def moe_down(
     x: torch.Tensor,
     ids: torch.Tensor,
     w: DeviceTensor,
-    y: torch.Tensor,
-    weights: torch.Tensor | None = None,
-    x_scale: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    group: int = 0,
     device: Device,
+    x_scale: torch.Tensor | None = None,
+    group: int = 0,
+    **given: torch.Tensor,
 ) -> list[Launch]:
     """Lower `ops.moe.moe_down`.
 
@@ -217,14 +189,7 @@ def moe_down(
     """
     if x_scale is not None:
         raise no_codes("moe_down", w)
-    experts = _experts(x, ids, w, device)
-    together = triton.next_power_of_2(ids.shape[1])
-    args = {"x": x, "ids": ids, "weights": weights, **experts.args}
-    args |= {"bias": bias, "residual": residual, "y": y}
-    constants = {**experts.constants, "BA": together}
-    grid = (ids.shape[0], triton.cdiv(w.shape[1], experts.tile.rows))
-    warps = experts.tile.warps * together
-    return [Launch(_down, grid, args, constants, warps, device.pdl, experts.weights)]
+    return _launch(_down, x, ids, w, device, **given, BA=triton.next_power_of_2(ids.shape[1]))
 
 
 LOWER = {"moe_gate_up": moe_gate_up, "moe_down": moe_down}

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from clocher_kernels.cuda.attention_block import count_bits, in_table
-from clocher_kernels.cuda.bounds import within
+from clocher_kernels.cuda.scalar import within
 
 
 @triton.jit

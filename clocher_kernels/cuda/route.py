@@ -3,12 +3,14 @@
 A program is a token. Experts that are equal rank by their number, and none is chosen twice.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from clocher_kernels.cuda.launch import Device, Launch
-from clocher_kernels.cuda.pdl import start
+from clocher_kernels.cuda.launch import Device, Launch, launch
+from clocher_kernels.cuda.scalar import start
 from clocher_kernels.errors import UnsupportedOp
 
 _SCORES = ("chosen", "softmax", "sigmoid")
@@ -100,8 +102,6 @@ def route(
     *,
     logits: torch.Tensor,
     ids: torch.Tensor,
-    weights: torch.Tensor,
-    bias: torch.Tensor | None = None,
     score: str = "chosen",
     normalise: bool = False,
     factor: float = 1.0,
@@ -109,6 +109,7 @@ def route(
     group_top: int = 0,
     group_best: int = 1,
     device: Device,
+    **given: Any,
 ) -> list[Launch]:
     """Lower `ops.moe.route`.
 
@@ -118,22 +119,12 @@ def route(
     if score not in _SCORES:
         raise UnsupportedOp(f"route: no scores {score!r}; there are {', '.join(_SCORES)}")
     (m, experts), chosen = logits.shape, ids.shape[1]
-    constants = {
-        "SCORE": score,
-        "NORMAL": normalise or score == "chosen",
-        "FACTOR": float(factor),
-        "GROUPS": groups,
-        "TOP": group_top,
-        "BEST": group_best,
-        "BG": triton.next_power_of_2(max(groups, 1)),
-        "E": experts,
-        "A": chosen,
-        "BE": triton.next_power_of_2(experts),
-        "BA": triton.next_power_of_2(chosen),
-        "PDL": device.pdl,
-    }
-    args = {"logits": logits, "bias": bias, "ids": ids, "weights": weights}
-    return [Launch(_route, (m,), args, constants, 1, device.pdl)]
+    chosen_from = {"GROUPS": groups, "TOP": group_top, "BEST": group_best}
+    chosen_from |= {"SCORE": score, "NORMAL": normalise or score == "chosen"}
+    widths = {"E": experts, "BE": triton.next_power_of_2(experts), "A": chosen}
+    widths |= {"BA": triton.next_power_of_2(chosen), "BG": triton.next_power_of_2(max(groups, 1))}
+    given |= {"logits": logits, "ids": ids, "FACTOR": float(factor), **chosen_from, **widths}
+    return [launch(_route, (m,), device, 1, **given)]
 
 
 LOWER = {"route": route}

@@ -22,10 +22,9 @@ _MOST_ROWS = {1: 8, 2: 8, 4: 2, 8: 4}
 
 @dataclass(frozen=True, slots=True)
 class GemvTile:
-    """The tile of a program of a matrix-vector product.
+    """The tile of a program of a GEMV.
 
     Attributes:
-        warps: warps of the program.
         vectors: lanes that stand side by side in the same rows, reading a 16-byte vector each.
         tokens: rows of x, a power of two.
         rows_of_lane: rows of W that a lane works on.
@@ -41,6 +40,11 @@ class GemvTile:
         """Rows of W of the program."""
         return 32 * self.warps // self.vectors * self.rows_of_lane
 
+    @property
+    def constants(self) -> dict[str, int]:
+        """What kernels call its lanes, vectors and rows of a lane."""
+        return {"L": 32 * self.warps, "BV": self.vectors, "R": self.rows_of_lane}
+
 
 def gemv_tile(
     *,
@@ -52,9 +56,7 @@ def gemv_tile(
     key: str = "",
     most: int = 8,
 ) -> GemvTile:
-    """Cut y = x W^T for few tokens.
-
-    `vectors` decides the order of summation, so it does not depend on the tokens.
+    """Cut y = x W^T for few tokens. `vectors` decides the order of sums; no tokens change it.
 
     Args:
         rows: rows of W.
@@ -62,7 +64,7 @@ def gemv_tile(
         tokens: tokens that share the weights in a program, 1 to 8.
         copies: matrices that one token is multiplied by at a time (experts).
         device: what they run on.
-        key: of the weight in the tables of tiles; "" if it has none.
+        key: of the weight in the user's table; "" if it has none.
         most: rows of a lane that the formula may choose.
     """
     together = 1 << (tokens - 1).bit_length()

@@ -8,10 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from clocher_kernels.cuda.launch import Device, Launch
-from clocher_kernels.cuda.pdl import start
+from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.sampling import NO_TOKEN, is_last
 from clocher_kernels.cuda.sampling_cuts import load_logits
+from clocher_kernels.cuda.scalar import start
 
 # Tokens of a program.
 _BLOCK = 2048
@@ -26,19 +26,10 @@ def _best(x, token, V: tl.constexpr):
 
 @triton.jit
 def _top_tokens(
-    logits,
-    candidates,
-    tops,
-    firsts,
-    arrivals,
-    V: tl.constexpr,
-    K: tl.constexpr,
-    ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, candidates, tops, firsts, arrivals,
+    V: tl.constexpr, K: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     start(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
     token = part * BLOCK + tl.arange(0, BLOCK)
@@ -69,23 +60,16 @@ def top_tokens(*, logits: torch.Tensor, candidates: torch.Tensor, device: Device
     (rows, vocabulary), kept = logits.shape, candidates.shape[1]
     programs = triton.cdiv(vocabulary, _BLOCK)
     shape = (rows, programs * kept)
-    args = {
+    given = {
         "logits": logits,
         "candidates": candidates,
         "tops": device.scratch("top_tokens_tops", shape, torch.float32),
         "firsts": device.scratch("top_tokens_firsts", shape, torch.int32),
         "arrivals": device.scratch("top_tokens_arrivals", (rows, 1), torch.int32),
     }
-    constants = {
-        "V": vocabulary,
-        "K": kept,
-        "ROW": logits.stride(0),
-        "BLOCK": _BLOCK,
-        "PROGRAMS": programs,
-        "WIDTH": triton.next_power_of_2(programs * kept),
-        "PDL": device.pdl,
-    }
-    return [Launch(_top_tokens, (programs, rows), args, constants, pdl=device.pdl)]
+    sizes = {"V": vocabulary, "K": kept, "ROW": logits.stride(0), "BLOCK": _BLOCK}
+    sizes |= {"PROGRAMS": programs, "WIDTH": triton.next_power_of_2(programs * kept)}
+    return [launch(_top_tokens, (programs, rows), device, **given, **sizes)]
 
 
 LOWER = {"top_tokens": top_tokens}

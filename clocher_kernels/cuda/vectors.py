@@ -1,6 +1,7 @@
 """Stored weights as rows of 16-byte vectors: what kernels that stream them must know."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -38,22 +39,21 @@ class Vectors:
     scale_rows: int = 1
 
     def pairs(self, x: torch.Tensor, device: Device, *, alone: bool = False) -> str:
-        """Return how weights are multiplied by activations x in pairs of fp16, "" if they are not.
+        """Return how weights are multiplied by fp16 activations in pairs, "" if they are not.
 
-        Scaling a block's activations pays where many rows share them, so it is for kernels that
-        have one token in a program; the two ways differ in bits.
-
-        Args:
-            x: activations.
-            device: what computes.
-            alone: a program never has more than one token.
-
-        Returns:
-            "words": weights are made exact word by word; "blocks": see `dots.vector_dot`.
+        "words": weights are made exact word by word. "blocks": a block's activations are scaled,
+        see `dots.vector_dot`; that pays where many rows share them, so where a program never has
+        more than one token (`alone`). The two ways differ in bits.
         """
         if not device.asm or self.weights != 32 or x.dtype != torch.float16 or self.group % 8:
             return ""
         return "blocks" if alone and self.kind == "mxfp4" else "words"
+
+    def given(self, x: torch.Tensor, device: Device, *, alone: bool = False) -> dict[str, Any]:
+        """Return what `stream_rows` takes of a launch; see `pairs`."""
+        format_ = {"FORMAT": self.kind, "WEIGHTS": self.weights, "GROUP": self.group}
+        format_ |= {"SCALE_ROWS": self.scale_rows, "PAIRS": self.pairs(x, device, alone=alone)}
+        return {"w": self.words, "scales": self.scales, "zeros": self.zeros, **format_}
 
 
 def vectors_of(w: DeviceTensor) -> Vectors:
