@@ -20,9 +20,9 @@ from clocher_kernels.cuda.gemv_bits import gemv_bits
 from clocher_kernels.cuda.launch import INTERPRETER, Device, execute
 from clocher_kernels.cuda.linear import linear
 from clocher_kernels.cuda.moe import moe_down
+from clocher_kernels.cuda.stored import vectors_of
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.cuda.tiles import gemv_tile
-from clocher_kernels.cuda.vectors import vectors_of
 from clocher_kernels.dtypes import E2M1_VALUES
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.formats import parse_format

@@ -190,12 +190,55 @@ def count_bits(x):
 
 
 @triton.jit
-def finish(top, total, acc, sinks, query_head, live, UNIT: tl.constexpr):
-    """Divide by the sum of weights, with the sink in it; rows that saw nothing become zeros."""
+def write_heads(
+    out, top, total, acc, sinks, query_head, live, DIM: tl.constexpr, UNIT: tl.constexpr
+):
+    """Divide by the sum of weights, with the sink in it, and write the live rows [ROWS] of heads.
+
+    Rows that saw nothing become zeros.
+    """
     if sinks is not None:
         sink = tl.load(sinks + query_head, live, other=0.0) * 1.4426950408889634
         highest = tl.maximum(top, sink)
         fade = tl.exp2(top - highest)
         acc = acc * fade[:, None]
         total = total * fade + tl.exp2(sink - highest)
-    return acc * (UNIT / tl.where(total > 0, total, 1.0))[:, None]
+    acc = acc * (UNIT / tl.where(total > 0, total, 1.0))[:, None]
+    dim = tl.arange(0, acc.shape[1])
+    inside = live[:, None] & (dim < DIM)[None, :]
+    tl.store(out[:, None] + dim[None, :], acc.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def pages_seen(ends, ancestors, token, CELLS: tl.constexpr, PAGE: tl.constexpr):
+    """Return how many pages a token sees."""
+    end = within(tl.load(ends + token), CELLS + 1)
+    tree = in_table(tl.load(ancestors + token), end, CELLS)
+    return tl.cdiv(end + count_bits(tree.to(tl.uint64, bitcast=True)), PAGE)
+
+
+@triton.jit
+def _below(count):
+    """Return words, uint64, whose lowest bits are set."""
+    few = tl.minimum(tl.maximum(count, 0), 63).to(tl.uint64)
+    ones = (few * 0 + 1 << few) - 1
+    return ones | (tl.where(count > 63, 1, 0).to(tl.uint64) << 63)
+
+
+@triton.jit
+def run_of(begin, end, word):
+    """Return the bits of pages begin .. end - 1 in words by their numbers, uint64."""
+    return _below(end - 64 * word) & ~_below(begin - 64 * word)
+
+
+@triton.jit
+def load_words(words, word, begin, end, WORDS: tl.constexpr):
+    """Return words of a list by their numbers, uint64: its pages begin .. end - 1."""
+    stored = tl.load(words + word, word < WORDS, other=0)
+    return stored.to(tl.uint64, bitcast=True) & run_of(begin, end, word)
+
+
+@triton.jit
+def lowest(bits):
+    """Return the number of the lowest bit of a word that is not zero."""
+    return count_bits(~bits & (bits - 1))

@@ -15,14 +15,15 @@ from clocher_kernels.cuda.attention_block import (
     attend_block,
     cells_at,
     count_bits,
-    finish,
     in_table,
     load_query,
+    load_words,
+    lowest,
     path_cells,
+    write_heads,
 )
 from clocher_kernels.cuda.kv import tree_length
 from clocher_kernels.cuda.launch import Device, Launch, launch
-from clocher_kernels.cuda.page_list import load_words, lowest
 from clocher_kernels.cuda.scalar import start, within
 from clocher_kernels.errors import UnsupportedOp
 
@@ -132,12 +133,7 @@ def _decode(
     dim = tl.arange(0, WIDTH)
     out = y + token * Y_ROW + head * GROUP * DIM
     if splits == 1:
-        acc = finish(top, total, acc, sinks, head * GROUP + row, live, UNIT)
-        tl.store(
-            out + row[:, None] * DIM + dim[None, :],
-            acc.to(y.dtype.element_ty),
-            live[:, None] & (dim < DIM)[None, :],
-        )
+        write_heads(out + row * DIM, top, total, acc, sinks, head * GROUP + row, live, DIM, UNIT)
         return
     # Partial results are [token, head, split, lane].
     pair = token * HEADS + head
@@ -186,12 +182,7 @@ def _combine(
                 cache_modifier=".cg",
             )
             acc += tl.sum(values * tl.exp2(weight - anchor[None, :])[:, :, None], 0)
-    acc = finish(highest, total, acc, sinks, head0 + lane, live, UNIT)
-    tl.store(
-        out + lane[:, None] * DIM + dim[None, :],
-        acc.to(out.dtype.element_ty),
-        live[:, None] & (dim < DIM)[None, :],
-    )
+    write_heads(out + lane * DIM, highest, total, acc, sinks, head0 + lane, live, DIM, UNIT)
 
 
 def few_tokens(

@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from clocher_kernels.cuda.chunks import dot, token_factors, weight_factors
-from clocher_kernels.cuda.codes import unit
+from clocher_kernels.cuda.codes import dot, token_factors, unit, weight_factors
 from clocher_kernels.cuda.dots import split4, vector_dot
 from clocher_kernels.cuda.finish import Tail, finish
 from clocher_kernels.cuda.gemm import TL_TYPES, decoded, operand_type

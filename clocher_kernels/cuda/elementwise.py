@@ -9,10 +9,10 @@ import triton.language as tl
 from clocher_kernels.cuda.codes import to_f32, unit
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.scalar import as_activation, or_nan, start, within
+from clocher_kernels.cuda.stored import stored
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats.float import Float
-from clocher_kernels.formats.fp8 import BLOCK as FP8_BLOCK
 from clocher_kernels.formats.fp8 import Fp8
 from clocher_kernels.formats.int4 import Int4
 from clocher_kernels.formats.int8 import Int8
@@ -114,39 +114,20 @@ def embed(
     Raises:
         UnsupportedOp: a table of another format.
     """
-    fmt, (rows, size) = table.format, table.shape
-    group: int | str = ""
-    if isinstance(fmt, Float):
-        code = "float"
-    elif isinstance(fmt, Int8):
-        code, group = "int8", fmt.group
-    elif isinstance(fmt, Fp8):
-        code, group = fmt.code_dtype, fmt.scope
-    elif isinstance(fmt, Int4):
-        code, group = "int4", fmt.group
-    else:
+    if not isinstance(table.format, Float | Int8 | Fp8 | Int4):
         raise UnsupportedOp(
-            f"the CUDA back end has no embed for a {fmt.name} table; it has it for float, int8, "
-            "fp8 and int4 formats; convert the embedding to one of them"
+            f"the CUDA back end has no embed for a {table.format.name} table; it has it for float, "
+            "int8, fp8 and int4 formats; convert the embedding to one of them"
         )
-    # Scales are [rows / scale_rows, scale_row]; a column serves `length` elements.
-    scale_rows, length = 1, size
-    if group == "tensor":
-        scale_rows = rows
-    elif group == "g128":
-        length = FP8_BLOCK
-    elif group == "b128":
-        scale_rows = length = FP8_BLOCK
-    elif isinstance(group, int):
-        length = group
-    codes = table.planes["data" if code == "float" else "codes"]
-    if code == "int4":
-        codes = codes.view(torch.uint8)
-    scales = {"scales": table.planes.get("scales"), "zeros": table.planes.get("zeros")}
-    scales |= {"SCALE_ROWS": scale_rows, "SCALE_ROW": triton.cdiv(size, length)}
-    stored = {"codes": codes, "ROW": codes.shape[-1], "ROWS": rows, "CODE": code}
-    stored |= {"UNIT": unit(code, "fp32"), "GROUP": length if group else 0, "SCALE": float(scale)}
-    return _by_columns(_embed, ids, y, device, **stored, **scales)
+    held, (rows, size) = stored(table), table.shape
+    codes = held.data.view(torch.uint8) if held.code == "int4" else held.data
+    # Scales are [rows / SCALE_ROWS, SCALE_ROW]; a column serves GROUP elements.
+    group = 0 if held.scales is None else held.span or size
+    kind = {"CODE": held.code, "UNIT": unit(held.code, "fp32"), "SCALE": float(scale)}
+    kind |= {"GROUP": group, "SCALE_ROWS": held.scale_rows or rows}
+    kind["SCALE_ROW"] = triton.cdiv(size, group or size)
+    given = {"codes": codes, "scales": held.scales, "zeros": held.zeros, **kind}
+    return _by_columns(_embed, ids, y, device, **given, ROW=codes.shape[-1], ROWS=rows)
 
 
 @triton.jit

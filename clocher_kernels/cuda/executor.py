@@ -37,9 +37,8 @@ _executors: "weakref.WeakSet[CudaExecutor]" = weakref.WeakSet()
 class CudaExecutor:
     """Execute a Plan as CUDA graphs, one for each bucket of (tokens, output rows, cache cells).
 
-    Positions, tokens and draws live on the device and step on there; the host sends inputs when it
-    has new ones (`upload`) and reads results when it wants them (`fetch`). `step` itself only puts
-    a graph on the stream.
+    Positions, tokens and draws step on on the device; the host sends inputs when it has new ones
+    (`upload`) and reads results when it wants them (`fetch`). `step` puts a graph on the stream.
 
     Args:
         plan: what to execute.
@@ -115,10 +114,7 @@ class CudaExecutor:
         return self._inputs.host[name]
 
     def upload(self, masks: int | None = None) -> None:
-        """Let the next step begin with sending the inputs that the host wrote, in one copy.
-
-        Args:
-            masks: how many of the masks of the sampling op, from the first on; None: all.
+        """Let the next step begin with sending what the host wrote, and the first masks or all.
 
         Raises:
             DeviceError: this process was forked from the one that made the executor.
@@ -178,10 +174,7 @@ class CudaExecutor:
         return (wide, high, cells), self._greedy or not rows
 
     def fetch(self, name: str, count: int) -> np.ndarray:
-        """Return the first rows of an output buffer, or of counts, after the steps so far.
-
-        The array is valid until the next fetch of the buffer.
-        """
+        """Return the first rows of an output buffer, or of counts; valid until the next fetch."""
         pinned = self._pinned[name][:count]
         with self._on_stream():
             pinned.copy_(self._values[name][:count], non_blocking=True)
@@ -265,10 +258,7 @@ class CudaExecutor:
             yield call, table[call.op](**arguments, **call.attrs, device=self.device)
 
     def forsake(self) -> None:
-        """Make the child of a fork leave the device alone, to which it has no connection.
-
-        Nothing is freed there; graphs are put out of reach, so that no step finds one.
-        """
+        """Make the child of a fork leave the device alone: no step finds a graph there."""
         self._lost_to_fork, self._graphs = self._graphs, {}
 
     def _refuse_lost(self) -> None:
@@ -341,10 +331,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def compile_side_by_side(launches: Sequence[Launch]) -> None:
-    """Compile the kernels of launches in threads, or load them from Triton's cache; run nothing.
-
-    One after another, as they are launched, a step's kernels take the better part of a minute.
-    """
+    """Compile the kernels of launches in threads, or load them from Triton's cache; run nothing."""
     mode = getattr(triton, "AsyncCompileMode", None)
     if mode is None:  # Triton before 3.4; capture compiles them one by one
         return

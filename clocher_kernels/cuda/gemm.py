@@ -6,7 +6,7 @@ the decoder. Operands have the type of the activations (fp16, bf16, or fp32 with
 sums are fp32.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -110,8 +110,7 @@ def _gemm(
     finish(total, bias, times, residual, y, m, n, (n < N) & (m < M), N, F, ACT, CAP)
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """How a GEMM is cut: rows of W, tokens and columns of a step; warps of a program."""
 
     bn: int

@@ -12,9 +12,9 @@ from clocher_kernels.cuda.dots import split4, to_scale, vector_dot
 from clocher_kernels.cuda.finish import PLAIN, Tail, finish
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.scalar import start
+from clocher_kernels.cuda.stored import vectors_of
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.cuda.tiles import gemv_tile
-from clocher_kernels.cuda.vectors import vectors_of
 
 
 @triton.jit
@@ -30,17 +30,26 @@ def load_vectors(w, v, V: tl.constexpr):
 
 @triton.jit
 def stream_rows(
-    x, tokens, w, scales, zeros, zero,
+    x, tokens, row, w, scales, zeros,
     K: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, WEIGHTS: tl.constexpr,
     PAIRS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
     L: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows of W by tokens: partial sums fp32 [L, BM, R].
 
-    BV lanes stand side by side in the same rows. The arguments are those of `vector_dot`; `w`
-    points to the first words of rows [L, 1, R].
+    BV lanes stand side by side in the same rows. `row` are numbers of rows [L, 1, R], of which w,
+    scales and zeros are all; the other arguments are those of `vector_dot`.
     """
     V: tl.constexpr = (K + WEIGHTS - 1) // WEIGHTS
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
+    w += row * (V * 4)
+    zero = tl.full((1, 1, 1), 8, tl.int32)
+    if GROUP > 0:
+        scales += row * GROUPS
+    if zeros is not None and GROUP > 0:
+        zeros += row * GROUPS
+    elif zeros is not None:
+        zero = tl.load(zeros + row).to(tl.int32)
     lane = (tl.arange(0, L) % BV)[:, None, None]
     total = tl.zeros((L, BM, R), tl.float32)
     # The next turn's weights are on their way while this turn's are multiplied.
@@ -83,20 +92,14 @@ def _gemv_bits(
     F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     BN: tl.constexpr = L // BV * R
-    V: tl.constexpr = (K + WEIGHTS - 1) // WEIGHTS
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
     first = tl.program_id(0) * BN
     m = tl.arange(0, BM)[None, :, None]
     # In 64 bits from the start rows share an address; with eight tokens that makes ptxas spill.
     row = rows_of(first.to(tl.int64) if BM < 8 else first, L, BV, R)[:, None, :]
     # Rows beyond the last one repeat it and are not stored, so that loads need no mask for them.
     row = (row if N % BN == 0 else tl.minimum(row, N - 1)).to(tl.int64)
-    zero = tl.full((1, 1, 1), 8, tl.int32)
-    if GROUP == 0 and zeros is not None:
-        zero = tl.load(zeros + row).to(tl.int32)
     total = stream_rows(
-        x + m * K, m < M, w + row * (V * 4), scales + row * GROUPS,
-        None if zeros is None else zeros + row * GROUPS, zero,
+        x + m * K, m < M, row, w, scales, zeros,
         K, GROUP, FORMAT, WEIGHTS, PAIRS, ASM, PDL, L, BV, BM, R,
     )  # fmt: skip
 

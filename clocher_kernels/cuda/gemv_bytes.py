@@ -8,20 +8,19 @@ How K is divided among threads, warps and turns depends on K and the format alon
 arithmetic on nothing but its own row of x, so its result is the same bit by bit whatever M is.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from clocher_kernels.cuda.chunks import dot, token_factors, weight_factors
-from clocher_kernels.cuda.codes import unit
+from clocher_kernels.cuda.codes import dot, token_factors, unit, weight_factors
 from clocher_kernels.cuda.finish import PLAIN, Tail, finish
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.scalar import start
 from clocher_kernels.cuda.stored import Stored, stored
 from clocher_kernels.cuda.tensors import DeviceTensor
-from clocher_kernels.cuda.tile_tables import tuned
+from clocher_kernels.cuda.tiles import tuned
 
 MAX_TOKENS = 8
 MOST_SLICED = 32
@@ -184,15 +183,8 @@ def _gemv(
         finish(total, bias, times, residual, y, m, n, inside, N, F, ACT, CAP)
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How a GEMV is cut.
-
-    Attributes:
-        rows: rows of W in a program, a power of two.
-        lane: weights that a thread reads at once.
-        warps: warps of a program; they share each row.
-    """
+class Tile(NamedTuple):
+    """How a GEMV is cut: rows of a program, weights a thread reads at once, warps on each row."""
 
     rows: int
     lane: int

@@ -46,13 +46,10 @@ def context_buckets(cells: int) -> tuple[int, ...]:
 
 
 def capture(launches: Sequence[Launch], stream: "torch.cuda.Stream | None") -> Callable[[], None]:
-    """Return a function that runs the launches again and again, as one CUDA graph.
+    """Return a function that runs the launches of a step again and again, as one CUDA graph.
 
-    The launches run once first, so that every kernel is compiled and loaded before the capture.
-
-    Args:
-        launches: of one step; their tensors must stay alive.
-        stream: where to capture and replay; None executes them one by one (no GPU).
+    They run once first, so that every kernel is loaded before the capture. Their tensors must stay
+    alive. Without a stream (no GPU) they are executed one by one.
     """
     if stream is None:
         return lambda: execute(launches)

@@ -11,10 +11,8 @@ from clocher_kernels.cuda import (
     linear,
     moe,
     quantize,
-    route,
     sampling,
     selection,
-    top_tokens,
 )
 from clocher_kernels.cuda.launch import Launch
 from clocher_kernels.errors import UnsupportedOp
@@ -28,14 +26,12 @@ LOWER: dict[str, Callable[..., list[Launch]]] = {
     **elementwise.LOWER,
     **linear.LOWER,
     **quantize.LOWER,
-    **route.LOWER,
     **moe.LOWER,
     **bsr.LOWER,
     **kv.LOWER,
     **selection.LOWER,
     **attention.LOWER,
     **sampling.LOWER,
-    **top_tokens.LOWER,
     "drop_small": _drop_small,
 }
 LOWER_GREEDY = {**LOWER, **sampling.LOWER_GREEDY}

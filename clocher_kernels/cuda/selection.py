@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor, float32
 
+from clocher_kernels.cuda.attention_block import pages_seen
 from clocher_kernels.cuda.codes import to_f32, unit
 from clocher_kernels.cuda.kv import cache_sizes, own_cell
 from clocher_kernels.cuda.launch import Device, Launch, launch
-from clocher_kernels.cuda.page_list import pages_seen
 from clocher_kernels.cuda.scalar import start, within
 from clocher_kernels.errors import ShapeError
 from clocher_kernels.ops.selection import LAST_PAGES, WORD
