@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from aot import ARCHITECTURES, PTX_ONLY, compile_code, compile_ptx
 from cuda_cases import meta, meta_device
 from sass_ratchet import print_or_record
 
-from clocher_kernels.cuda.aot import ARCHITECTURES, PTX_ONLY, compile_code, compile_ptx
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.lowering import LOWER
 from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor

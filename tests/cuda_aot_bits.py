@@ -11,10 +11,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
+from aot import ARCHITECTURES, PTX_ONLY, compile_code, compile_ptx
 from cuda_cases import meta, meta_device
 from sass_ratchet import figures, print_or_record
 
-from clocher_kernels.cuda.aot import ARCHITECTURES, PTX_ONLY, compile_code, compile_ptx
 from clocher_kernels.cuda.finish import Tail
 from clocher_kernels.cuda.gemv_bits import gemv_bits
 from clocher_kernels.cuda.launch import Launch

@@ -9,9 +9,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
+from aot import compile_code
 from cuda_cases import meta, meta_device
 
-from clocher_kernels.cuda.aot import compile_code
 from clocher_kernels.cuda.lowering import LOWER
 from clocher_kernels.cuda.prepack import rearrange
 from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor

@@ -11,10 +11,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
+from aot import ARCHITECTURES, PTX_ONLY, compile_code, compile_ptx
 from cuda_cases import meta, meta_device
 from sass_ratchet import figures, print_or_record
 
-from clocher_kernels.cuda.aot import ARCHITECTURES, PTX_ONLY, compile_code, compile_ptx
 from clocher_kernels.cuda.bsr import bsr_linear
 from clocher_kernels.cuda.elementwise import rms_norm
 from clocher_kernels.cuda.launch import Launch

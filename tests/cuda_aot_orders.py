@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 
 import torch
+from aot import compile_ir
 from cuda_cases import meta, meta_device
 
-from clocher_kernels.cuda.aot import compile_ir
 from clocher_kernels.cuda.linear import linear
 from clocher_kernels.cuda.prepack import rearrange
 from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor

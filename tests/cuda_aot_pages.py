@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from aot import ARCHITECTURES
 from cuda_aot_attention import (
     GEMMA2,
     GPT_OSS,
@@ -19,7 +20,6 @@ from cuda_aot_attention import (
 )
 from sass_ratchet import print_or_record
 
-from clocher_kernels.cuda.aot import ARCHITECTURES
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.lowering import LOWER
 from clocher_kernels.ops.attention import KV_DTYPES

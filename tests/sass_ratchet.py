@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from aot import Code
 
-from clocher_kernels.cuda.aot import Code
 from clocher_kernels.cuda.launch import Launch
 
 Report = Mapping[str, Mapping[str, Mapping[str, Any]]]

@@ -15,14 +15,14 @@ import triton.language as tl
 from cuda_cases import aot_report, run_interpreted
 from op_cases import OpRun, error
 
-from clocher_kernels.cuda import dots, prepack, ternary
+from clocher_kernels.cuda import decode, dots, prepack, ternary
 from clocher_kernels.cuda.gemv_bits import gemv_bits
 from clocher_kernels.cuda.launch import INTERPRETER, Device, execute
 from clocher_kernels.cuda.linear import linear
 from clocher_kernels.cuda.moe import moe_down
+from clocher_kernels.cuda.stored import vectors_of
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.cuda.tiles import gemv_tile
-from clocher_kernels.cuda.vectors import vectors_of
 from clocher_kernels.dtypes import E2M1_VALUES
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.formats import parse_format
@@ -49,11 +49,11 @@ def _decode(words, values, KIND: tl.constexpr, W: tl.constexpr, PER_WORD: tl.con
     row, column = tl.program_id(0), tl.program_id(1) * 4
     w = tl.load(words + row * W + column + tl.arange(0, 4)[None, :])
     if KIND == "int4":
-        v = dots.decode_int4(w, tl.float16)
+        v = decode.decode_words(w, "int4", tl.float16)
     elif KIND == "mxfp4":
-        v = dots.decode_mxfp4(w, tl.float32)
+        v = decode.decode_words(w, "mxfp4", tl.float32)
     else:
-        v = dots.decode_ternary(w, tl.int8)
+        v = decode.decode_words(w, "ternary", tl.int8)
     at = (row * W + column) * PER_WORD + tl.arange(0, 4 * PER_WORD)[None, :]
     tl.store(values + at, v.to(tl.float32))
 

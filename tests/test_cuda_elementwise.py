@@ -116,6 +116,14 @@ def test_joined_and_resized_rows_of_a_wider_buffer() -> None:
     assert y[:, :8].isnan().all() and y[:, 104:].isnan().all()
 
 
+def test_a_kernel_of_each_family_compiles() -> None:
+    report = aot_report("cuda_aot_small.py")
+    assert set(report) == {"int4_sym_g128_f16", "int8_row_f32", "ternary", "attention", "sample"}
+    for name, used in report.items():
+        assert used["local"] == 0, name
+        assert used["loads"] > 0 or name in ("attention", "sample"), name
+
+
 @pytest.mark.slow
 def test_machine_code_does_not_spill() -> None:
     report = aot_report("cuda_aot_elementwise.py")

@@ -9,9 +9,8 @@ from cuda_cases import meta, meta_device
 from op_cases import error
 
 from clocher_kernels.cuda.launch import INTERPRETER, execute
-from clocher_kernels.cuda.moe import moe_down, moe_gate_up
+from clocher_kernels.cuda.moe import moe_down, moe_gate_up, route
 from clocher_kernels.cuda.prepack import prepack, rearrange
-from clocher_kernels.cuda.route import route
 from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
 from clocher_kernels.formats import parse_format
 from clocher_kernels.ops import moe

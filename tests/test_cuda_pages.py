@@ -223,6 +223,7 @@ def test_lists_that_do_not_hold_the_page_table_are_refused() -> None:
         run_interpreted(op)
 
 
+@pytest.mark.slow
 def test_machine_code_stays_within_its_budget() -> None:
     sass_ratchet.hold("pages", aot_report("cuda_aot_pages.py")["code"])
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from cuda_cases import meta, meta_device
 
-from clocher_kernels.cuda import tile_tables
+from clocher_kernels.cuda import tiles
 from clocher_kernels.cuda.launch import INTERPRETER, Launch
 from clocher_kernels.cuda.linear import linear
 from clocher_kernels.cuda.prepack import rearrange
 from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
-from clocher_kernels.cuda.tile_tables import TOKENS, VARIABLE, parse, tuned
+from clocher_kernels.cuda.tiles import TOKENS, VARIABLE, parse, tuned
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import parse_format
 
@@ -42,7 +42,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path.write_text(json.dumps(_table()))
     monkeypatch.setenv(VARIABLE, str(path))
     yield path
-    tile_tables._users.cache_clear()
+    tiles._users.cache_clear()
 
 
 def _launch(fmt: str, m: int, capability: int = 90, n: int = N) -> Launch:

@@ -155,10 +155,10 @@ def test_a_tile_table_reaches_the_gpu_back_end(
 ) -> None:
     monkeypatch.setenv("CLOCHER_TILE_TABLE", "")
     hand_on(None, tmp_path / "missing.json")
-    from clocher_kernels.cuda import tile_tables
+    from clocher_kernels.cuda import tiles
 
     with pytest.raises(UsageError, match=r"CLOCHER_TILE_TABLE: .*missing\.json"):
-        tile_tables.tuned("int8_row_f32/64x64", 1, 90)
+        tiles.tuned("int8_row_f32/64x64", 1, 90)
 
 
 def test_a_process_has_one_instruction_set() -> None:

@@ -8,11 +8,9 @@ as good as fp32 ones at the price of two instructions of the tensor cores.
 import triton
 import triton.language as tl
 
-from clocher_kernels.cuda.bounds import within
 from clocher_kernels.cuda.codes import to_f16
-from clocher_kernels.cuda.finite import or_nan
 from clocher_kernels.cuda.launch import Device
-from clocher_kernels.cuda.tanh import tanh
+from clocher_kernels.cuda.scalar import or_nan, tanh, within
 
 NEVER = tl.constexpr(0x7FFFFFFF)
 
@@ -53,28 +51,13 @@ def _product(high, rest, b, acc):
 
 @triton.jit
 def cells_at(
-    pages,
-    cell0,
-    cell,
-    seen,
-    head,
-    POOL: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    ONE_PAGE: tl.constexpr,
-):
+    pages, cell0, cell, seen, head,
+    POOL: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr,
+):  # fmt: skip
     """Return the index of (page, head, cell in page) of a block of cells, int64.
 
-    Args:
-        pages: the slot's row of the page table.
-        cell0: first cell of the block; it is in the page table.
-        cell: each of them.
-        seen: whether a cell may be read; such a one is in the page table.
-        head: key/value head.
-        POOL: pages.
-        HEADS: key/value heads.
-        PAGE: cells of a page.
-        ONE_PAGE: the cells are all in the first one's page.
+    `pages` is the slot's row of the page table and holds the block's first cell, and each that is
+    `seen`. ONE_PAGE: all of them are in the first one's page.
     """
     if ONE_PAGE:
         page = tl.load(pages + cell0 // PAGE)
@@ -88,13 +71,8 @@ def cells_at(
 def path_cells(place, end, tree, length):
     """Return the cells of places in the order of positions: committed ones, then a path's nodes.
 
-    So the sums of a path have the order that they have when its tokens are no tree.
-
-    Args:
-        place: of the cells, from 0 on.
-        end: end of the committed cells.
-        tree: ancestor mask.
-        length: its bits up to the highest.
+    So the sums of a path have the order that they have when its tokens are no tree. `length` is
+    the ancestor mask's bits up to the highest.
     """
     cell, node = place, end
     for bit in range(0, length):
@@ -124,41 +102,16 @@ def _widen(stored, KV: tl.constexpr, WORK: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def attend_block(
-    top,
-    total,
-    acc,
-    query,
-    rest,
-    at,
-    seen,
-    visible,
-    k_cache,
-    v_cache,
-    k_scale,
-    v_scale,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    KV: tl.constexpr,
-    WORK: tl.constexpr,
-    ASM: tl.constexpr,
-):
+    top, total, acc, query, rest, at, seen, visible, k_cache, v_cache, k_scale, v_scale,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr, KV: tl.constexpr, WORK: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """Take a block of keys and values into the state of a tile.
 
-    Args:
-        top: largest logit so far, in units of log 2, [ROWS].
-        total: sum of weights so far, [ROWS].
-        acc: weighted sum of values so far, [ROWS, WIDTH].
-        query: rows of the query, rounded to WORK, [ROWS, WIDTH].
-        rest: what the rounding left over.
-        at: index of each cell in the cache, int64 [BLOCK]: `cells_at`.
-        seen: whether a cell may be read, [BLOCK].
-        visible: whether a row sees a cell, [ROWS, BLOCK]; such a cell must be `seen`.
-
-    Returns:
-        (top, total, acc). A row that sees none of the block keeps its state, bit for bit.
+    The state is the largest logit so far, in units of log 2 (top), the sum of weights (total), both
+    [ROWS], and the weighted sum of values (acc) [ROWS, WIDTH]. The query is in two parts, `at` are
+    cells in the cache [BLOCK], `visible` says what a row sees [ROWS, BLOCK]; it must be `seen`.
+    A row that sees none of the block keeps its state, bit for bit.
     """
     k_stored = _load(k_cache, at, seen, DIM, WIDTH)
     v_stored = _load(v_cache, at, seen, DIM, WIDTH)
@@ -192,31 +145,14 @@ def in_table(tree, end, CELLS: tl.constexpr):
 
 @triton.jit
 def visible_cells(
-    cell0,
-    mine,
-    first,
-    end,
-    tree,
-    position,
-    lowest,
-    highest,
-    branch,
-    BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    cell0, mine, first, end, tree, position, lowest, highest, branch,
+    BLOCK: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Return which rows see which cells of a block, [ROWS, BLOCK], and which may be read, [BLOCK].
 
-    Args:
-        cell0: first cell of the block.
-        mine: whether a row takes part, [ROWS].
-        first: first committed cell in the window and chunk of a row, [ROWS] or a scalar.
-        end: end of the committed cells of a row, likewise.
-        tree: ancestor mask of a row, likewise.
-        position: of a row, likewise; for chunks.
-        lowest: least `first` of the rows.
-        highest: greatest `end` of the rows.
-        branch: least `end` of the rows that have ancestors; NEVER if none has.
+    A row that takes part (`mine`) sees the committed cells first .. end - 1 and those of its
+    ancestor mask. `lowest`, `highest` and `branch` are the least first, the greatest end, and the
+    least end of the rows that have ancestors, over all rows.
     """
     cell = cell0 + tl.arange(0, BLOCK)
     seen = (cell >= lowest) & (cell < highest)
@@ -254,12 +190,55 @@ def count_bits(x):
 
 
 @triton.jit
-def finish(top, total, acc, sinks, query_head, live, UNIT: tl.constexpr):
-    """Divide by the sum of weights, with the sink in it; rows that saw nothing become zeros."""
+def write_heads(
+    out, top, total, acc, sinks, query_head, live, DIM: tl.constexpr, UNIT: tl.constexpr
+):
+    """Divide by the sum of weights, with the sink in it, and write the live rows [ROWS] of heads.
+
+    Rows that saw nothing become zeros.
+    """
     if sinks is not None:
         sink = tl.load(sinks + query_head, live, other=0.0) * 1.4426950408889634
         highest = tl.maximum(top, sink)
         fade = tl.exp2(top - highest)
         acc = acc * fade[:, None]
         total = total * fade + tl.exp2(sink - highest)
-    return acc * (UNIT / tl.where(total > 0, total, 1.0))[:, None]
+    acc = acc * (UNIT / tl.where(total > 0, total, 1.0))[:, None]
+    dim = tl.arange(0, acc.shape[1])
+    inside = live[:, None] & (dim < DIM)[None, :]
+    tl.store(out[:, None] + dim[None, :], acc.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def pages_seen(ends, ancestors, token, CELLS: tl.constexpr, PAGE: tl.constexpr):
+    """Return how many pages a token sees."""
+    end = within(tl.load(ends + token), CELLS + 1)
+    tree = in_table(tl.load(ancestors + token), end, CELLS)
+    return tl.cdiv(end + count_bits(tree.to(tl.uint64, bitcast=True)), PAGE)
+
+
+@triton.jit
+def _below(count):
+    """Return words, uint64, whose lowest bits are set."""
+    few = tl.minimum(tl.maximum(count, 0), 63).to(tl.uint64)
+    ones = (few * 0 + 1 << few) - 1
+    return ones | (tl.where(count > 63, 1, 0).to(tl.uint64) << 63)
+
+
+@triton.jit
+def run_of(begin, end, word):
+    """Return the bits of pages begin .. end - 1 in words by their numbers, uint64."""
+    return _below(end - 64 * word) & ~_below(begin - 64 * word)
+
+
+@triton.jit
+def load_words(words, word, begin, end, WORDS: tl.constexpr):
+    """Return words of a list by their numbers, uint64: its pages begin .. end - 1."""
+    stored = tl.load(words + word, word < WORDS, other=0)
+    return stored.to(tl.uint64, bitcast=True) & run_of(begin, end, word)
+
+
+@triton.jit
+def lowest(bits):
+    """Return the number of the lowest bit of a word that is not zero."""
+    return count_bits(~bits & (bits - 1))

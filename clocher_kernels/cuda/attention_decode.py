@@ -15,16 +15,16 @@ from clocher_kernels.cuda.attention_block import (
     attend_block,
     cells_at,
     count_bits,
-    finish,
     in_table,
     load_query,
+    load_words,
+    lowest,
     path_cells,
+    write_heads,
 )
-from clocher_kernels.cuda.bounds import within
 from clocher_kernels.cuda.kv import tree_length
-from clocher_kernels.cuda.launch import Device, Launch
-from clocher_kernels.cuda.page_list import load_words, lowest
-from clocher_kernels.cuda.pdl import start
+from clocher_kernels.cuda.launch import Device, Launch, launch
+from clocher_kernels.cuda.scalar import start, within
 from clocher_kernels.errors import UnsupportedOp
 
 DECODE_TOKENS = 32
@@ -37,52 +37,16 @@ _PER_TOKEN = ("q", "slots", "positions", "ends", "ancestors", "listed", "y")
 
 @triton.jit
 def _decode(
-    q,
-    slots,
-    positions,
-    ends,
-    ancestors,
-    pages,
-    k_cache,
-    v_cache,
-    k_scale,
-    v_scale,
-    sinks,
-    listed,
-    y,
-    partial,
-    tops,
-    totals,
-    arrivals,
-    Q_ROW: tl.constexpr,
-    Y_ROW: tl.constexpr,
-    PAGES_ROW: tl.constexpr,
-    SLOTS: tl.constexpr,
-    CELLS: tl.constexpr,
-    POOL: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PAGE: tl.constexpr,
-    DIM: tl.constexpr,
-    LANES: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RUNS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    TAKE: tl.constexpr,
-    WORDS: tl.constexpr,
-    WORDS_WIDTH: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    UNIT: tl.constexpr,
-    KV: tl.constexpr,
-    WORK: tl.constexpr,
-    ASM: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q, slots, positions, ends, ancestors, pages, k_cache, v_cache, k_scale, v_scale, sinks, listed,
+    y, partial, tops, totals, arrivals,
+    Q_ROW: tl.constexpr, Y_ROW: tl.constexpr, PAGES_ROW: tl.constexpr, SLOTS: tl.constexpr,
+    CELLS: tl.constexpr, POOL: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    PAGE: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, RUNS: tl.constexpr, SPLITS: tl.constexpr,
+    TAKE: tl.constexpr, WORDS: tl.constexpr, WORDS_WIDTH: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, UNIT: tl.constexpr,
+    KV: tl.constexpr, WORK: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Attend from one token to one of at most RUNS runs of its keys; the last to end adds up."""
     start(PDL)
     split, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -169,12 +133,7 @@ def _decode(
     dim = tl.arange(0, WIDTH)
     out = y + token * Y_ROW + head * GROUP * DIM
     if splits == 1:
-        acc = finish(top, total, acc, sinks, head * GROUP + row, live, UNIT)
-        tl.store(
-            out + row[:, None] * DIM + dim[None, :],
-            acc.to(y.dtype.element_ty),
-            live[:, None] & (dim < DIM)[None, :],
-        )
+        write_heads(out + row * DIM, top, total, acc, sinks, head * GROUP + row, live, DIM, UNIT)
         return
     # Partial results are [token, head, split, lane].
     pair = token * HEADS + head
@@ -193,22 +152,10 @@ def _decode(
 
 @triton.jit
 def _combine(
-    base,
-    splits,
-    partial,
-    tops,
-    totals,
-    sinks,
-    head0,
-    out,
-    GROUP: tl.constexpr,
-    LANES: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr,
-    TAKE: tl.constexpr,
-    UNIT: tl.constexpr,
-):
+    base, splits, partial, tops, totals, sinks, head0, out,
+    GROUP: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr, TAKE: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
     """Add up the partial results of all splits, and write the heads of a group.
 
     They are read from L2, where what other multiprocessors wrote is to be found.
@@ -235,28 +182,20 @@ def _combine(
                 cache_modifier=".cg",
             )
             acc += tl.sum(values * tl.exp2(weight - anchor[None, :])[:, :, None], 0)
-    acc = finish(highest, total, acc, sinks, head0 + lane, live, UNIT)
-    tl.store(
-        out + lane[:, None] * DIM + dim[None, :],
-        acc.to(out.dtype.element_ty),
-        live[:, None] & (dim < DIM)[None, :],
-    )
+    write_heads(out + lane * DIM, highest, total, acc, sinks, head0 + lane, live, DIM, UNIT)
 
 
 def few_tokens(
-    args: Mapping[str, Any],
-    constants: Mapping[str, Any],
-    kv_dtype: str,
-    device: Device,
+    tensors: Mapping[str, Any], constants: Mapping[str, Any], device: Device
 ) -> list[Launch]:
-    """Return the launches for some tokens; arguments and constants are those of both kernels.
+    """Return the launches for some tokens; tensors and constants are those of both kernels.
 
     Raises:
         UnsupportedOp: pages are listed that are not whole blocks.
     """
     heads, page, lanes, width = (constants[name] for name in ("HEADS", "PAGE", "LANES", "WIDTH"))
-    listed, words = args["listed"], 0
-    splits, block = _splits(heads), _block(width, kv_dtype)
+    listed, words = tensors.get("listed"), 0
+    splits, block = _splits(heads), _block(width, constants["KV"])
     if listed is not None:
         words, block = listed.shape[2], min(block, page & -page)
         if block < _LEAST:
@@ -287,14 +226,13 @@ def few_tokens(
     # Blocks beyond the page table cannot be seen, so that their runs need no programs.
     reach = min(runs, triton.cdiv(constants["CELLS"], block))
     launches = []
-    for begin in range(0, len(args["q"]), DECODE_TOKENS):
+    for begin in range(0, len(tensors["q"]), DECODE_TOKENS):
         some = {
             name: value[begin : begin + DECODE_TOKENS] if name in _PER_TOKEN else value
-            for name, value in args.items()
-            if value is not None
+            for name, value in tensors.items()
         }
         grid = (reach, heads, len(some["q"]))
-        launches.append(Launch(_decode, grid, {**args, **some, **partial}, own, pdl=device.pdl))
+        launches.append(launch(_decode, grid, device, **some, **partial, **own))
     return launches
 
 

@@ -12,14 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
-from clocher_kernels.cuda.chunks import dot, token_factors, weight_factors
-from clocher_kernels.cuda.codes import unit
+from clocher_kernels.cuda.codes import dot, token_factors, unit, weight_factors
 from clocher_kernels.cuda.dots import split4, vector_dot
 from clocher_kernels.cuda.finish import Tail, finish
 from clocher_kernels.cuda.gemm import TL_TYPES, decoded, operand_type
 from clocher_kernels.cuda.gemv_bytes import MAX_TOKENS, MOST_SLICED, arithmetic, stack
-from clocher_kernels.cuda.launch import Arg, Device, Launch
-from clocher_kernels.cuda.pdl import start
+from clocher_kernels.cuda.launch import Device, Launch, launch
+from clocher_kernels.cuda.scalar import start
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.formats.bsr import Bsr
 
@@ -195,15 +194,10 @@ def _gemm(
 
 @dataclass(frozen=True, slots=True)
 class GemvTile:
-    """How a block-sparse GEMV is cut; see `_gemv`. All sizes are powers of two.
+    """How a block-sparse GEMV is cut; all sizes are powers of two.
 
-    Attributes:
-        blocks: blocks that a program reads at once.
-        across: rows of a block among its threads.
-        each: rows that a thread reads.
-        cols: columns of a block that are read at once.
-        lane: columns that a thread reads.
-        warps: warps of a program.
+    A program reads `blocks` blocks at once, `cols` columns of each; `across` of a block's rows are
+    dealt out to threads, which read `lane` columns of `each` rows.
     """
 
     blocks: int
@@ -213,15 +207,18 @@ class GemvTile:
     lane: int
     warps: int
 
+    @property
+    def constants(self) -> dict[str, int]:
+        """What kernels call its blocks and rows."""
+        return {"BLOCKS": self.blocks, "ACROSS": self.across, "EACH": self.each}
+
+    def grid(self, rows: int, block: tuple[int, int]) -> tuple[int, int]:
+        """Return the programs: rows of blocks, and parts of a block's rows."""
+        return triton.cdiv(rows, block[0]), triton.cdiv(block[0], self.across * self.each)
+
 
 def gemv_tile(block: tuple[int, int], lane: int, tokens: int) -> GemvTile:
-    """Choose the tile of a GEMV. Only `each`, which changes no sum, depends on the tokens.
-
-    Args:
-        block: rows and columns of a block.
-        lane: columns that a thread reads.
-        tokens: 1 to 8.
-    """
+    """Choose the tile for 1 to 8 tokens. Only `each`, which changes no sum, depends on them."""
     height, width = block
     warps = 2
     threads = 32 * warps
@@ -242,94 +239,54 @@ def _lane(width: int, element: int, k: int) -> int:
     return lane
 
 
-def _gemv_launch(
-    args: dict[str, Arg], sizes: dict[str, Any], block: tuple[int, int], code: str, device: Device
-) -> Launch:
+def _gemv_launch(given: dict[str, Any], block: tuple[int, int], device: Device) -> Launch:
     """Return the launch for at most 8 tokens of floats or int8."""
-    x, values = args["x"], args["values"]
-    lane = _lane(block[1], values.element_size(), sizes["K"])
-    tile = gemv_tile(block, lane, sizes["M"])
+    x, values, code = given["x"], given["values"], given["CODE"]
+    lane = _lane(block[1], values.element_size(), given["K"])
+    tile = gemv_tile(block, lane, given["M"])
     math = arithmetic(code, x.dtype, lane == 16)
     per = 4 if math == "pairs" else 1
     if per == 4:
-        args |= {"x": x.view(torch.int64), "values": values.view(torch.int32)}
-    constants = {
-        **sizes,
-        "K": sizes["K"] // per,
-        "C": block[1] // per,
-        "BLOCKS": tile.blocks,
-        "ACROSS": tile.across,
-        "EACH": tile.each,
-        "COLS": tile.cols // per,
-        "LANE": lane // per,
-        "CODE": code,
-        "MATH": math,
-        "UNIT": unit(code, math),
-    }
-    grid = (triton.cdiv(sizes["N"], block[0]), triton.cdiv(block[0], tile.across * tile.each))
-    return Launch(_gemv, grid, args, constants, tile.warps, device.pdl, tile.each * lane)
+        given |= {"x": x.view(torch.int64), "values": values.view(torch.int32)}
+    given |= {"K": given["K"] // per, "C": block[1] // per, "COLS": tile.cols // per}
+    given |= {"LANE": lane // per, "MATH": math, "UNIT": unit(code, math), **tile.constants}
+    return launch(
+        _gemv, tile.grid(given["N"], block), device, tile.warps, tile.each * lane, **given
+    )
 
 
-def _int4_launch(
-    args: dict[str, Arg], sizes: dict[str, Any], block: tuple[int, int], device: Device
-) -> Launch:
+def _int4_launch(given: dict[str, Any], block: tuple[int, int], device: Device) -> Launch:
     """Return the launch for at most 8 tokens of prepacked int4."""
-    x, words, m = args["x"], args["values"].shape[-1], sizes["M"]
+    x, words, m = given["x"], given["values"].shape[-1], given["M"]
     lane = 8 * min(words, 4)
     tile = gemv_tile(block, lane, m)
-    constants = {
-        **sizes,
-        "BLOCKS": tile.blocks,
-        "ACROSS": tile.across,
-        "EACH": tile.each,
-        "PER_ROW": tile.cols // lane,
-        "BM": triton.next_power_of_2(m),
-        "LANE": lane,
-        "VECTORS": 8 * words // lane,
-        "PAIRS": "words" if device.asm and x.dtype == torch.float16 else "",
-    }
-    grid = (triton.cdiv(sizes["N"], block[0]), triton.cdiv(block[0], tile.across * tile.each))
-    return Launch(_gemv_int4, grid, args, constants, tile.warps, device.pdl, tile.each * lane)
+    del given["CODE"]
+    given |= {"PER_ROW": tile.cols // lane, "BM": triton.next_power_of_2(m), "LANE": lane}
+    given |= {"VECTORS": 8 * words // lane, **tile.constants}
+    given["PAIRS"] = "words" if device.asm and x.dtype == torch.float16 else ""
+    grid = tile.grid(given["N"], block)
+    return launch(_gemv_int4, grid, device, tile.warps, tile.each * lane, **given)
 
 
-def _gemm_launch(
-    args: dict[str, Arg], sizes: dict[str, Any], block: tuple[int, int], code: str, device: Device
-) -> Launch:
+def _gemm_launch(given: dict[str, Any], block: tuple[int, int], device: Device) -> Launch:
     """Return the launch for any number of tokens."""
-    operand = operand_type(args["x"].dtype, device)
+    operand, code = operand_type(given["x"].dtype, device), given["CODE"]
     widest = 32 if operand == torch.float32 else 128
     rows = min(max(16, triton.next_power_of_2(block[0])), 64)
-    bm = min(max(16, triton.next_power_of_2(sizes["M"])), widest)
-    constants = {
-        **sizes,
-        "ROWS": rows,
-        "COLS": min(max(16, triton.next_power_of_2(block[1])), widest, 64),
-        "BM": bm,
-        "CODE": code,
-        "PER": 8 if code == "int4" else 1,
-        "STRIDE": args["values"].shape[-1],
-        "UNIT": unit(code, "pairs"),
-        "OPERAND": TL_TYPES[operand],
-    }
-    block_rows = triton.cdiv(sizes["N"], block[0])
-    grid = (triton.cdiv(sizes["M"], bm), block_rows, triton.cdiv(block[0], rows))
-    return Launch(_gemm, grid, args, constants, 4, device.pdl)
+    bm = min(max(16, triton.next_power_of_2(given["M"])), widest)
+    given |= {"ROWS": rows, "COLS": min(max(16, triton.next_power_of_2(block[1])), widest, 64)}
+    given |= {"BM": bm, "PER": 8 if code == "int4" else 1, "STRIDE": given["values"].shape[-1]}
+    given |= {"UNIT": unit(code, "pairs"), "OPERAND": TL_TYPES[operand]}
+    block_rows = triton.cdiv(given["N"], block[0])
+    grid = (triton.cdiv(given["M"], bm), block_rows, triton.cdiv(block[0], rows))
+    return launch(_gemm, grid, device, **given)
 
 
 def bsr_linear(
-    *,
-    x: torch.Tensor,
-    w: DeviceTensor,
-    y: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    times: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    activation: str = "none",
-    cap: float = 1.0,
-    device: Device,
+    *, x: torch.Tensor, w: DeviceTensor, y: torch.Tensor, device: Device, **after: Any
 ) -> list[Launch]:
     """Lower `ops.linear.bsr_linear`; up to `MOST_SLICED` tokens a token's sum has one order."""
-    launches, tail = [], Tail(bias, times, residual, activation, cap)
+    launches, tail = [], Tail(**after)
     step = MAX_TOKENS if len(x) <= MOST_SLICED else len(x)
     for first in range(0, len(x), step):
         tokens = slice(first, first + step)
@@ -347,21 +304,14 @@ def _launch(
     assert isinstance(w.format, Bsr)
     block = w.format.block
     code = w.format.inner if w.format.inner in ("int8", "int4") else "float"
-    args = {
-        "x": x,
-        "row_ptr": w.planes["row_ptr"],
-        "col_idx": w.planes["col_idx"],
-        "values": w.planes["values" if code == "float" else "codes"],
-        "scales": w.planes.get("scales"),
-        **tail.args(y),
-    }
-    sizes = {"M": x.shape[0], "N": w.shape[0], "K": x.shape[1], "R": block[0], "C": block[1]}
-    sizes |= {"ASM": device.asm, "PDL": device.pdl, **tail.constants("bsr_linear", w.shape[0])}
-    if x.shape[0] > MAX_TOKENS:
-        return _gemm_launch(args, sizes, block, code, device)
-    if code == "int4":
-        return _int4_launch(args, sizes, block, device)
-    return _gemv_launch(args, sizes, block, code, device)
+    (m, k), n = x.shape, w.shape[0]
+    given = {"x": x, "values": w.planes["values" if code == "float" else "codes"], "CODE": code}
+    given |= {name: w.planes.get(name) for name in ("row_ptr", "col_idx", "scales")}
+    given |= {"M": m, "N": n, "K": k, "R": block[0], "C": block[1]}
+    given |= tail.given("bsr_linear", y, n)
+    if m > MAX_TOKENS:
+        return _gemm_launch(given, block, device)
+    return (_int4_launch if code == "int4" else _gemv_launch)(given, block, device)
 
 
 LOWER = {"bsr_linear": bsr_linear}

@@ -16,15 +16,11 @@ _MASKS = "allowed"
 
 
 def activation_types(plan: Plan, act: str) -> dict[str, str]:
-    """Return the element type of each buffer when activations are stored as `act`.
+    """Return the element type of each buffer when activations are stored as "f16", "bf16" or "f32".
 
     A scratch buffer is an activation if it is read, and every parameter that it is passed as may be
     narrow: those of matrix products and gates. The residual stream, queries, keys, values and
     logits stay fp32, and what is quantised, so that its integers are those of the other back ends.
-
-    Args:
-        plan: the Plan.
-        act: "f16", "bf16" or "f32".
     """
     wide, read = set(), set()
     for call in plan.calls:

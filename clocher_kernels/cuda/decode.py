@@ -28,65 +28,30 @@ def ternary_digit(w, J: tl.constexpr):
 
 
 @triton.jit
-def _interleave(v0, v1, v2, v3, v4, v5, v6, v7):
-    """Join 8 tiles [BN, BW], one for each element of a word, to [BN, BW * 8]."""
-    even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
-    odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
+def _eight(w, first: tl.constexpr, step: tl.constexpr, CODE: tl.constexpr, DTYPE: tl.constexpr):
+    """Return elements first, first + step, ... of words [BN, BW], joined to [BN, BW * 8]."""
+    v = ()
+    for j in tl.static_range(8):
+        if CODE == "int4":
+            v = v + (int4_code(w, first + j * step).to(DTYPE),)
+        elif CODE == "mxfp4":
+            v = v + (mxfp4_value(w, first + j * step).to(DTYPE),)
+        else:
+            v = v + (ternary_digit(w, first + j * step).to(DTYPE),)
+    even = tl.join(tl.join(v[0], v[4]), tl.join(v[2], v[6]))
+    odd = tl.join(tl.join(v[1], v[5]), tl.join(v[3], v[7]))
     # The dimensions of the join are (BN, BW, j // 4, j // 2 % 2, j % 2) of element j.
-    return tl.join(even, odd).reshape(v0.shape[0], v0.shape[1] * 8)
+    return tl.join(even, odd).reshape(w.shape[0], w.shape[1] * 8)
 
 
 @triton.jit
-def decode_int4(w, DTYPE: tl.constexpr):
-    """Return the codes 0..15 of words i32 [BN, BW], as DTYPE [BN, BW * 8]."""
-    return _interleave(
-        int4_code(w, 0).to(DTYPE),
-        int4_code(w, 1).to(DTYPE),
-        int4_code(w, 2).to(DTYPE),
-        int4_code(w, 3).to(DTYPE),
-        int4_code(w, 4).to(DTYPE),
-        int4_code(w, 5).to(DTYPE),
-        int4_code(w, 6).to(DTYPE),
-        int4_code(w, 7).to(DTYPE),
-    )
+def decode_words(w, CODE: tl.constexpr, DTYPE: tl.constexpr):
+    """Return codes 0..15, FP4 values (not scaled) or digits of words i32 [BN, BW], in their order.
 
-
-@triton.jit
-def decode_mxfp4(w, DTYPE: tl.constexpr):
-    """Return the FP4 values (not scaled) of words i32 [BN, BW], as DTYPE [BN, BW * 8]."""
-    return _interleave(
-        mxfp4_value(w, 0).to(DTYPE),
-        mxfp4_value(w, 1).to(DTYPE),
-        mxfp4_value(w, 2).to(DTYPE),
-        mxfp4_value(w, 3).to(DTYPE),
-        mxfp4_value(w, 4).to(DTYPE),
-        mxfp4_value(w, 5).to(DTYPE),
-        mxfp4_value(w, 6).to(DTYPE),
-        mxfp4_value(w, 7).to(DTYPE),
-    )
-
-
-@triton.jit
-def decode_ternary(w, DTYPE: tl.constexpr):
-    """Return the digits -1, 0, 1 of words i32 [BN, BW], as DTYPE [BN, BW * 16]."""
-    even = _interleave(
-        ternary_digit(w, 0).to(DTYPE),
-        ternary_digit(w, 2).to(DTYPE),
-        ternary_digit(w, 4).to(DTYPE),
-        ternary_digit(w, 6).to(DTYPE),
-        ternary_digit(w, 8).to(DTYPE),
-        ternary_digit(w, 10).to(DTYPE),
-        ternary_digit(w, 12).to(DTYPE),
-        ternary_digit(w, 14).to(DTYPE),
-    )
-    odd = _interleave(
-        ternary_digit(w, 1).to(DTYPE),
-        ternary_digit(w, 3).to(DTYPE),
-        ternary_digit(w, 5).to(DTYPE),
-        ternary_digit(w, 7).to(DTYPE),
-        ternary_digit(w, 9).to(DTYPE),
-        ternary_digit(w, 11).to(DTYPE),
-        ternary_digit(w, 13).to(DTYPE),
-        ternary_digit(w, 15).to(DTYPE),
-    )
-    return tl.join(even, odd).reshape(w.shape[0], w.shape[1] * 16)
+    A word has 16 ternary digits, or 8 elements of the others.
+    """
+    if CODE == "ternary":
+        even, odd = _eight(w, 0, 2, CODE, DTYPE), _eight(w, 1, 2, CODE, DTYPE)
+        return tl.join(even, odd).reshape(w.shape[0], w.shape[1] * 16)
+    else:
+        return _eight(w, 0, 1, CODE, DTYPE)

@@ -19,22 +19,7 @@ twin.
 import triton
 import triton.language as tl
 
-from clocher_kernels.cuda.decode import (
-    decode_int4,
-    decode_mxfp4,
-    decode_ternary,
-    int4_code,
-    mxfp4_value,
-    ternary_digit,
-)
-
-__all__ = [
-    "decode_int4",
-    "decode_mxfp4",
-    "decode_ternary",
-    "split4",
-    "vector_dot",
-]
+from clocher_kernels.cuda.decode import int4_code, mxfp4_value, ternary_digit
 
 # A word of int4 -> four pairs of code - zero. A nibble becomes the last bits of an fp16 number
 # between 1024 and 2048: 1024 + code in bits 3..0, 1024 + 16 code in bits 7..4.
@@ -107,10 +92,7 @@ def split4(words):
 def _load(x, k, inside, K: tl.constexpr, COUNT: tl.constexpr):
     """Load x[k .. k + COUNT - 1], 0 beyond K: [L, BM, 1, COUNT].
 
-    Args:
-        x: pointers to the tokens' first elements [1, BM, 1].
-        k: [L, 1, 1].
-        inside: whether a token exists [1, BM, 1].
+    x points to the tokens' first elements [1, BM, 1]; those `inside` exist; k is [L, 1, 1].
     """
     at = k[:, :, :, None] + tl.arange(0, COUNT)[None, None, None, :]
     to = tl.max_contiguous(x[:, :, :, None] + at, (2, 1, 1, COUNT))

@@ -1,18 +1,18 @@
-"""Norms, embeddings, row gathers."""
+"""Norms, embedding, rotary embedding, copies of rows and heads, and inputs that step on."""
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from clocher_kernels.cuda.bounds import within
 from clocher_kernels.cuda.codes import to_f32, unit
-from clocher_kernels.cuda.finite import as_activation, or_nan
-from clocher_kernels.cuda.launch import Device, Launch
-from clocher_kernels.cuda.pdl import start
+from clocher_kernels.cuda.launch import Device, Launch, launch
+from clocher_kernels.cuda.scalar import as_activation, or_nan, start, within
+from clocher_kernels.cuda.stored import stored
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats.float import Float
-from clocher_kernels.formats.fp8 import BLOCK as FP8_BLOCK
 from clocher_kernels.formats.fp8 import Fp8
 from clocher_kernels.formats.int4 import Int4
 from clocher_kernels.formats.int8 import Int8
@@ -22,19 +22,10 @@ _BLOCK = 1024
 
 @triton.jit
 def _rms_norm(
-    x,
-    weight,
-    residual,
-    y,
-    SIZE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    X_ROW: tl.constexpr,
-    RESIDUAL_ROW: tl.constexpr,
-    Y_ROW: tl.constexpr,
-    EPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, weight, residual, y,
+    SIZE: tl.constexpr, GROUPS: tl.constexpr, X_ROW: tl.constexpr, RESIDUAL_ROW: tl.constexpr,
+    Y_ROW: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row, group = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS
     at = tl.arange(0, BLOCK)
     inside = at < SIZE
@@ -61,48 +52,41 @@ def rms_norm(
 ) -> list[Launch]:
     """Lower `ops.elementwise.rms_norm`; one program per group."""
     size = len(weight)
-    groups = x.shape[1] // size
-    block = triton.next_power_of_2(size)
-    constants = {
-        "SIZE": size,
-        "GROUPS": groups,
-        "X_ROW": x.stride(0),
-        "RESIDUAL_ROW": 0 if residual is None else residual.stride(0),
-        "Y_ROW": y.stride(0),
-        "EPS": eps,
-        "BLOCK": block,
-        "PDL": device.pdl,
-    }
-    warps = min(max(block // 256, 1), 32)
-    args = {"x": x, "weight": weight, "residual": residual, "y": y}
-    return [Launch(_rms_norm, (len(x) * groups,), args, constants, warps, pdl=device.pdl)]
+    groups, block = x.shape[1] // size, triton.next_power_of_2(size)
+    rows = {"X_ROW": x.stride(0), "Y_ROW": y.stride(0)}
+    rows["RESIDUAL_ROW"] = 0 if residual is None else residual.stride(0)
+    given = {"x": x, "weight": weight, "residual": residual, "y": y, "EPS": eps, **rows}
+    grid, warps = (len(x) * groups,), min(max(block // 256, 1), 32)
+    return [launch(_rms_norm, grid, device, warps, **given, SIZE=size, GROUPS=groups, BLOCK=block)]
+
+
+@triton.jit
+def _columns(SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Return a program's row, its columns, and which of them exist."""
+    start(PDL)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    return tl.program_id(1), at, at < SIZE
+
+
+def _by_columns(
+    kernel: Any, x: torch.Tensor, y: torch.Tensor, device: Device, **given: Any
+) -> list[Launch]:
+    """Return the launch of a kernel whose programs each write some columns of a row of y."""
+    rows, size = y.shape
+    given |= {"SIZE": size, "X_ROW": x.stride(0), "Y_ROW": y.stride(0), "BLOCK": _BLOCK}
+    return [launch(kernel, (triton.cdiv(size, _BLOCK), rows), device, x=x, y=y, **given)]
 
 
 @triton.jit
 def _embed(
-    ids,
-    codes,
-    scales,
-    zeros,
-    y,
-    SIZE: tl.constexpr,
-    ROW: tl.constexpr,
-    ROWS: tl.constexpr,
-    Y_ROW: tl.constexpr,
-    CODE: tl.constexpr,
-    UNIT: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_ROW: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, codes, scales, zeros, y,
+    SIZE: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr, X_ROW: tl.constexpr,
+    Y_ROW: tl.constexpr, CODE: tl.constexpr, UNIT: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    SCALE_ROW: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):
-    start(PDL)
-    row = tl.program_id(1)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < SIZE
-    token = within(tl.load(ids + row), ROWS).to(tl.int64)
+):  # fmt: skip
+    row, at, inside = _columns(SIZE, BLOCK, PDL)
+    token = within(tl.load(x + row * X_ROW), ROWS).to(tl.int64)
     # Codes 0..15 of a word lie in the order 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits.
     nibble = at // 8 * 8 + at % 2 * 4 + at % 8 // 2
     if CODE == "int4":
@@ -123,87 +107,36 @@ def _embed(
 
 
 def embed(
-    *,
-    ids: torch.Tensor,
-    table: DeviceTensor,
-    y: torch.Tensor,
-    scale: float = 1.0,
-    device: Device,
+    *, ids: torch.Tensor, table: DeviceTensor, y: torch.Tensor, scale: float = 1.0, device: Device
 ) -> list[Launch]:
     """Lower `ops.elementwise.embed` for plain floats, int8, fp8 and int4.
 
     Raises:
         UnsupportedOp: a table of another format.
     """
-    fmt, (rows, size) = table.format, table.shape
-    group: int | str = ""
-    if isinstance(fmt, Float):
-        code = "float"
-    elif isinstance(fmt, Int8):
-        code, group = "int8", fmt.group
-    elif isinstance(fmt, Fp8):
-        code, group = fmt.code_dtype, fmt.scope
-    elif isinstance(fmt, Int4):
-        code, group = "int4", fmt.group
-    else:
+    if not isinstance(table.format, Float | Int8 | Fp8 | Int4):
         raise UnsupportedOp(
-            f"the CUDA back end has no embed for a {fmt.name} table; it has it for float, int8, "
-            "fp8 and int4 formats; convert the embedding to one of them"
+            f"the CUDA back end has no embed for a {table.format.name} table; it has it for float, "
+            "int8, fp8 and int4 formats; convert the embedding to one of them"
         )
-    # Scales are [rows / scale_rows, scale_row]; a column serves `length` elements.
-    scale_rows, length = 1, size
-    if group == "tensor":
-        scale_rows = rows
-    elif group == "g128":
-        length = FP8_BLOCK
-    elif group == "b128":
-        scale_rows = length = FP8_BLOCK
-    elif isinstance(group, int):
-        length = group
-    codes = table.planes["data" if code == "float" else "codes"]
-    if code == "int4":
-        codes = codes.view(torch.uint8)
-    constants = {
-        "SIZE": size,
-        "ROW": codes.shape[-1],
-        "ROWS": rows,
-        "Y_ROW": y.stride(0),
-        "CODE": code,
-        "UNIT": unit(code, "fp32"),
-        "SCALE_ROWS": scale_rows,
-        "SCALE_ROW": triton.cdiv(size, length),
-        "GROUP": length if group else 0,
-        "SCALE": float(scale),
-        "BLOCK": _BLOCK,
-        "PDL": device.pdl,
-    }
-    args = {
-        "ids": ids,
-        "codes": codes,
-        "scales": table.planes.get("scales"),
-        "zeros": table.planes.get("zeros"),
-        "y": y,
-    }
-    grid = (triton.cdiv(size, _BLOCK), len(ids))
-    return [Launch(_embed, grid, args, constants, pdl=device.pdl)]
+    held, (rows, size) = stored(table), table.shape
+    codes = held.data.view(torch.uint8) if held.code == "int4" else held.data
+    # Scales are [rows / SCALE_ROWS, SCALE_ROW]; a column serves GROUP elements.
+    group = 0 if held.scales is None else held.span or size
+    kind = {"CODE": held.code, "UNIT": unit(held.code, "fp32"), "SCALE": float(scale)}
+    kind |= {"GROUP": group, "SCALE_ROWS": held.scale_rows or rows}
+    kind["SCALE_ROW"] = triton.cdiv(size, group or size)
+    given = {"codes": codes, "scales": held.scales, "zeros": held.zeros, **kind}
+    return _by_columns(_embed, ids, y, device, **given, ROW=codes.shape[-1], ROWS=rows)
 
 
 @triton.jit
 def _gather_rows(
-    x,
-    rows,
-    y,
-    SIZE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    X_ROW: tl.constexpr,
-    Y_ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    start(PDL)
-    row = tl.program_id(1)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < SIZE
+    x, rows, y,
+    SIZE: tl.constexpr, TOKENS: tl.constexpr, X_ROW: tl.constexpr, Y_ROW: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row, at, inside = _columns(SIZE, BLOCK, PDL)
     token = within(tl.load(rows + row), TOKENS)
     value = tl.load(x + token * X_ROW + at, inside, other=0.0)
     if x.dtype != y.dtype:
@@ -215,21 +148,114 @@ def gather_rows(
     *, x: torch.Tensor, rows: torch.Tensor, y: torch.Tensor, device: Device
 ) -> list[Launch]:
     """Lower `ops.elementwise.gather_rows`."""
-    size = x.shape[1]
-    constants = {
-        "SIZE": size,
-        "TOKENS": len(x),
-        "X_ROW": x.stride(0),
-        "Y_ROW": y.stride(0),
-        "BLOCK": _BLOCK,
-        "PDL": device.pdl,
-    }
-    grid = (triton.cdiv(size, _BLOCK), len(rows))
-    return [Launch(_gather_rows, grid, {"x": x, "rows": rows, "y": y}, constants, pdl=device.pdl)]
+    return _by_columns(_gather_rows, x, y, device, rows=rows, TOKENS=len(x))
+
+
+@triton.jit
+def _join_heads(
+    x, second, y,
+    SIZE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, APART: tl.constexpr,
+    X_ROW: tl.constexpr, SECOND_ROW: tl.constexpr, Y_ROW: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    row, column, inside = _columns(SIZE, BLOCK, PDL)
+    head, at = column // (LEFT + RIGHT), column % (LEFT + RIGHT)
+    left = at < LEFT
+    a = tl.load(x + row * X_ROW + head * APART + at, inside & left, other=0.0)
+    b = tl.load(second + row * SECOND_ROW + head * RIGHT + at - LEFT, inside & ~left, other=0.0)
+    kind = y.dtype.element_ty
+    tl.store(y + row * Y_ROW + column, tl.where(left, a.to(kind), b.to(kind)), inside)
+
+
+def join_heads(
+    *, first: torch.Tensor, second: torch.Tensor, y: torch.Tensor, heads: int, device: Device
+) -> list[Launch]:
+    """Lower `ops.elementwise.join_heads`."""
+    right = second.shape[1] // heads
+    left = y.shape[1] // heads - right
+    sizes = {"LEFT": left, "RIGHT": right, "APART": 0 if first.shape[1] == left else left}
+    sizes["SECOND_ROW"] = second.stride(0)
+    return _by_columns(_join_heads, first, y, device, second=second, **sizes)
+
+
+@triton.jit
+def _resize_heads(
+    x, y,
+    SIZE: tl.constexpr, OLD: tl.constexpr, NEW: tl.constexpr, X_ROW: tl.constexpr,
+    Y_ROW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row, column, inside = _columns(SIZE, BLOCK, PDL)
+    head, at = column // NEW, column % NEW
+    value = tl.load(x + row * X_ROW + head * OLD + at, inside & (at < OLD), other=0.0)
+    tl.store(y + row * Y_ROW + column, value.to(y.dtype.element_ty), inside)
+
+
+def resize_heads(*, x: torch.Tensor, y: torch.Tensor, heads: int, device: Device) -> list[Launch]:
+    """Lower `ops.elementwise.resize_heads`."""
+    sizes = {"OLD": x.shape[1] // heads, "NEW": y.shape[1] // heads}
+    return _by_columns(_resize_heads, x, y, device, **sizes)
+
+
+@triton.jit
+def _rope(
+    x, positions, cos, sin,
+    PAIRS: tl.constexpr, HALF: tl.constexpr, HEAD: tl.constexpr, ANGLES: tl.constexpr,
+    X_ROW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row, pair, inside = _columns(PAIRS, BLOCK, PDL)
+    head, at = pair // HALF, pair % HALF
+    angle = within(tl.load(positions + row), ANGLES) * HALF + at
+    c = tl.load(cos + angle, inside, other=0.0)
+    s = tl.load(sin + angle, inside, other=0.0)
+    first = x + row * X_ROW + head * HEAD + at
+    a = or_nan(tl.load(first, inside, other=0.0).to(tl.float32))
+    b = or_nan(tl.load(first + HALF, inside, other=0.0).to(tl.float32))
+    tl.store(first, (a * c - b * s).to(x.dtype.element_ty), inside)
+    tl.store(first + HALF, (b * c + a * s).to(x.dtype.element_ty), inside)
+
+
+def rope(
+    *, x: torch.Tensor, cos: torch.Tensor, head: int = 0, device: Device, **tables: torch.Tensor
+) -> list[Launch]:
+    """Lower `ops.elementwise.rope`; a thread owns both halves of a pair."""
+    half = cos.shape[1]
+    head = head or 2 * half
+    pairs = x.shape[1] // head * half
+    block = min(triton.next_power_of_2(pairs), 512)
+    sizes = {"PAIRS": pairs, "HALF": half, "HEAD": head, "ANGLES": len(cos), "X_ROW": x.stride(0)}
+    grid = (triton.cdiv(pairs, block), len(x))
+    return [launch(_rope, grid, device, x=x, cos=cos, **tables, **sizes, BLOCK=block)]
+
+
+@triton.jit
+def _advance(
+    sampled, rows, ids, positions, ends, draws,
+    R: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    start(PDL)
+    at = tl.arange(0, BLOCK)
+    inside = at < R
+    token = tl.load(rows + at, inside, other=0)
+    there = inside & (token >= 0) & (token < TOKENS)
+    tl.store(ids + token, tl.maximum(tl.load(sampled + at, inside, other=0), 0), there)
+    tl.store(positions + token, tl.load(positions + token, there, other=0) + 1, there)
+    tl.store(ends + token, tl.load(ends + token, there, other=0) + 1, there)
+    tl.store(draws + at, tl.load(draws + at, inside, other=0) + 1, inside)
+
+
+def advance(*, sampled: torch.Tensor, device: Device, **inputs: torch.Tensor) -> list[Launch]:
+    """Lower `ops.sampling.advance`, so that a decode step needs no host; a token has one row."""
+    sizes = {"R": len(sampled), "TOKENS": len(inputs["ids"])}
+    block = triton.next_power_of_2(len(sampled))
+    return [launch(_advance, (1,), device, 1, sampled=sampled, **inputs, **sizes, BLOCK=block)]
 
 
 LOWER = {
     "rms_norm": rms_norm,
     "embed": embed,
     "gather_rows": gather_rows,
+    "join_heads": join_heads,
+    "resize_heads": resize_heads,
+    "rope": rope,
+    "advance": advance,
 }

@@ -37,9 +37,8 @@ _executors: "weakref.WeakSet[CudaExecutor]" = weakref.WeakSet()
 class CudaExecutor:
     """Execute a Plan as CUDA graphs, one for each bucket of (tokens, output rows, cache cells).
 
-    Positions, tokens and draws live on the device and step on there; the host sends inputs when it
-    has new ones (`upload`) and reads results when it wants them (`fetch`). `step` itself only puts
-    a graph on the stream.
+    Positions, tokens and draws step on on the device; the host sends inputs when it has new ones
+    (`upload`) and reads results when it wants them (`fetch`). `step` puts a graph on the stream.
 
     Args:
         plan: what to execute.
@@ -115,10 +114,7 @@ class CudaExecutor:
         return self._inputs.host[name]
 
     def upload(self, masks: int | None = None) -> None:
-        """Let the next step begin with sending the inputs that the host wrote, in one copy.
-
-        Args:
-            masks: how many of the masks of the sampling op, from the first on; None: all.
+        """Let the next step begin with sending what the host wrote, and the first masks or all.
 
         Raises:
             DeviceError: this process was forked from the one that made the executor.
@@ -169,7 +165,8 @@ class CudaExecutor:
         if self._fresh:
             self._fill_up(tokens, wide, rows, high)
             self._longest = _longest(self._inputs.host, tokens)
-            self._greedy = self._is_greedy(high)
+            temperature = self._inputs.host.get("temperature")
+            self._greedy = temperature is not None and not temperature[:high].any()
             with self._on_stream():
                 self._inputs.upload(self._masks)
             self._fresh = False
@@ -177,10 +174,7 @@ class CudaExecutor:
         return (wide, high, cells), self._greedy or not rows
 
     def fetch(self, name: str, count: int) -> np.ndarray:
-        """Return the first rows of an output buffer, or of counts, after the steps so far.
-
-        The array is valid until the next fetch of the buffer.
-        """
+        """Return the first rows of an output buffer, or of counts; valid until the next fetch."""
         pinned = self._pinned[name][:count]
         with self._on_stream():
             pinned.copy_(self._values[name][:count], non_blocking=True)
@@ -209,14 +203,14 @@ class CudaExecutor:
             for cells in self._context_buckets
         ]
 
-    def work_touch(self, bytes_per_token: int, stride: int) -> "StreamTouch":
+    def work_touch(self, bytes_per_token: int, stride: int) -> DeviceWorkTouch:
         """Return a work-touch of the weights in device memory, on the steps' stream."""
         planes: list[torch.Tensor] = []
         for name in self.plan.weights:
             value = self._values[name]
             planes += value.planes.values() if isinstance(value, DeviceTensor) else [value]
         with self._on_stream():
-            return StreamTouch(planes, bytes_per_token, stride, self._stream)
+            return DeviceWorkTouch(planes, bytes_per_token, stride, self._stream)
 
     def running(self) -> AbstractContextManager[None]:
         """Return a context that does nothing: a GPU needs no thread kept awake.
@@ -237,19 +231,15 @@ class CudaExecutor:
         self._pinned.clear()
 
     def lower(self, key: Key, greedy: bool = False) -> list[Launch]:
-        """Return the launches of a step.
-
-        Args:
-            key: tokens, output rows, cache cells.
-            greedy: all rows have temperature 0; what others need is left out.
-        """
+        """Return the launches of a step; if all rows have temperature 0, only what they need."""
         return [launch for _, launches in self._lowered(key, greedy) for launch in launches]
 
     def _lowered(self, key: Key, greedy: bool) -> Generator[tuple[Call, list[Launch]], None, None]:
         tokens, rows, cells = key
-        table = LOWER_GREEDY if greedy else LOWER
+        table, buffers = LOWER_GREEDY if greedy else LOWER, self.plan.buffers
         for call in self.plan.calls:
-            if rows == 0 and self._follows_rows(call):
+            given = [buffers[name].rows for name in call.args.values() if name in buffers]
+            if rows == 0 and "R" in given:
                 continue
             if call.op not in LOWER:
                 raise UnsupportedOp(
@@ -259,7 +249,7 @@ class CudaExecutor:
             arguments = {}
             for param, name in call.args.items():
                 value = self._values[name]
-                follows = self.plan.buffers[name].rows if name in self.plan.buffers else ""
+                follows = buffers[name].rows if name in buffers else ""
                 if follows:
                     value = value[: tokens if follows == "M" else rows]
                 elif param == "pages":
@@ -267,15 +257,8 @@ class CudaExecutor:
                 arguments[param] = value
             yield call, table[call.op](**arguments, **call.attrs, device=self.device)
 
-    def _is_greedy(self, rows: int) -> bool:
-        temperature = self._inputs.host.get("temperature")
-        return temperature is not None and not temperature[:rows].any()
-
     def forsake(self) -> None:
-        """Make the child of a fork leave the device alone, to which it has no connection.
-
-        Nothing is freed there; graphs are put out of reach, so that no step finds one.
-        """
+        """Make the child of a fork leave the device alone: no step finds a graph there."""
         self._lost_to_fork, self._graphs = self._graphs, {}
 
     def _refuse_lost(self) -> None:
@@ -301,17 +284,13 @@ class CudaExecutor:
             for name, tensor in kept.items():
                 self._values[name].copy_(tensor)
 
-    def _follows_rows(self, call: Call) -> bool:
-        names = (n for n in call.args.values() if n in self.plan.buffers)
-        return any(self.plan.buffers[n].rows == "R" for n in names)
-
     def _fill_up(self, tokens: int, wide: int, rows: int, high: int) -> None:
         """Fill the step up to its bucket with copies of its last token and its last row.
 
         A copied token stores what its original does in the same cell, also as a node of a tree. A
         copied row belongs to a copied token as long as there is one: in a step that goes on by
-        itself each then steps its own token on. Others, prefill and verify steps, may have fewer
-        left than rows; the host writes all inputs again after them.
+        itself each then steps its own token on. Prefill and verify steps may have fewer left than
+        rows; the host writes all inputs again after them.
         """
         host = self._inputs.host
         for name, array in host.items():
@@ -324,7 +303,7 @@ class CudaExecutor:
             host["rows"][rows:high] = np.minimum(tokens + np.arange(high - rows), wide - 1)
 
     def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        return torch.cuda.stream(self._stream)  # of None it does nothing
 
     @contextmanager
     def _out_of_memory(self) -> Iterator[None]:
@@ -351,30 +330,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
 
-class StreamTouch(DeviceWorkTouch):
-    """The work-touch of a run: its kernels run in order with the steps."""
-
-    def __init__(
-        self,
-        planes: list[torch.Tensor],
-        bytes_per_token: int,
-        stride: int,
-        stream: torch.cuda.Stream,
-    ) -> None:
-        super().__init__(planes, bytes_per_token, stride)
-        self._stream = stream
-
-    def __call__(self, tokens: int) -> None:
-        """Put the touch for some tokens that were just made on the stream."""
-        with torch.cuda.stream(self._stream):
-            super().__call__(tokens)
-
-
 def compile_side_by_side(launches: Sequence[Launch]) -> None:
-    """Compile the kernels of launches in threads, or load them from Triton's cache; run nothing.
-
-    One after another, as they are launched, a step's kernels take the better part of a minute.
-    """
+    """Compile the kernels of launches in threads, or load them from Triton's cache; run nothing."""
     mode = getattr(triton, "AsyncCompileMode", None)
     if mode is None:  # Triton before 3.4; capture compiles them one by one
         return

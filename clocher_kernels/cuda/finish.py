@@ -10,8 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from clocher_kernels.cuda.activations import activate
-from clocher_kernels.cuda.finite import as_activation, or_nan
+from clocher_kernels.cuda.scalar import activate, as_activation, or_nan
 from clocher_kernels.errors import ShapeError
 from clocher_kernels.ops.activations import check_activation
 
@@ -69,12 +68,8 @@ class Tail:
         times, residual = own
         return replace(self, times=times, residual=residual)
 
-    def args(self, y: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """Return the run-time arguments of `finish`."""
-        return {"bias": self.bias, "times": self.times, "residual": self.residual, "y": y}
-
-    def constants(self, op: str, rows: int) -> dict[str, Any]:
-        """Return the constants of `finish`.
+    def given(self, op: str, y: torch.Tensor, rows: int) -> dict[str, Any]:
+        """Return what `finish` takes of a launch.
 
         Raises:
             UnsupportedOp: there is no such activation.
@@ -88,7 +83,8 @@ class Tail:
                 f"{op}: 'times' has {wide} values for a token; expected {rows}, one for each row "
                 "of the weight, or 1"
             )
-        return {"F": wide, "ACT": self.activation, "CAP": float(self.cap)}
+        tensors = {"bias": self.bias, "times": self.times, "residual": self.residual, "y": y}
+        return {**tensors, "F": wide, "ACT": self.activation, "CAP": float(self.cap)}
 
 
 PLAIN = Tail()

@@ -6,17 +6,17 @@ the decoder. Operands have the type of the activations (fp16, bf16, or fp32 with
 sums are fp32.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from clocher_kernels.cuda.codes import to_f16, unit
-from clocher_kernels.cuda.dots import decode_int4, decode_mxfp4, decode_ternary
+from clocher_kernels.cuda.decode import decode_words
 from clocher_kernels.cuda.finish import PLAIN, Tail, finish
-from clocher_kernels.cuda.launch import Device, Launch
-from clocher_kernels.cuda.pdl import start
+from clocher_kernels.cuda.launch import Device, Launch, launch
+from clocher_kernels.cuda.scalar import start
 from clocher_kernels.cuda.stored import stored
 from clocher_kernels.cuda.tensors import DeviceTensor
 
@@ -24,12 +24,8 @@ from clocher_kernels.cuda.tensors import DeviceTensor
 @triton.jit
 def decoded(held, CODE: tl.constexpr, OPERAND: tl.constexpr, ASM: tl.constexpr):
     """Decode loaded weights to [BN, BK], without scale and zero, in the type of the operands."""
-    if CODE == "int4":
-        return decode_int4(held, OPERAND)
-    elif CODE == "mxfp4":
-        return decode_mxfp4(held, OPERAND)
-    elif CODE == "ternary":
-        return decode_ternary(held, OPERAND)
+    if CODE == "int4" or CODE == "mxfp4" or CODE == "ternary":
+        return decode_words(held, CODE, OPERAND)
     elif CODE == "float":
         return held.to(OPERAND)
     else:
@@ -114,8 +110,7 @@ def _gemm(
     finish(total, bias, times, residual, y, m, n, (n < N) & (m < M), N, F, ACT, CAP)
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """How a GEMM is cut: rows of W, tokens and columns of a step; warps of a program."""
 
     bn: int
@@ -159,31 +154,11 @@ def gemm(
     # Groups that no step of 16 columns fits in are scaled before the product, which wants fp32.
     operand = torch.float32 if held.span % 16 else operand_type(x.dtype, device)
     tile = tile_for(operand, held.span, m, n, k, device)
-    constants = {
-        "M": m,
-        "N": n,
-        "K": k,
-        "BM": tile.bm,
-        "BN": tile.bn,
-        "BK": tile.bk,
-        "CODE": held.code,
-        "PER": held.per,
-        "STRIDE": held.data.shape[-1],
-        "UNIT": unit(held.code, "pairs"),
-        "SPAN": held.span,
-        "SCALE_ROWS": held.scale_rows,
-        "OPERAND": TL_TYPES[operand],
-        "ONCE": m <= tile.bm,
-        "ASM": device.asm,
-        "PDL": device.pdl,
-        **tail.constants("linear", n),
-    }
-    args = {
-        "x": x,
-        "w": held.data,
-        "scales": held.scales,
-        "zeros": held.zeros,
-        **tail.args(y),
-    }
+    sizes = {"M": m, "N": n, "K": k, "BM": tile.bm, "BN": tile.bn, "BK": tile.bk}
+    stored_as = {"CODE": held.code, "PER": held.per, "STRIDE": held.data.shape[-1]}
+    stored_as |= {"UNIT": unit(held.code, "pairs"), "SPAN": held.span}
+    stored_as |= {"SCALE_ROWS": held.scale_rows, "OPERAND": TL_TYPES[operand]}
+    given = {"x": x, "w": held.data, "scales": held.scales, "zeros": held.zeros}
+    given |= {"ONCE": m <= tile.bm, **sizes, **stored_as, **tail.given("linear", y, n)}
     grid = (triton.cdiv(m, tile.bm), triton.cdiv(n, tile.bn))
-    return [Launch(_gemm, grid, args, constants, tile.warps, device.pdl)]
+    return [launch(_gemm, grid, device, tile.warps, **given)]

@@ -10,23 +10,18 @@ import triton.language as tl
 
 from clocher_kernels.cuda.dots import split4, to_scale, vector_dot
 from clocher_kernels.cuda.finish import PLAIN, Tail, finish
-from clocher_kernels.cuda.launch import Device, Launch
-from clocher_kernels.cuda.pdl import start
+from clocher_kernels.cuda.launch import Device, Launch, launch
+from clocher_kernels.cuda.scalar import start
+from clocher_kernels.cuda.stored import vectors_of
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.cuda.tiles import gemv_tile
-from clocher_kernels.cuda.vectors import vectors_of
 
 
 @triton.jit
 def load_vectors(w, v, V: tl.constexpr):
-    """Load vectors of rows, once: i32 [L, 1, R, 4]. Beyond a row's V vectors the last one repeats.
+    """Load vectors v of rows that w points to, once: i32 [L, 1, R, 4]; beyond V the last repeats.
 
     That is harmless, as activations are 0 there, and cheaper than registers cleared for a mask.
-
-    Args:
-        w: pointers to the first words of rows [L, 1, R].
-        v: vectors of the rows [L, 1, 1].
-        V: vectors of a row.
     """
     at = tl.minimum(v, V - 1)[:, :, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
     to = tl.max_contiguous(w[:, :, :, None] + at, (2, 1, 1, 4))
@@ -35,17 +30,26 @@ def load_vectors(w, v, V: tl.constexpr):
 
 @triton.jit
 def stream_rows(
-    x, tokens, w, scales, zeros, zero,
+    x, tokens, row, w, scales, zeros,
     K: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, WEIGHTS: tl.constexpr,
     PAIRS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
     L: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows of W by tokens: partial sums fp32 [L, BM, R].
 
-    BV lanes stand side by side in the same rows. The arguments are those of `vector_dot`; `w`
-    points to the first words of rows [L, 1, R].
+    BV lanes stand side by side in the same rows. `row` are numbers of rows [L, 1, R], of which w,
+    scales and zeros are all; the other arguments are those of `vector_dot`.
     """
     V: tl.constexpr = (K + WEIGHTS - 1) // WEIGHTS
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
+    w += row * (V * 4)
+    zero = tl.full((1, 1, 1), 8, tl.int32)
+    if GROUP > 0:
+        scales += row * GROUPS
+    if zeros is not None and GROUP > 0:
+        zeros += row * GROUPS
+    elif zeros is not None:
+        zero = tl.load(zeros + row).to(tl.int32)
     lane = (tl.arange(0, L) % BV)[:, None, None]
     total = tl.zeros((L, BM, R), tl.float32)
     # The next turn's weights are on their way while this turn's are multiplied.
@@ -88,20 +92,14 @@ def _gemv_bits(
     F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     BN: tl.constexpr = L // BV * R
-    V: tl.constexpr = (K + WEIGHTS - 1) // WEIGHTS
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
     first = tl.program_id(0) * BN
     m = tl.arange(0, BM)[None, :, None]
     # In 64 bits from the start rows share an address; with eight tokens that makes ptxas spill.
     row = rows_of(first.to(tl.int64) if BM < 8 else first, L, BV, R)[:, None, :]
     # Rows beyond the last one repeat it and are not stored, so that loads need no mask for them.
     row = (row if N % BN == 0 else tl.minimum(row, N - 1)).to(tl.int64)
-    zero = tl.full((1, 1, 1), 8, tl.int32)
-    if GROUP == 0 and zeros is not None:
-        zero = tl.load(zeros + row).to(tl.int32)
     total = stream_rows(
-        x + m * K, m < M, w + row * (V * 4), scales + row * GROUPS,
-        None if zeros is None else zeros + row * GROUPS, zero,
+        x + m * K, m < M, row, w, scales, zeros,
         K, GROUP, FORMAT, WEIGHTS, PAIRS, ASM, PDL, L, BV, BM, R,
     )  # fmt: skip
 
@@ -123,39 +121,10 @@ def gemv_bits(
 ) -> list[Launch]:
     """Lower `ops.linear.linear` for up to 8 tokens and int4, mxfp4 or ternary weights."""
     (m, k), n = x.shape, w.shape[0]
-    held = vectors_of(w)
-    tile = gemv_tile(
-        rows=n,
-        vectors=-(-k // held.weights),
-        tokens=m,
-        copies=1,
-        device=device,
-        key=f"{w.format.name}/{n}x{k}",
-    )
-    constants = {
-        "M": m,
-        "N": n,
-        "K": k,
-        "L": 32 * tile.warps,
-        "BV": tile.vectors,
-        "BM": tile.tokens,
-        "R": tile.rows_of_lane,
-        "FORMAT": held.kind,
-        "WEIGHTS": held.weights,
-        "GROUP": held.group,
-        "SCALE_ROWS": held.scale_rows,
-        "PAIRS": held.pairs(x, device),
-        "ASM": device.asm,
-        "PDL": device.pdl,
-        **tail.constants("linear", n),
-    }
-    args = {
-        "x": x,
-        "w": held.words,
-        "scales": held.scales,
-        "zeros": held.zeros,
-        **tail.args(y),
-    }
-    weights = tile.rows_of_lane * held.weights
-    grid = (triton.cdiv(n, tile.rows),)
-    return [Launch(_gemv_bits, grid, args, constants, tile.warps, device.pdl, weights)]
+    held, key = vectors_of(w), f"{w.format.name}/{n}x{k}"
+    vectors = -(-k // held.weights)
+    tile = gemv_tile(rows=n, vectors=vectors, tokens=m, copies=1, device=device, key=key)
+    sizes = {"M": m, "N": n, "K": k, "BM": tile.tokens, **tile.constants}
+    given = {"x": x, **held.given(x, device), **tail.given("linear", y, n)}
+    grid, weights = (triton.cdiv(n, tile.rows),), tile.rows_of_lane * held.weights
+    return [launch(_gemv_bits, grid, device, tile.warps, weights, **sizes, **given)]

@@ -8,20 +8,19 @@ How K is divided among threads, warps and turns depends on K and the format alon
 arithmetic on nothing but its own row of x, so its result is the same bit by bit whatever M is.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from clocher_kernels.cuda.chunks import dot, token_factors, weight_factors
-from clocher_kernels.cuda.codes import unit
+from clocher_kernels.cuda.codes import dot, token_factors, unit, weight_factors
 from clocher_kernels.cuda.finish import PLAIN, Tail, finish
-from clocher_kernels.cuda.launch import Device, Launch
-from clocher_kernels.cuda.pdl import start
+from clocher_kernels.cuda.launch import Device, Launch, launch
+from clocher_kernels.cuda.scalar import start
 from clocher_kernels.cuda.stored import Stored, stored
 from clocher_kernels.cuda.tensors import DeviceTensor
-from clocher_kernels.cuda.tile_tables import tuned
+from clocher_kernels.cuda.tiles import tuned
 
 MAX_TOKENS = 8
 MOST_SLICED = 32
@@ -184,15 +183,8 @@ def _gemv(
         finish(total, bias, times, residual, y, m, n, inside, N, F, ACT, CAP)
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How a GEMV is cut.
-
-    Attributes:
-        rows: rows of W in a program, a power of two.
-        lane: weights that a thread reads at once.
-        warps: warps of a program; they share each row.
-    """
+class Tile(NamedTuple):
+    """How a GEMV is cut: rows of a program, weights a thread reads at once, warps on each row."""
 
     rows: int
     lane: int
@@ -200,15 +192,9 @@ class Tile:
 
 
 def tile_for(held: Stored, n: int, k: int, device: Device, key: str = "", tokens: int = 1) -> Tile:
-    """Choose the tile. Only `rows`, which changes no sum, may depend on the number of tokens.
+    """Choose the tile; `key` is the weight's in the user's table.
 
-    Args:
-        held: the weight [N, K].
-        n: rows of it.
-        k: columns of it.
-        device: what it runs on.
-        key: of the weight in the tables of tiles; "" if it has none.
-        tokens: 1 to 8.
+    Only `rows`, which changes no sum, may depend on the number of tokens.
     """
     # 16 bytes, or what keeps rows aligned and chunks within a group.
     lane = 16 // held.data.element_size()
@@ -228,14 +214,10 @@ def tile_for(held: Stored, n: int, k: int, device: Device, key: str = "", tokens
 
 
 def arithmetic(code: str, x_dtype: torch.dtype, words: bool) -> str:
-    """Choose how products are made: "pairs" (packed fp16) or "fp32".
+    """Return how products are made: "pairs" (packed fp16) or "fp32".
 
-    The range of e5m2 is too wide for sums in fp16, that of bf16 activations for fp16 itself.
-
-    Args:
-        code: of the weights.
-        x_dtype: element type of the activations.
-        words: whether weights can be read four codes at a time.
+    Pairs need `words`, four codes at a time. The range of e5m2 is too wide for sums in fp16, that
+    of bf16 activations for fp16 itself.
     """
     return "pairs" if words and x_dtype == torch.float16 and code in ("int8", "e4m3") else "fp32"
 
@@ -254,27 +236,12 @@ def gemv_bytes(
     tile = tile_for(held, n, k, device, f"{w.format.name}/{n}x{k}", m)
     math = arithmetic(held.code, x.dtype, tile.lane == 16)
     per = 4 if math == "pairs" else 1
-    constants = {
-        "M": m,
-        "N": n,
-        "K": k // per,
-        "ROWS": tile.rows,
-        "LANE": tile.lane // per,
-        "BLOCK": tile.lane * 32 * tile.warps // per,
-        "CODE": held.code,
-        "MATH": math,
-        "UNIT": unit(held.code, math),
-        "SPAN": held.span // per,
-        "SCALE_ROWS": held.scale_rows,
-        "ASM": device.asm,
-        "PDL": device.pdl,
-        **tail.constants("linear", n),
-    }
-    args = {
-        "x": x.view(torch.int64) if per == 4 else x,
-        "w": held.data.view(torch.int32) if per == 4 else held.data,
-        "scales": held.scales,
-        **tail.args(y),
-    }
-    grid = (triton.cdiv(n, tile.rows),)
-    return [Launch(_gemv, grid, args, constants, tile.warps, device.pdl, tile.rows * tile.lane)]
+    sizes = {"M": m, "N": n, "K": k // per, "ROWS": tile.rows, "LANE": tile.lane // per}
+    sizes["BLOCK"] = tile.lane * 32 * tile.warps // per
+    stored_as = {"CODE": held.code, "MATH": math, "UNIT": unit(held.code, math)}
+    stored_as |= {"SPAN": held.span // per, "SCALE_ROWS": held.scale_rows}
+    given = {"x": x, "w": held.data, "scales": held.scales, **tail.given("linear", y, n)}
+    if per == 4:
+        given |= {"x": x.view(torch.int64), "w": held.data.view(torch.int32)}
+    grid, weights = (triton.cdiv(n, tile.rows),), tile.rows * tile.lane
+    return [launch(_gemv, grid, device, tile.warps, weights, **sizes, **stored_as, **given)]

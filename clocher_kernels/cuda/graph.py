@@ -20,13 +20,9 @@ def bucket(value: int, sizes: Sequence[int]) -> int:
 def token_buckets(tokens: int, rows: int) -> tuple[int, ...]:
     """Return the numbers of tokens that steps are captured for, ascending.
 
-    Batches get powers of two; so do prompt chunks from 16 tokens on, and the capacity. A step in
-    between is filled up with copies of its last token, which compute and store the same values
-    again.
-
-    Args:
-        tokens: capacity M of the Plan.
-        rows: capacity R, the most tokens of a decode step.
+    Batches, up to `rows` tokens, get powers of two; so do prompt chunks from 16 tokens on, and the
+    capacity `tokens`. A step in between is filled up with copies of its last token, which compute
+    and store the same values again.
     """
     sizes = {m for m in DECODE_TOKENS if m < rows} | {rows, tokens, *PROMPT_TOKENS}
     return tuple(sorted(m for m in sizes if m <= tokens))
@@ -35,15 +31,10 @@ def token_buckets(tokens: int, rows: int) -> tuple[int, ...]:
 def row_buckets(tokens: int, rows: int, most: int) -> tuple[int, ...]:
     """Return the numbers of output rows that a step of `tokens` tokens is captured for, ascending.
 
-    A decode step has about as many rows as tokens, guessed ones and those that verify them; one
-    with prompts has a row for each sequence. Up to eight rows the head is one pass over its weight.
-    Only a chunk of a prompt that fills the Plan ends without a row: whatever is shorter is the last
-    of its prompt, or stands beside sequences that draw.
-
-    Args:
-        tokens: a bucket of them.
-        rows: capacity R of the Plan.
-        most: capacity M.
+    A decode step has about as many rows as tokens, drafted ones and those that verify them; one
+    with prompts has a row for each sequence. Up to eight rows the head reads its weight once.
+    Only a chunk of a prompt that fills the Plan (`most` tokens) ends without a row: whatever is
+    shorter is the last of its prompt, or stands beside sequences that draw.
     """
     sizes = {min(tokens, rows, _ROWS_AT_ONCE), min(tokens, rows)}
     return tuple(sorted(sizes | {0} if tokens == most else sizes))
@@ -55,13 +46,10 @@ def context_buckets(cells: int) -> tuple[int, ...]:
 
 
 def capture(launches: Sequence[Launch], stream: "torch.cuda.Stream | None") -> Callable[[], None]:
-    """Return a function that runs the launches again and again, as one CUDA graph.
+    """Return a function that runs the launches of a step again and again, as one CUDA graph.
 
-    The launches run once first, so that every kernel is compiled and loaded before the capture.
-
-    Args:
-        launches: of one step; their tensors must stay alive.
-        stream: where to capture and replay; None executes them one by one (no GPU).
+    They run once first, so that every kernel is loaded before the capture. Their tensors must stay
+    alive. Without a stream (no GPU) they are executed one by one.
     """
     if stream is None:
         return lambda: execute(launches)

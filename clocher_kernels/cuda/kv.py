@@ -8,9 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from clocher_kernels.cuda.finite import or_nan, saturated
-from clocher_kernels.cuda.launch import Device, Launch
-from clocher_kernels.cuda.pdl import start
+from clocher_kernels.cuda.launch import Device, Launch, launch
+from clocher_kernels.cuda.scalar import or_nan, saturated, start
 from clocher_kernels.dtypes import LARGEST
 
 
@@ -28,17 +27,9 @@ def tree_length(ancestors):
 
 @triton.jit
 def own_cell(
-    slots,
-    positions,
-    ends,
-    ancestors,
-    pages,
-    token,
-    PAGES_ROW: tl.constexpr,
-    SLOTS: tl.constexpr,
-    CELLS: tl.constexpr,
-    PAGE: tl.constexpr,
-):
+    slots, positions, ends, ancestors, pages, token,
+    PAGES_ROW: tl.constexpr, SLOTS: tl.constexpr, CELLS: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
     """Return the page of a token's own cell, int64, -1 if there is none, and the cell."""
     # A tree node's own bit is its highest.
     length = tree_length(tl.load(ancestors + token))
@@ -114,31 +105,12 @@ def _append(x, cache, scale, cell, dim, KV: tl.constexpr, LARGEST: tl.constexpr,
 
 @triton.jit
 def _kv_append(
-    k,
-    v,
-    slots,
-    positions,
-    ends,
-    ancestors,
-    pages,
-    k_cache,
-    v_cache,
-    k_scale,
-    v_scale,
-    K_ROW: tl.constexpr,
-    V_ROW: tl.constexpr,
-    PAGES_ROW: tl.constexpr,
-    SLOTS: tl.constexpr,
-    CELLS: tl.constexpr,
-    POOL: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    KV: tl.constexpr,
-    LARGEST: tl.constexpr,
+    k, v, slots, positions, ends, ancestors, pages, k_cache, v_cache, k_scale, v_scale,
+    K_ROW: tl.constexpr, V_ROW: tl.constexpr, PAGES_ROW: tl.constexpr, SLOTS: tl.constexpr,
+    CELLS: tl.constexpr, POOL: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, KV: tl.constexpr, LARGEST: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     start(PDL)
     head, token = tl.program_id(0), tl.program_id(1)
     page, cell = own_cell(
@@ -152,53 +124,24 @@ def _kv_append(
     _append(v + token * V_ROW + head * DIM, v_cache, v_scale, at, dim, KV, LARGEST, DIM)
 
 
+def cache_sizes(pages: torch.Tensor, cache: torch.Tensor) -> dict[str, int]:
+    """Return the constants of a paged cache [pool, heads, page, dim] and its page table."""
+    pool, heads, page, dim = cache.shape
+    sizes = {"PAGES_ROW": pages.stride(0), "SLOTS": pages.shape[0], "POOL": pool}
+    sizes |= {"CELLS": pages.shape[1] * page, "HEADS": heads, "PAGE": page, "DIM": dim}
+    return sizes
+
+
 def kv_append(
-    *,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    ends: torch.Tensor,
-    ancestors: torch.Tensor,
-    pages: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    kv_dtype: str,
-    device: Device,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
+    *, k: torch.Tensor, v: torch.Tensor, kv_dtype: str, device: Device, **cells: torch.Tensor
 ) -> list[Launch]:
     """Lower `ops.attention.kv_append`; one program per token and key/value head."""
-    _, heads, page, dim = k_cache.shape
-    constants = {
-        "K_ROW": k.stride(0),
-        "V_ROW": v.stride(0),
-        "PAGES_ROW": pages.stride(0),
-        "SLOTS": pages.shape[0],
-        "CELLS": pages.shape[1] * page,
-        "POOL": k_cache.shape[0],
-        "HEADS": heads,
-        "PAGE": page,
-        "DIM": dim,
-        "BLOCK": triton.next_power_of_2(dim),
-        "KV": kv_dtype,
-        "LARGEST": LARGEST.get(kv_dtype, 0.0),
-        "PDL": device.pdl,
-    }
-    args = {
-        "k": k,
-        "v": v,
-        "slots": slots,
-        "positions": positions,
-        "ends": ends,
-        "ancestors": ancestors,
-        "pages": pages,
-        "k_cache": k_cache,
-        "v_cache": v_cache,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
-    return [Launch(_kv_append, (heads, len(k)), args, constants, num_warps=1, pdl=device.pdl)]
+    sizes = cache_sizes(cells["pages"], cells["k_cache"])
+    rows = {"K_ROW": k.stride(0), "V_ROW": v.stride(0)}
+    kind = {"KV": kv_dtype, "LARGEST": LARGEST.get(kv_dtype, 0.0)}
+    given = {"k": k, "v": v, **cells, **sizes, **rows, **kind}
+    grid, block = (sizes["HEADS"], len(k)), triton.next_power_of_2(sizes["DIM"])
+    return [launch(_kv_append, grid, device, 1, **given, BLOCK=block)]
 
 
 LOWER = {"kv_append": kv_append}

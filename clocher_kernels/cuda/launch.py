@@ -73,14 +73,11 @@ def current_device() -> Device:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch.
+    """One kernel launch: a `triton.jit` function, its programs along x, y and z, its arguments.
 
     Attributes:
-        kernel: a `triton.jit` function.
-        grid: programs along x, y and z.
-        args: run-time arguments by name, in the kernel's order. None stands for an absent tensor.
+        args: run-time arguments by name; None stands for an absent tensor.
         constants: constexpr arguments by name.
-        num_warps: warps of a program.
         pdl: the kernel waits for its predecessor by itself (`gdc_wait`), so it may start early.
         weights: weights that one thread reads per turn of the main loop; what instruction budgets
             are counted by. 0: not a weight-streaming kernel.
@@ -93,6 +90,30 @@ class Launch:
     num_warps: int = 4
     pdl: bool = False
     weights: int = 0
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    device: Device,
+    num_warps: int = 4,
+    weights: int = 0,
+    /,
+    **given: Any,
+) -> Launch:
+    """Return a launch of a kernel whose constants are in capitals; absent tensors are None.
+
+    Raises:
+        KeyError: a constant is missing.
+        TypeError: the kernel has no such parameter.
+    """
+    names = kernel.arg_names
+    if unknown := given.keys() - set(names):
+        raise TypeError(f"{kernel} has no parameter {', '.join(sorted(unknown))}")
+    given |= {"ASM": device.asm, "PDL": device.pdl}
+    args = {name: given.get(name) for name in names if not name.isupper()}
+    constants = {name: given[name] for name in names if name.isupper()}
+    return Launch(kernel, grid, args, constants, num_warps, device.pdl, weights)
 
 
 def options(launch: Launch) -> dict[str, Any]:

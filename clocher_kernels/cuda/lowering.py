@@ -4,19 +4,15 @@ from collections.abc import Callable
 from typing import Any, Never
 
 from clocher_kernels.cuda import (
-    advance,
     attention,
     bsr,
     elementwise,
-    heads,
     kv,
     linear,
     moe,
     quantize,
-    route,
     sampling,
     selection,
-    skip,
 )
 from clocher_kernels.cuda.launch import Launch
 from clocher_kernels.errors import UnsupportedOp
@@ -28,18 +24,14 @@ def _drop_small(**arguments: Any) -> Never:
 
 LOWER: dict[str, Callable[..., list[Launch]]] = {
     **elementwise.LOWER,
-    **heads.LOWER,
     **linear.LOWER,
     **quantize.LOWER,
-    **skip.LOWER,
-    **route.LOWER,
     **moe.LOWER,
     **bsr.LOWER,
     **kv.LOWER,
     **selection.LOWER,
     **attention.LOWER,
     **sampling.LOWER,
-    **advance.LOWER,
     "drop_small": _drop_small,
 }
 LOWER_GREEDY = {**LOWER, **sampling.LOWER_GREEDY}

@@ -1,27 +1,24 @@
-"""Mixture of experts: two passes over the weights of the experts that `route` chose.
+"""Mixture of experts: a router, and two passes over the weights of the experts that `route` chose.
 
 A program multiplies some rows of the experts that one token has chosen, so nothing is gathered,
 sorted or reduced afterwards, and a token's result does not depend on the other tokens. The experts
 are the router's own, which names none that does not exist, so they are not checked again.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from clocher_kernels.cuda.activations import activate
 from clocher_kernels.cuda.dots import to_scale
-from clocher_kernels.cuda.finite import as_activation, or_nan
 from clocher_kernels.cuda.gemv_bits import add_lanes, rows_of, stream_rows
-from clocher_kernels.cuda.launch import Arg, Device, Launch
+from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.linear import no_codes
-from clocher_kernels.cuda.pdl import start
+from clocher_kernels.cuda.scalar import activate, as_activation, or_nan, start
+from clocher_kernels.cuda.stored import vectors_of
 from clocher_kernels.cuda.tensors import DeviceTensor
-from clocher_kernels.cuda.tiles import GemvTile, gemv_tile
-from clocher_kernels.cuda.vectors import vectors_of
+from clocher_kernels.cuda.tiles import gemv_tile
 from clocher_kernels.errors import UnsupportedOp
 
 
@@ -34,8 +31,6 @@ def _gate_up(
     FORMAT: tl.constexpr, WEIGHTS: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
     PAIRS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    V: tl.constexpr = (K + WEIGHTS - 1) // WEIGHTS
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
     BN: tl.constexpr = L // BV * R
     pair = tl.program_id(0)
     first = tl.program_id(1) * BN
@@ -44,14 +39,9 @@ def _gate_up(
     row = rows_of(expert * N + first, L, BV, R)[:, None, :]
     # Rows beyond the last one repeat it and are not stored.
     row = row if N % BN == 0 else tl.minimum(row, expert * N + (N - 1))
-    zero = tl.full((1, 1, 1), 8, tl.int32)
-    if GROUP == 0 and zeros is not None:
-        zero = tl.load(zeros + row).to(tl.int32)
     here = tl.zeros((1, 1, 1), tl.int32)
     h = stream_rows(
-        x + (pair // A) * K + here, here == 0, w + row * (V * 4),
-        scales + row * GROUPS if GROUP > 0 else scales,
-        None if zeros is None or GROUP == 0 else zeros + row * GROUPS, zero,
+        x + (pair // A) * K + here, here == 0, row, w, scales, zeros,
         K, GROUP, FORMAT, WEIGHTS, PAIRS, ASM, False, L, BV, 1, R,
     )  # fmt: skip
 
@@ -87,8 +77,6 @@ def _down(
     FORMAT: tl.constexpr, WEIGHTS: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
     PAIRS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    V: tl.constexpr = (K + WEIGHTS - 1) // WEIGHTS
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
     BN: tl.constexpr = L // BV * R
     m = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BN
@@ -105,13 +93,8 @@ def _down(
     row = expert * N + (first + lane % L // BV * R) + tl.arange(0, R)[None, None, :]
     # Rows beyond the last one repeat it and are not stored.
     row = row if N % BN == 0 else tl.minimum(row, expert * N + (N - 1))
-    zero = tl.full((1, 1, 1), 8, tl.int32)
-    if GROUP == 0 and zeros is not None:
-        zero = tl.load(zeros + row).to(tl.int32)
     total = stream_rows(
-        x + at * K, chosen, w + row * (V * 4),
-        scales + row * GROUPS if GROUP > 0 else scales,
-        None if zeros is None or GROUP == 0 else zeros + row * GROUPS, zero,
+        x + at * K, chosen, row, w, scales, zeros,
         K, GROUP, FORMAT, WEIGHTS, PAIRS, ASM, False, BA * L, BV, 1, R,
     )  # fmt: skip
 
@@ -131,37 +114,22 @@ def _down(
     tl.store(y + at, total.to(y.dtype.element_ty), inside)
 
 
-@dataclass(frozen=True, slots=True)
-class _Experts:
-    """How the experts' rows are streamed: the tile, and what both kernels are given."""
+def _launch(
+    kernel: Any, x: torch.Tensor, ids: torch.Tensor, w: DeviceTensor, device: Device, **given: Any
+) -> list[Launch]:
+    """Return the launch of a kernel that streams the chosen experts' rows.
 
-    tile: GemvTile
-    constants: dict[str, Any]
-    args: dict[str, Arg]
-    weights: int
-
-
-def _experts(x: torch.Tensor, ids: torch.Tensor, w: DeviceTensor, device: Device) -> _Experts:
+    Tokens come first: those that share an expert read its rows at about the same time.
+    """
     held = vectors_of(w)
     (n, k), chosen = w.shape[1:], ids.shape[1]
     tile = gemv_tile(rows=n, vectors=-(-k // held.weights), tokens=1, copies=chosen, device=device)
-    constants = {
-        "A": chosen,
-        "N": n,
-        "K": k,
-        "L": 32 * tile.warps,
-        "BV": tile.vectors,
-        "R": tile.rows_of_lane,
-        "FORMAT": held.kind,
-        "WEIGHTS": held.weights,
-        "GROUP": held.group,
-        "SCALE_ROWS": held.scale_rows,
-        "PAIRS": held.pairs(x, device, alone=True),
-        "ASM": device.asm,
-        "PDL": device.pdl,
-    }
-    args: dict[str, Arg] = {"w": held.words, "scales": held.scales, "zeros": held.zeros}
-    return _Experts(tile, constants, args, tile.rows_of_lane * held.weights)
+    sizes = {"A": chosen, "N": n, "K": k, **tile.constants}
+    together = given.get("BA")  # experts that a program multiplies side by side
+    grid = (ids.shape[0] if together else ids.numel(), triton.cdiv(n, tile.rows))
+    given |= {"x": x, "ids": ids, **sizes, **held.given(x, device, alone=True)}
+    weights = tile.rows_of_lane * held.weights
+    return [launch(kernel, grid, device, tile.warps * (together or 1), weights, **given)]
 
 
 def moe_gate_up(
@@ -169,15 +137,13 @@ def moe_gate_up(
     x: torch.Tensor,
     ids: torch.Tensor,
     w: DeviceTensor,
-    y: torch.Tensor,
+    device: Device,
     act: str = "clamped",
     limit: float = 0.0,
     alpha: float = 0.0,
     x_scale: torch.Tensor | None = None,
-    factors: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
     group: int = 0,
-    device: Device,
+    **given: torch.Tensor,
 ) -> list[Launch]:
     """Lower `ops.moe.moe_gate_up`.
 
@@ -188,13 +154,8 @@ def moe_gate_up(
         raise no_codes("moe_gate_up", w)
     if act not in ("clamped", "silu"):
         raise UnsupportedOp(f"moe_gate_up: no act={act!r}; there are clamped, silu")
-    experts = _experts(x, ids, w, device)
-    args = {"x": x, "ids": ids, "factors": factors, **experts.args, "bias": bias, "y": y}
-    constants = {**experts.constants, "ACT": act, "LIMIT": float(limit), "ALPHA": float(alpha)}
-    # Tokens come first: those that share an expert read its rows at about the same time.
-    grid = (ids.numel(), triton.cdiv(w.shape[1], experts.tile.rows))
-    warps = experts.tile.warps
-    return [Launch(_gate_up, grid, args, constants, warps, device.pdl, experts.weights)]
+    settings = {"ACT": act, "LIMIT": float(limit), "ALPHA": float(alpha)}
+    return _launch(_gate_up, x, ids, w, device, **given, **settings)
 
 
 def moe_down(
@@ -202,13 +163,10 @@ def moe_down(
     x: torch.Tensor,
     ids: torch.Tensor,
     w: DeviceTensor,
-    y: torch.Tensor,
-    weights: torch.Tensor | None = None,
-    x_scale: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    group: int = 0,
     device: Device,
+    x_scale: torch.Tensor | None = None,
+    group: int = 0,
+    **given: torch.Tensor,
 ) -> list[Launch]:
     """Lower `ops.moe.moe_down`.
 
@@ -217,14 +175,121 @@ def moe_down(
     """
     if x_scale is not None:
         raise no_codes("moe_down", w)
-    experts = _experts(x, ids, w, device)
-    together = triton.next_power_of_2(ids.shape[1])
-    args = {"x": x, "ids": ids, "weights": weights, **experts.args}
-    args |= {"bias": bias, "residual": residual, "y": y}
-    constants = {**experts.constants, "BA": together}
-    grid = (ids.shape[0], triton.cdiv(w.shape[1], experts.tile.rows))
-    warps = experts.tile.warps * together
-    return [Launch(_down, grid, args, constants, warps, device.pdl, experts.weights)]
+    return _launch(_down, x, ids, w, device, **given, BA=triton.next_power_of_2(ids.shape[1]))
 
 
-LOWER = {"moe_gate_up": moe_gate_up, "moe_down": moe_down}
+_SCORES = ("chosen", "softmax", "sigmoid")
+
+
+@triton.jit
+def _first_largest(values, free, index, LAST: tl.constexpr):
+    """Return the largest of the values that are free, and the first index that has it."""
+    largest = tl.max(tl.where(free, values, float("-inf")), axis=0)
+    return largest, tl.min(tl.where(free & (values == largest), index, LAST), axis=0)
+
+
+@triton.jit
+def _open_experts(
+    ranks, expert, E: tl.constexpr,
+    GROUPS: tl.constexpr, TOP: tl.constexpr, BEST: tl.constexpr, BG: tl.constexpr,
+):  # fmt: skip
+    """Return whether each expert is in one of the groups that are chosen from."""
+    group = expert // (E // GROUPS)
+    number = tl.arange(0, BG)
+    best = tl.full((BG,), float("-inf"), tl.float32)
+    for g in tl.static_range(GROUPS):
+        free = group == g
+        total = 0.0
+        for _ in tl.static_range(BEST):
+            largest, first = _first_largest(ranks, free, expert, E - 1)
+            total += largest
+            free = free & (expert != first)
+        total = tl.where(total == total, total, float("-inf"))  # infinities of both signs
+        best = tl.where(number == g, total, best)
+    left = number < GROUPS
+    chosen = expert < 0
+    for _ in tl.static_range(TOP):
+        _, first = _first_largest(best, left, number, GROUPS - 1)
+        left = left & (number != first)
+        chosen = chosen | (group == first)
+    return chosen
+
+
+@triton.jit
+def _route(
+    logits, bias, ids, weights,
+    SCORE: tl.constexpr, NORMAL: tl.constexpr, FACTOR: tl.constexpr,
+    GROUPS: tl.constexpr, TOP: tl.constexpr, BEST: tl.constexpr, BG: tl.constexpr,
+    E: tl.constexpr, A: tl.constexpr, BE: tl.constexpr, BA: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0)
+    expert = tl.arange(0, BE)
+    choice = tl.arange(0, BA)
+    there = expert < E
+    start(PDL)
+    scores = tl.load(logits + m * E + expert, there, other=0.0).to(tl.float32)
+    odd = tl.where(scores < float("inf"), 0, 1)
+    scores = tl.where(there, scores, float("-inf"))
+    if SCORE == "softmax":
+        scores = tl.exp(scores - tl.max(scores, axis=0))
+        scores = scores / tl.sum(scores, axis=0)
+    if SCORE == "sigmoid":
+        scores = 1.0 / (1.0 + tl.exp(-scores))
+    ranks = scores
+    if bias is not None:
+        ranks += tl.load(bias + expert, there, other=0.0)
+    odd = tl.max(tl.where(there & (ranks != ranks), 1, odd), axis=0) > 0
+    ranks = tl.where(ranks == ranks, ranks, float("-inf"))
+    if GROUPS > 0:
+        open = _open_experts(ranks, expert, E, GROUPS, TOP, BEST, BG)
+        ranks = tl.where(open, ranks, float("-inf"))
+
+    chosen = tl.zeros((BA,), tl.int32)
+    values = tl.full((BA,), float("-inf") if SCORE == "chosen" else 0.0, tl.float32)
+    for a in tl.static_range(A):
+        value, first = _first_largest(ranks, there, expert, E - 1)
+        if bias is not None or GROUPS > 0:
+            value = tl.sum(tl.where(expert == first, scores, 0.0), axis=0)
+        chosen = tl.where(choice == a, first, chosen)
+        values = tl.where(choice == a, value, values)
+        there = there & (expert != first)
+    if SCORE == "chosen":
+        values = tl.exp(values - tl.max(values, axis=0))
+    values = tl.where(odd, float("nan"), values)
+    if NORMAL:
+        values = values / (tl.sum(values, axis=0) + 1e-20)
+    at = m * A + choice
+    tl.store(ids + at, chosen, choice < A)
+    tl.store(weights + at, values * FACTOR, choice < A)
+
+
+def route(
+    *,
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    score: str = "chosen",
+    normalise: bool = False,
+    factor: float = 1.0,
+    groups: int = 0,
+    group_top: int = 0,
+    group_best: int = 1,
+    device: Device,
+    **given: Any,
+) -> list[Launch]:
+    """Lower `ops.moe.route`; a program is a token, equal experts rank by their number.
+
+    Raises:
+        UnsupportedOp: scores that it does not know.
+    """
+    if score not in _SCORES:
+        raise UnsupportedOp(f"route: no scores {score!r}; there are {', '.join(_SCORES)}")
+    (m, experts), chosen = logits.shape, ids.shape[1]
+    chosen_from = {"GROUPS": groups, "TOP": group_top, "BEST": group_best}
+    chosen_from |= {"SCORE": score, "NORMAL": normalise or score == "chosen"}
+    widths = {"E": experts, "BE": triton.next_power_of_2(experts), "A": chosen}
+    widths |= {"BA": triton.next_power_of_2(chosen), "BG": triton.next_power_of_2(max(groups, 1))}
+    given |= {"logits": logits, "ids": ids, "FACTOR": float(factor), **chosen_from, **widths}
+    return [launch(_route, (m,), device, 1, **given)]
+
+
+LOWER = {"moe_gate_up": moe_gate_up, "moe_down": moe_down, "route": route}

@@ -8,16 +8,9 @@ LOWEST_CAPABILITY = 80
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """The GPU in use, for the numbers that are printed beside its speed.
+    """The GPU in use: its capability (90 for sm_90), multiprocessors, memory and highest clocks.
 
-    Attributes:
-        name: as the driver spells it.
-        capability: 90 for sm_90.
-        sms: streaming multiprocessors.
-        memory_mib: device memory.
-        driver: version of the driver; "" if NVML does not answer.
-        sm_clock_mhz: highest clock of the multiprocessors; 0 if NVML does not answer.
-        memory_clock_mhz: highest clock of the memory; 0 if NVML does not answer.
+    Without NVML the driver's version is "" and the clocks are 0.
     """
 
     name: str

@@ -5,10 +5,9 @@ import triton
 import triton.language as tl
 
 from clocher_kernels.cuda.codes import to_f32
-from clocher_kernels.cuda.finite import or_nan, saturated
 from clocher_kernels.cuda.kv import narrow
-from clocher_kernels.cuda.launch import Device, Launch
-from clocher_kernels.cuda.pdl import start
+from clocher_kernels.cuda.launch import Device, Launch, launch
+from clocher_kernels.cuda.scalar import or_nan, saturated, start
 from clocher_kernels.dtypes import LARGEST
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.ops.quantize import FAKE_DTYPES
@@ -75,16 +74,8 @@ def quantize(
         )
     k = x.shape[-1]
     block = min(triton.next_power_of_2(k), 4096)
-    constants = {
-        "K": k,
-        "BLOCK": block,
-        "FLOOR": floor,
-        "LOWEST": float(lowest),
-        "ASM": device.asm,
-        "PDL": device.pdl,
-    }
-    args = {"x": x, "q": q, "scale": scale}
-    return [Launch(_quantize, (x.numel() // k,), args, constants, 4, device.pdl)]
+    given = {"K": k, "BLOCK": block, "FLOOR": floor, "LOWEST": float(lowest)}
+    return [launch(_quantize, (x.numel() // k,), device, x=x, q=q, scale=scale, **given)]
 
 
 @triton.jit
@@ -156,10 +147,10 @@ def fake_quantize(
     scaled = dtype in ("e4m3", "i8")
     run = group if group and scaled else k
     block = min(triton.next_power_of_2(run), 4096)
-    constants = {"K": k, "GROUP": run, "BLOCK": block, "CODE": dtype, "FLOOR": floor}
-    constants |= {"LIMIT": 127.0 if dtype == "i8" else LARGEST[dtype], "PDL": device.pdl}
+    limit = 127.0 if dtype == "i8" else LARGEST[dtype]
+    given = {"K": k, "GROUP": run, "BLOCK": block, "CODE": dtype, "FLOOR": floor, "LIMIT": limit}
     grid = (x.numel() // k, triton.cdiv(k, run))
-    return [Launch(_fake_quantize, grid, {"x": x, "y": y}, constants, 4, device.pdl)]
+    return [launch(_fake_quantize, grid, device, x=x, y=y, **given)]
 
 
 LOWER = {"quantize": quantize, "fake_quantize": fake_quantize}

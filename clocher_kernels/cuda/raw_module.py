@@ -28,22 +28,28 @@ def source(name: str = "work_touch") -> str:
 class DeviceWorkTouch:
     """Reads device memory with a stride for every generated token; see `probes.WorkTouch`.
 
-    The count of tokens and the checksum live on the device, so a call can be captured in a CUDA
-    graph: each replay goes on where the last one stopped. The checksum is that of `WorkTouch` over
-    the same bytes.
+    The count of tokens and the checksum, that of `WorkTouch` over the same bytes, live on the
+    device, so each replay of a CUDA graph goes on where the last one stopped.
 
     Args:
         buffers: CUDA tensors, read as bytes, one after another. They are kept alive.
         bytes_per_token: bytes that a token walks over; 0 switches the touch off.
         stride: distance of the bytes that are read.
+        stream: where the touch runs; None: torch's current one.
 
     Raises:
         DeviceError: CuPy is not installed.
         ModelError: there is nothing to touch, or a buffer is not contiguous.
     """
 
-    def __init__(self, buffers: Sequence[torch.Tensor], bytes_per_token: int, stride: int) -> None:
-        self.bytes_per_token, self.stride = bytes_per_token, stride
+    def __init__(
+        self,
+        buffers: Sequence[torch.Tensor],
+        bytes_per_token: int,
+        stride: int,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        self.bytes_per_token, self.stride, self._on = bytes_per_token, stride, stream
         if not bytes_per_token:
             return
         self._parts = [buffer for buffer in buffers if buffer.nbytes]
@@ -66,13 +72,13 @@ class DeviceWorkTouch:
         self._ends = torch.tensor(ends, dtype=torch.int64, device=device)
         self._state = torch.zeros(len(_STATE), dtype=torch.int64, device=device)
         # Where the counters are written: what reads them must come after.
-        self._stream: torch.cuda.Stream | None = torch.cuda.current_stream(device)
+        self._stream = stream or torch.cuda.current_stream(device)
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         reads = -(-bytes_per_token // stride)
         self._blocks = min(-(-reads // _THREADS), 8 * sms)
 
     def __call__(self, tokens: int) -> None:
-        """Put the touch for some tokens that were just made on torch's current stream."""
+        """Put the touch for some tokens that were just made on the stream."""
         if not self.bytes_per_token or not tokens:
             return
         u32, u64 = self._cupy.uint32, self._cupy.uint64
@@ -85,7 +91,7 @@ class DeviceWorkTouch:
             u32(tokens),
             u64(self._state.data_ptr()),
         )
-        self._stream = torch.cuda.current_stream()
+        self._stream = self._on or torch.cuda.current_stream()
         with self._cupy.cuda.ExternalStream(self._stream.cuda_stream):
             self._kernel((self._blocks,), (_THREADS,), arguments)
 

@@ -5,13 +5,13 @@ cuts, the draw. What a launch leaves for the next is in scratch; the program of 
 does the part that needs all of the row.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from clocher_kernels.cuda.finite import or_nan
-from clocher_kernels.cuda.launch import Device, Launch
-from clocher_kernels.cuda.pdl import start
+from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.sampling_cuts import (
     BINS,
     KEEP_ALL,
@@ -25,6 +25,7 @@ from clocher_kernels.cuda.sampling_cuts import (
     weight_of,
     without_forbidden,
 )
+from clocher_kernels.cuda.scalar import or_nan, start
 from clocher_kernels.ops.sampling import NO_TOKEN as NOTHING
 from clocher_kernels.ops.sampling import NONE_ALLOWED as FORBIDDEN
 
@@ -68,23 +69,10 @@ def is_last(arrivals, PROGRAMS: tl.constexpr):
 
 @triton.jit
 def _largest(
-    logits,
-    allowed,
-    masked,
-    largest,
-    tops,
-    firsts,
-    ids,
-    arrivals,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    W: tl.constexpr,
-    ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, allowed, masked, largest, tops, firsts, ids, arrivals,
+    V: tl.constexpr, C: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Find the largest logit of a row, and the lowest id that has it: what greedy rows choose.
 
     If a logit is not finite, or none is allowed, the largest is NaN and there is no token; the
@@ -113,27 +101,23 @@ def _largest(
 
 
 @triton.jit
+def _block_of(
+    logits, allowed, masked, row, part,
+    V: tl.constexpr, C: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the tokens of a part of a row, and their logits; minus infinity if not allowed."""
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    x = load_logits(logits, row, at, V, ROW)
+    return at, without_forbidden(x, allowed, masked, row, at, V, C, W)
+
+
+@triton.jit
 def _fill_bins(
-    logits,
-    allowed,
-    masked,
-    largest,
-    temperature,
-    top_k,
-    top_p,
-    counts,
-    masses,
-    state,
+    logits, allowed, masked, largest, temperature, top_k, top_p, counts, bin_masses, state,
     arrivals,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    W: tl.constexpr,
-    ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    UNIT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    V: tl.constexpr, C: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Count the tokens of each bin and add up their weights; find the bins that the cuts are in."""
     start(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
@@ -150,20 +134,18 @@ def _fill_bins(
             tl.store(state + P_LOW, 0)
             tl.store(state + P_HIGH, -1)
         return
-    at = part * BLOCK + tl.arange(0, BLOCK)
-    x = load_logits(logits, row, at, V, ROW)
-    x = without_forbidden(x, allowed, masked, row, at, V, C, W)
+    at, x = _block_of(logits, allowed, masked, row, part, V, C, W, ROW, BLOCK)
     counts += row * BINS
-    masses += row * BINS
+    bin_masses += row * BINS
     # Of a temperature that is none nothing is sure; a bin that is none must not be counted in.
     which = tl.maximum(bin_of(x, top, heat), 0)
     # Most tokens are in the last bin: they weigh nothing, and no cut needs their number.
     weighs = (at < V) & (which < BINS - 1)
     tl.atomic_add(counts + which, 1, weighs, sem="relaxed")
-    tl.atomic_add(masses + which, weight_of(x, top, heat, UNIT), weighs, sem="relaxed")
+    tl.atomic_add(bin_masses + which, weight_of(x, top, heat, UNIT), weighs, sem="relaxed")
     if is_last(arrivals + row, PROGRAMS):
         k_bin, k_need, k_above, p_low, p_high, p_above = find_bins(
-            counts, masses, tl.where(by_count, k, 0), p
+            counts, bin_masses, tl.where(by_count, k, 0), p
         )
         tl.store(state + CUT, KEEP_ALL)
         tl.store(state + K_BIN, k_bin)
@@ -177,24 +159,10 @@ def _fill_bins(
 
 @triton.jit
 def _cut(
-    logits,
-    allowed,
-    masked,
-    largest,
-    temperature,
-    top_p,
-    ranks,
-    state,
-    arrivals,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    W: tl.constexpr,
-    ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    UNIT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, allowed, masked, largest, temperature, top_p, ranks, state, arrivals,
+    V: tl.constexpr, C: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """List the tokens of the bins that the cuts are in, in any order, and find the cuts there."""
     start(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
@@ -206,9 +174,7 @@ def _cut(
     p_low, p_high = tl.load(state + P_LOW), tl.load(state + P_HIGH)
     if (k_bin < 0) & (p_high < p_low):
         return
-    at = part * BLOCK + tl.arange(0, BLOCK)
-    x = load_logits(logits, row, at, V, ROW)
-    x = without_forbidden(x, allowed, masked, row, at, V, C, W)
+    at, x = _block_of(logits, allowed, masked, row, part, V, C, W, ROW, BLOCK)
     which = bin_of(x, top, heat)
     listed = (at < V) & ((which == k_bin) | ((which >= p_low) & (which <= p_high)))
     nth = tl.cumsum(listed.to(tl.int32), 0)
@@ -232,27 +198,10 @@ def _cut(
 
 @triton.jit
 def _draw(
-    logits,
-    allowed,
-    masked,
-    largest,
-    temperature,
-    seeds,
-    draws,
-    masses,
-    state,
-    ids,
-    arrivals,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    W: tl.constexpr,
-    ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    UNIT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, allowed, masked, largest, temperature, seeds, draws, masses, state, ids, arrivals,
+    V: tl.constexpr, C: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Add up kept weights by ascending id, and find where the drawn share of them is reached."""
     start(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
@@ -260,9 +209,7 @@ def _draw(
     if (heat == 0) | (top != top):
         return
     cut = tl.load(state + row * STATE + CUT)
-    at = part * BLOCK + tl.arange(0, BLOCK)
-    x = load_logits(logits, row, at, V, ROW)
-    x = without_forbidden(x, allowed, masked, row, at, V, C, W)
+    at, x = _block_of(logits, allowed, masked, row, part, V, C, W, ROW, BLOCK)
     kept = tl.where(rank_of(x, at) >= cut, weight_of(x, top, heat, UNIT), 0)
     masses += row * PROGRAMS
     tl.store(masses + part, tl.sum(kept))
@@ -274,114 +221,112 @@ def _draw(
         target = tl.minimum(share.to(tl.int64), total - 1)
         chosen = tl.sum((tl.cumsum(mass, 0) <= target).to(tl.int32))
         target -= tl.sum(tl.where(each < chosen, mass, 0))
-        at = chosen * BLOCK + tl.arange(0, BLOCK)
-        x = load_logits(logits, row, at, V, ROW)
-        x = without_forbidden(x, allowed, masked, row, at, V, C, W)
+        at, x = _block_of(logits, allowed, masked, row, chosen, V, C, W, ROW, BLOCK)
         kept = tl.where(rank_of(x, at) >= cut, weight_of(x, top, heat, UNIT), 0)
         inside = tl.sum((tl.cumsum(kept, 0) <= target).to(tl.int32))
         tl.store(ids + row, tl.minimum(chosen * BLOCK + inside, V - 1))
 
 
 def sample(
-    *,
-    logits: torch.Tensor,
-    allowed: torch.Tensor,
-    masked: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    seeds: torch.Tensor,
-    draws: torch.Tensor,
-    ids: torch.Tensor,
-    device: Device,
+    *, logits: torch.Tensor, allowed: torch.Tensor, device: Device, **rows: torch.Tensor
 ) -> list[Launch]:
     """Lower `ops.sampling.sample`.
 
     What is drawn is what the reference draws, up to its rounding: weights are integers of 2^-44 of
     the largest (of fewer, beyond 2^18 tokens), so that sums are exact in any order.
     """
-    rows, vocabulary = logits.shape
-    programs = triton.cdiv(vocabulary, _BLOCK)
-    common = {
-        "V": vocabulary,
-        "C": allowed.shape[0],
-        "W": allowed.shape[1],
-        "ROW": logits.stride(0),
-        "BLOCK": _BLOCK,
-        "PROGRAMS": programs,
-    }
-    width = {"WIDTH": triton.next_power_of_2(programs)}
-    unit = {"UNIT": unit_for(vocabulary)}
-    pdl = {"PDL": device.pdl}
+    count, vocabulary = logits.shape
+    programs, bins = triton.cdiv(vocabulary, _BLOCK), BINS.value
+    i32, i64, f32 = torch.int32, torch.int64, torch.float32
+    sizes = {"V": vocabulary, "C": allowed.shape[0], "W": allowed.shape[1]}
+    sizes |= {"ROW": logits.stride(0), "BLOCK": _BLOCK, "PROGRAMS": programs}
+    sizes |= {"WIDTH": triton.next_power_of_2(programs), "UNIT": unit_for(vocabulary)}
 
     def scratch(name: str, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        return device.scratch(f"sample_{name}", (rows, columns), dtype)
+        return device.scratch(f"sample_{name}", (count, columns), dtype)
 
-    largest = scratch("largest", 1, torch.float32)
-    state = scratch("state", STATE.value, torch.int64)
-    arrivals = scratch("arrivals", 1, torch.int32)
-    bins = BINS.value
-    among = {"logits": logits, "allowed": allowed, "masked": masked}
-    row = {**among, "largest": largest, "temperature": temperature}
-    steps = (
-        (
-            _largest,
-            {
-                **among,
-                "largest": largest,
-                "tops": scratch("tops", programs, torch.float32),
-                "firsts": scratch("firsts", programs, torch.int32),
-                "ids": ids,
-            },
-            {**common, **width, **pdl},
-        ),
-        (
-            _fill_bins,
-            {
-                **row,
-                "top_k": top_k,
-                "top_p": top_p,
-                "counts": scratch("counts", bins, torch.int32),
-                "masses": scratch("bin_masses", bins, torch.int64),
-                "state": state,
-            },
-            {**common, **unit, **pdl},
-        ),
-        (
-            _cut,
-            {
-                **row,
-                "top_p": top_p,
-                "ranks": scratch("ranks", vocabulary, torch.int64),
-                "state": state,
-            },
-            {**common, **unit, **pdl},
-        ),
-        (
-            _draw,
-            {
-                **row,
-                "seeds": seeds,
-                "draws": draws,
-                "masses": scratch("masses", programs, torch.int64),
-                "state": state,
-                "ids": ids,
-            },
-            {**common, **width, **unit, **pdl},
-        ),
-    )
-    return [
-        Launch(kernel, (programs, rows), {**args, "arrivals": arrivals}, constants, pdl=device.pdl)
-        for kernel, args, constants in steps
-    ]
+    given = {**rows, **sizes, "logits": logits, "allowed": allowed}
+    given |= {
+        "largest": scratch("largest", 1, f32),
+        "state": scratch("state", STATE.value, i64),
+        "arrivals": scratch("arrivals", 1, i32),
+        "tops": scratch("tops", programs, f32),
+        "firsts": scratch("firsts", programs, i32),
+        "counts": scratch("counts", bins, i32),
+        "bin_masses": scratch("bin_masses", bins, i64),
+        "ranks": scratch("ranks", vocabulary, i64),
+        "masses": scratch("masses", programs, i64),
+    }
+    launches = []
+    for kernel in (_largest, _fill_bins, _cut, _draw):
+        own = {name: value for name, value in given.items() if name in kernel.arg_names}
+        launches.append(launch(kernel, (programs, count), device, **own))
+    return launches
 
 
-def sample_greedy(
-    *, logits: torch.Tensor, ids: torch.Tensor, device: Device, **settings: torch.Tensor
-) -> list[Launch]:
+def sample_greedy(**given: Any) -> list[Launch]:
     """Lower `ops.sampling.sample` for rows of temperature 0: the first launch is all they need."""
-    return sample(logits=logits, ids=ids, device=device, **settings)[:1]
+    return sample(**given)[:1]
 
 
-LOWER = {"sample": sample}
+@triton.jit
+def _best(x, token, V: tl.constexpr):
+    """Return the largest of some logits, and the lowest of their tokens that has it."""
+    top = tl.max(x)
+    return top, tl.min(tl.where(x == top, token, V))
+
+
+@triton.jit
+def _top_tokens(
+    logits, candidates, tops, firsts, arrivals,
+    V: tl.constexpr, K: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    start(PDL)
+    part, row = tl.program_id(0), tl.program_id(1)
+    token = part * BLOCK + tl.arange(0, BLOCK)
+    x = load_logits(logits, row, token, V, ROW)
+    odd = (token < V) & ((tl.abs(x) < float("inf")) == 0)
+    x = tl.where(odd, float("inf"), x)
+    found = (row * PROGRAMS + part) * K
+    for k in tl.static_range(K):
+        top, first = _best(x, token, V)
+        tl.store(tops + found + k, top)
+        tl.store(firsts + found + k, first)
+        x = tl.where(token == first, float("-inf"), x)
+    if is_last(arrivals + row, PROGRAMS):
+        each = tl.arange(0, WIDTH)
+        at, inside = row * PROGRAMS * K + each, each < PROGRAMS * K
+        best = tl.load(tops + at, inside, other=float("-inf"), cache_modifier=".cg")
+        best_of = tl.load(firsts + at, inside, other=V, cache_modifier=".cg")
+        faulty = tl.max(best) == float("inf")
+        for k in tl.static_range(K):
+            top, first = _best(best, best_of, V)
+            none = faulty | (top == float("-inf"))
+            tl.store(candidates + row * K + k, tl.where(none, NO_TOKEN, first))
+            best = tl.where(best_of == first, float("-inf"), best)
+
+
+def top_tokens(*, logits: torch.Tensor, candidates: torch.Tensor, device: Device) -> list[Launch]:
+    """Lower `ops.top_tokens.top_tokens`, in one launch.
+
+    A program finds the K best of its block, one after another; the one that ends last finds the K
+    best of those. Where a logit is not finite the best is infinity, and then there are none.
+    """
+    (rows, vocabulary), kept = logits.shape, candidates.shape[1]
+    programs = triton.cdiv(vocabulary, _BLOCK)
+    shape = (rows, programs * kept)
+    given = {
+        "logits": logits,
+        "candidates": candidates,
+        "tops": device.scratch("top_tokens_tops", shape, torch.float32),
+        "firsts": device.scratch("top_tokens_firsts", shape, torch.int32),
+        "arrivals": device.scratch("top_tokens_arrivals", (rows, 1), torch.int32),
+    }
+    sizes = {"V": vocabulary, "K": kept, "ROW": logits.stride(0), "BLOCK": _BLOCK}
+    sizes |= {"PROGRAMS": programs, "WIDTH": triton.next_power_of_2(programs * kept)}
+    return [launch(_top_tokens, (programs, rows), device, **given, **sizes)]
+
+
+LOWER = {"sample": sample, "top_tokens": top_tokens}
 LOWER_GREEDY = {"sample": sample_greedy}

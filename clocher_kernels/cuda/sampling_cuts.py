@@ -82,12 +82,6 @@ def bin_of(x, largest, temperature):
 def find_bins(counts, masses, k, p):
     """Find the bins of a row that the cuts are in, and set all bins to zero.
 
-    Args:
-        counts: tokens of each bin, i32.
-        masses: units of each bin, i64.
-        k: tokens that top-k keeps; 0 for all.
-        p: share of the weight that top-p keeps; 1 for all.
-
     Returns:
         (k_bin, k_need, k_above, p_low, p_high, p_above): the bin of the k-th token (-1 if top-k
         cuts off nothing that weighs), the number of tokens kept of it, and the weight before it
@@ -123,21 +117,13 @@ def share_of(p, mass):
 
 @triton.jit
 def _walk(
-    ranks,
-    count,
-    low,
-    high,
-    middle,
-    largest,
-    temperature,
-    BY_MASS: tl.constexpr,
-    UNIT: tl.constexpr,
-):
+    ranks, count, low, high, middle, largest, temperature,
+    BY_MASS: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
     """Look at the listed tokens of some bins.
 
-    Returns:
-        The number or the weight of those of at least a middle rank, the least rank of these, the
-        largest rank of the others, and the weight of the first.
+    Returns the number or the weight of those of at least a middle rank, the least rank of these,
+    the largest rank of the others, and the weight of the first.
     """
     amount = tl.zeros((_LISTED,), tl.int64)
     weight = tl.zeros((_LISTED,), tl.int64)
@@ -162,27 +148,13 @@ def _walk(
 
 @triton.jit
 def find_cut(
-    ranks,
-    count,
-    low,
-    high,
-    need,
-    largest,
-    temperature,
-    BY_MASS: tl.constexpr,
-    UNIT: tl.constexpr,
-):
+    ranks, count, low, high, need, largest, temperature,
+    BY_MASS: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
     """Find the last token that is kept, by bisection between ranks that occur.
 
-    Args:
-        ranks: ranks of listed tokens, in any order.
-        count: how many are listed.
-        low: first bin whose tokens take part.
-        high: last bin whose tokens take part; all of them together are enough.
-        need: how many tokens, or units of weight, are kept at least.
-
-    Returns:
-        The rank of the last kept token, and the weight of all kept ones.
+    Among the `count` listed ranks, those of bins low .. high take part; at least `need` tokens, or
+    units of weight, are kept. Returns the last one's rank, and the weight of all kept ones.
     """
     _, least, _, _ = _walk(ranks, count, low, high, KEEP_ALL, largest, temperature, BY_MASS, UNIT)
     _, _, most, _ = _walk(

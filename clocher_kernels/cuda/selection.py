@@ -9,12 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor, float32
 
-from clocher_kernels.cuda.bounds import within
+from clocher_kernels.cuda.attention_block import pages_seen
 from clocher_kernels.cuda.codes import to_f32, unit
-from clocher_kernels.cuda.kv import own_cell
-from clocher_kernels.cuda.launch import Device, Launch
-from clocher_kernels.cuda.page_list import pages_seen
-from clocher_kernels.cuda.pdl import start
+from clocher_kernels.cuda.kv import cache_sizes, own_cell
+from clocher_kernels.cuda.launch import Device, Launch, launch
+from clocher_kernels.cuda.scalar import start, within
 from clocher_kernels.errors import ShapeError
 from clocher_kernels.ops.selection import LAST_PAGES, WORD
 
@@ -25,28 +24,11 @@ _TILE = 2048
 
 @triton.jit
 def _page_bounds(
-    slots,
-    positions,
-    ends,
-    ancestors,
-    pages,
-    k_cache,
-    k_scale,
-    bounds,
-    PAGES_ROW: tl.constexpr,
-    SLOTS: tl.constexpr,
-    CELLS: tl.constexpr,
-    POOL: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    UNIT: tl.constexpr,
-    KV: tl.constexpr,
-    ASM: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    slots, positions, ends, ancestors, pages, k_cache, k_scale, bounds,
+    PAGES_ROW: tl.constexpr, SLOTS: tl.constexpr, CELLS: tl.constexpr, POOL: tl.constexpr,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, UNIT: tl.constexpr, KV: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     start(PDL)
     head, token = tl.program_id(0), tl.program_id(1)
     page, cell = own_cell(
@@ -81,74 +63,25 @@ def _page_bounds(
 
 
 def page_bounds(
-    *,
-    slots: Tensor,
-    positions: Tensor,
-    ends: Tensor,
-    ancestors: Tensor,
-    pages: Tensor,
-    k_cache: Tensor,
-    bounds: Tensor,
-    kv_dtype: str,
-    device: Device,
-    k_scale: Tensor | None = None,
+    *, pages: Tensor, k_cache: Tensor, kv_dtype: str, device: Device, **cells: Tensor
 ) -> list[Launch]:
     """Lower `ops.selection.page_bounds`; a program whose token ends no page does nothing."""
-    _, heads, page, dim = k_cache.shape
-    width = triton.next_power_of_2(dim)
-    constants = {
-        "PAGES_ROW": pages.stride(0),
-        "SLOTS": pages.shape[0],
-        "CELLS": pages.shape[1] * page,
-        "POOL": k_cache.shape[0],
-        "HEADS": heads,
-        "PAGE": page,
-        "DIM": dim,
-        "WIDTH": width,
-        "ROWS": max(_TILE // width, 1),
-        "UNIT": unit(kv_dtype, "fp32"),
-        "KV": kv_dtype,
-        "ASM": device.asm,
-        "PDL": device.pdl,
-    }
-    args = {
-        "slots": slots,
-        "positions": positions,
-        "ends": ends,
-        "ancestors": ancestors,
-        "pages": pages,
-        "k_cache": k_cache,
-        "k_scale": k_scale,
-        "bounds": bounds,
-    }
-    return [Launch(_page_bounds, (heads, len(slots)), args, constants, pdl=device.pdl)]
+    sizes = cache_sizes(pages, k_cache)
+    width = triton.next_power_of_2(sizes["DIM"])
+    kind = {"UNIT": unit(kv_dtype, "fp32"), "KV": kv_dtype}
+    given = {"pages": pages, "k_cache": k_cache, **cells, **sizes, **kind}
+    grid, rows = (sizes["HEADS"], len(cells["slots"])), max(_TILE // width, 1)
+    return [launch(_page_bounds, grid, device, **given, WIDTH=width, ROWS=rows)]
 
 
 @triton.jit
 def _score_pages(
-    q,
-    slots,
-    ends,
-    ancestors,
-    pages,
-    bounds,
-    scores,
-    Q_ROW: tl.constexpr,
-    PAGES_ROW: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    POOL: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PAGE: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
-    SCALE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q, slots, ends, ancestors, pages, bounds, scores,
+    Q_ROW: tl.constexpr, PAGES_ROW: tl.constexpr, SLOTS: tl.constexpr, BLOCKS: tl.constexpr,
+    POOL: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr,
+    LAST: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Write the scores of ROWS pages for a token and a key/value head, [token, head, page]."""
     start(PDL)
     begin, head, token = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
@@ -198,15 +131,10 @@ def _cut(rank, weight, goal, BITS: tl.constexpr):
 
 @triton.jit
 def _choice(
-    scores,
-    number,
-    old,
-    FIRST: tl.constexpr,
-    COUNT: tl.constexpr,
-    MARGIN: tl.constexpr,
-    MASS: tl.constexpr,
+    scores, number, old,
+    FIRST: tl.constexpr, COUNT: tl.constexpr, MARGIN: tl.constexpr, MASS: tl.constexpr,
     BITS: tl.constexpr,
-):
+):  # fmt: skip
     """Return which of the pages 0 .. old - 1 are listed for their scores; first ones always are."""
     there = number < tl.where(old > FIRST, old, 0)
     score = tl.load(scores + number, there, other=-_LARGEST)
@@ -231,25 +159,12 @@ def _choice(
 
 @triton.jit
 def _list_pages(
-    ends,
-    ancestors,
-    scores,
-    listed,
-    counts,
-    BLOCKS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WORDS: tl.constexpr,
-    REST: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
-    COUNT: tl.constexpr,
-    MARGIN: tl.constexpr,
-    MASS: tl.constexpr,
-    BITS: tl.constexpr,
+    ends, ancestors, scores, listed, counts,
+    BLOCKS: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, REST: tl.constexpr,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    COUNT: tl.constexpr, MARGIN: tl.constexpr, MASS: tl.constexpr, BITS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Write the list of a token and a key/value head, and count what is in it."""
     start(PDL)
     head, token = tl.program_id(0), tl.program_id(1)
@@ -273,13 +188,8 @@ def _list_pages(
 def select_pages(
     *,
     q: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    ends: Tensor,
-    ancestors: Tensor,
     pages: Tensor,
     listed: Tensor,
-    counts: Tensor,
     cells: int,
     scale: float,
     device: Device,
@@ -289,6 +199,7 @@ def select_pages(
     margin: float = 0.0,
     mass: float = 0.0,
     bounds: Tensor | None = None,
+    **tokens_of: Tensor,
 ) -> list[Launch]:
     """Lower `ops.selection.select_pages`.
 
@@ -304,7 +215,7 @@ def select_pages(
             f"select_pages: 'listed' has {words} words; {blocks} pages need {-(-blocks // WORD)}"
         )
     common = {"BLOCKS": blocks, "HEADS": heads, "PAGE": cells, "FIRST": first, "LAST": last}
-    seen = {"ends": ends, "ancestors": ancestors}
+    seen = {name: tokens_of[name] for name in ("ends", "ancestors")}
     launches, scores = [], None
     if bounds is not None:
         dim = bounds.shape[3]
@@ -317,38 +228,19 @@ def select_pages(
         width = triton.next_power_of_2(dim)
         rows = max(_TILE // width, 1)
         scores = device.scratch("page_scores", (tokens, heads, blocks), float32)
-        constants = {
-            **common,
-            "Q_ROW": q.stride(0),
-            "PAGES_ROW": pages.stride(0),
-            "SLOTS": pages.shape[0],
-            "POOL": bounds.shape[0],
-            "GROUP": group,
-            "DIM": dim,
-            "WIDTH": width,
-            "ROWS": rows,
-            "SCALE": scale,
-            "PDL": device.pdl,
-        }
-        args = {"q": q, "slots": slots, **seen, "pages": pages, "bounds": bounds, "scores": scores}
+        pool = {"PAGES_ROW": pages.stride(0), "SLOTS": pages.shape[0], "POOL": bounds.shape[0]}
+        sizes = {"GROUP": group, "DIM": dim, "WIDTH": width, "ROWS": rows}
+        given = {"q": q, "slots": tokens_of["slots"], **seen, "pages": pages, "bounds": bounds}
+        given |= {"scores": scores, "Q_ROW": q.stride(0), "SCALE": scale, **common, **pool, **sizes}
         grid = (triton.cdiv(blocks, rows), heads, tokens)
-        launches.append(Launch(_score_pages, grid, args, constants, pdl=device.pdl))
+        launches.append(launch(_score_pages, grid, device, **given))
     width = max(triton.next_power_of_2(blocks), WORD)
-    constants = {
-        **common,
-        "WIDTH": width,
-        "WORDS": words,
-        "REST": triton.next_power_of_2(words),
-        "COUNT": budget - first - last,
-        "MARGIN": margin,
-        "MASS": mass,
-        "BITS": 4 if width <= 512 else 2 if width <= 4096 else 1,
-        "PDL": device.pdl,
-    }
-    args = {**seen, "scores": scores, "listed": listed, "counts": counts}
-    warps = 4 if width <= 512 else 8 if width <= 4096 else 16
-    launches.append(Launch(_list_pages, (heads, tokens), args, constants, warps, device.pdl))
-    return launches
+    bits, warps = (4, 4) if width <= 512 else (2, 8) if width <= 4096 else (1, 16)
+    sizes = {"WIDTH": width, "WORDS": words, "REST": triton.next_power_of_2(words)}
+    rule = {"COUNT": budget - first - last, "MARGIN": margin, "MASS": mass, "BITS": bits}
+    given = {**seen, "scores": scores, "listed": listed, "counts": tokens_of["counts"]}
+    given |= {**common, **sizes, **rule}
+    return [*launches, launch(_list_pages, (heads, tokens), device, warps, **given)]
 
 
 LOWER = {"page_bounds": page_bounds, "select_pages": select_pages}

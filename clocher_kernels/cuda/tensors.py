@@ -30,14 +30,7 @@ TORCH_DTYPES = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceTensor:
-    """A QuantTensor on the device.
-
-    Attributes:
-        shape: logical shape.
-        format: what the canonical planes mean.
-        planes: the planes by name. Those that `prepack` has rearranged have the layout that the
-            kernels read; the rest are as stored.
-    """
+    """A QuantTensor on the device; planes that `prepack` rearranges have the kernels' layout."""
 
     shape: tuple[int, ...]
     format: Format

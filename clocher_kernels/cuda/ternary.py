@@ -12,9 +12,9 @@ from clocher_kernels.cuda.decode import ternary_digit
 from clocher_kernels.cuda.dots import split4
 from clocher_kernels.cuda.finish import PLAIN, Tail, finish
 from clocher_kernels.cuda.gemv_bits import add_lanes, load_vectors, rows_of
-from clocher_kernels.cuda.launch import Device, Launch
-from clocher_kernels.cuda.pdl import start
+from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.quantize import rounded_product
+from clocher_kernels.cuda.scalar import start
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.cuda.tiles import gemv_tile
 
@@ -142,20 +142,9 @@ def linear_ternary(
         key=f"{w.format.name}/{n}x{k}",
         most=8 if m <= 2 else 2,  # what registers have room for
     )
-    constants = {
-        "M": m,
-        "N": n,
-        "K": k,
-        "L": 32 * tile.warps,
-        "BV": tile.vectors,
-        "BM": tile.tokens,
-        "R": tile.rows_of_lane,
-        "ASM": device.asm,
-        "PDL": device.pdl,
-        **tail.constants("linear", n),
-    }
-    args = {"x": x, "x_scale": x_scale, "w": w.planes["codes"]}
-    args |= {"multiplier": w.planes["scale"], **tail.args(y)}
+    sizes = {"M": m, "N": n, "K": k, "BM": tile.tokens, **tile.constants}
+    stored = {"w": w.planes["codes"], "multiplier": w.planes["scale"]}
+    given = {"x": x, "x_scale": x_scale, **stored, **tail.given("linear", y, n)}
     grid = (triton.cdiv(n, tile.rows), triton.cdiv(m, tile.tokens))
     weights = tile.rows_of_lane * _WEIGHTS
-    return [Launch(_linear_ternary, grid, args, constants, tile.warps, device.pdl, weights)]
+    return [launch(_linear_ternary, grid, device, tile.warps, weights, **sizes, **given)]

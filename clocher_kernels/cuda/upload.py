@@ -26,15 +26,10 @@ def host_bytes(weights: Mapping[str, Weight]) -> int:
 
 
 def check_memory(weights: int, buffers: int, free: int) -> None:
-    """Refuse a model that the device has no room for.
-
-    Args:
-        weights: bytes of the weights to copy.
-        buffers: bytes of KV cache and activations.
-        free: bytes that the device has left.
+    """Refuse a model that the device has no room for; all sizes are bytes.
 
     Raises:
-        OutOfMemory: they do not fit.
+        OutOfMemory: it does not fit.
     """
     needed = weights + buffers + _RESERVE_BYTES
     if needed > free:
@@ -51,12 +46,8 @@ def place(
     """Return the weights on the device, in the layout that the kernels read.
 
     A tensor is copied in pieces: while one piece travels from a pinned buffer, the next is read
-    from the file into the other. The rearrangement then runs on the device.
-
-    Args:
-        weights: by name; those on the device already are passed through.
-        device: where they go.
-        progress: called with (bytes copied, bytes in all).
+    from the file into the other. The rearrangement then runs on the device. What is on the device
+    already is passed through. `progress` gets (bytes copied, bytes in all).
     """
     copier = _Copier(device, host_bytes(weights), progress)
     placed: dict[str, Placed] = {}
