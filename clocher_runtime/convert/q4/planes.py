@@ -51,14 +51,14 @@ _ATTENTION = re.compile(r".*\.self_attn\.[qkvo]_proj\.weight")
 class Q4Job:
     """A pair of files that can be written."""
 
-    source: Checkpoint  # the input
-    files: Mapping[str, Path]  # where the plane files will be: "codes" and "scales"
-    manifest: Path  # where the expanded manifest will be
+    source: Checkpoint
+    files: Mapping[str, Path]  # the plane files: "codes" and "scales"
+    manifest: Path  # the expanded manifest
     names: tuple[str, ...]  # the matrices, in the order of the files
     kept: Mapping[str, str]  # name -> reason of every other tensor
     chunk_rows: int  # rows that are encoded at a time; the bytes do not depend on it
-    nbytes: int  # bytes that the output will take
-    free_bytes: int  # bytes that the disk has for it
+    nbytes: int  # of the output
+    free_bytes: int  # of the disk
 
     def run(self, progress: Progress | None = None) -> int:
         """Write the files, or the rest of them if an earlier run was killed.
@@ -66,7 +66,7 @@ class Q4Job:
         Returns how many matrices an earlier run had finished. Raises FormatError: a matrix cannot
         be encoded; UsageError: another process is writing the same files; or ModelChanged, OSError.
         """
-        folder = self.manifest.parent
+        folder = os.path.realpath(self.manifest.parent)
         for path in (*self.files.values(), self.manifest):
             path.parent.mkdir(parents=True, exist_ok=True)
         shapes = {name: self.source.shape(name) for name in self.names}
@@ -79,15 +79,14 @@ class Q4Job:
             pair.sync()
             self.source.check_unchanged()
             pair.publish(stale=[self.manifest, self.files[CODES].with_name(COMPAT_NAME)])
-            places = {key: _relative(path, folder) for key, path in self.files.items()}
+            # Seen from the manifest, so that documents hold no absolute path.
+            places = {
+                key: Path(os.path.relpath(os.path.realpath(path), folder)).as_posix()
+                for key, path in self.files.items()
+            }
             document = q4_document(places, pair.entries, dict(self.kept))
             write_file(self.manifest, f"{json.dumps(document, indent=1)}\n".encode())
         return done
-
-
-def _relative(path: Path, folder: Path) -> str:
-    """Return the place of a file seen from a folder, so that documents hold no absolute path."""
-    return Path(os.path.relpath(os.path.realpath(path), os.path.realpath(folder))).as_posix()
 
 
 def plan_q4(
