@@ -5,11 +5,11 @@
         --held-out valid.txt --out-dir OUT --minutes 30 --threads 2
 
 The recipe: each window of text goes through the model as three streams at once. Two noisy
-streams hide some tokens of every block (each hides what the other shows) and guess them from
+streams mask some tokens of every block (each masks what the other shows) and predict them from
 their block and the clean text before it; the third is the clean text with the ordinary causal
 mask and the ordinary next-token loss. So the same weights decode one token at a time as before,
-by diffusion (several tokens of a block per pass), and losslessly (a block drafted in one pass,
-checked in one causal pass). The last fifth also sharpens what the model already guesses right.
+by diffusion (several tokens of a block per forward), and losslessly (a block drafted in one
+forward, verified in a causal one). The last fifth also sharpens right predictions.
 
 --text takes files or directories (every .py below; tests, idlelib, encodings and site-packages
 are left out). A file that the held-out text contains is never trained on.

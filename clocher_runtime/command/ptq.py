@@ -52,7 +52,7 @@ def run_ptq(report: Report, opener: Callable[[], Checkpoint], options: dict[str,
 def planned(
     report: Report, opener: Callable[[], Checkpoint], options: dict[str, Any]
 ) -> tuple[Job, QuantPlan]:
-    """Open the input, and say what will become of it; arguments are those of `run_ptq`."""
+    """Open the input, and report what will be done; arguments are those of `run_ptq`."""
     rules_of(options, ())  # refuses flags before a model is opened, or even fetched
     checkpoint = opener()
     job = _job(checkpoint, rules_of(options, checkpoint.names), options)
@@ -62,7 +62,7 @@ def planned(
 
 
 def quantised(report: Report, job: Job, plan: QuantPlan) -> Outcome:
-    """Quantise and judge what was planned, and say what came of it."""
+    """Quantise and judge what was planned, and report the result."""
     with report.counting() as tell:
         outcome = run_job(job, plan, tell)
     _say_outcome(report, outcome)

@@ -1,6 +1,6 @@
 """Calibration: quantise the linears of a model, layer by layer, with what they see of a text.
 
-One pass of the float model over the text. The inputs of a layer's linears are summed (`rows`),
+One forward of the float model over the text. The inputs of a layer's linears are summed (`rows`),
 then its matrices are quantised (`matrix`), and the layer is written before the next one begins.
 Layers do not depend on each other's results: GPTQ with the inputs that the quantised layers before
 would give was measured and gained nothing at four bits. Equal inputs, seed and thread count of the

@@ -8,7 +8,7 @@ Beside `version` and `rules` a manifest may have these fields. A PTQ script writ
     options     the options of the script
     calibration the text: name, size and hash, sequences, tokens, seed
     allocation  how the formats were chosen for a target size
-    tensors     what became of each quantised tensor: `Entry`
+    tensors     the result for each quantised tensor: `Entry`
     kept        [{"name", "reason"}], every other tensor
     parts       [{"file", "nbytes", "sha256"}], the files of the folder `<stem>.parts`
     size        {"params", "nbytes", "bpw", "by_format"}
@@ -59,7 +59,7 @@ _ENTRY_MORE = {"part": str, "fallback": str, "tokens_seen": list}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What became of one tensor."""
+    """The result for one tensor."""
 
     shape: tuple[int, ...]  # logical shape
     format: Format  # of the result

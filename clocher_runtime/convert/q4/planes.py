@@ -1,7 +1,7 @@
 """Writing Q4_0 plane files with their manifest, laying them over an IEBIN pair, appending to them.
 
 The manifest is what makes the pair of files valid: it is removed first and written last. A killed
-run leaves partial files and a journal; the next run of the same job goes on where it stopped.
+run leaves partial files and a journal; the next run of the same job resumes from there.
 """
 
 import json
