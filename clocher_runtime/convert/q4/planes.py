@@ -226,8 +226,8 @@ def plan_append(hf_dir: Path, index: Path, q4_bin: Path) -> AppendJob:
     for name in missing:
         if not q4.is_float(found := source.tensors.get(name), base.shape(name)):
             raise UsageError(
-                f"{hf_dir}: tensor {name!r} {list(base.shape(name))}: got {q4.described(found)}; give "
-                "the checkpoint that the model was made of, with floats"
+                f"{hf_dir}: tensor {name!r} {list(base.shape(name))}: got {q4.described(found)}; "
+                "give the checkpoint that the model was made of, with floats"
             )
     nbytes = sum(q4.Q4_0.nbytes(base.shape(name)) for name in missing)
     free = check_free(index, nbytes)
