@@ -24,6 +24,14 @@ from clocher_runtime.convert.q4.map import check_method
 from clocher_runtime.convert.q4.parts import PartsWriter, part_of
 from clocher_runtime.models.inventory import layer_name
 from clocher_runtime.quantize.capture import Walk
+from clocher_runtime.quantize.gptq import (
+    MIN_HELD,
+    MIN_TOKENS,
+    Inputs,
+    Outcome,
+    make_inputs,
+    solve_matrix,
+)
 from clocher_runtime.quantize.inputs import (
     HELD_ROWS,
     ExpertInputs,
@@ -33,14 +41,6 @@ from clocher_runtime.quantize.inputs import (
     expert_matrix,
     look_up_rows,
     make_text,
-)
-from clocher_runtime.quantize.matrix import (
-    MIN_HELD,
-    MIN_TOKENS,
-    Inputs,
-    Outcome,
-    make_inputs,
-    solve_matrix,
 )
 from clocher_runtime.quantize.plan import PlannedTensor, QuantPlan
 
