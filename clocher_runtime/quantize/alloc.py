@@ -1,15 +1,11 @@
 """Bits where they matter: choose the formats of a plan so that a target size does least harm.
 
 A unit is what must be decided together: query, key and value of a layer; gate and up; the down
-projection; all experts of a layer, gate_up and down apart. Each unit has the candidates below, and
-for each an estimate of the harm: the KL divergence of the model's next-token distribution, measured
-on calibration text with this unit alone quantised to the smallest candidate by the method that the
-plan asks for, times the candidate's weighted error relative to that of the smallest (sampled rows).
-Harms of units add up, nearly: they are small, and small errors of different layers do not conspire.
-
-Of all assignments the best for some price per byte are those on the lower convex hulls of the
-units; going up the hulls by harm saved per byte finds the one at the target, and what is left of
-the budget goes to the best upgrades that fit.
+projection; all experts of a layer, gate_up and down apart. The harm of a candidate is the KL
+divergence measured on calibration text with this unit alone quantised to the smallest candidate,
+times the candidate's weighted error relative to that of the smallest (sampled rows). Harms of units
+nearly add up. Going up the lower convex hulls of the units by harm saved per byte finds the best
+assignment at the target; what is left of the budget goes to the best upgrades that fit.
 
 Source: measured sensitivity as in exllamav3's `measure`, hulls and price as in llama.cpp's
 target-bpw proposal (pull request 15550).
