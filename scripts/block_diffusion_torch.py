@@ -38,24 +38,23 @@ class Shape:
     tied: bool
 
 
+_UNSUPPORTED = (
+    ("model_type", "llama", "only 'llama' models are converted"),
+    ("attention_bias", False, "only models without biases are converted"),
+    ("mlp_bias", False, "only models without biases are converted"),
+    ("hidden_act", "silu", "only 'silu' is converted"),
+)
+
+
 def read_shape(config: dict[str, object]) -> Shape:
     """The shape of a plain Llama model; BadInput for what this forward does not compute."""
-    if config.get("model_type") != "llama":
-        raise BadInput(
-            f"model_type is {config.get('model_type')!r}; this script converts 'llama' models"
-        )
+    for name, only, why in _UNSUPPORTED:
+        if config.get(name, None if name == "model_type" else only) != only:
+            raise BadInput(f"{name} is {config.get(name)!r}; {why}")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     assert isinstance(rope, dict)
     if rope.get("rope_type", "default") != "default":
-        raise BadInput(
-            f"rope_type is {rope['rope_type']!r}; only 'default' positions are converted"
-        )
-    if config.get("attention_bias") or config.get("mlp_bias"):
-        raise BadInput(
-            "attention_bias or mlp_bias is set; only models without biases are converted"
-        )
-    if config.get("hidden_act", "silu") != "silu":
-        raise BadInput(f"hidden_act is {config['hidden_act']!r}; only 'silu' is converted")
+        raise BadInput(f"rope_type is {rope['rope_type']!r}; only 'default' is converted")
 
     def integer(name: str, default: int | None = None) -> int:
         value = config.get(name, default)
@@ -210,12 +209,10 @@ def losses(
     out). `confidence` weighs the entropy at positions whose best token is right (LLaDA2).
     """
     length = ids.shape[1]
-    noisy = torch.where(masked, mask_id, ids)
-    other = torch.where(masked, ids, mask_id)
+    streams = [torch.where(masked, mask_id, ids), torch.where(masked, ids, mask_id), ids]
     positions = torch.arange(length).repeat(3)
-    hidden = hidden_states(
-        weights, shape, torch.cat([noisy, other, ids], 1), positions, stream_mask(length, block, 2)
-    )
+    sees = stream_mask(length, block, 2)
+    hidden = hidden_states(weights, shape, torch.cat(streams, 1), positions, sees)
     first, second, clean = (hidden[:, i * length : (i + 1) * length] for i in range(3))
     logits = head(weights, shape, torch.where(masked[..., None], first, second)).float()
     diffusion = F.cross_entropy(logits.flatten(0, 1), ids.flatten())

@@ -86,7 +86,6 @@ LIBRARIES: dict[str, str] = {
     "clocher_runtime.adapters.transformers_quantizer": "torch transformers",
     "bench.serving": "numpy click msgspec",
     "scripts.block_diffusion_torch": "torch safetensors",
-    "scripts.block_diffusion_torch_eval": "torch",
     "scripts.train_block_diffusion": "torch safetensors tokenizers",
     "scripts": "numpy click rich",
     "bench": """numpy click rich ray jinja2 pytest torch triton cupy onnx onnxruntime llama_cpp
@@ -289,7 +288,6 @@ def test_only_declared_libraries() -> None:
             "bench": ("bench", "peers", "peers-cuda", "test", "cuda"),
             "clocher_kernels.cuda": ("cuda",),
             "scripts.block_diffusion_torch": ("torch",),
-            "scripts.block_diffusion_torch_eval": ("torch",),
             "scripts.train_block_diffusion": ("torch",),
             "clocher_kernels.torch": ("torch",),
             "clocher_runtime.checkpoints.hf.torch_bin": ("torch",),

@@ -529,10 +529,10 @@ def test_a_tensor_left_out_of_the_manifest_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = job_module._quantise
-    monkeypatch.setattr(job_module, "_quantise", lambda *args: real(*args)[:-1])
+    monkeypatch.setattr(job_module, "_quantise", lambda *args: tuple(real(*args))[:-1])
     rules = rules_of(dict.fromkeys(DEFAULTS) | {"weights_only": 1}, ())
     job = Job(open_checkpoint(LLAMA), tmp_path / "q4.json", rules)
-    with pytest.raises(FormatError, match="what became of every tensor"):
+    with pytest.raises(FormatError, match="list every tensor of the plan"):
         run_job(job, job.plan())
     assert not (tmp_path / "q4.json").exists()
 

@@ -52,7 +52,7 @@ def run_ptq(report: Report, opener: Callable[[], Checkpoint], options: dict[str,
 def planned(
     report: Report, opener: Callable[[], Checkpoint], options: dict[str, Any]
 ) -> tuple[Job, QuantPlan]:
-    """Open the input, and say what will become of it; arguments are those of `run_ptq`."""
+    """Open the input, and report what will be done; arguments are those of `run_ptq`."""
     rules_of(options, ())  # refuses flags before a model is opened, or even fetched
     checkpoint = opener()
     job = _job(checkpoint, rules_of(options, checkpoint.names), options)
@@ -62,7 +62,7 @@ def planned(
 
 
 def quantised(report: Report, job: Job, plan: QuantPlan) -> Outcome:
-    """Quantise and judge what was planned, and say what came of it."""
+    """Quantise and judge what was planned, and report the result."""
     with report.counting() as tell:
         outcome = run_job(job, plan, tell)
     _say_outcome(report, outcome)
@@ -165,11 +165,6 @@ def _dtype(options: dict[str, Any]) -> str:
 
 
 def _job(checkpoint: Checkpoint, rules: Q4Map, options: dict[str, Any]) -> Job:
-    calibration = gate = None
-    if options["calib_text"]:
-        calibration = _calibration(checkpoint, options)
-    if options["gate"]:
-        gate = _gate(checkpoint, options)
     record = {
         key: value
         for key, value in sorted(options.items())
@@ -183,9 +178,9 @@ def _job(checkpoint: Checkpoint, rules: Q4Map, options: dict[str, Any]) -> Job:
         seed=options["seed"],
         threads=options["threads"] or default_threads(),
         whole_hash=not options["no_hash"],
-        calibration=calibration,
+        calibration=_calibration(checkpoint, options) if options["calib_text"] else None,
         target_bpw=options["target_bpw"],
-        gate=gate,
+        gate=_gate(checkpoint, options) if options["gate"] else None,
         min_cosine=options["cosine_threshold"],
     )
 
@@ -278,17 +273,6 @@ def _say_outcome(report: Report, outcome: Outcome) -> None:
     report.note(f"largest relative error: {worst.error.rms_rel:.4f}, {worst.planned.name}")
     if outcome.evaluation:
         for check in outcome.evaluation.gate.checks:
-            sign = "<=" if check.at_most else ">="
-            interval = "" if not check.tokens else f" [{check.low:.5g}, {check.high:.5g}]"
-            where = f" ({check.where})" if check.where else ""
-            report.note(
-                f"gate {check.verdict}: {check.name} {check.value:.5g}{interval} {sign} "
-                f"{check.limit:.5g}{where}"
-            )
-        if outcome.verdict == "undecided":
-            more = outcome.evaluation.gate.more_tokens
-            report.note(
-                f"undecided: add about {more} tokens" if more else "undecided: at the limit"
-            )
+            report.note(f"gate: {check}")
     said = {"pass": "wrote", "fail": "rejected; wrote", "undecided": "undecided; wrote"}
     report.done(f"{said[outcome.verdict]} {outcome.path} ({len(outcome.done)} tensors)")

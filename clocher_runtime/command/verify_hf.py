@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -79,16 +80,7 @@ from clocher_runtime.quality.verify import Checks, summary, verify
     ),
 )
 def verify_ids(
-    report: Report,
-    trace_jsonl: Path,
-    hf_dir: Path,
-    device: str,
-    dtype: str | None,
-    topk: int,
-    logits_tol: float | None,
-    tokenizer_only: bool,
-    check_prompt: bool,
-    out: Path | None,
+    report: Report, trace_jsonl: Path, hf_dir: Path, out: Path | None, **how: Any
 ) -> ExitCode:
     """Compare every generated id of a trace with the next id that transformers chooses.
 
@@ -99,28 +91,21 @@ def verify_ids(
     directory = find_hf(hf_dir)
     if directory is None:
         raise no_directory(hf_dir)
-    model = None if tokenizer_only else HfModel(directory, device, dtype)
-    if logits_tol is None:
-        logits_tol = TOLERANCES[model.dtype if model else "fp32"]
-    checks = Checks(topk, logits_tol, check_prompt or tokenizer_only)
+    alone = how["tokenizer_only"]
+    model = None if alone else HfModel(directory, how["device"], how["dtype"])
+    how["dtype"] = model.dtype if model else None
+    if how["logits_tol"] is None:
+        how["logits_tol"] = TOLERANCES[how["dtype"] or "fp32"]
+    how["check_prompt"] = how["check_prompt"] or alone
+    checks = Checks(how["topk"], how["logits_tol"], how["check_prompt"])
     encode = hf_tokenizer(directory) if checks.check_prompt else None
     with report.counting() as tell:
         found = verify(traces, checks, model, encode, partial(tell, "prompts"))
     same = same_weights(traces, directory)
     if out is not None:
-        settings = {
-            "trace_jsonl": str(trace_jsonl),
-            "hf_dir": str(hf_dir),
-            "device": device,
-            "dtype": model.dtype if model else None,
-            "topk": topk,
-            "logits_tol": logits_tol,
-            "tokenizer_only": tokenizer_only,
-            "check_prompt": checks.check_prompt,
-            "same_weights": same,
-        }
-        text = json.dumps({**found.document(), **settings}, allow_nan=False, indent=1)
-        write_file(out, f"{text}\n".encode())
+        paths = {"trace_jsonl": str(trace_jsonl), "hf_dir": str(hf_dir)}
+        document = {**found.document(), **paths, **how, "same_weights": same}
+        write_file(out, f"{json.dumps(document, allow_nan=False, indent=1)}\n".encode())
     for line in summary(found, same):
         report.done(line)
     return ExitCode.MISMATCH if found.verdict == "mismatch" else ExitCode.OK

@@ -59,7 +59,7 @@ class Sparsifying:
 
 
 class Outcome(NamedTuple):
-    """What became of a matrix that the pattern names."""
+    """The result for a matrix that the pattern names."""
 
     name: str
     density: float  # share of its blocks that are not zero
@@ -102,7 +102,7 @@ class SparseConversion:
     def run(self, progress: Progress | None = None) -> list[Outcome]:
         """Write the output.
 
-        Returns what became of each matrix. Raises FormatError: a tensor holds a code that its
+        Returns the result for each matrix. Raises FormatError: a tensor holds a code that its
         format forbids, or cannot be stored; UsageError: no matrix would become smaller, or another
         conversion is at work there; or ModelChanged, OSError.
         """

@@ -217,8 +217,8 @@ def _notes(spec: ModelSpec) -> tuple[str, ...]:
         return ("llama.cpp has no BitNet with a squared ReLU and refuses the file; bitnet.cpp has",)
     if spec.family == "mistral" and 0 < max(spec.windows) < spec.max_positions:
         return (
-            f"llama.cpp has no window in such models: texts of more than {max(spec.windows)} "
-            "tokens go on otherwise there",
+            f"llama.cpp has no window in such models: it continues texts of more than "
+            f"{max(spec.windows)} tokens differently",
         )
     return ()
 

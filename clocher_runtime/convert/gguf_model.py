@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clocher_kernels.errors import FormatError, UnsupportedModel, UsageError
-from clocher_kernels.formats import Format, Ternary
+from clocher_kernels.formats import Ternary
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf.blocks import same_type
 from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
@@ -41,12 +41,11 @@ from clocher_runtime.text.tokenizer import Tokenizer
 class GgufConversion:
     """A file that has been planned."""
 
-    source: Checkpoint  # the model
-    path: Path  # the file
-    export: GgufExport  # what it will hold
-    # names of the tensors that become floats, because ggml cannot hold their numbers
-    floats: tuple[str, ...]
-    free_bytes: int  # bytes that the disk has for it
+    source: Checkpoint
+    path: Path
+    export: GgufExport
+    floats: tuple[str, ...]  # names of the tensors that become floats
+    free_bytes: int  # of the disk
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +101,10 @@ def plan_gguf_model(
     floats = {}
     for name, fmt in formats.items():
         try:
-            _refuse_inexact(source, name, fmt)
+            if len(source.shape(name)) > 1:
+                same_type(fmt).row_bytes(source.shape(name)[-1])
+                if isinstance(fmt, Ternary):
+                    fmt.f16_multiplier(source.tensor(name).planes)
         except FormatError as error:
             if others is None:
                 raise FormatError(
@@ -139,15 +141,6 @@ def begins_with_bos(source: Checkpoint) -> bool:
     if whole not in (plain, [*whole[:1], *plain]):
         raise UnsupportedModel("a tokenizer that puts more than BOS around a text, as GGUF")
     return whole != plain
-
-
-def _refuse_inexact(source: Checkpoint, name: str, fmt: Format) -> None:
-    shape = source.shape(name)
-    if len(shape) < 2:
-        return
-    same_type(fmt).row_bytes(shape[-1])
-    if isinstance(fmt, Ternary):
-        fmt.f16_multiplier(source.tensor(name).planes)
 
 
 def _same_tokens(own: Mapping[str, Any], read: Mapping[str, Any]) -> None:
@@ -204,7 +197,8 @@ def _fields(
         raise UnsupportedModel(
             f"a {model['type']} tokenizer as GGUF; this writer knows BPE; --to iebin keeps it"
         )
-    steps = _steps(document.get("pre_tokenizer"))
+    step = document.get("pre_tokenizer") or {"type": "Sequence", "pretokenizers": []}
+    steps = list(step["pretokenizers"]) if step["type"] == "Sequence" else [step]
     texts, types = _tokens(document, size)
     ids = {text: index for index, text in enumerate(texts)}
     common: dict[str, Field] = {f"{_PREFIX}tokens": texts, f"{_PREFIX}token_type": types}
@@ -235,12 +229,6 @@ def _fields(
         f"{_PREFIX}scores": _scores(model, texts, types),
         f"{_PREFIX}add_space_prefix": _begins_with_space(document, steps),
     }
-
-
-def _steps(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    if step is None:
-        return []
-    return list(step["pretokenizers"]) if step["type"] == "Sequence" else [step]
 
 
 def _tokens(document: Mapping[str, Any], size: int) -> tuple[tuple[str, ...], tuple[int, ...]]:

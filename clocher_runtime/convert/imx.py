@@ -1,13 +1,10 @@
 """IMX: scales chosen by an importance-weighted search.
 
-For every group of a row the scale, and for affine formats the zero point, is the one of a small set
-of candidates with the least sum over columns j of h_j (w_j - value_j)^2, h_j = E[x_j^2] of the
-layer's input. Candidates are rounded to the stored type of the scales before they are tried, and
-the plain rounding of `Format.encode` is the first of them, so the result is never worse in this
-measure. The best candidate is then refined once to the least-squares scale of its codes.
-
-MXFP4 has three exponents to choose from, as its encoder tries them. The codes of fp8 are themselves
-floats, so only where the scale lies between two powers of two matters: `STRETCHES` of it are tried.
+For every group of a row the scale, and for affine formats the zero point, is the candidate with the
+least sum over columns j of h_j (w_j - value_j)^2, h_j = E[x_j^2] of the layer's input. Candidates
+are tried as they are stored; the first is plain rounding, so the result is never worse in this
+measure. The best is refined once to the least-squares scale of its codes. MXFP4 has three exponents
+to choose from; of fp8 only where the scale lies between two powers of two matters.
 
 Source: the importance matrix of llama.cpp (`make_qx_quants`), the weighted range search of
 llm-compressor's imatrix observer and of auto-round.

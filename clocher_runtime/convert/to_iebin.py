@@ -52,15 +52,13 @@ _CONTAINERS = {"hf": "safetensors", "bin": "pytorch"}
 class Conversion:
     """A conversion that has been checked and can start."""
 
-    source: Checkpoint  # the input
-    out_dir: Path  # where the IEBIN files will be
-    formats: Mapping[str, Format]  # format of every tensor in the output, in the order of the file
+    source: Checkpoint
+    out_dir: Path
+    formats: Mapping[str, Format]  # of every tensor in the output, in the order of the file
     q4_map: Q4Map | Q4Planes | None  # the manifest, if there is one
-    # what a person should know about how the input was read and the manifest applied
-    notes: tuple[str, ...]
-    # bytes that the output will take (an upper bound, closer than 1 %, for real models)
-    nbytes: int
-    free_bytes: int  # bytes that the disk has for it
+    notes: tuple[str, ...]  # for people: how the input was read and the manifest applied
+    nbytes: int  # of the output, an upper bound, closer than 1 % for real models
+    free_bytes: int  # of the disk
 
     @property
     def quantised(self) -> dict[str, str]:
@@ -187,7 +185,9 @@ def plan_conversion(
     the manifest cannot be used; or OSError.
     """
     refuse_hf_folder(out_dir)
-    rules = _load_map(q4_map) if q4_map else None
+    rules: Q4Map | Q4Planes | None = None
+    if q4_map:
+        rules = load_q4_planes(q4_map) if is_q4_planes(q4_map) else load_q4_map(q4_map)
     source = opener(hf_dir)
     if source.kind == "iebin" and os.path.realpath(source.path) == os.path.realpath(out_dir):
         raise UsageError(f"{out_dir}: is the input itself; choose another --out-dir")
@@ -212,10 +212,6 @@ def convert(
     return conversion
 
 
-def _load_map(path: Path) -> Q4Map | Q4Planes:
-    return load_q4_planes(path) if is_q4_planes(path) else load_q4_map(path)
-
-
 def vocabulary(source: Checkpoint) -> bytes | None:
     """Return the content of tokenizer.json, None if the model has no tokenizer."""
     tokenizer = source.tokenizer_source
@@ -234,11 +230,8 @@ def natural(name: str) -> list[str | int]:
 def write_tensor_map(model_dir: Path) -> int:
     """Write tensor_map.json beside model.ie.json, for programs that do not read IEBIN.
 
-    It says nothing that model.ie.json does not say, and Clocher never reads it. It carries the
-    checksum of the model.ie.json that it was made from, so that a stale map can be told.
-
-    Returns the number of tensors in it. Raises ModelError: model.ie.json is missing or damaged; or
-    OSError.
+    Clocher never reads it. It carries the checksum of the model.ie.json that it was made from, so
+    that a stale map can be told. Returns the number of tensors in it. Raises ModelError, OSError.
     """
     document = read_index(model_dir / JSON_NAME).document
     head = {

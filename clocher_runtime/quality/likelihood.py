@@ -47,7 +47,7 @@ class Likelihood(NamedTuple):
     """What a model holds of a continuation."""
 
     logprob: float  # sum of the natural logarithms of its tokens' probabilities
-    is_greedy: bool  # whether each of its tokens is the likeliest one
+    is_greedy: bool  # whether each of its tokens is the top-1
 
 
 class Scorer:
@@ -279,7 +279,7 @@ def _pairs(scorer: Scorer, item: Item) -> list[Pair]:
 def _of_questions(scored: Sequence[tuple[Question, Sequence[Likelihood]]]) -> dict[str, Any]:
     """Return accuracies, with standard errors of the mean.
 
-    `acc` takes the likeliest choice, `acc_norm` the one that is likeliest per character.
+    `acc` takes the choice with the largest log-probability, `acc_norm` the largest per character.
     """
     right = {"acc": 0, "acc_norm": 0}
     for question, scores in scored:

@@ -103,7 +103,7 @@ def session_for(model: Model, cases: Sequence[Case], config: EngineConfig, **mor
         chunk=step,
         context=min(most, max(max(case.longest for case in cases), _BESIDE + 1)),
         kv_pages=pages,
-        itl_ms=inf,  # nobody waits for a single token
+        itl_ms=inf,  # no client waits for a single token
     )
     session = Session(model, config, **more)
     session.warm()
@@ -120,7 +120,7 @@ class Runner:
     def __init__(self, session: Session, text: Sequence[int] = ()) -> None:
         self.session, self._text = session, list(text)
         self.made: dict[Case, list[str]] = {}
-        self._decoded: dict[Case, tuple[int, int]] = {}  # tokens of a sequence, and its passes
+        self._decoded: dict[Case, tuple[int, int]] = {}  # tokens and forwards
         self._last: dict[Case, list[list[int]]] = {}
 
     def run(self, case: Case) -> int:
@@ -139,20 +139,20 @@ class Runner:
 
     def _count(self, case: Case, spans: Sequence[Span]) -> None:
         decodes = [span for span in spans if span.kind == "decode"]
-        tokens, passes = self._decoded.get(case, (0, 0))
+        tokens, forwards = self._decoded.get(case, (0, 0))
         tokens += sum(span.tokens for span in decodes)
-        self._decoded[case] = tokens, passes + sum(_sequences(span) for span in decodes)
+        self._decoded[case] = tokens, forwards + sum(_sequences(span) for span in decodes)
 
     def tokens_per_pass(self, case: Case) -> float:
-        """Return how many tokens a sequence of a case that ran got from a pass: 1 unguessed."""
-        tokens, passes = self._decoded.get(case, (0, 0))
-        return tokens / passes if passes else 1.0
+        """Return the tokens per forward of a sequence of a case that ran; 1 without drafts."""
+        tokens, forwards = self._decoded.get(case, (0, 0))
+        return tokens / forwards if forwards else 1.0
 
     def agrees(self, case: Case) -> bool:
         """Return whether another way to compute a case that ran gives the same tokens.
 
         Half of what it made is given as a prompt, beside another sequence: these tokens go through
-        the products of prompts, not those of decoding, steps begin at other tokens, and the rest is
+        the matmuls of prompts, not those of decoding, steps begin at other tokens, and the rest is
         decoded in company.
         """
         index = case.batch - 1
@@ -166,14 +166,14 @@ class Runner:
     def bytes_per_token(self, case: Case) -> int | None:
         """Return the bytes that a decoded token of a case reads: weights and, on average, keys.
 
-        Returns none where it is not known: which experts several tokens of a pass have in common.
+        Returns None where it is not known which experts several tokens of a forward share.
         """
-        model, per_pass = self.session.model, self.tokens_per_pass(case)
-        shared = case.batch > 1 or per_pass > 1
+        model, per_forward = self.session.model, self.tokens_per_pass(case)
+        shared = case.batch > 1 or per_forward > 1
         if not case.tokens or case.prompt or (model.spec.moe is not None and shared):
             return None
-        # What guesses that came true read was read by their pass.
-        return round((model.bytes_per_token / case.batch + self._cache_bytes(case)) / per_pass)
+        # Accepted draft tokens read nothing beyond their forward.
+        return round((model.bytes_per_token / case.batch + self._cache_bytes(case)) / per_forward)
 
     def _cache_bytes(self, case: Case) -> float:
         """Return the bytes of keys and values that a token of a case reads on average."""

@@ -1,11 +1,9 @@
 """What a handful of numbers allow one to say: estimates with 95 % intervals, and verdicts.
 
-What is drawn anew is the unit that shares a mood: a document, whose tokens are alike; a round, in
-which contestants ran in the same minute; a run, a process of its own. The bootstrap interval of few
-units is too narrow: that of a median of three never reaches beyond them, and misses the median in a
-quarter of cases. So it is widened: of runs it is stretched, on a logarithmic scale, by Student's
-factor over the normal one, which leaves 90 to 98 per cent for 2 to 20 runs, outliers or not; of
-documents it is the expanded percentile interval.
+Resampled are documents, rounds (contestants that ran in the same minute) or runs (processes). The
+bootstrap interval of few units is too narrow, so it is widened: of runs it is stretched, on a
+logarithmic scale, by Student's factor over the normal one, which leaves 90 to 98 per cent for 2 to
+20 runs; of documents it is the expanded percentile interval.
 
 Sources: Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13; Hesterberg, What
 Teachers Should Know About the Bootstrap, 2015, for the expanded percentile interval.

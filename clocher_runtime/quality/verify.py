@@ -8,7 +8,7 @@ logits; scripts/verify_hf_generation_ids.py hands in Hugging Face transformers.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -38,32 +38,33 @@ class Reference(Protocol):
 Encode = Callable[[str], Sequence[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Checks:
-    """What is compared, and how closely."""
+class Checks(NamedTuple):
+    """What is compared, and how closely.
+
+    A token whose logit, by the reference, is at most `logits_tol` below the reference's largest is
+    a near tie; a traced logit further than this from the reference's is a difference.
+    """
 
     topk: int = 5  # size of the sets of largest logits that are compared
-    # how far apart two logits may be. A token whose logit, by the reference, is at most this far
-    # below the reference's largest is a near tie; a traced logit further than this from the
-    # reference's is a difference
     logits_tol: float = 1e-3
     check_prompt: bool = False  # compare the ids of the prompts with the reference's tokenizer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
-    """One difference."""
+    """One difference.
 
-    # "prompt" (the tokenizer gives other ids), "vocabulary" (an id that the reference does not
-    # know), "token" (another next token), "logits" (a traced logit is beyond the tolerance), or
-    # "near-tie" (another next token, within the tolerance)
+    Its kind is "prompt" (the tokenizer gives other ids), "vocabulary" (an id that the reference
+    does not know), "token" (another next token), "logits" (a traced logit is beyond the tolerance)
+    or "near-tie" (another next token, within the tolerance).
+    """
+
     kind: Kind
     prompt: int  # number of the prompt, from 0
     step: int  # generated token, from 0, or position in the prompt
     got: float | None  # what the trace says; None past its end
     expected: float | None  # what the reference says; None past its end
-    # how far the logits are apart: of both tokens by the reference, or of both sides
-    gap: float | None = None
+    gap: float | None = None  # of the logits of both tokens by the reference, or of both sides
 
     def __str__(self) -> str:
         where = "position" if self.kind in ("prompt", "vocabulary") else "step"
@@ -76,27 +77,25 @@ class Finding:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """What the comparison gave."""
+    """What the comparison gave; the tokens are counted as equal, near ties or mismatches."""
 
-    prompts: int = 0  # lines of the trace
+    prompts: int = 0
     prompts_checked: int = 0  # prompts whose text was tokenised again
     prompts_equal: int = 0  # of these, how many have the same ids
-    # prompts that were given as ids, and that cannot be tokenised again
-    prompts_without_text: int = 0
+    prompts_without_text: int = 0  # given as ids
     steps: int = 0  # generated tokens compared
-    equal: int = 0  # tokens that are also the reference's
-    near_ties: int = 0  # others, whose logits differ by no more than the tolerance
-    mismatches: int = 0  # the rest
+    equal: int = 0
+    near_ties: int = 0
+    mismatches: int = 0
     in_topk: int = 0  # tokens among the largest logits of the reference
     traced_steps: int = 0  # steps whose largest logits were traced
-    # mean share of these that are among the reference's largest; None without
-    topk_overlap: float | None = None
-    logits_compared: int = 0  # traced logits compared
+    topk_overlap: float | None = None  # mean share of these that the reference has, too
+    logits_compared: int = 0
     logits_beyond_tol: int = 0  # steps with one further from the reference's than the tolerance
-    logits_max_diff: float | None = None  # the largest difference; None without
+    logits_max_diff: float | None = None
     unknown_ids: int = 0  # prompts with an id that the reference does not know; no step is compared
     findings: list[Finding] = field(default_factory=list)  # the first `MAX_FINDINGS` differences
-    findings_left_out: int = 0  # how many more there are
+    findings_left_out: int = 0
 
     @property
     def verdict(self) -> Verdict:
@@ -110,20 +109,10 @@ class Report:
         """Return the report as JSON values."""
         return {"schema": SCHEMA, "verdict": self.verdict, **asdict(self)}
 
-    def add(
-        self,
-        kind: Kind,
-        prompt: int,
-        step: int,
-        got: float | None,
-        expected: float | None,
-        gap: float | None = None,
-    ) -> None:
-        """Note a difference; what is not finite becomes None."""
-        got, expected, gap = finite([got, expected, gap])
-        found = Finding(kind=kind, prompt=prompt, step=step, got=got, expected=expected, gap=gap)
+    def add(self, kind: Kind, prompt: int, step: int, *numbers: float | None) -> None:
+        """Note a difference: got, expected and the gap; what is not finite becomes None."""
         if len(self.findings) < MAX_FINDINGS:
-            self.findings.append(found)
+            self.findings.append(Finding(kind, prompt, step, *finite(list(numbers))))
         else:
             self.findings_left_out += 1
 

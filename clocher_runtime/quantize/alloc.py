@@ -1,25 +1,20 @@
 """Bits where they matter: choose the formats of a plan so that a target size does least harm.
 
 A unit is what must be decided together: query, key and value of a layer; gate and up; the down
-projection; all experts of a layer, gate_up and down apart. Each unit has the candidates below, and
-for each an estimate of the harm: the KL divergence of the model's next-token distribution, measured
-on calibration text with this unit alone quantised to the smallest candidate by the method that the
-plan asks for, times the candidate's weighted error relative to that of the smallest (sampled rows).
-Harms of units add up, nearly: they are small, and small errors of different layers do not conspire.
-
-Of all assignments the best for some price per byte are those on the lower convex hulls of the
-units; going up the hulls by harm saved per byte finds the one at the target, and what is left of
-the budget goes to the best upgrades that fit.
+projection; all experts of a layer, gate_up and down apart. The harm of a candidate is the KL
+divergence measured on calibration text with this unit alone quantised to the smallest candidate,
+times the candidate's weighted error relative to that of the smallest (sampled rows). Harms of units
+nearly add up. Going up the lower convex hulls of the units by harm saved per byte finds the best
+assignment at the target; what is left of the budget goes to the best upgrades that fit.
 
 Source: measured sensitivity as in exllamav3's `measure`, hulls and price as in llama.cpp's
 target-bpw proposal (pull request 15550).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import Format, Int4, Int8
@@ -42,8 +37,7 @@ CANDIDATES: tuple[Format, ...] = (
 """Formats that a unit may get: 4.125 to 8.5 bits per weight."""
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """One format of a unit: what it costs and the harm that it does."""
 
     format: Format
@@ -51,12 +45,14 @@ class Option:
     harm: float
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """An assignment."""
+class Choice(NamedTuple):
+    """An assignment: the index of each unit's option, and the price along the hulls.
 
-    taken: tuple[int, ...]  # index of the option of each unit
-    price: float  # harm per byte that the last upgrade along the hulls saved; 0 if all were taken
+    The price is the harm per byte that the last upgrade saved; 0 if all were taken.
+    """
+
+    taken: tuple[int, ...]
+    price: float
 
 
 def allocate(
@@ -79,17 +75,27 @@ def allocate(
     its measured harm and every candidate's estimate. Raises UsageError: the target cannot be met,
     or nothing is left to choose.
     """
-    units, pinned = _units(plan)
+    by_name: dict[str, list[PlannedTensor]] = {}
+    pinned = []
+    for name, tensor in plan.tensors.items():
+        key = unit_of(name)
+        if key is None or not isinstance(tensor.format, Int4 | Int8):
+            pinned.append(tensor)
+        else:
+            by_name.setdefault(key, []).append(tensor)
+    units = [Unit(key, tuple(tensors)) for key, tensors in by_name.items()]
     if not units:
         raise UsageError(
             "--target-bpw has nothing to choose: the plan quantises no linear of the blocks to "
             "int4 or int8"
         )
     params = sum(tensor.params for tensor in plan.tensors.values())
-    budget = int(target_bpw * params / 8) - sum(tensor.nbytes for tensor in pinned)
-    sizes = [[_nbytes(unit, fmt) for fmt in CANDIDATES] for unit in units]
-    least, most = (sum(pick(row) for row in sizes) for pick in (min, max))
     fixed = sum(tensor.nbytes for tensor in pinned)
+    budget = int(target_bpw * params / 8) - fixed
+    sizes = [
+        [sum(fmt.nbytes(t.shape) for t in unit.tensors) for fmt in CANDIDATES] for unit in units
+    ]
+    least, most = (sum(pick(row) for row in sizes) for pick in (min, max))
     if least > budget:
         raise UsageError(
             f"--target-bpw {target_bpw:g} cannot be met: the smallest formats give "
@@ -99,14 +105,11 @@ def allocate(
     measured = measure_units(
         checkpoint, units, CANDIDATES[0], text_ids, threads, seed, progress, directory
     )
-    harms = []
-    for unit, harm in zip(units, measured.kld, strict=True):
+    options = []
+    for unit, row, harm in zip(units, sizes, measured.kld, strict=True):
         error = candidate_errors(checkpoint, unit, CANDIDATES, measured.importance, seed, threads)
-        harms.append([harm * e / max(error[0], 1e-30) for e in error])
-    options = [
-        [Option(*triple) for triple in zip(CANDIDATES, row, harm, strict=True)]
-        for row, harm in zip(sizes, harms, strict=True)
-    ]
+        harms = [harm * e / max(error[0], 1e-30) for e in error]
+        options.append([Option(*each) for each in zip(CANDIDATES, row, harms, strict=True)])
     choice = choose(options, budget)
     formats = {
         tensor.name: options[u][choice.taken[u]].format
@@ -128,10 +131,7 @@ def allocate(
                 "params": unit.params,
                 "format": row[taken].format.name,
                 "kld_alone": row[0].harm,
-                "candidates": {
-                    option.format.name: {"nbytes": option.nbytes, "harm": option.harm}
-                    for option in row
-                },
+                "candidates": {o.format.name: {"nbytes": o.nbytes, "harm": o.harm} for o in row},
             }
             for unit, row, taken in zip(units, options, choice.taken, strict=True)
         ],
@@ -162,11 +162,19 @@ def choose(options: Sequence[Sequence[Option]], budget: int) -> Choice:
             spent += more
         elif price == 0.0 and number:
             price = -slope
-    while (upgrade := _best_upgrade(options, taken, budget - spent)) is not None:
-        u, b = upgrade
+    while True:  # what is left of the budget goes to the upgrade that saves most
+        best, saved = None, 0.0
+        for u, row in enumerate(options):
+            now = row[taken[u]]
+            for i, option in enumerate(row):
+                gain = now.harm - option.harm
+                if option.nbytes - now.nbytes <= budget - spent and gain > saved:
+                    best, saved = (u, i), gain
+        if best is None:
+            return Choice(tuple(taken), price)
+        u, b = best
         spent += options[u][b].nbytes - options[u][taken[u]].nbytes
         taken[u] = b
-    return Choice(tuple(taken), price)
 
 
 def allocation_table(record: Mapping[str, Any]) -> list[str]:
@@ -183,19 +191,6 @@ def allocation_table(record: Mapping[str, Any]) -> list[str]:
             f"{now:10.2e}  {unit['format']}"
         )
     return lines
-
-
-def _units(plan: QuantPlan) -> tuple[list[Unit], list[PlannedTensor]]:
-    """Return the units of the blocks' linears, and the tensors that keep their formats."""
-    units: dict[str, list[PlannedTensor]] = {}
-    pinned = []
-    for name, tensor in plan.tensors.items():
-        key = unit_of(name)
-        if key is None or not isinstance(tensor.format, Int4 | Int8):
-            pinned.append(tensor)
-        else:
-            units.setdefault(key, []).append(tensor)
-    return [Unit(key, tuple(tensors)) for key, tensors in units.items()], pinned
 
 
 def unit_of(name: str) -> str | None:
@@ -216,10 +211,6 @@ _KINDS = {
 }
 
 
-def _nbytes(unit: Unit, fmt: Format) -> int:
-    return sum(fmt.nbytes(tensor.shape) for tensor in unit.tensors)
-
-
 def _slope(low: Option, high: Option) -> float:
     """Return the harm that an upgrade saves per byte."""
     return (low.harm - high.harm) / (high.nbytes - low.nbytes)
@@ -238,17 +229,3 @@ def _hull(row: Sequence[Option]) -> list[int]:
             hull.pop()
         hull.append(i)
     return hull
-
-
-def _best_upgrade(
-    options: Sequence[Sequence[Option]], taken: Sequence[int], left: int
-) -> tuple[int, int] | None:
-    """Return the (unit, option) that saves most harm with what is left, or None."""
-    best, saved = None, 0.0
-    for u, row in enumerate(options):
-        now = row[taken[u]]
-        for i, option in enumerate(row):
-            gain = now.harm - option.harm
-            if option.nbytes - now.nbytes <= left and gain > saved:
-                best, saved = (u, i), gain
-    return best

@@ -1,6 +1,6 @@
 """Calibration: quantise the linears of a model, layer by layer, with what they see of a text.
 
-One pass of the float model over the text. The inputs of a layer's linears are summed (`rows`),
+One forward of the float model over the text. The inputs of a layer's linears are summed (`rows`),
 then its matrices are quantised (`matrix`), and the layer is written before the next one begins.
 Layers do not depend on each other's results: GPTQ with the inputs that the quantised layers before
 would give was measured and gained nothing at four bits. Equal inputs, seed and thread count of the
@@ -24,6 +24,14 @@ from clocher_runtime.convert.q4.map import check_method
 from clocher_runtime.convert.q4.parts import PartsWriter, part_of
 from clocher_runtime.models.inventory import layer_name
 from clocher_runtime.quantize.capture import Walk
+from clocher_runtime.quantize.gptq import (
+    MIN_HELD,
+    MIN_TOKENS,
+    Inputs,
+    Outcome,
+    make_inputs,
+    solve_matrix,
+)
 from clocher_runtime.quantize.inputs import (
     HELD_ROWS,
     ExpertInputs,
@@ -33,14 +41,6 @@ from clocher_runtime.quantize.inputs import (
     expert_matrix,
     look_up_rows,
     make_text,
-)
-from clocher_runtime.quantize.matrix import (
-    MIN_HELD,
-    MIN_TOKENS,
-    Inputs,
-    Outcome,
-    make_inputs,
-    solve_matrix,
 )
 from clocher_runtime.quantize.plan import PlannedTensor, QuantPlan
 

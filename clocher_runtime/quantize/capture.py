@@ -1,7 +1,7 @@
 """Walk a model over calibration text, layer by layer, and show every linear's input.
 
 The walk executes the calls of the model's Plan with the ops' own references, except where a
-reference decodes or loops more than whole texts can bear: products are fp32 BLAS calls, attention
+reference decodes or loops more than whole texts can bear: matmuls are fp32 BLAS calls, attention
 is a whole sequence at once, and experts are visited one after another, each with all its tokens.
 Only one decoded matrix is in memory at a time. Hidden states live in an unnamed temporary file.
 """

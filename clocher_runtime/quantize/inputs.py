@@ -184,7 +184,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertInputs:
-    """Inputs of an expert's two products: x [m, K], gated [m, I], router weights [m]."""
+    """Inputs of an expert's two matmuls: x [m, K], gated [m, I], router weights [m]."""
 
     x: np.ndarray
     gated: np.ndarray
@@ -196,7 +196,7 @@ Hidden = Callable[[np.ndarray], ExpertInputs]
 
 
 def source_of(call: Call) -> str:
-    """Return the buffer with the float input of a product."""
+    """Return the buffer with the float input of a matmul."""
     return call.args["x"].removesuffix(CODES)
 
 
@@ -206,7 +206,7 @@ def multiplies(call: Call) -> bool:
 
 
 def sites_of(layer: int, calls: Sequence[Call]) -> dict[int, Site]:
-    """Return, for the first product of each input, the products that share it."""
+    """Return, for the first matmul of each input, the matmuls that share it."""
     first: dict[str, int] = {}
     members: dict[int, list[str]] = {}
     for number, call in enumerate(calls):
@@ -265,7 +265,7 @@ def causal_attention(
 
 
 def clamped_swiglu(product: np.ndarray, limit: float, alpha: float) -> np.ndarray:
-    """Return the gated hidden layer [m, I] of interleaved products [m, 2 I]; see `ops.moe`."""
+    """Return the gated hidden layer [m, I] of interleaved gate and up [m, 2 I]; see `ops.moe`."""
     gate, up = np.minimum(product[:, 0::2], limit), np.clip(product[:, 1::2], -limit, limit)
     return np.asarray((up + 1) * gate / (1 + np.exp(-alpha * gate)), np.float32)
 

@@ -152,7 +152,7 @@ def build_plan(checkpoint: Checkpoint, rules: Q4Map) -> QuantPlan:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What became of one tensor."""
+    """The result for one tensor."""
 
     planned: PlannedTensor
     sha256: Mapping[str, str]  # of each plane
@@ -233,7 +233,7 @@ def document_of(
     Raises FormatError: a tensor is not accounted for, or two sections contradict each other.
     """
     if [entry.planned.name for entry in done] != list(plan.tensors):
-        raise FormatError("the manifest would not say what became of every tensor of the plan")
+        raise FormatError("the manifest would not list every tensor of the plan")
     by_format: dict[str, int] = {}
     for entry in done:
         name = entry.planned.format.name

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -54,14 +55,16 @@ class Unit:
         """Number of weights."""
         return sum(tensor.params for tensor in self.tensors)
 
+    def nbytes(self, fmt: Format) -> int:
+        """Bytes of the unit in a format."""
+        return sum(fmt.nbytes(tensor.shape) for tensor in self.tensors)
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Measured:
+
+class Measured(NamedTuple):
     """What a text says about units."""
 
     kld: tuple[float, ...]  # mean KL divergence in nats with one unit quantised, for each unit
-    # E[x^2] of the inputs of each matrix, [K]; all experts of a layer together
-    importance: Importance
+    importance: Importance  # E[x^2] of the inputs of each matrix, [K]; experts together
     tokens: int  # tokens that were measured on
 
 

@@ -2,7 +2,7 @@
 
 First every plane is looked at and the way to store it is chosen; that gives the sizes. Then the
 three files are written under temporary names, read back and compared. model.dedup.json makes them
-valid: it is removed first and written last. `gains` says to people what came of it.
+valid: it is removed first and written last. `gains` reports the savings.
 """
 
 import json
@@ -64,7 +64,7 @@ class Deduplication:
     def run(self, progress: Progress | None = None) -> None:
         """Write the output, whether it is worth it or not.
 
-        Raises FormatError: model.ie.bin is damaged; UsageError: somebody else is writing there; or
+        Raises FormatError: model.ie.bin is damaged; UsageError: another writer is at work there; or
         OSError.
         """
         check_free(self.directory / INDEX_NAME, self.nbytes)

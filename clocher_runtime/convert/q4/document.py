@@ -1,23 +1,8 @@
 """The expanded form of a quantisation manifest: what was done, tensor by tensor.
 
-Beside `version` and `rules` a manifest may have these fields. A PTQ script writes all that apply.
-
-    tool        {"name", "version"}
-    source      {"kind", "files": [{"name", "nbytes", "sha256" or "header_sha256"}]}
-    requantize  true if tensors that were quantised already are quantised anew
-    options     the options of the script
-    calibration the text: name, size and hash, sequences, tokens, seed
-    allocation  how the formats were chosen for a target size
-    tensors     what became of each quantised tensor: `Entry`
-    kept        [{"name", "reason"}], every other tensor
-    parts       [{"file", "nbytes", "sha256"}], the files of the folder `<stem>.parts`
-    size        {"params", "nbytes", "bpw", "by_format"}
-    gate        what the quality gate was held to, and its verdict
-    gates       the checks of the gate
-
-No path, date or host name is among them: the same input gives the same bytes. `tensors` and `kept`
-come together and name each tensor of the model once. docs/q4-manifest.schema.json is the same
-description as a JSON Schema.
+docs/q4-manifest.schema.json and docs/quantisation.md describe its fields. No path, date or host
+name is among them: the same input gives the same bytes. `tensors` and `kept` come together and name
+each tensor of the model once.
 """
 
 import re
@@ -59,7 +44,7 @@ _ENTRY_MORE = {"part": str, "fallback": str, "tokens_seen": list}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What became of one tensor."""
+    """The result for one tensor."""
 
     shape: tuple[int, ...]  # logical shape
     format: Format  # of the result

@@ -8,16 +8,7 @@ decides. Matrices stored as floats are quantised, those of experts [E, N, K] too
 norms, routers and tensors that the checkpoint already holds quantised are kept as they are; the
 latter unless the manifest says `"requantize": true`.
 
-    dtype       "int4", "int8", "fp8" (e4m3), "fp8_e5m2", "mxfp4", "ternary", each with a "w" at its
-                end or without (the same storage), or "keep"
-    group       32, 64, 128 or 256 columns that share a scale, int4 and int8; without it a whole row
-    zero        "per-tensor" (default): symmetric, one fixed zero point; "per-group": affine, int4
-    scale       "per-channel" (default): every row has its own scales; "per-tensor": int8, no group;
-                "per-block": 128 x 128 elements have one, fp8
-    scale_dtype "f16" (default of int4, groups and ternary), "f32" (default of int8 rows and fp8),
-                "bf16"; mxfp4 has none
-    clip        "none" (default), "percentile:P", "clamp:C", "mse", int4 and int8: see `rounding`
-    method      "rtn" (default), "imx", "gptq" (int4 and int8); the latter two need calibration
+docs/quantisation.md lists the fields of a rule and their defaults.
 
 A manifest that the PTQ scripts have written has more: `document` describes it. Its `tensors`
 then say what becomes of each tensor, and the rules record what was asked for.
@@ -70,7 +61,7 @@ _NORM = re.compile(r"(.*[._])?(layer)?norm\w*\.weight")
 
 
 class NamePattern:
-    """A regular expression that a whole name has to match, from a file that nobody has checked.
+    """A regular expression that a whole name has to match, from an unchecked file.
 
     RE2 matches it in time linear in the name; Python's `re` would try for years what a hostile
     pattern such as `(a+)+b` asks of it. Look-around and back-references are not supported.

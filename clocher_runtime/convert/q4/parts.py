@@ -4,7 +4,7 @@
 `layer-00001`, ..., and `rest` for what belongs to no layer. Plane P of tensor T is stored as `T/P`.
 The file's metadata say which job it belongs to, shape and format of each tensor, what is known
 about it (a JSON object), and the SHA-256 of the data. A part is written whole or not at all, so a
-killed job goes on after the last one.
+killed job resumes after the last one.
 """
 
 import re

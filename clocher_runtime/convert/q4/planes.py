@@ -1,7 +1,7 @@
 """Writing Q4_0 plane files with their manifest, laying them over an IEBIN pair, appending to them.
 
 The manifest is what makes the pair of files valid: it is removed first and written last. A killed
-run leaves partial files and a journal; the next run of the same job goes on where it stopped.
+run leaves partial files and a journal; the next run of the same job resumes from there.
 """
 
 import json
@@ -14,25 +14,9 @@ from pathlib import Path
 from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import Float
 from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.checkpoints import q4
 from clocher_runtime.checkpoints.checkpoint import Checkpoint, Stored
 from clocher_runtime.checkpoints.iebin import JSON_NAME, open_iebin
-from clocher_runtime.checkpoints.q4 import (
-    AGAIN,
-    CODES,
-    COMPAT_NAME,
-    Q4_0,
-    Q4_NAMES,
-    SCALES,
-    Q4Entry,
-    described,
-    is_float,
-    load_q4_planes,
-    open_index,
-    q4_document,
-    read_overlay,
-    source_hash,
-    write_overlay,
-)
 from clocher_runtime.convert.rounding import round_tensor
 from clocher_runtime.convert.to_iebin import job_name, natural, open_source, prepared
 from clocher_runtime.disk.files import read_bytes
@@ -51,14 +35,14 @@ _ATTENTION = re.compile(r".*\.self_attn\.[qkvo]_proj\.weight")
 class Q4Job:
     """A pair of files that can be written."""
 
-    source: Checkpoint  # the input
-    files: Mapping[str, Path]  # where the plane files will be: "codes" and "scales"
-    manifest: Path  # where the expanded manifest will be
+    source: Checkpoint
+    files: Mapping[str, Path]  # the plane files: "codes" and "scales"
+    manifest: Path  # the expanded manifest
     names: tuple[str, ...]  # the matrices, in the order of the files
     kept: Mapping[str, str]  # name -> reason of every other tensor
     chunk_rows: int  # rows that are encoded at a time; the bytes do not depend on it
-    nbytes: int  # bytes that the output will take
-    free_bytes: int  # bytes that the disk has for it
+    nbytes: int  # of the output
+    free_bytes: int  # of the disk
 
     def run(self, progress: Progress | None = None) -> int:
         """Write the files, or the rest of them if an earlier run was killed.
@@ -66,28 +50,27 @@ class Q4Job:
         Returns how many matrices an earlier run had finished. Raises FormatError: a matrix cannot
         be encoded; UsageError: another process is writing the same files; or ModelChanged, OSError.
         """
-        folder = self.manifest.parent
+        folder = os.path.realpath(self.manifest.parent)
         for path in (*self.files.values(), self.manifest):
             path.parent.mkdir(parents=True, exist_ok=True)
         shapes = {name: self.source.shape(name) for name in self.names}
         job = job_name(self.source, list(shapes.items()))
-        with PlaneWriter(self.files, job, Q4Entry, progress=progress) as pair:
-            planned = {name: (Q4_0, shape) for name, shape in shapes.items()}
+        with PlaneWriter(self.files, job, q4.Q4Entry, progress=progress) as pair:
+            planned = {name: (q4.Q4_0, shape) for name, shape in shapes.items()}
             done = len(pair.resume(planned))
             for name, matrix in encoded(self.source, self.names[done:], self.chunk_rows):
                 pair.add(name, *matrix)
             pair.sync()
             self.source.check_unchanged()
-            pair.publish(stale=[self.manifest, self.files[CODES].with_name(COMPAT_NAME)])
-            places = {key: _relative(path, folder) for key, path in self.files.items()}
-            document = q4_document(places, pair.entries, dict(self.kept))
+            pair.publish(stale=[self.manifest, self.files[q4.CODES].with_name(q4.COMPAT_NAME)])
+            # Seen from the manifest, so that documents hold no absolute path.
+            places = {
+                key: Path(os.path.relpath(os.path.realpath(path), folder)).as_posix()
+                for key, path in self.files.items()
+            }
+            document = q4.q4_document(places, pair.entries, dict(self.kept))
             write_file(self.manifest, f"{json.dumps(document, indent=1)}\n".encode())
         return done
-
-
-def _relative(path: Path, folder: Path) -> str:
-    """Return the place of a file seen from a folder, so that documents hold no absolute path."""
-    return Path(os.path.relpath(os.path.realpath(path), os.path.realpath(folder))).as_posix()
 
 
 def plan_q4(
@@ -120,9 +103,9 @@ def plan_q4(
             f"{source.path}: no float matrix to encode: {', '.join(sorted(set(reasons.values())))}"
         )
     kept = {name: reason for name, reason in reasons.items() if reason}
-    nbytes = sum(Q4_0.nbytes(source.shape(name)) + _JSON_BYTES for name in names)
+    nbytes = sum(q4.Q4_0.nbytes(source.shape(name)) + _JSON_BYTES for name in names)
     free = check_free(codes, nbytes)
-    files = {CODES: codes, SCALES: scales}
+    files = {q4.CODES: codes, q4.SCALES: scales}
     return Q4Job(source, files, manifest, names, kept, chunk_rows, nbytes, free)
 
 
@@ -144,8 +127,8 @@ def encoded(
     def prepare(name: str) -> tuple[QuantTensor, str]:
         tensor = source.tensor(name, verify=True)
         try:
-            matrix = round_tensor(tensor, Q4_0, threads=len(usable_cpus()), rows=chunk_rows)
-            return matrix, source_hash(tensor)
+            matrix = round_tensor(tensor, q4.Q4_0, threads=len(usable_cpus()), rows=chunk_rows)
+            return matrix, q4.source_hash(tensor)
         except FormatError as error:
             raise FormatError(f"tensor {name!r}: {error}") from None
         finally:
@@ -161,23 +144,26 @@ def make_index(model_dir: Path, manifest: Path) -> list[str]:
     that it takes from the plane files. Raises UsageError: the manifest describes other files, or
     another model; ModelError: the pair or a plane file is missing or damaged.
     """
-    planes = load_q4_planes(manifest)
-    for key, name in Q4_NAMES.items():
+    planes = q4.load_q4_planes(manifest)
+    for key, name in q4.Q4_NAMES.items():
         found = planes.files[key]
         if os.path.realpath(found) != os.path.realpath(model_dir / name):
             raise UsageError(f"{manifest}: describes {found}, expected {model_dir / name}")
     base = open_iebin(model_dir / JSON_NAME)
     for name, entry in planes.entries.items():
         tensor = base.tensors.get(name)
-        done = tensor is not None and (tensor.shape, tensor.format.name) == (entry.shape, Q4_0.name)
-        if not done and not is_float(tensor, entry.shape):
+        done = tensor is not None and (tensor.shape, tensor.format.name) == (
+            entry.shape,
+            q4.Q4_0.name,
+        )
+        if not done and not q4.is_float(tensor, entry.shape):
             raise UsageError(
                 f"{manifest}: tensor {name!r} {list(entry.shape)}: {JSON_NAME} has "
-                f"{described(tensor)}"
+                f"{q4.described(tensor)}"
             )
     for name in planes.entries:
         planes.check(name)
-    write_overlay(model_dir / COMPAT_NAME, list(planes.entries.values()))
+    q4.write_overlay(model_dir / q4.COMPAT_NAME, list(planes.entries.values()))
     return list(planes.entries)
 
 
@@ -187,7 +173,7 @@ class AppendJob:
 
     source: Checkpoint  # the checkpoint that the pair was made of
     index: Path  # model.ie.compat.json
-    entries: tuple[Q4Entry, ...]  # what the index lists
+    entries: tuple[q4.Q4Entry, ...]  # what the index lists
     names: tuple[str, ...]  # the matrices that it lacks
     present: tuple[str, ...]  # those that it has
     nbytes: int  # bytes that the new ones will take
@@ -199,13 +185,13 @@ class AppendJob:
         Raises UsageError: another process is writing the files; ModelError: a matrix cannot be
         encoded, or the files are not what the index says; or OSError.
         """
-        paths = {key: self.index.with_name(name) for key, name in Q4_NAMES.items()}
-        with PlaneWriter(paths, kind=Q4Entry, in_place=True) as pair:
+        paths = {key: self.index.with_name(name) for key, name in q4.Q4_NAMES.items()}
+        with PlaneWriter(paths, kind=q4.Q4Entry, in_place=True) as pair:
             for entry in self.entries:
                 if not pair.keep(entry):
                     raise FormatError(
                         f"{self.index.parent}: the bytes of {entry.name!r} in the plane files do "
-                        f"not match the SHA-256 in the index; {AGAIN}"
+                        f"not match the SHA-256 in the index; {q4.AGAIN}"
                     )
             pair.sync()  # which cuts off what a killed run has left
             start = pair.nbytes
@@ -213,7 +199,7 @@ class AppendJob:
                 self.source.check_unchanged()
                 pair.add(name, *matrix)
                 pair.sync()
-                write_overlay(self.index, pair.entries)
+                q4.write_overlay(self.index, pair.entries)
                 if progress:
                     progress(pair.nbytes - start, name)
 
@@ -224,7 +210,7 @@ def plan_append(hf_dir: Path, index: Path, q4_bin: Path) -> AppendJob:
     Raises UsageError: the files do not lie together, or the checkpoint is of another model;
     ModelError: the model or the index is missing or damaged; or OSError.
     """
-    expected = index.with_name(Q4_NAMES[CODES])
+    expected = index.with_name(q4.Q4_NAMES[q4.CODES])
     if os.path.realpath(q4_bin) != os.path.realpath(expected):
         raise UsageError(f"--q4-bin {q4_bin}: expected {expected}, the one beside --compat-json")
     if not os.path.isfile(index):
@@ -232,18 +218,18 @@ def plan_append(hf_dir: Path, index: Path, q4_bin: Path) -> AppendJob:
             f"--compat-json not found: {index}; scripts/rebuild_dedup_and_quant.sh --model-dir "
             f"{index.parent} makes it"
         )
-    entries = read_overlay(index, read_bytes(index, MAX_JSON_BYTES))
-    source, base = open_source(hf_dir), open_index(index)
+    entries = q4.read_overlay(index, read_bytes(index, MAX_JSON_BYTES))
+    source, base = open_source(hf_dir), q4.open_index(index)
     there = {entry.name for entry in entries}
     wanted = [name for name in base.names if _ATTENTION.fullmatch(name)]
     missing = tuple(name for name in wanted if name not in there)
     for name in missing:
-        if not is_float(found := source.tensors.get(name), base.shape(name)):
+        if not q4.is_float(found := source.tensors.get(name), base.shape(name)):
             raise UsageError(
-                f"{hf_dir}: tensor {name!r} {list(base.shape(name))}: got {described(found)}; give "
-                "the checkpoint that the model was made of, with floats"
+                f"{hf_dir}: tensor {name!r} {list(base.shape(name))}: got {q4.described(found)}; "
+                "give the checkpoint that the model was made of, with floats"
             )
-    nbytes = sum(Q4_0.nbytes(base.shape(name)) for name in missing)
+    nbytes = sum(q4.Q4_0.nbytes(base.shape(name)) for name in missing)
     free = check_free(index, nbytes)
     present = tuple(name for name in wanted if name in there)
     return AppendJob(source, index, entries, missing, present, nbytes, free)
