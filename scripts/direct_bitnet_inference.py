@@ -1,9 +1,9 @@
 """Measure the matmuls of BitNet's weights, without a server.
 
-The work, and --help, are those of `python -m bench.roofline --formats ternary`.
+The work, and --help, are those of `python -m bench linear --formats ternary`.
 """
 
 from as_module import run
 
 if __name__ == "__main__":
-    run("bench.roofline", "--formats", "ternary")
+    run("bench", "linear", "--formats", "ternary")
