@@ -66,11 +66,11 @@ microbench: $(VENV)/.installed-bench $(VENV)/.installed-test  ## every op of the
 
 microbench-block-sparse: $(VENV)/.installed-bench  ## dense against block-sparse: a table, and a plot in build/
 	@mkdir -p build
-	@$(BIN)/python -m bench.block_sparse --plot build/block-sparse.png $(ARGS)
+	@$(BIN)/python -m bench block_sparse --plot build/block-sparse.png $(ARGS)
 
-profile: $(VENV)/.installed  ## where the time of a step goes: a table, a flame graph and trace events in build/
+profile: $(VENV)/.installed  ## where the time of a step goes: a table, and a flame graph in build/
 	@mkdir -p build
-	@$(BIN)/python -m bench.profile --svg build/profile.svg --trace build/profile.trace.json $(ARGS)
+	@$(BIN)/python -m bench profile --svg build/profile.svg $(ARGS)
 
 clean:  ## remove build products, reports and caches; .venv stays
 	rm -rf build dist bench/reports *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,9 +2,8 @@
 
 import pytest
 
-from bench.measure import machine, print_table
 from bench.microbench import ROWS
-from bench.ops.experiment import table
+from bench.record import print_table, table
 
 _HEADS = "op | us | MB | GB/s | GFLOP/s | correct"
 _CELLS = "{name} | {us_per_call:.1f} | {megabytes:.2f} | {gbps:.2f} | {gflops:.2f} | {correct}"
@@ -13,4 +12,4 @@ _CELLS = "{name} | {us_per_call:.1f} | {megabytes:.2f} | {gbps:.2f} | {gflops:.2
 def pytest_terminal_summary(config: pytest.Config) -> None:
     """Print what was measured, with what pytest-benchmark's own table leaves out."""
     if rows := config.stash.get(ROWS, []):
-        print_table(table(_HEADS, _CELLS, rows, machine()))
+        print_table(table(_HEADS, _CELLS, rows).on_terminal())

@@ -18,10 +18,10 @@ found a slowdown; 9 they cannot tell; 130 interrupted; else that of the engine t
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if __package__ in (None, ""):  # python bench/harness.py: modules are found from the root, not here
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -29,77 +29,63 @@ if __package__ in (None, ""):  # python bench/harness.py: modules are found from
 import click
 from rich.console import Console
 
-from bench.clock import machine
-from bench.measure import print_table
-from bench.report.sections import cells_tables, files_table
-from bench.sweep.cells import Cell, base_settings, command_of, content_key, make_cells
-from bench.sweep.results import (
-    SPEED,
-    Row,
-    compare_files,
-    group,
-    pairs,
-    problems,
-    read_rows,
-    unmeasured,
-    write_csv,
-)
-from bench.sweep.runs import Harness, Plan
+from bench import compared, machine
+from bench.cells import base_settings, command_of, content_key, make_cells
+from bench.record import print_table, read_rows
+from bench.runs import Harness, Plan
 from bench.variables import of_program
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.clocher_run import COMMAND
 from clocher_runtime.command.settings import ALL
-from clocher_runtime.config.setting import Given, GivenInFile, Setting
+from clocher_runtime.config.setting import GivenInFile, Setting
 from clocher_runtime.config.sources import read_toml, setting_texts, sources_of
 from clocher_runtime.config.values import integer, number, path, text
 from clocher_runtime.exit_codes import ExitCode, exit_code
 
 FOLDER = Path("build/bench")
 
-OPTIONS: Mapping[str, Setting] = {
-    "runs": Setting("Run", integer(1, 10_000), "processes of each cell", "--runs", ("RUNS",)),
-    "sweep": Setting("Run", text("SWEEP"), "'name=value,value|name=value'", "--sweep"),
-    "label": Setting("Run", text(), "name of the cell, or in front of those of a sweep", "--label"),
-    "out": Setting("Run", path(), f"result file (unset: {FOLDER}/DATE.jsonl)", "--out"),
-    "retries": Setting("Run", integer(0, 100), "how often a void run is repeated", "--retries"),
-    "others_limit": Setting(
-        "Run", number(0, 100), "per cent of CPU time that others may take", "--others-limit"
+_COUNT, _TOKENS, _SECONDS = integer(1, 10_000), integer(0, 1 << 24), number(0, 1e6)
+OPTIONS: Mapping[str, tuple[Setting, Any]] = {
+    "runs": (Setting("Run", _COUNT, "processes of each cell", "--runs", ("RUNS",)), 3),
+    "sweep": (Setting("Run", text("SWEEP"), "'name=value,value|name=value'", "--sweep"), ""),
+    "label": (
+        Setting("Run", text(), "name of the cell, or in front of those of a sweep", "--label"),
+        "",
     ),
-    "patience": Setting(
-        "Run", number(0, 1e6), "seconds, in all, to wait for a quiet machine", "--patience"
+    "out": (Setting("Run", path(), f"result file (unset: {FOLDER}/DATE.jsonl)", "--out"), None),
+    "retries": (
+        Setting("Run", integer(0, 100), "how often a void run is repeated", "--retries"),
+        3,
     ),
-    "tokens_max": Setting(
-        "Run",
-        integer(0, 1 << 24),
-        "token ids of a prompt that the result file keeps",
-        "--tokens-max",
-        ("REPORT_TOKENS_MAX",),
+    "others_limit": (
+        Setting(
+            "Run", number(0, 100), "per cent of CPU time that others may take", "--others-limit"
+        ),
+        machine.OTHERS_LIMIT,
+    ),
+    "patience": (
+        Setting("Run", _SECONDS, "seconds, in all, to wait for a quiet machine", "--patience"),
+        20.0,
+    ),
+    "tokens_max": (
+        Setting(
+            "Run",
+            _TOKENS,
+            "token ids of a prompt that the result file keeps",
+            "--tokens-max",
+            ("REPORT_TOKENS_MAX",),
+        ),
+        64,
     ),
 }
-"""Settings of the harness itself, by name."""
+"""Settings of the harness itself, and their defaults, by name."""
 
-DEFAULTS: Mapping[str, Any] = {
-    "runs": 3,
-    "sweep": "",
-    "label": "",
-    "out": None,
-    "retries": 3,
-    "others_limit": machine.OTHERS_LIMIT,
-    "patience": 20.0,
-    "tokens_max": 64,
-}
-
-_ENGINE_TABLE = "engine"
+_PASSED = {"prompts": "prompts_file", "rounds": "rounds", "model-dir": "model_dir"}
+_PASSED |= {"device": "device"}
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What a call of the harness asks for.
-
-    Attributes:
-        plan: cells and how often.
-        out: result file.
-    """
+class Job(NamedTuple):
+    """What a call of the harness asks for: a plan, and the result file."""
 
     plan: Plan
     out: Path
@@ -124,13 +110,18 @@ def prepare(
         ModelNotFound: there is no such model.
     """
     document = {} if config is None else read_toml(config)
-    engine = document.pop(_ENGINE_TABLE, {})
+    engine = document.pop("engine", {})
     if not isinstance(engine, dict):
         raise UsageError(f"{config}: engine is not a table; write [engine]")
-    own = _in_file(setting_texts(document, {*OPTIONS}, str(config)), f"{config}")
-    theirs = _in_file(setting_texts(engine, {*ALL} - {"config"}, f"{config}"), f"{config}, engine")
-    values = dict(DEFAULTS)
-    for name, setting in OPTIONS.items():
+
+    def in_file(table: Mapping[str, Any], known: set[str], where: str) -> dict[str, GivenInFile]:
+        texts = setting_texts(table, known, str(config))
+        return {name: GivenInFile(f"{where}: {name}", raw) for name, raw in texts.items()}
+
+    own = in_file(document, {*OPTIONS}, f"{config}")
+    theirs = in_file(engine, {*ALL} - {"config"}, f"{config}, engine")
+    values = {name: default for name, (_, default) in OPTIONS.items()}
+    for name, (setting, _) in OPTIONS.items():
         if sources := sources_of(name, setting, given, environ, own):
             values[name] = setting.takes.read(sources[0].source, sources[0].raw)
     # A benchmark generates as many tokens as it was asked for.
@@ -138,67 +129,62 @@ def prepare(
     host = machine.describe()["host_sha256"]
     cells = make_cells(settings, values["sweep"], values["label"])
     stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
-    return Job(
-        Plan(
-            [with_key(cell, host) for cell in cells],
-            values["runs"],
-            values["retries"],
-            values["others_limit"],
-            values["tokens_max"],
-            values["patience"],
-            command_of(settings, values["sweep"], values["runs"]),
-        ),
-        values["out"] or FOLDER / f"{stamp}.jsonl",
+    plan = Plan(
+        [replace(cell, key=content_key(cell, Path.cwd(), host)) for cell in cells],
+        values["runs"],
+        values["retries"],
+        values["others_limit"],
+        values["tokens_max"],
+        values["patience"],
+        command_of(settings, values["sweep"], values["runs"]),
     )
-
-
-def with_key(cell: Cell, host: str) -> Cell:
-    """Return a cell that knows its key."""
-    return replace(cell, key=content_key(cell, Path.cwd(), host))
+    return Job(plan, values["out"] or FOLDER / f"{stamp}.jsonl")
 
 
 def measure(job: Job, console: Console) -> int:
     """Run a job, write its files, print its table and return the exit code."""
-    _make_folder(job.out.parent)
+    try:
+        job.out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{job.out.parent}: {error.strerror}; choose another with --out") from None
     rows = Harness(job.out, lambda said: console.print(said, markup=False)).run(job.plan)
-    keys = {cell.key for cell in job.plan.cells}
-    own = [row for row in rows if row["key"] in keys]
-    write_csv(job.out.with_suffix(".csv"), rows)
-    cells = group(own)
     order = [cell.key for cell in job.plan.cells]
-    shown, *_ = cells_tables(sorted(cells, key=lambda cell: order.index(cell.key)))
+    own = [row for row in rows if row["key"] in order]
+    compared.write_csv(job.out.with_suffix(".csv"), rows)
+    cells = sorted(compared.group(own), key=lambda cell: order.index(cell.key))
     title = "median of runs [95 % interval], IQR; ratios are to the first row"
-    print_table(shown.on_terminal(title))
+    print_table(compared.cells_tables(cells)[0].on_terminal(title))
     click.echo(f"{job.out} and {job.out.with_suffix('.csv').name}")
-    for problem in problems(cells):
+    for problem in compared.problems(cells):
         click.echo(f"note: {problem}", err=True)
-    failed = [row["exit_code"] or 1 for row in _last(own) if row["status"] == "error"]
+    last = {row["key"]: row for row in own}.values()
+    failed = [row["exit_code"] or 1 for row in last if row["status"] == "error"]
     if failed:
-        return failed[0]
-    return ExitCode.UNDECIDED if len(unmeasured(cells)) == len(cells) else ExitCode.OK
+        return int(failed[0])
+    return _undecided(len(compared.unmeasured(cells)) == len(cells))
 
 
 def compare(before: Path, after: Path) -> int:
     """Print two result files beside each other and return the exit code."""
-    old, new = group(read_rows(before)), group(read_rows(after))
-    found = pairs(old, new)
+    found = compared.pairs(*(compared.group(read_rows(path)) for path in (before, after)))
     if not found:
         raise UsageError(f"{before} and {after} have no label in common: nothing to compare")
-    print_table(files_table(found).on_terminal(f"{SPEED}, second file / first file"))
+    title = f"{compared.SPEED}, second file / first file"
+    print_table(compared.files_table(found).on_terminal(title))
     hosts = {row["machine"]["host_sha256"] for pair in found for c in pair for row in c.rows}
     if len(hosts) > 1:
         click.echo("the files are of different machines: nothing follows from them", err=True)
         return ExitCode.UNDECIDED
-    verdicts = {None if (c := compare_files(*pair)) is None else c.verdict for pair in found}
+    verdicts = {r and r.verdict for r in (compared.compare_files(*pair) for pair in found)}
     if "slower" in verdicts:
         return ExitCode.REJECTED
-    return ExitCode.UNDECIDED if verdicts & {None, "too few runs"} else ExitCode.OK
+    return _undecided(bool(verdicts & {None, "too few runs"}))
 
 
 def verify(path: Path) -> int:
     """Print what contradicts itself in a result file and return the exit code."""
-    cells = group(read_rows(path))
-    found = problems(cells)
+    cells = compared.group(read_rows(path))
+    found = compared.problems(cells)
     for problem in found:
         click.echo(f"verify: {problem}")
     if not cells:
@@ -207,44 +193,26 @@ def verify(path: Path) -> int:
         return ExitCode.MISMATCH
     runs = sum(len(cell.good) for cell in cells)
     click.echo(f"verify: {runs} runs count, no failure, equal tokens in all processes of a cell")
-    for label in unmeasured(cells):
+    for label in compared.unmeasured(cells):
         click.echo(f"verify: undecided: {label}: the machine was disturbed in every run")
-    return ExitCode.UNDECIDED if unmeasured(cells) else ExitCode.OK
+    return _undecided(bool(compared.unmeasured(cells)))
 
 
-def _in_file(texts: Mapping[str, str], where: str) -> dict[str, Given]:
-    return {name: GivenInFile(f"{where}: {name}", raw) for name, raw in texts.items()}
-
-
-def _last(rows: Sequence[Row]) -> list[Row]:
-    """Return the last row of each cell."""
-    return list({row["key"]: row for row in rows}.values())
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{folder}: {error.strerror}; choose another with --out") from None
+def _undecided(it_is: bool) -> int:
+    return ExitCode.UNDECIDED if it_is else ExitCode.OK
 
 
 def _options() -> list[click.Parameter]:
-    shown = {name: f" [default: {value}]" for name, value in DEFAULTS.items() if value}
-    own: list[click.Parameter] = [
-        click.Option(
-            [setting.flag, name],
-            metavar=setting.takes.metavar,
-            help=setting.help
-            + shown.get(name, "")
-            + (f" [env: {', '.join(setting.env)}]" if setting.env else ""),
-        )
-        for name, setting in OPTIONS.items()
-    ]
-    passed = {"--prompts": "prompts_file", "--rounds": "rounds", "--model-dir": "model_dir"}
-    passed["--device"] = "device"
+    own: list[click.Parameter] = []
+    for name, (setting, default) in OPTIONS.items():
+        shown = setting.help + (f" [default: {default}]" if default else "")
+        shown += f" [env: {', '.join(setting.env)}]" if setting.env else ""
+        own.append(click.Option([setting.flag, name], metavar=setting.takes.metavar, help=shown))
     own += [
-        click.Option([flag, f"engine_{name}"], metavar=ALL[name].takes.metavar, help=ALL[name].help)
-        for flag, name in passed.items()
+        click.Option(
+            [f"--{flag}", f"engine_{name}"], metavar=ALL[name].takes.metavar, help=ALL[name].help
+        )
+        for flag, name in _PASSED.items()
     ]
     file = click.Path(path_type=Path)
     return [
@@ -269,18 +237,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if values["verify"]:
             return verify(values["verify"])
         given = {name: values[name] for name in OPTIONS if values[name] is not None}
-        engine = {
-            name.removeprefix("engine_"): value
-            for name, value in values.items()
-            if name.startswith("engine_") and value is not None
-        }
-        job = prepare(
-            given,
-            {**engine, **(COMMAND.parse(values["flags"]) or {})},
-            of_program(os.environ),
-            values["config"],
-        )
-        return measure(job, console)
+        flags = {name: values[f"engine_{name}"] for name in _PASSED.values()}
+        engine = {name: value for name, value in flags.items() if value is not None}
+        engine |= COMMAND.parse(values["flags"]) or {}
+        return measure(prepare(given, engine, of_program(os.environ), values["config"]), console)
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except click.UsageError as error:

@@ -6,7 +6,7 @@
 An id spells device, op, formats and sizes: cpu-linear-mxfp4-m1-n4096-k2880. CUDA joins where there
 is a GPU. A benchmark whose first call does not give what the reference gives fails. The table and
 `extra_info` of the JSON have bytes, flops, gbps, gflops, correct and the errors. Inputs and weights
-stay in caches as far as they fit: for the bandwidth of memory see bench.roofline.
+stay in caches as far as they fit: for the bandwidth of memory see `python -m bench linear`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from bench.op_shapes import real_cases
 from bench.ops.op_timing import DEVICES, Timed, timed
+from bench.ops.shapes import real_cases
 from clocher_kernels.cuda.probe import unusable
 from clocher_kernels.ops.contract import Case, OpSpec
 from clocher_runtime.engine.topology import default_threads

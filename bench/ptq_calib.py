@@ -1,4 +1,4 @@
-"""Min-max INT8 calibration bench: cosine of every matrix, per tensor and per row, and a gate.
+"""Min-max INT8 calibration: cosine of every matrix, per tensor and per row, and a gate.
 
 Every float matrix of a model is rounded with one scale for all of it and with one per row, and
 compared with itself. The smallest cosine of the chosen granularity must reach the threshold.
@@ -10,28 +10,22 @@ compared with itself. The smallest cosine of the chosen granularity must reach t
 Exit codes: 0 accepted, 2 a flag cannot be used, 3 the model cannot be read, 8 rejected.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Column, Table
 
-from clocher_kernels.formats import Float, Format, Int4, Int8
+from bench.record import Row, print_table, table, write_json
+from clocher_kernels.formats import Format, Int4, Int8
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.command.script_run import reporting
 from clocher_runtime.convert.q4.map import reason_to_keep
 from clocher_runtime.convert.rounding import parse_clip, round_tensor
-from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.engine.topology import default_threads
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.quality.tensor_error import TensorError, measure
-
-THRESHOLD = 0.999
+from clocher_runtime.quality.tensor_error import measure
 
 
 @click.command(help=__doc__, context_settings={"max_content_width": 100})
@@ -47,16 +41,15 @@ THRESHOLD = 0.999
 @click.option(
     "--cosine-threshold",
     type=click.FloatRange(-1, 1),
-    default=THRESHOLD,
+    default=0.999,
     show_default=True,
     help="accuracy budget: least cosine of a matrix",
 )
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="write all numbers")
-def main(model: Path | None, json_path: Path | None, **options: Any) -> None:
+@click.option("--json", "out", type=click.Path(path_type=Path), help="write all numbers")
+def main(model: Path | None, out: Path | None, cosine_threshold: float, **options: Any) -> None:
     """Measure, print the table, judge."""
     with reporting("ptq_calib") as report:
-        clip = parse_clip(options["clip"])
-        formats = _formats(options["bits"], options["group"])
+        clip, formats = parse_clip(options["clip"]), _formats(options["bits"], options["group"])
         judged = options["granularity"] or list(formats)[-1]
         if judged not in formats:
             raise click.UsageError(
@@ -65,81 +58,44 @@ def main(model: Path | None, json_path: Path | None, **options: Any) -> None:
             )
         checkpoint = open_checkpoint(model or embedded_model())
         names = [n for n, t in checkpoint.tensors.items() if reason_to_keep(n, t, False) is None]
-        rows = []
+        rows: list[Row] = []
         with report.progress(len(names)) as progress:
             for number, name in enumerate(names, start=1):
-                rows.append((name, _errors(checkpoint, name, formats, clip)))
+                source = checkpoint.tensor(name)
+                row: Row = {"kind": "ptq_calib", "tensor": name}
+                for kind, fmt in formats.items():
+                    rounded = round_tensor(source, fmt, clip, default_threads())
+                    found = measure(name, source, rounded)
+                    row |= {f"cosine_{kind}": found.cosine, f"rms_{kind}": found.rms_rel}
+                rows.append(row)
+                checkpoint.release()
                 progress(number, name)
-        Console().print(_table(rows, list(formats)))
-        worst = min(rows, key=lambda row: row[1][judged].cosine) if rows else None
-        if worst is None:
+        if not rows:
             report.done("no float matrix to calibrate")
             sys.exit(ExitCode.MODEL)
-        cosine = worst[1][judged].cosine
-        accepted = cosine >= options["cosine_threshold"]
-        if json_path:
-            numbers = _numbers(rows, judged, accepted, options)
-            write_file(json_path, json.dumps(numbers, indent=1).encode())
+        heads = ["tensor", *(f"{what} {kind}" for what in ("cosine", "rms") for kind in formats)]
+        cells = [f"{{{head.replace(' ', '_')}:.6f}}" for head in heads[1:]]
+        print_table(table(" | ".join(heads), " | ".join(["{tensor}", *cells]), rows).on_terminal())
+        if out:
+            write_json(out, rows)
+        worst = min(rows, key=lambda row: float(row[f"cosine_{judged}"]))
+        cosine = worst[f"cosine_{judged}"]
+        accepted = cosine >= cosine_threshold
         report.done(
             f"{'accepted' if accepted else 'rejected'}: smallest cosine {judged} {cosine:.6f}, "
-            f"budget {options['cosine_threshold']:g} ({worst[0]})"
+            f"budget {cosine_threshold:g} ({worst['tensor']})"
         )
         sys.exit(ExitCode.OK if accepted else ExitCode.REJECTED)
 
 
 def _formats(bits: str, group: str | None) -> dict[str, Format]:
-    formats: dict[str, Format] = {}
+    formats: dict[str, Format] = {"per-row": Int4(True, "row", "f16")}
     if bits == "8":
         formats = {"per-tensor": Int8("tensor", "f32"), "per-row": Int8("row", "f32")}
-    else:
-        formats = {"per-row": Int4(True, "row", "f16")}
     if group:
-        formats["per-group"] = (
-            Int8(int(group), "f16") if bits == "8" else Int4(True, int(group), "f16")
-        )
+        size = int(group)
+        formats["per-group"] = Int8(size, "f16") if bits == "8" else Int4(True, size, "f16")
     return formats
-
-
-def _errors(
-    checkpoint: Checkpoint, name: str, formats: dict[str, Format], clip: Any
-) -> dict[str, TensorError]:
-    source = checkpoint.tensor(name)
-    assert isinstance(source.format, Float)
-    threads = default_threads()
-    found = {
-        kind: measure(name, source, round_tensor(source, fmt, clip, threads))
-        for kind, fmt in formats.items()
-    }
-    checkpoint.release()
-    return found
-
-
-def _table(rows: list[tuple[str, dict[str, TensorError]]], kinds: list[str]) -> Table:
-    table = Table(
-        Column("tensor", overflow="fold"),
-        *(f"cosine {kind}" for kind in kinds),
-        *(f"rms {k}" for k in kinds),
-    )
-    for name, errors in rows:
-        cosines = [f"{errors[kind].cosine:.6f}" for kind in kinds]
-        table.add_row(name, *cosines, *(f"{errors[kind].rms_rel:.5f}" for kind in kinds))
-    return table
-
-
-def _numbers(
-    rows: list[tuple[str, dict[str, TensorError]]],
-    judged: str,
-    accepted: bool,
-    options: dict[str, Any],
-) -> dict[str, Any]:
-    tensors = {
-        name: {
-            kind: {"cosine": e.cosine, "rms_rel": e.rms_rel, "max_abs": e.max_abs}
-            for kind, e in errors.items()
-        }
-        for name, errors in rows
-    }
-    return {"options": options, "judged": judged, "accepted": accepted, "tensors": tensors}
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from typing import Any
 
 import click
 
-from bench.sweep.results import group, read_rows, unmeasured
+from bench.compared import group, unmeasured
+from bench.record import read_rows
 from bench.variables import of_program
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.settings import resolve
@@ -28,8 +29,6 @@ from clocher_runtime.config.values import Value, integer, number, one_of, path, 
 from clocher_runtime.exit_codes import ExitCode, exit_code
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGETS = ("bench", "bench-cuda", "bench-report", "bench-verify")
-
 CALLED_FROM = "MAKE_CALLED_FROM"
 RESULTS = "bench.jsonl"
 
@@ -55,6 +54,7 @@ VARIABLES: Mapping[str, tuple[Value, str, str]] = {
 
 # Variables of clocher-run whose values are paths of files or folders to be read.
 _PATHS = ("MODEL_DIR", "PROMPTS", "CLOCHER_TILE_TABLE")
+_GOES_ON = (ExitCode.OK, ExitCode.UNDECIDED)
 
 
 @dataclass(slots=True)
@@ -83,38 +83,23 @@ class Call:
         """Return the result file."""
         return self.folder / RESULTS
 
-
-def read_variables(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return the value of each of `VARIABLES`, and check those of clocher-run.
-
-    Raises:
-        UsageError: one is not what it should be: its name, its value and what it takes.
-    """
-    resolve({}, of_program(environ))
-    found = {}
-    for name, (value, default, _) in VARIABLES.items():
-        raw = environ.get(name) or default
-        found[name] = value.read(name, raw) if raw else None
-    return found
+    def python(self, *words: object, python: object = sys.executable) -> int:
+        """Run Python with some arguments from the root, and return its exit code."""
+        return self.run([str(python), *map(str, words)], cwd=ROOT, env=self.environ)
 
 
 def find(name: str, raw: str, called_from: Path, output: bool = False) -> Path:
-    """Return the path that a variable means.
-
-    Args:
-        name: of the variable, for messages.
-        raw: its value.
-        called_from: directory that make was called in.
-        output: it need not exist.
-    """
+    """Return the path that a variable means; one of an output need not exist."""
     typed = Path(raw).expanduser()
-    bases = list(dict.fromkeys([called_from, ROOT]))
-    tried = [Path(os.path.normpath(base / typed)) for base in bases]
+    tried = [Path(os.path.normpath(base / typed)) for base in dict.fromkeys([called_from, ROOT])]
+    old = ROOT / "benchmarks"
     for candidate in tried:
         if candidate.exists():
             return candidate
-        inside = _renamed(candidate)
-        if inside is not None and (output or inside.exists()):
+        if old.exists() or not candidate.is_relative_to(old):
+            continue
+        inside = ROOT / "bench" / candidate.relative_to(old)
+        if output or inside.exists():
             _say(f"{name}: {raw} is {inside.relative_to(ROOT)} here")
             return inside
     return tried[0] if not output else tried[-1]
@@ -124,9 +109,13 @@ def set_up(environ: Mapping[str, str], flags: Sequence[str] = ()) -> Call:
     """Check all variables and resolve all paths.
 
     Raises:
-        UsageError: a variable is not what it should be.
+        UsageError: a variable is not what it should be: its name, its value and what it takes.
     """
-    values = read_variables(environ)
+    resolve({}, of_program(environ))
+    raws = {name: environ.get(name) or default for name, (_, default, _) in VARIABLES.items()}
+    values: dict[str, Any] = {
+        name: VARIABLES[name][0].read(name, raw) if raw else None for name, raw in raws.items()
+    }
     call = Call(dict(environ), values, flags)
     called_from = Path(environ.get(CALLED_FROM) or ROOT)
     for name in _PATHS:
@@ -145,9 +134,6 @@ def set_up(environ: Mapping[str, str], flags: Sequence[str] = ()) -> Call:
     return call
 
 
-_GOES_ON = (ExitCode.OK, ExitCode.UNDECIDED)
-
-
 def bench(call: Call, device: str = "", again: bool = True) -> int:
     """Run the harness, then what VERIFY, VERIFY_HF_IDS and REPORT ask for.
 
@@ -161,10 +147,8 @@ def bench(call: Call, device: str = "", again: bool = True) -> int:
     """
     if again and call.results.exists():
         os.replace(call.results, call.results.with_stem("bench.previous"))
-    command = [sys.executable, "-m", "bench.harness", "--out", str(call.results)]
-    command += [f"--device={device}"] if device else []
-    command += call.flags
-    code = call.run(command, cwd=ROOT, env=call.environ)
+    chosen = [f"--device={device}"] if device else []
+    code = call.python("-m", "bench.harness", "--out", call.results, *chosen, *call.flags)
     undecided = code == ExitCode.UNDECIDED
     if call.values["VERIFY"] and (undecided or not code):
         code = verify(call, call.results)
@@ -178,8 +162,7 @@ def bench(call: Call, device: str = "", again: bool = True) -> int:
 
 def verify(call: Call, results: Path) -> int:
     """Check a result file; the exit code is 9 where the machine was disturbed in every run."""
-    command = [sys.executable, "-m", "bench.harness", "--verify", str(results)]
-    return call.run(command, cwd=ROOT, env=call.environ)
+    return call.python("-m", "bench.harness", "--verify", results)
 
 
 def verify_strict(path: Path) -> int:
@@ -219,11 +202,10 @@ def verify_ids(call: Call, device: str) -> int:
         return code
     embedded = ROOT / "clocher_runtime/assets/clocher-tiny-gptoss"
     directory = call.values["HF_DIR"] or call.environ.get("MODEL_DIR") or embedded
-    checker = [str(call.values["HF_PY"]), "scripts/verify_hf_generation_ids.py", "--check-prompt"]
-    checker += ["--trace-jsonl", str(trace), "--hf-dir", str(directory)]
-    checker += ["--out", str(call.folder / "hf-ids.json")]
+    script = ("scripts/verify_hf_generation_ids.py", "--check-prompt", "--trace-jsonl", trace)
     # It reads HF_DEVICE, HF_DTYPE, HF_TOPK and HF_LOGITS_TOL itself.
-    return call.run(checker, cwd=ROOT, env=call.environ)
+    more = ("--hf-dir", directory, "--out", call.folder / "hf-ids.json")
+    return call.python(*script, *more, python=call.values["HF_PY"])
 
 
 def report(call: Call) -> int:
@@ -231,16 +213,14 @@ def report(call: Call) -> int:
     script = call.values["REPORT_SCRIPT"]
     if not script.is_file():
         raise UsageError(f"REPORT_SCRIPT: got {str(script)!r}, expected a file that is there")
-    command = [sys.executable, str(script), str(call.results), "--out-dir", str(call.folder)]
-    command += ["--tokens-max", str(call.values["REPORT_TOKENS_MAX"])]
-    command += ["--strict", str(strict)] if (strict := call.values["STRICT_REPORT_PATH"]) else []
-    command += (call.values["REPORT_ARGS"] or "").split()
-    code = call.run(command, cwd=ROOT, env=call.environ)
+    words = [script, call.results, "--out-dir", call.folder]
+    words += ["--tokens-max", call.values["REPORT_TOKENS_MAX"]]
+    words += ["--strict", strict] if (strict := call.values["STRICT_REPORT_PATH"]) else []
+    code = call.python(*words, *(call.values["REPORT_ARGS"] or "").split())
     cells = group(read_rows(call.results))
     if code or len(unmeasured(cells)) == len(cells):
         return code
-    update = [sys.executable, "scripts/update_performance_md.py", "--add", str(call.results)]
-    return call.run(update, cwd=ROOT, env=call.environ)
+    return call.python("scripts/update_performance_md.py", "--add", call.results)
 
 
 def bench_verify(call: Call) -> int:
@@ -263,12 +243,12 @@ def bench_cuda(call: Call) -> int:
     return bench(call, "cuda")
 
 
-def _renamed(candidate: Path) -> Path | None:
-    """Return bench/X for benchmarks/X of this repository, where there is no benchmarks/."""
-    old = ROOT / "benchmarks"
-    if old.exists() or not candidate.is_relative_to(old):
-        return None
-    return ROOT / "bench" / candidate.relative_to(old)
+TARGETS: Mapping[str, Callable[[Call], int]] = {
+    "bench": bench,
+    "bench-cuda": bench_cuda,
+    "bench-report": bench_report,
+    "bench-verify": bench_verify,
+}
 
 
 def _say(message: str) -> None:
@@ -278,14 +258,8 @@ def _say(message: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a target and return its exit code."""
     name, *flags = sys.argv[1:] if argv is None else argv
-    jobs = {
-        "bench": bench,
-        "bench-cuda": bench_cuda,
-        "bench-report": bench_report,
-        "bench-verify": bench_verify,
-    }
     try:
-        return jobs[name](set_up(os.environ, flags))
+        return TARGETS[name](set_up(os.environ, flags))
     except (ClocherError, KeyboardInterrupt) as error:
         _say(f"{name}: error: {error or type(error).__name__}")
         return exit_code(error)

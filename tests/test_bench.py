@@ -11,11 +11,12 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from bench import bandwidth, block_sparse, decode, pass_cost, peers, step_overhead
-from bench.llama_cpp import LlamaCpp
-from bench.measure import NotMeasured, interleave, limit_note, ratio, seconds, write_json
-from bench.ops.experiment import Row, experiment
-from bench.ops.products import ENGINES, Problem, clocher, exact_product
+from bench import __main__ as bench
+from bench.cases import attention, block_sparse, linear, peers, start
+from bench.cases.llama_cpp import LlamaCpp
+from bench.cases.products import ENGINES, Problem, clocher, exact_product
+from bench.ops.experiment import NotMeasured, experiment, limit_note, ratio, seconds, turns
+from bench.record import KINDS, Kind, Row, write_json
 from clocher_runtime.convert.synthetic import Precision, plan_synthesis
 from cpu_fallback.team.bandwidth import Reader
 
@@ -53,7 +54,7 @@ def test_rounds_interleave_and_turn() -> None:
         return float(len(calls))
 
     runs = {name: (lambda name=name: contestant(name)) for name in "abc"}
-    found = interleave(runs, 3, rest_s=0)
+    found = turns(runs, 3, rest_s=0)
     # The first round, in the order of turn -1, is thrown away.
     assert "".join(calls) == "cab" + "abc" + "bca" + "cab"
     assert found == {"a": [4, 9, 11], "b": [5, 7, 12], "c": [6, 8, 10]}
@@ -89,22 +90,6 @@ def test_a_speed_above_the_limit_is_named() -> None:
     assert "above the limit" in limit_note(120)
 
 
-def test_bandwidth(tmp_path: Path) -> None:
-    out = tmp_path / "rows.json"
-    arguments = [*FAST, "--threads", "1,2", "--json", str(out)]
-    result = CliRunner().invoke(bandwidth.main, arguments, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    rows = json.loads(out.read_text())
-    assert [(row["pages"], row["threads"]) for row in rows] == [
-        ("4k", 1),
-        ("4k", 2),
-        ("2m", 1),
-        ("2m", 2),
-    ]
-    assert all(0.05 < row["gbps"] < 5000 for row in rows)
-    assert rows[0]["huge_share"] == 0
-
-
 def test_bandwidth_reads_every_byte() -> None:
     reader = Reader("4k", 2 << 20)
     reader.gbps(3)
@@ -115,34 +100,16 @@ def test_bandwidth_reads_every_byte() -> None:
 
 @pytest.mark.parametrize("text", ["0", "1,", "x", "-1"])
 def test_thread_counts_are_checked(text: str) -> None:
-    result = CliRunner().invoke(bandwidth.main, [*FAST, "--threads", text])
+    result = CliRunner().invoke(linear.main, [*FAST, "--threads", text])
     assert result.exit_code == 2
     assert "expected numbers from 1" in result.output
 
 
-def test_decode(model_dir: Path, tmp_path: Path) -> None:
-    out = tmp_path / "rows.json"
-    arguments = [*FAST, "--model-dir", str(model_dir), "--tokens", "6", "--json", str(out)]
-    result = CliRunner().invoke(
-        decode.main, [*arguments, "--threads", "1,2"], catch_exceptions=False
-    )
-    assert result.exit_code == 0, result.output
-    one, two = json.loads(out.read_text())
-    assert (one["threads"], two["threads"]) == (1, 2)
-    assert one["test"] == "tg6"
-    assert one["format"] == "int4_sym_g32_f16"
-    assert one["correct"]
-    assert one["tokens_sha256"] == two["tokens_sha256"]
-    assert one["scaling"] == 1
-    assert 0 < one["outside_share"] < 1
-    assert len(one["samples"]) == 2
-    assert one["gbps"] == pytest.approx(one["tok_s"] * one["bytes_per_token"] / 1e9)
-
-
-def test_decode_says_what_is_wrong_with_a_model(tmp_path: Path) -> None:
-    result = CliRunner().invoke(decode.main, ["--model-dir", str(tmp_path), *FAST])
+def test_a_case_says_what_is_wrong_with_a_model(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    result = CliRunner().invoke(peers.main, ["--model-dir", str(tmp_path), *FAST])
     assert result.exit_code == 1
-    assert "no model there" in result.output
+    assert "no model there" in result.output or "model.gguf" in result.output
 
 
 @pytest.mark.parametrize("name", ["int4_sym_g32_f16", "int8_row_f32", "bf16", "ternary", "mxfp4"])
@@ -154,28 +121,51 @@ def test_clocher_multiplies_correctly(name: str) -> None:
     try:
         assert engine.correct(exact)
         assert not engine.correct(exact * 1.1)
-        assert engine.gbps(problem.nbytes) > 0
+        assert engine.seconds() > 0 and engine.nbytes == problem.nbytes
     finally:
         engine.close()
 
 
-def test_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "rows.json"
-    # As if not installed: importing a module that is None fails.
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    arguments = [*FAST, "--shape", "64x256", "--format", "int4_sym_g32_f16", "--json", str(out)]
-    result = CliRunner().invoke(peers.main, [*arguments, "--threads", "2"], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    rows = {row["engine"]: row for row in json.loads(out.read_text())}
+def rows_of(command: click.Command, out: Path, *words: str) -> tuple[int, list[Row]]:
+    done = CliRunner().invoke(command, [*words, "--json", str(out)], catch_exceptions=False)
+    found: list[Row] = json.loads(out.read_text())
+    return done.exit_code, found
+
+
+def test_products(tmp_path: Path) -> None:
+    words = [*FAST, "--shapes", "64x256", "--formats", "int4_sym_g32_f16", "--threads", "2"]
+    words += ["--engines", "clocher,cached,torch"]
+    code, found = rows_of(linear.main, tmp_path / "rows.json", *words)
+    assert code == 0
+    rows = {row["engine"]: row for row in found}
     assert list(rows) == list(ENGINES)
-    ours, torch, missing = rows["clocher"], rows["torch"], rows["onnxruntime"]
+    ours, cached, torch = rows.values()
     wanted = {"op", "format", "N", "K", "M", "threads", "isa", "gbps", "read_gbps", "pct_of_limit"}
     assert wanted | {"correct"} <= set(ours)
     assert (ours["N"], ours["K"], ours["M"], ours["correct"]) == (64, 256, 1, True)
-    assert torch["correct"]
+    assert cached["correct"] and torch["correct"]
     assert torch["ratio_low"] <= torch["ratio"] <= torch["ratio_high"]
-    assert missing["note"].startswith("not measured: onnxruntime and onnx cannot be imported")
-    assert "gbps" not in missing
+    for row in found:
+        assert row["gbps"] > 0.001 and row["us"] > 0
+
+
+def test_an_engine_that_is_missing_has_a_reason_and_no_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As if not installed: importing a module that is None fails.
+    monkeypatch.setitem(sys.modules, "torch", None)
+    words = [*FAST, "--shapes", "64x96", "--formats", "bf16", "--threads", "1"]
+    code, rows = rows_of(linear.main, tmp_path / "r.json", *words, "--engines", "clocher,torch")
+    assert code == 0 and rows[1]["note"].startswith("not measured: torch cannot be imported")
+    assert "gbps" in rows[0] and "gbps" not in rows[1]
+
+
+def test_a_wrong_product_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "exact_product", lambda *args: 2 * exact_product(*args))
+    words = [*FAST, "--shapes", "64x96", "--formats", "ternary", "--threads", "1,2"]
+    code, rows = rows_of(linear.main, tmp_path / "rows.json", *words)
+    assert code == 1 and not any(row["correct"] for row in rows)
+    assert [row["threads"] for row in rows] == [1, 2]
 
 
 def test_models(model_dir: Path, llama_bench: Path, tmp_path: Path) -> None:
@@ -212,7 +202,7 @@ def test_several_programs_and_depths(
     names = ["clocher", "llama.cpp -fa 1 model.gguf", "ik_llama.cpp -rtr 1 model.gguf"]
     assert [(row["engine"], row["test"]) for row in rows] == [(name, "tg4@d9") for name in names]
     assert all(row["tok_s"] > 0 for row in rows)
-    assert "pct_of_limit" not in rows[0]  # of bytes that depend on the depth
+    assert rows[0]["pct_of_limit"] > 0 and "pct_of_limit" not in rows[1]
     asked = said.read_text()
     assert "-fa 1 -m" in asked and "-rtr 1 -m" in asked and "-p 0 -n 4 -d 9 " in asked
 
@@ -239,7 +229,7 @@ def test_a_peer_that_cannot_be_imported(
     (tmp_path / f"{module}.py").write_text("raise ImportError('blocked by the test')\n")
     paths = [str(tmp_path), str(Path(__file__).parents[1])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    command = None if module == "llama_cpp" else [sys.executable, "-m", f"bench.{module}"]
+    command = None if module == "llama_cpp" else [sys.executable, "-m", f"bench.cases.{module}"]
     with pytest.raises(NotMeasured, match=f"{module} cannot be imported: blocked"):
         LlamaCpp(command, model_dir / "model.gguf", 2).speed("tg2")
 
@@ -273,31 +263,50 @@ def test_openvino_is_a_peer_where_its_wheel_is_installed(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--shape", "64"], "expected NxK"),
-        (["--test", "xx1"], "expected pp or tg"),
-        (["--test", "pp8@d8"], "expected pp or tg"),
-        (["--format", "int5"], "unknown format"),
+        (["linear", "--shapes", "64"], "expected NxK"),
+        (["peers", "--model-dir", ".", "--test", "xx1"], "expected pp or tg"),
+        (["peers", "--model-dir", ".", "--test", "pp8@d8"], "expected pp or tg"),
+        (["linear", "--formats", "int5"], "unknown format"),
+        (["linear", "--engines", "clocher,abacus"], "expected some of clocher, cached"),
+        (["none"], "no case 'none'; cases are harness, strict, peers"),
     ],
-    ids=["shape", "test", "depth", "format"],
+    ids=["shape", "test", "depth", "format", "engine", "case"],
 )
-def test_wrong_arguments_are_named(arguments: list[str], text: str) -> None:
-    result = CliRunner().invoke(peers.main, [*FAST, *arguments])
-    assert result.exit_code in (1, 2)
-    assert text in result.output
+def test_wrong_arguments_are_named(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        bench.main(arguments)
+    assert stop.value.code == 2 and text in capsys.readouterr().err
+
+
+def test_every_case_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    bench.main([])
+    listed = capsys.readouterr().out
+    assert all(f"  {name}" in listed for name in bench.CASES)
+    for name in bench.CASES:
+        with pytest.raises(SystemExit) as stop:
+            bench.main([name, "--help"])
+        assert stop.value.code == 0
+        assert "python -m bench" in capsys.readouterr().out
 
 
 def test_help_keeps_the_lines_of_its_examples() -> None:
     shown = CliRunner().invoke(peers.main, ["--help"]).output
     assert "\\b" not in shown
-    assert "\n      python -m bench.peers   " in shown
+    assert "\n      python -m bench peers --model-dir" in shown
+
+
+@pytest.fixture(autouse=True)
+def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = "name | GB/s | right | note", "{name} | {gbps:.1f} | {right} | {note}"
+    monkeypatch.setitem(KINDS, "made_up", Kind("Made up", *columns))  # type: ignore[arg-type]
 
 
 def made_of(rows: list[Row], *arguments: str) -> Result:
-    """Run a bench that yields these rows and knows one option."""
+    """Run a case that yields these rows and knows one option."""
 
-    @experiment(
-        "made_up", "Rows.", "name | GB/s | right | note", "{name} | {gbps:.1f} | {right} | {note}"
-    )
+    @experiment("made_up", "Rows.")
     @click.option("--dir")
     def main(dir: str | None) -> list[Row]:
         return rows
@@ -310,7 +319,7 @@ def test_rows_say_what_made_them_and_name_no_folder(tmp_path: Path) -> None:
     rows: list[Row] = [{"name": "a", "gbps": 1.25}]
     done = made_of(rows, "--dir", "/somebodys/models/a b/", f"--json={out}")
     assert done.exit_code == 0, done.output
-    command = "python -m bench.made_up --dir 'a b' --json=rows.json"
+    command = "python -m bench made_up --dir 'a b' --json=rows.json"
     assert json.loads(out.read_text()) == [{"kind": "made_up", "command": command, **rows[0]}]
 
 
@@ -319,7 +328,7 @@ def test_a_table_shows_what_rows_have() -> None:
     lines = made_of(rows).output.splitlines()
     assert "note" not in lines[-5] and "right" in lines[-5]
     assert [line.split("│")[1:4] for line in lines[-3:-1]] == [
-        [" a    ", " 1.2  ", " yes   "],
+        [" a    ", "  1.2 ", " yes   "],
         [" b    ", "      ", " NO    "],
     ]
 
@@ -344,36 +353,19 @@ def test_block_sparse(tmp_path: Path) -> None:
     assert all(r["correct"] and r["seconds"] > 0 and 0 <= r["break_even"] <= 1 for r in rows)
 
 
-def test_step_overhead_is_gated() -> None:
-    arguments = ["--steps", "3", "--threads", "1", "--limit"]
-    for limit in (0.05, 0.99, 0):  # 0 fails, 0.99 passes
-        done = CliRunner().invoke(
-            step_overhead.main, [*arguments, str(limit)], catch_exceptions=False
-        )
-        line = json.loads(done.output)
-        assert line["steps"] == 3 and 0 < line["outside_share"] < 1
-        assert done.exit_code == int(line["outside_share"] > limit)
+def test_attention_counts_the_keys_and_values(tmp_path: Path) -> None:
+    words = ["--models", "llama-1b", "--kv", "f16,i8", "--context", "64", "--rounds", "2"]
+    code, rows = rows_of(attention.main, tmp_path / "rows.json", *words, "--threads", "2")
+    assert code == 0 and [row["kv"] for row in rows] == ["f16", "i8"]
+    assert all(row["us_per_layer"] > 0 and row["pct_low"] <= row["pct_of_limit"] for row in rows)
 
 
-def test_what_passes_cost(tmp_path: Path) -> None:
-    """Of the embedded model: the cache holds what was computed, and experts are counted."""
-    words = ["--tokens", "1,4", "--context", "5", "--threads", "1", "--mib", "16", "--rounds", "1"]
-    done = CliRunner().invoke(pass_cost.main, words, catch_exceptions=False)
-    chain, sequences = map(json.loads, done.output.splitlines())
-    assert done.exit_code == 0 and (chain["test"], sequences["test"]) == ("chain", "sequences")
-    for row in (chain, sequences):
-        one, four = row["experts"]
-        assert row["tokens"] == [1, 4] and row["ratio"][0] == 1 and min(row["ms"]) > 0
-        assert one == 2 and one <= four <= 8
-    assert list(chain["warm_up_ms"]) == ["1", "2", "3", "4"]
-
-
-def test_tokens_of_a_text_can_be_timed(tmp_path: Path) -> None:
-    text = tmp_path / "text"
-    text.write_text("a text " * 9, encoding="utf-8")
-    words = ["--tokens", "1,2", "--threads", "1", "--mib", "16", "--rounds", "1"]
-    words += ["--what", "chain,prompt", "--text", str(text)]
-    done = CliRunner().invoke(pass_cost.main, words, catch_exceptions=False)
-    chain, prompt = map(json.loads, done.output.splitlines())
-    assert done.exit_code == 0 and (chain["test"], prompt["test"]) == ("chain", "prompt")
-    assert min(prompt["ms"]) > 0
+def test_start_runs_processes_in_turns(model_dir: Path, tmp_path: Path) -> None:
+    peer = tmp_path / "llama-bench"
+    peer.write_text("#!/bin/sh\nexit 0\n")
+    peer.chmod(0o755)
+    words = ["--model-dir", str(model_dir), "--llama-bench", str(peer), "--cache", "warm"]
+    code, rows = rows_of(start.main, tmp_path / "rows.json", *words, "--rounds", "1")
+    assert code == 0 and [row["engine"] for row in rows] == ["clocher", "read", "llama.cpp"]
+    ours, read, theirs = rows
+    assert ours["s"] > theirs["s"] > 0 and read["over_read"] == 1

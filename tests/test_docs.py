@@ -142,7 +142,7 @@ def test_block(block: Block, outcome: Callable[[Block], Done]) -> None:
     assert len(lines) == sum(
         bool(re.match(r"(\w+=\S+ )*clocher([- ]run| perplexity| bench quality)", line))
         for line in block.text.splitlines()
-    ) + block.text.count("bench.step_overhead")
+    )
     assert all(line.get("status", "ok") == "ok" for line in lines)
 
 

@@ -52,14 +52,12 @@ clocher_runtime.ray
 clocher_runtime.subcommands
 clocher_runtime.cli clocher_runtime.monitoring
 clocher_runtime.__main__ clocher_runtime.adapters
-bench.measure bench.variables
+bench.record bench.variables bench.machine bench.cells
 bench.ops bench.gpu
-bench.bandwidth bench.decode
-bench.clock
-bench.sweep
+bench.cases
+bench.strict_checks bench.compared bench.runs
 bench.report
-bench.strict
-bench.serving bench
+bench
 """.replace("\\\n", "")
     .strip()
     .splitlines()
@@ -84,11 +82,10 @@ LIBRARIES: dict[str, str] = {
     "clocher_runtime.text.grammar": "numpy llguidance",
     "clocher_runtime.adapters.lm_eval_model": "numpy lm_eval tqdm",
     "clocher_runtime.adapters.transformers_quantizer": "torch transformers",
-    "bench.serving": "numpy click msgspec",
     "scripts.block_diffusion_torch": "torch safetensors",
     "scripts.train_block_diffusion": "torch safetensors tokenizers",
     "scripts": "numpy click rich",
-    "bench": """numpy click rich ray jinja2 pytest torch triton cupy onnx onnxruntime llama_cpp
+    "bench": """numpy click rich jinja2 pytest torch triton cupy llama_cpp
         matplotlib gemlite torchao bitsandbytes openvino openvino_genai""",
 }
 # Distributions whose modules have another name.

@@ -11,7 +11,7 @@ import pytest
 from commands import VARIABLES
 
 from bench import harness, targets
-from bench.sweep.results import read_rows
+from bench.record import read_rows
 from bench.variables import OF_MAKE
 from clocher_kernels.errors import UsageError
 
@@ -118,8 +118,7 @@ def test_the_page_lists_every_variable() -> None:
     for name, (value, default, about) in targets.VARIABLES.items():
         shown = "the one that runs make" if name == "HF_PY" else default and f"`{default}`"
         assert f"| `{name}` | {value.takes} | {shown} | {about} |" in page
-    for name, setting in harness.OPTIONS.items():
-        default = harness.DEFAULTS[name]
+    for setting, default in harness.OPTIONS.values():
         shown = "" if default in (None, "") else f"{default:g}"
         env = f"`{setting.env[0]}`" if setting.env else ""
         row = f"| `{setting.flag}` | {env} | {setting.takes.takes} | {shown} | {setting.help} |"

@@ -207,9 +207,9 @@ def test_only_runs_that_are_ok_measure() -> None:
 
 
 def test_the_harness_and_the_exporter_name_one_schema() -> None:
-    from bench.sweep import results
+    from bench import record
 
-    assert HARNESS_SCHEMA == results.SCHEMA
+    assert HARNESS_SCHEMA == record.SCHEMA
 
 
 def test_configurations_are_apart() -> None:

@@ -1,6 +1,5 @@
-"""The profile of a step: stamps, rows, flame graph, trace events."""
+"""The profile of a step: stamps, rows, flame graph."""
 
-import json
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -8,9 +7,9 @@ import pytest
 from click.testing import CliRunner
 from sessions import make_session
 
-from bench import profile
-from bench.clock.step_pictures import Frame, svg, trace
-from bench.profile import Profiler, flame, label, layer_of, median_step, rows_of
+from bench.cases import profile
+from bench.cases.profile import Profiler, flame, label, layer_of, median_step, rows_of
+from bench.cases.step_pictures import Frame, svg
 from clocher_kernels.plan import Call
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
@@ -115,17 +114,6 @@ def test_the_flame_graph_is_as_wide_as_the_step(steps):
 def test_narrow_frames_are_left_out():
     picture = svg(Frame("all", 1e6, (Frame("speck", 1.0), Frame("rest", 9e5))), "t")
     assert "speck" not in picture and "rest" in picture
-
-
-def test_trace_events_are_the_launches(tmp_path: Path, steps):
-    calls = [(call.name, call.spans, call.nbytes) for call in steps[0].calls]
-    document = json.loads(json.dumps(trace(calls, "t")))
-    events = [event for event in document["traceEvents"] if event["ph"] == "X"]
-    assert len(events) == sum(call.spans[..., 0].size for call in steps[0].calls)
-    assert all(event["dur"] >= 0 for event in events)
-    total = sum(event["dur"] for event in events) * 1e3
-    spent = sum((call.spans[..., 1] - call.spans[..., 0]).sum() for call in steps[0].calls)
-    assert total == pytest.approx(float(spent), rel=1e-6)
 
 
 def test_a_label_names_the_weight_without_its_layer():

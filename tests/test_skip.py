@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dead_neurons import planted, zeros_by_layer
 from sessions import make_session
 
-from bench.skip import DENSE, planted, zeros_by_layer
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats import parse_format
 from clocher_kernels.ops.quantize import BITNET, quantize
@@ -24,6 +24,7 @@ from cpu_fallback.tiles.neurons import lines_of, nbytes_of, pack
 from tests.one_op import run
 
 BITNET_DIR = Path(__file__).parent / "data" / "clocher-tiny-bitnet"
+DENSE = "woh"  # of --pretranspose, where nothing is skipped
 TERNARY = parse_format("ternary")
 OPS_THAT_SKIP = {"relu2_gate_up", "skip_linear"}
 

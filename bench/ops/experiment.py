@@ -1,12 +1,14 @@
-"""The skeleton of a bench: options, rows, the table on the terminal, the JSON file, the exit code.
+"""The skeleton of a case: options, contestants in turns, rows, a table, a JSON file, an exit code.
 
-A bench declares its options and its columns, and yields rows; `experiment` makes the command of it.
-Every row then says its `kind`, which is the bench, and the `command` that made it.
+What is compared runs in turns (`clocher_runtime.quality.turns`); a ratio is that of medians, with
+an interval that draws whole rounds anew. A case declares its options and yields rows; `experiment`
+makes a command of it. Columns are those of `bench.record.KINDS`.
 """
 
-import json
+import os
 import re
 import shlex
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,34 +18,30 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+import rich.table
 from rich.console import Console
-from rich.table import Table
 
-from bench.measure import (
-    REST_S,
-    NotMeasured,
-    Rows,
-    help_text,
-    interleave,
-    machine,
-    print_table,
-    ratio,
-    seconds,
-    write_json,
-)
+from bench.record import Row, print_table, table_of, write_json
+from bench.record import table as made_table
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_kernels.formats import parse_format
-from clocher_runtime.engine.topology import default_threads
+from clocher_runtime.engine.topology import cpu_name, default_threads, usable_cpus
+from clocher_runtime.quality.statistics import ratio as ratio
+from clocher_runtime.quality.turns import in_turns
 
 if TYPE_CHECKING:
     from clocher_runtime.engine.load import Model
 
 Key = TypeVar("Key")
-Row = dict[str, Any]
-_BAR = " | "
 
-FILE = click.Path(path_type=Path)
-_MARKS = {True: "yes", False: "NO"}
+REST_S = 0.05
+"""Pause between two contestants: thread pools spin for a while after their work."""
+
+_ABOVE_LIMIT = 105.0
+
+
+class NotMeasured(Exception):
+    """A contestant that cannot run here; its text is the reason."""
 
 
 class _New(click.Path):
@@ -56,11 +54,8 @@ class _New(click.Path):
         return path
 
 
-NEW = _New(dir_okay=False, path_type=Path)
-
-
 class Listed(click.ParamType):
-    """Values with commas between them.
+    """Comma-separated values.
 
     Args:
         read: makes a value of a text; raises ValueError.
@@ -86,14 +81,9 @@ class Listed(click.ParamType):
     @classmethod
     def of(cls, known: Iterable[str]) -> "Listed":
         """Return the type of a list of known names."""
-        names = {name: name for name in known}
-
-        def read(text: str) -> str:
-            if text not in names:
-                raise ValueError
-            return text
-
-        return cls(read, f"some of {', '.join(names)}")
+        names = tuple(known)
+        # Of a name that is not known, `index` raises ValueError.
+        return cls(lambda text: names[names.index(text)], f"some of {', '.join(names)}")
 
 
 def _count(text: str) -> int:
@@ -116,17 +106,19 @@ def _format(text: str) -> str:
         raise click.BadParameter(str(error)) from None
 
 
+FILE = click.Path(path_type=Path)
+NEW = _New(dir_okay=False, path_type=Path)
 COUNTS = Listed(_count, "numbers from 1, such as 1,2")
 SHAPES = Listed(_sides, "NxK, such as 4096x14336")
 FORMATS = Listed(_format, "formats of weights")
+PAGES = ("4k", "2m")
 
 
-def default_counts() -> str:
-    """Return the thread counts 1 and that of a run, as an option's text."""
+def _default_counts() -> str:
     return ",".join(str(n) for n in sorted({1, default_threads()}))
 
 
-TEAMS = click.option("--threads", type=COUNTS, default=default_counts, show_default="1 and all")
+TEAMS = click.option("--threads", type=COUNTS, default=_default_counts, show_default="1 and all")
 """Some sizes of the team of threads, side by side."""
 TEAM = click.option(
     "--threads", type=click.IntRange(1), default=default_threads, show_default="all usable cores"
@@ -134,22 +126,9 @@ TEAM = click.option(
 MODEL_DIR = click.option(
     "--model-dir", type=FILE, envvar="MODEL_DIR", help="default: MODEL_DIR, else the embedded model"
 )
-
-
-def opened(model_dir: Path | None, precision: str | None = None) -> "Model":
-    """Return the model of a directory, or the embedded one."""
-    from clocher_runtime.checkpoints import open_checkpoint  # late: tables need no checkpoint
-    from clocher_runtime.checkpoints.locate import embedded_model
-    from clocher_runtime.engine.load import load_model
-
-    return load_model(open_checkpoint(model_dir or embedded_model()), precision)
-
-
-def of_read(speeds: Sequence[float], reads: Sequence[float]) -> Row:
-    """Return what a row says of speeds beside the read bandwidth of the same rounds, in GB/s."""
-    share = ratio(speeds, reads)
-    row = {"gbps": median(speeds), "read_gbps": median(reads), "pct_of_limit": 100 * share.value}
-    return row | {"pct_low": 100 * share.low, "pct_high": 100 * share.high}
+MIB = click.option(
+    "--mib", type=click.IntRange(2), default=512, show_default=True, help="Buffer to read."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,17 +156,59 @@ class Subject:
 def turns(
     runs: Mapping[Key, Callable[[], float]], rounds: int, rest_s: float = REST_S
 ) -> dict[Key, list[float]]:
-    """Return what each contestant measured in each round; see `interleave`."""
-    named = {str(key): run for key, run in runs.items()}
-    found = interleave(named, rounds, rest_s=rest_s)
-    return dict(zip(runs, found.values(), strict=True))
+    """Return what each contestant measured in each round; one more round comes first."""
+    return in_turns(runs, rounds, lambda done, name: time.sleep(rest_s))
+
+
+def seconds(call: Callable[[], object], at_least: float = 0.0) -> float:
+    """Return the seconds of one call; it is repeated until `at_least` seconds have passed."""
+    calls = 0
+    start = time.perf_counter()
+    while True:
+        call()
+        calls += 1
+        elapsed = time.perf_counter() - start
+        if elapsed >= at_least:
+            return elapsed / calls
+
+
+def of_read(speeds: Sequence[float], reads: Sequence[float]) -> Row:
+    """Return what a row says of speeds beside the read bandwidth of the same rounds, in GB/s."""
+    share = ratio(speeds, reads)
+    row = {"gbps": median(speeds), "read_gbps": median(reads), "pct_of_limit": 100 * share.value}
+    return row | {"pct_low": 100 * share.low, "pct_high": 100 * share.high}
+
+
+def over(ours: Sequence[float], theirs: Sequence[float]) -> Row:
+    """Return what a row says of a ratio of speeds of the same rounds."""
+    found = ratio(ours, theirs)
+    return {"ratio": found.value, "ratio_low": found.low, "ratio_high": found.high}
+
+
+def limit_note(percent: float) -> str:
+    """Return a warning where a speed is above the limit that memory sets, else ""."""
+    if percent <= _ABOVE_LIMIT:
+        return ""
+    return "above the limit: the weights lie in a cache, or the limit was read too low"
+
+
+def opened(model_dir: Path | None, precision: str | None = None) -> "Model":
+    """Return the model of a directory, or the embedded one."""
+    from clocher_runtime.checkpoints import open_checkpoint  # late: tables need no checkpoint
+    from clocher_runtime.checkpoints.locate import embedded_model
+    from clocher_runtime.engine.load import load_model
+
+    return load_model(open_checkpoint(model_dir or embedded_model()), precision)
+
+
+def help_text(docstring: str | None) -> str:
+    r"""Return a raw docstring as the text of --help, where click's \b keeps lines apart."""
+    return (docstring or "").replace("\\b\n", "\b\n")
 
 
 def experiment(
     kind: str,
     text: str | None,
-    heads: str = "",
-    cells: str = "",
     *,
     title: str = "",
     rounds: int | None = None,
@@ -196,11 +217,8 @@ def experiment(
     """Return a decorator that makes a command of what yields rows.
 
     Args:
-        kind: the module of the bench, and what its rows are called.
+        kind: the name of the case, and of its rows.
         text: its help.
-        heads: of the table's columns, as `table` takes them; without any, rows are printed as lines
-            of JSON.
-        cells: what the columns show.
         title: of the table, filled in from the first row.
         rounds: how often things are measured, unless --rounds says otherwise; None: no such option.
         good: whether a row is as it should be; the command exits with 1 if one is not.
@@ -210,7 +228,7 @@ def experiment(
         @wraps(measure)
         def run(out: Path | None, **options: Any) -> None:
             about = {"kind": kind, "command": _spelled(kind)}
-            rows: Rows = []
+            rows: list[Row] = []
             terminal = Console(stderr=True)
             try:
                 with terminal.status(kind) if terminal.is_terminal else nullcontext() as status:
@@ -222,11 +240,10 @@ def experiment(
                 raise click.UsageError(str(error)) from None
             except (ClocherError, NotMeasured) as error:
                 raise click.ClickException(str(error)) from None
-            if heads and rows:
-                name = f"{title.format_map(rows[0])}, {machine()}"
-                print_table(table(heads, cells, rows, name))
-            for row in rows if not heads else ():
-                click.echo(json.dumps(row))
+            if rows:
+                load = f"load {os.getloadavg()[0]:.1f} at the end"
+                name = f"{title.format_map(rows[0])}, {cpu_name()}, {len(usable_cpus())} CPUs"
+                print_table(table_of(kind, rows).on_terminal(f"{name}, {load}"))
             if out and rows:
                 write_json(out, rows)
             raise SystemExit(int(not all(map(good, rows))))
@@ -243,32 +260,11 @@ def experiment(
     return decorate
 
 
-def table(heads: str, cells: str, rows: Iterable[Row], title: str = "", **looks: Any) -> Table:
-    """Return a table of rows, without the columns that no row fills.
-
-    Args:
-        heads: what the columns are called: "format | GB/s".
-        cells: what they show of a row, as `str.format` takes it: "{format} | {gbps:.1f}"; a row
-            that lacks it leaves a cell empty.
-        rows: of the table.
-        title: above it.
-        looks: more of what `rich.table.Table` takes.
-    """
-    lines = [[_cell(shown, row) for shown in cells.split(_BAR)] for row in rows]
-    names = heads.split(_BAR)
-    filled = [index for index in range(len(names)) if any(line[index] for line in lines)]
-    made = Table(*(names[index] for index in filled), title=title, **looks)
-    for line in lines:
-        made.add_row(*(line[index] for index in filled))
-    return made
-
-
-def _cell(shown: str, row: Row) -> str:
-    said = {key: _MARKS[value] if isinstance(value, bool) else value for key, value in row.items()}
-    try:
-        return shown.format_map(said)
-    except (KeyError, TypeError):
-        return ""
+def table(
+    heads: str, cells: str, rows: Iterable[Row], title: str = "", **looks: Any
+) -> rich.table.Table:
+    """Return `bench.record.table` for the terminal."""
+    return made_table(heads, cells, rows).on_terminal(title, **looks)
 
 
 def _spelled(kind: str) -> str:
@@ -277,7 +273,7 @@ def _spelled(kind: str) -> str:
     for word in click.get_current_context().meta[__name__]:
         name, equals, value = word.rpartition("=")
         words.append(f"{name}{equals}{value.rstrip('/').rpartition('/')[2]}")
-    return shlex.join(["python", "-m", f"bench.{kind}", *words])
+    return shlex.join(["python", "-m", "bench", kind, *words])
 
 
 class _Command(click.Command):

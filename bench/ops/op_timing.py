@@ -26,12 +26,7 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed(Subject):
-    """An op on a back end, and what it says besides the time.
-
-    Attributes:
-        cost: of one call: bytes that must move, and operations.
-        facts: where it runs, and `correct`: whether the first call gave what the reference gives.
-    """
+    """An op on a back end, the cost of a call, and facts: where it runs, if it is `correct`."""
 
     cost: Cost
     facts: Facts
@@ -47,14 +42,7 @@ class Timed(Subject):
 
 
 def timed(spec: OpSpec, case: Case, device: str, threads: int) -> Timed:
-    """Return an op on a back end, compared with its reference.
-
-    Args:
-        spec: the op.
-        case: sizes and settings.
-        device: one of `DEVICES`.
-        threads: threads of the CPU team.
-    """
+    """Return an op on one of `DEVICES`, compared with its reference."""
     op = OpRun(spec, case)
     cost = cost_of(op)
     # A call that is over at once would measure how long it takes to wake the team.

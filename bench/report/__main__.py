@@ -11,41 +11,44 @@ Exit codes:
   else that of bench.harness, which `run` runs
 """
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import click
 
-from bench.measure import help_text
-from bench.report.data import FOLDER, read_file
-from bench.report.document import markdown
-from bench.report.files import write_report
+from bench import strict_checks
+from bench.compared import cells_tables, group
+from bench.record import FOLDER, KINDS, ResultFile, Row, Table, read_file, table, table_of
+from bench.report.document import Section, html, markdown
 from bench.report.page import add, render
-from bench.report.sections import sections
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.exit_codes import ExitCode, exit_code
+from clocher_runtime.quality.statistics import median_of_runs
 
+SCHEMA = "clocher.report/1"
 RESULTS = "bench.jsonl"
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 _FILE = click.Path(path_type=Path)
+_TEXT_CHARS = 400
 
 
 class _Command(click.Command):
     """A command whose help is a raw docstring."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **{**options, "help": help_text(options["help"])})
+        text = (options.pop("help") or "").replace("\\b\n", "\b\n")
+        super().__init__(*arguments, help=text, **options)
 
 
-@click.group(help=help_text(__doc__))
+@click.group(help=(__doc__ or "").replace("\\b\n", "\b\n"))
 def main() -> None:
     """Do nothing by itself."""
 
@@ -83,8 +86,8 @@ def run(
     python scripts/run_harness_report.py --out-dir build/bench -- --runs 3 -- --max-new 16
 
     Without result files bench.harness runs first, with what follows "--". --out-dir gets
-    report.html, report.md, report.json and plots/*.svg. --strict adds what `bench.strict --json`
-    wrote; a result file may be that of any bench.
+    report.html, report.md and report.json. --strict adds what `bench.strict --json` wrote; a
+    result file may be that of any case.
 
     \b
     Exit codes:
@@ -102,7 +105,10 @@ def run(
         out_dir.mkdir(parents=True, exist_ok=True)
         if flags or not (results or strict):
             results = [out_dir / RESULTS]
-            _run_harness(results[0], flags)
+            command = [sys.executable, "-m", "bench.harness", "--out", str(results[0]), *flags]
+            if code := subprocess.run(command, check=False).returncode:
+                click.echo(f"error: bench.harness ended with {code}; see above", err=True)
+                sys.exit(code)
         files = [read_file(path) for path in (*strict, *results)]
         click.echo(str(write_report(files, out_dir, title, tokens_max)))
 
@@ -113,7 +119,7 @@ def run(
 @click.option("--results", type=_FILE, default=FOLDER, help="Result files.")
 @click.option("--docs", type=_FILE, default=DOCS, help="Where the page is.")
 def update(check: bool, added: tuple[Path, ...], results: Path, docs: Path) -> None:
-    r"""Write docs/PERFORMANCE.md and docs/plots from the result files in bench/results.
+    r"""Write docs/PERFORMANCE.md and its plot from the result files in bench/results.
 
     \b
     python scripts/update_performance_md.py                      render the page
@@ -156,23 +162,127 @@ def baseline(results: tuple[Path, ...], out: Path | None) -> None:
     python scripts/make_baseline_md.py build/bench/bench.jsonl --out BASELINE.md
     """
     with _failing():
-        found = sections([read_file(path) for path in results])
-        if not found:
-            raise UsageError(f"{results[0]}: no report shows this kind of result file")
-        tables = [s for s in found if s.tables or s.text]
-        text = markdown("Baseline", (), [replace(section, plots=()) for section in tables])
+        text = markdown("Baseline", (), sections([read_file(path) for path in results]))
         if out is None:
             click.echo(text, nl=False)
         else:
             write_file(out, text.encode())
 
 
-def _run_harness(out: Path, flags: Sequence[str]) -> None:
-    command = [sys.executable, "-m", "bench.harness", "--out", str(out), *flags]
-    code = subprocess.run(command, check=False).returncode
-    if code:
-        click.echo(f"error: bench.harness ended with {code}; see what it says above", err=True)
-        sys.exit(code)
+def write_report(
+    files: Sequence[ResultFile], folder: Path, title: str, tokens_max: int | None = None
+) -> Path:
+    """Write report.html, report.md and report.json; return the HTML file.
+
+    Args:
+        files: what it is about.
+        folder: it exists.
+        title: of the report.
+        tokens_max: token ids of a prompt that are shown; None: all that the files hold.
+
+    Raises:
+        UsageError: no file has rows.
+    """
+    cells = [_cell(file, cell, tokens_max) for file in files for cell in _cells(file)]
+    whole = [*sections(files), *_outputs(cells)]
+    intro = ("Speeds are tokens a second unless a column says otherwise; [..]: 95 % intervals.",)
+    strict = [
+        {"file": file.name, "model": file.rows[0].get("model"), "checks": file.rows[0]["checks"]}
+        for file in files
+        if file.kind == "strict"
+    ]
+    names = [file.name for file in files]
+    data = {"schema": SCHEMA, "files": names, "cells": cells, "strict": strict}
+    page = folder / "report.html"
+    write_file(folder / "report.md", markdown(title, intro, whole).encode())
+    write_file(folder / "report.json", f"{json.dumps(data, indent=1)}\n".encode())
+    write_file(page, html(title, intro, whole).encode())
+    return page
+
+
+def sections(files: Sequence[ResultFile]) -> list[Section]:
+    """Return a section for each file, with what its rows say.
+
+    Raises:
+        UsageError: no file has rows.
+    """
+    found = [_section(file) for file in files if file.rows]
+    if not found:
+        names = ", ".join(file.name for file in files)
+        raise UsageError(f"{names}: no report shows an empty file; give one with results")
+    return found
+
+
+def _section(file: ResultFile) -> Section:
+    title = KINDS[file.kind].title if file.kind in KINDS else file.kind.replace("_", " ")
+    told = ", ".join(part for part in (file.date, file.machine) if part) or "date unknown"
+    text = f"{_plain(told)}; from `{_plain(file.name)}`."
+    text += f" Command: `{_plain(file.command)}`" if file.command else ""
+    if file.kind == "strict":
+        tables: tuple[Table, ...] = strict_checks.tables(file.rows)
+    elif file.kind == "harness":
+        lines = [row["line"] or {} for row in file.rows]
+        keys = ("model", "precision", "device", "isa", "threads")
+        same = {key: {str(each[key]) for each in lines if each.get(key)} for key in keys}
+        facts = [Path(values.pop()).name for values in same.values() if len(values) == 1]
+        text += f" All cells: {_plain(', '.join(facts))}." if facts else ""
+        why = [
+            {"status": row["status"], "why": reason}
+            for row in file.rows
+            for reason in (row.get("why") or ())
+        ]
+        lost = table("did not count | why", "{status} | {why}", why)
+        tables = (*cells_tables(_cells(file)), *([lost] if why else []))
+    else:
+        tables = (table_of(file.kind, file.rows),)
+    return Section(title, (text,), tuple(t for t in tables if t.head))
+
+
+def _outputs(cells: Sequence[Row]) -> list[Section]:
+    """Return what was generated, once for all cells that agree."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for cell in cells:
+        for number, output in enumerate(cell["outputs"], 1):
+            ids = " ".join(map(str, output["token_ids"]))
+            found.setdefault((str(number), ids, output["text"][:_TEXT_CHARS]), []).append(
+                cell["label"]
+            )
+    rows = [
+        (number, f"`{ids}`" if ids else "", f"`{_plain(text)}`" if text.strip() else "", labels)
+        for (number, ids, text), names in found.items()
+        for labels in [f"{len(names)}: {_plain(', '.join(names))}"]
+    ]
+    head = ("prompt", "token ids", "text", "cells")
+    return [Section("What was generated", tables=(Table(head, tuple(rows)),))] if rows else []
+
+
+def _cell(file: ResultFile, cell: Any, tokens_max: int | None) -> Row:
+    speeds = cell.values()
+    found = median_of_runs(speeds) if speeds else None
+    held = next((r["outputs"] for r in cell.rows if isinstance(r.get("outputs"), list)), [])
+    return {
+        "file": file.name,
+        "label": cell.label,
+        "key": cell.key,
+        "runs": len(cell.good),
+        "void": cell.count("void"),
+        "tok_s": found and found.value,
+        "tok_s_95": found and found.ends,
+        "tokens_sha256": sorted({r["tokens_sha256"] for r in cell.rows if r.get("tokens_sha256")}),
+        "outputs": [
+            {"token_ids": output["token_ids"][:tokens_max], "text": output["text"]}
+            for output in held
+        ],
+    }
+
+
+def _cells(file: ResultFile) -> list[Any]:
+    return group([dict(row) for row in file.rows]) if file.kind == "harness" else []
+
+
+def _plain(shown: str) -> str:
+    """Return text of a result file without anything that a cell would take for markup."""
+    return " ".join(shown.replace("`", "'").split())
 
 
 if __name__ == "__main__":

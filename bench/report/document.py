@@ -1,104 +1,121 @@
-"""A report as sections, tables and pictures, and its two forms: Markdown and one HTML file."""
+"""A report as sections and tables, its two forms, Markdown and one HTML file, and its one chart."""
 
+import hashlib
+import io
 import re
-from base64 import b64encode
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from bench.report.charts import Chart, Ratios, clean
-from bench.report.columns import MARKS, Table, is_figure
+from bench.record import MARKS, Table, is_figure
+from clocher_kernels.errors import UsageError
 
-_KINDS = {mark: status for status, mark in MARKS.items()}
+_CLASSES = {mark: status for status, mark in MARKS.items()}
+# What may not stand in XML; a result file can hold any text.
+_CONTROL = dict.fromkeys(
+    {*range(32), *range(127, 160), *range(0xD800, 0xE000), 0xFFFE, 0xFFFF} - {10},
+    "\N{REPLACEMENT CHARACTER}",
+)
+_RC = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 9}
+_COLOUR, _LIMIT = "#0072b2", "#777777"
 
-
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """A picture.
-
-    Attributes:
-        name: of its file, without a suffix.
-        chart: what is drawn.
-        caption: one sentence.
-    """
-
-    name: str
-    chart: Chart | Ratios
-    caption: str
+Bar = tuple[str, float, float, float]
+"""A name, a ratio, and the ends of its interval."""
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A part of a report, under its own heading.
-
-    Attributes:
-        title: the heading.
-        text: paragraphs, in which `...` is code.
-        tables: after them.
-        plots: after the tables.
-        level: of its heading, 2 or 3.
-    """
+class Section(NamedTuple):
+    """A part of a report: a heading, paragraphs, tables. In text, `...` is code."""
 
     title: str
     text: tuple[str, ...] = ()
     tables: tuple[Table, ...] = ()
-    plots: tuple[Plot, ...] = ()
     level: int = 2
 
 
-def markdown(
-    title: str, intro: Sequence[str], sections: Sequence[Section], plots: str = "plots"
-) -> str:
-    """Return a report as Markdown.
-
-    Args:
-        title: of the page.
-        intro: paragraphs below it.
-        sections: in order.
-        plots: directory of the pictures, as links see it.
-    """
+def markdown(title: str, intro: Sequence[str], sections: Sequence[Section]) -> str:
+    """Return a report as Markdown; the paragraphs of the intro are Markdown already."""
     parts = [f"# {_line(title)}", *intro]
     for section in sections:
         parts += [f"{'#' * section.level} {_line(section.title)}", *map(_line, section.text)]
         parts += [_markdown_table(table) for table in section.tables]
-        parts += [f"![{_line(p.caption)}]({plots}/{p.name}.svg)" for p in section.plots]
     return "\n\n".join(parts) + "\n"
 
 
-def html(
-    title: str,
-    intro: Sequence[str],
-    sections: Sequence[Section],
-    pictures: Mapping[str, str],
-) -> str:
-    """Return a report as one HTML file that loads nothing: style and pictures are inside.
-
-    It is well-formed XML as well.
-
-    Args:
-        title: of the page.
-        intro: paragraphs below it, in which `...` is code.
-        sections: in order.
-        pictures: name of a plot -> its SVG.
-    """
-    folder = Path(__file__).parent
+def html(title: str, intro: Sequence[str], sections: Sequence[Section]) -> str:
+    """Return a report as one HTML file, also well-formed XML, that loads nothing."""
     jinja = Environment(
-        loader=FileSystemLoader(folder),
+        loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
         keep_trailing_newline=True,
     )
-    jinja.globals |= {"clean": clean, "kind": _kind}
-    inside = {name: b64encode(svg.encode()).decode() for name, svg in pictures.items()}
-    page = jinja.get_template("page.html")
-    return page.render(title=title, intro=intro, sections=sections, pictures=inside)
+    jinja.globals |= {"clean": _clean, "kind": _kind}
+    return jinja.get_template("page.html").render(title=title, intro=intro, sections=sections)
+
+
+def chart(title: str, label: str, bars: Sequence[Bar]) -> str:
+    """Return ratios as SVG, a line for each; 1 is where neither side wins.
+
+    It ends with digests of its data and of itself: the rest depends on the version of matplotlib.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
+    except ImportError:
+        raise UsageError(
+            "plots are drawn with matplotlib, which is not installed; pip install '.[bench]' in a "
+            "clone of Clocher"
+        ) from None
+    file, seal = io.StringIO(), _seal(title, label, list(bars))
+    with matplotlib.rc_context({**_RC, "svg.hashsalt": seal}):
+        figure = Figure(figsize=(5.6, 0.9 + 0.27 * len(bars)))
+        axes = figure.add_subplot()
+        for place, (_, value, low, high) in enumerate(bars):
+            axes.hlines(place, low, high, color=_COLOUR, linewidth=1.8)
+            axes.plot([value], [place], color=_COLOUR, marker="o", markersize=5)
+            at = (1.02, place)
+            axes.annotate(f"{value:.2f}x", at, xycoords=axes.get_yaxis_transform(), va="center")
+        axes.axvline(1.0, color=_LIMIT, linewidth=1.8)
+        axes.set_yticks(range(len(bars)), [_clean(name) for name, *_ in bars])
+        axes.tick_params(axis="y", length=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.invert_yaxis()
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(FixedLocator([0.5, 1, 1.5, 2, 3, 4, 6, 8, 10]))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.set_title(_clean(title), loc="left", fontsize=11)
+        axes.set_xlabel(_clean(label))
+        about = {"Date": None, "Creator": None}
+        figure.savefig(file, format="svg", bbox_inches="tight", metadata=about)
+    drawn = file.getvalue().rstrip()
+    return f"{drawn}\n<!-- {seal} {_seal(drawn)} -->\n"
+
+
+def is_current(picture: str, title: str, label: str, bars: Sequence[Bar]) -> bool:
+    """Return whether a picture is the chart of these data, as it was drawn."""
+    drawn, _, end = picture.rpartition("\n<!-- ")
+    return end == f"{_seal(title, label, list(bars))} {_seal(drawn)} -->\n"
+
+
+def _seal(*data: object) -> str:
+    return hashlib.sha256(repr(data).encode("utf-8", "replace")).hexdigest()
+
+
+def _clean(text: str) -> str:
+    """Return text that may stand in XML once it is escaped."""
+    return text.translate(_CONTROL)
 
 
 def _kind(cell: str) -> str:
     """Return the class of a cell: a mark, a number, or nothing."""
-    return _KINDS.get(cell) or ("number" if is_figure(cell) else "")
+    return _CLASSES.get(cell) or ("number" if is_figure(cell) else "")
 
 
 def _markdown_table(table: Table) -> str:

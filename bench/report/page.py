@@ -1,50 +1,47 @@
-"""docs/PERFORMANCE.md and its plots, rendered from the result files of a folder."""
+"""docs/PERFORMANCE.md and its plot: what people ask first, from the result files of a folder."""
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from bench.report.charts import Chart, Ratios, is_current, svg
-from bench.report.columns import code, model_name
-from bench.report.data import ResultFile, read_file, read_folder
-from bench.report.document import markdown
-from bench.report.sections import missing, sections
+from bench.record import ResultFile, Row, is_number, read_file, read_folder, table
+from bench.report.document import Bar, Section, chart, is_current, markdown
 from clocher_kernels.errors import UsageError
 from clocher_runtime.disk.output_file import write_file
 
 NOTE = "<!-- Written by scripts/update_performance_md.py from bench/results. Do not edit. -->"
 _INTRO = (
     NOTE,
-    "Every figure here comes from a file in `bench/results`; the command beside it makes such a "
-    "file, with DIR and PATH for places; what a file does not record, such as the rounds of some "
-    "benches, is left at its default. [Benchmarking](benchmarking.md) says how they are measured. "
-    "Speeds are tokens a second unless a column says otherwise. The limit is the read "
-    "bandwidth that was measured beside it, over the bytes that must be read; brackets hold 95 % "
-    "intervals.",
+    "Measured on two cores of shared virtual machines. Every figure comes from a file in "
+    "[bench/results](../bench/results), which also has the command that made it and the samples; "
+    "the models are small or shortened, have published shapes and random weights. Brackets hold "
+    "95 % intervals. [benchmarking.md](benchmarking.md) says how speed is measured, "
+    "[measured-facts.md](measured-facts.md) what else was learnt, `clocher bench MODEL` measures "
+    "your machine.",
+    "![How many times as fast as llama.cpp, with 95 % intervals](plots/beside-peers.svg)",
 )
+_TITLE, _LABEL = "Clocher beside llama.cpp, same weights", "times as fast, 95 % interval"
+SHOWN = {"llama-1b-int4": "Q4_0", "llama-1b-ternary": "TQ2_0", "gpt-oss-20b-8l": "MXFP4"}
+"""Models of the plot, and what llama.cpp stores their weights as; each decodes and reads."""
+
 _PATH = re.compile(r"(?<![\w/.:~-])(?:/[^\s/'\"=,;]+)*/([^\s/'\"=,;]+)")
+_STORED = re.compile(r"\b(I?Q\d\w*|TQ\d\w*|BF16|F16|MXFP4)")
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """What is written.
-
-    Attributes:
-        text: of the page.
-        plots: name -> what is drawn.
-    """
+class Page(NamedTuple):
+    """What is written: the text of the page, and the bars of its plot."""
 
     text: str
-    plots: Mapping[str, Chart | Ratios]
+    bars: Sequence[Bar]
 
     def stale(self, page: Path, plots: Path) -> list[str]:
         """Return the files that are not what they should be, those that should not be included."""
         found = [] if _content(page) == self.text else [page.name]
-        found += [f"{name}.svg" for name in self._old(plots)]
-        return found + [path.name for path in self._gone(plots)]
+        if self.bars and not is_current(_content(_plot(plots)), _TITLE, _LABEL, self.bars):
+            found.append(_plot(plots).name)
+        return found + [path.name for path in _gone(plots)]
 
     def write(self, page: Path, plots: Path) -> None:
         """Write what is not current, and remove plots that are no more. Each file appears whole.
@@ -53,22 +50,11 @@ class Page:
             UsageError: a plot is to be drawn, and matplotlib is not installed.
         """
         plots.mkdir(parents=True, exist_ok=True)
-        for name in self._old(plots):
-            write_file(plots / f"{name}.svg", svg(self.plots[name]).encode())
-        for path in self._gone(plots):
+        if self.bars and not is_current(_content(_plot(plots)), _TITLE, _LABEL, self.bars):
+            write_file(_plot(plots), chart(_TITLE, _LABEL, self.bars).encode())
+        for path in _gone(plots):
             path.unlink()
         write_file(page, self.text.encode())
-
-    def _old(self, plots: Path) -> list[str]:
-        """Return the plots that show something else, or nothing."""
-        return [
-            name
-            for name, chart in self.plots.items()
-            if not is_current(_content(plots / f"{name}.svg") or "", chart)
-        ]
-
-    def _gone(self, plots: Path) -> list[Path]:
-        return sorted(path for path in plots.glob("*.svg") if path.stem not in self.plots)
 
 
 def render(folder: Path) -> Page:
@@ -78,15 +64,104 @@ def render(folder: Path) -> Page:
         UsageError: the folder or a file in it cannot be used.
     """
     files = read_folder(folder)
-    found = sections(files)
-    parts = [markdown("Performance", _INTRO, found).rstrip()]
-    if rest := missing(files):
-        parts += ["## Not measured yet", "\n".join(f"- {line}" for line in rest)]
-    if others := [file for file in files if file.kind == "other"]:
-        names = "\n".join(f"- {code(file.name)}" for file in others)
-        parts += ["## Files that other pages speak of", names]
-    plots = {plot.name: plot.chart for section in found for plot in section.plots}
-    return Page("\n\n".join(parts) + "\n", plots)
+    peers = _peers(files)
+    sections = [
+        Section(
+            "Beside other engines",
+            ("Same weights, same threads, in turns; tg is decoding, pp reading a prompt.",),
+            (
+                table(
+                    "model | test | ISA | tok/s | peer | its tok/s | times as fast | file",
+                    "{model} | {test} | {isa} | {ours:.4g} | {peer} | {tok_s:.4g} | "
+                    "{ratio:.2f} [{ratio_low:.2f}, {ratio_high:.2f}] | `{file}`",
+                    peers,
+                ),
+            ),
+        ),
+        Section(
+            "Decoding, beside the read bandwidth of the memory",
+            (),
+            (
+                table(
+                    "model | weights | threads | tok/s | MB per token | % of read | file",
+                    "{model} | {format} | {threads} | {tok_s:.4g} | {mb:.4g} | "
+                    "{pct_of_limit:.0f} | `{file}`",
+                    _decodes(files),
+                ),
+            ),
+        ),
+        Section(
+            "Start and memory",
+            ("From the command to the first token, with the file in the page cache or not.",),
+            (
+                table(
+                    "model | engine | cached, s | cold, s | peak memory, MiB | file",
+                    "{model} | {engine} | {warm:.2f} | {cold:.2f} | {rss:.0f} | `{file}`",
+                    _starts(files),
+                ),
+            ),
+        ),
+    ]
+    found = [section for section in sections if section.tables[0].rows]
+    bars = [
+        (f"{model} {row['test']}, {row['isa']}", *(row[key] for key in _RATIO))
+        for model, stored in SHOWN.items()
+        for row in reversed(peers)
+        if (row["model"], row["peer"]) == (model, f"llama.cpp {stored}")
+    ]
+    return Page(markdown("Performance", _INTRO if bars else _INTRO[:-1], found), bars)
+
+
+_RATIO = ("ratio", "ratio_low", "ratio_high")
+
+
+def _peers(files: Sequence[ResultFile]) -> list[Row]:
+    """Return the newest row of each model, test and peer; of one day, the wider ISA."""
+    newest: dict[tuple[str, str, str], tuple[tuple[str, bool], Row]] = {}
+    for file in (file for file in files if file.kind == "peers"):
+        ours: dict[Any, Row] = {r["test"]: r for r in file.rows if r.get("isa") and r.get("tok_s")}
+        for row in file.rows:
+            own = ours.get(row.get("test"))
+            numbers = all(is_number(row.get(key)) for key in (*_RATIO, "tok_s"))
+            if own is None or not numbers or row is own or re.search(r" -fa 1 ", row["engine"]):
+                continue
+            stored = _STORED.search(f"{row['note']}")
+            peer = f"{row['engine'].split()[0]}{f' {stored[0]}' if stored else ''}"
+            model = str(own["model"]).replace("l1b-", "llama-1b-")
+            shown = {**row, "model": model, "ours": own["tok_s"], "isa": own["isa"], "peer": peer}
+            rank = file.date, own["isa"] != "avx2"
+            key = model, row["test"][:2], peer
+            if key not in newest or rank >= newest[key][0]:
+                newest[key] = rank, {**shown, "file": file.name}
+    return [row for _, (_, row) in sorted(newest.items())]
+
+
+def _decodes(files: Sequence[ResultFile]) -> list[Row]:
+    found = []
+    for file in files:
+        rows = file.rows[1:] if file.kind == "strict" else file.rows
+        for row in rows if file.kind in ("decode", "strict") else ():
+            about = {**file.rows[0], **row}
+            if is_number(row.get("pct_of_limit")) and is_number(about.get("bytes_per_token")):
+                found.append({**about, "mb": about["bytes_per_token"] / 1e6, "file": file.name})
+    return found
+
+
+def _starts(files: Sequence[ResultFile]) -> list[Row]:
+    found: dict[tuple[str, str], Row] = {}
+    for file in files:
+        for row in file.rows if file.kind == "start" else ():
+            if row["engine"] != "read":
+                key = row["model"], row["engine"]
+                about = {"model": key[0], "engine": key[1], "file": file.name}
+                found.setdefault(key, about)[row["cache"]] = row["s"]
+        if file.kind == "strict":
+            row = file.rows[0]
+            key = row["model"], "clocher, cold to the end of 129 tokens"
+            cold = row["windows"]["cold"]["end_to_end_s"]
+            found[key] = {"model": key[0], "engine": key[1], "cold": cold, "file": file.name}
+            found[key]["rss"] = row.get("rss_peak_mb")
+    return list(found.values())
 
 
 def add(path: Path, folder: Path) -> Path:
@@ -103,24 +178,22 @@ def add(path: Path, folder: Path) -> Path:
             it was measured.
     """
     file = read_file(path)
-    if file.kind not in ("harness", "strict"):
+    if not file.rows or not isinstance(file.rows[0].get("machine"), dict):
         raise UsageError(
             f"{path}: a file of kind {file.kind!r} does not say where it was measured; name it "
             f"DATE-MACHINE-{file.kind}.json and put it into {folder} yourself"
         )
     if not any(row.get("status", "ok") == "ok" for row in file.rows):
         raise UsageError(f"{path}: no run counts, so there is nothing to show")
-    machine = file.rows[0].get("machine") or {}
-    host = str(machine.get("host_sha256", "unknown"))
-    words = [file.date, host, file.kind, _model(file), file.stem]
+    host = str(file.rows[0]["machine"].get("host_sha256", "unknown"))
+    lines = (row.get("line") or row for row in file.rows)
+    model = next((Path(each["model"]).name for each in lines if each.get("model")), "")
+    words = [file.date, host, file.kind, model, path.stem]
     name = "-".join(re.sub(r"[^\w.-]+", "-", word) for word in words if word)
+    rows = [json.dumps(without_directories(row)) for row in file.rows]
+    text = "\n".join(rows) if path.suffix == ".jsonl" else "[\n" + ",\n".join(rows) + "\n]"
     target = folder / f"{name}{path.suffix}"
-    rows = [without_directories(row) for row in file.rows]
-    if path.suffix == ".jsonl":
-        text = "".join(f"{json.dumps(row)}\n" for row in rows)
-    else:
-        text = "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n"
-    write_file(target, text.encode())
+    write_file(target, f"{text}\n".encode())
     return target
 
 
@@ -135,15 +208,16 @@ def without_directories(value: Any) -> Any:
     return value
 
 
-def _model(file: ResultFile) -> str:
-    lines = (row.get("line") or row for row in file.rows)
-    return next(
-        (model_name(line["model"]) for line in lines if isinstance(line.get("model"), str)), ""
-    )
+def _plot(plots: Path) -> Path:
+    return plots / "beside-peers.svg"
 
 
-def _content(path: Path) -> str | None:
+def _gone(plots: Path) -> list[Path]:
+    return sorted(path for path in plots.glob("*.svg") if path != _plot(plots))
+
+
+def _content(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        return None
+        return ""

@@ -3,16 +3,21 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import Annotated, Any
 
 import click
+import msgspec
 
-from clocher_kernels.errors import UsageError
+from clocher_kernels.errors import FormatError, UsageError
 from clocher_runtime.command.script_run import PATH, Report, script
+from clocher_runtime.disk.files import read_bytes
+from clocher_runtime.disk.schema import read_as
+from clocher_runtime.disk.strict_json import parse_json
 from clocher_runtime.exit_codes import ExitCode
-
-if TYPE_CHECKING:
-    from clocher_runtime.subcommands.bench_samples import Samples
+from clocher_runtime.quality.speed import Case
+from clocher_runtime.quality.statistics import apart_ratio
+from clocher_runtime.subcommands.bench_rows import aligned, as_json
 
 NAME = "clocher bench compare"
 
@@ -36,6 +41,68 @@ _CODES = (
     (ExitCode.REJECTED, "--fail-below: a row is slower than that, beyond noise"),
     (ExitCode.UNDECIDED, "--fail-below: a row has too few repetitions to tell"),
 )
+
+
+_MOST_BYTES = 16 << 20
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
+_Rate = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
+
+Key = tuple[Case, int]
+"""A test and its threads."""
+
+
+class Samples(msgspec.Struct, frozen=True):
+    """What is compared of a row; the keys are llama-bench's, but for n_seqs."""
+
+    n_prompt: _Count
+    n_gen: _Count
+    n_threads: _Count
+    samples_ts: Annotated[list[_Rate], msgspec.Meta(min_length=1, max_length=10_000)]
+    n_depth: _Count = 0
+    n_seqs: _Count = 1
+    cpu_info: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    model_filename: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+
+    @property
+    def case(self) -> Case:
+        """Its test."""
+        return Case(self.n_prompt, self.n_gen, self.n_depth, self.n_seqs)
+
+    @property
+    def name(self) -> str:
+        """What its test is called."""
+        return self.case.name
+
+
+def read_samples(path: Path) -> dict[Key, Samples]:
+    """Return the rows of a result file.
+
+    Raises:
+        FormatError: it is no result file, or has two rows of the same test, threads and batch.
+        ModelNotFound: there is no such file.
+    """
+    data = read_bytes(path, _MOST_BYTES)
+    where = str(path)
+    if data.lstrip()[:1] == b"[":
+        values = read_as(parse_json(data, where), list[Samples], where)
+    else:
+        lines = [line for line in data.splitlines() if line.strip()]
+        values = [
+            read_as(parse_json(line, f"{where}:{number}"), Samples, f"{where}:{number}")
+            for number, line in enumerate(lines, 1)
+        ]
+    found: dict[Key, Samples] = {}
+    for row in values:
+        key = row.case, row.n_threads
+        if key in found:
+            raise FormatError(
+                f"{where}: two rows of {row.name} with {row.n_threads} threads; expected one"
+            )
+        found[key] = row
+    if not found:
+        raise FormatError(f"{where}: no rows; expected what clocher bench -o json writes")
+    return found
 
 
 def _ratio(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
@@ -66,9 +133,6 @@ def compare(
     report: Report, first: Path, second: Path, fail_below: float | None, output: str
 ) -> int:
     """Compare two files, write the rows, and return the exit code."""
-    from clocher_runtime.subcommands.bench_rows import aligned, as_json
-    from clocher_runtime.subcommands.bench_samples import read_samples
-
     before, after = read_samples(first), read_samples(second)
     for difference in _differences(before, after):
         report.done(difference)
@@ -105,11 +169,7 @@ _COLUMNS = (
 )
 
 
-def _row(first: "Samples", second: "Samples") -> dict[str, Any]:
-    from statistics import median
-
-    from clocher_runtime.quality.statistics import apart_ratio
-
+def _row(first: Samples, second: Samples) -> dict[str, Any]:
     found = apart_ratio(second.samples_ts, first.samples_ts)
     return {
         "test": first.name,
@@ -132,7 +192,7 @@ def _code(rows: Sequence[Mapping[str, Any]], limit: float | None) -> ExitCode:
     return ExitCode.OK if all(row["ratio_95"] for row in rows) else ExitCode.UNDECIDED
 
 
-def _differences(first: "Mapping[Any, Samples]", second: "Mapping[Any, Samples]") -> list[str]:
+def _differences(first: Mapping[Any, Samples], second: Mapping[Any, Samples]) -> list[str]:
     """Return what is in one file only, and whether the machines or the models are the same."""
     found = []
     for here, there, which in ((first, second, "first"), (second, first, "second")):

@@ -1,0 +1,1 @@
+"""The cases of the bench: each yields rows of what it timed."""

@@ -1,0 +1,178 @@
+r"""A model by Clocher and by other engines: same weights, same threads, in turns.
+
+\b
+    python -m bench peers --model-dir DIR             llama.cpp runs DIR/model.gguf
+        [--llama-bench PATH] [--gguf FILE] [--test pp128 --test tg64 --test tg24@d4000]
+    ... --llama-bench 'PATH -fa 1' --llama-bench 'ik_llama.cpp=PATH2 -rtr 1'      several of them
+
+DIR comes from `scripts/make_synthetic.py --gguf`. Without --llama-bench, llama.cpp is run through
+llama-cpp-python, and OpenVINO GenAI, where its wheel is installed, on the same file. --gguf adds
+files that llama-quantize made of the same weights. Tests are named as llama-bench names them,
+tg24@d4000 after 4000 tokens; Clocher's tg includes sampling, llama-bench's does not. A ratio is
+Clocher's speed over the peer's. A peer that is missing is shown with the reason, never with a
+number. Products of matrices beside torch: python -m bench linear.
+"""
+
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from importlib import metadata
+from itertools import product
+from pathlib import Path
+from statistics import median
+
+import click
+
+from bench.cases.llama_cpp import TEST, LlamaCpp, parsed
+from bench.ops.experiment import (
+    MIB,
+    TEAM,
+    NotMeasured,
+    Row,
+    experiment,
+    limit_note,
+    of_read,
+    opened,
+    over,
+    turns,
+)
+from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.convert.synthetic import GGUF_NAME
+from clocher_runtime.engine.load import Model
+from clocher_runtime.quality.speed import Case, Runner, session_for
+from cpu_fallback.team.bandwidth import Reader
+
+OURS = "clocher"
+_DIRECTORY = click.Path(path_type=Path, exists=True, file_okay=False)
+
+
+def compare(
+    model: Model,
+    peers: dict[str, LlamaCpp],
+    cases: dict[str, Case],
+    threads: int,
+    reader: Reader,
+    rounds: int,
+) -> Iterator[Row]:
+    """Yield a row for each test and contestant, beside what the reader reads in the same rounds."""
+    missing = {}
+    for name, peer in peers.items():
+        try:
+            peer.speed("tg1")
+        except NotMeasured as reason:
+            missing[name] = str(reason)
+    config = EngineConfig(threads=threads, speculate="off")
+    with closing(session_for(model, list(cases.values()), config)) as session:
+        runner = Runner(session)
+        runs: dict[tuple[str, str], Callable[[], float]] = {}
+        for test, case in cases.items():
+            runs[OURS, test] = partial(_speed, runner, case)
+            present = {name: peer for name, peer in peers.items() if name not in missing}
+            runs |= {(name, test): partial(p.speed, test) for name, p in present.items()}
+        runs["read", ""] = partial(reader.gbps, threads)
+        found = turns(runs, rounds)
+        nbytes = {test: runner.bytes_per_token(case) for test, case in cases.items()}
+    for test, name in product(cases, (OURS, *peers)):
+        row: Row = {
+            "op": "model",
+            "engine": name,
+            "model": model.checkpoint.path.name,
+            "format": model.precision if name == OURS else peers[name].gguf.name,
+            "test": test,
+            "threads": threads,
+            "isa": session.isa if name == OURS else None,
+        }
+        if name in missing:
+            yield {**row, "note": f"not measured: {missing[name]}"}
+            continue
+        speeds = found[name, test]
+        row |= {"tok_s": median(speeds), "samples": speeds, "note": ""}
+        if name != OURS:
+            row["note"] = " ".join(str(value) for value in peers[name].about.values() if value)
+            row |= over(found[OURS, test], speeds)
+        elif each := nbytes[test]:
+            row |= of_read([s * each / 1e9 for s in speeds], found["read", ""])
+            row["note"] = limit_note(row["pct_of_limit"])
+        yield row
+
+
+def _speed(runner: Runner, case: Case) -> float:
+    return (case.prompt + case.tokens) * 1e9 / runner.run(case)
+
+
+def _peers(
+    directory: Path, more: Sequence[Path], programs: Sequence[str], threads: int
+) -> dict[str, LlamaCpp]:
+    files = [path for path in (directory / GGUF_NAME, *more) if path.is_file()]
+    if not files:
+        raise click.UsageError(
+            f"no {GGUF_NAME} in {directory}; make it with scripts/make_synthetic.py --gguf, "
+            "or name one with --gguf"
+        )
+    names = [path.name for path in files]
+    found = {}
+    for program, path in product(programs or _found_here(), files):
+        named = re.fullmatch(r"(?:([\w.-]+)=)?(.*)", program)
+        assert named is not None
+        command = shlex.split(named[2])
+        module = command[1:2] == ["-m"]
+        label = [named[1] or "llama.cpp", *command[3 if module else 1 :]]
+        label.append(path.name if names.count(path.name) == 1 else str(path))
+        found[" ".join(label)] = LlamaCpp(command or None, path, threads)
+    return found
+
+
+def _found_here() -> tuple[str, ...]:
+    """Return the peers that need no program of the caller's."""
+    try:
+        metadata.version("openvino-genai")
+    except metadata.PackageNotFoundError:
+        return ("",)
+    return "", f"openvino={shlex.quote(sys.executable)} -m bench.cases.openvino_genai"
+
+
+def _cases(
+    context: click.Context, option: click.Parameter, tests: tuple[str, ...]
+) -> dict[str, Case]:
+    if bad := [test for test in tests if not re.fullmatch(TEST, test)]:
+        raise click.BadParameter(
+            f"{bad[0]!r}; expected pp or tg and a number, such as pp512, or tg24@d4000"
+        )
+    asked = {test: parsed(test) for test in tests}
+    return {
+        test: Case(tokens, 0) if kind == "pp" else Case(0, tokens, depth)
+        for test, (kind, tokens, depth) in asked.items()
+    }
+
+
+@experiment("peers", __doc__, title="{threads} threads", rounds=7)
+@click.option("--model-dir", type=_DIRECTORY, required=True)
+@click.option("--gguf", type=click.Path(path_type=Path, exists=True), multiple=True)
+@click.option(
+    "--llama-bench",
+    "programs",
+    multiple=True,
+    help="Program, and arguments for it: 'llama-bench -fa 1', or 'NAME=...' for a fork.",
+)
+@click.option("--test", "cases", multiple=True, default=("pp128", "tg32"), callback=_cases)
+@TEAM
+@MIB
+def main(
+    model_dir: Path,
+    gguf: tuple[Path, ...],
+    programs: tuple[str, ...],
+    cases: dict[str, Case],
+    threads: int,
+    mib: int,
+    rounds: int,
+) -> Iterator[Row]:
+    """Yield the rows of a model."""
+    peers = _peers(model_dir, gguf, programs, threads)
+    yield from compare(opened(model_dir), peers, cases, threads, Reader("2m", mib << 20), rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""Where the time of a step goes: a row for each kind of call of the Plan, and what is lost between.
+
+    python -m bench profile [--model-dir DIR] [--precision P] [--threads N] [--tokens N]
+                            [--prefill N] [--limit SHARE] [--svg FILE] [--json FILE]
+
+The clock is written between all launches of a step, by every thread. A call's time is the mean over
+threads of what its kernels took, its waiting what they spent at the barriers before them; "waiting"
+is that of all calls and what threads came late or were done early, "outside" what a step takes
+besides its compiled call: Python, the window, the token objects. Every figure is the median over
+the steps, so shares add up to 100 % only roughly. Bytes are what a call must move at
+least, and the limit is the read bandwidth that was measured in the same run. --svg draws the step
+as a flame graph. With --limit, the exit code is 1 if more of a step than this share lies outside.
+"""
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import numpy as np
+
+from bench.cases.step_pictures import Frame, svg
+from bench.ops.experiment import FILE, MIB, MODEL_DIR, TEAM, Row, experiment, limit_note, opened
+from clocher_kernels.ops import OPS
+from clocher_kernels.ops.cases import cost
+from clocher_kernels.plan import Call
+from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.disk.output_file import write_file
+from clocher_runtime.engine.load import PRECISIONS, Model
+from clocher_runtime.engine.session import Session
+from cpu_fallback.team.bandwidth import Reader
+
+_LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.*)")
+_WARM_STEPS = 4
+_BEYOND_CACHES = 8 << 20
+_OUTSIDE = ("embed", "gather_rows", "sample", "advance")
+
+
+@dataclass(frozen=True, slots=True)
+class CallTime:
+    """One call of the Plan in one step.
+
+    Attributes:
+        name: the op, and the weight that it multiplies by, without the layer.
+        layer: None before the first and after the last.
+        spans: start and end of each launch on each thread, ns of the step [launches, threads, 2].
+        waits: when each thread arrived at each of its launches [launches, threads].
+        nbytes: bytes that it must move at least.
+    """
+
+    name: str
+    layer: int | None
+    spans: np.ndarray
+    waits: np.ndarray
+    nbytes: int
+
+    @property
+    def ns(self) -> float:
+        """Time in kernels, the mean over threads."""
+        return float((self.spans[..., 1] - self.spans[..., 0]).sum(axis=0).mean())
+
+    @property
+    def waiting_ns(self) -> float:
+        """Time at barriers before its launches, the mean over threads."""
+        return float((self.spans[..., 0] - self.waits).sum(axis=0).mean())
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A measured step.
+
+    Attributes:
+        ns: time from the token before to this one.
+        compiled_ns: of that, in the compiled call.
+        late_ns: time for which a thread had not begun, or was done, the mean over threads.
+        calls: in the order of the Plan.
+    """
+
+    ns: int
+    compiled_ns: int
+    late_ns: float
+    calls: tuple[CallTime, ...]
+
+
+def label(call: Call) -> str:
+    """Return the name of a call without its layer."""
+    weight = next((name for name in call.args.values() if name.endswith((".weight", "_proj"))), "")
+    match = _LAYER.fullmatch(weight)
+    short = (match[2] if match else weight).removesuffix(".weight")
+    return f"{call.op} {short}".strip()
+
+
+def layer_of(call: Call) -> int | None:
+    """Return the layer that a call's weights belong to."""
+    for name in call.args.values():
+        if match := _LAYER.fullmatch(name):
+            return int(match[1])
+    return None
+
+
+class Profiler:
+    """A session whose steps are stamped."""
+
+    def __init__(self, model: Model, threads: int, context: int) -> None:
+        self.model = model
+        config = EngineConfig(
+            threads=threads, context=context, chunk=512, stamped=True, speculate="off"
+        )
+        self.session = Session(model, config)
+        self.session.warm()
+        self._executor: Any = self.session.executor
+        self._stamps = self._executor.stamps
+
+    def decode(self, tokens: int, depth: int) -> list[Step]:
+        """Generate tokens after a prompt of `depth`, and return the steps but for the first few."""
+        prompt = self._prompt(depth)
+        stream = self.session.generate([prompt], tokens + _WARM_STEPS + 1, stop_ids=frozenset())
+        next(stream)
+        found = []
+        start = time.perf_counter_ns()
+        for _ in stream:
+            # Nothing more between two steps: threads that wait for long fall asleep.
+            found.append((time.perf_counter_ns() - start, self._stamps.times.copy()))
+            start = time.perf_counter_ns()
+        costs = self._costs(1, 1)
+        return [self._step(ns, times, costs) for ns, times in found[_WARM_STEPS:]]
+
+    def prefill(self, tokens: int, times: int) -> list[Step]:
+        """Read a prompt several times and return its last step each time."""
+        found = []
+        for _ in range(times + 1):
+            stream = self.session.generate([self._prompt(tokens)], 1, stop_ids=frozenset())
+            start = time.perf_counter_ns()
+            next(stream)
+            found.append((time.perf_counter_ns() - start, self._stamps.times.copy()))
+        costs = self._costs(tokens, 1)
+        return [self._step(ns, stamps, costs) for ns, stamps in found[1:]]
+
+    def close(self) -> None:
+        """End the session."""
+        self.session.close()
+
+    def _prompt(self, tokens: int) -> list[int]:
+        rng = np.random.default_rng(0)
+        return [int(i) for i in rng.integers(self.model.spec.vocab_size, size=tokens)]
+
+    def _step(self, ns: int, times: np.ndarray, costs: list[int]) -> Step:
+        times = times - times[:, 0].min()
+        spans = np.stack([times[:, 1:-1:2], times[:, 2::2]], axis=-1).swapaxes(0, 1)
+        waits = times[:, 0:-1:2].T
+        owner = np.array(self._stamps.calls)
+        layer: int | None = None
+        calls = []
+        for index, call in enumerate(self._executor.plan.calls):
+            name, found = label(call), layer_of(call)
+            layer = layer if found is None else found
+            inside = call.op not in _OUTSIDE and "lm_head" not in name and "model.norm" not in name
+            own = owner == index
+            calls.append(
+                CallTime(name, layer if inside else None, spans[own], waits[own], costs[index])
+            )
+        end = int(times[:, -1].max())
+        late = float((times[:, 0] + end - times[:, -1]).mean())
+        return Step(ns, end, late, tuple(calls))
+
+    def _costs(self, tokens: int, rows: int) -> list[int]:
+        """Return the bytes of each call, from what the buffers hold after a step."""
+        plan, count = self._executor.plan, {"M": tokens, "R": rows}
+        costs = []
+        for call in plan.calls:
+            values = {}
+            for param, name in call.args.items():
+                if name in plan.buffers:
+                    array, lead = self._executor.array(name), plan.buffers[name].rows
+                    values[param] = array[: count[lead]] if lead else array
+                else:
+                    known = plan.consts if name in plan.consts else self.model.weights
+                    values[param] = known[name]
+            costs.append(int(cost(OPS[call.op], values, call.attrs).bytes))
+        return costs
+
+
+def median_step(steps: Sequence[Step]) -> Step:
+    """Return the step of median time."""
+    return sorted(steps, key=lambda step: step.ns)[len(steps) // 2]
+
+
+def rows_of(steps: Sequence[Step], read_gbps: float) -> list[Row]:
+    """Return a row for each kind of call, by its share, then waiting, walking and outside.
+
+    Every figure is the median over the steps.
+    """
+    whole = median(step.ns for step in steps)
+    kinds = list(dict.fromkeys(call.name for call in steps[0].calls))
+    rows: list[Row] = []
+    for kind in kinds:
+        calls = [[call for call in step.calls if call.name == kind] for step in steps]
+        ns = median(sum(call.ns for call in each) for each in calls)
+        nbytes = sum(call.nbytes for call in calls[-1])
+        gbps = nbytes / ns if ns else 0.0
+        rows.append(
+            {
+                "name": kind,
+                "calls": len(calls[0]),
+                "us": ns / 1e3,
+                "share": ns / whole,
+                "waiting_us": median(sum(call.waiting_ns for call in each) for each in calls) / 1e3,
+                "nbytes": nbytes,
+                "gbps": gbps,
+                "pct_of_limit": 100 * gbps / read_gbps,
+                "note": _note(nbytes, 100 * gbps / read_gbps),
+            }
+        )
+    rows.sort(key=lambda row: -row["us"])
+    waiting = median(sum(c.waiting_ns for c in step.calls) + step.late_ns for step in steps)
+    outside = median(step.ns - step.compiled_ns for step in steps)
+    for name, ns in (("waiting", waiting), ("outside", outside)):
+        rows.append({"name": name, "us": ns / 1e3, "share": ns / whole})
+    rows.append({"name": "step", "us": whole / 1e3, "share": 1.0})
+    return rows
+
+
+def _note(nbytes: int, percent: float) -> str:
+    """Say how near the limit a call is, unless its bytes may lie in a cache."""
+    said = (f"{percent:.0f} % of the limit", limit_note(percent))
+    return ": ".join(filter(None, said)) if nbytes >= _BEYOND_CACHES else ""
+
+
+def flame(step: Step, title: str) -> Frame:
+    """Return a step as nested frames: step, layer, call, kernels and waiting."""
+    groups: list[Frame] = []
+    for call in step.calls:
+        name = "model" if call.layer is None else f"layer {call.layer}"
+        parts = [Frame("kernel", call.ns), Frame("waiting", call.waiting_ns)]
+        note = f"{call.nbytes / 1e6:.2f} MB, {call.nbytes / max(call.ns, 1):.1f} GB/s"
+        frame = Frame(call.name, call.ns + call.waiting_ns, tuple(parts), note)
+        if groups and groups[-1].name == name:
+            last = groups[-1]
+            groups[-1] = replace(last, value=last.value + frame.value, inner=(*last.inner, frame))
+        else:
+            groups.append(Frame(name, frame.value, (frame,)))
+    compiled = Frame("compiled call", step.compiled_ns, tuple(groups))
+    outside = Frame("Python", step.ns - step.compiled_ns)
+    return Frame(title, step.ns, (compiled, outside))
+
+
+def _good(row: Row) -> bool:
+    return row["name"] != "outside" or row["limit"] is None or row["share"] <= row["limit"]
+
+
+@experiment(
+    "profile",
+    __doc__,
+    title="{model} {format}, {test}, {threads} threads, read {read_gbps:.1f} GB/s",
+    good=_good,
+)
+@MODEL_DIR
+@click.option("--precision", type=click.Choice(PRECISIONS), help="default: as stored")
+@TEAM
+@click.option("--tokens", type=click.IntRange(1), default=32, show_default=True, help="steps")
+@click.option("--depth", type=click.IntRange(1), default=16, show_default=True, help="prompt")
+@click.option("--prefill", type=click.IntRange(1, 512), help="profile the prefill of N tokens")
+@MIB
+@click.option("--limit", type=click.FloatRange(0, 1), help="largest share outside")
+@click.option("--svg", "picture", type=FILE, help="Draw the median step there.")
+def main(
+    model_dir: Path | None,
+    precision: str | None,
+    threads: int,
+    tokens: int,
+    depth: int,
+    prefill: int | None,
+    mib: int,
+    limit: float | None,
+    picture: Path | None,
+) -> Iterator[Row]:
+    """Measure, draw, and yield a row for each kind of call."""
+    model = opened(model_dir, precision)
+    longest = max(prefill or 0, depth + tokens + _WARM_STEPS) + 1
+    profiler = Profiler(model, threads, min(longest, model.spec.max_positions))
+    reader = Reader("2m", mib << 20)
+    before = reader.gbps(threads)
+    steps = profiler.prefill(prefill, tokens) if prefill else profiler.decode(tokens, depth)
+    read_gbps = median([before, reader.gbps(threads), reader.gbps(threads)])
+    profiler.close()
+    test = f"pp{prefill}" if prefill else f"tg{len(steps)} @ d{depth}"
+    name = model_dir.name if model_dir else "embedded"
+    title = f"{name} {model.precision}, {test}, {threads} threads, read {read_gbps:.1f} GB/s"
+    chosen = median_step(steps)
+    if picture:
+        drawn = flame(chosen, f"{test}, {threads} threads")
+        write_file(picture, svg(drawn, title).encode())
+    about = {"op": "profile", "model": name, "format": model.precision, "test": test}
+    about |= {"threads": threads, "isa": profiler.session.isa, "read_gbps": read_gbps}
+    about["limit"] = limit
+    yield from ({**about, **row} for row in rows_of(steps, read_gbps))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""What a harness runs: cells, each a configuration of the engine, and the sweep they come from."""
+
+import hashlib
+import itertools
+import json
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
+from pathlib import Path
+
+import clocher_kernels
+import clocher_runtime
+from clocher_kernels.errors import UsageError
+from clocher_runtime.command.model_choice import choose_model
+from clocher_runtime.command.settings import ALL, RunConfig, resolve
+from clocher_runtime.config.engine import HINTS
+from clocher_runtime.config.setting import Given
+from clocher_runtime.config.sources import sources_of
+
+MAX_CELLS = 10_000
+
+DEFAULT = "default"
+"""Value of a sweep that leaves a setting alone."""
+
+ALIASES: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "act_quant": ("act_prec", {"none": DEFAULT}),
+    "kv_quant": ("kv_dtype", {"none": DEFAULT, "int8": "i8", "fp8": "e4m3"}),
+    "prefetch": ("prefetch_distance", {"off": "0", "on": "auto"}),
+}
+"""Name in a sweep -> the setting that it means, and what its values mean there."""
+
+_NOT_SWEPT = ("config", "outputs", "trace_ids", "trace_topk")
+_MODEL_FILES = (".safetensors", ".bin", ".json", ".gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One configuration: all settings that were given, and of them those of the sweep, as text.
+
+    `key` is the SHA-256 of its content, see `content_key`.
+    """
+
+    label: str
+    swept: Mapping[str, str]
+    settings: Mapping[str, str]
+    key: str = field(default="", compare=False)
+
+    def flags(self) -> list[str]:
+        """Return the flags of `clocher-run`."""
+        found = []
+        for name, raw in self.settings.items():
+            setting = ALL[name]
+            if setting.flag and setting.takes.metavar == "0|1":
+                found += [setting.flag] if raw == "1" else []
+            elif setting.flag:
+                found.append(f"{setting.flag}={raw}")
+        return found
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of the process: no setting is in it but those of the cell."""
+        variables = {variable for setting in ALL.values() for variable in setting.env}
+        found = {name: value for name, value in environ.items() if name not in variables}
+        for name, raw in self.settings.items():
+            if not ALL[name].flag:
+                found[ALL[name].env[0]] = raw
+        return found
+
+    def config(self) -> RunConfig:
+        """Return the configuration as the engine will see it."""
+        given = {name: Given(f"--{name}", raw) for name, raw in self.settings.items()}
+        return resolve({}, {}, given)
+
+
+def base_settings(
+    flags: Mapping[str, str], environ: Mapping[str, str], in_file: Mapping[str, Given]
+) -> dict[str, str]:
+    """Return every setting that was given, by its strongest source, as text.
+
+    Raises:
+        UsageError: as `resolve`.
+    """
+    config = resolve(flags, environ, in_file)
+    found = {name: given.raw for name, given in config.given.items()}
+    for name, setting in HINTS.items():
+        if sources := sources_of(name, setting, flags, environ, in_file):
+            found[name] = sources[0].raw
+    return {name: found[name] for name in ALL if name in found and name not in _NOT_SWEPT}
+
+
+def parse_sweep(text: str) -> list[dict[str, tuple[str, str]]]:
+    """Return the points of a sweep: name as typed -> (name of the setting, value), by point.
+
+    Args:
+        text: "name=value,value|name=value": the product of all values is run.
+
+    Raises:
+        UsageError: a name or a value is not known, or there are more than `MAX_CELLS` points.
+    """
+    axes: list[list[tuple[str, str, str, str]]] = []
+    for part in filter(None, (part.strip() for part in text.split("|"))):
+        typed, equals, rest = part.partition("=")
+        typed = typed.strip()
+        name, meanings = ALIASES.get(typed, (typed, {}))
+        if name not in ALL or name in _NOT_SWEPT:
+            known = ", ".join(sorted(set(ALL) - set(_NOT_SWEPT) | set(ALIASES)))
+            raise UsageError(f"--sweep: unknown setting {typed!r}; known are {known}")
+        values = [value.strip() for value in rest.split(",")]
+        if not equals or not all(values) or len(set(values)) < len(values):
+            raise UsageError(
+                f"--sweep: got {part!r}, expected {typed}=VALUE,VALUE without repetition"
+            )
+        if any(name == axis[0][1] for axis in axes):
+            raise UsageError(
+                f"--sweep: {typed} names a setting that is swept already; name it once"
+            )
+        axes.append([(typed, name, v, _meaning(typed, name, v, meanings)) for v in values])
+    if (points := prod(map(len, axes))) > MAX_CELLS:
+        raise UsageError(f"--sweep: {points} combinations; at most {MAX_CELLS} are run")
+    return [
+        {f"{typed}={shown}": (name, raw) for typed, name, shown, raw in point}
+        for point in itertools.product(*axes)
+    ]
+
+
+def make_cells(settings: Mapping[str, str], sweep: str, label: str) -> list[Cell]:
+    """Return the cells of a sweep, or the one cell without one.
+
+    Raises:
+        UsageError: as `parse_sweep`, or a setting of a cell excludes another.
+    """
+    cells = []
+    for point in parse_sweep(sweep):
+        swept = {name: raw for name, raw in point.values() if raw != DEFAULT}
+        removed = {name for name, _ in point.values()}
+        kept = {name: raw for name, raw in settings.items() if name not in removed}
+        ordered = {name: {**kept, **swept}[name] for name in ALL if name in kept or name in swept}
+        name = " ".join([label, *point] if label and point else [*point] or [label or "bench"])
+        cells.append(Cell(name, swept, ordered))
+    return cells
+
+
+def command_of(settings: Mapping[str, str], sweep: str, runs: int) -> str:
+    """Return a command that runs a sweep: variables, the harness, then flags of the engine."""
+    cell = Cell("", {}, settings)
+    words = [f"{name}={raw}" for name, raw in cell.environment({}).items()]
+    words += ["python", "-m", "bench.harness", "--runs", str(runs)]
+    words += ["--sweep", sweep] if sweep else []
+    return shlex.join([*words, *(["--", *flags] if (flags := cell.flags()) else [])])
+
+
+def content_key(cell: Cell, cwd: Path, machine: str) -> str:
+    """Return the SHA-256 of what a cell's numbers depend on.
+
+    It covers the settings, the bytes of the prompts file, name, size and time of the model's files,
+    the source of the packages, and the machine.
+
+    Raises:
+        ModelNotFound: there is no such model.
+        UsageError: the prompts file cannot be read.
+    """
+    config = cell.config()
+    content = {
+        "settings": dict(cell.settings),
+        "prompts": prompts_sha256(config),
+        "model": [] if config.stub else _model_files(config, cwd),
+        "code": code_sha256(),
+        "machine": machine,
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def prompts_sha256(config: RunConfig) -> str | None:
+    """Return the SHA-256 of the prompts file; None without one.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    if config.prompts_file is None:
+        return None
+    try:
+        with config.prompts_file.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UsageError(f"prompts file {config.prompts_file}: {error.strerror}") from None
+
+
+@cache
+def code_sha256() -> str:
+    """Return the SHA-256 of the source of the packages."""
+    digest = hashlib.sha256()
+    root = Path(clocher_runtime.__file__).parents[1]
+    for package in (Path(clocher_kernels.__file__).parent.name, "clocher_runtime", "cpu_fallback"):
+        for path in sorted((root / package).rglob("*")):
+            if path.suffix in (".py", ".cu") and path.is_file():
+                digest.update(f"{path.relative_to(root)}\n".encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _meaning(typed: str, name: str, value: str, meanings: Mapping[str, str]) -> str:
+    raw = meanings.get(value, value)
+    if raw != DEFAULT:
+        ALL[name].takes.read(f"--sweep: {typed}", raw)
+    return raw
+
+
+def _model_files(config: RunConfig, cwd: Path) -> list[tuple[str, int, int]]:
+    choice = choose_model(config, cwd)
+    paths: Iterable[Path] = [choice.path, *([choice.data] if choice.data else [])]
+    if choice.path.is_dir():
+        folders: Sequence[Path] = [choice.path / part for part in ("", "hf", "hf/original")]
+        paths = [p for f in folders if f.is_dir() for p in f.iterdir() if p.suffix in _MODEL_FILES]
+    return [
+        (str(path), path.stat().st_size, path.stat().st_mtime_ns)
+        for path in sorted(paths)
+        if path.is_file()
+    ]
+
+
+def source_names(name: str) -> set[str]:
+    """Return what a setting can be called in `hints_ignored`: its flag and its variables."""
+    return {ALL[name].flag, *ALL[name].env} if name in ALL else {name}

@@ -1,0 +1,174 @@
+"""What else the machine did during a run: stolen time, throttling, work of others."""
+
+import hashlib
+import os
+import platform
+import resource
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from clocher_runtime.engine.topology import cpu_name, numa_nodes, usable_cpus
+
+STEAL_LIMIT, OTHERS_LIMIT, QUOTA_LIMIT = 1.0, 5.0, 1.0
+"""Per cent of the CPU time, of the same, and of the run's time, beyond which it does not count."""
+
+_TICK = os.sysconf("SC_CLK_TCK")
+_ROOT, _THROTTLES = Path("/"), "cpu[0-9]*/thermal_throttle/*_throttle_count"
+# Fields of a line of /proc/stat; guest time is part of user time.
+_IDLE, _IOWAIT, _STEAL = 3, 4, 7
+
+
+class Reading(NamedTuple):
+    """Counters of the machine at one moment; None: it does not have them.
+
+    Attributes:
+        busy_s: time that the usable CPUs worked, for any process.
+        stolen_s: time in which the hypervisor ran another machine on them.
+        own_s: CPU time of this process and of its children that have ended.
+        throttles: thermal throttling events of all CPUs.
+        quota_s: time for which a control group was kept off the CPUs.
+    """
+
+    seconds: float
+    busy_s: float | None
+    stolen_s: float | None
+    own_s: float
+    throttles: int | None
+    quota_s: float | None
+
+
+class State(NamedTuple):
+    """What happened to the machine during a run, per cent of its CPU time; None: not known."""
+
+    steal_percent: float | None
+    others_percent: float | None
+    throttled_events: int | None
+    quota_throttled_s: float | None
+    runnable: int | None
+    load1: float
+
+    def disturbances(self, elapsed_s: float, others_limit: float = OTHERS_LIMIT) -> list[str]:
+        """Return the reasons for which a run of this length does not count."""
+        why = []
+        if (self.steal_percent or 0) > STEAL_LIMIT:
+            why.append(f"steal: {self.steal_percent:.1f} % of CPU time (limit {STEAL_LIMIT:g} %)")
+        if (self.others_percent or 0) > others_limit:
+            why.append(
+                f"other processes: {self.others_percent:.1f} % of CPU time "
+                f"(limit {others_limit:g} %)"
+            )
+        if self.throttled_events:
+            why.append(f"thermal throttling: {self.throttled_events} events")
+        if (self.quota_throttled_s or 0) > elapsed_s * QUOTA_LIMIT / 100:
+            why.append(f"CPU quota: {self.quota_throttled_s:.2f} s without CPU")
+        return why
+
+
+def read(root: Path = _ROOT, cpus: frozenset[int] | None = None) -> Reading:
+    """Read the counters of some CPUs, by default of those that this process may use."""
+    times = _cpu_times(root, usable_cpus() if cpus is None else cpus)
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    counts = [
+        int(text)
+        for path in (root / "sys/devices/system/cpu").glob(_THROTTLES)
+        if (text := _read(path)).isdigit()
+    ]
+    return Reading(
+        seconds=time.perf_counter(),
+        busy_s=None if times is None else times[0] / _TICK,
+        stolen_s=None if times is None else times[1] / _TICK,
+        own_s=sum(usage.ru_utime + usage.ru_stime for usage in used),
+        throttles=sum(counts) if counts else None,
+        quota_s=_quota_s(root),
+    )
+
+
+def between(before: Reading, after: Reading, cpus: int, root: Path = _ROOT) -> State:
+    """Return what happened on so many CPUs between two readings."""
+
+    def passed(name: str) -> Any:
+        a, b = getattr(after, name), getattr(before, name)
+        return None if a is None or b is None else max(a - b, 0)
+
+    available = max(after.seconds - before.seconds, 1e-9) * cpus
+    busy, stolen, own = passed("busy_s"), passed("stolen_s"), after.own_s - before.own_s
+    running = _field(root / "proc/stat", "procs_running")
+    return State(
+        steal_percent=None if stolen is None else 100 * stolen / available,
+        others_percent=None if busy is None else 100 * max(busy - own, 0.0) / available,
+        throttled_events=passed("throttles"),
+        quota_throttled_s=passed("quota_s"),
+        runnable=running,
+        load1=os.getloadavg()[0],
+    )
+
+
+def since(before: Reading) -> tuple[float, State]:
+    """Return the seconds since a reading, and what happened on the usable CPUs meanwhile."""
+    after = read()
+    return after.seconds - before.seconds, between(before, after, len(usable_cpus()))
+
+
+def describe() -> dict[str, Any]:
+    """Return what the machine is, without naming it."""
+    cpus = len(usable_cpus())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    name = hashlib.sha256(f"{platform.node()}|{cpu_name()}|{cpus}|{memory}".encode())
+    return {
+        "cpu": cpu_name(),
+        "cpus": cpus,
+        "numa_nodes": numa_nodes(),
+        "memory_bytes": memory,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "host_sha256": name.hexdigest()[:12],
+    }
+
+
+def _cpu_times(root: Path, cpus: frozenset[int]) -> tuple[int, int] | None:
+    """Return the busy and the stolen ticks of some CPUs."""
+    busy = stolen = 0
+    seen = False
+    for line in _read(root / "proc/stat").splitlines():
+        name, *fields = line.split()
+        if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in cpus:
+            ticks = [int(text) for text in fields[:8]]
+            if len(ticks) <= _STEAL:
+                return None
+            busy += sum(ticks) - ticks[_IDLE] - ticks[_IOWAIT] - ticks[_STEAL]
+            stolen += ticks[_STEAL]
+            seen = True
+    return (busy, stolen) if seen else None
+
+
+def _quota_s(root: Path) -> float | None:
+    """Return the throttled time of this process's control group, version 2 or 1."""
+    mount = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mounts = (mount / controllers, mount / "cpu") if controllers else (mount,)
+        for folder in (m / inside for m in mounts for inside in (path.strip("/"), "")):
+            for key, unit in (("throttled_usec", 1e6), ("throttled_time", 1e9)):
+                if (found := _field(folder / "cpu.stat", key)) is not None:
+                    return found / unit
+    return None
+
+
+def _field(path: Path, name: str) -> int | None:
+    """Return the number behind a name in a file of such lines."""
+    for line in _read(path).splitlines():
+        key, _, value = line.partition(" ")
+        if key == name and value.isdigit():
+            return int(value)
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,339 @@
+"""The one result record: a row is a dict; how rows are stored, read, and shown in tables.
+
+A row says its `kind`, which is the case that made it, and its `command`. The harness appends lines
+of JSON; cases write a list. `KINDS` declares the columns that the terminal and reports show.
+"""
+
+import io
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import rich.table
+from rich.console import Console
+from rich.text import Text
+
+from clocher_kernels.errors import ClocherError, UsageError
+from clocher_runtime.disk.files import read_bytes
+from clocher_runtime.disk.output_file import write_file
+from clocher_runtime.disk.strict_json import parse_json
+
+Row = dict[str, Any]
+
+SCHEMA = "clocher.bench/1"
+MARKS: Mapping[str, str] = {"pass": "✓", "fail": "✗", "undecided": "?"}
+STATUSES = ("ok", "void", "warmup", "error")
+FOLDER = Path(__file__).with_name("results")
+"""Result files that docs/PERFORMANCE.md is made of."""
+
+MAX_BYTES = 64 << 20
+_BAR = " | "
+_SAID = {True: "yes", False: "NO", None: ""}
+_FIGURE = re.compile(r"[-+(]?[0-9][0-9.,%x]*( \[[^]]*\])?\)?|-")
+_REQUIRED = {"schema": str, "key": str, "label": str, "run": int, "status": str}
+_NAMED = re.compile(r"(\d{4}-\d{2}-\d{2})-([a-z]+-[a-z0-9]+)-")
+_OF_READ = "{gbps:.1f} | {read_gbps:.1f} | {pct_of_limit:.0f} [{pct_low:.0f}, {pct_high:.0f}]"
+_READ = "GB/s | read GB/s | % of read"
+
+
+class Kind(NamedTuple):
+    """How rows of a kind are shown: a title, and columns as `table` takes them."""
+
+    title: str
+    heads: str
+    cells: str
+
+
+KINDS: Mapping[str, Kind] = {
+    "strict": Kind("Strict contract", "", ""),
+    "harness": Kind("Harness: fresh processes in turns", "", ""),
+    "peers": Kind(
+        "Models beside other engines",
+        "model | format | test | engine | tok/s | GB/s | read GB/s | % of read | "
+        "Clocher / peer | note",
+        "{model} | {format} | {test} | {engine} | {tok_s:.2f} | {gbps:.1f} | {read_gbps:.1f} | "
+        "{pct_of_limit:.0f} | {ratio:.2f}x [{ratio_low:.2f}, {ratio_high:.2f}] | {note}",
+    ),
+    "linear": Kind(
+        "Matrix products",
+        f"format | N x K | M | threads | engine | us | {_READ} | Clocher / engine | right | note",
+        "{format} | {N} x {K} | {M} | {threads} | {engine} | {us:.1f} | " + _OF_READ + " | "
+        "{ratio:.2f}x [{ratio_low:.2f}, {ratio_high:.2f}] | {correct} | {note}",
+    ),
+    "start": Kind(
+        "From the command to the first token",
+        "model | cache | engine | s | over reading",
+        "{model} | {cache} | {engine} | {s:.2f} | {over_read:.2f}x [{over_read_95[0]:.2f}, "
+        "{over_read_95[1]:.2f}]",
+    ),
+    "attention": Kind(
+        "Attention",
+        f"model | cache | context | tokens | threads | us a layer | {_READ} | GFLOP/s",
+        "{model} | {kv} | {context} | {tokens} | {threads} | {us_per_layer:.1f} | "
+        + _OF_READ
+        + " | {gflops:.0f}",
+    ),
+    "block_sparse": Kind(
+        "Block-sparse weights",
+        "block | product | sparsity | us | GB/s | % of read | x dense | right | break-even density",
+        "{block} | {op} | {sparsity:.0%} | {us:.0f} | {gbps:.1f} | {pct_of_limit:.0f} | "
+        "{speedup:.2f} | {correct} | {break_even:.0%}",
+    ),
+    "profile": Kind(
+        "Where a step goes",
+        "call | calls | us | share | waiting us | bytes | GB/s | note",
+        "{name} | {calls} | {us:.1f} | {share:.1%} | {waiting_us:.1f} | {nbytes:,} | {gbps:.1f} | "
+        "{note}",
+    ),
+}
+"""Kinds that a report knows; rows of others are shown with what they hold."""
+
+_OLD = {"roofline": "linear", "fused": "linear"}
+_OF_OPS = {"bsr_linear": "block_sparse", "model": "peers", "linear": "linear"}
+"""Kinds of files from before rows said theirs, by what an `op` of them is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Headings and rows of cells."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def on_terminal(self, title: str = "", **looks: Any) -> rich.table.Table:
+        """Return it for the terminal; `looks` is what `rich.table.Table` takes."""
+        made = rich.table.Table(title=title, **looks)
+        for index, heading in enumerate(self.head):
+            figures = all(is_figure(line[index]) or not line[index] for line in self.rows)
+            made.add_column(Text(heading), justify="right" if figures else "left", overflow="fold")
+        for line in self.rows:
+            made.add_row(*map(Text, line))
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class ResultFile:
+    """A result file; `date` and `machine` are "" where nothing tells them."""
+
+    name: str
+    kind: str
+    rows: Sequence[Row]
+    date: str = ""
+    machine: str = ""
+
+    @property
+    def command(self) -> str:
+        """What made it, without directories; "" if it does not say so."""
+        said = self.rows[0].get("command") if self.rows else None
+        return without_places(said) if isinstance(said, str) else ""
+
+
+def table(heads: str, cells: str, rows: Iterable[Row]) -> Table:
+    """Return a table of rows, without the columns that no row fills.
+
+    Args:
+        heads: what the columns are called: "format | GB/s".
+        cells: what they show of a row, as `str.format` takes it: "{format} | {gbps:.1f}"; a row
+            that lacks it, or holds something else, leaves a cell empty.
+        rows: of the table.
+    """
+    lines = [[_cell(shown, row) for shown in cells.split(_BAR)] for row in rows]
+    names = heads.split(_BAR)
+    filled = [index for index in range(len(names)) if any(line[index] for line in lines)]
+    return Table(
+        tuple(names[index] for index in filled),
+        tuple(tuple(line[index] for index in filled) for line in lines),
+    )
+
+
+def table_of(kind: str, rows: Sequence[Row]) -> Table:
+    """Return the table of rows of a kind; of one that is not known, all short values."""
+    if kind in KINDS and KINDS[kind].heads:
+        return table(KINDS[kind].heads, KINDS[kind].cells, rows)
+    keys = dict.fromkeys(
+        key
+        for row in rows
+        for key, value in row.items()
+        if key not in ("kind", "command", "op") and not isinstance(value, list | dict)
+    )
+    cells = _BAR.join(f"{{{key}:.4g}}" if _is_rate(rows, key) else f"{{{key}}}" for key in keys)
+    return table(_BAR.join(keys), cells, rows)
+
+
+def print_table(made: rich.table.Table) -> None:
+    """Print a table, wide where there is no terminal to fit it to."""
+    console = Console()
+    (console if console.is_terminal else Console(width=140)).print(made)
+
+
+def is_figure(cell: str) -> bool:
+    """Whether a cell holds a number, perhaps with its interval, and nothing else."""
+    return bool(_FIGURE.fullmatch(cell))
+
+
+def figure(value: float) -> str:
+    """Return a number with four digits that count."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def is_number(value: object) -> bool:
+    """Whether a value of a row is a finite number; true and false are none."""
+    return not isinstance(value, bool) and isinstance(value, int | float) and abs(value) < 1e300
+
+
+def write_json(path: Path, rows: Sequence[Row]) -> None:
+    """Write rows as a JSON list, a row a line; the file appears whole or not at all."""
+    lines = ",\n".join(json.dumps(row, allow_nan=False) for row in rows)
+    write_file(path, f"[\n{lines}\n]\n".encode())
+
+
+def append_row(path: Path, row: Row) -> None:
+    """Append a row as a line; it is on disk when this returns."""
+    with path.open("ab+") as file:
+        # A line that a killed harness left open is not continued by this one.
+        if file.tell() and not _ends_a_line(file):
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(f"{json.dumps(row, allow_nan=False)}\n".encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows of a result file of the harness.
+
+    A last line without its end, which a killed harness leaves, does not count.
+
+    Raises:
+        UsageError: the file cannot be read, or has a line that is not a row of this schema.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{path}: {reason}; give a file that bench.harness wrote") from None
+    lines = text.split("\n")[:-1]
+    return [_row(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+
+
+def read_file(path: Path) -> ResultFile:
+    """Return a result file: JSON of a case, or JSONL of the harness.
+
+    Raises:
+        UsageError: it cannot be read, or is not what a bench writes.
+    """
+    if path.suffix == ".jsonl":
+        rows = read_rows(path)
+        date = next((str(row["started"])[:10] for row in rows if row.get("started")), "")
+        first = rows[0].get("machine") if rows else None
+        return ResultFile(path.name, "harness", rows, date, machine_text(first))
+    try:
+        found = parse_json(read_bytes(path, MAX_BYTES), str(path))
+    except ClocherError as error:
+        raise UsageError(str(error)) from None
+    if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
+        raise UsageError(f"{path}: expected a list of rows, as --json of a bench writes it")
+    kind = _kind(found)
+    if kind == "strict" and not isinstance(found[0].get("checks"), list):
+        raise UsageError(f"{path}: its first row is not a contract with checks")
+    named = _NAMED.match(path.name)
+    date, machine = named.groups() if named else ("", "")
+    if found and isinstance(found[0].get("machine"), dict):
+        date = str(found[0].get("date", date))
+        machine = machine_text(found[0]["machine"])
+    return ResultFile(path.name, kind, found, date, machine)
+
+
+def read_folder(folder: Path = FOLDER) -> list[ResultFile]:
+    """Return every result file of a folder, by name.
+
+    Raises:
+        UsageError: the folder is not there, or a file is not a result file.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: no such directory; give one with result files")
+    paths = (path for path in folder.iterdir() if path.suffix in (".json", ".jsonl"))
+    return [read_file(path) for path in sorted(paths)]
+
+
+def machine_text(machine: object) -> str:
+    """Return what a row says of a machine, in one line."""
+    if not isinstance(machine, dict):
+        return ""
+    cpus, memory = machine.get("cpus"), machine.get("memory_bytes")
+    parts = [str(machine.get("cpu", "")), f"{cpus} CPUs" if is_number(cpus) else ""]
+    parts.append(f"{memory / 2**30:.0f} GiB" if isinstance(memory, int) else "")
+    parts.append(f"Linux {machine['kernel']}" if machine.get("kernel") else "")
+    return ", ".join(part for part in parts if part)
+
+
+def without_places(command: str) -> str:
+    """Return a command whose paths have lost their directories; "" if it is none."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return ""
+    found = []
+    for word in words:
+        head, equals, tail = word.rpartition("=")
+        found.append(f"{head}{equals}{Path(tail).name if tail.startswith('/') else tail}")
+    return shlex.join(found)
+
+
+def _cell(shown: str, row: Row) -> str:
+    said = {
+        key: _SAID[value] if value is None or isinstance(value, bool) else value
+        for key, value in row.items()
+    }
+    try:
+        return " ".join(shown.format_map(said).split())
+    except (LookupError, TypeError, ValueError, OverflowError, AttributeError):
+        return ""
+
+
+def _is_rate(rows: Sequence[Row], key: str) -> bool:
+    return any(isinstance(row.get(key), float) for row in rows)
+
+
+def _kind(rows: Sequence[Row]) -> str:
+    said = rows[0].get("kind") if rows else None
+    ops = {row.get("op") for row in rows if isinstance(row.get("op"), str)}
+    if said is not None:
+        return _OLD.get(said, said) if isinstance(said, str) else "other"
+    if "strict" in ops:
+        return "strict"
+    known = [kind for op, kind in _OF_OPS.items() if op in ops]
+    return known[0] if known else next((op for op in ops if isinstance(op, str)), "other")
+
+
+def _row(line: str, where: str) -> Row:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where}: not JSON: {error}") from None
+    if not isinstance(row, dict) or row.get("schema") != SCHEMA:
+        raise UsageError(f"{where}: expected an object with schema {SCHEMA!r}")
+    for name, kind in _REQUIRED.items():
+        if not isinstance(row.get(name), kind):
+            raise UsageError(f"{where}: {name} is not there or not {kind.__name__}")
+    for name in ("why", "ignored"):
+        said = row.setdefault(name, [])
+        if not isinstance(said, list) or not all(isinstance(text, str) for text in said):
+            raise UsageError(f"{where}: {name} is {said!r:.40}, expected a list of texts")
+    if row["status"] not in STATUSES:
+        raise UsageError(f"{where}: status {row['status']!r}; known are {', '.join(STATUSES)}")
+    if row.setdefault("line", None) is not None and not isinstance(row["line"], dict):
+        raise UsageError(f"{where}: line is {row['line']!r:.40}, expected an object")
+    if row["status"] == "ok" and row["line"] is None:
+        raise UsageError(f"{where}: a run that is ok has no line")
+    return row
+
+
+def _ends_a_line(file: io.BufferedRandom) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"

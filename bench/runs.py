@@ -1,0 +1,235 @@
+"""Running cells: fresh processes in turns, a row each, void ones repeated, what is done kept."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench import machine
+from bench.cells import Cell, code_sha256, prompts_sha256, source_names
+from bench.record import SCHEMA, Row, append_row, read_rows
+from clocher_runtime.command.jsonline import clocher_version
+
+REST_S = 1.0
+"""Pause before a void run is repeated; it grows with each attempt."""
+
+ENGINE = (sys.executable, "-m", "clocher_runtime.cli")
+
+_ERROR_CHARS = 2000
+_GLANCE_S = 0.5
+
+
+class Child(NamedTuple):
+    """What a process left behind: its JSON line, the end of its errors, the machine's state."""
+
+    exit_code: int
+    line: dict[str, Any] | None
+    error: str
+    elapsed_s: float
+    state: machine.State
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run.
+
+    Attributes:
+        cells: configurations, each with its key.
+        runs: processes of each that must count.
+        retries: how often a void run is repeated.
+        others_limit: per cent of CPU time that other processes may take.
+        tokens_max: token ids of each prompt that the first row of a cell keeps.
+        patience_s: how long, in all, to wait for a quiet machine before runs.
+        command: that runs it, for the rows.
+    """
+
+    cells: Sequence[Cell]
+    runs: int
+    retries: int = 3
+    others_limit: float = machine.OTHERS_LIMIT
+    tokens_max: int = 64
+    patience_s: float = 0.0
+    command: str = ""
+
+
+def launch(cell: Cell, program: Sequence[str] = ENGINE) -> Child:
+    """Run the process of a cell, with bare steps unless it says how tokens are drafted."""
+    bare = [] if "speculate" in cell.settings else ["--speculate=off"]
+    before = machine.read()
+    done = subprocess.run(
+        [*program, *cell.flags(), *bare],
+        env=cell.environment(os.environ),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
+    elapsed_s, state = machine.since(before)
+    error = done.stderr.strip()[-_ERROR_CHARS:]
+    return Child(done.returncode, _line(done.stdout), error, elapsed_s, state)
+
+
+@dataclass(slots=True)
+class Harness:
+    """Runs a plan into a result file.
+
+    Attributes:
+        path: the result file; rows that it has already are not run again.
+        say: is given what goes on.
+        launch: runs the process of a cell; tests pass their own.
+        rest_s: see `REST_S`.
+    """
+
+    path: Path
+    say: Callable[[str], None]
+    launch: Callable[[Cell], Child] = launch
+    rest_s: float = REST_S
+    _patience_s: float = field(default=0.0, init=False)
+
+    def run(self, plan: Plan) -> list[Row]:
+        """Run what is missing, in turns, and return all rows of the file.
+
+        In every round each cell runs once, and the order turns by one from round to round. With
+        more than one run, each cell starts with a process that warms caches and does not count.
+        """
+        rows = read_rows(self.path) if self.path.exists() else []
+        done = {(row["key"], row["run"]) for row in rows if row["status"] == "ok"}
+        missing = {
+            cell.key: [n for n in range(1, plan.runs + 1) if (cell.key, n) not in done]
+            for cell in plan.cells
+        }
+        total = plan.runs * len(plan.cells)
+        if skipped := total - sum(map(len, missing.values())):
+            self.say(f"{skipped} of {total} runs are in {self.path} already")
+        failed: set[str] = set()
+        self._patience_s = plan.patience_s
+        for number in range(0 if plan.runs > 1 else 1, plan.runs + 1):
+            turn = number % max(len(plan.cells), 1)
+            for cell in [*plan.cells[turn:], *plan.cells[:turn]]:
+                wanted = missing[cell.key]
+                if cell.key in failed or not wanted or (number and number not in wanted):
+                    continue
+                rows += self._until_it_counts(plan, cell, number, rows)
+                if rows[-1]["status"] == "error":
+                    failed.add(cell.key)
+        return rows
+
+    def _until_it_counts(
+        self, plan: Plan, cell: Cell, number: int, before: Sequence[Row]
+    ) -> list[Row]:
+        made: list[Row] = []
+        for attempt in range(1, plan.retries + 2):
+            self._wait_for_quiet(plan)
+            self.say(f"run {number} of {plan.runs}: {cell.label}")
+            started = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            child = self.launch(cell)
+            first = not any(row["key"] == cell.key for row in [*before, *made])
+            status, why = judge(child, plan, number)
+            row = _facts(cell, child, plan, first)
+            row |= {"run": number, "attempt": attempt, "order": len(before) + len(made) + 1}
+            row |= {"started": started, "status": status, "why": why}
+            append_row(self.path, row)
+            made.append(row)
+            if status != "void":
+                if status == "error":
+                    self.say(f"failed: {'; '.join(why)}")
+                break
+            again = attempt <= plan.retries
+            self.say(f"void, {'repeated' if again else 'given up'}: {'; '.join(why)}")
+            if again:
+                time.sleep(self.rest_s * attempt)
+        return made
+
+    def _wait_for_quiet(self, plan: Plan) -> None:
+        """Wait while others use the machine, as long as there is patience left."""
+        said = False
+        while self._patience_s > 0:
+            before = machine.read()
+            time.sleep(_GLANCE_S)
+            _, state = machine.since(before)
+            if not state.disturbances(_GLANCE_S, plan.others_limit):
+                return
+            if not said:
+                self.say(f"waiting for a quiet machine ({self._patience_s:.0f} s at most)")
+                said = True
+            self._patience_s -= _GLANCE_S
+
+
+def judge(child: Child, plan: Plan, number: int) -> tuple[str, list[str]]:
+    """Return the status of a run, and why."""
+    if child.exit_code or child.line is None or child.line.get("status") != "ok":
+        message = (child.line or {}).get("message") or child.error or "it wrote no JSON line"
+        return "error", [f"exit code {child.exit_code}: {message}"]
+    if number == 0:
+        return "warmup", []
+    why = child.state.disturbances(child.elapsed_s, plan.others_limit)
+    return ("void", why) if why else ("ok", [])
+
+
+@cache
+def build() -> dict[str, Any]:
+    """Return version, commit and source of what is measured."""
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(Path(__file__).parents[1]), *arguments]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    changes = git("status", "--porcelain", "--untracked-files=no")
+    return {
+        "version": clocher_version(),
+        "commit": git("rev-parse", "--short", "HEAD"),
+        "dirty": None if changes is None else bool(changes),
+        "code_sha256": code_sha256(),
+    }
+
+
+def _facts(cell: Cell, child: Child, plan: Plan, first: bool) -> Row:
+    """Return a row without what its place in the order says."""
+    config, line = cell.config(), child.line or {}
+    outputs = line.get("outputs") or []
+    ids = [output["token_ids"] for output in outputs]
+    kept = [{**o, "token_ids": o["token_ids"][: plan.tokens_max]} for o in outputs]
+    names = {text for name in cell.swept for text in source_names(name)}
+    return {
+        "schema": SCHEMA,
+        "kind": "harness",
+        "command": plan.command,
+        "key": cell.key,
+        "label": cell.label,
+        "swept": dict(cell.swept),
+        "ignored": [text for text in line.get("hints_ignored", []) if text.split("=")[0] in names],
+        "settings": dict(cell.settings),
+        "prompts_file": None if config.prompts_file is None else str(config.prompts_file),
+        "prompts_sha256": prompts_sha256(config),
+        "elapsed_s": round(child.elapsed_s, 3),
+        "machine": machine.describe(),
+        "state": child.state._asdict(),
+        "build": build(),
+        "exit_code": child.exit_code,
+        "line": {**line, "outputs": []} if outputs else child.line,
+        "tokens_sha256": hashlib.sha256(json.dumps(ids).encode()).hexdigest() if ids else None,
+        "outputs": kept if first and outputs else None,
+    }
+
+
+def _line(output: str) -> dict[str, Any] | None:
+    for text in reversed(output.splitlines()):
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            return value
+    return None

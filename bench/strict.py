@@ -1,0 +1,402 @@
+r"""Speed by the strict contract: three windows, and checks that it can be believed.
+
+    python -m bench.strict [--model-dir DIR] [--tokens N] [--depth D] [--threads N] [--json FILE]
+
+Several processes, one after another, each measure a cold generation from launch to text and then,
+in turns, the rows ppP and tgN @ dD as llama-bench names them. Variables of the engine (IE_...)
+hold. docs/benchmarking.md says what each window holds and what each check means.
+
+\b
+Exit codes:
+  0  every check holds
+  2  a flag or a variable cannot be used
+  3  the model is missing, invalid or not supported
+  6  out of memory
+  7  a check failed
+  9  no check failed, but the machine was too noisy for all of them
+"""
+
+import hashlib
+import io
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import numpy as np
+
+from bench import machine
+from bench.ops.experiment import MIB, NEW, help_text, turns
+from bench.record import Row, print_table, write_json
+from bench.strict_checks import Check, Launch, checks, row, share_of_limit, tables
+from bench.variables import of_program
+from clocher_kernels.errors import ClocherError, UsageError
+from clocher_runtime.command.console import Console
+from clocher_runtime.command.jsonline import clocher_version
+from clocher_runtime.command.loading import Engine, load_engine
+from clocher_runtime.command.settings import RunConfig, resolve
+from clocher_runtime.config.engine import KV_DTYPES, PRECISIONS
+from clocher_runtime.engine.arguments import Sampling
+from clocher_runtime.engine.probes import Touch, WorkTouch, rss_peak_mib
+from clocher_runtime.engine.timing import TimedWindow
+from clocher_runtime.engine.topology import cache_bytes, read_cpus
+from clocher_runtime.exit_codes import ExitCode, exit_code
+from cpu_fallback.team.bandwidth import Reader
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = ROOT / "tests/data/valid.txt"
+CHECKED_TOKENS, CHECKED_BYTES = 8, 1 << 16
+"""Of the run whose checksum is verified; the bytes where the settings ask for no work-touch."""
+
+_CHARS_PER_TOKEN, _INDEX = 12, 1 << 20
+_SPANS, _BATCHES = 500, 7
+_OWN = ("model", "format", "act_prec", "kv_dtype", "device", "isa", "threads", "bytes_per_token")
+
+Task = dict[str, Any]
+"""Of a process: flags, prompt_tokens P, tokens N, depth D, rounds, mib, text, launched_ns."""
+
+
+class Process:
+    """What one process measures."""
+
+    def __init__(self, task: Task, config: RunConfig, engine: Engine) -> None:
+        self.task, self.config, self.engine = task, config, engine
+        team: Any = getattr(engine.session.executor, "_team", None)
+        self._team, self._call = team, getattr(team, "_lead", None)
+        self.kernels_known, self._ns = self._call is not None, 0
+        self.steps = [0, 0]
+
+    def touch(self, bytes_per_token: int) -> Touch:
+        """Return a work-touch of the weights."""
+        engine, stride = self.engine, self.config.stride_bytes
+        made = engine.session.work_touch(bytes_per_token, stride)
+        return WorkTouch(engine.files, bytes_per_token, stride) if made is None else made
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Read the clock around the one compiled call of each step, below everything public."""
+        if self._call is None:
+            yield
+            return
+        self._team._lead = self._timed
+        try:
+            yield
+        finally:
+            self._team._lead = self._call
+
+    def _timed(self, *arguments: int) -> None:
+        start = time.perf_counter_ns()
+        if self._call is not None and arguments:
+            self._call(*arguments)
+        self._ns += time.perf_counter_ns() - start
+
+    def generate(self, ids: Sequence[int], tokens: int, touch: Touch | None = None) -> Row:
+        """Generate greedily with the window open.
+
+        Returns:
+            The `ids` made; (strict, kernel) ns of `prefill` and `decode`; `token_ns` of each step.
+        """
+        session, touch = self.engine.session, touch or self.touch(self.config.bytes_per_token)
+        window = TimedWindow("strict", synchronize=session.synchronize)
+        self._ns = 0
+        with self._watched():
+            stream = session.generate(
+                [ids],
+                tokens,
+                Sampling(),
+                frozenset(),
+                window,
+                touch if touch.bytes_per_token else None,
+            )
+            made = [next(stream).id]
+            first_ns, self._ns = self._ns, 0
+            made += [token.id for token in stream]
+        token_ns = [span.ns for span in window.spans if span.kind == "decode"]
+        strict_ns = sum(token_ns)
+        prefill = window.total_ns - strict_ns, first_ns
+        decode = strict_ns, self._ns
+        return {"ids": made, "prefill": prefill, "decode": decode, "token_ns": token_ns}
+
+    def end_to_end(self, start_ns: int) -> Row:
+        """Generate from text to text, and return the three windows in ns."""
+        ids = self.prompt()[: max(self.task["depth"], 1)]
+        made = self.generate(ids, self.task["tokens"] + 1)
+        if self.engine.tokenizer is not None:
+            self.engine.tokenizer.decode(made["ids"])
+        return {
+            "kernels_ns": made["prefill"][1] + made["decode"][1],
+            "strict_ns": made["prefill"][0] + made["decode"][0],
+            "end_to_end_ns": time.monotonic_ns() - start_ns,
+        }
+
+    def prompt(self) -> list[int]:
+        """Return as many ids as the longest prompt has: of the text, over and over.
+
+        A model without a tokenizer gets ids at random, always the same.
+        """
+        count = max(self.task["prompt_tokens"], self.task["depth"], 1)
+        session: Any = self.engine.session
+        if self.engine.tokenizer is None:
+            size = session.model.spec.vocab_size
+            return [int(i) for i in np.random.default_rng(0).integers(size, size=count)]
+        try:
+            with open(self.task["text"], encoding="utf-8") as file:
+                ids = self.engine.tokenizer.encode(file.read(_CHARS_PER_TOKEN * count))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(
+                f"{self.task['text']}: cannot be read: {error}; give --text FILE"
+            ) from None
+        if not ids:
+            raise UsageError(f"{self.task['text']}: no tokens in it; give a text")
+        return list((ids * (count // len(ids) + 1))[:count])
+
+    def rounds(self) -> Row:
+        """Run all tests in turns."""
+        task, n = self.task, self.task["tokens"]
+        ids = self.prompt()
+        start = ids[: max(task["depth"], 1)]
+        stream = self.engine.session.generate([start], 2 * n + 1, Sampling(), frozenset())
+        reference = [token.id for token in stream]
+        tests: dict[str, list[tuple[int, int]]] = {}
+        same: dict[str, bool] = {}
+        token_ns: list[list[int]] = []
+        reader = Reader("2m", task["mib"] << 20)
+
+        def read_prompt() -> float:
+            done = self.generate(ids[: task["prompt_tokens"]], 1)
+            tests.setdefault("pp", []).append(done["prefill"])
+            return float(done["prefill"][0])
+
+        def decode(name: str, prompt: list[int], tokens: int, expected: list[int]) -> float:
+            done = self.generate(prompt, tokens + 1)
+            tests.setdefault(name, []).append(done["decode"])
+            same[name] = same.get(name, True) and done["ids"] == expected
+            self.steps = [self.steps[0] + tokens, self.steps[1] + len(done["token_ns"])]
+            if name == "tg":
+                token_ns.append(done["token_ns"])
+            return float(done["decode"][0])
+
+        runs: dict[str, Callable[[], float]] = {
+            "pp": read_prompt,
+            "tg": lambda: decode("tg", start, n, reference[: n + 1]),
+            "after": lambda: decode("after", start + reference[:n], n, reference[n:]),
+            "double": lambda: decode("double", start, 2 * n, reference),
+            "read": lambda: reader.gbps(self.engine.threads),
+        }
+        read = turns(runs, task["rounds"], task.get("rest_s", 0.05))["read"]
+        # The round that comes first is thrown away, here as there.
+        return {
+            "tests": {name: found[1:] for name, found in tests.items()},
+            "token_ns": [ns for each in token_ns[1:] for ns in each],
+            "read_gbps": read,
+            "same_ids": same,
+            "tokens_sha256": hashlib.sha256(np.array(reference, "<i4").tobytes()).hexdigest(),
+            "tokens": self.steps[0],
+            "steps": self.steps[1],
+        }
+
+    def checksum(self) -> Row:
+        """Generate with a work-touch, and sum the same bytes with NumPy."""
+        per_token, stride = self.config.bytes_per_token or CHECKED_BYTES, self.config.stride_bytes
+        touch = self.touch(per_token)
+        self.generate(self.prompt()[: max(self.task["depth"], 1)], CHECKED_TOKENS, touch)
+        expected = touched_sum(self.engine.files, CHECKED_TOKENS, per_token, stride)
+        walk = {"tokens": CHECKED_TOKENS, "bytes_per_token": per_token, "stride": stride}
+        return {**walk, "got": touch.checksum, "expected": expected}
+
+    def measuring_ns(self) -> float:
+        """Return what the window and the watch of the kernels cost a step, in ns."""
+        window = TimedWindow("nothing", synchronize=self.engine.session.synchronize)
+        costs = []
+        for _ in range(_BATCHES):
+            start = time.perf_counter_ns()
+            for _ in range(_SPANS):
+                with window.span("decode", 1):
+                    self._timed()
+            costs.append((time.perf_counter_ns() - start) / _SPANS)
+        return min(costs)
+
+
+def measure(task: Task) -> Row:
+    """Return everything that one process measured.
+
+    Raises:
+        ClocherError: the model cannot be run like this.
+    """
+    longest = max(task["prompt_tokens"], task["depth"] + 2 * task["tokens"]) + 2
+    bare = {"speculate": "off", "context": str(longest)}
+    config = resolve({**task["flags"], **bare}, of_program(os.environ))
+    if config.stub or config.batch > 1:
+        raise UsageError("the strict contract is of one sequence of a model; drop --stub, BATCH")
+    console = Console(io.StringIO())
+    engine = load_engine(config, console.compiling, console.packing)
+    try:
+        if engine.device != "cpu":
+            raise UsageError(
+                f"device is {engine.device}: its kernels have no clock here; give --device cpu "
+                "(python -m bench.gpu_suite measures GPUs)"
+            )
+        process = Process(task, config, engine)
+        engine.session.warm()
+        found: Row = {"cold": process.end_to_end(task["launched_ns"])}
+        found |= {"warm": process.end_to_end(time.monotonic_ns()), **process.rounds()}
+        found |= {"checksum": process.checksum(), "measuring_ns": process.measuring_ns()}
+        touch = process.touch(config.bytes_per_token)
+        touch(1)
+    finally:
+        engine.session.close()
+    return {
+        "model": Path(engine.model).name,
+        "format": engine.precision,
+        **{name: getattr(engine, name) for name in _OWN[2:]},
+        "kernels_known": process.kernels_known,
+        "touch_bytes_per_token": touch.bytes_touched,
+        "touch_bytes_read": touch.bytes_read,
+        "file_bytes": sum(file.size for file in engine.files),
+        "cache_bytes": cache_bytes(read_cpus()),
+        "hints_ignored": [*config.hints_ignored, *engine.hints_ignored],
+        "rss_peak_mb": rss_peak_mib(),
+        **found,
+    }
+
+
+def touched_sum(files: Sequence[np.ndarray], tokens: int, per_token: int, stride: int) -> int:
+    """Return the checksum of a work-touch, straight from its definition in docs/json-line.md."""
+    ring = sum(file.size for file in files)
+    ends = np.cumsum([file.size for file in files])
+    total, reads = 0, -(-per_token // stride)
+    for token in range(tokens):
+        for first in range(0, reads, _INDEX):
+            k = np.arange(first, min(first + _INDEX, reads), dtype=np.int64)
+            at = (token * per_token + k * stride) % ring
+            which = np.searchsorted(ends, at, side="right")
+            for number in np.unique(which):
+                own = at[which == number] - (ends[number] - files[number].size)
+                total += int(files[number][own].sum(dtype=np.uint64))
+    return total % (1 << 64)
+
+
+def child(text: str) -> int:
+    """Measure as a JSON text says; print a JSON line, of an error too."""
+    try:
+        print(json.dumps(measure(json.loads(text))))
+    except (ClocherError, MemoryError) as error:
+        print(json.dumps({"error": str(error) or "out of memory", "code": int(exit_code(error))}))
+    return 0
+
+
+def launch(task: Task) -> Launch:
+    """Run one process and return what it measured; end with its code if it could not."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    code = "import sys; from bench.strict import child; sys.exit(child(sys.argv[1]))"
+    command = [sys.executable, "-c", code, json.dumps(task)]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}, check=False
+    )
+    lines = done.stdout.decode("utf-8", "replace").splitlines()
+    found = json.loads(lines[-1]) if lines and not done.returncode else {}
+    if "error" in found or not found:
+        said = found.get("error", f"a measuring process ended with {done.returncode}")
+        click.echo(f"error: {said}", err=True)
+        raise SystemExit(found.get("code", ExitCode.BUG))
+    return dict(found)
+
+
+def rows_of(task: Task, launches: Sequence[Launch], found: Sequence[Check]) -> list[Row]:
+    """Return the rows of a result file: the contract first, then the tests."""
+    first = launches[0]
+    command = shlex.join(["python", "-m", "bench.strict", *sys.argv[1:]])
+    shared: Row = {"kind": "strict", "command": command} | {key: first[key] for key in _OWN}
+    per_token = first["bytes_per_token"] + first["touch_bytes_read"]
+    share = share_of_limit(launches, per_token)
+    tg = row(launches, "tg", tg_name(task), task["tokens"])
+    steps = np.asarray([ns for each in launches for ns in each["token_ns"]])
+    tg |= {
+        "gbps": per_token * tg["tok_s"] / 1e9,
+        "read_gbps": median([value for each in launches for value in each["read_gbps"]]),
+        "pct_of_limit": 100 * share.value if share.known else None,
+        "pct_of_limit_95": share.ends and [100 * end for end in share.ends],
+        "latency_us": [float(v) / 1e3 for v in np.percentile(steps, range(101))],
+    }
+    windows = {
+        kind: {
+            f"{window}_s": median(each[kind][f"{window}_ns"] for each in launches) / 1e9
+            for window in ("kernels", "strict", "end_to_end")
+        }
+        for kind in ("cold", "warm")
+    }
+    same = ("file_bytes", "cache_bytes", "touch_bytes_per_token", "hints_ignored", "tokens_sha256")
+    contract = {
+        **shared,
+        "op": "strict",
+        "version": clocher_version(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": machine.describe(),
+        "tokens": task["tokens"] + 1,
+        "prompt_tokens": max(task["depth"], 1),
+        "windows": windows,
+        **{key: first[key] for key in same},
+        "rss_peak_mb": max(each["rss_peak_mb"] for each in launches),
+        "checks": [check._asdict() for check in found],
+    }
+    pp = row(launches, "pp", f"pp{task['prompt_tokens']}", task["prompt_tokens"])
+    return [contract, {**shared, **pp}, {**shared, **tg}]
+
+
+def tg_name(task: Mapping[str, Any]) -> str:
+    """Return what llama-bench calls the decode test."""
+    return f"tg{task['tokens']}" + (f" @ d{task['depth']}" if task["depth"] else "")
+
+
+def verdict(found: Sequence[Check]) -> ExitCode:
+    """Return the exit code for some checks."""
+    statuses = {check.status for check in found}
+    if "fail" in statuses:
+        return ExitCode.MISMATCH
+    return ExitCode.UNDECIDED if "undecided" in statuses else ExitCode.OK
+
+
+@click.command(help=help_text(__doc__))
+@click.option("--model-dir", type=click.Path(), help="default: MODEL_DIR, else the embedded model")
+@click.option("--precision", type=click.Choice(PRECISIONS), help="default: as stored")
+@click.option("--kv-dtype", type=click.Choice(KV_DTYPES), help="default: the back end's")
+@click.option("--threads", type=click.IntRange(1), help="default: all usable cores")
+@click.option("--prompt-tokens", type=click.IntRange(1), default=128, show_default=True, help="P")
+@click.option("--tokens", type=click.IntRange(1), default=128, show_default=True, help="N")
+@click.option("--depth", type=click.IntRange(0), default=512, show_default=True, help="D")
+@click.option("--launches", type=click.IntRange(1), default=3, show_default=True, help="processes")
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="in each")
+@MIB
+@click.option("--text", type=click.Path(), default=str(TEXT), help="Prompts come from it.")
+@click.option("--json", "out", type=NEW, help="Write rows there.")
+def main(launches: int, out: Path | None, **options: Any) -> None:
+    """Measure, check and print."""
+    flags = {name: options.pop(name) for name in ("model_dir", "precision", "kv_dtype", "threads")}
+    task = {**options, "flags": {n: str(value) for n, value in flags.items() if value is not None}}
+    before = machine.read()
+    measured = [launch({**task, "launched_ns": time.monotonic_ns()}) for _ in range(launches)]
+    elapsed_s, state = machine.since(before)
+    found = checks(measured, state.disturbances(elapsed_s))
+    rows = rows_of(task, measured, found)
+    windows, tests, contract = tables(rows)
+    about = "  ".join(str(rows[0][key]) for key in ("model", "format", "isa", "threads"))
+    print_table(windows.on_terminal(f"{about}  activations {rows[0]['act_prec']}"))
+    print_table(tests.on_terminal())
+    for mark, name, detail in contract.rows:
+        click.echo(f" {mark} {name}: {detail}")
+    if out:
+        write_json(out, rows)
+    raise SystemExit(verdict(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Configurations in fresh processes, in turns: what runs, its rows, what they say together."""
