@@ -220,9 +220,7 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
     known = config.act_prec in BACK_ENDS[backend].activations
     return Loaded(
         config=replace(
-            config,
-            threads=usable_threads(config),
-            act_prec=config.act_prec if known else None,
+            config, threads=usable_threads(config), act_prec=config.act_prec if known else None
         ),
         reason=reason,
         name=choice.name,

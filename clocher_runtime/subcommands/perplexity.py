@@ -35,10 +35,7 @@ READ_CODES = (
     (ExitCode.MEMORY, "out of memory"),
 )
 PLACE = place(
-    "MODEL",
-    "--model-dir",
-    "Default: CLOCHER_MODEL_DIR, else the embedded model.",
-    needed=False,
+    "MODEL", "--model-dir", "Default: CLOCHER_MODEL_DIR, else the embedded model.", needed=False
 )
 OPTIONS = (
     *engine_options(*NUMERICS, defaults=EXACT),
