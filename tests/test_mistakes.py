@@ -61,7 +61,7 @@ MISTAKES = [
     ("run --device gpu", USAGE, "expected one of auto, cpu, cuda, ze"),
     ("run --device cuda", DEVICE, "cuda"),
     ("run --prompt a --prompt-ids 1", USAGE, "exclude each other; give one"),
-    ("run models/tiny --model-dir models/tiny", USAGE, "give one of them"),
+    ("run models/tiny --model-dir models/tiny", USAGE, "expected one of them"),
     ("run --prompts-file prompts.txt", USAGE, "prompts file prompts.txt: No such file"),
     ("run --config settings.toml", USAGE, "give a TOML file with settings"),
     ("run --context 4 --prompt some_words_that_are_too_many_for_it", USAGE, "--context"),

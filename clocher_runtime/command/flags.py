@@ -228,6 +228,27 @@ class Command(click.Command):
             _section(formatter, "Exit codes", [(str(int(c)), t) for c, t in self.exit_codes])
 
 
+class Tasks(click.Group):
+    """A command whose first word names a task, with its examples first in its help."""
+
+    def __init__(
+        self, name: str, about: str, tasks: Mapping[str, click.Command], examples: Examples
+    ) -> None:
+        settings = {"max_content_width": HELP_WIDTH, "help_option_names": ["-h", "--help"]}
+        super().__init__(name, commands=dict(tasks), help=about, context_settings=settings)
+        self.examples = examples
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write examples, tasks and flags."""
+        write_examples(formatter, self.examples)
+        self.format_commands(ctx, formatter)
+        _section(formatter, "Options", [_HELP])
+
+    def help_text(self) -> str:
+        """Return its help."""
+        return self.get_help(click.Context(self, info_name=self.name, **self.context_settings))
+
+
 def setting_option(name: str, setting: Setting, *, reads: bool, **more: Any) -> click.Option:
     """Return the flag of a setting as an option."""
     if stands_alone(setting):

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.command.flags import HELP_WIDTH
+from clocher_runtime.command.flags import Tasks
 from clocher_runtime.command.script_run import (
     COUNT,
     Report,
@@ -116,20 +116,19 @@ def _run(report: Report, task: str, options: dict[str, Any], given: dict[str, An
 
 
 _TASKS: dict[str, Script] = {"generate": generate, "score": score}
-COMMAND = click.Group(
+COMMAND = Tasks(
     NAME,
-    commands=dict(_TASKS),
-    context_settings={"max_content_width": HELP_WIDTH, "help_option_names": ["-h", "--help"]},
-    help="""Send the rows of a file through many actors, each row exactly once.
+    """Send the rows of a file through many actors, each row exactly once.
 
     Ray (pip install '.[ray]' in a clone of Clocher) starts the actors, on this machine or a
     cluster; each has the model and CPUs of its own. What was computed stays when an actor, a
-    machine or this command dies; run the same line again to resume.
-
-    \b
-    clocher ray generate prompts.jsonl out           texts, on all CPUs of this machine
-    clocher ray score texts.jsonl out --cpus 8       log probabilities, by actors of 8 CPUs
-    clocher ray generate --help                      what a row looks like, and every flag""",
+    machine or this command dies; run the same line again to resume.""",
+    _TASKS,
+    (
+        ("texts, on all CPUs of this machine", "clocher ray generate prompts.jsonl out"),
+        ("log probabilities, by actors of 8 CPUs", "clocher ray score texts.jsonl out --cpus 8"),
+        ("what a row looks like, and every flag", "clocher ray generate --help"),
+    ),
 )
 
 
@@ -137,8 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run what the first word names, and return the exit code."""
     words = list(argv or ())
     if words[:1] in ([], ["-h"], ["--help"]):
-        settings = COMMAND.context_settings
-        click.echo(COMMAND.get_help(click.Context(COMMAND, info_name=NAME, **settings)))
+        click.echo(COMMAND.help_text())
         return ExitCode.OK
     if words[0] not in _TASKS:
         error = UsageError(f"{words[0]!r} is no task; expected one of {', '.join(_TASKS)}")
