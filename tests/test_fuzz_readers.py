@@ -388,6 +388,7 @@ def test_a_saved_mutant_is_loaded_as_it_was(tmp_path: Path) -> None:
     assert "q4-map: refused UsageError" in done.stderr
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "text",
     [

@@ -76,7 +76,7 @@ def test_the_memory_limit_of_these_tests_bites() -> None:
 
 
 @pytest.mark.parametrize("part", range(4))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_mutants_of_iebin(part: int, tmp_path: Path) -> None:
     """Every node of the JSON replaced by every hostile value, with a correct checksum."""
     model = write_iebin(tmp_path)
