@@ -39,8 +39,8 @@ class From:
 class Family:
     """A family: what reads its config.json, and where its tensors come from.
 
-    `tensors`: name within a layer, or in full outside of them, without ".weight" or ".bias" -> origin;
-    two origins for rows that alternate. What is left out has its own name.
+    `tensors`: name within a layer, or in full outside of them, without ".weight" or ".bias" ->
+    origin; two origins for rows that alternate. What is left out has its own name.
     """
 
     read: Callable[[Config], ModelSpec]
