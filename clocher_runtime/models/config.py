@@ -69,13 +69,7 @@ class BlockDiffusionFields(Struct, forbid_unknown_fields=True):
 
 
 class Decoder(Ends, kw_only=True):
-    """The fields of every decoder; defaults are those of transformers' LlamaConfig.
-
-    Attributes:
-        block_diffusion: how it denoises blocks; None: it does not.
-        num_key_value_heads: None: as many as attention heads.
-        head_dim: None: hidden_size / heads.
-    """
+    """The fields of every decoder; defaults are those of transformers' LlamaConfig."""
 
     ACTIVATION: ClassVar[str] = "silu"
     ROPE: ClassVar[RopeSpec | None] = None
@@ -202,13 +196,10 @@ def layer_windows(
     """Return the window of each layer from `layer_types`, or from the family's own pattern.
 
     Args:
-        types: `layer_types`; None: the config has none.
         window: visible keys of a sliding layer, the query included; None: nothing slides.
         default: layer type of each layer without `layer_types`.
 
-    Raises:
-        FormatError: the list has another length.
-        UnsupportedModel: it names a type that is not known, or one slides without a window.
+    Raises FormatError, UnsupportedModel.
     """
     types = list(default) if types is None else types
     if len(types) != layers:

@@ -27,8 +27,7 @@ class From:
     """Where a family's files have a tensor.
 
     Attributes:
-        name: of theirs, within the layer, without ".weight" or ".bias"; "{e}" stands for the number
-            of each expert.
+        name: of theirs, within the layer, without ending; "{e}": the number of each expert.
         rows: which of its rows: "all", or a key of `rows_of`.
     """
 
@@ -38,13 +37,10 @@ class From:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family.
+    """A family: what reads its config.json, and where its tensors come from.
 
-    Attributes:
-        read: turns a config.json into a ModelSpec.
-        tensors: name within a layer, or of a tensor outside of them in full, without ".weight" or
-            ".bias" -> where it comes from; two for rows that alternate. What is left out has its
-            own name.
+    `tensors`: name within a layer, or in full outside of them, without ".weight" or ".bias" ->
+    origin; two origins for rows that alternate. What is left out has its own name.
     """
 
     read: Callable[[Config], ModelSpec]
@@ -56,7 +52,6 @@ class Piece:
     """Rows of a tensor of a file, and where they go.
 
     Attributes:
-        name: of the file's tensor.
         rows: of it, of each matrix if they are several.
         expert: where in a stack of matrices they go; None: the tensor is the stack, or no stack.
         places: rows of the model's tensor that they become; None: all.

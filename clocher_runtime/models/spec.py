@@ -52,14 +52,12 @@ class MoeSpec:
     """Mixture of experts: a gated MLP each, of which a router chooses some for every token.
 
     Attributes:
-        experts: their number.
-        active: those that a token has.
+        experts, active: their number, and of those that a token has.
         inner: size of their hidden layers.
         act: "silu", or "clamped" (gpt-oss) with `limit` and `alpha`.
         score, normalise, factor, groups, group_top, group_best: of the op `route`.
-        router_bias: the router is a linear with a bias.
+        router_bias, expert_bias: the router is, the experts' are linears with biases.
         choice_bias: a bias that is added for the choice alone (DeepSeek-V3).
-        expert_bias: the experts' linears have biases.
         scale_inputs: a weight multiplies what goes into an expert, not what comes out (Llama 4).
         shared: size of the hidden layer of the MLP that every token has besides; 0 for none.
         shared_gate: it is multiplied by the sigmoid of a linear of the token (Qwen2-MoE).
@@ -89,15 +87,14 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True)
 class MlaSpec:
-    """Latent attention: keys and values of all heads are products of one short vector of a token.
+    """Latent attention: keys and values of all heads are linear in one short vector of a token.
 
     A head of queries and keys is `rotated` values, of which all heads share the key's, and then
     `plain` ones; a head of values has `value`.
 
     Attributes:
         query_rank: size of the vector that queries are made of; 0: of the token itself.
-        rank: size of the vector that keys and values are made of.
-        norm_eps: of the norms of these two vectors.
+        rank: size of the vector that keys and values are made of; `norm_eps` of both.
         paired: in files, the values that are rotated together are neighbours.
 
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
