@@ -321,7 +321,7 @@ def in_company(server: Served, most: int, rounds: int) -> None:
 
 
 def test_sixteen_mixed_streams_are_what_each_is_alone(server: Served) -> None:
-    in_company(server, 32, 1)
+    in_company(server, 20, 1)
 
 
 @pytest.mark.slow
