@@ -35,7 +35,7 @@ from cpu_fallback.tiles.layout import LINE
 from cpu_fallback.tiles.multiply import dot, emit_run, emit_split
 
 DIGITS = 256  # of a line
-_CHUNK = 128
+_CHUNK = 256
 
 _packed: dict[tuple[int, bool], np.ndarray] = {}
 
@@ -87,11 +87,11 @@ def pack(tensor: QuantTensor, columns: bool) -> np.ndarray:
 
     def pack_rows(first: int) -> None:
         rows = np.arange(first, min(first + _CHUNK, n))
-        shifts = (2 * (rows // packed)).astype(np.uint8)[:, None]
-        digits = np.zeros((len(rows), DIGITS * each), np.uint8)
-        digits[:, :k] = codes[rows % packed] >> shifts & 3
-        places = np.moveaxis(digits.reshape(len(rows), each, 16, 4, 4), 3, 0)
-        lines[rows] = _merged(places).reshape(len(rows), stride)
+        padded = np.zeros((len(rows), DIGITS * each), np.uint8)
+        padded[:, :k] = codes[rows % packed]
+        shifts = (2 * (rows // packed)).astype(np.uint32)[:, None, None]
+        digits = padded.view(np.uint32).reshape(len(rows), 16 * each, 4) >> shifts & 0x03030303
+        lines[rows] = _merged(np.moveaxis(digits, 2, 0)).view(np.uint8)
 
     def pack_columns(first: int) -> None:
         some = codes[:, first : first + _CHUNK]
