@@ -85,7 +85,7 @@ class EngineConfig:
 
     Attributes:
         isa: None takes the best. It holds for the process (engine.backends.hand_on).
-        tile_table: None leaves tiles to the shipped tables.
+        tile_table: None leaves tiles to the formulas.
         given: field -> how it was set by a flag, a variable or a file; others are absent.
         hints_ignored: "source=value" of what was given and this version does not act on.
 
