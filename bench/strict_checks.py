@@ -35,7 +35,7 @@ class Check(NamedTuple):
 def checks(launches: Sequence[Launch], why_void: Sequence[str] = ()) -> list[Check]:
     """Return every check of some processes; `why_void` is what disturbed the machine meanwhile."""
     timed = [linear(launches), within_bandwidth(launches)]
-    if why_void:  # times that others disturbed accuse nobody
+    if why_void:  # disturbed times prove nothing
         timed = [
             Check(c.name, "undecided", f"{c.detail}: the machine was disturbed")
             if c.status == "fail"
