@@ -64,9 +64,8 @@ bench-verify: $(VENV)/.installed-bench  ## check the results of the last bench, 
 microbench: $(VENV)/.installed-bench $(VENV)/.installed-test  ## every op of the op table, with pytest-benchmark
 	@$(BIN)/python -m pytest bench/microbench.py --benchmark-quiet $(ARGS)
 
-microbench-block-sparse: $(VENV)/.installed-bench  ## dense against block-sparse: a table, and a plot in build/
-	@mkdir -p build
-	@$(BIN)/python -m bench block_sparse --plot build/block-sparse.png $(ARGS)
+microbench-block-sparse: $(VENV)/.installed-bench  ## dense against block-sparse weights: a table
+	@$(BIN)/python -m bench block_sparse $(ARGS)
 
 profile: $(VENV)/.installed  ## where the time of a step goes: a table, and a flame graph in build/
 	@mkdir -p build

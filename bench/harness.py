@@ -8,8 +8,8 @@
 Each process adds a line to the result file (docs/benchmarking.md); a file that exists is continued,
 and what it has already is not run again. Beside FILE.jsonl lies FILE.csv. A run in which other
 processes, the hypervisor or a throttle took the CPU is void and repeated. "faster" and "slower" are
-said where the intervals part and the difference is 3 % or more. --sweep runs the product of
-settings: 'act_quant=int8,fp8|prefetch=off,auto,256'.
+reported where the intervals do not overlap and the difference is 3 % or more. --sweep runs the
+product of settings: 'act_quant=int8,fp8|prefetch=off,auto,256'.
 
 Exit codes: 0 done; 2 bad flag, variable or file; 7 --verify found a contradiction; 8 --compare
 found a slowdown; 9 they cannot tell; 130 interrupted; else that of the engine that failed.

@@ -14,6 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+if __package__ in (None, ""):  # python bench/ptq_calib.py: modules are found from the root
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import click
 
 from bench.record import Row, print_table, table, write_json

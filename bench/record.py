@@ -95,7 +95,7 @@ KINDS: Mapping[str, Kind] = {
 
 _OLD = {"roofline": "linear", "fused": "linear"}
 _OF_OPS = {"bsr_linear": "block_sparse", "model": "peers", "linear": "linear"}
-"""Kinds of files from before rows said theirs, by what an `op` of them is."""
+"""Kinds of older files, whose rows have none, by their `op`."""
 
 
 @dataclass(frozen=True, slots=True)

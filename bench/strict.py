@@ -24,8 +24,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -37,7 +36,15 @@ import numpy as np
 from bench import machine
 from bench.ops.experiment import MIB, NEW, help_text, turns
 from bench.record import Row, print_table, write_json
-from bench.strict_checks import Check, Launch, checks, row, share_of_limit, tables
+from bench.strict_checks import (
+    Check,
+    Launch,
+    checks,
+    row,
+    share_of_limit,
+    tables,
+    touched_sum,
+)
 from bench.variables import of_program
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.console import Console
@@ -57,8 +64,7 @@ TEXT = ROOT / "tests/data/valid.txt"
 CHECKED_TOKENS, CHECKED_BYTES = 8, 1 << 16
 """Of the run whose checksum is verified; the bytes where the settings ask for no work-touch."""
 
-_CHARS_PER_TOKEN, _INDEX = 12, 1 << 20
-_SPANS, _BATCHES = 500, 7
+_CHARS_PER_TOKEN, _SPANS, _BATCHES = 12, 500, 7
 _OWN = ("model", "format", "act_prec", "kv_dtype", "device", "isa", "threads", "bytes_per_token")
 
 Task = dict[str, Any]
@@ -81,18 +87,6 @@ class Process:
         made = engine.session.work_touch(bytes_per_token, stride)
         return WorkTouch(engine.files, bytes_per_token, stride) if made is None else made
 
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Read the clock around the one compiled call of each step, below everything public."""
-        if self._call is None:
-            yield
-            return
-        self._team._lead = self._timed
-        try:
-            yield
-        finally:
-            self._team._lead = self._call
-
     def _timed(self, *arguments: int) -> None:
         start = time.perf_counter_ns()
         if self._call is not None and arguments:
@@ -107,19 +101,17 @@ class Process:
         """
         session, touch = self.engine.session, touch or self.touch(self.config.bytes_per_token)
         window = TimedWindow("strict", synchronize=session.synchronize)
-        self._ns = 0
-        with self._watched():
-            stream = session.generate(
-                [ids],
-                tokens,
-                Sampling(),
-                frozenset(),
-                window,
-                touch if touch.bytes_per_token else None,
-            )
+        walk, self._ns = touch if touch.bytes_per_token else None, 0
+        if self._call is not None:  # the one compiled call of a step, below everything public
+            self._team._lead = self._timed
+        try:
+            stream = session.generate([ids], tokens, Sampling(), frozenset(), window, walk)
             made = [next(stream).id]
             first_ns, self._ns = self._ns, 0
             made += [token.id for token in stream]
+        finally:
+            if self._call is not None:
+                self._team._lead = self._call
         token_ns = [span.ns for span in window.spans if span.kind == "decode"]
         strict_ns = sum(token_ns)
         prefill = window.total_ns - strict_ns, first_ns
@@ -267,22 +259,6 @@ def measure(task: Task) -> Row:
         "rss_peak_mb": rss_peak_mib(),
         **found,
     }
-
-
-def touched_sum(files: Sequence[np.ndarray], tokens: int, per_token: int, stride: int) -> int:
-    """Return the checksum of a work-touch, straight from its definition in docs/json-line.md."""
-    ring = sum(file.size for file in files)
-    ends = np.cumsum([file.size for file in files])
-    total, reads = 0, -(-per_token // stride)
-    for token in range(tokens):
-        for first in range(0, reads, _INDEX):
-            k = np.arange(first, min(first + _INDEX, reads), dtype=np.int64)
-            at = (token * per_token + k * stride) % ring
-            which = np.searchsorted(ends, at, side="right")
-            for number in np.unique(which):
-                own = at[which == number] - (ends[number] - files[number].size)
-                total += int(files[number][own].sum(dtype=np.uint64))
-    return total % (1 << 64)
 
 
 def child(text: str) -> int:

@@ -21,7 +21,7 @@ READ_LOOP_ERROR = 1.05
 MEASURING_COSTS = 0.005
 """Share of a step that the window and the watch of the kernels may cost."""
 
-_WIDEST = 0.1
+_WIDEST, _INDEX = 0.1, 1 << 20
 
 
 class Check(NamedTuple):
@@ -35,7 +35,7 @@ class Check(NamedTuple):
 def checks(launches: Sequence[Launch], why_void: Sequence[str] = ()) -> list[Check]:
     """Return every check of some processes; `why_void` is what disturbed the machine meanwhile."""
     timed = [linear(launches), within_bandwidth(launches)]
-    if why_void:  # times that others disturbed accuse nobody
+    if why_void:  # disturbed times prove nothing
         timed = [
             Check(c.name, "undecided", f"{c.detail}: the machine was disturbed")
             if c.status == "fail"
@@ -138,6 +138,22 @@ def touched(launches: Sequence[Launch]) -> Check:
             return Check(name, "fail", f"got {sums['got']}, NumPy sums {sums['expected']}")
     walk = "{tokens} tokens of {bytes_per_token} bytes, stride {stride}"
     return Check(name, "pass", walk.format_map(launches[0]["checksum"]))
+
+
+def touched_sum(files: Sequence[np.ndarray], tokens: int, per_token: int, stride: int) -> int:
+    """Return the checksum of a work-touch, straight from its definition in docs/json-line.md."""
+    ring = sum(file.size for file in files)
+    ends = np.cumsum([file.size for file in files])
+    total, reads = 0, -(-per_token // stride)
+    for token in range(tokens):
+        for first in range(0, reads, _INDEX):
+            k = np.arange(first, min(first + _INDEX, reads), dtype=np.int64)
+            at = (token * per_token + k * stride) % ring
+            which = np.searchsorted(ends, at, side="right")
+            for number in np.unique(which):
+                own = at[which == number] - (ends[number] - files[number].size)
+                total += int(files[number][own].sum(dtype=np.uint64))
+    return total % (1 << 64)
 
 
 def cost_of_measuring(launches: Sequence[Launch]) -> Check:

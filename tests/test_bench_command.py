@@ -220,9 +220,9 @@ def test_guesses_are_measured_where_they_are_asked_for(capsys: Capture, tmp_path
     assert guessed["correct"] and guessed["tokens_sha256"] == bare["tokens_sha256"]
     (other,) = rows_of(capsys, *words)
     assert other["tokens_sha256"] != bare["tokens_sha256"], "the text is not read"
-    assert main(words) == 0 and "tokens/pass" not in capsys.readouterr().out
+    assert main(words) == 0 and "tokens/forward" not in capsys.readouterr().out
     assert main([*words, "--speculate", "auto"]) == 0
-    assert 1 <= float(column(capsys.readouterr().out, "tokens/pass")[0]) <= 8
+    assert 1 <= float(column(capsys.readouterr().out, "tokens/forward")[0]) <= 8
     assert main([*words, "--speculate", "auto", "-b", "2"]) == 2
     assert "give -b 1" in capsys.readouterr().err
     (tmp_path / "empty").touch()

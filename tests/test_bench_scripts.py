@@ -1,6 +1,8 @@
 """The scripts that run a bench under an older name: at tiny sizes each measures what it says."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,15 @@ def test_help_says_what_is_measured(name: str) -> None:
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and lines[0].startswith(f"Usage: python -m bench {SIZES[name][0]}")
     assert len(lines[2]) > 40 and "--json " in done.stdout
+
+
+@pytest.mark.parametrize(("threshold", "code"), [("0.99", 0), ("1", 8)])
+def test_calibration_is_judged_by_its_smallest_cosine(threshold: str, code: int) -> None:
+    command = [sys.executable, ROOT / "bench/ptq_calib.py", "--model", BITNET]
+    command += ["--cosine-threshold", threshold]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert ("accepted" if code == 0 else "rejected") in done.stderr
 
 
 @pytest.mark.parametrize("name", ["wf_server", "dlm_server"])

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from bench import strict
-from bench.strict import child, measure, touched_sum
+from bench.strict import child, measure
 from bench.strict_checks import (
     Check,
     checks,
@@ -20,6 +20,7 @@ from bench.strict_checks import (
     row,
     same_ids,
     touched,
+    touched_sum,
     within_bandwidth,
 )
 from clocher_kernels.errors import UsageError

@@ -1,26 +1,23 @@
 """Dense against block-sparse: y = x W^T over sparsities and block shapes.
 
-    python -m bench block_sparse [--blocks 32x32,16x16] [--inner f32] [--json FILE] [--plot FILE]
+    python -m bench block_sparse [--blocks 32x32,16x16] [--inner f32] [--json FILE]
 
 Dense and sparse run in turns, each over copies of its weight that together exceed every cache. The
 break-even density is where the times of the sparse product, taken as a line in the density, meet
-that of the dense one. A plot is drawn if matplotlib is there.
+that of the dense one.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import click
 import numpy as np
-from rich.console import Console
 
 from bench.cases.products import Engine, Problem, clocher, copies_of, exact_product
 from bench.ops.experiment import (
-    FILE,
     SHAPES,
     TEAM,
     Listed,
@@ -92,7 +89,6 @@ def _whole_percent(text: str) -> float:
 )
 @click.option("--tokens", type=click.IntRange(1), default=1, show_default=True)
 @TEAM
-@click.option("--plot", type=FILE, help="Draw a PNG there.")
 def main(
     shape: tuple[tuple[int, int], ...],
     blocks: tuple[tuple[int, int], ...],
@@ -100,11 +96,10 @@ def main(
     sparsity: tuple[float, ...],
     tokens: int,
     threads: int,
-    plot: Path | None,
     rounds: int,
 ) -> Iterator[Row]:
     """Yield rows for each block shape: the dense product, then one for each sparsity."""
-    size, rows = shape[0], []
+    size = shape[0]
     values = np.random.default_rng(2).standard_normal(size, dtype=np.float32)
     dense = encode(values, parse_format(_DENSE[inner]))
     for block in blocks:
@@ -126,7 +121,7 @@ def main(
         times = {name: median(each) for name, each in took.items()}
         even = break_even([1 - part for part in weights], [times[p] for p in weights], times[None])
         for name, engine in made.items():
-            row = {
+            yield {
                 "op": "linear" if name is None else "bsr_linear",
                 "block": f"{block[0]}x{block[1]}",
                 "sparsity": name or 0.0,
@@ -139,30 +134,6 @@ def main(
                 "isa": CURRENT.name,
                 "break_even": even,
             }
-            rows.append(row)
-            yield row
-    if plot:
-        _draw(plot, rows, f"{size[0]}x{size[1]} {inner}, M={tokens}, {threads} threads")
-
-
-def _draw(path: Path, rows: Sequence[Row], title: str) -> None:
-    """Plot the speed-up over the sparsity, a line for each block shape."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        note = "no plot: matplotlib is missing; pip install '.[bench]' in a clone of Clocher"
-        Console(stderr=True).print(note, markup=False)
-        return
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for block in dict.fromkeys(row["block"] for row in rows):
-        own = [row for row in rows if row["block"] == block and row["op"] == "bsr_linear"]
-        at = [100 * row["sparsity"] for row in own]
-        axes.plot(at, [row["speedup"] for row in own], marker="o", label=block)
-    axes.axhline(1, color="grey", linewidth=0.8)
-    axes.set(xlabel="zero blocks, %", ylabel="speed-up over dense", title=title, yscale="log")
-    axes.legend(title="block")
-    figure.savefig(path, format="png", dpi=150)
 
 
 if __name__ == "__main__":

@@ -269,17 +269,16 @@ def _good(row: Row) -> bool:
 @click.option("--svg", "picture", type=FILE, help="Draw the median step there.")
 def main(
     model_dir: Path | None,
-    precision: str | None,
     threads: int,
     tokens: int,
     depth: int,
     prefill: int | None,
     mib: int,
-    limit: float | None,
     picture: Path | None,
+    **more: Any,
 ) -> Iterator[Row]:
     """Measure, draw, and yield a row for each kind of call."""
-    model = opened(model_dir, precision)
+    model = opened(model_dir, more["precision"])
     longest = max(prefill or 0, depth + tokens + _WARM_STEPS) + 1
     profiler = Profiler(model, threads, min(longest, model.spec.max_positions))
     reader = Reader("2m", mib << 20)
@@ -296,7 +295,7 @@ def main(
         write_file(picture, svg(drawn, title).encode())
     about = {"op": "profile", "model": name, "format": model.precision, "test": test}
     about |= {"threads": threads, "isa": profiler.session.isa, "read_gbps": read_gbps}
-    about["limit"] = limit
+    about["limit"] = more["limit"]
     yield from ({**about, **row} for row in rows_of(steps, read_gbps))
 
 

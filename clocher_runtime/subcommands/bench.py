@@ -37,7 +37,7 @@ _EXAMPLES = (
     ("how it scales: threads, sequences side by side", "clocher bench MODEL -t 1,2,4 -b 1,8"),
     ("a prompt and its answer in one", "clocher bench MODEL -pg 512,128"),
     (
-        "what guesses win, continuing a text of 512 tokens",
+        "the gain of draft tokens, continuing a text of 512 tokens",
         "clocher bench MODEL --speculate auto --text FILE -d 512 -p 0 -n 128",
     ),
     ("keep the samples, and compare with a later run", "clocher bench MODEL -o json > before.json"),
@@ -60,8 +60,8 @@ _CODES = (
 
 _WINDOW = """\
 Timed: the steps of the engine, with sampling, which llama-bench leaves out. Not timed: loading,
-packing, compiling, text, and what comes before a test: its depth, and the first token of tg.
-Prompts are random ids, or --text. Tokens are guessed only with --speculate."""
+packing, compiling, tokenising, and what comes before a test: its depth, the first token of tg.
+Prompts are random ids, or --text. Draft tokens only with --speculate."""
 
 
 _Callback = Callable[[click.Context, click.Parameter, Any], Any]
@@ -154,8 +154,8 @@ def _foreign(flag: str) -> Wrap:
     _choice("--precision", "precision", "[default: as stored]"),
     _choice("--kv-dtype", "kv_dtype", "of the KV cache"),
     _choice("--device", "device", "[default: auto]"),
-    _choice("--speculate", "speculate", "guess tokens in tg and pg  [default: off]"),
-    click.option("--draft-model", metavar="MODEL", help="guesses with --speculate auto or draft"),
+    _choice("--speculate", "speculate", "draft tokens in tg and pg  [default: off]"),
+    click.option("--draft-model", metavar="MODEL", help="drafts with --speculate auto or draft"),
     click.option("--attn", metavar="KIND:N", help="read part of the KV cache  [default: dense]"),
     click.option("--act-sparsity", metavar="RULE", help="drop small activations  [default: no]"),
     click.option("--act-calibration", metavar="FILE", help="text for --act-sparsity 0.25"),

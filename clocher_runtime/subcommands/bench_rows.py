@@ -1,4 +1,4 @@
-"""Rows of `clocher bench`: what is said of a case, as a table, JSON or CSV.
+"""Rows of `clocher bench`: the figures of a case, as a table, JSON or CSV.
 
 Keys that llama-bench has are called and meant as there, so its readers read these rows too.
 """
@@ -121,7 +121,7 @@ _COLUMNS: Sequence[tuple[str, Callable[[Row], str]]] = (
     ("test", lambda row: str(row["test"])),
     ("t/s", lambda row: f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}"),
     ("median [IQR]", lambda row: f"{row['median_ts']:.1f} [{row['iqr_ts']:.1f}]"),
-    ("tokens/pass", lambda row: _per_pass(row)),
+    ("tokens/forward", lambda row: _per_pass(row)),
     ("bytes/token", lambda row: _scaled(row["bytes_per_token"], _UNITS)),
     ("GB/s", lambda row: _number(row["gbps"])),
     ("% of read", lambda row: _share(row)),
@@ -204,8 +204,8 @@ def _number(value: float | None) -> str:
 
 
 def _per_pass(row: Row) -> str:
-    guessed = row["speculate"] != "off" and row["tokens_per_pass"]
-    return f"{row['tokens_per_pass']:.2f}" if guessed else ""
+    drafted = row["speculate"] != "off" and row["tokens_per_pass"]
+    return f"{row['tokens_per_pass']:.2f}" if drafted else ""
 
 
 def _share(row: Row) -> str:
