@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 def test_a_server_is_told_how_fast_its_weights_can_be_read() -> None:
-    engine = load_engine(resolve({}, {}), 1, lambda done, total: None)
+    engine = load_engine(resolve({}, {}), lambda done, total: None)
     try:
         assert 0.05 < ready_of(engine).about["read_gbps"] < 5000
     finally:

@@ -146,7 +146,7 @@ class ScriptedSession:
         self.clock, self.calls = clock, []
         self.kv_hits = self.kv_misses = 1000  # left by a warm-up
         self.reading = SimpleNamespace(mode="topk:256", pages=PagesRead(100, 400))
-        self.act_sparsity = None
+        self.config = SimpleNamespace(act_sparsity=None)
         self.diffusion = "off"
         self.speculate, self.costs, self.counts = "off", ForwardCosts(9), Counts(forwards=7, sent=3)
 
