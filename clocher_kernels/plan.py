@@ -15,12 +15,11 @@ end of the block. A node of a speculative tree has end = number of committed key
 each ancestor and for itself; its own bit is its highest bit, and that cell is where its key goes.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -99,7 +98,7 @@ class Plan:
         return sum(prod(b.shape) * STORAGE[b.dtype].itemsize for b in self.buffers.values())
 
 
-class Executor(ABC):
+class Executor(Protocol):
     """What executes a Plan. As it stands, buffers are the host's and a step returns when done.
 
     Attributes:
@@ -110,15 +109,12 @@ class Executor(ABC):
     plan: Plan
     isa: str
 
-    @abstractmethod
     def array(self, name: str) -> np.ndarray:
         """Return the live host array of a buffer, at capacity."""
 
-    @abstractmethod
     def step(self, tokens: int, rows: int) -> None:
         """Execute the Plan for the first `tokens` tokens and `rows` output rows."""
 
-    @abstractmethod
     def walk(self, tokens: int, rows: int) -> Generator[Call, None, None]:
         """Execute a step call by call and yield each that was executed, to look for a fault."""
 
