@@ -124,6 +124,7 @@ class Executor(Protocol):
         Args:
             masks: how many of the masks of the sampling op, from the first on; None: all.
         """
+        return
 
     def fetch(self, name: str, count: int) -> np.ndarray:
         """Return the first rows of an output buffer; the next step overwrites them."""
@@ -135,9 +136,11 @@ class Executor(Protocol):
 
     def synchronize(self) -> None:
         """Wait until the device has done all steps."""
+        return
 
     def warm(self) -> None:
         """Compile and capture what steps of any size need."""
+        return
 
     def running(self) -> AbstractContextManager[object]:
         """Keep what executes steps awake between them, while the context is open."""
@@ -145,3 +148,4 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Stop threads and release memory."""
+        return
