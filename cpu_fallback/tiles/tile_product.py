@@ -27,7 +27,7 @@ from llvmlite import ir
 
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import Kernel
+from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.late import cgutils, i64, void
 from cpu_fallback.tiles.block_product import BlockEmitter
 from cpu_fallback.tiles.byte_dots import Dots, dots_of, is_number
@@ -218,38 +218,51 @@ def _emitter(layout: Layout | BlockLayout, group: int, tokens: int) -> Callable[
     return emit
 
 
-_BRANCHES = {
-    16: ((1, 2, 3, 4, 6, 8), "emit16(tile, panel, out, units, 16, 0, ahead)"),
-    8: (
-        (1, 2),
-        """if tokens <= 4:
-        emit4(tile, panel, out, units, tokens, 0, ahead)
+def _others(emit: dict[int, Any], at_once: int) -> Any:
+    """Return the product of a panel of three tokens or more, in passes that registers hold."""
+    four, six, eight = emit[4], emit.get(6), emit.get(8)
+    if at_once == 16:
+        three, sixteen = emit[3], emit[16]
+
+        def others(tile, panel, out, units, tokens, ahead):
+            if tokens == 3:
+                three(tile, panel, out, units, 3, 0, ahead)
+            elif tokens == 4:
+                four(tile, panel, out, units, 4, 0, ahead)
+            elif tokens == 6:
+                six(tile, panel, out, units, 6, 0, ahead)
+            elif tokens == 8:
+                eight(tile, panel, out, units, 8, 0, ahead)
+            else:
+                sixteen(tile, panel, out, units, 16, 0, ahead)
+
+    elif at_once == 8:
+
+        def others(tile, panel, out, units, tokens, ahead):
+            if tokens <= 4:
+                four(tile, panel, out, units, tokens, 0, ahead)
+            else:
+                for first in range(0, tokens, 8):
+                    eight(tile, panel, out, units, tokens, first, ahead)
+
+    elif at_once == 6:
+
+        def others(tile, panel, out, units, tokens, ahead):
+            first = 0
+            while first + 6 <= tokens != 8:
+                six(tile, panel, out, units, tokens, first, ahead)
+                first += 6
+            while first < tokens:
+                four(tile, panel, out, units, tokens, first, ahead)
+                first += 4
+
     else:
-        for first in range(0, tokens, 8):
-            emit8(tile, panel, out, units, tokens, first, ahead)""",
-    ),
-    6: (
-        (1, 2),
-        """first = 0
-    while first + 6 <= tokens != 8:
-        emit6(tile, panel, out, units, tokens, first, ahead)
-        first += 6
-    while first < tokens:
-        emit4(tile, panel, out, units, tokens, first, ahead)
-        first += 4""",
-    ),
-    4: (
-        (1, 2),
-        """for first in range(0, tokens, 4):
-        emit4(tile, panel, out, units, tokens, first, ahead)""",
-    ),
-    1: (
-        (),
-        """for first in range(tokens):
-        emit1(tile, panel, out, units, tokens, first, ahead)""",
-    ),
-}
-"""Tokens whose sums registers hold -> counts with a branch of their own, and what others take."""
+
+        def others(tile, panel, out, units, tokens, ahead):
+            for first in range(0, tokens, 4):
+                four(tile, panel, out, units, tokens, first, ahead)
+
+    return device(others)
 
 
 @cache
@@ -258,16 +271,24 @@ def product_of(layout: Layout | BlockLayout, group: int) -> Kernel:
     at_once = _AT_ONCE
     if isinstance(layout, BlockLayout):  # more code, and eight tokens are as fast as sixteen
         at_once = min(at_once, 8)
-    counts, others = _BRANCHES[at_once]
-    lines = [
-        f"    if tokens == {t}:\n        return emit{t}(tile, panel, out, units, {t}, 0, ahead)"
-        for t in counts
-    ]
-    head = "def product(tile, panel, out, units, tokens, ahead):"
-    emitters = {f"emit{t}": _emitter(layout, group, t) for t in TOKENS if t <= at_once}
-    space: dict[str, Any] = {"__name__": __name__, **emitters}
-    exec("\n".join([head, *lines, f"    {others}"]), space)
-    return Kernel(space["product"], name=f"tile_product.{layout.name}_x{group}")
+    emit = {t: _emitter(layout, group, t) for t in TOKENS if t <= at_once}
+    one, two = emit[1], emit.get(2)
+    others = _others(emit, at_once) if at_once > 1 else None
+
+    def one_by_one(tile, panel, out, units, tokens, ahead):
+        for first in range(tokens):
+            one(tile, panel, out, units, tokens, first, ahead)
+
+    def product(tile, panel, out, units, tokens, ahead):
+        if tokens == 1:
+            one(tile, panel, out, units, 1, 0, ahead)
+        elif tokens == 2:
+            two(tile, panel, out, units, 2, 0, ahead)
+        else:
+            others(tile, panel, out, units, tokens, ahead)
+
+    name = f"tile_product.{layout.name}_x{group}"
+    return Kernel(product if at_once > 1 else one_by_one, name=name)
 
 
 call_product = v.caller(6)  # (product, tile, panel, out, units, tokens, ahead)
