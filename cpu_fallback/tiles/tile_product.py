@@ -27,7 +27,7 @@ from llvmlite import ir
 
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import Kernel, device
+from cpu_fallback.lanes.jit import Kernel
 from cpu_fallback.lanes.late import cgutils, i64, void
 from cpu_fallback.tiles.block_product import BlockEmitter
 from cpu_fallback.tiles.byte_dots import Dots, dots_of, is_number
@@ -218,14 +218,17 @@ def _emitter(layout: Layout | BlockLayout, group: int, tokens: int) -> Callable[
     return emit
 
 
-def _others(emit: dict[int, Any], at_once: int) -> Any:
-    """Return the product of a panel of three tokens or more, in passes that registers hold."""
-    four, six, eight = emit[4], emit.get(6), emit.get(8)
+def _product(emit: dict[int, Any], at_once: int) -> Callable[..., None]:
+    """Return the product of a panel, in passes over the tile whose sums registers hold."""
+    one, two, three, four, six, eight, sixteen = map(emit.get, TOKENS)
     if at_once == 16:
-        three, sixteen = emit[3], emit[16]
 
-        def others(tile, panel, out, units, tokens, ahead):
-            if tokens == 3:
+        def product(tile, panel, out, units, tokens, ahead):
+            if tokens == 1:
+                one(tile, panel, out, units, 1, 0, ahead)
+            elif tokens == 2:
+                two(tile, panel, out, units, 2, 0, ahead)
+            elif tokens == 3:
                 three(tile, panel, out, units, 3, 0, ahead)
             elif tokens == 4:
                 four(tile, panel, out, units, 4, 0, ahead)
@@ -238,8 +241,12 @@ def _others(emit: dict[int, Any], at_once: int) -> Any:
 
     elif at_once == 8:
 
-        def others(tile, panel, out, units, tokens, ahead):
-            if tokens <= 4:
+        def product(tile, panel, out, units, tokens, ahead):
+            if tokens == 1:
+                one(tile, panel, out, units, 1, 0, ahead)
+            elif tokens == 2:
+                two(tile, panel, out, units, 2, 0, ahead)
+            elif tokens <= 4:
                 four(tile, panel, out, units, tokens, 0, ahead)
             else:
                 for first in range(0, tokens, 8):
@@ -247,22 +254,38 @@ def _others(emit: dict[int, Any], at_once: int) -> Any:
 
     elif at_once == 6:
 
-        def others(tile, panel, out, units, tokens, ahead):
-            first = 0
-            while first + 6 <= tokens != 8:
-                six(tile, panel, out, units, tokens, first, ahead)
-                first += 6
-            while first < tokens:
-                four(tile, panel, out, units, tokens, first, ahead)
-                first += 4
+        def product(tile, panel, out, units, tokens, ahead):
+            if tokens == 1:
+                one(tile, panel, out, units, 1, 0, ahead)
+            elif tokens == 2:
+                two(tile, panel, out, units, 2, 0, ahead)
+            else:
+                first = 0
+                while first + 6 <= tokens != 8:
+                    six(tile, panel, out, units, tokens, first, ahead)
+                    first += 6
+                while first < tokens:
+                    four(tile, panel, out, units, tokens, first, ahead)
+                    first += 4
+
+    elif at_once == 4:
+
+        def product(tile, panel, out, units, tokens, ahead):
+            if tokens == 1:
+                one(tile, panel, out, units, 1, 0, ahead)
+            elif tokens == 2:
+                two(tile, panel, out, units, 2, 0, ahead)
+            else:
+                for first in range(0, tokens, 4):
+                    four(tile, panel, out, units, tokens, first, ahead)
 
     else:
 
-        def others(tile, panel, out, units, tokens, ahead):
-            for first in range(0, tokens, 4):
-                four(tile, panel, out, units, tokens, first, ahead)
+        def product(tile, panel, out, units, tokens, ahead):
+            for first in range(tokens):
+                one(tile, panel, out, units, tokens, first, ahead)
 
-    return device(others)
+    return product
 
 
 @cache
@@ -272,23 +295,7 @@ def product_of(layout: Layout | BlockLayout, group: int) -> Kernel:
     if isinstance(layout, BlockLayout):  # more code, and eight tokens are as fast as sixteen
         at_once = min(at_once, 8)
     emit = {t: _emitter(layout, group, t) for t in TOKENS if t <= at_once}
-    one, two = emit[1], emit.get(2)
-    others = _others(emit, at_once) if at_once > 1 else None
-
-    def one_by_one(tile, panel, out, units, tokens, ahead):
-        for first in range(tokens):
-            one(tile, panel, out, units, tokens, first, ahead)
-
-    def product(tile, panel, out, units, tokens, ahead):
-        if tokens == 1:
-            one(tile, panel, out, units, 1, 0, ahead)
-        elif tokens == 2:
-            two(tile, panel, out, units, 2, 0, ahead)
-        else:
-            others(tile, panel, out, units, tokens, ahead)
-
-    name = f"tile_product.{layout.name}_x{group}"
-    return Kernel(product if at_once > 1 else one_by_one, name=name)
+    return Kernel(_product(emit, at_once), name=f"tile_product.{layout.name}_x{group}")
 
 
 call_product = v.caller(6)  # (product, tile, panel, out, units, tokens, ahead)
