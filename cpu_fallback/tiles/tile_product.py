@@ -218,38 +218,74 @@ def _emitter(layout: Layout | BlockLayout, group: int, tokens: int) -> Callable[
     return emit
 
 
-_BRANCHES = {
-    16: ((1, 2, 3, 4, 6, 8), "emit16(tile, panel, out, units, 16, 0, ahead)"),
-    8: (
-        (1, 2),
-        """if tokens <= 4:
-        emit4(tile, panel, out, units, tokens, 0, ahead)
+def _product(emit: dict[int, Any], at_once: int) -> Callable[..., None]:
+    """Return the product of a panel, in passes over the tile whose sums registers hold."""
+    one, two, three, four, six, eight, sixteen = map(emit.get, TOKENS)
+    if at_once == 16:
+
+        def product(tile, panel, out, units, tokens, ahead):
+            if tokens == 1:
+                one(tile, panel, out, units, 1, 0, ahead)
+            elif tokens == 2:
+                two(tile, panel, out, units, 2, 0, ahead)
+            elif tokens == 3:
+                three(tile, panel, out, units, 3, 0, ahead)
+            elif tokens == 4:
+                four(tile, panel, out, units, 4, 0, ahead)
+            elif tokens == 6:
+                six(tile, panel, out, units, 6, 0, ahead)
+            elif tokens == 8:
+                eight(tile, panel, out, units, 8, 0, ahead)
+            else:
+                sixteen(tile, panel, out, units, 16, 0, ahead)
+
+    elif at_once == 8:
+
+        def product(tile, panel, out, units, tokens, ahead):
+            if tokens == 1:
+                one(tile, panel, out, units, 1, 0, ahead)
+            elif tokens == 2:
+                two(tile, panel, out, units, 2, 0, ahead)
+            elif tokens <= 4:
+                four(tile, panel, out, units, tokens, 0, ahead)
+            else:
+                for first in range(0, tokens, 8):
+                    eight(tile, panel, out, units, tokens, first, ahead)
+
+    elif at_once == 6:
+
+        def product(tile, panel, out, units, tokens, ahead):
+            if tokens == 1:
+                one(tile, panel, out, units, 1, 0, ahead)
+            elif tokens == 2:
+                two(tile, panel, out, units, 2, 0, ahead)
+            else:
+                first = 0
+                while first + 6 <= tokens != 8:
+                    six(tile, panel, out, units, tokens, first, ahead)
+                    first += 6
+                while first < tokens:
+                    four(tile, panel, out, units, tokens, first, ahead)
+                    first += 4
+
+    elif at_once == 4:
+
+        def product(tile, panel, out, units, tokens, ahead):
+            if tokens == 1:
+                one(tile, panel, out, units, 1, 0, ahead)
+            elif tokens == 2:
+                two(tile, panel, out, units, 2, 0, ahead)
+            else:
+                for first in range(0, tokens, 4):
+                    four(tile, panel, out, units, tokens, first, ahead)
+
     else:
-        for first in range(0, tokens, 8):
-            emit8(tile, panel, out, units, tokens, first, ahead)""",
-    ),
-    6: (
-        (1, 2),
-        """first = 0
-    while first + 6 <= tokens != 8:
-        emit6(tile, panel, out, units, tokens, first, ahead)
-        first += 6
-    while first < tokens:
-        emit4(tile, panel, out, units, tokens, first, ahead)
-        first += 4""",
-    ),
-    4: (
-        (1, 2),
-        """for first in range(0, tokens, 4):
-        emit4(tile, panel, out, units, tokens, first, ahead)""",
-    ),
-    1: (
-        (),
-        """for first in range(tokens):
-        emit1(tile, panel, out, units, tokens, first, ahead)""",
-    ),
-}
-"""Tokens whose sums registers hold -> counts with a branch of their own, and what others take."""
+
+        def product(tile, panel, out, units, tokens, ahead):
+            for first in range(tokens):
+                one(tile, panel, out, units, tokens, first, ahead)
+
+    return product
 
 
 @cache
@@ -258,16 +294,8 @@ def product_of(layout: Layout | BlockLayout, group: int) -> Kernel:
     at_once = _AT_ONCE
     if isinstance(layout, BlockLayout):  # more code, and eight tokens are as fast as sixteen
         at_once = min(at_once, 8)
-    counts, others = _BRANCHES[at_once]
-    lines = [
-        f"    if tokens == {t}:\n        return emit{t}(tile, panel, out, units, {t}, 0, ahead)"
-        for t in counts
-    ]
-    head = "def product(tile, panel, out, units, tokens, ahead):"
-    emitters = {f"emit{t}": _emitter(layout, group, t) for t in TOKENS if t <= at_once}
-    space: dict[str, Any] = {"__name__": __name__, **emitters}
-    exec("\n".join([head, *lines, f"    {others}"]), space)
-    return Kernel(space["product"], name=f"tile_product.{layout.name}_x{group}")
+    emit = {t: _emitter(layout, group, t) for t in TOKENS if t <= at_once}
+    return Kernel(_product(emit, at_once), name=f"tile_product.{layout.name}_x{group}")
 
 
 call_product = v.caller(6)  # (product, tile, panel, out, units, tokens, ahead)
