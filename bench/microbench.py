@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from bench.op_shapes import real_cases
+from bench.ops.op_shapes import real_cases
 from bench.ops.op_timing import DEVICES, Timed, timed
 from clocher_kernels.cuda.probe import unusable
 from clocher_kernels.ops.contract import Case, OpSpec

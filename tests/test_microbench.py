@@ -13,9 +13,9 @@ import pytest
 
 from bench.gpu import setting
 from bench.microbench import parameters
-from bench.op_shapes import real_cases, resized
 from bench.ops import op_timing
 from bench.ops.op_run import OpRun
+from bench.ops.op_shapes import real_cases, resized
 from bench.ops.op_timing import compare, timed
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.contract import Case, Real
@@ -65,7 +65,7 @@ def test_every_format_of_linear_is_there() -> None:
 
 def test_an_op_without_an_entry_keeps_its_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     without = {**OPS, "rope": replace(OPS["rope"], real=())}
-    monkeypatch.setattr("bench.op_shapes.OPS", without)
+    monkeypatch.setattr("bench.ops.op_shapes.OPS", without)
     assert real_cases_of("rope") == list(OPS["rope"].cases)
 
 

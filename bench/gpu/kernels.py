@@ -130,7 +130,7 @@ def _items(capability: int) -> Iterator[tuple[str, Callable[[], Sequence[Any]]]]
     from bench.gpu import steps
     from bench.gpu.parity import Trial, activations
     from bench.gpu.setting import Setting, Timer
-    from bench.op_shapes import real_cases
+    from bench.ops.op_shapes import real_cases
     from clocher_kernels.cuda.launch import Device
     from clocher_kernels.ops import OPS
 
