@@ -31,7 +31,7 @@ _NEEDED = (".cubin", ".json")  # the rest (PTX, the IRs, the source) is for peop
 def tar(files: Iterable[tuple[str, Path]], preset: int = 1) -> bytes:
     """Return a compressed archive of files, given by their names in it; presets are those of xz."""
     content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w:xz", preset=preset) as packed:  # type: ignore
+    with tarfile.open(fileobj=content, mode="w:xz", preset=preset) as packed:
         for name, path in files:
             packed.add(path, name)
     return content.getvalue()
