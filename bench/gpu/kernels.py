@@ -31,7 +31,7 @@ _NEEDED = (".cubin", ".json")  # the rest (PTX, the IRs, the source) is for peop
 def tar(files: Iterable[tuple[str, Path]], preset: int = 1) -> bytes:
     """Return a compressed archive of files, given by their names in it; presets are those of xz."""
     content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w:xz", preset=preset) as packed:  # type: ignore
+    with tarfile.open(fileobj=content, mode="w:xz", preset=preset) as packed:
         for name, path in files:
             packed.add(path, name)
     return content.getvalue()
@@ -130,7 +130,7 @@ def _items(capability: int) -> Iterator[tuple[str, Callable[[], Sequence[Any]]]]
     from bench.gpu import steps
     from bench.gpu.parity import Trial, activations
     from bench.gpu.setting import Setting, Timer
-    from bench.op_shapes import real_cases
+    from bench.ops.shapes import real_cases
     from clocher_kernels.cuda.launch import Device
     from clocher_kernels.ops import OPS
 

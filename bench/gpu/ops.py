@@ -8,7 +8,7 @@ from typing import Any
 from bench.gpu import peers
 from bench.gpu.parity import Trial
 from bench.gpu.setting import Call, Item, Row, Setting
-from bench.op_shapes import real_cases
+from bench.ops.shapes import real_cases
 from clocher_kernels.cuda.launch import execute
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.ops import OPS
