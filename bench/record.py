@@ -215,7 +215,7 @@ def read_rows(path: Path) -> list[Row]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = str(getattr(error, "strerror", None) or error).lower()
         raise UsageError(f"{path}: {reason}; give a file that bench.harness wrote") from None
     lines = text.split("\n")[:-1]
     return [_row(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
