@@ -318,7 +318,7 @@ def test_load_takes_an_adapter(llama_adapter: Path) -> None:
         text = changed.generate("def f(x):", max_new=12)
     with clocher_runtime.load(LLAMA, device="cpu", threads=2) as plain:
         assert plain.generate("def f(x):", max_new=12) != text
-    with pytest.raises(UsageError, match="lora is 7; expected a string or a"):
+    with pytest.raises(UsageError, match="lora: got 7, expected a path"):
         clocher_runtime.load(LLAMA, lora=7)
 
 
