@@ -27,7 +27,7 @@ from cpu_fallback.lanes.record import reader, words
 from cpu_fallback.team.large_pages import fetched, give_back
 from cpu_fallback.tiles import layout as layouts
 from cpu_fallback.tiles import together
-from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, BlockLayout, Layout, tiles_in
+from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, BlockLayout, Layout, layout_of, tiles_in
 from cpu_fallback.tiles.tile_cache import TileCache, key_of
 
 VERSION = 1  # Changes when the bytes of a tile do
@@ -91,7 +91,7 @@ def tiles_of(op_name: str, tensor: QuantTensor) -> Tiles:
     Raises:
         UnsupportedOp: its format has no tiles.
     """
-    layout = layouts.layout_of(op_name, tensor.format)
+    layout = layout_of(op_name, tensor.format)
     codes = tensor.planes["codes" if "codes" in tensor.planes else "blocks"]
     key = id(codes)
     others = _unfinished.get(key)
