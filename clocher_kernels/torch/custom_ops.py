@@ -20,16 +20,14 @@ from clocher_kernels.library.signature import (
     LIBRARY,
     facts,
     one_of_act_prec,
-    sizes_of,
 )
 from clocher_kernels.ops import OPS as CONTRACTS
 from clocher_kernels.ops.contract import OpSpec, Param
 from clocher_kernels.torch import ready
-from clocher_kernels.torch.stored import TYPES, as_numpy, host_matrix, kept
+from clocher_kernels.torch.stored import as_numpy, host_matrix, kept, sizes, type_of, typed
 from clocher_kernels.torch.threads import team
 
 Arguments = Mapping[str, Any]
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _SCHEMA_TYPES = {int: "int", float: "float", str: "str", bool: "bool"}
 
 
@@ -76,44 +74,12 @@ def _arguments(spec: OpSpec, positional: Sequence[Any], named: Arguments) -> dic
     return {name: value for name, value in whole.items() if value is not None}
 
 
-def sizes(spec: OpSpec, found: Arguments) -> dict[str, Any]:
-    """Return what the dimension letters stand for, checked."""
-    shapes = {
-        p.name: found[f"{p.name}_shape"] if p.kind == "matrix" else found[p.name].shape
-        for p in facts(spec.name).given
-        if p.name in found
-    }
-    told: dict[str, Any] = sizes_of(spec, shapes, {n: found[n] for n in facts(spec.name).untold})
-    return told
-
-
-def type_of(spec: OpSpec, param: Param, found: Arguments) -> torch.dtype:
-    """Return the type of an output."""
-    lead = found[facts(spec.name).given[0].name].dtype
-    return lead if param.narrow and lead in _FLOATS else TYPES[param.dtypes[0]]
-
-
 def _fake(spec: OpSpec, found: Arguments) -> list[torch.Tensor]:
     told, lead = sizes(spec, found), found[facts(spec.name).given[0].name]
     return [
         lead.new_empty([told[d] for d in p.letters], dtype=type_of(spec, p, found))
         for p in facts(spec.name).outputs
     ]
-
-
-def typed(spec: OpSpec, param: Param, tensor: torch.Tensor, attrs: Arguments) -> tuple[Any, str]:
-    """Return a tensor of a type that the contract has, and the name of the type.
-
-    Floats may be given in any of torch's three; what the contract has as fp32 becomes that.
-    """
-    known = param.dtypes or (str(attrs["kv_dtype"]),)
-    for dtype in known:
-        if tensor.dtype == TYPES[dtype]:
-            return tensor, dtype
-    if "f32" in known and param.dtypes and param.kind != "inout" and tensor.dtype in _FLOATS:
-        return tensor.float(), "f32"
-    expected = " or ".join(str(TYPES[dtype]) for dtype in known)
-    raise ShapeError(f"{spec.name}: {param.name!r} is {tensor.dtype}; expected {expected}")
 
 
 def _on_cpu(

@@ -15,8 +15,7 @@ from clocher_kernels.library.signature import checked_attributes, facts, op_plan
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.contract import OpSpec
 from clocher_kernels.plan import Attr, Plan
-from clocher_kernels.torch.custom_ops import sizes, type_of, typed
-from clocher_kernels.torch.stored import TYPES, kept, planes_of
+from clocher_kernels.torch.stored import TYPES, kept, planes_of, sizes, type_of, typed
 
 
 @cache

@@ -4,7 +4,7 @@ What is made of a tensor is kept as long as the tensor object lives, and made ag
 written to since. A view made anew for each call is another object, and everything is made again.
 """
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,8 @@ from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import ShapeError
 from clocher_kernels.formats import Bsr, Format, Plane, parse_format
 from clocher_kernels.library.host import Bound
+from clocher_kernels.library.signature import facts, sizes_of
+from clocher_kernels.ops.contract import OpSpec, Param
 from clocher_kernels.quant_tensor import QuantTensor
 
 TYPES = {
@@ -33,6 +35,7 @@ TYPES = {
     "i64": torch.int64,
 }
 """Element type -> torch's; codes of 8-bit floats are bytes."""
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def as_numpy(tensor: torch.Tensor, dtype: str) -> np.ndarray:
@@ -147,3 +150,37 @@ def host_matrix(planes: Sequence[torch.Tensor], name: str, shape: Sequence[int])
         return made
 
     return kept(planes, (name, tuple(shape), "host"), make)
+
+
+def sizes(spec: OpSpec, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the dimension letters stand for, checked."""
+    shapes = {
+        p.name: found[f"{p.name}_shape"] if p.kind == "matrix" else found[p.name].shape
+        for p in facts(spec.name).given
+        if p.name in found
+    }
+    told: dict[str, Any] = sizes_of(spec, shapes, {n: found[n] for n in facts(spec.name).untold})
+    return told
+
+
+def type_of(spec: OpSpec, param: Param, found: Mapping[str, Any]) -> torch.dtype:
+    """Return the type of an output."""
+    lead = found[facts(spec.name).given[0].name].dtype
+    return lead if param.narrow and lead in _FLOATS else TYPES[param.dtypes[0]]
+
+
+def typed(
+    spec: OpSpec, param: Param, tensor: torch.Tensor, attrs: Mapping[str, Any]
+) -> tuple[Any, str]:
+    """Return a tensor of a type that the contract has, and the name of the type.
+
+    Floats may be given in any of torch's three; what the contract has as fp32 becomes that.
+    """
+    known = param.dtypes or (str(attrs["kv_dtype"]),)
+    for dtype in known:
+        if tensor.dtype == TYPES[dtype]:
+            return tensor, dtype
+    if "f32" in known and param.dtypes and param.kind != "inout" and tensor.dtype in _FLOATS:
+        return tensor.float(), "f32"
+    expected = " or ".join(str(TYPES[dtype]) for dtype in known)
+    raise ShapeError(f"{spec.name}: {param.name!r} is {tensor.dtype}; expected {expected}")

@@ -22,12 +22,13 @@ from clocher_runtime.command.console import Console, quiet_keys
 from clocher_runtime.command.jsonline import Line
 from clocher_runtime.command.loading import Engine, load_engine
 from clocher_runtime.command.settings import RunConfig
-from clocher_runtime.engine.probes import WorkTouch, rss_peak_mib
+from clocher_runtime.engine.probes import rss_peak_mib
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.sampling_defaults import told
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.timing import Reservoir, StepTotals, TimedWindow
 from clocher_runtime.engine.topology import usable_cpus
+from clocher_runtime.engine.work_touch import WorkTouch
 from clocher_runtime.text.prompt_pipeline import PromptPipeline, prefetch_depth, worker_count
 from clocher_runtime.text.prompts import Preparation, Prompt, PromptSource, piped_text
 from clocher_runtime.text.tokenizer import Tokenizer

@@ -7,18 +7,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from clocher_kernels.errors import DeviceError, UsageError
 from clocher_kernels.plan import Executor, Plan
-from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.config.setting import every
+from clocher_runtime.engine.load import Weights
 from clocher_runtime.engine.topology import pinned_cpus, threads_of
 
 _DEVICES = dict(every(EngineConfig))["device"].takes
 Progress = Callable[[int, int], None]
-Weights = Mapping[str, np.ndarray | QuantTensor]
 
 
 def choose(device: str) -> tuple[str, str]:

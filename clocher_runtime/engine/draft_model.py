@@ -25,7 +25,8 @@ from clocher_runtime.engine.timing import StepTimes
 from clocher_runtime.speculation.draft import SuffixDrafter
 from clocher_runtime.speculation.gate import ForwardCosts
 from clocher_runtime.speculation.model_gate import DraftModelGate
-from clocher_runtime.speculation.speculator import WITH_DRAFT_MODEL, Speculator, first_class
+from clocher_runtime.speculation.speculator import WITH_DRAFT_MODEL, Speculator
+from clocher_runtime.speculation.track import first_class
 
 
 class DraftModel:

@@ -16,7 +16,8 @@ from clocher_runtime.engine.requests import OutputQueue, Request, Score, Token
 from clocher_runtime.engine.timing import SpanKind, StepSums, StepTimes, Tally
 from clocher_runtime.speculation.draft import NO_DRAFT
 from clocher_runtime.speculation.gate import ForwardCosts, Trial
-from clocher_runtime.speculation.speculator import MAX_DRAFT, Counts, Pending, Speculator
+from clocher_runtime.speculation.speculator import Counts, Speculator
+from clocher_runtime.speculation.track import MAX_DRAFT, Pending
 
 _TOKENS = ("ids", "slots", "positions", "ends", "ancestors")
 _ROWS = ("rows", "masked", "temperature", "top_k", "top_p", "seeds", "draws")

@@ -17,11 +17,12 @@ from clocher_runtime.checkpoints.checkpoint import Checkpoint, LazyTensor
 from clocher_runtime.config.engine import PRECISIONS as PRECISIONS
 from clocher_runtime.disk.schema import given, read_as
 from clocher_runtime.engine.arguments import one_of
-from clocher_runtime.engine.backends import Weights
 from clocher_runtime.models.config import Ends
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import EMBED, HEAD, Need, head_name, inventory
 from clocher_runtime.models.spec import ModelSpec
+
+Weights = Mapping[str, np.ndarray | QuantTensor]
 
 CASTS = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 WEIGHT_ONLY = {

@@ -14,7 +14,7 @@ from clocher_kernels.errors import NonFinite
 from clocher_kernels.ops import OPS
 from clocher_kernels.plan import Call, Executor
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.engine.backends import Weights
+from clocher_runtime.engine.load import Weights
 
 _PIECE = 1 << 20
 

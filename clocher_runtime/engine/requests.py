@@ -15,7 +15,7 @@ from clocher_runtime.engine.pages import Sequence as Cached
 from clocher_runtime.engine.sampling import sample_on_host
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.speculation.draft import NO_DRAFT, Draft
-from clocher_runtime.speculation.speculator import Track
+from clocher_runtime.speculation.track import Track
 
 Finish = Literal["", "stop", "length"]
 

@@ -31,12 +31,13 @@ from clocher_runtime.engine.footprint import draft_config, sizes_of
 from clocher_runtime.engine.generation import Generation
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.pages import PageStats
-from clocher_runtime.engine.probes import Touch
 from clocher_runtime.engine.requests import OutputQueue, Request, Score, Take
 from clocher_runtime.engine.scheduler import Scheduler
 from clocher_runtime.engine.step_lock import StepLock
 from clocher_runtime.engine.timing import TimedWindow
-from clocher_runtime.speculation.speculator import Account, Counts, Track, account
+from clocher_runtime.engine.work_touch import Touch
+from clocher_runtime.speculation.speculator import Account, Counts, account
+from clocher_runtime.speculation.track import Track
 
 
 class Session:

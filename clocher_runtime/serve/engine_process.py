@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 
@@ -31,9 +31,7 @@ from clocher_runtime.serve.messages import (
     ToServer,
     encode,
 )
-
-if TYPE_CHECKING:
-    from clocher_runtime.serve.metrics import ServerMetrics
+from clocher_runtime.serve.metrics import ServerMetrics
 
 MAX_FAILURES, FAILURE_S = 3, 600.0
 """So many ends of the engine in so many seconds end the server."""
@@ -91,7 +89,7 @@ class EngineProcess:
     """
 
     def __init__(
-        self, start: Start, most: int, note: Callable[[str], None], metrics: "ServerMetrics"
+        self, start: Start, most: int, note: Callable[[str], None], metrics: ServerMetrics
     ) -> None:
         self._start, self._most, self._note, self._metrics = start, most, note, metrics
         self.status: Literal["loading", "ready", "draining", "failed"] = "loading"

@@ -4,7 +4,7 @@ No label and no value comes from the text of a request.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import (
     CollectorRegistry,
@@ -17,8 +17,8 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from clocher_runtime.serve.engine_process import EngineProcess
-from clocher_runtime.speculation.speculator import PRIORS
+from clocher_runtime.serve.messages import Ready, State
+from clocher_runtime.speculation.track import PRIORS
 
 _FIRST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 _NEXT_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
@@ -41,13 +41,37 @@ _COUNTERS = {
 """Counters of the engine's `State`, and what they count."""
 
 
+class Engine(Protocol):
+    """What metrics report of the engine's process: see `engine_process.EngineProcess`."""
+
+    state: State
+    ready: Ready | None
+    restarts: int
+
+    @property
+    def status(self) -> str:
+        """`loading`, `ready`, `draining` or `failed`."""
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that run or wait."""
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether its heartbeat is overdue."""
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since its last message."""
+
+
 class ServerMetrics(Collector):
     """Counts what the server does; a watcher of its engine. `model` is the name for clients."""
 
     def __init__(self, model: str) -> None:
         self._registry = registry = CollectorRegistry(auto_describe=False)
         self._model = model
-        self._engine: EngineProcess | None = None
+        self._engine: Engine | None = None
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
         registry.register(self)
@@ -75,7 +99,7 @@ class ServerMetrics(Collector):
         self._firsts: list[float] = []
         self._nexts: list[float] = []
 
-    def watch(self, engine: EngineProcess) -> None:
+    def watch(self, engine: Engine) -> None:
         """Report on an engine."""
         self._engine = engine
 

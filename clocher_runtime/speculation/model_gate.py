@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from clocher_runtime.speculation.draft import Draft
 from clocher_runtime.speculation.gate import ForwardCosts, draft_depth, worth_asking
-from clocher_runtime.speculation.speculator import MAX_DRAFT, Pending, first_class
+from clocher_runtime.speculation.track import MAX_DRAFT, Pending, first_class
 
 _HORIZON = 32
 _LOOKS = 0.01  # of the time; what is not used of it is kept for so many forwards' worth

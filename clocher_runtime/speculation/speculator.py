@@ -3,33 +3,17 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
 
 from clocher_runtime.models.builder import DRAWN
-from clocher_runtime.speculation.draft import NO_DRAFT, AcceptanceRates, Draft, Drafter, Reader
-from clocher_runtime.speculation.gate import ForwardCosts, Trial, choose, rate_of
-
-if TYPE_CHECKING:
-    from clocher_runtime.speculation.model_gate import DraftModelGate
+from clocher_runtime.speculation.draft import NO_DRAFT, AcceptanceRates, Draft, Drafter
+from clocher_runtime.speculation.gate import ForwardCosts, Trial, choose
+from clocher_runtime.speculation.model_gate import DraftModelGate
+from clocher_runtime.speculation.track import MAX_DRAFT, PRIORS, SOURCES, Pending, Track
 
 WITH_DRAFT_MODEL = ("auto", "draft")
 """Values of --speculate that ask a draft model, if there is one."""
-MAX_DRAFT = DRAWN - 1
-"""Draft tokens of a sequence in a forward: many kernels do eight tokens at the cost of one."""
 _PATIENCE = 16  # forwards whose drafts all did not pay, until the costs are doubted
 _ROWS = 32  # of a forward, if there are not more sequences
-
-PRIORS = MappingProxyType(
-    {"suffix": (0.15, 0.3, 0.45, 0.6, 0.75, 0.9), "draft": (0.6,) * MAX_DRAFT}
-)
-"""Source -> the acceptance rate of each of its classes before anything is known."""
-_SOURCES = [source for source, rates in PRIORS.items() for _ in rates]
-
-
-def first_class(source: str) -> int:
-    """Return the first class of a source; the others follow it."""
-    return _SOURCES.index(source)
 
 
 def rows_for(sequences: int) -> int:
@@ -129,47 +113,6 @@ def account(
     return Account(since, ns[DRAWN] / ns[1], draft_ns / ns[1] if draft_ns else math.nan)
 
 
-class Track:
-    """What is drafted for one sequence.
-
-    Attributes:
-        offer: the draft that expects most; it is judged, `sent` or not, as `asides` are.
-        tried: how many of its tokens are sent whatever they promise, to learn what they are worth.
-        reader: what a draft model knows of the sequence; None without one.
-    """
-
-    __slots__ = ("asides", "drafters", "offer", "rates", "reader", "sent", "tried")
-
-    def __init__(self, drafters: Sequence[Drafter], rates: AcceptanceRates) -> None:
-        self.drafters, self.rates = drafters, rates
-        self.offer = self.sent = NO_DRAFT
-        self.tried = 0
-        self.asides: list[Draft] = []
-        self.reader: Reader | None = None
-
-    def draft(self, ids: Sequence[int], most: int, ns: Sequence[float]) -> list[float]:
-        """Offer the draft that pays most; return the chance of each of its tokens."""
-        self.offer, self.asides = NO_DRAFT, []
-        best, highest = list[float](), 0.0
-        for drafter in self.drafters:
-            draft = drafter.draft(ids, most)
-            chances = self.rates.along(draft.classes)
-            rate = rate_of(chances, ns)
-            if rate > highest:
-                draft, self.offer, best, highest = self.offer, draft, chances, rate
-            if draft.tokens:
-                self.asides.append(draft)
-        return best
-
-
-class Pending(NamedTuple):
-    """A sequence that drafts are wanted for: its tokens so far, and how many may be sent."""
-
-    track: Track
-    ids: Sequence[int]
-    most: int
-
-
 class Speculator:
     """Drafts for the sequences of a session.
 
@@ -183,7 +126,7 @@ class Speculator:
         self,
         make: Callable[[], Sequence[Drafter]],
         rows: int,
-        gate: "DraftModelGate | None" = None,
+        gate: DraftModelGate | None = None,
     ) -> None:
         self.costs, self.counts, self.trial = ForwardCosts(rows), Counts(), Trial()
         self._make, self._gate, self._refused = make, gate, 0
@@ -245,7 +188,7 @@ class Speculator:
             counts.sent += 1
             counts.drafted += len(sent.tokens)
             counts.accepted += verified
-            of = counts.by_source.setdefault(_SOURCES[sent.classes[0]], [0, 0])
+            of = counts.by_source.setdefault(SOURCES[sent.classes[0]], [0, 0])
             of[0] += len(sent.tokens)
             of[1] += verified
         for draft in (track.offer, *track.asides):

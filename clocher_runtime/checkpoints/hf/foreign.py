@@ -14,7 +14,6 @@ from msgspec import Struct
 from clocher_kernels.errors import ModelError, ModelNotFound, UnsupportedModel
 from clocher_runtime.checkpoints.hf.cache import published_as, repositories, repository_of
 from clocher_runtime.checkpoints.iebin import JSON_NAME
-from clocher_runtime.checkpoints.locate import SUFFIX
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.schema import given, read_as
 from clocher_runtime.disk.strict_json import parse_object
@@ -239,7 +238,7 @@ def holds_model(directory: Path) -> bool:
     if any(os.path.isfile(directory / marker) for marker in markers):
         return True
     try:
-        return any(name.lower().endswith(SUFFIX) for name in listed(directory))
+        return any(name.lower().endswith(".gguf") for name in listed(directory))
     except ModelNotFound:
         return False
 
@@ -293,7 +292,7 @@ def _head(path: Path) -> bytes:
 
 def _looked(path: Path) -> str:
     looked = ", ".join([JSON_NAME, *(str(Path(folder, CONFIG)) for folder in SUBFOLDERS)])
-    return f"{path}: no model there; looked for {looked}, *{SUFFIX}"
+    return f"{path}: no model there; looked for {looked}, *.gguf"
 
 
 def _some(names: list[str]) -> str:
