@@ -176,7 +176,7 @@ class Screen:
         if not text or self.stream is None or self._wrap is None:
             return
         self._at_line_start = text.endswith("\n")
-        encoding = self.stream.encoding or "utf-8"
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
         text = text.encode(encoding, "replace").decode(encoding)
         if self.is_terminal:
             # Each piece is dim by itself: whenever this process ends, nothing is left so.
