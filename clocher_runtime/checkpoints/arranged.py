@@ -1,8 +1,6 @@
-"""From the tensors that a family's files have to those that a model reads.
+"""Arrange a family's stored tensors the way the model reads them.
 
-Renaming costs nothing, and a run of rows stays a view of the file. Rows in another order, and the
-matrices of experts that are tensors of their own, are gathered when they are asked for: bytes are
-copied, no number is computed.
+Renames cost nothing and runs of rows stay views; reordered rows and separate experts are copied.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,9 +39,7 @@ def arranged(
 ) -> tuple[dict[str, Stored], tuple[str, ...]]:
     """Return the tensors under the names of `inventory`, and notes on what was left out.
 
-    What the model does not read keeps its name; the loader says so.
-
-    Raises UnsupportedModel, FormatError.
+    Tensors that the model does not read keep their name. Raises UnsupportedModel, FormatError.
     """
     named, notes = _of_text(tensors)
     try:
@@ -74,7 +70,7 @@ def arranged(
 
 
 def _of_text(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], tuple[str, ...]]:
-    """Return the tensors of the text model by the names that they have in one of text alone."""
+    """Return the text model's tensors, under the names of a text-only checkpoint."""
     named: dict[str, Stored] = {}
     left_out = 0
     # A model that was saved without its head has no "model." before its names.
@@ -136,7 +132,6 @@ def _whole_blocks(parts: Sequence[Piece]) -> bool:
 
 
 def _by_row(fmt: Format) -> Format:
-    """Return the format that holds matrices with a scale each, row by row."""
     if isinstance(fmt, Fp8) and fmt.scope == "tensor":
         return replace(fmt, scope="row")
     if isinstance(fmt, Int8) and fmt.group == "tensor":
@@ -145,7 +140,6 @@ def _by_row(fmt: Format) -> Format:
 
 
 def _check_rows(part: Piece, source: Stored, need: Need, where: str) -> None:
-    """Refuse a tensor of the file that does not have the rows, or the columns, that are wanted."""
     axis = -1 if need.kind == "vector" else -2
     shape = source.shape
     stack = need.shape[:axis] if part.expert is None else need.shape[1:axis]
@@ -192,15 +186,7 @@ def _picked(
     rows: slice | np.ndarray | None,
     target: Format,
 ) -> dict[str, np.ndarray]:
-    """Return the planes of some rows of a tensor, as a format that has planes of rows stores them.
-
-    Args:
-        fmt: of the tensor.
-        planes: of it.
-        shape: of it.
-        rows: which; None: all.
-        target: the format of the result.
-    """
+    """Return the planes of some rows (None: all) of a tensor, as `target` stores them."""
     lead = max(len(shape) - 2, 0)
     count = shape[lead]
     chosen = slice(None) if rows is None else rows

@@ -19,10 +19,9 @@ _INDICES = ("row_ptr", "col_idx")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LazyTensor:
-    """A tensor that the file holds in another layout: its planes are computed on demand.
+    """A tensor that the file holds in another layout.
 
-    `shape`: logical shape; `format`: the format of the planes; `make`: computes the planes at
-    every call, from views of the mapped files.
+    `shape` is logical; `make` computes the planes at every call, from views of the mapped files.
     """
 
     shape: tuple[int, ...]
@@ -40,19 +39,13 @@ Stored = QuantTensor | LazyTensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """Weights and settings of one model, structurally valid in full, nothing copied yet.
+    """Weights and settings of one model, validated in full, nothing copied yet.
 
-    `path`: directory of the model's files, or its one GGUF file; `kind`: the container: Hugging
-    Face (safetensors or pickled), IEBIN or GGUF; `config`: contents of config.json;
-    `generation_config`: contents of generation_config.json, {} without one; `tokenizer_config`:
-    contents of tokenizer_config.json, {} without one; its "chat_template" is that of
-    chat_template.jinja where the model has that file; `tokenizer_json`: the file that the tokenizer
-    loads. It may be absent; `tensors`: logical tensors by name: views of mapped files, in no
-    promised alignment, and tensors whose planes `tensor` computes. All of them say shape, format
-    and nbytes; `files`: the mapped weight files; `notes`: what a person should know about how they
-    were read: arrays that are not used; `hashes`: SHA-256 of each plane by tensor and plane, of
-    tensors whose container has them; `make_tokenizer`: makes the content of tokenizer.json where
-    that is no file, as in GGUF.
+    `kind` is the container: Hugging Face (safetensors or pickled), IEBIN or GGUF. The configs are
+    the contents of their files, {} without one; "chat_template" is that of chat_template.jinja
+    where that file exists. `tensors` are views of mapped files, not necessarily aligned, or lazy.
+    `notes` tells people what was left out. `hashes` are SHA-256 by tensor and plane, where the
+    container has them. `make_tokenizer` makes tokenizer.json where that is no file (GGUF).
     """
 
     path: Path
@@ -92,17 +85,12 @@ class Checkpoint:
         return self._stored(name).shape
 
     def tensor(self, name: str, verify: bool = False) -> QuantTensor:
-        """Return a tensor whose planes are aligned to their element type.
+        """Return a tensor whose planes are aligned: views of the file where possible, else copies.
 
-        They are read-only views of the mapped file, or copies where a safetensors file has a tensor
-        unaligned or transposed. Those of a `LazyTensor` are computed by every call.
-
-        Codes that the format forbids are looked for in tensors of at most 64 MiB, in the scales of
-        MXFP4, and everywhere with `verify`; they would give wrong numbers, never a fault. The index
-        arrays of block-sparse rows, which could, are always copied and checked. With `verify` the
-        planes must also have the SHA-256 that the container records, if any.
-
-        Raises ModelError, FormatError, UnsupportedModel.
+        Forbidden codes give wrong numbers but no fault; they are looked for in tensors of up to 64
+        MiB, in MXFP4 scales, and everywhere with `verify`, which also checks the SHA-256.
+        Block-sparse indices could fault, so they are always copied and checked. Raises ModelError,
+        FormatError.
         """
         stored = self._stored(name)
         try:

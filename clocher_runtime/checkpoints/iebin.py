@@ -1,7 +1,7 @@
-"""IEBIN v1, the container that Clocher writes and maps into memory. docs/iebin-v1.md specifies it.
+"""IEBIN v1, the container that Clocher writes and maps; docs/iebin-v1.md specifies it.
 
-`model.ie.json` makes a directory a model. It is written last and removed first, so at every moment
-the directory holds the old model, no model, or the new one.
+`model.ie.json` is written last and removed first, so a directory always holds the old model, the
+new one, or none.
 """
 
 import hashlib
@@ -49,10 +49,9 @@ _KIND = (FORMAT, VERSION, "convert the model again or update Clocher")
 def open_iebin(
     json_path: Path | str, bin_path: Path | str | None = None, verify: bool = False
 ) -> Checkpoint:
-    """Open an IEBIN model.
+    """Open an IEBIN model; `verify` also reads all weights: hashes, padding and codes.
 
-    `bin_path`: model.ie.bin; by default the one beside the JSON; `verify`: also read all weights:
-    check every hash, the padding and all stored codes. Raises ModelNotFound, FormatError,
+    `bin_path` is by default the model.ie.bin beside the JSON. Raises ModelNotFound, FormatError,
     UnsupportedModel, WindowError.
     """
     index = read_index(Path(json_path))
@@ -69,11 +68,7 @@ def open_iebin(
 
 @dataclass(frozen=True, slots=True)
 class IebinIndex:
-    """model.ie.json, checked in full, and vocab.json beside it.
-
-    `path`: the file; `document`: its contents; `entries`: its tensors, in the order of
-    model.ie.bin; `bin`: facts of model.ie.bin.
-    """
+    """model.ie.json, validated in full, and vocab.json beside it; `entries` in file order."""
 
     path: Path
     document: Mapping[str, Any]
@@ -139,11 +134,7 @@ class IebinWriter(PlaneWriter):
     """Writes one model: `add` every tensor, then `commit`. Leaving without it undoes all."""
 
     def __init__(self, directory: Path, job: str = "", progress: Progress | None = None) -> None:
-        """Start a model in an existing directory; see `PlaneWriter`.
-
-        `job`: names the input and the options; the same job always gives the same bytes;
-        `progress`: called after each tensor with the bytes so far and its name.
-        """
+        """Start a model in an existing directory; `job` and `progress` as in `PlaneWriter`."""
         super().__init__({"bin": directory / BIN_NAME}, job, progress=progress)
         self.directory = directory
 
@@ -157,8 +148,7 @@ class IebinWriter(PlaneWriter):
     ) -> None:
         """Turn what was added into the directory's model.
 
-        `vocab`: contents of tokenizer.json, or None; `source`: what the model was made from; for
-        people, no reader looks inside.
+        `vocab` is the contents of tokenizer.json; `source` is for people, no reader uses it.
         """
         weights = self.sync()["bin"]
         self.publish(stale=[self.directory / name for name in (JSON_NAME, CERTIFICATE_NAME)])

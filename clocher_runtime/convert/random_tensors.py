@@ -1,9 +1,7 @@
-"""Random weights: normally distributed values in any format, without encoding every one of them.
+"""Random normal weights in any format, without encoding every value.
 
-A pool of 65 536 encoded cells (the elements that share a scale) is made once per format. A tensor
-is drawn from it, two random bytes a cell, so codes and scales belong together as in a real tensor
-and bytes come at the speed of memory. The draws are raw output of a bit generator, which NumPy
-promises not to change; seed and tensor name decide the bytes.
+Tensors are drawn from a pool of 65 536 encoded cells (elements that share a scale) per format; seed
+and tensor name decide the bytes.
 """
 
 import zlib
@@ -33,12 +31,7 @@ def normal_vector(
 
 
 def normal_matrix(name: str, shape: Shape, seed: int, std: float, fmt: Format) -> QuantTensor:
-    """Return a matrix [N, K], or a stack [E, N, K], of normal values with mean 0 before encoding.
-
-    Raises:
-        FormatError: weights of this format cannot be drawn.
-        ShapeError: the format cannot hold the shape.
-    """
+    """Return a matrix [N, K] or stack [E, N, K] of values with mean 0; FormatError, ShapeError."""
     planes = fmt.planes(shape)
     cells, shared, elements = _pool(fmt, std, seed)
     rows = prod(shape[:-1]) // (4 if isinstance(fmt, Ternary) else 1)
@@ -65,7 +58,7 @@ def normal_matrix(name: str, shape: Shape, seed: int, std: float, fmt: Format) -
 def _pool(
     fmt: Format, std: float, seed: int
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], int]:
-    """Return encoded cells [65536, elements a cell] by plane, planes with one value, cell width."""
+    """Return 65536 encoded cells by plane, the constant planes, and the cell width."""
     elements, rows, columns = 1, 1, _CELLS
     if isinstance(fmt, Mxfp4 | Ggml) or (
         isinstance(fmt, Int4 | Int8) and isinstance(fmt.group, int)
@@ -92,7 +85,7 @@ def _pool(
 
 
 def _spread(value: np.ndarray, dtype: str, shape: Shape, stream: np.random.SFC64) -> np.ndarray:
-    """Return scales for a shape: one as it is, several within 10 % of it."""
+    """Return scales: one as it is, several within 10 % of it."""
     count = prod(shape)
     if count == 1:
         return value.reshape(shape).copy()

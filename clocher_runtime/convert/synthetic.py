@@ -1,8 +1,6 @@
-"""Models of published shapes with random weights, written as IEBIN and, if asked, as GGUF.
+"""Models of published shapes (assets/presets.json) with random weights, as IEBIN and GGUF.
 
-assets/presets.json has the shapes: published models, `llama-1b`, and tiny ones for tests. Weights
-have the standard deviation 1/sqrt(K), so logits are of the order of 1. One tensor is in memory at
-a time. The same arguments give the same bytes.
+Weights have the standard deviation 1/sqrt(K). The same arguments give the same bytes.
 """
 
 import copy
@@ -78,14 +76,11 @@ def find_preset(name: str) -> Preset:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How the matrices are stored.
+    """How the matrices are stored; "native" is as published.
 
-    Attributes:
-        linears: of the layers' linears; "native" is what the published model has.
-        group: columns that share a scale, int8w and int4.
-        head: of head and embedding; None: bf16 as published, for a Llama that of the linears (int4
-            beside ternary).
-        attention: of the attention's linears; None: that of the linears, bf16 for gpt-oss.
+    `group`: columns that share a scale, int8w and int4; `head`: of head and embedding; None: bf16
+    as published, for a Llama as the linears (int4 beside ternary); `attention`: None: as the
+    linears, bf16 for gpt-oss.
     """
 
     linears: str = "native"
@@ -149,12 +144,7 @@ class Synthesis:
     free_bytes: int
 
     def run(self, progress: Progress | None = None) -> None:
-        """Write the model. A model.gguf of another model that is there is removed.
-
-        Raises:
-            UsageError: another program is writing to the same directory.
-            OSError: the output cannot be written; nothing of what failed is left.
-        """
+        """Write the model, removing another model's model.gguf. Raises UsageError, OSError."""
         spec = spec_from_config(self.config)
         needs = inventory(spec)
         self.out_dir.mkdir(parents=True, exist_ok=True)
@@ -182,14 +172,9 @@ def plan_synthesis(
     layers: int | None = None,
     gguf: str | None = None,
 ) -> Synthesis:
-    """Check everything that can be checked before writing.
+    """Check the arguments before writing. Raises UsageError, FormatError, OSError.
 
-    `layers` keeps the first layers alone. `gguf` also writes GGUF: "same", or a float type.
-
-    Raises:
-        UsageError: an argument cannot be used.
-        FormatError: ggml cannot hold the weights.
-        OSError: the disk is too small.
+    `layers` keeps the first layers alone; `gguf` also writes GGUF: "same", or a float type.
     """
     refuse_hf_folder(out_dir)
     config = stored_config(preset, precision, layers)
@@ -249,7 +234,6 @@ def byte_tokenizer(vocab_size: int) -> bytes:
 
 
 def _byte_vocab(vocab_size: int) -> dict[str, int]:
-    """Return the tokens in the order of their ids."""
     if vocab_size < _BYTES:
         raise FormatError(f"a vocabulary of {vocab_size}; a byte tokenizer needs {_BYTES}")
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]

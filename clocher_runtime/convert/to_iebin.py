@@ -1,8 +1,7 @@
-"""Any checkpoint -> IEBIN, two tensors in memory at a time: one is written, the next is prepared.
+"""Any checkpoint -> IEBIN, two tensors in memory at a time.
 
-Tensors are copied byte for byte, plane by plane, except those that a quantisation manifest names.
-The input is only read. The output depends on the input and the manifest alone: it has no dates and
-no paths, and two runs give the same bytes, be they killed and resumed or not.
+Tensors are copied byte for byte unless a quantisation manifest names them. The output has no dates
+or paths: equal input gives equal bytes, resumed or not.
 """
 
 import hashlib
@@ -70,11 +69,9 @@ class Conversion:
         }
 
     def run(self, progress: Progress | None = None) -> int:
-        """Write the output, or the rest of it if an earlier run of the same job was killed.
+        """Write the output, resuming a killed run; return how many tensors it had finished.
 
-        Returns how many tensors an earlier run had finished. Raises FormatError: a tensor holds a
-        code that its format forbids, or cannot be quantised; UsageError: another conversion is
-        writing to the same directory; or ModelChanged, OSError.
+        Raises FormatError, UsageError, ModelChanged, OSError.
         """
         self.out_dir.mkdir(parents=True, exist_ok=True)
         vocab = vocabulary(self.source)
@@ -103,7 +100,6 @@ class Conversion:
             self.source.release()
 
     def _job(self) -> str:
-        """Return what decides the output: a change of it forbids to resume."""
         formats = [(n, f.name, self.source.shape(n)) for n, f in self.formats.items()]
         return job_name(self.source, formats, self.q4_map.document if self.q4_map else None)
 
@@ -111,10 +107,7 @@ class Conversion:
 def prepared(
     source: Checkpoint, names: Sequence[str], prepare: Callable[[str], T]
 ) -> Iterator[tuple[str, T]]:
-    """Yield each name with what was prepared for it.
-
-    Meanwhile the next one is prepared, and the disk reads the one after it.
-    """
+    """Yield each name with its prepared value, preparing the next one meanwhile."""
     with ThreadPoolExecutor(1) as ahead:
         upcoming = [ahead.submit(prepare, name) for name in names[:1]]
         for index, name in enumerate(names):
@@ -158,12 +151,9 @@ def refuse_hf_folder(out_dir: Path) -> None:
 
 
 def open_source(path: Path) -> Checkpoint:
-    """Open the input of a conversion: a Hugging Face checkpoint, or whatever else is there.
+    """Open a conversion's input; a Hugging Face checkpoint takes precedence over an IEBIN pair.
 
-    Beside an IEBIN pair that was made of it a Hugging Face checkpoint comes first. Pickled weights
-    are followed, never run, where there are no safetensors.
-
-    Raises ModelError: the input is missing, damaged or unknown.
+    Pickled weights are accepted where there are no safetensors. Raises ModelError.
     """
     directory = find_hf(path)
     if directory:
@@ -179,11 +169,7 @@ def plan_conversion(
     q4_map: Path | None = None,
     opener: Callable[[Path], Checkpoint] = open_source,
 ) -> Conversion:
-    """Open the input and check everything that can be checked before writing.
-
-    Raises ModelError: the input is missing, damaged or unknown; UsageError: the output directory or
-    the manifest cannot be used; or OSError.
-    """
+    """Open the input and check it before writing. Raises ModelError, UsageError, OSError."""
     refuse_hf_folder(out_dir)
     rules: Q4Map | Q4Planes | None = None
     if q4_map:
@@ -228,10 +214,9 @@ def natural(name: str) -> list[str | int]:
 
 
 def write_tensor_map(model_dir: Path) -> int:
-    """Write tensor_map.json beside model.ie.json, for programs that do not read IEBIN.
+    """Write tensor_map.json, for programs that do not read IEBIN; return its number of tensors.
 
-    Clocher never reads it. It carries the checksum of the model.ie.json that it was made from, so
-    that a stale map can be told. Returns the number of tensors in it. Raises ModelError, OSError.
+    It carries the checksum of its model.ie.json, so a stale map can be detected.
     """
     document = read_index(model_dir / JSON_NAME).document
     head = {

@@ -1,7 +1,6 @@
-"""Writing files: hashed on the way, locked, resumable, line by line, whole or not there.
+"""Writing files: hashed, locked, resumable, atomic.
 
-What a killed writer leaves is a partial file and beside it a journal of what is finished in it.
-Only the next writer reads them, which checks every byte that it keeps against its hash.
+A killed writer leaves a partial file and a journal; the next writer checks what it keeps by hash.
 """
 
 import errno
@@ -29,20 +28,17 @@ _IN_FLIGHT = 8
 _FLUSH_BYTES = 1 << 26
 _MAX_JOURNAL_BYTES = 1 << 30
 PARTIAL = ".partial"
-"""What a file is called, after its name, while it is written."""
 
 
 class OutputFile:
-    """A file that only grows, locked against other writers until it is closed.
+    """An append-only file, locked until closed.
 
-    Hashing and the disk work beside the caller: `write` returns when the kernel has the bytes and
-    the hash of what was written.
-
-    `path`: where it lies; `nbytes`: bytes written so far.
+    Hashing and disk work run in the background: `write` returns a future hash once the kernel has
+    the bytes.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open a file, or make it; what it holds stays until the first `write` or `sync`."""
+        """Open or make a file; its content stays until the first `write` or `sync`."""
         self.path = path
         self.nbytes = 0
         self._descriptor = open_locked(path)
@@ -64,11 +60,7 @@ class OutputFile:
         self.write(np.zeros(nbytes - self.nbytes, np.uint8))
 
     def keep(self, ranges: Sequence[tuple[int, int, str]]) -> bool:
-        """Go over the next planes if the file already holds them, with zeros between them.
-
-        `ranges`: offset, size and SHA-256 of each. Returns whether all of them are there. If not,
-        none is kept.
-        """
+        """Skip the next planes, (offset, size, SHA-256), if all of them are in the file."""
         self._before = (self.nbytes, self._hash.copy())
         for offset, nbytes, expected in ranges:
             padding = self._read(self.nbytes, offset - self.nbytes)
@@ -100,14 +92,13 @@ class OutputFile:
         os.close(self._descriptor)
 
     def _cut_off(self) -> None:
-        """Drop what an earlier writer left behind what was kept."""
+        """Drop an earlier writer's bytes behind those that were kept."""
         if not self._cut:
             os.ftruncate(self._descriptor, self.nbytes)
             os.lseek(self._descriptor, self.nbytes, os.SEEK_SET)
             self._cut = True
 
     def _hashed(self, pieces: Iterable[memoryview]) -> str:
-        """Hash what comes, a few pieces behind, for the whole file and by itself."""
         one = hashlib.sha256()
         digests = (one, self._hash)
         waiting: deque[Future[None]] = deque()
@@ -141,15 +132,12 @@ class OutputFile:
 class Journal:
     """What is finished in a partial file: a JSON object a line, the first one names the job.
 
-    A line is written after the bytes that it describes. It is not flushed to the disk: whoever
-    reads it checks the bytes.
-
-    `entries`: what was read; `kept`: how many of them, the first ones, are still true; `add` drops
-    the others.
+    Lines are not flushed; readers verify the bytes. Of `entries`, the first `kept` still hold;
+    `add` drops the others.
     """
 
     def __init__(self, path: Path, job: str) -> None:
-        """Read the journal of a job; a journal of another job counts as empty."""
+        """Read a job's journal; that of another job counts as empty."""
         self.path = path
         self._job = job
         self.entries = self._read()
@@ -192,11 +180,9 @@ class Journal:
 
 
 class JsonlWriter:
-    """A JSONL file that grows under the name FILE.partial, locked, and becomes FILE at the end.
+    """A context manager for a locked JSONL file, written as FILE.partial, renamed at the end.
 
-    A context manager: after an exception FILE is what it was, and the lines stay in FILE.partial.
-
-    `lines`: written so far; `source`: flag that named it, for messages. Raises UsageError.
+    After an exception FILE is unchanged. `source` is the flag that named it. Raises UsageError.
     """
 
     def __init__(self, path: Path, source: str) -> None:
@@ -275,10 +261,7 @@ def open_locked(path: Path) -> int:
 
 
 def open_new(path: Path) -> int:
-    """Make a new file for writing, instead of whatever has its name.
-
-    Nothing of that name is followed or waited for: links, pipes, other users' files.
-    """
+    """Make a new file in place of whatever has its name, without following links."""
     path.unlink(missing_ok=True)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
@@ -317,10 +300,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def check_free(path: Path, nbytes: int, reclaimed: int = 0) -> int:
-    """Return the bytes that the disk of a file, whose folder need not exist yet, has left.
-
-    `reclaimed`: bytes on the disk that they will replace. Raises OSError.
-    """
+    """Return the bytes left on a path's disk after writing; OSError if it is too small."""
     existing = next(place for place in Path(os.path.abspath(path)).parents if place.is_dir())
     free = shutil.disk_usage(existing).free + reclaimed
     if nbytes > free:

@@ -1,8 +1,7 @@
-"""Planes in files and the JSON documents that list them: where each lies, and what is checked.
+"""JSON documents that list planes in files: where each lies, and what is checked.
 
-Planes follow each other in the order of their document, each at the next multiple of an alignment,
-so that two of them can neither overlap nor leave a hole. Offsets and sizes that a document repeats
-must be these. A document may end with its own SHA-256: then it is sealed.
+Planes follow each other in document order, aligned, without overlap or holes. A sealed document
+ends with its own SHA-256.
 """
 
 import hashlib
@@ -48,10 +47,9 @@ def aligned(end: int, alignment: int = ALIGNMENT) -> int:
 
 
 def place(fmt: Format, shape: Shape, ends: Mapping[str, int]) -> dict[str, Region]:
-    """Return where the planes of the next tensor go.
+    """Return the regions of the next tensor's planes; `ends` maps each file to its current end.
 
-    `ends`: where each file ends now. If there are several, each is named as the plane it holds.
-    Raises FormatError.
+    Several files are each named as the plane they hold. Raises FormatError.
     """
     try:
         planes = fmt.planes(shape)
@@ -69,7 +67,7 @@ def place(fmt: Format, shape: Shape, ends: Mapping[str, int]) -> dict[str, Regio
 
 
 def _check_density(fmt: Bsr, shape: Shape) -> None:
-    """Refuse a matrix without blocks, and a small file that would decode to a huge matrix."""
+    """Refuse a matrix without blocks, or a small file that decodes to a huge matrix."""
     nbytes = fmt.nbytes(shape)
     if not fmt.nnzb:
         raise FormatError(f"{fmt.name}: no block is stored; expected at least 1")
@@ -82,11 +80,9 @@ def _check_density(fmt: Bsr, shape: Shape) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor as a document lists it. A kind of document is a subclass: its files and fields.
+    """A tensor as a document lists it; each kind of document has a subclass.
 
-    `name`: of the tensor; `shape`: logical shape; `format`: its format; `regions`: where each of
-    its planes lies; `hashes`: SHA-256 of each plane; `source_sha256`: SHA-256 of the stored bytes
-    that it was made from; "" if the document does not say.
+    `source_sha256` is of the stored bytes that it was made from, "" if not recorded.
     """
 
     FILES: ClassVar[tuple[str, ...]] = ("bin",)
@@ -187,7 +183,7 @@ class Entry:
 
 
 def _counted(fmt: Bsr, planes: Mapping[str, Any]) -> Bsr:
-    """Return the format with its number of blocks, which only the shape of a plane tells."""
+    """Return the format with its number of blocks, known only from a plane's shape."""
     described = planes.get("col_idx")
     shape = described.get("shape") if isinstance(described, dict) else None
     if not isinstance(shape, list) or len(shape) != 1 or type(shape[0]) is not int:
@@ -228,11 +224,7 @@ def checked_hash(value: str, where: str) -> str:
 def check_hashes(
     planes: Mapping[str, np.ndarray], hashes: Mapping[str, str], where: str, again: str
 ) -> None:
-    """Compare planes with their hashes.
-
-    `hashes`: SHA-256 of those that have one; `again`: what to do about a damaged file. Raises
-    FormatError.
-    """
+    """Compare planes with their SHA-256; `again` says how to repair a damaged file."""
     for key, expected in hashes.items():
         if sha256_of(planes[key]) != expected:
             raise FormatError(
@@ -255,10 +247,7 @@ def check_padding(regions: Iterable[Region], files: Mapping[str, MappedFile]) ->
 
 
 def lines(head: Mapping[str, Any], key: str, items: Iterable[object]) -> str:
-    """Return the text of an object that is not closed yet: a line per field and one per item.
-
-    `key`: name of the last field, a list.
-    """
+    """Return an unclosed JSON object: a line per field, then per item of the list `key`."""
     first = "".join(f'"{name}": {dump(value)},\n' for name, value in head.items())
     return f'{{\n{first}"{key}": [\n' + ",\n".join(map(dump, items)) + "\n],\n"
 
@@ -292,10 +281,9 @@ def read_sealed(
     required: Mapping[str, type],
     optional: Mapping[str, type] | None = None,
 ) -> dict[str, Any]:
-    """Return a sealed document, with its fields of the declared types.
+    """Return a sealed document, its fields checked. Raises FormatError, UnsupportedModel.
 
-    `kind`: its format, its version, and what to do about another version. Raises FormatError,
-    UnsupportedModel.
+    `kind`: format, version, and what to do about another version.
     """
     document = parse_object(data, where)
     fmt, version, again = kind

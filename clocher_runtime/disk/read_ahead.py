@@ -14,11 +14,9 @@ _SAMPLES = 16
 
 
 def read_ahead(paths: Sequence[Path]) -> None:
-    """Let a thread read files that will be mapped, unless the system has them in memory.
+    """Read files into the page cache in a thread, in large blocks, unless they are there.
 
-    Whoever reads a mapped file waits for every page; this reads in large blocks. Nothing happens
-    where it cannot be told what is in memory (other than Linux), or where half of the memory that
-    is left would not hold the files. Errors are left to whoever needs the bytes.
+    Does nothing if they need over half of the free memory, or residency is unknown (not Linux).
     """
     left = host_memory.available()
     if left is None or not hasattr(os, "RWF_NOWAIT"):
@@ -33,7 +31,7 @@ def read_ahead(paths: Sequence[Path]) -> None:
 
 
 def _is_cached(path: Path) -> bool:
-    """Return whether some pages of a file, evenly spread, are all in memory."""
+    """Return whether evenly spread pages of a file are all in memory."""
     with open_regular(path) as descriptor:
         size = os.fstat(descriptor).st_size
         for i in range(_SAMPLES):

@@ -1,8 +1,4 @@
-"""What JSON documents look like: one declared type each, and one way to say what differs.
-
-`strict_json` bounds a text and parses it; a `msgspec.Struct` says which fields a document has, of
-which types and ranges; `read_as` holds the one against the other (ADR 29).
-"""
+"""Check parsed JSON against declared types (`msgspec.Struct`), with uniform messages (ADR 29)."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -24,11 +20,7 @@ _WORDS = {
 
 
 def read_as(value: object, kind: type[_T], where: str) -> _T:
-    """Return a parsed JSON value as what it must be.
-
-    `kind`: a `msgspec.Struct`, or any type that msgspec knows. A bool is not an integer. Raises
-    FormatError.
-    """
+    """Return a JSON value as a type that msgspec knows, or raise FormatError; no bool is an int."""
     import msgspec  # late: who only writes documents starts without it
 
     try:
@@ -87,7 +79,7 @@ def shown(value: object) -> str:
 
 
 def _told(message: str, value: object, kind: type, where: str) -> str:
-    """Return msgspec's message in our form: where, what is there, what was expected."""
+    """Return msgspec's message in Clocher's form: where, what is there, what was expected."""
     reason, _, path = message.partition(" - at `$")
     path = path.removesuffix("`")
     for key, index in _STEP.findall(path):

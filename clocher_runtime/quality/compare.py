@@ -56,11 +56,9 @@ def cut(
 ) -> Documents:
     """Cut a text into at most `limit` documents of windows of `window` tokens.
 
-    Without a separator the text is one run of tokens, the last partial window left out, and each
-    `windows_per_document` windows (by default those in 1024 tokens) are a document. With one, each
-    part between two separators is a document, encoded by itself; its last window may be short.
-
-    Raises UsageError: a number is out of range, or the text is too short for one window.
+    Without a separator, each `windows_per_document` windows (default: 1024 tokens) are a document,
+    the last partial window left out. With one, each part is encoded by itself and its last window
+    may be short. Raises UsageError.
     """
     if windows_per_document is None:
         windows_per_document = max(1, DOCUMENT_TOKENS // max(window, 1))
@@ -97,11 +95,10 @@ def cut(
 
 
 Logits = Callable[[Sequence[int]], np.ndarray]
-"""Token ids of a window [T] -> logits after each of them, [T, V] fp32."""
+"""Token ids of a window [T] -> logits after each, [T, V] fp32."""
 Progress = Callable[[int, int], None]
 
 RESAMPLES = 2000
-"""Bootstrap resamples of the documents."""
 
 _STEP = 1 << 20
 
@@ -134,10 +131,7 @@ class Comparison:
 def compare(
     reference: Logits, model: Logits, documents: Documents, progress: Progress | None = None
 ) -> Comparison:
-    """Score every window with both models, at most two windows of logits in memory.
-
-    Raises ModelError: the reference gives logits that are not finite.
-    """
+    """Score every window with both models, two windows of logits in memory; ModelError."""
     parts = []
     for number, ids in enumerate(documents.windows):
         parts.append(score_window(reference(ids), model(ids), ids))
@@ -152,12 +146,10 @@ def compare(
 
 
 def score_window(reference: np.ndarray, model: np.ndarray, ids: Sequence[int]) -> TokenScores:
-    """Score the tokens ids[1:] of a window from logits [T, V] fp32 of both models.
+    """Score the tokens ids[1:] of a window from logits [T, V] fp32 of both models, in fp64.
 
-    The whole softmax is summed, in fp64, a few rows at a time. Where the model's logits are not
-    finite, its likelihood and the divergence are infinite.
-
-    Raises ModelError: the reference's logits are not finite, or the vocabularies differ.
+    Where the model's logits are not finite, likelihood and divergence are infinite; the reference's
+    raise ModelError, as do different vocabularies.
     """
     if reference.shape != model.shape:
         raise ModelError(
@@ -247,10 +239,9 @@ def perplexity(
     limit: int | None = None,
     progress: Progress | None = None,
 ) -> Perplexity:
-    """Score at most `limit` consecutive windows of a text; a last partial window is left out.
+    """Score at most `limit` consecutive windows; a last partial window is left out.
 
-    The session is made with all_logits. Raises UsageError: the text has less than one window, or an
-    argument cannot be used; or SessionBusy.
+    The session is made with all_logits. Raises UsageError, SessionBusy.
     """
     ids, window = token_ids(ids), whole("window", window)
     limit = None if limit is None else whole("limit", limit, 0)
@@ -288,10 +279,7 @@ class Summary:
 
 
 def summarise(comparison: Comparison, resamples: int = RESAMPLES, seed: int = 0) -> Summary:
-    """Return the statistics of a comparison; the seed is that of the bootstrap.
-
-    Raises ModelError: no token has finite logits.
-    """
+    """Return a comparison's statistics; ModelError if no token has finite logits."""
     scores = comparison.scores
     if not len(scores.kld):
         raise ModelError("the model gives no finite logits at all; its weights are damaged")
@@ -326,5 +314,5 @@ def summarise(comparison: Comparison, resamples: int = RESAMPLES, seed: int = 0)
 
 
 def _bounded_exp(values: np.ndarray) -> np.ndarray:
-    """Return exp, at most what fp64 holds: a wrecked model may be 10^400 times worse."""
+    """Return exp, at most the largest fp64."""
     return np.asarray(np.exp(np.minimum(values, 700.0)))

@@ -1,7 +1,6 @@
-"""Speed of a model in the cases that llama-bench has: pp512, tg128, pp512+tg128, tg128 @ d4096.
+"""Speed in llama-bench's cases: pp512, tg128, pp512+tg128, tg128 @ d4096.
 
-A case is timed by the steps of a `TimedWindow`; what a test needs besides, such as the depth before
-it, is outside. The ids of a case are the same in every repetition, so its tokens have to be, too.
+Only the measured part of a case is timed; its ids are the same in every repetition.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,13 +21,13 @@ from clocher_runtime.engine.timing import Span, TimedWindow
 from clocher_runtime.models.build import PAGE_CELLS
 
 _CHECKED = 8
-"""Tokens after a prompt whose reading is timed, to tell whether it was read right."""
+"""Tokens generated after a timed prompt, to check that it was read right."""
 
 _BESIDE = 37
-"""Tokens of the sequence beside which a case is repeated; odd, so that steps begin elsewhere."""
+"""Tokens of the sequence beside a repeated case; odd, so that steps begin elsewhere."""
 
 _LEAST_STEP = 16
-"""Tokens of prompts that a step takes at least on average while others decode; see `Scheduler`."""
+"""Least average prompt tokens of a step while others decode; see `Scheduler`."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -63,20 +62,15 @@ class Case:
 
     @property
     def longest(self) -> int:
-        """Cells of its longest sequence.
-
-        Of several, the first decodes already while the last is being read.
-        """
+        """Cells of its longest sequence; the first decodes while the last is still being read."""
         waits = self.batch * -(-self.before // _LEAST_STEP) + 8 if self.batch > 1 else 0
         return self.before + self.made + waits
 
 
 def session_for(model: Model, cases: Sequence[Case], config: EngineConfig, **more: Any) -> Session:
-    """Return a warm session with room for each of some cases, and for one more sequence.
+    """Return a warm session with room for the cases and one more sequence.
 
-    `config`: of the session, but for what the cases decide: batch, chunk, context and pages. Raises
-    UsageError: a case is longer than the context of the model, or its prompt does not begin where a
-    step does; or OutOfMemory.
+    The cases decide batch, chunk, context and pages. Raises UsageError, OutOfMemory.
     """
     most = model.spec.max_positions
     batch = max(case.batch for case in cases) + 1
@@ -111,10 +105,9 @@ def session_for(model: Model, cases: Sequence[Case], config: EngineConfig, **mor
 
 
 class Runner:
-    """Runs cases in a session.
+    """Runs cases in a session; `made` has the SHA-256 of each repetition's tokens.
 
-    `made`: SHA-256 of the tokens of each repetition of a case. `text`: ids that prompts are made
-    of, over and over; random ones without any.
+    Prompts repeat `text`, token ids, or are random.
     """
 
     def __init__(self, session: Session, text: Sequence[int] = ()) -> None:
@@ -151,9 +144,7 @@ class Runner:
     def agrees(self, case: Case) -> bool:
         """Return whether another way to compute a case that ran gives the same tokens.
 
-        Half of what it made is given as a prompt, beside another sequence: these tokens go through
-        the matmuls of prompts, not those of decoding, steps begin at other tokens, and the rest is
-        decoded in company.
+        Half of its tokens are given as a prompt, beside another sequence, and the rest is decoded.
         """
         index = case.batch - 1
         made = self._last[case][index]
@@ -164,9 +155,9 @@ class Runner:
         return list(ids) == made[known:]
 
     def bytes_per_token(self, case: Case) -> int | None:
-        """Return the bytes that a decoded token of a case reads: weights and, on average, keys.
+        """Return the mean bytes (weights, keys, values) that a decoded token of a case reads.
 
-        Returns None where it is not known which experts several tokens of a forward share.
+        None where it is unknown which experts the tokens of a forward share.
         """
         model, per_forward = self.session.model, self.tokens_per_pass(case)
         shared = case.batch > 1 or per_forward > 1
@@ -176,7 +167,7 @@ class Runner:
         return round((model.bytes_per_token / case.batch + self._cache_bytes(case)) / per_forward)
 
     def _cache_bytes(self, case: Case) -> float:
-        """Return the bytes of keys and values that a token of a case reads on average."""
+        """Return the mean bytes of keys and values read per token."""
         seen = case.before + 1 + np.arange(case.tokens)
         total = 0.0
         for name, buffer in self.session.executor.plan.buffers.items():
@@ -187,7 +178,6 @@ class Runner:
         return total
 
     def _decode(self, case: Case, window: TimedWindow) -> list[list[int]]:
-        """Generate until each step of the case has been done by all sequences together."""
         prompts = [self._ids(case, index) for index in range(case.batch)]
         budget = case.longest - case.before
         made: list[list[int]] = [[] for _ in prompts]
@@ -212,13 +202,12 @@ class Runner:
         window: TimedWindow | None,
         sequence: int = 0,
     ) -> Iterator[int]:
-        """Yield the ids that one of some sequences makes."""
         for token in self.session.generate(prompts, tokens, stop_ids=frozenset(), window=window):
             if token.sequence == sequence:
                 yield token.id
 
     def _ids(self, case: Case, index: int) -> list[int]:
-        """Return the ids before the first token of a sequence, always the same."""
+        """Return a sequence's ids before its first generated token; the same each time."""
         if self._text:
             return (self._text * (case.before // len(self._text) + 1))[: case.before]
         vocabulary = self.session.model.spec.vocab_size
@@ -229,7 +218,7 @@ class Runner:
 
 
 def _full(spans: Sequence[Span], batch: int) -> list[Span]:
-    """Return the spans in which so many sequences decode, and nothing else happens."""
+    """Return the spans in which exactly `batch` sequences decode and nothing else happens."""
     return [span for span in spans if span.kind == "decode" and _sequences(span) == batch]
 
 
@@ -238,7 +227,7 @@ def _sequences(span: Span) -> int:
 
 
 def _time_of(spans: Sequence[Span], tokens: int) -> int:
-    """Return the time of the first so many tokens; those of a step share its time."""
+    """Return the time of the first tokens; those of a step share its time."""
     ns, left = 0.0, tokens
     for span in spans:
         count = min(span.tokens, left)
@@ -248,7 +237,6 @@ def _time_of(spans: Sequence[Span], tokens: int) -> int:
 
 
 def _counted(spans: Sequence[Span], case: Case) -> Iterator[int]:
-    """Yield the time of each step that counts for a case with a prompt."""
     read = 0
     for span in spans:
         if span.kind == "prefill":

@@ -1,12 +1,9 @@
-"""What a handful of numbers allow one to say: estimates with 95 % intervals, and verdicts.
+"""Estimates with 95 % intervals, and verdicts, from few samples.
 
-Resampled are documents, rounds (contestants that ran in the same minute) or runs (processes). The
-bootstrap interval of few units is too narrow, so it is widened: of runs it is stretched, on a
-logarithmic scale, by Student's factor over the normal one, which leaves 90 to 98 per cent for 2 to
-20 runs; of documents it is the expanded percentile interval.
-
-Sources: Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13; Hesterberg, What
-Teachers Should Know About the Bootstrap, 2015, for the expanded percentile interval.
+Documents, rounds or runs are resampled. Intervals of few units are widened: of runs by Student's
+factor on a logarithmic scale (90 to 98 per cent coverage for 2 to 20), of documents by the expanded
+percentile interval. Sources: Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13;
+Hesterberg, What Teachers Should Know About the Bootstrap, 2015.
 """
 
 from collections.abc import Sequence
@@ -81,9 +78,9 @@ def ratio(numerator: Sequence[float], denominator: Sequence[float], seed: int = 
 
 
 def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Ratio:
-    """Return the ratio of the medians of runs that were taken in turns, widened for few of them.
+    """Return the ratio of medians of interleaved runs, widened for few of them.
 
-    Raises ValueError: there are not as many of each.
+    Raises ValueError if there are not as many of each.
     """
     if len(numerator) != len(denominator):
         raise ValueError(
@@ -96,11 +93,7 @@ def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Ra
 
 
 def apart_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Ratio:
-    """Return the ratio of the medians of runs that were taken at different times.
-
-    Its interval is that of the worst case, so it leaves out 1 exactly if the intervals of the two
-    medians do not touch.
-    """
+    """Return the ratio of medians of runs at different times, with the worst-case interval."""
     over, under = median_of_runs(numerator), median_of_runs(denominator)
     if not (over.known and under.known):
         return _of_medians(numerator, denominator)
@@ -108,10 +101,7 @@ def apart_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Rat
 
 
 def median_of_runs(values: Sequence[float], seed: int = 0) -> Estimate:
-    """Return the median of positive values, one for each run, without an interval of one run.
-
-    Raises ValueError: there is no value, or one is not positive.
-    """
+    """Return the median of positive values, without an interval if there is one. ValueError."""
     data = np.asarray(values, dtype=np.float64)
     if not data.size or not (data > 0).all():
         raise ValueError(f"expected positive values, got {list(values)}")
@@ -135,10 +125,9 @@ def agree(a: Estimate, b: Estimate) -> bool:
 
 
 def block_means(values: np.ndarray, owner: np.ndarray, resamples: int, seed: int) -> np.ndarray:
-    """Return means over tokens of resampled documents.
+    """Return means over tokens of resampled documents, [S, resamples].
 
-    `values`: [S, N], statistics by token; `owner`: [N], document of each token. Returns [S,
-    resamples]: each the sum over the drawn documents, divided by their tokens.
+    `values`: [S, N], statistics by token; `owner`: [N], document of each token.
     """
     names, index = np.unique(owner, return_inverse=True)
     count = len(names)
@@ -165,10 +154,7 @@ def of_documents(value: float, resampled: np.ndarray, documents: int) -> Estimat
 
 
 def student(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t, within 0.1 %.
-
-    Source: Abramowitz and Stegun 26.7.5.
-    """
+    """Return Student's t 97.5 % quantile, within 0.1 % (Abramowitz and Stegun 26.7.5)."""
     if freedom <= len(_T):
         return _T[freedom - 1]
     z = _Z

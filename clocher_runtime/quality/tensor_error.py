@@ -90,11 +90,7 @@ def measure(name: str, reference: Tensor, tensor: Tensor, method: str = "rtn") -
 
 
 def expected_rms(format_name: str, shape: tuple[int, ...]) -> float:
-    """Return the relative error that rounding to nearest has on weights with heavy tails.
-
-    About half a million samples of Student's t with 5 degrees of freedom are encoded and decoded:
-    as many matrices of the shape as that makes, or a part of one.
-    """
+    """Return the relative RMS error of rounding about half a million samples of Student's t(5)."""
     columns = min(shape[-1] if shape else 1, _SAMPLE)
     rows = max(1, min(shape[-2] if len(shape) > 1 else 1, _SAMPLE // columns))
     return _sampled_rms(format_name, rows, columns)
@@ -132,7 +128,7 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _pieces(tensor: Tensor, other: Tensor) -> Iterator[Tensor]:
-    """Yield a few rows at a time, where both tensors can be cut between rows."""
+    """Yield a few rows at a time, where both tensors can be cut."""
     if not (_has_rows(tensor) and _has_rows(other)):
         yield tensor
         return
@@ -151,7 +147,7 @@ def _pieces(tensor: Tensor, other: Tensor) -> Iterator[Tensor]:
 
 
 def _has_rows(tensor: Tensor) -> bool:
-    """Return whether each row of a matrix, or of a stack of them, is a row of each plane."""
+    """Return whether each row of a matrix or stack is a row of each plane."""
     if len(tensor.shape) < 2 or isinstance(tensor, np.ndarray):
         return len(tensor.shape) > 1
     lead = tensor.shape[:-1]

@@ -1,8 +1,4 @@
-"""Things that are compared run in turns.
-
-A shared machine drifts from minute to minute, so what is compared runs in the same minute: in every
-round each contestant runs once, and the order turns by one from round to round.
-"""
+"""Interleaved runs of contestants, since a shared machine drifts from minute to minute."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -15,10 +11,9 @@ def in_turns(
     rounds: int,
     before: Callable[[int, Key], object] | None = None,
 ) -> dict[Key, list[float]]:
-    """Run every contestant once a round.
+    """Run every contestant once a round, in rotating order; return measurements by contestant.
 
-    `rounds`: how often; one more round comes first and is thrown away. Returns the measurements of
-    each contestant, by round.
+    A round before the first is discarded.
     """
     names = list(runs)
     found: dict[Key, list[float]] = {name: [] for name in names}

@@ -1,8 +1,6 @@
-"""Comparing a trace with another implementation of the same model.
+"""Compare a trace with another implementation of the same model.
 
-The reference is fed the prompt ids and then the ids that the engine generated, so that every step
-is judged on its own: one difference does not hide or cause the next. It may be anything that gives
-logits; scripts/verify_hf_generation_ids.py hands in Hugging Face transformers.
+The reference is fed the ids that the engine generated, so each step is judged on its own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,8 +39,8 @@ Encode = Callable[[str], Sequence[int]]
 class Checks(NamedTuple):
     """What is compared, and how closely.
 
-    A token whose logit, by the reference, is at most `logits_tol` below the reference's largest is
-    a near tie; a traced logit further than this from the reference's is a difference.
+    A token within `logits_tol` of the reference's largest logit is a near tie; a traced logit
+    further than that from the reference's is a difference.
     """
 
     topk: int = 5  # size of the sets of largest logits that are compared
@@ -52,12 +50,7 @@ class Checks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One difference.
-
-    Its kind is "prompt" (the tokenizer gives other ids), "vocabulary" (an id that the reference
-    does not know), "token" (another next token), "logits" (a traced logit is beyond the tolerance)
-    or "near-tie" (another next token, within the tolerance).
-    """
+    """One difference, of kind "prompt", "vocabulary", "token", "logits" or "near-tie"."""
 
     kind: Kind
     prompt: int  # number of the prompt, from 0
@@ -124,11 +117,7 @@ def verify(
     encode: Encode | None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Compare traces with a reference.
-
-    `reference`: None compares no steps. Raises UsageError: steps of a run that was not greedy
-    cannot be compared.
-    """
+    """Compare traces with a reference; None compares no steps. UsageError if not greedy."""
     if reference is not None:
         for number, trace in enumerate(traces):
             if not trace.greedy:
@@ -170,7 +159,7 @@ def _check_prompt(report: Report, number: int, trace: Trace, encode: Encode) -> 
 
 
 def _ids_are_known(report: Report, number: int, trace: Trace, vocab_size: int) -> bool:
-    """Whether the reference knows all ids; the first that it does not know is a finding."""
+    """Return whether the reference knows all ids; report the first unknown one."""
     for step, token in enumerate(trace.prompt_ids + trace.generated_ids):
         if token >= vocab_size:
             report.unknown_ids += 1
@@ -182,7 +171,7 @@ def _ids_are_known(report: Report, number: int, trace: Trace, vocab_size: int) -
 def _check_step(
     report: Report, checks: Checks, number: int, trace: Trace, step: int, row: np.ndarray
 ) -> float | None:
-    """Compare one step; return the share of traced largest logits that the reference has too."""
+    """Compare one step; return the share of traced top logits that the reference has too."""
     got, expected = trace.generated_ids[step], int(row.argmax())
     gap = float(row[expected] - row[got])
     report.steps += 1
@@ -225,10 +214,7 @@ def _check_logits(
 
 
 def summary(report: Report, same: bool | None) -> Iterator[str]:
-    """Yield lines that sum up for a person.
-
-    `same`: whether the run had the weights of the reference; None: not known.
-    """
+    """Yield summary lines; `same`: whether the weights are the reference's, None if unknown."""
     # The first of each kind in each prompt says most; what follows it is often its consequence.
     first = {(f.prompt, f.kind): f for f in reversed(report.findings)}
     shown = [f for f in report.findings if first[f.prompt, f.kind] is f][:MAX_SHOWN]

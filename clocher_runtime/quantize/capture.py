@@ -1,9 +1,8 @@
-"""Walk a model over calibration text, layer by layer, and show every linear's input.
+"""Walk a model over calibration text, layer by layer, showing every linear's input.
 
-The walk executes the calls of the model's Plan with the ops' own references, except where a
-reference decodes or loops more than whole texts can bear: matmuls are fp32 BLAS calls, attention
-is a whole sequence at once, and experts are visited one after another, each with all its tokens.
-Only one decoded matrix is in memory at a time. Hidden states live in an unnamed temporary file.
+Calls of the model's Plan run with the ops' references, but matmuls use fp32 BLAS, attention takes a
+whole sequence and experts are visited one after another. One decoded matrix is in memory; hidden
+states live in an unnamed temporary file.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +40,7 @@ from clocher_runtime.quantize.inputs import (
 )
 
 CHUNK_TOKENS = 2048
-"""Tokens that are computed at a time; longer sequences are a chunk of their own."""
+"""Tokens per chunk; longer sequences are a chunk of their own."""
 
 _LOGITS = 1 << 26
 _HEAD_ROWS = 1 << 14
@@ -49,7 +48,7 @@ _HEAD_ROWS = 1 << 14
 
 @dataclass(slots=True)
 class _Chunk:
-    """Consecutive sequences that are computed together; buffers by name."""
+    """Consecutive sequences computed together; buffers by name."""
 
     rows: slice
     lengths: tuple[int, ...]
@@ -117,10 +116,7 @@ class Walk:
         observer: Observer | None = None,
         weights: Mapping[str, QuantTensor] | None = None,
     ) -> None:
-        """Compute a layer from the state; `advance` makes the result the state.
-
-        The observer is shown the inputs of the linears; `weights` replace the checkpoint's.
-        """
+        """Compute a layer from the state, showing inputs; `weights` replace the checkpoint's."""
         self._overlay = weights or {}
         calls = self._layers[index]
         first_of = sites_of(index, calls)
@@ -222,7 +218,6 @@ class Walk:
         first_of: Mapping[int, Site] | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """Execute calls on a chunk; buffers are made when they are first written."""
         for number, call in enumerate(calls):
             if observer is not None and first_of and number in first_of:
                 observer.linear(first_of[number], chunk.buffers[source_of(call)], chunk.rows)
@@ -295,7 +290,6 @@ class Walk:
         chosen: np.ndarray,
         observer: Observer | None,
     ) -> None:
-        """Add the experts' outputs to the next state, one expert at a time."""
         names = gate_up.args["w"], down.args["w"]
         biases = [self._vector(call, "bias") for call in (gate_up, down)]
         limit, alpha = float(gate_up.attrs["limit"]), float(gate_up.attrs["alpha"])

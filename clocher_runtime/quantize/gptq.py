@@ -1,15 +1,11 @@
-"""One matrix and what calibration knows of its input: GPTQ or the search, and a judgement.
+"""Quantise one matrix by GPTQ or by search, and judge the result.
 
-GPTQ works on grids that are chosen beforehand: round column by column, correct the columns to come.
-The grids (scales and zero points) are those that `imx.search` found on the original columns, so
-columns may be visited in any order and the result needs no index at run time ("static groups").
-Columns are visited from the largest diagonal element of the Hessian to the smallest.
+GPTQ rounds column by column and corrects later columns, on the grids of `imx.search` ("static
+groups"), from the largest diagonal element of the Hessian to the smallest. With H^-1 = U^T U, the
+error of column i is e_i = (w_i - value_i) / U_ii and sum e_i^2 = tr((W - Q) H (W - Q)^T).
 
-With H^-1 = U^T U, U upper triangular, the error of column i is e_i = (w_i - value_i) / U_ii, and
-sum e_i^2 is exactly the loss tr((W - Q) H (W - Q)^T): the test of the whole recursion.
-
-GPTQ is taken where it beats the search on held-out inputs, and either only where its output error
-is at most 1.02 of that of plain rounding. What was not taken is named in `Outcome.fallback`.
+GPTQ is taken where it beats the search on held-out inputs, either only where its output error is at
+most 1.02 times that of rounding; `Outcome.fallback` names what was not taken.
 
 Source: Frantar et al. 2023 (arXiv 2210.17323).
 """
@@ -50,10 +46,7 @@ class Solution:
 
 
 def shrink(hessian: np.ndarray, tokens: int, pooled: np.ndarray) -> np.ndarray:
-    """Pull the Hessian of few tokens towards one of many: (n H + t P) / (n + t), t = K / 4.
-
-    `hessian`: [K, K], of `tokens` tokens; `pooled`: [K, K], of all tokens of the layer.
-    """
+    """Pull a Hessian [K, K] of few tokens towards `pooled`: (n H + t P) / (n + t), t = K / 4."""
     weight = len(pooled) / 4
     mixed = hessian * np.float32(tokens / (tokens + weight))
     mixed += pooled * np.float32(weight / (tokens + weight))
@@ -63,10 +56,9 @@ def shrink(hessian: np.ndarray, tokens: int, pooled: np.ndarray) -> np.ndarray:
 def factorise(
     hessian: np.ndarray, damp: float = DAMP, dtype: type[np.floating] = np.float32
 ) -> Factor | None:
-    """Factorise a Hessian in float64; damp it more, up to 20 times, until that succeeds.
+    """Factorise a Hessian [K, K] in float64, damped up to 20 times more until it succeeds.
 
-    `hessian`: [K, K], symmetric; columns that were never active have zeros. Returns the factor, or
-    None if the Hessian is zero, not finite, or cannot be factorised.
+    Columns never active have zeros. Returns None if that fails, or it is zero or not finite.
     """
     diagonal = np.diagonal(hessian).astype(np.float64)
     mean = float(diagonal.mean())
@@ -105,11 +97,9 @@ def _invert_lower(matrix: np.ndarray) -> None:
 
 
 def solve(values: np.ndarray, grid: QuantTensor, factor: Factor) -> Solution:
-    """Quantise a matrix on given grids so that its outputs, not its weights, stay close.
+    """Quantise values [N, K] fp32 or fp64 on the scales and zero points of `grid`, by GPTQ.
 
-    `values`: [N, K], fp32 or, to check the arithmetic, fp64; `grid`: a quantised form of the same
-    matrix, for its scales and zero points. Raises UsageError: the grid's format is neither `Int4`
-    nor `Int8`; ShapeError: the sizes differ.
+    Raises UsageError unless the grid is `Int4` or `Int8`; ShapeError.
     """
     rows, columns = values.shape
     fmt = grid.format
@@ -152,7 +142,7 @@ def solve(values: np.ndarray, grid: QuantTensor, factor: Factor) -> Solution:
 
 
 def _levels(grid: QuantTensor) -> tuple[np.ndarray, int, int]:
-    """Return the zero points, [groups, N], and the smallest and largest code."""
+    """Return the zero points, [groups, N], and the code range."""
     rows = grid.shape[0]
     groups = grid.planes["scales"].size // rows
     if isinstance(grid.format, Int8):
@@ -164,9 +154,9 @@ def _levels(grid: QuantTensor) -> tuple[np.ndarray, int, int]:
 
 DO_NO_HARM = 1.02
 MIN_TOKENS = 64
-"""With fewer tokens of its own an expert is quantised with its layer's statistics alone."""
+"""Tokens below which an expert uses its layer's statistics alone."""
 MIN_HELD = 16
-"""With fewer held-out inputs of its own an expert is judged with its layer's."""
+"""Held-out inputs below which an expert is judged with its layer's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,10 +182,7 @@ class Outcome:
 
 
 def make_inputs(stats: InputStats, pooled: InputStats | None, *, hessian: bool) -> Inputs:
-    """Combine the statistics of a linear, or of an expert, with those of its whole layer.
-
-    `pooled`: of all inputs of the layer; None for dense linears and well-fed experts.
-    """
+    """Combine the statistics of a linear or expert with those of its layer, if `pooled`."""
     own = pooled is None or stats.tokens >= MIN_TOKENS
     source = stats if own or pooled is None else pooled
     held = stats.held
@@ -238,7 +225,7 @@ def solve_matrix(
 
 
 class _Judge:
-    """Output error of a quantised form of a matrix."""
+    """Output error of quantised forms of a matrix."""
 
     def __init__(self, values: np.ndarray, inputs: Inputs) -> None:
         self._values, self._inputs = values, inputs

@@ -1,7 +1,4 @@
-"""The inputs of linears: the text, hidden states in an unnamed file, statistics, who reads what.
-
-The ops over whole texts are what the references of the op table define, without their loops.
-"""
+"""Inputs of linears: the text, hidden states in an unnamed file, statistics, and their readers."""
 
 import mmap
 import os
@@ -20,7 +17,6 @@ from clocher_kernels.plan import Call
 from clocher_kernels.quant_tensor import QuantTensor
 
 HELD_OUT = 16
-"""One sequence in so many is held out."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,10 +46,7 @@ class Text:
 
 
 def make_text(sequences: Sequence[Sequence[int]], seed: int = 0, held_out: int = HELD_OUT) -> Text:
-    """Lay sequences out; hold one in `held_out` (at least one) out, chosen by the seed.
-
-    Raises UsageError: fewer than two sequences, or an empty one.
-    """
+    """Lay sequences out; hold out one in `held_out` (at least one). Raises UsageError."""
     lengths = tuple(len(sequence) for sequence in sequences)
     if len(lengths) < 2 or min(lengths) < 1:
         raise UsageError(
@@ -84,7 +77,6 @@ class RowStore:
         self._array = np.frombuffer(self._map, np.float32).reshape(self.shape)
 
     def __getitem__(self, rows: slice | np.ndarray) -> np.ndarray:
-        """Return a copy of rows."""
         return self._array[rows].copy()
 
     def __setitem__(self, rows: slice | np.ndarray, values: np.ndarray) -> None:
@@ -100,14 +92,13 @@ class RowStore:
 
 
 HELD_ROWS = 512
-"""Held-out inputs kept of one site or expert."""
+"""Held-out inputs kept per site or expert."""
 
 
 class InputStats:
-    """Statistics of the inputs x_t of a linear, weighted by p_t (the router's weight, else 1).
+    """Statistics of a linear's inputs x_t, weighted by p_t (the router's weight, else 1).
 
-    `hessian_sum`: sum of p^2 x x^T, [K, K] fp32, or None. `columns`: K; `hessian`: whether to sum
-    the Hessian, K^2 fp32.
+    `hessian_sum`: sum of p^2 x x^T, [K, K] fp32, or None.
     """
 
     def __init__(self, columns: int, *, hessian: bool = False) -> None:
@@ -117,11 +108,7 @@ class InputStats:
         self._held: list[np.ndarray] = []
 
     def add(self, x: np.ndarray, held: np.ndarray, weights: np.ndarray | None = None) -> None:
-        """Sum inputs.
-
-        `x`: [m, K] fp32; `held`: [m] bool, inputs that are only kept for judging; `weights`: [m]
-        fp32, p.
-        """
+        """Sum inputs x [m, K] fp32 with weights p [m]; `held` [m] are only kept for judging."""
         if x.shape[1] != len(self._second) or held.shape != x.shape[:1]:
             raise ShapeError(
                 f"inputs {list(x.shape)} and mask {list(held.shape)}; expected "
@@ -192,7 +179,7 @@ class ExpertInputs:
 
 
 Hidden = Callable[[np.ndarray], ExpertInputs]
-"""Compute an expert's hidden layer for any tokens of its layer, numbers [m]; router weights 1."""
+"""An expert's hidden layer for tokens [m] of its layer, with router weights 1."""
 
 
 def source_of(call: Call) -> str:
@@ -230,11 +217,10 @@ def causal_attention(
     window: int,
     sinks: np.ndarray | None,
 ) -> np.ndarray:
-    """Attend over one whole sequence: the `attention` op for tokens 0 .. T-1 of an empty cache.
+    """Attend over one whole sequence: the `attention` op with an empty cache.
 
-    `q`: [T, H D] fp32; `k`: [T, Hkv D] fp32; `v`: [T, Hkv D] fp32; `window`: visible keys, the
-    query included; 0 for all; `sinks`: [H], one logit per head that enlarges the denominator.
-    Returns [T, H D] fp32.
+    `q`: [T, H D], `k` and `v`: [T, Hkv D], fp32; `window`: visible keys, the query included; 0 for
+    all; `sinks`: [H], logits added to the denominator. Returns [T, H D] fp32.
     """
     length = len(q)
     queries = q.reshape(length, -1, head_dim)

@@ -36,7 +36,6 @@ from clocher_runtime.quantize.plan import (
 )
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is done, and (done, total)."""
 
 
 class CalibrationText(NamedTuple):
@@ -72,10 +71,7 @@ class Job:
     min_cosine: float | None = None  # least cosine of every quantised tensor with the float one
 
     def plan(self) -> QuantPlan:
-        """Return what will be done, from names and shapes alone.
-
-        Raises UsageError: as `build_plan`, or calibration is needed and there is no text.
-        """
+        """Return the plan, from names and shapes alone. Raises UsageError."""
         plan = build_plan(self.checkpoint, self.rules)
         if self.calibration is None and (plan.calibrated or self.target_bpw is not None):
             what = plan.tensors[plan.calibrated[0]].method if plan.calibrated else "--target-bpw"
@@ -108,11 +104,10 @@ _STATE = 12  # of hidden states, for each token and column
 
 
 def needs_of(job: Job, plan: QuantPlan) -> Needs:
-    """Return what a job will take, known before a weight is read.
+    """Return the memory and disk that a job will take, before a weight is read.
 
-    Two tensors are in memory at a time, each as stored and as it will be. Calibration has the
-    results of one layer, a decoded matrix and, for GPTQ, its Hessian and the factor of that. The
-    gate runs the float model, whose weights stay in the file, and the quantised one.
+    Two tensors are in memory at a time, each as stored and as it will be; calibration adds a
+    layer's results, a decoded matrix and, for GPTQ, Hessian and factor.
     """
     stored = job.checkpoint.tensors
     results = {name: tensor.nbytes for name, tensor in plan.tensors.items()}
@@ -142,13 +137,9 @@ def rejected_path(out: Path) -> Path:
 
 
 def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outcome:
-    """Quantise, judge, and write the manifest.
+    """Quantise, judge, and write the manifest, resuming a killed run of the same job.
 
-    A manifest that was there is removed first: it may share its parts with the new one. The parts
-    of a killed run of the same job are used.
-
-    Raises FormatError: a value cannot be quantised; UsageError: the calibration does not know the
-    model; or ModelChanged, OSError.
+    An older manifest is removed first. Raises FormatError, UsageError, ModelChanged, OSError.
     """
     tell = progress or (lambda what, done, total: None)
 
@@ -259,7 +250,7 @@ def _judge(
 def _quantise(
     job: Job, plan: QuantPlan, parts: PartsWriter, records: Mapping[str, Calibrated], tell: Progress
 ) -> Iterator[Done]:
-    """Round what is rounded, take the rest from the parts, and measure all of it."""
+    """Round the rounded tensors, take the others from the parts, and measure all."""
     total = sum(tensor.params for tensor in plan.tensors.values())
     finished = 0
     for name, planned in plan.tensors.items():
@@ -294,7 +285,6 @@ def _quantise(
 
 
 def _fingerprint(job: Job, plan: QuantPlan, source: Mapping[str, Any]) -> str:
-    """Return what decides the bytes of the parts."""
     tensors = [
         (t.name, t.shape, t.source.name, t.format.name, t.method, str(t.clip))
         for t in plan.tensors.values()

@@ -1,8 +1,4 @@
-"""What a quantisation will do, known before a weight is read; and the manifest of what was done.
-
-The manifest says what was asked for, what was done, how good it is. Nothing in it depends on when
-or where it was made, so equal input gives equal bytes.
-"""
+"""The plan of a quantisation, made before a weight is read, and the manifest of the result."""
 
 import hashlib
 import json
@@ -24,7 +20,7 @@ from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.quality.tensor_error import TensorError
 
 HEADER_BYTES = 1 << 20
-"""What is hashed of a file without --hash: its first MiB, where the names and shapes are."""
+"""Bytes hashed of a file without --hash: names and shapes are in them."""
 
 _STEP = 1 << 22
 _DIGITS = 8
@@ -100,11 +96,7 @@ class QuantPlan:
 
 
 def build_plan(checkpoint: Checkpoint, rules: Q4Map) -> QuantPlan:
-    """Apply rules to a checkpoint.
-
-    Raises UsageError: a rule decides about no tensor, nothing is left to quantise, or a tensor
-    cannot have the format that its rule says.
-    """
+    """Apply rules to a checkpoint. Raises UsageError."""
     assigned = assign(rules.rules, checkpoint.tensors, rules.requantize, str(rules.path))
     tensors = {}
     for name in sorted(assigned.chosen, key=natural):
@@ -199,10 +191,9 @@ def tool() -> dict[str, str]:
 def describe_source(
     checkpoint: Checkpoint, whole: bool = True, progress: Callable[[int, str], None] | None = None
 ) -> dict[str, Any]:
-    """Return the `source` of a manifest: names, sizes and hashes of the weight files.
+    """Return a manifest's `source`: names, sizes and hashes of the weight files.
 
-    Without `whole` only the first MiB of each is hashed. `progress` is called with the bytes so far
-    and the file's name.
+    Unless `whole`, the first MiB of each is hashed. `progress` gets the bytes so far and the name.
     """
     files = []
     before = 0
@@ -227,10 +218,9 @@ def document_of(
     parts: Sequence[PartFile],
     sections: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return a manifest, checked by its reader.
+    """Return a manifest, checked by its reader; `done` is in plan order.
 
-    `done` is in the order of the plan; `sections` are further ones: tool, source, options, ...
-    Raises FormatError: a tensor is not accounted for, or two sections contradict each other.
+    `sections` are tool, source, options, ... Raises FormatError.
     """
     if [entry.planned.name for entry in done] != list(plan.tensors):
         raise FormatError("the manifest would not list every tensor of the plan")

@@ -29,7 +29,7 @@ from clocher_runtime.quantize.inputs import (
 from clocher_runtime.quantize.plan import PlannedTensor
 
 TOKENS = 8192
-"""Tokens of the calibration text that are used: half to fit, half to measure on."""
+"""Calibration tokens used: half to fit, half to measure on."""
 
 _SAMPLED_ROWS = 256
 _SAMPLED_EXPERTS = 4
@@ -80,8 +80,7 @@ def measure_units(
 ) -> Measured:
     """Measure the harm of each unit alone in a format, quantised by the plan's method.
 
-    Half of the sequences fit, the others measure. The float states before each layer are computed
-    once; a unit costs the layers from its own on.
+    Half of the sequences fit, the others measure. A unit costs the layers from its own on.
     """
     text = make_text(_first(text_ids), seed, held_out=2)
     walk = Walk(checkpoint, text, directory)
@@ -124,7 +123,7 @@ def measure_units(
 def _quantise_unit(
     walk: Walk, unit: Unit, fmt: Format, threads: int, seed: int
 ) -> dict[str, QuantTensor]:
-    """Quantise the tensors of a unit as calibration would, with the tokens that fit."""
+    """Quantise a unit's tensors as calibration would, with the tokens that fit."""
     tensors = {
         t.name: round_tensor(walk.tensor(t.name), fmt, t.clip, threads)
         for t in unit.tensors
@@ -189,7 +188,7 @@ def _sample(matrix: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def _divergence(walk: Walk, reference: RowStore) -> float:
-    """Return the mean KL divergence of the held-out tokens from the reference's."""
+    """Return the mean KL divergence of the held-out tokens from the reference."""
     total = 0.0
     for rows, logits in walk.logits():
         held = walk.text.held[rows]
@@ -202,7 +201,7 @@ def _divergence(walk: Walk, reference: RowStore) -> float:
 
 
 def _first(text_ids: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """Return the first sequences, `TOKENS` tokens or a little more, at least two."""
+    """Return the first sequences, about `TOKENS` tokens, at least two."""
     chosen: list[Sequence[int]] = []
     for sequence in text_ids:
         if len(chosen) > 1 and sum(map(len, chosen)) >= TOKENS:

@@ -1,7 +1,6 @@
-"""model.dedup.json: which planes there are, how each is stored, and where its parts lie.
+"""model.dedup.json: how each plane is stored, and where its parts lie.
 
-No offset is written down. Parts follow each other in the order of the index, so that two of them
-can neither overlap nor leave a hole, and the sizes of the files follow from the index too.
+Offsets are implied by the order of the parts, so parts can neither overlap nor leave holes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,11 +38,10 @@ VERSION = 1
 KINDS = ("defaults", "masks", "exceptions")
 FILE_NAMES = {kind: f"model.dedup.{kind}.bin" for kind in KINDS}
 ALIGNMENT = {"defaults": 8, "masks": 8, "exceptions": 64}
-"""Raw planes are used in place, so what may hold one is aligned as IEBIN is."""
+"""Raw planes are used in place, so these are aligned as in IEBIN."""
 BLOCK_BYTES = 4096
 MAX_EXPANSION, FREE_EXPANSION = 1000, 16 << 20
-"""Decoded bytes for each stored byte, and those that are free. Without a limit a small file could
-stand for any size."""
+"""Decoded bytes per stored byte, and a free allowance: bounds what a small file can stand for."""
 
 PlaneMode = Literal["raw", "streams", "blocks", "same", "base"]
 
@@ -87,13 +85,9 @@ class Base(FileFacts):
 class StoredPlane:
     """How one plane is stored.
 
-    `tensor`: name of its tensor; `key`: name of the plane; `plane`: its element type and shape;
-    `sha256`: of its bytes, as in model.ie.json; `mode`: "raw": as it is. "streams": split, stream
-    by stream. "blocks": the different ones of its 4 KiB blocks, and which block is which. "same":
-    equal to an earlier plane. "base": equal to the plane of that name in the base; `xor`: what is
-    stored is the plane XOR that of the base; `split`: name of the split of "streams"; `streams`:
-    how each of its streams is stored; `unique`: different blocks of "blocks"; `of`: number of the
-    earlier plane of "same".
+    `mode` is "raw", "streams" (`split` into `streams`), "blocks" (`unique` different 4 KiB blocks,
+    and which is which), "same" (as the earlier plane `of`) or "base" (as the base's plane of that
+    name). With `xor`, the plane XOR that of the base is stored. `sha256` is of the decoded bytes.
     """
 
     tensor: str
@@ -113,11 +107,7 @@ class StoredPlane:
         return -(-self.plane.nbytes // BLOCK_BYTES)
 
     def parts(self) -> Iterator[tuple[str, int]]:
-        """Yield file and bytes of every part, in order.
-
-        That is for each stream: table, codes, rank index, exceptions or symbols; for blocks: the
-        numbers of the blocks, the blocks.
-        """
+        """Yield file and bytes of every part, in the order in which they are stored."""
         if self.mode == "raw":
             yield "exceptions", self.plane.nbytes
         elif self.mode == "blocks":
@@ -171,11 +161,10 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class DedupIndex:
-    """model.dedup.json, checked in full.
+    """model.dedup.json, validated in full.
 
-    `source`: the model.ie.bin that it stands for; `base`: the artifact that a variant builds on;
-    `files`: facts of the three files, by kind; `planes`: all planes, in the order of model.ie.bin;
-    `regions`: where the parts of each plane lie.
+    `source` is the model.ie.bin it stands for, `base` the artifact that a variant builds on;
+    `planes` are in the order of model.ie.bin, with their parts in `regions`.
     """
 
     source: FileFacts

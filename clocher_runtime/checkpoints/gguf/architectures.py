@@ -1,7 +1,6 @@
-"""GGUF architectures: which config.json the metadata of each stand for.
+"""GGUF architectures: the config.json that the metadata of each stand for.
 
-Source: gguf-py's constants.py for the keys; llama.cpp's src/models for their defaults, and for what
-a file does not say because the architecture does.
+Source: gguf-py's constants.py; llama.cpp's src/models for defaults and for what is implied.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,12 +15,11 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What a model of an architecture is.
+    """How an architecture's metadata become a config.
 
-    `name`: as a config.json says it; `keys`: field of the config -> entry, an integer that must be
-    there, or entry and default, whose type is that of the entry; `more`: what follows from several
-    entries, or is fixed; it gets what is known so far; `reads`: entries that `more` reads; others
-    that change the arithmetic are refused.
+    `keys`: config field -> entry, a required integer, or entry and default. `more` derives fields
+    from several entries; of the entries beyond `reads`, those that change the arithmetic are
+    refused.
     """
 
     name: str
@@ -109,13 +107,12 @@ def _gemma3(meta: Metadata, config: Config) -> Config:
 
 
 def _scores(meta: Metadata, config: Config, largest: int) -> Config:
-    """Return what attention is divided by: of the model with most layers, another size."""
     size = config["hidden_size"] // max(config["num_attention_heads"], 1)
     return {"query_pre_attn_scalar": size if meta.layers == largest else meta.head_dim}
 
 
 def _two_ropes(meta: Metadata, theta: float) -> Config:
-    """Return the rotations: where a window is, it is not stretched."""
+    """Return the rotations; layers with a window are not stretched."""
     return {FULL: rope_parameters(meta), SLIDING: {"rope_type": "default", "rope_theta": theta}}
 
 

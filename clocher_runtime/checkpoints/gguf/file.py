@@ -1,11 +1,7 @@
-"""A GGUF file, validated in full before a byte of its data is used.
+"""A GGUF file, validated in full before its data is used.
 
-Layout, little-endian: "GGUF", u32 version, u64 count of tensors, u64 count of metadata entries; the
-entries (key, type, value); for each tensor its name, dimensions (fastest first), type and offset;
-padding; the data. Strings are a u64 length and UTF-8.
-Source: ggml's docs/gguf.md, versions 2 and 3. Stricter than that text: no arrays of arrays, tensors
-in the order of their entries without holes, nothing after the last, at most `MAX_TENSORS` tensors,
-`MAX_FIELDS` entries and `MAX_STRINGS` strings in arrays.
+Source: ggml's docs/gguf.md, versions 2 and 3. Stricter: no arrays of arrays, no holes or trailing
+bytes, and at most `MAX_TENSORS` tensors, `MAX_FIELDS` entries and `MAX_STRINGS` strings in arrays.
 """
 
 import struct
@@ -58,10 +54,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """A metadata entry: type of a value or of an array's elements, where it is; count of elements.
-
-    A single value has the count None; an array of strings has their starts.
-    """
+    """A metadata entry; a single value has the count None, an array of strings has their starts."""
 
     kind: int
     offset: int
@@ -72,10 +65,7 @@ class _Field:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Strings:
-    """An array of strings, each read when asked for.
-
-    `starts`: first byte of each string in the file, int64; its length is in the 8 bytes before.
-    """
+    """An array of strings, read on demand; `starts` are byte offsets of the text, int64."""
 
     file: MappedFile
     key: str
@@ -101,17 +91,10 @@ _T = TypeVar("_T", bool, int, float, str, np.ndarray, Strings)
 
 
 class GgufFile:
-    """A validated, read-only, memory-mapped GGUF file, with the parts that are attached to it.
-
-    `file`: the mapping of the first part; `files`: those of all; `version`: 2 or 3; `keys`: of the
-    metadata, in file order; `tensors`: what the parts hold, by name, in file order.
-    """
+    """A validated, memory-mapped GGUF file with its attached parts; all in file order."""
 
     def __init__(self, path: Path) -> None:
-        """Map and validate a file.
-
-        Raises FormatError, UnsupportedModel for the type of a tensor, ModelError, WindowError.
-        """
+        """Map and validate a file; FormatError, UnsupportedModel, ModelError or WindowError."""
         self.file = MappedFile(path)
         header = _Header(self.file)
         self.version = header.version
@@ -167,11 +150,7 @@ class GgufFile:
         return float(str(numbers[0])) if numbers.dtype.kind == "f" else int(numbers[0])
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Return a string of the metadata.
-
-        Raises FormatError if it has another type, or is missing without a default. So do those
-        below.
-        """
+        """Return a string entry; FormatError for another type, or if missing with no default."""
         return self._typed(key, str, "a string", default)
 
     def integer(self, key: str, default: int | None = None) -> int:
@@ -206,7 +185,7 @@ class GgufFile:
 
 
 class _Header:
-    """A cursor over the part before the data; every read is bounded by `_take`."""
+    """Cursor over the header; every read is bounded by `_take`."""
 
     def __init__(self, file: MappedFile) -> None:
         self._file, self._where, self._at = file, str(file.path), 0
@@ -366,7 +345,6 @@ class _Header:
 
 
 def _decoded(data: np.ndarray, where: str) -> str:
-    """Return bytes as text; FormatError if they are not UTF-8."""
     try:
         return data.tobytes().decode("utf-8")
     except UnicodeDecodeError as error:

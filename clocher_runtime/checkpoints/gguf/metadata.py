@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file's model, and its rotary embedding as a config.json says it.
+"""Metadata of a GGUF file's model, and its rotary embedding as config.json has it.
 
 Source: gguf-py's constants.py for the keys; llama.cpp's llama-model.cpp for their defaults.
 """
@@ -23,11 +23,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 class Metadata:
-    """The entries of a file's architecture, by the rest of their names.
-
-    `arch`: the architecture; `where`: the path, for messages; `layers`: decoder layers; `head_dim`:
-    values of a head of queries and keys; `window`: keys that a layer with a window sees, or 0.
-    """
+    """A file's entries without the architecture prefix; `window` is 0 for full attention."""
 
     def __init__(self, file: GgufFile) -> None:
         self.file, self.where = file, str(file.file.path)
@@ -55,10 +51,7 @@ class Metadata:
         return f"{self.arch}.{key}" in self.file.keys
 
     def layer_types(self, every: int) -> list[str]:
-        """Return which layers have a window: all but every n-th, unless a list says it.
-
-        Raises UnsupportedModel if the entry is neither a number nor a list of the right length.
-        """
+        """Return the layer types: all but every n-th have a window, unless a list says which."""
         key = "attention.sliding_window_pattern"
         value = self.file.value(f"{self.arch}.{key}")
         value = every if value is None else value
@@ -135,7 +128,6 @@ def _yarn(meta: Metadata, factor: float) -> dict[str, Any]:
 
 
 def _table(meta: Metadata, name: str, pairs: int) -> np.ndarray:
-    """Return a table of factors, one for each pair, f64."""
     info = meta.file.tensors.get(name)
     if info is None:
         raise FormatError(f"{meta.where}: tensor {name!r} is missing")
@@ -150,7 +142,7 @@ def _table(meta: Metadata, name: str, pairs: int) -> np.ndarray:
 
 
 def _llama3(meta: Metadata, theta: float) -> dict[str, Any]:
-    """Return the Llama 3 scaling whose table of factors the file has."""
+    """Return the Llama 3 scaling that gives the file's table of factors."""
     factors = _table(meta, ROPE_FACTORS, meta.head_dim // 2)
     largest = float(factors.max())
     if factors.min() < 1 or not 1 <= theta <= 1e12:

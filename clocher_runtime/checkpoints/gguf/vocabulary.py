@@ -1,7 +1,6 @@
-"""The vocabulary of a GGUF file: its tokens, what each is, which have a role, how text is split.
+"""The vocabulary of a GGUF file. Source: llama.cpp's llama-vocab.cpp.
 
-Source: llama.cpp's llama-vocab.cpp. Where it only approximates what a model's tokenizer.json says,
-`PRE_TYPES` has that instead: accents beside letters (`GPT4O`, `TEKKEN`), composed characters.
+Where llama.cpp only approximates tokenizer.json, `PRE_TYPES` has the exact expressions.
 """
 
 from collections.abc import Mapping
@@ -31,9 +30,8 @@ _MESSAGES_END = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
 class PreType:
     """A kind of byte-level tokenizer.
 
-    `splits`: expressions that split a text, one after the other; `whole`: a piece that is a token
-    is one, whatever the merges say; `bos`: a text begins with BOS where the file does not say;
-    `composed`: characters are composed (NFC) first, as their tokenizer.json says.
+    `splits` are applied in order; `whole`: a piece that is a token ignores the merges; `bos` is the
+    default of the file; `composed`: text is normalised to NFC first.
     """
 
     splits: tuple[str, ...]
@@ -64,7 +62,7 @@ _ROWS = {
 PRE_TYPES: Mapping[str, PreType] = {
     name: kind for names, kind in _ROWS.items() for name in names.split()
 }
-"""What `tokenizer.ggml.pre` says of a byte-level vocabulary."""
+"""`tokenizer.ggml.pre` -> how a byte-level vocabulary splits text."""
 
 
 def has_vocabulary(file: GgufFile) -> bool:
@@ -79,10 +77,7 @@ def token_id(file: GgufFile, role: str) -> int | None:
 
 
 def token_types(file: GgufFile, count: int) -> np.ndarray:
-    """Return what each token is, `NORMAL` to `BYTE`; without the entry all are normal.
-
-    Raises FormatError if the entry has another length.
-    """
+    """Return the type of each token, `NORMAL` to `BYTE`; normal without the entry."""
     if TYPES not in file.keys:
         return np.full(count, NORMAL)
     types = file.numbers(TYPES)
@@ -100,10 +95,7 @@ def tokens(file: GgufFile) -> Strings:
 
 
 def stop_ids(file: GgufFile) -> list[int]:
-    """Return the ids that end a turn: those that the file names, and control tokens known for it.
-
-    Raises FormatError if the vocabulary is damaged.
-    """
+    """Return the ids that end a turn: the file's, and control tokens known for it."""
     ids = [index for role in ("eos", "eot", "eom") if (index := token_id(file, role)) is not None]
     if has_vocabulary(file):
         texts = tokens(file)

@@ -1,10 +1,7 @@
-"""The local cache of the Hugging Face hub: what a name means, and where its files are.
+"""The local cache of the Hugging Face hub (HF_HUB_CACHE, HF_HOME). Nothing is downloaded.
 
     CACHE/models--OWNER--NAME/refs/REVISION          holds a commit
     CACHE/models--OWNER--NAME/snapshots/COMMIT/FILE  a link to what was downloaded
-
-Nothing is downloaded, and only directories and the small files in `refs` are read. Where the cache
-is, the library says: HF_HUB_CACHE, HF_HOME.
 
 Source: https://huggingface.co/docs/huggingface_hub/guides/manage-cache.
 """
@@ -32,11 +29,7 @@ _REF_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """What `owner/name[@revision][/file.gguf]` says.
-
-    `repo`: "owner/name"; `revision`: branch, tag or commit; `file`: one GGUF file of the
-    repository; "": the whole.
-    """
+    """A parsed `owner/name[@revision][/file.gguf]`; `file` is "" for the whole repository."""
 
     repo: str
     revision: str = MAIN
@@ -62,10 +55,7 @@ def repository_of_url(text: str) -> str | None:
 
 
 def published_as(path: str) -> str | None:
-    """Return the "owner/name" of a model by the place that the guide has for it, None if none has.
-
-    `models/gpt-oss-20b`, its `hf` and its `hf/original` are of openai/gpt-oss-20b.
-    """
+    """Return "owner/name" of a path that the guide uses, such as `models/gpt-oss-20b`, or None."""
     found = _PLACE.fullmatch(path)
     return f"openai/{found[1]}" if found else None
 
@@ -78,10 +68,7 @@ def cache_directory() -> Path:
 
 
 def repositories(cache: Path | None = None) -> dict[str, Path]:
-    """Return the models of the cache: "owner/name" -> its folder, in the order of their names.
-
-    `cache`: where; None: `cache_directory`. One that cannot be read has none.
-    """
+    """Return the models of the cache, "owner/name" -> folder, sorted; none if unreadable."""
     cache = cache_directory() if cache is None else cache
     try:
         with os.scandir(cache) as entries:
@@ -101,10 +88,7 @@ def repository_of(path: Path) -> str | None:
 
 
 def snapshot(name: HubName, folder: Path | None = None) -> Path | None:
-    """Return the directory of a revision in the cache, None if it is not there.
-
-    `folder`: that of the repository; None: in `cache_directory`.
-    """
+    """Return the directory of a revision in the cache, or None."""
     if folder is None:
         folder = cache_directory() / (_FOLDER + name.repo.replace("/", "--"))
     commit = name.revision

@@ -58,10 +58,9 @@ _METHODS = {
     "quark": "Quark weights",
     "modelopt": "weights of NVIDIA's ModelOpt",
 }
-"""`quant_method` -> what the weights are."""
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 HEAD_BYTES = 28
-"""Bytes of a file that say what it is: the longest header that is known, that of llama2.c."""
+"""The longest magic header that is known, llama2.c's."""
 _SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 
 
@@ -150,10 +149,7 @@ def unfinished(directory: Path) -> str:
 
 
 def foreign_quantisation(config: Mapping[str, Any], where: str) -> UnsupportedModel | None:
-    """Return the error for a config.json whose weights another program quantised in its own way.
-
-    Returns None: none of those that are known says so.
-    """
+    """Return the error for weights in another program's quantisation, None if there is none."""
     what = _quantised_by(config)
     if what is None:
         return None

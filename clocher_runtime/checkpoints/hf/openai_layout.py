@@ -1,8 +1,6 @@
-"""gpt-oss as OpenAI publishes it in `original/`: other keys of config.json, other names of tensors.
+"""gpt-oss as OpenAI publishes it in `original/`: other config keys and tensor names, same bytes.
 
-The rows of q, k and v are one tensor, and gate and up rows of experts alternate, as in Hugging
-Face's. The numbers are the same ones, so no byte is changed. Source: github.com/openai/gpt-oss,
-gpt_oss/torch/model.py (ModelConfig, AttentionBlock) and weights.py.
+Source: github.com/openai/gpt-oss, gpt_oss/torch/model.py (ModelConfig, AttentionBlock), weights.py.
 """
 
 import os
@@ -116,10 +114,7 @@ def canonical_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def canonical_arrays(arrays: Arrays, config: Mapping[str, Any]) -> Arrays:
-    """Return OpenAI's arrays under the names of transformers; a name of neither stays.
-
-    `arrays`: by name, views of the mapped files. Raises FormatError.
-    """
+    """Return OpenAI's arrays under transformers' names; unknown names stay."""
     found: Arrays = {}
     q, kv = (
         config[f"num_{heads}_heads"] * config["head_dim"] for heads in ("attention", "key_value")

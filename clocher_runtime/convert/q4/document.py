@@ -1,8 +1,6 @@
 """The expanded form of a quantisation manifest: what was done, tensor by tensor.
 
-docs/q4-manifest.schema.json and docs/quantisation.md describe its fields. No path, date or host
-name is among them: the same input gives the same bytes. `tensors` and `kept` come together and name
-each tensor of the model once.
+docs/q4-manifest.schema.json and docs/quantisation.md describe it; it has no date, path or host.
 """
 
 import re
@@ -67,11 +65,9 @@ Sections = tuple[dict[str, Entry] | None, dict[str, str], tuple[PartFile, ...]]
 
 
 def read_sections(document: Mapping[str, Any], where: str, rules: int) -> Sections:
-    """Check the expanded form of a manifest and return what readers need of it.
+    """Check an expanded manifest, whose field types are checked, and return its sections.
 
-    `document`: the manifest; the types of its fields have been checked. Returns the entries by name
-    or None, the kept tensors with their reasons, the part files. Raises FormatError: something is
-    missing, unknown, of another type or contradictory.
+    Raises FormatError for missing, unknown or contradictory fields.
     """
     if "source" in document:
         _check_source(document["source"], f"{where}: source")

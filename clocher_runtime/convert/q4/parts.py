@@ -1,9 +1,7 @@
-"""Parts of a quantisation manifest: planes that rounding does not give again.
+"""Parts of a quantisation manifest: planes that rounding cannot reproduce.
 
-`q4.json` keeps them in `q4.parts/`, one safetensors file per layer of the model: `layer-00000`,
-`layer-00001`, ..., and `rest` for what belongs to no layer. Plane P of tensor T is stored as `T/P`.
-The file's metadata say which job it belongs to, shape and format of each tensor, what is known
-about it (a JSON object), and the SHA-256 of the data. A part is written whole or not at all, so a
+`q4.parts/` has a safetensors file per layer (`layer-00000`, ..., and `rest`), with plane P of
+tensor T as `T/P`. Metadata: job, shapes, formats, records, SHA-256. Parts are written whole, so a
 killed job resumes after the last one.
 """
 
@@ -44,7 +42,6 @@ class PartsWriter:
     """Writes the parts of one job, and finds those that an earlier run of it has finished."""
 
     def __init__(self, directory: Path, job: str) -> None:
-        """Begin."""
         self.directory = directory
         self._job = job
         self._open: dict[str, SafetensorsFile] = {}
@@ -67,10 +64,7 @@ class PartsWriter:
     def write(
         self, part: str, tensors: Mapping[str, QuantTensor], records: Mapping[str, dict[str, Any]]
     ) -> None:
-        """Write a part, "layer-00000" or "rest"; `records` says what is known of each tensor.
-
-        Raises UsageError: another process is writing it; or OSError.
-        """
+        """Write a part, "layer-00000" or "rest". Raises UsageError if locked; OSError."""
         self.directory.mkdir(parents=True, exist_ok=True)
         arrays, planes = {}, {}
         for name, tensor in tensors.items():
@@ -92,10 +86,7 @@ class PartsWriter:
         self._remember(part, SafetensorsFile(path), described, records)
 
     def tensor(self, name: str) -> QuantTensor:
-        """Return a tensor of a part that is finished: views of its file.
-
-        Raises ModelError: it is not in any of them.
-        """
+        """Return a tensor of a finished part as views; ModelError if it is in none."""
         if name not in self._where:
             raise ModelError(f"{self.directory}: no finished part has tensor {name!r}")
         part, shape, fmt = self._where[name]
@@ -149,11 +140,7 @@ class PartsWriter:
 
 
 def read_part(directory: Path, files: Iterable[PartFile], name: str, entry: Entry) -> QuantTensor:
-    """Return a tensor of a manifest's parts, checked against its hashes.
-
-    Raises FormatError: the file, or a plane in it, is not the one that the manifest lists; or
-    ModelNotFound.
-    """
+    """Return a tensor of a manifest's parts, hashes checked. Raises FormatError, ModelNotFound."""
     listed = next(file for file in files if file.file == entry.part)
     path = directory / listed.file
     if not path.is_file():

@@ -1,7 +1,6 @@
-"""Writing Q4_0 plane files with their manifest, laying them over an IEBIN pair, appending to them.
+"""Write Q4_0 plane files with their manifest, lay them over an IEBIN pair, append to them.
 
-The manifest is what makes the pair of files valid: it is removed first and written last. A killed
-run leaves partial files and a journal; the next run of the same job resumes from there.
+The manifest is removed first and written last; a killed run resumes from its journal.
 """
 
 import json
@@ -45,10 +44,9 @@ class Q4Job:
     free_bytes: int  # of the disk
 
     def run(self, progress: Progress | None = None) -> int:
-        """Write the files, or the rest of them if an earlier run was killed.
+        """Write the files, resuming a killed run; return how many matrices it had finished.
 
-        Returns how many matrices an earlier run had finished. Raises FormatError: a matrix cannot
-        be encoded; UsageError: another process is writing the same files; or ModelChanged, OSError.
+        Raises FormatError, UsageError, ModelChanged, OSError.
         """
         folder = os.path.realpath(self.manifest.parent)
         for path in (*self.files.values(), self.manifest):
@@ -81,11 +79,7 @@ def plan_q4(
     include_lm_head: bool = False,
     chunk_rows: int = CHUNK_ROWS,
 ) -> Q4Job:
-    """Open the input and check everything that can be checked before writing.
-
-    Raises ModelError: the input is missing, damaged or unknown; UsageError: the paths are not three
-    different files, or nothing can be encoded; or OSError.
-    """
+    """Open the input and check it before writing. Raises ModelError, UsageError, OSError."""
     paths = [os.path.realpath(path) for path in (codes, scales, manifest)]
     if len(set(paths)) != len(paths):
         raise UsageError("--q4-bytes, --scales and --manifest must be three different files")
@@ -140,9 +134,8 @@ def encoded(
 def make_index(model_dir: Path, manifest: Path) -> list[str]:
     """Write model.ie.compat.json from model.ie.json and an expanded manifest.
 
-    `model_dir`: the directory of the pair and of the plane files. Returns the names of the matrices
-    that it takes from the plane files. Raises UsageError: the manifest describes other files, or
-    another model; ModelError: the pair or a plane file is missing or damaged.
+    Returns the names of the matrices in the plane files. Raises UsageError if the manifest is of
+    other files or another model; ModelError.
     """
     planes = q4.load_q4_planes(manifest)
     for key, name in q4.Q4_NAMES.items():
@@ -180,10 +173,9 @@ class AppendJob:
     free_bytes: int  # bytes that the disk has for them
 
     def run(self, progress: Progress | None = None) -> None:
-        """Append the matrices. The index is written anew after each, so a kill loses one at most.
+        """Append the matrices; the index is rewritten after each, so a kill loses one at most.
 
-        Raises UsageError: another process is writing the files; ModelError: a matrix cannot be
-        encoded, or the files are not what the index says; or OSError.
+        Raises UsageError, ModelError, OSError.
         """
         paths = {key: self.index.with_name(name) for key, name in q4.Q4_NAMES.items()}
         with PlaneWriter(paths, kind=q4.Q4Entry, in_place=True) as pair:
@@ -205,11 +197,7 @@ class AppendJob:
 
 
 def plan_append(hf_dir: Path, index: Path, q4_bin: Path) -> AppendJob:
-    """Find the attention matrices that an index does not have yet, and check what can be checked.
-
-    Raises UsageError: the files do not lie together, or the checkpoint is of another model;
-    ModelError: the model or the index is missing or damaged; or OSError.
-    """
+    """Find the attention matrices that an index lacks. Raises UsageError, ModelError, OSError."""
     expected = index.with_name(q4.Q4_NAMES[q4.CODES])
     if os.path.realpath(q4_bin) != os.path.realpath(expected):
         raise UsageError(f"--q4-bin {q4_bin}: expected {expected}, the one beside --compat-json")
